@@ -1,0 +1,20 @@
+/// What every file of bindings/ shares: torch's own pybind11 and the list of rooms.
+#pragma once
+
+#include <torch/extension.h>
+
+namespace oxytorch::bindings {
+
+namespace py = pybind11;
+
+/// Releases the GIL around a call that may take over 10 us.
+using release_gil = py::call_guard<py::gil_scoped_release>;
+
+void bind_base(py::module_& m);
+void bind_backend(py::module_& m);
+void bind_monitor(py::module_& m);
+void bind_optim(py::module_& m);
+void bind_amp(py::module_& m);
+void bind_trainer(py::module_& m);
+
+}  // namespace oxytorch::bindings

@@ -1,0 +1,74 @@
+# Compiler settings and the functions by which each room joins the build.
+include(GNUInstallDirs)
+
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
+endif()
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+
+# LibTorch takes 10 to 20 s a unit: cache the compiler where ccache is installed. The sloppiness lets it serve
+# units that use the precompiled header.
+find_program(OXYTORCH_CCACHE ccache)
+if(OXYTORCH_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER
+      ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+      CCACHE_BASEDIR=${CMAKE_SOURCE_DIR} CCACHE_NOHASHDIR=1 ${OXYTORCH_CCACHE})
+endif()
+
+add_library(oxytorch_flags INTERFACE)
+target_compile_options(oxytorch_flags INTERFACE
+  -Wall -Wextra -Wpedantic -Wno-unused-parameter
+  # Fused multiply-add is written where it is meant; contraction elsewhere would make bits depend on the compiler.
+  -ffp-contract=off)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  target_compile_options(oxytorch_flags INTERFACE -fpch-preprocess)
+endif()
+if(OXYTORCH_SANITIZE)
+  target_compile_options(oxytorch_flags INTERFACE -fsanitize=${OXYTORCH_SANITIZE} -fno-omit-frame-pointer -g)
+  target_link_options(oxytorch_flags INTERFACE -fsanitize=${OXYTORCH_SANITIZE})
+endif()
+if(OXYTORCH_COVERAGE)
+  target_compile_options(oxytorch_flags INTERFACE --coverage -O0 -g)
+  target_link_options(oxytorch_flags INTERFACE --coverage)
+endif()
+
+# oxytorch_room(<core|torch> FILE...): add a room's sources to the torch-free or to the torch library.
+function(oxytorch_room floor)
+  if(floor STREQUAL "core")
+    set(target oxytorch_core)
+  elseif(floor STREQUAL "torch")
+    set(target oxytorch)
+  else()
+    message(FATAL_ERROR "oxytorch_room: floor is 'core' or 'torch', not '${floor}'")
+  endif()
+  foreach(file IN LISTS ARGN)
+    target_sources(${target} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/${file}")
+  endforeach()
+endfunction()
+
+# oxytorch_test(<name> <core|torch> FILE...): a GoogleTest program named <name>, one ctest entry per test.
+function(oxytorch_test name floor)
+  add_executable(${name} ${ARGN})
+  target_link_libraries(${name} PRIVATE oxytorch_flags GTest::gtest GTest::gmock GTest::gtest_main)
+  if(floor STREQUAL "torch")
+    target_link_libraries(${name} PRIVATE oxytorch OpenMP::OpenMP_CXX)
+    oxytorch_torch_pch(${name})
+  else()
+    target_link_libraries(${name} PRIVATE oxytorch_core)
+  endif()
+  get_filename_component(room ${CMAKE_CURRENT_SOURCE_DIR} NAME)
+  include(GoogleTest)
+  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 PROPERTIES LABELS "${room};${floor}")
+endfunction()
+
+# One precompiled torch/torch.h, made by the library and used by every other unit that includes torch.
+function(oxytorch_torch_pch target)
+  target_precompile_headers(${target} PRIVATE <torch/torch.h>)
+endfunction()

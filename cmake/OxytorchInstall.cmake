@@ -1,0 +1,1 @@
+# find_package(Oxytorch): targets Oxytorch::core (no torch) and Oxytorch::oxytorch.
