@@ -41,6 +41,9 @@ endif()
 
 # oxytorch_room(<core|torch> FILE...): add a room's sources to the torch-free or to the torch library.
 function(oxytorch_room floor)
+  if(floor STREQUAL "torch" AND NOT OXYTORCH_TORCH)
+    return()
+  endif()
   if(floor STREQUAL "core")
     set(target oxytorch_core)
   elseif(floor STREQUAL "torch")
@@ -55,6 +58,9 @@ endfunction()
 
 # oxytorch_test(<name> <core|torch> FILE...): a GoogleTest program named <name>, one ctest entry per test.
 function(oxytorch_test name floor)
+  if(floor STREQUAL "torch" AND NOT OXYTORCH_TORCH)
+    return()
+  endif()
   add_executable(${name} ${ARGN})
   target_link_libraries(${name} PRIVATE oxytorch_flags GTest::gtest GTest::gmock GTest::gtest_main)
   if(floor STREQUAL "torch")

@@ -1,1 +1,69 @@
-# find_package(Oxytorch): targets Oxytorch::core (no torch) and Oxytorch::oxytorch.
+# find_package(Oxytorch): targets Oxytorch::core (no torch) and Oxytorch::oxytorch. The same layout serves a prefix and,
+# as the component `wheel`, the Python package's own folder, so that a wheel is a C++ package too.
+include(CMakePackageConfigHelpers)
+
+set(OXYTORCH_CMAKE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/Oxytorch)
+if(SKBUILD)
+  # A wheel holds no links: one file per library, in lib/ whatever the machine's habit is.
+  set(CMAKE_INSTALL_LIBDIR lib)
+  set(OXYTORCH_CMAKE_DIR lib/cmake/Oxytorch)
+endif()
+
+# Headers of floors 3 and up; the rest must compile with no torch on the machine.
+set(OXYTORCH_TORCH_ROOMS optim amp memory model checkpoint distributed tune trainer oxytorch)
+file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/include/oxytorch/*.h)
+set(core_headers ${PROJECT_BINARY_DIR}/include/oxytorch/version.h)
+set(torch_headers "")
+foreach(header IN LISTS headers)
+  string(REGEX REPLACE "^oxytorch/([^/.]+).*" "\\1" room ${header})
+  if(room IN_LIST OXYTORCH_TORCH_ROOMS)
+    list(APPEND torch_headers ${PROJECT_SOURCE_DIR}/include/${header})
+  else()
+    list(APPEND core_headers ${PROJECT_SOURCE_DIR}/include/${header})
+  endif()
+endforeach()
+
+# A file set is what gets installed, and what the build checks: each header compiles on its own.
+set(core_libraries oxytorch_core)
+target_sources(oxytorch_core PUBLIC FILE_SET headers TYPE HEADERS
+  BASE_DIRS ${PROJECT_SOURCE_DIR}/include ${PROJECT_BINARY_DIR}/include FILES ${core_headers})
+set_target_properties(oxytorch_core PROPERTIES INSTALL_RPATH "$ORIGIN")
+if(OXYTORCH_TORCH)
+  target_sources(oxytorch PUBLIC FILE_SET headers TYPE HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR}/include FILES ${torch_headers})
+  # In a wheel torch is the neighbouring package; elsewhere the program that links both finds it.
+  set_target_properties(oxytorch PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
+endif()
+if(SKBUILD)
+  foreach(library oxytorch_core oxytorch)
+    set_property(TARGET ${library} PROPERTY VERSION)
+    set_property(TARGET ${library} PROPERTY SOVERSION)
+  endforeach()
+endif()
+
+set(parts core)
+install(TARGETS ${core_libraries} EXPORT OxytorchCore COMPONENT wheel
+  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} NAMELINK_COMPONENT wheel
+  FILE_SET headers DESTINATION include COMPONENT wheel INCLUDES DESTINATION include)
+if(OXYTORCH_TORCH)
+  list(APPEND parts oxytorch)
+  install(TARGETS oxytorch EXPORT OxytorchTorch COMPONENT wheel
+    LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} NAMELINK_COMPONENT wheel
+    FILE_SET headers DESTINATION include COMPONENT wheel INCLUDES DESTINATION include)
+  install(EXPORT OxytorchTorch NAMESPACE Oxytorch:: FILE OxytorchTorchTargets.cmake
+    DESTINATION ${OXYTORCH_CMAKE_DIR} COMPONENT wheel)
+endif()
+install(EXPORT OxytorchCore NAMESPACE Oxytorch:: FILE OxytorchCoreTargets.cmake
+  DESTINATION ${OXYTORCH_CMAKE_DIR} COMPONENT wheel)
+
+configure_package_config_file(cmake/OxytorchConfig.cmake.in ${PROJECT_BINARY_DIR}/OxytorchConfig.cmake
+  INSTALL_DESTINATION ${OXYTORCH_CMAKE_DIR} NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/OxytorchConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${PROJECT_BINARY_DIR}/OxytorchConfig.cmake ${PROJECT_BINARY_DIR}/OxytorchConfigVersion.cmake
+  DESTINATION ${OXYTORCH_CMAKE_DIR} COMPONENT wheel)
+
+# The Python module goes into wheels only: a prefix is for C++.
+if(OXYTORCH_PYTHON AND SKBUILD)
+  set_target_properties(oxytorch_python PROPERTIES INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib")
+  install(TARGETS oxytorch_python LIBRARY DESTINATION . COMPONENT wheel)
+  install(FILES ${OXYTORCH_BUILD_INFO} DESTINATION . COMPONENT wheel)
+endif()

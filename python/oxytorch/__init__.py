@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-import torch as _torch  # noqa: F401  (its libraries must be loaded before ours)
+# torch first: its libraries must be loaded before ours.
+import torch as _torch
+
+from ._torch_check import require_same_torch as _require_same_torch
+
+try:
+    from ._build_info import TORCH_VERSION as _BUILT_FOR
+except ModuleNotFoundError:
+    raise ImportError("oxytorch is not built in this source tree: run `make build`.") from None
+
+_require_same_torch(_BUILT_FOR, _torch.__version__)
 
 from . import _C
 

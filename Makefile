@@ -1,0 +1,34 @@
+# The front door. Each command is a short script in cmake/steps/; a command brings what it needs with it.
+#   make demo ARGS="--quick"     passes ARGS on
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test bench lint docs sanitize clean
+
+help:
+	@echo "make setup     install what is missing: Debian packages, .venv, PyTorch"
+	@echo "make build     compile the libraries, the Python module, tests and benchmarks"
+	@echo "make demo      train real models three ways and show the result"
+	@echo "make test      build everything and run every test"
+	@echo "make bench     measure the kernels and race the peers"
+	@echo "make lint      formats, types, static analysis"
+	@echo "make docs      the site, in build/docs/index.html"
+	@echo "make sanitize  core tests under the address, undefined and thread sanitizers"
+	@echo "make clean     remove what was built; .venv stays"
+
+setup:
+	@cmake/steps/setup.sh
+build: setup
+	@cmake/steps/build.sh
+demo: build
+	@cmake/steps/run.sh oxytorch demo $(ARGS)
+test: build
+	@cmake/steps/test.sh $(ARGS)
+bench: build
+	@cmake/steps/bench.sh $(ARGS)
+lint: build
+	@cmake/steps/run.sh python cmake/steps/lint.py $(ARGS)
+docs: build
+	@cmake/steps/docs.sh
+sanitize: setup
+	@cmake/steps/sanitize.sh
+clean:
+	@cmake/steps/clean.sh

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Google Benchmark programs first, then the race against the peers. Figures go to the screen and to bench/report/.
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+shopt -s nullglob
+for program in "$BUILD"/bench/*/*_bench; do
+  say "== ${program#"$BUILD"/bench/}"
+  "$program" --benchmark_min_time=0.1 --benchmark_out="bench/report/$(basename "$program").json" --benchmark_out_format=json
+done
+for race in bench/race/*.py; do
+  [[ $(basename "$race") == _* ]] && continue
+  say "== $race"
+  python3 "$race" "$@"
+done

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Builds the site into build/docs: Doxygen reads the headers, Sphinx writes the pages. A warning is an error.
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+mkdir -p build/doxygen
+doxygen -q docs/Doxyfile
+sphinx-build -q -W --keep-going -j auto -d build/doctrees docs build/docs
+say "docs: build/docs/index.html"

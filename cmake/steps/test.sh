@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Every test: lint, C++ tests, Python tests (with consumer, examples, docs, layering), the site. Stops at nothing,
+# fails if anything failed, and ends with one line of counts.
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+reports=$ROOT/build/test-reports
+rm -rf "$reports" && mkdir -p "$reports"
+cores=$(nproc)
+failed=()
+started=$SECONDS
+
+step() {
+  local name=$1 begun=$SECONDS
+  shift
+  say "== $name"
+  "$@" || failed+=("$name")
+  say "== $name: $((SECONDS - begun)) s"
+}
+
+step lint python3 cmake/steps/lint.py
+step docs cmake/steps/docs.sh
+step ctest ctest --preset dev -j "$cores" --output-junit "$reports/ctest.xml"
+step pytest python3 -m pytest -n "$cores" --junit-xml="$reports/pytest.xml" "$@"
+
+counts=$(python3 cmake/steps/counts.py "$reports" || true)
+if ((${#failed[@]})); then
+  say "make test: FAILED (${failed[*]}); $counts; $((SECONDS - started)) s"
+  exit 1
+fi
+say "make test: passed; $counts; $((SECONDS - started)) s"

@@ -1,0 +1,15 @@
+"""
+Oxytorch's native engine; use the Python package around it.
+"""
+
+from __future__ import annotations
+from . import base
+from . import backend
+from . import monitor
+from . import optim
+from . import amp
+from . import trainer
+
+__all__: list[str] = ["amp", "backend", "base", "monitor", "optim", "torch_version", "trainer"]
+__version__: str = "0.1.0"
+torch_version: str = "2.13.0"

@@ -1,0 +1,7 @@
+"""
+Device backends and their registry.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = list()

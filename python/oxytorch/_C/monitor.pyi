@@ -1,0 +1,7 @@
+"""
+Step and phase times, reports.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = list()

@@ -1,0 +1,7 @@
+"""
+Host settings and the training step.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = list()
