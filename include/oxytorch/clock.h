@@ -1,0 +1,15 @@
+/// The clock that durations are measured with.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+namespace oxytorch {
+
+/// Nanoseconds since an arbitrary moment; never steps back, unaffected by changes of the wall clock.
+inline std::int64_t monotonic_ns() noexcept {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace oxytorch
