@@ -59,6 +59,7 @@ configure_package_config_file(cmake/OxytorchConfig.cmake.in ${PROJECT_BINARY_DIR
   INSTALL_DESTINATION ${OXYTORCH_CMAKE_DIR} NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/OxytorchConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/OxytorchConfig.cmake ${PROJECT_BINARY_DIR}/OxytorchConfigVersion.cmake
+  ${PROJECT_SOURCE_DIR}/cmake/OxytorchBackend.cmake
   DESTINATION ${OXYTORCH_CMAKE_DIR} COMPONENT wheel)
 
 # The Python module goes into wheels only: a prefix is for C++.
