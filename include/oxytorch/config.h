@@ -24,7 +24,7 @@ using ConfigValue = std::variant<bool, std::int64_t, double, std::string>;
 OXY_API std::string to_string(const ConfigValue& value);
 
 /// One row of the table.
-struct ConfigField {
+struct OXY_API ConfigField {
   enum class Type { Flag, Integer, Number, Choice, Size };
   std::string key;
   Type type;

@@ -1,0 +1,200 @@
+// The table of settings: one row decides a key's type, values, defaults and reasons everywhere.
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <limits>
+
+#include "oxytorch/config.h"
+#include "oxytorch/error.h"
+#include "oxytorch/spelling.h"
+
+namespace oxytorch {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr auto kMaxInteger = static_cast<double>(std::numeric_limits<std::int64_t>::max());
+
+using Type = ConfigField::Type;
+
+ConfigField choice(std::string key, std::vector<std::string> choices, const char* basic, const char* others,
+                   std::string reason, std::string basic_reason = "") {
+  return {std::move(key),
+          Type::Choice,
+          std::move(choices),
+          0,
+          0,
+          false,
+          std::string(basic),
+          std::string(others),
+          std::string(others),
+          std::move(reason),
+          std::move(basic_reason)};
+}
+
+ConfigField integer(std::string key, std::int64_t low, std::int64_t value, std::string reason) {
+  return {std::move(key), Type::Integer, {},    static_cast<double>(low), kMaxInteger, false,
+          value,          value,         value, std::move(reason),        ""};
+}
+
+ConfigField number(std::string key, double low, double high, bool high_open, double value, std::string reason) {
+  return {std::move(key), Type::Number, {}, low, high, high_open, value, value, value, std::move(reason), ""};
+}
+
+ConfigField flag(std::string key, bool value, std::string reason) {
+  return {std::move(key), Type::Flag, {}, 0, 0, false, value, value, value, std::move(reason), ""};
+}
+
+ConfigField size(std::string key, std::string reason) {
+  const std::string value = "auto";
+  return {std::move(key), Type::Size, {}, 0, 0, false, value, value, value, std::move(reason), ""};
+}
+
+std::vector<ConfigField> make_fields() {
+  const std::vector<std::string> auto_on_off{"auto", "on", "off"};
+  const std::string keeps_bits = "Level basic changes no bit of the result.";
+  std::vector<ConfigField> fields;
+  fields.push_back(
+      {"level",
+       Type::Choice,
+       {"basic", "advanced", "ultra"},
+       0,
+       0,
+       false,
+       std::string("basic"),
+       std::string("advanced"),
+       std::string("ultra"),
+       "basic changes no bit of the result, advanced adds changes within rounding, ultra adds opt-in trades; "
+       "ultra has no trade of its own yet and equals advanced.",
+       ""});
+  fields.push_back(
+      choice("precision", {"auto", "fp32", "bf16", "fp16"}, "fp32", "auto",
+             "auto computes in bf16 where the processor multiplies bf16 in hardware and in fp32 elsewhere, "
+             "where bf16 is 2 to 3 times slower.",
+             keeps_bits));
+  fields.push_back(choice("channels_last", auto_on_off, "off", "auto",
+                          "auto lays out images channels last for models with convolutions, whose kernels want it so; "
+                          "sums are rounded in another order.",
+                          keeps_bits));
+  fields.push_back({"threads",
+                    Type::Integer,
+                    {"auto", "keep"},
+                    1,
+                    4096,
+                    false,
+                    std::string("keep"),
+                    std::string("auto"),
+                    std::string("auto"),
+                    "auto uses each core that affinity and cgroup leave to this process, once; the number of threads "
+                    "decides the order of torch's sums.",
+                    "keep leaves torch's own number, since another one changes the order of its sums."});
+  fields.push_back(
+      choice("flush_denormals", auto_on_off, "off", "auto",
+             "auto flushes denormal numbers to zero on every worker thread: arithmetic on them is 10 to 100 "
+             "times slower, and optimizer state gets stuck in them.",
+             keeps_bits));
+  fields.push_back(
+      choice("allocator", {"auto", "system", "retain"}, "auto", "auto",
+             "auto is retain on Linux with glibc: freed memory stays in the process instead of being faulted "
+             "in anew each step, at the cost of a resident size that stays at its peak; no bit changes."));
+  fields.push_back(size("allocator_retain_limit",
+                        "auto keeps at most half of the memory available at the start; what is above goes back to the "
+                        "system."));
+  fields.push_back(choice("step_tail", auto_on_off, "off", "auto",
+                          "auto does clip, update, EMA and zeroing in one native pass where the optimizer is one it "
+                          "knows; within 4 ulp of the exact update.",
+                          keeps_bits));
+  fields.push_back(
+      choice("attention", {"auto", "default", "math"}, "default", "auto",
+             "auto lets torch choose among its fused attention kernels for the precision in use; math is the "
+             "plain formula.",
+             "default leaves torch's choice of kernel as it is."));
+  fields.push_back(
+      choice("compile", {"off", "default", "max-autotune"}, "off", "off",
+             "torch.compile takes 10 to 20 s before the first step and does not pay for every model, so it "
+             "is asked for."));
+  fields.push_back(integer("accumulation_steps", 1, 1, "Batches per optimizer step; one unless you say so."));
+  fields.push_back(number("clip_norm", 0, kInfinity, true, 0,
+                          "Greatest global gradient norm; 0 is off, since clipping changes what is trained."));
+  fields.push_back(number("clip_value", 0, kInfinity, true, 0,
+                          "Greatest absolute gradient element; 0 is off, since clipping changes what is trained."));
+  fields.push_back(
+      number("ema_decay", 0, 1, true, 0,
+             "Decay a step of the moving average of the weights; 0 is off, since it costs memory as large as "
+             "the weights."));
+  fields.push_back(
+      choice("nonfinite", {"skip", "raise", "propagate"}, "propagate", "skip",
+             "skip leaves out a step whose gradient has an infinity or NaN, as GradScaler does; the report "
+             "counts them.",
+             "propagate is what a plain PyTorch loop does."));
+  fields.push_back(choice("grad_scaler", auto_on_off, "auto", "auto",
+                          "auto scales the loss for fp16 only: bf16 and fp32 have the range without it."));
+  fields.push_back(choice("schedule", {"none", "cosine", "one_cycle"}, "none", "none",
+                          "none leaves the learning rate to you, since a schedule changes what is trained."));
+  fields.push_back(integer("warmup_steps", 0, 0, "Steps over which a schedule raises the learning rate from 0."));
+  fields.push_back(
+      number("min_lr_ratio", 0, 1, false, 0, "Share of the learning rate left at the end of a cosine schedule."));
+  fields.push_back(integer("max_steps", 0, 0, "Steps planned, which schedules need; 0 is not known."));
+  fields.push_back(integer("early_stopping_patience", 0, 0,
+                           "Evaluations without improvement after which training stops; 0 is off."));
+  fields.push_back(number("early_stopping_min_delta", 0, kInfinity, true, 0,
+                          "Least improvement of the monitored loss that counts."));
+  fields.push_back(size(
+      "memory_limit", "auto is what cgroup and machine allow; set it to hold a run below that, as bytes or a share."));
+  fields.push_back({"seed",
+                    Type::Integer,
+                    {"auto"},
+                    0,
+                    kMaxInteger,
+                    false,
+                    std::string("auto"),
+                    std::string("auto"),
+                    std::string("auto"),
+                    "auto leaves the random generators as they are.",
+                    ""});
+  fields.push_back(
+      flag("deterministic", false,
+           "Deterministic algorithms can be slower and some operations have none, so they are asked for."));
+  fields.push_back(choice("progress", auto_on_off, "auto", "auto", "auto shows a bar where stderr is a terminal."));
+  fields.push_back(
+      integer("log_every", 1, 10, "Steps between two reads of the loss, each of which waits for the device."));
+  fields.push_back(
+      flag("monitor", true, "Step and phase times are kept without an allocation or a wait on the step path."));
+  return fields;
+}
+
+}  // namespace
+
+const std::vector<ConfigField>& PerformanceConfig::fields() {
+  static const std::vector<ConfigField> table = make_fields();
+  return table;
+}
+
+std::string to_string(const ConfigValue& value) {
+  if (const auto* text = std::get_if<std::string>(&value)) return in_quotes(*text);
+  if (const auto* whole = std::get_if<std::int64_t>(&value)) return std::to_string(*whole);
+  if (const auto* truth = std::get_if<bool>(&value)) return *truth ? "true" : "false";
+  const double real = std::get<double>(value);
+  if (std::isnan(real)) return "NaN";
+  if (std::isinf(real)) return real > 0 ? "infinity" : "-infinity";
+  std::array<char, 32> buffer{};
+  const auto result = std::to_chars(buffer.data(), buffer.data() + buffer.size(), real);
+  return {buffer.data(), result.ptr};
+}
+
+std::string ConfigField::allowed() const {
+  const auto range = [this](const char* noun) {
+    std::string text = noun;
+    if (std::isinf(high) || high == kMaxInteger) return text + " >= " + to_string(low);
+    return text + " from " + to_string(low) + " to " + (high_open ? "below " : "") + to_string(high);
+  };
+  switch (type) {
+    case Type::Flag: return "true or false";
+    case Type::Choice: return list_of(choices);
+    case Type::Size: return "a size such as '10GB', '1.5GiB' or '90%', or 'auto'";
+    case Type::Number: return range("a number");
+    case Type::Integer: break;
+  }
+  return range("a whole number") + (choices.empty() ? "" : " or " + list_of(choices));
+}
+
+}  // namespace oxytorch
