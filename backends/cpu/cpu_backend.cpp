@@ -1,20 +1,20 @@
 #include "backends/cpu/cpu_backend.h"
 
-#include <sched.h>
-#include <unistd.h>
-
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cinttypes>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "backends/last_error.h"
+#include "oxytorch/system.h"
 
 namespace oxytorch::backend {
 namespace {
@@ -47,9 +47,10 @@ Memory& memory() {
   return *instance;
 }
 
-std::uint64_t pages(int which) {
-  const long count = sysconf(which);
-  return count < 0 ? 0 : static_cast<std::uint64_t>(count) * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+// What this process may use at most; a machine that does not tell gets no limit.
+std::uint64_t total_bytes() {
+  static const std::uint64_t bytes = read_memory().limit.value_or(kLargest);
+  return bytes;
 }
 
 std::uint64_t now_ns() {
@@ -57,22 +58,22 @@ std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(since).count());
 }
 
-std::uint32_t cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof(set), &set) == 0 ? static_cast<std::uint32_t>(CPU_COUNT(&set)) : 1;
-}
-
 const char* model_name() {
   static const std::string* const name = [] {
-    std::ifstream info("/proc/cpuinfo");
-    for (std::string line; std::getline(info, line);) {
-      const auto colon = line.find(": ");
-      if (line.starts_with("model name") && colon != std::string::npos) return new std::string(line.substr(colon + 2));
-    }
-    return new std::string("host processor");
+    std::string found = processor_name();
+    return new std::string(found.empty() ? "host processor" : std::move(found));
   }();
   return name->c_str();
+}
+
+// Nothing may be thrown across the border (C6); reading the machine's files may run out of memory.
+template <class Call>
+oxy_status guarded(Call call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    return fail(OXY_INTERNAL, "cannot read this machine's facts: %s", error.what());
+  }
 }
 
 oxy_status bad_device(std::int32_t device) {
@@ -90,21 +91,23 @@ oxy_status device_properties(std::int32_t device, oxy_device_properties* propert
   if (properties == nullptr || properties->size < sizeof(*properties)) {
     return fail(OXY_INVALID_ARGUMENT, "properties is NULL or its size is under %zu", sizeof(*properties));
   }
-  properties->flags = OXY_DEVICE_HOST_VISIBLE | OXY_DEVICE_CHECKS_POINTERS;
-  properties->name = model_name();
+  return guarded([&]() -> oxy_status {
+    properties->flags = OXY_DEVICE_HOST_VISIBLE | OXY_DEVICE_CHECKS_POINTERS;
+    properties->name = model_name();
 #if defined(__x86_64__)
-  properties->architecture = "x86_64";
+    properties->architecture = "x86_64";
 #elif defined(__aarch64__)
-  properties->architecture = "aarch64";
+    properties->architecture = "aarch64";
 #else
-  properties->architecture = "";
+    properties->architecture = "";
 #endif
-  properties->torch_device = "cpu";
-  properties->memory_bytes = pages(_SC_PHYS_PAGES);
-  properties->link_bytes_per_s = 0;
-  properties->compute_units = cores();
-  properties->alignment = kAlignment;
-  return OXY_OK;
+    properties->torch_device = "cpu";
+    properties->memory_bytes = total_bytes();
+    properties->link_bytes_per_s = 0;
+    properties->compute_units = static_cast<std::uint32_t>(read_cores().usable);
+    properties->alignment = kAlignment;
+    return OXY_OK;
+  });
 }
 
 oxy_status memory_info(std::int32_t device, oxy_memory_info* info) {
@@ -112,11 +115,14 @@ oxy_status memory_info(std::int32_t device, oxy_memory_info* info) {
   if (info == nullptr || info->size < sizeof(*info)) {
     return fail(OXY_INVALID_ARGUMENT, "info is NULL or its size is under %zu", sizeof(*info));
   }
-  info->total_bytes = pages(_SC_PHYS_PAGES);
-  info->free_bytes = pages(_SC_AVPHYS_PAGES);
-  const std::lock_guard lock(memory().mutex);
-  info->allocated_bytes = memory().allocated_bytes;
-  return OXY_OK;
+  return guarded([&]() -> oxy_status {
+    const std::uint64_t total = total_bytes();
+    info->total_bytes = total;
+    info->free_bytes = std::min(total, read_memory().available.value_or(total));
+    const std::lock_guard lock(memory().mutex);
+    info->allocated_bytes = memory().allocated_bytes;
+    return OXY_OK;
+  });
 }
 
 oxy_status alloc(std::int32_t device, oxy_memory kind, std::uint64_t bytes, void** out) {
@@ -127,16 +133,16 @@ oxy_status alloc(std::int32_t device, oxy_memory kind, std::uint64_t bytes, void
     return fail(OXY_INVALID_ARGUMENT, "there is no kind of memory %d", kind);
   }
   if (bytes == 0) return OXY_OK;
-  const std::uint64_t total = pages(_SC_PHYS_PAGES);
+  const std::uint64_t total = total_bytes();
   void* block = nullptr;
-  // The kernel may promise more than it has; what exceeds the machine is refused here.
+  // The kernel may promise more than it has; what can never be there is refused here.
   if (bytes < kLargest && bytes <= total) {
     const std::uint64_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     block = std::aligned_alloc(kAlignment, rounded);
   }
   if (block == nullptr) {
-    return fail(OXY_OUT_OF_MEMORY, "cannot allocate %" PRIu64 " bytes of host memory; the machine has %" PRIu64, bytes,
-                total);
+    return fail(OXY_OUT_OF_MEMORY, "cannot allocate %" PRIu64 " bytes of host memory; this process may use %" PRIu64,
+                bytes, total);
   }
   const std::lock_guard lock(memory().mutex);
   try {

@@ -1,43 +1,35 @@
 #include <cmath>
 #include <cstdlib>
 #include <sstream>
+#include <string>
+#include <vector>
 
 #include "oxytorch/backend/sim.h"
 #include "oxytorch/error.h"
+#include "oxytorch/spelling.h"
+#include "oxytorch/units.h"
 
 namespace oxytorch::backend {
 namespace {
 
-constexpr const char* kKeys = "devices, memory, latency_us, link_gbps, fault";
-constexpr double kLargestMemory = 32.0 * (1 << 30);
+const std::vector<std::string> kKeys{"devices", "memory", "latency_us", "link_gbps", "fault"};
+const std::vector<std::string> kFaults{"alloc", "copy", "lost", "slow_event"};
+constexpr std::uint64_t kLargestMemory = std::uint64_t{32} << 30;
 
-double number(const std::string& key, const std::string& text, std::string* unit = nullptr) {
+double number(const std::string& key, const std::string& text) {
   char* end = nullptr;
   const double value = std::strtod(text.c_str(), &end);
-  const std::string rest(end);
-  OXY_CHECK(end != text.c_str() && std::isfinite(value) && value >= 0 && (unit != nullptr || rest.empty()),
-            InvalidArgument, "OXYTORCH_SIM: '", key, "=", text, "' is no number of 0 or more.");
-  if (unit != nullptr) *unit = rest;
+  OXY_CHECK(end != text.c_str() && *end == '\0' && std::isfinite(value) && value >= 0 && value < 1e15, InvalidArgument,
+            "OXYTORCH_SIM: '", key, "' is no number of 0 or more: ", in_quotes(text), ".");
   return value;
 }
 
 std::uint64_t bytes(const std::string& text) {
-  std::string unit;
-  double value = number("memory", text, &unit);
-  struct {
-    const char* name;
-    double factor;
-  } constexpr kUnits[] = {{"", 1},     {"B", 1},         {"KB", 1e3},      {"MB", 1e6},
-                          {"GB", 1e9}, {"KiB", 1 << 10}, {"MiB", 1 << 20}, {"GiB", 1 << 30}};
-  for (const auto& known : kUnits) {
-    if (unit != known.name) continue;
-    value *= known.factor;
-    OXY_CHECK(value <= kLargestMemory, InvalidArgument, "OXYTORCH_SIM: 'memory=", text,
-              "' is over 32GiB; a simulated device lives in host memory.");
-    return static_cast<std::uint64_t>(value);
-  }
-  oxytorch::detail::raise(ErrorCode::InvalidArgument, "OXYTORCH_SIM: 'memory=", text, "' has the unknown unit '", unit,
-                          "'; use B, KB, MB, GB, KiB, MiB or GiB.");
+  const Size size = Size::parse(text);
+  OXY_CHECK(size.kind() == Size::Kind::Bytes && size.resolve(0) > 0 && size.resolve(0) <= kLargestMemory,
+            InvalidArgument, "OXYTORCH_SIM: 'memory' is ", in_quotes(text),
+            "; give bytes up to 32GiB, for example 64MiB: a simulated device lives in host memory.");
+  return size.resolve(0);
 }
 
 void set_faults(const std::string& list, SimOptions& options) {
@@ -56,8 +48,8 @@ void set_faults(const std::string& list, SimOptions& options) {
     } else if (name == "slow_event") {
       options.slow_event_us = value;
     } else {
-      oxytorch::detail::raise(ErrorCode::InvalidArgument, "OXYTORCH_SIM: there is no fault '", name,
-                              "'; there are: alloc, copy, lost, slow_event.");
+      oxytorch::detail::raise(ErrorCode::InvalidArgument, "OXYTORCH_SIM: there is no fault ", in_quotes(name), "; ",
+                              did_you_mean(name, kFaults), "there are: ", list_of(kFaults), ".");
     }
   }
 }
@@ -86,8 +78,8 @@ SimOptions parse_sim_options(const std::string& text) {
     } else if (key == "fault") {
       set_faults(value, options);
     } else {
-      oxytorch::detail::raise(ErrorCode::InvalidArgument, "OXYTORCH_SIM: there is no setting '", key,
-                              "'; there are: ", kKeys, ".");
+      oxytorch::detail::raise(ErrorCode::InvalidArgument, "OXYTORCH_SIM: there is no setting ", in_quotes(key), "; ",
+                              did_you_mean(key, kKeys), "there are: ", list_of(kKeys), ".");
     }
   }
   return options;

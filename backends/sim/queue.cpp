@@ -125,7 +125,7 @@ void QueueState::start() {
 oxy_status QueueState::enqueue(Work work) {
   const std::lock_guard lock(mutex_);
   if (failure_.status != OXY_OK) return report(failure_);
-  if (mutant("newest_first") && work_.size() > 1 && work.kind == Work::Kind::Copy) {
+  if (mutant("swaps_copies") && work_.size() > 1 && work.kind == Work::Kind::Copy) {
     work_.insert(work_.end() - 1, std::move(work));
   } else {
     work_.push_back(std::move(work));
@@ -166,6 +166,7 @@ void QueueState::run() {
   for (;;) {
     work_condition_.wait(lock, [this] { return ending_ || !work_.empty(); });
     if (work_.empty()) return;
+    if (mutant("newest_first")) std::swap(work_.front(), work_.back());
     Work work = std::move(work_.front());
     work_.pop_front();
     Failure failure = failure_;

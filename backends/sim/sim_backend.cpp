@@ -362,6 +362,11 @@ oxy_status synchronize(std::int32_t index, oxy_queue queue) {
 const char* last_error() {
   if (mutant("silent_errors")) return "";
   if (mutant("null_error")) return nullptr;
+  if (mutant("error_shared")) {
+    static char shared[kLastErrorBytes] = "";
+    if (*last_error_text != '\0') std::memcpy(shared, last_error_text, sizeof(shared));
+    return shared;
+  }
   return last_error_text;
 }
 

@@ -14,6 +14,7 @@
 #include "backends/cpu/cpu_backend.h"
 #include "backends/sim/sim_backend.h"
 #include "oxytorch/error.h"
+#include "oxytorch/logging.h"
 
 namespace oxytorch::backend {
 namespace {
@@ -180,6 +181,7 @@ const Backend& Registry::load(const std::string& path) {
   const auto configure = reinterpret_cast<oxy_backend_configure_fn>(dlsym(handle, OXY_BACKEND_CONFIGURE));
   const Backend& added = add(entry(OXY_BACKEND_API_VERSION), file.string(), configure);
   state_->libraries.push_back({handle, &added});
+  log(LogLevel::Info, "loaded backend '" + added.name() + "' from " + file.string());
   return added;
 }
 
@@ -208,6 +210,7 @@ void Registry::discover() {
       load(path);
     } catch (const Error& error) {
       state_->problems.push_back({path, error.what()});
+      log(LogLevel::Warn, error.what());
     }
   }
 }

@@ -81,7 +81,8 @@ class OXY_API Registry {
   const Backend& load(const std::string& path);
 
   /// Loads what `OXYTORCH_BACKEND_PATH` names (directories or files, separated by colons) and every
-  /// `liboxytorch-backend-*.so` beside this library, once per process. What is refused goes to `problems()`.
+  /// `liboxytorch-backend-*.so` beside this library, once per process. What is refused
+  /// goes to `problems()` and, as a warning, to the log.
   void discover();
 
   /// All backends, best score first, equal scores by name.

@@ -7,7 +7,7 @@
 ///
 /// `OXYTORCH_SIM` holds the settings at the start, as `key=value` separated by commas:
 ///   devices=1          1 to 16
-///   memory=256MiB      of each device; B, KB, MB, GB (powers of 1000), KiB, MiB, GiB; up to 32GiB
+///   memory=256MiB      of each device, up to 32GiB
 ///   latency_us=5       of each copy and fill, microseconds
 ///   link_gbps=0        host to device and back, gigabits a second; 0: no limit
 ///   fault=NAME:N       alloc:N  the Nth allocation from now is out of memory

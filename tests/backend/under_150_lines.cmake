@@ -1,0 +1,6 @@
+file(READ ${FILE} text)
+string(REGEX MATCHALL "\n" ends "${text}")
+list(LENGTH ends count)
+if(NOT count LESS 150)
+  message(FATAL_ERROR "${FILE} has ${count} lines; an outsider's device takes under 150")
+endif()
