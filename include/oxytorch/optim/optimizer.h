@@ -1,0 +1,153 @@
+/// Optimizers with the fused step tail for C++ programs: drop-in `torch::optim::Optimizer`s.
+///
+/// ```cpp
+/// oxytorch::optim::AdamW opt(model->parameters(), oxytorch::optim::AdamWOptions(1e-3).clip_norm(1.0).ema_decay(0.999));
+/// loss.backward();
+/// opt.step();
+/// opt.zero_grad();
+/// ```
+///
+/// Archives written by `save` are those of the torch::optim class of the same name and load into it, and the reverse.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "oxytorch/api.h"
+#include "oxytorch/optim/step_tail.h"
+
+namespace oxytorch::optim {
+
+/// The tail's options with chained setters. They belong to the whole optimizer: those given to its constructor count,
+/// those of single groups are ignored.
+template <class Derived>
+class TailArguments {
+ public:
+  Derived& clip_norm(double value) { return set(tail_.clip_norm, value); }
+  Derived& ema_decay(double value) { return set(tail_.ema_decay, value); }
+  Derived& nonfinite(NonFinite value) { return set(tail_.nonfinite, value); }
+  Derived& collect_stats(bool value) { return set(tail_.collect_stats, value); }
+  Derived& zero_grads(bool value) { return set(tail_.zero_grads, value); }
+  Derived& force_composite(bool value) { return set(tail_.force_composite, value); }
+  [[nodiscard]] const TailOptions& tail() const noexcept { return tail_; }
+
+ private:
+  template <class T>
+  Derived& set(T& field, T value) {
+    field = value;
+    return static_cast<Derived&>(*this);
+  }
+  TailOptions tail_;
+};
+
+/// torch::optim::AdamWOptions with `maximize` and the tail's options.
+struct OXY_API AdamWOptions : public torch::optim::OptimizerCloneableOptions<AdamWOptions>,
+                              public TailArguments<AdamWOptions> {
+  using betas_t = std::tuple<double, double>;
+  AdamWOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor): as torch's
+  TORCH_ARG(double, lr) = 1e-3;
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
+  TORCH_ARG(double, eps) = 1e-8;
+  TORCH_ARG(double, weight_decay) = 1e-2;
+  TORCH_ARG(bool, amsgrad) = false;
+  TORCH_ARG(bool, maximize) = false;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  [[nodiscard]] double get_lr() const override { return lr_; }
+  void set_lr(double value) override { lr_ = value; }
+};
+
+/// torch::optim::SGDOptions with `maximize` and the tail's options.
+struct OXY_API SGDOptions : public torch::optim::OptimizerCloneableOptions<SGDOptions>,
+                            public TailArguments<SGDOptions> {
+  SGDOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor): as torch's
+  TORCH_ARG(double, lr) = 1e-3;
+  TORCH_ARG(double, momentum) = 0;
+  TORCH_ARG(double, dampening) = 0;
+  TORCH_ARG(double, weight_decay) = 0;
+  TORCH_ARG(bool, nesterov) = false;
+  TORCH_ARG(bool, maximize) = false;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  [[nodiscard]] double get_lr() const override { return lr_; }
+  void set_lr(double value) override { lr_ = value; }
+};
+
+/// What all optimizers here share. A group's options are read at each step, so learning-rate schedules work as ever.
+class OXY_API TailOptimizer : public torch::optim::Optimizer {
+ public:
+  ~TailOptimizer() override;
+
+  /// One step; the closure, if any, is evaluated first with gradients enabled and its loss returned.
+  /// Errors: those of StepTail::step.
+  torch::Tensor step(LossClosure closure = nullptr) override;
+
+  /// For the next step only: divide gradients by `scale`, and skip where `found_inf` holds 1; either may be undefined.
+  /// See StepTail::step. oxytorch::amp::GradScaler calls this.
+  void set_grad_scale(at::Tensor scale, at::Tensor found_inf);
+
+  [[nodiscard]] const TailStats& tail_stats() const;
+
+  /// The running averages, in the order of the parameters; undefined tensors where a parameter was never stepped.
+  [[nodiscard]] std::vector<at::Tensor> ema_parameters() const;
+
+  /// Exchanges each parameter's values with its running average; call again to change back.
+  void swap_ema();
+
+  [[nodiscard]] const StepTail& tail() const;
+
+ protected:
+  TailOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                std::unique_ptr<torch::optim::OptimizerOptions> defaults, Algorithm algorithm,
+                const TailOptions& options);
+
+  /// Hyperparameters of a group as its options stand now.
+  [[nodiscard]] virtual GroupOptions group_options(const torch::optim::OptimizerOptions& options) const = 0;
+
+  /// Copies the tail's state into torch's `state_` for saving, and back after loading.
+  void publish_state(const std::function<std::unique_ptr<torch::optim::OptimizerParamState>(const ParamState&)>& make);
+  void adopt_state(const std::function<ParamState(const torch::optim::OptimizerParamState&)>& make);
+
+ private:
+  void build();
+
+  Algorithm algorithm_;
+  TailOptions options_;
+  std::unique_ptr<StepTail> tail_;
+  at::Tensor grad_scale_;
+  at::Tensor found_inf_;
+};
+
+/// AdamW, Loshchilov and Hutter 2019; equal to torch.optim.AdamW within the tail's error bound.
+class OXY_API AdamW : public TailOptimizer {
+ public:
+  explicit AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdamWOptions defaults = {});
+  explicit AdamW(std::vector<torch::Tensor> params, AdamWOptions defaults = {});
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ protected:
+  [[nodiscard]] GroupOptions group_options(const torch::optim::OptimizerOptions& options) const override;
+};
+
+/// Stochastic gradient descent with momentum, as torch.optim.SGD.
+class OXY_API SGD : public TailOptimizer {
+ public:
+  explicit SGD(const std::vector<torch::optim::OptimizerParamGroup>& groups, SGDOptions defaults = {});
+  explicit SGD(std::vector<torch::Tensor> params, SGDOptions defaults = {});
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ protected:
+  [[nodiscard]] GroupOptions group_options(const torch::optim::OptimizerOptions& options) const override;
+};
+
+}  // namespace oxytorch::optim
