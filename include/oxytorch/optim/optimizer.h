@@ -1,10 +1,8 @@
 /// Optimizers with the fused step tail for C++ programs: drop-in `torch::optim::Optimizer`s.
 ///
 /// ```cpp
-/// oxytorch::optim::AdamW opt(model->parameters(), oxytorch::optim::AdamWOptions(1e-3).clip_norm(1.0).ema_decay(0.999));
-/// loss.backward();
-/// opt.step();
-/// opt.zero_grad();
+/// oxytorch::optim::AdamW opt(model->parameters(),
+/// oxytorch::optim::AdamWOptions(1e-3).clip_norm(1.0).ema_decay(0.999)); loss.backward(); opt.step(); opt.zero_grad();
 /// ```
 ///
 /// Archives written by `save` are those of the torch::optim class of the same name and load into it, and the reverse.
@@ -12,6 +10,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -99,8 +98,9 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   /// The running averages, in the order of the parameters; undefined tensors where a parameter was never stepped.
   [[nodiscard]] std::vector<at::Tensor> ema_parameters() const;
 
-  /// Exchanges each parameter's values with its running average; call again to change back.
-  void swap_ema();
+  /// Puts the running averages in the parameters' place, and back. See StepTail::apply_ema.
+  void apply_ema();
+  void restore_parameters();
 
   [[nodiscard]] const StepTail& tail() const;
 

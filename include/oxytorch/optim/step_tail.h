@@ -1,6 +1,6 @@
 /// StepTail: everything after backward as one call on LibTorch tensors.
 ///
-/// One step: sum of squares and finite check of all gradients, unscale, clip by global norm, weight decay, AdamW, Adam
+/// One step: sum of squares and finite check of all gradients, unscale, clip by global norm, weight decay, Adam, AdamW
 /// or SGD update, exponential moving average, zeroing, statistics. On CPU, fp32 and bf16 parameters go through the
 /// kernels of oxytorch/kernels/step_tail.h in two passes over memory, all tensors in one parallel region. Everything
 /// else (other dtypes, other devices, strided views) goes through LibTorch's own operators with the same algorithm.
@@ -21,7 +21,7 @@
 
 namespace oxytorch::optim {
 
-enum class Algorithm { AdamW, Adam, SGD };
+enum class Algorithm { Adam, SGD };
 
 /// What to do with a step whose gradients hold inf or NaN. A step under a loss scale is always skipped, as
 /// torch's GradScaler does. Raise needs the verdict on the host: free on CPU, a synchronisation elsewhere.
@@ -33,8 +33,8 @@ OXY_API const char* name(NonFinite policy) noexcept;
 
 /// Options of the whole tail.
 struct TailOptions {
-  double clip_norm = 0;     ///< largest global L2 norm of the unscaled gradients; 0: no clipping
-  double ema_decay = 0;     ///< in [0, 1); 0: no moving average
+  double clip_norm = 0;  ///< largest global L2 norm of the unscaled gradients; 0: no clipping
+  double ema_decay = 0;  ///< in [0, 1); 0: no moving average
   NonFinite nonfinite = NonFinite::Skip;
   bool collect_stats = false;    ///< parameter and update norms for each parameter, in the same pass
   bool zero_grads = false;       ///< write zeros over the gradients in the same pass
@@ -52,6 +52,7 @@ struct GroupOptions {
   double momentum = 0;
   double dampening = 0;
   bool nesterov = false;
+  bool decoupled_weight_decay = false;  ///< Adam: decay the parameter itself (AdamW), not through the gradient
   bool amsgrad = false;
   bool maximize = false;
 };
@@ -115,6 +116,11 @@ class OXY_API StepTail {
 
   [[nodiscard]] const TailStats& stats() const noexcept;
   [[nodiscard]] const TailOptions& options() const noexcept;
+
+  /// Puts the running averages in the parameters' place; restore_parameters() brings the parameters back, bit for bit.
+  /// Between the two a step is refused. Throws Error(InvalidState) without ema_decay, or when called twice.
+  void apply_ema();
+  void restore_parameters();
 
   /// True where all parameters go through the native kernels; known after the first step.
   [[nodiscard]] bool native() const noexcept;
