@@ -3,5 +3,5 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 mkdir -p build/doxygen
 doxygen -q docs/Doxyfile
-sphinx-build -q -W --keep-going -j auto -d build/doctrees docs build/docs
+sphinx-build -q -E -W --keep-going -j auto -d build/doctrees docs build/docs
 say "docs: build/docs/index.html"

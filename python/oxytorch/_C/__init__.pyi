@@ -11,5 +11,5 @@ from . import amp
 from . import trainer
 
 __all__: list[str] = ["amp", "backend", "base", "monitor", "optim", "torch_version", "trainer"]
-__version__: str = "0.1.0"
-torch_version: str = "2.13.0"
+__version__: str
+torch_version: str

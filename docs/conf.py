@@ -1,0 +1,87 @@
+"""Sphinx settings. The API pages, one per Python module and per public header, are written here first."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import breathe.directives.file
+import breathe.renderer
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT / "python"))
+
+project = "Oxytorch"
+author = "The Oxytorch authors"
+version = release = re.search(r"project\(Oxytorch VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())[1]  # type: ignore[index]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "breathe"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"Oxytorch {release}"
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_mock_imports: list[str] = []
+napoleon_google_docstring = False
+breathe_projects = {"oxytorch": str(ROOT / "build" / "doxygen" / "xml")}
+breathe_default_project = "oxytorch"
+# Macros of ours that stand in C++ declarations.
+cpp_id_attributes = ["OXY_API"]
+# breathe shows the namespace itself on every header's page.
+suppress_warnings = ["duplicate_declaration.cpp"]
+
+
+def find_file_by_path(filename, parser, project_info, index, matches) -> None:  # type: ignore[no-untyped-def]
+    """Find a file of Doxygen's by its path; breathe's own search knows bare names only, and rooms share some."""
+    for compound in index.file_compounds:
+        if compound.name == filename.rsplit("/", 1)[-1]:
+            for found in parser.parse_compound(compound.refid, project_info).root.compounddef:
+                if breathe.directives.file.location_matches(found.location, filename):
+                    matches.append([breathe.renderer.TaggedNode(None, found)])
+
+
+breathe.directives.file.file_finder_filter = find_file_by_path
+
+
+def python_modules() -> list[str]:
+    """Public modules of the package, `oxytorch` first."""
+    package = ROOT / "python" / "oxytorch"
+    files = [path.stem for path in package.glob("*.py")]
+    folders = [path.parent.name for path in package.glob("*/__init__.py")]
+    return ["oxytorch", *(f"oxytorch.{name}" for name in sorted(files + folders) if not name.startswith("_"))]
+
+
+def headers() -> list[str]:
+    """Public headers, as an #include names them, without the folder all share."""
+    include = ROOT / "include" / "oxytorch"
+    return sorted(path.relative_to(include).as_posix() for path in include.rglob("*.h"))
+
+
+def write_page(name: str, title: str, directive: str) -> str:
+    """Write one generated page; the file is touched only when its text changes."""
+    page = DOCS / "api" / "generated" / f"{name}.md"
+    text = f"# {title}\n\n```{{eval-rst}}\n{directive}\n```\n"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    if not page.is_file() or page.read_text() != text:
+        page.write_text(text)
+    return page.stem
+
+
+written = {
+    write_page(f"python-{name}", f"`{name}`", f".. automodule:: {name}\n   :members:\n   :show-inheritance:")
+    for name in python_modules()
+} | {
+    write_page(
+        f"cpp-{name.removesuffix('.h').replace('/', '-')}",
+        f"`oxytorch/{name}`",
+        f".. doxygenfile:: include/oxytorch/{name}",
+    )
+    for name in headers()
+}
+for stale in (DOCS / "api" / "generated").glob("*.md"):
+    if stale.stem not in written:
+        stale.unlink()

@@ -1,0 +1,237 @@
+"""Reads the #includes and the Python imports: no room may reach up, and no name may be without its room."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INCLUDE = ROOT / "include"
+
+FLOORS = {
+    "base": 0,
+    "backend": 1,
+    "kernels": 2, "data": 2, "store": 2, "monitor": 2, "planner": 2,
+    "optim": 3, "amp": 3, "memory": 3, "model": 3, "checkpoint": 3, "distributed": 3,
+    "tune": 4, "trainer": 4,
+}  # fmt: skip
+TOP = 5
+TORCH_FLOOR = 3
+# Folders that are no rooms, by the tree they stand in.
+BESIDE_ROOMS = {
+    "src": set(),
+    "tests": {"conformance", "consumer", "plugin", "layering", "packaging", "pages", "examples"},
+    "bench": {"race", "report"},
+}
+# Python modules that are no rooms, with the floor they stand on.
+PYTHON_FLOORS = {"__init__": TOP, "__main__": TOP, "cli": TOP, "demo": TOP, "_torch_check": 0, "_build_info": 0}
+PAGES_BESIDE_ROOMS = {"index", "systems", "demo", "bench"}
+TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
+
+
+@cache
+def text(path: Path) -> str:
+    return path.read_text()
+
+
+@cache
+def includes(path: Path) -> tuple[str, ...]:
+    return tuple(re.findall(r'^\s*#\s*include\s*[<"]([^">]+)[">]', text(path), re.MULTILINE))
+
+
+def own_header(name: str, user: Path) -> Path | None:
+    """The file of this project that an #include names, if it is one."""
+    for folder in (user.parent, INCLUDE, ROOT / "src"):
+        found = (folder / name).resolve()
+        if found.is_file() and found.is_relative_to(ROOT) and "build" not in found.relative_to(ROOT).parts:
+            return found
+    return None
+
+
+def room_of(path: Path) -> str | None:
+    """The room a C++ file belongs to; None for files above every floor."""
+    parts = path.relative_to(ROOT).parts
+    if parts[:2] == ("include", "oxytorch"):
+        name = parts[2].removesuffix(".h")
+        if name == "oxytorch":
+            return None  # the umbrella
+        return name if name in FLOORS else "base"
+    if parts[0] == "src":
+        return parts[1]
+    if parts[0] == "backends":
+        return "backend"
+    return None
+
+
+def floor_of(path: Path) -> int:
+    room = room_of(path)
+    return TOP if room is None else FLOORS[room]
+
+
+def cpp(*trees: str) -> list[Path]:
+    return sorted(
+        path
+        for tree in trees
+        for end in ("*.h", "*.cpp", "*.cu", "*.cuh", "*.inc")
+        for path in (ROOT / tree).rglob(end)
+    )
+
+
+def reached(path: Path) -> set[str]:
+    """Every foreign header that a unit includes, through its own headers too."""
+    foreign: set[str] = set()
+    seen: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        for name in includes(current):
+            header = own_header(name, current)
+            if header is None:
+                foreign.add(name)
+            else:
+                waiting.append(header)
+    return foreign
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_a_room_includes_only_the_floors_under_it() -> None:
+    ups = []
+    for path in cpp("include", "src", "backends"):
+        for name in includes(path):
+            header = own_header(name, path)
+            if header is None or room_of(header) == room_of(path):
+                continue
+            if floor_of(header) >= floor_of(path):
+                ups.append(f"{relative(path)} (floor {floor_of(path)}) includes {name} (floor {floor_of(header)})")
+    assert not ups, "\n".join(ups)
+
+
+def test_floors_under_three_know_no_torch() -> None:
+    found = [
+        f"{relative(path)} reaches {name}"
+        for path in cpp("include", "src", "backends")
+        if floor_of(path) < TORCH_FLOOR
+        for name in reached(path)
+        if TORCH_HEADER.match(name)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_public_headers_hold_no_third_party_header() -> None:
+    found = []
+    for path in cpp("include"):
+        for name in includes(path):
+            standard = re.fullmatch(r"[a-z_0-9]+(\.h)?", name) is not None
+            ours = own_header(name, path) is not None or name == "oxytorch/version.h"
+            torch = TORCH_HEADER.match(name) is not None and floor_of(path) >= TORCH_FLOOR
+            if not (standard or ours or torch):
+                found.append(f"{relative(path)} includes {name}")
+    assert not found, "\n".join(found)
+
+
+def test_no_unit_sees_both_spdlog_and_torch() -> None:
+    # torch's own fmt is newer than the one spdlog was built with: together they do not compile, or worse.
+    found = []
+    for path in cpp("src", "backends", "bindings", "tests", "bench", "examples"):
+        names = reached(path)
+        if any(name.startswith(("spdlog/", "fmt/")) for name in names) and any(
+            TORCH_HEADER.match(name) for name in names
+        ):
+            found.append(relative(path))
+    assert not found, "\n".join(found)
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules of oxytorch that a Python file imports, as `optim`, `_C`; those for type checking only are left out."""
+    names: set[str] = set()
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(text(path))):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            skipped.update(inner for statement in node.body for inner in ast.walk(statement))
+        if node in skipped:
+            continue
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if (node.level == 1 and path.parent.name == "oxytorch") or node.level == 2:
+                names.update([module.split(".")[0]] if module else [alias.name for alias in node.names])
+            elif module.split(".")[0] == "oxytorch":
+                names.update([module.split(".")[1]] if "." in module else [alias.name for alias in node.names])
+        elif isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[1] for alias in node.names if alias.name.startswith("oxytorch."))
+    return names
+
+
+def python_room(path: Path) -> str:
+    package = ROOT / "python" / "oxytorch"
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def python_floor(room: str) -> int | None:
+    # A private module of a room is named `_room_noun`.
+    inner = room.lstrip("_").split("_")[0]
+    return PYTHON_FLOORS.get(room, FLOORS.get(room, FLOORS.get(inner)))
+
+
+def test_python_modules_import_only_the_floors_under_them() -> None:
+    ups = []
+    for path in sorted((ROOT / "python" / "oxytorch").rglob("*.py")):
+        room = python_room(path)
+        floor = python_floor(room)
+        if floor is None or floor == TOP:
+            continue
+        for name in imported_modules(path):
+            other = python_floor(name)
+            same_room = name.lstrip("_").split("_")[0] == room.lstrip("_").split("_")[0]
+            if name == "_C" or other is None or same_room:
+                continue
+            if other >= floor:
+                ups.append(f"{relative(path)} (floor {floor}) imports {name} (floor {other})")
+    assert not ups, "\n".join(ups)
+
+
+@pytest.mark.parametrize("tree", BESIDE_ROOMS)
+def test_every_folder_is_a_room(tree: str) -> None:
+    folders = {path.name for path in (ROOT / tree).iterdir() if path.is_dir() and any(path.rglob("*.*"))}
+    strangers = folders - set(FLOORS) - BESIDE_ROOMS[tree] - {"__pycache__"}
+    assert not strangers, f"{tree}/ has folders that are no room: {sorted(strangers)}"
+
+
+def test_every_binding_python_module_and_page_is_of_a_room() -> None:
+    bindings = {path.stem for path in (ROOT / "bindings").glob("*.cpp")} - {"module"}
+    strangers = [f"bindings/{name}.cpp" for name in bindings if name.split("_")[0] not in FLOORS]
+    modules = {python_room(path) for path in (ROOT / "python" / "oxytorch").rglob("*.py")}
+    strangers += [f"python/oxytorch/{name}" for name in modules if python_floor(name) is None]
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    strangers += [f"docs/{name}.md" for name in pages if name not in FLOORS and name not in PAGES_BESIDE_ROOMS]
+    assert not strangers, f"these belong to no room: {sorted(strangers)}"
+
+
+def test_every_room_has_its_page_and_its_tests() -> None:
+    rooms = sorted(path.name for path in (ROOT / "src").iterdir() if path.is_dir() and any(path.glob("*.cpp")))
+    missing = [f"docs/{room}.md" for room in rooms if not (ROOT / "docs" / f"{room}.md").is_file()]
+    missing += [f"tests/{room}/" for room in rooms if not list((ROOT / "tests" / room).glob("*test*"))]
+    assert not missing, f"missing: {missing}"
+
+
+def test_the_umbrella_header_includes_every_public_header_of_a_room() -> None:
+    umbrella = INCLUDE / "oxytorch" / "oxytorch.h"
+    wanted = {relative(path).removeprefix("include/") for path in (INCLUDE / "oxytorch").glob("*.h")} - {
+        "oxytorch/oxytorch.h"
+    }
+    assert wanted <= set(includes(umbrella)), f"oxytorch.h leaves out {sorted(wanted - set(includes(umbrella)))}"
+
+
+def test_the_install_rules_know_every_torch_room() -> None:
+    listed = re.search(r"set\(OXYTORCH_TORCH_ROOMS ([^)]*)\)", text(ROOT / "cmake" / "OxytorchInstall.cmake"))
+    assert listed is not None
+    assert set(listed[1].split()) == {room for room, floor in FLOORS.items() if floor >= TORCH_FLOOR} | {"oxytorch"}
