@@ -1,5 +1,10 @@
 # Compiler settings and the functions by which each room joins the build.
 include(GNUInstallDirs)
+# All that is installed for C++ also goes into the wheel, where libraries are in lib/ whatever the machine's habit is.
+set(CMAKE_INSTALL_DEFAULT_COMPONENT_NAME wheel)
+if(SKBUILD)
+  set(CMAKE_INSTALL_LIBDIR lib)
+endif()
 
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)

@@ -1,13 +1,8 @@
-# find_package(Oxytorch): targets Oxytorch::core (no torch) and Oxytorch::oxytorch. The same layout serves a prefix and,
-# as the component `wheel`, the Python package's own folder, so that a wheel is a C++ package too.
+# find_package(Oxytorch): targets Oxytorch::core (no torch) and Oxytorch::oxytorch. The same layout serves a prefix and the
+# Python package's own folder, so that a wheel is a C++ package too.
 include(CMakePackageConfigHelpers)
 
 set(OXYTORCH_CMAKE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/Oxytorch)
-if(SKBUILD)
-  # A wheel holds no links: one file per library, in lib/ whatever the machine's habit is.
-  set(CMAKE_INSTALL_LIBDIR lib)
-  set(OXYTORCH_CMAKE_DIR lib/cmake/Oxytorch)
-endif()
 
 # Headers of floors 3 and up; the rest must compile with no torch on the machine.
 set(OXYTORCH_TORCH_ROOMS optim amp memory model checkpoint distributed tune trainer oxytorch)
@@ -24,16 +19,17 @@ foreach(header IN LISTS headers)
 endforeach()
 
 # A file set is what gets installed, and what the build checks: each header compiles on its own.
-set(core_libraries oxytorch_core)
 target_sources(oxytorch_core PUBLIC FILE_SET headers TYPE HEADERS
   BASE_DIRS ${PROJECT_SOURCE_DIR}/include ${PROJECT_BINARY_DIR}/include FILES ${core_headers})
-set_target_properties(oxytorch_core PROPERTIES INSTALL_RPATH "$ORIGIN")
+set_target_properties(oxytorch_core PROPERTIES INSTALL_RPATH "$ORIGIN" VERIFY_INTERFACE_HEADER_SETS ${OXYTORCH_TESTS})
 if(OXYTORCH_TORCH)
   target_sources(oxytorch PUBLIC FILE_SET headers TYPE HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR}/include FILES ${torch_headers})
   # In a wheel torch is the neighbouring package; elsewhere the program that links both finds it.
-  set_target_properties(oxytorch PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
+  set_target_properties(oxytorch PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib"
+    VERIFY_INTERFACE_HEADER_SETS ${OXYTORCH_TESTS})
 endif()
 if(SKBUILD)
+  # A wheel holds no links: one file per library.
   foreach(library oxytorch_core oxytorch)
     set_property(TARGET ${library} PROPERTY VERSION)
     set_property(TARGET ${library} PROPERTY SOVERSION)
@@ -41,30 +37,30 @@ if(SKBUILD)
 endif()
 
 set(parts core)
-install(TARGETS ${core_libraries} EXPORT OxytorchCore COMPONENT wheel
-  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} NAMELINK_COMPONENT wheel
-  FILE_SET headers DESTINATION include COMPONENT wheel INCLUDES DESTINATION include)
+install(TARGETS oxytorch_core EXPORT OxytorchCore
+  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+  FILE_SET headers DESTINATION include INCLUDES DESTINATION include)
 if(OXYTORCH_TORCH)
   list(APPEND parts oxytorch)
-  install(TARGETS oxytorch EXPORT OxytorchTorch COMPONENT wheel
-    LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} NAMELINK_COMPONENT wheel
-    FILE_SET headers DESTINATION include COMPONENT wheel INCLUDES DESTINATION include)
+  install(TARGETS oxytorch EXPORT OxytorchTorch
+    LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+    FILE_SET headers DESTINATION include INCLUDES DESTINATION include)
   install(EXPORT OxytorchTorch NAMESPACE Oxytorch:: FILE OxytorchTorchTargets.cmake
-    DESTINATION ${OXYTORCH_CMAKE_DIR} COMPONENT wheel)
+    DESTINATION ${OXYTORCH_CMAKE_DIR})
 endif()
 install(EXPORT OxytorchCore NAMESPACE Oxytorch:: FILE OxytorchCoreTargets.cmake
-  DESTINATION ${OXYTORCH_CMAKE_DIR} COMPONENT wheel)
+  DESTINATION ${OXYTORCH_CMAKE_DIR})
 
 configure_package_config_file(cmake/OxytorchConfig.cmake.in ${PROJECT_BINARY_DIR}/OxytorchConfig.cmake
   INSTALL_DESTINATION ${OXYTORCH_CMAKE_DIR} NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/OxytorchConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/OxytorchConfig.cmake ${PROJECT_BINARY_DIR}/OxytorchConfigVersion.cmake
   ${PROJECT_SOURCE_DIR}/cmake/OxytorchBackend.cmake
-  DESTINATION ${OXYTORCH_CMAKE_DIR} COMPONENT wheel)
+  DESTINATION ${OXYTORCH_CMAKE_DIR})
 
 # The Python module goes into wheels only: a prefix is for C++.
 if(OXYTORCH_PYTHON AND SKBUILD)
   set_target_properties(oxytorch_python PROPERTIES INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib")
-  install(TARGETS oxytorch_python LIBRARY DESTINATION . COMPONENT wheel)
-  install(FILES ${OXYTORCH_BUILD_INFO} DESTINATION . COMPONENT wheel)
+  install(TARGETS oxytorch_python LIBRARY DESTINATION .)
+  install(FILES ${OXYTORCH_BUILD_INFO} DESTINATION .)
 endif()

@@ -85,7 +85,7 @@ oxy_status SimDevice::alloc(oxy_memory kind, std::uint64_t bytes, void** out) {
     block->bytes = bytes;
     block->kind = kind;
     if (kind == OXY_MEMORY_HOST) {
-      block->address = reinterpret_cast<std::uint64_t>(::operator new (bytes, std::align_val_t{kAlignment}));
+      block->address = reinterpret_cast<std::uint64_t>(::operator new(bytes, std::align_val_t{kAlignment}));
     } else {
       block->storage.reset(new std::uint8_t[bytes]);
       // Undefined contents shall look it.
@@ -113,7 +113,7 @@ oxy_status SimDevice::free(void* memory) {
     return fail(OXY_INVALID_ARGUMENT, "free of %p, which is no live allocation of this device; freed twice?", memory);
   }
   if (found->second->kind == OXY_MEMORY_HOST) {
-    ::operator delete (memory, std::align_val_t{kAlignment});
+    ::operator delete(memory, std::align_val_t{kAlignment});
   } else if (!mutant("leak")) {
     allocated_ -= mutant("counts_blocks") ? 1 : found->second->bytes;
   }

@@ -370,18 +370,31 @@ const char* last_error() {
   return last_error_text;
 }
 
-constexpr oxy_backend kTable {
-  .size = sizeof(oxy_backend), .api_version = OXY_BACKEND_API_VERSION,
+constexpr oxy_backend kTable{
+    .size = sizeof(oxy_backend),
+    .api_version = OXY_BACKEND_API_VERSION,
 #if defined(OXY_SIM_MUTANTS)
-  .name = "sim-mutant",
+    .name = "sim-mutant",
 #else
-  .name = "sim",
+    .name = "sim",
 #endif
-  .description = "A simulated device with settable size, speed and faults.", .kernels = nullptr, .score = score,
-  .device_properties = device_properties, .memory_info = memory_info, .counters = counters, .alloc = alloc,
-  .free = free_memory, .copy_async = copy_async, .fill_async = fill_async, .queue_create = queue_create,
-  .queue_destroy = queue_destroy, .event_record = event_record, .event_wait = event_wait,
-  .event_destroy = event_destroy, .synchronize = synchronize, .last_error = last_error,
+    .description = "A simulated device with settable size, speed and faults.",
+    .kernels = nullptr,
+    .score = score,
+    .device_properties = device_properties,
+    .memory_info = memory_info,
+    .counters = counters,
+    .alloc = alloc,
+    .free = free_memory,
+    .copy_async = copy_async,
+    .fill_async = fill_async,
+    .queue_create = queue_create,
+    .queue_destroy = queue_destroy,
+    .event_record = event_record,
+    .event_wait = event_wait,
+    .event_destroy = event_destroy,
+    .synchronize = synchronize,
+    .last_error = last_error,
 };
 
 }  // namespace

@@ -36,7 +36,8 @@ def passes(name: str, command: list[str]) -> bool:
     """Run one checker; its output is shown when it fails."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
-        print(f"lint: {name} failed\n{done.stdout}{done.stderr}", flush=True)
+        said = re.sub(r"^\d+ warnings.*\n", "", done.stdout + done.stderr, flags=re.MULTILINE)
+        print(f"lint: {name} failed\n{said}", flush=True)
     return done.returncode == 0
 
 

@@ -140,8 +140,8 @@ typedef struct oxy_counter {
 
 /* Bits of oxy_queue_options.flags. */
 enum {
-  OXY_QUEUE_WRAP_NATIVE = 1 /* enqueue on the stream `native_handle` (the vendor's default stream may be NULL); it is not
-                               destroyed with the queue. OXY_NOT_SUPPORTED where there is no such thing. */
+  OXY_QUEUE_WRAP_NATIVE = 1 /* enqueue on the stream `native_handle` (the vendor's default stream may be NULL); it is
+                               not destroyed with the queue. OXY_NOT_SUPPORTED where there is no such thing. */
 };
 
 typedef struct oxy_queue_options {

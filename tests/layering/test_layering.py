@@ -28,7 +28,15 @@ BESIDE_ROOMS = {
     "bench": {"race", "report"},
 }
 # Python modules that are no rooms, with the floor they stand on.
-PYTHON_FLOORS = {"__init__": TOP, "__main__": TOP, "cli": TOP, "info": TOP, "demo": TOP, "_torch_check": 0, "_build_info": 0}
+PYTHON_FLOORS = {
+    "__init__": TOP,
+    "__main__": TOP,
+    "cli": TOP,
+    "info": TOP,
+    "demo": TOP,
+    "_torch_check": 0,
+    "_build_info": 0,
+}
 PAGES_BESIDE_ROOMS = {"index", "systems", "demo", "bench"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
 
