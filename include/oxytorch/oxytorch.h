@@ -9,6 +9,7 @@
 #include "oxytorch/isa.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/monitor.h"
+#include "oxytorch/optim.h"
 #include "oxytorch/random.h"
 #include "oxytorch/spelling.h"
 #include "oxytorch/statistics.h"
