@@ -17,3 +17,5 @@ _require_same_torch(_BUILT_FOR, _torch.__version__)
 from . import _C
 
 __version__: str = _C.__version__
+from . import monitor as monitor
+from .monitor import PerformanceMonitor as PerformanceMonitor

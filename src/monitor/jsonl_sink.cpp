@@ -3,11 +3,11 @@
 
 #include <cerrno>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 
 #include "monitor/format.h"
 #include "oxytorch/error.h"
+#include "oxytorch/logging.h"
 #include "oxytorch/monitor/sink.h"
 
 namespace oxytorch::monitor {
@@ -87,7 +87,7 @@ JsonlSink::~JsonlSink() {
   try {
     close();
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "oxytorch: %s\n", error.what());
+    log(LogLevel::Error, error.what());
   }
 }
 

@@ -1,10 +1,10 @@
 #include "oxytorch/monitor/performance_monitor.h"
 
 #include <cmath>
-#include <cstdio>
 
 #include "monitor/state.h"
 #include "oxytorch/error.h"
+#include "oxytorch/logging.h"
 
 namespace oxytorch::monitor {
 
@@ -24,7 +24,7 @@ PerformanceMonitor::~PerformanceMonitor() {
   try {
     state_->close();
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "oxytorch: the monitor lost records: %s\n", error.what());
+    log(LogLevel::Error, std::string("the monitor could not deliver its last records: ") + error.what());
   }
 }
 

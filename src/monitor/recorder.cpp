@@ -3,15 +3,9 @@
 #include <chrono>
 #include <cstring>
 
+#include "oxytorch/clock.h"
+
 namespace oxytorch::monitor {
-namespace {
-
-std::int64_t steady_ns() noexcept {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-}  // namespace
 
 Recorder::Recorder(const MonitorOptions& options, const Names& phases, const Names& scalars)
     : step_curve(options.curve_points),
@@ -26,11 +20,11 @@ Recorder::Recorder(const MonitorOptions& options, const Names& phases, const Nam
       ring_records_(options.ring_records),
       words_(kHeaderWords + kPhaseWords * options.max_phases + kScalarWords * options.max_scalars) {
   for (std::size_t i = 0; i < options.max_scalars; ++i) scalar_tracks.emplace_back(options.curve_points);
-  epoch_ns_ = steady_ns();
+  epoch_ns_ = monotonic_ns();
   epoch_unix_seconds_ = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-std::int64_t Recorder::now() const noexcept { return steady_ns() - epoch_ns_; }
+std::int64_t Recorder::now() const noexcept { return monotonic_ns() - epoch_ns_; }
 
 void Recorder::begin_step(std::int64_t samples) {
   OXY_CHECK(!in_step(), InvalidState, "begin_step: step ", current_step(), " is still open; call end_step() first.");

@@ -93,7 +93,7 @@ class OXY_API PerformanceMonitor {
  public:
   /// Throws Error(InvalidArgument) for a zero capacity or a negative or non-finite interval.
   explicit PerformanceMonitor(const MonitorOptions& options = {}, std::vector<std::shared_ptr<Sink>> sinks = {});
-  /// Closes; an error that nobody fetched through flush() or close() is printed on standard error.
+  /// Closes; an error that nobody fetched through flush() or close() is logged.
   ~PerformanceMonitor();
   PerformanceMonitor(const PerformanceMonitor&) = delete;
   PerformanceMonitor& operator=(const PerformanceMonitor&) = delete;
