@@ -1,11 +1,9 @@
 #include "oxytorch/monitor.h"
 
 #include <pybind11/functional.h>
-#include <pybind11/stl/filesystem.h>
-
-#include <filesystem>
 
 #include "monitor_step.h"
+#include "path.h"
 
 namespace oxytorch::bindings {
 
@@ -17,6 +15,9 @@ using monitor::ScalarSummary;
 using monitor::Sink;
 using monitor::StepRecord;
 using monitor::Summary;
+
+// A Python function of a list of dicts.
+using Callback = py::typing::Callable<py::object(py::typing::List<py::typing::Dict<py::str, py::object>>)>;
 
 // Hands each batch of records to a Python function as dicts, as JsonlSink writes them.
 class CallbackSink : public Sink {
@@ -122,14 +123,13 @@ void bind_monitor(py::module_& m) {
       "Appends one JSON object per step to a file: step, time, duration, gap, samples, phases, scalars; seconds. "
       "Raises "
       "OSError, which names the path, if it cannot be written.")
-      .def(py::init(
-               [](const std::filesystem::path& path) { return std::make_shared<monitor::JsonlSink>(path.string()); }),
+      .def(py::init([](const PathArgument& path) { return std::make_shared<monitor::JsonlSink>(path.text); }),
            py::arg("path"));
   m.def("Console", &make_console, py::arg("every") = 5.0,
         "A sink that prints a line at most every so many seconds of training; 0: at each flush.");
   py::class_<CallbackSink, Sink, std::shared_ptr<CallbackSink>>(
       m, "Callback", "Calls a function with each batch of steps, a list of dicts, on the thread that drains.")
-      .def(py::init([](py::function function) { return std::make_shared<CallbackSink>(std::move(function)); }),
+      .def(py::init([](Callback function) { return std::make_shared<CallbackSink>(std::move(function)); }),
            py::arg("function"));
   bind_report(m);
   bind_summary(m);

@@ -1,14 +1,13 @@
-#include <pybind11/stl/filesystem.h>
-
-#include <filesystem>
-
 #include "monitor_step.h"
+#include "path.h"
 
 namespace oxytorch::bindings {
 namespace {
 
 using namespace monitor;  // NOLINT(google-build-using-namespace): every name of the room is used here
-using Path = std::optional<std::filesystem::path>;
+using Path = std::optional<PathArgument>;
+using Numbers = py::typing::Iterable<py::float_>;
+using Rows = py::typing::Iterable<py::typing::Iterable<py::object>>;
 
 Cell to_cell(py::handle value) {
   if (value.is_none()) return {};
@@ -24,8 +23,8 @@ Cell to_cell(py::handle value) {
   return Cell(number);
 }
 
-Table to_table(const std::vector<std::variant<Column, std::string>>& columns, const py::iterable& rows,
-               std::string title, std::vector<std::string> notes) {
+Table to_table(const std::vector<std::variant<Column, std::string>>& columns, const Rows& rows, std::string title,
+               std::vector<std::string> notes) {
   Table table;
   table.title = std::move(title);
   table.notes = std::move(notes);
@@ -43,6 +42,15 @@ Table to_table(const std::vector<std::variant<Column, std::string>>& columns, co
   return table;
 }
 
+std::vector<double> to_numbers(const Numbers& values) {
+  std::vector<double> numbers;
+  for (py::handle value : values) {
+    numbers.push_back(PyFloat_AsDouble(value.ptr()));
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  }
+  return numbers;
+}
+
 Align parse_align(const std::string& align) {
   if (align == "left") return Align::Left;
   if (align == "right") return Align::Right;
@@ -53,7 +61,7 @@ Align parse_align(const std::string& align) {
 template <class Render, class Write>
 std::string render(const Path& path, Render&& render, Write&& write) {
   const py::gil_scoped_release release;
-  if (path) write(path->string());
+  if (path) write(path->text);
   return render();
 }
 
@@ -83,13 +91,13 @@ void bind_report(py::module_& m) {
       m, "Series",
       "A curve: y over x, with a band from `low` to `high` if both are given. Points that are not finite "
       "break the line.")
-      .def(py::init([](std::string name, std::vector<double> x, std::vector<double> y,
-                       std::optional<std::vector<double>> low, std::optional<std::vector<double>> high, bool dashed) {
+      .def(py::init([](std::string name, const Numbers& x, const Numbers& y, const std::optional<Numbers>& low,
+                       const std::optional<Numbers>& high, bool dashed) {
              return Series{std::move(name),
-                           std::move(x),
-                           std::move(y),
-                           low.value_or(std::vector<double>{}),
-                           high.value_or(std::vector<double>{}),
+                           to_numbers(x),
+                           to_numbers(y),
+                           low ? to_numbers(*low) : std::vector<double>{},
+                           high ? to_numbers(*high) : std::vector<double>{},
                            dashed};
            }),
            py::arg("name"), py::arg("x"), py::arg("y"), py::arg("low") = py::none(), py::arg("high") = py::none(),
@@ -118,7 +126,7 @@ inline style and SVG, light and dark, that needs nothing else.)doc")
       .def("preformatted", &Report::preformatted, py::arg("text"), "Fixed-width text kept as it is.")
       .def(
           "table",
-          [](Report& report, const std::vector<std::variant<Column, std::string>>& columns, const py::iterable& rows,
+          [](Report& report, const std::vector<std::variant<Column, std::string>>& columns, const Rows& rows,
              std::string title, std::vector<std::string> notes) -> Report& {
             return report.add(to_table(columns, rows, std::move(title), std::move(notes)));
           },

@@ -152,17 +152,17 @@ PyCFunction as_c(Function* function) {
 
 PyMethodDef step_methods[] = {
     {"prepare", step_prepare, METH_O,
-     "prepare($self, samples, /)\n--\n\nSet the samples of the next step; returns self."},
-    {"__enter__", step_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nBegin the step."},
-    {"__exit__", as_c(step_exit), METH_FASTCALL, "__exit__($self, /, *exception)\n--\n\nEnd the step."},
+     "prepare(self, samples: int) -> Step\n\nSet the samples of the next step; returns self."},
+    {"__enter__", step_enter, METH_NOARGS, "__enter__(self) -> None\n\nBegin the step."},
+    {"__exit__", as_c(step_exit), METH_FASTCALL, "__exit__(self, *exception: object) -> None\n\nEnd the step."},
     {nullptr, nullptr, 0, nullptr}};
 PyMethodDef phase_methods[] = {
-    {"__enter__", phase_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nBegin the phase."},
-    {"__exit__", as_c(phase_exit), METH_FASTCALL, "__exit__($self, /, *exception)\n--\n\nEnd the phase."},
+    {"__enter__", phase_enter, METH_NOARGS, "__enter__(self) -> None\n\nBegin the phase."},
+    {"__exit__", as_c(phase_exit), METH_FASTCALL, "__exit__(self, *exception: object) -> None\n\nEnd the phase."},
     {nullptr, nullptr, 0, nullptr}};
-PyMethodDef scalar_methods[] = {
-    {"record", scalar_call, METH_O, "record($self, value, /)\n--\n\nRecord a number or a tensor of one element."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef scalar_methods[] = {{"record", scalar_call, METH_O,
+                                 "record(self, value: object) -> None\n\nRecord a number or a tensor of one element."},
+                                {nullptr, nullptr, 0, nullptr}};
 
 template <class Object>
 PyTypeObject* make_type(py::module_& m, const char* full_name, const char* name, const char* doc,

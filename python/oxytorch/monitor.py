@@ -109,7 +109,7 @@ class PerformanceMonitor:
             curve_points=curve_points,
             drain_seconds=drain_seconds,
         )
-        self._step = self._native.step()
+        self._step: _native.Step = self._native.step()
         self._prepare_step = self._step.prepare
         self._phases: dict[str, _native.Phase] = {}
         self._scalars: dict[str, _native.Scalar] = {}

@@ -376,8 +376,9 @@ std::string render_svg(const BarChart& chart) {
   constexpr double kBar = 20, kGap = 7, kGroupGap = 16;
   double left = 40;
   for (const std::string& label : labels) left = std::max(left, text_width(shortened(label, 30)) + 14);
+  const int decimals = decimals_for(std::max(std::abs(range.low), std::abs(range.high)), 3);
   const auto value_text = [&](const Bar& bar) {
-    std::string text = format_number(bar.value, 3);
+    std::string text = format_fixed(bar.value, decimals);
     if (!chart.unit.empty()) text += (chart.unit == "x" ? "" : " ") + chart.unit;
     return text;
   };
@@ -434,7 +435,8 @@ std::string render_svg(const BarChart& chart) {
   }
   double bottom = y + 24;
   if (!chart.axis_label.empty()) {
-    const std::string label = chart.unit.empty() ? chart.axis_label : chart.axis_label + ", " + chart.unit;
+    const bool with_unit = !chart.unit.empty() && chart.unit != "x";
+    const std::string label = with_unit ? chart.axis_label + ", " + chart.unit : chart.axis_label;
     add_text(body, (left + kWidth - right) / 2, bottom + 12, "middle", "label", label);
     bottom += 20;
   }

@@ -1,5 +1,6 @@
 #include "monitor/format.h"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cmath>
@@ -89,7 +90,8 @@ std::string format_number(double value, int digits) {
   if (value == 0) return "0";
   const double size = std::abs(value);
   std::array<char, 64> text{};
-  if (size >= 1e6 || size < 1e-4) {
+  if (size >= 1e4 && size < 1e9) return format_count(value);
+  if (size >= 1e9 || size < 1e-4) {
     std::snprintf(text.data(), text.size(), "%.*g", digits, value);
     return text.data();
   }
@@ -103,13 +105,26 @@ std::string format_number(double value, int digits) {
   return out;
 }
 
+std::string format_fixed(double value, int decimals) {
+  if (!std::isfinite(value) || std::abs(value) >= 1e4) return format_number(value);
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), "%.*f", decimals, value);
+  return text.data();
+}
+
+int decimals_for(double largest, int digits) {
+  if (!std::isfinite(largest) || largest <= 0) return 0;
+  return std::clamp(digits - 1 - static_cast<int>(std::floor(std::log10(largest))), 0, 12);
+}
+
 std::string format_count(double value) {
   if (!std::isfinite(value) || std::abs(value) >= 1e15) return format_number(value);
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), "%.0f", std::abs(value));
   std::string digits = text.data();
   for (int at = static_cast<int>(digits.size()) - 3; at > 0; at -= 3) digits.insert(static_cast<std::size_t>(at), ",");
-  return value <= -0.5 ? "-" + digits : digits;
+  if (value <= -0.5) digits.insert(0, 1, '-');
+  return digits;
 }
 
 std::string format_percent(double share) {

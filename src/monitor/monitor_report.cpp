@@ -7,12 +7,12 @@
 namespace oxytorch::monitor {
 namespace {
 
-Cell time_cell(double seconds, const TimeUnit& unit) {
-  return {format_number(seconds * unit.factor, 4), seconds * unit.factor};
-}
-
 Table phase_table(const Summary& summary) {
   const TimeUnit unit = time_unit(summary.step.median);
+  const int decimals = decimals_for(summary.step.median * unit.factor, 4);
+  const auto time_cell = [&](double seconds) {
+    return Cell(format_fixed(seconds * unit.factor, decimals), seconds * unit.factor);
+  };
   Table table;
   table.columns = {{"phase", Align::Left, ""},          {"share", Align::Right, "%"},
                    {"median", Align::Right, unit.name}, {"p10", Align::Right, unit.name},
@@ -22,10 +22,10 @@ Table phase_table(const Summary& summary) {
     const std::string percent = format_percent(share);
     table.rows.push_back({std::move(name),
                           {percent.substr(0, percent.find(' ')), 100 * share},
-                          time_cell(time.median, unit),
-                          time_cell(time.p10, unit),
-                          time_cell(time.p90, unit),
-                          time_cell(time.max, unit),
+                          time_cell(time.median),
+                          time_cell(time.p10),
+                          time_cell(time.p90),
+                          time_cell(time.max),
                           {format_count(static_cast<double>(entries)), static_cast<double>(entries)}});
   };
   row("step", 1, summary.step, summary.steps);

@@ -30,9 +30,9 @@ figcaption{font-weight:600;font-size:15px;margin:0 0 8px}
 .note{font-size:13.5px;color:var(--soft);margin:8px 0 0;max-width:80ch}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14.5px;font-variant-numeric:tabular-nums}
-th,td{padding:7px 12px;text-align:left;vertical-align:top;white-space:pre-wrap}
-th{font-weight:600;color:var(--soft);font-size:13px;border-bottom:1px solid var(--rule);white-space:nowrap;vertical-align:bottom}
-th .unit{font-weight:400}
+th,td{padding:7px 10px;text-align:left;vertical-align:top;white-space:pre-wrap}
+th{font-weight:600;color:var(--soft);font-size:13px;border-bottom:1px solid var(--rule);white-space:normal;vertical-align:bottom}
+th .unit{font-weight:400;white-space:nowrap}
 td{border-bottom:1px solid var(--faint)}
 tbody tr:last-child td{border-bottom:1px solid var(--rule)}
 tbody tr:hover td{background:var(--panel)}

@@ -237,6 +237,7 @@ class TextRenderer {
       widest = std::max(widest, width_of(printable(bar.label)));
       if (std::isfinite(bar.value)) most = std::max(most, bar.value);
     }
+    const int decimals = decimals_for(most, 3);
     const std::string* group = nullptr;
     for (const Bar& bar : chart.bars) {
       if (!bar.group.empty() && (group == nullptr || *group != bar.group)) line(printable(bar.group));
@@ -245,7 +246,7 @@ class TextRenderer {
       std::string drawn = repeated(glyphs_.bar, static_cast<int>(part));
       if (part - std::floor(part) >= 0.5) drawn += glyphs_.bar_end;
       std::string text = "  " + padded(printable(bar.label), widest, Align::Left) + "  " +
-                         padded(drawn, kBarWidth + 1, Align::Left) + " " + format_number(bar.value);
+                         padded(drawn, kBarWidth + 1, Align::Left) + " " + format_fixed(bar.value, decimals);
       if (!chart.unit.empty()) text += " " + printable(chart.unit);
       if (bar.low) text += "  [" + format_number(*bar.low) + ", " + format_number(*bar.high) + "]";
       line(text);

@@ -204,7 +204,10 @@ TEST(Format, NumbersReadWell) {
   EXPECT_EQ(format_number(12.3456), "12.35");
   EXPECT_EQ(format_number(0.00123456), "0.001235");
   EXPECT_EQ(format_number(100), "100");
-  EXPECT_EQ(format_number(123456.7), "123457");
+  EXPECT_EQ(format_number(123456.7), "123,457");
+  EXPECT_EQ(format_number(1234.56), "1235");
+  EXPECT_EQ(format_number(2e12), "2e+12");
+  EXPECT_EQ(format_fixed(2.2, decimals_for(57.6, 3)), "2.2");
   EXPECT_EQ(format_number(-1.5e-9), "-1.5e-09");
   EXPECT_EQ(format_number(kNan), "NaN");
   EXPECT_EQ(format_count(1234567), "1,234,567");
