@@ -17,5 +17,8 @@ _require_same_torch(_BUILT_FOR, _torch.__version__)
 from . import _C
 
 __version__: str = _C.__version__
+
 from . import monitor as monitor
+from .config import PerformanceConfig as PerformanceConfig
+from .info import info as info
 from .monitor import PerformanceMonitor as PerformanceMonitor

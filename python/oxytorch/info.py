@@ -3,26 +3,74 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import platform
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import __version__
+from . import _C
+from .base import format_size, system_info
 
 if TYPE_CHECKING:
     from .cli import Commands
 
 
 def info() -> dict[str, Any]:
-    """Return the facts that decide what Oxytorch does here; every value can be written as JSON."""
+    """Return the facts that decide what Oxytorch does here; every value can be written as JSON.
+
+    Returns
+    -------
+    dict
+        ``version``; ``torch``, the version that is running, and ``torch_built``, the one Oxytorch was built against;
+        ``python``; ``threads`` (torch's intra-operation threads); all keys of `oxytorch.base.system_info`;
+        ``backends``, as from `oxytorch.available_backends`.
+    """
     return {
-        "version": __version__,
-        "torch": torch.__version__,
+        "version": _C.__version__,
+        "torch": str(torch.__version__),
+        "torch_built": _C.torch_version,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        **system_info(),
+        "backends": _backends(),
     }
+
+
+def _backends() -> list[dict[str, Any]]:
+    if importlib.util.find_spec("oxytorch.backend") is None:
+        return []
+    found: list[dict[str, Any]] = importlib.import_module("oxytorch.backend").available_backends()
+    return found
+
+
+def _bytes(count: int | None) -> str:
+    return "unknown" if count is None else format_size(count)
+
+
+def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The same facts for a reader."""
+    cores, memory, features = facts["cores"], facts["memory"], facts["features"]
+    quota = "no quota" if cores["quota"] is None else f"a quota of {cores['quota']:g}"
+    native = "in hardware" if features["native_bf16"] else "not in hardware"
+    lines = [
+        ("oxytorch", facts["version"]),
+        ("torch", f"{facts['torch']}, built for {facts['torch_built']}, {facts['threads']} threads"),
+        ("python", facts["python"]),
+        ("processor", facts["processor"] or "unknown"),
+        ("cores", f"{cores['usable']} to use ({cores['affinity']} by affinity, {quota}; {cores['logical']} in all)"),
+        (
+            "memory",
+            f"{_bytes(memory['available'])} free of {_bytes(memory['limit'])}, {_bytes(memory['resident'])} taken",
+        ),
+        ("kernels", f"{facts['isa']} (of {', '.join(facts['isas'])})"),
+        ("bf16", native),
+        ("features", " ".join(name for name, has in features.items() if has and name != "native_bf16") or "none"),
+    ]
+    lines += [("backend", f"{one['name']} (score {one['score']}): {one['reason']}") for one in facts["backends"]]
+    return lines
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -30,8 +78,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
-        for key, value in facts.items():
-            print(f"{key:<12} {value}")
+        for key, value in _lines(facts):
+            print(f"{key:<10} {value}")
     return 0
 
 

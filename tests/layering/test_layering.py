@@ -36,6 +36,7 @@ PYTHON_FLOORS = {
     "demo": TOP,
     "_torch_check": 0,
     "_build_info": 0,
+    "config": 0,
 }
 PAGES_BESIDE_ROOMS = {"index", "systems", "demo", "bench"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")

@@ -1,0 +1,203 @@
+"""Sizes, statistics, machine facts and the log: what every other part stands on."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from . import _C
+
+__all__ = [
+    "Interval",
+    "bootstrap_interval",
+    "format_duration",
+    "format_size",
+    "log",
+    "log_level",
+    "mean",
+    "median",
+    "median_absolute_deviation",
+    "median_interval",
+    "paired_ratio_interval",
+    "parse_size",
+    "quantile",
+    "set_log_level",
+    "set_log_sink",
+    "stddev",
+    "system_info",
+]
+
+_native = _C.base
+
+
+def parse_size(text: str | int, total: int | None = None) -> int:
+    """Bytes of a size as a user writes it.
+
+    Parameters
+    ----------
+    text : str or int
+        ``"10GB"`` (10^9), ``"1.5GiB"`` (2^30), ``"512 MiB"``, ``"4096"``, ``"90%"``, ``"auto"``, or bytes.
+    total : int, optional
+        Bytes of which ``"90%"`` is a share, and which ``"auto"`` stands for.
+
+    Returns
+    -------
+    int
+        Bytes, rounded down.
+
+    Raises
+    ------
+    ValueError
+        For a negative size, an unknown unit, over 100% or over 2^64 - 1 bytes, and for a share without `total`.
+    """
+    return _native.parse_size(str(text), total)
+
+
+def format_size(size: int, exact: bool = False) -> str:
+    """Bytes as text: ``"1.50 GiB"``, or where `exact` the shortest text that `parse_size` reads back to the same."""
+    return _native.format_size(size, exact)
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as text: ``"3.42 us"``, ``"12.0 ms"``, ``"2 min 05 s"``, ``"3 h 07 min"``."""
+    return _native.format_duration(seconds)
+
+
+class Interval(NamedTuple):
+    """An estimate with the interval that holds the true value in `confidence` of repeated experiments."""
+
+    low: float
+    mid: float
+    high: float
+    confidence: float
+
+
+def _floats(values: Iterable[float]) -> list[float]:
+    # Arrays and tensors copy themselves out in one go.
+    copied: list[float] = values.tolist() if hasattr(values, "tolist") else list(values)
+    return copied
+
+
+def mean(values: Iterable[float]) -> float:
+    """Arithmetic mean, summed with compensation; `ValueError` for no values or a NaN, as all that follow."""
+    return _native.mean(_floats(values))
+
+
+def stddev(values: Iterable[float]) -> float:
+    """Sample standard deviation (``ddof=1``); 0 for one value."""
+    return _native.stddev(_floats(values))
+
+
+def median(values: Iterable[float]) -> float:
+    """The middle value, or the mean of the two in the middle."""
+    return _native.median(_floats(values))
+
+
+def quantile(values: Iterable[float], q: float) -> float:
+    """The value below which a share `q` in [0, 1] lies, with numpy's default interpolation."""
+    return _native.quantile(_floats(values), q)
+
+
+def median_absolute_deviation(values: Iterable[float]) -> float:
+    """Median absolute deviation from the median, not scaled."""
+    return _native.median_absolute_deviation(_floats(values))
+
+
+def median_interval(
+    values: Iterable[float], confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """Percentile bootstrap interval of the median.
+
+    Parameters
+    ----------
+    values : iterable of float, array or tensor
+        Measurements, from independent repetitions.
+    confidence : float
+        In (0, 1).
+    resamples : int
+        Bootstrap resamples.
+    seed : int
+        The same seed gives the same interval.
+    """
+    return Interval(*_native.median_interval(_floats(values), confidence, resamples, seed))
+
+
+def paired_ratio_interval(
+    numerators: Iterable[float],
+    denominators: Iterable[float],
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Interval of the median over rounds of ``numerators[i] / denominators[i]``.
+
+    For two contenders measured in the same rounds: whole rounds are resampled, so what both felt (a busy machine)
+    cancels. Parameters as in `median_interval`; `ValueError` for unequal lengths or a denominator of 0.
+    """
+    return Interval(
+        *_native.paired_ratio_interval(_floats(numerators), _floats(denominators), confidence, resamples, seed)
+    )
+
+
+def bootstrap_interval(
+    values: Iterable[float],
+    statistic: Callable[[list[float]], float],
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Percentile bootstrap interval of any statistic, which is called once a resample.
+
+    Other parameters as in `median_interval`; what `statistic` raises passes through.
+    """
+    return Interval(*_native.bootstrap_interval(_floats(values), statistic, confidence, resamples, seed))
+
+
+def system_info() -> dict[str, Any]:
+    """What this process runs on.
+
+    Returns
+    -------
+    dict
+        ``processor`` (str); ``isa`` (str, that native kernels use) and ``isas`` (those this processor can run);
+        ``cores`` with ``logical``, ``physical``, ``affinity``, ``quota`` (processors' worth of time a cgroup allows),
+        ``usable`` (threads to use: affinity capped by quota) and ``usable_physical`` (the same, each core once);
+        ``memory`` in bytes with ``physical``, ``cgroup_limit``, ``limit``, ``available``, ``resident`` and
+        ``peak_resident``; ``features`` (bool by instruction set, and ``native_bf16``). Unknown values are None.
+    """
+    return {
+        "processor": _native.processor_name(),
+        "isa": _native.active_isa(),
+        "isas": _native.supported_isas(),
+        "cores": _native.cores(),
+        "memory": _native.memory(),
+        "features": _native.cpu_features(),
+    }
+
+
+def log_level() -> str:
+    """Return the level in force; ``"warn"`` unless ``OXYTORCH_LOG`` or `set_log_level` says otherwise."""
+    return _native.log_level()
+
+
+def set_log_level(level: str) -> None:
+    """Drop messages below `level`: ``trace``, ``debug``, ``info``, ``warn``, ``error`` or ``off``."""
+    _native.set_log_level(level)
+
+
+def log(level: str, message: str) -> None:
+    """Write one message to Oxytorch's log, if its level is in force."""
+    _native.log(level, message)
+
+
+def set_log_sink(sink: Callable[[str, str], None] | None) -> None:
+    """Send messages to ``sink(level, message)`` in place of stderr; None is stderr again.
+
+    `sink` is called on the thread that logs. What it raises is written to stderr and goes no further.
+    """
+    _native.set_log_sink(sink)
+
+
+# A message logged while Python ends must not look for it.
+atexit.register(_native.set_log_sink, None)

@@ -1,0 +1,242 @@
+"""`PerformanceConfig`: every setting of a run, with a level, a default and a reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import _C
+
+_Native = _C.base.PerformanceConfig
+_KEYS = tuple(_Native.keys())
+
+
+class PerformanceConfig:
+    """Settings of a run, readable and writable as attributes.
+
+    Levels: ``basic`` changes no bit of the result, ``advanced`` adds changes within rounding, ``ultra`` adds opt-in
+    trades (none yet: it equals ``advanced``). `explain()` prints every value, where it came from and why.
+
+    Parameters
+    ----------
+    level : {"advanced", "basic", "ultra"}
+        Where the defaults come from.
+    **overrides
+        Settings by name, for example ``clip_norm=1.0`` or ``precision="bf16"``. ``True`` and ``False`` are understood
+        for ``on`` and ``off``, ``None`` for ``none``.
+
+    Raises
+    ------
+    ValueError
+        For an unknown setting (the nearest right name is in the message) or a value out of range.
+    TypeError
+        For a value of a wrong type.
+
+    Examples
+    --------
+    >>> config = PerformanceConfig("basic", clip_norm=1.0)
+    >>> config.precision, config.clip_norm
+    ('fp32', 1.0)
+    """
+
+    __slots__ = ("_native",)
+    __hash__ = None  # type: ignore[assignment]  # it can change
+
+    _native: _Native
+
+    if TYPE_CHECKING:
+        level: str
+        precision: str
+        channels_last: str
+        threads: int | str
+        flush_denormals: str
+        allocator: str
+        allocator_retain_limit: str
+        step_tail: str
+        attention: str
+        compile: str
+        accumulation_steps: int
+        clip_norm: float
+        clip_value: float
+        ema_decay: float
+        nonfinite: str
+        grad_scaler: str
+        schedule: str
+        warmup_steps: int
+        min_lr_ratio: float
+        max_steps: int
+        early_stopping_patience: int
+        early_stopping_min_delta: float
+        memory_limit: str
+        seed: int | str
+        deterministic: bool
+        progress: str
+        log_every: int
+        monitor: bool
+
+    def __init__(self, level: str = "advanced", **overrides: Any) -> None:
+        object.__setattr__(self, "_native", _Native(level))
+        for key, value in overrides.items():
+            self._native.set(key, value)
+
+    @classmethod
+    def _from_native(cls, native: _Native) -> PerformanceConfig:
+        config = cls.__new__(cls)
+        object.__setattr__(config, "_native", native)
+        return config
+
+    @classmethod
+    def of(
+        cls, value: PerformanceConfig | Mapping[str, Any] | str | os.PathLike[str], **overrides: Any
+    ) -> PerformanceConfig:
+        """Make a configuration from what a user passes as ``config=``; a copy, with `overrides` on top.
+
+        Parameters
+        ----------
+        value : PerformanceConfig, mapping, str or path
+            A configuration, settings by name, a level, or a file (a path, or a text that ends in .json, .yaml or .yml).
+        **overrides
+            Settings by name.
+
+        Raises
+        ------
+        ValueError, TypeError, OSError
+            As the constructor and `from_file`; `TypeError` for another kind of `value`.
+        """
+        if isinstance(value, PerformanceConfig):
+            config = value.copy()
+        elif isinstance(value, Mapping):
+            config = cls.from_dict(value)
+        elif isinstance(value, os.PathLike) or (
+            isinstance(value, str) and value.lower().endswith((".json", ".yaml", ".yml"))
+        ):
+            config = cls.from_file(value)
+        elif isinstance(value, str):
+            config = cls(value)
+        else:
+            raise TypeError(
+                f"config must be a level, a PerformanceConfig, a mapping or a path, not {type(value).__name__}."
+            )
+        for key, override in overrides.items():
+            config._native.set(key, override)
+        return config
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> PerformanceConfig:
+        """Read a .json, .yaml or .yml file of settings; `FileNotFoundError`, `OSError` or as the constructor."""
+        return cls._from_native(_Native.from_file(os.fspath(path)))
+
+    @classmethod
+    def from_json(cls, text: str) -> PerformanceConfig:
+        """Read a JSON object of settings."""
+        return cls._from_native(_Native.from_json(text))
+
+    @classmethod
+    def from_yaml(cls, text: str) -> PerformanceConfig:
+        """Read a YAML mapping of settings."""
+        return cls._from_native(_Native.from_yaml(text))
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> PerformanceConfig:
+        """Settings by name, ``level`` among them."""
+        config = cls()
+        for key, value in settings.items():
+            config._native.set(key, value)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting and its value."""
+        return {key: self._native.get(key) for key in _KEYS}
+
+    def to_json(self) -> str:
+        """Every setting and its value, as a JSON object."""
+        return self._native.to_json()
+
+    def to_yaml(self) -> str:
+        """Every setting and its value, as a YAML mapping."""
+        return self._native.to_yaml()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a .json, .yaml or .yml file, whole or not at all."""
+        self._native.save(os.fspath(path))
+
+    def set(self, key: str, value: Any) -> None:
+        """Set one value by name."""
+        self._native.set(key, value)
+
+    def reset(self, key: str) -> None:
+        """Put one setting back to its level's default."""
+        self._native.unset(key)
+
+    def origin(self, key: str) -> str:
+        """Where a value came from: ``"level advanced"``, ``"file run.yaml"`` or ``"caller"``."""
+        return self._native.origin(key)
+
+    def explain(self) -> str:
+        """A table: each setting, its value, where it came from, and why it is the default."""
+        return self._native.explain()
+
+    def copy(self) -> PerformanceConfig:
+        """An independent copy, which remembers where values came from."""
+        return self._from_native(_Native(self._native))
+
+    def __copy__(self) -> PerformanceConfig:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerformanceConfig:
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        native = self._native
+        entries = [
+            (key, native.get(key), native.source(key), native.origin(key))
+            for key in _KEYS
+            if native.source(key) != "level"
+        ]
+        return _rebuild, (type(self), self.level, entries)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PerformanceConfig):
+            return NotImplemented
+        return self._native.equals(other._native)
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.to_dict().items())
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_KEYS})
+
+    def __repr__(self) -> str:
+        given = [f"{key}={self._native.get(key)!r}" for key in _KEYS[1:] if self._native.source(key) != "level"]
+        return f"PerformanceConfig({', '.join([repr(self.level), *given])})"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, key: str) -> Any:
+            if key in _KEYS:
+                return self._native.get(key)
+            if key.startswith("_"):
+                raise AttributeError(f"PerformanceConfig has no attribute {key!r}")
+            raise AttributeError(_unknown(key))
+
+        def __setattr__(self, key: str, value: Any) -> None:
+            if key not in _KEYS:
+                raise AttributeError(_unknown(key))
+            self._native.set(key, value)
+
+
+def _unknown(key: str) -> str:
+    """The message for an unknown setting, with the nearest right name."""
+    try:
+        _Native.describe(key)
+    except ValueError as error:
+        return str(error)
+    return key
+
+
+def _rebuild(kind: type[PerformanceConfig], level: str, entries: list[tuple[str, Any, str, str]]) -> PerformanceConfig:
+    native = _Native(level)
+    for key, value, source, origin in entries:
+        native.set(key, value, source, origin)
+    return kind._from_native(native)
