@@ -171,3 +171,12 @@ def test_explain_names_origin_and_reason(tmp_path: Path) -> None:
     assert "level advanced" in lines["precision"]
     assert "bf16" in lines["precision"]
     assert config.origin("ema_decay") == f"file {path}"
+
+
+def test_the_page_lists_the_table() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "base.md").read_text()
+    for key in _KEYS:
+        row = ox._C.base.PerformanceConfig.describe(key)
+        allowed = row["allowed"].replace("'", "`")
+        ends = [f"{v:g}" if isinstance(v, float) else str(v).lower() for v in (row["basic"], row["advanced"])]
+        assert f"| `{key}` | {allowed} | {ends[0]} | {ends[1]} |" in page, f"docs/base.md is stale for {key}"
