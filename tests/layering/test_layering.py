@@ -24,7 +24,7 @@ TORCH_FLOOR = 3
 # Folders that are no rooms, by the tree they stand in.
 BESIDE_ROOMS = {
     "src": set(),
-    "tests": {"conformance", "consumer", "plugin", "layering", "packaging", "pages", "examples"},
+    "tests": {"conformance", "demo", "consumer", "plugin", "layering", "packaging", "pages", "examples"},
     "bench": {"race", "report"},
 }
 # Python modules that are no rooms, with the floor they stand on.

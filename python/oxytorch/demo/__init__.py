@@ -1,0 +1,46 @@
+"""The demo: real models trained by plain PyTorch, by the best of stock PyTorch and by Oxytorch, interleaved."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oxytorch.cli import Commands
+
+__all__ = ["add_command"]
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from .command import run  # noqa: PLC0415  (its needs are the demo's alone)
+
+    return run(arguments)
+
+
+def add_command(commands: Commands) -> None:
+    """Add `oxytorch demo`."""
+    parser = commands.add_parser(
+        "demo",
+        help="train real models three ways, interleaved, and compare",
+        description="Trains a byte-level GPT, a CNN and an MLP with plain PyTorch, with the best of stock PyTorch and "
+        "with Oxytorch, on data that this machine has. Exit status 1: a held-out loss is worse than it should be, or "
+        "a contender failed.",
+    )
+    parser.add_argument(
+        "--only", action="append", choices=("gpt", "cnn", "mlp"), help="this model only; may be repeated"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="add torch.compile'd contenders (compiling takes minutes)"
+    )
+    parser.add_argument("--cpp", action="store_true", help="the GPT from a C++ program, with no Python in the process")
+    parser.add_argument("--quick", action="store_true", help="a few steps of each, to see that everything works")
+    parser.add_argument("--json", metavar="FILE", help="write every figure as JSON; '-' prints it instead of the table")
+    parser.add_argument(
+        "--out", metavar="DIR", default="oxytorch-report", help="folder of the HTML report (%(default)s)"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of every contender (cores of this process)")
+    parser.add_argument("--seconds", type=float, metavar="S", default=165.0, help="training time in all (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", default=180.0, help="longest wait for a worker (%(default)s)"
+    )
+    parser.set_defaults(run=_run)

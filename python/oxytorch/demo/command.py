@@ -1,0 +1,177 @@
+"""`oxytorch demo`: plan, calibrate, race, show."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import machine, page, present, workloads
+from .contenders import StockChoice
+from .driver import Start, WorkerFailed, python_command, race
+from .measure import WorkloadResult, block_seconds, summarise
+from .plan import FIRST_SEED, START_SECONDS, Plan, environment
+from .progress import DemoProgress
+from .workloads import Workload
+
+__all__ = ["run"]
+
+CONTENDERS = ("plain", "stock", "basic", "advanced")
+COMPILED = ("plain compiled", "stock compiled", "advanced compiled")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Which of stock PyTorch's options won, and seconds per step of each."""
+
+    choice: StockChoice
+    seconds: dict[StockChoice, float]
+
+    def training_seconds(self, contenders: int) -> float:
+        """Expected seconds of one step of every contender, from the plain and the best stock step."""
+        slow, fast = self.seconds[StockChoice()], self.seconds[self.choice]
+        return slow + 0.7 * slow + 2.0 * fast + max(0, contenders - 4) * fast
+
+
+def _commands(workload: Workload, tasks: dict[str, dict[str, Any]], plan: Plan) -> dict[str, list[str]]:
+    shared = {"workload": workload.name, "threads": plan.threads}
+    return {name: python_command({**shared, **task}) for name, task in tasks.items()}
+
+
+def calibrate(workload: Workload, plan: Plan, progress: DemoProgress) -> Calibration:
+    """Race stock PyTorch's own options against each other and keep the fastest: the rival should be strong."""
+    layouts = (False, True) if workload.is_image else (False,)
+    choices = {str(choice): choice for choice in (StockChoice(b, c) for b in (False, True) for c in layouts)}
+    block = 2 if plan.quick else max(3, workload.recipe.block // 2)
+    steps = block * (2 if plan.quick else 3)
+    part = f"calibrate {workload.name}"
+
+    def on_turn(_name: str, count: int) -> None:
+        progress.advance(part, 0.3 if count else START_SECONDS / 2, f"{workload.name}: calibrating stock PyTorch")
+
+    tasks = {
+        name: {"contender": "stock", "choice": asdict(choice), "seed": 1, "steps": steps}
+        for name, choice in choices.items()
+    }
+    start = race(
+        _commands(workload, tasks, plan),
+        seed=1,
+        steps=steps,
+        block=block,
+        environment=plan.environment,
+        timeout=plan.timeout,
+        on_turn=on_turn,
+        evaluate=False,
+    )
+    progress.finish(part)
+    seconds = {
+        choice: min(block_seconds(block) for block in start[name].blocks[1:]) for name, choice in choices.items()
+    }
+    return Calibration(min(seconds, key=lambda choice: seconds[choice]), seconds)
+
+
+def _length(workload: Workload, calibration: Calibration, contenders: int, plan: Plan, share: float) -> tuple[int, int]:
+    """Starts and steps per start that fit the workload's share of the training time, in whole turns."""
+    recipe = workload.recipe
+    if plan.quick:
+        return 1, 2 * min(recipe.block, 4)
+    fits = share * plan.seconds / recipe.starts / calibration.training_seconds(contenders)
+    steps = int(min(recipe.steps, max(recipe.least_steps, fits)))
+    return recipe.starts, steps - steps % recipe.block
+
+
+def _rule(contender: str) -> dict[str, str]:
+    # A rival is stock PyTorch: nothing of oxytorch may be loaded beside it.
+    return {"forbid": "oxytorch"} if contender.startswith(("plain", "stock")) else {}
+
+
+def race_workload(workload: Workload, plan: Plan, share: float, progress: DemoProgress) -> WorkloadResult:
+    """Calibrate and race one workload."""
+    names = list(plan.contenders)
+    calibration = calibrate(workload, plan, progress)
+    starts, steps = _length(workload, calibration, len(names), plan, share)
+    block = min(workload.recipe.block, 4) if plan.quick else workload.recipe.block
+    part = f"train {workload.name}"
+    step_seconds = calibration.training_seconds(len(names)) / len(names)
+    progress.expect(part, starts * len(names) * (steps * step_seconds + START_SECONDS / 2))
+    slow = 4 if any("compiled" in name for name in names) else 1
+    results: list[Start] = []
+    for seed in range(FIRST_SEED, FIRST_SEED + starts):
+        label = f"{workload.name}: start {len(results) + 1} of {starts}"
+
+        def on_turn(name: str, count: int, label: str = label) -> None:
+            progress.advance(part, count * step_seconds if count else START_SECONDS / 2, f"{label}, {name}")
+
+        tasks = {
+            name: {"contender": name, "choice": asdict(calibration.choice), "seed": seed, "steps": steps} | _rule(name)
+            for name in names
+        }
+        results.append(
+            race(
+                _commands(workload, tasks, plan),
+                seed=seed,
+                steps=steps,
+                block=block,
+                environment=plan.environment,
+                timeout=plan.timeout * slow,
+                on_turn=on_turn,
+            )
+        )
+    progress.finish(part)
+    return summarise(workload, str(calibration.choice), results)
+
+
+def _race_all(names: list[str], plan: Plan) -> list[WorkloadResult]:
+    loaded = [workloads.load(name) for name in names]
+    whole = sum(workload.recipe.share for workload in loaded)
+    with DemoProgress() as progress:
+        for workload in loaded:
+            share = workload.recipe.share / whole
+            choices = 4 if workload.is_image else 2
+            progress.expect(f"calibrate {workload.name}", 5.0 if plan.quick else choices * 2.2)
+            starts = 1 if plan.quick else workload.recipe.starts
+            train = 4.0 if plan.quick else share * plan.seconds
+            progress.expect(f"train {workload.name}", train + starts * 4 * START_SECONDS / 2)
+        return [race_workload(workload, plan, workload.recipe.share / whole, progress) for workload in loaded]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo; the exit status is 0, or 1 when a contender failed or a held-out loss is worse than its band."""
+    if arguments.threads is not None and arguments.threads < 1:
+        print(f"oxytorch demo: --threads must be at least 1, not {arguments.threads}", file=sys.stderr)
+        return 2
+    threads = arguments.threads or len(os.sched_getaffinity(0))
+    contenders = CONTENDERS + (COMPILED if arguments.compile else ())
+    plan = Plan(threads, arguments.seconds, arguments.timeout, arguments.quick, contenders, environment(threads))
+    torch.set_num_threads(1)  # The coordinator only waits and counts.
+    try:
+        if arguments.cpp:
+            from . import cpp  # noqa: PLC0415
+
+            results = [cpp.race_cpp(plan)]
+        else:
+            results = _race_all(arguments.only or list(workloads.NAMES), plan)
+    except (WorkerFailed, ModuleNotFoundError, FileNotFoundError) as error:
+        print(f"oxytorch demo: {error}", file=sys.stderr)
+        return 1
+    document: dict[str, Any] = {
+        "schema": "oxytorch-demo/1",
+        "machine": machine.describe(threads),
+        "quick": plan.quick,
+        "workloads": [result.to_json() for result in results],
+    }
+    folder = Path(arguments.out)
+    written = page.write(folder / "demo.html", results, document["machine"])
+    document["report"] = str(written)
+    if arguments.json == "-":
+        print(present.to_json(document))
+    else:
+        if arguments.json:
+            present.write_whole(Path(arguments.json), present.to_json(document) + "\n")
+        present.show(results, document["machine"], written)
+    return 1 if any(row.worse for result in results for row in result.rows if row.contender in present.OURS) else 0

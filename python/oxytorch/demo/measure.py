@@ -1,0 +1,207 @@
+"""From what the workers answered to figures with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .driver import Block, Start
+
+__all__ = ["Interval", "Row", "WorkloadResult", "block_seconds", "summarise", "two_level_interval"]
+
+RESAMPLES = 2000
+BAND_MARGIN = 0.01
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with a 95% interval."""
+
+    low: float
+    mid: float
+    high: float
+
+
+def two_level_interval(values: NDArray[np.float64], seed: int = 0) -> Interval:
+    """Median of ``values`` (starts x turns) with a bootstrap interval that resamples starts, then turns within them.
+
+    Turns of one process start are more alike than turns of two, because the allocator settles differently in each;
+    resampling turns alone would call that luck a finding.
+    """
+    starts, turns = values.shape
+    rng = np.random.default_rng(seed)
+    which = rng.integers(starts, size=(RESAMPLES, starts, 1))
+    samples = values[which, rng.integers(turns, size=(RESAMPLES, starts, turns))].reshape(RESAMPLES, -1)
+    medians = np.median(samples, axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
+    return Interval(float(low), float(np.median(values)), float(high))
+
+
+def _timed(values: Sequence[float]) -> Sequence[float]:
+    # The first step of a turn finds the caches full of another process: trained, not timed.
+    return values[1:] if len(values) > 1 else values
+
+
+def block_seconds(block: Block) -> float:
+    """Median seconds of a step in one turn."""
+    return float(np.median(_timed(block.seconds)))
+
+
+def _block_outside(block: Block) -> float:
+    if block.inner is None:
+        return math.nan
+    return 1.0 - sum(_timed(block.inner)) / sum(_timed(block.seconds))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender's figures on one workload."""
+
+    contender: str
+    step_seconds: Interval
+    units_per_second: float
+    speedup_plain: Interval
+    speedup_stock: Interval | None
+    outside_share: float
+    peak_bytes: float
+    page_faults_per_step: float
+    train_loss: float
+    held_out_loss: float
+    held_out_losses: list[float]
+    verdict: str
+    compile_seconds: float
+    first_step_seconds: float
+    notes: list[dict[str, Any]]
+
+    @property
+    def worse(self) -> bool:
+        """Whether the held-out loss is above the plain loop's band."""
+        return self.verdict == "worse"
+
+
+@dataclass(frozen=True)
+class WorkloadResult:
+    """Everything measured on one workload."""
+
+    name: str
+    title: str
+    unit: str
+    steps: int
+    starts: int
+    choice: str
+    reference: str
+    band: tuple[float, float]
+    rows: list[Row]
+    losses: dict[str, list[list[float]]]
+    """Training loss by contender, start and step."""
+    block_seconds: dict[str, list[list[float]]]
+    """Seconds per step by contender, start and turn, the first turn left out."""
+
+    def row(self, contender: str) -> Row | None:
+        """The row of ``contender`` if it took part."""
+        return next((row for row in self.rows if row.contender == contender), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for machines; times in seconds."""
+        return asdict(self)
+
+
+class Subject(Protocol):
+    """What was raced, as far as the figures need to know."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def units_per_step(self) -> int: ...
+
+
+def _verdict(losses: Sequence[float], band: tuple[float, float]) -> str:
+    mean = float(np.mean(losses))
+    if not math.isfinite(mean):
+        return "worse"
+    if mean > band[1]:
+        return "worse"
+    return "better" if mean < band[0] else "inside"
+
+
+def seed_band(losses: Sequence[float]) -> tuple[float, float]:
+    """The plain loop's held-out losses over its seeds, widened by 1% of their mean.
+
+    A contender is judged by its mean over the same seeds. The plain loop's own mean lies inside min..max by
+    construction, so without a systematic shift a contender's does too; the 1% keeps a lucky narrow band (few seeds)
+    from judging rounding.
+    """
+    margin = BAND_MARGIN * abs(float(np.mean(losses)))
+    return min(losses) - margin, max(losses) + margin
+
+
+def summarise(workload: Subject, choice: str, starts: list[Start]) -> WorkloadResult:
+    """Figures of every contender of one workload."""
+    contenders = list(starts[0])
+
+    def table(contender: str, value: Callable[[Block], float]) -> NDArray[np.float64]:
+        # The first turn warms up: memory is fetched, primitives are built.
+        runs = [start[contender].blocks for start in starts]
+        return np.array([[value(block) for block in (blocks[1:] or blocks)] for blocks in runs])
+
+    seconds = {contender: table(contender, block_seconds) for contender in contenders}
+    losses = {
+        contender: [[loss for block in start[contender].blocks for loss in block.losses] for start in starts]
+        for contender in contenders
+    }
+    steps = len(losses[contenders[0]][0])
+    last = max(1, steps // 10)
+    held = {contender: [start[contender].held_out_loss for start in starts] for contender in contenders}
+    reference = "plain" if "plain" in held else contenders[0]
+    band = seed_band(held[reference])
+    rows = []
+    for contender in contenders:
+        runs = [start[contender] for start in starts]
+        step = two_level_interval(seconds[contender])
+        rows.append(
+            Row(
+                contender=contender,
+                step_seconds=step,
+                units_per_second=workload.units_per_step / step.mid,
+                speedup_plain=two_level_interval(seconds[reference] / seconds[contender]),
+                speedup_stock=(
+                    two_level_interval(seconds["stock"] / seconds[contender]) if "stock" in seconds else None
+                ),
+                outside_share=float(np.median(table(contender, _block_outside))),
+                peak_bytes=float(np.median([run.peak_bytes for run in runs])),
+                page_faults_per_step=float(
+                    np.median([block.page_faults / len(block.seconds) for run in runs for block in run.blocks[1:]])
+                    if len(runs[0].blocks) > 1
+                    else math.nan
+                ),
+                train_loss=float(np.mean([series[-last:] for series in losses[contender]])),
+                held_out_loss=float(np.mean(held[contender])),
+                held_out_losses=held[contender],
+                verdict=_verdict(held[contender], band),
+                compile_seconds=max(run.compile_seconds for run in runs),
+                first_step_seconds=max(run.blocks[0].seconds[0] for run in runs),
+                notes=runs[0].notes,
+            )
+        )
+    return WorkloadResult(
+        name=workload.name,
+        title=workload.title,
+        unit=workload.unit,
+        steps=steps,
+        starts=len(starts),
+        choice=choice,
+        reference=reference,
+        band=band,
+        rows=rows,
+        losses=losses,
+        block_seconds={contender: values.tolist() for contender, values in seconds.items()},
+    )

@@ -1,0 +1,53 @@
+"""Oxytorch's contenders: the Trainer at a level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import oxytorch
+
+from .workloads import Batch, Workload
+
+__all__ = ["Ours"]
+
+
+class Ours:
+    """What a user of Oxytorch writes: the plain loop's optimizer and schedule, handed to a Trainer."""
+
+    def __init__(
+        self, workload: Workload, steps: int, loss: Callable[[nn.Module, Batch], Tensor], level: str, compiled: bool
+    ) -> None:
+        recipe = workload.recipe
+        self.model = workload.make_model()
+        optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.lr_factor(steps))
+        self.trainer: Any = vars(oxytorch)["Trainer"](
+            self.model,
+            optimizer,
+            loss,
+            config=level,
+            scheduler=schedule,
+            clip_norm=recipe.clip_norm,
+            ema_decay=recipe.ema_decay,
+            **({"compile": "default"} if compiled else {}),
+        )
+
+    def step(self, batch: Batch) -> Tensor:
+        """One optimizer step."""
+        loss: Tensor = self.trainer.step(batch)
+        return loss
+
+    def averaged(self) -> dict[str, Tensor]:
+        """The averaged weights beside the model's buffers."""
+        with self.trainer.ema_weights():
+            return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+
+    def notes(self) -> list[dict[str, Any]]:
+        """The trainer's account of its settings."""
+        return list(self.trainer.report().to_dict()["settings"])

@@ -1,0 +1,235 @@
+"""The demo: its figures from made-up answers, its processes under planted faults, and a short run of the real thing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+
+import oxytorch
+from oxytorch.demo import measure, plan, workloads
+from oxytorch.demo.driver import Block, Run, WorkerFailed, WorkerProcess, python_command, race
+from oxytorch.demo.present import sentences, to_json
+
+THREADS = 2
+
+
+def task(contender: str, **more: Any) -> dict[str, Any]:
+    return {"workload": "mlp", "contender": contender, "seed": 1, "steps": 6, "threads": THREADS, **more}
+
+
+def drive(tasks: dict[str, dict[str, Any]], timeout: float = 120.0) -> dict[str, Run]:
+    commands = {name: python_command(each) for name, each in tasks.items()}
+    return race(
+        commands,
+        seed=1,
+        steps=6,
+        block=3,
+        environment=plan.environment(THREADS),
+        timeout=timeout,
+        on_turn=lambda _name, _count: None,
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# --- data and recipe --------------------------------------------------------------------------------------------------
+
+
+def test_text_is_the_standard_library_and_held_out_files_are_not_trained_on() -> None:
+    train, held = workloads.library_text()
+    assert len(train) > 1_000_000 and len(held) > 100_000
+    assert b"def " in train and b"def " in held
+    assert held[:2000] not in train
+
+
+@pytest.mark.parametrize("name", workloads.NAMES)
+def test_batches_depend_on_the_seed_alone(name: str) -> None:
+    workload = workloads.load(name)
+    first, again, other = (workload.make_batches(seed, 2) for seed in (1, 1, 2))
+    for a, b in zip(first, again, strict=True):
+        assert all((x == y).all() for x, y in zip(a, b, strict=True))
+    assert not (first[0][0] == other[0][0]).all()
+    assert math.isfinite(workload.loss(workload.make_model(), first[0]).item())
+    assert first[0][0].shape[0] * (first[0][0].shape[1] if name == "gpt" else 1) == workload.units_per_step
+
+
+def test_schedule_warms_up_and_ends_at_a_tenth() -> None:
+    factor = workloads.load("mlp").recipe.lr_factor(100)
+    rates = [factor(step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1) and rates[10] == pytest.approx(1.0) and rates[100] == pytest.approx(0.1)
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def made_up(contender: str, seed: int, step: float, held: float, turns: int = 6) -> Run:
+    rng = np.random.default_rng(seed)
+    run = Run(contender, seed, 0.0, held_out_loss=held, peak_bytes=1 << 20)
+    for _ in range(turns):
+        seconds = (step * (1 + 0.01 * rng.random(4))).tolist()
+        seconds[0] *= 50  # the first step of a turn is not timed
+        run.blocks.append(Block(seconds, [0.75 * value for value in seconds], [1.0, 0.9, 0.8, 0.7], 10))
+    run.blocks[0].seconds = [100.0] * 4  # nor is the first turn
+    return run
+
+
+def result_of(held: dict[str, list[float]], steps: dict[str, float]) -> measure.WorkloadResult:
+    starts = [
+        {name: made_up(name, 100 * index + 1, steps[name], held[name][index]) for name in held}
+        for index in range(len(held["plain"]))
+    ]
+    return measure.summarise(workloads.load("mlp"), "fp32", starts)
+
+
+def test_figures_leave_out_warm_up_and_pair_by_turn() -> None:
+    held = {"plain": [1.0, 1.1, 1.2], "stock": [1.0, 1.1, 1.2], "advanced": [1.01, 1.1, 1.2]}
+    result = result_of(held, {"plain": 0.02, "stock": 0.012, "advanced": 0.01})
+    row = result.row("advanced")
+    assert row is not None and row.speedup_stock is not None
+    assert row.step_seconds.low <= row.step_seconds.mid <= row.step_seconds.high
+    assert row.step_seconds.mid == pytest.approx(0.01, rel=0.02)
+    # The same noise in both: pairing by turn takes it out, and the interval is narrow.
+    assert row.speedup_plain.mid == pytest.approx(2.0, rel=1e-6)
+    assert row.speedup_plain.high - row.speedup_plain.low < 1e-6
+    assert row.speedup_stock.mid == pytest.approx(1.2, rel=1e-6)
+    assert row.outside_share == pytest.approx(0.25, abs=1e-6)
+    assert row.units_per_second == pytest.approx(12_800, rel=0.02)
+    assert "2.00" in sentences(result)[0] and "inside" in sentences(result)[0]
+
+
+def test_interval_is_as_wide_as_the_spread_between_starts() -> None:
+    rng = np.random.default_rng(0)
+    turns = 1 + 0.001 * rng.standard_normal((4, 50))
+    bimodal = turns + np.array([[0.0], [0.0], [0.5], [0.5]])
+    assert measure.two_level_interval(turns).high - measure.two_level_interval(turns).low < 0.01
+    wide = measure.two_level_interval(bimodal)
+    assert wide.low < 1.01 and wide.high > 1.49
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ([1.02, 1.12, 1.19], "inside"),
+        ([1.3, 1.4, 1.5], "worse"),
+        ([0.5, 0.6, 0.7], "better"),
+        ([1.0, 1.1, float("nan")], "worse"),
+    ],
+)
+def test_verdict_is_by_the_seed_band(losses: list[float], verdict: str) -> None:
+    result = result_of({"plain": [1.0, 1.1, 1.2], "advanced": losses}, {"plain": 0.02, "advanced": 0.01})
+    row = result.row("advanced")
+    assert row is not None and row.verdict == verdict and row.worse == (verdict == "worse")
+
+
+def test_json_has_null_for_what_is_missing() -> None:
+    assert json.loads(to_json({"a": [float("nan"), 1.5], "b": (float("inf"),)})) == {"a": [None, 1.5], "b": [None]}
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def test_rivals_train_alike_and_never_import_oxytorch() -> None:
+    runs = drive({"plain": task("plain"), "stock": task("stock", forbid="oxytorch")})
+    losses = [[loss for block in runs[name].blocks for loss in block.losses] for name in ("plain", "stock")]
+    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
+    assert runs["plain"].held_out_loss == pytest.approx(runs["stock"].held_out_loss, rel=1e-3)
+    assert runs["plain"].peak_bytes > 1 << 20
+    inner = runs["plain"].blocks[1].inner
+    assert inner is not None and all(0 < a < b for a, b in zip(inner, runs["plain"].blocks[1].seconds, strict=True))
+
+
+def test_a_worker_that_dies_is_named_with_what_it_printed() -> None:
+    with pytest.raises(
+        WorkerFailed, match=r"'stock' ended before it was told to \(exit status 3\)(.|\n)*planted fault"
+    ):
+        drive({"plain": task("plain"), "stock": task("stock", die_at=4)})
+
+
+def test_a_worker_that_hangs_is_named_and_nothing_is_left_behind() -> None:
+    commands = [python_command(task("plain", hang_at=1))]
+    worker = WorkerProcess("plain", commands[0], plan.environment(THREADS))
+    try:
+        worker.receive(120.0)
+        worker.send("run 3")
+        with pytest.raises(WorkerFailed, match=r"gave no answer for 2 s(.|\n)*planted fault"):
+            worker.receive(2.0)
+        assert alive(worker.pid)
+    finally:
+        worker.close()
+    assert not alive(worker.pid)
+
+
+def test_workers_end_with_the_coordinator() -> None:
+    code = (
+        "import os, time; from oxytorch.demo import plan; "
+        "from oxytorch.demo.driver import WorkerProcess, python_command; "
+        f"w = WorkerProcess('plain', python_command({task('plain')!r}), plan.environment(2)); "
+        "print(w.receive(120.0)['pid'], flush=True); time.sleep(600)"
+    )
+    coordinator = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert coordinator.stdout is not None
+    pid = int(coordinator.stdout.readline())
+    assert alive(pid)
+    os.kill(coordinator.pid, signal.SIGKILL)
+    coordinator.wait()
+    deadline = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+    coordinator.stdout.close()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(oxytorch, "Trainer"), reason="no Trainer in this build")
+def test_quick_demo_writes_table_report_and_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "oxytorch", "demo", "--quick", "--only", "mlp", "--out", "report"]
+    done = subprocess.run(
+        [*command, "--json", "demo.json"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(tmp_path / "report" / "demo.html") in done.stdout
+    for word in ("plain", "stock", "basic", "advanced", "held-out", "Measured on"):
+        assert word in done.stdout
+    assert "%]" in done.stderr and "left" in done.stderr
+    document = json.loads((tmp_path / "demo.json").read_text())
+    rows = {row["contender"]: row for row in document["workloads"][0]["rows"]}
+    assert set(rows) == {"plain", "stock", "basic", "advanced"}
+    # Level basic changes no bit of the result.
+    losses = document["workloads"][0]["losses"]
+    assert losses["basic"] == losses["plain"]
+    assert rows["basic"]["held_out_loss"] == rows["plain"]["held_out_loss"]
+    assert {note["name"] for note in rows["advanced"]["notes"]} >= {"allocator", "precision"}
+    page = (tmp_path / "report" / "demo.html").read_text()
+    assert "<svg" in page and "What the trainer did" in page and "http-equiv" not in page
+
+
+def test_bad_arguments_are_refused() -> None:
+    for arguments in (["--only", "lstm"], ["--threads", "0"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "oxytorch", "demo", *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2, done.stderr
+        assert "lstm" in done.stderr or "threads" in done.stderr
