@@ -22,7 +22,7 @@ from ._C import optim as _native
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Adam", "AdamW", "SGD", "TailOptions", "TailStats", "replace"]
+__all__ = ["SGD", "Adam", "AdamW", "TailOptions", "TailStats", "replace"]
 
 
 class TailOptions(TypedDict, total=False):

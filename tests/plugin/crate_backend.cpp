@@ -93,7 +93,7 @@ oxy_status alloc(int32_t device, oxy_memory kind, uint64_t bytes, void** memory)
   if (bytes == 0) return OXY_OK;
   const std::lock_guard<std::mutex> lock(crate().mutex);
   const uint64_t left = kCrateBytes - crate().allocated;
-  void* block = bytes > left ? nullptr : ::operator new (bytes, std::align_val_t{kAlignment}, std::nothrow);
+  void* block = bytes > left ? nullptr : ::operator new(bytes, std::align_val_t{kAlignment}, std::nothrow);
   if (block == nullptr) return fail(OXY_OUT_OF_MEMORY, "the crate has %llu bytes left", (unsigned long long)left);
   crate().blocks[block] = bytes;
   crate().allocated += bytes;
@@ -109,7 +109,7 @@ oxy_status free_memory(int32_t device, void* memory) {
   if (found == crate().blocks.end()) return fail(OXY_INVALID_ARGUMENT, "%p is not in the crate", memory);
   crate().allocated -= found->second;
   crate().blocks.erase(found);
-  ::operator delete (memory, std::align_val_t{kAlignment});
+  ::operator delete(memory, std::align_val_t{kAlignment});
   return OXY_OK;
 }
 
