@@ -14,8 +14,8 @@ void append_json_number(std::string& out, double value);
 /// The text with bytes that are not UTF-8 replaced by U+FFFD.
 std::string valid_utf8(std::string_view text);
 
-/// `digits` significant digits without needless zeros; whole with commas from 10,000, with an exponent from 1e9 and below
-/// 1e-4: "0.001234", "12.3", "1,234,567", "1.5e-07".
+/// `digits` significant digits without needless zeros; whole with commas from 10,000, with an exponent from 1e9 and
+/// below 1e-4: "0.001234", "12.3", "1,234,567", "1.5e-07".
 std::string format_number(double value, int digits = 4);
 /// Always `decimals` digits after the point, so that a column lines up; 10,000 and more as format_number() does.
 std::string format_fixed(double value, int decimals);
