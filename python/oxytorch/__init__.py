@@ -15,6 +15,7 @@ except ModuleNotFoundError:
 _require_same_torch(_BUILT_FOR, _torch.__version__)
 
 from . import _C
+from .backend import available_backends as available_backends
 
 __version__: str = _C.__version__
 

@@ -9,11 +9,11 @@ listed; `OXYTORCH_BACKEND_AUTOLOAD=0` leaves them alone. A broken one is a warni
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import shutil
 import subprocess
-import threading
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
@@ -48,37 +48,29 @@ class BackendInfo(TypedDict):
     origin: str
 
 
-_autoload_lock = threading.Lock()
-_autoloaded = False
-
-
 def _load_entry_point(entry: importlib.metadata.EntryPoint) -> None:
-    target = entry.load()
-    path = target() if callable(target) else target
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"it gives {path!r}, not the path of a library")
-    load(path)
+    try:
+        target = entry.load()
+        path = target() if callable(target) else target
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"it gives {path!r}, not the path of a library")
+        load(path)
+    except Exception as error:  # an outsider's code may raise anything
+        warnings.warn(
+            f"the backend entry point '{entry.name}' ({entry.value}) is left out: {error}. "
+            f"Mend or uninstall it, or set OXYTORCH_BACKEND_AUTOLOAD=0.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
+@functools.cache
 def _autoload() -> None:
-    """Load the entry points once per process."""
-    global _autoloaded
-    with _autoload_lock:
-        if _autoloaded:
-            return
-        _autoloaded = True
-        if os.environ.get("OXYTORCH_BACKEND_AUTOLOAD", "1") == "0":
-            return
-        for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-            try:
-                _load_entry_point(entry)
-            except Exception as error:  # an outsider's code may raise anything
-                warnings.warn(
-                    f"the backend entry point '{entry.name}' ({entry.value}) is left out: {error}. "
-                    f"Mend or uninstall it, or set OXYTORCH_BACKEND_AUTOLOAD=0.",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+    """Load the entry points, once per process."""
+    if os.environ.get("OXYTORCH_BACKEND_AUTOLOAD", "1") == "0":
+        return
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        _load_entry_point(entry)
 
 
 def available_backends() -> list[BackendInfo]:
