@@ -132,12 +132,12 @@ void event_moves(const Subject& subject) {
 
 // Would wait for ever if the earlier wait followed the event to its new mark.
 void wait_keeps_mark(const Subject& subject) {
-  const Load load(subject);
+  const Load first_load(subject), second_load(subject);
   const Queue first(subject), second(subject);
   Event moved(subject), answer(subject);
-  load.enqueue(first);
+  first_load.enqueue(first);
   first.record(&moved.handle);
-  load.enqueue(second);
+  second_load.enqueue(second);
   second.wait(moved.handle);
   second.record(&answer.handle);
   first.wait(answer.handle);
@@ -196,7 +196,7 @@ void synchronize_queue(const Subject& subject) {
 }
 
 void synchronize_device(const Subject& subject) {
-  const Load load(subject);
+  std::deque<Load> loads;
   std::deque<Queue> queues;
   std::deque<Memory> memories;
   std::deque<Bytes> sources, seen;
@@ -204,6 +204,8 @@ void synchronize_device(const Subject& subject) {
     const Queue& queue = queues.emplace_back(subject);
     const Memory& memory = memories.emplace_back(subject, kBytes);
     const Bytes& source = sources.emplace_back(pattern(kBytes, index));
+    // The later queues are the busier ones; two queues never write the same memory.
+    const Load& load = loads.emplace_back(subject);
     for (std::uint32_t turn = 0; turn < index; ++turn) load.enqueue(queue);
     queue.copy(memory.at(), source.data(), kBytes, OXY_COPY_HOST_TO_DEVICE);
     queue.copy(seen.emplace_back(kBytes, 0xEE).data(), memory.at(), kBytes, OXY_COPY_DEVICE_TO_HOST);
