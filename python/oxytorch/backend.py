@@ -95,13 +95,13 @@ def available_backends() -> list[BackendInfo]:
 def best() -> str:
     """Return the name of the usable backend with the best score that is not simulated; `"cpu"` is always there."""
     _autoload()
-    return cast("str", _C.backend.best())
+    return _C.backend.best()
 
 
 def problems() -> list[tuple[str, str]]:
     """Return the libraries that were found and refused, as (path, reason)."""
     available_backends()
-    return cast("list[tuple[str, str]]", _C.backend.problems())
+    return _C.backend.problems()
 
 
 def load(path: str | os.PathLike[str]) -> str:
@@ -128,7 +128,7 @@ def load(path: str | os.PathLike[str]) -> str:
     RuntimeError
         If a backend of that name is there already.
     """
-    return cast("str", _C.backend.load(os.fspath(path)))
+    return _C.backend.load(os.fspath(path))
 
 
 def configure_sim(settings: str) -> None:
