@@ -6,7 +6,7 @@ The step path takes no memory in the native part, no lock and no system call, an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import SupportsFloat
@@ -109,8 +109,7 @@ class PerformanceMonitor:
             curve_points=curve_points,
             drain_seconds=drain_seconds,
         )
-        self._step: _native.Step = self._native.step()
-        self._prepare_step = self._step.prepare
+        self._prepare_step: Callable[[int], _native.Step] = self._native.step().prepare
         self._phases: dict[str, _native.Phase] = {}
         self._scalars: dict[str, _native.Scalar] = {}
         # Runs at exit as well, so that the sinks get what is left.
