@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "oxytorch/error.h"
+#include "oxytorch/logging.h"
 
 namespace oxytorch::bindings {
 namespace {
@@ -196,6 +197,10 @@ void PendingTensors::push(std::uint64_t step, monitor::ScalarId id, const at::Te
   if (entries_.size() == kCapacity) {
     entries_.pop_front();
     ++lost_;
+    log_once(
+        LogLevel::Warn, "monitor.pending_tensors",
+        "a monitor holds more unread device scalars than it keeps; the oldest are lost. Call flush() now and then, or "
+        "give it a sink.");
   }
   entries_.push_back({step, id, std::move(copy), device.getStream(value.device())});
 }
