@@ -519,6 +519,10 @@ void StepTail::add_group(std::vector<at::Tensor> params, std::vector<std::string
               "); only dense parameters can be optimized here.");
     OXY_CHECK(!p.key_set().has(c10::DispatchKey::Python), NotSupported, "parameter ", label,
               " is a tensor subclass with its own dispatch (such as DTensor or FakeTensor); use torch.optim for it.");
+    const auto is_same = [&p](const Slot& slot) { return slot.param.is_same(p); };
+    OXY_CHECK(std::none_of(added.begin(), added.end(), is_same) &&
+                  std::none_of(impl_->slots.begin(), impl_->slots.end(), is_same),
+              InvalidArgument, "parameter ", label, " was given twice; an optimizer updates each parameter once.");
     const at::Device first = !impl_->slots.empty() ? impl_->device() : params.front().device();
     OXY_CHECK(p.device() == first, NotSupported, "parameter ", label, " is on ", p.device(), " but the first one on ",
               first, "; give each device an optimizer of its own.");

@@ -1,0 +1,232 @@
+"""The native tail against torch's fused stack and an fp64 referee, step by step."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import oxytorch
+import oxytorch.optim
+import pytest
+import torch
+from oxytorch.optim import SGD, AdamW
+
+SHAPES = [(257,), (33, 65), (8, 3, 3, 3), (), (1,), (0, 4), (20000,)]
+DECAY = 0.99
+MAX_NORM = 2.0
+
+
+def make_params(dtype: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def make_grads(dtype: torch.dtype, seed: int, scale: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return [(scale * 0.05 * torch.randn(shape, generator=generator)).to(dtype) for shape in SHAPES]
+
+
+def ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Distance from |value| to the next number of `dtype`, in fp64."""
+    digits = {torch.float32: 23, torch.bfloat16: 7}[dtype]
+    exponent = torch.frexp(value.abs().double().clamp_min(2.0**-126)).exponent - 1
+    return torch.ldexp(torch.ones_like(value, dtype=torch.float64), exponent - digits)
+
+
+def referee_step(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    state: list[tuple[torch.Tensor, torch.Tensor]],
+    step: int,
+    scale: float,
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """One AdamW step with unscale and clip in fp64 from the given (already rounded) inputs.
+
+    Returns parameter, second moment, and the size of the largest term of the parameter's sum: terms may cancel, and
+    no fp32 evaluation is more exact than the rounding of what it adds.
+    """
+    lr, beta1, beta2, eps, decay = 1e-2, 0.9, 0.999, 1e-8, 0.1
+    wide = [g.double() / scale for g in grads]
+    norm = torch.sqrt(sum((g * g).sum() for g in wide))
+    coefficient = min(1.0, MAX_NORM / (float(norm) + 1e-6))
+    out = []
+    for p, g, (m, v) in zip(params, wide, state, strict=True):
+        g = g * coefficient
+        size = beta1 * m.double().abs() + (1 - beta1) * g.abs()
+        m = beta1 * m.double() + (1 - beta1) * g
+        v = beta2 * v.double() + (1 - beta2) * g * g
+        rate = lr / (1 - beta1**step) / (torch.sqrt(v) / (1 - beta2**step) ** 0.5 + eps)
+        size = torch.maximum(p.double().abs(), rate * size)
+        p = p.double() * (1 - lr * decay) - rate * m
+        out.append((p, v, torch.maximum(size, p.abs())))
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_thousand_steps_stay_at_the_referee_and_skip_what_torch_skips(dtype: torch.dtype) -> None:
+    ours, theirs = make_params(dtype), make_params(dtype)
+    opt = AdamW(ours, lr=1e-2, weight_decay=0.1, clip_norm=MAX_NORM, ema_decay=DECAY)
+    peer = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=50)
+    peer_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=50)
+    probe = torch.ones(())
+    scaler.scale(probe), peer_scaler.scale(probe)
+    ema = [p.detach().clone() for p in theirs]
+    worst = worst_state = 0.0
+    steps = 0
+    for i in range(1000):
+        scale = scaler.get_scale()
+        grads = make_grads(dtype, i, scale)
+        if i % 97 == 13:
+            grads[1][3, 5] = float("inf")
+        if i % 131 == 40:
+            grads[6][12345] = float("nan")
+        bad = i % 97 == 13 or i % 131 == 40
+        for p, q, g in zip(ours, theirs, grads, strict=True):
+            p.grad, q.grad = g.clone(), g.clone()
+        before = [p.detach().clone() for p in ours]
+        states = [
+            (opt.state[p]["exp_avg"].clone(), opt.state[p]["exp_avg_sq"].clone())
+            if opt.state[p]
+            else (torch.zeros_like(p), torch.zeros_like(p))
+            for p in ours
+        ]
+        averages = [t.clone() for t in opt.ema_state_dict()["ema"].values()]
+        scaler.step(opt)
+        scaler.update()
+
+        peer_scaler.unscale_(peer)
+        torch.nn.utils.clip_grad_norm_(theirs, MAX_NORM)
+        taken = int(theirs and peer.state[theirs[0]].get("step", torch.tensor(0.0)))
+        peer_scaler.step(peer)
+        peer_scaler.update()
+        stepped = int(peer.state[theirs[0]]["step"]) > taken
+        if stepped:
+            torch._foreach_lerp_(ema, [p.detach() for p in theirs], 1 - DECAY)
+
+        assert stepped is not bad
+        assert bool(opt.tail_stats().found_inf) is bad
+        assert scaler.get_scale() == peer_scaler.get_scale()
+        if bad:
+            assert all(torch.equal(p, b) for p, b in zip(ours, before, strict=True))
+            assert all(torch.equal(opt.state[p]["exp_avg"], m) for p, (m, _) in zip(ours, states, strict=True))
+            assert all(torch.equal(opt.state[p]["exp_avg_sq"], v) for p, (_, v) in zip(ours, states, strict=True))
+            now = opt.ema_state_dict()["ema"].values()
+            assert all(torch.equal(a, b) for a, b in zip(now, averages, strict=True))
+            continue
+        steps += 1
+        assert int(opt.state[ours[0]]["step"]) == steps
+        expected = referee_step(before, grads, states, steps, scale)
+        for p, (want, v, size) in zip(ours, expected, strict=True):
+            if p.numel() == 0:
+                continue
+            worst = max(worst, float(((p.detach().double() - want).abs() / ulp(size, dtype)).max()))
+            state = opt.state[p]
+            error = (state["exp_avg_sq"].double() - v).abs() / ulp(v, dtype)
+            worst_state = max(worst_state, float(error.max()))
+    assert steps == 1000 - len([i for i in range(1000) if i % 97 == 13 or i % 131 == 40])
+    assert worst <= (4 if dtype == torch.float32 else 1), f"{worst} ulp from the referee"
+    assert worst_state <= 4
+    # After a thousand steps torch's own rounding has drifted too: the two stay as close as rounding lets them.
+    tolerance = 2e-4 if dtype == torch.float32 else 0.15
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+    if dtype == torch.float32:
+        for mine, their in zip(opt.ema_state_dict()["ema"].values(), ema, strict=True):
+            torch.testing.assert_close(mine, their, rtol=2e-4, atol=2e-4)
+
+
+CHILD = """
+import sys, torch
+sys.path.insert(0, sys.argv[3])
+from test_equivalence import digest
+torch.set_num_threads(int(sys.argv[2]))
+print(digest(getattr(torch, sys.argv[1])))
+"""
+
+
+def digest(dtype: torch.dtype) -> str:
+    """Hash of parameters, state and averages after 20 steps of AdamW and SGD."""
+    sha = hashlib.sha256()
+    for cls, extra in ((AdamW, {"amsgrad": True}), (SGD, {"momentum": 0.9, "nesterov": True})):
+        params = [torch.nn.Parameter(torch.cat([p.detach().flatten()] * 9)) for p in make_params(dtype)]
+        opt = cls(params, lr=1e-2, weight_decay=0.1, clip_norm=0.5, ema_decay=0.9, collect_stats=True, **extra)
+        for i in range(20):
+            for p, g in zip(params, make_grads(dtype, i), strict=True):
+                p.grad = torch.cat([g.flatten()] * 9)
+            opt.step()
+        stats = opt.tail_stats()
+        tensors = [*params, *opt.ema_state_dict()["ema"].values(), stats.grad_norm, stats.grad_norms]
+        tensors += [stats.param_norms, stats.update_norms]
+        tensors += [t for p in params for t in opt.state[p].values()]
+        for tensor in tensors:
+            sha.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits_for_every_thread_count_and_instruction_set(dtype: str) -> None:
+    supported = oxytorch.info()["isa"]["supported"]
+    found = {}
+    for isa in supported:
+        for threads in (1, 2, 3):
+            env = {**os.environ, "OXYTORCH_ISA": isa}
+            command = [sys.executable, "-c", CHILD, dtype, str(threads), str(Path(__file__).parent)]
+            result = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+            found[isa, threads] = result.stdout.strip()
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.parametrize("composite", [False, True])
+@pytest.mark.parametrize(
+    ("cls", "peer", "options"),
+    [
+        ("AdamW", torch.optim.AdamW, {}),
+        ("AdamW", torch.optim.AdamW, {"amsgrad": True, "maximize": True, "weight_decay": 0.2}),
+        ("AdamW", torch.optim.AdamW, {"betas": (0.0, 0.5), "eps": 1e-3}),
+        ("Adam", torch.optim.Adam, {"weight_decay": 0.1}),
+        ("Adam", torch.optim.Adam, {"amsgrad": True}),
+        ("SGD", torch.optim.SGD, {}),
+        ("SGD", torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        ("SGD", torch.optim.SGD, {"momentum": 0.8, "dampening": 0.3, "maximize": True}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_composite_and_native_agree_with_torch(cls, peer, options, dtype, composite) -> None:
+    ours = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES[:6]]
+    theirs = copy.deepcopy(ours)
+    mine = getattr(oxytorch.optim, cls)(ours, lr=1e-2, force_composite=composite, **options)
+    other = peer(theirs, lr=1e-2, foreach=False, **options)
+    for i in range(6):
+        for p, q in zip(ours, theirs, strict=True):
+            g = torch.randn(p.shape, dtype=dtype, generator=torch.Generator().manual_seed(i))
+            p.grad, q.grad = g.clone(), g.clone()
+        mine.step()
+        other.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert mine._tail.native is (dtype == torch.float32 and not composite)
+
+
+def test_composite_skips_without_changing_a_byte() -> None:
+    params = make_params(torch.float64)
+    opt = AdamW(params, clip_norm=1.0, ema_decay=0.9, amsgrad=True)
+    for bad in (False, True):
+        for p, g in zip(params, make_grads(torch.float64, 3), strict=True):
+            p.grad = g
+        if bad:
+            params[0].grad[0] = float("nan")
+            params[0].data[1] = -0.0
+            kept = copy.deepcopy((opt.state_dict(), opt.ema_state_dict(), [p.detach() for p in params]))
+        opt.step()
+    now = (opt.state_dict(), opt.ema_state_dict(), [p.detach() for p in params])
+    flat = lambda tree: torch.utils._pytree.tree_flatten(tree)[0]  # noqa: E731
+    for a, b in zip(flat(kept), flat(now), strict=True):
+        if isinstance(a, torch.Tensor):
+            bits = [t.contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+            assert torch.equal(*bits)
+    assert int(opt.tail_stats().skipped) == 1
