@@ -9,13 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import oxytorch
 import oxytorch.optim
 import pytest
 import torch
 from oxytorch.optim import SGD, AdamW
 
-SHAPES = [(257,), (33, 65), (8, 3, 3, 3), (), (1,), (0, 4), (20000,)]
+SHAPES = [(257,), (33, 65), (8, 3, 3, 3), (), (1,), (0, 4), (5000,)]
 DECAY = 0.99
 MAX_NORM = 2.0
 
@@ -84,7 +83,7 @@ def test_thousand_steps_stay_at_the_referee_and_skip_what_torch_skips(dtype: tor
         if i % 97 == 13:
             grads[1][3, 5] = float("inf")
         if i % 131 == 40:
-            grads[6][12345] = float("nan")
+            grads[6][4321] = float("nan")
         bad = i % 97 == 13 or i % 131 == 40
         for p, q, g in zip(ours, theirs, grads, strict=True):
             p.grad, q.grad = g.clone(), g.clone()
@@ -131,12 +130,10 @@ def test_thousand_steps_stay_at_the_referee_and_skip_what_torch_skips(dtype: tor
     assert steps == 1000 - len([i for i in range(1000) if i % 97 == 13 or i % 131 == 40])
     assert worst <= (4 if dtype == torch.float32 else 1), f"{worst} ulp from the referee"
     assert worst_state <= 4
-    # After a thousand steps torch's own rounding has drifted too: the two stay as close as rounding lets them.
-    tolerance = 2e-4 if dtype == torch.float32 else 0.15
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
     if dtype == torch.float32:
-        for mine, their in zip(opt.ema_state_dict()["ema"].values(), ema, strict=True):
+        # Both have rounded a thousand times; the trajectories stay together. (In bf16 each rounding is a visible step.)
+        average = list(opt.ema_state_dict()["ema"].values())
+        for mine, their in zip([*ours, *average], [*theirs, *ema], strict=True):
             torch.testing.assert_close(mine, their, rtol=2e-4, atol=2e-4)
 
 
@@ -153,11 +150,11 @@ def digest(dtype: torch.dtype) -> str:
     """Hash of parameters, state and averages after 20 steps of AdamW and SGD."""
     sha = hashlib.sha256()
     for cls, extra in ((AdamW, {"amsgrad": True}), (SGD, {"momentum": 0.9, "nesterov": True})):
-        params = [torch.nn.Parameter(torch.cat([p.detach().flatten()] * 9)) for p in make_params(dtype)]
+        params = [torch.nn.Parameter(torch.cat([p.detach().flatten()] * 20)) for p in make_params(dtype)]
         opt = cls(params, lr=1e-2, weight_decay=0.1, clip_norm=0.5, ema_decay=0.9, collect_stats=True, **extra)
         for i in range(20):
             for p, g in zip(params, make_grads(dtype, i), strict=True):
-                p.grad = torch.cat([g.flatten()] * 9)
+                p.grad = torch.cat([g.flatten()] * 20)
             opt.step()
         stats = opt.tail_stats()
         tensors = [*params, *opt.ema_state_dict()["ema"].values(), stats.grad_norm, stats.grad_norms]
@@ -170,13 +167,15 @@ def digest(dtype: torch.dtype) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_bits_for_every_thread_count_and_instruction_set(dtype: str) -> None:
-    supported = oxytorch.info()["isa"]["supported"]
     found = {}
-    for isa in supported:
+    for isa in ("scalar", "avx2", "avx512"):
         for threads in (1, 2, 3):
             env = {**os.environ, "OXYTORCH_ISA": isa}
             command = [sys.executable, "-c", CHILD, dtype, str(threads), str(Path(__file__).parent)]
-            result = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+            result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+            if isa != "scalar" and "which this processor lacks" in result.stderr:
+                continue
+            assert result.returncode == 0, result.stderr
             found[isa, threads] = result.stdout.strip()
     assert len(set(found.values())) == 1, found
 

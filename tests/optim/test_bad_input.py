@@ -1,0 +1,300 @@
+"""Bad input works as in torch or raises an error that names the parameter; nothing is half done."""
+
+from __future__ import annotations
+
+import copy
+
+import oxytorch.optim
+import pytest
+import torch
+from oxytorch.optim import SGD, AdamW
+
+
+def params_with_grads(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+def named(params) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(f"layer.{i}", p) for i, p in enumerate(params)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_norm": 0}, "clip_norm is 0"),
+        ({"clip_norm": -1.0}, "clip_norm is -1"),
+        ({"clip_norm": float("nan")}, "clip_norm is nan"),
+        ({"clip_norm": float("inf")}, "clip_norm is inf"),
+        ({"ema_decay": 1.0}, "ema_decay is 1"),
+        ({"ema_decay": -0.1}, "ema_decay is -0.1"),
+        ({"ema_decay": float("nan")}, "ema_decay is nan"),
+        ({"nonfinite": "ignore"}, "unknown non-finite policy 'ignore'"),
+        ({"lr": float("nan")}, "learning rate|lr"),
+        ({"lr": -1.0}, "Invalid learning rate"),
+    ],
+)
+def test_bad_options_are_refused_with_their_value(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdamW(params_with_grads((3,)), **options)
+    with pytest.raises(TypeError, match="unknown option 'clip'"):
+        AdamW(params_with_grads((3,)), clip=1.0)
+
+
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+def test_lr_that_becomes_nan_is_refused_before_anything_changes(cls) -> None:
+    params = params_with_grads((3,), (4,))
+    opt = cls(params, lr=0.1)
+    opt.step()
+    kept = copy.deepcopy((params, opt.state_dict()["state"]))
+    for bad in (float("nan"), torch.tensor(float("nan")), float("inf") if cls is AdamW else -1.0):
+        opt.param_groups[0]["lr"] = bad
+        with pytest.raises(ValueError, match="group 0"):
+            opt.step()
+    torch.testing.assert_close((params, opt.state_dict()["state"]), kept, rtol=0, atol=0)
+
+
+def test_not_a_tensor_and_empty_lists() -> None:
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        AdamW(["weight"])
+    with pytest.raises(ValueError, match="empty parameter list"):
+        AdamW([])
+    opt = AdamW([{"params": []}, {"params": params_with_grads((3,))}])
+    opt.step()
+
+
+def test_sparse_parameter_and_sparse_gradient_are_named() -> None:
+    dense = params_with_grads((3,))[0]
+    sparse = torch.eye(3).to_sparse().requires_grad_()
+    opt = AdamW([("dense", dense), ("table", sparse)])
+    with pytest.raises(NotImplementedError, match="parameter table is sparse"):
+        opt.step()
+    embedding = torch.nn.Embedding(5, 2, sparse=True)
+    opt = AdamW([("dense", dense), *embedding.named_parameters()])
+    embedding(torch.tensor([1])).sum().backward()
+    kept = dense.detach().clone()
+    with pytest.raises(NotImplementedError, match="weight has a sparse gradient"):
+        opt.step()
+    assert torch.equal(dense, kept)
+
+
+def test_mixed_devices_are_named() -> None:
+    params = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, device="meta"))]
+    opt = AdamW(named(params))
+    params[0].grad = torch.ones(2)
+    with pytest.raises(NotImplementedError, match=r"parameter layer\.1 is on meta"):
+        opt.step()
+
+
+def test_integer_parameters_without_gradient_are_left_alone_as_in_torch() -> None:
+    counter = torch.arange(3)
+    weight = params_with_grads((3,))[0]
+    AdamW([weight, counter]).step()
+    assert torch.equal(counter, torch.arange(3))
+
+
+def test_duplicate_parameter_is_named() -> None:
+    p = params_with_grads((3,))[0]
+    with pytest.warns(UserWarning, match="duplicate"):
+        opt = AdamW([p, p])
+    with pytest.raises(ValueError, match="given twice"):
+        opt.step()
+
+
+def test_changed_shape_dtype_and_freed_memory_are_named() -> None:
+    def fresh():
+        params = params_with_grads((4, 4), (8,))
+        opt = AdamW(named(params))
+        opt.step()
+        return params, opt
+
+    params, opt = fresh()
+    kept = params[0].detach().clone()
+    params[1].data = torch.zeros(9)
+    with pytest.raises(RuntimeError, match=r"parameter layer\.1 had shape \[8\].*now has \[9\]"):
+        opt.step()
+    assert torch.equal(params[0], kept)
+
+    params, opt = fresh()
+    params[1].grad = None
+    params[1].data = params[1].data.double()
+    params[1].grad = torch.ones(8, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"parameter layer\.1 was of dtype Float.*now Double"):
+        opt.step()
+
+    params, opt = fresh()
+    params[1].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"memory of parameter layer\.1 was freed"):
+        opt.step()
+
+
+def test_parameters_replaced_by_assign_are_as_in_torch() -> None:
+    def train(cls):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        opt = cls(model.parameters(), lr=0.1)
+        model(torch.ones(1, 3)).sum().backward()
+        opt.step()
+        new = {key: torch.full_like(value, 0.5) for key, value in model.state_dict().items()}
+        model.load_state_dict(new, assign=True)
+        opt.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        opt.step()  # the optimizer holds the old parameters, which have no gradient
+        opt.param_groups[0]["params"] = list(model.parameters())
+        opt.step()  # and here the new ones
+        return [p.detach() for p in model.parameters()]
+
+    torch.testing.assert_close(train(AdamW), train(torch.optim.AdamW), rtol=1e-6, atol=1e-7)
+
+
+def test_moved_storage_and_strange_layouts_work_as_in_torch() -> None:
+    def train(cls):
+        torch.manual_seed(0)
+        base = torch.randn(6, 8)
+        params = [
+            torch.nn.Parameter(base.t()[::2]),  # strided, not dense
+            torch.nn.Parameter(torch.randn(4, 5).t()),  # dense, transposed
+            torch.nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+            torch.nn.Parameter(torch.zeros(0, 3)),
+            torch.nn.Parameter(torch.tensor(1.5)),
+        ]
+        opt = cls(params, lr=0.1)
+        for i in range(4):
+            for p in params:
+                generator = torch.Generator().manual_seed(i)
+                p.grad = torch.randn(p.shape, generator=generator)  # contiguous: not the layout of all parameters
+            if i == 2:
+                params[1].data = params[1].data.clone()
+                params[2].grad = None
+            opt.step()
+        return [p.detach() for p in params]
+
+    torch.testing.assert_close(train(AdamW), train(torch.optim.AdamW), rtol=1e-5, atol=1e-6)
+
+
+def test_replaced_state_is_taken_up() -> None:
+    params = params_with_grads((4,))
+    opt = AdamW(params, lr=0.1)
+    opt.step()
+    peer = torch.optim.AdamW(copy.deepcopy(params), lr=0.1)
+    peer.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for o in (opt, peer):
+        p = o.param_groups[0]["params"][0]
+        p.grad = torch.ones(4)
+        o.state[p]["exp_avg"] = torch.full((4,), 3.0)
+        o.step()
+    torch.testing.assert_close(opt.param_groups[0]["params"], peer.param_groups[0]["params"], rtol=1e-6, atol=1e-7)
+    opt.state.clear()
+    opt.step()
+    assert int(opt.state[params[0]]["step"]) == 1
+
+
+def test_wrong_state_is_refused_with_the_parameter_named() -> None:
+    params = params_with_grads((4,), (5,))
+    opt = AdamW(named(params))
+    opt.step()
+    opt.state[params[1]]["exp_avg"] = torch.zeros(6)
+    with pytest.raises(ValueError, match=r"state 'exp_avg' of parameter layer\.1 has shape \[6\]"):
+        opt.step()
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        AdamW(params_with_grads((4,))).load_state_dict(opt.state_dict())
+
+
+def test_nonfinite_policies() -> None:
+    for value in (float("inf"), float("nan")):
+        for policy in ("skip", "raise", "propagate"):
+            params = params_with_grads((4,), (40000,))
+            opt = AdamW(named(params), nonfinite=policy)
+            opt.step()
+            kept = [p.detach().clone() for p in params]
+            params[1].grad[39999] = value
+            if policy == "raise":
+                with pytest.raises(RuntimeError, match=r"inf or NaN in the gradient of layer\.1; nothing was changed"):
+                    opt.step()
+            else:
+                opt.step()
+            unchanged = all(torch.equal(p, k) for p, k in zip(params, kept, strict=True))
+            assert unchanged is (policy != "propagate")
+            if policy == "propagate":
+                assert params[1].isnan().any()
+                assert int(opt.tail_stats().skipped) == 0
+            if policy == "skip":
+                assert int(opt.tail_stats().skipped) == 1
+
+
+def test_ema_weights_come_and_go_bit_for_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = torch.nn.Linear(40, 30).to(dtype)
+        opt = AdamW(model.named_parameters(), lr=0.1, ema_decay=0.9)
+        for _ in range(3):
+            opt.zero_grad()
+            model(torch.randn(2, 40, dtype=dtype)).sum().backward()
+            opt.step()
+        kept = copy.deepcopy(model.state_dict())
+        averages = copy.deepcopy(opt.ema_state_dict())
+        with opt.ema_weights():
+            assert not torch.equal(model.weight, kept["weight"])
+            assert torch.equal(model.weight, averages["ema"][0].to(dtype))
+            with pytest.raises(RuntimeError, match="stand in"):
+                opt.step()
+        torch.testing.assert_close(model.state_dict(), kept, rtol=0, atol=0)
+        torch.testing.assert_close(opt.ema_state_dict(), averages, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="no moving average"), AdamW(params_with_grads((3,))).ema_weights():
+        pass
+
+
+def test_replace_carries_everything_and_refuses_by_name() -> None:
+    params = params_with_grads((4,), (5, 6))
+    for old in (torch.optim.AdamW(params, lr=0.1, weight_decay=0.3), torch.optim.SGD(params, lr=0.1, momentum=0.9)):
+        old.step()
+        reference_params = copy.deepcopy(params)
+        for p, q in zip(params, reference_params, strict=True):
+            q.grad = p.grad.clone()
+        reference = type(old)(reference_params, lr=0.1)
+        reference.load_state_dict(copy.deepcopy(old.state_dict()))
+        schedule = torch.optim.lr_scheduler.StepLR(old, 1, 0.5)
+        reference_schedule = torch.optim.lr_scheduler.StepLR(reference, 1, 0.5)
+        new = oxytorch.optim.replace(old)
+        assert isinstance(new, type(old)) and new.param_groups is old.param_groups
+        for _ in range(3):
+            new.step(), schedule.step()
+            reference.step(), reference_schedule.step()
+        torch.testing.assert_close(params, reference_params, rtol=1e-5, atol=1e-6)
+        assert oxytorch.optim.replace(new) is new
+        with pytest.raises(TypeError, match="already"):
+            oxytorch.optim.replace(new, clip_norm=1.0)
+    with pytest.raises(TypeError, match=r"no replacement for torch\.optim\.\w+\.LBFGS"):
+        oxytorch.optim.replace(torch.optim.LBFGS(params))
+    with pytest.raises(ValueError, match="differentiable"):
+        oxytorch.optim.replace(torch.optim.SGD(params, lr=0.1, differentiable=True))
+
+
+def test_stats_are_the_norms() -> None:
+    params = params_with_grads((4,), (5000,), (3,))
+    params[2].grad = None
+    opt = AdamW(params, lr=0.1, clip_norm=0.5, collect_stats=True)
+    before = [p.detach().clone() for p in params]
+    opt.step()
+    stats = opt.tail_stats()
+    norms = torch.tensor([0.0 if p.grad is None else float(p.grad.norm()) for p in params])
+    torch.testing.assert_close(stats.grad_norms, norms)
+    torch.testing.assert_close(stats.grad_norm, norms.norm())
+    moved = torch.stack([(p.detach() - b).norm() for p, b in zip(params, before, strict=True)])
+    torch.testing.assert_close(stats.update_norms, moved)
+    sizes = torch.tensor([float(p.detach().norm()) for p in params[:2]] + [0.0])
+    torch.testing.assert_close(stats.param_norms, sizes)
+    torch.testing.assert_close(stats.update_ratio[:2], moved[:2] / sizes[:2])
+
+
+def test_zero_grads_writes_zeros_also_when_the_step_is_skipped() -> None:
+    for bad in (False, True):
+        params = params_with_grads((4,), (3, 5))
+        params[1].grad = torch.randn(5, 3).t()
+        params.append(torch.nn.Parameter(torch.ones(2, dtype=torch.float64)))
+        params[2].grad = torch.ones(2, dtype=torch.float64)
+        if bad:
+            params[0].grad[0] = float("inf")
+        AdamW(params, zero_grads=True).step()
+        assert all(torch.count_nonzero(p.grad) == 0 for p in params)
