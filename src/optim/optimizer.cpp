@@ -48,6 +48,44 @@ void SGDOptions::serialize(InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, nesterov);
 }
 
+namespace {
+
+// Keeps a field that the user changed from what the constructor gives; else takes the optimizer's default.
+template <class Options, class Get, class Set>
+void inherit_field(Options& options, const Options& defaults, Get get, Set set) {
+  if (get(options) == get(Options())) set(options, get(defaults));
+}
+
+}  // namespace
+
+#define OXY_INHERIT(field) \
+  inherit_field(           \
+      o, d, [](const auto& from) { return from.field(); }, [](auto& to, const auto& value) { to.field(value); })
+
+void AdamW::inherit(torch::optim::OptimizerOptions& options, const torch::optim::OptimizerOptions& defaults) const {
+  auto& o = static_cast<AdamWOptions&>(options);
+  const auto& d = static_cast<const AdamWOptions&>(defaults);
+  OXY_INHERIT(lr);
+  OXY_INHERIT(betas);
+  OXY_INHERIT(eps);
+  OXY_INHERIT(weight_decay);
+  OXY_INHERIT(amsgrad);
+  OXY_INHERIT(maximize);
+}
+
+void SGD::inherit(torch::optim::OptimizerOptions& options, const torch::optim::OptimizerOptions& defaults) const {
+  auto& o = static_cast<SGDOptions&>(options);
+  const auto& d = static_cast<const SGDOptions&>(defaults);
+  OXY_INHERIT(lr);
+  OXY_INHERIT(momentum);
+  OXY_INHERIT(dampening);
+  OXY_INHERIT(weight_decay);
+  OXY_INHERIT(nesterov);
+  OXY_INHERIT(maximize);
+}
+
+#undef OXY_INHERIT
+
 TailOptimizer::TailOptimizer(const std::vector<OptimizerParamGroup>& groups,
                              std::unique_ptr<torch::optim::OptimizerOptions> defaults, Algorithm algorithm,
                              const TailOptions& options)
@@ -55,8 +93,15 @@ TailOptimizer::TailOptimizer(const std::vector<OptimizerParamGroup>& groups,
 
 TailOptimizer::~TailOptimizer() = default;
 
+void TailOptimizer::complete_groups() {
+  for (; completed_groups_ < param_groups_.size(); ++completed_groups_) {
+    inherit(param_groups_[completed_groups_].options(), *defaults_);
+  }
+}
+
 // Groups may be added after construction, and group_options() is virtual: so the tail is built at first use.
 void TailOptimizer::build() {
+  complete_groups();
   std::unique_ptr<StepTail> built;
   std::size_t known = 0;
   if (tail_ != nullptr && tail_->group_count() == param_groups_.size()) {
@@ -145,6 +190,7 @@ AdamW::AdamW(const std::vector<OptimizerParamGroup>& groups, AdamWOptions defaul
     : TailOptimizer(groups, std::make_unique<AdamWOptions>(defaults), Algorithm::Adam, defaults.tail()) {
   // Checked here, so that a bad value is reported where it is written; StepTail checks the rest.
   StepTail(Algorithm::Adam, defaults.tail()).add_group({}, {}, AdamW::group_options(defaults));
+  complete_groups();
 }
 
 AdamW::AdamW(std::vector<torch::Tensor> params, AdamWOptions defaults)
@@ -205,6 +251,7 @@ SGD::SGD(const std::vector<OptimizerParamGroup>& groups, SGDOptions defaults)
             "nesterov needs a momentum above 0 and no dampening; momentum is ", defaults.momentum(), " and dampening ",
             defaults.dampening(), ".");
   StepTail(Algorithm::SGD, defaults.tail()).add_group({}, {}, SGD::group_options(defaults));
+  complete_groups();
 }
 
 SGD::SGD(std::vector<torch::Tensor> params, SGDOptions defaults)

@@ -15,6 +15,8 @@ namespace {
 std::atomic<std::int64_t> allocations{0};
 }
 
+#pragma GCC diagnostic ignored "-Wmismatched-new-delete"
+
 // Counts every allocation that C++ code in this program makes through operator new.
 void* operator new(std::size_t size) {
   allocations.fetch_add(1, std::memory_order_relaxed);

@@ -112,6 +112,14 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   /// Hyperparameters of a group as its options stand now.
   [[nodiscard]] virtual GroupOptions group_options(const torch::optim::OptimizerOptions& options) const = 0;
 
+  /// Gives `options` the value of `defaults` wherever it still has the one its constructor gives, as torch does for
+  /// its own optimizers.
+  virtual void inherit(torch::optim::OptimizerOptions& options,
+                       const torch::optim::OptimizerOptions& defaults) const = 0;
+
+  /// Applies inherit() to the groups that came since the last call; constructors of derived classes call it.
+  void complete_groups();
+
   /// Copies the tail's state into torch's `state_` for saving, and back after loading.
   void publish_state(const std::function<std::unique_ptr<torch::optim::OptimizerParamState>(const ParamState&)>& make);
   void adopt_state(const std::function<ParamState(const torch::optim::OptimizerParamState&)>& make);
@@ -121,6 +129,7 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
 
   Algorithm algorithm_;
   TailOptions options_;
+  std::size_t completed_groups_ = 0;
   std::unique_ptr<StepTail> tail_;
   at::Tensor grad_scale_;
   at::Tensor found_inf_;
@@ -136,6 +145,7 @@ class OXY_API AdamW : public TailOptimizer {
 
  protected:
   [[nodiscard]] GroupOptions group_options(const torch::optim::OptimizerOptions& options) const override;
+  void inherit(torch::optim::OptimizerOptions& options, const torch::optim::OptimizerOptions& defaults) const override;
 };
 
 /// Stochastic gradient descent with momentum, as torch.optim.SGD.
@@ -148,6 +158,7 @@ class OXY_API SGD : public TailOptimizer {
 
  protected:
   [[nodiscard]] GroupOptions group_options(const torch::optim::OptimizerOptions& options) const override;
+  void inherit(torch::optim::OptimizerOptions& options, const torch::optim::OptimizerOptions& defaults) const override;
 };
 
 }  // namespace oxytorch::optim
