@@ -93,15 +93,23 @@ TailOptimizer::TailOptimizer(const std::vector<OptimizerParamGroup>& groups,
 
 TailOptimizer::~TailOptimizer() = default;
 
-void TailOptimizer::complete_groups() {
-  for (; completed_groups_ < param_groups_.size(); ++completed_groups_) {
-    inherit(param_groups_[completed_groups_].options(), *defaults_);
+void TailOptimizer::complete_groups(const std::vector<OptimizerParamGroup>& groups) {
+  const std::size_t before = param_groups_.size() - groups.size();
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    if (!groups[i].has_options()) continue;
+    OptimizerParamGroup& added = param_groups_[before + i];
+    added.set_options(groups[i].options().clone());
+    inherit(added.options(), *defaults_);
   }
+}
+
+void TailOptimizer::add_param_group(const OptimizerParamGroup& group) {
+  Optimizer::add_param_group(group);
+  complete_groups({group});
 }
 
 // Groups may be added after construction, and group_options() is virtual: so the tail is built at first use.
 void TailOptimizer::build() {
-  complete_groups();
   std::unique_ptr<StepTail> built;
   std::size_t known = 0;
   if (tail_ != nullptr && tail_->group_count() == param_groups_.size()) {
@@ -190,7 +198,7 @@ AdamW::AdamW(const std::vector<OptimizerParamGroup>& groups, AdamWOptions defaul
     : TailOptimizer(groups, std::make_unique<AdamWOptions>(defaults), Algorithm::Adam, defaults.tail()) {
   // Checked here, so that a bad value is reported where it is written; StepTail checks the rest.
   StepTail(Algorithm::Adam, defaults.tail()).add_group({}, {}, AdamW::group_options(defaults));
-  complete_groups();
+  complete_groups(groups);
 }
 
 AdamW::AdamW(std::vector<torch::Tensor> params, AdamWOptions defaults)
@@ -251,7 +259,7 @@ SGD::SGD(const std::vector<OptimizerParamGroup>& groups, SGDOptions defaults)
             "nesterov needs a momentum above 0 and no dampening; momentum is ", defaults.momentum(), " and dampening ",
             defaults.dampening(), ".");
   StepTail(Algorithm::SGD, defaults.tail()).add_group({}, {}, SGD::group_options(defaults));
-  complete_groups();
+  complete_groups(groups);
 }
 
 SGD::SGD(std::vector<torch::Tensor> params, SGDOptions defaults)

@@ -115,6 +115,12 @@ TEST(TailOptimizer, GroupsTakeTheirOwnOptionsAndRatesChange) {
   AdamW ours(groups(AdamWOptions(), a), AdamWOptions(1e-2).weight_decay(0.2));
   torch::optim::AdamW theirs(groups(torch::optim::AdamWOptions(), b),
                              torch::optim::AdamWOptions(1e-2).weight_decay(0.2));
+  for (std::size_t i = 0; i < 2; ++i) {
+    const auto& mine = static_cast<const AdamWOptions&>(ours.param_groups()[i].options());
+    const auto& torchs = static_cast<const torch::optim::AdamWOptions&>(theirs.param_groups()[i].options());
+    EXPECT_EQ(mine.lr(), torchs.lr()) << i;
+    EXPECT_EQ(mine.weight_decay(), torchs.weight_decay()) << i;
+  }
   for (int i = 0; i < 6; ++i) {
     for (auto& group : ours.param_groups()) group.options().set_lr(group.options().get_lr() * 0.9);
     for (auto& group : theirs.param_groups()) group.options().set_lr(group.options().get_lr() * 0.9);

@@ -89,6 +89,10 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   /// Errors: those of StepTail::step.
   torch::Tensor step(LossClosure closure = nullptr) override;
 
+  /// Adds a group; what its options leave at their constructor's values is inherited from the optimizer's. (torch's
+  /// own add_param_group drops the options of classes it does not know; this one hides it.)
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
   /// For the next step only: divide gradients by `scale`, and skip where `found_inf` holds 1; either may be undefined.
   /// See StepTail::step. oxytorch::amp::GradScaler calls this.
   void set_grad_scale(at::Tensor scale, at::Tensor found_inf);
@@ -117,8 +121,8 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   virtual void inherit(torch::optim::OptimizerOptions& options,
                        const torch::optim::OptimizerOptions& defaults) const = 0;
 
-  /// Applies inherit() to the groups that came since the last call; constructors of derived classes call it.
-  void complete_groups();
+  /// Restores what torch dropped of the options of `groups`, then inherits; constructors of derived classes call it.
+  void complete_groups(const std::vector<torch::optim::OptimizerParamGroup>& groups);
 
   /// Copies the tail's state into torch's `state_` for saving, and back after loading.
   void publish_state(const std::function<std::unique_ptr<torch::optim::OptimizerParamState>(const ParamState&)>& make);
@@ -129,7 +133,6 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
 
   Algorithm algorithm_;
   TailOptions options_;
-  std::size_t completed_groups_ = 0;
   std::unique_ptr<StepTail> tail_;
   at::Tensor grad_scale_;
   at::Tensor found_inf_;
