@@ -143,7 +143,10 @@ def test_state_dict_is_exchanged_with_torch_bit_for_bit(name: str, index: int) -
                 if value is None:
                     assert again["state"][key][entry] is None
                 else:
-                    assert torch.equal(value, again["state"][key][entry]) and value.dtype == again["state"][key][entry].dtype
+                    assert (
+                        torch.equal(value, again["state"][key][entry])
+                        and value.dtype == again["state"][key][entry].dtype
+                    )
         # Training goes on from there as if nothing had happened.
         third_weight, third_bias = copy.deepcopy(weight), copy.deepcopy(bias)
         third = target([third_weight, third_bias], **copy.deepcopy(kwargs))
@@ -171,7 +174,9 @@ def test_deepcopy_and_pickle_carry_everything_on(name: str, index: int) -> None:
         other.step(closure_of(other, copied_weight, copied_bias, data))
         reference.step(closure_of(reference, reference_weight, reference_bias, data))
         assert torch.equal(copied_weight, reference_weight)
-        for a, b in zip(other.ema_state_dict()["ema"].values(), reference.ema_state_dict()["ema"].values(), strict=True):
+        for a, b in zip(
+            other.ema_state_dict()["ema"].values(), reference.ema_state_dict()["ema"].values(), strict=True
+        ):
             assert torch.equal(a, b)
 
 
