@@ -85,3 +85,18 @@ written = {
 for stale in (DOCS / "api" / "generated").glob("*.md"):
     if stale.stem not in written:
         stale.unlink()
+
+
+def as_literal(found: re.Match[str]) -> str:
+    """RST's spelling of Markdown's code, with an end that a letter may follow."""
+    return f"``{found[1]}``" + (rf"\ {found[2]}" if found[2] else "")
+
+
+def backticks_as_code(app, what, name, object_, options, lines) -> None:  # type: ignore[no-untyped-def]
+    """Docstrings mark code as Markdown does, with one backtick; RST wants two."""
+    lines[:] = [re.sub(r"(?<![`:\\])`([^`]+)`(?!`)(\w?)", as_literal, line) for line in lines]
+
+
+def setup(app) -> None:  # type: ignore[no-untyped-def]
+    """Join Sphinx's events."""
+    app.connect("autodoc-process-docstring", backticks_as_code)
