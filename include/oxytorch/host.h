@@ -1,0 +1,63 @@
+/// Settings of the host process that make a training step faster without touching the model: the allocator here;
+/// denormals and threads, which need torch, in trainer/host.h. Each is applied by a function that returns a
+/// HostSetting: what was done or why not, what it costs, and the way back.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "oxytorch/api.h"
+
+namespace oxytorch {
+
+/// One setting and its state. Movable. Destruction leaves the setting as it is; revert() takes it back.
+class OXY_API HostSetting {
+ public:
+  /// A setting that was refused, or needed no change.
+  static HostSetting refused(std::string name, std::string reason);
+  static HostSetting applied(std::string name, std::string reason, std::string cost, std::function<void()> undo);
+
+  [[nodiscard]] const std::string& name() const noexcept { return name_; }
+  /// True from a successful apply until revert().
+  [[nodiscard]] bool is_applied() const noexcept { return applied_; }
+  /// One sentence: what was done, or why nothing was.
+  [[nodiscard]] const std::string& reason() const noexcept { return reason_; }
+  /// One sentence: what it costs; empty where nothing was done.
+  [[nodiscard]] const std::string& cost() const noexcept { return cost_; }
+  /// Takes the setting back; does nothing where it is not applied.
+  void revert();
+
+ private:
+  std::string name_;
+  std::string reason_;
+  std::string cost_;
+  bool applied_ = false;
+  std::function<void()> undo_;
+};
+
+/// Makes glibc keep freed memory instead of returning it to the kernel after each step and faulting it in again:
+/// no separate mapping for large blocks, no trimming, 64 MiB of head room. Results keep every bit.
+///
+/// The cost is that resident memory stays at its peak. Freed memory above `retain_limit` bytes (default: half of
+/// what the machine or container had available) is given back by a background thread that looks once a second,
+/// never on the step path.
+///
+/// Process-wide; a second call returns a setting that says so. Refused where the C library is not glibc, where
+/// another allocator is preloaded, or where GLIBC_TUNABLES or MALLOC_* in the environment already decide. glibc
+/// cannot turn its sliding threshold on again: revert() sets the values that it slides to (32 MiB, 64 MiB, 128 KiB)
+/// and gives free memory back.
+OXY_API HostSetting tune_allocator(std::optional<uint64_t> retain_limit = std::nullopt);
+
+/// Resident bytes that the allocator holds free for reuse, at most; empty where the C library cannot say. Takes the
+/// allocator's locks for some tens of microseconds: not for the step path.
+OXY_API std::optional<uint64_t> allocator_retained_bytes();
+
+/// Times that the background thread has given memory back since the process started.
+OXY_API uint64_t allocator_trims();
+
+/// Page faults of this process since it started (minor and major), by getrusage: one system call.
+OXY_API uint64_t page_faults();
+
+}  // namespace oxytorch

@@ -1,0 +1,204 @@
+#include <dlfcn.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "oxytorch/host.h"
+#include "oxytorch/system.h"
+
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+namespace oxytorch {
+
+HostSetting HostSetting::refused(std::string name, std::string reason) {
+  HostSetting setting;
+  setting.name_ = std::move(name);
+  setting.reason_ = std::move(reason);
+  return setting;
+}
+
+HostSetting HostSetting::applied(std::string name, std::string reason, std::string cost, std::function<void()> undo) {
+  auto setting = refused(std::move(name), std::move(reason));
+  setting.cost_ = std::move(cost);
+  setting.applied_ = true;
+  setting.undo_ = std::move(undo);
+  return setting;
+}
+
+void HostSetting::revert() {
+  if (!std::exchange(applied_, false)) return;
+  if (undo_) undo_();
+  undo_ = nullptr;
+}
+
+uint64_t page_faults() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<uint64_t>(usage.ru_minflt) + static_cast<uint64_t>(usage.ru_majflt);
+}
+
+#if defined(__GLIBC__)
+namespace {
+
+constexpr const char* kName = "allocator";
+constexpr uint64_t kMiB = 1ULL << 20;
+std::atomic<uint64_t> trim_count{0};
+
+/// Gives memory back when more than `limit` bytes lie free. Never destroyed: threads do not survive a fork.
+class Watcher {
+ public:
+  void start(uint64_t limit) {
+    std::lock_guard lock(mutex_);
+    if (running_) return;
+    running_ = true;
+    owner_ = getpid();
+    thread_ = std::thread([this, limit] { watch(limit); });
+  }
+
+  void stop() {
+    {
+      std::lock_guard lock(mutex_);
+      if (!running_) return;
+      running_ = false;
+    }
+    wake_.notify_all();
+    if (owner_ == getpid()) {
+      thread_.join();
+    } else {
+      thread_.detach();
+    }
+  }
+
+ private:
+  void watch(uint64_t limit) {
+    std::unique_lock lock(mutex_);
+    while (running_) {
+      wake_.wait_for(lock, std::chrono::seconds(1), [this] { return !running_; });
+      if (!running_) break;
+      lock.unlock();
+      if (allocator_retained_bytes().value_or(0) > limit) {
+        malloc_trim(64 * kMiB);
+        trim_count.fetch_add(1, std::memory_order_relaxed);
+      }
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::thread thread_;
+  bool running_ = false;
+  pid_t owner_ = 0;
+};
+
+Watcher& watcher() {
+  static auto* instance = new Watcher;
+  return *instance;
+}
+
+std::mutex allocator_mutex;
+bool allocator_tuned = false;
+
+/// Empty where malloc is glibc's, otherwise the file it comes from.
+std::string foreign_malloc() {
+  Dl_info malloc_info{};
+  Dl_info libc_info{};
+  void* malloc_address = dlsym(RTLD_DEFAULT, "malloc");
+  void* libc_address = dlsym(RTLD_DEFAULT, "gnu_get_libc_version");
+  if (!malloc_address || !dladdr(malloc_address, &malloc_info)) return "an unknown file";
+  if (libc_address && dladdr(libc_address, &libc_info) && malloc_info.dli_fbase == libc_info.dli_fbase) return "";
+  return malloc_info.dli_fname ? malloc_info.dli_fname : "an unknown file";
+}
+
+/// The environment variable by which the user already tunes glibc's malloc, or empty.
+std::string environment_choice() {
+  const char* tunables = std::getenv("GLIBC_TUNABLES");
+  if (tunables && std::strstr(tunables, "glibc.malloc")) return "GLIBC_TUNABLES";
+  for (const char* name : {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_"}) {
+    if (std::getenv(name)) return name;
+  }
+  return "";
+}
+
+uint64_t resident_bytes() {
+  std::ifstream file("/proc/self/statm");
+  uint64_t size = 0, resident = 0;
+  file >> size >> resident;
+  return file ? resident * static_cast<uint64_t>(sysconf(_SC_PAGESIZE)) : UINT64_MAX;
+}
+
+std::string mebibytes(uint64_t bytes) { return std::to_string(bytes / kMiB) + " MiB"; }
+
+void untune() {
+  std::lock_guard lock(allocator_mutex);
+  watcher().stop();
+  mallopt(M_MMAP_MAX, 65536);
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 64 << 20);
+  mallopt(M_TOP_PAD, 128 << 10);
+  malloc_trim(0);
+  allocator_tuned = false;
+}
+
+}  // namespace
+
+HostSetting tune_allocator(std::optional<uint64_t> retain_limit) {
+  std::lock_guard lock(allocator_mutex);
+  if (allocator_tuned) return HostSetting::refused(kName, "already tuned in this process.");
+  if (const auto other = foreign_malloc(); !other.empty()) {
+    return HostSetting::refused(kName, "malloc comes from " + other + ", not from glibc; its own settings apply.");
+  }
+  if (const auto variable = environment_choice(); !variable.empty()) {
+    return HostSetting::refused(kName, variable + " already tunes malloc; unset it to let Oxytorch do so.");
+  }
+  const auto memory = read_memory();
+  const uint64_t available = memory.available.value_or(memory.limit.value_or(4096 * kMiB));
+  const uint64_t limit = std::max(retain_limit.value_or(available / 2), 64 * kMiB);
+  // Older releases of glibc cap the threshold at 32 MiB: there, no block at all gets its own mapping.
+  if (mallopt(M_MMAP_THRESHOLD, 1 << 30) != 1) mallopt(M_MMAP_MAX, 0);
+  if (mallopt(M_TRIM_THRESHOLD, INT_MAX) != 1 || mallopt(M_TOP_PAD, 64 << 20) != 1) {
+    return HostSetting::refused(kName, "this glibc refuses the settings.");
+  }
+  watcher().start(limit);
+  allocator_tuned = true;
+  return HostSetting::applied(kName, "freed memory is kept for the next step instead of being faulted in again.",
+                              "resident memory stays at its peak; more than " + mebibytes(limit) +
+                                  " of free memory is given back once a second.",
+                              untune);
+}
+
+std::optional<uint64_t> allocator_retained_bytes() {
+  // Pages already given back stay in glibc's count of free bytes, so it is held against what is resident.
+  const auto info = mallinfo2();
+  const uint64_t resident = resident_bytes();
+  const uint64_t used = info.uordblks + info.hblkhd;
+  return std::min<uint64_t>(info.fordblks, resident > used ? resident - used : 0);
+}
+
+uint64_t allocator_trims() { return trim_count.load(std::memory_order_relaxed); }
+
+#else
+
+HostSetting tune_allocator(std::optional<uint64_t>) {
+  return HostSetting::refused("allocator", "the C library is not glibc; its malloc has no such settings.");
+}
+std::optional<uint64_t> allocator_retained_bytes() { return std::nullopt; }
+uint64_t allocator_trims() { return 0; }
+
+#endif
+
+}  // namespace oxytorch
