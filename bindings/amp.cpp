@@ -1,7 +1,17 @@
+#include "oxytorch/amp.h"
+
 #include "bindings.h"
 
 namespace oxytorch::bindings {
 
-void bind_amp(py::module_& m) {}
+void bind_amp(py::module_& m) {
+  m.def(
+      "recommend_dtype",
+      [](const std::string& device) {
+        auto advice = amp::recommend_dtype(at::Device(device).type());
+        return std::make_tuple(advice.dtype, advice.reason);
+      },
+      py::arg("device"), "The dtype in which matrix products run best on a device, and why.");
+}
 
 }  // namespace oxytorch::bindings
