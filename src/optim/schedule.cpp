@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "oxytorch/error.h"
+#include "oxytorch/optim/optimizer.h"
 
 namespace oxytorch::optim {
 namespace {
@@ -36,7 +37,8 @@ bool set_momentum(Options& options, double value) {
 
 /// Sets what OneCycle cycles beside the rate; false where the group has neither betas nor a momentum.
 bool set_inertia(Options& options, double value) {
-  return set_beta1<torch::optim::AdamWOptions>(options, value) ||
+  return set_beta1<AdamWOptions>(options, value) || set_momentum<SGDOptions>(options, value) ||
+         set_beta1<torch::optim::AdamWOptions>(options, value) ||
          set_beta1<torch::optim::AdamOptions>(options, value) ||
          set_momentum<torch::optim::SGDOptions>(options, value) ||
          set_momentum<torch::optim::RMSpropOptions>(options, value);
