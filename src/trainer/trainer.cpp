@@ -1,1 +1,589 @@
-namespace oxytorch {}
+#include "oxytorch/trainer.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/ops/_foreach_clone.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_lerp.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <iomanip>
+#include <limits>
+#include <sstream>
+
+#include "oxytorch/amp.h"
+#include "oxytorch/error.h"
+#include "oxytorch/optim.h"
+#include "oxytorch/optim/schedule.h"
+#include "oxytorch/system.h"
+#include "trainer/calibrate.h"
+
+namespace oxytorch {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr double kPays = 0.97;      // a setting is kept where it takes less than this share of the time without it
+constexpr double kDrift = 0.05;     // and moves the first loss by less than this
+constexpr double kPatience = 10.0;  // seconds of one step above which nothing is measured
+
+double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+volatile std::sig_atomic_t pending_signal = 0;
+
+/// Turns SIGTERM and SIGINT into a wish to stop; a second one acts as before.
+class StopSignals {
+ public:
+  StopSignals() {
+    pending_signal = 0;
+    struct sigaction action {};
+    action.sa_handler = [](int number) { pending_signal = number; };
+    action.sa_flags = static_cast<int>(SA_RESETHAND);
+    for (size_t i = 0; i < kNumbers.size(); ++i) sigaction(kNumbers[i], &action, &before_[i]);
+  }
+  ~StopSignals() {
+    for (size_t i = 0; i < kNumbers.size(); ++i) sigaction(kNumbers[i], &before_[i], nullptr);
+  }
+  StopSignals(const StopSignals&) = delete;
+  StopSignals& operator=(const StopSignals&) = delete;
+
+  [[nodiscard]] static const char* received() {
+    return pending_signal == SIGTERM ? "SIGTERM" : pending_signal == SIGINT ? "SIGINT" : nullptr;
+  }
+
+ private:
+  static constexpr std::array<int, 2> kNumbers{SIGTERM, SIGINT};
+  std::array<struct sigaction, 2> before_{};
+};
+
+std::string quoted(const std::string& text) {
+  std::ostringstream out;
+  out << '"';
+  for (const char c : text) {
+    if (c == '"' || c == '\\') out << '\\';
+    out << (static_cast<unsigned char>(c) < 0x20 ? ' ' : c);
+  }
+  out << '"';
+  return out.str();
+}
+
+std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> all;
+  for (const auto& group : optimizer.param_groups()) {
+    all.insert(all.end(), group.params().begin(), group.params().end());
+  }
+  return all;
+}
+
+bool has_convolution(const torch::nn::Module& model) {
+  const auto parameters = model.parameters();
+  return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.dim() == 4; });
+}
+
+}  // namespace
+
+struct Trainer::Impl {
+  Impl(torch::nn::Module& m, torch::optim::Optimizer& o, LossFunction l, PerformanceConfig c)
+      : model(m), optimizer(o), loss(std::move(l)), config(std::move(c)), parameters(parameters_of(o)) {
+    tail = dynamic_cast<optim::TailOptimizer*>(&optimizer);
+    OXY_CHECK(!parameters.empty(), InvalidArgument, "the optimizer has no parameters. Pass model->parameters().");
+    device = parameters.front().device();
+    accumulate = config.integer("accumulation_steps").value_or(1);
+    clip_norm = config.number("clip_norm");
+    ema_decay = config.number("ema_decay");
+    if (ema_decay > 0) {
+      at::NoGradGuard no_grad;
+      ema = at::_foreach_clone(parameters);
+    }
+    host_settings();
+    add_tail_line();
+    make_schedule();
+  }
+
+  void add(SettingLine line) { lines.push_back(std::move(line)); }
+
+  void host_settings() {
+    const auto keep = [this](HostSetting setting, const char* otherwise) {
+      add({setting.name(), setting.is_applied() ? "on" : otherwise, setting.reason(), setting.cost(), {}});
+      host.push_back(std::move(setting));
+    };
+    if (config.word("allocator") != "system") {
+      keep(tune_allocator(config.is_auto("allocator_retain_limit") ? std::nullopt
+                                                                   : std::optional<uint64_t>(retain_limit())),
+           "refused");
+    } else {
+      add({"allocator", "off", "the system's settings were asked for.", "", {}});
+    }
+    if (config.get("threads") == ConfigValue(std::string("keep"))) {
+      add({"threads", "off", "torch's own number of intra-op threads was asked for.", "", {}});
+    } else {
+      const auto wanted = config.integer("threads");
+      keep(size_threads(wanted ? std::optional<int>(static_cast<int>(*wanted)) : std::nullopt), "off");
+    }
+    if (config.word("flush_denormals") != "off") {
+      keep(flush_denormals(), "refused");
+    } else {
+      add({"flush_denormals", "off", "denormal numbers keep their value.", "", {}});
+    }
+  }
+
+  [[nodiscard]] uint64_t retain_limit() const {
+    return config.size("allocator_retain_limit").resolve(read_memory().limit.value_or(0));
+  }
+
+  void add_tail_line() {
+    if (tail) {
+      add({"step_tail", "on", "the optimizer is one of oxytorch::optim.", "", {}});
+    } else if (config.word("step_tail") == "off") {
+      add({"step_tail", "off", "the optimizer steps as torch does.", "", {}});
+    } else {
+      add({"step_tail", "refused", "the optimizer is torch's own; use oxytorch::optim::AdamW or SGD.", "", {}});
+    }
+  }
+
+  void make_schedule() {
+    const auto kind = config.word("schedule");
+    if (kind == "none") return;
+    const auto steps = config.integer("max_steps").value_or(0);
+    const auto warmup = config.integer("warmup_steps").value_or(0);
+    OXY_CHECK(steps > 0, InvalidArgument, "schedule '", kind, "' needs max_steps, the optimizer steps of the run.");
+    OXY_CHECK(warmup < steps, InvalidArgument, "warmup_steps is ", warmup, " and max_steps ", steps,
+              ". Warm up for fewer steps.");
+    double peak = 0;
+    optim::OneCycleOptions cycle;
+    for (const auto& group : optimizer.param_groups()) {
+      cycle.max_lrs.push_back(group.options().get_lr());
+      peak = std::max(peak, cycle.max_lrs.back());
+    }
+    const double floor = config.number("min_lr_ratio") * peak;
+    if (kind == "one_cycle") {
+      cycle.total_steps = steps;
+      schedule = std::make_unique<optim::OneCycle>(optimizer, cycle);
+    } else if (warmup > 0) {
+      const double start = 1.0 / static_cast<double>(warmup + 1);
+      schedule = std::make_unique<optim::WarmupCosine>(optimizer, warmup, steps, floor, start);
+    } else {
+      schedule = std::make_unique<optim::CosineAnnealing>(optimizer, steps, floor);
+    }
+  }
+
+  // -- settings of the step ------------------------------------------------------------------------------------------
+
+  void set_bf16(bool on) { dtype = on ? at::kBFloat16 : at::kFloat; }
+
+  void set_layout(bool on) {
+    if (on == channels_last) return;
+    const auto format = on ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
+    for (auto& parameter : model.parameters()) {
+      if (parameter.dim() == 4) parameter.set_data(parameter.data().contiguous(format));
+    }
+    channels_last = on;
+  }
+
+  void set_attention(bool math) { math_attention = math; }
+
+  void keep(const char* name, const std::string& what, const calibrate::Trial& trial,
+            const std::function<void(bool)>& flip) {
+    std::ostringstream took;
+    took << std::setprecision(3) << "forward and backward take " << trial.without * 1e3 << " ms without and "
+         << trial.with * 1e3 << " ms with it (" << trial.rounds << " pairs on the first batch).";
+    const bool kept = trial.drift <= kDrift && trial.ratio() < kPays;
+    flip(kept);
+    const auto reason = trial.drift > kDrift ? what + " moved the first loss by more than 5%."
+                        : kept               ? what + ": " + took.str()
+                                             : what + " does not pay here: " + took.str();
+    add({name, kept ? "on" : "refused", reason, kept ? "sums and products are rounded differently." : "",
+         1 / trial.ratio()});
+  }
+
+  void first_step(const Batch* batch) {
+    ready = true;
+    const auto advice = amp::recommend_dtype(device.type());
+    const auto precision = config.word("precision");
+    const bool try_bf16 = precision == "auto" && advice.dtype == at::kBFloat16;
+    const bool try_layout = config.word("channels_last") == "auto" && has_convolution(model);
+    const bool try_math = config.word("attention") == "auto";
+    bool measure = batch && device.is_cpu() && (try_bf16 || try_layout || try_math);
+    if (measure) {
+      calibrate::Escrow escrow(model, parameters);
+      const auto compute = [&] { return forward([&] { return loss(*batch); }); };
+      measure = calibrate::once(escrow, compute).first <= kPatience;
+      const auto decide = [&](const char* name, const char* what, const std::function<void(bool)>& flip) {
+        keep(name, what, calibrate::compare(escrow, compute, flip), flip);
+      };
+      if (measure && try_bf16) decide("precision", "bf16 autocast", [this](bool on) { set_bf16(on); });
+      if (measure && try_layout) decide("channels_last", "channels_last", [this](bool on) { set_layout(on); });
+      if (measure && try_math) decide("attention", "the math path", [this](bool on) { set_attention(on); });
+    }
+    if (!(measure && try_bf16)) precision_by_rule(precision, advice);
+    if (!(measure && try_layout)) layout_by_rule();
+    if (!(measure && try_math)) attention_by_rule();
+    make_scaler();
+  }
+
+  void precision_by_rule(const std::string& precision, const amp::DtypeAdvice& advice) {
+    dtype = precision == "auto"   ? advice.dtype
+            : precision == "bf16" ? at::kBFloat16
+            : precision == "fp16" ? at::kHalf
+                                  : at::kFloat;
+    const bool on = dtype != at::kFloat;
+    if (precision == "auto") {
+      add({"precision", on ? "on" : "refused", "not measured; by the hardware: " + advice.reason, "", {}});
+    } else {
+      add({"precision", on ? "on" : "off", precision + " was asked for.", "", {}});
+    }
+  }
+
+  void layout_by_rule() {
+    const auto wanted = config.word("channels_last");
+    const bool convolves = has_convolution(model);
+    set_layout(convolves && wanted != "off");
+    if (wanted == "off") {
+      add({"channels_last", "off", "the model's own layout was asked for.", "", {}});
+    } else if (!convolves) {
+      add({"channels_last", "refused", "the model has no 2-D convolution.", "", {}});
+    } else {
+      add({"channels_last", "on", "convolutions run best so; not measured.", "sums are rounded in another order.", {}});
+    }
+  }
+
+  void attention_by_rule() {
+    math_attention = config.word("attention") == "math";
+    add({"attention",
+         math_attention ? "on" : "off",
+         math_attention ? "the math path was asked for." : "torch's own choice of kernel stands.",
+         "",
+         {}});
+  }
+
+  void make_scaler() {
+    const auto wanted = config.word("grad_scaler");
+    if (wanted == "on" || (wanted == "auto" && dtype == at::kHalf)) {
+      amp::GradScalerOptions options;
+      options.device = device;
+      scaler = std::make_unique<amp::GradScaler>(options);
+      add({"grad_scaler",
+           "on",
+           tail ? "unscale, check and skip happen inside the step tail."
+                : "unscaled by torch's op, with one host read a step.",
+           "",
+           {}});
+    } else {
+      add({"grad_scaler", "off", "only float16 needs a loss scale.", "", {}});
+    }
+  }
+
+  // -- the step ------------------------------------------------------------------------------------------------------
+
+  template <class Function>
+  at::Tensor forward(const Function& compute) {
+    struct AttentionGuard {
+      bool active, before = at::globalContext().userEnabledFlashSDP();
+      explicit AttentionGuard(bool math) : active(math) {
+        if (active) at::globalContext().setSDPUseFlash(false);
+      }
+      ~AttentionGuard() {
+        if (active) at::globalContext().setSDPUseFlash(before);
+      }
+    } attention(math_attention);
+    if (dtype == at::kFloat) return compute();
+    amp::Autocast guard(device.type(), dtype);
+    return compute();
+  }
+
+  template <class Function>
+  at::Tensor step(const Function& compute) {
+    const auto start = Clock::now();
+    at::Tensor value;
+    double forward_end = 0, backward_end = 0;
+    try {
+      value = forward(compute);
+      OXY_CHECK(value.defined() && value.numel() == 1, InvalidArgument, "the loss ",
+                value.defined() ? "is not a scalar" : "is undefined", ". Return one number, for example a mean.");
+      forward_end = since(start);
+      auto scaled = accumulate == 1 ? value : value / static_cast<double>(accumulate);
+      if (scaler) scaled = scaler->scale(scaled);
+      scaled.backward();
+      backward_end = since(start);
+      if (++micro >= accumulate) apply();
+    } catch (...) {
+      abandon();
+      throw;
+    }
+    if (++batch_count > 1) {
+      seconds[0] += forward_end;
+      seconds[1] += backward_end - forward_end;
+      seconds[2] += since(start) - backward_end;
+    }
+    return value.detach();
+  }
+
+  void apply() {
+    at::NoGradGuard no_grad;
+    std::vector<at::Tensor> gradients;
+    if (micro != accumulate || clip_norm > 0) {
+      for (const auto& parameter : parameters) {
+        if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+      }
+    }
+    if (micro != accumulate) at::_foreach_mul_(gradients, static_cast<double>(accumulate) / static_cast<double>(micro));
+    if (clip_norm > 0 && !gradients.empty()) {
+      if (scaler) scaler->unscale_(optimizer);
+      const auto norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients)));
+      at::_foreach_mul_(gradients, (clip_norm / (norm + 1e-6)).clamp_max(1.0));
+    }
+    if (scaler) {
+      scaler->step(optimizer);
+      scaler->update();
+    } else {
+      optimizer.step();
+    }
+    if (!ema.empty()) at::_foreach_lerp_(ema, parameters, 1 - ema_decay);
+    for (auto& parameter : parameters) parameter.mutable_grad().reset();
+    micro = 0;
+    ++step_count;
+    if (schedule) schedule->step();
+  }
+
+  void abandon() {
+    for (auto& parameter : parameters) parameter.mutable_grad().reset();
+    micro = 0;
+  }
+
+  torch::nn::Module& model;
+  torch::optim::Optimizer& optimizer;
+  optim::TailOptimizer* tail = nullptr;
+  LossFunction loss;
+  PerformanceConfig config;
+  std::vector<at::Tensor> parameters;
+  at::Device device = at::kCPU;
+  std::vector<at::Tensor> ema;
+  std::unique_ptr<optim::Schedule> schedule;
+  std::unique_ptr<amp::GradScaler> scaler;
+  std::vector<HostSetting> host;
+  std::vector<SettingLine> lines;
+  int64_t accumulate = 1, micro = 0, step_count = 0, batch_count = 0;
+  double clip_norm = 0, ema_decay = 0;
+  at::ScalarType dtype = at::kFloat;
+  bool channels_last = false, math_attention = false, ready = false;
+  std::array<double, 3> seconds{};
+};
+
+Trainer::Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
+                 PerformanceConfig config)
+    : impl_(std::make_unique<Impl>(model, optimizer, std::move(loss), std::move(config))) {}
+Trainer::~Trainer() = default;
+Trainer::Trainer(Trainer&&) noexcept = default;
+Trainer& Trainer::operator=(Trainer&&) noexcept = default;
+
+at::Tensor Trainer::step(const Batch& batch) {
+  OXY_CHECK(impl_->loss, InvalidState, "this trainer has no loss function. Pass one, or step with a closure.");
+  if (!impl_->ready) impl_->first_step(&batch);
+  if (!impl_->channels_last || batch.input.dim() != 4) return impl_->step([&] { return impl_->loss(batch); });
+  return impl_->step(
+      [&] { return impl_->loss({batch.input.contiguous(at::MemoryFormat::ChannelsLast), batch.target}); });
+}
+
+at::Tensor Trainer::step(const std::function<at::Tensor()>& closure) {
+  if (!impl_->ready) impl_->first_step(nullptr);
+  return impl_->step(closure);
+}
+
+bool Trainer::flush() {
+  if (impl_->micro == 0) return false;
+  try {
+    impl_->apply();
+  } catch (...) {
+    impl_->abandon();
+    throw;
+  }
+  return true;
+}
+
+FitResult Trainer::run_fit(const Feed& feed, int64_t epochs, int64_t max_steps) {
+  auto& self = *impl_;
+  if (max_steps == 0) max_steps = self.config.integer("max_steps").value_or(0);
+  OXY_CHECK(epochs > 0 || max_steps > 0, InvalidArgument, "fit needs epochs or max_steps above 0.");
+  const auto patience = self.config.integer("early_stopping_patience").value_or(0);
+  const double min_delta = self.config.number("early_stopping_min_delta");
+  FitResult result;
+  const auto first = self.step_count;
+  double best = std::numeric_limits<double>::infinity();
+  int64_t bad = 0;
+  StopSignals signals;
+  self.model.train();
+  for (int64_t epoch = 0; (epochs == 0 || epoch < epochs) && result.stop_reason.empty(); ++epoch) {
+    at::Tensor total;
+    int64_t seen = 0;
+    feed([&](const Batch& batch) {
+      const auto loss = step(batch).to(at::kFloat);
+      total = total.defined() ? total + loss : loss;
+      ++seen;
+      if (const char* name = StopSignals::received()) result.stop_reason = name;
+      if (max_steps > 0 && self.step_count >= max_steps && result.stop_reason.empty()) result.stop_reason = "max_steps";
+      return result.stop_reason.empty();
+    });
+    OXY_CHECK(seen > 0, InvalidArgument, "the loader is empty: it yielded no batch.");
+    if (!result.stop_reason.empty()) break;
+    flush();
+    const double mean = total.item<double>() / static_cast<double>(seen);
+    result.losses.push_back(mean);
+    bad = mean < best - min_delta ? 0 : bad + 1;
+    best = bad == 0 ? mean : best;
+    if (patience > 0 && bad >= patience) result.stop_reason = "early_stopping";
+  }
+  if (result.stop_reason.empty()) result.stop_reason = "epochs";
+  result.steps = self.step_count - first;
+  return result;
+}
+
+int64_t Trainer::global_step() const noexcept { return impl_->step_count; }
+int64_t Trainer::batches() const noexcept { return impl_->batch_count; }
+const std::vector<SettingLine>& Trainer::settings() const noexcept { return impl_->lines; }
+
+std::shared_ptr<void> Trainer::ema_weights() {
+  auto& self = *impl_;
+  at::NoGradGuard no_grad;
+  if (self.ema.empty()) {
+    OXY_CHECK(self.tail, InvalidState, "no average is kept. Set ema_decay, for example 0.999.");
+    self.tail->apply_ema();
+    return {nullptr, [tail = self.tail](void*) { tail->restore_parameters(); }};
+  }
+  auto own = at::_foreach_clone(self.parameters);
+  at::_foreach_copy_(self.parameters, self.ema);
+  return {nullptr, [parameters = self.parameters, own = std::move(own)](void*) {
+            at::NoGradGuard quiet;
+            at::_foreach_copy_(parameters, own);
+          }};
+}
+
+void Trainer::save(torch::serialize::OutputArchive& archive) const {
+  const auto& self = *impl_;
+  torch::serialize::OutputArchive model, optimizer;
+  self.model.save(model);
+  self.optimizer.save(optimizer);
+  archive.write("model", model);
+  archive.write("optimizer", optimizer);
+  archive.write("counters", torch::tensor({self.step_count, self.batch_count, static_cast<int64_t>(self.ready)}));
+  archive.write("decisions", torch::tensor({static_cast<int64_t>(self.dtype), static_cast<int64_t>(self.channels_last),
+                                            static_cast<int64_t>(self.math_attention)}));
+  archive.write("generator", at::detail::getDefaultCPUGenerator().get_state());
+  archive.write("ema_count", torch::tensor(static_cast<int64_t>(self.ema.size())));
+  for (size_t i = 0; i < self.ema.size(); ++i) archive.write("ema" + std::to_string(i), self.ema[i]);
+  if (self.schedule) {
+    for (const auto& [name, values] : self.schedule->state_dict()) {
+      archive.write("schedule." + name, torch::tensor(values, at::kDouble));
+    }
+  }
+  if (self.scaler) {
+    for (const auto& [name, value] : self.scaler->state_dict()) {
+      archive.write("scaler." + name, torch::tensor(value, at::kDouble));
+    }
+  }
+}
+
+void Trainer::load(torch::serialize::InputArchive& archive) {
+  auto& self = *impl_;
+  const auto read = [&archive](const std::string& name) {
+    at::Tensor value;
+    archive.read(name, value);
+    return value;
+  };
+  const auto decisions = read("decisions");
+  const auto counters = read("counters");
+  if (counters[2].item<int64_t>() != 0) {
+    self.dtype = static_cast<at::ScalarType>(decisions[0].item<int64_t>());
+    self.set_layout(decisions[1].item<int64_t>() != 0);
+    self.math_attention = decisions[2].item<int64_t>() != 0;
+    const std::string why = "as the run that is continued here had decided.";
+    self.add({"precision", self.dtype == at::kFloat ? "off" : "on", why, "", {}});
+    self.add({"channels_last", self.channels_last ? "on" : "off", why, "", {}});
+    self.add({"attention", self.math_attention ? "on" : "off", why, "", {}});
+    if (!self.ready) self.make_scaler();
+    self.ready = true;
+  }
+  torch::serialize::InputArchive model, optimizer;
+  archive.read("model", model);
+  self.model.load(model);
+  archive.read("optimizer", optimizer);
+  self.optimizer.load(optimizer);
+  OXY_CHECK(read("ema_count").item<int64_t>() == static_cast<int64_t>(self.ema.size()), InvalidArgument,
+            "the archive has another number of averaged weights. Load it with the same ema_decay setting.");
+  for (size_t i = 0; i < self.ema.size(); ++i) self.ema[i].copy_(read("ema" + std::to_string(i)));
+  if (self.schedule) {
+    auto state = self.schedule->state_dict();
+    for (auto& [name, values] : state) {
+      const auto saved = read("schedule." + name);
+      values.assign(saved.data_ptr<double>(), saved.data_ptr<double>() + saved.numel());
+    }
+    self.schedule->load_state_dict(state);
+  }
+  if (self.scaler) {
+    auto state = self.scaler->state_dict();
+    for (auto& [name, value] : state) value = read("scaler." + name).item<double>();
+    self.scaler->load_state_dict(state);
+  }
+  self.step_count = counters[0].item<int64_t>();
+  self.batch_count = counters[1].item<int64_t>();
+  self.abandon();
+  auto generator = at::detail::getDefaultCPUGenerator();
+  generator.set_state(read("generator"));
+}
+
+std::string Trainer::report() const {
+  const auto& self = *impl_;
+  std::ostringstream out;
+  out << "Oxytorch trainer, level " << self.config.level() << '\n' << std::fixed << std::setprecision(2);
+  for (const auto& line : self.lines) {
+    out << std::left << std::setw(16) << line.name << std::setw(9) << line.state;
+    if (line.gain) out << *line.gain << "x  ";
+    out << line.reason << (line.cost.empty() ? "" : " Cost: " + line.cost) << '\n';
+  }
+  if (self.batch_count > 1) {
+    const auto count = static_cast<double>(self.batch_count - 1);
+    const std::array<const char*, 3> names{"forward", "backward", "tail"};
+    out << std::setprecision(3) << "time of a step:";
+    for (size_t i = 0; i < names.size(); ++i) out << ' ' << names[i] << ' ' << self.seconds[i] / count * 1e3 << " ms";
+    out << '\n';
+  }
+  out << "steps " << self.step_count << ", batches " << self.batch_count << '\n';
+  return out.str();
+}
+
+std::string Trainer::report_json() const {
+  const auto& self = *impl_;
+  std::ostringstream out;
+  out << "{\"level\": " << quoted(self.config.level()) << ", \"settings\": [";
+  for (size_t i = 0; i < self.lines.size(); ++i) {
+    const auto& line = self.lines[i];
+    out << (i ? ", " : "") << "{\"name\": " << quoted(line.name) << ", \"state\": " << quoted(line.state)
+        << ", \"reason\": " << quoted(line.reason) << ", \"cost\": " << quoted(line.cost) << ", \"gain\": ";
+    if (line.gain) {
+      out << *line.gain;
+    } else {
+      out << "null";
+    }
+    out << '}';
+  }
+  const double count = std::max<double>(1, static_cast<double>(self.batch_count - 1));
+  out << "], \"timings\": {\"forward\": " << self.seconds[0] / count << ", \"backward\": " << self.seconds[1] / count
+      << ", \"tail\": " << self.seconds[2] / count << "}, \"steps\": " << self.step_count
+      << ", \"batches\": " << self.batch_count << '}';
+  return out.str();
+}
+
+void Trainer::revert_host_settings() {
+  for (auto setting = impl_->host.rbegin(); setting != impl_->host.rend(); ++setting) setting->revert();
+}
+
+}  // namespace oxytorch

@@ -1,0 +1,132 @@
+/// The training step for C++ programs: accumulate, autocast, backward, step tail, schedule; and an account of what
+/// was on.
+///
+/// ```cpp
+/// oxytorch::optim::AdamW optimizer(model->parameters(), oxytorch::optim::AdamWOptions(1e-3).clip_norm(1.0));
+/// oxytorch::Trainer trainer(*model, optimizer, oxytorch::supervised(model, torch::nn::CrossEntropyLoss()));
+/// for (auto& batch : *loader) trainer.step({batch.data, batch.target});
+/// std::cout << trainer.report();
+/// ```
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "oxytorch/api.h"
+#include "oxytorch/config.h"
+#include "oxytorch/trainer/host.h"
+
+namespace oxytorch {
+
+/// What a supervised model learns from. A `torch::data::Example<>` is `{example.data, example.target}`.
+struct Batch {
+  at::Tensor input;
+  at::Tensor target;
+};
+
+/// Computes the loss of a batch, a scalar tensor, under the autocast of the trainer.
+using LossFunction = std::function<at::Tensor(const Batch&)>;
+
+/// The loss of `model(batch.input)` against `batch.target` by `criterion`; both are torch module holders, kept alive.
+template <class Model, class Criterion>
+[[nodiscard]] LossFunction supervised(Model model, Criterion criterion) {
+  return [model = std::move(model), criterion = std::move(criterion)](const Batch& batch) mutable -> at::Tensor {
+    return criterion(model->forward(batch.input), batch.target);
+  };
+}
+
+/// One line of a trainer's report.
+struct SettingLine {
+  std::string name;
+  std::string state;  ///< "on", "off" (not asked for) or "refused" (asked for, and not done)
+  std::string reason;
+  std::string cost;
+  std::optional<double> gain;  ///< time of forward and backward without it over the time with it, where measured
+};
+
+/// How a call of `fit` ended.
+struct FitResult {
+  std::string stop_reason;     ///< "epochs", "max_steps", "early_stopping", "SIGTERM" or "SIGINT"
+  int64_t steps = 0;           ///< optimizer steps of this call
+  std::vector<double> losses;  ///< mean loss of each finished epoch
+};
+
+/// Runs training steps under a PerformanceConfig.
+///
+/// Model and optimizer are borrowed and must outlive the trainer. With an optimizer of oxytorch::optim nothing on the
+/// step path reads the device on the host; another optimizer is served too, with one host read a step under float16.
+/// Settings that are "auto" and may not pay (bf16, channels_last, the attention path) are timed on the first batch,
+/// forward and backward only, and kept where they pay; weights, buffers, gradients and the CPU generator are put back.
+/// Not for use from several threads at once.
+///
+/// Errors: InvalidArgument for settings that contradict each other or a loss that is no scalar. An exception of the
+/// loss function passes through; the gradients of its window are dropped and the counters are right.
+class OXY_API Trainer {
+ public:
+  Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
+          PerformanceConfig config = PerformanceConfig("advanced"));
+  Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, std::string_view level)
+      : Trainer(model, optimizer, std::move(loss), PerformanceConfig(level)) {}
+  ~Trainer();
+  Trainer(Trainer&&) noexcept;
+  Trainer& operator=(Trainer&&) noexcept;
+
+  /// Takes one batch through forward and backward, and the optimizer once a window of `accumulation_steps` is full.
+  /// Returns the detached loss of this batch, not read on the host.
+  at::Tensor step(const Batch& batch);
+  /// The same for a loop of another shape; settings are then decided by the hardware, not by timing.
+  at::Tensor step(const std::function<at::Tensor()>& closure);
+  /// Steps with the batches of an unfinished window, averaged over their actual number; false where none waited.
+  bool flush();
+
+  /// Trains over `loader` (a range of things with `data` and `target`) until `epochs` or `max_steps` optimizer steps,
+  /// the settings' max_steps or early stopping, which goes by the mean training loss. 0 is no bound; one of them is
+  /// needed. SIGTERM and SIGINT end it after the step in progress; the handlers of before are put back.
+  template <class Loader>
+  FitResult fit(Loader& loader, int64_t epochs, int64_t max_steps = 0) {
+    return run_fit(
+        [&loader](const std::function<bool(Batch)>& take) {
+          for (auto& example : loader) {
+            if (!take({example.data, example.target})) return;
+          }
+        },
+        epochs, max_steps);
+  }
+
+  [[nodiscard]] int64_t global_step() const noexcept;  ///< optimizer steps taken
+  [[nodiscard]] int64_t batches() const noexcept;      ///< batches seen, those of failed steps excluded
+
+  /// Puts the averaged weights into the model until the returned guard ends. InvalidState where none are kept.
+  [[nodiscard]] std::shared_ptr<void> ema_weights();
+
+  /// Model, optimizer, schedule, scaler, counters, generator and decisions: a run continues from them to the bit.
+  /// Gradients of an unfinished window are not in it: flush() first, or lose them.
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+
+  [[nodiscard]] const std::vector<SettingLine>& settings() const noexcept;
+  /// Settings, times of the phases of a step and counters as a table.
+  [[nodiscard]] std::string report() const;
+  [[nodiscard]] std::string report_json() const;
+
+  /// Takes back the settings of the process: allocator, threads, denormals.
+  void revert_host_settings();
+
+ private:
+  using Feed = std::function<void(const std::function<bool(Batch)>&)>;
+  FitResult run_fit(const Feed& feed, int64_t epochs, int64_t max_steps);
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace oxytorch

@@ -1,0 +1,33 @@
+/// Host settings that need torch: its intra-op threads, and denormal numbers on each of them.
+#pragma once
+
+#include <optional>
+
+#include "oxytorch/api.h"
+#include "oxytorch/host.h"
+
+namespace oxytorch {
+
+/// Makes the processor take denormal numbers as zero, on the calling thread and on every intra-op worker.
+///
+/// Arithmetic on denormals is 10 to 200 times slower, and optimizer state falls into them. torch's own
+/// `set_flush_denormal` reaches the calling thread only. CPU backward runs on the thread that calls backward(), so
+/// this thread and the workers are all that a step uses; threads created later by this one inherit the setting.
+/// Results change only where a number below 1.2e-38 (float32) took part. revert() restores what each thread had.
+OXY_API HostSetting flush_denormals();
+
+/// Sets torch's intra-op threads to the cores this process may use (affinity and cgroup), never above.
+///
+/// Unchanged, with a sentence, where the number is right already or OMP_NUM_THREADS or MKL_NUM_THREADS asks for one.
+/// `threads`, if given, is used as it is but capped at the cores this process may use. The order of some reductions
+/// depends on the number of threads, so results may change in the last bits.
+OXY_API HostSetting size_threads(std::optional<int> threads = std::nullopt);
+
+/// How many of torch's intra-op threads flush denormals now, and how many there are. For tests and reports.
+struct FlushState {
+  int flushing;
+  int threads;
+};
+OXY_API FlushState flush_state();
+
+}  // namespace oxytorch

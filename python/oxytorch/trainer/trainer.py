@@ -1,0 +1,572 @@
+"""The training step: accumulate, autocast, backward, step tail, schedule; and the account of what was on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import getitem, is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..amp import GradScaler
+from ..config import PerformanceConfig
+from .calibrate import rng_state, set_rng_state
+from .fit import Callback, FitResult, run_fit
+from .report import Report, SettingLine
+from .settings import Settings, resolve
+from .setup import Preparation
+
+__all__ = ["Trainer"]
+
+LossFunction = Callable[..., torch.Tensor]
+_NO_PHASE: AbstractContextManager[None] = nullcontext()
+_FORMAT = 1
+
+
+def _no_phase(_name: str) -> AbstractContextManager[Any]:
+    return _NO_PHASE
+
+
+class _ForwardScope:
+    """Autocast and the attention path of one forward; reused for each step."""
+
+    __slots__ = ("_flash", "autocast", "math_attention")
+
+    def __init__(self) -> None:
+        self.autocast: torch.autocast | None = None
+        self.math_attention = False
+        self._flash = True
+
+    def __enter__(self) -> None:
+        if self.autocast is not None:
+            self.autocast.__enter__()  # type: ignore[no-untyped-call]
+        if self.math_attention:
+            self._flash = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+            torch.backends.cuda.enable_flash_sdp(False)
+
+    def __exit__(self, *exc: Any) -> None:
+        if self.math_attention:
+            torch.backends.cuda.enable_flash_sdp(self._flash)
+        if self.autocast is not None:
+            self.autocast.__exit__(*exc)
+
+
+def _is_criterion(loss_fn: object) -> bool:
+    return isinstance(loss_fn, nn.Module) or getattr(loss_fn, "__module__", "") == "torch.nn.functional"
+
+
+class Trainer:
+    """Runs training steps under a performance configuration.
+
+    Parameters
+    ----------
+    model
+        The module to train. It is changed in place only in ways that the report names (memory layout).
+    optimizer
+        Any ``torch.optim.Optimizer`` over the model's parameters. From level ``advanced`` on, ``torch.optim.AdamW`` and
+        ``SGD`` are replaced by those of ``oxytorch.optim``: hyperparameters, groups and state are carried over and
+        stay shared, so a scheduler made for the old one works on. ``trainer.optimizer`` is the one in use.
+    loss_fn
+        ``loss_fn(model, batch)`` returning a scalar tensor; or a criterion (a module or a function of
+        ``torch.nn.functional``), and then a batch is ``(inputs, targets)``. ``None`` where only closures are used.
+    config
+        ``"basic"``, ``"advanced"``, ``"ultra"``, a ``PerformanceConfig``, a mapping of its keys or the path of a file.
+    scheduler
+        A ``torch.optim.lr_scheduler`` scheduler, stepped after each optimizer step; ``ReduceLROnPlateau`` is stepped by
+        ``fit`` after each validation.
+    monitor
+        An ``oxytorch.monitor.PerformanceMonitor``; its phases are forward, backward and tail.
+    checkpointer
+        Saved to by ``fit`` after each epoch and when stopped by a signal: an object with
+        ``save(step, model=, optimizer=, scaler=, scheduler=, extra=)``, or a callable of the trainer.
+    callbacks
+        ``Callback`` objects, or callables of ``(trainer, loss)`` called after each step of ``fit``.
+    calibrate
+        True: settings that are "auto" and may not pay are timed on the first batch (forward and backward only, without
+        a trace in weights, buffers, gradients or random generators) and kept where they pay. False: by the hardware.
+    **overrides
+        Keys of the configuration, such as ``accumulation_steps=4`` or ``clip_norm=1.0``.
+
+    Raises
+    ------
+    TypeError
+        For a model, optimizer or loss of a wrong kind.
+    ValueError
+        For a configuration key or value that does not exist, or an optimizer without parameters of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFunction | nn.Module | None = None,
+        config: PerformanceConfig | Mapping[str, Any] | str | os.PathLike[str] = "advanced",
+        *,
+        scheduler: Any = None,
+        monitor: Any = None,
+        checkpointer: Any = None,
+        callbacks: Iterable[Callback | Callable[[Trainer, torch.Tensor], object]] = (),
+        calibrate: bool = True,
+        **overrides: Any,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module.")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, expected a callable, a criterion or None.")
+        self.settings: Settings = resolve(config, overrides)
+        self.model = model
+        self.calibrate = calibrate
+        self.monitor = monitor
+        self.checkpointer = checkpointer
+        self.callbacks = list(callbacks)
+        self.loss_fn = loss_fn
+        self._module: Callable[..., Any] = model
+        if self.settings.compile != "off":
+            mode = None if self.settings.compile == "default" else self.settings.compile
+            self._module = torch.compile(model, mode=mode)
+        self._criterion = loss_fn is not None and _is_criterion(loss_fn)
+        self.global_step = 0  #: optimizer steps taken
+        self.batches = 0  #: batches seen, those of failed steps excluded
+        self._micro = 0
+        self._accumulate = self.settings.accumulate
+        self._scope = _ForwardScope()
+        self._channels_last = False
+        self._phase: Callable[[str], AbstractContextManager[Any]] = monitor.phase if monitor else _no_phase
+        self._seconds = [0.0, 0.0, 0.0, 0.0]  # data, forward, backward, tail
+        self._timed = 0
+        self._faults: tuple[int, int] | None = None
+        self.epoch = 0
+        self.batch_in_epoch = 0
+        self.resume_rng: dict[str, Any] | None = None
+        self._stop_reason: str | None = None
+
+        self._preparation = Preparation(self, optimizer)
+        self.optimizer: torch.optim.Optimizer = self._preparation.optimizer
+        self.has_tail: bool = hasattr(self.optimizer, "tail_stats")
+        self._clips_separately = self._preparation.separate_clip is not None or self.settings.clip_value is not None
+        self._params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._watch()
+        self.scaler: GradScaler | None = None
+        self._ema: list[torch.Tensor] | None = None
+        if self.settings.ema_decay is not None and not self._preparation.tail_ema:
+            self._ema = [p.detach().clone() for p in self._params]
+        self.scheduler = scheduler if scheduler is not None else self._make_schedule()
+        self._step_scheduler = (
+            None if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else self.scheduler
+        )
+        self._ready = False
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Take one batch through forward and backward, and the optimizer once a window of batches is full.
+
+        Parameters
+        ----------
+        batch
+            What ``loss_fn`` takes; or a closure without arguments that returns the loss.
+
+        Returns
+        -------
+        torch.Tensor
+            The loss of this batch, detached, on its device; nothing is read on the host.
+
+        Raises
+        ------
+        RuntimeError
+            Where a parameter of the model is no longer the optimizer's. The message names it.
+        TypeError, ValueError
+            Where the loss is not a scalar tensor, or the batch does not fit the criterion.
+        """
+        if not self._ready:
+            self._preparation.first_step(batch)
+            self._ready = True
+        if self.monitor is None:
+            return self._take(batch)
+        with self.monitor.step(samples=_samples(batch)):
+            return self._take(batch)
+
+    def _take(self, batch: Any) -> torch.Tensor:
+        if not all(map(is_, map(getitem, self._owners, self._keys), self._watched)):
+            self._name_the_stranger()
+        clock = time.perf_counter
+        start = clock()
+        try:
+            with self._phase("forward"), self._scope:
+                loss = self.compute_loss(batch)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                self._refuse_loss(loss)
+            forward = clock()
+            with self._phase("backward"):
+                scaled = loss if self._accumulate == 1 else loss / self._accumulate
+                if self.scaler is not None:
+                    scaled = self.scaler.scale(scaled)
+                scaled.backward()  # type: ignore[no-untyped-call]
+            backward = clock()
+            self._micro += 1
+            if self._micro >= self._accumulate:
+                with self._phase("tail"):
+                    self._apply(self._micro)
+        except BaseException:
+            self._abandon()
+            raise
+        if self.monitor is not None:
+            self.monitor.scalar("loss", loss.detach())
+        self.batches += 1
+        if self.batches == 3:
+            self._faults = (int(_C.trainer.page_faults()), self.batches)
+        if self.batches > 1:
+            seconds = self._seconds
+            seconds[1] += forward - start
+            seconds[2] += backward - forward
+            seconds[3] += clock() - backward
+            self._timed += 1
+        return loss.detach()
+
+    def flush(self) -> bool:
+        """Step the optimizer with the batches of an unfinished window, averaged over their actual number.
+
+        Returns
+        -------
+        bool
+            False where no batch was waiting.
+        """
+        if self._micro == 0:
+            return False
+        try:
+            self._apply(self._micro)
+        except BaseException:
+            self._abandon()
+            raise
+        return True
+
+    def compute_loss(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch, or of a closure, under the settings in force outside (no autocast here)."""
+        if callable(batch) and not isinstance(batch, torch.Tensor):
+            result: torch.Tensor = batch()
+            return result
+        if self.loss_fn is None:
+            raise TypeError("this trainer has no loss_fn: pass step() a closure that returns the loss.")
+        if self._channels_last:
+            batch = _to_channels_last(batch)
+        if not self._criterion:
+            return self.loss_fn(self._module, batch)
+        if not isinstance(batch, Sequence) or len(batch) != 2:
+            raise TypeError(
+                f"the loss is a criterion, so a batch is (inputs, targets); this one is a {type(batch).__name__}. "
+                "Pass loss_fn(model, batch) for another shape."
+            )
+        return self.loss_fn(self._module(batch[0]), batch[1])
+
+    def _apply(self, count: int) -> None:
+        optimizer: Any = self.optimizer
+        share = count / self._accumulate
+        if share != 1.0:
+            # The losses were divided by the whole window; the tail divides the gradients by this share.
+            if self.has_tail and not self._clips_separately:
+                optimizer.grad_scale = torch.full((), share, device=self._params[0].device)
+            else:
+                torch._foreach_mul_([p.grad for p in self._params if p.grad is not None], 1 / share)
+        try:
+            if self._clips_separately:
+                if self.scaler is not None:
+                    self.scaler.unscale_(optimizer)
+                if self.settings.clip_value is not None:
+                    nn.utils.clip_grad_value_(self._params, self.settings.clip_value)
+                if self._preparation.separate_clip is not None:
+                    nn.utils.clip_grad_norm_(self._params, self._preparation.separate_clip)
+            if self.scaler is not None:
+                self.scaler.step(optimizer)
+                self.scaler.update()
+            else:
+                optimizer.step()
+        finally:
+            if "grad_scale" in optimizer.__dict__:
+                del optimizer.grad_scale
+        if self._ema is not None and self.settings.ema_decay is not None:
+            with torch.no_grad():
+                torch._foreach_lerp_(self._ema, self._params, 1 - self.settings.ema_decay)
+        for p in self._params:
+            p.grad = None
+        self._micro = 0
+        self.global_step += 1
+        self._preparation.after_step()
+        if self._step_scheduler is not None:
+            self._step_scheduler.step()
+
+    def _abandon(self) -> None:
+        """Leave no trace of a failed window: its gradients are dropped."""
+        for p in self._params:
+            p.grad = None
+        self._micro = 0
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.clear()
+
+    def _refuse_loss(self, loss: object) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"the loss is a {type(loss).__name__}, expected a scalar torch.Tensor.")
+        raise ValueError(f"the loss has shape {tuple(loss.shape)}, expected a scalar: reduce it, as .mean() does.")
+
+    def _watch(self) -> None:
+        mine = {id(p) for p in self._params}
+        self._owners: list[Any] = []
+        self._keys: list[str] = []
+        self._watched: list[Any] = []
+        self._names: list[str] = []
+        found = False
+        for prefix, module in self.model.named_modules():
+            for kind in (module._parameters, module._modules):
+                for key, value in kind.items():
+                    if value is None or (isinstance(value, torch.Tensor) and id(value) not in mine):
+                        continue
+                    found = found or isinstance(value, torch.Tensor)
+                    self._owners.append(kind)
+                    self._keys.append(key)
+                    self._watched.append(value)
+                    self._names.append(f"{prefix}.{key}" if prefix else key)
+        if not found:
+            raise ValueError("the optimizer holds no parameter of the model. Make it from model.parameters().")
+
+    def _name_the_stranger(self) -> None:
+        for owner, key, value, name in zip(self._owners, self._keys, self._watched, self._names, strict=True):
+            if owner.get(key) is not value:
+                what = "parameter" if isinstance(value, torch.Tensor) else "module"
+                raise RuntimeError(
+                    f"{what} '{name}' of the model was replaced since the trainer was made, so the optimizer would "
+                    "train tensors that the model no longer uses. Load with load_state_dict(assign=False), or make "
+                    "a new optimizer and trainer after changing the model."
+                )
+
+    # -- fit -----------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        *,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        callbacks: Iterable[Callback | Callable[[Trainer, torch.Tensor], object]] = (),
+        validate: Callable[[Trainer], float] | Iterable[Any] | None = None,
+        progress: bool | None = None,
+    ) -> FitResult:
+        """Train over a loader.
+
+        Parameters
+        ----------
+        loader
+            Yields batches; iterated once an epoch.
+        epochs
+            Epochs in total, those of a resumed run included. Default 1, or no bound where ``max_steps`` is given.
+        max_steps
+            Optimizer steps in total.
+        callbacks
+            More callbacks, for this call.
+        validate
+            ``validate(trainer)`` returning a number (lower is better), or a loader whose mean loss is taken; called
+            after each epoch. Early stopping and ``ReduceLROnPlateau`` go by it.
+        progress
+            A progress bar on or off; by default on where stderr is a terminal. The loss is read for it twice a second.
+
+        Returns
+        -------
+        FitResult
+            Why it ended and the metrics of each epoch.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            After Ctrl-C, once the step in progress is complete. SIGTERM makes ``fit`` return instead, with
+            ``stop_reason`` ``"SIGTERM"``. A second signal takes the default action at once.
+        ValueError
+            For ``epochs`` or ``max_steps`` below 1.
+        """
+        return run_fit(
+            self,
+            loader,
+            epochs=epochs,
+            max_steps=max_steps,
+            callbacks=[*self.callbacks, *callbacks],
+            validate=validate,
+            progress=progress,
+        )
+
+    def stop(self, reason: str = "callback") -> None:
+        """Make ``fit`` return after the step in progress."""
+        self._stop_reason = reason
+
+    def evaluate(self, loader: Iterable[Any]) -> float:
+        """Return the mean loss over a loader, in eval mode, without gradients; each batch counts the same."""
+        was_training = self.model.training
+        self.model.eval()
+        total: torch.Tensor | None = None
+        count = 0
+        try:
+            with torch.no_grad():
+                for batch in loader:
+                    with self._scope:
+                        loss = self.compute_loss(batch).detach().float()
+                    total = loss if total is None else total + loss
+                    count += 1
+        finally:
+            self.model.train(was_training)
+        if total is None:
+            raise ValueError("the loader to evaluate on is empty.")
+        return float(total) / count
+
+    # -- weights, state ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Put the averaged weights into the model for the scope, and the trained ones back after it."""
+        if self._ema is None:
+            if not self._preparation.tail_ema:
+                raise RuntimeError("no average is kept: set ema_decay, for example 0.999.")
+            optimizer: Any = self.optimizer
+            with optimizer.ema_weights():
+                yield
+            return
+        with torch.no_grad():
+            own = [p.detach().clone() for p in self._params]
+            torch._foreach_copy_(self._params, self._ema)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self._params, own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a bit-for-bit continuation needs; tensors are shared, so save before the next step."""
+        optimizer: Any = self.optimizer
+        ema: Any = self._ema
+        if ema is None and self._preparation.tail_ema:
+            ema = optimizer.ema_state_dict()
+        return {
+            "format": _FORMAT,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "ema": ema,
+            "counters": {
+                "global_step": self.global_step,
+                "batches": self.batches,
+                "micro": self._micro,
+                "epoch": self.epoch,
+                "batch_in_epoch": self.batch_in_epoch,
+            },
+            "gradients": [p.grad for p in self._params] if self._micro else None,
+            "rng": rng_state(any(p.is_cuda for p in self._params)),
+            "epoch_rng": self.resume_rng,
+            "decisions": self._preparation.decisions(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned, generators included; the settings decided then are used again.
+
+        Raises
+        ------
+        ValueError
+            Where the state is of another kind or version.
+        """
+        if state.get("format") != _FORMAT:
+            raise ValueError(f"this is no trainer state of format {_FORMAT}: format is {state.get('format')!r}.")
+        self.model.load_state_dict(state["model"])
+        self._preparation.restore(state["decisions"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._preparation.after_load()
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if state["ema"] is not None:
+            if self._ema is not None:
+                torch._foreach_copy_(self._ema, state["ema"])
+            elif self._preparation.tail_ema:
+                optimizer: Any = self.optimizer
+                optimizer.load_ema_state_dict(state["ema"])
+        counters = state["counters"]
+        self.global_step = counters["global_step"]
+        self.batches = counters["batches"]
+        self._micro = counters["micro"]
+        self.epoch = counters["epoch"]
+        self.batch_in_epoch = counters["batch_in_epoch"]
+        gradients = state["gradients"] or [None] * len(self._params)
+        for p, grad in zip(self._params, gradients, strict=True):
+            p.grad = None if grad is None else grad.detach().clone()
+        self.resume_rng = state["epoch_rng"]
+        set_rng_state(state["rng"])
+        self._ready = True
+
+    def _make_schedule(self) -> Any:
+        s = self.settings
+        if s.schedule in (None, "none", "constant"):
+            return None
+        if s.max_steps is None:
+            raise ValueError(f"schedule '{s.schedule}' needs max_steps, the number of optimizer steps of the run.")
+        schedules = torch.optim.lr_scheduler
+        if s.schedule == "one_cycle":
+            peak = [group["lr"] for group in self.optimizer.param_groups]
+            return schedules.OneCycleLR(self.optimizer, max_lr=peak, total_steps=s.max_steps)
+        if s.schedule != "cosine":
+            raise ValueError(f"schedule is '{s.schedule}', expected 'cosine', 'one_cycle' or 'none'.")
+        if s.warmup_steps >= s.max_steps:
+            raise ValueError(f"warmup_steps is {s.warmup_steps} and max_steps {s.max_steps}. Warm up for fewer steps.")
+        floor = s.min_lr_ratio * max(group["lr"] for group in self.optimizer.param_groups)
+        if not s.warmup_steps:
+            return schedules.CosineAnnealingLR(self.optimizer, T_max=s.max_steps, eta_min=floor)
+        parts = [
+            schedules.LinearLR(self.optimizer, start_factor=1 / (s.warmup_steps + 1), total_iters=s.warmup_steps),
+            schedules.CosineAnnealingLR(self.optimizer, T_max=s.max_steps - s.warmup_steps, eta_min=floor),
+        ]
+        return schedules.SequentialLR(self.optimizer, parts, milestones=[s.warmup_steps])
+
+    # -- report --------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Return what was on, what was refused and why, and where the time went. Off the step path."""
+        timings: dict[str, float] = {}
+        counters: dict[str, float] = {"steps": self.global_step, "batches": self.batches}
+        verdict = ""
+        if self._timed:
+            means = [s / self._timed for s in self._seconds]
+            names = ("data", "forward", "backward", "tail")
+            timings = {name: mean for name, mean in zip(names, means, strict=True) if mean > 0}
+            timings["step"] = sum(means)
+            outside = (means[0] + means[3]) / timings["step"]
+            verdict = f"{1 - outside:.0%} of a step is forward and backward."
+            if means[0] > 0.1 * timings["step"]:
+                verdict = f"the loader holds the step back: {means[0] / timings['step']:.0%} of it is waiting for data."
+        if self._faults is not None and self.batches > self._faults[1]:
+            faults = int(_C.trainer.page_faults()) - self._faults[0]
+            counters["page_faults_per_batch"] = round(faults / (self.batches - self._faults[1]), 1)
+        lines: list[SettingLine] = self._preparation.lines
+        return Report(self.settings.level, list(lines), timings, counters, verdict)
+
+    def close(self) -> None:
+        """Take back the settings of the process: allocator, threads, denormals."""
+        self._preparation.revert_host()
+
+
+def _samples(batch: Any) -> int:
+    """Return the length of the first tensor of a batch; 0 where there is none."""
+    while isinstance(batch, (Mapping, Sequence)) and not isinstance(batch, str) and len(batch) > 0:
+        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+    return len(batch) if isinstance(batch, torch.Tensor) and batch.dim() > 0 else 0
+
+
+def _to_channels_last(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        wanted = batch.dim() == 4 and batch.is_floating_point()
+        return batch.contiguous(memory_format=torch.channels_last) if wanted else batch
+    if type(batch) in (tuple, list):
+        return type(batch)(_to_channels_last(item) for item in batch)
+    if type(batch) is dict:
+        return {key: _to_channels_last(item) for key, item in batch.items()}
+    return batch

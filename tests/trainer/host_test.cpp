@@ -1,0 +1,99 @@
+#include "oxytorch/trainer/host.h"
+
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cstdlib>
+
+#include "oxytorch/error.h"
+#include "oxytorch/system.h"
+
+namespace oxytorch {
+namespace {
+
+/// How many of a million denormal products torch's own kernel, on all its threads, leaves above zero.
+int64_t surviving_denormals() { return (at::full({1 << 20}, 1e-39F) * 0.5F > 0).sum().item<int64_t>(); }
+
+TEST(FlushDenormalsTest, ReachesEveryWorkerOfTorchAndGoesBack) {
+  ASSERT_EQ(surviving_denormals(), 1 << 20);
+  auto setting = flush_denormals();
+  ASSERT_TRUE(setting.is_applied()) << setting.reason();
+  EXPECT_EQ(surviving_denormals(), 0);
+  const auto state = flush_state();
+  EXPECT_EQ(state.flushing, state.threads);
+  EXPECT_FALSE(flush_denormals().is_applied()) << "a second call has nothing to do";
+  setting.revert();
+  EXPECT_EQ(surviving_denormals(), 1 << 20);
+  EXPECT_EQ(flush_state().flushing, 0);
+}
+
+TEST(FlushDenormalsTest, ThreadsMadeLaterFlushToo) {
+  const int before = at::get_num_threads();
+  auto setting = flush_denormals();
+  at::set_num_threads(before + 2);
+  EXPECT_EQ(surviving_denormals(), 0);
+  EXPECT_EQ(flush_state().flushing, before + 2);
+  at::set_num_threads(before);
+  setting.revert();
+}
+
+TEST(FlushDenormalsTest, BackwardRunsWhereDenormalsAreFlushed) {
+  auto setting = flush_denormals();
+  auto x = at::full({1 << 20}, 0.5F).requires_grad_();
+  (x * 1e-39F).sum().backward();
+  EXPECT_EQ((x.grad() > 0).sum().item<int64_t>(), 0);
+  setting.revert();
+}
+
+TEST(SizeThreadsTest, NeverAboveTheCoresOfThisProcess) {
+  const int before = at::get_num_threads();
+  const int usable = read_cores().usable_physical;
+  at::set_num_threads(usable + 3);
+  auto setting = size_threads();
+  EXPECT_TRUE(setting.is_applied()) << setting.reason();
+  EXPECT_EQ(at::get_num_threads(), usable);
+  EXPECT_FALSE(size_threads().is_applied());
+  EXPECT_FALSE(size_threads(usable + 5).is_applied()) << "a wish above the limit is capped";
+  setting.revert();
+  EXPECT_EQ(at::get_num_threads(), usable + 3);
+  at::set_num_threads(before);
+}
+
+TEST(SizeThreadsTest, TheEnvironmentIsObeyed) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(1);
+  setenv("OMP_NUM_THREADS", "1", 1);
+  const auto setting = size_threads();
+  unsetenv("OMP_NUM_THREADS");
+  EXPECT_FALSE(setting.is_applied());
+  EXPECT_NE(setting.reason().find("OMP_NUM_THREADS=1"), std::string::npos) << setting.reason();
+  EXPECT_EQ(at::get_num_threads(), 1);
+  at::set_num_threads(before);
+}
+
+TEST(SizeThreadsTest, LessThanOneIsRefused) { EXPECT_THROW(size_threads(0), Error); }
+
+TEST(AllocatorTest, LargeTensorsStopFaultingAndBitsStay) {
+  const auto work = [] {
+    at::Tensor sum = at::zeros({});
+    for (int i = 0; i < 20; ++i) sum = sum + at::ones({4 << 20}).mul_(0.5F).sum();
+    return sum;
+  };
+  const auto plain = work();
+  auto start = page_faults();
+  work();
+  const auto before = page_faults() - start;
+  auto setting = tune_allocator();
+  if (!setting.is_applied()) GTEST_SKIP() << setting.reason();
+  work();
+  start = page_faults();
+  const auto tuned = work();
+  const auto after = page_faults() - start;
+  EXPECT_TRUE(at::equal(plain, tuned));
+  EXPECT_LT(after, before / 4 + 100) << "faults before " << before << ", after " << after;
+  setting.revert();
+}
+
+}  // namespace
+}  // namespace oxytorch

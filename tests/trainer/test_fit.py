@@ -1,0 +1,233 @@
+"""The epoch loop: resume to the bit, signals, early stopping, callbacks, report."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oxytorch.trainer import Callback, FitResult, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def dataset() -> TensorDataset:
+    g = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(50, 12, generator=g), torch.randint(0, 5, (50,), generator=g))
+
+
+def build(level: str = "advanced", **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return Trainer(model, optimizer, nn.CrossEntropyLoss(), level, calibrate=False, **options)
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [t.detach().clone() for t in trainer.model.state_dict().values()]
+
+
+class StopAt(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+        if trainer.batches == self.batch:
+            trainer.stop("here")
+
+
+@pytest.mark.parametrize("level", ["basic", "advanced"])
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("stop", [3, 7, 9])
+def test_a_resumed_run_equals_the_whole_one(level: str, own_generator: bool, stop: int) -> None:
+    options: dict[str, Any] = {
+        "ema_decay": 0.9, "schedule": "cosine", "max_steps": 50, "accumulation_steps": 2, "clip_norm": 1.0
+    }  # fmt: skip
+
+    def loader() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(4) if own_generator else None
+        return DataLoader(dataset(), batch_size=8, shuffle=True, generator=generator)
+
+    whole = build(level, **options)
+    torch.manual_seed(11)
+    whole.fit(loader(), epochs=3)
+
+    first = build(level, **options)
+    torch.manual_seed(11)
+    result = first.fit(loader(), epochs=3, callbacks=[StopAt(stop)])
+    assert result.stop_reason == "here"
+    state = copy.deepcopy(first.state_dict())
+    second = build(level, **options)
+    torch.manual_seed(99)
+    second.load_state_dict(state)
+    result = second.fit(loader(), epochs=3)
+    assert result.stop_reason == "epochs"
+    assert second.global_step == whole.global_step
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(second), strict=True))
+    with whole.ema_weights(), second.ema_weights():
+        assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(second), strict=True))
+
+
+def test_state_survives_torch_save(tmp_path: Path) -> None:
+    trainer = build(ema_decay=0.9)
+    trainer.fit(DataLoader(dataset(), batch_size=10), epochs=1)
+    torch.save(trainer.state_dict(), tmp_path / "state.pt")
+    other = build(ema_decay=0.9)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+    assert all(torch.equal(a, b) for a, b in zip(weights(trainer), weights(other), strict=True))
+    with pytest.raises(ValueError, match="format"):
+        other.load_state_dict({})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_step_and_restores_the_handlers(number: int) -> None:
+    before = signal.getsignal(number)
+    trainer = build()
+    saved: list[int] = []
+    trainer.checkpointer = lambda t: saved.append(t.global_step)
+
+    def kill(t: Trainer, _loss: torch.Tensor) -> None:
+        if t.batches == 3:
+            os.kill(os.getpid(), number)
+
+    loader = DataLoader(dataset(), batch_size=8)
+    if number == signal.SIGINT:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(loader, epochs=5, callbacks=[kill])
+    else:
+        assert trainer.fit(loader, epochs=5, callbacks=[kill]).stop_reason == "SIGTERM"
+    assert signal.getsignal(number) is before
+    assert trainer.global_step == trainer.batches == 3
+    assert saved == [3]
+    assert all(p.grad is None for p in trainer.model.parameters())
+    trainer.fit(loader, epochs=1)
+    assert trainer.epoch == 1
+    assert trainer.global_step == 7
+
+
+def test_an_exception_restores_the_handlers_too() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def fail(_trainer: Trainer, _loss: torch.Tensor) -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        build().fit(DataLoader(dataset(), batch_size=8), callbacks=[fail])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_max_steps_epochs_and_callbacks() -> None:
+    calls: list[str] = []
+
+    class Log(Callback):
+        def on_fit_start(self, trainer: Trainer) -> None:
+            calls.append("start")
+
+        def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+            assert not loss.requires_grad
+            calls.append("step")
+
+        def on_epoch(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+            calls.append(f"epoch {metrics['epoch']:g}")
+
+        def on_fit_end(self, trainer: Trainer, result: FitResult) -> None:
+            calls.append(result.stop_reason)
+
+    trainer = build()
+    loader = DataLoader(dataset(), batch_size=25)
+    result = trainer.fit(loader, max_steps=3, callbacks=[Log()])
+    assert calls == ["start", "step", "step", "epoch 0", "step", "max_steps"]
+    assert (result.steps, len(result.history)) == (3, 1)
+    assert build().fit(loader).steps == 2, "one epoch where nothing is said"
+    with pytest.raises(ValueError, match="epochs"):
+        trainer.fit(loader, epochs=0)
+    with pytest.raises(ValueError, match="empty"):
+        build().fit([], epochs=1)
+
+
+def test_the_last_window_of_an_epoch_is_not_dropped() -> None:
+    trainer = build(accumulation_steps=4)
+    trainer.fit(DataLoader(dataset(), batch_size=8), epochs=2)
+    assert trainer.global_step == 4
+
+
+def test_early_stopping_and_plateau_go_by_the_validation() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(12, 5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    trainer = Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), calibrate=False, scheduler=plateau, early_stopping_patience=3
+    )
+    metrics = iter([3.0, 2.0, 2.5, 2.4, 2.3, 1.0])
+    result = trainer.fit(DataLoader(dataset(), batch_size=25), epochs=9, validate=lambda _t: next(metrics))
+    assert result.stop_reason == "early_stopping"
+    assert [m["validation"] for m in result.history] == [3.0, 2.0, 2.5, 2.4, 2.3]
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.1 / 8
+
+
+def test_evaluate_is_the_mean_loss_in_eval_mode() -> None:
+    trainer = build()
+    trainer.fit(DataLoader(dataset(), batch_size=10), epochs=1)
+    loader = DataLoader(dataset(), batch_size=10)
+    trainer.model.train()
+    value = trainer.evaluate(loader)
+    assert trainer.model.training
+    trainer.model.eval()
+    with torch.no_grad(), trainer._scope:
+        losses = [float(nn.functional.cross_entropy(trainer.model(x), y)) for x, y in loader]
+    assert value == pytest.approx(sum(losses) / len(losses))
+
+
+def test_the_bar_reads_nothing_where_it_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+    build().fit(DataLoader(dataset(), batch_size=25), epochs=1, progress=False)
+    assert capsys.readouterr().err == ""
+    build().fit(DataLoader(dataset(), batch_size=25), epochs=1, progress=True)
+    assert "training" in (text := capsys.readouterr().err) or "loss" in text
+
+
+def test_report(tmp_path: Path) -> None:
+    trainer = build(clip_norm=1.0)
+    trainer.fit(DataLoader(dataset(), batch_size=5), epochs=1)
+    report = trainer.report()
+    names = {line.name for line in report.settings}
+    assert {"allocator", "threads", "flush_denormals", "precision", "channels_last", "attention", "step_tail"} <= names
+    assert all(line.reason for line in report.settings)
+    assert report["step_tail"].state == "on"
+    assert report.timings["step"] == pytest.approx(sum(v for k, v in report.timings.items() if k != "step"))
+    assert report.counters["steps"] == 10
+    text = str(report)
+    assert "step_tail" in text
+    assert "forward" in text
+    report.to_json(tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["level"] == "advanced"
+    report.to_html(tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "step_tail" in page
+    assert "http" not in page
+
+
+def test_unknown_optimizers_are_kept_and_said_so() -> None:
+    model = nn.Linear(12, 5)
+    optimizer = torch.optim.Rprop(model.parameters())
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), calibrate=False)
+    assert trainer.optimizer is optimizer
+    line = trainer.report()["step_tail"]
+    assert line.state == "refused"
+    assert "Rprop" in line.reason
+
+
+def test_close_takes_the_process_settings_back() -> None:
+    def denormal() -> float:
+        return float((torch.full((4,), 1e-39) * 0.5)[0])
+
+    trainer = build()
+    trainer.step((torch.randn(4, 12), torch.zeros(4, dtype=torch.long)))
+    assert denormal() == 0.0
+    trainer.close()
+    assert denormal() > 0.0

@@ -1,0 +1,309 @@
+#include "oxytorch/trainer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <csignal>
+#include <sstream>
+#include <stdexcept>
+
+#include "oxytorch/error.h"
+#include "oxytorch/optim.h"
+
+namespace oxytorch {
+namespace {
+
+torch::nn::Sequential make_model() {
+  torch::manual_seed(0);
+  return torch::nn::Sequential(torch::nn::Linear(6, 16), torch::nn::BatchNorm1d(16), torch::nn::ReLU(),
+                               torch::nn::Dropout(0.2), torch::nn::Linear(16, 3));
+}
+
+std::vector<Batch> make_batches(int count, int64_t size = 8) {
+  torch::manual_seed(3);
+  std::vector<Batch> batches;
+  for (int i = 0; i < count; ++i) batches.push_back({torch::randn({size, 6}), torch::randint(0, 3, {size})});
+  return batches;
+}
+
+struct Example {
+  at::Tensor data, target;
+};
+
+std::vector<Example> make_loader(int count) {
+  std::vector<Example> loader;
+  for (auto& batch : make_batches(count)) loader.push_back({batch.input, batch.target});
+  return loader;
+}
+
+LossFunction loss_of(torch::nn::Sequential model) { return supervised(model, torch::nn::CrossEntropyLoss()); }
+
+std::vector<at::Tensor> weights(const torch::nn::Sequential& model) {
+  std::vector<at::Tensor> all;
+  for (const auto& tensor : model->parameters()) all.push_back(tensor.detach().clone());
+  for (const auto& tensor : model->buffers()) all.push_back(tensor.detach().clone());
+  return all;
+}
+
+void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << "tensor " << i;
+}
+
+PerformanceConfig settings(std::initializer_list<std::pair<const char*, ConfigValue>> values,
+                           const char* level = "advanced") {
+  PerformanceConfig config(level);
+  for (const auto& [key, value] : values) config.set(key, value);
+  return config;
+}
+
+PerformanceConfig exact(std::initializer_list<std::pair<const char*, ConfigValue>> values = {}) {
+  auto config = settings(values);
+  config.set("precision", std::string("fp32"));
+  config.set("channels_last", std::string("off"));
+  config.set("attention", std::string("default"));
+  return config;
+}
+
+TEST(TrainerTest, BasicKeepsEveryBitOfThePlainLoop) {
+  const auto batches = make_batches(20);
+  auto reference = make_model();
+  auto model = make_model();
+  torch::optim::AdamW plain(reference->parameters(), torch::optim::AdamWOptions(1e-2));
+  torch::manual_seed(9);
+  for (const auto& batch : batches) {
+    torch::nn::functional::cross_entropy(reference->forward(batch.input), batch.target).backward();
+    plain.step();
+    plain.zero_grad();
+  }
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
+  Trainer trainer(*model, optimizer, loss_of(model), "basic");
+  torch::manual_seed(9);
+  for (const auto& batch : batches) trainer.step(batch);
+  expect_equal(weights(reference), weights(model));
+  EXPECT_EQ(trainer.global_step(), 20);
+  trainer.revert_host_settings();
+}
+
+TEST(TrainerTest, CalibrationLeavesNoTrace) {
+  const auto batches = make_batches(10);
+  std::vector<std::vector<at::Tensor>> ends;
+  std::string precision = "auto";
+  for (int run = 0; run < 2; ++run) {
+    auto model = make_model();
+    optim::AdamW optimizer(model->parameters(), optim::AdamWOptions(1e-2));
+    Trainer trainer(*model, optimizer, loss_of(model),
+                    settings({{"precision", precision}, {"attention", std::string(run ? "default" : "auto")}}));
+    torch::manual_seed(9);
+    for (const auto& batch : batches) trainer.step(batch);
+    for (const auto& line : trainer.settings()) {
+      if (line.name == "precision") precision = line.state == "on" ? "bf16" : "fp32";
+      // The second run must take the same attention path; this model has none, so any path is the same.
+    }
+    ends.push_back(weights(model));
+    trainer.revert_host_settings();
+  }
+  expect_equal(ends[0], ends[1]);
+}
+
+TEST(TrainerTest, AccumulationDividesByTheBatchesThereWere) {
+  auto reference = torch::nn::Sequential(torch::nn::Linear(6, 3));
+  auto model = torch::nn::Sequential(torch::nn::Linear(6, 3));
+  {
+    torch::NoGradGuard quiet;
+    for (size_t i = 0; i < 2; ++i) model->parameters()[i].copy_(reference->parameters()[i]);
+  }
+  const auto batches = make_batches(7, 4);
+  optim::SGD plain(reference->parameters(), optim::SGDOptions(0.5));
+  for (const auto& [first, last] : {std::pair<size_t, size_t>{0, 4}, {4, 7}}) {
+    std::vector<at::Tensor> x, y;
+    for (size_t i = first; i < last; ++i) {
+      x.push_back(batches[i].input);
+      y.push_back(batches[i].target);
+    }
+    torch::nn::functional::cross_entropy(reference->forward(torch::cat(x)), torch::cat(y)).backward();
+    plain.step();
+    plain.zero_grad();
+  }
+  optim::SGD optimizer(model->parameters(), optim::SGDOptions(0.5));
+  Trainer trainer(*model, optimizer, loss_of(model), exact({{"accumulation_steps", int64_t{4}}}));
+  for (const auto& batch : batches) trainer.step(batch);
+  EXPECT_EQ(trainer.global_step(), 1);
+  EXPECT_TRUE(trainer.flush());
+  EXPECT_FALSE(trainer.flush());
+  for (size_t i = 0; i < 2; ++i) {
+    EXPECT_TRUE(at::allclose(reference->parameters()[i], model->parameters()[i], 1e-5, 1e-6));
+  }
+  trainer.revert_host_settings();
+}
+
+TEST(TrainerTest, ClipAndAverageFollowTheirFormulas) {
+  auto reference = make_model();
+  auto model = make_model();
+  optim::SGD plain(reference->parameters(), optim::SGDOptions(0.1));
+  optim::SGD optimizer(model->parameters(), optim::SGDOptions(0.1));
+  Trainer trainer(*model, optimizer, loss_of(model), exact({{"clip_norm", 0.05}, {"ema_decay", 0.5}}));
+  std::vector<at::Tensor> average;
+  for (const auto& p : reference->parameters()) average.push_back(p.detach().clone());
+  for (const auto& batch : make_batches(4)) {
+    torch::manual_seed(9);
+    torch::nn::functional::cross_entropy(reference->forward(batch.input), batch.target).backward();
+    torch::nn::utils::clip_grad_norm_(reference->parameters(), 0.05);
+    plain.step();
+    plain.zero_grad();
+    torch::NoGradGuard quiet;
+    for (size_t i = 0; i < average.size(); ++i) average[i].lerp_(reference->parameters()[i], 0.5);
+    torch::AutoGradMode loud(true);
+    torch::manual_seed(9);
+    trainer.step(batch);
+  }
+  const auto own = weights(model);
+  {
+    const auto guard = trainer.ema_weights();
+    const auto inside = model->parameters();
+    for (size_t i = 0; i < average.size(); ++i) EXPECT_TRUE(at::allclose(inside[i], average[i], 1e-5, 1e-6));
+  }
+  expect_equal(own, weights(model));
+  trainer.revert_host_settings();
+}
+
+TEST(TrainerTest, AFailingLossLeavesNoHalfStep) {
+  auto model = make_model();
+  optim::AdamW optimizer(model->parameters());
+  bool fail = false;
+  const auto inner = loss_of(model);
+  Trainer trainer(
+      *model, optimizer,
+      [&](const Batch& batch) {
+        auto loss = inner(batch);
+        if (fail) throw std::domain_error("the user's own");
+        return loss;
+      },
+      exact({{"accumulation_steps", int64_t{2}}}));
+  const auto batches = make_batches(4);
+  trainer.step(batches[0]);
+  fail = true;
+  EXPECT_THROW(trainer.step(batches[1]), std::domain_error);
+  for (const auto& p : model->parameters()) EXPECT_FALSE(p.grad().defined());
+  EXPECT_EQ(trainer.batches(), 1);
+  fail = false;
+  trainer.step(batches[2]);
+  EXPECT_EQ(trainer.global_step(), 0) << "the window starts anew";
+  trainer.step(batches[3]);
+  EXPECT_EQ(trainer.global_step(), 1);
+  trainer.revert_host_settings();
+}
+
+TEST(TrainerTest, ALossThatIsNoScalarIsRefused) {
+  auto model = make_model();
+  optim::AdamW optimizer(model->parameters());
+  Trainer trainer(*model, optimizer, [&](const Batch& batch) { return model->forward(batch.input); }, exact());
+  EXPECT_THROW(trainer.step(make_batches(1)[0]), Error);
+  EXPECT_THROW(Trainer(*model, optimizer, nullptr, exact({{"schedule", std::string("cosine")}})), Error);
+  trainer.revert_host_settings();
+}
+
+TEST(TrainerTest, AnArchiveContinuesTheRunToTheBit) {
+  const auto config = exact({{"schedule", std::string("cosine")}, {"max_steps", int64_t{20}}, {"ema_decay", 0.9}});
+  const auto batches = make_batches(12);
+  auto whole = make_model();
+  optim::AdamW whole_optimizer(whole->parameters(), optim::AdamWOptions(1e-2));
+  Trainer first(*whole, whole_optimizer, loss_of(whole), config);
+  torch::manual_seed(5);
+  for (size_t i = 0; i < 6; ++i) first.step(batches[i]);
+  std::stringstream stream;
+  {
+    torch::serialize::OutputArchive archive;
+    first.save(archive);
+    archive.save_to(stream);
+  }
+  for (size_t i = 6; i < 12; ++i) first.step(batches[i]);
+
+  auto resumed = make_model();
+  optim::AdamW resumed_optimizer(resumed->parameters(), optim::AdamWOptions(1e-2));
+  Trainer second(*resumed, resumed_optimizer, loss_of(resumed), config);
+  torch::serialize::InputArchive archive;
+  archive.load_from(stream);
+  second.load(archive);
+  EXPECT_EQ(second.global_step(), 6);
+  for (size_t i = 6; i < 12; ++i) second.step(batches[i]);
+  expect_equal(weights(whole), weights(resumed));
+  EXPECT_EQ(whole_optimizer.param_groups()[0].options().get_lr(),
+            resumed_optimizer.param_groups()[0].options().get_lr());
+  first.revert_host_settings();
+}
+
+TEST(TrainerTest, FitStopsForEachReason) {
+  auto loader = make_loader(5);
+  const auto run = [&](PerformanceConfig config, int64_t epochs, int64_t steps) {
+    auto model = make_model();
+    optim::AdamW optimizer(model->parameters());
+    Trainer trainer(*model, optimizer, loss_of(model), std::move(config));
+    return trainer.fit(loader, epochs, steps);
+  };
+  EXPECT_EQ(run(exact(), 2, 0).stop_reason, "epochs");
+  EXPECT_EQ(run(exact(), 2, 0).steps, 10);
+  EXPECT_EQ(run(exact(), 2, 7).steps, 7);
+  EXPECT_EQ(run(exact({{"max_steps", int64_t{3}}}), 0, 0).stop_reason, "max_steps");
+  EXPECT_EQ(run(exact({{"accumulation_steps", int64_t{4}}}), 2, 0).steps, 4);
+  const auto early = run(exact({{"early_stopping_patience", int64_t{1}}, {"early_stopping_min_delta", 100.0}}), 9, 0);
+  EXPECT_EQ(early.stop_reason, "early_stopping");
+  EXPECT_EQ(early.losses.size(), 2);
+  EXPECT_THROW(run(exact(), 0, 0), Error);
+}
+
+TEST(TrainerTest, ASignalEndsTheStepAndTheHandlersComeBack) {
+  auto loader = make_loader(5);
+  auto model = make_model();
+  optim::AdamW optimizer(model->parameters());
+  const auto inner = loss_of(model);
+  int calls = 0;
+  Trainer trainer(
+      *model, optimizer,
+      [&](const Batch& batch) {
+        if (++calls == 3) std::raise(SIGTERM);
+        return inner(batch);
+      },
+      exact());
+  struct sigaction before {
+  }, after{};
+  sigaction(SIGTERM, nullptr, &before);
+  const auto result = trainer.fit(loader, 5);
+  sigaction(SIGTERM, nullptr, &after);
+  EXPECT_EQ(result.stop_reason, "SIGTERM");
+  EXPECT_EQ(trainer.global_step(), 3);
+  EXPECT_EQ(before.sa_handler, after.sa_handler);
+}
+
+TEST(TrainerTest, HalfPrecisionScalesInsideTheTail) {
+  auto model = make_model();
+  optim::AdamW optimizer(model->parameters());
+  Trainer trainer(*model, optimizer, loss_of(model), settings({{"precision", std::string("fp16")}}));
+  auto batches = make_batches(2);
+  trainer.step(batches[0]);
+  const auto before = weights(model);
+  batches[1].input.fill_(std::numeric_limits<float>::infinity());
+  trainer.step(batches[1]);
+  const auto after = weights(model);
+  for (size_t i = 0; i < model->parameters().size(); ++i) EXPECT_TRUE(at::equal(before[i], after[i]));
+  EXPECT_EQ(optimizer.tail_stats().skipped.item<int64_t>(), 1);
+  trainer.revert_host_settings();
+}
+
+TEST(TrainerTest, ReportNamesEachSetting) {
+  auto model = make_model();
+  optim::AdamW optimizer(model->parameters());
+  Trainer trainer(*model, optimizer, loss_of(model));
+  for (const auto& batch : make_batches(3)) trainer.step(batch);
+  const auto text = trainer.report();
+  for (const char* name : {"allocator", "threads", "flush_denormals", "step_tail", "precision", "channels_last",
+                           "attention", "grad_scaler", "backward"}) {
+    EXPECT_THAT(text, ::testing::HasSubstr(name));
+  }
+  EXPECT_THAT(trainer.report_json(), ::testing::StartsWith("{\"level\": \"advanced\""));
+  trainer.revert_host_settings();
+}
+
+}  // namespace
+}  // namespace oxytorch
