@@ -1,11 +1,13 @@
 /// Every room at once. It reaches LibTorch: a program on Oxytorch::core includes the rooms that it needs.
 #pragma once
 
+#include "oxytorch/amp.h"
 #include "oxytorch/api.h"
 #include "oxytorch/backend.h"
 #include "oxytorch/clock.h"
 #include "oxytorch/config.h"
 #include "oxytorch/error.h"
+#include "oxytorch/host.h"
 #include "oxytorch/isa.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/monitor.h"
@@ -14,5 +16,6 @@
 #include "oxytorch/spelling.h"
 #include "oxytorch/statistics.h"
 #include "oxytorch/system.h"
+#include "oxytorch/trainer.h"
 #include "oxytorch/units.h"
 #include "oxytorch/version.h"

@@ -19,7 +19,9 @@ from .backend import available_backends as available_backends
 
 __version__: str = _C.__version__
 
+from . import amp as amp
 from . import monitor as monitor
 from .config import PerformanceConfig as PerformanceConfig
 from .info import info as info
 from .monitor import PerformanceMonitor as PerformanceMonitor
+from .trainer import Trainer as Trainer

@@ -10,10 +10,12 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
+#include <ATen/record_function.h>
 #include <torch/types.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -85,6 +87,27 @@ std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) 
   return all;
 }
 
+std::atomic<bool> flash_seen{false};
+
+/// True where `forward` runs flash attention on this thread.
+bool uses_flash(const std::function<at::Tensor()>& forward) {
+  flash_seen = false;
+  const auto handle = at::addThreadLocalCallback(
+      at::RecordFunctionCallback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+        if (std::string_view(call.name()).find("flash_attention") != std::string_view::npos) flash_seen = true;
+        return nullptr;
+      }).scopes({at::RecordScope::FUNCTION}));
+  try {
+    at::NoGradGuard no_grad;
+    forward();
+  } catch (...) {
+    at::removeCallback(handle);
+    throw;
+  }
+  at::removeCallback(handle);
+  return flash_seen;
+}
+
 bool has_convolution(const torch::nn::Module& model) {
   const auto parameters = model.parameters();
   return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.dim() == 4; });
@@ -114,7 +137,9 @@ struct Trainer::Impl {
 
   void host_settings() {
     const auto keep = [this](HostSetting setting, const char* otherwise) {
-      add({setting.name(), setting.is_applied() ? "on" : otherwise, setting.reason(), setting.cost(), {}});
+      // Another trainer of this process may have applied it.
+      const bool on = setting.is_applied() || setting.reason().find("already") != std::string::npos;
+      add({setting.name(), on ? "on" : otherwise, setting.reason(), setting.cost(), {}});
       host.push_back(std::move(setting));
     };
     if (config.word("allocator") != "system") {
@@ -190,6 +215,11 @@ struct Trainer::Impl {
     channels_last = on;
   }
 
+  /// A tail that has stepped holds its parameters' memory, so their layout stays.
+  [[nodiscard]] bool may_change_layout() const {
+    return has_convolution(model) && !(tail && tail->tail_stats().grad_norm.defined());
+  }
+
   void set_attention(bool math) { math_attention = math; }
 
   void keep(const char* name, const std::string& what, const calibrate::Trial& trial,
@@ -211,8 +241,8 @@ struct Trainer::Impl {
     const auto advice = amp::recommend_dtype(device.type());
     const auto precision = config.word("precision");
     const bool try_bf16 = precision == "auto" && advice.dtype == at::kBFloat16;
-    const bool try_layout = config.word("channels_last") == "auto" && has_convolution(model);
-    const bool try_math = config.word("attention") == "auto";
+    const bool try_layout = config.word("channels_last") == "auto" && may_change_layout();
+    bool try_math = config.word("attention") == "auto";
     bool measure = batch && device.is_cpu() && (try_bf16 || try_layout || try_math);
     if (measure) {
       calibrate::Escrow escrow(model, parameters);
@@ -223,7 +253,8 @@ struct Trainer::Impl {
       };
       if (measure && try_bf16) decide("precision", "bf16 autocast", [this](bool on) { set_bf16(on); });
       if (measure && try_layout) decide("channels_last", "channels_last", [this](bool on) { set_layout(on); });
-      if (measure && try_math) decide("attention", "the math path", [this](bool on) { set_attention(on); });
+      try_math = try_math && measure && uses_flash(compute);
+      if (try_math) decide("attention", "the math path", [this](bool on) { set_attention(on); });
     }
     if (!(measure && try_bf16)) precision_by_rule(precision, advice);
     if (!(measure && try_layout)) layout_by_rule();
@@ -246,12 +277,16 @@ struct Trainer::Impl {
 
   void layout_by_rule() {
     const auto wanted = config.word("channels_last");
-    const bool convolves = has_convolution(model);
+    const bool convolves = may_change_layout();
     set_layout(convolves && wanted != "off");
     if (wanted == "off") {
       add({"channels_last", "off", "the model's own layout was asked for.", "", {}});
     } else if (!convolves) {
-      add({"channels_last", "refused", "the model has no 2-D convolution.", "", {}});
+      add({"channels_last",
+           "refused",
+           "the model has no 2-D convolution, or its optimizer has already stepped.",
+           "",
+           {}});
     } else {
       add({"channels_last", "on", "convolutions run best so; not measured.", "sums are rounded in another order.", {}});
     }

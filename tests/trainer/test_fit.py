@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,12 +224,28 @@ def test_unknown_optimizers_are_kept_and_said_so() -> None:
     assert "Rprop" in line.reason
 
 
-def test_close_takes_the_process_settings_back() -> None:
-    def denormal() -> float:
-        return float((torch.full((4,), 1e-39) * 0.5)[0])
+CLOSE = """
+import torch
+from oxytorch.trainer import Trainer
 
-    trainer = build()
-    trainer.step((torch.randn(4, 12), torch.zeros(4, dtype=torch.long)))
-    assert denormal() == 0.0
-    trainer.close()
-    assert denormal() > 0.0
+
+def denormal():
+    return float((torch.full((4,), 1e-39) * 0.5)[0])
+
+
+model = torch.nn.Linear(12, 5)
+trainer = Trainer(model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), calibrate=False)
+assert denormal() == 0.0
+again = Trainer(model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), calibrate=False)
+assert again.report()["flush_denormals"].state == "on"
+again.close()
+assert denormal() == 0.0, "the settings of the first trainer stay"
+trainer.close()
+assert denormal() > 0.0
+"""
+
+
+def test_close_takes_the_process_settings_back() -> None:
+    subprocess.run(
+        [sys.executable, "-c", CLOSE], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )

@@ -55,7 +55,8 @@ class Preparation:
 
     def _host_line(self, setting: Any, gain: float | None = None) -> None:
         self._host.append(setting)
-        state = "on" if setting.is_applied else "refused"
+        # Another trainer of this process may have applied it.
+        state = "on" if setting.is_applied or "already" in setting.reason else "refused"
         self.lines.append(SettingLine(setting.name, state, setting.reason, setting.cost, gain))
 
     def _apply_allocator(self) -> None:
@@ -111,8 +112,8 @@ class Preparation:
             SettingLine(
                 "step_tail",
                 "on",
-                f"torch's {type(optimizer).__name__} was replaced by that of oxytorch.optim: clip, update and EMA are one "
-                "native call. Groups and state stay shared with the old object.",
+                f"torch's {type(optimizer).__name__} was replaced by that of oxytorch.optim: clip, update and EMA "
+                "are one native call. Groups and state stay shared with the old object.",
                 f"a step whose gradients are not finite: {s.nonfinite}.",
             )
         )
@@ -155,6 +156,10 @@ class Preparation:
             return False
         if hasattr(batch, "__next__"):
             return False
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._trainer._params):
+            return False  # such hooks may step
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return False  # each rank might decide otherwise
         lazy = torch.nn.parameter.UninitializedParameter
         return not any(isinstance(p, lazy) for p in self._trainer.model.parameters())
 
@@ -168,6 +173,7 @@ class Preparation:
             self._set_precision("fp32")
             self._set_layout(False)
             trainer._scope.math_attention = False
+            self.lines = [line for line in self.lines if line.name not in self._decided]
             return False
         finally:
             escrow.release()
