@@ -57,6 +57,7 @@ class Contender:
 
     name: str
     step: Callable[[], object]
+    params: list[Tensor]
     seconds: list[float] = field(default_factory=list)
     repeats: int = 1
 
@@ -96,7 +97,7 @@ def torch_contender(name: str, sizes: list[int], scaled: bool, **how: bool) -> C
         scaler.update()
         average()
 
-    return Contender(name, scaled_step if scaled else step)
+    return Contender(name, scaled_step if scaled else step, params)
 
 
 def expert_contender(sizes: list[int]) -> Contender:
@@ -114,29 +115,29 @@ def expert_contender(sizes: list[int]) -> Contender:
         with torch.no_grad():
             torch._foreach_lerp_(ema, params, 1.0 - EMA_DECAY)
 
-    return Contender(EXPERT, step)
+    return Contender(EXPERT, step, params)
 
 
 def alone_contender(sizes: list[int]) -> Contender:
     """torch's fused AdamW kernel by itself: the yardstick of the byte rate."""
-    optimizer = torch.optim.AdamW(make_params(sizes), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    return Contender(ALONE, optimizer.step)
+    params = make_params(sizes)
+    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    return Contender(ALONE, optimizer.step, params)
 
 
 def our_contender(sizes: list[int], scaled: bool) -> Contender:
     """`oxytorch.optim.AdamW`, whose step is the whole tail."""
-    optimizer = oxytorch.optim.AdamW(
-        make_params(sizes), lr=LR, weight_decay=WEIGHT_DECAY, clip_norm=MAX_NORM, ema_decay=EMA_DECAY
-    )
+    params = make_params(sizes)
+    optimizer = oxytorch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, clip_norm=MAX_NORM, ema_decay=EMA_DECAY)
     if not scaled:
-        return Contender(OURS, optimizer.step)
+        return Contender(OURS, optimizer.step, params)
     scaler = make_scaler(oxytorch.amp.GradScaler)
 
     def step() -> None:
         scaler.step(optimizer)
         scaler.update()
 
-    return Contender(OURS, step)
+    return Contender(OURS, step, params)
 
 
 def make_scaler(kind: Any) -> Any:

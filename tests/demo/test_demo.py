@@ -18,7 +18,6 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-import oxytorch
 from oxytorch.demo import measure, plan, workloads
 from oxytorch.demo.driver import Block, Run, WorkerFailed, WorkerProcess, python_command, race
 from oxytorch.demo.present import sentences, to_json
@@ -203,7 +202,6 @@ def test_workers_end_with_the_coordinator() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(oxytorch, "Trainer"), reason="no Trainer in this build")
 def test_quick_demo_writes_table_report_and_json(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "oxytorch", "demo", "--quick", "--only", "mlp", "--out", "report"]
     done = subprocess.run(

@@ -64,8 +64,8 @@ class Contender(Protocol):
         """The averaged weights beside the model's buffers, by name, as a copy."""
         ...
 
-    def notes(self) -> list[dict[str, Any]]:
-        """What was on and what was refused, for the report."""
+    def report(self) -> dict[str, Any] | None:
+        """A trainer's account of itself: ``settings`` and ``timings``."""
         ...
 
 
@@ -104,9 +104,8 @@ class Plain:
         """The averaged weights beside the model's buffers."""
         return _averaged(self.model, self.ema)
 
-    def notes(self) -> list[dict[str, Any]]:
+    def report(self) -> None:
         """Nothing to say."""
-        return []
 
 
 @dataclass(frozen=True)
@@ -167,9 +166,8 @@ class Stock:
         """The averaged weights beside the model's buffers."""
         return _averaged(self.model, self.ema)
 
-    def notes(self) -> list[dict[str, Any]]:
+    def report(self) -> None:
         """Nothing to say."""
-        return []
 
 
 def _averaged(model: nn.Module, ema: list[Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from .workloads import library_text
 
 __all__ = ["build_program", "race_cpp"]
 
-CONTENDERS = {"torch": "torch", "oxytorch fp32": "oxytorch-fp32", "oxytorch": "oxytorch"}
+CONTENDERS = {"torch": "torch", "oxytorch optim": "tail", "oxytorch trainer": "trainer"}
 STARTS, MOST_STEPS, LEAST_STEPS, BLOCK = 3, 48, 16, 4
 
 

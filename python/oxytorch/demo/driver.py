@@ -136,6 +136,7 @@ class Run:
     held_out_loss: float = float("nan")
     peak_bytes: int = 0
     notes: list[dict[str, Any]] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 def _number(value: float | None) -> float:
@@ -200,7 +201,9 @@ def race(
                 answer = worker.receive(timeout)
                 runs[name].held_out_loss = _number(answer["held_out_loss"])
                 runs[name].peak_bytes = int(answer["peak_bytes"])
-                runs[name].notes = list(answer["notes"])
+                report = answer["report"] or {}
+                runs[name].notes = list(report.get("settings", []))
+                runs[name].phases = dict(report.get("timings", {}))
         return runs
     finally:
         for worker in workers.values():

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .driver import Block, Start
+from .driver import Block, Run, Start
 
 __all__ = ["Interval", "Row", "WorkloadResult", "block_seconds", "summarise", "two_level_interval"]
 
@@ -56,6 +56,18 @@ def _block_outside(block: Block) -> float:
     if block.inner is None:
         return math.nan
     return 1.0 - sum(_timed(block.inner)) / sum(_timed(block.seconds))
+
+
+def _outside_share(runs: list[Run], blocks: NDArray[np.float64]) -> float:
+    if not np.isnan(blocks).any():
+        return float(np.median(blocks))
+    # Not seen from outside: what the trainer measured around its own phases, means over its steps.
+    shares = []
+    for run in runs:
+        phases = {name: seconds for name, seconds in run.phases.items() if name != "step"}
+        if {"forward", "backward"} <= phases.keys():
+            shares.append(1.0 - (phases["forward"] + phases["backward"]) / sum(phases.values()))
+    return float(np.median(shares)) if shares else math.nan
 
 
 @dataclass(frozen=True)
@@ -176,7 +188,7 @@ def summarise(workload: Subject, choice: str, starts: list[Start]) -> WorkloadRe
                 speedup_stock=(
                     two_level_interval(seconds["stock"] / seconds[contender]) if "stock" in seconds else None
                 ),
-                outside_share=float(np.median(table(contender, _block_outside))),
+                outside_share=_outside_share(runs, table(contender, _block_outside)),
                 peak_bytes=float(np.median([run.peak_bytes for run in runs])),
                 page_faults_per_step=float(
                     np.median([block.page_faults / len(block.seconds) for run in runs for block in run.blocks[1:]])

@@ -27,7 +27,8 @@ class Ours:
             self.model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.lr_factor(steps))
-        self.trainer: Any = vars(oxytorch)["Trainer"](
+        options: dict[str, Any] = {"compile": "default"} if compiled else {}
+        self.trainer = oxytorch.Trainer(
             self.model,
             optimizer,
             loss,
@@ -35,19 +36,18 @@ class Ours:
             scheduler=schedule,
             clip_norm=recipe.clip_norm,
             ema_decay=recipe.ema_decay,
-            **({"compile": "default"} if compiled else {}),
+            **options,
         )
 
     def step(self, batch: Batch) -> Tensor:
         """One optimizer step."""
-        loss: Tensor = self.trainer.step(batch)
-        return loss
+        return self.trainer.step(batch)
 
     def averaged(self) -> dict[str, Tensor]:
         """The averaged weights beside the model's buffers."""
         with self.trainer.ema_weights():
             return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
 
-    def notes(self) -> list[dict[str, Any]]:
+    def report(self) -> dict[str, Any]:
         """The trainer's account of its settings."""
-        return list(self.trainer.report().to_dict()["settings"])
+        return self.trainer.report().to_dict()

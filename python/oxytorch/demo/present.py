@@ -28,7 +28,7 @@ __all__ = [
     "write_whole",
 ]
 
-OURS = frozenset({"basic", "advanced", "advanced compiled", "oxytorch", "oxytorch fp32"})
+OURS = frozenset({"basic", "advanced", "advanced compiled", "oxytorch optim", "oxytorch trainer"})
 """Contenders whose held-out loss decides the exit status."""
 
 

@@ -155,7 +155,7 @@ class Worker:
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
         return {
             "seconds": seconds,
-            "inner": inner if self.clock.saw_backward else None,
+            "inner": inner if self.clock.saw_backward else [],
             "losses": [float(loss) for loss in losses],
             "page_faults": faults,
         }
@@ -166,7 +166,7 @@ class Worker:
         return {
             "peak_bytes": peak * 1024,
             "held_out_loss": _held_out_loss(self.workload, self.contender.averaged()),
-            "notes": self.contender.notes(),
+            "report": self.contender.report(),
         }
 
 
