@@ -21,6 +21,7 @@ __version__: str = _C.__version__
 
 from . import amp as amp
 from . import monitor as monitor
+from . import optim as optim
 from .config import PerformanceConfig as PerformanceConfig
 from .info import info as info
 from .monitor import PerformanceMonitor as PerformanceMonitor

@@ -175,6 +175,7 @@ class _TailOptimizer(torch.optim.Optimizer):
     _tail: _native.StepTail | None = None
     _tail_options: TailOptions
     _loaded_ema: list[Tensor | None] | None = None
+    _built_params: list[Tensor]
 
     def _init_tail(self, tail: TailOptions) -> None:
         self._tail_options = _with_defaults(tail)
@@ -247,7 +248,7 @@ class _TailOptimizer(torch.optim.Optimizer):
             return self._build()
         return tail if tail.matches(self.param_groups) else self._build()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step: finite check, unscale, clip, update, moving average and statistics in one native call.
 
         Parameters
@@ -273,7 +274,7 @@ class _TailOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if any(group.get("differentiable") for group in self.param_groups):
             # Differentiating through a step needs torch's own composition of operators.
-            super().step(None)  # type: ignore[arg-type]
+            super().step(None)
             return loss
         tail = self._step_tail()
         grad_scale = getattr(self, "grad_scale", None)

@@ -53,15 +53,14 @@ def referee_step(
     norm = torch.sqrt(sum((g * g).sum() for g in wide))
     coefficient = min(1.0, MAX_NORM / (float(norm) + 1e-6))
     out = []
-    for p, g, (m, v) in zip(params, wide, state, strict=True):
-        g = g * coefficient
-        size = beta1 * m.double().abs() + (1 - beta1) * g.abs()
-        m = beta1 * m.double() + (1 - beta1) * g
-        v = beta2 * v.double() + (1 - beta2) * g * g
+    for p, unclipped, (old_m, old_v) in zip(params, wide, state, strict=True):
+        g = unclipped * coefficient
+        size = beta1 * old_m.double().abs() + (1 - beta1) * g.abs()
+        m = beta1 * old_m.double() + (1 - beta1) * g
+        v = beta2 * old_v.double() + (1 - beta2) * g * g
         rate = lr / (1 - beta1**step) / (torch.sqrt(v) / (1 - beta2**step) ** 0.5 + eps)
-        size = torch.maximum(p.double().abs(), rate * size)
-        p = p.double() * (1 - lr * decay) - rate * m
-        out.append((p, v, torch.maximum(size, p.abs())))
+        new = p.double() * (1 - lr * decay) - rate * m
+        out.append((new, v, torch.stack([p.double().abs(), rate * size, new.abs()]).amax(0)))
     return out
 
 
