@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 
-#include <cmath>
+#include <algorithm>
+
+#include "optim/fused.h"
 
 namespace oxytorch::optim {
 namespace {
@@ -91,9 +93,13 @@ struct Update {
     }
     assign(param, updated, skip);
     if (param_norm.defined()) param_norm.copy_(at::linalg_vector_norm(param, 2, std::nullopt, false));
+  }
+
+  // What follows every update, whoever made it.
+  void finish(const CompositeParam& p) const {
     if (p.state->ema.defined()) {
       const at::Tensor ema = as_real(p.state->ema);
-      assign(ema, ema.lerp(param.to(ema.scalar_type()), 1 - options.ema_decay), skip);
+      assign(ema, ema.lerp(as_real(p.param).to(ema.scalar_type()), 1 - options.ema_decay), skip);
     }
     if (options.zero_grads) p.grad.zero_();
   }
@@ -102,11 +108,18 @@ struct Update {
 }  // namespace
 
 at::Tensor composite_grad_norms(const std::vector<CompositeParam>& params) {
+  std::vector<at::Tensor> grads;
+  grads.reserve(params.size());
+  for (const CompositeParam& p : params) grads.push_back(as_real(p.grad));
+  const at::ScalarType wide = wide_type(grads.front());
+  const bool one_dtype = std::all_of(grads.begin(), grads.end(), [&](const at::Tensor& grad) {
+    return grad.scalar_type() == grads.front().scalar_type();
+  });
+  if (one_dtype && grads.front().is_cuda()) return at::stack(at::_foreach_norm(grads, 2, wide));
   std::vector<at::Tensor> norms;
-  norms.reserve(params.size());
-  for (const CompositeParam& p : params) {
-    const at::Tensor grad = as_real(p.grad);
-    norms.push_back(at::linalg_vector_norm(grad, 2, std::nullopt, false, wide_type(grad)));
+  norms.reserve(grads.size());
+  for (const at::Tensor& grad : grads) {
+    norms.push_back(at::linalg_vector_norm(grad, 2, std::nullopt, false, wide));
   }
   return at::stack(norms);
 }
@@ -115,11 +128,16 @@ void composite_update(Algorithm algorithm, const TailOptions& options, const std
                       const at::Tensor& multiplier, const at::Tensor& found_inf, const at::Tensor& param_norms,
                       const at::Tensor& update_norms) {
   const Update update{algorithm, options, multiplier, found_inf.defined() ? found_inf.ne(0) : at::Tensor()};
-  for (std::size_t i = 0; i < params.size(); ++i) {
+  // Statistics need the parameter before and after, which the fused kernels do not keep.
+  const std::vector<CompositeParam> rest = param_norms.defined() || options.force_composite
+                                               ? params
+                                               : fused_update(algorithm, params, multiplier, found_inf);
+  for (std::size_t i = 0; i < rest.size(); ++i) {
     const auto at = static_cast<std::int64_t>(i);
-    update.run(params[i], param_norms.defined() ? param_norms[at] : at::Tensor(),
+    update.run(rest[i], param_norms.defined() ? param_norms[at] : at::Tensor(),
                update_norms.defined() ? update_norms[at] : at::Tensor());
   }
+  for (const CompositeParam& p : params) update.finish(p);
 }
 
 }  // namespace oxytorch::optim
