@@ -115,7 +115,7 @@ at::Tensor composite_grad_norms(const std::vector<CompositeParam>& params) {
   const bool one_dtype = std::all_of(grads.begin(), grads.end(), [&](const at::Tensor& grad) {
     return grad.scalar_type() == grads.front().scalar_type();
   });
-  if (one_dtype && grads.front().is_cuda()) return at::stack(at::_foreach_norm(grads, 2, wide));
+  if (one_dtype) return at::stack(at::_foreach_norm(grads, 2, wide));
   std::vector<at::Tensor> norms;
   norms.reserve(grads.size());
   for (const at::Tensor& grad : grads) {

@@ -24,8 +24,9 @@ bool can_be_fused(Algorithm algorithm, const CompositeParam& p) {
   }
   if (p.group->lr_tensor.defined() && !p.group->lr_tensor.is_cuda()) return false;
   if (algorithm == Algorithm::SGD) return p.group->momentum == 0 || like(p.state->momentum_buffer, p.param);
-  return like(p.state->exp_avg, p.param) && like(p.state->exp_avg_sq, p.param) && p.state->step.is_cuda() &&
-         p.state->step.scalar_type() == at::kFloat && (!p.group->amsgrad || like(p.state->max_exp_avg_sq, p.param));
+  return like(p.state->exp_avg, p.param) && like(p.state->exp_avg_sq, p.param) &&
+         p.state->step.device() == p.param.device() && p.state->step.scalar_type() == at::kFloat &&
+         (!p.group->amsgrad || like(p.state->max_exp_avg_sq, p.param));
 }
 
 void launch_adam(const Launch& l, const GroupOptions& g, const at::Tensor& scale,
