@@ -3,5 +3,76 @@ Host settings and the training step.
 """
 
 from __future__ import annotations
+import typing
 
-__all__: list[str] = list()
+__all__: list[str] = [
+    "HostSetting",
+    "allocator_retained_bytes",
+    "allocator_trims",
+    "flush_denormals",
+    "flush_state",
+    "page_faults",
+    "size_threads",
+    "tune_allocator",
+]
+
+class HostSetting:
+    """
+    A setting of the host process: what was done or why not, and the way back.
+    """
+    def revert(self) -> None:
+        """
+        Takes the setting back.
+        """
+    @property
+    def cost(self) -> str:
+        """
+        What it costs; empty where nothing was done.
+        """
+    @property
+    def is_applied(self) -> bool:
+        """
+        True from a successful apply until revert().
+        """
+    @property
+    def name(self) -> str: ...
+    @property
+    def reason(self) -> str:
+        """
+        What was done, or why nothing was.
+        """
+
+def allocator_retained_bytes() -> int | None:
+    """
+    Bytes held free for reuse.
+    """
+
+def allocator_trims() -> int:
+    """
+    Times that free memory was given back.
+    """
+
+def flush_denormals() -> HostSetting:
+    """
+    Takes denormals as zero on every intra-op thread.
+    """
+
+def flush_state() -> tuple[int, int]:
+    """
+    (threads that flush denormals, threads).
+    """
+
+def page_faults() -> int:
+    """
+    Page faults of this process since it started.
+    """
+
+def size_threads(threads: typing.SupportsInt | typing.SupportsIndex | None = None) -> HostSetting:
+    """
+    Sets the intra-op threads to the cores this process may use.
+    """
+
+def tune_allocator(retain_limit: typing.SupportsInt | typing.SupportsIndex | None = None) -> HostSetting:
+    """
+    Makes glibc keep freed memory for the next step, up to retain_limit bytes.
+    """
