@@ -194,8 +194,12 @@ class Interval:
     high: float
 
     def text(self, scale: float = 1.0) -> str:
-        """Three significant digits each."""
-        return f"{self.mid * scale:.3g} [{self.low * scale:.3g}, {self.high * scale:.3g}]"
+        """Three significant digits each, whole numbers from a thousand on."""
+        low, mid, high = (
+            f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+            for value in (self.low * scale, self.mid * scale, self.high * scale)
+        )
+        return f"{mid} [{low}, {high}]"
 
 
 def interval(values: np.ndarray) -> Interval:
