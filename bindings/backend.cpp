@@ -56,8 +56,7 @@ void bind_backend(py::module_& m) {
         return loaded->name();
       },
       py::arg("path"), "Loads one backend library and gives its name.");
-  m.def(
-      "best", [] { return backend::best().name(); }, release_gil(), "Name of the backend with the best score.");
+  m.def("best", [] { return backend::best().name(); }, release_gil(), "Name of the backend with the best score.");
   m.def(
       "problems",
       [] {

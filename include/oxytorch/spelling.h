@@ -9,7 +9,8 @@
 
 namespace oxytorch {
 
-/// `text` in single quotes, with bytes outside printable ASCII as hexadecimal escapes and the middle of a long text left out.
+/// `text` in single quotes, with bytes outside printable ASCII as hexadecimal escapes and the middle of a long text
+/// left out.
 OXY_API std::string in_quotes(std::string_view text);
 
 /// Insertions, deletions, substitutions and swaps of neighbours that turn `a` into `b` (optimal string alignment).

@@ -81,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
         For ``min_scale`` above ``max_scale``.
     """
 
-    def __init__(  # noqa: PLR0917  (torch's own order)
+    def __init__(
         self,
         device: str = "cpu",
         init_scale: float = 2.0**16,

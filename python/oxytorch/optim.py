@@ -229,7 +229,7 @@ class _TailOptimizer(torch.optim.Optimizer):
             if state or ema is not None:
                 tail.set_state(i, {k: v for k, v in state.items() if isinstance(v, Tensor)}, ema)
         self._tail = tail
-        self._built_params = params
+        self._built_params: list[Tensor] = params
         self._loaded_ema = None
         self._changed.raised = False
         return tail

@@ -134,7 +134,8 @@ class Event {
   const Subject& subject_;
 };
 
-/// Work that keeps one queue busy for some milliseconds, measured once on this device. Its memory is one queue's at a time.
+/// Work that keeps one queue busy for some milliseconds, measured once on this device. Its memory is one queue's at a
+/// time.
 class Load {
  public:
   explicit Load(const Subject& subject, std::int32_t device = 0);
