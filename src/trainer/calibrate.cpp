@@ -49,17 +49,24 @@ Trial compare(Escrow& escrow, const std::function<at::Tensor()>& loss, const std
     ~Off() { flip(false); }
   } off{flip};
   constexpr double kBudget = 0.8;
+  constexpr int kFewest = 3;      // pairs after which a clear difference ends the comparison
+  constexpr double kClear = 0.9;  // the slowest of one side is below this share of the fastest of the other
   flip(true);
-  once(escrow, loss);
   const auto [warm, after] = once(escrow, loss);
   flip(false);
   const auto [cold, before] = once(escrow, loss);
-  Trial trial{cold, warm, 0, static_cast<int>(std::clamp(kBudget / std::max(warm + cold, 1e-6), 5.0, 25.0))};
-  for (int i = 0; i < trial.rounds; ++i) {
+  const int most = static_cast<int>(std::clamp(kBudget / std::max(warm + cold, 1e-6), 5.0, 25.0));
+  Trial trial{std::numeric_limits<double>::infinity(), std::numeric_limits<double>::infinity(), 0, 0};
+  double slowest_with = 0, slowest_without = 0;
+  const auto clear = [&] { return slowest_with < kClear * trial.without || slowest_without < kClear * trial.with; };
+  for (int i = 0; i < most && (trial.rounds < kFewest || !clear()); ++i, ++trial.rounds) {
     for (const bool on : {i % 2 != 0, i % 2 == 0}) {
       flip(on);
+      const double seconds = once(escrow, loss).first;
       auto& least = on ? trial.with : trial.without;
-      least = std::min(least, once(escrow, loss).first);
+      auto& most_seconds = on ? slowest_with : slowest_without;
+      least = std::min(least, seconds);
+      most_seconds = std::max(most_seconds, seconds);
     }
   }
   trial.drift = std::isfinite(after) == std::isfinite(before) ? 0 : std::numeric_limits<double>::infinity();

@@ -254,6 +254,7 @@ struct Trainer::Impl {
       if (measure && try_bf16) decide("precision", "bf16 autocast", [this](bool on) { set_bf16(on); });
       if (measure && try_layout) decide("channels_last", "channels_last", [this](bool on) { set_layout(on); });
       try_math = try_math && measure && uses_flash(compute);
+      measured_math = try_math;
       if (try_math) decide("attention", "the math path", [this](bool on) { set_attention(on); });
     }
     if (!(measure && try_bf16)) precision_by_rule(precision, advice);
@@ -324,13 +325,19 @@ struct Trainer::Impl {
   at::Tensor forward(const Function& compute) {
     struct AttentionGuard {
       bool active, before = at::globalContext().userEnabledFlashSDP();
-      explicit AttentionGuard(bool math) : active(math) {
-        if (active) at::globalContext().setSDPUseFlash(false);
+      bool reduced = at::globalContext().allowFP16BF16ReductionMathSDP();
+      AttentionGuard(bool math, bool bf16) : active(math) {
+        if (!active) return;
+        at::globalContext().setSDPUseFlash(false);
+        // Under bf16 the math path would otherwise go through float32 copies.
+        at::globalContext().setAllowFP16BF16ReductionMathSDP(bf16);
       }
       ~AttentionGuard() {
-        if (active) at::globalContext().setSDPUseFlash(before);
+        if (!active) return;
+        at::globalContext().setSDPUseFlash(before);
+        at::globalContext().setAllowFP16BF16ReductionMathSDP(reduced);
       }
-    } attention(math_attention);
+    } attention(math_attention, measured_math && dtype == at::kBFloat16);
     if (dtype == at::kFloat) return compute();
     amp::Autocast guard(device.type(), dtype);
     return compute();
@@ -410,7 +417,7 @@ struct Trainer::Impl {
   int64_t accumulate = 1, micro = 0, step_count = 0, batch_count = 0;
   double clip_norm = 0, ema_decay = 0;
   at::ScalarType dtype = at::kFloat;
-  bool channels_last = false, math_attention = false, ready = false;
+  bool channels_last = false, math_attention = false, measured_math = false, ready = false;
   std::array<double, 3> seconds{};
 };
 
@@ -511,7 +518,8 @@ void Trainer::save(torch::serialize::OutputArchive& archive) const {
   archive.write("optimizer", optimizer);
   archive.write("counters", torch::tensor({self.step_count, self.batch_count, static_cast<int64_t>(self.ready)}));
   archive.write("decisions", torch::tensor({static_cast<int64_t>(self.dtype), static_cast<int64_t>(self.channels_last),
-                                            static_cast<int64_t>(self.math_attention)}));
+                                            static_cast<int64_t>(self.math_attention) +
+                                                static_cast<int64_t>(self.math_attention && self.measured_math)}));
   archive.write("generator", at::detail::getDefaultCPUGenerator().get_state());
   archive.write("ema_count", torch::tensor(static_cast<int64_t>(self.ema.size())));
   for (size_t i = 0; i < self.ema.size(); ++i) archive.write("ema" + std::to_string(i), self.ema[i]);
@@ -540,6 +548,7 @@ void Trainer::load(torch::serialize::InputArchive& archive) {
     self.dtype = static_cast<at::ScalarType>(decisions[0].item<int64_t>());
     self.set_layout(decisions[1].item<int64_t>() != 0);
     self.math_attention = decisions[2].item<int64_t>() != 0;
+    self.measured_math = decisions[2].item<int64_t>() == 2;
     const std::string why = "as the run that is continued here had decided.";
     self.add({"precision", self.dtype == at::kFloat ? "off" : "on", why, "", {}});
     self.add({"channels_last", self.channels_last ? "on" : "off", why, "", {}});

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_FEWEST = 3  # pairs after which a clear difference ends a comparison
+_CLEAR = 0.9  # clear: the slowest with is faster than this share of the fastest without, or the reverse
 _FLASH = "scaled_dot_product_flash_attention"
 
 
@@ -129,7 +131,8 @@ class Bench:
     escrow
         Rewound before each trial, so that all trials compute the same thing.
     budget
-        Seconds to spend on one comparison; at least 5 pairs are timed, at most 25.
+        Seconds to spend on one comparison; 5 to 25 pairs are timed, fewer where
+        the first three leave no doubt.
     """
 
     def __init__(self, run: Callable[[], torch.Tensor], escrow: Escrow, budget: float = 0.8) -> None:
@@ -150,19 +153,21 @@ class Bench:
         """Time pairs with ``switch(False)`` and ``switch(True)``; leaves it switched off."""
         switch(True)
         try:
-            self.once()
             warm, after = self.once()
             switch(False)
             cold, before = self.once()
             rounds = int(min(25, max(5, self._budget / max(warm + cold, 1e-6))))
-            off, on = [cold], [warm]
+            off: list[float] = []
+            on: list[float] = []
             for i in range(rounds):
                 for state in (False, True) if i % 2 == 0 else (True, False):
                     switch(state)
                     (on if state else off).append(self.once()[0])
+                if len(on) >= _FEWEST and (max(on) < _CLEAR * min(off) or max(off) < _CLEAR * min(on)):
+                    break
         finally:
             switch(False)
-        return Trial((min(off), min(on)), (before, after), rounds)
+        return Trial((min(off), min(on)), (before, after), len(on))
 
 
 class ChannelsLast:

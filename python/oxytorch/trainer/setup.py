@@ -172,7 +172,7 @@ class Preparation:
             # The step itself will raise the caller's error where it belongs; here it only ends the measuring.
             self._set_precision("fp32")
             self._set_layout(False)
-            trainer._scope.math_attention = False
+            self._set_attention("default")
             self.lines = [line for line in self.lines if line.name not in self._decided]
             return False
         finally:
@@ -196,10 +196,10 @@ class Preparation:
             return False
         gain = None
         if self._allocator_pending:
-            before = min(bench.once()[0] for _ in range(3 if first < 1.0 else 1))
+            before = min(bench.once()[0] for _ in range(2))
             self._apply_allocator()
             bench.once()
-            after = min(bench.once()[0] for _ in range(3 if first < 1.0 else 1))
+            after = min(bench.once()[0] for _ in range(2))
             gain = before / after
             next(line for line in self.lines if line.name == "allocator").gain = gain
         if wants["precision"]:
@@ -214,8 +214,10 @@ class Preparation:
         else:
             self._rule_layout()
         if wants["attention"] and watch.attention:
-            trial = bench.compare(self._set_attention)
-            self._set_attention(self._keep("attention", trial, "the math path", "the model uses flash attention."))
+            path = "math_bf16" if self._decided["precision"] == "bf16" else "math"
+            trial = bench.compare(lambda on: self._set_attention(path if on else "default"))
+            kept = self._keep("attention", trial, "the math path", "the model uses flash attention.")
+            self._set_attention(path if kept else "default")
         else:
             self._rule_attention("flash attention is not used by this model.")
         return True
@@ -275,7 +277,7 @@ class Preparation:
 
     def _rule_attention(self, why: str) -> None:
         on = self._s.attention == "math"
-        self._set_attention(on)
+        self._set_attention("math" if on else "default")
         if on:
             line = SettingLine("attention", "on", "the math path was asked for.", "memory grows with length squared.")
         elif self._s.attention == "default":
@@ -299,9 +301,9 @@ class Preparation:
         self._decided["channels_last"] = on
         self._trainer._channels_last = on
 
-    def _set_attention(self, math: bool) -> None:
-        self._decided["attention"] = "math" if math else "default"
-        self._trainer._scope.math_attention = math
+    def _set_attention(self, path: str) -> None:
+        self._decided["attention"] = path
+        self._trainer._scope.attention = path
 
     def _make_scaler(self) -> None:
         trainer = self._trainer
@@ -346,7 +348,7 @@ class Preparation:
         self._apply_allocator()
         self._set_precision(decisions["precision"])
         self._set_layout(bool(decisions["channels_last"]))
-        self._set_attention(decisions["attention"] == "math")
+        self._set_attention(decisions["attention"])
         for name in ("precision", "channels_last", "attention"):
             value = decisions[name]
             state = "off" if value in ("fp32", False, "default") else "on"

@@ -35,23 +35,28 @@ def _no_phase(_name: str) -> AbstractContextManager[Any]:
 class _ForwardScope:
     """Autocast and the attention path of one forward; reused for each step."""
 
-    __slots__ = ("_flash", "autocast", "math_attention")
+    __slots__ = ("_flash", "_reduced", "attention", "autocast")
 
     def __init__(self) -> None:
         self.autocast: torch.autocast | None = None
-        self.math_attention = False
+        self.attention = "default"  # or "math", or "math_bf16": the math path without its detour through float32
         self._flash = True
+        self._reduced = False
 
     def __enter__(self) -> None:
         if self.autocast is not None:
             self.autocast.__enter__()  # type: ignore[no-untyped-call]
-        if self.math_attention:
-            self._flash = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-            torch.backends.cuda.enable_flash_sdp(False)
+        if self.attention != "default":
+            flags = torch.backends.cuda
+            self._flash = flags.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+            self._reduced = flags.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+            flags.enable_flash_sdp(False)
+            flags.allow_fp16_bf16_reduction_math_sdp(self.attention == "math_bf16")
 
     def __exit__(self, *exc: Any) -> None:
-        if self.math_attention:
+        if self.attention != "default":
             torch.backends.cuda.enable_flash_sdp(self._flash)
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(self._reduced)
         if self.autocast is not None:
             self.autocast.__exit__(*exc)
 
