@@ -124,6 +124,16 @@ def test_interval_is_as_wide_as_the_spread_between_starts() -> None:
     assert wide.low < 1.01 and wide.high > 1.49
 
 
+def test_phases_that_cannot_be_seen_come_from_the_trainers_report() -> None:
+    runs = [made_up("torch", 1, 0.01, 1.0), made_up("trainer", 1, 0.01, 1.0)]
+    for block in runs[1].blocks:
+        block.inner = None
+    runs[1].phases = {"forward": 0.006, "backward": 0.003, "tail": 0.001}
+    result = measure.summarise(workloads.load("mlp"), "", [{run.contender: run for run in runs}])
+    assert result.reference == "torch"
+    assert [row.outside_share for row in result.rows] == pytest.approx([0.25, 0.1], abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("losses", "verdict"),
     [

@@ -109,12 +109,14 @@ def race_cpp(plan: Plan) -> WorkloadResult:
             )
 
         block = 2 if plan.quick else BLOCK
-        # A short start tells how long the others may be.
-        trial = start(1, 2 * block, block, "C++: finding the pace", 0.3)
-        pace = sum(block_seconds(trial[name].blocks[-1]) for name in contenders)
-        starts = 1 if plan.quick else STARTS
-        steps = int(min(MOST_STEPS, max(LEAST_STEPS, plan.seconds / starts / pace)))
-        steps = 2 * block if plan.quick else steps - steps % block
+        pace, starts, steps = 1.0, 1, 2 * block
+        if not plan.quick:
+            # A short start tells how long the others may be.
+            trial = start(1, 2 * block, block, "C++: finding the pace", 0.3)
+            pace = sum(block_seconds(trial[name].blocks[-1]) for name in contenders)
+            starts = STARTS
+            steps = int(min(MOST_STEPS, max(LEAST_STEPS, plan.seconds / starts / pace)))
+            steps -= steps % block
         each = pace / len(contenders)
         progress.expect("train", starts * (steps * pace + START_SECONDS / 2))
         runs = [start(FIRST_SEED + i, steps, block, f"C++: start {i + 1} of {starts}", each) for i in range(starts)]

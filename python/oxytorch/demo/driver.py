@@ -144,9 +144,9 @@ def _number(value: float | None) -> float:
 
 
 def _block(answer: dict[str, Any]) -> Block:
-    return Block(
-        answer["seconds"], answer["inner"], [_number(loss) for loss in answer["losses"]], int(answer["page_faults"])
-    )
+    # A trainer in C++ shows its phases in its report alone.
+    inner = answer["inner"] if any(answer["inner"]) else None
+    return Block(answer["seconds"], inner, [_number(loss) for loss in answer["losses"]], int(answer["page_faults"]))
 
 
 Start = dict[str, Run]
