@@ -39,7 +39,7 @@ def add_command(commands: Commands) -> None:
         "--out", metavar="DIR", default="oxytorch-report", help="folder of the HTML report (%(default)s)"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="threads of every contender (cores of this process)")
-    parser.add_argument("--seconds", type=float, metavar="S", default=130.0, help="training time in all (%(default)s)")
+    parser.add_argument("--seconds", type=float, metavar="S", default=110.0, help="training time in all (%(default)s)")
     parser.add_argument(
         "--timeout", type=float, metavar="S", default=180.0, help="longest wait for a worker (%(default)s)"
     )

@@ -276,7 +276,7 @@ def _mlp(width: int = 768, batch: int = 128) -> Workload:
 
     recipe = Recipe(
         lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1, clip_norm=1.0, ema_decay=0.98, warmup=0.1,
-        steps=240, least_steps=160, block=40, starts=5, share=0.10,
+        steps=240, least_steps=160, block=40, starts=4, share=0.10,
     )  # fmt: skip
     return Workload(
         name="mlp",
