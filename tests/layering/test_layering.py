@@ -26,7 +26,7 @@ TORCH_FLOOR = 3
 BESIDE_ROOMS = {
     "src": set(),
     "tests": {"conformance", "demo", "consumer", "plugin", "layering", "packaging", "pages", "examples"},
-    "bench": {"race", "report"},
+    "bench": {"race", "results", "report"},
 }
 # Python modules that are no rooms, with the floor they stand on.
 PYTHON_FLOORS = {
