@@ -14,7 +14,7 @@ constexpr const char* kStyle = R"css(
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
 -webkit-text-size-adjust:100%}
-main{max-width:940px;margin:0 auto;padding:48px 32px 72px}
+main{max-width:1080px;margin:0 auto;padding:48px 32px 72px}
 h1{font-size:30px;line-height:1.2;font-weight:650;letter-spacing:-.015em;margin:0 0 8px;overflow-wrap:anywhere}
 .subtitle{font-size:17px;color:var(--soft);margin:0 0 20px;max-width:70ch}
 h2{font-size:21px;line-height:1.3;font-weight:620;letter-spacing:-.01em;margin:48px 0 12px;overflow-wrap:anywhere}

@@ -56,7 +56,7 @@ def _table(report: Report, result: WorkloadResult) -> None:
     rows = []
     for row in result.rows:
         stock = row.speedup_stock
-        verdict = {"inside": "inside the seed band", "better": "below the band", "worse": "worse than the band"}
+        verdict = {"inside": "in band", "better": "below band", "worse": "above band"}
         rows.append(
             [
                 Cell(row.contender, strong=row.contender in OURS),

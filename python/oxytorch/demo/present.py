@@ -87,9 +87,7 @@ def share_text(share: float) -> str:
 
 
 def _verdict_text(row: Row) -> str:
-    return {"inside": "inside the seed band", "better": "below the band (better)", "worse": "WORSE than the band"}[
-        row.verdict
-    ]
+    return {"inside": "in band", "better": "below band", "worse": "ABOVE BAND"}[row.verdict]
 
 
 def refusals(result: WorkloadResult) -> list[str]:
