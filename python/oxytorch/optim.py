@@ -18,11 +18,23 @@ import torch
 from torch import Tensor
 
 from ._C import optim as _native
+from ._optim_origin import Origin, OriginFinder, TensorFacts, nan_origin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SGD", "Adam", "AdamW", "TailOptions", "TailStats", "replace"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Origin",
+    "OriginFinder",
+    "TailOptions",
+    "TailStats",
+    "TensorFacts",
+    "nan_origin",
+    "replace",
+]
 
 
 class TailOptions(TypedDict, total=False):
