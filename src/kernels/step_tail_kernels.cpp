@@ -1,9 +1,8 @@
 // The per-chunk kernels of the step tail: one source, compiled for each instruction set by Highway.
 //
 // Only sets with a fused multiply-add are built, plus a scalar one that uses std::fma, so that all give the same bits.
-#include <cmath>
-#include <cstring>
-
+// A chunk goes through in sections that stay in the first cache level. The rules work on fp32 alone: in the caller's
+// memory where it is fp32, else in a section of scratch that is decoded before and encoded after.
 #include "kernels/step_tail_table.h"
 #include "oxytorch/error.h"
 
@@ -15,80 +14,31 @@
 //
 #include <hwy/highway.h>
 
+#include "kernels/formats-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace oxytorch::kernels::HWY_NAMESPACE {
 namespace {
 
-namespace hn = hwy::HWY_NAMESPACE;
+// Elements of a section: whole groups of state and blocks of random bits.
+constexpr std::int64_t kSection = 512;
+constexpr std::int64_t kRandomBlock = 128;
 
-// A block is 16 fp32 elements on every set: sums then have the same lanes everywhere.
-constexpr int kBlock = 16;
-using F32 = hn::CappedTag<float, kBlock>;
-constexpr int kLanes = static_cast<int>(hn::MaxLanes(F32()));
-constexpr int kVectors = kBlock / kLanes;
-using Half = hn::Rebind<float, hn::CappedTag<double, kBlock / 2>>;
+using HalfBlock = hn::Rebind<float, hn::CappedTag<double, kBlock / 2>>;
 using F64 = hn::CappedTag<double, kBlock / 2>;
 constexpr int kDoubleLanes = static_cast<int>(hn::MaxLanes(F64()));
 constexpr int kDoubleVectors = kBlock / kDoubleLanes;
-using I32 = hn::RebindToSigned<F32>;
-using U32 = hn::RebindToUnsigned<F32>;
-using U16 = hn::Rebind<std::uint16_t, F32>;
-using V = hn::Vec<F32>;
 using VD = hn::Vec<F64>;
-using bf16_bits = std::uint16_t;
-
-// a * b + c with one rounding. Highway's emulated target rounds twice, hence the lane loop there.
-template <class D, class W = hn::Vec<D>>
-HWY_INLINE W fma(D d, W a, W b, W c) {
-#if HWY_TARGET == HWY_EMU128 || HWY_TARGET == HWY_SCALAR
-  constexpr int lanes = static_cast<int>(hn::MaxLanes(D()));
-  hn::TFromD<D> x[lanes], y[lanes], z[lanes];
-  hn::StoreU(a, d, x);
-  hn::StoreU(b, d, y);
-  hn::StoreU(c, d, z);
-  for (int i = 0; i < lanes; ++i) z[i] = std::fma(x[i], y[i], z[i]);
-  return hn::LoadU(d, z);
-#else
-  (void)d;
-  return hn::MulAdd(a, b, c);
-#endif
-}
-
-HWY_INLINE V load(const float* from) { return hn::LoadU(F32(), from); }
-HWY_INLINE V load(const bf16_bits* from) {
-  return hn::BitCast(F32(), hn::ShiftLeft<16>(hn::PromoteTo(U32(), hn::LoadU(U16(), from))));
-}
-
-HWY_INLINE void store(V value, float* to) { hn::StoreU(value, F32(), to); }
-// Round to nearest even; NaN keeps its top bits and stays a NaN.
-HWY_INLINE void store(V value, bf16_bits* to) {
-  const U32 u32;
-  const auto bits = hn::BitCast(u32, value);
-  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(u32, 1u));
-  const auto rounded = hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(u32, 0x7FFFu)), odd));
-  const auto quiet = hn::Or(hn::ShiftRight<16>(bits), hn::Set(u32, 0x40u));
-  const auto is_number = hn::RebindMask(u32, hn::Eq(value, value));
-  const auto result = hn::IfThenElse(is_number, rounded, quiet);
-  hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), result)), U16(), to);
-}
-
-// What a store followed by a load gives: the value that the next step will see.
-HWY_INLINE V as_stored(V value, const float*) { return value; }
-HWY_INLINE V as_stored(V value, const bf16_bits*) {
-  bf16_bits stored[kLanes];
-  store(value, stored);
-  return load(stored);
-}
 
 struct Lanes {
   VD sum[kDoubleVectors];
-  HWY_INLINE void clear() {
+  HWY_INLINE Lanes() {
     for (int i = 0; i < kDoubleVectors; ++i) sum[i] = hn::Zero(F64());
   }
   // Adds the squares of one block held in memory as fp32.
   HWY_INLINE void add_squares(const float* block) {
     for (int i = 0; i < kDoubleVectors; ++i) {
-      const VD x = hn::PromoteTo(F64(), hn::LoadU(Half(), block + i * kDoubleLanes));
+      const VD x = hn::PromoteTo(F64(), hn::LoadU(HalfBlock(), block + i * kDoubleLanes));
       sum[i] = fma(F64(), x, x, sum[i]);
     }
   }
@@ -102,199 +52,435 @@ struct Lanes {
   }
 };
 
-HWY_INLINE void widen(const float* from, float* to) { std::memcpy(to, from, kBlock * sizeof(float)); }
-HWY_INLINE void widen(const bf16_bits* from, float* to) {
-  for (int i = 0; i < kVectors; ++i) store(load(from + i * kLanes), to + i * kLanes);
-}
-
-HWY_INLINE void add_block(Lanes& lanes, const float* block) { lanes.add_squares(block); }
-HWY_INLINE void add_block(Lanes& lanes, const bf16_bits* block) {
-  float wide[kBlock];
-  widen(block, wide);
-  lanes.add_squares(wide);
-}
+// An array that can be read as fp32: `count` elements from `at`.
+template <class T>
+struct Plain {
+  const T* data;
+  HWY_INLINE void read(std::int64_t at, std::int64_t count, float* to) const { decode(data + at, count, to); }
+  HWY_INLINE void add_block(Lanes& lanes, std::int64_t at) const {
+    if constexpr (std::is_same_v<T, float>) {
+      lanes.add_squares(data + at);
+    } else {
+      float wide[kBlock];
+      for (int i = 0; i < kBlock; i += kLanes) store(load(data + at + i), wide + i);
+      lanes.add_squares(wide);
+    }
+  }
+};
+struct Split {
+  const Bf16* high;
+  const std::int8_t* low;
+  HWY_INLINE void read(std::int64_t at, std::int64_t count, float* to) const { join(high + at, low + at, count, to); }
+  HWY_INLINE void add_block(Lanes& lanes, std::int64_t at) const {
+    float wide[kBlock];
+    for (int i = 0; i < kBlock; i += kLanes) store(load(high + at + i, low + at + i), wide + i);
+    lanes.add_squares(wide);
+  }
+};
 
 // Two blocks a turn in two sets of lanes hide the latency of the additions.
-template <class T>
-double sum_squares_of(const T* data, std::int64_t count) {
+template <class Array>
+double sum_squares_of(const Array& array, std::int64_t begin, std::int64_t end) {
   Lanes even, odd;
-  even.clear();
-  odd.clear();
-  std::int64_t i = 0;
-  for (; i + 2 * kBlock <= count; i += 2 * kBlock) {
-    add_block(even, data + i);
-    add_block(odd, data + i + kBlock);
+  std::int64_t i = begin;
+  for (; i + 2 * kBlock <= end; i += 2 * kBlock) {
+    array.add_block(even, i);
+    array.add_block(odd, i + kBlock);
   }
-  if (i + kBlock <= count) {
-    add_block(even, data + i);
+  if (i + kBlock <= end) {
+    array.add_block(even, i);
     i += kBlock;
   }
-  if (i < count) {
-    T rest[kBlock] = {};
-    std::memcpy(rest, data + i, static_cast<std::size_t>(count - i) * sizeof(T));
-    add_block(odd, rest);
+  if (i < end) {
+    float rest[kBlock] = {};
+    array.read(i, end - i, rest);
+    odd.add_squares(rest);
   }
   return even.total() + odd.total();
 }
 
-double sum_squares(const void* data, ElementType type, std::int64_t count) {
-  return type == ElementType::F32 ? sum_squares_of(static_cast<const float*>(data), count)
-                                  : sum_squares_of(static_cast<const bf16_bits*>(data), count);
+template <class F>
+auto with_array(const void* data, ElementType type, F&& f) {
+  switch (type) {
+    case ElementType::BF16: return f(Plain<Bf16>{static_cast<const Bf16*>(data)});
+    case ElementType::F16: return f(Plain<Half>{static_cast<const Half*>(data)});
+    default: return f(Plain<float>{static_cast<const float*>(data)});
+  }
+}
+// The weights at their best precision.
+template <class F>
+auto with_weights(const TailTensor& tensor, F&& f) {
+  if (tensor.master != nullptr) return f(Plain<float>{tensor.master});
+  if (tensor.residue != nullptr) return f(Split{static_cast<const Bf16*>(tensor.param), tensor.residue});
+  return with_array(tensor.param, tensor.type, f);
 }
 
-template <class P, class S>
-struct Pointers {
-  P* param;
-  P* grad;
-  S* state0;
-  S* state1;
-  S* state2;
-  float* ema;
+double sum_squares(const void* data, ElementType type, std::int64_t count) {
+  return with_array(data, type, [&](const auto& array) { return sum_squares_of(array, 0, count); });
+}
+
+// The rows that cross a chunk, as runs of its elements.
+template <class F>
+void for_rows(const TailTensor& tensor, std::int64_t offset, std::int64_t count, F&& f) {
+  const std::int64_t length = tensor.numel / tensor.rows;
+  const std::int64_t end = offset + count;
+  for (std::int64_t row = offset / length, at = offset; at < end; ++row) {
+    const std::int64_t stop = std::min(end, (row + 1) * length);
+    f(row, at, stop);
+    at = stop;
+  }
+}
+
+void row_sums(const TailTensor& tensor, std::int64_t offset, std::int64_t count, double* grad, double* weight) {
+  with_array(tensor.grad, tensor.grad_type, [&](const auto& array) {
+    for_rows(tensor, offset, count,
+             [&](std::int64_t, std::int64_t from, std::int64_t to) { *grad++ = sum_squares_of(array, from, to); });
+  });
+  with_weights(tensor, [&](const auto& array) {
+    for_rows(tensor, offset, count,
+             [&](std::int64_t, std::int64_t from, std::int64_t to) { *weight++ = sum_squares_of(array, from, to); });
+  });
+}
+
+// What a rule sees of one section: fp32 arrays of whole vectors. `weight` and `updated` may be the same.
+struct RuleSection {
+  const float* weight;
+  float* updated;
+  const float* grad;
+  float* state[3];
+  std::int64_t count;
 };
+
+// NaN in either place is not a limit.
+HWY_INLINE V limit(V value, float bound) {
+  const V top = set(bound);
+  value = hn::IfThenElse(hn::Gt(value, top), top, value);
+  return hn::IfThenElse(hn::Lt(value, hn::Neg(top)), hn::Neg(top), value);
+}
+HWY_INLINE V not_below(V value, V least) { return hn::IfThenElse(hn::Lt(value, least), least, value); }
+// 0 of 0 and of NaN, as torch.sign.
+HWY_INLINE V sign(V value) {
+  return hn::IfThenElseZero(hn::Gt(hn::Abs(value), hn::Zero(F32())), hn::CopySign(set(1), value));
+}
+HWY_INLINE V lerp(V from, V to, float weight) { return fma(set(weight), hn::Sub(to, from), from); }
+
+template <Rule kRule>
+void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nesterov, bool first) {
+  // A copy: the compiler then knows that stores cannot change the coefficients.
+  const Coefficients c = coefficients;
+  float* const state0 = s.state[0];
+  float* const state1 = s.state[1];
+  float* const state2 = s.state[2];
+  for (std::int64_t i = 0; i < s.count; i += kLanes) {
+    V weight = load(s.weight + i);
+    V grad = hn::Mul(load(s.grad + i), set(c.grad_multiplier));
+    if (c.weight_decay != 0) grad = fma(set(c.weight_decay), weight, grad);
+    if (c.decay != 0) weight = fma(set(-c.decay), weight, weight);
+    if constexpr (kRule == Rule::AdamW || kRule == Rule::Adam) {
+      const V average = lerp(load(state0 + i), grad, c.one_minus_beta1);
+      const V kept = hn::Mul(set(c.beta2), load(state1 + i));
+      V square = fma(hn::Mul(set(c.one_minus_beta2), grad), grad, kept);
+      store(average, state0 + i);
+      store(square, state1 + i);
+      if (state2 != nullptr) {
+        square = not_below(square, load(state2 + i));
+        store(square, state2 + i);
+      }
+      const V denominator = fma(hn::Sqrt(square), set(c.inv_sqrt_correction2), set(c.eps));
+      weight = fma(set(-c.step_size), hn::Div(average, denominator), weight);
+    } else if constexpr (kRule == Rule::Sgd) {
+      if (state0 != nullptr) {
+        const V moved = first ? hn::Zero(F32()) : hn::Mul(set(c.momentum), load(state0 + i));
+        const V buffer = fma(set(c.one_minus_dampening), grad, moved);
+        store(buffer, state0 + i);
+        grad = nesterov ? fma(set(c.momentum), buffer, grad) : buffer;
+      }
+      weight = fma(set(-c.step_size), grad, weight);
+    } else if constexpr (kRule == Rule::Lion) {
+      const V average = load(state0 + i);
+      store(lerp(average, grad, c.one_minus_beta2), state0 + i);
+      weight = fma(set(-c.step_size), sign(lerp(average, grad, c.one_minus_beta1)), weight);
+    } else if constexpr (kRule == Rule::Adagrad) {
+      const V sum = fma(grad, grad, load(state1 + i));
+      store(sum, state1 + i);
+      weight = fma(set(-c.step_size), hn::Div(grad, hn::Add(hn::Sqrt(sum), set(c.eps))), weight);
+    } else {
+      const V kept = hn::Mul(set(c.beta2), load(state1 + i));
+      V square = fma(hn::Mul(set(c.one_minus_beta2), grad), grad, kept);
+      store(square, state1 + i);
+      if (state2 != nullptr) {
+        const V average = lerp(load(state2 + i), grad, c.one_minus_beta2);
+        store(average, state2 + i);
+        square = not_below(fma(hn::Neg(average), average, square), hn::Zero(F32()));
+      }
+      V change = hn::Div(grad, hn::Add(hn::Sqrt(square), set(c.eps)));
+      if (state0 != nullptr) {
+        change = fma(set(c.momentum), load(state0 + i), change);
+        store(change, state0 + i);
+      }
+      weight = fma(set(-c.step_size), change, weight);
+    }
+    store(weight, s.updated + i);
+  }
+}
+
+void apply_rule(const RuleSection& s, const Coefficients& c, const ChunkUpdate& chunk) {
+  switch (chunk.rule) {
+    case Rule::AdamW: return apply_rule<Rule::AdamW>(s, c, false, false);
+    case Rule::Adam: return apply_rule<Rule::Adam>(s, c, false, false);
+    case Rule::Sgd: return apply_rule<Rule::Sgd>(s, c, chunk.nesterov, chunk.tensor.first);
+    case Rule::Lion: return apply_rule<Rule::Lion>(s, c, false, false);
+    case Rule::Adagrad: return apply_rule<Rule::Adagrad>(s, c, false, false);
+    case Rule::RmsProp: return apply_rule<Rule::RmsProp>(s, c, false, false);
+  }
+}
+
+void average_weights(const float* weight, float* ema, std::int64_t count, float ema_weight) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(lerp(load(ema + i), load(weight + i), ema_weight), ema + i);
+  for (; i < count; ++i) ema[i] = std::fma(ema_weight, weight[i] - ema[i], ema[i]);
+}
 
 struct Statistics {
   Lanes param;
   Lanes update;
+  // Written out: an implicit one would lack the instruction set of this region.
+  HWY_INLINE Statistics() {}
+  void add(const float* before, const float* after, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; i += kBlock) {
+      float change[kBlock];
+      for (int j = 0; j < kBlock; j += kLanes) store(hn::Sub(load(after + i + j), load(before + i + j)), change + j);
+      param.add_squares(after + i);
+      update.add_squares(change);
+    }
+  }
 };
 
-// One block of 16 elements.
-template <Rule kRule, class P, class S, bool kStatistics>
-HWY_INLINE void update_block(const Pointers<P, S>& at, const Coefficients& c, const ChunkUpdate& chunk,
-                             Statistics& statistics) {
-  const F32 d;
-  float before[kBlock];
-  float after[kBlock];
-  for (int i = 0; i < kBlock; i += kLanes) {
-    V param = load(at.param + i);
-    V grad = hn::Mul(load(at.grad + i), hn::Set(d, c.grad_multiplier));
-    if (kStatistics) store(param, before + i);
-    if constexpr (kRule == Rule::Sgd) {
-      if (c.weight_decay != 0) grad = fma(d, hn::Set(d, c.weight_decay), param, grad);
-      if (at.state0 != nullptr) {
-        const V moved = hn::Mul(hn::Set(d, c.momentum), load(at.state0 + i));
-        const V buffer = fma(d, hn::Set(d, c.one_minus_dampening), grad, moved);
-        store(buffer, at.state0 + i);
-        grad = chunk.nesterov ? fma(d, hn::Set(d, c.momentum), buffer, grad) : buffer;
-      }
-      param = fma(d, hn::Set(d, -c.step_size), grad, param);
+struct Scratch {
+  alignas(64) float before[kSection];
+  alignas(64) float after[kSection];
+  alignas(64) float grad[kSection];
+  alignas(64) float state[3][kSection];
+  alignas(64) std::uint16_t random[kSection];
+};
+
+// One chunk. A section that ends in the midst of a block goes through scratch, whatever its types.
+class ChunkRun {
+ public:
+  explicit ChunkRun(const ChunkUpdate& chunk)
+      : chunk_(chunk),
+        tensor_(chunk.tensor),
+        coefficients_(chunk.coefficients),
+        random_{chunk.seed, chunk.tensor.stream, chunk.coefficients.step},
+        transforms_gradient_(coefficients_.clip_value != 0 || chunk.row_multipliers != nullptr),
+        collects_(chunk.param_sum_squares != nullptr) {
+    if (transforms_gradient_) coefficients_.grad_multiplier = 1;
+  }
+
+  void run() {
+    for (std::int64_t done = 0; done < chunk_.count; done += count_) {
+      at_ = chunk_.offset + done;
+      count_ = section_length(chunk_.count - done);
+      padded_ = (count_ + kBlock - 1) / kBlock * kBlock;
+      run_section();
+    }
+    if (collects_) {
+      *chunk_.param_sum_squares = statistics_.param.total();
+      *chunk_.update_sum_squares = statistics_.update.total();
+    }
+  }
+
+ private:
+  static std::int64_t section_length(std::int64_t left) {
+    if (left >= kSection) return kSection;
+    const std::int64_t whole = left / kRandomBlock * kRandomBlock;
+    return left % kBlock == 0 || whole == 0 ? left : whole;
+  }
+
+  void run_section() {
+    float* const home = fp32_weights();
+    const bool direct = home != nullptr && is_whole();
+    RuleSection s{};
+    s.count = padded_;
+    s.weight = direct ? home : read_weights();
+    s.updated = direct && !collects_ ? home : scratch_.after;
+    s.grad = read_gradient();
+    for (int k = 0; k < 3; ++k) s.state[k] = read_state(k);
+    apply_rule(s, coefficients_, chunk_);
+    for (int k = 0; k < 3; ++k) write_state(k, s.state[k]);
+    if (home == nullptr) write_narrow_weights(s.updated);
+    if (collects_) {
+      pad(s.updated);
+      statistics_.add(s.weight, s.updated, padded_);
+    }
+    if (home != nullptr) write_weights(s.updated, home);
+    if (tensor_.copy != nullptr) write<false>(s.updated, tensor_.copy, tensor_.copy_type);
+    if (tensor_.ema != nullptr) average_weights(s.updated, tensor_.ema + at_, count_, coefficients_.ema_weight);
+    if (chunk_.zero_grad) zero_gradient();
+  }
+
+  [[nodiscard]] bool is_whole() const { return padded_ == count_; }
+
+  // For the sums: the rule may have made a NaN of the padding (0 / 0).
+  void pad(float* section) const { std::fill(section + count_, section + padded_, 0.0F); }
+
+  [[nodiscard]] float* fp32_weights() const {
+    if (tensor_.master != nullptr) return tensor_.master + at_;
+    return tensor_.type == ElementType::F32 ? static_cast<float*>(tensor_.param) + at_ : nullptr;
+  }
+
+  const float* read_weights() {
+    with_weights(tensor_, [&](const auto& array) { array.read(at_, count_, scratch_.before); });
+    pad(scratch_.before);
+    return scratch_.before;
+  }
+
+  void write_weights(const float* updated, float* home) const {
+    if (updated != home) std::copy_n(updated, count_, home);
+    if (tensor_.master != nullptr) write<false>(updated, tensor_.param, tensor_.type);
+  }
+
+  // Leaves in `updated` the weights as they were stored.
+  void write_narrow_weights(float* updated) {
+    const bool stochastic = is_random(tensor_.type, RoundingOperand::Param);
+    if (tensor_.residue != nullptr) {
+      Bf16* const high = static_cast<Bf16*>(tensor_.param) + at_;
+      stochastic ? split<true>(updated, count_, high, tensor_.residue + at_, scratch_.random)
+                 : split<false>(updated, count_, high, tensor_.residue + at_, nullptr);
     } else {
-      if (kRule == Rule::Adam && c.weight_decay != 0) grad = fma(d, hn::Set(d, c.weight_decay), param, grad);
-      if (kRule == Rule::AdamW) param = fma(d, hn::Set(d, -c.decay), param, param);
-      const V old1 = load(at.state0 + i);
-      const V average = fma(d, hn::Set(d, c.one_minus_beta1), hn::Sub(grad, old1), old1);
-      const V kept = hn::Mul(hn::Set(d, c.beta2), load(at.state1 + i));
-      V square = fma(d, hn::Mul(hn::Set(d, c.one_minus_beta2), grad), grad, kept);
-      store(average, at.state0 + i);
-      store(square, at.state1 + i);
-      if (at.state2 != nullptr) {
-        square = hn::Max(square, load(at.state2 + i));
-        store(square, at.state2 + i);
+      stochastic ? write<true>(updated, tensor_.param, tensor_.type)
+                 : write<false>(updated, tensor_.param, tensor_.type);
+    }
+    if (tensor_.copy != nullptr || tensor_.ema != nullptr || collects_) {
+      with_weights(tensor_, [&](const auto& array) { array.read(at_, count_, updated); });
+    }
+  }
+
+  const float* read_gradient() {
+    if (tensor_.grad_type == ElementType::F32 && is_whole() && !transforms_gradient_) {
+      return static_cast<const float*>(tensor_.grad) + at_;
+    }
+    with_array(tensor_.grad, tensor_.grad_type, [&](const auto& array) { array.read(at_, count_, scratch_.grad); });
+    pad(scratch_.grad);
+    if (transforms_gradient_) transform_gradient();
+    return scratch_.grad;
+  }
+
+  void transform_gradient() {
+    const Coefficients& c = chunk_.coefficients;
+    const auto multiply = [&](std::int64_t from, std::int64_t to, float factor) {
+      for (std::int64_t i = from - at_; i < to - at_; ++i) scratch_.grad[i] *= factor;
+    };
+    multiply(at_, at_ + count_, c.grad_multiplier);
+    if (chunk_.row_multipliers != nullptr) {
+      for_rows(tensor_, at_, count_, [&](std::int64_t row, std::int64_t from, std::int64_t to) {
+        multiply(from, to, chunk_.row_multipliers[row]);
+      });
+    }
+    if (c.clip_value == 0) return;
+    for (std::int64_t i = 0; i < padded_; i += kLanes) {
+      store(limit(load(scratch_.grad + i), c.clip_value), scratch_.grad + i);
+    }
+  }
+
+  void zero_gradient() const {
+    const std::int64_t size = tensor_.grad_type == ElementType::F32 ? 4 : 2;
+    std::memset(static_cast<unsigned char*>(tensor_.grad) + at_ * size, 0, static_cast<std::size_t>(count_ * size));
+  }
+
+  float* read_state(int k) {
+    void* const data = tensor_.state[k].data;
+    if (data == nullptr) return nullptr;
+    if (tensor_.state_type == ElementType::F32 && is_whole()) return static_cast<float*>(data) + at_;
+    float* const wide = scratch_.state[k];
+    if (tensor_.state_type == ElementType::Int8) {
+      const auto* const codes = static_cast<const std::uint8_t*>(data) + at_;
+      const std::uint16_t* const scales = tensor_.state[k].scale + at_ / kStateGroup;
+      state_code(chunk_.rule, k) == StateCode::Signed ? decode_state<StateCode::Signed>(codes, scales, count_, wide)
+                                                      : decode_state<StateCode::Unsigned>(codes, scales, count_, wide);
+    } else {
+      with_array(data, tensor_.state_type, [&](const auto& array) { array.read(at_, count_, wide); });
+    }
+    pad(wide);
+    return wide;
+  }
+
+  void write_state(int k, const float* wide) {
+    void* const data = tensor_.state[k].data;
+    if (wide != scratch_.state[k]) return;
+    const bool stochastic = is_random(tensor_.state_type, static_cast<RoundingOperand>(k + 1));
+    if (tensor_.state_type == ElementType::Int8) {
+      auto* const codes = static_cast<std::uint8_t*>(data) + at_;
+      std::uint16_t* const scales = tensor_.state[k].scale + at_ / kStateGroup;
+      if (state_code(chunk_.rule, k) == StateCode::Signed) {
+        stochastic ? encode_state<StateCode::Signed, true>(wide, count_, codes, scales, scratch_.random)
+                   : encode_state<StateCode::Signed, false>(wide, count_, codes, scales, nullptr);
+      } else {
+        stochastic ? encode_state<StateCode::Unsigned, true>(wide, count_, codes, scales, scratch_.random)
+                   : encode_state<StateCode::Unsigned, false>(wide, count_, codes, scales, nullptr);
       }
-      const V denominator = fma(d, hn::Sqrt(square), hn::Set(d, c.inv_sqrt_correction2), hn::Set(d, c.eps));
-      param = fma(d, hn::Set(d, -c.step_size), hn::Div(average, denominator), param);
+    } else {
+      stochastic ? write<true>(wide, data, tensor_.state_type) : write<false>(wide, data, tensor_.state_type);
     }
-    store(param, at.param + i);
-    const V stored = as_stored(param, at.param);
-    if (kStatistics) store(stored, after + i);
-    if (at.ema != nullptr) {
-      const V old = load(at.ema + i);
-      store(fma(d, hn::Set(d, c.ema_weight), hn::Sub(stored, old), old), at.ema + i);
+  }
+
+  // Whether `type` is rounded stochastically; if so the bits for `operand` are in scratch.
+  bool is_random(ElementType type, RoundingOperand operand) {
+    if (!chunk_.stochastic || type == ElementType::F32 || type == ElementType::F16) return false;
+    random_.fill(operand, at_, count_, scratch_.random);
+    return true;
+  }
+
+  template <bool kStochastic>
+  void write(const float* from, void* array, ElementType type) const {
+    switch (type) {
+      case ElementType::BF16:
+        return encode<kStochastic>(from, count_, static_cast<Bf16*>(array) + at_, scratch_.random);
+      case ElementType::F16: return encode<false>(from, count_, static_cast<Half*>(array) + at_, nullptr);
+      default: std::copy_n(from, count_, static_cast<float*>(array) + at_);
     }
-    if (chunk.zero_grad) store(hn::Zero(d), at.grad + i);
   }
-  if constexpr (kStatistics) {
-    statistics.param.add_squares(after);
-    for (int i = 0; i < kBlock; i += kLanes) store(hn::Sub(load(after + i), load(before + i)), before + i);
-    statistics.update.add_squares(before);
-  }
+
+  const ChunkUpdate& chunk_;
+  const TailTensor& tensor_;
+  Coefficients coefficients_;
+  RandomSource random_;
+  bool transforms_gradient_;
+  bool collects_;
+  std::int64_t at_ = 0;      // first element of the section, counted in the tensor
+  std::int64_t count_ = 0;   // elements of the section
+  std::int64_t padded_ = 0;  // the same in whole blocks
+  Statistics statistics_;
+  Scratch scratch_;
+};
+
+void update(const ChunkUpdate& chunk) { ChunkRun(chunk).run(); }
+
+void encode_array(StateCode code, const float* values, std::int64_t count, void* codes, std::uint16_t* scales) {
+  auto* const bytes = static_cast<std::uint8_t*>(codes);
+  code == StateCode::Signed ? encode_state<StateCode::Signed, false>(values, count, bytes, scales, nullptr)
+                            : encode_state<StateCode::Unsigned, false>(values, count, bytes, scales, nullptr);
 }
 
-template <class T>
-T* offset(T* pointer, std::int64_t count) {
-  return pointer == nullptr ? nullptr : pointer + count;
+void decode_array(StateCode code, const void* codes, const std::uint16_t* scales, std::int64_t count, float* values) {
+  const auto* const bytes = static_cast<const std::uint8_t*>(codes);
+  code == StateCode::Signed ? decode_state<StateCode::Signed>(bytes, scales, count, values)
+                            : decode_state<StateCode::Unsigned>(bytes, scales, count, values);
 }
 
-template <Rule kRule, class P, class S, bool kStatistics>
-void update_chunk(const ChunkUpdate& chunk) {
-  // A copy: the compiler then knows that stores cannot change the coefficients.
-  const Coefficients c = *chunk.coefficients;
-  const Pointers<P, S> start{static_cast<P*>(chunk.param),  static_cast<P*>(chunk.grad),
-                             static_cast<S*>(chunk.state0), static_cast<S*>(chunk.state1),
-                             static_cast<S*>(chunk.state2), chunk.ema};
-  Statistics statistics;
-  if (kStatistics) {
-    statistics.param.clear();
-    statistics.update.clear();
-  }
-  Pointers<P, S> at = start;
-  std::int64_t i = 0;
-  for (; i + kBlock <= chunk.count; i += kBlock) {
-    update_block<kRule, P, S, kStatistics>(at, c, chunk, statistics);
-    at = {at.param + kBlock,         at.grad + kBlock,          offset(at.state0, kBlock),
-          offset(at.state1, kBlock), offset(at.state2, kBlock), offset(at.ema, kBlock)};
-  }
-  if (const std::int64_t rest = chunk.count - i; rest > 0) {
-    // The last elements go through a padded copy; the padding is zero, so it adds nothing to the sums.
-    P param[kBlock] = {}, grad[kBlock] = {};
-    S state0[kBlock] = {}, state1[kBlock] = {}, state2[kBlock] = {};
-    float ema[kBlock] = {};
-    const auto in = [rest](auto* to, const auto* from) {
-      if (from != nullptr) std::memcpy(to, from, static_cast<std::size_t>(rest) * sizeof(*to));
-    };
-    const auto out = [rest](auto* to, const auto* from) {
-      if (to != nullptr) std::memcpy(to, from, static_cast<std::size_t>(rest) * sizeof(*to));
-    };
-    in(param, at.param);
-    in(grad, at.grad);
-    in(state0, at.state0);
-    in(state1, at.state1);
-    in(state2, at.state2);
-    in(ema, at.ema);
-    const Pointers<P, S> padded{param,
-                                grad,
-                                at.state0 == nullptr ? nullptr : state0,
-                                at.state1 == nullptr ? nullptr : state1,
-                                at.state2 == nullptr ? nullptr : state2,
-                                at.ema == nullptr ? nullptr : ema};
-    update_block<kRule, P, S, kStatistics>(padded, c, chunk, statistics);
-    out(at.param, param);
-    if (chunk.zero_grad) out(at.grad, grad);
-    out(at.state0, state0);
-    out(at.state1, state1);
-    out(at.state2, state2);
-    out(at.ema, ema);
-  }
-  if (kStatistics) {
-    *chunk.param_sum_squares = statistics.param.total();
-    *chunk.update_sum_squares = statistics.update.total();
-  }
+void split_array(const float* values, std::int64_t count, std::uint16_t* bf16, std::int8_t* residues) {
+  split<false>(values, count, reinterpret_cast<Bf16*>(bf16), residues, nullptr);
 }
 
-template <Rule kRule, class P, class S>
-void update_with_statistics(const ChunkUpdate& chunk) {
-  return chunk.param_sum_squares != nullptr ? update_chunk<kRule, P, S, true>(chunk)
-                                            : update_chunk<kRule, P, S, false>(chunk);
-}
-
-template <Rule kRule>
-void update_of_type(const ChunkUpdate& chunk) {
-  if (chunk.type == ElementType::F32) return update_with_statistics<kRule, float, float>(chunk);
-  if (chunk.state_type == ElementType::F32) return update_with_statistics<kRule, bf16_bits, float>(chunk);
-  return update_with_statistics<kRule, bf16_bits, bf16_bits>(chunk);
-}
-
-void update(const ChunkUpdate& chunk) {
-  switch (chunk.rule) {
-    case Rule::AdamW: return update_of_type<Rule::AdamW>(chunk);
-    case Rule::Adam: return update_of_type<Rule::Adam>(chunk);
-    case Rule::Sgd: return update_of_type<Rule::Sgd>(chunk);
-  }
+void join_array(const std::uint16_t* bf16, const std::int8_t* residues, std::int64_t count, float* values) {
+  join(reinterpret_cast<const Bf16*>(bf16), residues, count, values);
 }
 
 }  // namespace
 
 const KernelTable& table() {
-  static constexpr KernelTable kTable{sum_squares, update};
+  static constexpr KernelTable kTable{sum_squares,  row_sums,    update,    encode_array,
+                                      decode_array, split_array, join_array};
   return kTable;
 }
 

@@ -1,9 +1,10 @@
-/// The per-chunk kernels, one table for each instruction set.
+/// The kernels of the step tail and its formats, one table for each instruction set.
 #pragma once
 
 #include <cstdint>
 
 #include "oxytorch/isa.h"
+#include "oxytorch/kernels/codec.h"
 #include "oxytorch/kernels/step_tail.h"
 
 namespace oxytorch::kernels {
@@ -11,41 +12,52 @@ namespace oxytorch::kernels {
 /// Coefficients of one update, rounded once from fp64.
 struct Coefficients {
   float grad_multiplier;  // sign included when maximizing
-  float weight_decay;     // Adam, Sgd: added to the gradient
-  float decay;            // AdamW: lr * weight_decay
-  float one_minus_beta1;  // Adam family
-  float beta2;
+  float clip_value;       // 0: no limit
+  float weight_decay;     // added to the gradient
+  float decay;            // decoupled: the part of the weight that goes
+  float one_minus_beta1;
+  float beta2;  // RmsProp: alpha
   float one_minus_beta2;
   float eps;
   float inv_sqrt_correction2;
-  float step_size;  // lr over the first bias correction; Sgd: lr
-  float momentum;   // Sgd
+  float step_size;  // lr, with the first bias correction or Adagrad's decay
+  float momentum;
   float one_minus_dampening;
-  float ema_weight;  // 1 - decay
+  float ema_weight;    // 1 - decay
+  std::uint32_t step;  // for random bits
 };
 
-/// One chunk of one tensor.
+/// `count` elements of a tensor from `offset`, which is a multiple of the plan's chunk.
 struct ChunkUpdate {
-  void* param;
-  void* grad;
-  void* state0;
-  void* state1;
-  void* state2;
-  float* ema;
+  const TailTensor& tensor;
+  std::int64_t offset;
   std::int64_t count;
-  const Coefficients* coefficients;
+  const Coefficients& coefficients;
   Rule rule;
-  ElementType type;
-  ElementType state_type;
   bool nesterov;
   bool zero_grad;
-  double* param_sum_squares;  // null unless statistics are wanted
+  bool stochastic;
+  std::uint64_t seed;
+  const float* row_multipliers;  // of the tensor; null without adaptive clipping
+  double* param_sum_squares;     // null unless statistics are wanted
   double* update_sum_squares;
 };
 
+/// The code of state `index` under `rule`.
+constexpr StateCode state_code(Rule rule, int index) {
+  return index == 1 || (index == 2 && rule != Rule::RmsProp) ? StateCode::Unsigned : StateCode::Signed;
+}
+
 struct KernelTable {
   double (*sum_squares)(const void* data, ElementType type, std::int64_t count);
+  /// Sums of the gradient and of the weights for each run of equal row within the chunk, in order.
+  void (*row_sums)(const TailTensor& tensor, std::int64_t offset, std::int64_t count, double* grad, double* weight);
   void (*update)(const ChunkUpdate& chunk);
+  void (*encode_state)(StateCode code, const float* values, std::int64_t count, void* codes, std::uint16_t* scales);
+  void (*decode_state)(StateCode code, const void* codes, const std::uint16_t* scales, std::int64_t count,
+                       float* values);
+  void (*split_weights)(const float* values, std::int64_t count, std::uint16_t* bf16, std::int8_t* residues);
+  void (*join_weights)(const std::uint16_t* bf16, const std::int8_t* residues, std::int64_t count, float* values);
 };
 
 /// The table of `isa`, which must be supported.

@@ -202,14 +202,15 @@ struct StepTail::Impl {
       t.numel = slot.param.numel();
       t.group = static_cast<std::uint32_t>(slot.group);
       t.type = *element_type(slot.param);
+      t.grad_type = t.type;
       const bool sgd = algorithm == Algorithm::SGD;
       const at::Tensor& state0 = sgd ? slot.state.momentum_buffer : slot.state.exp_avg;
       t.state_type = state0.defined() ? *element_type(state0) : t.type;
-      if (state0.defined() && (!sgd || wants_momentum(slot))) t.state0 = address(state0);
+      if (state0.defined() && (!sgd || wants_momentum(slot))) t.state[0].data = address(state0);
       if (!sgd && slot.state.exp_avg.defined()) {
-        t.state1 = address(slot.state.exp_avg_sq);
+        t.state[1].data = address(slot.state.exp_avg_sq);
         t.step = slot.state.step.mutable_data_ptr<float>();
-        if (groups[slot.group].amsgrad) t.state2 = address(slot.state.max_exp_avg_sq);
+        if (groups[slot.group].amsgrad) t.state[2].data = address(slot.state.max_exp_avg_sq);
       }
       if (slot.state.ema.defined()) t.ema = static_cast<float*>(address(slot.state.ema));
       t.first = slot.first;
@@ -379,7 +380,11 @@ struct StepTail::Impl {
     // Written so that a NaN norm, where it is let through, reaches every gradient as in torch.
     double clip = options.clip_norm > 0 ? options.clip_norm / (norm + kClipEpsilon) : 1.0;
     if (clip > 1.0) clip = 1.0;
-    const kernels::TailSettings settings{clip / scale, options.ema_decay, options.zero_grads, options.collect_stats};
+    kernels::TailSettings settings;
+    settings.grad_multiplier = clip / scale;
+    settings.ema_decay = options.ema_decay;
+    settings.zero_grad = options.zero_grads;
+    settings.collect = options.collect_stats;
     plan->apply(native_groups, settings, pool);
     finish_native();
     if (!composite.empty()) {
@@ -643,9 +648,11 @@ std::int64_t StepTail::bytes_per_step() const noexcept {
   if (!impl_->plan) return 0;
   const TailOptions& o = impl_->options;
   const bool measured = o.clip_norm > 0 || o.nonfinite != NonFinite::Propagate || o.collect_stats;
+  kernels::TailSettings settings;
+  settings.zero_grad = o.zero_grads;
   std::int64_t bytes = 0;
   for (const kernels::TailTensor& t : impl_->plan->tensors()) {
-    bytes += kernels::step_bytes(t, {1.0, o.ema_decay, o.zero_grads, o.collect_stats}, measured);
+    bytes += kernels::step_bytes(t, settings, measured);
   }
   return bytes;
 }

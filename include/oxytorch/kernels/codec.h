@@ -16,12 +16,20 @@ inline constexpr std::int64_t kStateGroup = 32;
 
 /// 8-bit blockwise state: a bf16 scale for each group and one byte an element.
 ///
-/// The scale is the group's largest magnitude rounded up to bf16 (0 below 2^-120). With a = |x| / scale in [0, 1]:
+/// The scale is the group's largest magnitude rounded up to bf16, at most the largest finite one, 0 below 2^-120, and
+/// NaN (0x7FC0) where an element is not finite: such a group decodes to NaN. With a = |x| * (1 / scale), limited to 1
+/// (0 for |x| where the scale is 0; 1 for inf and NaN):
 /// Signed (averages of gradients): y = float with bits (bits(a) >> 1) + 0x1FC00000, a piecewise linear square root;
 /// code = sign(x) * floor(127 y + r). Unsigned (averages of squares): y of bits (bits(a) >> 2) + 0x2FA00000, a piecewise
 /// linear fourth root; code = floor(255 y + r), at least 1 where x > 0, so that no denominator becomes 0.
 /// r is 1/2, or uniform in [0, 1) for stochastic rounding. Decoding inverts the same lines; code 0 is 0.
 enum class StateCode : std::uint8_t { Signed, Unsigned };
+
+/// Errors of a value encoded to nearest and decoded: at most kStateError of its group's scale and, where it is at least
+/// 1/4 (Signed) or 1/16 (Unsigned) of the scale, at most kStateRelativeError of itself. Below, the relative error doubles
+/// for every factor of 4 or 16. Stochastic rounding at most doubles both.
+inline constexpr double kStateError = 0.0079;
+inline constexpr double kStateRelativeError = 0.0158;
 
 /// Scales for `numel` elements.
 [[nodiscard]] constexpr std::int64_t state_groups(std::int64_t numel) { return (numel + kStateGroup - 1) / kStateGroup; }
