@@ -20,7 +20,7 @@ struct Workload {
     float* at = data.data();
     for (std::int64_t i = 0; i < count; ++i) {
       TailTensor t;
-      for (void** pointer : {&t.param, &t.grad, &t.state0, &t.state1}) {
+      for (void** pointer : {&t.param, &t.grad, &t.state[0].data, &t.state[1].data}) {
         *pointer = at;
         at += numel;
       }
@@ -49,7 +49,9 @@ void BM_AdamWStep(benchmark::State& state) {
   Workload work(state.range(1), state.range(2));
   TailGroup group;
   group.weight_decay = 0.01;
-  const TailSettings settings{0.5, 0.999, false, false};
+  TailSettings settings;
+  settings.grad_multiplier = 0.5;
+  settings.ema_decay = 0.999;
   for (auto _ : state) {
     benchmark::DoNotOptimize(work.plan[0].measure({}));
     work.plan[0].apply({&group, 1}, settings, {});
