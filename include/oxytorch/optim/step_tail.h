@@ -1,9 +1,10 @@
 /// StepTail: everything after backward as one call on LibTorch tensors.
 ///
-/// One step: sum of squares and finite check of all gradients, unscale, clip by global norm, weight decay, Adam, AdamW
-/// or SGD update, exponential moving average, zeroing, statistics. On CPU, fp32 and bf16 parameters go through the
-/// kernels of oxytorch/kernels/step_tail.h in two passes over memory, all tensors in one parallel region. Everything
-/// else (other dtypes, other devices, strided views) goes through LibTorch's own operators with the same algorithm.
+/// One step: sum of squares and finite check of all gradients, unscale, clip, weight decay, the update of one of six
+/// algorithms, exponential moving average, low-precision copy, zeroing, statistics. On CPU, fp32, bf16 and fp16
+/// parameters go through the kernels of oxytorch/kernels/step_tail.h in two passes over memory, all tensors in one
+/// parallel region. Everything else (other dtypes, other devices, strided views, Muon's matrix products) goes through
+/// LibTorch's own operators with the same algorithm.
 ///
 /// No host read of a device value: scale, found_inf and statistics stay on the device. No allocation after the first
 /// step on the native path. A step that is skipped changes no byte of parameters, state or average.
@@ -13,7 +14,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
+#include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,7 +26,9 @@
 
 namespace oxytorch::optim {
 
-enum class Algorithm { Adam, SGD };
+/// Adam covers AdamW (GroupOptions::decoupled_weight_decay). Lion: Chen et al. 2023, arXiv 2302.06675. Muon: Jordan
+/// 2024 as torch.optim.Muon defines it, for matrices alone. The others as in torch.optim.
+enum class Algorithm { Adam, SGD, Lion, Adagrad, RMSprop, Muon };
 
 /// What to do with a step whose gradients hold inf or NaN. A step under a loss scale is always skipped, as
 /// torch's GradScaler does. Raise needs the verdict on the host: free on CPU, a synchronisation elsewhere.
@@ -31,15 +38,44 @@ enum class NonFinite { Skip, Raise, Propagate };
 OXY_API NonFinite parse_nonfinite(const std::string& text);
 OXY_API const char* name(NonFinite policy) noexcept;
 
-/// Options of the whole tail.
+/// How an algorithm's running averages are kept. Auto: in the parameter's dtype, as torch does, or in fp32 where there
+/// are master weights. Int8: one byte an element and a scale for 32; see oxytorch/kernels/codec.h for the error.
+enum class StateFormat { Auto, Float32, BFloat16, Int8 };
+
+/// "auto", "fp32", "bf16" or "int8"; Error(InvalidArgument) for another text.
+OXY_API StateFormat parse_state_format(const std::string& text);
+OXY_API const char* name(StateFormat format) noexcept;
+
+/// What is kept beside 16-bit parameters so that small updates are not lost. Float32: whole fp32 weights. Int8: the next
+/// 8 bits of a bf16 weight; with Int8 state this is the layout of 7 bytes a parameter, a bf16 gradient included.
+enum class MasterFormat { None, Float32, Int8 };
+
+/// "none", "fp32" or "int8"; Error(InvalidArgument) for another text.
+OXY_API MasterFormat parse_master_format(const std::string& text);
+OXY_API const char* name(MasterFormat format) noexcept;
+
+/// Options of the whole tail. At most one of clip_norm, clip_value and agc may be set.
 struct TailOptions {
-  double clip_norm = 0;  ///< largest global L2 norm of the unscaled gradients; 0: no clipping
-  double ema_decay = 0;  ///< in [0, 1); 0: no moving average
+  double clip_norm = 0;   ///< largest global L2 norm of the unscaled gradients; 0: no clipping
+  double clip_value = 0;  ///< largest magnitude of an unscaled gradient's element; 0: no limit
+  double agc = 0;         ///< adaptive clipping: largest ratio of gradient norm to weight norm, by row; 0: none
+  double agc_eps = 1e-3;  ///< least weight norm that adaptive clipping counts with
+  double ema_decay = 0;   ///< in [0, 1); 0: no moving average
   NonFinite nonfinite = NonFinite::Skip;
-  bool collect_stats = false;    ///< parameter and update norms for each parameter, in the same pass
-  bool zero_grads = false;       ///< write zeros over the gradients in the same pass
-  bool force_composite = false;  ///< use LibTorch's operators also where native kernels exist
+  StateFormat state_dtype = StateFormat::Auto;
+  MasterFormat master_weights = MasterFormat::None;
+  std::optional<at::ScalarType> copy_dtype = {};  ///< also keep the weights rounded to bfloat16 or float16
+  bool stochastic_rounding = false;  ///< bf16 parameters without masters, bf16 and int8 state: unbiased rounding
+  std::uint64_t seed = 0;            ///< of the stochastic rounding; same bits on every device
+  bool collect_stats = false;        ///< parameter and update norms for each parameter, in the same pass
+  bool zero_grads = false;           ///< write zeros over the gradients in the same pass
+  bool norm_in_backward = false;     ///< the caller reports each gradient by grad_ready(); saves the first pass
+  bool step_in_backward = false;     ///< grad_ready() updates its parameter at once and frees the gradient
+  bool force_composite = false;      ///< use LibTorch's operators also where native kernels exist
 };
+
+/// How Muon's learning rate follows a matrix's shape, as torch.optim.Muon's adjust_lr_fn.
+enum class AdjustLr { Original, MatchRmsAdamW };
 
 /// Hyperparameters of one parameter group, named as torch names them.
 struct GroupOptions {
@@ -51,35 +87,68 @@ struct GroupOptions {
   double weight_decay = 0;
   double momentum = 0;
   double dampening = 0;
+  double alpha = 0.99;                   ///< RMSprop
+  double lr_decay = 0;                   ///< Adagrad
+  double initial_accumulator_value = 0;  ///< Adagrad
+  std::array<double, 3> ns_coefficients = {3.4445, -4.7750, 2.0315};  ///< Muon
+  std::int64_t ns_steps = 5;                                          ///< Muon
+  AdjustLr adjust_lr = AdjustLr::Original;                            ///< Muon
   bool nesterov = false;
+  bool centered = false;                ///< RMSprop
   bool decoupled_weight_decay = false;  ///< Adam: decay the parameter itself (AdamW), not through the gradient
   bool amsgrad = false;
   bool maximize = false;
+  bool operator==(const GroupOptions& other) const;  ///< the learning-rate tensor by identity
 };
 
-/// State of one parameter, with torch.optim's names. Undefined until the parameter's first step.
+/// State of one parameter. Undefined until the parameter's first step.
 struct ParamState {
-  at::Tensor step;             ///< 0-dim float, number of updates; AdamW and Adam
-  at::Tensor exp_avg;          ///< like the parameter
-  at::Tensor exp_avg_sq;       ///< like the parameter
-  at::Tensor max_exp_avg_sq;   ///< like the parameter, with amsgrad
-  at::Tensor momentum_buffer;  ///< like the parameter, SGD with momentum
-  at::Tensor ema;              ///< fp32 (fp64 for fp64 parameters), laid out as the parameter
+  at::Tensor step;                    ///< 0-dim float, number of updates; where the algorithm or the rounding counts
+  std::array<at::Tensor, 3> moments;  ///< like the parameter; int8 or uint8 with StateFormat::Int8; see moment_names()
+  std::array<at::Tensor, 3> scales;   ///< bf16 [ceil(numel / 32)] with StateFormat::Int8
+  at::Tensor master;                  ///< fp32 weights, like the parameter
+  at::Tensor residue;                 ///< int8, the weight's next 8 bits, like the parameter
+  at::Tensor ema;                     ///< fp32 (fp64 for fp64 parameters), laid out as the parameter
+  at::Tensor copy;                    ///< the weights in copy_dtype
 };
+
+/// torch's names of ParamState::moments for an algorithm; null where it has none. Adam: exp_avg, exp_avg_sq,
+/// max_exp_avg_sq. SGD, Muon: momentum_buffer. Lion: exp_avg. Adagrad: -, sum. RMSprop: momentum_buffer, square_avg,
+/// grad_avg.
+OXY_API std::array<const char*, 3> moment_names(Algorithm algorithm) noexcept;
 
 /// Results of the last step; the tensors live as long as the tail and are written in place by each step.
 struct TailStats {
   at::Tensor grad_norm;     ///< 0-dim fp32: global norm of the unscaled gradients, before clipping
   at::Tensor found_inf;     ///< 0-dim fp32: 1 where the step was skipped for inf or NaN
+  at::Tensor applied;       ///< 0-dim fp32: 0 where the step was skipped for any reason, else 1
   at::Tensor skipped;       ///< 0-dim int64: steps skipped so far
   at::Tensor grad_norms;    ///< fp32 [parameters]: norm of each unscaled gradient, 0 without gradient
   at::Tensor param_norms;   ///< fp32 [parameters], with collect_stats
   at::Tensor update_norms;  ///< fp32 [parameters], with collect_stats: norm of (new - old)
 };
 
+/// What one step is given from outside.
+struct StepInputs {
+  /// Undefined, or a one-element tensor on the parameters' device by which gradients are divided.
+  at::Tensor grad_scale;
+  /// Undefined, or a one-element fp32 tensor there; a value other than 0 skips the step, and the tail writes 1 where it
+  /// finds inf or NaN itself.
+  at::Tensor found_inf;
+  /// Undefined, or a one-element tensor there; a value other than 0 skips the step without a word in found_inf.
+  at::Tensor skip;
+  /// Undefined, or a one-element tensor there; a norm of the unscaled gradients above it skips the step likewise.
+  at::Tensor norm_limit;
+  /// Gradients are divided by this too: the micro-batches that were summed into them.
+  double grad_divisor = 1;
+};
+
+/// Sums of squares of each parameter's gradient, fp64 [parameters], over all shards; given those of this process.
+using NormReducer = std::function<at::Tensor(const at::Tensor& sums)>;
+
 class OXY_API StepTail {
  public:
-  /// Throws Error(InvalidArgument) for a clip_norm below 0 or not finite, or an ema_decay outside [0, 1).
+  /// Throws Error(InvalidArgument) for options out of their range or that cannot be served together, with the reason.
   StepTail(Algorithm algorithm, TailOptions options);
   ~StepTail();
   StepTail(const StepTail&) = delete;
@@ -106,13 +175,19 @@ class OXY_API StepTail {
 
   /// One step over the parameters that have a gradient.
   ///
-  /// `grad_scale`: undefined, or a one-element tensor on the parameters' device by which gradients are divided.
-  /// `found_inf`: undefined, or a one-element fp32 tensor there; a value other than 0 skips the step, and the tail
-  /// writes 1 where it finds inf or NaN itself.
   /// Returns true if some parameter got its state in this call. Throws before anything is changed, naming the
   /// parameter: shape, dtype or device changed, storage freed, sparse gradient; with NonFinite::Raise also for a
   /// gradient that is not finite.
-  bool step(const at::Tensor& grad_scale = {}, const at::Tensor& found_inf = {});
+  bool step(const StepInputs& inputs = {});
+
+  /// With norm_in_backward: takes the sum of squares of the parameter's gradient while it is in the cache; a gradient
+  /// that is written again before step() is measured there anew. With step_in_backward: updates the parameter and
+  /// frees its gradient. To be called when the gradient is complete, from a post-accumulate-grad hook.
+  /// Returns true if the parameter got its state in this call.
+  bool grad_ready(std::size_t index);
+
+  /// For parameters that are shards of larger ones: the gradient norm is taken over what `reducer` returns.
+  void set_norm_reducer(NormReducer reducer);
 
   [[nodiscard]] const TailStats& stats() const noexcept;
   [[nodiscard]] const TailOptions& options() const noexcept;
