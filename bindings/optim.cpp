@@ -28,6 +28,24 @@ bool truth(PyObject* group, const char* key) {
   return value != nullptr && PyObject_IsTrue(value) == 1;
 }
 
+// "adam", "sgd", ... as the Python classes call their algorithm.
+Algorithm parse_algorithm(const std::string& text) {
+  constexpr std::pair<const char*, Algorithm> kNames[] = {
+      {"adam", Algorithm::Adam},       {"sgd", Algorithm::SGD},         {"lion", Algorithm::Lion},
+      {"adagrad", Algorithm::Adagrad}, {"rmsprop", Algorithm::RMSprop}, {"muon", Algorithm::Muon}};
+  for (const auto& [known, algorithm] : kNames) {
+    if (text == known) return algorithm;
+  }
+  throw py::value_error("unknown algorithm '" + text + "'.");
+}
+
+template <class T>
+T value(PyObject* group, const char* key, T fallback) {
+  PyObject* found = item(group, key);
+  if (found == nullptr || found == Py_None) return fallback;
+  return py::cast<T>(py::reinterpret_borrow<py::object>(found));
+}
+
 GroupOptions read_group(Algorithm algorithm, PyObject* group) {
   GroupOptions o;
   PyObject* lr = item(group, "lr");
@@ -38,51 +56,79 @@ GroupOptions read_group(Algorithm algorithm, PyObject* group) {
   }
   o.weight_decay = number(group, "weight_decay", 0);
   o.maximize = truth(group, "maximize");
-  if (algorithm == Algorithm::SGD) {
-    o.momentum = number(group, "momentum", 0);
-    o.dampening = number(group, "dampening", 0);
-    o.nesterov = truth(group, "nesterov");
-    return o;
+  if (algorithm != Algorithm::SGD && algorithm != Algorithm::Lion) o.eps = number(group, "eps", o.eps);
+  switch (algorithm) {
+    case Algorithm::Adam:
+      o.amsgrad = truth(group, "amsgrad");
+      o.decoupled_weight_decay = truth(group, "decoupled_weight_decay");
+      [[fallthrough]];
+    case Algorithm::Lion: std::tie(o.beta1, o.beta2) = value(group, "betas", std::pair(o.beta1, o.beta2)); break;
+    case Algorithm::SGD:
+      o.momentum = number(group, "momentum", 0);
+      o.dampening = number(group, "dampening", 0);
+      o.nesterov = truth(group, "nesterov");
+      break;
+    case Algorithm::Adagrad:
+      o.lr_decay = number(group, "lr_decay", 0);
+      o.initial_accumulator_value = number(group, "initial_accumulator_value", 0);
+      break;
+    case Algorithm::RMSprop:
+      o.alpha = number(group, "alpha", o.alpha);
+      o.momentum = number(group, "momentum", 0);
+      o.centered = truth(group, "centered");
+      break;
+    case Algorithm::Muon:
+      o.momentum = number(group, "momentum", 0);
+      o.nesterov = truth(group, "nesterov");
+      o.ns_coefficients = value(group, "ns_coefficients", o.ns_coefficients);
+      o.ns_steps = value(group, "ns_steps", o.ns_steps);
+      o.adjust_lr = value<std::string>(group, "adjust_lr_fn", "original") == "match_rms_adamw"
+                        ? optim::AdjustLr::MatchRmsAdamW
+                        : optim::AdjustLr::Original;
+      break;
   }
-  if (PyObject* betas = item(group, "betas"); betas != nullptr) {
-    const auto pair = py::cast<std::pair<double, double>>(py::reinterpret_borrow<py::object>(betas));
-    o.beta1 = pair.first;
-    o.beta2 = pair.second;
-  }
-  o.eps = number(group, "eps", o.eps);
-  o.amsgrad = truth(group, "amsgrad");
-  o.decoupled_weight_decay = truth(group, "decoupled_weight_decay");
   return o;
 }
 
-bool same(const GroupOptions& a, const GroupOptions& b) {
-  return a.lr == b.lr && a.lr_tensor.is_same(b.lr_tensor) && a.beta1 == b.beta1 && a.beta2 == b.beta2 &&
-         a.eps == b.eps && a.weight_decay == b.weight_decay && a.momentum == b.momentum && a.dampening == b.dampening &&
-         a.nesterov == b.nesterov && a.decoupled_weight_decay == b.decoupled_weight_decay && a.amsgrad == b.amsgrad &&
-         a.maximize == b.maximize;
+optim::TailOptions read_options(const py::dict& given) {
+  optim::TailOptions o;
+  PyObject* d = given.ptr();
+  o.clip_norm = number(d, "clip_norm", 0);
+  o.clip_value = number(d, "clip_value", 0);
+  o.agc = number(d, "agc", 0);
+  o.agc_eps = number(d, "agc_eps", o.agc_eps);
+  o.ema_decay = number(d, "ema_decay", 0);
+  o.nonfinite = optim::parse_nonfinite(value<std::string>(d, "nonfinite", "skip"));
+  o.state_dtype = optim::parse_state_format(value<std::string>(d, "state_dtype", "auto"));
+  o.master_weights = optim::parse_master_format(value<std::string>(d, "master_weights", "none"));
+  if (PyObject* copy = item(d, "copy_dtype"); copy != nullptr && copy != Py_None) {
+    o.copy_dtype = py::cast<at::ScalarType>(py::reinterpret_borrow<py::object>(copy));
+  }
+  o.stochastic_rounding = truth(d, "stochastic_rounding");
+  o.seed = value<std::uint64_t>(d, "seed", 0);
+  o.collect_stats = truth(d, "collect_stats");
+  o.zero_grads = truth(d, "zero_grads");
+  o.norm_in_backward = truth(d, "norm_in_backward");
+  o.step_in_backward = truth(d, "step_in_backward");
+  o.force_composite = truth(d, "force_composite");
+  return o;
 }
 
 // The tail behind a torch.optim.Optimizer written in Python. Parameters are handed over once; each step reads the
 // hyperparameters from `param_groups`, where schedulers write them.
 class PythonTail {
  public:
-  PythonTail(const std::string& algorithm, double clip_norm, double ema_decay, const std::string& nonfinite,
-             bool collect_stats, bool zero_grads, bool force_composite)
-      : algorithm_(algorithm == "sgd" ? Algorithm::SGD : Algorithm::Adam),
-        tail_(algorithm_,
-              {clip_norm, ema_decay, optim::parse_nonfinite(nonfinite), collect_stats, zero_grads, force_composite}) {}
+  PythonTail(const std::string& algorithm, const py::dict& options)
+      : algorithm_(parse_algorithm(algorithm)), tail_(algorithm_, read_options(options)) {}
 
-  void add_group(const py::dict& group) {
-    std::vector<at::Tensor> params;
+  // `tensors`: what is updated for group["params"], one for each.
+  void add_group(const py::dict& group, std::vector<at::Tensor> tensors) {
     py::list held;
-    for (const py::handle p : group["params"]) {
-      params.push_back(py::cast<at::Tensor>(p));
-      held.append(p);
-    }
+    for (const py::handle p : group["params"]) held.append(p);
     std::vector<std::string> names;
     if (group.contains("param_names")) names = py::cast<std::vector<std::string>>(group["param_names"]);
     const GroupOptions options = read_group(algorithm_, group.ptr());
-    tail_.add_group(std::move(params), std::move(names), options);
+    tail_.add_group(std::move(tensors), std::move(names), options);
     options_.push_back(options);
     held_.append(held);
   }
@@ -102,37 +148,70 @@ class PythonTail {
   }
 
   bool step(const py::list& groups, const std::optional<at::Tensor>& grad_scale,
-            const std::optional<at::Tensor>& found_inf) {
-    for (std::size_t i = 0; i < options_.size(); ++i) {
-      const GroupOptions now = read_group(algorithm_, PyList_GET_ITEM(groups.ptr(), i));
-      if (same(now, options_[i])) continue;
-      tail_.set_group_options(i, now);
-      options_[i] = now;
-    }
+            const std::optional<at::Tensor>& found_inf, const std::optional<at::Tensor>& skip,
+            const std::optional<at::Tensor>& norm_limit, double grad_divisor) {
+    read_groups(groups);
+    const auto given = [](const std::optional<at::Tensor>& t) { return t.value_or(at::Tensor()); };
     const py::gil_scoped_release release;
-    return tail_.step(grad_scale.value_or(at::Tensor()), found_inf.value_or(at::Tensor()));
+    return tail_.step({given(grad_scale), given(found_inf), given(skip), given(norm_limit), grad_divisor});
   }
 
+  bool grad_ready(std::size_t index, const py::list& groups) {
+    if (tail_.options().step_in_backward) read_groups(groups);
+    const py::gil_scoped_release release;
+    return tail_.grad_ready(index);
+  }
+
+  void set_norm_reducer(const py::function& reducer) {
+    tail_.set_norm_reducer([reducer](const at::Tensor& sums) {
+      const py::gil_scoped_acquire acquire;
+      return py::cast<at::Tensor>(reducer(sums));
+    });
+  }
+
+  // torch's names; `step` comes first, as torch makes it.
   py::dict state(std::size_t index) const {
     const ParamState& s = tail_.state(index);
     py::dict result;
-    const auto put = [&](const char* key, const at::Tensor& t) {
-      if (t.defined()) result[key] = t;
+    const auto put = [&](const std::string& key, const at::Tensor& t) {
+      if (t.defined()) result[key.c_str()] = t;
     };
     put("step", s.step);
-    put("exp_avg", s.exp_avg);
-    put("exp_avg_sq", s.exp_avg_sq);
-    put("max_exp_avg_sq", s.max_exp_avg_sq);
-    put("momentum_buffer", s.momentum_buffer);
+    const auto names = optim::moment_names(algorithm_);
+    for (std::size_t k = 0; k < names.size(); ++k) {
+      if (names[k] == nullptr) continue;
+      put(names[k], s.moments[k]);
+      put(names[k] + std::string("_scale"), s.scales[k]);
+    }
+    put("master", s.master);
+    put("residue", s.residue);
     return result;
   }
 
-  void set_state(std::size_t index, const py::dict& state, const std::optional<at::Tensor>& ema) {
-    const auto get = [&](const char* key) {
-      return state.contains(key) && !state[key].is_none() ? py::cast<at::Tensor>(state[key]) : at::Tensor();
+  void set_state(std::size_t index, const py::dict& state, const std::optional<at::Tensor>& ema,
+                 const std::optional<at::Tensor>& copy) {
+    const auto get = [&](const std::string& key) {
+      const py::str name(key);
+      return state.contains(name) && !state[name].is_none() ? py::cast<at::Tensor>(state[name]) : at::Tensor();
     };
-    tail_.set_state(index, {get("step"), get("exp_avg"), get("exp_avg_sq"), get("max_exp_avg_sq"),
-                            get("momentum_buffer"), ema.value_or(at::Tensor())});
+    ParamState s;
+    s.step = get("step");
+    const auto names = optim::moment_names(algorithm_);
+    for (std::size_t k = 0; k < names.size(); ++k) {
+      if (names[k] == nullptr) continue;
+      s.moments[k] = get(names[k]);
+      s.scales[k] = get(names[k] + std::string("_scale"));
+    }
+    s.master = get("master");
+    s.residue = get("residue");
+    s.ema = ema.value_or(at::Tensor());
+    s.copy = copy.value_or(at::Tensor());
+    tail_.set_state(index, std::move(s));
+  }
+
+  std::optional<at::Tensor> copy(std::size_t index) const {
+    const at::Tensor& copy = tail_.state(index).copy;
+    return copy.defined() ? std::optional(copy) : std::nullopt;
   }
 
   std::optional<at::Tensor> ema(std::size_t index) const {
@@ -148,6 +227,7 @@ class PythonTail {
     };
     put("grad_norm", s.grad_norm);
     put("found_inf", s.found_inf);
+    put("applied", s.applied);
     put("skipped", s.skipped);
     put("grad_norms", s.grad_norms);
     put("param_norms", s.param_norms);
@@ -159,6 +239,15 @@ class PythonTail {
   const StepTail& tail() const { return tail_; }
 
  private:
+  void read_groups(const py::list& groups) {
+    for (std::size_t i = 0; i < options_.size(); ++i) {
+      const GroupOptions now = read_group(algorithm_, PyList_GET_ITEM(groups.ptr(), i));
+      if (now == options_[i]) continue;
+      tail_.set_group_options(i, now);
+      options_[i] = now;
+    }
+  }
+
   Algorithm algorithm_;
   StepTail tail_;
   std::vector<GroupOptions> options_;
@@ -169,14 +258,16 @@ class PythonTail {
 
 void bind_optim(py::module_& m) {
   py::class_<PythonTail>(m, "StepTail", "Everything after backward as one native call; see oxytorch.optim.")
-      .def(py::init<const std::string&, double, double, const std::string&, bool, bool, bool>(), py::arg("algorithm"),
-           py::kw_only(), py::arg("clip_norm"), py::arg("ema_decay"), py::arg("nonfinite"), py::arg("collect_stats"),
-           py::arg("zero_grads"), py::arg("force_composite"))
-      .def("add_group", &PythonTail::add_group, py::arg("group"))
+      .def(py::init<const std::string&, const py::dict&>(), py::arg("algorithm"), py::arg("options"))
+      .def("add_group", &PythonTail::add_group, py::arg("group"), py::arg("tensors"))
       .def("matches", &PythonTail::matches, py::arg("param_groups"))
-      .def("step", &PythonTail::step, py::arg("param_groups"), py::arg("grad_scale"), py::arg("found_inf"))
+      .def("step", &PythonTail::step, py::arg("param_groups"), py::arg("grad_scale"), py::arg("found_inf"),
+           py::arg("skip"), py::arg("norm_limit"), py::arg("grad_divisor"))
+      .def("grad_ready", &PythonTail::grad_ready, py::arg("index"), py::arg("param_groups"))
+      .def("set_norm_reducer", &PythonTail::set_norm_reducer, py::arg("reducer"))
       .def("state", &PythonTail::state, py::arg("index"))
-      .def("set_state", &PythonTail::set_state, py::arg("index"), py::arg("state"), py::arg("ema"))
+      .def("set_state", &PythonTail::set_state, py::arg("index"), py::arg("state"), py::arg("ema"), py::arg("copy"))
+      .def("copy", &PythonTail::copy, py::arg("index"))
       .def("ema", &PythonTail::ema, py::arg("index"))
       .def("stats", &PythonTail::stats)
       .def(

@@ -3,109 +3,272 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
+#include <map>
 
+#include "optim/algorithm.h"
+#include "optim/formats.h"
 #include "optim/fused.h"
+#include "optim/muon.h"
 
 namespace oxytorch::optim {
 namespace {
 
 at::Tensor as_real(const at::Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
 
-// 16-bit parameters are updated in fp32 and rounded once, as torch's fused kernels do.
-at::ScalarType compute_type(const at::Tensor& tensor) {
-  const at::ScalarType type = tensor.scalar_type();
-  return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
-}
-
 at::ScalarType wide_type(const at::Tensor& tensor) {
   return tensor.is_cpu() || tensor.is_cuda() ? at::kDouble : at::kFloat;
 }
 
-// Writes `value` over `target` except where the step is skipped; undefined `skip` means it never is.
-void assign(at::Tensor target, const at::Tensor& value, const at::Tensor& skip) {
-  target.copy_(skip.defined() ? at::where(skip, target, value.to(target.scalar_type())) : value);
+at::Tensor norm_of(const at::Tensor& tensor) { return at::linalg_vector_norm(tensor, 2, std::nullopt, false); }
+
+// Norm of each row (the first dimension), or of the whole where there are no rows; shaped to multiply with `values`.
+at::Tensor row_norms(const at::Tensor& values) {
+  if (values.dim() < 2) return norm_of(values);
+  std::vector<std::int64_t> dims;
+  for (std::int64_t d = 1; d < values.dim(); ++d) dims.push_back(d);
+  return at::linalg_vector_norm(values, 2, dims, /*keepdim=*/true);
 }
 
-struct Update {
-  Algorithm algorithm;
-  const TailOptions& options;
-  const at::Tensor& multiplier;
-  at::Tensor skip;  // 0-dim bool, or undefined
+// The update of one parameter.
+class Update {
+ public:
+  Update(const CompositeStep& step, const CompositeParam& p) : step_(step), p_(p), g_(*p.group) {}
 
-  [[nodiscard]] at::Tensor learning_rate(const CompositeParam& p, at::ScalarType type) const {
-    return p.group->lr_tensor.defined() ? p.group->lr_tensor.to(p.param.device(), type).reshape({})
-                                        : at::full({}, p.group->lr, p.param.options().dtype(type).requires_grad(false));
+  // The gradient as the rule sees it: unscaled, clipped, in the sign of descent.
+  [[nodiscard]] at::Tensor gradient(const at::Tensor& old) const {
+    const TailOptions& o = step_.options;
+    at::Tensor grad = as_real(p_.grad).to(old.scalar_type()).mul(step_.multiplier.to(old.scalar_type()));
+    if (o.clip_value > 0) grad = grad.clamp(-o.clip_value, o.clip_value);
+    if (o.agc > 0) {
+      const at::Tensor norm = row_norms(grad);
+      const at::Tensor most = row_norms(old).clamp_min(o.agc_eps).mul(o.agc);
+      grad = grad.mul(at::where(norm.gt(most), most.div(norm.clamp_min(1e-6)), at::ones({}, norm.options())));
+    }
+    return g_.maximize ? grad.neg() : grad;
   }
 
-  at::Tensor sgd(const CompositeParam& p, const at::Tensor& old, at::Tensor grad) const {
-    const GroupOptions& g = *p.group;
-    const at::ScalarType type = old.scalar_type();
-    if (g.weight_decay != 0) grad = grad.add(old, g.weight_decay);
-    if (g.momentum != 0) {
-      const at::Tensor stored = as_real(p.state->momentum_buffer);
-      const at::Tensor buffer = p.first ? grad : stored.to(type).mul(g.momentum).add(grad, 1 - g.dampening);
-      assign(stored, buffer, skip);
-      grad = g.nesterov ? grad.add(buffer, g.momentum) : buffer;
-    }
-    return old.sub(grad.mul(learning_rate(p, type)));
+  [[nodiscard]] at::Tensor moment(std::size_t index, at::ScalarType type) const {
+    const at::Tensor stored = as_real(p_.state->moments[index]);
+    if (!p_.state->scales[index].defined()) return stored.to(type);
+    return decode_int8(stored, p_.state->scales[index], code(index)).to(type);
   }
 
-  at::Tensor adam(const CompositeParam& p, at::Tensor old, at::Tensor grad) const {
-    const GroupOptions& g = *p.group;
+  void put_moment(std::size_t index, const at::Tensor& value) const {
+    const at::Tensor stored = as_real(p_.state->moments[index]);
+    const auto operand = static_cast<kernels::RoundingOperand>(index + 1);
+    if (at::Tensor& scale = p_.state->scales[index]; scale.defined()) {
+      const auto [codes, scales] = encode_int8(value, code(index), stored, rounding(operand));
+      assign(stored, codes);
+      assign(scale, scales);
+    } else if (stored.scalar_type() == at::kBFloat16 && step_.options.stochastic_rounding) {
+      assign(stored, round_bf16(value, stored, *rounding(operand)));
+    } else {
+      assign(stored, value);
+    }
+  }
+
+  // The count of updates after this one, wide; the stored count is advanced at the end.
+  [[nodiscard]] at::Tensor count() const { return p_.state->step.to(p_.param.device(), wide_type(p_.param)).add(1); }
+
+  [[nodiscard]] at::Tensor learning_rate(at::ScalarType type) const {
+    return g_.lr_tensor.defined() ? g_.lr_tensor.to(p_.param.device(), type).reshape({})
+                                  : at::full({}, g_.lr, p_.param.options().dtype(type).requires_grad(false));
+  }
+
+  at::Tensor sgd(const at::Tensor& old, at::Tensor grad) const {
+    if (g_.weight_decay != 0) grad = grad.add(old, g_.weight_decay);
+    if (g_.momentum != 0) {
+      const at::Tensor buffer =
+          p_.first ? grad : moment(0, old.scalar_type()).mul(g_.momentum).add(grad, 1 - g_.dampening);
+      put_moment(0, buffer);
+      grad = g_.nesterov ? grad.add(buffer, g_.momentum) : buffer;
+    }
+    return old.sub(grad.mul(learning_rate(old.scalar_type())));
+  }
+
+  at::Tensor adam(at::Tensor old, at::Tensor grad) const {
     const at::ScalarType type = old.scalar_type();
-    const at::Tensor lr = learning_rate(p, type);
-    if (g.decoupled_weight_decay) {
-      old = old.sub(old.mul(lr * g.weight_decay));
-    } else if (g.weight_decay != 0) {
-      grad = grad.add(old, g.weight_decay);
+    const at::Tensor lr = learning_rate(type);
+    if (g_.decoupled_weight_decay) {
+      old = old.sub(old.mul(lr * g_.weight_decay));
+    } else if (g_.weight_decay != 0) {
+      grad = grad.add(old, g_.weight_decay);
     }
-    const at::Tensor step = p.state->step.to(p.param.device(), wide_type(p.param)).add(1);
-    assign(p.state->step, step, skip.defined() ? skip.to(p.state->step.device()) : skip);
-    const at::Tensor exp_avg = as_real(p.state->exp_avg);
-    const at::Tensor exp_avg_sq = as_real(p.state->exp_avg_sq);
-    const at::Tensor average = exp_avg.to(type).lerp(grad, 1 - g.beta1);
-    at::Tensor square = exp_avg_sq.to(type).mul(g.beta2).addcmul(grad, grad, 1 - g.beta2);
-    assign(exp_avg, average, skip);
-    assign(exp_avg_sq, square, skip);
-    if (g.amsgrad) {
-      const at::Tensor largest = as_real(p.state->max_exp_avg_sq);
-      square = at::maximum(largest.to(type), square);
-      assign(largest, square, skip);
+    const at::Tensor average = moment(0, type).lerp(grad, 1 - g_.beta1);
+    at::Tensor square = moment(1, type).mul(g_.beta2).addcmul(grad, grad, 1 - g_.beta2);
+    put_moment(0, average);
+    put_moment(1, square);
+    if (g_.amsgrad) {
+      square = at::maximum(moment(2, type), square);
+      put_moment(2, square);
     }
-    const at::Tensor correction1 = at::rsub(at::pow(g.beta1, step), 1);
-    const at::Tensor correction2 = at::rsub(at::pow(g.beta2, step), 1).sqrt();
-    const at::Tensor denominator = square.sqrt().div(correction2.to(type)).add(g.eps);
+    const at::Tensor correction1 = at::rsub(at::pow(g_.beta1, count()), 1);
+    const at::Tensor correction2 = at::rsub(at::pow(g_.beta2, count()), 1).sqrt();
+    const at::Tensor denominator = square.sqrt().div(correction2.to(type)).add(g_.eps);
     return old.sub(average.div(denominator).mul(lr.div(correction1).to(type)));
   }
 
-  void run(const CompositeParam& p, at::Tensor param_norm, at::Tensor update_norm) const {
-    at::Tensor param = as_real(p.param);
-    const at::ScalarType type = compute_type(param);
-    const at::Tensor old = param.to(type);
-    at::Tensor grad = as_real(p.grad).to(type).mul(multiplier.to(type));
-    if (p.group->maximize) grad = grad.neg();
-    const at::Tensor updated =
-        (algorithm == Algorithm::SGD ? sgd(p, old, grad) : adam(p, old, grad)).to(param.scalar_type());
-    if (update_norm.defined()) {
-      const at::Tensor difference = at::linalg_vector_norm(updated.sub(param), 2, std::nullopt, false);
-      const at::Tensor kept = skip.defined() ? difference.masked_fill(skip, 0) : difference;
-      update_norm.copy_(kept);
+  at::Tensor lion(at::Tensor old, const at::Tensor& grad) const {
+    const at::Tensor lr = learning_rate(old.scalar_type());
+    old = old.sub(old.mul(lr * g_.weight_decay));
+    const at::Tensor average = moment(0, old.scalar_type());
+    put_moment(0, average.lerp(grad, 1 - g_.beta2));
+    return old.sub(average.lerp(grad, 1 - g_.beta1).sign().mul(lr));
+  }
+
+  at::Tensor adagrad(const at::Tensor& old, at::Tensor grad) const {
+    const at::ScalarType type = old.scalar_type();
+    if (g_.weight_decay != 0) grad = grad.add(old, g_.weight_decay);
+    const at::Tensor sum = moment(1, type).addcmul(grad, grad);
+    put_moment(1, sum);
+    const at::Tensor rate = learning_rate(count().scalar_type()).div(count().sub(1).mul(g_.lr_decay).add(1));
+    return old.sub(grad.div(sum.sqrt().add(g_.eps)).mul(rate.to(type)));
+  }
+
+  at::Tensor rmsprop(const at::Tensor& old, at::Tensor grad) const {
+    const at::ScalarType type = old.scalar_type();
+    if (g_.weight_decay != 0) grad = grad.add(old, g_.weight_decay);
+    const at::Tensor square = moment(1, type).mul(g_.alpha).addcmul(grad, grad, 1 - g_.alpha);
+    put_moment(1, square);
+    at::Tensor spread = square;
+    if (g_.centered) {
+      const at::Tensor average = moment(2, type).lerp(grad, 1 - g_.alpha);
+      put_moment(2, average);
+      spread = square.addcmul(average, average, -1).clamp_min(0);
     }
-    assign(param, updated, skip);
-    if (param_norm.defined()) param_norm.copy_(at::linalg_vector_norm(param, 2, std::nullopt, false));
+    at::Tensor step = grad.div(spread.sqrt().add(g_.eps));
+    if (g_.momentum != 0) {
+      step = moment(0, type).mul(g_.momentum).add(step);
+      put_moment(0, step);
+    }
+    return old.sub(step.mul(learning_rate(type)));
+  }
+
+  // The momentum of Muon, before it is made orthogonal.
+  at::Tensor muon_direction(const at::Tensor& old) const {
+    const at::Tensor grad = gradient(old);
+    const at::Tensor buffer = moment(0, old.scalar_type()).lerp(grad, 1 - g_.momentum);
+    put_moment(0, buffer);
+    return g_.nesterov ? grad.lerp(buffer, g_.momentum) : buffer;
+  }
+
+  at::Tensor muon(const at::Tensor& old, const at::Tensor& orthogonal) const {
+    const at::Tensor lr = learning_rate(old.scalar_type());
+    const double factor = muon_rate_factor(g_.adjust_lr, old.size(0), old.size(1));
+    return old.sub(old.mul(lr * g_.weight_decay)).sub(orthogonal.to(old.scalar_type()).mul(lr * factor));
+  }
+
+  // The weights before the update: a copy where they will be compared with those after.
+  [[nodiscard]] at::Tensor old_weights() const {
+    const at::Tensor old = best_weights(p_.param, *p_.state);
+    return step_.param_norms.defined() ? old.clone() : old;
+  }
+
+  [[nodiscard]] at::Tensor updated(const at::Tensor& old) const {
+    const at::Tensor grad = gradient(old);
+    switch (step_.algorithm) {
+      case Algorithm::Adam: return adam(old, grad);
+      case Algorithm::SGD: return sgd(old, grad);
+      case Algorithm::Lion: return lion(old, grad);
+      case Algorithm::Adagrad: return adagrad(old, grad);
+      case Algorithm::RMSprop: return rmsprop(old, grad);
+      case Algorithm::Muon: break;
+    }
+    return muon(old, orthogonalized({muon_direction(old)}, g_).front());
+  }
+
+  // Stores the new weights in all their forms, advances the count and takes the statistics.
+  void store(const at::Tensor& old, const at::Tensor& updated, std::int64_t index) const {
+    const at::Tensor param = as_real(p_.param);
+    const auto stochastic = rounding(kernels::RoundingOperand::Param);
+    if (p_.state->master.defined()) {
+      assign(p_.state->master, updated);
+      assign(param, updated);
+    } else if (p_.state->residue.defined()) {
+      const auto [weights, residues] = split_weights(updated, param, stochastic);
+      assign(param, weights);
+      assign(p_.state->residue, residues);
+    } else if (stochastic && param.scalar_type() == at::kBFloat16) {
+      assign(param, round_bf16(updated, param, *stochastic));
+    } else {
+      assign(param, updated);
+    }
+    if (p_.state->step.defined()) assign(p_.state->step, p_.state->step.add(1));
+    if (step_.param_norms.defined()) {
+      const at::Tensor now = best_weights(p_.param, *p_.state);
+      step_.update_norms[index].copy_(norm_of(now.sub(old)));
+      step_.param_norms[index].copy_(norm_of(now));
+    }
   }
 
   // What follows every update, whoever made it.
-  void finish(const CompositeParam& p) const {
-    if (p.state->ema.defined()) {
-      const at::Tensor ema = as_real(p.state->ema);
-      assign(ema, ema.lerp(as_real(p.param).to(ema.scalar_type()), 1 - options.ema_decay), skip);
+  void finish() const {
+    ParamState& s = *p_.state;
+    if (s.ema.defined()) {
+      const at::Tensor ema = as_real(s.ema);
+      assign(ema, ema.lerp(best_weights(p_.param, s).to(ema.scalar_type()), 1 - step_.options.ema_decay));
     }
-    if (options.zero_grads) p.grad.zero_();
+    if (s.copy.defined()) s.copy.copy_(best_weights(p_.param, s));
+    if (step_.options.zero_grads) p_.grad.zero_();
   }
+
+ private:
+  [[nodiscard]] kernels::StateCode code(std::size_t index) const { return traits(step_.algorithm).moments[index].code; }
+
+  [[nodiscard]] std::optional<Rounding> rounding(kernels::RoundingOperand operand) const {
+    if (!step_.options.stochastic_rounding) return std::nullopt;
+    return Rounding{step_.options.seed, p_.stream, operand, p_.state->step.add(1)};
+  }
+
+  // Writes `value` over `target` except where the step is skipped.
+  void assign(at::Tensor target, const at::Tensor& value) const {
+    if (!step_.skip.defined()) {
+      target.copy_(value);
+      return;
+    }
+    const at::Tensor skip = step_.skip.to(target.device()).ne(0);
+    target.copy_(at::where(skip, target, value.to(target.scalar_type())));
+  }
+
+  const CompositeStep& step_;
+  const CompositeParam& p_;
+  const GroupOptions& g_;
 };
 
+// Matrices of one group, shape and dtype are made orthogonal together: few large products in place of many small ones.
+void muon_update(const CompositeStep& step, const std::vector<CompositeParam>& params) {
+  std::map<std::tuple<const GroupOptions*, std::int64_t, std::int64_t>, std::vector<std::size_t>> batches;
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    batches[{params[i].group, params[i].param.size(0), params[i].param.size(1)}].push_back(i);
+  }
+  for (const auto& [key, members] : batches) {
+    std::vector<at::Tensor> old, directions;
+    for (std::size_t i : members) {
+      const Update update(step, params[i]);
+      old.push_back(update.old_weights());
+      directions.push_back(update.muon_direction(old.back()));
+    }
+    const std::vector<at::Tensor> orthogonal = orthogonalized(directions, *std::get<0>(key));
+    for (std::size_t k = 0; k < members.size(); ++k) {
+      const Update update(step, params[members[k]]);
+      update.store(old[k], update.muon(old[k], orthogonal[k]), static_cast<std::int64_t>(members[k]));
+    }
+  }
+}
+
 }  // namespace
+
+at::ScalarType compute_type(at::ScalarType type) noexcept {
+  return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
+}
+
+at::Tensor best_weights(const at::Tensor& param, const ParamState& state) {
+  if (state.master.defined()) return state.master;
+  const at::Tensor real = as_real(param);
+  if (state.residue.defined()) return join_weights(real, state.residue);
+  return real.to(compute_type(real.scalar_type()));
+}
 
 at::Tensor composite_grad_norms(const std::vector<CompositeParam>& params) {
   std::vector<at::Tensor> grads;
@@ -124,20 +287,20 @@ at::Tensor composite_grad_norms(const std::vector<CompositeParam>& params) {
   return at::stack(norms);
 }
 
-void composite_update(Algorithm algorithm, const TailOptions& options, const std::vector<CompositeParam>& params,
-                      const at::Tensor& multiplier, const at::Tensor& found_inf, const at::Tensor& param_norms,
-                      const at::Tensor& update_norms) {
-  const Update update{algorithm, options, multiplier, found_inf.defined() ? found_inf.ne(0) : at::Tensor()};
-  // Statistics need the parameter before and after, which the fused kernels do not keep.
-  const std::vector<CompositeParam> rest = param_norms.defined() || options.force_composite
-                                               ? params
-                                               : fused_update(algorithm, params, multiplier, found_inf);
-  for (std::size_t i = 0; i < rest.size(); ++i) {
-    const auto at = static_cast<std::int64_t>(i);
-    update.run(rest[i], param_norms.defined() ? param_norms[at] : at::Tensor(),
-               update_norms.defined() ? update_norms[at] : at::Tensor());
+void composite_update(const CompositeStep& step, const std::vector<CompositeParam>& params) {
+  if (step.algorithm == Algorithm::Muon) {
+    muon_update(step, params);
+  } else {
+    // Statistics need the parameter before and after, which the fused kernels do not keep.
+    const std::vector<CompositeParam> rest =
+        step.param_norms.defined() || step.options.force_composite ? params : fused_update(step, params);
+    for (std::size_t i = 0; i < rest.size(); ++i) {
+      const Update update(step, rest[i]);
+      const at::Tensor old = update.old_weights();
+      update.store(old, update.updated(old), static_cast<std::int64_t>(i));
+    }
   }
-  for (const CompositeParam& p : params) update.finish(p);
+  for (const CompositeParam& p : params) Update(step, p).finish();
 }
 
 }  // namespace oxytorch::optim

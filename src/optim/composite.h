@@ -1,8 +1,9 @@
-/// The step tail composed from LibTorch's operators, for devices and dtypes without native kernels.
+/// The step tail composed from LibTorch's operators, for devices, dtypes and algorithms without native kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "oxytorch/optim/step_tail.h"
@@ -15,17 +16,30 @@ struct CompositeParam {
   at::Tensor grad;
   ParamState* state;
   const GroupOptions* group;
-  bool first;  ///< SGD: the momentum buffer is not yet filled
+  std::uint32_t stream;  ///< identity for stochastic rounding
+  bool first;            ///< SGD: the momentum buffer is not yet filled
+};
+
+/// What one composite step works with.
+struct CompositeStep {
+  Algorithm algorithm;
+  const TailOptions& options;
+  at::Tensor multiplier;    ///< 0-dim fp64 or fp32 tensor on the device, applied to each gradient
+  at::Tensor skip;          ///< undefined where the step is known to be taken; else 0-dim, and not 0: change nothing
+  at::Tensor param_norms;   ///< undefined, or fp32 [params], written
+  at::Tensor update_norms;  ///< undefined, or fp32 [params], written
 };
 
 /// Norm of each gradient, fp64 where the device has it, on the device: [params].
 at::Tensor composite_grad_norms(const std::vector<CompositeParam>& params);
 
-/// One update. `multiplier`: 0-dim fp64 or fp32 tensor on the device, applied to each gradient.
-/// `found_inf`: undefined where the step is known to be good; else 0-dim fp32 on the device, and where it is not 0
-/// nothing changes. `param_norms`, `update_norms`: undefined, or fp32 [params], written.
-void composite_update(Algorithm algorithm, const TailOptions& options, const std::vector<CompositeParam>& params,
-                      const at::Tensor& multiplier, const at::Tensor& found_inf, const at::Tensor& param_norms,
-                      const at::Tensor& update_norms);
+/// One update.
+void composite_update(const CompositeStep& step, const std::vector<CompositeParam>& params);
+
+/// The weights at their best precision: fp32, or fp64 for fp64 parameters. A complex parameter comes as pairs.
+at::Tensor best_weights(const at::Tensor& param, const ParamState& state);
+
+/// The dtype in which a parameter is computed: 16-bit ones in fp32.
+at::ScalarType compute_type(at::ScalarType type) noexcept;
 
 }  // namespace oxytorch::optim

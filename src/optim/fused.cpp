@@ -18,15 +18,22 @@ bool like(const at::Tensor& tensor, const at::Tensor& param) {
   return tensor.scalar_type() == param.scalar_type() && tensor.strides() == param.strides();
 }
 
-bool can_be_fused(Algorithm algorithm, const CompositeParam& p) {
+bool can_be_fused(const CompositeStep& step, const CompositeParam& p) {
+  const Algorithm algorithm = step.algorithm;
+  const TailOptions& o = step.options;
+  if (algorithm != Algorithm::Adam && algorithm != Algorithm::SGD) return false;
+  if (o.clip_value > 0 || o.agc > 0 || o.stochastic_rounding || p.state->master.defined() ||
+      p.state->residue.defined()) {
+    return false;
+  }
   if (!p.param.is_cuda() || p.param.is_complex() || !p.param.is_non_overlapping_and_dense() || !like(p.grad, p.param)) {
     return false;
   }
   if (p.group->lr_tensor.defined() && !p.group->lr_tensor.is_cuda()) return false;
-  if (algorithm == Algorithm::SGD) return p.group->momentum == 0 || like(p.state->momentum_buffer, p.param);
-  return like(p.state->exp_avg, p.param) && like(p.state->exp_avg_sq, p.param) &&
+  if (algorithm == Algorithm::SGD) return p.group->momentum == 0 || like(p.state->moments[0], p.param);
+  return like(p.state->moments[0], p.param) && like(p.state->moments[1], p.param) &&
          p.state->step.device() == p.param.device() && p.state->step.scalar_type() == at::kFloat &&
-         (!p.group->amsgrad || like(p.state->max_exp_avg_sq, p.param));
+         (!p.group->amsgrad || like(p.state->moments[2], p.param));
 }
 
 void launch_adam(const Launch& l, const GroupOptions& g, const at::Tensor& scale,
@@ -59,12 +66,12 @@ void launch_sgd(const Launch& l, const GroupOptions& g, bool first, const at::Te
 
 }  // namespace
 
-std::vector<CompositeParam> fused_update(Algorithm algorithm, const std::vector<CompositeParam>& params,
-                                         const at::Tensor& multiplier, const at::Tensor& found_inf) {
+std::vector<CompositeParam> fused_update(const CompositeStep& step, const std::vector<CompositeParam>& params) {
+  const Algorithm algorithm = step.algorithm;
   std::map<std::tuple<const GroupOptions*, at::ScalarType, bool>, Launch> launches;
   std::vector<CompositeParam> others;
   for (const CompositeParam& p : params) {
-    if (!can_be_fused(algorithm, p)) {
+    if (!can_be_fused(step, p)) {
       others.push_back(p);
       continue;
     }
@@ -73,17 +80,17 @@ std::vector<CompositeParam> fused_update(Algorithm algorithm, const std::vector<
     l.params.push_back(p.param);
     l.grads.push_back(p.grad);
     if (algorithm == Algorithm::SGD) {
-      if (p.group->momentum != 0) l.averages.push_back(p.state->momentum_buffer);
+      if (p.group->momentum != 0) l.averages.push_back(p.state->moments[0]);
       continue;
     }
-    l.averages.push_back(p.state->exp_avg);
-    l.squares.push_back(p.state->exp_avg_sq);
-    if (p.group->amsgrad) l.largest.push_back(p.state->max_exp_avg_sq);
+    l.averages.push_back(p.state->moments[0]);
+    l.squares.push_back(p.state->moments[1]);
+    if (p.group->amsgrad) l.largest.push_back(p.state->moments[2]);
     l.steps.push_back(p.state->step);
   }
   if (launches.empty()) return others;
-  const at::Tensor scale = multiplier.reciprocal().to(at::kFloat);
-  const std::optional<at::Tensor> found = found_inf.defined() ? std::optional(found_inf) : std::nullopt;
+  const at::Tensor scale = step.multiplier.reciprocal().to(at::kFloat);
+  const std::optional<at::Tensor> found = step.skip.defined() ? std::optional(step.skip.to(at::kFloat)) : std::nullopt;
   for (const auto& [key, launch] : launches) {
     if (algorithm == Algorithm::SGD) {
       launch_sgd(launch, *std::get<0>(key), std::get<2>(key), scale, found);

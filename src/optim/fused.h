@@ -9,10 +9,8 @@
 
 namespace oxytorch::optim {
 
-/// Updates those of `params` that torch's fused kernels can take, and returns the others. Arguments as in
-/// composite_update. The kernels divide by a scale, so they are given 1 / multiplier; they write the
-/// divided gradients back, as torch's do.
-std::vector<CompositeParam> fused_update(Algorithm algorithm, const std::vector<CompositeParam>& params,
-                                         const at::Tensor& multiplier, const at::Tensor& found_inf);
+/// Updates those of `params` that torch's fused kernels can take, and returns the others. The kernels divide by a
+/// scale, so they are given 1 / multiplier; they write the divided gradients back, as torch's do.
+std::vector<CompositeParam> fused_update(const CompositeStep& step, const std::vector<CompositeParam>& params);
 
 }  // namespace oxytorch::optim

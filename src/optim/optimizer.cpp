@@ -140,16 +140,21 @@ torch::Tensor TailOptimizer::step(LossClosure closure) {
   for (std::size_t i = 0; i < param_groups_.size(); ++i) {
     tail_->set_group_options(i, group_options(param_groups_[i].options()));
   }
-  const at::Tensor scale = std::exchange(grad_scale_, {});
-  const at::Tensor found = std::exchange(found_inf_, {});
-  tail_->step(scale, found);
+  // Taken first, so that a step that throws leaves nothing of it behind.
+  StepInputs next;
+  next.grad_divisor = inputs_.grad_divisor;
+  tail_->step(std::exchange(inputs_, next));
   return loss;
 }
 
 void TailOptimizer::set_grad_scale(at::Tensor scale, at::Tensor found_inf) {
-  grad_scale_ = std::move(scale);
-  found_inf_ = std::move(found_inf);
+  inputs_.grad_scale = std::move(scale);
+  inputs_.found_inf = std::move(found_inf);
 }
+
+void TailOptimizer::set_skip(at::Tensor skip) { inputs_.skip = std::move(skip); }
+void TailOptimizer::set_norm_limit(at::Tensor norm_limit) { inputs_.norm_limit = std::move(norm_limit); }
+void TailOptimizer::set_grad_divisor(double divisor) { inputs_.grad_divisor = divisor; }
 
 const StepTail& TailOptimizer::tail() const {
   const_cast<TailOptimizer*>(this)->build();
@@ -220,12 +225,12 @@ GroupOptions AdamW::group_options(const torch::optim::OptimizerOptions& options)
 void AdamW::save(OutputArchive& archive) const {
   const_cast<AdamW*>(this)->publish_state(
       [](const ParamState& s) -> std::unique_ptr<torch::optim::OptimizerParamState> {
-        if (!s.exp_avg.defined()) return nullptr;
+        if (!s.moments[0].defined()) return nullptr;
         auto made = std::make_unique<torch::optim::AdamWParamState>();
         made->step(static_cast<std::int64_t>(s.step.item<double>()));
-        made->exp_avg(s.exp_avg);
-        made->exp_avg_sq(s.exp_avg_sq);
-        made->max_exp_avg_sq(s.max_exp_avg_sq);
+        made->exp_avg(s.moments[0]);
+        made->exp_avg_sq(s.moments[1]);
+        made->max_exp_avg_sq(s.moments[2]);
         return made;
       });
   torch::optim::serialize<torch::optim::AdamWParamState, AdamWOptions>(archive, *this);
@@ -246,9 +251,7 @@ void AdamW::load(InputArchive& archive) {
     const auto& s = static_cast<const torch::optim::AdamWParamState&>(saved);
     ParamState state;
     state.step = torch::full({}, static_cast<double>(s.step()), at::kFloat);
-    state.exp_avg = s.exp_avg();
-    state.exp_avg_sq = s.exp_avg_sq();
-    state.max_exp_avg_sq = s.max_exp_avg_sq();
+    state.moments = {s.exp_avg(), s.exp_avg_sq(), s.max_exp_avg_sq()};
     return state;
   });
 }
@@ -279,9 +282,9 @@ GroupOptions SGD::group_options(const torch::optim::OptimizerOptions& options) c
 
 void SGD::save(OutputArchive& archive) const {
   const_cast<SGD*>(this)->publish_state([](const ParamState& s) -> std::unique_ptr<torch::optim::OptimizerParamState> {
-    if (!s.momentum_buffer.defined()) return nullptr;
+    if (!s.moments[0].defined()) return nullptr;
     auto made = std::make_unique<torch::optim::SGDParamState>();
-    made->momentum_buffer(s.momentum_buffer);
+    made->momentum_buffer(s.moments[0]);
     return made;
   });
   torch::optim::serialize<torch::optim::SGDParamState, SGDOptions>(archive, *this);
@@ -299,7 +302,7 @@ void SGD::load(InputArchive& archive) {
   }
   adopt_state([](const torch::optim::OptimizerParamState& saved) {
     ParamState state;
-    state.momentum_buffer = static_cast<const torch::optim::SGDParamState&>(saved).momentum_buffer();
+    state.moments[0] = static_cast<const torch::optim::SGDParamState&>(saved).momentum_buffer();
     return state;
   });
 }

@@ -10,8 +10,10 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -27,10 +29,20 @@ template <class Derived>
 class TailArguments {
  public:
   Derived& clip_norm(double value) { return set(tail_.clip_norm, value); }
+  Derived& clip_value(double value) { return set(tail_.clip_value, value); }
+  Derived& agc(double value) { return set(tail_.agc, value); }
+  Derived& agc_eps(double value) { return set(tail_.agc_eps, value); }
   Derived& ema_decay(double value) { return set(tail_.ema_decay, value); }
   Derived& nonfinite(NonFinite value) { return set(tail_.nonfinite, value); }
+  Derived& state_dtype(StateFormat value) { return set(tail_.state_dtype, value); }
+  Derived& master_weights(MasterFormat value) { return set(tail_.master_weights, value); }
+  Derived& copy_dtype(at::ScalarType value) { return set(tail_.copy_dtype, std::optional(value)); }
+  Derived& stochastic_rounding(bool value) { return set(tail_.stochastic_rounding, value); }
+  Derived& seed(std::uint64_t value) { return set(tail_.seed, value); }
   Derived& collect_stats(bool value) { return set(tail_.collect_stats, value); }
   Derived& zero_grads(bool value) { return set(tail_.zero_grads, value); }
+  Derived& norm_in_backward(bool value) { return set(tail_.norm_in_backward, value); }
+  Derived& step_in_backward(bool value) { return set(tail_.step_in_backward, value); }
   Derived& force_composite(bool value) { return set(tail_.force_composite, value); }
   [[nodiscard]] const TailOptions& tail() const noexcept { return tail_; }
 
@@ -97,6 +109,13 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   /// See StepTail::step. oxytorch::amp::GradScaler calls this.
   void set_grad_scale(at::Tensor scale, at::Tensor found_inf);
 
+  /// For the next step only: skip where `skip` is not 0, or where the gradient norm is above `norm_limit`.
+  void set_skip(at::Tensor skip);
+  void set_norm_limit(at::Tensor norm_limit);
+
+  /// Divide gradients by the number of micro-batches that were summed into them; holds until it is set again.
+  void set_grad_divisor(double divisor);
+
   [[nodiscard]] const TailStats& tail_stats() const;
 
   /// The running averages, in the order of the parameters; undefined tensors where a parameter was never stepped.
@@ -134,8 +153,7 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   Algorithm algorithm_;
   TailOptions options_;
   std::unique_ptr<StepTail> tail_;
-  at::Tensor grad_scale_;
-  at::Tensor found_inf_;
+  StepInputs inputs_;  // of the next step
 };
 
 /// AdamW, Loshchilov and Hutter 2019; equal to torch.optim.AdamW within the tail's error bound.

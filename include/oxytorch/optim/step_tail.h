@@ -46,8 +46,8 @@ enum class StateFormat { Auto, Float32, BFloat16, Int8 };
 OXY_API StateFormat parse_state_format(const std::string& text);
 OXY_API const char* name(StateFormat format) noexcept;
 
-/// What is kept beside 16-bit parameters so that small updates are not lost. Float32: whole fp32 weights. Int8: the next
-/// 8 bits of a bf16 weight; with Int8 state this is the layout of 7 bytes a parameter, a bf16 gradient included.
+/// What is kept beside 16-bit parameters so that small updates are not lost. Float32: whole fp32 weights. Int8: the
+/// next 8 bits of a bf16 weight; with Int8 state this is the layout of 7 bytes a parameter, a bf16 gradient included.
 enum class MasterFormat { None, Float32, Int8 };
 
 /// "none", "fp32" or "int8"; Error(InvalidArgument) for another text.
@@ -87,9 +87,9 @@ struct GroupOptions {
   double weight_decay = 0;
   double momentum = 0;
   double dampening = 0;
-  double alpha = 0.99;                   ///< RMSprop
-  double lr_decay = 0;                   ///< Adagrad
-  double initial_accumulator_value = 0;  ///< Adagrad
+  double alpha = 0.99;                                                ///< RMSprop
+  double lr_decay = 0;                                                ///< Adagrad
+  double initial_accumulator_value = 0;                               ///< Adagrad
   std::array<double, 3> ns_coefficients = {3.4445, -4.7750, 2.0315};  ///< Muon
   std::int64_t ns_steps = 5;                                          ///< Muon
   AdjustLr adjust_lr = AdjustLr::Original;                            ///< Muon

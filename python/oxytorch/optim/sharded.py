@@ -1,0 +1,127 @@
+"""Parameters that are shards of larger tensors (DTensor, as FSDP2 makes them): the tail works on the local part."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .options import TailOptions
+
+__all__ = ["Shards", "any_sharded", "check", "like", "local", "refuse_in_backward"]
+
+T = TypeVar("T")
+
+
+def _is_sharded(tensor: Any) -> bool:
+    # By its attributes: importing torch.distributed.tensor takes a while and is not needed otherwise.
+    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
+
+
+def any_sharded(params: list[Tensor]) -> bool:
+    """Whether some parameter is a DTensor."""
+    return any(_is_sharded(p) for p in params)
+
+
+def local(tensor: T) -> T:
+    """The local part of a DTensor; anything else as it is."""
+    return tensor._local_tensor if _is_sharded(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+
+
+def like(tensor: Tensor, param: Tensor) -> Tensor:
+    """`tensor`, local state of `param`, as a DTensor where `param` is one; counters and scales stay as they are."""
+    if not _is_sharded(param) or tensor.shape != local(param).shape:
+        return tensor
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    sharding: Any = param
+    return DTensor.from_local(
+        tensor,
+        sharding.device_mesh,
+        sharding.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def check(params: list[Tensor], algorithm: str, options: TailOptions) -> None:
+    """Refuse what cannot be computed from local parts, naming the parameter."""
+    for i, param in enumerate(params):
+        if not _is_sharded(param):
+            continue
+        placements = param.placements  # type: ignore[attr-defined]
+        if any(p.is_partial() for p in placements):
+            raise NotImplementedError(f"parameter {i} is a DTensor with partial values; redistribute it first.")
+        split = [p.dim for p in placements if p.is_shard()]
+        if algorithm == "muon" and split:
+            raise NotImplementedError(
+                f"parameter {i} is sharded ({placements}); Muon needs whole matrices. Give it replicated parameters."
+            )
+        if options["agc"] is not None and (any(dim != 0 for dim in split) or (split and param.dim() < 2)):
+            raise NotImplementedError(
+                f"parameter {i} is sharded through its rows ({placements}); agc needs whole rows. Use clip_norm."
+            )
+
+
+def refuse_in_backward(params: list[Tensor]) -> None:
+    """Gradients of several processes are complete only after backward."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if any_sharded(params) or (distributed and torch.distributed.get_world_size() > 1):
+        raise NotImplementedError(
+            "norm_in_backward and step_in_backward see gradients before they are reduced over processes; "
+            "use the optimizer without them in a distributed run."
+        )
+
+
+class Shards:
+    """The local parts of an optimizer's parameters, and the sum of norms over their meshes."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self._params = params
+        self._locals = [local(p) for p in params]
+        # Parameters by the process groups over which they are split.
+        self._by_group: dict[tuple[Any, ...], list[int]] = {}
+        for i, param in enumerate(params):
+            if not _is_sharded(param):
+                continue
+            sharding: Any = param
+            groups = tuple(
+                sharding.device_mesh.get_group(axis) for axis, p in enumerate(sharding.placements) if p.is_shard()
+            )
+            if groups:
+                self._by_group.setdefault(groups, []).append(i)
+
+    def unmoved(self) -> bool:
+        """Whether the local parts are the tensors that were handed over."""
+        return all(local(p) is held for p, held in zip(self._params, self._locals, strict=True))
+
+    def lend_gradients(self) -> None:
+        """Give the local parts their gradients for the native step."""
+        for i, (param, part) in enumerate(zip(self._params, self._locals, strict=True)):
+            if part is param or param.grad is None:
+                continue
+            if param.grad.placements != param.placements:  # type: ignore[attr-defined]
+                self.take_back_gradients()
+                raise NotImplementedError(
+                    f"the gradient of parameter {i} is placed as {param.grad.placements}, "  # type: ignore[attr-defined]
+                    f"the parameter as {param.placements}; redistribute the gradient first."  # type: ignore[attr-defined]
+                )
+            part.grad = local(param.grad)
+
+    def take_back_gradients(self) -> None:
+        """The local parts hold no gradient outside a step."""
+        for param, part in zip(self._params, self._locals, strict=True):
+            if part is not param:
+                part.grad = None
+
+    def reduce(self, sums: Tensor) -> Tensor:
+        """Sums of squares [parameters] of all shards from those of this process."""
+        sums = sums.clone()
+        for groups, indices in self._by_group.items():
+            part = sums[indices]
+            for group in groups:
+                torch.distributed.all_reduce(part, group=group)
+            sums[indices] = part
+        return sums

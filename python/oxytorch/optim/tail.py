@@ -1,0 +1,367 @@
+"""What all optimizers here share: the native tail in place of `step`."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._C import optim as _native
+from . import sharded
+from .options import TailOptions, TailStats, native_options, with_defaults
+from .state import Changed, StateMap, plain
+
+__all__ = ["TailOptimizer"]
+
+
+class TailOptimizer(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` whose whole step after backward is one native call.
+
+    Attributes
+    ----------
+    grad_divisor : float
+        Gradients are divided by this: the number of micro-batches summed into them. Default 1.
+    skip, norm_limit : Tensor
+        If set, one-element tensors on the parameters' device: a step is skipped where ``skip`` is not 0, or where the
+        norm of the unscaled gradients is above ``norm_limit``. Read on the device.
+    grad_scale, found_inf : Tensor
+        If set, as `torch.amp.GradScaler` sets them: gradients are divided by the one; the other, where not 0, skips
+        the step, and is set to 1 where inf or NaN is found.
+    """
+
+    _step_supports_amp_scaling = True
+    _algorithm: str = "adam"
+    # Entries that a state must have where it has any, and those that torch may leave out.
+    _required_state: tuple[str, ...] = ()
+    _optional_state: tuple[str, ...] = ()
+    _required_hyperparameters: tuple[str, ...] = ("lr",)
+
+    grad_divisor: float = 1.0
+    _tail: _native.StepTail | None = None
+    _sharded: sharded.Shards | None = None
+    _tail_options: TailOptions
+    _loaded_ema: list[Tensor | None] | None = None
+    _built_params: list[Tensor]
+    _accumulating = False
+    _hooks: list[Any]
+
+    # ---- construction
+
+    def _init_tail(self, tail: TailOptions) -> None:
+        self._tail_options = with_defaults(tail)
+        self._watch_state()
+        self._new_tail()  # refuses bad options here, where they were written
+        self._install_hooks()
+
+    def _new_tail(self) -> _native.StepTail:
+        return _native.StepTail(self._algorithm, native_options(self._tail_options))
+
+    def _watch_state(self) -> None:
+        self._changed = Changed()
+        self.state = StateMap(self._changed, self.state)
+        self._watched = self.state
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # ---- gradients as they arrive
+
+    @property
+    def _works_in_backward(self) -> bool:
+        return bool(self._tail_options["norm_in_backward"] or self._tail_options["step_in_backward"])
+
+    def _install_hooks(self) -> None:
+        for hook in getattr(self, "_hooks", []):
+            hook.remove()
+        self._hooks = []
+        if not self._works_in_backward:
+            return
+        sharded.refuse_in_backward(self._params())
+        this = weakref.ref(self)  # the parameters outlive the optimizer
+
+        def make(index: int) -> Callable[[Tensor], None]:
+            def ready(_: Tensor) -> None:
+                optimizer = this()
+                if optimizer is not None and not optimizer._accumulating:
+                    optimizer._grad_ready(index)
+
+            return ready
+
+        for i, param in enumerate(self._params()):
+            if param.requires_grad:
+                self._hooks.append(param.register_post_accumulate_grad_hook(make(i)))
+
+    def _grad_ready(self, index: int) -> None:
+        tail = self._tail
+        if tail is None or self._changed.raised:
+            tail = self._build()
+        if tail.grad_ready(index, self.param_groups):
+            self._publish_state(tail, [index])
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Context for the backward passes of all micro-batches but the last of a step.
+
+        With ``norm_in_backward`` it saves measuring sums that are not complete; with ``step_in_backward`` it keeps
+        them from being applied. Without these options it does nothing.
+        """
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    # ---- the native tail and its state
+
+    def _averages(self) -> list[Tensor | None]:
+        if self._loaded_ema is not None:
+            return self._loaded_ema
+        if self._tail is None:
+            return [None] * len(self._params())
+        return [self._tail.ema(i) for i in range(self._tail.param_count)]
+
+    def _build(self) -> _native.StepTail:
+        """Hand parameters, groups and state to a new native tail."""
+        emas: dict[int, Tensor | None] = {}
+        copies: dict[int, Tensor | None] = {}
+        if self._tail is not None:
+            copies = {id(p): self._tail.copy(i) for i, p in enumerate(self._built_params)}
+            if self._loaded_ema is None:
+                emas = {id(p): self._tail.ema(i) for i, p in enumerate(self._built_params)}
+        params = self._params()
+        sharded.check(params, self._algorithm, self._tail_options)
+        tail = self._new_tail()
+        for group in self.param_groups:
+            tail.add_group(group, [sharded.local(p) for p in group["params"]])
+        if self.state is not self._watched:
+            self._watch_state()
+        given = []
+        for i, param in enumerate(params):
+            ema = self._loaded_ema[i] if self._loaded_ema is not None else emas.get(id(param))
+            state = {k: sharded.local(v) for k, v in (self.state.get(param) or {}).items() if isinstance(v, Tensor)}
+            if state or ema is not None:
+                tail.set_state(i, state, ema, copies.get(id(param)))
+                given.append(i)
+        self._sharded = sharded.Shards(params) if sharded.any_sharded(params) else None
+        if self._sharded is not None:
+            tail.set_norm_reducer(self._sharded.reduce)
+        self._tail = tail
+        self._built_params = params
+        self._loaded_ema = None
+        self._publish_state(tail, given)
+        return tail
+
+    def _publish_state(self, tail: _native.StepTail, indices: list[int] | None = None) -> None:
+        """Show the state that the tail made or converted in torch's `state`."""
+        for i in range(len(self._built_params)) if indices is None else indices:
+            param = self._built_params[i]
+            made = tail.state(i)
+            shown = self.state.get(param) or {}
+            if made and any(sharded.local(shown.get(key)) is not value for key, value in made.items()):
+                extra = {key: value for key, value in shown.items() if not isinstance(value, Tensor)}
+                self.state[param] = {**extra, **{k: sharded.like(v, param) for k, v in made.items()}}
+        self._changed.raised = False
+
+    def _step_tail(self) -> _native.StepTail:
+        tail = self._tail
+        if tail is None or self._changed.raised or self.state is not self._watched:
+            return self._build()
+        if self._sharded is not None and not self._sharded.unmoved():
+            return self._build()
+        return tail if tail.matches(self.param_groups) else self._build()
+
+    # ---- torch.optim.Optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step: finite check, unscale, clip, update, moving average and statistics in one native call.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Evaluates the model and returns the loss; called first, with gradients enabled.
+
+        Returns
+        -------
+        The closure's loss, or None.
+
+        Raises
+        ------
+        RuntimeError
+            A parameter's shape, dtype, device or memory changed, or ``nonfinite="raise"`` met inf or NaN. The
+            message names the parameter and nothing was changed.
+        NotImplementedError
+            A sparse gradient, or an input that the options cannot serve.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if any(group.get("differentiable") for group in self.param_groups):
+            # Differentiating through a step needs torch's own composition of operators.
+            super().step(None)
+            return loss
+        tail = self._step_tail()
+        shards = self._sharded
+        if shards is not None:
+            shards.lend_gradients()
+        try:
+            created = tail.step(
+                self.param_groups,
+                getattr(self, "grad_scale", None),
+                getattr(self, "found_inf", None),
+                getattr(self, "skip", None),
+                getattr(self, "norm_limit", None),
+                self.grad_divisor,
+            )
+        finally:
+            if shards is not None:
+                shards.take_back_gradients()
+        if created:
+            self._publish_state(tail)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as in torch."""
+        super().add_param_group(param_group)
+        if self._tail is not None:
+            self._changed.raised = True
+        if hasattr(self, "_tail_options") and self._works_in_backward:
+            self._install_hooks()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and hyperparameters exactly as the torch optimizer of the same name would give them.
+
+        Where `state_dtype` is ``"int8"`` each average has its scales beside it as ``"<name>_scale"``; with master
+        weights there is an entry ``"master"`` or ``"residue"``.
+        """
+        result = super().state_dict()
+        result["state"] = {key: plain(value) for key, value in result["state"].items()}
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a `state_dict` of this class or of torch's of the same name, in any state format.
+
+        Raises
+        ------
+        ValueError
+            The dict is of another optimizer, or for other parameters: a different number of groups or parameters, an
+            entry that this algorithm does not keep or lacks, or a tensor of another shape. Nothing is changed then.
+        """
+        self._check_loadable(state_dict)
+        super().load_state_dict(state_dict)
+        # torch gives every tensor the parameter's dtype; codes, scales and masters must keep their own.
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, param in zip(saved, self._params(), strict=True):
+            for key, value in (state_dict["state"].get(index) or {}).items():
+                if isinstance(value, Tensor) and key != "step" and value.dtype != self.state[param][key].dtype:
+                    self.state[param][key] = value.to(param.device)
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        name = type(self).__name__
+        names = (*self._required_state, *self._optional_state)
+        known = {"step", "master", "residue", *names, *(f"{key}_scale" for key in names)}
+        for i, group in enumerate(state_dict["param_groups"]):
+            missing = [key for key in self._required_hyperparameters if key not in group]
+            if missing:
+                raise ValueError(f"group {i} of the state dict has no {missing[0]!r}; it is not one of {name}.")
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, param in zip(saved, self._params(), strict=False):
+            state = state_dict["state"].get(index) or {}
+            unknown = sorted(set(state) - known)
+            missing = [key for key in self._required_state if state and key not in state]
+            if unknown or missing:
+                wrong = f"has {unknown[0]!r}, which {name} does not keep" if unknown else f"lacks {missing[0]!r}"
+                raise ValueError(f"the saved state of parameter {index} {wrong}; it is of another optimizer.")
+            for key, value in state.items():
+                scale = key.endswith("_scale")
+                if isinstance(value, Tensor) and key != "step" and not scale and value.shape != param.shape:
+                    raise ValueError(
+                        f"{key!r} in the saved state of parameter {index} has shape {tuple(value.shape)}; "
+                        f"the parameter has {tuple(param.shape)}."
+                    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "state": {param: plain(state) for param, state in self.state.items()},
+            "_tail_options": self._tail_options,
+            "_loaded_ema": self._averages(),
+            "grad_divisor": self.grad_divisor,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._tail_options = state.get("_tail_options") or getattr(self, "_tail_options", None) or with_defaults({})
+        if self._tail is not None and "_loaded_ema" not in state:
+            state = {**state, "_loaded_ema": self._averages()}
+        self._tail = None
+        super().__setstate__(state)
+        if not isinstance(self.state, defaultdict):
+            self.state = defaultdict(dict, self.state)
+        self._watch_state()
+        self._install_hooks()
+
+    # ---- what the tail gives besides
+
+    def tail_stats(self) -> TailStats:
+        """Norms and counters of the last step, on the parameters' device; reading their values is up to you."""
+        groups = tuple(i for i, group in enumerate(self.param_groups) for _ in group["params"])
+        return TailStats(groups=groups, **self._step_tail().stats())
+
+    def copies(self) -> list[Tensor | None]:
+        """The weights in `copy_dtype`, in the order of the parameters and written by each step.
+
+        None for a parameter that was never stepped or has that dtype itself.
+        """
+        tail = self._step_tail()
+        return [tail.copy(i) for i in range(tail.param_count)]
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Context in which the parameters hold their moving averages; afterwards they are as before, bit for bit.
+
+        Raises
+        ------
+        RuntimeError
+            Without ``ema_decay``, when nested, or when a step is tried inside.
+        """
+        tail = self._step_tail()
+        tail.apply_ema()
+        try:
+            yield
+        finally:
+            tail.restore_parameters()
+
+    def ema_state_dict(self) -> dict[str, Any]:
+        """The moving averages: ``{"decay": float, "ema": {parameter index: Tensor}}``."""
+        averages = {i: t for i, t in enumerate(self._averages()) if t is not None}
+        return {"decay": self._tail_options["ema_decay"], "ema": averages}
+
+    def load_ema_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over averages given by `ema_state_dict`; tensors are copied.
+
+        Raises
+        ------
+        ValueError
+            An index without a parameter, a missing one, or a shape that is not the parameter's.
+        """
+        params = [sharded.local(p) for p in self._params()]
+        unknown = sorted(set(state["ema"]) - set(range(len(params))))
+        if unknown:
+            raise ValueError(f"moving averages for parameters {unknown}, but the optimizer has {len(params)}.")
+        loaded: list[Tensor | None] = [None] * len(params)
+        for i, average in state["ema"].items():
+            if average.shape != params[i].shape:
+                raise ValueError(
+                    f"the moving average of parameter {i} has shape {tuple(average.shape)}; "
+                    f"the parameter has {tuple(params[i].shape)}."
+                )
+            wide = torch.float64 if params[i].dtype == torch.float64 else torch.float32
+            dtype = params[i].dtype if params[i].is_complex() else wide
+            loaded[i] = torch.empty_like(params[i], dtype=dtype, requires_grad=False).copy_(average)
+        self._loaded_ema = loaded
+        self._changed.raised = True

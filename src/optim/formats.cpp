@@ -1,0 +1,144 @@
+#include "optim/formats.h"
+
+#include <ATen/ATen.h>
+
+namespace oxytorch::optim {
+namespace {
+
+constexpr std::int64_t kSignBit = 0x7FFFFFFF;
+constexpr std::int64_t kHalved = 0x1FC00000;          // codec.h, signed
+constexpr std::int64_t kQuartered = 0x2FA00000;       // codec.h, unsigned
+constexpr std::int64_t kLeastMagnitude = 0x03800000;  // 2^-120
+
+at::Tensor bits_of(const at::Tensor& fp32) { return fp32.view(at::kInt); }
+at::Tensor float_of(const at::Tensor& bits) { return bits.to(at::kInt).view(at::kFloat); }
+
+at::Tensor laid_out_as(const at::Tensor& flat, const at::Tensor& like) {
+  at::Tensor result = at::empty_like(like, like.options().dtype(flat.scalar_type()), at::MemoryFormat::Preserve);
+  in_memory_order(result).copy_(flat);
+  return result;
+}
+
+// The 16 random bits of each element: int64 [numel]. See kernels::rounding_bits.
+at::Tensor random_pieces(std::int64_t numel, const Rounding& r, at::Device device) {
+  constexpr std::int64_t kWord = 0xFFFFFFFF;
+  const at::Tensor i = at::arange(numel, at::TensorOptions(at::kLong).device(device));
+  at::Tensor c0 = at::floor_divide(i, 128).mul(16).add(i.remainder(16));
+  at::Tensor c1 = at::full({}, static_cast<std::int64_t>(r.operand), i.options());
+  at::Tensor c2 = at::full({}, static_cast<std::int64_t>(r.stream), i.options());
+  at::Tensor c3 = r.step.to(i.options()).reshape({}).bitwise_and(kWord);
+  auto k0 = static_cast<std::uint32_t>(r.seed), k1 = static_cast<std::uint32_t>(r.seed >> 32);
+  const auto high = [](const at::Tensor& product) {
+    return at::bitwise_right_shift(product, at::Scalar(32)).bitwise_and(kWord);
+  };
+  for (int round = 0; round < 10; ++round) {
+    // Products of 32-bit words wrap in int64 as they do in uint64.
+    const at::Tensor p0 = c0.mul(std::int64_t{0xD2511F53});
+    const at::Tensor p1 = c2.mul(std::int64_t{0xCD9E8D57});
+    c0 = high(p1).bitwise_xor(c1).bitwise_xor(std::int64_t{k0});
+    c2 = high(p0).bitwise_xor(c3).bitwise_xor(std::int64_t{k1});
+    c1 = p1.bitwise_and(kWord);
+    c3 = p0.bitwise_and(kWord);
+    k0 += 0x9E3779B9U;
+    k1 += 0xBB67AE85U;
+  }
+  const at::Tensor piece = at::floor_divide(i, 16).remainder(8);
+  const at::Tensor words = at::stack(at::broadcast_tensors({c0, c1, c2, c3}));
+  const at::Tensor word = words.gather(0, at::floor_divide(piece, 2).unsqueeze(0)).squeeze(0);
+  return at::bitwise_right_shift(word, piece.remainder(2).mul(16)).bitwise_and(0xFFFF);
+}
+
+// floor(levels * y + r), computed so that it rounds once as a fused multiply-add does.
+at::Tensor quantized(const at::Tensor& y, double levels, const std::optional<Rounding>& rounding) {
+  const at::Tensor offset = rounding ? random_pieces(y.numel(), *rounding, y.device()).to(at::kDouble).div(65536.0)
+                                     : at::full({}, 0.5, y.options().dtype(at::kDouble));
+  return y.to(at::kDouble).mul(levels).add(offset).to(at::kFloat).floor().clamp_max(levels);
+}
+
+}  // namespace
+
+at::Tensor in_memory_order(const at::Tensor& dense) {
+  return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
+}
+
+at::Tensor flat_like(const at::Tensor& values, const at::Tensor& like) {
+  return in_memory_order(
+      at::empty_like(like, like.options().dtype(at::kFloat), at::MemoryFormat::Preserve).copy_(values));
+}
+
+std::pair<at::Tensor, at::Tensor> encode_int8(const at::Tensor& values, kernels::StateCode code, const at::Tensor& like,
+                                              const std::optional<Rounding>& rounding) {
+  const at::Tensor flat = flat_like(values, like);
+  const std::int64_t n = flat.numel(), groups = kernels::state_groups(n);
+  const at::Tensor padded = at::constant_pad_nd(flat, {0, groups * kernels::kStateGroup - n});
+  const at::Tensor magnitude = bits_of(padded).bitwise_and(kSignBit).view({groups, kernels::kStateGroup});
+  at::Tensor largest = groups == 0 ? at::zeros({0}, magnitude.options()) : magnitude.amax(1);
+  largest = largest.clamp_max(0x7FC00000).to(at::kLong).add(0xFFFF);
+  largest = at::bitwise_right_shift(largest, at::Scalar(16)).clamp_max(0x7FC0);
+  largest = largest.masked_fill(largest.lt(kLeastMagnitude >> 16), 0);
+  const at::Tensor scale = float_of(at::bitwise_left_shift(largest, at::Scalar(16)));
+  const at::Tensor inverse = scale.reciprocal().masked_fill(scale.eq(0), 0);
+  const at::Tensor a = float_of(magnitude).mul(inverse.unsqueeze(1)).view({-1}).slice(0, 0, n);
+  const bool is_signed = code == kernels::StateCode::Signed;
+  at::Tensor q;
+  if (is_signed) {
+    const at::Tensor y = float_of(at::bitwise_right_shift(bits_of(a), at::Scalar(1)).add(kHalved));
+    q = quantized(y, 127, rounding).mul(flat.sign());
+  } else {
+    const at::Tensor y = float_of(at::bitwise_right_shift(bits_of(a), at::Scalar(2)).add(kQuartered));
+    q = quantized(y, 255, rounding);
+    q = at::where(a.gt(0), q.clamp_min(1), at::zeros({}, q.options()));
+  }
+  return {laid_out_as(q.to(is_signed ? at::kChar : at::kByte), like), scale.to(at::kBFloat16)};
+}
+
+at::Tensor decode_int8(const at::Tensor& codes, const at::Tensor& scales, kernels::StateCode code) {
+  const bool is_signed = code == kernels::StateCode::Signed;
+  const at::Tensor flat = in_memory_order(codes).to(at::kFloat);
+  const at::Tensor y = flat.abs().mul(is_signed ? 1.0F / 127 : 1.0F / 255);
+  const at::Tensor bits = bits_of(y).sub(is_signed ? kHalved : kQuartered);
+  const at::Tensor a = float_of(at::bitwise_left_shift(bits, at::Scalar(is_signed ? 1 : 2))).masked_fill(flat.eq(0), 0);
+  const at::Tensor scale = scales.to(at::kFloat).repeat_interleave(kernels::kStateGroup).slice(0, 0, flat.numel());
+  return laid_out_as(a.mul(scale).mul(flat.sign()), codes);
+}
+
+at::Tensor round_bf16(const at::Tensor& values, const at::Tensor& like, const Rounding& rounding) {
+  const at::Tensor flat = flat_like(values, like);
+  const at::Tensor bits = bits_of(flat).to(at::kLong).bitwise_and(std::int64_t{0xFFFFFFFF});
+  const at::Tensor cut = bits.add(random_pieces(flat.numel(), rounding, flat.device())).bitwise_and(0xFFFF0000);
+  const at::Tensor rounded = at::where(flat.isfinite(), float_of(cut), flat);
+  return laid_out_as(rounded.to(at::kBFloat16), like);
+}
+
+std::pair<at::Tensor, at::Tensor> split_weights(const at::Tensor& values, const at::Tensor& like,
+                                                const std::optional<Rounding>& rounding) {
+  const at::Tensor flat = flat_like(values, like);
+  const at::Tensor bits = bits_of(flat).to(at::kLong).bitwise_and(std::int64_t{0xFFFFFFFF});
+  at::Tensor magnitude = bits.bitwise_and(kSignBit);
+  magnitude = at::where(flat.isnan(), at::full({}, 0x7FC00000, magnitude.options()), magnitude);
+  at::Tensor m;
+  if (rounding) {
+    const at::Tensor random =
+        at::bitwise_right_shift(random_pieces(flat.numel(), *rounding, flat.device()), at::Scalar(8));
+    m = at::bitwise_right_shift(at::where(flat.isfinite(), magnitude.add(random), magnitude), at::Scalar(8));
+  } else {
+    const at::Tensor odd = at::bitwise_right_shift(magnitude, at::Scalar(8)).bitwise_and(1);
+    m = at::bitwise_right_shift(magnitude.add(0x7F).add(odd), at::Scalar(8));
+  }
+  const at::Tensor upper = at::bitwise_right_shift(m.add(0x80), at::Scalar(8));
+  const at::Tensor residue = m.sub(at::bitwise_left_shift(upper, at::Scalar(8))).to(at::kChar);
+  const at::Tensor sign = bits.bitwise_and(std::int64_t{0x80000000});
+  const at::Tensor weight = float_of(at::bitwise_left_shift(upper, at::Scalar(16)).bitwise_or(sign)).to(at::kBFloat16);
+  return {laid_out_as(weight, like), laid_out_as(residue, like)};
+}
+
+at::Tensor join_weights(const at::Tensor& weights, const at::Tensor& residues) {
+  const at::Tensor bits =
+      bits_of(in_memory_order(weights).to(at::kFloat)).to(at::kLong).bitwise_and(std::int64_t{0xFFFFFFFF});
+  const at::Tensor upper = at::bitwise_right_shift(bits.bitwise_and(kSignBit), at::Scalar(8));
+  const at::Tensor m = upper.add(in_memory_order(residues)).clamp_min(0);
+  const at::Tensor sign = bits.bitwise_and(std::int64_t{0x80000000});
+  return laid_out_as(float_of(at::bitwise_left_shift(m, at::Scalar(8)).bitwise_or(sign)), weights);
+}
+
+}  // namespace oxytorch::optim
