@@ -9,6 +9,8 @@ constexpr std::int64_t kSignBit = 0x7FFFFFFF;
 constexpr std::int64_t kHalved = 0x1FC00000;          // codec.h, signed
 constexpr std::int64_t kQuartered = 0x2FA00000;       // codec.h, unsigned
 constexpr std::int64_t kLeastMagnitude = 0x03800000;  // 2^-120
+constexpr std::int64_t kOne = 0x3F800000;
+constexpr std::int64_t kInfinity = 0x7F800000;
 
 at::Tensor bits_of(const at::Tensor& fp32) { return fp32.view(at::kInt); }
 at::Tensor float_of(const at::Tensor& bits) { return bits.to(at::kInt).view(at::kFloat); }
@@ -72,23 +74,19 @@ std::pair<at::Tensor, at::Tensor> encode_int8(const at::Tensor& values, kernels:
   const std::int64_t n = flat.numel(), groups = kernels::state_groups(n);
   const at::Tensor padded = at::constant_pad_nd(flat, {0, groups * kernels::kStateGroup - n});
   const at::Tensor magnitude = bits_of(padded).bitwise_and(kSignBit).view({groups, kernels::kStateGroup});
-  at::Tensor largest = groups == 0 ? at::zeros({0}, magnitude.options()) : magnitude.amax(1);
-  largest = largest.clamp_max(0x7FC00000).to(at::kLong).add(0xFFFF);
-  largest = at::bitwise_right_shift(largest, at::Scalar(16)).clamp_max(0x7FC0);
-  largest = largest.masked_fill(largest.lt(kLeastMagnitude >> 16), 0);
-  const at::Tensor scale = float_of(at::bitwise_left_shift(largest, at::Scalar(16)));
-  const at::Tensor inverse = scale.reciprocal().masked_fill(scale.eq(0), 0);
-  const at::Tensor a = float_of(magnitude).mul(inverse.unsqueeze(1)).view({-1}).slice(0, 0, n);
+  at::Tensor largest = (groups == 0 ? at::zeros({0}, magnitude.options()) : magnitude.amax(1)).to(at::kLong);
+  at::Tensor upper = at::bitwise_right_shift(largest.add(0xFFFF), at::Scalar(16)).clamp_max(0x7F7F);
+  upper = upper.masked_fill(largest.lt(kLeastMagnitude), 0).masked_fill(largest.ge(kInfinity), 0x7FC0);
+  const at::Tensor scale = float_of(at::bitwise_left_shift(upper, at::Scalar(16)));
+  const at::Tensor inverse = scale.reciprocal().masked_fill(scale.eq(0).logical_or(scale.isnan()), 0);
+  // As integers a NaN is above 1 and becomes the top code.
+  const at::Tensor a = bits_of(float_of(magnitude).mul(inverse.unsqueeze(1))).view({-1}).slice(0, 0, n);
+  const at::Tensor bits = a.bitwise_and(kSignBit).clamp_max(kOne);
   const bool is_signed = code == kernels::StateCode::Signed;
-  at::Tensor q;
-  if (is_signed) {
-    const at::Tensor y = float_of(at::bitwise_right_shift(bits_of(a), at::Scalar(1)).add(kHalved));
-    q = quantized(y, 127, rounding).mul(flat.sign());
-  } else {
-    const at::Tensor y = float_of(at::bitwise_right_shift(bits_of(a), at::Scalar(2)).add(kQuartered));
-    q = quantized(y, 255, rounding);
-    q = at::where(a.gt(0), q.clamp_min(1), at::zeros({}, q.options()));
-  }
+  const at::Tensor y =
+      float_of(at::bitwise_right_shift(bits, at::Scalar(is_signed ? 1 : 2)).add(is_signed ? kHalved : kQuartered));
+  at::Tensor q = quantized(y, is_signed ? 127 : 255, rounding);
+  q = is_signed ? q.mul(at::where(flat.signbit(), -1.0, 1.0)) : at::where(flat.ne(0), q.clamp_min(1), q);
   return {laid_out_as(q.to(is_signed ? at::kChar : at::kByte), like), scale.to(at::kBFloat16)};
 }
 
@@ -106,7 +104,7 @@ at::Tensor round_bf16(const at::Tensor& values, const at::Tensor& like, const Ro
   const at::Tensor flat = flat_like(values, like);
   const at::Tensor bits = bits_of(flat).to(at::kLong).bitwise_and(std::int64_t{0xFFFFFFFF});
   const at::Tensor cut = bits.add(random_pieces(flat.numel(), rounding, flat.device())).bitwise_and(0xFFFF0000);
-  const at::Tensor rounded = at::where(flat.isfinite(), float_of(cut), flat);
+  const at::Tensor rounded = at::where(flat.isnan(), flat, float_of(cut));
   return laid_out_as(rounded.to(at::kBFloat16), like);
 }
 
@@ -116,15 +114,10 @@ std::pair<at::Tensor, at::Tensor> split_weights(const at::Tensor& values, const 
   const at::Tensor bits = bits_of(flat).to(at::kLong).bitwise_and(std::int64_t{0xFFFFFFFF});
   at::Tensor magnitude = bits.bitwise_and(kSignBit);
   magnitude = at::where(flat.isnan(), at::full({}, 0x7FC00000, magnitude.options()), magnitude);
-  at::Tensor m;
-  if (rounding) {
-    const at::Tensor random =
-        at::bitwise_right_shift(random_pieces(flat.numel(), *rounding, flat.device()), at::Scalar(8));
-    m = at::bitwise_right_shift(at::where(flat.isfinite(), magnitude.add(random), magnitude), at::Scalar(8));
-  } else {
-    const at::Tensor odd = at::bitwise_right_shift(magnitude, at::Scalar(8)).bitwise_and(1);
-    m = at::bitwise_right_shift(magnitude.add(0x7F).add(odd), at::Scalar(8));
-  }
+  const at::Tensor added =
+      rounding ? at::bitwise_right_shift(random_pieces(flat.numel(), *rounding, flat.device()), at::Scalar(8))
+               : at::full({}, 0x80, magnitude.options());
+  const at::Tensor m = at::bitwise_right_shift(magnitude.add(added), at::Scalar(8));
   const at::Tensor upper = at::bitwise_right_shift(m.add(0x80), at::Scalar(8));
   const at::Tensor residue = m.sub(at::bitwise_left_shift(upper, at::Scalar(8))).to(at::kChar);
   const at::Tensor sign = bits.bitwise_and(std::int64_t{0x80000000});
