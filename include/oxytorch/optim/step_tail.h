@@ -98,7 +98,7 @@ struct GroupOptions {
   bool decoupled_weight_decay = false;  ///< Adam: decay the parameter itself (AdamW), not through the gradient
   bool amsgrad = false;
   bool maximize = false;
-  bool operator==(const GroupOptions& other) const;  ///< the learning-rate tensor by identity
+  OXY_API bool operator==(const GroupOptions& other) const;  ///< the learning-rate tensor by identity
 };
 
 /// State of one parameter. Undefined until the parameter's first step.
