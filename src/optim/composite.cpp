@@ -113,8 +113,9 @@ class Update {
     const at::Tensor lr = learning_rate(old.scalar_type());
     old = old.sub(old.mul(lr * g_.weight_decay));
     const at::Tensor average = moment(0, old.scalar_type());
-    put_moment(0, average.lerp(grad, 1 - g_.beta2));
-    return old.sub(average.lerp(grad, 1 - g_.beta1).sign().mul(lr));
+    const at::Tensor direction = average.lerp(grad, 1 - g_.beta1).sign();
+    put_moment(0, average.lerp(grad, 1 - g_.beta2));  // may be what `average` looks at
+    return old.sub(direction.mul(lr));
   }
 
   at::Tensor adagrad(const at::Tensor& old, at::Tensor grad) const {

@@ -640,7 +640,15 @@ struct StepTail::Impl {
     return of_slots.sum();
   }
 
-  // With step_in_backward the norms come one at a time and are shown together by step().
+  // A step of one parameter; with step_in_backward norms come one at a time and are shown together by step().
+  bool run_alone(std::size_t index, const StepInputs& inputs) {
+    Work& work = alone[index];
+    if (work.members.empty()) work.members = {index};
+    const bool created = run(work, inputs);
+    if (options.collect_stats) keep_reported_norm(index);
+    return created;
+  }
+
   void keep_reported_norm(std::size_t index) {
     const at::NoGradGuard no_grad;
     const auto at = static_cast<std::int64_t>(index);
@@ -852,8 +860,11 @@ bool StepTail::step(const StepInputs& inputs) {
             "step_in_backward cannot serve a loss scale or a condition on the whole step: the parameters were updated "
             "as their gradients arrived. Use an optimizer without it.");
   // What no hook reported is updated now.
-  const bool created = impl.run(impl.all, inputs);
-  if (impl.options.collect_stats) {
+  bool created = false;
+  for (std::size_t i = 0; i < impl.slots.size(); ++i) {
+    if (impl.slots[i].param.grad().defined()) created = impl.run_alone(i, inputs) || created;
+  }
+  if (impl.options.collect_stats && impl.reported_norms.defined()) {
     const at::NoGradGuard no_grad;
     impl.stats.grad_norm.copy_(impl.reported_norms.norm());
     impl.stats.grad_norms.copy_(impl.reported_norms);
@@ -881,10 +892,7 @@ bool StepTail::grad_ready(std::size_t index) {
             "grad_ready() was called on a tail without norm_in_backward or step_in_backward; set one of them.");
   OXY_CHECK(impl.displaced.empty(), InvalidState,
             "a step was asked for while the moving averages stand in for the parameters; leave ema_weights() first.");
-  Work& work = impl.alone[index];
-  if (work.members.empty()) work.members = {index};
-  const bool created = impl.run(work, {});
-  if (impl.options.collect_stats) impl.keep_reported_norm(index);
+  const bool created = impl.run_alone(index, {});
   slot.param.mutable_grad().reset();
   return created;
 }

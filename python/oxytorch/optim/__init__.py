@@ -10,6 +10,7 @@ algorithm.
 
 from .optimizers import SGD, Adagrad, Adam, AdamW, Lion, Muon, RMSprop
 from .options import TailOptions, TailStats
+from .origin import Origin, OriginFinder, TensorFacts, nan_origin
 from .replace import replace
 from .tail import TailOptimizer
 
@@ -20,9 +21,13 @@ __all__ = [
     "AdamW",
     "Lion",
     "Muon",
+    "Origin",
+    "OriginFinder",
     "RMSprop",
     "TailOptimizer",
     "TailOptions",
     "TailStats",
+    "TensorFacts",
+    "nan_origin",
     "replace",
 ]

@@ -26,7 +26,7 @@ def any_sharded(params: list[Tensor]) -> bool:
 
 def local(tensor: T) -> T:
     """The local part of a DTensor; anything else as it is."""
-    return tensor._local_tensor if _is_sharded(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor._local_tensor if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def like(tensor: Tensor, param: Tensor) -> Tensor:

@@ -94,7 +94,8 @@ class TailOptimizer(torch.optim.Optimizer):
 
         for i, param in enumerate(self._params()):
             if param.requires_grad:
-                self._hooks.append(param.register_post_accumulate_grad_hook(make(i)))
+                hook = param.register_post_accumulate_grad_hook(make(i))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
 
     def _grad_ready(self, index: int) -> None:
         tail = self._tail
