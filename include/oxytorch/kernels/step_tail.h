@@ -70,11 +70,11 @@ struct TailGroup {
   double weight_decay = 0;
   double momentum = 0;
   double dampening = 0;
-  double lr_decay = 0;            ///< Adagrad
+  double lr_decay = 0;  ///< Adagrad
   bool nesterov = false;
   bool maximize = false;
-  bool decoupled_decay = false;   ///< Sgd: shrink the weights by lr * weight_decay instead of adding to the gradient
-  double decay_lr = -1;           ///< Sgd with decoupled_decay: the rate of the decay where it is not `lr` (Muon)
+  bool decoupled_decay = false;  ///< Sgd: shrink the weights by lr * weight_decay instead of adding to the gradient
+  double decay_lr = -1;          ///< Sgd with decoupled_decay: the rate of the decay where it is not `lr` (Muon)
 };
 
 /// What apply() does beside the update.
