@@ -187,16 +187,46 @@ struct Curve {
   static constexpr float kTop = kSigned ? 127 : 255;
 };
 
-// The group's scale in bf16 bits and its reciprocal, from the largest magnitude's bits.
-struct GroupScale {
-  std::uint16_t bits;
-  float inverse;
+// Lane k of the result is the largest lane of rows[k]; `rows` is used up.
+HWY_INLINE VU largest_lanes(VU (&rows)[kLanes]) {
+#if HWY_TARGET != HWY_SCALAR
+  using U64 = hn::RepartitionToWide<U32>;
+  for (int i = 0; i < kLanes / 2; ++i) {
+    const VU a = rows[2 * i];
+    const VU b = rows[2 * i + 1];
+    rows[i] = hn::Max(hn::InterleaveLower(a, b), hn::InterleaveUpper(U32(), a, b));
+  }
+  for (int i = 0; i < kLanes / 4; ++i) {
+    const auto a = hn::BitCast(U64(), rows[2 * i]);
+    const auto b = hn::BitCast(U64(), rows[2 * i + 1]);
+    rows[i] =
+        hn::Max(hn::BitCast(U32(), hn::InterleaveLower(a, b)), hn::BitCast(U32(), hn::InterleaveUpper(U64(), a, b)));
+  }
+  // Each row now has four results in every 128-bit block; the blocks are left to be merged.
+  const auto halves = [](VU a, VU b) {
+    return hn::Max(hn::ConcatLowerLower(U32(), b, a), hn::ConcatUpperUpper(U32(), b, a));
+  };
+  if constexpr (kLanes == 8) return halves(rows[0], rows[1]);
+  if constexpr (kLanes == 16) {
+    const auto blocks = [](VU a) { return hn::Max(a, hn::SwapAdjacentBlocks(a)); };
+    return hn::OddEvenBlocks(blocks(halves(rows[1], rows[3])), blocks(halves(rows[0], rows[2])));
+  }
+#endif
+  return rows[0];
+}
+
+// The scales in bf16 bits and their reciprocals, from the groups' largest magnitudes.
+struct GroupScales {
+  VU bits;
+  V inverse;
 };
-HWY_INLINE GroupScale group_scale(std::uint32_t largest) {
-  if (largest >= 0x7F800000U) return {0x7FC0, 0};
-  if (largest < 0x03800000U) return {0, 0};
-  const std::uint32_t rounded = std::min((largest + 0xFFFFU) >> 16, 0x7F7FU);
-  return {static_cast<std::uint16_t>(rounded), 1.0F / std::bit_cast<float>(rounded << 16)};
+HWY_INLINE GroupScales group_scales(VU largest) {
+  const auto finite = hn::Lt(largest, set_bits(0x7F800000));
+  const auto usable = hn::And(finite, hn::Gt(largest, set_bits(0x037FFFFF)));
+  const VU rounded = hn::Min(hn::ShiftRight<16>(hn::Add(largest, set_bits(0xFFFF))), set_bits(0x7F7F));
+  const V inverse = hn::Div(set(1), float_of(hn::ShiftLeft<16>(rounded)));
+  return {hn::IfThenElse(finite, hn::IfThenElseZero(usable, rounded), set_bits(0x7FC0)),
+          hn::IfThenElseZero(hn::RebindMask(F32(), usable), inverse)};
 }
 
 // The unsigned integer code of each magnitude.
@@ -215,50 +245,62 @@ HWY_INLINE VI code_of(VU magnitude, V inverse, const std::uint16_t* random) {
   return hn::Max(code, hn::BitCast(I32(), hn::Min(magnitude, set_bits(1))));
 }
 
+// Code 0 has a y below every line; raised to the lowest it becomes 0.
 template <StateCode kCode>
 HWY_INLINE V value_of(VI code, V scale) {
   using C = Curve<kCode>;
-  const V y = hn::Mul(hn::ConvertTo(F32(), code), set(1.0F / C::kTop));
-  const V a = float_of(hn::ShiftLeft<C::kShift>(hn::Sub(bits_of(y), set_bits(C::kOffset))));
-  return hn::Mul(hn::IfThenZeroElse(hn::RebindMask(F32(), hn::Eq(code, hn::Zero(I32()))), a), scale);
+  const VU y = bits_of(hn::Mul(hn::ConvertTo(F32(), code), set(1.0F / C::kTop)));
+  const VU offset = set_bits(C::kOffset);
+  return hn::Mul(float_of(hn::ShiftLeft<C::kShift>(hn::Sub(hn::Max(y, offset), offset))), scale);
 }
 
-template <StateCode kCode, bool kStochastic>
-HWY_INLINE void encode_group(const float* from, std::uint8_t* codes, std::uint16_t* scale,
-                             const std::uint16_t* random) {
-  VU largest = hn::Zero(U32());
-  for (int i = 0; i < kStateGroup; i += kLanes) {
-    largest = hn::Max(largest, hn::And(bits_of(load(from + i)), set_bits(0x7FFFFFFF)));
+template <StateCode kCode>
+HWY_INLINE V decode_vector(const std::uint8_t* codes, V scale) {
+  if constexpr (Curve<kCode>::kSigned) {
+    const VI code = hn::PromoteTo(I32(), hn::LoadU(I8(), reinterpret_cast<const std::int8_t*>(codes)));
+    const VU sign = hn::And(hn::BitCast(U32(), code), set_bits(0x80000000));
+    return float_of(hn::Or(bits_of(value_of<kCode>(hn::Abs(code), scale)), sign));
+  } else {
+    return value_of<kCode>(hn::PromoteTo(I32(), hn::LoadU(U8(), codes)), scale);
   }
-  const GroupScale group = group_scale(hn::GetLane(hn::MaxOfLanes(U32(), largest)));
-  *scale = group.bits;
-  const V inverse = set(group.inverse);
-  for (int i = 0; i < kStateGroup; i += kLanes) {
-    const VU bits = bits_of(load(from + i));
-    const VI code =
-        code_of<kCode, kStochastic>(hn::And(bits, set_bits(0x7FFFFFFF)), inverse, advance<kStochastic>(random, i));
-    if constexpr (Curve<kCode>::kSigned) {
-      const auto negative = hn::RebindMask(I32(), hn::Ne(hn::And(bits, set_bits(0x80000000)), hn::Zero(U32())));
-      const VI with_sign = hn::IfThenElse(negative, hn::Neg(code), code);
-      hn::StoreU(hn::DemoteTo(I8(), with_sign), I8(), reinterpret_cast<std::int8_t*>(codes) + i);
-    } else {
-      hn::StoreU(hn::DemoteTo(U8(), code), U8(), codes + i);
+}
+
+// Groups that are encoded together, so that their scales are one vector.
+constexpr std::int64_t kGroups = kLanes;
+
+// The first `groups` of kGroups whole groups.
+template <StateCode kCode, bool kStochastic>
+HWY_INLINE void encode_groups(const float* from, std::int64_t groups, std::uint8_t* codes, std::uint16_t* scales,
+                              const std::uint16_t* random) {
+  VU largest[kGroups];
+  for (std::int64_t g = 0; g < kGroups; ++g) {
+    largest[g] = hn::Zero(U32());
+    for (std::int64_t i = g * kStateGroup; g < groups && i < (g + 1) * kStateGroup; i += kLanes) {
+      largest[g] = hn::Max(largest[g], hn::And(bits_of(load(from + i)), set_bits(0x7FFFFFFF)));
     }
+  }
+  const GroupScales all = group_scales(largest_lanes(largest));
+  std::uint16_t scale[kGroups];
+  float inverse[kGroups];
+  store_low16(all.bits, scale);
+  store(all.inverse, inverse);
+  std::copy_n(scale, groups, scales);
+  for (std::int64_t i = 0; i < groups * kStateGroup; i += kLanes) {
+    const VU bits = bits_of(load(from + i));
+    const VI code = code_of<kCode, kStochastic>(hn::And(bits, set_bits(0x7FFFFFFF)), set(inverse[i / kStateGroup]),
+                                                advance<kStochastic>(random, i));
+    VU byte = hn::BitCast(U32(), code);
+    if constexpr (Curve<kCode>::kSigned) {
+      byte = hn::BitCast(U32(), hn::IfThenElse(hn::Lt(hn::BitCast(I32(), bits), hn::Zero(I32())), hn::Neg(code), code));
+    }
+    hn::StoreU(hn::TruncateTo(U8(), byte), U8(), codes + i);
   }
 }
 
 template <StateCode kCode>
 HWY_INLINE void decode_group(const std::uint8_t* codes, std::uint16_t scale_bits, float* to) {
   const V scale = set(std::bit_cast<float>(static_cast<std::uint32_t>(scale_bits) << 16));
-  for (int i = 0; i < kStateGroup; i += kLanes) {
-    if constexpr (Curve<kCode>::kSigned) {
-      const VI code = hn::PromoteTo(I32(), hn::LoadU(I8(), reinterpret_cast<const std::int8_t*>(codes) + i));
-      const VU sign = hn::And(hn::BitCast(U32(), code), set_bits(0x80000000));
-      store(float_of(hn::Or(bits_of(value_of<kCode>(hn::Abs(code), scale)), sign)), to + i);
-    } else {
-      store(value_of<kCode>(hn::PromoteTo(I32(), hn::LoadU(U8(), codes + i)), scale), to + i);
-    }
-  }
+  for (int i = 0; i < kStateGroup; i += kLanes) store(decode_vector<kCode>(codes + i, scale), to + i);
 }
 
 // Arrays. A part of a block or group goes through a copy that is padded with zeros, which change no scale.
@@ -340,32 +382,47 @@ void decode_state(const std::uint8_t* codes, const std::uint16_t* scales, std::i
 template <StateCode kCode, bool kStochastic>
 void encode_state(const float* from, std::int64_t count, std::uint8_t* codes, std::uint16_t* scales,
                   const std::uint16_t* random) {
-  std::int64_t i = 0;
-  for (; i + kStateGroup <= count; i += kStateGroup) {
-    encode_group<kCode, kStochastic>(from + i, codes + i, scales++, advance<kStochastic>(random, i));
+  const std::int64_t whole = count / kStateGroup;
+  for (std::int64_t g = 0; g < whole; g += kGroups) {
+    const std::int64_t i = g * kStateGroup;
+    const std::uint16_t* const bits = advance<kStochastic>(random, i);
+    if (whole - g >= kGroups) {
+      encode_groups<kCode, kStochastic>(from + i, kGroups, codes + i, scales + g, bits);
+    } else {
+      encode_groups<kCode, kStochastic>(from + i, whole - g, codes + i, scales + g, bits);
+    }
   }
-  if (i < count) {
+  if (const std::int64_t i = whole * kStateGroup; i < count) {
     float wide[kStateGroup] = {};
     std::uint8_t rest[kStateGroup];
     const auto left = static_cast<std::size_t>(count - i);
     std::memcpy(wide, from + i, left * sizeof(float));
-    encode_group<kCode, kStochastic>(wide, rest, scales, advance<kStochastic>(random, i));
+    encode_groups<kCode, kStochastic>(wide, 1, rest, scales + whole, advance<kStochastic>(random, i));
     std::memcpy(codes + i, rest, left);
   }
 }
 
-// Philox. Products of 32 by 32 bits: even lanes and odd lanes apart.
-struct Product {
-  VU low;
-  VU high;
-};
 #if !OXYTORCH_KERNELS_SCALAR
-HWY_INLINE Product multiply(VU a, VU b) {
+// A Philox counter for each even lane; odd lanes hold what does not matter, since products take even lanes alone.
+struct PhiloxLanes {
   using U64 = hn::RepartitionToWide<U32>;
-  const auto even = hn::MulEven(a, b);
-  const auto odd = hn::MulEven(hn::BitCast(U32(), hn::ShiftRight<32>(hn::BitCast(U64(), a))), b);
-  return {hn::OddEven(hn::BitCast(U32(), hn::ShiftLeft<32>(odd)), hn::BitCast(U32(), even)),
-          hn::OddEven(hn::BitCast(U32(), odd), hn::BitCast(U32(), hn::ShiftRight<32>(even)))};
+  VU c0, c1, c2, c3;
+  HWY_INLINE void round(VU k0, VU k1) {
+    const auto p0 = hn::MulEven(c0, set_bits(0xD2511F53U));
+    const auto p1 = hn::MulEven(c2, set_bits(0xCD9E8D57U));
+    c0 = hn::Xor(hn::Xor(hn::BitCast(U32(), hn::ShiftRight<32>(p1)), c1), k0);
+    c2 = hn::Xor(hn::Xor(hn::BitCast(U32(), hn::ShiftRight<32>(p0)), c3), k1);
+    c1 = hn::BitCast(U32(), p1);
+    c3 = hn::BitCast(U32(), p0);
+  }
+};
+HWY_INLINE VU odd_to_even(VU lanes) {
+  using U64 = hn::RepartitionToWide<U32>;
+  return hn::BitCast(U32(), hn::ShiftRight<32>(hn::BitCast(U64(), lanes)));
+}
+HWY_INLINE VU merge(VU even, VU odd) {
+  using U64 = hn::RepartitionToWide<U32>;
+  return hn::OddEven(hn::BitCast(U32(), hn::ShiftLeft<32>(hn::BitCast(U64(), odd))), even);
 }
 #endif
 
@@ -392,21 +449,20 @@ struct RandomSource {
           }
         }
 #else
-        VU c0 = hn::Iota(U32(), counter), c1 = set_bits(static_cast<std::uint32_t>(operand));
-        VU c2 = set_bits(stream), c3 = set_bits(step);
+        const VU c0 = hn::Iota(U32(), counter);
+        const VU c1 = set_bits(static_cast<std::uint32_t>(operand));
+        PhiloxLanes even{c0, c1, set_bits(stream), set_bits(step)};
+        PhiloxLanes odd{odd_to_even(c0), c1, set_bits(stream), set_bits(step)};
         std::uint32_t k0 = key0, k1 = key1;
         for (int round = 0; round < 10; ++round) {
-          const Product p0 = multiply(c0, set_bits(0xD2511F53U));
-          const Product p1 = multiply(c2, set_bits(0xCD9E8D57U));
-          c0 = hn::Xor(hn::Xor(p1.high, c1), set_bits(k0));
-          c2 = hn::Xor(hn::Xor(p0.high, c3), set_bits(k1));
-          c1 = p1.low;
-          c3 = p0.low;
+          even.round(set_bits(k0), set_bits(k1));
+          odd.round(set_bits(k0), set_bits(k1));
           k0 += 0x9E3779B9U;
           k1 += 0xBB67AE85U;
         }
         int k = 0;
-        for (const VU word : {c0, c1, c2, c3}) {
+        for (const VU word :
+             {merge(even.c0, odd.c0), merge(even.c1, odd.c1), merge(even.c2, odd.c2), merge(even.c3, odd.c3)}) {
           store_low16(hn::And(word, set_bits(0xFFFF)), at + 16 * k++);
           store_low16(hn::ShiftRight<16>(word), at + 16 * k++);
         }

@@ -52,11 +52,19 @@ struct Lanes {
   }
 };
 
+// Elements by which a sum asks for memory ahead.
+constexpr std::int64_t kAhead = 1024;
+HWY_INLINE void prefetch(const void* address) { __builtin_prefetch(address); }
+
 // An array that can be read as fp32: `count` elements from `at`.
 template <class T>
 struct Plain {
   const T* data;
   HWY_INLINE void read(std::int64_t at, std::int64_t count, float* to) const { decode(data + at, count, to); }
+  HWY_INLINE void prefetch(std::int64_t at) const {
+    kernels::HWY_NAMESPACE::prefetch(data + at);
+    if constexpr (sizeof(T) == 4) kernels::HWY_NAMESPACE::prefetch(data + at + kBlock);
+  }
   HWY_INLINE void add_block(Lanes& lanes, std::int64_t at) const {
     if constexpr (std::is_same_v<T, float>) {
       lanes.add_squares(data + at);
@@ -71,6 +79,7 @@ struct Split {
   const Bf16* high;
   const std::int8_t* low;
   HWY_INLINE void read(std::int64_t at, std::int64_t count, float* to) const { join(high + at, low + at, count, to); }
+  HWY_INLINE void prefetch(std::int64_t at) const { kernels::HWY_NAMESPACE::prefetch(high + at); }
   HWY_INLINE void add_block(Lanes& lanes, std::int64_t at) const {
     float wide[kBlock];
     for (int i = 0; i < kBlock; i += kLanes) store(load(high + at + i, low + at + i), wide + i);
@@ -84,6 +93,7 @@ double sum_squares_of(const Array& array, std::int64_t begin, std::int64_t end) 
   Lanes even, odd;
   std::int64_t i = begin;
   for (; i + 2 * kBlock <= end; i += 2 * kBlock) {
+    array.prefetch(i + kAhead);
     array.add_block(even, i);
     array.add_block(odd, i + kBlock);
   }
@@ -149,7 +159,20 @@ struct RuleSection {
   const float* grad;
   float* state[3];
   std::int64_t count;
+  // Where the state is Int8: what `state` is decoded from.
+  const std::uint8_t* codes[3];
+  const float* scales[3];
 };
+
+// State `kIndex` as the rules read it; what they write goes to `state` in either case.
+template <Rule kRule, bool kInt8, int kIndex>
+HWY_INLINE V load_state(const RuleSection& s, std::int64_t i) {
+  if constexpr (kInt8) {
+    return decode_vector<state_code(kRule, kIndex)>(s.codes[kIndex] + i, set(s.scales[kIndex][i / kStateGroup]));
+  } else {
+    return load(s.state[kIndex] + i);
+  }
+}
 
 // NaN in either place is not a limit.
 HWY_INLINE V limit(V value, float bound) {
@@ -164,7 +187,7 @@ HWY_INLINE V sign(V value) {
 }
 HWY_INLINE V lerp(V from, V to, float weight) { return fma(set(weight), hn::Sub(to, from), from); }
 
-template <Rule kRule>
+template <Rule kRule, bool kInt8>
 void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nesterov, bool first) {
   // A copy: the compiler then knows that stores cannot change the coefficients.
   const Coefficients c = coefficients;
@@ -172,50 +195,53 @@ void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nes
   float* const state1 = s.state[1];
   float* const state2 = s.state[2];
   for (std::int64_t i = 0; i < s.count; i += kLanes) {
+    // A section ahead: the arithmetic of one then hides the way of the next from memory.
+    prefetch(s.weight + i + kSection);
+    prefetch(s.grad + i + kSection);
     V weight = load(s.weight + i);
     V grad = hn::Mul(load(s.grad + i), set(c.grad_multiplier));
     if (c.weight_decay != 0) grad = fma(set(c.weight_decay), weight, grad);
     if (c.decay != 0) weight = fma(set(-c.decay), weight, weight);
     if constexpr (kRule == Rule::AdamW || kRule == Rule::Adam) {
-      const V average = lerp(load(state0 + i), grad, c.one_minus_beta1);
-      const V kept = hn::Mul(set(c.beta2), load(state1 + i));
+      const V average = lerp(load_state<kRule, kInt8, 0>(s, i), grad, c.one_minus_beta1);
+      const V kept = hn::Mul(set(c.beta2), load_state<kRule, kInt8, 1>(s, i));
       V square = fma(hn::Mul(set(c.one_minus_beta2), grad), grad, kept);
       store(average, state0 + i);
       store(square, state1 + i);
       if (state2 != nullptr) {
-        square = not_below(square, load(state2 + i));
+        square = not_below(square, load_state<kRule, kInt8, 2>(s, i));
         store(square, state2 + i);
       }
       const V denominator = fma(hn::Sqrt(square), set(c.inv_sqrt_correction2), set(c.eps));
       weight = fma(set(-c.step_size), hn::Div(average, denominator), weight);
     } else if constexpr (kRule == Rule::Sgd) {
       if (state0 != nullptr) {
-        const V moved = first ? hn::Zero(F32()) : hn::Mul(set(c.momentum), load(state0 + i));
+        const V moved = first ? hn::Zero(F32()) : hn::Mul(set(c.momentum), load_state<kRule, kInt8, 0>(s, i));
         const V buffer = fma(set(c.one_minus_dampening), grad, moved);
         store(buffer, state0 + i);
         grad = nesterov ? fma(set(c.momentum), buffer, grad) : buffer;
       }
       weight = fma(set(-c.step_size), grad, weight);
     } else if constexpr (kRule == Rule::Lion) {
-      const V average = load(state0 + i);
+      const V average = load_state<kRule, kInt8, 0>(s, i);
       store(lerp(average, grad, c.one_minus_beta2), state0 + i);
       weight = fma(set(-c.step_size), sign(lerp(average, grad, c.one_minus_beta1)), weight);
     } else if constexpr (kRule == Rule::Adagrad) {
-      const V sum = fma(grad, grad, load(state1 + i));
+      const V sum = fma(grad, grad, load_state<kRule, kInt8, 1>(s, i));
       store(sum, state1 + i);
       weight = fma(set(-c.step_size), hn::Div(grad, hn::Add(hn::Sqrt(sum), set(c.eps))), weight);
     } else {
-      const V kept = hn::Mul(set(c.beta2), load(state1 + i));
+      const V kept = hn::Mul(set(c.beta2), load_state<kRule, kInt8, 1>(s, i));
       V square = fma(hn::Mul(set(c.one_minus_beta2), grad), grad, kept);
       store(square, state1 + i);
       if (state2 != nullptr) {
-        const V average = lerp(load(state2 + i), grad, c.one_minus_beta2);
+        const V average = lerp(load_state<kRule, kInt8, 2>(s, i), grad, c.one_minus_beta2);
         store(average, state2 + i);
         square = not_below(fma(hn::Neg(average), average, square), hn::Zero(F32()));
       }
       V change = hn::Div(grad, hn::Add(hn::Sqrt(square), set(c.eps)));
       if (state0 != nullptr) {
-        change = fma(set(c.momentum), load(state0 + i), change);
+        change = fma(set(c.momentum), load_state<kRule, kInt8, 0>(s, i), change);
         store(change, state0 + i);
       }
       weight = fma(set(-c.step_size), change, weight);
@@ -224,14 +250,15 @@ void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nes
   }
 }
 
+template <bool kInt8>
 void apply_rule(const RuleSection& s, const Coefficients& c, const ChunkUpdate& chunk) {
   switch (chunk.rule) {
-    case Rule::AdamW: return apply_rule<Rule::AdamW>(s, c, false, false);
-    case Rule::Adam: return apply_rule<Rule::Adam>(s, c, false, false);
-    case Rule::Sgd: return apply_rule<Rule::Sgd>(s, c, chunk.nesterov, chunk.tensor.first);
-    case Rule::Lion: return apply_rule<Rule::Lion>(s, c, false, false);
-    case Rule::Adagrad: return apply_rule<Rule::Adagrad>(s, c, false, false);
-    case Rule::RmsProp: return apply_rule<Rule::RmsProp>(s, c, false, false);
+    case Rule::AdamW: return apply_rule<Rule::AdamW, kInt8>(s, c, false, false);
+    case Rule::Adam: return apply_rule<Rule::Adam, kInt8>(s, c, false, false);
+    case Rule::Sgd: return apply_rule<Rule::Sgd, kInt8>(s, c, chunk.nesterov, chunk.tensor.first);
+    case Rule::Lion: return apply_rule<Rule::Lion, kInt8>(s, c, false, false);
+    case Rule::Adagrad: return apply_rule<Rule::Adagrad, kInt8>(s, c, false, false);
+    case Rule::RmsProp: return apply_rule<Rule::RmsProp, kInt8>(s, c, false, false);
   }
 }
 
@@ -261,6 +288,8 @@ struct Scratch {
   alignas(64) float after[kSection];
   alignas(64) float grad[kSection];
   alignas(64) float state[3][kSection];
+  alignas(64) float scales[3][kSection / kStateGroup];
+  alignas(64) std::uint8_t codes[3][kSection];
   alignas(64) std::uint16_t random[kSection];
 };
 
@@ -305,8 +334,9 @@ class ChunkRun {
     s.weight = direct ? home : read_weights();
     s.updated = direct && !collects_ ? home : scratch_.after;
     s.grad = read_gradient();
-    for (int k = 0; k < 3; ++k) s.state[k] = read_state(k);
-    apply_rule(s, coefficients_, chunk_);
+    for (int k = 0; k < 3; ++k) s.state[k] = read_state(k, s);
+    s.codes[0] == nullptr&& s.codes[1] == nullptr ? apply_rule<false>(s, coefficients_, chunk_)
+                                                  : apply_rule<true>(s, coefficients_, chunk_);
     for (int k = 0; k < 3; ++k) write_state(k, s.state[k]);
     if (home == nullptr) write_narrow_weights(s.updated);
     if (collects_) {
@@ -388,20 +418,25 @@ class ChunkRun {
     std::memset(static_cast<unsigned char*>(tensor_.grad) + at_ * size, 0, static_cast<std::size_t>(count_ * size));
   }
 
-  float* read_state(int k) {
+  float* read_state(int k, RuleSection& s) {
     void* const data = tensor_.state[k].data;
     if (data == nullptr) return nullptr;
     if (tensor_.state_type == ElementType::F32 && is_whole()) return static_cast<float*>(data) + at_;
     float* const wide = scratch_.state[k];
-    if (tensor_.state_type == ElementType::Int8) {
-      const auto* const codes = static_cast<const std::uint8_t*>(data) + at_;
-      const std::uint16_t* const scales = tensor_.state[k].scale + at_ / kStateGroup;
-      state_code(chunk_.rule, k) == StateCode::Signed ? decode_state<StateCode::Signed>(codes, scales, count_, wide)
-                                                      : decode_state<StateCode::Unsigned>(codes, scales, count_, wide);
-    } else {
+    if (tensor_.state_type != ElementType::Int8) {
       with_array(data, tensor_.state_type, [&](const auto& array) { array.read(at_, count_, wide); });
+      pad(wide);
+      return wide;
     }
-    pad(wide);
+    const auto* const scales = reinterpret_cast<const Bf16*>(tensor_.state[k].scale) + at_ / kStateGroup;
+    decode(scales, state_groups(count_), scratch_.scales[k]);
+    s.scales[k] = scratch_.scales[k];
+    s.codes[k] = static_cast<const std::uint8_t*>(data) + at_;
+    if (!is_whole()) {
+      std::copy_n(s.codes[k], count_, scratch_.codes[k]);
+      std::fill(scratch_.codes[k] + count_, scratch_.codes[k] + padded_, std::uint8_t{0});
+      s.codes[k] = scratch_.codes[k];
+    }
     return wide;
   }
 
