@@ -1,39 +1,65 @@
-"""Races the step tail (clip, AdamW, moving average) of Oxytorch against PyTorch's, from Python and from C++.
+"""Races the step tail (clip, AdamW, moving average) of Oxytorch against PyTorch's and 8-bit optimizers'.
 
 Every contender works on its own tensors of the same sizes and contents. All run in one process, in turn and in a random
 order each round, with the same number of threads. Ratios are paired by round; figures are medians with 95% bootstrap
 intervals. The C++ contenders run the same way in a program of their own (bench/race/step_tail.cpp).
 
-    python bench/race/step_tail.py [--threads 2] [--seconds 8] [--quick] [--no-cpp]
+    python bench/race/step_tail.py [--threads 2] [--seconds 8] [--quick] [--case NAME]... [--no-cpp] [--json PATH]
 
-Prints the ratios and whether each bar is met, and writes bench/report/step_tail.{json,html}. The exit status is 0
-whether or not bars are met: a busy machine must not fail a build.
+Prints the ratios and whether each promise is met, and writes bench/report/step_tail.{json,html}. The exit status is 0
+whether or not promises are met: a busy machine must not fail a build.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import functools
+import gc
 import json
 import os
-import random
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _peers
 import numpy as np
 import oxytorch.optim
 import torch
-from oxytorch.demo import machine
+from _race import (
+    MOST_ROUNDS,
+    ROOT,
+    Absent,
+    Contender,
+    Figure,
+    Times,
+    add_figures,
+    facts,
+    new_report,
+    progress,
+    race,
+    ratio,
+    show_figures,
+    text,
+    write,
+)
+from oxytorch.base import Interval, median_interval, system_info
+from oxytorch.demo import workloads
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
 LR, WEIGHT_DECAY, MAX_NORM, EMA_DECAY = 1e-4, 0.01, 1.0, 0.999
+HYPERPARAMETERS: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 TAIL_BYTES, TORCH_STEP_BYTES = 40, 28
 FUSED, EXPERT, ALONE, OURS = "torch fused", "torch fused, grad_scale by hand", "torch fused, step alone", "oxytorch"
+HOOKED, BACKWARD_ALONE = "oxytorch, norm in backward", "backward alone"
+STATISTICS = "oxytorch, statistics"
+INT8, INT8_ALONE, SEVEN = "oxytorch, int8 state", "oxytorch, int8 state, step alone", "oxytorch, 7 bytes, no average"
+BACKWARD, TAIL, STEP = "backward", "tail", "step"
+CPP = "torch::optim"
 
 
 def small_sizes() -> list[int]:
@@ -41,103 +67,35 @@ def small_sizes() -> list[int]:
     return [int(size) for size in np.random.default_rng(7).integers(1, 513, 1000)]
 
 
-CASES: dict[str, list[int]] = {
-    "16 x 4M": [4 << 20] * 16,
+LARGE = [4 << 20] * 16
+SIZES: dict[str, list[int]] = {
+    "16 x 4M": LARGE,
     "200 x 1,000": [1000] * 200,
     "200 x 64": [64] * 200,
     "1,000 x up to 512": small_sizes(),
 }
-SCALED = ("16 x 4M", "200 x 1,000")
-"""Cases that run under a GradScaler too."""
 
 
-@dataclass
-class Contender:
-    """A step of one contender, and what it took in each round."""
-
-    name: str
-    step: Callable[[], object]
-    params: list[Tensor]
-    seconds: list[float] = field(default_factory=list)
-    repeats: int = 1
+# --- contenders ------------------------------------------------------------------------------------------------------
 
 
-def make_params(sizes: list[int]) -> list[Tensor]:
-    """Parameters with gradients, the same for every contender."""
+@functools.cache
+def contents(sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Values and gradients of every contender's parameters."""
     generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, generator=generator) * 0.02, torch.randn(size, generator=generator) * 0.01) for size in sizes
+    ]
+
+
+def make_params(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Parameters with gradients, the same for every contender."""
     params = []
-    for size in sizes:
-        param = (torch.randn(size, generator=generator) * 0.02).requires_grad_()
-        param.grad = torch.randn(size, generator=generator) * 0.01
+    for value, grad in contents(tuple(sizes)):
+        param = value.to(dtype, copy=True).requires_grad_()
+        param.grad = grad.to(dtype, copy=True)
         params.append(param)
     return params
-
-
-def torch_contender(name: str, sizes: list[int], scaled: bool, **how: bool) -> Contender:
-    """`torch.optim.AdamW` with `clip_grad_norm_` and `torch._foreach_lerp_`."""
-    params = make_params(sizes)
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, **how)
-    ema = [param.detach().clone() for param in params]
-
-    def average() -> None:
-        with torch.no_grad():
-            torch._foreach_lerp_(ema, params, 1.0 - EMA_DECAY)
-
-    def step() -> None:
-        torch.nn.utils.clip_grad_norm_(params, MAX_NORM, foreach=True)
-        optimizer.step()
-        average()
-
-    scaler = make_scaler(torch.amp.GradScaler)
-
-    def scaled_step() -> None:
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(params, MAX_NORM, foreach=True)
-        scaler.step(optimizer)
-        scaler.update()
-        average()
-
-    return Contender(name, scaled_step if scaled else step, params)
-
-
-def expert_contender(sizes: list[int]) -> Contender:
-    """What an expert does: hand the clip coefficient to the fused kernel as its `grad_scale`, saving a pass."""
-    params = make_params(sizes)
-    optimizer: Any = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    ema = [param.detach().clone() for param in params]
-    grads = [param.grad for param in params if param.grad is not None]
-    optimizer.found_inf = torch.zeros(())
-
-    def step() -> None:
-        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
-        optimizer.grad_scale = ((norm + 1e-6) / MAX_NORM).clamp(min=1.0)
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_lerp_(ema, params, 1.0 - EMA_DECAY)
-
-    return Contender(EXPERT, step, params)
-
-
-def alone_contender(sizes: list[int]) -> Contender:
-    """torch's fused AdamW kernel by itself: the yardstick of the byte rate."""
-    params = make_params(sizes)
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    return Contender(ALONE, optimizer.step, params)
-
-
-def our_contender(sizes: list[int], scaled: bool) -> Contender:
-    """`oxytorch.optim.AdamW`, whose step is the whole tail."""
-    params = make_params(sizes)
-    optimizer = oxytorch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, clip_norm=MAX_NORM, ema_decay=EMA_DECAY)
-    if not scaled:
-        return Contender(OURS, optimizer.step, params)
-    scaler = make_scaler(oxytorch.amp.GradScaler)
-
-    def step() -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Contender(OURS, step, params)
 
 
 def make_scaler(kind: Any) -> Any:
@@ -147,111 +105,380 @@ def make_scaler(kind: Any) -> Any:
     return scaler
 
 
+def averager(params: list[Tensor]) -> Callable[[], None]:
+    """A moving average of `params` with torch's own operator."""
+    ema = [param.detach().clone() for param in params]
+
+    def average() -> None:
+        with torch.no_grad():
+            torch._foreach_lerp_(ema, params, 1.0 - EMA_DECAY)
+
+    return average
+
+
+def clip(params: list[Tensor]) -> None:
+    """Clip by the global norm, torch's fastest way."""
+    torch.nn.utils.clip_grad_norm_(params, MAX_NORM, foreach=True)
+
+
+def torch_tail(params: list[Tensor], scaler: Any = None, **how: Any) -> Callable[[], None]:
+    """`torch.optim.AdamW` with `clip_grad_norm_` and `torch._foreach_lerp_`, under `scaler` if there is one."""
+    optimizer = torch.optim.AdamW(params, **{**HYPERPARAMETERS, **how})
+    average = averager(params)
+
+    def tail() -> None:
+        clip(params)
+        optimizer.step()
+        average()
+
+    def scaled_tail() -> None:
+        scaler.unscale_(optimizer)
+        clip(params)
+        scaler.step(optimizer)
+        scaler.update()
+        average()
+
+    return tail if scaler is None else scaled_tail
+
+
+def our_tail(params: list[Tensor], scaler: Any = None, **options: Any) -> Callable[[], None]:
+    """`oxytorch.optim.AdamW`, whose step is the whole tail."""
+    settings = {**HYPERPARAMETERS, "clip_norm": MAX_NORM, "ema_decay": EMA_DECAY, **options}
+    optimizer = oxytorch.optim.AdamW(params, **settings)
+
+    def scaled_tail() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return optimizer.step if scaler is None else scaled_tail
+
+
+def torch_contender(name: str, sizes: list[int], scaled: bool = False, **how: bool) -> Contender:
+    """The whole tail from torch's parts."""
+    params = make_params(sizes)
+    return Contender(
+        name, {TAIL: torch_tail(params, make_scaler(torch.amp.GradScaler) if scaled else None, **how)}, params
+    )
+
+
+def our_contender(
+    sizes: list[int], scaled: bool = False, name: str = OURS, dtype: torch.dtype = torch.float32, **options: Any
+) -> Contender:
+    """The whole tail as one call."""
+    params = make_params(sizes, dtype)
+    scaler = make_scaler(oxytorch.amp.GradScaler) if scaled else None
+    return Contender(name, {TAIL: our_tail(params, scaler, **options)}, params)
+
+
+def expert_contender(sizes: list[int]) -> Contender:
+    """What an expert does: hand the clip coefficient to the fused kernel as its `grad_scale`, saving a pass."""
+    params = make_params(sizes)
+    optimizer: Any = torch.optim.AdamW(params, fused=True, **HYPERPARAMETERS)
+    average = averager(params)
+    grads = [param.grad for param in params if param.grad is not None]
+    optimizer.found_inf = torch.zeros(())
+
+    def tail() -> None:
+        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+        optimizer.grad_scale = ((norm + 1e-6) / MAX_NORM).clamp(min=1.0)
+        optimizer.step()
+        average()
+
+    return Contender(EXPERT, {TAIL: tail}, params)
+
+
+def alone_contender(sizes: list[int]) -> Contender:
+    """torch's fused AdamW kernel by itself: the yardstick of the byte rate."""
+    params = make_params(sizes)
+    optimizer = torch.optim.AdamW(params, fused=True, **HYPERPARAMETERS)
+    return Contender(ALONE, {STEP: optimizer.step}, params)
+
+
+def peer_contender(name: str, sizes: list[int]) -> Contender | Absent:
+    """The tail of another package's 8-bit AdamW, or why there is none."""
+    params = make_params(sizes)
+    optimizer = _peers.make(name, params, **HYPERPARAMETERS)
+    if isinstance(optimizer, str):
+        return Absent(name, optimizer)
+    phases: dict[str, Callable[[], object]] = {
+        "clip": lambda: clip(params),
+        STEP: optimizer.step,
+        "average": averager(params),
+    }
+    return Contender(name, phases, params)
+
+
 def make_contenders(sizes: list[int], scaled: bool, large: bool) -> list[Contender]:
-    """Every contender of one case."""
+    """Every contender of a plain case."""
     result = [torch_contender(FUSED, sizes, scaled, fused=True)]
     if not scaled:
         result.append(expert_contender(sizes))
-        result.append(torch_contender("torch foreach", sizes, scaled, foreach=True))
-        result.append(torch_contender("torch for-loop", sizes, scaled, foreach=False, fused=False))
+        result.append(torch_contender("torch foreach", sizes, foreach=True))
+        result.append(torch_contender("torch for-loop", sizes, foreach=False, fused=False))
         if large:
             result.append(alone_contender(sizes))
     result.append(our_contender(sizes, scaled))
     return result
 
 
-def timed(contender: Contender, repeats: int) -> float:
-    """Seconds per step over `repeats` steps."""
-    began = time.perf_counter()
-    for _ in range(repeats):
-        contender.step()
-    return (time.perf_counter() - began) / repeats
+def backward_contender(
+    name: str, sizes: list[int], scaler: Any, tail: Callable[..., Any] | None, **how: Any
+) -> Contender:
+    """A backward that writes each gradient anew, one after the other, and then the tail.
+
+    The loss is the sum of ``dot(p, c)`` over the parameters, whose backward writes the gradient ``1 * c`` for each:
+    the least that any real backward does. The forward is not timed.
+    """
+    params = make_params(sizes)
+    slopes = [slope for _, slope in contents(tuple(sizes))]
+    losses: list[Tensor] = []
+
+    def forward() -> None:
+        for param in params:
+            param.grad = None
+        loss = torch.stack([torch.dot(param, slope) for param, slope in zip(params, slopes, strict=True)]).sum()
+        losses.append(loss if scaler is None else scaler.scale(loss))
+
+    def backward() -> None:
+        losses.pop().backward()  # type: ignore[no-untyped-call]
+
+    phases: dict[str, Callable[[], object]] = {BACKWARD: backward}
+    if tail is not None:
+        phases[TAIL] = tail(params, scaler, **how)
+    return Contender(name, phases, params, before=forward)
 
 
-def race(contenders: list[Contender], seconds: float, most_rounds: int) -> None:
-    """Rounds in which every contender steps once (short steps: a group of about a millisecond), order shuffled."""
-    for contender in contenders:
-        for _ in range(3):
-            contender.step()
-        contender.repeats = max(1, min(100, int(1e-3 / timed(contender, 1))))
-    order = random.Random(11)
-    began = time.perf_counter()
-    for index in range(most_rounds):
-        if index >= 7 and time.perf_counter() - began > seconds:
-            break
-        for contender in order.sample(contenders, len(contenders)):
-            if contender.repeats > 1:
-                contender.step()  # Warm caches, as the small cases state.
-            contender.seconds.append(timed(contender, contender.repeats))
+def backward_contenders(sizes: list[int], scaled: bool) -> list[Contender]:
+    """torch's tail, ours in two passes and with the norm taken in backward, and no tail at all."""
+    torch_scaler = make_scaler(torch.amp.GradScaler) if scaled else None
+    our_scaler = [make_scaler(oxytorch.amp.GradScaler) if scaled else None for _ in range(2)]
+    return [
+        backward_contender(FUSED, sizes, torch_scaler, torch_tail, fused=True),
+        backward_contender(OURS, sizes, our_scaler[0], our_tail),
+        backward_contender(HOOKED, sizes, our_scaler[1], our_tail, norm_in_backward=True),
+        backward_contender(BACKWARD_ALONE, sizes, torch_scaler, None),
+    ]
 
 
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with a 95% interval."""
+def statistics_contenders(sizes: list[int]) -> list[Contender]:
+    """Without statistics and with them."""
+    return [our_contender(sizes), our_contender(sizes, name=STATISTICS, collect_stats=True)]
 
-    low: float
-    mid: float
-    high: float
 
-    def text(self, scale: float = 1.0) -> str:
-        """Three significant digits each, whole numbers from a thousand on."""
-        low, mid, high = (
-            f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-            for value in (self.low * scale, self.mid * scale, self.high * scale)
+def narrow_contenders(sizes: list[int]) -> list[Contender | Absent]:
+    """8-bit states, ours and the peers', beside torch's fp32 tail."""
+    return [
+        torch_contender(FUSED, sizes, fused=True),
+        our_contender(sizes, name=INT8, state_dtype="int8"),
+        our_contender(sizes, name=INT8_ALONE, state_dtype="int8", clip_norm=None, ema_decay=None),
+        our_contender(
+            sizes, name=SEVEN, dtype=torch.bfloat16, state_dtype="int8", master_weights="int8", ema_decay=None
+        ),
+        *(peer_contender(name, sizes) for name in _peers.NAMES),
+    ]
+
+
+def training_contenders(name: str, autocast: bool) -> list[Contender]:
+    """A real training step of one of the demo's models on one batch, with torch's best tail and with ours."""
+    workload = workloads.load(name)
+    batch = workload.make_batches(0, 1)[0]
+    recipe = workload.recipe
+    options: dict[str, Any] = {"lr": recipe.lr, "betas": recipe.betas, "weight_decay": recipe.weight_decay}
+
+    def contender(name: str, tail: Callable[..., Any], **how: Any) -> Contender:
+        torch.manual_seed(0)
+        model = workload.make_model()
+        params: list[Tensor] = list(model.parameters())
+
+        def forward_and_backward() -> None:
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = workload.loss(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        return Contender(
+            name, {"forward and backward": forward_and_backward, TAIL: tail(params, **options, **how)}, params
         )
-        return f"{mid} [{low}, {high}]"
+
+    return [contender(FUSED, torch_tail, fused=True), contender(OURS, our_tail)]
 
 
-def interval(values: np.ndarray) -> Interval:
-    """Median with its bootstrap interval over rounds."""
-    rng = np.random.default_rng(0)
-    medians = np.median(values[rng.integers(len(values), size=(2000, len(values)))], axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
-    return Interval(float(low), float(np.median(values)), float(high))
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def seven_byte_layout(sizes: list[int]) -> list[Figure]:
+    """Bytes of a parameter in the 7-byte layout, gradient included, after steps with all that usually forbids it.
+
+    bf16 weights and gradients, an 8-bit residue, 8-bit moments; clipping, a scaler, two micro-batches a step. The
+    tensors are those a user can reach; what the process grew by holds the rest.
+    """
+    our_contender([32], dtype=torch.bfloat16).run()  # What the first optimizer imports is not the layout's.
+    slopes = [slope.bfloat16() for _, slope in contents(tuple(sizes))]
+    count = sum(sizes)
+    before = resident()
+    params = [value.to(torch.bfloat16).requires_grad_() for value, _ in contents(tuple(sizes))]
+    optimizer = oxytorch.optim.AdamW(
+        params, **HYPERPARAMETERS, clip_norm=MAX_NORM, state_dtype="int8", master_weights="int8"
+    )
+    optimizer.grad_divisor = 2.0
+    scaler = make_scaler(oxytorch.amp.GradScaler)
+
+    def backward() -> None:
+        scaler.scale(torch.stack([torch.dot(p, c) for p, c in zip(params, slopes, strict=True)]).sum()).backward()
+
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        with optimizer.accumulate():
+            backward()
+        backward()
+        scaler.step(optimizer)
+        scaler.update()
+    states = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor)]
+    tensors = [*params, *(param.grad for param in params if param.grad is not None), *states]
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    grown = (resident() - before) / count
+    each = sum(held.values()) / count
+    return [
+        Figure("7-byte layout, bytes a parameter, gradient included", exactly(each), 7.3, at_most=True),
+        Figure("7-byte layout, growth of the process, bytes a parameter", exactly(grown)),
+    ]
+
+
+def resident() -> int:
+    """Bytes of this process in memory, without those that are free but kept."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return int(system_info()["memory"]["resident"])
+
+
+def exactly(value: float) -> Interval:
+    """A count."""
+    return Interval(value, value, value, 1.0)
+
+
+# --- cases and what they promise -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What one case gave."""
+
+    times: Times
+    absent: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A promise and what was measured."""
+class Case:
+    """Contenders, made when their turn comes, and the figures to take from their times."""
 
-    what: str
-    at_least: float
-    got: Interval
-
-    @property
-    def met(self) -> bool:
-        """Judged by the estimate; the interval shows how sure it is."""
-        return self.got.mid >= self.at_least
+    name: str
+    make: Callable[[], Sequence[Contender | Absent]]
+    judge: Callable[[Result], list[Figure]]
+    quick: bool = False
+    reference: str = OURS
+    pause: float = 0.0
 
 
-Times = dict[str, np.ndarray]
+def over_torch(bound: float | None) -> Callable[[Result], list[Figure]]:
+    """How many times as long torch's fused tail takes."""
+    return lambda result: [Figure("over torch fused + clip + foreach average", ratio(result.times, FUSED, OURS), bound)]
 
 
-def ratio(times: Times, slower: str, faster: str = OURS) -> Interval:
-    """How many times as long `slower` takes, paired by round."""
-    return interval(times[slower] / times[faster])
+def judge_large(result: Result) -> list[Figure]:
+    """Time and byte rate of the large case."""
+    times = result.times
+    rate = median_interval(TAIL_BYTES / TORCH_STEP_BYTES * times[ALONE] / times[OURS])
+    return [*over_torch(1.6)(result), Figure("byte rate over that of torch's fused AdamW", rate, 0.95)]
 
 
-def bars(python: dict[str, Times], cpp: dict[str, Times]) -> list[Bar]:
-    """Each bar that this run could judge."""
-    result = []
-    if (times := python.get("16 x 4M")) is not None:
-        result.append(Bar("16 x 4M, over torch fused + clip + foreach average", 1.4, ratio(times, FUSED)))
-        rate = interval(TAIL_BYTES / TORCH_STEP_BYTES * times[ALONE] / times[OURS])
-        result.append(Bar("16 x 4M, byte rate over that of torch's fused AdamW", 0.85, rate))
-    if (times := python.get("200 x 1,000")) is not None:
-        result.append(Bar("200 x 1,000, over torch fused + clip + foreach average", 10.0, ratio(times, FUSED)))
-    for case, least in (("200 x 1,000", 20.0), ("16 x 4M", 7.0)):
-        if case in cpp:
-            result.append(Bar(f"{case}, C++: over torch::optim", least, ratio(cpp[case], "torch::optim")))
-    return result
+def judge_backward(bound: float) -> Callable[[Result], list[Figure]]:
+    """The whole of backward and step, and what is left of it after a backward without hooks in the same round."""
+
+    def judge(result: Result) -> list[Figure]:
+        times = result.times
+        bare = times[BACKWARD_ALONE]
+        tails = median_interval((times[FUSED] - bare) / (times[HOOKED] - bare))
+        return [
+            Figure("norm in backward: backward + step, over torch's", ratio(times, FUSED, HOOKED)),
+            Figure("norm in backward: the same, less a backward without hooks", tails, bound),
+        ]
+
+    return judge
 
 
-def run_cpp(program: Path, threads: int, seconds: float, cases: list[str]) -> dict[str, Times]:
+def judge_narrow(result: Result) -> list[Figure]:
+    """8-bit states."""
+    times = result.times
+    figures = []
+    for name in _peers.NAMES:
+        if name in result.absent:
+            figures.append(Figure(f"over {name} + clip + average", None, 8.0, absent=result.absent[name]))
+            continue
+        figures.append(Figure(f"over {name} + clip + average", ratio(times, name, INT8), 8.0))
+        figures.append(Figure(f"step alone over {name}'s", ratio(times, f"{name}: {STEP}", INT8_ALONE)))
+    figures.append(Figure("over torch's fp32 tail", ratio(times, FUSED, INT8), 1.0))
+    figures.append(Figure("7-byte layout, no average, over torch's fp32 tail", ratio(times, FUSED, SEVEN)))
+    return figures
+
+
+def judge_statistics(result: Result) -> list[Figure]:
+    """The cost of statistics."""
+    return [Figure("with statistics, over without", ratio(result.times, STATISTICS, OURS), 1.02, at_most=True)]
+
+
+def judge_training(result: Result) -> list[Figure]:
+    """The share of torch's tail in a step, and what ours gains on the whole."""
+    times = result.times
+    share = median_interval(times[f"{FUSED}: {TAIL}"] / times[FUSED])
+    return [
+        Figure("share of torch's best tail in the step", share),
+        Figure("the tail, over ours", ratio(times, f"{FUSED}: {TAIL}", f"{OURS}: {TAIL}")),
+        Figure("the whole step, over ours", ratio(times, FUSED, OURS)),
+    ]
+
+
+def cases() -> Iterator[Case]:
+    """All of them, in the order they run."""
+    promised = {"200 x 1,000": 15.0, "1,000 x up to 512": 10.0}
+    for name, sizes in SIZES.items():
+        large = sizes is LARGE
+        judge = judge_large if large else over_torch(promised.get(name))
+        yield Case(name, partial(make_contenders, sizes, False, large), judge, quick=not large)
+        if large or name == "200 x 1,000":
+            judge = over_torch(1.8 if large else None)
+            yield Case(f"{name}, scaler", partial(make_contenders, sizes, True, False), judge, quick=not large)
+    for scaled, bound in ((False, 1.8), (True, 2.0)):
+        name = f"16 x 4M, backward{', scaler' * scaled}"
+        yield Case(name, partial(backward_contenders, LARGE, scaled), judge_backward(bound), reference=HOOKED)
+    yield Case("16 x 4M, statistics", partial(statistics_contenders, LARGE), judge_statistics)
+    # The peers bring thread pools of their own.
+    yield Case("16 x 4M, int8 state", partial(narrow_contenders, LARGE), judge_narrow, reference=INT8, pause=5e-3)
+    for name in workloads.NAMES:
+        for autocast in (False, True):
+            yield Case(
+                f"training {name}{', bf16' * autocast}",
+                partial(training_contenders, name, autocast),
+                judge_training,
+                quick=name == "mlp" and not autocast,
+            )
+
+
+def cpp_figures(cpp: dict[str, Times]) -> list[Figure]:
+    """What is promised over the C++ optimizers."""
+    return [
+        Figure(f"{case}, C++: over {CPP} + clip + lerp_", ratio(cpp[case], CPP, OURS), bound)
+        for case, bound in (("200 x 64", 100.0), ("16 x 4M", 9.0))
+        if case in cpp
+    ]
+
+
+def run_cpp(program: Path, threads: int, seconds: float, names: list[str]) -> dict[str, Times]:
     """The C++ half."""
     command = [str(program), "--threads", str(threads), "--seconds", str(seconds)]
-    for case in cases:
-        command += ["--case", case]
+    for name in names:
+        command += ["--case", name]
     libraries = os.pathsep.join(
         filter(None, [str(Path(torch.__file__).parent / "lib"), os.environ.get("LD_LIBRARY_PATH")])
     )
@@ -264,113 +491,129 @@ def run_cpp(program: Path, threads: int, seconds: float, cases: list[str]) -> di
     return {case: {name: np.array(values) for name, values in times.items()} for case, times in answer["cases"].items()}
 
 
-def rows_of(case: str, times: Times) -> list[list[str]]:
-    """Table rows: contender, microseconds, times ours."""
-    result = []
-    for name, values in times.items():
-        against = "" if name in (OURS, ALONE) else ratio(times, name).text()
-        result.append([case, name, interval(values).text(1e6), against])
-    return result
+# --- showing ---------------------------------------------------------------------------------------------------------
 
 
-def show(python: dict[str, Times], cpp: dict[str, Times], judged: list[Bar], facts: dict[str, str]) -> None:
+@dataclass
+class Table:
+    """The times of one case and the contender that the others are compared with."""
+
+    case: str
+    times: Times
+    reference: str
+
+    def rows(self) -> list[list[str]]:
+        """Contender, microseconds, times the reference's."""
+        return [
+            [self.case, name, text(median_interval(values), 1e6), text(ratio(self.times, name, self.reference))]
+            if name in self.rivals()
+            else [self.case, name, text(median_interval(values), 1e6), ""]
+            for name, values in self.times.items()
+        ]
+
+    def rivals(self) -> list[str]:
+        """Contenders that do the same work as the reference."""
+        return [name for name in self.times if ": " not in name and "alone" not in name and name != self.reference]
+
+
+def show(tables: list[Table], figures: list[Figure], machine_facts: dict[str, str]) -> None:
     """Print everything."""
-    print("Step tail: clip by global norm, AdamW, moving average; fp32")
-    print(f"{'case':<26}{'contender':<36}{'us a step':<32}times oxytorch's")
-    for label, cases in (("", python), ("C++ ", cpp)):
-        for case, times in cases.items():
-            for row in rows_of(label + case, times):
-                print(f"{row[0]:<26}{row[1]:<36}{row[2]:<32}{row[3]}")
+    print("Step tail: clip by global norm, AdamW, moving average; fp32 where nothing else is said")
+    print(f"{'case':<28}{'contender':<46}{'us a step':<32}times the reference's")
+    for table in tables:
+        for row in table.rows():
+            print(f"{row[0]:<28}{row[1]:<46}{row[2]:<32}{row[3]}".rstrip())
     print()
-    for bar in judged:
-        print(f"{'met    ' if bar.met else 'NOT MET'}  {bar.what}: {bar.got.text()}, bar {bar.at_least:g}")
-    print("\nMeasured on: " + ", ".join(f"{key} {value}" for key, value in facts.items() if value))
-    print("Small cases run with warm caches. The large case holds 1.25 GiB a contender, far more than any cache.")
+    show_figures(figures)
+    print("\nMeasured on: " + ", ".join(f"{key} {value}" for key, value in machine_facts.items() if value))
+    print(
+        "Small cases run with warm caches. The large ones hold 1.25 GiB a contender, and the next one's turn evicts it."
+    )
+    print(
+        "The reference is oxytorch, in the case's own setting. 'Less a backward without hooks': in each round the time"
+    )
+    print(
+        "of a backward alone, with no optimizer attached, is taken off both; a backward slowed by ours counts as ours."
+    )
 
 
-def write_report(
-    folder: Path, python: dict[str, Times], cpp: dict[str, Times], judged: list[Bar], facts: dict[str, str]
+def save(
+    arguments: argparse.Namespace, tables: list[Table], figures: list[Figure], machine_facts: dict[str, str]
 ) -> None:
     """`step_tail.json` and `step_tail.html`."""
-    from oxytorch.monitor import Bar as ReportBar  # noqa: PLC0415
-    from oxytorch.monitor import Column, Report  # noqa: PLC0415
+    from oxytorch.monitor import Bar, Column  # noqa: PLC0415
 
-    folder.mkdir(parents=True, exist_ok=True)
     document = {
-        "schema": "oxytorch-race/1",
-        "machine": facts,
-        "python": {case: {name: list(values) for name, values in times.items()} for case, times in python.items()},
-        "cpp": {case: {name: list(values) for name, values in times.items()} for case, times in cpp.items()},
-        "bars": [
-            {
-                "what": bar.what,
-                "at_least": bar.at_least,
-                "got": [bar.got.low, bar.got.mid, bar.got.high],
-                "met": bar.met,
-            }
-            for bar in judged
-        ],
+        "schema": "oxytorch-race/2",
+        "machine": machine_facts,
+        "cases": {
+            table.case: {name: [round(value, 9) for value in values] for name, values in table.times.items()}
+            for table in tables
+        },
+        "figures": [figure.to_json() for figure in figures],
     }
-    (folder / "step_tail.json").write_text(json.dumps(document) + "\n", encoding="utf-8")
-    report = Report("Race: the step tail")
-    for key, value in facts.items():
-        report.metadata(key, value)
-    for paragraph in (__doc__ or "").split("\n\n")[:2]:
-        report.paragraph(" ".join(paragraph.split()))
-    rows = [[bar.what, f"{bar.at_least:g}", bar.got.text(), "yes" if bar.met else "NO"] for bar in judged]
-    right = "right"
-    report.table(["what", Column("bar", right), Column("measured", right), "met"], rows, "Bars")
-    for label, cases in (("from Python", python), ("from C++", cpp)):
-        rows = [row for case, times in cases.items() for row in rows_of(case, times)]
-        if not rows:
-            continue
-        report.table(
-            ["case", "contender", Column("us a step", right), Column("times oxytorch's", right)], rows, f"Times {label}"
-        )
-        chart = []
-        for case, times in cases.items():
-            for name in times:
-                if name not in (OURS, ALONE):
-                    got = ratio(times, name)
-                    chart.append(ReportBar(name, got.mid, got.low, got.high, case))
-        report.bar_chart(chart, f"How many times as long as oxytorch, {label}", "times", "x", 1.0, "oxytorch")
-    report.to_html(folder / "step_tail.html")
-    print(f"Report: {folder / 'step_tail.html'}")
+    report = new_report("Race: the step tail", __doc__, machine_facts)
+    add_figures(report, figures)
+    columns: list[Column | str] = ["contender", Column("us a step", "right"), Column("times the reference's", "right")]
+    bars = []
+    for table in tables:
+        report.table(columns, [row[1:] for row in table.rows()], f"{table.case}, against {table.reference}")
+        for name in table.rivals():
+            got = ratio(table.times, name, table.reference)
+            bars.append(Bar(name, got.mid, got.low, got.high, table.case))
+    report.bar_chart(bars, "How many times as long as oxytorch", "times", "x", 1.0, "oxytorch")
+    write(report, document, arguments.out, "step_tail", arguments.json)
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--seconds", type=float, default=8.0, help="time for each case (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="few rounds of the small cases, to see that it works")
+    parser.add_argument("--case", action="append", help="only cases whose name holds this; may be repeated")
     parser.add_argument("--no-cpp", action="store_true", help="leave the C++ half out")
     parser.add_argument("--program", type=Path, default=ROOT / "build/dev/bench/race/step_tail_race")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/report")
-    arguments = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="write the JSON document there too")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
     torch.set_num_threads(arguments.threads)
-    facts = machine.describe(arguments.threads)
-    facts["isa"] = str(getattr(oxytorch._C, "isa", lambda: "")())
-    cases = {name: sizes for name, sizes in CASES.items() if not (arguments.quick and sum(sizes) > 1 << 20)}
-    seconds, rounds = (0.2, 8) if arguments.quick else (arguments.seconds, 200)
-    python: dict[str, Times] = {}
-    for name, sizes in cases.items():
-        for scaled in (False, True) if name in SCALED else (False,):
-            label = f"{name}, scaler" if scaled else name
-            print(f"racing {label} ...", file=sys.stderr, flush=True)
-            contenders = make_contenders(sizes, scaled, large=sum(sizes) > 1 << 20)
-            race(contenders, seconds, rounds)
-            python[label] = {contender.name: np.array(contender.seconds) for contender in contenders}
-            del contenders
-    cpp: dict[str, Times] = {}
-    if not arguments.no_cpp:
+    # Freed memory is kept, for all alike: page faults in a backward or in temporaries would drown the tails.
+    oxytorch._C.trainer.tune_allocator(None)
+    machine_facts = facts(arguments.threads)
+    seconds, rounds = (0.2, 8) if arguments.quick else (arguments.seconds, MOST_ROUNDS)
+
+    def chosen(name: str) -> bool:
+        return arguments.case is None or any(part in name for part in arguments.case)
+
+    tables, figures = [], []
+    wanted = [case for case in cases() if chosen(case.name) and (case.quick or not arguments.quick)]
+    for index, case in enumerate(wanted):
+        progress(f"racing {case.name} ({index + 1} of {len(wanted)}) ...")
+        entries = case.make()
+        contenders = [entry for entry in entries if isinstance(entry, Contender)]
+        absent = {entry.name: entry.why for entry in entries if isinstance(entry, Absent)}
+        result = Result(race(contenders, seconds, rounds, case.pause), absent)
+        del entries, contenders
+        figures += [Figure(f"{case.name}: {f.what}", f.got, f.bound, f.at_most, f.absent) for f in case.judge(result)]
+        tables.append(Table(case.name, result.times, case.reference))
+    if chosen("7-byte layout"):
+        figures += seven_byte_layout([1000] * 200 if arguments.quick else LARGE)
+    sizes = [name for name, each in SIZES.items() if chosen(f"{name}, C++") and not (arguments.quick and each is LARGE)]
+    if sizes and not arguments.no_cpp:
         if arguments.program.exists():
-            print("racing from C++ ...", file=sys.stderr, flush=True)
-            cpp = run_cpp(arguments.program, arguments.threads, seconds, list(cases))
+            progress("racing from C++ ...")
+            cpp = run_cpp(arguments.program, arguments.threads, seconds, sizes)
+            tables += [Table(f"{name}, C++", times, OURS) for name, times in cpp.items()]
+            figures += cpp_figures(cpp)
         else:
-            print(f"no {arguments.program}: the C++ half is left out; make build makes it", file=sys.stderr)
-    judged = bars(python, cpp)
-    show(python, cpp, judged, facts)
-    write_report(arguments.out, python, cpp, judged, facts)
+            progress(f"no {arguments.program}: the C++ half is left out; make build makes it")
+    show(tables, figures, machine_facts)
+    save(arguments, tables, figures, machine_facts)
     return 0
 
 

@@ -1,13 +1,15 @@
-"""The race of the step tail runs, tells wins from losses, and writes its report."""
+"""The races run, tell wins from losses, and write their reports."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,28 +19,50 @@ SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "race" / "step_tail.py"
 
 
 @pytest.fixture(scope="module")
-def race() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("step_tail_race", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def race() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(SCRIPT.parent))  # as for a script
+    try:
+        yield importlib.import_module("step_tail")
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+
+
+def run_quick(script: Path, folder: Path) -> tuple[str, dict[str, Any]]:
+    command = [sys.executable, script, "--quick", "--threads", "1", "--out", folder]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads((folder / f"{script.stem}.json").read_text())
 
 
 @pytest.mark.slow
 def test_quick_race_reports_every_contender(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, "--quick", "--out", tmp_path]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "step_tail.json").read_text())
-    assert {"torch fused", "torch foreach", "torch for-loop", "oxytorch"} <= document["python"]["200 x 1,000"].keys()
-    assert {"torch fused", "oxytorch"} == document["python"]["200 x 1,000, scaler"].keys()
-    for times in document["python"].values():
+    said, document = run_quick(SCRIPT, tmp_path)
+    cases = document["cases"]
+    assert {"torch fused", "torch foreach", "torch for-loop", "oxytorch"} <= cases["200 x 1,000"].keys()
+    assert {"torch fused", "oxytorch"} == cases["200 x 1,000, scaler"].keys()
+    assert {"torch fused: tail", "oxytorch: tail"} <= cases["training mlp"].keys()
+    for times in cases.values():
         assert len({len(values) for values in times.values()}) == 1  # as many rounds for each
         assert all(value > 0 for values in times.values() for value in values)
+    promised = {figure["what"] for figure in document["figures"] if figure["met"] is not None}
+    assert "200 x 1,000: over torch fused + clip + foreach average" in promised
+    assert "7-byte layout, bytes a parameter, gradient included" in promised
     assert "<svg" in (tmp_path / "step_tail.html").read_text()
-    assert "met" in done.stdout.lower()
+    assert "met" in said.lower()
+
+
+@pytest.mark.slow
+def test_quick_convergence_reports_every_layout(tmp_path: Path) -> None:
+    said, document = run_quick(SCRIPT.parent / "convergence.py", tmp_path)
+    assert [row["layout"] for row in document["rows"]] == [
+        "fp32",
+        "int8 state",
+        "7 bytes",
+        "7 bytes, stochastic rounding",
+    ]
+    assert all(len(row["losses"]) == document["seeds"] == 2 for row in document["rows"])
+    assert "within noise" in said
+    assert "int8 state" in (tmp_path / "convergence.html").read_text()
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -46,7 +70,7 @@ def test_contenders_compute_the_same(race: ModuleType, scaled: bool) -> None:
     contenders = race.make_contenders([700, 3], scaled, large=False)
     for contender in contenders:
         for _ in range(3):
-            contender.step()
+            contender.run()
     assert {contender.name for contender in contenders} >= {"torch fused", "oxytorch"}
     before = race.make_params([700, 3])
     for contender in contenders:
@@ -55,12 +79,49 @@ def test_contenders_compute_the_same(race: ModuleType, scaled: bool) -> None:
             assert not torch.equal(got, start)
 
 
-def test_a_bar_is_judged_by_its_estimate(race: ModuleType) -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_contenders_with_a_backward_compute_the_same(race: ModuleType, scaled: bool) -> None:
+    contenders = race.backward_contenders([700, 3], scaled)
+    for contender in contenders:
+        for _ in range(3):
+            assert len(contender.run()) == len(contender.phases)
+    *steppers, alone = contenders
+    for contender in steppers:
+        for got, expected in zip(contender.params, steppers[0].params, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7, msg=contender.name)
+    for got, start in zip(alone.params, race.make_params([700, 3]), strict=True):
+        assert torch.equal(got, start)
+
+
+def test_bare_backwards_are_taken_off_both(race: ModuleType) -> None:
+    times = {name: np.full(20, value) for name, value in (("torch fused", 9.0), ("backward alone", 4.0))}
+    judge = race.judge_backward(1.8)
+    whole, tails = judge(race.Result({**times, "oxytorch, norm in backward": np.full(20, 6.0)}))
+    assert whole.got.mid == pytest.approx(1.5) and whole.met is None
+    assert tails.got.mid == pytest.approx(2.5) and tails.met
+    _, tails = judge(race.Result({**times, "oxytorch, norm in backward": np.full(20, 7.0)}))
+    assert tails.got.mid == pytest.approx(5 / 3) and not tails.met
+
+
+def test_a_missing_peer_is_reported(race: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)  # importing it fails
+    peer = race.peer_contender("bitsandbytes AdamW8bit", [700, 3])
+    assert isinstance(peer, race.Absent) and "not installed" in peer.why
+    sevens = {name: np.full(9, 7.0) for name in ("torch fused", race.SEVEN, race.INT8, race.INT8_ALONE)}
+    absent = dict.fromkeys(race._peers.NAMES, "not installed")
+    figures = race.judge_narrow(race.Result(sevens, absent))
+    assert [figure.verdict for figure in figures] == ["absent", "absent", "met", ""]
+    assert figures[0].value == "not installed"
+
+
+def test_a_promise_is_judged_by_its_estimate(race: ModuleType) -> None:
+    judge = race.over_torch(10.0)
     ours = np.full(20, 1.0)
-    times = {"torch fused": np.full(20, 9.0), "oxytorch": ours}
-    (bar,) = race.bars({"200 x 1,000": times}, {})
-    assert bar.got.mid == pytest.approx(9.0) and not bar.met
-    (bar,) = race.bars({"200 x 1,000": {**times, "torch fused": np.full(20, 11.0)}}, {})
-    assert bar.met
-    (bar,) = race.bars({}, {"200 x 1,000": {"torch::optim": np.full(20, 21.0), "oxytorch": ours}})
-    assert bar.met and bar.at_least == 20
+    (figure,) = judge(race.Result({"torch fused": np.full(20, 9.0), "oxytorch": ours}))
+    assert figure.got.mid == pytest.approx(9.0) and figure.verdict == "NOT MET"
+    (figure,) = judge(race.Result({"torch fused": np.full(20, 11.0), "oxytorch": ours}))
+    assert figure.met
+    (figure,) = race.cpp_figures({"200 x 64": {"torch::optim": np.full(20, 99.0), "oxytorch": ours}})
+    assert not figure.met and figure.bound == 100
+    (figure,) = race.judge_statistics(race.Result({race.STATISTICS: np.full(20, 1.01), "oxytorch": ours}))
+    assert figure.met and figure.at_most

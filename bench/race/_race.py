@@ -1,0 +1,209 @@
+"""What the races share: rounds, intervals, promises, the report."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from oxytorch.base import Interval, paired_ratio_interval, system_info
+from oxytorch.demo import machine
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from oxytorch.monitor import Report
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAST_ROUNDS, MOST_ROUNDS = 7, 200
+
+Times = dict[str, np.ndarray]
+"""Seconds of each round by contender, and by ``"contender: phase"`` where it has several."""
+
+
+@dataclass
+class Contender:
+    """What is timed of one contender, phase by phase and in this order, and what it took in each round.
+
+    ``before`` runs ahead of each round's step and is not timed.
+    """
+
+    name: str
+    phases: dict[str, Callable[[], object]]
+    params: list[Tensor] = field(default_factory=list)
+    before: Callable[[], object] | None = None
+    rounds: list[list[float]] = field(default_factory=list)
+    repeats: int = 1
+
+    def run(self, repeats: int = 1) -> list[float]:
+        """Seconds of each phase; means over `repeats`."""
+        if self.before is not None:
+            self.before()
+        marks = [time.perf_counter()]
+        for phase in self.phases.values():
+            for _ in range(repeats):
+                phase()
+            marks.append(time.perf_counter())
+        return [(end - start) / repeats for start, end in itertools.pairwise(marks)]
+
+    def times(self) -> Times:
+        """Totals, then phases if there are several."""
+        rounds = np.array(self.rounds)
+        result = {self.name: rounds.sum(1)}
+        if len(self.phases) > 1:
+            result |= {f"{self.name}: {phase}": rounds[:, i] for i, phase in enumerate(self.phases)}
+        return result
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A contender that could not take part, and why."""
+
+    name: str
+    why: str
+
+
+def race(contenders: list[Contender], seconds: float, most_rounds: int = MOST_ROUNDS, pause: float = 0.0) -> Times:
+    """Rounds in which every contender steps once (short steps: a group of about a millisecond), order shuffled.
+
+    `pause` seconds pass before each turn where contenders have thread pools of their own, whose idle threads spin.
+    """
+    for contender in contenders:
+        for _ in range(3):
+            took = sum(contender.run())
+        if contender.before is None and len(contender.phases) == 1:
+            contender.repeats = max(1, min(100, int(1e-3 / took)))
+    order = random.Random(11)
+    began = time.perf_counter()
+    for index in range(most_rounds):
+        if index >= LEAST_ROUNDS and time.perf_counter() - began > seconds:
+            break
+        for contender in order.sample(contenders, len(contenders)):
+            if pause:
+                time.sleep(pause)
+            if contender.repeats > 1:
+                contender.run()  # Warm caches, as the small cases state.
+            contender.rounds.append(contender.run(contender.repeats))
+    return {name: values for contender in contenders for name, values in contender.times().items()}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What was measured and, where something was promised, whether it holds: judged by the estimate.
+
+    ``got`` is None where it could not be measured; ``absent`` says why.
+    """
+
+    what: str
+    got: Interval | None
+    bound: float | None = None
+    at_most: bool = False
+    absent: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """None where nothing was promised or measured."""
+        if self.bound is None or self.got is None:
+            return None
+        return self.got.mid <= self.bound if self.at_most else self.got.mid >= self.bound
+
+    @property
+    def verdict(self) -> str:
+        """``"met"``, ``"NOT MET"``, ``"absent"`` or nothing."""
+        if self.got is None:
+            return "absent"
+        return {True: "met", False: "NOT MET", None: ""}[self.met]
+
+    @property
+    def value(self) -> str:
+        """The measured value, or why there is none."""
+        return text(self.got) if self.got is not None else self.absent
+
+    @property
+    def promise(self) -> str:
+        """``">= 8"``, or nothing."""
+        return "" if self.bound is None else f"{'<=' if self.at_most else '>='} {self.bound:g}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        got = None if self.got is None else [self.got.low, self.got.mid, self.got.high]
+        return {
+            "what": self.what,
+            "got": got,
+            "at_most" if self.at_most else "at_least": self.bound,
+            "met": self.met,
+            "absent": self.absent,
+        }
+
+
+def text(got: Interval, scale: float = 1.0) -> str:
+    """Three significant digits each, whole numbers from a thousand on."""
+    low, mid, high = (
+        f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        for value in (got.low * scale, got.mid * scale, got.high * scale)
+    )
+    return f"{mid} [{low}, {high}]"
+
+
+def ratio(times: Times, slower: str, faster: str) -> Interval:
+    """How many times as long `slower` takes, paired by round."""
+    return paired_ratio_interval(times[slower], times[faster])
+
+
+def facts(threads: int) -> dict[str, str]:
+    """What the figures were measured on."""
+    cache = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    return {
+        **machine.describe(threads),
+        "isa": str(system_info()["isa"]),
+        "L3 cache": cache.read_text(encoding="utf-8").strip() if cache.exists() else "",
+        "load before": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+def show_figures(figures: Iterable[Figure]) -> None:
+    """One line each."""
+    for figure in figures:
+        promise = f", promised {figure.promise}" if figure.promise else ""
+        print(f"{figure.verdict:<9}{figure.what}: {figure.value}{promise}")
+
+
+def add_figures(report: Report, figures: Iterable[Figure]) -> None:
+    """The table of promises."""
+    from oxytorch.monitor import Column  # noqa: PLC0415
+
+    rows = [[figure.what, figure.promise, figure.value, figure.verdict] for figure in figures]
+    report.table(["what", Column("promised", "right"), Column("measured", "right"), "verdict"], rows, "Figures")
+
+
+def new_report(title: str, about: str | None, machine_facts: dict[str, str]) -> Report:
+    """A report with its metadata and the first two paragraphs of `about`."""
+    from oxytorch.monitor import Report  # noqa: PLC0415
+
+    report = Report(title)
+    for key, value in machine_facts.items():
+        report.metadata(key, value)
+    for paragraph in (about or "").split("\n\n")[:2]:
+        report.paragraph(" ".join(paragraph.split()))
+    return report
+
+
+def write(report: Report, document: dict[str, Any], folder: Path, name: str, copy: Path | None) -> None:
+    """`name`.json and `name`.html in `folder`, and the JSON at `copy` too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in filter(None, (folder / f"{name}.json", copy)):
+        path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    report.to_html(folder / f"{name}.html")
+    print(f"Report: {folder / f'{name}.html'}")
+
+
+def progress(line: str) -> None:
+    """A line on stderr."""
+    print(line, file=sys.stderr, flush=True)
