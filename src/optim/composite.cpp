@@ -22,9 +22,10 @@ at::ScalarType wide_type(const at::Tensor& tensor) {
 
 at::Tensor norm_of(const at::Tensor& tensor) { return at::linalg_vector_norm(tensor, 2, std::nullopt, false); }
 
-// Norm of each row (the first dimension), or of the whole where there are no rows; shaped to multiply with `values`.
-at::Tensor row_norms(const at::Tensor& values) {
-  if (values.dim() < 2) return norm_of(values);
+// Norm of each row (the first dimension) of a parameter of `param_dim` dimensions, or of the whole where there are no
+// rows; shaped to multiply with `values`, which have one dimension more where the parameter is complex.
+at::Tensor row_norms(const at::Tensor& values, std::int64_t param_dim) {
+  if (param_dim < 2) return norm_of(values);
   std::vector<std::int64_t> dims;
   for (std::int64_t d = 1; d < values.dim(); ++d) dims.push_back(d);
   return at::linalg_vector_norm(values, 2, dims, /*keepdim=*/true);
@@ -41,8 +42,8 @@ class Update {
     at::Tensor grad = as_real(p_.grad).to(old.scalar_type()).mul(step_.multiplier.to(old.scalar_type()));
     if (o.clip_value > 0) grad = grad.clamp(-o.clip_value, o.clip_value);
     if (o.agc > 0) {
-      const at::Tensor norm = row_norms(grad);
-      const at::Tensor most = row_norms(old).clamp_min(o.agc_eps).mul(o.agc);
+      const at::Tensor norm = row_norms(grad, p_.param.dim());
+      const at::Tensor most = row_norms(old, p_.param.dim()).clamp_min(o.agc_eps).mul(o.agc);
       grad = grad.mul(at::where(norm.gt(most), most.div(norm.clamp_min(1e-6)), at::ones({}, norm.options())));
     }
     return g_.maximize ? grad.neg() : grad;
@@ -114,7 +115,7 @@ class Update {
     old = old.sub(old.mul(lr * g_.weight_decay));
     const at::Tensor average = moment(0, old.scalar_type());
     const at::Tensor direction = average.lerp(grad, 1 - g_.beta1).sign();
-    put_moment(0, average.lerp(grad, 1 - g_.beta2));  // may be what `average` looks at
+    put_moment(0, average.lerp(grad, 1 - g_.beta2));  // writes the memory of `average` where nothing is converted
     return old.sub(direction.mul(lr));
   }
 

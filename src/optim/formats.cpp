@@ -126,12 +126,12 @@ std::pair<at::Tensor, at::Tensor> split_weights(const at::Tensor& values, const 
 }
 
 at::Tensor join_weights(const at::Tensor& weights, const at::Tensor& residues) {
-  const at::Tensor bits =
-      bits_of(in_memory_order(weights).to(at::kFloat)).to(at::kLong).bitwise_and(std::int64_t{0xFFFFFFFF});
+  // The weights may be a strided view; the residues are dense.
+  const at::Tensor bits = bits_of(flat_like(weights, residues)).to(at::kLong).bitwise_and(std::int64_t{0xFFFFFFFF});
   const at::Tensor upper = at::bitwise_right_shift(bits.bitwise_and(kSignBit), at::Scalar(8));
   const at::Tensor m = upper.add(in_memory_order(residues)).clamp_min(0);
   const at::Tensor sign = bits.bitwise_and(std::int64_t{0x80000000});
-  return laid_out_as(float_of(at::bitwise_left_shift(m, at::Scalar(8)).bitwise_or(sign)), weights);
+  return laid_out_as(float_of(at::bitwise_left_shift(m, at::Scalar(8)).bitwise_or(sign)), residues);
 }
 
 }  // namespace oxytorch::optim
