@@ -14,6 +14,7 @@ void bind_base(py::module_& m);
 void bind_backend(py::module_& m);
 void bind_monitor(py::module_& m);
 void bind_optim(py::module_& m);
+void bind_optim_stability(py::module_& m);
 void bind_amp(py::module_& m);
 void bind_trainer(py::module_& m);
 

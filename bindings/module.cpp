@@ -44,6 +44,7 @@ PYBIND11_MODULE(_C, m) {
   bind_monitor(monitor);
   auto optim = room("optim", "The step tail.");
   bind_optim(optim);
+  bind_optim_stability(optim);
   auto amp = room("amp", "Mixed precision.");
   bind_amp(amp);
   auto trainer = room("trainer", "Host settings and the training step.");

@@ -92,6 +92,8 @@ struct OXY_API SGDOptions : public torch::optim::OptimizerCloneableOptions<SGDOp
   void set_lr(double value) override { lr_ = value; }
 };
 
+class NumericalStabilityManager;
+
 /// What all optimizers here share. A group's options are read at each step, so learning-rate schedules work as ever.
 class OXY_API TailOptimizer : public torch::optim::Optimizer {
  public:
@@ -148,6 +150,7 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   void adopt_state(const std::function<ParamState(const torch::optim::OptimizerParamState&)>& make);
 
  private:
+  friend class NumericalStabilityManager;
   void build();
 
   Algorithm algorithm_;

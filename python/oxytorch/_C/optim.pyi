@@ -7,7 +7,7 @@ import collections.abc
 import torch
 import typing
 
-__all__: list[str] = ["StepTail"]
+__all__: list[str] = ["Spike", "SpikeDetector", "StepTail"]
 
 class StepTail:
     """
@@ -46,3 +46,51 @@ class StepTail:
     def native(self) -> bool: ...
     @property
     def param_count(self) -> int: ...
+
+class Spike:
+    """
+    One step in which loss or gradient norm was a spike.
+    """
+    @property
+    def grad_norm(self) -> bool: ...
+    @property
+    def grad_norm_limit(self) -> float: ...
+    @property
+    def grad_norm_value(self) -> float: ...
+    @property
+    def loss(self) -> bool: ...
+    @property
+    def loss_limit(self) -> float: ...
+    @property
+    def loss_value(self) -> float: ...
+    @property
+    def step(self) -> int: ...
+
+class SpikeDetector:
+    """
+    Judges loss and gradient norm on the device; see oxytorch.optim.
+    """
+    def __init__(
+        self,
+        device: str,
+        *,
+        window: typing.SupportsInt | typing.SupportsIndex,
+        threshold: typing.SupportsFloat | typing.SupportsIndex,
+        floor: typing.SupportsFloat | typing.SupportsIndex,
+        warmup: typing.SupportsInt | typing.SupportsIndex,
+        patience: typing.SupportsInt | typing.SupportsIndex,
+        force_composite: bool = False,
+    ) -> None: ...
+    def arrived(self, wait: bool) -> list[Spike]: ...
+    def drain(self) -> list[Spike]: ...
+    def judge(self, loss: torch.Tensor | None) -> None: ...
+    def record(
+        self, step: typing.SupportsInt | typing.SupportsIndex, grad_norm: torch.Tensor, scaled: bool
+    ) -> None: ...
+    def state(self) -> list[torch.Tensor]: ...
+    @property
+    def loss_flag(self) -> torch.Tensor: ...
+    @property
+    def loss_limit(self) -> torch.Tensor: ...
+    @property
+    def norm_limit(self) -> torch.Tensor: ...
