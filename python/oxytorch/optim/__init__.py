@@ -12,6 +12,7 @@ from .optimizers import SGD, Adagrad, Adam, AdamW, Lion, Muon, RMSprop
 from .options import TailOptions, TailStats
 from .origin import Origin, OriginFinder, TensorFacts, nan_origin
 from .replace import replace
+from .stability import NumericalStabilityManager, StabilityEvent
 from .tail import TailOptimizer
 
 __all__ = [
@@ -21,9 +22,11 @@ __all__ = [
     "AdamW",
     "Lion",
     "Muon",
+    "NumericalStabilityManager",
     "Origin",
     "OriginFinder",
     "RMSprop",
+    "StabilityEvent",
     "TailOptimizer",
     "TailOptions",
     "TailStats",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -175,6 +175,30 @@ class TailOptimizer(torch.optim.Optimizer):
         if self._sharded is not None and not self._sharded.unmoved():
             return self._build()
         return tail if tail.matches(self.param_groups) else self._build()
+
+    # ---- for snapshots: what the tail keeps and `state` does not show
+
+    def _unpublished(self) -> dict[str, Tensor]:
+        """Moving averages and low-precision copies by name."""
+        tail = self._step_tail()
+        kept = [
+            (f"{what} {i}", get(i))
+            for i in range(tail.param_count)
+            for what, get in (("ema", tail.ema), ("copy", tail.copy))
+        ]
+        return {name: tensor for name, tensor in kept if tensor is not None}
+
+    def _drop_unpublished(self, known: Container[str]) -> None:
+        """Forget the averages that are not `known`: their parameters had not been stepped."""
+        averages = self._averages()
+        kept = [average if f"ema {i}" in known else None for i, average in enumerate(averages)]
+        if any(a is not b for a, b in zip(averages, kept, strict=True)):
+            self._loaded_ema = kept
+            self._changed.raised = True
+
+    def _grad_norm(self) -> Tensor:
+        norm: Tensor = self._step_tail().stats()["grad_norm"]
+        return norm
 
     # ---- torch.optim.Optimizer
 
