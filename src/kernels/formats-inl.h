@@ -268,15 +268,18 @@ HWY_INLINE V decode_vector(const std::uint8_t* codes, V scale) {
 // Groups that are encoded together, so that their scales are one vector.
 constexpr std::int64_t kGroups = kLanes;
 
-// The first `groups` of kGroups whole groups.
-template <StateCode kCode, bool kStochastic>
+// The first `groups` of kGroups groups, or all of them.
+template <StateCode kCode, bool kStochastic, bool kAll>
 HWY_INLINE void encode_groups(const float* from, std::int64_t groups, std::uint8_t* codes, std::uint16_t* scales,
                               const std::uint16_t* random) {
+  const VU magnitude = set_bits(0x7FFFFFFF);
   VU largest[kGroups];
+#pragma GCC unroll 16
   for (std::int64_t g = 0; g < kGroups; ++g) {
     largest[g] = hn::Zero(U32());
-    for (std::int64_t i = g * kStateGroup; g < groups && i < (g + 1) * kStateGroup; i += kLanes) {
-      largest[g] = hn::Max(largest[g], hn::And(bits_of(load(from + i)), set_bits(0x7FFFFFFF)));
+    if (!kAll && g >= groups) continue;
+    for (int i = 0; i < kStateGroup; i += kLanes) {
+      largest[g] = hn::Max(largest[g], hn::And(bits_of(load(from + g * kStateGroup + i)), magnitude));
     }
   }
   const GroupScales all = group_scales(largest_lanes(largest));
@@ -284,16 +287,21 @@ HWY_INLINE void encode_groups(const float* from, std::int64_t groups, std::uint8
   float inverse[kGroups];
   store_low16(all.bits, scale);
   store(all.inverse, inverse);
-  std::copy_n(scale, groups, scales);
-  for (std::int64_t i = 0; i < groups * kStateGroup; i += kLanes) {
-    const VU bits = bits_of(load(from + i));
-    const VI code = code_of<kCode, kStochastic>(hn::And(bits, set_bits(0x7FFFFFFF)), set(inverse[i / kStateGroup]),
-                                                advance<kStochastic>(random, i));
-    VU byte = hn::BitCast(U32(), code);
-    if constexpr (Curve<kCode>::kSigned) {
-      byte = hn::BitCast(U32(), hn::IfThenElse(hn::Lt(hn::BitCast(I32(), bits), hn::Zero(I32())), hn::Neg(code), code));
+  std::copy_n(scale, kAll ? kGroups : groups, scales);
+  for (std::int64_t g = 0; g < (kAll ? kGroups : groups); ++g) {
+    const V group_inverse = set(inverse[g]);
+    for (int k = 0; k < kStateGroup; k += kLanes) {
+      const std::int64_t i = g * kStateGroup + k;
+      const VU bits = bits_of(load(from + i));
+      const VI code =
+          code_of<kCode, kStochastic>(hn::And(bits, magnitude), group_inverse, advance<kStochastic>(random, i));
+      VU byte = hn::BitCast(U32(), code);
+      if constexpr (Curve<kCode>::kSigned) {
+        const auto negative = hn::Lt(hn::BitCast(I32(), bits), hn::Zero(I32()));
+        byte = hn::BitCast(U32(), hn::IfThenElse(negative, hn::Neg(code), code));
+      }
+      hn::StoreU(hn::TruncateTo(U8(), byte), U8(), codes + i);
     }
-    hn::StoreU(hn::TruncateTo(U8(), byte), U8(), codes + i);
   }
 }
 
@@ -387,9 +395,9 @@ void encode_state(const float* from, std::int64_t count, std::uint8_t* codes, st
     const std::int64_t i = g * kStateGroup;
     const std::uint16_t* const bits = advance<kStochastic>(random, i);
     if (whole - g >= kGroups) {
-      encode_groups<kCode, kStochastic>(from + i, kGroups, codes + i, scales + g, bits);
+      encode_groups<kCode, kStochastic, true>(from + i, kGroups, codes + i, scales + g, bits);
     } else {
-      encode_groups<kCode, kStochastic>(from + i, whole - g, codes + i, scales + g, bits);
+      encode_groups<kCode, kStochastic, false>(from + i, whole - g, codes + i, scales + g, bits);
     }
   }
   if (const std::int64_t i = whole * kStateGroup; i < count) {
@@ -397,7 +405,7 @@ void encode_state(const float* from, std::int64_t count, std::uint8_t* codes, st
     std::uint8_t rest[kStateGroup];
     const auto left = static_cast<std::size_t>(count - i);
     std::memcpy(wide, from + i, left * sizeof(float));
-    encode_groups<kCode, kStochastic>(wide, 1, rest, scales + whole, advance<kStochastic>(random, i));
+    encode_groups<kCode, kStochastic, false>(wide, 1, rest, scales + whole, advance<kStochastic>(random, i));
     std::memcpy(codes + i, rest, left);
   }
 }
@@ -435,6 +443,13 @@ struct RandomSource {
   void fill(RoundingOperand operand, std::int64_t element, std::int64_t count, std::uint16_t* to) const {
     const auto key0 = static_cast<std::uint32_t>(seed);
     const auto key1 = static_cast<std::uint32_t>(seed >> 32);
+#if !OXYTORCH_KERNELS_SCALAR
+    std::uint32_t k0[10], k1[10];
+    for (std::uint32_t round = 0; round < 10; ++round) {
+      k0[round] = key0 + round * 0x9E3779B9U;
+      k1[round] = key1 + round * 0xBB67AE85U;
+    }
+#endif
     for (std::int64_t done = 0; done < count; done += 128) {
       const auto first = static_cast<std::uint32_t>((element + done) / 8);
       for (int lane = 0; lane < 16; lane += kLanes) {
@@ -453,12 +468,9 @@ struct RandomSource {
         const VU c1 = set_bits(static_cast<std::uint32_t>(operand));
         PhiloxLanes even{c0, c1, set_bits(stream), set_bits(step)};
         PhiloxLanes odd{odd_to_even(c0), c1, set_bits(stream), set_bits(step)};
-        std::uint32_t k0 = key0, k1 = key1;
         for (int round = 0; round < 10; ++round) {
-          even.round(set_bits(k0), set_bits(k1));
-          odd.round(set_bits(k0), set_bits(k1));
-          k0 += 0x9E3779B9U;
-          k1 += 0xBB67AE85U;
+          even.round(set_bits(k0[round]), set_bits(k1[round]));
+          odd.round(set_bits(k0[round]), set_bits(k1[round]));
         }
         int k = 0;
         for (const VU word :

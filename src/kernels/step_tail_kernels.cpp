@@ -152,10 +152,10 @@ void row_sums(const TailTensor& tensor, std::int64_t offset, std::int64_t count,
   });
 }
 
-// What a rule sees of one section: fp32 arrays of whole vectors. `weight` and `updated` may be the same.
+// What a rule sees of one section: fp32 arrays of whole vectors.
 struct RuleSection {
-  const float* weight;
-  float* updated;
+  float* weight;
+  float* before;  // receives the weights that were there; null: not wanted
   const float* grad;
   float* state[3];
   std::int64_t count;
@@ -191,6 +191,9 @@ template <Rule kRule, bool kInt8>
 void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nesterov, bool first) {
   // A copy: the compiler then knows that stores cannot change the coefficients.
   const Coefficients c = coefficients;
+  const bool keeps = s.before != nullptr;
+  const bool adds_decay = c.weight_decay != 0;
+  const bool shrinks = c.decay != 0;
   float* const state0 = s.state[0];
   float* const state1 = s.state[1];
   float* const state2 = s.state[2];
@@ -199,9 +202,10 @@ void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nes
     prefetch(s.weight + i + kSection);
     prefetch(s.grad + i + kSection);
     V weight = load(s.weight + i);
+    if (keeps) store(weight, s.before + i);
     V grad = hn::Mul(load(s.grad + i), set(c.grad_multiplier));
-    if (c.weight_decay != 0) grad = fma(set(c.weight_decay), weight, grad);
-    if (c.decay != 0) weight = fma(set(-c.decay), weight, weight);
+    if (adds_decay) grad = fma(set(c.weight_decay), weight, grad);
+    if (shrinks) weight = fma(set(-c.decay), weight, weight);
     if constexpr (kRule == Rule::AdamW || kRule == Rule::Adam) {
       const V average = lerp(load_state<kRule, kInt8, 0>(s, i), grad, c.one_minus_beta1);
       const V kept = hn::Mul(set(c.beta2), load_state<kRule, kInt8, 1>(s, i));
@@ -246,7 +250,7 @@ void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nes
       }
       weight = fma(set(-c.step_size), change, weight);
     }
-    store(weight, s.updated + i);
+    store(weight, s.weight + i);
   }
 }
 
@@ -284,8 +288,8 @@ struct Statistics {
 };
 
 struct Scratch {
+  alignas(64) float weight[kSection];
   alignas(64) float before[kSection];
-  alignas(64) float after[kSection];
   alignas(64) float grad[kSection];
   alignas(64) float state[3][kSection];
   alignas(64) float scales[3][kSection / kStateGroup];
@@ -332,20 +336,19 @@ class ChunkRun {
     RuleSection s{};
     s.count = padded_;
     s.weight = direct ? home : read_weights();
-    s.updated = direct && !collects_ ? home : scratch_.after;
+    s.before = collects_ ? scratch_.before : nullptr;
     s.grad = read_gradient();
     for (int k = 0; k < 3; ++k) s.state[k] = read_state(k, s);
     s.codes[0] == nullptr&& s.codes[1] == nullptr ? apply_rule<false>(s, coefficients_, chunk_)
                                                   : apply_rule<true>(s, coefficients_, chunk_);
     for (int k = 0; k < 3; ++k) write_state(k, s.state[k]);
-    if (home == nullptr) write_narrow_weights(s.updated);
+    home == nullptr ? write_narrow_weights(s.weight) : write_weights(s.weight, home);
+    if (tensor_.copy != nullptr) write<false>(s.weight, tensor_.copy, tensor_.copy_type);
+    if (tensor_.ema != nullptr) average_weights(s.weight, tensor_.ema + at_, count_, coefficients_.ema_weight);
     if (collects_) {
-      pad(s.updated);
-      statistics_.add(s.weight, s.updated, padded_);
+      pad(s.weight);
+      statistics_.add(s.before, s.weight, padded_);
     }
-    if (home != nullptr) write_weights(s.updated, home);
-    if (tensor_.copy != nullptr) write<false>(s.updated, tensor_.copy, tensor_.copy_type);
-    if (tensor_.ema != nullptr) average_weights(s.updated, tensor_.ema + at_, count_, coefficients_.ema_weight);
     if (chunk_.zero_grad) zero_gradient();
   }
 
@@ -359,30 +362,30 @@ class ChunkRun {
     return tensor_.type == ElementType::F32 ? static_cast<float*>(tensor_.param) + at_ : nullptr;
   }
 
-  const float* read_weights() {
-    with_weights(tensor_, [&](const auto& array) { array.read(at_, count_, scratch_.before); });
-    pad(scratch_.before);
-    return scratch_.before;
+  float* read_weights() {
+    with_weights(tensor_, [&](const auto& array) { array.read(at_, count_, scratch_.weight); });
+    pad(scratch_.weight);
+    return scratch_.weight;
   }
 
-  void write_weights(const float* updated, float* home) const {
-    if (updated != home) std::copy_n(updated, count_, home);
-    if (tensor_.master != nullptr) write<false>(updated, tensor_.param, tensor_.type);
+  void write_weights(const float* weight, float* home) const {
+    if (weight != home) std::copy_n(weight, count_, home);
+    if (tensor_.master != nullptr) write<false>(weight, tensor_.param, tensor_.type);
   }
 
-  // Leaves in `updated` the weights as they were stored.
-  void write_narrow_weights(float* updated) {
+  // Leaves in `weight` the weights as they were stored.
+  void write_narrow_weights(float* weight) {
     const bool stochastic = is_random(tensor_.type, RoundingOperand::Param);
     if (tensor_.residue != nullptr) {
       Bf16* const high = static_cast<Bf16*>(tensor_.param) + at_;
-      stochastic ? split<true>(updated, count_, high, tensor_.residue + at_, scratch_.random)
-                 : split<false>(updated, count_, high, tensor_.residue + at_, nullptr);
+      stochastic ? split<true>(weight, count_, high, tensor_.residue + at_, scratch_.random)
+                 : split<false>(weight, count_, high, tensor_.residue + at_, nullptr);
     } else {
-      stochastic ? write<true>(updated, tensor_.param, tensor_.type)
-                 : write<false>(updated, tensor_.param, tensor_.type);
+      stochastic ? write<true>(weight, tensor_.param, tensor_.type)
+                 : write<false>(weight, tensor_.param, tensor_.type);
     }
     if (tensor_.copy != nullptr || tensor_.ema != nullptr || collects_) {
-      with_weights(tensor_, [&](const auto& array) { array.read(at_, count_, updated); });
+      with_weights(tensor_, [&](const auto& array) { array.read(at_, count_, weight); });
     }
   }
 
