@@ -54,7 +54,12 @@ struct Lanes {
 
 // Elements by which a sum asks for memory ahead.
 constexpr std::int64_t kAhead = 1024;
-HWY_INLINE void prefetch(const void* address) { __builtin_prefetch(address); }
+// By integers, since the address may be past the array, or of none.
+template <class T>
+HWY_INLINE void prefetch(const T* array, std::int64_t index) {
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(array) +
+                                                   static_cast<std::uintptr_t>(index) * sizeof(T)));
+}
 
 // An array that can be read as fp32: `count` elements from `at`.
 template <class T>
@@ -62,8 +67,8 @@ struct Plain {
   const T* data;
   HWY_INLINE void read(std::int64_t at, std::int64_t count, float* to) const { decode(data + at, count, to); }
   HWY_INLINE void prefetch(std::int64_t at) const {
-    kernels::HWY_NAMESPACE::prefetch(data + at);
-    if constexpr (sizeof(T) == 4) kernels::HWY_NAMESPACE::prefetch(data + at + kBlock);
+    kernels::HWY_NAMESPACE::prefetch(data, at);
+    if constexpr (sizeof(T) == 4) kernels::HWY_NAMESPACE::prefetch(data, at + kBlock);
   }
   HWY_INLINE void add_block(Lanes& lanes, std::int64_t at) const {
     if constexpr (std::is_same_v<T, float>) {
@@ -79,7 +84,7 @@ struct Split {
   const Bf16* high;
   const std::int8_t* low;
   HWY_INLINE void read(std::int64_t at, std::int64_t count, float* to) const { join(high + at, low + at, count, to); }
-  HWY_INLINE void prefetch(std::int64_t at) const { kernels::HWY_NAMESPACE::prefetch(high + at); }
+  HWY_INLINE void prefetch(std::int64_t at) const { kernels::HWY_NAMESPACE::prefetch(high, at); }
   HWY_INLINE void add_block(Lanes& lanes, std::int64_t at) const {
     float wide[kBlock];
     for (int i = 0; i < kBlock; i += kLanes) store(load(high + at + i, low + at + i), wide + i);
@@ -199,8 +204,9 @@ void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nes
   float* const state2 = s.state[2];
   for (std::int64_t i = 0; i < s.count; i += kLanes) {
     // A section ahead: the arithmetic of one then hides the way of the next from memory.
-    prefetch(s.weight + i + kSection);
-    prefetch(s.grad + i + kSection);
+    prefetch(s.weight, i + kSection);
+    prefetch(s.grad, i + kSection);
+    for (int k = 0; k < 2; ++k) kInt8 ? prefetch(s.codes[k], i + kSection) : prefetch(s.state[k], i + kSection);
     V weight = load(s.weight + i);
     if (keeps) store(weight, s.before + i);
     V grad = hn::Mul(load(s.grad + i), set(c.grad_multiplier));
@@ -268,7 +274,10 @@ void apply_rule(const RuleSection& s, const Coefficients& c, const ChunkUpdate& 
 
 void average_weights(const float* weight, float* ema, std::int64_t count, float ema_weight) {
   std::int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(lerp(load(ema + i), load(weight + i), ema_weight), ema + i);
+  for (; i + kLanes <= count; i += kLanes) {
+    prefetch(ema, i + kSection);
+    store(lerp(load(ema + i), load(weight + i), ema_weight), ema + i);
+  }
   for (; i < count; ++i) ema[i] = std::fma(ema_weight, weight[i] - ema[i], ema[i]);
 }
 
@@ -381,8 +390,7 @@ class ChunkRun {
       stochastic ? split<true>(weight, count_, high, tensor_.residue + at_, scratch_.random)
                  : split<false>(weight, count_, high, tensor_.residue + at_, nullptr);
     } else {
-      stochastic ? write<true>(weight, tensor_.param, tensor_.type)
-                 : write<false>(weight, tensor_.param, tensor_.type);
+      stochastic ? write<true>(weight, tensor_.param, tensor_.type) : write<false>(weight, tensor_.param, tensor_.type);
     }
     if (tensor_.copy != nullptr || tensor_.ema != nullptr || collects_) {
       with_weights(tensor_, [&](const auto& array) { array.read(at_, count_, weight); });
