@@ -152,7 +152,7 @@ void BM_AdamWStep(benchmark::State& state) {
 }
 BENCHMARK(BM_AdamWStep)
     ->ArgNames({"layout", "isa", "tensors", "elements", "threads"})
-    ->ArgsProduct({benchmark::CreateDenseRange(0, kLayouts - 1, 1), {2}, {16}, {1 << 22}, {2}})
+    ->ArgsProduct({benchmark::CreateDenseRange(0, kLayouts - 1, 1), {2}, {16}, {1 << 22}, {1, 2}})
     ->ArgsProduct({{Fp32Ema, Int8State, SevenByte}, {1}, {16}, {1 << 22}, {2}})
     ->ArgsProduct({{Fp32Ema}, {0, 1, 2}, {200}, {64, 1000}, {1}})
     ->Unit(benchmark::kMillisecond)

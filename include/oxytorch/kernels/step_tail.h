@@ -80,8 +80,8 @@ struct TailGroup {
 /// What apply() does beside the update.
 struct TailSettings {
   double grad_multiplier = 1;  ///< each gradient element is multiplied by this: 1/scale times the clip coefficient
-  double clip_value = 0;       ///< then limited to [-clip_value, clip_value]; 0: no limit
-  double agc = 0;              ///< or: each row's gradient norm limited to agc * max(norm of its weights, agc_eps)
+  double clip_value = 0;       ///< and limited to [-clip_value, clip_value]; 0: no limit
+  double agc = 0;              ///< before that, each row's norm is limited to agc * max(norm of its weights, agc_eps)
   double agc_eps = 1e-3;       ///< Brock et al. 2021, "High-performance large-scale image recognition"
   double ema_decay = 0;        ///< used where a tensor has `ema`
   bool zero_grad = false;      ///< write zeros over the gradients in the same pass
