@@ -170,8 +170,10 @@ class PythonTail {
   }
 
   // torch's names; `step` comes first, as torch makes it.
-  py::dict state(std::size_t index) const {
-    const ParamState& s = tail_.state(index);
+  py::dict state(std::size_t index) const { return named(tail_.state(index)); }
+  py::dict decoded_state(std::size_t index) const { return named(tail_.decoded_state(index)); }
+
+  py::dict named(const ParamState& s) const {
     py::dict result;
     const auto put = [&](const std::string& key, const at::Tensor& t) {
       if (t.defined()) result[key.c_str()] = t;
@@ -266,6 +268,7 @@ void bind_optim(py::module_& m) {
       .def("grad_ready", &PythonTail::grad_ready, py::arg("index"), py::arg("param_groups"))
       .def("set_norm_reducer", &PythonTail::set_norm_reducer, py::arg("reducer"))
       .def("state", &PythonTail::state, py::arg("index"))
+      .def("decoded_state", &PythonTail::decoded_state, py::arg("index"))
       .def("set_state", &PythonTail::set_state, py::arg("index"), py::arg("state"), py::arg("ema"), py::arg("copy"))
       .def("copy", &PythonTail::copy, py::arg("index"))
       .def("ema", &PythonTail::ema, py::arg("index"))

@@ -16,10 +16,6 @@ namespace {
 
 at::Tensor as_real(const at::Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
 
-at::ScalarType wide_type(const at::Tensor& tensor) {
-  return tensor.is_cpu() || tensor.is_cuda() ? at::kDouble : at::kFloat;
-}
-
 at::Tensor norm_of(const at::Tensor& tensor) { return at::linalg_vector_norm(tensor, 2, std::nullopt, false); }
 
 // Norm of each row (the first dimension) of a parameter of `param_dim` dimensions, or of the whole where there are no
@@ -72,6 +68,9 @@ class Update {
   // The count of updates after this one, wide; the stored count is advanced at the end.
   [[nodiscard]] at::Tensor count() const { return p_.state->step.to(p_.param.device(), wide_type(p_.param)).add(1); }
 
+  // 1 - beta^count, to the last digits also in fp32, where 0.999 itself is off by 3e-5 of 1 - 0.999.
+  [[nodiscard]] at::Tensor one_less_power(double beta) const { return count().mul(std::log(beta)).expm1().neg(); }
+
   [[nodiscard]] at::Tensor learning_rate(at::ScalarType type) const {
     return g_.lr_tensor.defined() ? g_.lr_tensor.to(p_.param.device(), type).reshape({})
                                   : at::full({}, g_.lr, p_.param.options().dtype(type).requires_grad(false));
@@ -104,8 +103,8 @@ class Update {
       square = at::maximum(moment(2, type), square);
       put_moment(2, square);
     }
-    const at::Tensor correction1 = at::rsub(at::pow(g_.beta1, count()), 1);
-    const at::Tensor correction2 = at::rsub(at::pow(g_.beta2, count()), 1).sqrt();
+    const at::Tensor correction1 = one_less_power(g_.beta1);
+    const at::Tensor correction2 = one_less_power(g_.beta2).sqrt();
     const at::Tensor denominator = square.sqrt().div(correction2.to(type)).add(g_.eps);
     return old.sub(average.div(denominator).mul(lr.div(correction1).to(type)));
   }
@@ -265,6 +264,12 @@ at::ScalarType compute_type(at::ScalarType type) noexcept {
   return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
 }
 
+// Not every device has fp64; one that holds fp64 tensors has.
+at::ScalarType wide_type(const at::Tensor& tensor) noexcept {
+  return tensor.is_cpu() || tensor.is_cuda() || at::toRealValueType(tensor.scalar_type()) == at::kDouble ? at::kDouble
+                                                                                                         : at::kFloat;
+}
+
 at::Tensor best_weights(const at::Tensor& param, const ParamState& state) {
   if (state.master.defined()) return state.master;
   const at::Tensor real = as_real(param);
@@ -276,7 +281,8 @@ at::Tensor composite_grad_norms(const std::vector<CompositeParam>& params) {
   std::vector<at::Tensor> grads;
   grads.reserve(params.size());
   for (const CompositeParam& p : params) grads.push_back(as_real(p.grad));
-  const at::ScalarType wide = wide_type(grads.front());
+  at::ScalarType wide = at::kFloat;
+  for (const at::Tensor& grad : grads) wide = at::promoteTypes(wide, wide_type(grad));
   const bool one_dtype = std::all_of(grads.begin(), grads.end(), [&](const at::Tensor& grad) {
     return grad.scalar_type() == grads.front().scalar_type();
   });

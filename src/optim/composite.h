@@ -39,6 +39,9 @@ void composite_update(const CompositeStep& step, const std::vector<CompositePara
 /// The weights at their best precision: fp32, or fp64 for fp64 parameters. A complex parameter comes as pairs.
 at::Tensor best_weights(const at::Tensor& param, const ParamState& state);
 
+/// The widest floating-point dtype that is known to be there on the tensor's device.
+at::ScalarType wide_type(const at::Tensor& tensor) noexcept;
+
 /// The dtype in which a parameter is computed: 16-bit ones in fp32.
 at::ScalarType compute_type(at::ScalarType type) noexcept;
 

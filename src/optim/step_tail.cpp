@@ -483,6 +483,7 @@ struct StepTail::Impl {
       CompositeStep step{algorithm, options, at::scalar_tensor(settings.grad_multiplier, at::kDouble), {}, {}, {}};
       run_composite(work, step);
     }
+    reduce_statistics(work);
     zero_copied_grads(work);
   }
 
@@ -562,6 +563,22 @@ struct StepTail::Impl {
     }
   }
 
+  // Norms of parameters and updates over all shards, from those that this step took of its own.
+  void reduce_statistics(const Work& work) {
+    if (!reducer || !options.collect_stats) return;
+    const at::NoGradGuard no_grad;
+    std::vector<std::int64_t> stepped;
+    for (std::size_t i : work.members) {
+      if (slots[i].param.grad().defined()) stepped.push_back(static_cast<std::int64_t>(i));
+    }
+    const at::Tensor where = at::tensor(stepped, at::kLong).to(device());
+    for (at::Tensor* norms : {&stats.param_norms, &stats.update_norms}) {
+      at::Tensor sums = at::zeros(norms->sizes(), norms->options().dtype(wide_type(slots.front().param)));
+      sums.index_copy_(0, where, norms->index_select(0, where).to(sums.scalar_type()).square());
+      norms->index_copy_(0, where, reduced(sums).sqrt().to(at::kFloat).index_select(0, where));
+    }
+  }
+
   void run_composite(Work& work, CompositeStep& step) {
     if (options.collect_stats) {
       step.param_norms =
@@ -584,10 +601,12 @@ struct StepTail::Impl {
 
   // Any other device: every value stays there.
   void step_on_device(Work& work, const StepInputs& in) {
-    if (work.composite.empty()) return;
+    if (work.composite.empty() && !reducer) return;
     const at::NoGradGuard no_grad;
     const bool scaled = in.grad_scale.defined() || in.found_inf.defined();
-    const at::Tensor norms = composite_grad_norms(work.composite);
+    const at::Tensor norms = work.composite.empty()
+                                 ? at::empty({0}, at::TensorOptions(wide_type(slots.front().param)).device(device()))
+                                 : composite_grad_norms(work.composite);
     at::Tensor inverse = in.grad_scale.defined() ? in.grad_scale.to(norms.scalar_type()).reshape({}).reciprocal()
                                                  : at::ones({}, norms.options());
     if (in.grad_divisor != 1) inverse = inverse.div(in.grad_divisor);
@@ -622,7 +641,8 @@ struct StepTail::Impl {
       multiplier = norm.add(kClipEpsilon).reciprocal().mul(options.clip_norm).clamp_max(1.0).mul(inverse);
     }
     CompositeStep step{algorithm, options, multiplier, skip, {}, {}};
-    run_composite(work, step);
+    if (!work.composite.empty()) run_composite(work, step);
+    reduce_statistics(work);
   }
 
   // Writes the norm of each gradient and returns the sum of squares of all, over all shards.
@@ -829,6 +849,17 @@ std::size_t StepTail::param_count() const noexcept { return impl_->slots.size();
 const at::Tensor& StepTail::param(std::size_t index) const { return impl_->slots.at(index).param; }
 const std::string& StepTail::param_name(std::size_t index) const { return impl_->slots.at(index).name; }
 const ParamState& StepTail::state(std::size_t index) const { return impl_->slots.at(index).state; }
+
+ParamState StepTail::decoded_state(std::size_t index) const {
+  ParamState state = impl_->slots.at(index).state;
+  const at::NoGradGuard no_grad;
+  for (std::size_t k = 0; k < kMoments; ++k) {
+    if (!state.scales[k].defined()) continue;
+    state.moments[k] = decode_int8(state.moments[k], state.scales[k], traits(impl_->algorithm).moments[k].code);
+    state.scales[k] = at::Tensor();
+  }
+  return state;
+}
 
 void StepTail::set_state(std::size_t index, ParamState state) {
   OXY_CHECK(index < impl_->slots.size(), OutOfRange, "there is no parameter ", index, "; there are ",

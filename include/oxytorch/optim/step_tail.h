@@ -143,7 +143,8 @@ struct StepInputs {
   double grad_divisor = 1;
 };
 
-/// Sums of squares of each parameter's gradient, fp64 [parameters], over all shards; given those of this process.
+/// Sums of squares, one for each parameter, over all shards; given those of this process. Same shape, dtype (fp64, or
+/// fp32 on devices without it) and device.
 using NormReducer = std::function<at::Tensor(const at::Tensor& sums)>;
 
 class OXY_API StepTail {
@@ -169,6 +170,10 @@ class OXY_API StepTail {
   [[nodiscard]] const std::string& param_name(std::size_t index) const;
   [[nodiscard]] const ParamState& state(std::size_t index) const;
 
+  /// The same with int8 moments as fp32 copies and no scales: a form that can be cut anywhere. Given back by
+  /// set_state() it makes the same bytes again.
+  [[nodiscard]] ParamState decoded_state(std::size_t index) const;
+
   /// Gives a parameter its state, for example from torch's state_dict; tensors are kept, not copied, where they
   /// already have the parameter's device and layout. Throws Error naming the parameter for a wrong shape or dtype.
   void set_state(std::size_t index, ParamState state);
@@ -186,7 +191,9 @@ class OXY_API StepTail {
   /// Returns true if the parameter got its state in this call.
   bool grad_ready(std::size_t index);
 
-  /// For parameters that are shards of larger ones: the gradient norm is taken over what `reducer` returns.
+  /// For parameters that are shards of larger ones: norms are taken over what `reducer` returns. It is called once in
+  /// each step that needs the gradient norm, and with collect_stats twice more in each that is not skipped; in the same
+  /// order on every process.
   void set_norm_reducer(NormReducer reducer);
 
   [[nodiscard]] const TailStats& stats() const noexcept;

@@ -9,52 +9,91 @@ from torch import Tensor
 
 from .options import TailOptions
 
-__all__ = ["Shards", "any_sharded", "check", "like", "local", "refuse_in_backward"]
+__all__ = [
+    "Shards",
+    "any_sharded",
+    "check",
+    "is_sharded",
+    "like",
+    "local",
+    "local_as",
+    "local_state",
+    "refuse_in_backward",
+    "shown_state",
+]
 
 T = TypeVar("T")
 
 
-def _is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor."""
     # By its attributes: importing torch.distributed.tensor takes a while and is not needed otherwise.
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
 def any_sharded(params: list[Tensor]) -> bool:
     """Whether some parameter is a DTensor."""
-    return any(_is_sharded(p) for p in params)
+    return any(is_sharded(p) for p in params)
 
 
 def local(tensor: T) -> T:
     """The local part of a DTensor; anything else as it is."""
-    return tensor._local_tensor if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _shaped_as_parameter(key: str) -> bool:
+    return key != "step" and not key.endswith("_scale")
 
 
 def like(tensor: Tensor, param: Tensor) -> Tensor:
-    """`tensor`, local state of `param`, as a DTensor where `param` is one; counters and scales stay as they are."""
-    if not _is_sharded(param) or tensor.shape != local(param).shape:
+    """`tensor`, made for the local part of `param`, as a DTensor placed as `param`; as it is where `param` is none."""
+    if not is_sharded(param):
         return tensor
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
     sharding: Any = param
     return DTensor.from_local(
-        tensor,
-        sharding.device_mesh,
-        sharding.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
+        tensor, sharding.device_mesh, sharding.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
+
+
+def local_as(tensor: Tensor, param: Tensor) -> Tensor:
+    """What of `tensor` belongs to the local part of `param`; it may be whole, or be placed otherwise."""
+    if not is_sharded(param) or (not is_sharded(tensor) and tensor.shape == local(param).shape):
+        return local(tensor)
+    sharding: Any = param
+    given: Any = tensor
+    if not is_sharded(tensor):
+        if tensor.shape != param.shape:
+            return tensor  # refused by the native tail, which names it
+        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
+
+        given = distribute_tensor(tensor, sharding.device_mesh, sharding.placements, src_data_rank=None)
+    elif given.placements != sharding.placements:
+        given = given.redistribute(sharding.device_mesh, sharding.placements)
+    return local(given)  # type: ignore[no-any-return]
+
+
+def local_state(state: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+    """The tensors of a parameter's state for its local part."""
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return {key: local_as(t, param) if _shaped_as_parameter(key) else local(t) for key, t in tensors.items()}
+
+
+def shown_state(state: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
+    """State of the local part as torch shows it: DTensors, but for counters and scales."""
+    return {key: like(t, param) if _shaped_as_parameter(key) else t for key, t in state.items()}
 
 
 def check(params: list[Tensor], algorithm: str, options: TailOptions) -> None:
     """Refuse what cannot be computed from local parts, naming the parameter."""
     for i, param in enumerate(params):
-        if not _is_sharded(param):
+        if not is_sharded(param):
             continue
         placements = param.placements  # type: ignore[attr-defined]
         if any(p.is_partial() for p in placements):
             raise NotImplementedError(f"parameter {i} is a DTensor with partial values; redistribute it first.")
-        split = [p.dim for p in placements if p.is_shard()]
+        split = [p.dim for p in placements if not p.is_replicate()]
         if algorithm == "muon" and split:
             raise NotImplementedError(
                 f"parameter {i} is sharded ({placements}); Muon needs whole matrices. Give it replicated parameters."
@@ -84,13 +123,15 @@ class Shards:
         # Parameters by the process groups over which they are split.
         self._by_group: dict[tuple[Any, ...], list[int]] = {}
         for i, param in enumerate(params):
-            if not _is_sharded(param):
+            if not is_sharded(param):
                 continue
             sharding: Any = param
             groups = tuple(
-                sharding.device_mesh.get_group(axis) for axis, p in enumerate(sharding.placements) if p.is_shard()
+                sharding.device_mesh.get_group(axis)
+                for axis, p in enumerate(sharding.placements)
+                if not p.is_replicate()
             )
-            if groups:
+            if groups:  # a replicated parameter counts once
                 self._by_group.setdefault(groups, []).append(i)
 
     def unmoved(self) -> bool:

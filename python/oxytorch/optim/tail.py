@@ -136,6 +136,8 @@ class TailOptimizer(torch.optim.Optimizer):
                 emas = {id(p): self._tail.ema(i) for i, p in enumerate(self._built_params)}
         params = self._params()
         sharded.check(params, self._algorithm, self._tail_options)
+        if self._works_in_backward:  # processes may have been joined since the hooks were installed
+            sharded.refuse_in_backward(params)
         tail = self._new_tail()
         for group in self.param_groups:
             tail.add_group(group, [sharded.local(p) for p in group["params"]])
@@ -144,7 +146,7 @@ class TailOptimizer(torch.optim.Optimizer):
         given = []
         for i, param in enumerate(params):
             ema = self._loaded_ema[i] if self._loaded_ema is not None else emas.get(id(param))
-            state = {k: sharded.local(v) for k, v in (self.state.get(param) or {}).items() if isinstance(v, Tensor)}
+            state = sharded.local_state(self.state.get(param) or {}, param)
             if state or ema is not None:
                 tail.set_state(i, state, ema, copies.get(id(param)))
                 given.append(i)
@@ -165,7 +167,7 @@ class TailOptimizer(torch.optim.Optimizer):
             shown = self.state.get(param) or {}
             if made and any(sharded.local(shown.get(key)) is not value for key, value in made.items()):
                 extra = {key: value for key, value in shown.items() if not isinstance(value, Tensor)}
-                self.state[param] = {**extra, **{k: sharded.like(v, param) for k, v in made.items()}}
+                self.state[param] = {**extra, **sharded.shown_state(made, param)}
         self._changed.raised = False
 
     def _step_tail(self) -> _native.StepTail:
@@ -262,11 +264,25 @@ class TailOptimizer(torch.optim.Optimizer):
         """State and hyperparameters exactly as the torch optimizer of the same name would give them.
 
         Where `state_dtype` is ``"int8"`` each average has its scales beside it as ``"<name>_scale"``; with master
-        weights there is an entry ``"master"`` or ``"residue"``.
+        weights there is an entry ``"master"`` or ``"residue"``. Averages of sharded parameters are given in fp32
+        instead of int8, so that they can be split anew; loading them finds the same bytes again.
         """
         result = super().state_dict()
-        result["state"] = {key: plain(value) for key, value in result["state"].items()}
+        params = self._params()
+        result["state"] = {
+            key: self._decoded(key, params[key], state)
+            if isinstance(key, int) and sharded.is_sharded(params[key])
+            else plain(state)
+            for key, state in result["state"].items()
+        }
         return result
+
+    def _decoded(self, index: int, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        scales = {key for key in state if key.endswith("_scale")}
+        if not scales:
+            return dict(state)
+        wide = sharded.shown_state(self._step_tail().decoded_state(index), param)
+        return {key: wide.get(key, value) for key, value in state.items() if key not in scales}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict` of this class or of torch's of the same name, in any state format.
@@ -304,6 +320,11 @@ class TailOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"the saved state of parameter {index} {wrong}; it is of another optimizer.")
             for key, value in state.items():
                 scale = key.endswith("_scale")
+                if scale and sharded.is_sharded(param):
+                    raise ValueError(
+                        f"{key!r} in the saved state of parameter {index} belongs to int8 state of a whole parameter, "
+                        "which cannot be split over processes; save it with state_dtype='fp32' for that."
+                    )
                 if isinstance(value, Tensor) and key != "step" and not scale and value.shape != param.shape:
                     raise ValueError(
                         f"{key!r} in the saved state of parameter {index} has shape {tuple(value.shape)}; "
@@ -343,7 +364,8 @@ class TailOptimizer(torch.optim.Optimizer):
         None for a parameter that was never stepped or has that dtype itself.
         """
         tail = self._step_tail()
-        return [tail.copy(i) for i in range(tail.param_count)]
+        found = [(tail.copy(i), param) for i, param in enumerate(self._built_params)]
+        return [None if copy is None else sharded.like(copy, param) for copy, param in found]
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
@@ -363,7 +385,8 @@ class TailOptimizer(torch.optim.Optimizer):
 
     def ema_state_dict(self) -> dict[str, Any]:
         """The moving averages: ``{"decay": float, "ema": {parameter index: Tensor}}``."""
-        averages = {i: t for i, t in enumerate(self._averages()) if t is not None}
+        params = self._params()
+        averages = {i: sharded.like(t, params[i]) for i, t in enumerate(self._averages()) if t is not None}
         return {"decay": self._tail_options["ema_decay"], "ema": averages}
 
     def load_ema_state_dict(self, state: dict[str, Any]) -> None:
@@ -374,7 +397,7 @@ class TailOptimizer(torch.optim.Optimizer):
         ValueError
             An index without a parameter, a missing one, or a shape that is not the parameter's.
         """
-        params = [sharded.local(p) for p in self._params()]
+        params = self._params()
         unknown = sorted(set(state["ema"]) - set(range(len(params))))
         if unknown:
             raise ValueError(f"moving averages for parameters {unknown}, but the optimizer has {len(params)}.")
@@ -385,8 +408,11 @@ class TailOptimizer(torch.optim.Optimizer):
                     f"the moving average of parameter {i} has shape {tuple(average.shape)}; "
                     f"the parameter has {tuple(params[i].shape)}."
                 )
-            wide = torch.float64 if params[i].dtype == torch.float64 else torch.float32
-            dtype = params[i].dtype if params[i].is_complex() else wide
-            loaded[i] = torch.empty_like(params[i], dtype=dtype, requires_grad=False).copy_(average)
+            param = sharded.local(params[i])
+            wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+            dtype = param.dtype if param.is_complex() else wide
+            loaded[i] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(
+                sharded.local_as(average, params[i])
+            )
         self._loaded_ema = loaded
         self._changed.raised = True
