@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+
+if os.environ.get("OXYTORCH_DEVICE") == "sim":  # torch must know it before the tests name it
+    sys.path.append(str(ROOT / "tests" / "device"))
+    import torch_device
+
+    torch_device.load()
 
 
 @pytest.fixture(scope="session")
