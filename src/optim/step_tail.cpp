@@ -49,7 +49,8 @@ bool is_16_bit(at::ScalarType type) { return type == at::kHalf || type == at::kB
 
 bool same_layout(const at::Tensor& tensor, const at::Tensor& like) {
   return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.sizes() == like.sizes() &&
-         tensor.strides() == like.strides() && !tensor.is_neg() && !tensor.is_conj();
+         ((tensor.is_contiguous() && like.is_contiguous()) || tensor.strides() == like.strides()) && !tensor.is_neg() &&
+         !tensor.is_conj();
 }
 
 // Undefined, or of this dtype and laid out as the parameter.
@@ -86,6 +87,7 @@ struct Slot {
   double known_sum = -1;      // sum of squares that grad_ready() took; negative: none
   const void* known_at = nullptr;
   std::int64_t known_version = -1;
+  std::uint64_t complete_at = 0;  // the generation in which all state was found to be there
 };
 
 // The slots that one call works on, divided into those with native kernels and the others.
@@ -204,9 +206,12 @@ struct StepTail::Impl {
     ++generation;
   }
 
+  [[nodiscard]] static bool has_masters(const Slot& slot) {
+    return slot.state.master.defined() || slot.state.residue.defined();
+  }
+
   // The master weights of elements that somebody wrote since our last step follow what was written.
   void follow_outside_writes(Slot& slot) const {
-    if (!slot.state.master.defined() && !slot.state.residue.defined()) return;
     const std::int64_t version = slot.param.is_inference() ? 0 : slot.param._version();
     const std::int64_t last = std::exchange(slot.version, version);
     if (version == last) return;
@@ -220,7 +225,7 @@ struct StepTail::Impl {
   }
 
   void note_own_write(Slot& slot) const {
-    if (!slot.param.is_inference()) slot.version = slot.param._version();
+    if (has_masters(slot) && !slot.param.is_inference()) slot.version = slot.param._version();
   }
 
   // ---- the native plan
@@ -341,11 +346,14 @@ struct StepTail::Impl {
       const at::Tensor& grad = slot.param.grad();
       if (!grad.defined()) continue;
       check_param(slot, grad);
-      if (!complete(slot)) {
-        create_state(slot);
-        created = true;
+      if (slot.complete_at != generation) {
+        if (!complete(slot)) {
+          create_state(slot);
+          created = true;
+        }
+        slot.complete_at = generation;
       }
-      follow_outside_writes(slot);
+      if (has_masters(slot)) follow_outside_writes(slot);
     }
     if (work.generation != generation) build_plan(work);
     const std::span<kernels::TailTensor> planned = work.plan->tensors();
