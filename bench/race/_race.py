@@ -144,12 +144,12 @@ class Figure:
 
 
 def text(got: Interval, scale: float = 1.0) -> str:
-    """Three significant digits each, whole numbers from a thousand on."""
+    """Three significant digits each, whole numbers from a thousand on; a count has no interval."""
     low, mid, high = (
         f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
         for value in (got.low * scale, got.mid * scale, got.high * scale)
     )
-    return f"{mid} [{low}, {high}]"
+    return mid if got.low == got.high else f"{mid} [{low}, {high}]"
 
 
 def ratio(times: Times, slower: str, faster: str) -> Interval:

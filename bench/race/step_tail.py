@@ -519,10 +519,10 @@ class Table:
 def show(tables: list[Table], figures: list[Figure], machine_facts: dict[str, str]) -> None:
     """Print everything."""
     print("Step tail: clip by global norm, AdamW, moving average; fp32 where nothing else is said")
-    print(f"{'case':<28}{'contender':<46}{'us a step':<32}times the reference's")
+    print(f"{'case':<28}{'contender':<46}{'us a step':<36}times the reference's")
     for table in tables:
         for row in table.rows():
-            print(f"{row[0]:<28}{row[1]:<46}{row[2]:<32}{row[3]}".rstrip())
+            print(f"{row[0]:<28}{row[1]:<46}{row[2]:<36}{row[3]}".rstrip())
     print()
     show_figures(figures)
     print("\nMeasured on: " + ", ".join(f"{key} {value}" for key, value in machine_facts.items() if value))
