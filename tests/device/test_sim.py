@@ -24,7 +24,6 @@ here = torch.randn(3, 4, device=device)
 assert calls.allocated_bytes() >= before + 48, "memory comes from the backend"
 assert here.device == torch.device("sim", 0)
 
-# Long before the end: a process that ends right after a backward pass meets torch's worker thread in its last breath.
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).to(device)
 model(here).sum().backward()
 assert all(p.grad.device == device for p in model.parameters())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 import types
 from pathlib import Path
 
@@ -28,6 +30,9 @@ def load() -> torch.device:
         module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
         torch._register_device_module(name, module)
         torch.utils.generate_methods_for_privateuse1_backend()
+        # torch's worker thread for the device may still wait for the interpreter to drop the last graph; let it, since
+        # it cannot once the interpreter ends.
+        atexit.register(time.sleep, 0.1)
     return torch.device(name, 0)
 
 
