@@ -151,8 +151,9 @@ void bind_system(py::module_& m) {
                  py::arg("avx512f") = cpu.avx512f, py::arg("avx512bw") = cpu.avx512bw,
                  py::arg("avx512dq") = cpu.avx512dq, py::arg("avx512vl") = cpu.avx512vl,
                  py::arg("avx512_vnni") = cpu.avx512_vnni, py::arg("avx512_bf16") = cpu.avx512_bf16,
-                 py::arg("amx_tile") = cpu.amx_tile, py::arg("amx_bf16") = cpu.amx_bf16,
-                 py::arg("native_bf16") = cpu.has_native_bf16());
+                 py::arg("avx512_fp16") = cpu.avx512_fp16, py::arg("amx_tile") = cpu.amx_tile,
+                 py::arg("amx_bf16") = cpu.amx_bf16, py::arg("amx_fp16") = cpu.amx_fp16,
+                 py::arg("native_bf16") = cpu.has_native_bf16(), py::arg("native_fp16") = cpu.has_native_fp16());
   });
   m.def("active_isa", [] { return std::string(name(active_isa())); });
   m.def("supported_isas", [] {

@@ -44,10 +44,14 @@ struct OXY_API CpuFeatures {
   bool avx512vl = false;
   bool avx512_vnni = false;
   bool avx512_bf16 = false;
+  bool avx512_fp16 = false;
   bool amx_tile = false;
   bool amx_bf16 = false;
+  bool amx_fp16 = false;
   /// bf16 products in hardware: without it bf16 training is slower than fp32.
   [[nodiscard]] bool has_native_bf16() const noexcept { return avx512_bf16 || amx_bf16; }
+  /// fp16 products in hardware; F16C only converts.
+  [[nodiscard]] bool has_native_fp16() const noexcept { return avx512_fp16 || amx_fp16; }
 };
 
 /// The model name, or "".

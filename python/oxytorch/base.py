@@ -164,7 +164,8 @@ def system_info() -> dict[str, Any]:
         ``cores`` with ``logical``, ``physical``, ``affinity``, ``quota`` (processors' worth of time a cgroup allows),
         ``usable`` (threads to use: affinity capped by quota) and ``usable_physical`` (the same, each core once);
         ``memory`` in bytes with ``physical``, ``cgroup_limit``, ``limit``, ``available``, ``resident`` and
-        ``peak_resident``; ``features`` (bool by instruction set, and ``native_bf16``). Unknown values are None.
+        ``peak_resident``; ``features`` (bool by instruction set, and ``native_bf16`` and ``native_fp16``). Unknown
+        values are None.
     """
     return {
         "processor": _native.processor_name(),

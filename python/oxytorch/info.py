@@ -55,6 +55,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     cores, memory, features = facts["cores"], facts["memory"], facts["features"]
     quota = "no quota" if cores["quota"] is None else f"a quota of {cores['quota']:g}"
     native = "in hardware" if features["native_bf16"] else "not in hardware"
+    sets = [name for name, has in features.items() if has and not name.startswith("native_")]
     lines = [
         ("oxytorch", facts["version"]),
         ("torch", f"{facts['torch']}, built for {facts['torch_built']}, {facts['threads']} threads"),
@@ -67,7 +68,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("kernels", f"{facts['isa']} (of {', '.join(facts['isas'])})"),
         ("bf16", native),
-        ("features", " ".join(name for name, has in features.items() if has and name != "native_bf16") or "none"),
+        ("features", " ".join(sets) or "none"),
     ]
     lines += [("backend", f"{one['name']} (score {one['score']}): {one['reason']}") for one in facts["backends"]]
     return lines

@@ -335,10 +335,12 @@ CpuFeatures find_features() {
     features.avx512vl = bit(seven.b, 31);
     features.avx512_vnni = bit(seven.c, 11);
     features.avx512_bf16 = features.avx512f && bit(more.a, 5);
+    features.avx512_fp16 = features.avx512f && bit(seven.d, 23);
   }
   if (saves(registers, 0x60000) && tiles_permitted()) {
     features.amx_tile = bit(seven.d, 24);
     features.amx_bf16 = features.amx_tile && bit(seven.d, 22);
+    features.amx_fp16 = features.amx_tile && bit(more.a, 21);
   }
   return features;
 }

@@ -299,7 +299,9 @@ TEST(ThisMachine, FeaturesAgreeWithTheKernelsList) {
   EXPECT_EQ(features.avx512vl, has("avx512vl"));
   EXPECT_EQ(features.avx512_vnni, has("avx512_vnni"));
   EXPECT_EQ(features.avx512_bf16, has("avx512_bf16"));
+  EXPECT_EQ(features.avx512_fp16, has("avx512_fp16"));
   EXPECT_LE(features.amx_bf16, has("amx_bf16"));
+  EXPECT_LE(features.amx_fp16, has("amx_fp16"));
   EXPECT_EQ(features.has_native_bf16(), features.avx512_bf16 || features.amx_bf16);
 }
 
@@ -308,6 +310,17 @@ TEST(ThisMachine, FeaturesAgreeWithTheInstructionSets) {
     EXPECT_TRUE(isa != Isa::Avx2 || cpu_features().avx2);
     EXPECT_TRUE(isa != Isa::Avx512 || (cpu_features().avx512f && cpu_features().avx512vl));
   }
+}
+
+TEST(CpuFeatures, EitherInstructionIsNativeFp16) {
+  CpuFeatures features;
+  features.f16c = features.avx512f = features.amx_bf16 = true;
+  EXPECT_FALSE(features.has_native_fp16());
+  features.avx512_fp16 = true;
+  EXPECT_TRUE(features.has_native_fp16());
+  features.avx512_fp16 = false;
+  features.amx_fp16 = true;
+  EXPECT_TRUE(features.has_native_fp16());
 }
 
 TEST(CpuFeatures, EitherInstructionIsNativeBf16) {

@@ -103,6 +103,7 @@ def test_info_is_whole() -> None:
     assert facts["threads"] == torch.get_num_threads()
     assert isinstance(facts["backends"], list)
     assert facts["features"]["native_bf16"] in (True, False)
+    assert facts["features"]["native_fp16"] in (True, False)
 
 
 def test_affinity_narrows_the_cores() -> None:
