@@ -137,8 +137,11 @@ torch::Tensor TailOptimizer::step(LossClosure closure) {
     loss = closure();
   }
   build();
+  sync_lr();
   for (std::size_t i = 0; i < param_groups_.size(); ++i) {
-    tail_->set_group_options(i, group_options(param_groups_[i].options()));
+    GroupOptions now = group_options(param_groups_[i].options());
+    if (uses_lr_tensors_) now.lr_tensor = lr_tensors_[i];
+    tail_->set_group_options(i, now);
   }
   // Taken first, so that a step that throws leaves nothing of it behind.
   StepInputs next;
@@ -155,6 +158,28 @@ void TailOptimizer::set_grad_scale(at::Tensor scale, at::Tensor found_inf) {
 void TailOptimizer::set_skip(at::Tensor skip) { inputs_.skip = std::move(skip); }
 void TailOptimizer::set_norm_limit(at::Tensor norm_limit) { inputs_.norm_limit = std::move(norm_limit); }
 void TailOptimizer::set_grad_divisor(double divisor) { inputs_.grad_divisor = divisor; }
+
+void TailOptimizer::use_lr_tensors() {
+  uses_lr_tensors_ = true;
+  sync_lr();
+}
+
+void TailOptimizer::sync_lr() {
+  if (!uses_lr_tensors_) return;
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < param_groups_.size(); ++i) {
+    const double rate = param_groups_[i].options().get_lr();
+    if (i == lr_tensors_.size()) {
+      const auto& params = param_groups_[i].params();
+      const at::Device device = params.empty() ? at::Device(at::kCPU) : params.front().device();
+      lr_tensors_.push_back(torch::full({}, rate, at::TensorOptions(at::kFloat).device(device)));
+      written_lr_.push_back(rate);
+    } else if (written_lr_[i] != rate) {
+      lr_tensors_[i].fill_(rate);
+      written_lr_[i] = rate;
+    }
+  }
+}
 
 const StepTail& TailOptimizer::tail() const {
   const_cast<TailOptimizer*>(this)->build();

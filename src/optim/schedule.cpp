@@ -5,6 +5,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numbers>
@@ -78,12 +79,24 @@ void Schedule::step() {
   apply();
 }
 
+void Schedule::restart() {
+  last_epoch_ = 0;
+  set_rates([this](size_t group, double) { return first_rate(group); });
+}
+
 void Schedule::apply() {
+  set_rates([this](size_t group, double current) { return rate(group, current); });
+}
+
+double Schedule::first_rate(size_t group) const { return rate(group, base_lrs_[group]); }
+
+void Schedule::set_rates(const std::function<double(size_t, double)>& rate) {
   auto& groups = optimizer_.param_groups();
   for (size_t i = 0; i < groups.size(); ++i) {
     auto& options = groups[i].options();
     options.set_lr(rate(i, options.get_lr()));
   }
+  if (auto* tail = dynamic_cast<TailOptimizer*>(&optimizer_)) tail->sync_lr();
 }
 
 ScheduleState Schedule::state_dict() const {
@@ -97,7 +110,7 @@ void Schedule::load_state_dict(const ScheduleState& state) {
   const auto& rates = entry(state, "last_lr", groups);
   last_epoch_ = static_cast<int64_t>(epoch[0]);
   base_lrs_ = base;
-  for (size_t i = 0; i < groups; ++i) optimizer_.param_groups()[i].options().set_lr(rates[i]);
+  set_rates([&rates](size_t group, double) { return rates[group]; });
 }
 
 Step::Step(torch::optim::Optimizer& optimizer, int64_t step_size, double gamma)
@@ -162,6 +175,73 @@ CosineAnnealing::CosineAnnealing(torch::optim::Optimizer& optimizer, int64_t t_m
 
 double CosineAnnealing::rate(size_t group, double current) const {
   return cosine_rate(last_epoch_, current, base_lrs_[group], eta_min_, t_max_);
+}
+
+double CosineAnnealing::first_rate(size_t group) const {
+  return eta_min_ + (base_lrs_[group] - eta_min_) * (1 + std::cos(0.0)) / 2;
+}
+
+Sequential::Sequential(torch::optim::Optimizer& optimizer, const std::vector<Make>& parts,
+                       std::vector<int64_t> milestones)
+    : Schedule(optimizer), milestones_(std::move(milestones)) {
+  OXY_CHECK(!parts.empty() && milestones_.size() + 1 == parts.size(), InvalidArgument, "there are ", parts.size(),
+            " schedules and ", milestones_.size(), " milestones, expected one milestone between each two.");
+  for (size_t i = 0; i < milestones_.size(); ++i) {
+    OXY_CHECK(milestones_[i] > (i == 0 ? 0 : milestones_[i - 1]), InvalidArgument, "milestone ", i, " is ",
+              milestones_[i], ", expected above ", i == 0 ? 0 : milestones_[i - 1], ".");
+  }
+  // As in torch the run begins at the initial rate of the last OneCycle among the parts, where there is one.
+  auto initial = base_lrs_;
+  const auto rewind = [&] { set_rates([&initial](size_t group, double) { return initial[group]; }); };
+  for (const auto& make : parts) {
+    rewind();
+    parts_.push_back(make(optimizer));
+    OXY_CHECK(parts_.back() && !dynamic_cast<Plateau*>(parts_.back().get()), InvalidArgument, "schedule ",
+              parts_.size() - 1, parts_.back() ? " is a Plateau, which needs a metric." : " is null.");
+    if (dynamic_cast<OneCycle*>(parts_.back().get())) initial = parts_.back()->base_lrs_;
+  }
+  rewind();
+  parts_.front()->start();
+  last_epoch_ = 0;
+}
+
+double Sequential::rate(size_t, double current) const { return current; }
+
+void Sequential::step() {
+  ++last_epoch_;
+  const auto place = std::upper_bound(milestones_.begin(), milestones_.end(), last_epoch_) - milestones_.begin();
+  auto& part = *parts_[static_cast<size_t>(place)];
+  if (place > 0 && milestones_[static_cast<size_t>(place - 1)] == last_epoch_) {
+    part.restart();
+  } else {
+    part.step();
+  }
+}
+
+ScheduleState Sequential::state_dict() const {
+  auto state = Schedule::state_dict();
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    for (auto& [name, values] : parts_[i]->state_dict()) state[std::to_string(i) + '.' + name] = values;
+  }
+  return state;
+}
+
+void Sequential::load_state_dict(const ScheduleState& state) {
+  const auto before = state_dict();
+  try {
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const auto prefix = std::to_string(i) + '.';
+      ScheduleState own;
+      for (const auto& [name, values] : state) {
+        if (name.starts_with(prefix)) own[name.substr(prefix.size())] = values;
+      }
+      parts_[i]->load_state_dict(own);
+    }
+    Schedule::load_state_dict(state);
+  } catch (const Error&) {
+    load_state_dict(before);
+    throw;
+  }
 }
 
 WarmupCosine::WarmupCosine(torch::optim::Optimizer& optimizer, int64_t warmup_steps, int64_t total_steps,
@@ -247,6 +327,11 @@ void OneCycle::set_momenta() {
   const auto inertia = [this](bool high) { return high ? options_.max_momentum : options_.base_momentum; };
   const double value = anneal(inertia(phase->start_high), inertia(phase->end_high), share);
   for (auto& group : optimizer_.param_groups()) set_inertia(group.options(), value);
+}
+
+void OneCycle::restart() {
+  Schedule::restart();
+  set_momenta();
 }
 
 void OneCycle::step() {

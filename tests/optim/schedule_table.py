@@ -39,6 +39,20 @@ def warmup_cosine(optimizer: Any) -> Any:
     return lrs.SequentialLR(optimizer, parts, milestones=[5])
 
 
+def warmup_polynomial_step(optimizer: Any) -> Any:
+    parts = [lrs.LinearLR(optimizer, 0.1, 1.0, 4), lrs.PolynomialLR(optimizer, 8, 2.0), lrs.StepLR(optimizer, 3, 0.5)]
+    return lrs.SequentialLR(optimizer, parts, milestones=[4, 12])
+
+
+def warmup_cosine_cycle(optimizer: Any) -> Any:
+    parts = [
+        lrs.LinearLR(optimizer, 0.01, 1.0, 3),
+        lrs.CosineAnnealingLR(optimizer, 4, 1e-4),
+        lrs.OneCycleLR(optimizer, 0.3, total_steps=16),
+    ]
+    return lrs.SequentialLR(optimizer, parts, milestones=[3, 9])
+
+
 warnings.simplefilter("ignore")
 print(f"// Made by schedule_table.py with torch {torch.__version__}; do not edit. A row a step:")
 print("// rate of group 0, rate of group 1, momentum or beta1 of each.")
@@ -52,6 +66,8 @@ run("kOneCycleSgd", lambda o: lrs.OneCycleLR(o, [0.5, 0.02], total_steps=20), st
 run("kOneCycleAdam", lambda o: lrs.OneCycleLR(o, 0.3, total_steps=20, pct_start=0.4), steps=20, adam=True)
 run("kOneCycleThree", lambda o: lrs.OneCycleLR(o, 0.3, total_steps=20, three_phase=True), steps=20)
 run("kOneCycleLine", lambda o: lrs.OneCycleLR(o, 0.3, total_steps=20, anneal_strategy="linear"), steps=20, adam=True)
+run("kSequential", warmup_polynomial_step)
+run("kSequentialCycle", warmup_cosine_cycle)
 run("kPlateau", lambda o: lrs.ReduceLROnPlateau(o, factor=0.5, patience=2, cooldown=1, min_lr=0.001), 20, plateau=True)
 run(
     "kPlateauMax",

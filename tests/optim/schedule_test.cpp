@@ -5,8 +5,10 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
 
 #include "oxytorch/error.h"
+#include "oxytorch/optim/optimizer.h"
 #include "schedule_table.h"
 
 namespace oxytorch::optim {
@@ -84,6 +86,165 @@ TEST_F(ScheduleTest, CosineEqualsTorchThroughItsSecondHalf) {
 TEST_F(ScheduleTest, WarmupCosineEqualsTorch) {
   WarmupCosine schedule(*sgd_, 5, 20, 1e-4);
   expect_table(*sgd_, schedule, table::kWarmupCosine);
+}
+
+TEST_F(ScheduleTest, SequentialEqualsTorch) {
+  Sequential schedule(*sgd_,
+                      {[](auto& o) { return std::make_unique<Linear>(o, 0.1, 1.0, 4); },
+                       [](auto& o) { return std::make_unique<Polynomial>(o, 8, 2.0); },
+                       [](auto& o) { return std::make_unique<Step>(o, 3, 0.5); }},
+                      {4, 12});
+  expect_table(*sgd_, schedule, table::kSequential);
+}
+
+std::vector<Sequential::Make> warmup_cosine_cycle() {
+  return {[](auto& o) { return std::make_unique<Linear>(o, 0.01, 1.0, 3); },
+          [](auto& o) { return std::make_unique<CosineAnnealing>(o, 4, 1e-4); },
+          [](auto& o) { return std::make_unique<OneCycle>(o, OneCycleOptions{.max_lr = 0.3, .total_steps = 16}); }};
+}
+
+TEST_F(ScheduleTest, SequentialWithACycleEqualsTorchMomentumIncluded) {
+  Sequential schedule(*sgd_, warmup_cosine_cycle(), {3, 9});
+  expect_table(*sgd_, schedule, table::kSequentialCycle);
+}
+
+TEST_F(ScheduleTest, SequentialStateContinuesToTheBit) {
+  Sequential whole(*sgd_, warmup_cosine_cycle(), {3, 9});
+  for (size_t stop : {2, 5, 9, 13}) {
+    while (whole.last_epoch() < static_cast<int64_t>(stop)) whole.step();
+    const auto saved = whole.state_dict();
+    for (size_t i = 0; i < 3; ++i) whole.step();
+    const auto end = whole.state_dict();
+    whole.load_state_dict(saved);
+    EXPECT_EQ(whole.state_dict(), saved);
+    expect_row(*sgd_, table::kSequentialCycle[stop], stop);
+    for (size_t i = 0; i < 3; ++i) whole.step();
+    EXPECT_EQ(whole.state_dict(), end);
+    whole.load_state_dict(saved);
+  }
+  auto broken = whole.state_dict();
+  const auto before = broken;
+  broken["0.last_epoch"] = {7};
+  broken.erase("2.last_epoch");
+  EXPECT_THROW(whole.load_state_dict(broken), Error);
+  EXPECT_EQ(whole.state_dict(), before) << "a refused state was half loaded";
+}
+
+TEST_F(ScheduleTest, SequentialRefusesWhatDoesNotFit) {
+  const Sequential::Make linear = [](auto& o) { return std::make_unique<Linear>(o); };
+  const Sequential::Make plateau = [](auto& o) { return std::make_unique<Plateau>(o); };
+  EXPECT_THROW(Sequential(*sgd_, {}, {}), Error);
+  EXPECT_THROW(Sequential(*sgd_, {linear, linear}, {}), Error);
+  EXPECT_THROW(Sequential(*sgd_, {linear, linear}, {0}), Error);
+  EXPECT_THROW(Sequential(*sgd_, {linear, linear, linear}, {5, 5}), Error);
+  EXPECT_THROW(Sequential(*sgd_, {linear, plateau}, {5}), Error);
+}
+
+TEST_F(ScheduleTest, EveryScheduleContinuesToTheBitAfterALoad) {
+  const auto expect_resume = [](torch::optim::Optimizer& optimizer, const Sequential::Make& make) {
+    auto whole = make(optimizer);
+    for (int i = 0; i < 6; ++i) whole->step();
+    const auto saved = whole->state_dict();
+    std::vector<ScheduleState> rest;
+    for (int i = 0; i < 8; ++i) {
+      whole->step();
+      rest.push_back(whole->state_dict());
+    }
+    whole->load_state_dict(saved);
+    for (const auto& state : rest) {
+      whole->step();
+      EXPECT_EQ(whole->state_dict(), state);
+    }
+  };
+  expect_resume(*sgd_, [](auto& o) { return std::make_unique<Step>(o, 4, 0.3); });
+  expect_resume(*sgd_, [](auto& o) { return std::make_unique<Linear>(o, 0.25, 0.9, 10); });
+  expect_resume(*sgd_, [](auto& o) { return std::make_unique<Polynomial>(o, 12, 1.7); });
+  expect_resume(*sgd_, [](auto& o) { return std::make_unique<CosineAnnealing>(o, 5, 1e-5); });
+  expect_resume(*sgd_, [](auto& o) { return std::make_unique<WarmupCosine>(o, 8, 20); });
+  expect_resume(*adamw_, [](auto& o) {
+    return std::make_unique<OneCycle>(o, OneCycleOptions{.max_lr = 0.3, .total_steps = 20});
+  });
+}
+
+TEST_F(ScheduleTest, PlateauContinuesToTheBitAfterALoad) {
+  const PlateauOptions options{.factor = 0.5, .patience = 2, .cooldown = 1, .min_lr = 0.001};
+  Plateau schedule(*sgd_, options);
+  for (size_t i = 0; i < 6; ++i) schedule.step(table::kMetrics[i]);
+  const auto saved = schedule.state_dict();
+  for (size_t i = 6; i < 12; ++i) schedule.step(table::kMetrics[i]);
+  schedule.load_state_dict(saved);
+  for (size_t i = 6; i < table::kMetrics.size(); ++i) {
+    if (i + 1 >= table::kPlateau.size()) break;
+    schedule.step(table::kMetrics[i]);
+    expect_row(*sgd_, table::kPlateau[i + 1], i + 1);
+  }
+}
+
+// The learning rate as a tensor, as a captured graph reads it.
+TEST(ScheduleTensorTest, ASchedulesRateIsWrittenInPlace) {
+  auto a = torch::ones({3}, torch::requires_grad()), b = torch::ones({2}, torch::requires_grad());
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector<at::Tensor>{a}, std::make_unique<SGDOptions>(0.5));
+  groups.emplace_back(std::vector<at::Tensor>{b}, std::make_unique<SGDOptions>(0.25));
+  SGD optimizer(groups, SGDOptions(0.5));
+  EXPECT_TRUE(optimizer.lr_tensors().empty());
+  optimizer.use_lr_tensors();
+  const auto held = optimizer.lr_tensors();
+  ASSERT_EQ(held.size(), 2);
+  EXPECT_EQ(held[1].dim(), 0);
+  EXPECT_EQ(held[1].scalar_type(), at::kFloat);
+  Step schedule(optimizer, 1, 0.5);
+  a.mutable_grad() = torch::ones({3});
+  b.mutable_grad() = torch::ones({2});
+  optimizer.step();
+  EXPECT_TRUE(at::equal(a, torch::full({3}, 0.5)));
+  EXPECT_TRUE(at::equal(b, torch::full({2}, 0.75)));
+  schedule.step();
+  EXPECT_EQ(held[0].item<float>(), 0.25F) << "written by the schedule, before any step";
+  EXPECT_EQ(held[1].item<float>(), 0.125F);
+  optimizer.step();
+  EXPECT_TRUE(at::equal(a, torch::full({3}, 0.25)));
+  held[0].fill_(1.0);
+  optimizer.step();
+  EXPECT_TRUE(at::equal(a, torch::full({3}, -0.75))) << "the step reads the tensor";
+  optimizer.param_groups()[0].options().set_lr(0.125);
+  optimizer.step();
+  EXPECT_TRUE(at::equal(a, torch::full({3}, -0.875))) << "a rate set by hand is written by the step";
+  EXPECT_TRUE(held[0].is_same(optimizer.lr_tensors()[0]));
+  const auto saved = schedule.state_dict();
+  schedule.step();
+  schedule.load_state_dict(saved);
+  EXPECT_EQ(held[0].item<float>(), 0.125F) << "loading writes it too";
+  optimizer.add_param_group(torch::optim::OptimizerParamGroup({torch::ones({1}, torch::requires_grad())}));
+  optimizer.step();
+  EXPECT_EQ(optimizer.lr_tensors().size(), 3);
+}
+
+TEST(ScheduleTensorTest, TheStepIsThatOfTheRoundedNumber) {
+  std::vector<at::Tensor> ends;
+  for (const bool tensors : {false, true}) {
+    torch::manual_seed(1);
+    auto weight = torch::randn({300}).requires_grad_();
+    AdamW optimizer({weight}, AdamWOptions(1e-2));
+    if (tensors) optimizer.use_lr_tensors();
+    CosineAnnealing schedule(optimizer, 10);
+    for (int i = 0; i < 10; ++i) {
+      if (!tensors) {
+        auto& options = optimizer.param_groups()[0].options();
+        const double rate = options.get_lr();
+        options.set_lr(static_cast<double>(static_cast<float>(rate)));
+        weight.mutable_grad() = torch::randn({300});
+        optimizer.step();
+        options.set_lr(rate);
+      } else {
+        weight.mutable_grad() = torch::randn({300});
+        optimizer.step();
+      }
+      schedule.step();
+    }
+    ends.push_back(weight.detach());
+  }
+  EXPECT_TRUE(at::equal(ends[0], ends[1]));
 }
 
 TEST_F(ScheduleTest, OneCycleCyclesMomentum) {

@@ -118,6 +118,14 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   /// Divide gradients by the number of micro-batches that were summed into them; holds until it is set again.
   void set_grad_divisor(double divisor);
 
+  /// From now on each group's learning rate is kept as a 0-dim fp32 tensor on the parameters' device too, and the step
+  /// reads that: a captured graph follows what is written there. The schedules of oxytorch/optim/schedule.h write it as
+  /// they set a rate; a rate set by hand is written by sync_lr() or the next step(). Nothing is read on the host.
+  void use_lr_tensors();
+  /// One a group; empty before use_lr_tensors().
+  [[nodiscard]] const std::vector<at::Tensor>& lr_tensors() const noexcept { return lr_tensors_; }
+  void sync_lr();
+
   [[nodiscard]] const TailStats& tail_stats() const;
 
   /// The running averages, in the order of the parameters; undefined tensors where a parameter was never stepped.
@@ -157,6 +165,9 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   TailOptions options_;
   std::unique_ptr<StepTail> tail_;
   StepInputs inputs_;  // of the next step
+  bool uses_lr_tensors_ = false;
+  std::vector<at::Tensor> lr_tensors_;
+  std::vector<double> written_lr_;
 };
 
 /// AdamW, Loshchilov and Hutter 2019; equal to torch.optim.AdamW within the tail's error bound.

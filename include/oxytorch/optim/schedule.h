@@ -2,7 +2,10 @@
 ///
 /// A schedule is made after the optimizer, sets the first learning rates at once and is stepped after each
 /// `optimizer.step()`. It borrows the optimizer, which must outlive it. The arithmetic is torch's own, recursion
-/// included, in double: the values agree with Python's to the last bit or two. Not for use from several threads.
+/// included, in double: the values agree with Python's to one unit in the last place. Not for use from several threads.
+///
+/// The number is the host's. Where an oxytorch::optim optimizer keeps its rates as tensors too
+/// (TailOptimizer::use_lr_tensors), a schedule writes them in place, without a host read, so a captured graph follows.
 ///
 /// Errors: InvalidArgument for a bad setting, InvalidState for a step past the end or after a group was added.
 #pragma once
@@ -12,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -46,9 +50,16 @@ class OXY_API Schedule {
   explicit Schedule(torch::optim::Optimizer& optimizer);
   /// Learning rate of group `group` at `last_epoch_`, given its current rate.
   [[nodiscard]] virtual double rate(size_t group, double current) const = 0;
+  /// Learning rate of group `group` where another schedule hands over to this one.
+  [[nodiscard]] virtual double first_rate(size_t group) const;
   /// Called once by each constructor: last_epoch_ becomes 0 and the first rates are set.
   void start();
+  /// Begins anew from the base rates, as part of a Sequential.
+  virtual void restart();
   void apply();
+  /// Sets the rate of each group, and its tensor where the optimizer keeps one.
+  void set_rates(const std::function<double(size_t group, double current)>& rate);
+  friend class Sequential;
 
   torch::optim::Optimizer& optimizer_;
   std::vector<double> base_lrs_;
@@ -103,6 +114,7 @@ class OXY_API CosineAnnealing : public Schedule {
 
  protected:
   [[nodiscard]] double rate(size_t group, double current) const override;
+  [[nodiscard]] double first_rate(size_t group) const override;
 
  private:
   int64_t t_max_;
@@ -125,6 +137,33 @@ class OXY_API WarmupCosine : public Schedule {
   int64_t cosine_steps_;
   double eta_min_;
   double start_factor_;
+};
+
+/// One schedule after another, such as a warm-up and any other: torch's SequentialLR.
+///
+/// ```cpp
+/// Sequential schedule(optimizer,
+///                     {[](auto& o) { return std::make_unique<Linear>(o, 0.01, 1.0, 100); },
+///                      [](auto& o) { return std::make_unique<Polynomial>(o, 900, 2.0); }},
+///                     /*milestones=*/{100});
+/// ```
+class OXY_API Sequential : public Schedule {
+ public:
+  using Make = std::function<std::unique_ptr<Schedule>(torch::optim::Optimizer&)>;
+  /// `parts` make the schedules, each from the optimizer's present rates; part i + 1 takes over at step
+  /// `milestones[i]`, which increase. A Plateau, which needs a metric, is refused.
+  Sequential(torch::optim::Optimizer& optimizer, const std::vector<Make>& parts, std::vector<int64_t> milestones);
+  void step() override;
+  /// That of each part follows with its place before the name, as in "1.last_epoch".
+  [[nodiscard]] ScheduleState state_dict() const override;
+  void load_state_dict(const ScheduleState& state) override;
+
+ protected:
+  [[nodiscard]] double rate(size_t group, double current) const override;
+
+ private:
+  std::vector<std::unique_ptr<Schedule>> parts_;
+  std::vector<int64_t> milestones_;
 };
 
 /// Settings of OneCycle, named and defaulted as in torch's OneCycleLR.
@@ -153,6 +192,7 @@ class OXY_API OneCycle : public Schedule {
 
  protected:
   [[nodiscard]] double rate(size_t group, double current) const override;
+  void restart() override;
 
  private:
   struct Phase {
@@ -182,7 +222,8 @@ struct PlateauOptions {
   double eps = 1e-8;
 };
 
-/// Cuts the rate when a metric stops improving: torch's ReduceLROnPlateau.
+/// Cuts the rate when a metric stops improving: torch's ReduceLROnPlateau. The metric is a number on the host, so this
+/// schedule belongs where one is read anyway: after an evaluation, not on the step path.
 class OXY_API Plateau : public Schedule {
  public:
   explicit Plateau(torch::optim::Optimizer& optimizer, PlateauOptions options = {});
