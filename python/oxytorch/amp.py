@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -10,9 +11,9 @@ from torch.amp.grad_scaler import OptState
 
 from . import _C
 
-__all__ = ["GradScaler", "autocast", "recommend_dtype"]
+__all__ = ["GradScaler", "autocast", "hardware_support", "recommend_dtype"]
 
-_warned: set[str] = set()
+_warned: set[tuple[str, torch.dtype | None]] = set()
 
 
 def recommend_dtype(device: str | torch.device = "cpu") -> tuple[torch.dtype, str]:
@@ -26,14 +27,40 @@ def recommend_dtype(device: str | torch.device = "cpu") -> tuple[torch.dtype, st
     Returns
     -------
     tuple of torch.dtype and str
-        ``torch.bfloat16`` where the hardware multiplies it natively, otherwise ``torch.float32``; and one sentence.
+        ``torch.bfloat16`` where the hardware multiplies it natively, ``torch.float16`` on an older CUDA device,
+        otherwise ``torch.float32``; and one sentence.
     """
     dtype, reason = _C.amp.recommend_dtype(torch.device(device).type)
     return dtype, reason
 
 
+def hardware_support(device: str | torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+    """Return whether a device multiplies a dtype natively, and why.
+
+    Parameters
+    ----------
+    device
+        A device or its type, such as ``"cpu"`` or ``"cuda"``.
+    dtype
+        ``torch.bfloat16``, ``torch.float16``, ``torch.float32`` or ``torch.float64``.
+
+    Returns
+    -------
+    tuple of bool and str
+        On a CPU bfloat16 needs avx512_bf16 or amx_bf16, float16 needs avx512_fp16 or amx_fp16; on CUDA bfloat16 needs
+        compute capability 8.0. One sentence names what is there or missing.
+
+    Raises
+    ------
+    TypeError
+        For another dtype.
+    """
+    native, reason = _C.amp.hardware_support(torch.device(device).type, dtype)
+    return native, reason
+
+
 class autocast(torch.autocast):
-    """torch's ``autocast``, with one warning where the hardware makes the chosen dtype slow.
+    """torch's ``autocast``, which asks first whether the hardware multiplies the dtype natively.
 
     Parameters
     ----------
@@ -43,6 +70,14 @@ class autocast(torch.autocast):
         ``torch.bfloat16`` or ``torch.float16``; torch's default for the device where not given.
     enabled, cache_enabled
         As in torch.
+    allow_slow
+        What to do where the dtype is slower than float32 here. None: one warning a process, so that a script runs
+        everywhere. False: refuse. True: say nothing.
+
+    Raises
+    ------
+    RuntimeError
+        With ``allow_slow=False``, where the hardware does not multiply the dtype natively; names what it lacks.
     """
 
     def __init__(
@@ -51,20 +86,28 @@ class autocast(torch.autocast):
         dtype: torch.dtype | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
+        *,
+        allow_slow: bool | None = None,
     ) -> None:
         super().__init__(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
-        if enabled and device_type == "cpu" and "cpu" not in _warned:
-            advised, reason = recommend_dtype("cpu")
-            if advised is torch.float32:
-                _warned.add("cpu")
-                warnings.warn(f"autocast on this CPU will be slow. Better {reason}", stacklevel=2)
+        key = (device_type, self.fast_dtype)
+        if not self._enabled or allow_slow or (allow_slow is None and key in _warned):
+            return
+        native, reason = hardware_support(device_type, self.fast_dtype)
+        if native:
+            return
+        if allow_slow is not None:
+            raise RuntimeError(f"autocast would be slow: {reason} Use float32, or insist with allow_slow=True.")
+        _warned.add(key)
+        warnings.warn(f"autocast will be slow: {reason}", stacklevel=2)
 
 
 class GradScaler(torch.amp.GradScaler):
     """torch's ``GradScaler``; with optimizers of ``oxytorch.optim`` it never reads the device on the host.
 
     With those, ``step`` hands the scale to the step tail, which unscales, checks and skips on its own: there is no
-    separate pass over the gradients. Other optimizers are served as in torch. ``state_dict`` is torch's.
+    separate pass over the gradients, and float16 gradients are served too. Other optimizers are served as in torch.
+    ``state_dict`` is torch's and loads both ways; the bounds are settings, not state.
 
     Parameters
     ----------
@@ -79,6 +122,8 @@ class GradScaler(torch.amp.GradScaler):
     ------
     ValueError
         For ``min_scale`` above ``max_scale``.
+    AssertionError
+        As in torch, for factors that do not grow and shrink.
     """
 
     def __init__(
@@ -95,13 +140,19 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if min_scale is not None and max_scale is not None and min_scale > max_scale:
             raise ValueError(f"min_scale is {min_scale} and max_scale {max_scale}. Make min_scale the smaller one.")
-        if min_scale is not None:
-            init_scale = max(init_scale, min_scale)
-        if max_scale is not None:
-            init_scale = min(init_scale, max_scale)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._min_scale = min_scale
         self._max_scale = max_scale
+        self._clamp()
+
+    def _clamp(self) -> None:
+        low, high = self._min_scale, self._max_scale
+        if not self._enabled or (low is None and high is None):
+            return
+        self._init_scale = max(self._init_scale, -math.inf if low is None else low)
+        self._init_scale = min(self._init_scale, math.inf if high is None else high)
+        if self._scale is not None:
+            self._scale.clamp_(low, high)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step ``optimizer`` with unscaled gradients unless one of them is not finite.
@@ -157,8 +208,29 @@ class GradScaler(torch.amp.GradScaler):
         Parameters
         ----------
         new_scale
-            A number or a 0-dim float32 tensor; ``None`` for torch's rule.
+            A number or a 0-dim float32 tensor; ``None`` for torch's rule. Taken into the bounds.
         """
-        super().update(new_scale)
-        if self._enabled and self._scale is not None and (self._min_scale is not None or self._max_scale is not None):
-            self._scale.clamp_(self._min_scale, self._max_scale)
+        super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
+        self._clamp()
+
+    def abandon(self) -> None:
+        """Forget what was unscaled and stepped since the last update, for a step that was given up."""
+        if self._enabled:
+            self._per_optimizer_states.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of torch's; a scale outside of the bounds is taken to the nearer one.
+
+        Raises
+        ------
+        RuntimeError
+            For the empty state of a disabled scaler.
+        KeyError
+            For a missing entry; nothing is changed then.
+        """
+        if self._enabled and state_dict:
+            for key in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
+                if key not in state_dict:
+                    raise KeyError(f"the GradScaler state has no {key!r}. Pass what state_dict() returned.")
+        super().load_state_dict(state_dict)
+        self._clamp()

@@ -1,9 +1,7 @@
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 
 #include "oxytorch/amp.h"
 #include "oxytorch/error.h"
-#include "oxytorch/system.h"
 
 namespace oxytorch::amp {
 
@@ -27,20 +25,11 @@ Autocast::~Autocast() {
   at::autocast::set_autocast_dtype(device_, previous_dtype_);
 }
 
-DtypeAdvice recommend_dtype(at::DeviceType device) {
-  if (device == at::kCPU) {
-    const auto& cpu = cpu_features();
-    if (cpu.has_native_bf16()) {
-      return {at::kBFloat16, std::string("bfloat16: this CPU multiplies it natively (") +
-                                 (cpu.amx_bf16 ? "amx_bf16" : "avx512_bf16") + ")."};
-    }
-    return {at::kFloat,
-            "float32: this CPU has neither avx512_bf16 nor AMX, where bfloat16 training is 2 to 3 times slower."};
-  }
-  if (device == at::kCUDA && !at::globalContext().hasCUDA()) {
-    return {at::kFloat, "float32: no CUDA device is usable here."};
-  }
-  return {at::kBFloat16, "bfloat16: accelerators multiply it natively and it needs no loss scale."};
+// The cache belongs to the process and the nesting to the thread: without a level of its own a worker would leave cast
+// weights behind for whoever comes next.
+detail::CacheScope::CacheScope() { at::autocast::increment_nesting(); }
+detail::CacheScope::~CacheScope() {
+  if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
 }
 
 }  // namespace oxytorch::amp

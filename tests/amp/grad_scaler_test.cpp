@@ -121,6 +121,117 @@ TEST(GradScalerTest, WrongOrderIsRefused) {
   EXPECT_THROW(GradScaler({.min_scale = 2.0, .max_scale = 1.0}), Error);
 }
 
+TEST(GradScalerTest, SettersStopGrowthAndBackoffAndRefuseTheRest) {
+  auto weight = make_weight();
+  torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.1));
+  GradScaler scaler({.init_scale = 8, .growth_interval = 1});
+  scaler.set_growth_factor(4);
+  scaler.set_backoff_factor(0.125);
+  train(scaler, optimizer, weight, 1.0F);
+  EXPECT_EQ(scaler.get_scale(), 32);
+  train(scaler, optimizer, weight, kInf);
+  EXPECT_EQ(scaler.get_scale(), 4);
+  scaler.set_growth_factor(1);
+  scaler.set_backoff_factor(1);
+  scaler.set_growth_interval(3);
+  train(scaler, optimizer, weight, kInf);
+  for (int i = 0; i < 4; ++i) train(scaler, optimizer, weight, 1.0F);
+  EXPECT_EQ(scaler.get_scale(), 4);
+  EXPECT_EQ(scaler.get_growth_factor(), 1);
+  EXPECT_EQ(scaler.get_backoff_factor(), 1);
+  EXPECT_EQ(scaler.get_growth_interval(), 3);
+  EXPECT_THROW(scaler.set_growth_factor(0.5), Error);
+  EXPECT_THROW(scaler.set_backoff_factor(0), Error);
+  EXPECT_THROW(scaler.set_growth_interval(0), Error);
+}
+
+TEST(GradScalerTest, ANewScaleIsTakenIntoTheBounds) {
+  GradScaler scaler({.init_scale = 8, .min_scale = 4.0, .max_scale = 16.0, .device = at::kCPU});
+  scaler.update(2.0);
+  EXPECT_EQ(scaler.get_scale(), 4);
+  const auto given = at::full({1}, 64.0F);
+  scaler.update(given);
+  EXPECT_EQ(scaler.get_scale(), 16);
+  scaler.update(at::full({}, 8.0, at::kDouble));
+  EXPECT_EQ(scaler.get_scale(), 8);
+  EXPECT_EQ(given.item<float>(), 64.0F);
+  EXPECT_THROW(scaler.update(0.0), Error);
+  EXPECT_THROW(scaler.update(at::ones({2})), Error);
+  EXPECT_THROW(scaler.update(at::Tensor()), Error);
+  scaler.load_state_dict({{"scale", 1024.0},
+                          {"growth_factor", 2.0},
+                          {"backoff_factor", 0.5},
+                          {"growth_interval", 10.0},
+                          {"_growth_tracker", 7.0}});
+  EXPECT_EQ(scaler.get_scale(), 16);
+  EXPECT_EQ(scaler.state_dict().at("_growth_tracker"), 7);
+}
+
+TEST(GradScalerTest, ItsScaleIsPlacedWithTheFirstLoss) {
+  auto weight = make_weight();
+  torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.1));
+  GradScaler scaler({.init_scale = 64});
+  EXPECT_FALSE(scaler.scale_tensor().defined());
+  EXPECT_EQ(scaler.get_scale(), 64);
+  EXPECT_THROW(scaler.unscale_(optimizer), Error);
+  EXPECT_THROW(scaler.step(optimizer), Error);
+  auto state = scaler.state_dict();
+  state["scale"] = 32;
+  state["_growth_tracker"] = 5;
+  scaler.load_state_dict(state);
+  const auto losses = scaler.scale(std::vector<at::Tensor>{weight.sum(), weight.mean()});
+  EXPECT_EQ(losses[0].item<float>(), 128);
+  EXPECT_EQ(losses[1].item<float>(), 32);
+  EXPECT_EQ(scaler.state_dict(), state);
+  const auto held = scaler.scale_tensor();
+  state["scale"] = 16;
+  scaler.load_state_dict(state);
+  EXPECT_EQ(held.item<float>(), 16) << "a state is loaded in place";
+}
+
+TEST(GradScalerTest, OneOverflowBacksOffForAllAndSkipsOne) {
+  auto a = make_weight(), b = make_weight();
+  optim::SGD first({a}, optim::SGDOptions(0.5));
+  torch::optim::SGD second({b}, torch::optim::SGDOptions(0.5));
+  GradScaler scaler({.init_scale = 64});
+  scaler.scale(a.sum()).backward();
+  scaler.scale((b * kInf).sum()).backward();
+  scaler.step(first);
+  scaler.step(second);
+  scaler.update();
+  EXPECT_TRUE(at::equal(a, at::full({4}, 0.5F)));
+  EXPECT_TRUE(at::equal(b, at::ones({4})));
+  EXPECT_EQ(scaler.get_scale(), 32);
+}
+
+TEST(GradScalerTest, AStepGivenUpCanBeTakenAgain) {
+  auto weight = make_weight();
+  optim::SGD optimizer({weight}, optim::SGDOptions(0.5));
+  GradScaler scaler;
+  scaler.scale(weight.sum()).backward();
+  scaler.unscale_(optimizer);
+  scaler.abandon();
+  optimizer.zero_grad();
+  train(scaler, optimizer, weight, 1.0F);
+  EXPECT_TRUE(at::equal(weight, at::full({4}, 0.5F)));
+}
+
+TEST(GradScalerTest, TheTailServesHalfGradients) {
+  auto weight = at::ones({4}, at::kHalf).requires_grad_();
+  optim::SGD optimizer({weight}, optim::SGDOptions(0.5));
+  GradScaler scaler({.init_scale = 8});
+  scaler.scale(weight.sum()).backward();
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_TRUE(at::equal(weight, at::full({4}, 0.5, at::kHalf)));
+  optimizer.zero_grad();
+  scaler.scale((weight * 6e4).sum()).backward();
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_TRUE(at::equal(weight, at::full({4}, 0.5, at::kHalf)));
+  EXPECT_EQ(scaler.get_scale(), 4);
+}
+
 TEST(GradScalerTest, DisabledScalerOnlySteps) {
   auto weight = make_weight();
   torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.5));
@@ -134,7 +245,7 @@ TEST(GradScalerTest, HalfGradientsAreRefused) {
   auto weight = at::ones({4}, at::kHalf).requires_grad_();
   torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.5));
   GradScaler scaler;
-  weight.sum().backward();
+  scaler.scale(weight.sum()).backward();
   EXPECT_THROW(scaler.unscale_(optimizer), Error);
 }
 

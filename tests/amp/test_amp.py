@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import random
+import warnings
 from pathlib import Path
 
 import pytest
@@ -128,6 +132,159 @@ def test_state_goes_both_ways() -> None:
     assert again.state_dict() == ours.state_dict()
 
 
+ACTIONS = ("step", "step", "step", "inf", "nan", "skip_one", "unscale", "set_scale", "load", "pickle")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ours", ["AdamW", "SGD"])
+def test_a_random_run_of_overflows_equals_torchs(ours: str, seed: int) -> None:
+    """Two optimizers under one scaler, every method in random order; scale, tracker and skips as torch's."""
+    draw = random.Random(seed)
+    options = {"init_scale": 2.0**10, "growth_interval": 3, "growth_factor": 2.0, "backoff_factor": 0.25}
+    nets = [[make(s) for s in (1, 2)] for _ in range(2)]
+    mine = [getattr(optim, ours)(net.parameters(), lr=1e-2) for net in nets[0]]
+    theirs = [getattr(torch.optim, ours)(net.parameters(), lr=1e-2, fused=True) for net in nets[1]]
+    pair: list[torch.amp.GradScaler] = [amp.GradScaler("cpu", **options), torch.amp.GradScaler("cpu", **options)]
+    for turn in range(60):
+        action = draw.choice(ACTIONS)
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * seed + turn))
+        hit = draw.randrange(2)
+        for side, optimizers in enumerate((mine, theirs)):
+            scaler = pair[side]
+            before = [[p.detach().clone() for p in net.parameters()] for net in nets[side]]
+            losses = scaler.scale([net(x).square().mean() for net in nets[side]])
+            for loss in losses:
+                loss.backward()
+            if action in ("inf", "nan"):
+                poison(action, nets[side][hit])
+            for i, optimizer in enumerate(optimizers):
+                if action == "skip_one" and i == hit:
+                    continue
+                if action == "unscale" and i == hit:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(nets[side][i].parameters(), 0.1)
+                scaler.step(optimizer)
+            if action == "set_scale":
+                scaler.update(torch.tensor(float(2 ** draw.randrange(5, 12))) if side == 0 else pair[0]._scale)
+            else:
+                scaler.update()
+            if action == "load":
+                pair[side].load_state_dict({**scaler.state_dict(), "growth_interval": 2, "backoff_factor": 0.5})
+            if action == "pickle":
+                pair[side] = pickle.loads(pickle.dumps(scaler))  # noqa: S301
+            for i, net in enumerate(nets[side]):
+                still = all(torch.equal(a, b) for a, b in zip(before[i], net.parameters(), strict=True))
+                assert still == (i == hit and action in ("inf", "nan", "skip_one")), (turn, action)
+                optimizers[i].zero_grad()
+        assert pair[0].state_dict() == pair[1].state_dict(), (turn, action)
+    for left, right in zip(*nets, strict=True):
+        for p, q in zip(left.parameters(), right.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_methods_are_torchs() -> None:
+    missing = {name for name in dir(torch.amp.GradScaler) if not name.startswith("_")} - set(dir(amp.GradScaler))
+    assert not missing
+    scaler = amp.GradScaler("cpu", 64.0)
+    assert scaler.is_enabled()
+    scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.125)
+    scaler.set_growth_interval(1)
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (4.0, 0.125, 1)
+    model = make()
+    scales = run(scaler, optim.SGD(model.parameters()), model, [None, "inf"])
+    assert [scale for _, scale, _ in scales] == [256.0, 32.0]  # type: ignore[misc]
+    with pytest.raises(AssertionError, match="growth factor"):
+        amp.GradScaler("cpu", growth_factor=1.0)
+
+
+def test_wrong_order_is_refused_as_in_torch() -> None:
+    for kind in (amp.GradScaler, torch.amp.GradScaler):
+        model = make()
+        optimizer = optim.SGD(model.parameters())
+        scaler = kind("cpu")
+        for method in (scaler.unscale_, scaler.step):
+            with pytest.raises(AssertionError, match="_scale is None"):
+                method(optimizer)
+        with pytest.raises(AssertionError, match="_scale is None"):
+            scaler.update()
+        scaler.scale(model(torch.randn(2, 7)).sum()).backward()
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.update()
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match="after step"):
+            scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.step(optimizer)
+
+
+def test_a_state_that_cannot_be_loaded_changes_nothing() -> None:
+    scaler = amp.GradScaler("cpu", 64.0)
+    before = scaler.state_dict()
+    with pytest.raises(RuntimeError, match="empty"):
+        scaler.load_state_dict({})
+    with pytest.raises(KeyError, match="_growth_tracker"):
+        scaler.load_state_dict({key: value for key, value in before.items() if key != "_growth_tracker"} | {"scale": 2})
+    assert scaler.state_dict() == before
+    off = amp.GradScaler("cpu", enabled=False, min_scale=1.0)
+    off.load_state_dict(before)
+    assert off.state_dict() == {}
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_loaded_scale_is_taken_into_the_bounds(placed: bool) -> None:
+    for scale, expected in ((2.0**20, 2.0**12), (0.5, 8.0), (64.0, 64.0)):
+        ours = amp.GradScaler("cpu", min_scale=8.0, max_scale=2.0**12)
+        if placed:
+            ours.scale(torch.ones(()))
+        ours.load_state_dict(torch.amp.GradScaler("cpu", scale).state_dict())
+        assert ours.get_scale() == expected
+        ours.scale(torch.ones(()))
+        assert ours.get_scale() == expected
+        back = torch.amp.GradScaler("cpu")
+        back.load_state_dict(ours.state_dict())
+        assert back.state_dict() == ours.state_dict()
+    ours.update(1)
+    assert ours.get_scale() == 8.0
+    again = pickle.loads(pickle.dumps(ours))  # noqa: S301
+    again.scale(torch.ones(()))
+    again.update(2.0**30)
+    assert again.get_scale() == copy.deepcopy(again).get_scale() == 2.0**12
+
+
+def test_float16_gradients_are_for_the_tail_alone() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    scaler, optimizer = amp.GradScaler("cpu", 8.0), optim.SGD([weight], lr=0.5)
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(ValueError, match="FP16"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight, torch.full_like(weight, 0.5))
+    optimizer.zero_grad()
+    scaler.scale((weight * 6e4).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight, torch.full_like(weight, 0.5))
+    assert scaler.get_scale() == 4.0
+
+
+def test_a_step_given_up_can_be_taken_again() -> None:
+    model = make()
+    scaler, optimizer = amp.GradScaler("cpu"), optim.SGD(model.parameters())
+    scaler.scale(model(torch.randn(2, 7)).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.abandon()
+    optimizer.zero_grad()
+    scaler.scale(model(torch.randn(2, 7)).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def test_bounds() -> None:
     model = make()
     scaler = amp.GradScaler("cpu", 8.0, growth_interval=1, min_scale=4.0, max_scale=16.0)
@@ -170,10 +327,24 @@ def test_autocast_casts_and_nests() -> None:
 
 def test_autocast_warns_once_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amp, "_warned", set())
-    monkeypatch.setattr(amp, "recommend_dtype", lambda _device: (torch.float32, "float32: no such instructions."))
-    with pytest.warns(UserWarning, match="slow"):
+    monkeypatch.setattr(amp, "hardware_support", lambda _device, _dtype: (False, "this CPU lacks avx512_bf16."))
+    with pytest.warns(UserWarning, match="slow.*avx512_bf16"):
         amp.autocast("cpu", torch.bfloat16)
-    assert amp._warned == {"cpu"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.autocast("cpu", torch.bfloat16)  # the second time
+        amp.autocast("cpu", torch.float16, allow_slow=True)
+        amp.autocast("cpu", torch.float16, enabled=False)
+    with pytest.warns(UserWarning, match="slow"):
+        amp.autocast("cpu", torch.float16)
+
+
+def test_autocast_refuses_what_is_slow_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with amp.autocast("cpu", torch.bfloat16, allow_slow=True):
+        pass
+    monkeypatch.setattr(amp, "hardware_support", lambda _device, _dtype: (False, "this CPU lacks avx512_bf16."))
+    with pytest.raises(RuntimeError, match=r"avx512_bf16.*allow_slow=True"):
+        amp.autocast("cpu", torch.bfloat16, allow_slow=False)
 
 
 def test_recommendation_follows_the_processor() -> None:
@@ -182,3 +353,29 @@ def test_recommendation_follows_the_processor() -> None:
     dtype, reason = amp.recommend_dtype("cpu")
     assert (dtype is torch.bfloat16) == ("avx512_bf16" in flags or "amx_bf16" in flags)
     assert reason.startswith(("bfloat16:", "float32:"))
+
+
+def test_hardware_support_agrees_with_torch() -> None:
+    bf16, reason = amp.hardware_support("cpu", torch.bfloat16)
+    assert bf16 == (torch.cpu._is_avx512_bf16_supported() or "amx_bf16" in reason)
+    assert "avx512_bf16" in reason or "amx_bf16" in reason
+    fp16, reason = amp.hardware_support("cpu", torch.float16)
+    assert "avx512_fp16" in reason or "amx_fp16" in reason
+    if not fp16:
+        assert not torch.cpu._is_amx_fp16_supported()
+    assert amp.hardware_support("cpu", torch.float32)[0]
+    assert amp.hardware_support("cuda", torch.bfloat16)[0] == (
+        torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    )
+    with pytest.raises(TypeError, match="float8|Float8"):
+        amp.hardware_support("cpu", torch.float8_e5m2)
+
+
+def test_weights_written_between_two_scopes_are_cast_anew() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    x = torch.eye(4)
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        with amp.autocast("cpu", torch.bfloat16, allow_slow=True):
+            assert float(model(x).detach()[0, 0]) == value
