@@ -1,11 +1,24 @@
 #include "bindings.h"
 
 #include "oxytorch/host.h"
+#include "oxytorch/trainer/early_stopping.h"
 #include "oxytorch/trainer/host.h"
 
 namespace oxytorch::bindings {
 
 void bind_trainer(py::module_& m) {
+  py::class_<EarlyStopping>(m, "EarlyStopping", "The rule of early stopping.")
+      .def(py::init([](std::int64_t patience, double min_delta, bool minimize) {
+             return EarlyStopping({.patience = patience, .min_delta = min_delta, .minimize = minimize});
+           }),
+           py::arg("patience"), py::arg("min_delta"), py::arg("minimize"))
+      .def("step", [](EarlyStopping& self, double metric) { return self.step(metric); }, py::arg("metric"))
+      .def("state", &EarlyStopping::state)
+      .def("load_state", &EarlyStopping::load_state, py::arg("state"))
+      .def_property_readonly("improved", &EarlyStopping::improved)
+      .def_property_readonly("best", &EarlyStopping::best)
+      .def_property_readonly("best_evaluation", &EarlyStopping::best_evaluation)
+      .def_property_readonly("bad_evaluations", &EarlyStopping::bad_evaluations);
   py::class_<HostSetting>(m, "HostSetting",
                           "A setting of the host process: what was done or why not, and the way back.")
       .def_property_readonly("name", &HostSetting::name)

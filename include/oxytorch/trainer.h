@@ -24,6 +24,7 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/config.h"
+#include "oxytorch/trainer/early_stopping.h"
 #include "oxytorch/trainer/host.h"
 
 namespace oxytorch {
@@ -56,9 +57,10 @@ struct SettingLine {
 
 /// How a call of `fit` ended.
 struct FitResult {
-  std::string stop_reason;     ///< "epochs", "max_steps", "early_stopping", "SIGTERM" or "SIGINT"
-  int64_t steps = 0;           ///< optimizer steps of this call
-  std::vector<double> losses;  ///< mean loss of each finished epoch
+  std::string stop_reason;               ///< "epochs", "max_steps", "early_stopping", "SIGTERM" or "SIGINT"
+  int64_t steps = 0;                     ///< optimizer steps of this call
+  std::vector<double> losses;            ///< mean loss of each finished epoch
+  std::vector<double> validations = {};  ///< what `validate` returned, where one was given
 };
 
 /// Runs training steps under a PerformanceConfig.
@@ -90,17 +92,20 @@ class OXY_API Trainer {
   bool flush();
 
   /// Trains over `loader` (a range of things with `data` and `target`) until `epochs` or `max_steps` optimizer steps,
-  /// the settings' max_steps or early stopping, which goes by the mean training loss. 0 is no bound; one of them is
-  /// needed. SIGTERM and SIGINT end it after the step in progress; the handlers of before are put back.
+  /// the settings' max_steps or early stopping. 0 is no bound; one of them is needed. A window of batches that is
+  /// unfinished at the end of an epoch is stepped with, averaged over the batches it has. Early stopping goes by what
+  /// `validate` returns after each epoch, or by the mean training loss; with early_stopping_restore_best the weights of
+  /// its best epoch are back at the end, unless a signal ended it. SIGTERM and SIGINT end it after the step in
+  /// progress; the handlers of before are put back.
   template <class Loader>
-  FitResult fit(Loader& loader, int64_t epochs, int64_t max_steps = 0) {
+  FitResult fit(Loader& loader, int64_t epochs, int64_t max_steps = 0, const std::function<double()>& validate = {}) {
     return run_fit(
         [&loader](const std::function<bool(Batch)>& take) {
           for (auto& example : loader) {
             if (!take({example.data, example.target})) return;
           }
         },
-        epochs, max_steps);
+        epochs, max_steps, validate);
   }
 
   [[nodiscard]] int64_t global_step() const noexcept;  ///< optimizer steps taken
@@ -109,7 +114,8 @@ class OXY_API Trainer {
   /// Puts the averaged weights into the model until the returned guard ends. InvalidState where none are kept.
   [[nodiscard]] std::shared_ptr<void> ema_weights();
 
-  /// Model, optimizer, schedule, scaler, counters, generator and decisions: a run continues from them to the bit.
+  /// Model, optimizer, schedule, scaler, early stopping, counters, generator and decisions: a run continues from them
+  /// to the bit.
   /// Gradients of an unfinished window are not in it: flush() first, or lose them.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
@@ -124,7 +130,7 @@ class OXY_API Trainer {
 
  private:
   using Feed = std::function<void(const std::function<bool(Batch)>&)>;
-  FitResult run_fit(const Feed& feed, int64_t epochs, int64_t max_steps);
+  FitResult run_fit(const Feed& feed, int64_t epochs, int64_t max_steps, const std::function<double()>& validate);
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -25,4 +25,5 @@ from . import optim as optim
 from .config import PerformanceConfig as PerformanceConfig
 from .info import info as info
 from .monitor import PerformanceMonitor as PerformanceMonitor
+from .trainer import EarlyStopping as EarlyStopping
 from .trainer import Trainer as Trainer

@@ -68,6 +68,8 @@ class PerformanceConfig:
         max_steps: int
         early_stopping_patience: int
         early_stopping_min_delta: float
+        early_stopping_mode: str
+        early_stopping_restore_best: bool
         memory_limit: str
         seed: int | str
         deterministic: bool

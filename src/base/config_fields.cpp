@@ -138,6 +138,10 @@ std::vector<ConfigField> make_fields() {
                            "Evaluations without improvement after which training stops; 0 is off."));
   fields.push_back(number("early_stopping_min_delta", 0, kInfinity, true, 0,
                           "Least improvement of the monitored loss that counts."));
+  fields.push_back(choice("early_stopping_mode", {"min", "max"}, "min", "min",
+                          "min is for a loss; max for a metric that is to grow, such as an accuracy."));
+  fields.push_back(flag("early_stopping_restore_best", false,
+                        "A copy of the weights of the best epoch takes their memory once more."));
   fields.push_back(size(
       "memory_limit", "auto is what cgroup and machine allow; set it to hold a run below that, as bytes or a share."));
   fields.push_back({"seed",

@@ -131,6 +131,12 @@ struct Trainer::Impl {
     host_settings();
     add_tail_line();
     make_schedule();
+    if (const auto patience = config.integer("early_stopping_patience").value_or(0); patience > 0) {
+      stopping.emplace(EarlyStoppingOptions{.patience = patience,
+                                            .min_delta = config.number("early_stopping_min_delta"),
+                                            .minimize = config.word("early_stopping_mode") == "min",
+                                            .restore_best = config.flag("early_stopping_restore_best")});
+    }
   }
 
   void add(SettingLine line) { lines.push_back(std::move(line)); }
@@ -272,7 +278,8 @@ struct Trainer::Impl {
     if (precision == "auto") {
       add({"precision", on ? "on" : "refused", "not measured; by the hardware: " + advice.reason, "", {}});
     } else {
-      add({"precision", on ? "on" : "off", precision + " was asked for.", "", {}});
+      const auto support = amp::hardware_support(device.type(), dtype);
+      add({"precision", on ? "on" : "off", precision + " was asked for.", support.native ? "" : support.reason, {}});
     }
   }
 
@@ -399,7 +406,12 @@ struct Trainer::Impl {
 
   void abandon() {
     for (auto& parameter : parameters) parameter.mutable_grad().reset();
+    if (scaler) scaler->abandon();
     micro = 0;
+  }
+
+  void restart_early_stopping() {
+    if (stopping && !std::exchange(stopping_loaded, false)) stopping.emplace(stopping->options());
   }
 
   torch::nn::Module& model;
@@ -412,12 +424,13 @@ struct Trainer::Impl {
   std::vector<at::Tensor> ema;
   std::unique_ptr<optim::Schedule> schedule;
   std::unique_ptr<amp::GradScaler> scaler;
+  std::optional<EarlyStopping> stopping;
   std::vector<HostSetting> host;
   std::vector<SettingLine> lines;
   int64_t accumulate = 1, micro = 0, step_count = 0, batch_count = 0;
   double clip_norm = 0, ema_decay = 0;
   at::ScalarType dtype = at::kFloat;
-  bool channels_last = false, math_attention = false, measured_math = false, ready = false;
+  bool channels_last = false, math_attention = false, measured_math = false, ready = false, stopping_loaded = false;
   std::array<double, 3> seconds{};
 };
 
@@ -452,18 +465,18 @@ bool Trainer::flush() {
   return true;
 }
 
-FitResult Trainer::run_fit(const Feed& feed, int64_t epochs, int64_t max_steps) {
+FitResult Trainer::run_fit(const Feed& feed, int64_t epochs, int64_t max_steps,
+                           const std::function<double()>& validate) {
   auto& self = *impl_;
   if (max_steps == 0) max_steps = self.config.integer("max_steps").value_or(0);
   OXY_CHECK(epochs > 0 || max_steps > 0, InvalidArgument, "fit needs epochs or max_steps above 0.");
-  const auto patience = self.config.integer("early_stopping_patience").value_or(0);
-  const double min_delta = self.config.number("early_stopping_min_delta");
   FitResult result;
   const auto first = self.step_count;
-  double best = std::numeric_limits<double>::infinity();
-  int64_t bad = 0;
+  const auto all_steps = [&] { return max_steps > 0 && self.step_count >= max_steps; };
+  self.restart_early_stopping();
   StopSignals signals;
   self.model.train();
+  if (all_steps()) result.stop_reason = "max_steps";
   for (int64_t epoch = 0; (epochs == 0 || epoch < epochs) && result.stop_reason.empty(); ++epoch) {
     at::Tensor total;
     int64_t seen = 0;
@@ -472,18 +485,23 @@ FitResult Trainer::run_fit(const Feed& feed, int64_t epochs, int64_t max_steps) 
       total = total.defined() ? total + loss : loss;
       ++seen;
       if (const char* name = StopSignals::received()) result.stop_reason = name;
-      if (max_steps > 0 && self.step_count >= max_steps && result.stop_reason.empty()) result.stop_reason = "max_steps";
+      if (all_steps() && result.stop_reason.empty()) result.stop_reason = "max_steps";
       return result.stop_reason.empty();
     });
     OXY_CHECK(seen > 0, InvalidArgument, "the loader is empty: it yielded no batch.");
     if (!result.stop_reason.empty()) break;
     flush();
-    const double mean = total.item<double>() / static_cast<double>(seen);
-    result.losses.push_back(mean);
-    bad = mean < best - min_delta ? 0 : bad + 1;
-    best = bad == 0 ? mean : best;
-    if (patience > 0 && bad >= patience) result.stop_reason = "early_stopping";
+    result.losses.push_back(total.item<double>() / static_cast<double>(seen));
+    if (validate) result.validations.push_back(validate());
+    self.model.train();
+    const double metric = validate ? result.validations.back() : result.losses.back();
+    if (self.stopping && self.stopping->step(metric, &self.model)) {
+      result.stop_reason = "early_stopping";
+    } else if (all_steps()) {
+      result.stop_reason = "max_steps";
+    }
   }
+  if (self.stopping && StopSignals::received() == nullptr) self.stopping->restore(self.model);
   if (result.stop_reason.empty()) result.stop_reason = "epochs";
   result.steps = self.step_count - first;
   return result;
@@ -527,6 +545,11 @@ void Trainer::save(torch::serialize::OutputArchive& archive) const {
     for (const auto& [name, values] : self.schedule->state_dict()) {
       archive.write("schedule." + name, torch::tensor(values, at::kDouble));
     }
+  }
+  if (self.stopping) {
+    torch::serialize::OutputArchive stopping;
+    self.stopping->save(stopping);
+    archive.write("early_stopping", stopping);
   }
   if (self.scaler) {
     for (const auto& [name, value] : self.scaler->state_dict()) {
@@ -576,6 +599,11 @@ void Trainer::load(torch::serialize::InputArchive& archive) {
     auto state = self.scaler->state_dict();
     for (auto& [name, value] : state) value = read("scaler." + name).item<double>();
     self.scaler->load_state_dict(state);
+  }
+  torch::serialize::InputArchive stopping;
+  if (self.stopping && archive.try_read("early_stopping", stopping)) {
+    self.stopping->load(stopping);
+    self.stopping_loaded = true;
   }
   self.step_count = counters[0].item<int64_t>();
   self.batch_count = counters[1].item<int64_t>();

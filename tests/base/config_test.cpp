@@ -86,7 +86,7 @@ TEST(Config, EveryRowIsWhole) {
       EXPECT_EQ(config.get(field.key), value) << field.key;
     }
   }
-  EXPECT_EQ(keys.size(), 28u);
+  EXPECT_EQ(keys.size(), 30u);
 }
 
 TEST(Config, SettingTheLevelKeepsWhatWasSet) {

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from oxytorch.trainer import Callback, FitResult, Trainer
+from oxytorch.trainer import Callback, EarlyStopping, FitResult, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -171,6 +171,72 @@ def test_early_stopping_and_plateau_go_by_the_validation() -> None:
     assert result.stop_reason == "early_stopping"
     assert [m["validation"] for m in result.history] == [3.0, 2.0, 2.5, 2.4, 2.3]
     assert trainer.optimizer.param_groups[0]["lr"] == 0.1 / 8
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_early_stopping_brings_the_best_weights_back(mode: str) -> None:
+    seen: list[list[torch.Tensor]] = []
+    metrics = iter([3.0, 1.0, 2.0, 2.5, 9.0])
+    sign = 1 if mode == "min" else -1
+
+    def validate(trainer: Trainer) -> float:
+        seen.append(weights(trainer))
+        return sign * next(metrics)
+
+    options = {"early_stopping_patience": 2, "early_stopping_mode": mode}
+    for restore in (True, False):
+        metrics = iter([3.0, 1.0, 2.0, 2.5, 9.0])
+        seen.clear()
+        trainer = build(early_stopping_restore_best=restore, **options)
+        result = trainer.fit(DataLoader(dataset(), batch_size=25), epochs=9, validate=validate, progress=False)
+        assert result.stop_reason == "early_stopping"
+        assert len(seen) == 4
+        kept = seen[1 if restore else 3]
+        assert all(torch.equal(a, b) for a, b in zip(kept, weights(trainer), strict=True))
+
+
+def test_early_stopping_goes_on_after_a_resume() -> None:
+    def run(trainer: Trainer, metrics: list[float], epochs: int) -> FitResult:
+        values = iter(metrics)
+        loader = DataLoader(dataset(), batch_size=25)
+        return trainer.fit(loader, epochs=epochs, validate=lambda _t: next(values), progress=False)
+
+    options = {"early_stopping_patience": 3, "early_stopping_restore_best": True}
+    first = build(**options)
+    assert run(first, [1.0, 2.0], 2).stop_reason == "epochs"
+    state = copy.deepcopy(first.state_dict())
+    second = build(**options)
+    second.load_state_dict(state)
+    result = run(second, [2.0, 2.0, 2.0], 9)
+    assert result.stop_reason == "early_stopping"
+    assert len(result.history) == 2
+    for kept, now in zip(state["early_stopping"]["kept"].values(), second.model.parameters(), strict=False):
+        assert torch.equal(kept, now)
+    again = run(second, [5.0] * 9, 20)
+    assert len(again.history) == 4, "a new call of fit starts anew"
+
+
+def test_early_stopping_alone() -> None:
+    model = nn.BatchNorm1d(3)
+    stopping = EarlyStopping(patience=2, min_delta=0.5, restore_best=True)
+    assert not stopping.restore(model)
+    over = []
+    for metric in (3.0, 2.4, 2.0, float("nan")):
+        with torch.no_grad():
+            model.running_mean.fill_(metric)  # type: ignore[operator, union-attr]
+        over.append(stopping.step(metric, model))
+    assert over == [False, False, False, True]
+    assert (stopping.best, stopping.best_evaluation, stopping.bad_evaluations, stopping.improved) == (2.4, 1, 2, False)
+    assert stopping.restore(model)
+    assert torch.equal(model.running_mean, torch.full((3,), 2.4))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="other tensors"):
+        stopping.restore(nn.BatchNorm1d(4))
+    other = EarlyStopping(patience=2, min_delta=0.5)
+    other.load_state_dict(stopping.state_dict())
+    assert other.best == 2.4
+    for bad in ({"patience": 0}, {"min_delta": -1.0}, {"mode": "least"}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            EarlyStopping(**bad)  # type: ignore[arg-type]
 
 
 def test_evaluate_is_the_mean_loss_in_eval_mode() -> None:

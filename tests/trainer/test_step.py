@@ -139,6 +139,53 @@ def test_accumulation_divides_by_the_batches_there_were(level: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def accumulate(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Any], window: int, half: bool
+) -> torch.amp.GradScaler:
+    """The loop one writes by hand: each loss divided by the batches of its window, one step and update a window."""
+    scaler = torch.amp.GradScaler("cpu", enabled=half)
+    criterion = nn.CrossEntropyLoss()
+    for first in range(0, len(data), window):
+        part = data[first : first + window]
+        for x, y in part:
+            with torch.autocast("cpu", torch.float16, enabled=half):
+                loss = criterion(model(x), y)
+            scaler.scale(loss / len(part)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return scaler
+
+
+@pytest.mark.parametrize(
+    ("level", "half"), [("basic", False), ("basic", True), ("advanced", False), ("advanced", True)]
+)
+@pytest.mark.parametrize("count", [8, 10, 11, 3])
+def test_accumulation_equals_the_loop_written_by_hand(level: str, half: bool, count: int) -> None:
+    data = batches("mlp", count)
+    data[-1] = (data[-1][0][:3], data[-1][1][:3])  # a batch counts as one, whatever its size
+    nets = [make("mlp"), make("mlp")]
+    for net in nets:
+        net[2].p = 0.0
+    scaler = accumulate(nets[0], torch.optim.SGD(nets[0].parameters(), lr=0.5, momentum=0.9, fused=half), data, 4, half)
+    optimizer = torch.optim.SGD(nets[1].parameters(), lr=0.5, momentum=0.9, fused=half)
+    settings = {**EXACT, "precision": "fp16" if half else "fp32"}
+    trainer = Trainer(nets[1], optimizer, nn.CrossEntropyLoss(), level, accumulation_steps=4, **settings)
+    trainer.fit(data, epochs=1, progress=False)
+    assert trainer.global_step == -(-count // 4)
+    if half:
+        assert trainer.scaler is not None
+        assert trainer.scaler.state_dict() == scaler.state_dict()
+        assert trainer.scaler.state_dict()["_growth_tracker"] == trainer.global_step
+    for a, b in zip(weights(nets[0]), weights(nets[1]), strict=True):
+        if level == "basic" and count in (8, 10):
+            assert torch.equal(a, b)  # divisors that are powers of two round nowhere
+        elif half and count in (11, 3):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)  # a third is rounded to float16 in each backward
+        else:
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=3e-7)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_no_host_read_on_the_step_path(precision: str) -> None:
     data = batches("mlp", 8)

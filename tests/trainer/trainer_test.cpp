@@ -8,6 +8,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "oxytorch/amp.h"
 #include "oxytorch/error.h"
 #include "oxytorch/optim.h"
 
@@ -138,6 +139,71 @@ TEST(TrainerTest, AccumulationDividesByTheBatchesThereWere) {
   trainer.revert_host_settings();
 }
 
+TEST(TrainerTest, AccumulationUnderHalfPrecisionEqualsTheLoopWrittenByHand) {
+  for (const bool tail : {true, false}) {
+    for (const size_t count : {8, 3}) {
+      const auto batches = make_batches(static_cast<int>(count));
+      auto reference = make_model();
+      auto model = make_model();
+      reference->ptr<torch::nn::DropoutImpl>(3)->options.p(0);
+      model->ptr<torch::nn::DropoutImpl>(3)->options.p(0);
+      const auto make = [tail](const std::vector<at::Tensor>& parameters) -> std::unique_ptr<torch::optim::Optimizer> {
+        if (tail) return std::make_unique<optim::SGD>(parameters, optim::SGDOptions(0.5));
+        return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.5));
+      };
+      const auto plain = make(reference->parameters());
+      amp::GradScaler scaler;
+      for (size_t first = 0; first < count; first += 4) {
+        const auto size = std::min<size_t>(4, count - first);
+        for (size_t i = first; i < first + size; ++i) {
+          at::Tensor loss;
+          {
+            amp::Autocast guard(at::kCPU, at::kHalf);
+            loss = torch::nn::functional::cross_entropy(reference->forward(batches[i].input), batches[i].target);
+          }
+          scaler.scale(loss / static_cast<double>(size)).backward();
+        }
+        scaler.step(*plain);
+        scaler.update();
+        plain->zero_grad();
+      }
+      const auto optimizer = make(model->parameters());
+      Trainer trainer(*model, *optimizer, loss_of(model),
+                      exact({{"accumulation_steps", int64_t{4}}, {"precision", std::string("fp16")}}));
+      std::vector<Example> loader;
+      for (const auto& batch : batches) loader.push_back({batch.input, batch.target});
+      EXPECT_EQ(trainer.fit(loader, 1).steps, (static_cast<int64_t>(count) + 3) / 4);
+      for (size_t i = 0; i < model->parameters().size(); ++i) {
+        // A third is rounded to float16 in each backward.
+        const double loose = count == 8 ? 1 : 500;
+        EXPECT_TRUE(at::allclose(reference->parameters()[i], model->parameters()[i], 2e-6 * loose, 3e-7 * loose))
+            << "parameter " << i << " after " << count << " batches";
+      }
+      trainer.revert_host_settings();
+    }
+  }
+}
+
+TEST(TrainerTest, AStepThatFailsAfterUnscalingCanBeTakenAgain) {
+  auto model = make_model();
+  optim::AdamW optimizer(model->parameters(), optim::AdamWOptions(1e-2).nonfinite(optim::NonFinite::Raise));
+  Trainer trainer(*model, optimizer, loss_of(model),
+                  exact({{"precision", std::string("fp16")},
+                         {"clip_norm", 1.0},
+                         {"schedule", std::string("cosine")},
+                         {"max_steps", int64_t{9}}}));
+  const auto batches = make_batches(3);
+  trainer.step(batches[0]);
+  auto& lr = static_cast<optim::AdamWOptions&>(optimizer.param_groups()[0].options());
+  const double rate = lr.lr();
+  lr.lr(-1);
+  EXPECT_THROW(trainer.step(batches[1]), Error);
+  lr.lr(rate);
+  trainer.step(batches[2]);
+  EXPECT_EQ(trainer.global_step(), 2);
+  trainer.revert_host_settings();
+}
+
 TEST(TrainerTest, ClipAndAverageFollowTheirFormulas) {
   auto reference = make_model();
   auto model = make_model();
@@ -251,6 +317,42 @@ TEST(TrainerTest, FitStopsForEachReason) {
   EXPECT_EQ(early.stop_reason, "early_stopping");
   EXPECT_EQ(early.losses.size(), 2);
   EXPECT_THROW(run(exact(), 0, 0), Error);
+}
+
+TEST(TrainerTest, MaxStepsReachedByTheLastWindowOfAnEpochIsTheEnd) {
+  auto loader = make_loader(5);
+  auto model = make_model();
+  optim::AdamW optimizer(model->parameters());
+  Trainer trainer(*model, optimizer, loss_of(model), exact({{"accumulation_steps", int64_t{4}}}));
+  const auto result = trainer.fit(loader, 9, 2);
+  EXPECT_EQ(result.stop_reason, "max_steps");
+  EXPECT_EQ(result.losses.size(), 1) << "the epoch was whole";
+  EXPECT_EQ(trainer.batches(), 5) << "no batch of another epoch was taken";
+  EXPECT_EQ(trainer.fit(loader, 9, 2).steps, 0);
+  EXPECT_EQ(trainer.batches(), 5);
+  trainer.revert_host_settings();
+}
+
+TEST(TrainerTest, EarlyStoppingGoesByTheValidationAndBringsTheBestWeightsBack) {
+  auto loader = make_loader(3);
+  for (const bool restore : {true, false}) {
+    auto model = make_model();
+    optim::AdamW optimizer(model->parameters());
+    Trainer trainer(*model, optimizer, loss_of(model),
+                    exact({{"early_stopping_patience", int64_t{2}},
+                           {"early_stopping_mode", std::string("max")},
+                           {"early_stopping_restore_best", restore}}));
+    std::vector<std::vector<at::Tensor>> seen;
+    const std::vector<double> metrics{0.1, 0.5, 0.4, 0.3, 0.9};
+    const auto result = trainer.fit(loader, 9, 0, [&] {
+      seen.push_back(weights(model));
+      return metrics.at(seen.size() - 1);
+    });
+    EXPECT_EQ(result.stop_reason, "early_stopping");
+    EXPECT_EQ(result.validations, std::vector<double>({0.1, 0.5, 0.4, 0.3}));
+    expect_equal(weights(model), seen[restore ? 1 : 3]);
+    trainer.revert_host_settings();
+  }
 }
 
 TEST(TrainerTest, ASignalEndsTheStepAndTheHandlersComeBack) {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult
 from .report import Report, SettingLine
 from .trainer import Trainer
 
-__all__ = ["Callback", "FitResult", "Report", "SettingLine", "Trainer"]
+__all__ = ["Callback", "EarlyStopping", "FitResult", "Report", "SettingLine", "Trainer"]

@@ -119,24 +119,6 @@ class _Bar:
             self._progress.update(self._task, completed=done, description=text)
 
 
-class _EarlyStopping:
-    def __init__(self, patience: int | None, min_delta: float) -> None:
-        self._patience = patience
-        self._min_delta = min_delta
-        self._best = float("inf")
-        self._bad = 0
-
-    def is_over(self, metric: float) -> bool:
-        if self._patience is None:
-            return False
-        if metric < self._best - self._min_delta:
-            self._best = metric
-            self._bad = 0
-        else:
-            self._bad += 1
-        return self._bad >= self._patience
-
-
 def _generators(loader: Any) -> list[torch.Generator]:
     found = [getattr(loader, "generator", None), getattr(getattr(loader, "sampler", None), "generator", None)]
     return [g for g in found if isinstance(g, torch.Generator)]
@@ -183,7 +165,9 @@ def _save(trainer: Trainer) -> None:
         checkpointer(trainer)
         return
     state = trainer.state_dict()
-    extra = {key: state[key] for key in ("counters", "rng", "epoch_rng", "decisions", "ema", "gradients")}
+    extra = {
+        key: state[key] for key in ("counters", "rng", "epoch_rng", "decisions", "ema", "gradients", "early_stopping")
+    }
     checkpointer.save(
         trainer.global_step,
         model=trainer.model,
@@ -230,7 +214,7 @@ def run_fit(
     listeners = [c for c in callbacks if isinstance(c, Callback)]
     functions = [c for c in callbacks if not isinstance(c, Callback)]
     on_step = [c.on_step for c in listeners if type(c).on_step is not Callback.on_step] + functions
-    stopping = _EarlyStopping(trainer.settings.early_stopping_patience, trainer.settings.early_stopping_min_delta)
+    stopping = trainer._start_early_stopping()
     result = FitResult()
     first_step = trainer.global_step
     trainer._stop_reason = None
@@ -288,7 +272,7 @@ def run_fit(
             if signals.received or trainer._stop_reason:
                 result.stop_reason = signals.received or trainer._stop_reason or ""
                 break
-            if watched is not None and stopping.is_over(watched):
+            if stopping is not None and watched is not None and stopping.step(watched, trainer.model):
                 result.stop_reason = "early_stopping"
                 break
             _save(trainer)
@@ -296,6 +280,8 @@ def run_fit(
             if epochs is None or trainer.epoch < epochs:
                 result.stop_reason = "max_steps"
         result.steps = trainer.global_step - first_step
+        if stopping is not None and signals.received is None:
+            stopping.restore(trainer.model)
         if result.stop_reason != "epochs":
             _save(trainer)
     for listener in listeners:

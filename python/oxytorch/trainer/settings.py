@@ -36,6 +36,8 @@ class Settings:
     max_steps: int | None
     early_stopping_patience: int | None
     early_stopping_min_delta: float
+    early_stopping_mode: str
+    early_stopping_restore_best: bool
     progress: str
     seed: int | None
     deterministic: bool
@@ -75,6 +77,8 @@ def resolve(
         max_steps=c["max_steps"] or None,
         early_stopping_patience=c["early_stopping_patience"] or None,
         early_stopping_min_delta=c["early_stopping_min_delta"],
+        early_stopping_mode=c["early_stopping_mode"],
+        early_stopping_restore_best=c["early_stopping_restore_best"],
         progress=c["progress"],
         seed=None if c["seed"] == "auto" else c["seed"],
         deterministic=c["deterministic"],

@@ -9,7 +9,7 @@ import torch
 
 from .. import _C
 from .. import optim as ox_optim
-from ..amp import GradScaler, recommend_dtype
+from ..amp import GradScaler, hardware_support, recommend_dtype
 from ..base import parse_size, system_info
 from .calibrate import Bench, ChannelsLast, Escrow, OperatorWatch, Trial
 from .report import SettingLine
@@ -256,9 +256,9 @@ class Preparation:
             line = SettingLine("precision", "off", "float32 was asked for.")
         else:
             self._set_precision(wanted)
-            line = SettingLine(
-                "precision", "on", f"{wanted} autocast was asked for.", "products are rounded to 16 bits."
-            )
+            native, why = hardware_support(self._device, _DTYPES[wanted])
+            cost = "products are rounded to 16 bits." + ("" if native else f" Slow here: {why}")
+            line = SettingLine("precision", "on", f"{wanted} autocast was asked for.", cost)
         self.lines.append(line)
 
     def _rule_layout(self) -> None:

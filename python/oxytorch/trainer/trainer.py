@@ -16,6 +16,7 @@ from .. import _C
 from ..amp import GradScaler
 from ..config import PerformanceConfig
 from .calibrate import rng_state, set_rng_state
+from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult, run_fit
 from .report import Report, SettingLine
 from .settings import Settings, resolve
@@ -151,6 +152,8 @@ class Trainer:
         self.batch_in_epoch = 0
         self.resume_rng: dict[str, Any] | None = None
         self._stop_reason: str | None = None
+        self._stopping: EarlyStopping | None = None
+        self._stopping_loaded = False
 
         self._preparation = Preparation(self, optimizer)
         self.optimizer: torch.optim.Optimizer = self._preparation.optimizer
@@ -312,7 +315,7 @@ class Trainer:
             p.grad = None
         self._micro = 0
         if self.scaler is not None:
-            self.scaler._per_optimizer_states.clear()
+            self.scaler.abandon()
 
     def _refuse_loss(self, loss: object) -> None:
         if not isinstance(loss, torch.Tensor):
@@ -374,8 +377,10 @@ class Trainer:
         callbacks
             More callbacks, for this call.
         validate
-            ``validate(trainer)`` returning a number (lower is better), or a loader whose mean loss is taken; called
-            after each epoch. Early stopping and ``ReduceLROnPlateau`` go by it.
+            ``validate(trainer)`` returning a number, or a loader whose mean loss is taken; called after each epoch.
+            ``ReduceLROnPlateau`` and early stopping go by it; the latter takes lower as better unless
+            ``early_stopping_mode`` is ``"max"``. With ``early_stopping_restore_best`` the weights of its best epoch
+            are back in the model at the end, unless a signal ended ``fit``.
         progress
             A progress bar on or off; by default on where stderr is a terminal. The loss is read for it twice a second.
 
@@ -405,6 +410,21 @@ class Trainer:
     def stop(self, reason: str = "callback") -> None:
         """Make ``fit`` return after the step in progress."""
         self._stop_reason = reason
+
+    def _start_early_stopping(self) -> EarlyStopping | None:
+        """Return the rule of a call of ``fit``: a new one, or the one that was loaded."""
+        s = self.settings
+        if s.early_stopping_patience is None:
+            return None
+        if self._stopping is None or not self._stopping_loaded:
+            self._stopping = EarlyStopping(
+                s.early_stopping_patience,
+                s.early_stopping_min_delta,
+                s.early_stopping_mode,
+                s.early_stopping_restore_best,
+            )
+        self._stopping_loaded = False
+        return self._stopping
 
     def evaluate(self, loader: Iterable[Any]) -> float:
         """Return the mean loss over a loader, in eval mode, without gradients; each batch counts the same."""
@@ -470,6 +490,7 @@ class Trainer:
             "rng": rng_state(any(p.is_cuda for p in self._params)),
             "epoch_rng": self.resume_rng,
             "decisions": self._preparation.decisions(),
+            "early_stopping": None if self._stopping is None else self._stopping.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -505,6 +526,11 @@ class Trainer:
         gradients = state["gradients"] or [None] * len(self._params)
         for p, grad in zip(self._params, gradients, strict=True):
             p.grad = None if grad is None else grad.detach().clone()
+        self._stopping = None
+        stopping = self._start_early_stopping()
+        if stopping is not None and state.get("early_stopping") is not None:
+            stopping.load_state_dict(state["early_stopping"])
+            self._stopping_loaded = True
         self.resume_rng = state["epoch_rng"]
         set_rng_state(state["rng"])
         self._ready = True
