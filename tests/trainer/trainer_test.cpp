@@ -169,7 +169,12 @@ TEST(TrainerTest, AccumulationUnderHalfPrecisionEqualsTheLoopWrittenByHand) {
       }
       const auto optimizer = make(model->parameters());
       Trainer trainer(*model, *optimizer, loss_of(model),
-                      exact({{"accumulation_steps", int64_t{4}}, {"precision", std::string("fp16")}}));
+                      settings({{"accumulation_steps", int64_t{4}},
+                                {"precision", std::string("fp16")},
+                                {"channels_last", std::string("off")},
+                                {"attention", std::string("default")},
+                                {"threads", std::string("keep")},
+                                {"flush_denormals", std::string("off")}}));
       std::vector<Example> loader;
       for (const auto& batch : batches) loader.push_back({batch.input, batch.target});
       EXPECT_EQ(trainer.fit(loader, 1).steps, (static_cast<int64_t>(count) + 3) / 4);
@@ -188,10 +193,12 @@ TEST(TrainerTest, AStepThatFailsAfterUnscalingCanBeTakenAgain) {
   auto model = make_model();
   optim::AdamW optimizer(model->parameters(), optim::AdamWOptions(1e-2).nonfinite(optim::NonFinite::Raise));
   Trainer trainer(*model, optimizer, loss_of(model),
-                  exact({{"precision", std::string("fp16")},
-                         {"clip_norm", 1.0},
-                         {"schedule", std::string("cosine")},
-                         {"max_steps", int64_t{9}}}));
+                  settings({{"precision", std::string("fp16")},
+                            {"clip_norm", 1.0},
+                            {"channels_last", std::string("off")},
+                            {"attention", std::string("default")},
+                            {"schedule", std::string("cosine")},
+                            {"max_steps", int64_t{9}}}));
   const auto batches = make_batches(3);
   trainer.step(batches[0]);
   auto& lr = static_cast<optim::AdamWOptions&>(optimizer.param_groups()[0].options());

@@ -3,9 +3,11 @@ Host settings and the training step.
 """
 
 from __future__ import annotations
+import collections.abc
 import typing
 
 __all__: list[str] = [
+    "EarlyStopping",
     "HostSetting",
     "allocator_retained_bytes",
     "allocator_trims",
@@ -15,6 +17,28 @@ __all__: list[str] = [
     "size_threads",
     "tune_allocator",
 ]
+
+class EarlyStopping:
+    """
+    The rule of early stopping.
+    """
+    def __init__(
+        self,
+        patience: typing.SupportsInt | typing.SupportsIndex,
+        min_delta: typing.SupportsFloat | typing.SupportsIndex,
+        minimize: bool,
+    ) -> None: ...
+    def load_state(self, state: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> None: ...
+    def state(self) -> list[float]: ...
+    def step(self, metric: typing.SupportsFloat | typing.SupportsIndex) -> bool: ...
+    @property
+    def bad_evaluations(self) -> int: ...
+    @property
+    def best(self) -> float: ...
+    @property
+    def best_evaluation(self) -> int: ...
+    @property
+    def improved(self) -> bool: ...
 
 class HostSetting:
     """
