@@ -2,6 +2,7 @@
 #pragma once
 
 #include "oxytorch/amp.h"
+#include "oxytorch/amp/precision.h"
 #include "oxytorch/api.h"
 #include "oxytorch/backend.h"
 #include "oxytorch/clock.h"

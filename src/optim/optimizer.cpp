@@ -181,6 +181,17 @@ void TailOptimizer::sync_lr() {
   }
 }
 
+void TailOptimizer::adopt_dtypes(const std::unordered_map<const c10::TensorImpl*, at::Tensor>& values) {
+  const std::unique_ptr<StepTail> old = std::move(tail_);
+  build();
+  for (std::size_t i = 0; i < tail_->param_count(); ++i) {
+    ParamState state = old != nullptr ? old->state(i) : ParamState();
+    const auto value = values.find(tail_->param(i).unsafeGetTensorImpl());
+    if (value != values.end() && !state.master.defined()) state.master = value->second;
+    tail_->set_state(i, std::move(state));
+  }
+}
+
 const StepTail& TailOptimizer::tail() const {
   const_cast<TailOptimizer*>(this)->build();
   return *tail_;

@@ -379,13 +379,17 @@ struct Trainer::Impl {
 
   void apply() {
     at::NoGradGuard no_grad;
+    // The losses were divided by the whole window; an unfinished one has had a share of it.
+    const double share = static_cast<double>(micro) / static_cast<double>(accumulate);
+    const bool tail_divides = tail && clip_norm <= 0;
     std::vector<at::Tensor> gradients;
-    if (micro != accumulate || clip_norm > 0) {
+    if ((share != 1 && !tail_divides) || clip_norm > 0) {
       for (const auto& parameter : parameters) {
         if (parameter.grad().defined()) gradients.push_back(parameter.grad());
       }
     }
-    if (micro != accumulate) at::_foreach_mul_(gradients, static_cast<double>(accumulate) / static_cast<double>(micro));
+    if (share != 1 && tail_divides) tail->set_grad_divisor(share);
+    if (share != 1 && !tail_divides && !gradients.empty()) at::_foreach_mul_(gradients, 1 / share);
     if (clip_norm > 0 && !gradients.empty()) {
       if (scaler) scaler->unscale_(optimizer);
       const auto norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients)));
@@ -397,6 +401,7 @@ struct Trainer::Impl {
     } else {
       optimizer.step();
     }
+    if (share != 1 && tail_divides) tail->set_grad_divisor(1);
     if (!ema.empty()) at::_foreach_lerp_(ema, parameters, 1 - ema_decay);
     for (auto& parameter : parameters) parameter.mutable_grad().reset();
     micro = 0;
@@ -407,6 +412,7 @@ struct Trainer::Impl {
   void abandon() {
     for (auto& parameter : parameters) parameter.mutable_grad().reset();
     if (scaler) scaler->abandon();
+    if (tail && micro != 0) tail->set_grad_divisor(1);
     micro = 0;
   }
 

@@ -171,7 +171,7 @@ def test_a_random_run_of_overflows_equals_torchs(ours: str, seed: int) -> None:
             if action == "load":
                 pair[side].load_state_dict({**scaler.state_dict(), "growth_interval": 2, "backoff_factor": 0.5})
             if action == "pickle":
-                pair[side] = pickle.loads(pickle.dumps(scaler))  # noqa: S301
+                pair[side] = pickle.loads(pickle.dumps(scaler))
             for i, net in enumerate(nets[side]):
                 still = all(torch.equal(a, b) for a, b in zip(before[i], net.parameters(), strict=True))
                 assert still == (i == hit and action in ("inf", "nan", "skip_one")), (turn, action)
@@ -249,7 +249,7 @@ def test_a_loaded_scale_is_taken_into_the_bounds(placed: bool) -> None:
         assert back.state_dict() == ours.state_dict()
     ours.update(1)
     assert ours.get_scale() == 8.0
-    again = pickle.loads(pickle.dumps(ours))  # noqa: S301
+    again = pickle.loads(pickle.dumps(ours))
     again.scale(torch.ones(()))
     again.update(2.0**30)
     assert again.get_scale() == copy.deepcopy(again).get_scale() == 2.0**12
@@ -343,7 +343,7 @@ def test_autocast_refuses_what_is_slow_on_request(monkeypatch: pytest.MonkeyPatc
     with amp.autocast("cpu", torch.bfloat16, allow_slow=True):
         pass
     monkeypatch.setattr(amp, "hardware_support", lambda _device, _dtype: (False, "this CPU lacks avx512_bf16."))
-    with pytest.raises(RuntimeError, match=r"avx512_bf16.*allow_slow=True"):
+    with pytest.raises(NotImplementedError, match=r"avx512_bf16.*allow_slow=True"):
         amp.autocast("cpu", torch.bfloat16, allow_slow=False)
 
 
@@ -367,7 +367,7 @@ def test_hardware_support_agrees_with_torch() -> None:
     assert amp.hardware_support("cuda", torch.bfloat16)[0] == (
         torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     )
-    with pytest.raises(TypeError, match="float8|Float8"):
+    with pytest.raises(TypeError, match=r"[Ff]loat8"):
         amp.hardware_support("cpu", torch.float8_e5m2)
 
 

@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "oxytorch/api.h"
@@ -125,6 +126,10 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   /// One a group; empty before use_lr_tensors().
   [[nodiscard]] const std::vector<at::Tensor>& lr_tensors() const noexcept { return lr_tensors_; }
   void sync_lr();
+
+  /// To be called after parameters changed dtype in place (`set_data`), as oxytorch::amp::prepare does: the state goes
+  /// on beside them. Master weights that do not exist yet start from `values`, fp32 by parameter, where it has one.
+  void adopt_dtypes(const std::unordered_map<const c10::TensorImpl*, at::Tensor>& values = {});
 
   [[nodiscard]] const TailStats& tail_stats() const;
 

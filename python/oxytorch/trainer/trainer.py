@@ -158,6 +158,9 @@ class Trainer:
         self._preparation = Preparation(self, optimizer)
         self.optimizer: torch.optim.Optimizer = self._preparation.optimizer
         self.has_tail: bool = hasattr(self.optimizer, "tail_stats")
+        self._open_window: Callable[[], AbstractContextManager[None]] | None = getattr(
+            self.optimizer, "accumulate", None
+        )
         self._clips_separately = self._preparation.separate_clip is not None or self.settings.clip_value is not None
         self._params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._watch()
@@ -212,7 +215,9 @@ class Trainer:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 self._refuse_loss(loss)
             forward = clock()
-            with self._phase("backward"):
+            # An optimizer that works in backward must not take a sum that is not complete.
+            window = self._open_window if self._micro + 1 < self._accumulate else None
+            with self._phase("backward"), _NO_PHASE if window is None else window():
                 scaled = loss if self._accumulate == 1 else loss / self._accumulate
                 if self.scaler is not None:
                     scaled = self.scaler.scale(scaled)
@@ -275,11 +280,12 @@ class Trainer:
 
     def _apply(self, count: int) -> None:
         optimizer: Any = self.optimizer
+        # The losses were divided by the whole window; an unfinished one has had a share of it.
         share = count / self._accumulate
+        divisor = optimizer.grad_divisor if self.has_tail else 1.0
         if share != 1.0:
-            # The losses were divided by the whole window; the tail divides the gradients by this share.
             if self.has_tail and not self._clips_separately:
-                optimizer.grad_scale = torch.full((), share, device=self._params[0].device)
+                optimizer.grad_divisor = divisor * share
             else:
                 torch._foreach_mul_([p.grad for p in self._params if p.grad is not None], 1 / share)
         try:
@@ -296,8 +302,8 @@ class Trainer:
             else:
                 optimizer.step()
         finally:
-            if "grad_scale" in optimizer.__dict__:
-                del optimizer.grad_scale
+            if self.has_tail:
+                optimizer.grad_divisor = divisor
         if self._ema is not None and self.settings.ema_decay is not None:
             with torch.no_grad():
                 torch._foreach_lerp_(self._ema, self._params, 1 - self.settings.ema_decay)
