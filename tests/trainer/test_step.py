@@ -186,6 +186,25 @@ def test_accumulation_equals_the_loop_written_by_hand(level: str, half: bool, co
             torch.testing.assert_close(a, b, rtol=2e-6, atol=3e-7)
 
 
+@pytest.mark.parametrize(
+    "options", [{"clip_norm": 0.1, "norm_in_backward": True}, {"step_in_backward": True, "nonfinite": "propagate"}]
+)
+def test_accumulation_with_an_optimizer_that_works_in_backward(options: dict[str, Any]) -> None:
+    ends = []
+    for working in (True, False):
+        chosen = {key: value for key, value in options.items() if working or not key.endswith("_in_backward")}
+        model = make("mlp")
+        model[2].p = 0.0
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, **chosen)
+        trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), accumulation_steps=4, calibrate=False, **EXACT)
+        trainer.fit(batches("mlp", 11), epochs=1, progress=False)
+        assert trainer.global_step == 3
+        assert float(optimizer.state[next(model.parameters())]["step"]) == 3
+        ends.append(weights(model))
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_no_host_read_on_the_step_path(precision: str) -> None:
     data = batches("mlp", 8)
