@@ -117,7 +117,7 @@ TEST(PrecisionTest, O2IsFloat32TrainingOnGradientsOfTheRoundedWeights) {
   }
   for (size_t i = 0; i < masters.size(); ++i) {
     const auto& state = optimizer.tail().state(i);
-    const auto& kept = state.master.defined() ? state.master : model->parameters()[i];
+    const at::Tensor kept = state.master.defined() ? state.master : model->parameters()[i];
     EXPECT_TRUE(at::allclose(kept, masters[i], 1e-3, 1e-4)) << "parameter " << i;
   }
 }
