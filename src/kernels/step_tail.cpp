@@ -13,8 +13,6 @@ namespace {
 
 // What a chunk costs beside its elements, in elements: a call and a cold start of the streams.
 constexpr std::int64_t kChunkOverhead = 256;
-// Below this much work a second thread costs more than it brings.
-constexpr std::int64_t kMinimumPerThread = 24 * 1024;
 
 std::int64_t bytes_of(ElementType type, std::int64_t numel) {
   switch (type) {
@@ -32,7 +30,7 @@ std::int64_t chunks_of(std::int64_t numel) { return (numel + StepTailPlan::kChun
 
 // How many threads are of use for work of `cost` elements.
 int slices_for(std::int64_t cost, const Parallel& parallel) {
-  const std::int64_t useful = std::max<std::int64_t>(1, cost / kMinimumPerThread);
+  const std::int64_t useful = std::max<std::int64_t>(1, cost / std::max<std::int64_t>(1, parallel.grain));
   return static_cast<int>(std::clamp<std::int64_t>(parallel.run == nullptr ? 1 : parallel.threads, 1, useful));
 }
 
@@ -246,11 +244,9 @@ struct StepTailPlan::Impl {
     c.ema_weight = static_cast<float>(1.0 - settings.ema_decay);
     c.step = static_cast<std::uint32_t>(step);
     const bool adam = group.rule == Rule::AdamW || group.rule == Rule::Adam;
-    const bool decoupled =
-        group.rule == Rule::AdamW || group.rule == Rule::Lion || (group.rule == Rule::Sgd && group.decoupled_decay);
-    const double decay_lr = group.rule == Rule::Sgd && group.decay_lr >= 0 ? group.decay_lr : group.lr;
+    const bool decoupled = group.rule == Rule::AdamW || group.rule == Rule::Lion;
     (decoupled ? c.decay : c.weight_decay) =
-        static_cast<float>(decoupled ? decay_lr * group.weight_decay : group.weight_decay);
+        static_cast<float>(decoupled ? group.lr * group.weight_decay : group.weight_decay);
     c.one_minus_beta1 = static_cast<float>(1.0 - group.beta1);
     c.beta2 = static_cast<float>(group.beta2);
     c.one_minus_beta2 = static_cast<float>(1.0 - group.beta2);

@@ -285,7 +285,7 @@ struct Statistics {
   Lanes param;
   Lanes update;
   // Written out: an implicit one would lack the instruction set of this region.
-  HWY_INLINE Statistics() {}
+  HWY_INLINE Statistics() {}  // NOLINT(modernize-use-equals-default)
   void add(const float* before, const float* after, std::int64_t count) {
     for (std::int64_t i = 0; i < count; i += kBlock) {
       float change[kBlock];

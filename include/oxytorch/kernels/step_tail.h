@@ -73,8 +73,6 @@ struct TailGroup {
   double lr_decay = 0;  ///< Adagrad
   bool nesterov = false;
   bool maximize = false;
-  bool decoupled_decay = false;  ///< Sgd: shrink the weights by lr * weight_decay instead of adding to the gradient
-  double decay_lr = -1;          ///< Sgd with decoupled_decay: the rate of the decay where it is not `lr` (Muon)
 };
 
 /// What apply() does beside the update.
@@ -95,6 +93,7 @@ struct Parallel {
   int threads = 1;
   void (*run)(void* pool, int tasks, void (*task)(void* context, int index), void* context) = nullptr;
   void* pool = nullptr;
+  std::int64_t grain = 64 * 1024;  ///< elements below which one more thread costs more than it brings
 };
 
 /// Bytes that one step of `tensor` moves between memory and processor, both passes counted.
