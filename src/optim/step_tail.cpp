@@ -689,9 +689,11 @@ struct StepTail::Impl {
   // ---- state from outside
 
   void check_formats(const at::Tensor& p, const std::string& label) const {
-    OXY_CHECK(algorithm != Algorithm::Muon || (p.dim() == 2 && !p.is_complex()), InvalidArgument, "parameter ", label,
-              " has shape ", p.sizes(), " and dtype ", p.scalar_type(),
-              "; Muon updates real matrices. Give other parameters to AdamW.");
+    OXY_CHECK(algorithm != Algorithm::Muon || !p.is_complex(), NotSupported,
+              "Muon does not support complex parameters, and ", label, " is of dtype ", p.scalar_type(),
+              ". Give it to AdamW.");
+    OXY_CHECK(algorithm != Algorithm::Muon || p.dim() == 2, InvalidArgument, "parameter ", label, " has shape ",
+              p.sizes(), "; Muon updates matrices. Give other parameters to AdamW.");
     OXY_CHECK(!p.is_complex() || options.state_dtype == StateFormat::Auto, NotSupported, "parameter ", label,
               " is complex (", p.scalar_type(), "); its state cannot be kept as ", name(options.state_dtype),
               ". Leave state_dtype out for its optimizer.");
