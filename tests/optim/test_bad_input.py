@@ -298,3 +298,181 @@ def test_zero_grads_writes_zeros_also_when_the_step_is_skipped() -> None:
             params[0].grad[0] = float("inf")
         AdamW(params, zero_grads=True).step()
         assert all(torch.count_nonzero(p.grad) == 0 for p in params)
+
+
+NAN, INF = float("nan"), float("inf")
+REFUSED = [
+    ({"clip_value": 0}, ValueError, "clip_value is 0"),
+    ({"clip_value": -2.0}, ValueError, "clip_value is -2"),
+    ({"clip_value": NAN}, ValueError, "clip_value is nan"),
+    ({"agc": 0.0}, ValueError, "agc is 0"),
+    ({"agc": INF}, ValueError, "agc is inf"),
+    ({"agc": 0.01, "agc_eps": 0.0}, ValueError, "agc_eps is 0"),
+    ({"agc": 0.01, "agc_eps": NAN}, ValueError, "agc_eps is nan"),
+    ({"clip_norm": 1.0, "clip_value": 2.0}, ValueError, "more than one kind of clipping"),
+    ({"clip_norm": 1.0, "agc": 0.5}, ValueError, "agc 0.5"),
+    ({"ema_decay": INF}, ValueError, "ema_decay is inf"),
+    ({"state_dtype": "int4"}, ValueError, "unknown state_dtype 'int4'"),
+    ({"master_weights": "bf16"}, ValueError, "unknown master_weights 'bf16'"),
+    ({"copy_dtype": "fp8"}, ValueError, "copy_dtype is 'fp8'"),
+    ({"copy_dtype": torch.float64}, TypeError, "copy_dtype is Double"),
+    ({"norm_in_backward": True, "step_in_backward": True}, ValueError, "exclude each other"),
+    ({"step_in_backward": True}, NotImplementedError, 'nonfinite = "skip"'),
+    ({"step_in_backward": True, "nonfinite": "raise"}, NotImplementedError, 'nonfinite = "raise"'),
+    (
+        {"step_in_backward": True, "nonfinite": "propagate", "clip_norm": 1.5},
+        NotImplementedError,
+        r"clip_norm = 1\.5",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion", "Adagrad", "RMSprop", "Muon"])
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED, ids=[str(o) for o, _, _ in REFUSED])
+def test_each_option_is_refused_out_of_its_range(name: str, options: dict, error: type, message: str) -> None:
+    param = params_with_grads((3, 4))[0]
+    kept = param.detach().clone()
+    with pytest.raises(error, match=message):
+        getattr(oxytorch.optim, name)([param], **options)
+    assert torch.equal(param, kept)
+    assert not param._post_accumulate_grad_hooks, "a refused optimizer left a hook"
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"seed": -1}, ValueError),
+        ({"seed": 2**64}, ValueError),
+        ({"seed": "zero"}, TypeError),
+        ({"seed": 1.0}, TypeError),
+        ({"state_dtype": torch.bfloat16}, TypeError),
+        ({"nonfinite": False}, TypeError),
+        ({"copy_dtype": torch.int32}, TypeError),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(options: dict, error: type) -> None:
+    with pytest.raises(error, match=f"^{next(iter(options))} is "):
+        AdamW(params_with_grads((3,)), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "param", "options", "error", "message"),
+    [
+        ("AdamW", torch.ones(3, dtype=torch.complex64), {"state_dtype": "int8"}, NotImplementedError, "is complex"),
+        ("AdamW", torch.ones(3, dtype=torch.complex64), {"stochastic_rounding": True}, NotImplementedError, "complex"),
+        ("SGD", torch.ones(3, dtype=torch.float16), {"master_weights": "int8"}, NotImplementedError, "is float16"),
+        ("Muon", torch.ones(3, 3, dtype=torch.complex64), {}, NotImplementedError, "does not support complex"),
+    ],
+)
+def test_formats_that_a_parameter_cannot_have(name, param, options, error, message) -> None:
+    good = params_with_grads((4, 4))[0]
+    bad = torch.nn.Parameter(param)
+    bad.grad = torch.ones_like(bad)
+    kept = good.detach().clone(), bad.detach().clone()
+    opt = getattr(oxytorch.optim, name)(named([good, bad]), **options)
+    with pytest.raises(error, match=message) as raised:
+        opt.step()
+    assert "layer.1" in str(raised.value)
+    assert torch.equal(good, kept[0]) and torch.equal(bad, kept[1])
+
+
+def test_muon_takes_matrices_alone() -> None:
+    with pytest.raises(ValueError, match="2D"):
+        oxytorch.optim.Muon(params_with_grads((3,)))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 31, 33])
+def test_int8_state_of_few_elements_works(numel: int) -> None:
+    p = params_with_grads((numel,))[0]
+    opt = AdamW([p], lr=0.1, state_dtype="int8")
+    peer_param = torch.nn.Parameter(p.detach().clone())
+    peer = torch.optim.AdamW([peer_param], lr=0.1)
+    for i in range(5):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        peer_param.grad = p.grad.clone()
+        opt.step(), peer.step()
+    assert opt.state[p]["exp_avg"].dtype == torch.int8 and opt.state[p]["exp_avg_sq"].dtype == torch.uint8
+    assert opt.state[p]["exp_avg_scale"].shape == (-(-numel // 32),)
+    torch.testing.assert_close(p, peer_param, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF])
+def test_bad_divisors_change_nothing(value: float) -> None:
+    params = params_with_grads((4,), (5,))
+    opt = AdamW(params, lr=0.1, ema_decay=0.5)
+    opt.step()
+    kept = copy.deepcopy(([p.detach() for p in params], opt.state_dict()["state"], opt.ema_state_dict()))
+    opt.grad_divisor = value
+    with pytest.raises(ValueError, match=f"grad_divisor is {value:g}"):
+        opt.step()
+    now = ([p.detach() for p in params], opt.state_dict()["state"], opt.ema_state_dict())
+    torch.testing.assert_close(now, kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("what", ["grad_scale", "found_inf", "skip", "norm_limit"])
+def test_inputs_must_be_one_element(what: str) -> None:
+    params = params_with_grads((4,))
+    kept = params[0].detach().clone()
+    opt = AdamW(params)
+    setattr(opt, what, torch.ones(2))
+    with pytest.raises(ValueError, match=f"{what} must be a one-element tensor on cpu; it has 2 elements"):
+        opt.step()
+    assert torch.equal(params[0], kept)
+
+
+def test_step_in_backward_serves_no_condition_on_the_whole_step() -> None:
+    for what in ("grad_scale", "found_inf", "skip", "norm_limit"):
+        params = params_with_grads((4,))
+        kept = params[0].detach().clone()
+        opt = SGD(params, step_in_backward=True, nonfinite="propagate")
+        setattr(opt, what, torch.ones(()))
+        with pytest.raises(NotImplementedError, match="step_in_backward cannot serve"):
+            opt.step()
+        assert torch.equal(params[0], kept)
+
+
+HYPERPARAMETERS = [
+    ("AdamW", "betas", (1.0, 0.9), r"betas\[0\] = 1"),
+    ("AdamW", "betas", (0.9, -0.5), r"betas\[1\] = -0.5"),
+    ("AdamW", "eps", -1e-3, r"eps = -0\.001"),
+    ("AdamW", "weight_decay", NAN, "weight_decay = nan"),
+    ("Lion", "weight_decay", -0.1, "weight_decay = -0.1"),
+    ("Lion", "betas", (0.9, 1.5), r"betas\[1\] = 1\.5"),
+    ("SGD", "momentum", -0.9, "momentum = -0.9"),
+    ("SGD", "dampening", INF, "dampening = inf"),
+    ("Adagrad", "lr_decay", -1.0, "lr_decay = -1"),
+    ("Adagrad", "eps", NAN, "eps = nan"),
+    ("RMSprop", "alpha", -0.1, "alpha = -0.1"),
+    ("RMSprop", "momentum", INF, "momentum = inf"),
+    ("Muon", "momentum", NAN, "momentum = nan"),
+    ("Muon", "ns_steps", 100, "ns_steps = 100"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value", "message"), HYPERPARAMETERS)
+def test_hyperparameters_that_go_bad_are_refused_before_anything_changes(name, key, value, message) -> None:
+    params = params_with_grads((3, 4), (5, 5))
+    opt = getattr(oxytorch.optim, name)([{"params": [p]} for p in params], lr=0.1)
+    opt.step()
+    kept = copy.deepcopy(([p.detach() for p in params], opt.state_dict()["state"]))
+    good = opt.param_groups[1][key]
+    opt.param_groups[1][key] = value
+    with pytest.raises(ValueError, match=f"group 1 has {message}"):
+        opt.step()
+    torch.testing.assert_close(([p.detach() for p in params], opt.state_dict()["state"]), kept, rtol=0, atol=0)
+    opt.param_groups[1][key] = good
+    opt.step()
+    assert not torch.equal(params[1], kept[0][1])
+
+
+def test_average_of_another_model_is_refused() -> None:
+    opt = AdamW(params_with_grads((4,), (5,)), ema_decay=0.9)
+    opt.step()
+    before = copy.deepcopy(opt.ema_state_dict())
+    for bad, message in (
+        ({"decay": 0.9, "ema": {7: torch.zeros(4)}}, r"for parameters \[7\]"),
+        ({"decay": 0.9, "ema": {0: torch.zeros(9)}}, r"shape \(9,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            opt.load_ema_state_dict(bad)
+        torch.testing.assert_close(opt.ema_state_dict(), before, rtol=0, atol=0)

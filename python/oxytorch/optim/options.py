@@ -108,6 +108,14 @@ def native_options(tail: TailOptions) -> dict[str, Any]:
         value = options[limit]
         if value is not None and not value > 0:
             raise ValueError(f"{limit} is {value}; give a number above 0, or None for no clipping.")
+    for name in ("state_dtype", "nonfinite"):
+        if options[name] is not None and not isinstance(options[name], str):
+            raise TypeError(f"{name} is {options[name]!r}; give one of its names as a string.")
+    seed = options["seed"]
+    if not isinstance(seed, int):
+        raise TypeError(f"seed is {seed!r}; give an integer.")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; give an integer of 64 bits, at least 0.")
     options["state_dtype"] = options["state_dtype"] or "auto"
     masters = options["master_weights"]
     options["master_weights"] = {True: "fp32", False: "none", None: "none"}.get(masters, masters)
