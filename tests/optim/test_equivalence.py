@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import oxytorch.optim
 import pytest
 import torch
-from oxytorch.optim import SGD, AdamW
+from oxytorch.optim import AdamW
 
 SHAPES = [(257,), (33, 65), (8, 3, 3, 3), (), (1,), (0, 4), (5000,)]
 DECAY = 0.99
@@ -134,49 +129,6 @@ def test_thousand_steps_stay_at_the_referee_and_skip_what_torch_skips(dtype: tor
         average = list(opt.ema_state_dict()["ema"].values())
         for mine, their in zip([*ours, *average], [*theirs, *ema], strict=True):
             torch.testing.assert_close(mine, their, rtol=2e-4, atol=2e-4)
-
-
-CHILD = """
-import sys, torch
-sys.path.insert(0, sys.argv[3])
-from test_equivalence import digest
-torch.set_num_threads(int(sys.argv[2]))
-print(digest(getattr(torch, sys.argv[1])))
-"""
-
-
-def digest(dtype: torch.dtype) -> str:
-    """Hash of parameters, state and averages after 20 steps of AdamW and SGD."""
-    sha = hashlib.sha256()
-    for cls, extra in ((AdamW, {"amsgrad": True}), (SGD, {"momentum": 0.9, "nesterov": True})):
-        params = [torch.nn.Parameter(torch.cat([p.detach().flatten()] * 20)) for p in make_params(dtype)]
-        opt = cls(params, lr=1e-2, weight_decay=0.1, clip_norm=0.5, ema_decay=0.9, collect_stats=True, **extra)
-        for i in range(20):
-            for p, g in zip(params, make_grads(dtype, i), strict=True):
-                p.grad = torch.cat([g.flatten()] * 20)
-            opt.step()
-        stats = opt.tail_stats()
-        tensors = [*params, *opt.ema_state_dict()["ema"].values(), stats.grad_norm, stats.grad_norms]
-        tensors += [stats.param_norms, stats.update_norms]
-        tensors += [t for p in params for t in opt.state[p].values()]
-        for tensor in tensors:
-            sha.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_same_bits_for_every_thread_count_and_instruction_set(dtype: str) -> None:
-    found = {}
-    for isa in ("scalar", "avx2", "avx512"):
-        for threads in (1, 2, 3):
-            env = {**os.environ, "OXYTORCH_ISA": isa}
-            command = [sys.executable, "-c", CHILD, dtype, str(threads), str(Path(__file__).parent)]
-            result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-            if isa != "scalar" and "which this processor lacks" in result.stderr:
-                continue
-            assert result.returncode == 0, result.stderr
-            found[isa, threads] = result.stdout.strip()
-    assert len(set(found.values())) == 1, found
 
 
 @pytest.mark.parametrize("composite", [False, True])

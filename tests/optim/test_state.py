@@ -113,7 +113,7 @@ CHILD = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 from test_state import DTYPES, everything
-for threads in (1, 2):
+for threads in (1, 2, 3):
     torch.set_num_threads(threads)
     print(everything())
 """
@@ -127,10 +127,10 @@ def everything() -> str:
     for i, (name, key) in enumerate(kinds):
         dtype = DTYPES[(i + i // len(FORMATS)) % len(DTYPES)] if key != "seven bytes" else torch.bfloat16
         generator = torch.Generator().manual_seed(1)
-        params = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in (16400, 257, 3)]
+        params = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in (40001, 257, 3)]
         options = {"clip_norm": 0.5, "ema_decay": 0.9, "collect_stats": True, **OPTIONS[name], **FORMATS[key]}
         opt = getattr(oxytorch.optim, name)(params, lr=1e-2, **options)
-        run(opt, range(2))
+        run(opt, range(3))
         assert opt._tail.native
         stats = opt.tail_stats()
         sha.update(digest(opt).encode())
