@@ -12,7 +12,8 @@ void bind_trainer(py::module_& m) {
              return EarlyStopping({.patience = patience, .min_delta = min_delta, .minimize = minimize});
            }),
            py::arg("patience"), py::arg("min_delta"), py::arg("minimize"))
-      .def("step", [](EarlyStopping& self, double metric) { return self.step(metric); }, py::arg("metric"))
+      .def(
+          "step", [](EarlyStopping& self, double metric) { return self.step(metric); }, py::arg("metric"))
       .def("state", &EarlyStopping::state)
       .def("load_state", &EarlyStopping::load_state, py::arg("state"))
       .def_property_readonly("improved", &EarlyStopping::improved)
