@@ -91,6 +91,15 @@ at::Tensor limits_of(const at::Tensor& history, const SpikeOptions& o) {
   return at::where(unknown, kInf, at::where(positive, limit.exp(), limit)).squeeze(-1);
 }
 
+// Pinned where the device can; elsewhere the copies that go there wait.
+at::Tensor host_zeros(at::IntArrayRef shape) {
+  try {
+    return at::zeros(shape, at::TensorOptions(at::kFloat).pinned_memory(true));
+  } catch (const c10::Error&) {
+    return at::zeros(shape, at::TensorOptions(at::kFloat));
+  }
+}
+
 Spike read(const float* row) {
   Spike spike;
   spike.step = static_cast<std::int64_t>(row[kStepHigh]) * kStepUnit + static_cast<std::int64_t>(row[kStepLow]);
@@ -153,7 +162,7 @@ struct SpikeDetector::Impl {
     places = at::arange(kKept + 2, fp32.dtype(at::kLong)).unsqueeze(1);
     total = at::zeros({}, fp32.dtype(at::kLong));
     if (!device.is_cpu()) {
-      host_log = at::zeros({kKept + 2, kColumns}, at::TensorOptions(at::kFloat).pinned_memory(true));
+      host_log = host_zeros({kKept + 2, kColumns});
       copied.emplace(device.type());
     }
   }

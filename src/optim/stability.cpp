@@ -52,7 +52,12 @@ void keep(at::Tensor& kept, const at::Tensor& live) {
 
 std::vector<at::Generator> generators(at::Device device) {
   std::vector<at::Generator> found = {at::globalContext().defaultGenerator(at::kCPU)};
-  if (!device.is_cpu()) found.push_back(at::globalContext().defaultGenerator(device));
+  if (device.is_cpu()) return found;
+  try {
+    found.push_back(at::globalContext().defaultGenerator(device));
+  } catch (const c10::Error&) {
+    // A device without a generator of its own has no random state.
+  }
   return found;
 }
 
@@ -252,17 +257,16 @@ struct NumericalStabilityManager::Impl {
       ParamState state = to.state(i);
       const auto live = fields(state);
       const auto kept = fields(snapshot.states[i]);
-      bool exchanged = false;
       for (std::size_t k = 0; k < live.size(); ++k) {
         if (live[k]->defined() && kept[k]->defined()) {
           live[k]->copy_(*kept[k]);
         } else if (live[k]->defined() || kept[k]->defined()) {
           // Made since then, or dropped.
           *live[k] = kept[k]->defined() ? kept[k]->clone() : at::Tensor();
-          exchanged = true;
         }
       }
-      if (exchanged) to.set_state(i, std::move(state));
+      // Also where every tensor was written in place: masters and residues belong to the weights that came back.
+      to.set_state(i, std::move(state));
     }
     for (std::size_t i = 0; i < snapshot.tensors.size(); ++i) at::Tensor(tensors[i]).copy_(snapshot.tensors[i]);
     for (std::size_t i = 0; i < snapshot.options.size(); ++i) {

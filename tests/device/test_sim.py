@@ -71,7 +71,7 @@ def test_the_device_is_one_of_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("tests", ["tests/optim/test_device.py"])
+@pytest.mark.parametrize("tests", ["tests/optim/test_device.py", "tests/optim/test_stability_device.py"])
 def test_runs_on_sim(tests: str) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q"]
     done = subprocess.run(

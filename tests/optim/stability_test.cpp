@@ -247,6 +247,31 @@ TEST(NumericalStabilityManager, StateMadeAfterTheSnapshotGoesAgain) {
   EXPECT_FALSE(optimizer.tail().state(1).moments[0].defined());
 }
 
+TEST(NumericalStabilityManager, SevenBytesAParameterGoBackToTheBit) {
+  const auto trained = [](int bad) {
+    torch::manual_seed(0);
+    auto p = torch::randn({64, 48}, torch::kBFloat16).requires_grad_();
+    AdamW optimizer({p}, AdamWOptions(1e-2)
+                             .state_dtype(StateFormat::Int8)
+                             .master_weights(MasterFormat::Int8)
+                             .stochastic_rounding(true)
+                             .ema_decay(0.9));
+    NumericalStabilityManager guard(optimizer, {.policy = StabilityPolicy::Rollback, .every = 10});
+    for (int step = 1; step <= 30; ++step) {
+      torch::manual_seed(step);
+      p.mutable_grad() = torch::randn({64, 48}, torch::kBFloat16) * (step == bad ? kNan : 1.0);
+      guard.step();
+      if (guard.rolled_back()) {
+        bad = 0;
+        step = 20;
+      }
+    }
+    const ParamState& s = optimizer.tail().state(0);
+    return std::vector<torch::Tensor>{p.detach(), s.step, s.moments[0], s.moments[1], s.scales[0], s.residue, s.ema};
+  };
+  expect_same(trained(27), trained(0));
+}
+
 TEST(NumericalStabilityManager, ServesALossScaler) {
   Training run(60, 50);
   amp::GradScaler scaler(amp::GradScalerOptions{.init_scale = 1e38});
