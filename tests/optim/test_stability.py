@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import oxytorch as ox
@@ -169,6 +172,9 @@ def test_optimizers_that_cannot_leave_out_a_step_are_refused() -> None:
     with pytest.raises(ValueError, match="propagate"):
         NumericalStabilityManager(optimizer)
     NumericalStabilityManager(optimizer, "warn")
+    early = ox.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, nonfinite="propagate", step_in_backward=True)
+    with pytest.raises(ValueError, match="steps in backward"):
+        NumericalStabilityManager(early)
 
 
 # -- training
@@ -527,3 +533,104 @@ def test_a_checkpointed_manager_goes_on_where_it_was() -> None:
     assert second.events[0] == first.events[0]
     with pytest.raises(ValueError, match="window of 128"):
         NumericalStabilityManager(optimizer, window=64).load_state_dict(first.state_dict())
+
+
+FORMATS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "7 bytes": ("AdamW", torch.bfloat16, {"state_dtype": "int8", "master_weights": "int8", "ema_decay": 0.9}),
+    "masters": ("AdamW", torch.bfloat16, {"master_weights": "fp32", "copy_dtype": "fp16", "amsgrad": True}),
+    "stochastic": ("Lion", torch.bfloat16, {"state_dtype": "bf16", "stochastic_rounding": True, "seed": 5}),
+    "int8": ("SGD", torch.float32, {"state_dtype": "int8", "momentum": 0.9, "copy_dtype": "bf16"}),
+    "composite": ("Adam", torch.float64, {"force_composite": True, "ema_decay": 0.9}),
+    "matrices": ("Muon", torch.float32, {"ema_decay": 0.9}),
+    "two averages": ("RMSprop", torch.float32, {"centered": True, "momentum": 0.9}),
+    "sums": ("Adagrad", torch.float32, {"clip_norm": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_storage_format_goes_back_to_the_bit(name: str) -> None:
+    kind, dtype, options = FORMATS[name]
+
+    def trained(bad: int) -> tuple[list[Tensor], Any]:
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in [(64, 48), (33, 65)]]
+        optimizer = getattr(ox.optim, kind)(params, lr=1e-2, **options)
+        guard = NumericalStabilityManager(optimizer, "rollback", every=10)
+        step = 0
+        while step < 30:
+            step += 1
+            generator = torch.Generator().manual_seed(step)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).to(dtype) * (math.nan if step == bad else 1)
+            guard.step()
+            if guard.rolled_back:
+                step, bad = guard._step, -1
+        kept = [copy for copy in optimizer.copies() if copy is not None]
+        return [*params, *tensors(optimizer, nn.ParameterList(params)), *kept], guard
+
+    rolled, guard = trained(bad=27)
+    straight, _ = trained(bad=-1)
+    assert [event.action for event in guard.events] == ["rolled back to step 20"]
+    assert len(rolled) == len(straight) >= 6
+    for a, b in zip(rolled, straight, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_an_optimizer_with_rollback_goes_back_on_its_own() -> None:
+    model = make_model()
+    optimizer = ox.optim.AdamW(model.parameters(), lr=1e-2, nonfinite="rollback")
+    states = {}
+    for i, (x, y) in enumerate(batches(131, {130: math.inf})):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y * (1000 if i == 60 else 1)).backward()
+        optimizer.step()
+        states[i + 1] = [p.detach().clone() for p in model.parameters()]
+    assert [event.action for event in optimizer.recovery.events] == ["rolled back to step 100"]
+    assert all(torch.equal(a, b) for a, b in zip(states[131], states[100], strict=True))
+    assert not torch.equal(states[130][0], states[100][0])
+    with pytest.raises(ValueError, match="on its own"):
+        NumericalStabilityManager(optimizer)
+    with pytest.raises(AttributeError, match="nonfinite"):
+        _ = ox.optim.SGD(model.parameters(), lr=0.1).recovery
+
+
+def test_an_optimizer_with_rollback_leaves_overflows_to_the_scaler() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = ox.optim.SGD([p], lr=0.1, nonfinite="rollback")
+    scaler = ox.amp.GradScaler("cpu", init_scale=1e38)
+    for _ in range(10):
+        optimizer.zero_grad()
+        scaler.scale((p * 100).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() < 1e38
+    assert optimizer.recovery.events == []
+
+
+ON_TWO = """
+import sys, torch, torch.distributed as dist
+import oxytorch as ox
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+p = torch.nn.Parameter(torch.zeros(3))
+guard = ox.optim.NumericalStabilityManager(ox.optim.SGD([p], lr=1.0), "rollback", every=10)
+for i in range(60):
+    p.grad = torch.ones(3)
+    # A spike of one process alone, and a loss that is NaN on one alone.
+    loss = 30.0 if i == 45 and rank == 1 else float("nan") if i == 55 and rank == 0 else 1.0
+    guard.step(torch.tensor(loss))
+print([(event.step, event.kind, event.action) for event in guard.events], p.tolist())
+"""
+
+
+def test_processes_of_a_group_decide_alike(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ON_TWO]
+    running = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert said[0] == said[1]
+    assert "(46, 'loss', 'rolled back to step 40')" in said[0] and "nonfinite_loss" in said[0]

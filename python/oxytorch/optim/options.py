@@ -25,8 +25,9 @@ class TailOptions(TypedDict, total=False):
         Least weight norm that ``agc`` counts with.
     ema_decay : float or None
         Decay in [0, 1) of a moving average of the parameters, kept in fp32; see ``ema_weights()``.
-    nonfinite : {"skip", "raise", "propagate"}
+    nonfinite : {"skip", "raise", "rollback", "propagate"}
         What to do with a step whose gradients hold inf or NaN. Under a loss scale it is always skipped.
+        ``"rollback"``: it is skipped, and parameters and state go back to a snapshot; see ``recovery``.
     state_dtype : {None, "fp32", "bf16", "int8"}
         How running averages are kept. None: in the parameter's dtype, as torch does (fp32 beside master weights).
         ``"int8"``: one byte an element and a scale for 32; the errors are in docs/kernels.md.
@@ -116,6 +117,8 @@ def native_options(tail: TailOptions) -> dict[str, Any]:
         raise TypeError(f"seed is {seed!r}; give an integer.")
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed is {seed}; give an integer of 64 bits, at least 0.")
+    if options["nonfinite"] == "rollback":
+        options["nonfinite"] = "skip"  # which the tail does; the way back is `Recovery`'s
     options["state_dtype"] = options["state_dtype"] or "auto"
     masters = options["master_weights"]
     options["master_weights"] = {True: "fp32", False: "none", None: "none"}.get(masters, masters)

@@ -19,7 +19,7 @@ from ..base import log
 from .origin import Origin, nan_origin
 from .tail import TailOptimizer
 
-__all__ = ["NumericalStabilityManager", "StabilityEvent"]
+__all__ = ["NumericalStabilityManager", "Recovery", "StabilityEvent"]
 
 _POLICIES = ("skip", "backoff", "rollback", "warn")
 
@@ -186,7 +186,7 @@ class NumericalStabilityManager:
             raise ValueError("the optimizer has no parameters.")
         self._tail = optimizer if isinstance(optimizer, TailOptimizer) else None
         if self._tail is not None and policy != "warn":
-            _refuse(self._tail)
+            self._refuse(self._tail)
         self.optimizer = optimizer
         self.policy = policy
         self.model = model
@@ -234,7 +234,7 @@ class NumericalStabilityManager:
         self._detector.judge(self._shared(loss))
         with self._reduced_rate():
             norm = self._step_torch() if self._tail is None else self._step_tail(self._tail)
-        self._record(norm)
+        self._record(norm, self._scaled)
 
     def _shared(self, loss: Tensor | float | None) -> Tensor | None:
         if loss is None:
@@ -299,16 +299,16 @@ class NumericalStabilityManager:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _record(self, norm: Tensor) -> None:
+    def _record(self, norm: Tensor, scaled: bool) -> None:
         """Judge a step that was taken, and react to what the host knows of spikes by now."""
         reacts = self.policy in ("backoff", "rollback")
         if self._device.type == "cpu":
-            self._detector.record(self._step, norm, self._scaled)
+            self._detector.record(self._step, norm, scaled)
             spikes = self._detector.arrived(False)
         else:
             # The verdict of the step before this one: every process knows the same.
             spikes = self._detector.arrived(reacts)
-            self._detector.record(self._step, norm, self._scaled)
+            self._detector.record(self._step, norm, scaled)
         if self.policy == "backoff":
             factor, steps = self._backoff
             self._rate = factor if spikes else min(1.0, self._rate + (1 - factor) / steps)
@@ -318,6 +318,22 @@ class NumericalStabilityManager:
             self._note(spikes, self._usual_action)
         elif self.policy == "rollback" and (not self._snapshots or self._step % self._every == 0):
             self._save()
+
+    def _refuse(self, optimizer: TailOptimizer) -> None:
+        options = optimizer._tail_options
+        if options["step_in_backward"]:
+            raise ValueError(
+                "the optimizer steps in backward, before loss and gradient norm are judged; use it without "
+                'step_in_backward, or policy="warn".'
+            )
+        if options["nonfinite"] in ("propagate", "rollback"):
+            does = "takes steps with inf and NaN" if options["nonfinite"] == "propagate" else "goes back on its own"
+            raise ValueError(
+                f'the optimizer has nonfinite="{options["nonfinite"]}" and {does}; give it "skip", or the manager '
+                'policy="warn".'
+            )
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            raise ValueError('a step with differentiable=True cannot be left out; use policy="warn".')
 
     # -- what is told
 
@@ -525,6 +541,8 @@ class NumericalStabilityManager:
         for p, kept in zip(owned, values["state"], strict=True):
             if kept:
                 optimizer.state[p].update(kept)
+        if self._tail is not None:
+            self._tail._adopt_restored()
         for name, thing in self._extra.items():
             thing.load_state_dict(values["extra"][name])
         _set_generator_states(self._device, values["generators"])
@@ -558,29 +576,35 @@ class NumericalStabilityManager:
         self._furthest, self._bad_steps = state["furthest"], set(state["bad_steps"])
 
 
-def _refuse(optimizer: TailOptimizer) -> None:
-    if optimizer._tail_options["step_in_backward"]:
-        raise ValueError(
-            "the optimizer steps in backward, before loss and gradient norm are judged; use it without "
-            'step_in_backward, or policy="warn".'
-        )
-    if optimizer._tail_options["nonfinite"] == "propagate":
-        raise ValueError(
-            'the optimizer has nonfinite="propagate", which takes steps with inf and NaN; give it "skip", or the '
-            'manager policy="warn".'
-        )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError('a step with differentiable=True cannot be left out; use policy="warn".')
+class Recovery(NumericalStabilityManager):
+    """What ``nonfinite="rollback"`` of an optimizer does: a manager that reacts to inf and NaN in gradients alone.
+
+    It takes its snapshots and goes back within ``optimizer.step()``. See `events` and `report`.
+    """
+
+    def __init__(self, optimizer: TailOptimizer) -> None:
+        super().__init__(optimizer, "rollback", threshold=math.inf)
+
+    def _refuse(self, optimizer: TailOptimizer) -> None:
+        pass  # its own options were checked with it
+
+    def after_step(self, scaled: bool) -> None:
+        """React to the step that the optimizer took; `scaled`: under a loss scaler, whose business an overflow is."""
+        self._step += 1
+        self.rolled_back = False
+        self._detector.judge(None)
+        assert self._tail is not None
+        self._record(self._tail._grad_norm(), scaled)
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:
     states = [torch.get_rng_state()]
-    if device.type != "cpu":
+    if device.type != "cpu" and hasattr(torch.get_device_module(device), "get_rng_state"):
         states.append(torch.get_device_module(device).get_rng_state(device))
     return states
 
 
 def _set_generator_states(device: torch.device, states: list[Tensor]) -> None:
     torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, device)

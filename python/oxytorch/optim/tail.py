@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from .._C import optim as _native
 from . import sharded
 from .options import TailOptions, TailStats, native_options, with_defaults
 from .state import Changed, StateMap, plain
+
+if TYPE_CHECKING:
+    from .stability import Recovery
 
 __all__ = ["TailOptimizer"]
 
@@ -48,6 +51,7 @@ class TailOptimizer(torch.optim.Optimizer):
     _loaded_ema: list[Tensor | None] | None = None
     _built_params: list[Tensor]
     _accumulating = False
+    _recovery: Recovery | None = None
     _hooks: list[Any]
 
     # ---- construction
@@ -146,9 +150,7 @@ class TailOptimizer(torch.optim.Optimizer):
         given = []
         for i, param in enumerate(params):
             ema = self._loaded_ema[i] if self._loaded_ema is not None else emas.get(id(param))
-            state = sharded.local_state(self.state.get(param) or {}, param)
-            if state or ema is not None:
-                tail.set_state(i, state, ema, copies.get(id(param)))
+            if self._give_state(tail, i, param, ema, copies.get(id(param))):
                 given.append(i)
         self._sharded = sharded.Shards(params) if sharded.any_sharded(params) else None
         if self._sharded is not None:
@@ -158,6 +160,15 @@ class TailOptimizer(torch.optim.Optimizer):
         self._loaded_ema = None
         self._publish_state(tail, given)
         return tail
+
+    def _give_state(
+        self, tail: _native.StepTail, index: int, param: Tensor, ema: Tensor | None, copy: Tensor | None
+    ) -> bool:
+        state = sharded.local_state(self.state.get(param) or {}, param)
+        if not state and ema is None:
+            return False
+        tail.set_state(index, state, ema, copy)
+        return True
 
     def _publish_state(self, tail: _native.StepTail, indices: list[int] | None = None) -> None:
         """Show the state that the tail made or converted in torch's `state`."""
@@ -197,6 +208,13 @@ class TailOptimizer(torch.optim.Optimizer):
         if any(a is not b for a, b in zip(averages, kept, strict=True)):
             self._loaded_ema = kept
             self._changed.raised = True
+
+    def _adopt_restored(self) -> None:
+        """Take parameters and state as they were just written: masters and residues belong to these weights."""
+        tail = self._step_tail()
+        for i, param in enumerate(self._built_params):
+            self._give_state(tail, i, param, tail.ema(i), tail.copy(i))
+        self._publish_state(tail)
 
     def _grad_norm(self) -> Tensor:
         norm: Tensor = self._step_tail().stats()["grad_norm"]
@@ -250,6 +268,8 @@ class TailOptimizer(torch.optim.Optimizer):
                 shards.take_back_gradients()
         if created:
             self._publish_state(tail)
+        if self._tail_options["nonfinite"] == "rollback":
+            self.recovery.after_step(hasattr(self, "grad_scale") or hasattr(self, "found_inf"))
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -357,6 +377,17 @@ class TailOptimizer(torch.optim.Optimizer):
         """Norms and counters of the last step, on the parameters' device; reading their values is up to you."""
         groups = tuple(i for i, group in enumerate(self.param_groups) for _ in group["params"])
         return TailStats(groups=groups, **self._step_tail().stats())
+
+    @property
+    def recovery(self) -> Recovery:
+        """The snapshots and events of ``nonfinite="rollback"``; AttributeError with another policy."""
+        if self._tail_options["nonfinite"] != "rollback":
+            raise AttributeError(f'this {type(self).__name__} was not made with nonfinite="rollback".')
+        if self._recovery is None:
+            from .stability import Recovery  # noqa: PLC0415 (it stands on this module)
+
+            self._recovery = Recovery(self)
+        return self._recovery
 
     def copies(self) -> list[Tensor | None]:
         """The weights in `copy_dtype`, in the order of the parameters and written by each step.
