@@ -40,8 +40,10 @@ class Num:
         return other if isinstance(other, Num) else self.constant(float(other))
 
     def _rounded(self, value: Tensor, error: Tensor) -> Num:
-        # The last term: numbers below the normal range.
-        return Num(value, error + self.u * value.abs() + 2.0**-149, self.u)
+        # The last term: numbers below the normal range. An unknown value times 0 is unknown.
+        return Num(
+            value, (error + self.u * value.abs() + 2.0**-149).nan_to_num(nan=torch.inf, posinf=torch.inf), self.u
+        )
 
     def __add__(self, other: Num | float) -> Num:
         other = self._wide(other)
