@@ -54,6 +54,7 @@ class PerformanceConfig:
         allocator: str
         allocator_retain_limit: str
         step_tail: str
+        optimizer_state: str
         attention: str
         compile: str
         accumulation_steps: int

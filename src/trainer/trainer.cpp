@@ -178,7 +178,14 @@ struct Trainer::Impl {
     } else if (config.word("step_tail") == "off") {
       add({"step_tail", "off", "the optimizer steps as torch does.", "", {}});
     } else {
-      add({"step_tail", "refused", "the optimizer is torch's own; use oxytorch::optim::AdamW or SGD.", "", {}});
+      add({"step_tail", "refused", "the optimizer is torch's own; use one of oxytorch::optim.", "", {}});
+    }
+    if (config.word("optimizer_state") != "auto") {
+      add({"optimizer_state",
+           "refused",
+           "a C++ optimizer's state is chosen where it is made: give its options state_dtype(...).",
+           "",
+           {}});
     }
   }
 

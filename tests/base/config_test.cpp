@@ -63,9 +63,11 @@ TEST(Config, DefaultsByLevel) {
   EXPECT_EQ(advanced.number("clip_norm"), 0);
   EXPECT_FALSE(advanced.flag("deterministic"));
   for (const ConfigField& field : PerformanceConfig::fields()) {
-    if (field.key == "level") continue;
+    if (field.key == "level" || field.key == "optimizer_state") continue;
     EXPECT_EQ(ultra.get(field.key), advanced.get(field.key)) << field.key;
   }
+  EXPECT_EQ(advanced.word("optimizer_state"), "auto");
+  EXPECT_EQ(ultra.word("optimizer_state"), "int8");
   EXPECT_NE(basic, advanced);
   EXPECT_NE(ultra, advanced);
 }
@@ -86,7 +88,7 @@ TEST(Config, EveryRowIsWhole) {
       EXPECT_EQ(config.get(field.key), value) << field.key;
     }
   }
-  EXPECT_EQ(keys.size(), 30u);
+  EXPECT_EQ(keys.size(), 31u);
 }
 
 TEST(Config, SettingTheLevelKeepsWhatWasSet) {

@@ -22,6 +22,7 @@ class Settings:
     allocator: str
     allocator_retain_limit: str
     step_tail: str
+    optimizer_state: str | None
     attention: str
     compile: str
     accumulate: int
@@ -63,6 +64,7 @@ def resolve(
         allocator=c["allocator"],
         allocator_retain_limit=c["allocator_retain_limit"],
         step_tail=c["step_tail"],
+        optimizer_state=None if c["optimizer_state"] == "auto" else c["optimizer_state"],
         attention=c["attention"],
         compile=c["compile"],
         accumulate=c["accumulation_steps"],

@@ -87,6 +87,18 @@ class Preparation:
             self._host_line(_C.trainer.flush_denormals())
 
     def _replace(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        replacement = self._replace_or_keep(optimizer)
+        if replacement is optimizer and self._s.optimizer_state is not None:
+            own = getattr(optimizer, "_tail_options", {}).get("state_dtype")
+            if own != self._s.optimizer_state:
+                ours = hasattr(optimizer, "tail_stats")
+                why = "give the oxytorch optimizer its state_dtype" if ours else "the optimizer was not replaced"
+                self.lines.append(
+                    SettingLine("optimizer_state", "refused", f"the optimizer's state stays as it is; {why}.")
+                )
+        return replacement
+
+    def _replace_or_keep(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         s = self._s
         if hasattr(optimizer, "tail_stats"):
             own = getattr(optimizer, "_tail_options", {})
@@ -100,7 +112,11 @@ class Preparation:
             return optimizer
         try:
             replacement: torch.optim.Optimizer = ox_optim.replace(
-                optimizer, clip_norm=s.clip_norm, ema_decay=s.ema_decay, nonfinite=s.nonfinite
+                optimizer,
+                clip_norm=s.clip_norm,
+                ema_decay=s.ema_decay,
+                nonfinite=s.nonfinite,
+                state_dtype=s.optimizer_state,
             )
         except (TypeError, ValueError, NotImplementedError) as error:
             self.lines.append(SettingLine("step_tail", "refused", str(error)))
@@ -117,6 +133,15 @@ class Preparation:
                 f"a step whose gradients are not finite: {s.nonfinite}.",
             )
         )
+        if s.optimizer_state is not None:
+            self.lines.append(
+                SettingLine(
+                    "optimizer_state",
+                    "on",
+                    f"the optimizer's running averages are kept as {s.optimizer_state}.",
+                    "averages are rounded; see decision 6 in the documentation.",
+                )
+            )
         return replacement
 
     @staticmethod
