@@ -271,8 +271,8 @@ void SpikeDetector::record(std::int64_t step, const at::Tensor& grad_norm, bool 
   const at::Tensor finite = s.values.isfinite();
   const at::Tensor flags = s.flags(s.values, s.limits, s.counts);
 
-  s.row.select(0, kStepHigh).fill_(static_cast<double>(step / kStepUnit));
-  s.row.select(0, kStepLow).fill_(static_cast<double>(step % kStepUnit));
+  s.row.select(0, kStepHigh).fill_(step / kStepUnit);
+  s.row.select(0, kStepLow).fill_(step % kStepUnit);
   s.row.slice(0, kLossFlag, kLoss).copy_(flags);
   s.row.slice(0, kLoss, kLossLimit).copy_(s.values);
   s.row.slice(0, kLossLimit, kColumns).copy_(s.limits);

@@ -216,14 +216,9 @@ struct NumericalStabilityManager::Impl {
 
   void save() {
     const at::NoGradGuard no_grad;
-    Snapshot snapshot;
-    if (free.empty()) {
-      snapshot = std::move(taken.front());
-      taken.erase(taken.begin());
-    } else {
-      snapshot = std::move(free.back());
-      free.pop_back();
-    }
+    std::vector<Snapshot>& place = free.empty() ? taken : free;
+    Snapshot snapshot = std::move(place.front());
+    place.erase(place.begin());
     const StepTail& from = tail();
     snapshot.params.resize(from.param_count());
     snapshot.states.resize(from.param_count());
@@ -306,9 +301,9 @@ bool NumericalStabilityManager::rolled_back() const noexcept { return impl_->rol
 std::int64_t NumericalStabilityManager::rollbacks() const noexcept { return impl_->rollbacks; }
 
 bool NumericalStabilityManager::skip_batch() {
-  if (!impl_->bad_steps.contains(impl_->step + 1)) return false;
-  ++impl_->step;
-  return true;
+  const bool bad = impl_->bad_steps.contains(impl_->step + 1);
+  if (bad) ++impl_->step;
+  return bad;
 }
 
 const std::vector<StabilityEvent>& NumericalStabilityManager::events() {
