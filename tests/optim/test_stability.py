@@ -620,7 +620,9 @@ for i in range(60):
     # A spike of one process alone, and a loss that is NaN on one alone.
     loss = 30.0 if i == 45 and rank == 1 else float("nan") if i == 55 and rank == 0 else 1.0
     guard.step(torch.tensor(loss))
-print([(event.step, event.kind, event.action) for event in guard.events], p.tolist())
+print([(event.step, event.kind, event.action) for event in guard.events], p.tolist(), flush=True)
+dist.barrier()
+dist.destroy_process_group()  # whose threads must not outlive the interpreter
 """
 
 
