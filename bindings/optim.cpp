@@ -156,10 +156,10 @@ class PythonTail {
     return tail_.step({given(grad_scale), given(found_inf), given(skip), given(norm_limit), grad_divisor});
   }
 
-  bool grad_ready(std::size_t index, const py::list& groups) {
+  bool grad_ready(std::size_t index, const py::list& groups, double grad_divisor) {
     if (tail_.options().step_in_backward) read_groups(groups);
     const py::gil_scoped_release release;
-    return tail_.grad_ready(index);
+    return tail_.grad_ready(index, grad_divisor);
   }
 
   void set_norm_reducer(const py::function& reducer) {
@@ -265,7 +265,7 @@ void bind_optim(py::module_& m) {
       .def("matches", &PythonTail::matches, py::arg("param_groups"))
       .def("step", &PythonTail::step, py::arg("param_groups"), py::arg("grad_scale"), py::arg("found_inf"),
            py::arg("skip"), py::arg("norm_limit"), py::arg("grad_divisor"))
-      .def("grad_ready", &PythonTail::grad_ready, py::arg("index"), py::arg("param_groups"))
+      .def("grad_ready", &PythonTail::grad_ready, py::arg("index"), py::arg("param_groups"), py::arg("grad_divisor"))
       .def("set_norm_reducer", &PythonTail::set_norm_reducer, py::arg("reducer"))
       .def("state", &PythonTail::state, py::arg("index"))
       .def("decoded_state", &PythonTail::decoded_state, py::arg("index"))

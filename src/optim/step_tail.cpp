@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <numeric>
 #include <optional>
@@ -74,6 +75,33 @@ bool rows_are_runs(const at::Tensor& p) {
   return p.dim() < 2 || p.numel() == 0 || p.size(0) == 1 || p.stride(0) * p.size(0) == p.numel();
 }
 
+// An element by which a gradient that was written without a new version is told from what it was: C++'s
+// clip_grad_norm_ and clip_grad_value_ write through data(). It is the largest of up to 256, so that both show in it.
+struct Witness {
+  std::int64_t index = 0;
+  std::uint32_t bits = 0;  // 0: none of them was other than zero
+};
+
+std::uint32_t bits_at(const void* elements, std::size_t width, std::int64_t index) {
+  std::uint32_t bits = 0;
+  std::memcpy(&bits, static_cast<const char*>(elements) + static_cast<std::size_t>(index) * width, width);
+  return bits;
+}
+
+// Of a gradient that the kernels can read.
+Witness find_witness(const at::Tensor& grad) {
+  constexpr std::int64_t kSamples = 256;
+  const std::size_t width = grad.element_size();
+  const std::uint32_t magnitude = width == 4 ? 0x7FFFFFFF : 0x7FFF;
+  Witness found;
+  const std::int64_t stride = (grad.numel() + kSamples - 1) / kSamples;
+  for (std::int64_t i = 0; i < grad.numel(); i += stride) {
+    const std::uint32_t bits = bits_at(grad.const_data_ptr(), width, i);
+    if ((bits & magnitude) > (found.bits & magnitude)) found = {i, bits};
+  }
+  return found;
+}
+
 struct Slot {
   at::Tensor param;
   std::string name;
@@ -88,6 +116,7 @@ struct Slot {
   const void* known_at = nullptr;
   std::int64_t known_version = -1;
   std::uint64_t complete_at = 0;  // the generation in which all state was found to be there
+  Witness witness;
 };
 
 // The slots that one call works on, divided into those with native kernels and the others.
@@ -397,7 +426,8 @@ struct StepTail::Impl {
   static double take_known(Slot& slot, const at::Tensor& grad) {
     const double sum = std::exchange(slot.known_sum, -1);
     if (sum < 0 || !grad.defined() || grad.const_data_ptr() != slot.known_at ||
-        (!grad.is_inference() && grad._version() != slot.known_version)) {
+        (!grad.is_inference() && grad._version() != slot.known_version) ||
+        (sum != 0 && bits_at(slot.known_at, grad.element_size(), slot.witness.index) != slot.witness.bits)) {
       return -1;
     }
     return sum;
@@ -878,6 +908,15 @@ void StepTail::set_state(std::size_t index, ParamState state) {
   ++impl_->generation;
 }
 
+namespace {
+
+void check_divisor(const StepInputs& inputs) {
+  OXY_CHECK(inputs.grad_divisor > 0 && std::isfinite(inputs.grad_divisor), InvalidArgument, "grad_divisor is ",
+            inputs.grad_divisor, "; give the number of micro-batches, a finite number above 0.");
+}
+
+}  // namespace
+
 bool StepTail::step(const StepInputs& inputs) {
   Impl& impl = *impl_;
   if (impl.slots.empty()) return false;
@@ -892,8 +931,7 @@ bool StepTail::step(const StepInputs& inputs) {
   check(inputs.found_inf, "found_inf");
   check(inputs.skip, "skip");
   check(inputs.norm_limit, "norm_limit");
-  OXY_CHECK(inputs.grad_divisor > 0 && std::isfinite(inputs.grad_divisor), InvalidArgument, "grad_divisor is ",
-            inputs.grad_divisor, "; give the number of micro-batches, a finite number above 0.");
+  check_divisor(inputs);
   if (!impl.options.step_in_backward) return impl.run(impl.all, inputs);
   OXY_CHECK(!inputs.grad_scale.defined() && !inputs.found_inf.defined() && !inputs.skip.defined() &&
                 !inputs.norm_limit.defined(),
@@ -914,7 +952,7 @@ bool StepTail::step(const StepInputs& inputs) {
   return created;
 }
 
-bool StepTail::grad_ready(std::size_t index) {
+bool StepTail::grad_ready(std::size_t index, double grad_divisor) {
   Impl& impl = *impl_;
   OXY_CHECK(index < impl.slots.size(), OutOfRange, "there is no parameter ", index, "; there are ", impl.slots.size(),
             ".");
@@ -927,13 +965,18 @@ bool StepTail::grad_ready(std::size_t index) {
     slot.known_sum = kernels::sum_squares(address(grad), *element_type(grad), grad.numel(), intra_op_pool());
     slot.known_at = grad.const_data_ptr();
     slot.known_version = grad.is_inference() ? -1 : grad._version();
+    slot.witness = find_witness(grad);
+    if (slot.known_sum != 0 && slot.witness.bits == 0) slot.known_sum = -1;
     return false;
   }
   OXY_CHECK(impl.options.step_in_backward, InvalidState,
             "grad_ready() was called on a tail without norm_in_backward or step_in_backward; set one of them.");
   OXY_CHECK(impl.displaced.empty(), InvalidState,
             "a step was asked for while the moving averages stand in for the parameters; leave ema_weights() first.");
-  const bool created = impl.run_alone(index, {});
+  StepInputs inputs;
+  inputs.grad_divisor = grad_divisor;
+  check_divisor(inputs);
+  const bool created = impl.run_alone(index, inputs);
   slot.param.mutable_grad().reset();
   return created;
 }

@@ -180,3 +180,32 @@ def test_a_group_added_later_is_hooked() -> None:
             assert model.extra.weight.grad is None
         opt.step()
     assert_same(*both)
+
+
+def train_on_micro_batches(divisor: float, **tail: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 3))
+    opt = oxytorch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9, nonfinite="propagate", **tail)
+    opt.grad_divisor = divisor
+    for _ in range(3):
+        *parts, last = torch.randn(3, 5, 33)
+        with opt.accumulate():
+            for part in parts:
+                net(part).square().sum().backward()
+        net(last).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("options", [{"norm_in_backward": True, "clip_norm": 0.5}, {"step_in_backward": True}])
+def test_micro_batches_are_summed_and_divided(options: dict[str, Any]) -> None:
+    plain = {"clip_norm": options.get("clip_norm")}
+    hooked, expected = train_on_micro_batches(3.0, **options), train_on_micro_batches(3.0, **plain)
+    for one, other in zip(hooked, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_bad_divisor_is_an_error_of_backward() -> None:
+    with pytest.raises(ValueError, match="grad_divisor is 0"):
+        train_on_micro_batches(0.0, step_in_backward=True)

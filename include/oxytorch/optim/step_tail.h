@@ -186,10 +186,12 @@ class OXY_API StepTail {
   bool step(const StepInputs& inputs = {});
 
   /// With norm_in_backward: takes the sum of squares of the parameter's gradient while it is in the cache; a gradient
-  /// that is written again before step() is measured there anew. With step_in_backward: updates the parameter and
-  /// frees its gradient. To be called when the gradient is complete, from a post-accumulate-grad hook.
+  /// that is written again before step() is measured there anew. (Writes through Tensor::data() leave no trace in
+  /// torch: scaling and clipping all of a gradient are noticed, a write of a few elements is not.) With
+  /// step_in_backward: updates the parameter by its gradient over `grad_divisor` and frees the gradient. To be called
+  /// when the gradient is complete, from a post-accumulate-grad hook.
   /// Returns true if the parameter got its state in this call.
-  bool grad_ready(std::size_t index);
+  bool grad_ready(std::size_t index, double grad_divisor = 1);
 
   /// For parameters that are shards of larger ones: norms are taken over what `reducer` returns. It is called once in
   /// each step that needs the gradient norm, and with collect_stats twice more in each that is not skipped; in the same

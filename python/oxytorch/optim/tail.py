@@ -105,7 +105,7 @@ class TailOptimizer(torch.optim.Optimizer):
         tail = self._tail
         if tail is None or self._changed.raised:
             tail = self._build()
-        if tail.grad_ready(index, self.param_groups):
+        if tail.grad_ready(index, self.param_groups, self.grad_divisor):
             self._publish_state(tail, [index])
 
     @contextmanager
