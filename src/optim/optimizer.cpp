@@ -1,12 +1,13 @@
 #include "oxytorch/optim/optimizer.h"
 
-#include <torch/optim/adamw.h>
-#include <torch/optim/serialize.h>
-#include <torch/optim/sgd.h>
+#include <c10/util/Type.h>
+#include <torch/types.h>
 
+#include <typeinfo>
 #include <utility>
 
-#include "optim/host_scalar.h"
+#include "optim/archive.h"
+#include "optim/backward_hooks.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::optim {
@@ -15,119 +16,126 @@ using torch::optim::OptimizerParamGroup;
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
-// Names and order are those of torch/csrc/api/src/optim; an archive of either library loads into the other.
-void AdamWOptions::serialize(OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(amsgrad);
-}
-
-void AdamWOptions::serialize(InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(betas_t, betas);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, amsgrad);
-}
-
-void SGDOptions::serialize(OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(momentum);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(dampening);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(nesterov);
-}
-
-void SGDOptions::serialize(InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, momentum);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, dampening);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, nesterov);
-}
-
-namespace {
-
-// Keeps a field that the user changed from what the constructor gives; else takes the optimizer's default.
-template <class Options, class Get, class Set>
-void inherit_field(Options& options, const Options& defaults, Get get, Set set) {
-  if (get(options) == get(Options())) set(options, get(defaults));
-}
-
-}  // namespace
-
-#define OXY_INHERIT(field) \
-  inherit_field(           \
-      o, d, [](const auto& from) { return from.field(); }, [](auto& to, const auto& value) { to.field(value); })
-
-void AdamW::inherit(torch::optim::OptimizerOptions& options, const torch::optim::OptimizerOptions& defaults) const {
-  auto& o = static_cast<AdamWOptions&>(options);
-  const auto& d = static_cast<const AdamWOptions&>(defaults);
-  OXY_INHERIT(lr);
-  OXY_INHERIT(betas);
-  OXY_INHERIT(eps);
-  OXY_INHERIT(weight_decay);
-  OXY_INHERIT(amsgrad);
-  OXY_INHERIT(maximize);
-}
-
-void SGD::inherit(torch::optim::OptimizerOptions& options, const torch::optim::OptimizerOptions& defaults) const {
-  auto& o = static_cast<SGDOptions&>(options);
-  const auto& d = static_cast<const SGDOptions&>(defaults);
-  OXY_INHERIT(lr);
-  OXY_INHERIT(momentum);
-  OXY_INHERIT(dampening);
-  OXY_INHERIT(weight_decay);
-  OXY_INHERIT(nesterov);
-  OXY_INHERIT(maximize);
-}
-
-#undef OXY_INHERIT
+TailOptimizerOptions::~TailOptimizerOptions() = default;
 
 TailOptimizer::TailOptimizer(const std::vector<OptimizerParamGroup>& groups,
-                             std::unique_ptr<torch::optim::OptimizerOptions> defaults, Algorithm algorithm,
-                             const TailOptions& options)
-    : Optimizer(groups, std::move(defaults)), algorithm_(algorithm), options_(options) {}
+                             std::unique_ptr<TailOptimizerOptions> defaults)
+    : Optimizer(groups, std::move(defaults)), options_(static_cast<const TailOptimizerOptions&>(*defaults_).tail()) {
+  // All is checked here, so that a bad value is reported where it is written.
+  const auto& own = static_cast<const TailOptimizerOptions&>(*defaults_);
+  own.validate();
+  StepTail(own.algorithm(), options_).add_group({}, {}, own.group());
+  for (std::size_t i = 0; i < groups.size(); ++i) complete_group(i, groups[i]);
+  static_cast<void>(make_tail());
+  watch_gradients();
+}
 
 TailOptimizer::~TailOptimizer() = default;
 
-void TailOptimizer::complete_groups(const std::vector<OptimizerParamGroup>& groups) {
-  const std::size_t before = param_groups_.size() - groups.size();
-  for (std::size_t i = 0; i < groups.size(); ++i) {
-    if (!groups[i].has_options()) continue;
-    OptimizerParamGroup& added = param_groups_[before + i];
-    added.set_options(groups[i].options().clone());
-    inherit(added.options(), *defaults_);
-  }
+const TailOptimizerOptions& TailOptimizer::options_of(const OptimizerParamGroup& group) const {
+  const torch::optim::OptimizerOptions &given = group.options(), &own = *defaults_;
+  OXY_CHECK(typeid(given) == typeid(own), InvalidType, "a parameter group has options of class ",
+            c10::demangle(typeid(given).name()), "; this optimizer takes ", c10::demangle(typeid(own).name()), ".");
+  return static_cast<const TailOptimizerOptions&>(given);
+}
+
+// torch gave the group the optimizer's options, not knowing those it came with.
+void TailOptimizer::complete_group(std::size_t index, const OptimizerParamGroup& given) {
+  if (!given.has_options()) return;
+  static_cast<void>(options_of(given));
+  OptimizerParamGroup& added = param_groups_[index];
+  added.set_options(given.options().clone());
+  auto& options = static_cast<TailOptimizerOptions&>(added.options());
+  options.inherit(static_cast<const TailOptimizerOptions&>(*defaults_));
+  options.validate();
 }
 
 void TailOptimizer::add_param_group(const OptimizerParamGroup& group) {
   Optimizer::add_param_group(group);
-  complete_groups({group});
+  try {
+    complete_group(param_groups_.size() - 1, group);
+    static_cast<void>(make_tail());
+  } catch (...) {
+    param_groups_.pop_back();
+    throw;
+  }
+  watch_gradients();
 }
 
-// Groups may be added after construction, and group_options() is virtual: so the tail is built at first use.
-void TailOptimizer::build() {
-  std::unique_ptr<StepTail> built;
-  std::size_t known = 0;
-  if (tail_ != nullptr && tail_->group_count() == param_groups_.size()) {
-    for (const OptimizerParamGroup& group : param_groups_) known += group.params().size();
-    if (known == tail_->param_count()) return;
-  }
-  built = std::make_unique<StepTail>(algorithm_, options_);
+std::unique_ptr<StepTail> TailOptimizer::make_tail() const {
+  auto made = std::make_unique<StepTail>(static_cast<const TailOptimizerOptions&>(*defaults_).algorithm(), options_);
+  for (const OptimizerParamGroup& group : param_groups_) made->add_group(group.params(), {}, options_of(group).group());
+  return made;
+}
+
+bool TailOptimizer::matches() const {
+  if (tail_ == nullptr || tail_->group_count() != param_groups_.size()) return false;
+  std::size_t index = 0;
   for (const OptimizerParamGroup& group : param_groups_) {
-    built->add_group(group.params(), {}, group_options(group.options()));
-  }
-  if (tail_ != nullptr) {
-    for (std::size_t i = 0, j = 0; i < tail_->param_count(); ++i) {
-      // Groups are only ever appended to, so what is known comes in the same order.
-      while (j < built->param_count() && !built->param(j).is_same(tail_->param(i))) ++j;
-      if (j < built->param_count()) built->set_state(j, tail_->state(i));
+    for (const at::Tensor& param : group.params()) {
+      if (index == tail_->param_count() || !tail_->param(index++).is_same(param)) return false;
     }
   }
-  tail_ = std::move(built);
+  return index == tail_->param_count();
+}
+
+void TailOptimizer::build() {
+  if (!matches()) rebuild({});
+}
+
+void TailOptimizer::rebuild(const std::unordered_map<const c10::TensorImpl*, at::Tensor>& masters) {
+  OXY_CHECK(!averages_shown_, InvalidState,
+            "parameters were added, removed or converted while the moving averages stand in for them; call "
+            "restore_parameters() first.");
+  std::unique_ptr<StepTail> built = make_tail();
+  for (std::size_t i = 0; i < built->param_count(); ++i) {
+    const c10::TensorImpl* const param = built->param(i).unsafeGetTensorImpl();
+    const auto known = places_.find(param);
+    const auto master = masters.find(param);
+    ParamState state = known != places_.end() ? tail_->state(known->second.index) : ParamState();
+    if (master != masters.end() && !state.master.defined()) state.master = master->second;
+    built->set_state(i, std::move(state));
+  }
+  adopt_tail(std::move(built));
+}
+
+void TailOptimizer::adopt_tail(std::unique_ptr<StepTail> tail) {
+  tail_ = std::move(tail);
+  places_.clear();
+  for (std::size_t g = 0, index = 0; g < param_groups_.size(); ++g) {
+    for (const at::Tensor& param : param_groups_[g].params()) places_[param.unsafeGetTensorImpl()] = {index++, g};
+  }
+  watch_gradients();
+}
+
+void TailOptimizer::watch_gradients() {
+  if (!options_.norm_in_backward && !options_.step_in_backward) return;
+  if (hooks_ == nullptr) {
+    hooks_ = std::make_unique<BackwardHooks>([this](const at::Tensor& param) { gradient_arrived(param); });
+  }
+  for (const OptimizerParamGroup& group : param_groups_) {
+    for (const at::Tensor& param : group.params()) hooks_->watch(param);
+  }
+}
+
+void TailOptimizer::gradient_arrived(const at::Tensor& param) {
+  if (accumulating_) return;
+  const std::scoped_lock lock(arrival_);
+  build();
+  const auto found = places_.find(param.unsafeGetTensorImpl());
+  if (found == places_.end()) return;
+  const Place place = found->second;
+  if (options_.step_in_backward) {
+    sync_lr();
+    tail_->set_group_options(place.group, group_now(place.group));
+  }
+  tail_->grad_ready(place.index, inputs_.grad_divisor);
+}
+
+GroupOptions TailOptimizer::group_now(std::size_t index) const {
+  GroupOptions now = options_of(param_groups_[index]).group();
+  if (uses_lr_tensors_) now.lr_tensor = lr_tensors_[index];
+  return now;
 }
 
 torch::Tensor TailOptimizer::step(LossClosure closure) {
@@ -138,11 +146,7 @@ torch::Tensor TailOptimizer::step(LossClosure closure) {
   }
   build();
   sync_lr();
-  for (std::size_t i = 0; i < param_groups_.size(); ++i) {
-    GroupOptions now = group_options(param_groups_[i].options());
-    if (uses_lr_tensors_) now.lr_tensor = lr_tensors_[i];
-    tail_->set_group_options(i, now);
-  }
+  for (std::size_t i = 0; i < param_groups_.size(); ++i) tail_->set_group_options(i, group_now(i));
   // Taken first, so that a step that throws leaves nothing of it behind.
   StepInputs next;
   next.grad_divisor = inputs_.grad_divisor;
@@ -181,166 +185,77 @@ void TailOptimizer::sync_lr() {
   }
 }
 
-void TailOptimizer::adopt_dtypes(const std::unordered_map<const c10::TensorImpl*, at::Tensor>& values) {
-  const std::unique_ptr<StepTail> old = std::move(tail_);
-  build();
-  for (std::size_t i = 0; i < tail_->param_count(); ++i) {
-    ParamState state = old != nullptr ? old->state(i) : ParamState();
-    const auto value = values.find(tail_->param(i).unsafeGetTensorImpl());
-    if (value != values.end() && !state.master.defined()) state.master = value->second;
-    tail_->set_state(i, std::move(state));
-  }
-}
-
 const StepTail& TailOptimizer::tail() const {
   const_cast<TailOptimizer*>(this)->build();
   return *tail_;
 }
 
-const TailStats& TailOptimizer::tail_stats() const { return tail().stats(); }
-
-std::vector<at::Tensor> TailOptimizer::ema_parameters() const {
-  OXY_CHECK(options_.ema_decay != 0, InvalidState, "this optimizer keeps no moving average; set ema_decay.");
-  std::vector<at::Tensor> averages;
-  for (std::size_t i = 0; i < tail().param_count(); ++i) averages.push_back(tail().state(i).ema);
-  return averages;
+const TailStats& TailOptimizer::tail_stats() const {
+  static const TailStats kNone;
+  return tail_ == nullptr ? kNone : tail_->stats();
 }
+
+namespace {
+
+std::vector<at::Tensor> kept(const StepTail& tail, at::Tensor ParamState::*entry) {
+  std::vector<at::Tensor> result;
+  for (std::size_t i = 0; i < tail.param_count(); ++i) result.push_back(tail.state(i).*entry);
+  return result;
+}
+
+}  // namespace
+
+std::vector<at::Tensor> TailOptimizer::ema_parameters() const { return kept(tail(), &ParamState::ema); }
+std::vector<at::Tensor> TailOptimizer::copies() const { return kept(tail(), &ParamState::copy); }
 
 void TailOptimizer::apply_ema() {
   build();
   tail_->apply_ema();
+  averages_shown_ = true;
 }
 
 void TailOptimizer::restore_parameters() {
   if (tail_ != nullptr) tail_->restore_parameters();
+  averages_shown_ = false;
 }
 
-void TailOptimizer::publish_state(
-    const std::function<std::unique_ptr<torch::optim::OptimizerParamState>(const ParamState&)>& make) {
+void TailOptimizer::set_state(std::size_t index, ParamState state) {
   build();
-  state_.clear();
-  for (std::size_t i = 0; i < tail_->param_count(); ++i) {
-    if (auto made = make(tail_->state(i))) state_[tail_->param(i).unsafeGetTensorImpl()] = std::move(made);
-  }
+  tail_->set_state(index, std::move(state));
 }
 
-void TailOptimizer::adopt_state(const std::function<ParamState(const torch::optim::OptimizerParamState&)>& make) {
+void TailOptimizer::save(OutputArchive& archive) const {
+  for (const OptimizerParamGroup& group : param_groups_) static_cast<void>(options_of(group));
+  write_archive(archive, param_groups_, tail());
+}
+
+void TailOptimizer::load(InputArchive& archive) {
   build();
-  for (std::size_t i = 0; i < tail_->param_count(); ++i) {
-    const auto found = state_.find(tail_->param(i).unsafeGetTensorImpl());
-    if (found == state_.end()) continue;
-    ParamState state = make(*found->second);
-    state.ema = tail_->state(i).ema;
-    tail_->set_state(i, std::move(state));
+  OXY_CHECK(
+      !averages_shown_, InvalidState,
+      "load() was called while the moving averages stand in for the parameters; call restore_parameters() first.");
+  ArchivedOptimizer read = read_archive(archive, param_groups_);
+  auto loaded = std::make_unique<StepTail>(static_cast<const TailOptimizerOptions&>(*defaults_).algorithm(), options_);
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    loaded->add_group(param_groups_[g].params(), {}, read.options[g]->group());
   }
-}
-
-AdamW::AdamW(const std::vector<OptimizerParamGroup>& groups, AdamWOptions defaults)
-    : TailOptimizer(groups, std::make_unique<AdamWOptions>(defaults), Algorithm::Adam, defaults.tail()) {
-  // Checked here, so that a bad value is reported where it is written; StepTail checks the rest.
-  StepTail(Algorithm::Adam, defaults.tail()).add_group({}, {}, AdamW::group_options(defaults));
-  complete_groups(groups);
-}
-
-AdamW::AdamW(std::vector<torch::Tensor> params, AdamWOptions defaults)
-    : AdamW({OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
-
-GroupOptions AdamW::group_options(const torch::optim::OptimizerOptions& options) const {
-  const auto& o = static_cast<const AdamWOptions&>(options);
-  GroupOptions g;
-  g.lr = o.lr();
-  std::tie(g.beta1, g.beta2) = o.betas();
-  g.eps = o.eps();
-  g.weight_decay = o.weight_decay();
-  g.decoupled_weight_decay = true;
-  g.amsgrad = o.amsgrad();
-  g.maximize = o.maximize();
-  return g;
-}
-
-void AdamW::save(OutputArchive& archive) const {
-  const_cast<AdamW*>(this)->publish_state(
-      [](const ParamState& s) -> std::unique_ptr<torch::optim::OptimizerParamState> {
-        if (!s.moments[0].defined()) return nullptr;
-        auto made = std::make_unique<torch::optim::AdamWParamState>();
-        made->step(static_cast<std::int64_t>(s.step.item<double>()));
-        made->exp_avg(s.moments[0]);
-        made->exp_avg_sq(s.moments[1]);
-        made->max_exp_avg_sq(s.moments[2]);
-        return made;
-      });
-  torch::optim::serialize<torch::optim::AdamWParamState, AdamWOptions>(archive, *this);
-}
-
-void AdamW::load(InputArchive& archive) {
-  // torch writes whole options over ours; what its archive does not know stays as it was.
-  std::vector<AdamWOptions> kept;
-  for (const auto& group : param_groups_) kept.push_back(static_cast<const AdamWOptions&>(group.options()));
-  torch::optim::serialize<torch::optim::AdamWParamState, AdamWOptions>(archive, *this);
-  for (std::size_t i = 0; i < kept.size(); ++i) {
-    auto& loaded = static_cast<AdamWOptions&>(param_groups_[i].options());
-    kept[i].lr(loaded.lr()).betas(loaded.betas()).eps(loaded.eps());
-    kept[i].weight_decay(loaded.weight_decay()).amsgrad(loaded.amsgrad());
-    loaded = kept[i];
+  for (std::size_t i = 0; i < read.states.size(); ++i) {
+    ParamState& state = read.states[i];
+    const bool had_master = state.master.defined(), had_residue = state.residue.defined();
+    OXY_CHECK(!state.ema.defined() || options_.ema_decay != 0, InvalidArgument,
+              "the archive has a moving average of parameter ", i,
+              ", and this optimizer keeps none; give it an ema_decay.");
+    if (!state.ema.defined()) state.ema = tail_->state(i).ema;
+    // A copy is the weights' and written anew by each step.
+    if (state.copy.defined() && state.copy.scalar_type() != options_.copy_dtype) state.copy = at::Tensor();
+    loaded->set_state(i, std::move(state));
+    OXY_CHECK(
+        (!had_master || loaded->state(i).master.defined()) && (!had_residue || loaded->state(i).residue.defined()),
+        InvalidArgument, "the archive has ", had_master ? "fp32" : "int8", " master weights of parameter ", i,
+        ", and this optimizer keeps ", name(options_.master_weights), "; give it the same master_weights.");
   }
-  adopt_state([](const torch::optim::OptimizerParamState& saved) {
-    const auto& s = static_cast<const torch::optim::AdamWParamState&>(saved);
-    ParamState state;
-    state.step = torch::full({}, static_cast<double>(s.step()), at::kFloat);
-    state.moments = {s.exp_avg(), s.exp_avg_sq(), s.max_exp_avg_sq()};
-    return state;
-  });
-}
-
-SGD::SGD(const std::vector<OptimizerParamGroup>& groups, SGDOptions defaults)
-    : TailOptimizer(groups, std::make_unique<SGDOptions>(defaults), Algorithm::SGD, defaults.tail()) {
-  OXY_CHECK(!defaults.nesterov() || (defaults.momentum() > 0 && defaults.dampening() == 0), InvalidArgument,
-            "nesterov needs a momentum above 0 and no dampening; momentum is ", defaults.momentum(), " and dampening ",
-            defaults.dampening(), ".");
-  StepTail(Algorithm::SGD, defaults.tail()).add_group({}, {}, SGD::group_options(defaults));
-  complete_groups(groups);
-}
-
-SGD::SGD(std::vector<torch::Tensor> params, SGDOptions defaults)
-    : SGD({OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
-
-GroupOptions SGD::group_options(const torch::optim::OptimizerOptions& options) const {
-  const auto& o = static_cast<const SGDOptions&>(options);
-  GroupOptions g;
-  g.lr = o.lr();
-  g.momentum = o.momentum();
-  g.dampening = o.dampening();
-  g.weight_decay = o.weight_decay();
-  g.nesterov = o.nesterov();
-  g.maximize = o.maximize();
-  return g;
-}
-
-void SGD::save(OutputArchive& archive) const {
-  const_cast<SGD*>(this)->publish_state([](const ParamState& s) -> std::unique_ptr<torch::optim::OptimizerParamState> {
-    if (!s.moments[0].defined()) return nullptr;
-    auto made = std::make_unique<torch::optim::SGDParamState>();
-    made->momentum_buffer(s.moments[0]);
-    return made;
-  });
-  torch::optim::serialize<torch::optim::SGDParamState, SGDOptions>(archive, *this);
-}
-
-void SGD::load(InputArchive& archive) {
-  std::vector<SGDOptions> kept;
-  for (const auto& group : param_groups_) kept.push_back(static_cast<const SGDOptions&>(group.options()));
-  torch::optim::serialize<torch::optim::SGDParamState, SGDOptions>(archive, *this);
-  for (std::size_t i = 0; i < kept.size(); ++i) {
-    auto& loaded = static_cast<SGDOptions&>(param_groups_[i].options());
-    kept[i].lr(loaded.lr()).momentum(loaded.momentum()).dampening(loaded.dampening());
-    kept[i].weight_decay(loaded.weight_decay()).nesterov(loaded.nesterov());
-    loaded = kept[i];
-  }
-  adopt_state([](const torch::optim::OptimizerParamState& saved) {
-    ParamState state;
-    state.moments[0] = static_cast<const torch::optim::SGDParamState&>(saved).momentum_buffer();
-    return state;
-  });
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) param_groups_[g].set_options(std::move(read.options[g]));
+  adopt_tail(std::move(loaded));
 }
 
 }  // namespace oxytorch::optim

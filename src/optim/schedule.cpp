@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "oxytorch/error.h"
-#include "oxytorch/optim/optimizer.h"
+#include "oxytorch/optim/optimizers.h"
 
 namespace oxytorch::optim {
 namespace {
@@ -22,27 +22,29 @@ constexpr double kPi = std::numbers::pi;
 
 using Options = torch::optim::OptimizerOptions;
 
+/// Sets `momentum`, or the first of `betas`, if the options are a T.
 template <class T>
-bool set_beta1(Options& options, double value) {
+bool set_inertia_of(Options& options, double value) {
   auto* typed = dynamic_cast<T*>(&options);
-  if (typed) typed->betas(std::make_tuple(value, std::get<1>(typed->betas())));
-  return typed != nullptr;
+  if (typed == nullptr) return false;
+  if constexpr (requires { typed->betas(); }) {
+    typed->betas(std::make_tuple(value, std::get<1>(typed->betas())));
+  } else {
+    typed->momentum(value);
+  }
+  return true;
 }
 
-template <class T>
-bool set_momentum(Options& options, double value) {
-  auto* typed = dynamic_cast<T*>(&options);
-  if (typed) typed->momentum(value);
-  return typed != nullptr;
+template <class... T>
+bool set_inertia_of_any(Options& options, double value) {
+  return (set_inertia_of<T>(options, value) || ...);
 }
 
 /// Sets what OneCycle cycles beside the rate; false where the group has neither betas nor a momentum.
 bool set_inertia(Options& options, double value) {
-  return set_beta1<AdamWOptions>(options, value) || set_momentum<SGDOptions>(options, value) ||
-         set_beta1<torch::optim::AdamWOptions>(options, value) ||
-         set_beta1<torch::optim::AdamOptions>(options, value) ||
-         set_momentum<torch::optim::SGDOptions>(options, value) ||
-         set_momentum<torch::optim::RMSpropOptions>(options, value);
+  return set_inertia_of_any<AdamWOptions, AdamOptions, SGDOptions, LionOptions, RMSpropOptions, MuonOptions,
+                            torch::optim::AdamWOptions, torch::optim::AdamOptions, torch::optim::SGDOptions,
+                            torch::optim::RMSpropOptions>(options, value);
 }
 
 const std::vector<double>& entry(const ScheduleState& state, const char* name, size_t count) {

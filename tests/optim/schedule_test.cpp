@@ -8,7 +8,7 @@
 #include <memory>
 
 #include "oxytorch/error.h"
-#include "oxytorch/optim/optimizer.h"
+#include "oxytorch/optim/optimizers.h"
 #include "schedule_table.h"
 
 namespace oxytorch::optim {

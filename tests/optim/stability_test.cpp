@@ -9,6 +9,7 @@
 #include "oxytorch/amp.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
+#include "oxytorch/optim/optimizers.h"
 #include "oxytorch/optim/schedule.h"
 
 namespace oxytorch::optim {
