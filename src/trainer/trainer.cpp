@@ -178,7 +178,7 @@ struct Trainer::Impl {
     } else if (config.word("step_tail") == "off") {
       add({"step_tail", "off", "the optimizer steps as torch does.", "", {}});
     } else {
-      add({"step_tail", "refused", "the optimizer is torch's own; use one of oxytorch::optim.", "", {}});
+      add({"step_tail", "refused", "the optimizer is torch's own; oxytorch::optim::replace() takes it over.", "", {}});
     }
     if (config.word("optimizer_state") != "auto") {
       add({"optimizer_state",
@@ -369,7 +369,11 @@ struct Trainer::Impl {
       forward_end = since(start);
       auto scaled = accumulate == 1 ? value : value / static_cast<double>(accumulate);
       if (scaler) scaled = scaler->scale(scaled);
-      scaled.backward();
+      {
+        std::optional<optim::AccumulateGuard> more_to_come;
+        if (tail && micro + 1 < accumulate) more_to_come.emplace(*tail);
+        scaled.backward();
+      }
       backward_end = since(start);
       if (++micro >= accumulate) apply();
     } catch (...) {
