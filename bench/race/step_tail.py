@@ -393,7 +393,7 @@ def judge_large(result: Result) -> list[Figure]:
     return [*over_torch(1.6)(result), Figure("byte rate over that of torch's fused AdamW", rate, 0.95)]
 
 
-def judge_backward(bound: float) -> Callable[[Result], list[Figure]]:
+def judge_backward(bound: float | None) -> Callable[[Result], list[Figure]]:
     """The whole of backward and step, and what is left of it after a backward without hooks in the same round."""
 
     def judge(result: Result) -> list[Figure]:
@@ -452,6 +452,9 @@ def cases() -> Iterator[Case]:
     for scaled, bound in ((False, 1.8), (True, 2.0)):
         name = f"16 x 4M, backward{', scaler' * scaled}"
         yield Case(name, partial(backward_contenders, LARGE, scaled), judge_backward(bound), reference=HOOKED)
+    # A gradient of 1 MiB is still in the second level of the cache when its hook runs; one of 16 MiB is not.
+    judge = judge_backward(None)
+    yield Case("256 x 256K, backward", partial(backward_contenders, [256 << 10] * 256, False), judge, reference=HOOKED)
     yield Case("16 x 4M, statistics", partial(statistics_contenders, LARGE), judge_statistics)
     # The peers bring thread pools of their own.
     yield Case("16 x 4M, int8 state", partial(narrow_contenders, LARGE), judge_narrow, reference=INT8, pause=5e-3)

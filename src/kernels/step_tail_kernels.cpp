@@ -42,6 +42,11 @@ struct Lanes {
       sum[i] = fma(F64(), x, x, sum[i]);
     }
   }
+  HWY_INLINE void add(const float* block) {
+    for (int i = 0; i < kDoubleVectors; ++i) {
+      sum[i] = hn::Add(sum[i], hn::PromoteTo(F64(), hn::LoadU(HalfBlock(), block + i * kDoubleLanes)));
+    }
+  }
   HWY_INLINE double total() const {
     double lane[kBlock];
     for (int i = 0; i < kDoubleVectors; ++i) hn::StoreU(sum[i], F64(), lane + i * kDoubleLanes);
@@ -286,13 +291,26 @@ struct Statistics {
   Lanes update;
   // Written out: an implicit one would lack the instruction set of this region.
   HWY_INLINE Statistics() {}  // NOLINT(modernize-use-equals-default)
+  // In fp32 within a section, 32 squares a lane: half the work of fp64, and exact to 2e-6.
   void add(const float* before, const float* after, std::int64_t count) {
+    constexpr int kVectors = kBlock / kLanes;
+    V params[kVectors], updates[kVectors];
+    for (int j = 0; j < kVectors; ++j) params[j] = updates[j] = hn::Zero(F32());
     for (std::int64_t i = 0; i < count; i += kBlock) {
-      float change[kBlock];
-      for (int j = 0; j < kBlock; j += kLanes) store(hn::Sub(load(after + i + j), load(before + i + j)), change + j);
-      param.add_squares(after + i);
-      update.add_squares(change);
+      for (int j = 0; j < kVectors; ++j) {
+        const V weight = load(after + i + j * kLanes);
+        const V change = hn::Sub(weight, load(before + i + j * kLanes));
+        params[j] = fma(weight, weight, params[j]);
+        updates[j] = fma(change, change, updates[j]);
+      }
     }
+    float sums[2][kBlock];
+    for (int j = 0; j < kVectors; ++j) {
+      store(params[j], sums[0] + j * kLanes);
+      store(updates[j], sums[1] + j * kLanes);
+    }
+    param.add(sums[0]);
+    update.add(sums[1]);
   }
 };
 

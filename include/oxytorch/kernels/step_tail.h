@@ -3,7 +3,8 @@
 ///
 /// Torch-free: pointers in, pointers out. `oxytorch::optim` builds on it; a program without LibTorch may use it alone.
 ///
-/// Numbers. Sums of squares are taken in fp64 over fixed chunks and lanes and added in a fixed order, and every
+/// Numbers. Sums of squares are taken in fp64 over fixed chunks and lanes and added in a fixed order (those of weights
+/// and updates in fp32 over 32 at a time first: exact to 4e-6), and every
 /// elementwise operation is a correctly rounded fp32 one with fused multiply-add where written so. The result is
 /// therefore the same, bit for bit, for any number of threads and any instruction set. Against an fp64 evaluation of
 /// the same step, an fp32 parameter is within 4 ulp and a 16-bit parameter within 1 ulp of its own type. Formats
