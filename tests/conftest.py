@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -16,6 +18,13 @@ if os.environ.get("OXYTORCH_DEVICE") == "sim":  # torch must know it before the 
     import torch_device
 
     torch_device.load()
+
+
+@pytest.fixture(autouse=True)
+def denormals() -> Iterator[None]:
+    """A trainer flushes them for the whole process; the next test has them back."""
+    yield
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")

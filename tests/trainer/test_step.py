@@ -277,12 +277,12 @@ def test_state_of_the_replaced_optimizer_is_carried_over() -> None:
 
 def test_ultra_keeps_the_optimizer_state_in_8_bits_and_says_so() -> None:
     model = nn.Linear(64, 8)
-    trainer = Trainer(model, torch.optim.AdamW(model.parameters()), nn.MSELoss(), "ultra", progress="off")
+    trainer = Trainer(model, torch.optim.AdamW(model.parameters()), nn.MSELoss(), "ultra", progress="off", **EXACT)
     trainer.step((torch.randn(4, 64), torch.randn(4, 8)))
     state = trainer.optimizer.state[model.weight]
     assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
     assert trainer.report()["optimizer_state"].state == "on"
-    own = Trainer(model, optim.AdamW(model.parameters()), nn.MSELoss(), "ultra", progress="off")
+    own = Trainer(model, optim.AdamW(model.parameters()), nn.MSELoss(), "ultra", progress="off", **EXACT)
     assert own.report()["optimizer_state"].state == "refused"
 
 
