@@ -103,7 +103,7 @@ double sum_squares_of(const Array& array, std::int64_t begin, std::int64_t end) 
   Lanes even, odd;
   std::int64_t i = begin;
   for (; i + 2 * kBlock <= end; i += 2 * kBlock) {
-    array.prefetch(i + kAhead);
+    if (i + kAhead < end) array.prefetch(i + kAhead);
     array.add_block(even, i);
     array.add_block(odd, i + kBlock);
   }
@@ -169,6 +169,7 @@ struct RuleSection {
   const float* grad;
   float* state[3];
   std::int64_t count;
+  bool more;  // whether the chunk goes on for another section after this one
   // Where the state is Int8: what `state` is decoded from.
   const std::uint8_t* codes[3];
   const float* scales[3];
@@ -209,9 +210,11 @@ void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nes
   float* const state2 = s.state[2];
   for (std::int64_t i = 0; i < s.count; i += kLanes) {
     // A section ahead: the arithmetic of one then hides the way of the next from memory.
-    prefetch(s.weight, i + kSection);
-    prefetch(s.grad, i + kSection);
-    for (int k = 0; k < 2; ++k) kInt8 ? prefetch(s.codes[k], i + kSection) : prefetch(s.state[k], i + kSection);
+    if (s.more) {
+      prefetch(s.weight, i + kSection);
+      prefetch(s.grad, i + kSection);
+      for (int k = 0; k < 2; ++k) kInt8 ? prefetch(s.codes[k], i + kSection) : prefetch(s.state[k], i + kSection);
+    }
     V weight = load(s.weight + i);
     if (keeps) store(weight, s.before + i);
     V grad = hn::Mul(load(s.grad + i), set(c.grad_multiplier));
@@ -277,10 +280,10 @@ void apply_rule(const RuleSection& s, const Coefficients& c, const ChunkUpdate& 
   }
 }
 
-void average_weights(const float* weight, float* ema, std::int64_t count, float ema_weight) {
+void average_weights(const float* weight, float* ema, std::int64_t count, float ema_weight, bool more) {
   std::int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    prefetch(ema, i + kSection);
+    if (more) prefetch(ema, i + kSection);
     store(lerp(load(ema + i), load(weight + i), ema_weight), ema + i);
   }
   for (; i < count; ++i) ema[i] = std::fma(ema_weight, weight[i] - ema[i], ema[i]);
@@ -351,9 +354,13 @@ class ChunkRun {
   }
 
  private:
-  static std::int64_t section_length(std::int64_t left) {
+  // What is left of a chunk goes in its direct part first, up to where random bits or groups allow a cut.
+  [[nodiscard]] std::int64_t section_length(std::int64_t left) const {
     if (left >= kSection) return kSection;
-    const std::int64_t whole = left / kRandomBlock * kRandomBlock;
+    const std::int64_t unit = chunk_.stochastic                         ? kRandomBlock
+                              : tensor_.state_type == ElementType::Int8 ? kStateGroup
+                                                                        : kBlock;
+    const std::int64_t whole = left / unit * unit;
     return left % kBlock == 0 || whole == 0 ? left : whole;
   }
 
@@ -362,6 +369,7 @@ class ChunkRun {
     const bool direct = home != nullptr && is_whole();
     RuleSection s{};
     s.count = padded_;
+    s.more = chunk_.offset + chunk_.count - at_ >= 2 * kSection;
     s.weight = direct ? home : read_weights();
     s.before = collects_ ? scratch_.before : nullptr;
     s.grad = read_gradient();
@@ -371,7 +379,7 @@ class ChunkRun {
     for (int k = 0; k < 3; ++k) write_state(k, s.state[k]);
     home == nullptr ? write_narrow_weights(s.weight) : write_weights(s.weight, home);
     if (tensor_.copy != nullptr) write<false>(s.weight, tensor_.copy, tensor_.copy_type);
-    if (tensor_.ema != nullptr) average_weights(s.weight, tensor_.ema + at_, count_, coefficients_.ema_weight);
+    if (tensor_.ema != nullptr) average_weights(s.weight, tensor_.ema + at_, count_, coefficients_.ema_weight, s.more);
     if (collects_) {
       pad(s.weight);
       statistics_.add(s.before, s.weight, padded_);
