@@ -1,8 +1,9 @@
 /* The device contract: everything Oxytorch asks of a device, as one plain C table.
  *
  * A backend is a shared library `liboxytorch-backend-<name>.so` that exports `oxy_backend_entry`, or is built in. The
- * same table serves both. This header is all that a backend needs: C11 or C++, no library to link, no C++ type, no
- * exception across it. `oxytorch-conformance <library>` checks the clauses below and cites them by their names.
+ * same table serves both. This header and oxytorch/backend_kernels.h are all that a backend needs: C11 or C++, no
+ * library to link, no C++ type, no exception across it. `oxytorch-conformance <library>` checks the clauses below and
+ * cites them by their names.
  *
  * CONTRACT
  *  C1  `size` is sizeof(oxy_backend) as the backend was compiled; `api_version` is OXY_BACKEND_API_VERSION as it was
@@ -152,13 +153,8 @@ typedef struct oxy_queue_options {
   void* native_handle; /* read with OXY_QUEUE_WRAP_NATIVE, for example torch's current stream */
 } oxy_queue_options;
 
-/* Native kernels, all optional. A host reads a member only if it lies within `size` and is not NULL, so members are
- * appended without a new version. Version 1 has none yet; a device without the table is served by torch's own ops. */
-typedef struct oxy_kernels {
-  uint32_t size;
-  uint32_t version; /* OXY_KERNELS_VERSION as the backend was compiled */
-} oxy_kernels;
-#define OXY_KERNELS_VERSION 1u
+/* Native kernels: oxytorch/backend_kernels.h, which this header includes. */
+typedef struct oxy_kernels oxy_kernels;
 
 typedef struct oxy_backend {
   uint32_t size;        /* sizeof(oxy_backend) */
@@ -225,4 +221,7 @@ typedef oxy_status (*oxy_backend_configure_fn)(const char* settings);
 #ifdef __cplusplus
 }
 #endif
+
+#include "oxytorch/backend_kernels.h"
+
 #endif /* OXYTORCH_BACKEND_H_ */

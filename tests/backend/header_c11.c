@@ -11,6 +11,6 @@ _Static_assert(sizeof(void*) != 8 || sizeof(oxy_device_properties) == 56, "oxy_d
 _Static_assert(sizeof(oxy_memory_info) == 32, "oxy_memory_info of version 1");
 _Static_assert(sizeof(void*) != 8 || sizeof(oxy_counter) == 24, "oxy_counter of version 1");
 _Static_assert(sizeof(void*) != 8 || sizeof(oxy_queue_options) == 24, "oxy_queue_options of version 1");
-_Static_assert(sizeof(oxy_kernels) == 8, "oxy_kernels of version 1");
+_Static_assert(sizeof(oxy_kernels) == 8 + 6 * sizeof(void*), "oxy_kernels with the step tail");
 
 int oxytorch_header_c11(void) { return OXY_OK; }
