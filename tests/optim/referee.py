@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 # Moments by algorithm: (name, 8-bit code has a sign).
 MOMENTS: dict[str, list[tuple[str, bool]]] = {
@@ -335,13 +336,12 @@ def rule(name: str, group: dict[str, Any], old: Before, grad: Num) -> tuple[Num,
         rows, columns = old.weight.shape
         original = group["adjust_lr_fn"] in (None, "original")
         factor = max(1.0, rows / columns) ** 0.5 if original else 0.2 * max(rows, columns) ** 0.5
-        # Newton-Schulz in bf16, as torch's: far from the exact polynomial, near torch's own.
+        # Newton-Schulz in bf16 is far from the exact polynomial; how far, torch's own shows.
         made = orthogonal(direction.value, group)
-        change = Num(made * lr * factor, MUON_ERROR * lr * factor, u)
+        steps = (tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
+        of_torch = float((_zeropower_via_newtonschulz(direction.value.float(), *steps).double() - made).abs().max())
+        change = Num(made * lr * factor, (0.03 + 1.5 * of_torch) * lr * factor, u)
     return weight - change, new
-
-
-MUON_ERROR = 0.06  # on an entry of an orthogonal matrix
 
 
 def orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
