@@ -61,22 +61,29 @@ function(oxytorch_room floor)
   endforeach()
 endfunction()
 
-# oxytorch_test(<name> <core|torch> FILE...): a GoogleTest program named <name>, one ctest entry per test.
+# oxytorch_test(<name> <core|torch> FILE... [DEVICES DEVICE...]): a GoogleTest program named <name>, one ctest entry per
+# test on the CPU, and one entry for the whole program on each device (tests/device/torch_device.h).
 function(oxytorch_test name floor)
   if(floor STREQUAL "torch" AND NOT OXYTORCH_TORCH)
     return()
   endif()
-  add_executable(${name} ${ARGN})
+  cmake_parse_arguments(PARSE_ARGV 2 test "" "" DEVICES)
+  add_executable(${name} ${test_UNPARSED_ARGUMENTS})
   target_link_libraries(${name} PRIVATE oxytorch_flags GTest::gtest GTest::gmock GTest::gtest_main)
   if(floor STREQUAL "torch")
     # No precompiled header: for one or two units it costs more than it saves.
-    target_link_libraries(${name} PRIVATE oxytorch OpenMP::OpenMP_CXX)
+    target_link_libraries(${name} PRIVATE oxytorch oxytorch_torch_device OpenMP::OpenMP_CXX)
   else()
     target_link_libraries(${name} PRIVATE oxytorch_core)
   endif()
   get_filename_component(room ${CMAKE_CURRENT_SOURCE_DIR} NAME)
   include(GoogleTest)
   gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 PROPERTIES LABELS "${room};${floor}")
+  foreach(device IN LISTS test_DEVICES)
+    add_test(NAME ${name}.${device} COMMAND ${name})
+    set_tests_properties(${name}.${device} PROPERTIES ENVIRONMENT OXYTORCH_DEVICE=${device}
+                                                      LABELS "${room};${floor};device")
+  endforeach()
 endfunction()
 
 # Precompiles torch/torch.h: once for the library, and once for all the programs, whose code is compiled otherwise.

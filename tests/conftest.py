@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +13,35 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
-if os.environ.get("OXYTORCH_DEVICE") == "sim":  # torch must know it before the tests name it
-    sys.path.append(str(ROOT / "tests" / "device"))
-    import torch_device
+sys.path.append(str(ROOT / "tests" / "device"))
+import torch_device  # noqa: E402
 
-    torch_device.load()
+DEVICE = torch_device.chosen()  # torch must know it before anything runs on it
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the CPU alone are left out elsewhere, with their reason."""
+    if DEVICE.type == "cpu":
+        return
+    for item in items:
+        for marker in item.iter_markers("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason=f"CPU only: {marker.args[0]}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say on which device the tests ran, and how many are of the CPU alone, by reason."""
+    reasons = [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", [])]
+    counted = Counter(reason.partition("CPU only: ")[2] for reason in reasons if "CPU only: " in reason)
+    if DEVICE.type != "cpu":
+        terminalreporter.write_line(f"device {DEVICE}; {sum(counted.values())} tests are of the CPU alone")
+    for reason, count in counted.most_common():
+        terminalreporter.write_line(f"{count:5}  {reason}")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The device that OXYTORCH_DEVICE names: cpu unless set, sim, hpu, privateuse1 (tests/device) or cuda."""
+    return DEVICE
 
 
 @pytest.fixture(autouse=True)

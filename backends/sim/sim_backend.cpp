@@ -422,6 +422,8 @@ void configure_sim(const SimOptions& options) {
   sim::apply(options);
 }
 
+void* sim_host_address(int device, const void* address) { return sim::device(device).find(address, 0).data; }
+
 }  // namespace oxytorch::backend
 
 #if defined(OXY_SIM_MUTANTS)

@@ -1,11 +1,10 @@
 """The step tail on the device that OXYTORCH_DEVICE names (cpu unless set), against torch's stack and the CPU kernels.
 
-On cpu the composed path stands for a device without kernels; tests/device/test_sim.py runs this file on `sim`.
+On cpu the composed path stands for a device without kernels; make test runs this file on fake devices too.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import oxytorch.optim
 import pytest
 import torch
+import torch_device
 
-DEVICE = torch.device(os.environ.get("OXYTORCH_DEVICE", "cpu"))
+DEVICE = torch_device.chosen()
 # A device without kernels of its own has one path; elsewhere the composed one is asked for.
 PATHS = [False, True] if DEVICE.type in ("cpu", "cuda") else [False]
 SHAPES = [(257,), (33, 65), (8, 3, 3, 3), (), (3000,)]
@@ -49,7 +49,7 @@ TAILS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 def host_reads() -> int:
     """Values read by the host so far, where the device counts them."""
-    return torch.ops.oxytorch_device.host_reads() if DEVICE.type == "sim" else 0
+    return torch.ops.oxytorch_device.host_reads() if DEVICE.type not in ("cpu", "cuda") else 0
 
 
 @contextmanager

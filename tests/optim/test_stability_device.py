@@ -1,22 +1,22 @@
 """The manager on the device that OXYTORCH_DEVICE names (cpu unless set): the verdict stays there; reactions follow.
 
-tests/device/test_sim.py runs this file on `sim`.
+make test runs this file on fake devices too.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from itertools import pairwise
 from typing import Any
 
 import oxytorch as ox
 import pytest
 import torch
+import torch_device
 from oxytorch.optim import NumericalStabilityManager
 from torch import Tensor, nn
 
-DEVICE = torch.device(os.environ.get("OXYTORCH_DEVICE", "cpu"))
+DEVICE = torch_device.chosen()
 ON_HOST = DEVICE.type == "cpu"
 
 

@@ -42,4 +42,8 @@ OXY_API SimOptions parse_sim_options(const std::string& text);
 /// failed queues stay failed. Any thread.
 OXY_API void configure_sim(const SimOptions& options);
 
+/// Where device memory at `address` really lies, for code that plays the device; NULL where no live allocation of that
+/// device has it. Valid until the allocation is freed. Any thread.
+OXY_API void* sim_host_address(int device, const void* address);
+
 }  // namespace oxytorch::backend
