@@ -5,13 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <set>
-#include <sstream>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -21,110 +18,13 @@
 #include <cpuid.h>
 #endif
 
+#include "base/file_tree.h"
+
 namespace oxytorch {
 namespace {
 
 namespace fs = std::filesystem;
-
-// Files of /proc and /sys are short; a limit keeps a wrong root from filling the memory.
-constexpr std::size_t kLargestFile = 16 << 20;
-
-std::string read_text(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text;
-  std::string block(8192, '\0');
-  while (file && text.size() < kLargestFile) {
-    file.read(block.data(), static_cast<std::streamsize>(block.size()));
-    text.append(block.data(), static_cast<std::size_t>(file.gcount()));
-  }
-  return text;
-}
-
-std::vector<std::string> read_lines(const fs::path& path) {
-  std::vector<std::string> lines;
-  std::istringstream text(read_text(path));
-  for (std::string line; std::getline(text, line);) lines.push_back(line);
-  return lines;
-}
-
-std::string_view trim(std::string_view text) {
-  constexpr std::string_view kSpace = " \t\r\n";
-  const std::size_t first = text.find_first_not_of(kSpace);
-  if (first == std::string_view::npos) return {};
-  return text.substr(first, text.find_last_not_of(kSpace) - first + 1);
-}
-
-template <class T>
-std::optional<T> parse(std::string_view text) {
-  text = trim(text);
-  T value{};
-  const auto [end, status] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (status != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
-
-/// "key: value" lines, as in /proc/meminfo and /proc/self/status; of several equal keys the first.
-std::optional<std::string> field(const std::vector<std::string>& lines, std::string_view key, char separator = ':') {
-  for (const std::string& line : lines) {
-    const std::size_t at = line.find(separator);
-    if (at != std::string::npos && trim(std::string_view(line).substr(0, at)) == key) {
-      return std::string(trim(std::string_view(line).substr(at + 1)));
-    }
-  }
-  return std::nullopt;
-}
-
-/// "123 kB" in bytes.
-std::optional<std::uint64_t> kilobytes(const std::optional<std::string>& text) {
-  if (!text || !text->ends_with("kB")) return std::nullopt;
-  const auto count = parse<std::uint64_t>(std::string_view(*text).substr(0, text->size() - 2));
-  if (!count || *count > UINT64_MAX / 1024) return std::nullopt;
-  return *count * 1024;
-}
-
-/// "0-3,8,10-11"; what cannot be read is left out.
-std::set<int> parse_list(std::string_view text) {
-  constexpr int kMost = 1 << 16;
-  std::set<int> numbers;
-  while (!text.empty()) {
-    const std::size_t comma = std::min(text.find(','), text.size());
-    const std::string_view item = trim(text.substr(0, comma));
-    const std::size_t dash = item.find('-');
-    const auto first = parse<int>(item.substr(0, dash));
-    const auto last = dash == std::string_view::npos ? first : parse<int>(item.substr(dash + 1));
-    if (first && last && *first >= 0 && *last < kMost) {
-      for (int i = *first; i <= *last; ++i) numbers.insert(i);
-    }
-    text.remove_prefix(std::min(comma + 1, text.size()));
-  }
-  return numbers;
-}
-
-std::vector<std::string> split(const std::string& line, char separator) {
-  std::vector<std::string> parts;
-  std::istringstream text(line);
-  for (std::string part; std::getline(text, part, separator);) parts.push_back(part);
-  return parts;
-}
-
-/// mountinfo writes a space as \040.
-std::string unescape(const std::string& text) {
-  std::string out;
-  for (std::size_t i = 0; i < text.size(); ++i) {
-    const auto octal = [&](std::size_t at) { return at < text.size() && text[at] >= '0' && text[at] <= '7'; };
-    if (text[i] == '\\' && octal(i + 1) && octal(i + 2) && octal(i + 3)) {
-      out += static_cast<char>((text[i + 1] - '0') * 64 + (text[i + 2] - '0') * 8 + (text[i + 3] - '0'));
-      i += 3;
-    } else {
-      out += text[i];
-    }
-  }
-  return out;
-}
-
-fs::path under(const std::string& root, const std::string& path) {
-  return fs::path(root) / fs::path(path).relative_path();
-}
+using namespace detail;
 
 /// The folders of a controller, from this process's own up to the mount point. `v2` says which kind they are.
 struct CgroupChain {
@@ -132,44 +32,19 @@ struct CgroupChain {
   bool v2 = false;
 };
 
-/// One line of mountinfo that mounts cgroups.
-struct CgroupMount {
-  std::string root;   // of the cgroup tree, as this process sees it
-  std::string point;  // where it is mounted
-  bool v2;
-  std::vector<std::string> controllers;  // v1
-};
-
-std::vector<CgroupMount> cgroup_mounts(const std::string& root) {
-  std::vector<CgroupMount> mounts;
-  for (const std::string& line : read_lines(under(root, "/proc/self/mountinfo"))) {
-    const std::size_t dash = line.find(" - ");
-    if (dash == std::string::npos) continue;
-    const auto left = split(line.substr(0, dash), ' ');
-    const auto right = split(line.substr(dash + 3), ' ');
-    if (left.size() < 5 || right.empty() || (right[0] != "cgroup" && right[0] != "cgroup2")) continue;
-    mounts.push_back({unescape(left[3]), unescape(left[4]), right[0] == "cgroup2",
-                      right.size() > 2 ? split(right[2], ',') : std::vector<std::string>{}});
-  }
-  return mounts;
-}
-
-bool contains(const std::vector<std::string>& list, const std::string& item) {
-  return std::find(list.begin(), list.end(), item) != list.end();
-}
-
 std::vector<CgroupChain> cgroup_chains(const std::string& root, const std::string& controller) {
   std::vector<CgroupChain> chains;
   const std::vector<std::string> own = read_lines(under(root, "/proc/self/cgroup"));
-  for (const CgroupMount& mount : cgroup_mounts(root)) {
-    if (!mount.v2 && !contains(mount.controllers, controller)) continue;
+  for (const Mount& mount : read_mounts(root)) {
+    const bool v2 = mount.type == "cgroup2";
+    if (!v2 && (mount.type != "cgroup" || !contains(mount.super_options, controller))) continue;
     std::string path;  // "hierarchy:controllers:path"; v2 is hierarchy 0 without controllers
     for (const std::string& line : own) {
       const std::size_t first = line.find(':');
       const std::size_t second = first == std::string::npos ? first : line.find(':', first + 1);
       if (second == std::string::npos) continue;
       const std::string controllers = line.substr(first + 1, second - first - 1);
-      if (mount.v2 ? line.starts_with("0::") : contains(split(controllers, ','), controller)) {
+      if (v2 ? line.starts_with("0::") : contains(split(controllers, ','), controller)) {
         path = line.substr(second + 1);
         break;
       }
@@ -182,7 +57,7 @@ std::vector<CgroupChain> cgroup_chains(const std::string& root, const std::strin
       inside = below ? inside.substr(mount.root.size()) : std::string_view{};
     }
     CgroupChain chain;
-    chain.v2 = mount.v2;
+    chain.v2 = v2;
     const fs::path top = under(root, mount.point);
     fs::path folder = top;
     chain.folders.push_back(folder);
