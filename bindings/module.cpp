@@ -40,6 +40,8 @@ PYBIND11_MODULE(_C, m) {
   bind_base(base);
   auto backend = room("backend", "Device backends and their registry.");
   bind_backend(backend);
+  auto machine = room("machine", "The host, the cluster and the hardware table.");
+  bind_machine(machine);
   auto monitor = room("monitor", "Step and phase times, reports.");
   bind_monitor(monitor);
   auto optim = room("optim", "The step tail.");

@@ -11,6 +11,7 @@
 #include "oxytorch/host.h"
 #include "oxytorch/isa.h"
 #include "oxytorch/logging.h"
+#include "oxytorch/machine.h"
 #include "oxytorch/monitor.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/random.h"

@@ -13,22 +13,29 @@ import torch
 
 from . import _C
 from .base import format_size, system_info
+from .machine import host_report, host_report_text
 
 if TYPE_CHECKING:
     from .cli import Commands
 
 
-def info() -> dict[str, Any]:
+def info(host: bool = False) -> dict[str, Any]:
     """Return the facts that decide what Oxytorch does here; every value can be written as JSON.
+
+    Parameters
+    ----------
+    host
+        Whether to look at the host's settings too.
 
     Returns
     -------
     dict
         ``version``; ``torch``, the version that is running, and ``torch_built``, the one Oxytorch was built against;
         ``python``; ``threads`` (torch's intra-operation threads); all keys of `oxytorch.base.system_info`;
-        ``backends``, as from `oxytorch.available_backends`.
+        ``backends``, as from `oxytorch.available_backends`; with `host` also ``host``, as from
+        `oxytorch.machine.host_report`.
     """
-    return {
+    facts = {
         "version": _C.__version__,
         "torch": str(torch.__version__),
         "torch_built": _C.torch_version,
@@ -37,6 +44,9 @@ def info() -> dict[str, Any]:
         **system_info(),
         "backends": _backends(),
     }
+    if host:
+        facts["host"] = host_report()
+    return facts
 
 
 def _backends() -> list[dict[str, Any]]:
@@ -74,7 +84,15 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
+def _run_host(data_directory: str, as_json: bool) -> int:
+    rows = host_report(data_directory)
+    print(json.dumps(rows, indent=2) if as_json else host_report_text(data_directory).rstrip())
+    return int(any(row["verdict"] == "change" for row in rows))
+
+
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.host is not None:
+        return _run_host(arguments.host, arguments.json)
     facts = info()
     if arguments.json:
         print(json.dumps(facts, indent=2))
@@ -88,4 +106,12 @@ def add_command(commands: Commands) -> None:
     """Add `oxytorch info`."""
     parser = commands.add_parser("info", help="what Oxytorch found: versions, processor, memory, backends")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--host",
+        nargs="?",
+        const="",
+        metavar="DATA_DIRECTORY",
+        help="instead: the host's settings that training feels, with the command to change each that slows it down "
+        "(exit status 1 where there is one); nothing is changed",
+    )
     parser.set_defaults(run=_run)

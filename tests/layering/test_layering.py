@@ -15,6 +15,8 @@ INCLUDE = ROOT / "include"
 FLOORS = {
     "base": 0,
     "backend": 1,
+    # The topology lists the devices of the backends; the planners of floor 2 read it.
+    "machine": 1.5,
     "kernels": 2, "data": 2, "store": 2, "monitor": 2, "planner": 2,
     # amp stands on optim: its scaler hands unscale, check and skip to the step tail.
     "optim": 3, "amp": 3.5, "memory": 3, "model": 3, "checkpoint": 3, "distributed": 3,
