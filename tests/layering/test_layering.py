@@ -27,7 +27,18 @@ TORCH_FLOOR = 3
 # Folders that are no rooms, by the tree they stand in.
 BESIDE_ROOMS = {
     "src": set(),
-    "tests": {"conformance", "device", "demo", "consumer", "plugin", "layering", "packaging", "pages", "examples"},
+    "tests": {
+        "conformance",
+        "cuda",
+        "device",
+        "demo",
+        "consumer",
+        "plugin",
+        "layering",
+        "packaging",
+        "pages",
+        "examples",
+    },
     "bench": {"race", "results", "report"},
 }
 # Python modules that are no rooms, with the floor they stand on.

@@ -1,0 +1,3 @@
+#include "fake_kernels.h"
+
+FakeKernel fake_kernel(const char*) { return nullptr; }
