@@ -5,6 +5,7 @@
 #include "oxytorch/amp/precision.h"
 #include "oxytorch/api.h"
 #include "oxytorch/backend.h"
+#include "oxytorch/backend_kernels.h"
 #include "oxytorch/clock.h"
 #include "oxytorch/config.h"
 #include "oxytorch/error.h"

@@ -17,7 +17,8 @@ FLOORS = {
     "backend": 1,
     # The topology lists the devices of the backends; the planners of floor 2 read it.
     "machine": 1.5,
-    "kernels": 2, "data": 2, "store": 2, "monitor": 2, "planner": 2,
+    # Devices may run the kernels; the backend room knows a device by its table alone.
+    "kernels": 2, "backends": 2.5, "data": 2, "store": 2, "monitor": 2, "planner": 2,
     # amp stands on optim: its scaler hands unscale, check and skip to the step tail.
     "optim": 3, "amp": 3.5, "memory": 3, "model": 3, "checkpoint": 3, "distributed": 3,
     "tune": 4, "trainer": 4,
@@ -82,11 +83,11 @@ def room_of(path: Path) -> str | None:
         name = parts[2].removesuffix(".h")
         if name == "oxytorch":
             return None  # the umbrella
-        return name if name in FLOORS else "base"
+        return next((room for room in (name, name.split("_")[0]) if room in FLOORS), "base")
     if parts[0] == "src":
         return parts[1]
     if parts[0] == "backends":
-        return "backend"
+        return "backends"
     return None
 
 
