@@ -33,7 +33,7 @@
 
 #define FAKE extern "C" __attribute__((visibility("default"))) int
 
-using namespace oxytorch::backend::cuda;  // NOLINT: this file is that interface's other side
+using namespace oxytorch::backend::cuda;
 using std::chrono::steady_clock;
 
 namespace {
