@@ -73,10 +73,10 @@ bool TailOptimizer::matches() const {
   std::size_t index = 0;
   for (const OptimizerParamGroup& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
-      if (index == tail_->param_count() || !tail_->param(index++).is_same(param)) return false;
+      if (index == order_.size() || order_[index++] != param.unsafeGetTensorImpl()) return false;
     }
   }
-  return index == tail_->param_count();
+  return index == order_.size();
 }
 
 void TailOptimizer::build() {
@@ -102,8 +102,12 @@ void TailOptimizer::rebuild(const std::unordered_map<const c10::TensorImpl*, at:
 void TailOptimizer::adopt_tail(std::unique_ptr<StepTail> tail) {
   tail_ = std::move(tail);
   places_.clear();
-  for (std::size_t g = 0, index = 0; g < param_groups_.size(); ++g) {
-    for (const at::Tensor& param : param_groups_[g].params()) places_[param.unsafeGetTensorImpl()] = {index++, g};
+  order_.clear();
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    for (const at::Tensor& param : param_groups_[g].params()) {
+      places_[param.unsafeGetTensorImpl()] = {order_.size(), g};
+      order_.push_back(param.unsafeGetTensorImpl());
+    }
   }
   watch_gradients();
 }

@@ -188,6 +188,7 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   TailOptions options_;
   std::unique_ptr<StepTail> tail_;                 // built at first use, since groups may be added
   ska::flat_hash_map<const void*, Place> places_;  // of the tail's parameters
+  std::vector<const void*> order_;                 // the same, in order
   StepInputs inputs_;                              // of the next step
   bool uses_lr_tensors_ = false;
   std::vector<at::Tensor> lr_tensors_;

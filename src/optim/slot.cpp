@@ -1,0 +1,253 @@
+#include "optim/slot.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "optim/composite.h"
+#include "optim/dense.h"
+#include "optim/formats.h"
+#include "oxytorch/error.h"
+#include "oxytorch/kernels/codec.h"
+
+namespace oxytorch::optim {
+namespace {
+
+bool is_16_bit(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
+bool wants_master(const Recipe& recipe, const Slot& slot) {
+  return recipe.options.master_weights == MasterFormat::Float32 && is_16_bit(slot.type);
+}
+
+bool wants_residue(const Recipe& recipe, const Slot& slot) {
+  return recipe.options.master_weights == MasterFormat::Int8 && slot.type == at::kBFloat16;
+}
+
+bool wants_copy(const Recipe& recipe, const Slot& slot) {
+  return recipe.options.copy_dtype && *recipe.options.copy_dtype != slot.type && at::isFloatingType(slot.type);
+}
+
+// The dtype of a moment; kChar stands for both kinds of 8-bit code.
+at::ScalarType moment_type(const Recipe& recipe, const Slot& slot) {
+  switch (recipe.options.state_dtype) {
+    case StateFormat::Float32: return at::kFloat;
+    case StateFormat::BFloat16: return at::kBFloat16;
+    case StateFormat::Int8: return at::kChar;
+    case StateFormat::Auto: break;
+  }
+  return wants_master(recipe, slot) || wants_residue(recipe, slot) ? at::kFloat : slot.type;
+}
+
+at::Tensor empty_like_param(const Slot& slot, at::ScalarType type) {
+  return at::empty_like(slot.param, slot.param.options().dtype(type), at::MemoryFormat::Preserve);
+}
+
+// Stores `values` as moment `k` in the dtype that the options ask for.
+void keep_moment(const Recipe& recipe, Slot& slot, std::size_t k, const at::Tensor& values) {
+  const kernels::StateCode code = traits(recipe.algorithm).moments[k].code;
+  const at::ScalarType type = moment_type(recipe, slot);
+  if (type == at::kChar) {
+    const bool is_signed = code == kernels::StateCode::Signed;
+    const at::Tensor like = empty_like_param(slot, is_signed ? at::kChar : at::kByte);
+    std::tie(slot.state.moments[k], slot.state.scales[k]) = encode_int8(values, code, like, std::nullopt);
+    return;
+  }
+  slot.state.scales[k] = at::Tensor();
+  slot.state.moments[k] = same_layout(values, slot.param) && values.scalar_type() == type
+                              ? values
+                              : empty_like_param(slot, type).copy_(values);
+}
+
+void convert_moment(const Recipe& recipe, Slot& slot, std::size_t k) {
+  const at::Tensor stored = slot.state.moments[k];
+  if (!stored.defined()) return;
+  const bool coded = slot.state.scales[k].defined();
+  // Auto takes floating-point state as it comes, as torch does.
+  if (coded ? recipe.options.state_dtype == StateFormat::Int8
+            : recipe.options.state_dtype == StateFormat::Auto || stored.scalar_type() == moment_type(recipe, slot)) {
+    return;
+  }
+  keep_moment(recipe, slot, k,
+              coded ? decode_int8(stored, slot.state.scales[k], traits(recipe.algorithm).moments[k].code) : stored);
+}
+
+void check_state(const Slot& slot, const at::Tensor& t, const char* what) {
+  if (!t.defined()) return;
+  OXY_CHECK(t.sizes() == slot.param.sizes(), InvalidArgument, "state '", what, "' of parameter ", slot.name,
+            " has shape ", t.sizes(), "; the parameter has ", slot.param.sizes(), ".");
+  OXY_CHECK(t.device() == slot.param.device(), InvalidArgument, "state '", what, "' of parameter ", slot.name,
+            " is on ", t.device(), "; the parameter is on ", slot.param.device(), ".");
+}
+
+void check_moment(const Recipe& recipe, const Slot& slot, const ParamState& state, std::size_t k) {
+  const at::Tensor& t = state.moments[k];
+  const Moment& moment = traits(recipe.algorithm).moments[k];
+  if (!t.defined()) return;
+  check_state(slot, t, moment.name);
+  const bool is_signed = moment.code == kernels::StateCode::Signed;
+  if (!state.scales[k].defined()) {
+    OXY_CHECK(at::isFloatingType(t.scalar_type()) || at::isComplexType(t.scalar_type()), InvalidType, "state '",
+              moment.name, "' of parameter ", slot.name, " is of dtype ", t.scalar_type(),
+              "; it must be floating point, or int8 with its scales.");
+    return;
+  }
+  OXY_CHECK(t.scalar_type() == (is_signed ? at::kChar : at::kByte), InvalidType, "state '", moment.name,
+            "' of parameter ", slot.name, " has scales but dtype ", t.scalar_type(), "; it must be ",
+            is_signed ? "int8." : "uint8.");
+  const std::int64_t groups = kernels::state_groups(t.numel());
+  OXY_CHECK(
+      state.scales[k].dim() == 1 && state.scales[k].numel() == groups && state.scales[k].scalar_type() == at::kBFloat16,
+      InvalidArgument, "the scales of state '", moment.name, "' of parameter ", slot.name, " have shape ",
+      state.scales[k].sizes(), " and dtype ", state.scales[k].scalar_type(), "; they must be bfloat16 [", groups, "].");
+}
+
+}  // namespace
+
+void Likeness::remember(const at::Tensor& param, const at::Tensor& grad) {
+  if (!grad.defined()) return forget();
+  param_keys_ = param.key_set();
+  grad_keys_ = grad.key_set();
+  param_type_ = param.dtype();
+  grad_type_ = grad.dtype();
+  device_ = param.device();
+  shape_.assign(param.sizes().begin(), param.sizes().end());
+  shape_.append(param.strides().begin(), param.strides().end());
+}
+
+bool wants(const Recipe& recipe, const Slot& slot, std::size_t moment) {
+  return wants_moment(recipe.algorithm, recipe.groups[slot.group], moment);
+}
+
+bool complete(const Recipe& recipe, const Slot& slot) {
+  const ParamState& state = slot.state;
+  for (std::size_t k = 0; k < kMoments; ++k) {
+    if (wants(recipe, slot, k) && !state.moments[k].defined()) return false;
+  }
+  return (!recipe.counts_steps() || state.step.defined()) && (!wants_master(recipe, slot) || state.master.defined()) &&
+         (!wants_residue(recipe, slot) || state.residue.defined()) &&
+         (!wants_copy(recipe, slot) || state.copy.defined()) && (recipe.options.ema_decay == 0 || state.ema.defined());
+}
+
+void create_state(const Recipe& recipe, Slot& slot) {
+  const at::NoGradGuard no_grad;
+  ParamState& state = slot.state;
+  if (recipe.counts_steps() && !state.step.defined()) {
+    // torch keeps the counter in the default dtype if that is fp64, else in fp32.
+    const bool wide = c10::typeMetaToScalarType(at::get_default_dtype()) == at::kDouble;
+    state.step = at::zeros({}, at::TensorOptions(wide ? at::kDouble : at::kFloat).device(slot.param.device()));
+  }
+  if (wants_master(recipe, slot) && !state.master.defined())
+    state.master = empty_like_param(slot, at::kFloat).copy_(slot.param);
+  if (wants_residue(recipe, slot) && !state.residue.defined())
+    state.residue = empty_like_param(slot, at::kChar).zero_();
+  for (std::size_t k = 0; k < kMoments; ++k) {
+    if (!wants(recipe, slot, k) || state.moments[k].defined()) continue;
+    const double start =
+        recipe.algorithm == Algorithm::Adagrad ? recipe.groups[slot.group].initial_accumulator_value : 0.0;
+    // 8 bits cannot hold a complex number's parts; such parameters are refused when they are added.
+    const at::ScalarType type = moment_type(recipe, slot) == at::kChar ? at::kFloat : moment_type(recipe, slot);
+    keep_moment(recipe, slot, k, empty_like_param(slot, type).fill_(start));
+    if (k == 0) slot.first = true;
+  }
+  if (wants_copy(recipe, slot) && !state.copy.defined()) {
+    state.copy = empty_like_param(slot, *recipe.options.copy_dtype).copy_(slot.param);
+  }
+  if (recipe.options.ema_decay != 0 && !state.ema.defined()) {
+    state.ema = empty_like_param(slot, compute_type(slot.type)).copy_(slot.param);
+  }
+}
+
+void adopt_state(const Recipe& recipe, Slot& slot, ParamState state) {
+  const AlgorithmTraits& t = traits(recipe.algorithm);
+  for (std::size_t k = 0; k < kMoments; ++k) {
+    OXY_CHECK(t.moments[k].name != nullptr || !state.moments[k].defined(), InvalidArgument, "the state of parameter ",
+              slot.name, " has a moment ", k, " that ", t.name, " does not keep; it is of another optimizer.");
+    check_moment(recipe, slot, state, k);
+  }
+  check_state(slot, state.ema, "ema");
+  check_state(slot, state.master, "master");
+  check_state(slot, state.residue, "residue");
+  if (recipe.algorithm == Algorithm::Adam) {
+    const bool first = state.moments[0].defined(), second = state.moments[1].defined();
+    OXY_CHECK(first == second, InvalidArgument, "the state of parameter ", slot.name, " has ",
+              first ? "exp_avg but lacks exp_avg_sq" : "exp_avg_sq but lacks exp_avg", "; give the whole state.");
+  }
+  const bool has_moment = std::any_of(state.moments.begin(), state.moments.end(),
+                                      [](const at::Tensor& moment) { return moment.defined(); });
+  OXY_CHECK(!t.counts_steps || !has_moment || state.step.defined(), InvalidArgument, "the state of parameter ",
+            slot.name, " lacks 'step'; give the whole state.");
+  if (state.step.defined()) {
+    OXY_CHECK(state.step.numel() == 1, InvalidArgument, "state 'step' of parameter ", slot.name, " has ",
+              state.step.numel(), " elements; it must have one.");
+    if (state.step.device() != slot.param.device()) state.step = state.step.to(slot.param.device());
+  }
+  const at::NoGradGuard no_grad;
+  slot.first = !state.moments[0].defined();
+  slot.version = -1;
+  std::swap(slot.state, state);
+  for (std::size_t k = 0; k < kMoments; ++k) convert_moment(recipe, slot, k);
+  if (!wants_master(recipe, slot)) slot.state.master = at::Tensor();
+  if (!wants_residue(recipe, slot)) slot.state.residue = at::Tensor();
+  if (slot.state.master.defined() && !absent_or_like(slot.state.master, at::kFloat, slot.param)) {
+    slot.state.master = empty_like_param(slot, at::kFloat).copy_(slot.state.master);
+  }
+}
+
+void follow_outside_writes(Slot& slot) {
+  const std::int64_t version = slot.param.is_inference() ? 0 : slot.param._version();
+  const std::int64_t last = std::exchange(slot.version, version);
+  if (version == last) return;
+  const at::NoGradGuard no_grad;
+  if (slot.state.master.defined()) {
+    const at::Tensor& master = slot.state.master;
+    master.copy_(at::where(master.to(slot.type).eq(slot.param), master, slot.param));
+  } else if (last != -1) {
+    slot.state.residue.zero_();
+  }
+}
+
+void note_own_write(Slot& slot) {
+  if (has_masters(slot) && !slot.param.is_inference()) slot.version = slot.param._version();
+}
+
+void check_formats(const Recipe& recipe, const at::Tensor& p, const std::string& label) {
+  OXY_CHECK(recipe.algorithm != Algorithm::Muon || !p.is_complex(), NotSupported,
+            "Muon does not support complex parameters, and ", label, " is of dtype ", p.scalar_type(),
+            ". Give it to AdamW.");
+  OXY_CHECK(recipe.algorithm != Algorithm::Muon || p.dim() == 2, InvalidArgument, "parameter ", label, " has shape ",
+            p.sizes(), "; Muon updates matrices. Give other parameters to AdamW.");
+  OXY_CHECK(!p.is_complex() || recipe.options.state_dtype == StateFormat::Auto, NotSupported, "parameter ", label,
+            " is complex (", p.scalar_type(), "); its state cannot be kept as ", name(recipe.options.state_dtype),
+            ". Leave state_dtype out for its optimizer.");
+  OXY_CHECK(!p.is_complex() || !recipe.options.stochastic_rounding, NotSupported, "parameter ", label, " is complex (",
+            p.scalar_type(), "), which stochastic rounding does not serve. Use an optimizer of its own.");
+  OXY_CHECK(recipe.options.master_weights != MasterFormat::Int8 || p.scalar_type() != at::kHalf, NotSupported,
+            "parameter ", label,
+            " is float16; 8-bit residues (master_weights=\"int8\") extend bfloat16. Use bfloat16 or "
+            "master_weights=\"fp32\".");
+}
+
+void check_param(const Slot& slot, const at::Tensor& grad) {
+  const at::Tensor& p = slot.param;
+  OXY_CHECK(p.sizes() == at::IntArrayRef(slot.sizes), InvalidState, "parameter ", slot.name, " had shape ",
+            at::IntArrayRef(slot.sizes), " when the optimizer was built and now has ", p.sizes(),
+            "; build a new optimizer after changing a parameter's shape.");
+  OXY_CHECK(p.scalar_type() == slot.type, InvalidState, "parameter ", slot.name, " was of dtype ", slot.type,
+            " when the optimizer was built and is now ", p.scalar_type(),
+            "; convert the model first and build the optimizer after.");
+  OXY_CHECK(p.device() == slot.device, InvalidState, "parameter ", slot.name, " was on ", slot.device,
+            " when the optimizer was built and is now on ", p.device(),
+            "; move the model first and build the optimizer after.");
+  OXY_CHECK(grad.layout() == at::kStrided, NotSupported, "parameter ", slot.name, " has a sparse gradient (layout ",
+            grad.layout(), "); use torch.optim.SparseAdam, or sparse=False in the embedding.");
+  OXY_CHECK(grad.sizes() == p.sizes(), InvalidState, "parameter ", slot.name, " has shape ", p.sizes(),
+            " but its gradient ", grad.sizes(), "; clear the gradients after changing a parameter.");
+  const std::int64_t end = p.numel() == 0 ? 0 : p.storage_offset() + p.numel();
+  OXY_CHECK(p.storage().nbytes() >= static_cast<std::size_t>(end) * p.element_size() || !p.is_contiguous(),
+            InvalidState, "the memory of parameter ", slot.name, " was freed: its storage holds ", p.storage().nbytes(),
+            " bytes; restore it before the step.");
+}
+
+}  // namespace oxytorch::optim

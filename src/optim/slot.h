@@ -1,0 +1,101 @@
+/// One parameter of a tail with its state: which tensors it keeps, in which formats, and how they are made, taken over
+/// and checked.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "optim/algorithm.h"
+#include "optim/known_sum.h"
+#include "oxytorch/optim/step_tail.h"
+
+namespace oxytorch::optim {
+
+/// What all parameters of a tail are kept and updated by.
+struct Recipe {
+  Algorithm algorithm;
+  TailOptions options;
+  std::vector<GroupOptions> groups;
+
+  [[nodiscard]] bool counts_steps() const { return traits(algorithm).counts_steps || options.stochastic_rounding; }
+};
+
+/// What a parameter and a gradient that the kernels can read looked like when they were last checked: as long as they
+/// still do, so is what was found then.
+class Likeness {
+ public:
+  /// With `grad` undefined there is none that the kernels can read: nothing is like it.
+  void remember(const at::Tensor& param, const at::Tensor& grad);
+  void forget() noexcept { grad_keys_ = {}; }
+
+  [[nodiscard]] bool of(const c10::TensorImpl& param, const c10::TensorImpl& grad) const {
+    return grad.key_set() == grad_keys_ && param.key_set() == param_keys_ && grad.dtype() == grad_type_ &&
+           param.dtype() == param_type_ && grad.device() == device_ && param.device() == device_ && shaped(param) &&
+           shaped(grad) && in_storage(param);
+  }
+
+ private:
+  [[nodiscard]] bool shaped(const c10::TensorImpl& tensor) const {
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    const std::size_t dim = sizes.size();
+    if (2 * dim != shape_.size()) return false;
+    for (std::size_t d = 0; d < dim; ++d) {
+      if (sizes[d] != shape_[d] || strides[d] != shape_[dim + d]) return false;
+    }
+    return true;
+  }
+
+  // Somebody may have freed it.
+  [[nodiscard]] static bool in_storage(const c10::TensorImpl& param) {
+    const auto end = static_cast<std::size_t>(param.storage_offset() + param.numel());
+    return end * param.itemsize() <= param.unsafe_storage().nbytes();
+  }
+
+  c10::DispatchKeySet param_keys_, grad_keys_;
+  caffe2::TypeMeta param_type_, grad_type_;
+  c10::Device device_ = at::kCPU;
+  c10::DimVector shape_;  // sizes, then strides
+};
+
+struct Slot {
+  // What each step looks at comes first.
+  at::Tensor param;
+  Likeness likeness = {};
+  std::size_t group;
+  bool first = true;          // SGD: the momentum buffer holds nothing yet
+  bool complete = false;      // has all its state
+  bool watched = false;       // has masters, which follow what others write
+  KnownSum known = {};        // from grad_ready()
+  at::Tensor grad_copy = {};  // a gradient laid out like the parameter, when autograd's is not
+  std::string name;
+  std::vector<std::int64_t> sizes;
+  at::ScalarType type;
+  at::Device device;
+  ParamState state = {};
+  std::int64_t version = -1;  // of the parameter after our last write; -1: not known
+};
+
+bool wants(const Recipe& recipe, const Slot& slot, std::size_t moment);
+
+/// True where the slot has all the state that the recipe wants.
+bool complete(const Recipe& recipe, const Slot& slot);
+/// Makes what is missing.
+void create_state(const Recipe& recipe, Slot& slot);
+/// Takes over a state, converted where it is kept in another format; all is checked before anything is changed.
+void adopt_state(const Recipe& recipe, Slot& slot, ParamState state);
+
+inline bool has_masters(const Slot& slot) { return slot.state.master.defined() || slot.state.residue.defined(); }
+/// The master weights of elements that somebody wrote since our last step follow what was written.
+void follow_outside_writes(Slot& slot);
+void note_own_write(Slot& slot);
+
+/// A parameter that these formats cannot serve.
+void check_formats(const Recipe& recipe, const at::Tensor& param, const std::string& label);
+/// Parameter and gradient as they must be for a step.
+void check_param(const Slot& slot, const at::Tensor& grad);
+
+}  // namespace oxytorch::optim

@@ -1,0 +1,196 @@
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <optional>
+
+#include "optim/dense.h"
+#include "optim/host_scalar.h"
+#include "optim/step_tail_impl.h"
+#include "oxytorch/error.h"
+
+namespace oxytorch::optim {
+bool StepTail::Impl::can_be_native(const Slot& slot) const {
+  const at::Tensor& p = slot.param;
+  const ParamState& s = slot.state;
+  if (options.force_composite || algorithm == Algorithm::Muon || !p.is_cpu() || !element_type(p) ||
+      !p.is_non_overlapping_and_dense() || p.is_neg() || p.is_conj() || (options.agc > 0 && !rows_are_runs(p))) {
+    return false;
+  }
+  std::optional<kernels::ElementType> state_type;
+  for (std::size_t k = 0; k < kMoments; ++k) {
+    if (!s.moments[k].defined()) continue;
+    const auto found = element_type(s.moments[k]);
+    if (!found || !same_layout(s.moments[k], p) || (state_type && *state_type != *found)) return false;
+    if (s.scales[k].defined() && !s.scales[k].is_contiguous()) return false;
+    state_type = found;
+  }
+  if (s.step.defined() && (!s.step.is_cpu() || s.step.scalar_type() != at::kFloat)) return false;
+  return absent_or_like(s.ema, at::kFloat, p) && absent_or_like(s.master, at::kFloat, p) &&
+         absent_or_like(s.residue, at::kChar, p) && (!s.copy.defined() || same_layout(s.copy, p));
+}
+
+kernels::TailTensor StepTail::Impl::tail_tensor(std::size_t index) const {
+  const Slot& slot = slots[index];
+  const ParamState& s = slot.state;
+  kernels::TailTensor t;
+  t.numel = slot.param.numel();
+  t.rows = slot.param.dim() < 2 || t.numel == 0 ? 1 : slot.param.size(0);
+  t.group = static_cast<std::uint32_t>(slot.group);
+  t.stream = static_cast<std::uint32_t>(index);
+  t.type = t.grad_type = t.state_type = *element_type(slot.param);
+  t.master = address_or_null<float>(s.master);
+  t.residue = address_or_null<std::int8_t>(s.residue);
+  t.ema = address_or_null<float>(s.ema);
+  t.copy = address_or_null<void>(s.copy);
+  if (s.copy.defined()) t.copy_type = *element_type(s.copy);
+  if (s.step.defined()) t.step = s.step.mutable_data_ptr<float>();
+  for (std::size_t k = 0; k < kMoments; ++k) {
+    if (!wants(*this, slot, k) || !s.moments[k].defined()) continue;
+    t.state_type = *element_type(s.moments[k]);
+    t.state[k] = {address(s.moments[k]), address_or_null<std::uint16_t>(s.scales[k])};
+  }
+  t.first = slot.first;
+  return t;
+}
+
+void StepTail::Impl::build_plan(Work& work) {
+  std::vector<kernels::TailTensor> tensors;
+  work.planned.clear();
+  work.others.clear();
+  for (std::size_t i : work.members) {
+    Slot& slot = slots[i];
+    slot.complete = complete(*this, slot);
+    slot.watched = has_masters(slot);
+    slot.likeness.forget();
+    if (can_be_native(slot)) {
+      work.planned.push_back(i);
+      tensors.push_back(tail_tensor(i));
+    } else {
+      work.others.push_back(i);
+    }
+  }
+  work.plan.emplace(tensors);
+  work.known.assign(tensors.size(), -1);
+  work.composite.reserve(work.others.size());
+  work.composite_index.reserve(work.others.size());
+  native_groups.resize(groups.size());
+  if (!stats.grad_norm.defined()) create_stats();
+  work.generation = generation;
+}
+
+// State for every parameter with a gradient, and a plan that matches it.
+bool StepTail::Impl::prepare(Work& work) {
+  bool created = false;
+  for (std::size_t i : work.members) {
+    Slot& slot = slots[i];
+    const at::Tensor& grad = slot.param.grad();
+    if (!grad.defined()) continue;
+    check_param(slot, grad);
+    if (complete(*this, slot)) continue;
+    create_state(*this, slot);
+    ++generation;
+    created = true;
+  }
+  build_plan(work);
+  return created;
+}
+
+// All that may have changed about a parameter and its gradient.
+void StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTensor& native) {
+  check_param(slot, grad);
+  const at::Tensor* source = &grad;
+  if (!readable(grad, slot.param)) {
+    slot.likeness.forget();
+    const at::NoGradGuard no_grad;
+    if (!slot.grad_copy.defined() || slot.grad_copy.strides() != slot.param.strides()) {
+      slot.grad_copy = at::empty_like(slot.param, {}, at::MemoryFormat::Preserve);
+    }
+    slot.grad_copy.copy_(grad);
+    source = &slot.grad_copy;
+  } else {
+    slot.likeness.remember(slot.param, grad);
+  }
+  native.grad = address(*source);
+  native.grad_type = *element_type(*source);
+}
+
+// Hands the plan this step's addresses; false where it no longer matches the slots.
+bool StepTail::Impl::bind(Work& work) {
+  if (work.generation != generation) return false;
+  const std::span<kernels::TailTensor> planned = work.plan->tensors();
+  for (std::size_t at = 0; at < work.planned.size(); ++at) {
+    Slot& slot = slots[work.planned[at]];
+    kernels::TailTensor& native = planned[at];
+    c10::TensorImpl& param = *slot.param.unsafeGetTensorImpl();
+    const at::Tensor& grad = param.grad();
+    if (options.norm_in_backward) work.known[at] = slot.known.spend(grad);
+    if (!grad.defined()) {
+      native.grad = nullptr;
+      continue;
+    }
+    if (!slot.complete) return false;
+    c10::TensorImpl& source = *grad.unsafeGetTensorImpl();
+    if (slot.likeness.of(param, source)) {
+      native.grad = address(source);
+    } else {
+      inspect(slot, grad, native);
+    }
+    if (slot.watched) follow_outside_writes(slot);
+    native.param = address(param);
+    native.first = slot.first;
+  }
+  work.composite.clear();
+  work.composite_index.clear();
+  for (std::size_t i : work.others) {
+    Slot& slot = slots[i];
+    const at::Tensor& grad = slot.param.grad();
+    if (!grad.defined()) continue;
+    if (!slot.complete) return false;
+    check_param(slot, grad);
+    if (slot.watched) follow_outside_writes(slot);
+    work.composite.push_back(
+        {slot.param, grad, &slot.state, &groups[slot.group], static_cast<std::uint32_t>(i), slot.first});
+    work.composite_index.push_back(i);
+  }
+  return true;
+}
+
+bool StepTail::Impl::gather(Work& work) {
+  if (bind(work)) return false;
+  const bool created = prepare(work);
+  OXY_ASSERT(bind(work), "a plan just made does not match its parameters");
+  return created;
+}
+
+void StepTail::Impl::fill_native_groups() {
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    const GroupOptions& o = groups[i];
+    kernels::TailGroup& g = native_groups[i];
+    g.rule = rule_of(algorithm, o);
+    g.lr = o.lr_tensor.defined() ? host_scalar(o.lr_tensor, "a learning-rate tensor") : o.lr;
+    OXY_CHECK(!std::isnan(g.lr), InvalidArgument, "parameter group ", i,
+              " has a learning-rate tensor that holds NaN; set it to a number.");
+    g.beta1 = o.beta1;
+    g.beta2 = algorithm == Algorithm::RMSprop ? o.alpha : o.beta2;
+    g.eps = o.eps;
+    g.weight_decay = o.weight_decay;
+    g.momentum = o.momentum;
+    g.dampening = o.dampening;
+    g.lr_decay = o.lr_decay;
+    g.nesterov = o.nesterov;
+    g.maximize = o.maximize;
+  }
+}
+
+void StepTail::Impl::zero_copied_grads(const Work& work) {
+  if (!options.zero_grads) return;
+  const at::NoGradGuard no_grad;
+  for (std::size_t i : work.planned) {
+    Slot& slot = slots[i];
+    if (slot.grad_copy.defined() && slot.param.grad().defined() && !readable(slot.param.grad(), slot.param)) {
+      slot.param.mutable_grad().zero_();
+    }
+  }
+}
+
+}  // namespace oxytorch::optim
