@@ -9,7 +9,7 @@ help:
 	@echo "make demo      train real models three ways and show the result"
 	@echo "make test      build everything and run every test"
 	@echo "make nightly   10,000 random optimizer cases against the fp64 referee"
-	@echo "make bench     measure the kernels and race the peers"
+	@echo "make bench     measure the kernels and race the peers; DEVICE=cuda races on a GPU instead"
 	@echo "make lint      formats, types, static analysis"
 	@echo "make docs      the site, in build/docs/index.html"
 	@echo "make sanitize  core tests under the address, undefined and thread sanitizers"
@@ -26,7 +26,7 @@ test: build
 nightly: build
 	@cmake/steps/nightly.sh $(ARGS)
 bench: build
-	@cmake/steps/bench.sh $(ARGS)
+	@DEVICE=$(DEVICE) cmake/steps/bench.sh $(ARGS)
 lint: build
 	@cmake/steps/run.sh python cmake/steps/lint.py $(ARGS)
 docs: build

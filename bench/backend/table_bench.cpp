@@ -1,7 +1,11 @@
-// What one call through the table costs the host: the floor under every use of a device.
+// What one call through the table costs the host: the floor under every use of a device. OXYTORCH_BENCH_BACKEND names the
+// backend to measure, which is cpu otherwise.
 #include <benchmark/benchmark.h>
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
 
 #include "oxytorch/backend/device.h"
 #include "oxytorch/backend/sim.h"
@@ -14,11 +18,14 @@ using oxytorch::backend::Device;
 using oxytorch::backend::Event;
 using oxytorch::backend::Queue;
 
-const Backend& cpu() { return oxytorch::backend::backend("cpu"); }
+const Backend& measured() {
+  const char* name = std::getenv("OXYTORCH_BENCH_BACKEND");
+  return oxytorch::backend::backend(name == nullptr ? "cpu" : name);
+}
 
-// The call alone: a copy of no bytes, which cpu answers after its checks.
+// The call alone: a copy of no bytes, which a backend answers after its checks.
 void table_call(benchmark::State& state) {
-  const oxy_backend& table = cpu().table();
+  const oxy_backend& table = measured().table();
   for (auto _ : state) {
     benchmark::DoNotOptimize(table.copy_async(0, nullptr, nullptr, nullptr, 0, OXY_COPY_HOST_TO_DEVICE));
   }
@@ -27,14 +34,14 @@ BENCHMARK(table_call);
 
 // The same through the C++ layer, status check included.
 void queue_call(benchmark::State& state) {
-  const Device device(cpu());
+  const Device device(measured());
   Queue queue(device);
   for (auto _ : state) queue.copy_to_device(nullptr, nullptr, 0);
 }
 BENCHMARK(queue_call);
 
 void score(benchmark::State& state) {
-  const oxy_backend& table = cpu().table();
+  const oxy_backend& table = measured().table();
   const char* reason = nullptr;
   std::int32_t devices = 0;
   for (auto _ : state) benchmark::DoNotOptimize(table.score(&reason, &devices));
@@ -42,7 +49,7 @@ void score(benchmark::State& state) {
 BENCHMARK(score);
 
 void record_and_ask(benchmark::State& state) {
-  const Device device(cpu());
+  const Device device(measured());
   Queue queue(device);
   Event event;
   for (auto _ : state) {
@@ -53,13 +60,13 @@ void record_and_ask(benchmark::State& state) {
 BENCHMARK(record_and_ask);
 
 void alloc_free(benchmark::State& state) {
-  const Device device(cpu());
+  const Device device(measured());
   for (auto _ : state) benchmark::DoNotOptimize(Buffer(device, static_cast<std::uint64_t>(state.range(0))).data());
 }
 BENCHMARK(alloc_free)->Arg(64)->Arg(1 << 16)->Arg(1 << 24);
 
 void copy(benchmark::State& state) {
-  const Device device(cpu());
+  const Device device(measured());
   const auto bytes = static_cast<std::uint64_t>(state.range(0));
   const Buffer from(device, bytes), to(device, bytes);
   Queue queue(device);
@@ -95,4 +102,14 @@ BENCHMARK(list_backends);
 
 }  // namespace
 
-BENCHMARK_MAIN();
+int main(int argc, char** argv) {
+  try {
+    static_cast<void>(Device(measured()));
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+  benchmark::Initialize(&argc, argv);
+  benchmark::RunSpecifiedBenchmarks();
+  return 0;
+}

@@ -2,6 +2,14 @@
 # Google Benchmark programs first, then the race against the peers. Figures go to the screen and to bench/report/.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 shopt -s nullglob
+if [[ ${DEVICE:-cpu} != cpu ]]; then
+  races=(bench/race/"$DEVICE"/*.py)
+  ((${#races[@]})) || die "there is no race for DEVICE=$DEVICE, only for cuda"
+  for race in "${races[@]}"; do
+    python3 "$race" --device "$DEVICE" "$@"
+  done
+  exit
+fi
 for program in "$BUILD"/bench/*/*_bench; do
   say "== ${program#"$BUILD"/bench/}"
   "$program" --benchmark_min_time=0.1 --benchmark_out="bench/report/$(basename "$program").json" --benchmark_out_format=json
