@@ -1,10 +1,36 @@
+#include <pybind11/functional.h>
+
 #include "bindings.h"
 
 #include "oxytorch/host.h"
 #include "oxytorch/trainer/early_stopping.h"
 #include "oxytorch/trainer/host.h"
+#include "oxytorch/trainer/step_graph.h"
 
 namespace oxytorch::bindings {
+namespace {
+
+// An object with torch.cuda.CUDAGraph's methods.
+class PythonRecorder final : public GraphRecorder {
+ public:
+  explicit PythonRecorder(py::object graph) : graph_(std::move(graph)) {}
+  void begin() override { graph_.attr("capture_begin")(); }
+  void end() override { graph_.attr("capture_end")(); }
+  void replay() override { graph_.attr("replay")(); }
+
+ private:
+  py::object graph_;
+};
+
+std::unique_ptr<StepGraph> make_step_graph(StepGraph::Step step, std::function<std::vector<at::Tensor>()> state,
+                                           std::function<std::string()> settings, const py::object& recorder,
+                                           int warmup, int max_recordings, bool verify) {
+  StepGraphOptions options{warmup, max_recordings, verify, std::move(state), std::move(settings), {}};
+  if (!recorder.is_none()) options.recorder = [recorder] { return std::make_unique<PythonRecorder>(recorder()); };
+  return std::make_unique<StepGraph>(std::move(step), std::move(options));
+}
+
+}  // namespace
 
 void bind_trainer(py::module_& m) {
   py::class_<EarlyStopping>(m, "EarlyStopping", "The rule of early stopping.")
@@ -20,6 +46,14 @@ void bind_trainer(py::module_& m) {
       .def_property_readonly("best", &EarlyStopping::best)
       .def_property_readonly("best_evaluation", &EarlyStopping::best_evaluation)
       .def_property_readonly("bad_evaluations", &EarlyStopping::bad_evaluations);
+  py::class_<StepGraph>(m, "StepGraph", "A training step recorded once and replayed.")
+      .def(py::init(&make_step_graph), py::arg("step"), py::arg("state"), py::arg("settings"), py::arg("recorder"),
+           py::arg("warmup"), py::arg("max_recordings"), py::arg("verify"))
+      .def("__call__", &StepGraph::operator(), py::arg("inputs"))
+      .def_property_readonly("replayed", &StepGraph::replayed)
+      .def_property_readonly("reason", &StepGraph::reason)
+      .def_property_readonly("replays", &StepGraph::replays)
+      .def_property_readonly("recordings", &StepGraph::recordings);
   py::class_<HostSetting>(m, "HostSetting",
                           "A setting of the host process: what was done or why not, and the way back.")
       .def_property_readonly("name", &HostSetting::name)

@@ -26,6 +26,7 @@
 #include "oxytorch/config.h"
 #include "oxytorch/trainer/early_stopping.h"
 #include "oxytorch/trainer/host.h"
+#include "oxytorch/trainer/step_graph.h"
 
 namespace oxytorch {
 

@@ -27,4 +27,5 @@ from .config import PerformanceConfig as PerformanceConfig
 from .info import info as info
 from .monitor import PerformanceMonitor as PerformanceMonitor
 from .trainer import EarlyStopping as EarlyStopping
+from .trainer import StepGraph as StepGraph
 from .trainer import Trainer as Trainer

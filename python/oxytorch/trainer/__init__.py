@@ -5,6 +5,7 @@ from __future__ import annotations
 from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult
 from .report import Report, SettingLine
+from .step_graph import StepGraph
 from .trainer import Trainer
 
-__all__ = ["Callback", "EarlyStopping", "FitResult", "Report", "SettingLine", "Trainer"]
+__all__ = ["Callback", "EarlyStopping", "FitResult", "Report", "SettingLine", "StepGraph", "Trainer"]

@@ -1,0 +1,338 @@
+#include "oxytorch/trainer/step_graph.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#if __has_include(<ATen/accelerator/Graph.h>)
+#include <ATen/accelerator/Graph.h>
+#define OXYTORCH_TORCH_GRAPHS 1
+#else
+#define OXYTORCH_TORCH_GRAPHS 0
+#endif
+
+#include <cstring>
+#include <exception>
+#include <sstream>
+#include <utility>
+
+#include "oxytorch/error.h"
+#include "oxytorch/logging.h"
+
+namespace oxytorch {
+namespace {
+
+// Recording needs a stream of its own. Work on it comes after what the caller's stream holds, and before what follows.
+class SideStream {
+ public:
+  explicit SideStream(at::Device device) {
+    if (device.is_cpu()) return;
+    guard_.emplace(device.type());
+    before_ = guard_->getStream(device);
+    side_ = guard_->getStreamFromGlobalPool(device);
+    order(*before_, *side_);
+    guard_->exchangeStream(*side_);
+  }
+  ~SideStream() {
+    if (!guard_) return;
+    guard_->exchangeStream(*before_);
+    order(*side_, *before_);
+  }
+  SideStream(const SideStream&) = delete;
+  SideStream& operator=(const SideStream&) = delete;
+
+ private:
+  static void order(const c10::Stream& first, const c10::Stream& second) {
+    c10::Event event(first.device_type());
+    event.record(first);
+    event.block(second);
+  }
+
+  std::optional<c10::impl::VirtualGuardImpl> guard_;
+  std::optional<c10::Stream> before_, side_;
+};
+
+#if OXYTORCH_TORCH_GRAPHS
+class TorchGraph final : public GraphRecorder {
+ public:
+  void begin() override { graph_.capture_begin(); }
+  void end() override { graph_.capture_end(); }
+  void replay() override { graph_.replay(); }
+
+ private:
+  at::accelerator::Graph graph_;
+};
+#endif
+
+bool like(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device();
+}
+
+bool all_like(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  if (a.size() != b.size()) return false;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (!like(a[i], b[i])) return false;
+  }
+  return true;
+}
+
+// NaN is equal to the same NaN here.
+bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = a.detach().cpu().contiguous();
+  const at::Tensor y = b.detach().cpu().contiguous();
+  return x.nbytes() == y.nbytes() &&
+         (x.nbytes() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0);
+}
+
+std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> copied;
+  copied.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) copied.push_back(tensor.detach().clone());
+  return copied;
+}
+
+void put_back(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& values) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < tensors.size(); ++i) tensors[i].detach().copy_(values[i]);
+}
+
+// The random generator of the inputs' device, where it has one.
+class Randomness {
+ public:
+  explicit Randomness(at::Device device) {
+    for (const at::Device& d : {device, at::Device(at::kCPU)}) {
+      try {
+        generators_.push_back(at::globalContext().defaultGenerator(d));
+      } catch (const c10::Error&) {
+        continue;  // nothing random happens there
+      }
+      states_.push_back(generators_.back().get_state());
+    }
+  }
+  void put_back() {
+    for (std::size_t i = 0; i < generators_.size(); ++i) generators_[i].set_state(states_[i]);
+  }
+
+ private:
+  std::vector<at::Generator> generators_;
+  std::vector<at::Tensor> states_;
+};
+
+void describe(std::ostream& out, const optim::GroupOptions& g) {
+  if (g.lr_tensor.defined()) {
+    out << static_cast<const void*>(g.lr_tensor.unsafeGetTensorImpl());
+  } else {
+    out << g.lr;
+  }
+  for (const double value : {g.beta1, g.beta2, g.eps, g.weight_decay, g.momentum, g.dampening, g.alpha, g.lr_decay,
+                             g.ns_coefficients[0], g.ns_coefficients[1], g.ns_coefficients[2]}) {
+    out << ' ' << value;
+  }
+  out << ' ' << g.ns_steps << static_cast<int>(g.adjust_lr) << g.nesterov << g.centered << g.decoupled_weight_decay
+      << g.amsgrad << g.maximize << ';';
+}
+
+}  // namespace
+
+GraphRecorder::~GraphRecorder() = default;
+
+std::unique_ptr<GraphRecorder> make_graph_recorder(at::Device device) {
+  OXY_CHECK(!device.is_cpu(), NotSupported, "the CPU has no graphs; run the step eagerly.");
+#if OXYTORCH_TORCH_GRAPHS
+  return std::make_unique<TorchGraph>();
+#else
+  OXY_CHECK(false, NotSupported, "torch ", TORCH_VERSION,
+            " has no graphs for any device but by Python; torch 2.13 has. Give StepGraphOptions::recorder.");
+#endif
+}
+
+struct StepGraph::Impl {
+  Step step;
+  StepGraphOptions options;
+  int warm = 0;
+  bool given_up = false;
+  bool replayed = false;
+  std::string reason;
+  std::int64_t replays = 0;
+  std::int64_t recordings = 0;
+
+  std::unique_ptr<GraphRecorder> recorder;
+  std::vector<at::Tensor> inputs;   // where the recording reads
+  std::vector<at::Tensor> outputs;  // where it writes
+  std::string settings;
+
+  [[nodiscard]] std::string settings_now() const { return options.settings ? options.settings() : std::string(); }
+
+  std::vector<at::Tensor> eager(const std::vector<at::Tensor>& given, std::string why) {
+    replayed = false;
+    reason = std::move(why);
+    return step(given);
+  }
+
+  void fill(const std::vector<at::Tensor>& given) {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < given.size(); ++i) inputs[i].copy_(given[i], /*non_blocking=*/true);
+  }
+
+  std::vector<at::Tensor> replay(const std::vector<at::Tensor>& given) {
+    fill(given);
+    recorder->replay();
+    ++replays;
+    replayed = true;
+    return outputs;
+  }
+
+  void record(const std::vector<at::Tensor>& given) {
+    settings = settings_now();
+    inputs.clear();
+    for (const at::Tensor& tensor : given) inputs.push_back(tensor.detach().clone());
+    recorder = options.recorder ? options.recorder() : make_graph_recorder(given.front().device());
+    const SideStream side(given.front().device());
+    recorder->begin();
+    try {
+      outputs = step(inputs);
+    } catch (...) {
+      // The device must leave the recording state whatever happened.
+      try {
+        recorder->end();
+      } catch (const std::exception&) {
+        // The first error tells more.
+      }
+      throw;
+    }
+    recorder->end();
+    ++recordings;
+  }
+
+  // One step both ways from the same state; leaves behind what the eager one made. Empty where they agree.
+  std::string differences(const std::vector<at::Tensor>& given, std::vector<at::Tensor>& result) {
+    const std::vector<at::Tensor> state = options.state ? options.state() : std::vector<at::Tensor>();
+    const std::vector<at::Tensor> before = copies(state);
+    Randomness randomness(given.front().device());
+    const std::vector<at::Tensor> replayed_outputs = copies(replay(given));
+    const std::vector<at::Tensor> of_graph = copies(state);
+    put_back(state, before);
+    randomness.put_back();
+    result = step(given);
+    if (result.size() != replayed_outputs.size()) return "the step returned another number of tensors";
+    for (std::size_t i = 0; i < result.size(); ++i) {
+      if (!same_bytes(result[i], replayed_outputs[i])) return "output " + std::to_string(i) + " of the replay differs";
+    }
+    for (std::size_t i = 0; i < state.size(); ++i) {
+      if (!same_bytes(state[i], of_graph[i])) return "tensor " + std::to_string(i) + " of the state differs";
+    }
+    return {};
+  }
+
+  void give_up(std::string why) {
+    if (why.ends_with('.')) why.pop_back();
+    given_up = true;
+    recorder.reset();
+    inputs.clear();
+    outputs.clear();
+    reason = why + "; steps run eagerly";
+    log(LogLevel::Warn, "step graph: " + reason);
+  }
+
+  // Records and, where asked, proves the recording by this very step.
+  std::vector<at::Tensor> record_and_step(const std::vector<at::Tensor>& given) {
+    try {
+      record(given);
+    } catch (const std::exception& error) {
+      give_up(std::string("the step could not be recorded: ") + error.what());
+      return eager(given, reason);
+    }
+    if (!options.verify) {
+      reason = "replayed without a proof";
+      return replay(given);
+    }
+    std::vector<at::Tensor> result;
+    const std::string difference = differences(given, result);
+    if (!difference.empty()) give_up("a replay is not the eager step: " + difference);
+    replayed = false;
+    if (difference.empty()) reason = "one step came out the same, bit for bit, eagerly and replayed";
+    return result;
+  }
+
+  std::vector<at::Tensor> record_again(const std::vector<at::Tensor>& given) {
+    if (recordings < options.max_recordings) return record_and_step(given);
+    give_up("what the step reads on the host changed " + std::to_string(recordings) +
+            " times; keep the learning rate on the device (use_lr_tensors)");
+    return eager(given, reason);
+  }
+};
+
+StepGraph::StepGraph(Step step, StepGraphOptions options) : impl_(std::make_unique<Impl>()) {
+  OXY_CHECK(step != nullptr, InvalidArgument, "the step of a StepGraph is null; give a function.");
+  OXY_CHECK(options.max_recordings >= 1, InvalidArgument, "max_recordings is ", options.max_recordings,
+            "; give at least 1.");
+  OXY_CHECK(options.warmup >= 1, InvalidArgument, "warmup is ", options.warmup,
+            "; give at least 1, so that the optimizer's state exists before the recording.");
+  impl_->step = std::move(step);
+  impl_->options = std::move(options);
+}
+
+StepGraph::StepGraph(Step step, std::vector<optim::TailOptimizer*> optimizers, StepGraphOptions options)
+    : StepGraph(std::move(step), std::move(options)) {
+  StepGraphOptions& own = impl_->options;
+  own.state = [optimizers, also = std::move(own.state)] {
+    std::vector<at::Tensor> state = also ? also() : std::vector<at::Tensor>();
+    const auto take = [&state](const at::Tensor& tensor) {
+      if (tensor.defined()) state.push_back(tensor);
+    };
+    for (const optim::TailOptimizer* optimizer : optimizers) {
+      const optim::StepTail& tail = optimizer->tail();
+      for (std::size_t i = 0; i < tail.param_count(); ++i) {
+        take(tail.param(i));
+        const optim::ParamState& s = tail.state(i);
+        for (const at::Tensor* tensor : {&s.step, &s.master, &s.residue, &s.ema, &s.copy}) take(*tensor);
+        for (const at::Tensor& tensor : s.moments) take(tensor);
+        for (const at::Tensor& tensor : s.scales) take(tensor);
+      }
+    }
+    return state;
+  };
+  own.settings = [optimizers, also = std::move(own.settings)] {
+    std::ostringstream out;
+    out.precision(17);
+    if (also) out << also();
+    for (const optim::TailOptimizer* optimizer : optimizers) {
+      for (const auto& group : optimizer->param_groups()) {
+        const auto& options = static_cast<const optim::TailOptimizerOptions&>(group.options());
+        optim::GroupOptions described = options.group();
+        if (!optimizer->lr_tensors().empty()) {
+          described.lr_tensor =
+              optimizer->lr_tensors()[static_cast<std::size_t>(&group - optimizer->param_groups().data())];
+        }
+        describe(out, described);
+      }
+    }
+    return out.str();
+  };
+}
+
+StepGraph::~StepGraph() = default;
+
+std::vector<at::Tensor> StepGraph::operator()(const std::vector<at::Tensor>& inputs) {
+  OXY_CHECK(!inputs.empty(), InvalidArgument, "a StepGraph was called without inputs; give at least one tensor.");
+  for (const at::Tensor& tensor : inputs) {
+    OXY_CHECK(tensor.defined(), InvalidArgument, "an input of a StepGraph is undefined; give tensors.");
+  }
+  Impl& graph = *impl_;
+  if (graph.given_up) return graph.eager(inputs, graph.reason);
+  if (graph.warm < graph.options.warmup) {
+    ++graph.warm;
+    const SideStream side(inputs.front().device());
+    return graph.eager(inputs, "warming up");
+  }
+  if (graph.recorder == nullptr) return graph.record_and_step(inputs);
+  if (!all_like(graph.inputs, inputs)) return graph.eager(inputs, "the inputs are not of the recorded kind");
+  if (graph.settings != graph.settings_now()) return graph.record_again(inputs);
+  return graph.replay(inputs);
+}
+
+bool StepGraph::replayed() const noexcept { return impl_->replayed; }
+const std::string& StepGraph::reason() const noexcept { return impl_->reason; }
+std::int64_t StepGraph::replays() const noexcept { return impl_->replays; }
+std::int64_t StepGraph::recordings() const noexcept { return impl_->recordings; }
+
+}  // namespace oxytorch
