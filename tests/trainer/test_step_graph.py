@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import oxytorch as ox
 import pytest
 import torch
+import torch_device
 from torch import Tensor, nn
 
 from .recorder import Recorder
+
+DEVICE = torch_device.chosen()
 
 
 def net() -> nn.Module:
@@ -191,6 +195,40 @@ def test_without_graphs_steps_run_eagerly_and_say_so() -> None:
     losses = [float(graph(x, y)["loss"]) for x, y in batches(4)]
     assert len(losses) == 4 and graph.recordings == 0
     assert graph.reason.startswith("the step could not be recorded: the CPU has no graphs")
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="on the CPU verdict and coefficient are numbers of the host")
+def test_native_tail_with_scaler_and_a_changing_rate_on_a_device() -> None:
+    def run(graphed: bool) -> tuple[Tensor, list[Tensor], list[float], Any]:
+        model = net().to(DEVICE)
+        rate = torch.tensor(1e-2, device=DEVICE)
+        opt = ox.optim.AdamW(model.parameters(), lr=rate, clip_norm=0.5, ema_decay=0.9)
+        scaler = ox.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=20)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            opt.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            return loss.detach()
+
+        graph = ox.StepGraph(step, model, opt, scaler, recorder=Recorder) if graphed else None
+        losses, scales = [], []
+        for i, (x, y) in enumerate(batches(120)):
+            rate.fill_(1e-2 / (1 + i))
+            bad = x * float("inf") if i in (30, 61) else x
+            losses.append((graph or step)(bad.to(DEVICE), y.to(DEVICE)).cpu())
+            scales.append(float(scaler._scale))
+        return torch.stack(losses), [p.detach().cpu() for p in model.parameters()], scales, graph
+
+    losses, params, scales, _ = run(False)
+    again, others, scales_again, graph = run(True)
+    assert graph.replays == 117 and graph.recordings == 1, graph.reason
+    assert scales == scales_again and any(b < a for a, b in itertools.pairwise(scales))
+    assert torch.equal(losses.nan_to_num(), again.nan_to_num())
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+    assert all(p.isfinite().all() for p in params)
 
 
 def test_bad_input() -> None:

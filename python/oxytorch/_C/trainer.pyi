@@ -4,11 +4,13 @@ Host settings and the training step.
 
 from __future__ import annotations
 import collections.abc
+import torch
 import typing
 
 __all__: list[str] = [
     "EarlyStopping",
     "HostSetting",
+    "StepGraph",
     "allocator_retained_bytes",
     "allocator_trims",
     "flush_denormals",
@@ -39,6 +41,30 @@ class EarlyStopping:
     def best_evaluation(self) -> int: ...
     @property
     def improved(self) -> bool: ...
+
+class StepGraph:
+    """
+    A training step recorded once and replayed.
+    """
+    def __call__(self, inputs: collections.abc.Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+    def __init__(
+        self,
+        step: collections.abc.Callable[[collections.abc.Sequence[torch.Tensor]], list[torch.Tensor]],
+        state: collections.abc.Callable[[], list[torch.Tensor]],
+        settings: collections.abc.Callable[[], str],
+        recorder: typing.Any,
+        warmup: typing.SupportsInt | typing.SupportsIndex,
+        max_recordings: typing.SupportsInt | typing.SupportsIndex,
+        verify: bool,
+    ) -> None: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def recordings(self) -> int: ...
+    @property
+    def replayed(self) -> bool: ...
+    @property
+    def replays(self) -> int: ...
 
 class HostSetting:
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +30,7 @@ def _tensors(owner: Stateful) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
         averages = getattr(owner, "ema_state_dict", None)
         if averages is not None:
-            yield from (average for average in averages()["ema"] if average is not None)
+            yield from averages()["ema"].values()
     elif isinstance(owner, GradScaler):
         yield from (value for value in (owner._scale, owner._growth_tracker) if value is not None)
     else:
@@ -60,7 +60,7 @@ def _recorder() -> Callable[[], Any] | None:
     # Before torch 2.13 only Python's class of the device records; None leaves it to torch's graphs for any device.
     if hasattr(torch.accelerator, "Graph") or not torch.cuda.is_available():
         return None
-    return lambda: torch.cuda.CUDAGraph()
+    return torch.cuda.CUDAGraph
 
 
 class StepGraph:
@@ -126,7 +126,7 @@ class StepGraph:
         optimizers = [owner for owner in state if isinstance(owner, Optimizer)]
         self._spec: TreeSpec | None = None
 
-        def flat_step(inputs: list[Tensor]) -> list[Tensor]:
+        def flat_step(inputs: Sequence[Tensor]) -> list[Tensor]:
             leaves, self._spec = tree_flatten(step(*inputs))
             return [leaf.detach() for leaf in leaves]
 
