@@ -1,7 +1,5 @@
 #include "oxytorch/optim/stability.h"
 
-#include <ATen/Context.h>
-#include <ATen/core/Generator.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 
@@ -14,6 +12,7 @@
 #include <sstream>
 #include <utility>
 
+#include "optim/generators.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
 
@@ -48,17 +47,6 @@ void keep(at::Tensor& kept, const at::Tensor& live) {
     kept = at::empty_like(live.detach());
   }
   kept.copy_(live);
-}
-
-std::vector<at::Generator> generators(at::Device device) {
-  std::vector<at::Generator> found = {at::globalContext().defaultGenerator(at::kCPU)};
-  if (device.is_cpu()) return found;
-  try {
-    found.push_back(at::globalContext().defaultGenerator(device));
-  } catch (const c10::Error&) {
-    // A device without a generator of its own has no random state.
-  }
-  return found;
 }
 
 struct Snapshot {
@@ -232,11 +220,7 @@ struct NumericalStabilityManager::Impl {
     for (std::size_t i = 0; i < tensors.size(); ++i) keep(snapshot.tensors[i], tensors[i]);
     snapshot.options.clear();
     for (const auto& group : optimizer.param_groups()) snapshot.options.push_back(group.options().clone());
-    snapshot.generator_states.clear();
-    for (at::Generator& generator : generators(device)) {
-      const std::lock_guard<std::mutex> lock(generator.mutex());
-      snapshot.generator_states.push_back(generator.get_state());
-    }
+    snapshot.generator_states = generator_states(device);
     snapshot.others.clear();
     for (const auto& capture : captures) snapshot.others.push_back(capture());
     snapshot.step = step;
@@ -267,11 +251,7 @@ struct NumericalStabilityManager::Impl {
     for (std::size_t i = 0; i < snapshot.options.size(); ++i) {
       optimizer.param_groups()[i].set_options(snapshot.options[i]->clone());
     }
-    std::size_t at = 0;
-    for (at::Generator& generator : generators(device)) {
-      const std::lock_guard<std::mutex> lock(generator.mutex());
-      generator.set_state(snapshot.generator_states[at++]);
-    }
+    set_generator_states(device, snapshot.generator_states);
     for (const auto& other : snapshot.others) other();
   }
 };

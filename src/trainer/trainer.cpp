@@ -1,6 +1,5 @@
 #include "oxytorch/trainer.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/ops/_foreach_clone.h>
 #include <ATen/ops/_foreach_copy.h>
@@ -23,6 +22,7 @@
 #include <limits>
 #include <sstream>
 
+#include "optim/generators.h"
 #include "oxytorch/amp.h"
 #include "oxytorch/error.h"
 #include "oxytorch/optim.h"
@@ -555,7 +555,8 @@ void Trainer::save(torch::serialize::OutputArchive& archive) const {
   archive.write("decisions", torch::tensor({static_cast<int64_t>(self.dtype), static_cast<int64_t>(self.channels_last),
                                             static_cast<int64_t>(self.math_attention) +
                                                 static_cast<int64_t>(self.math_attention && self.measured_math)}));
-  archive.write("generator", at::detail::getDefaultCPUGenerator().get_state());
+  const auto generators = optim::generator_states(self.device);
+  for (size_t i = 0; i < generators.size(); ++i) archive.write("generator" + std::to_string(i), generators[i]);
   archive.write("ema_count", torch::tensor(static_cast<int64_t>(self.ema.size())));
   for (size_t i = 0; i < self.ema.size(); ++i) archive.write("ema" + std::to_string(i), self.ema[i]);
   if (self.schedule) {
@@ -625,8 +626,11 @@ void Trainer::load(torch::serialize::InputArchive& archive) {
   self.step_count = counters[0].item<int64_t>();
   self.batch_count = counters[1].item<int64_t>();
   self.abandon();
-  auto generator = at::detail::getDefaultCPUGenerator();
-  generator.set_state(read("generator"));
+  std::vector<at::Tensor> generators;
+  for (at::Tensor state; archive.try_read("generator" + std::to_string(generators.size()), state);) {
+    generators.push_back(state.cpu());
+  }
+  optim::set_generator_states(self.device, generators);
 }
 
 std::string Trainer::report() const {

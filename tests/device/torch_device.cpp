@@ -406,6 +406,12 @@ TORCH_LIBRARY(oxytorch_device, m) {
       of.set_current_seed(static_cast<std::uint64_t>(seed));
     }
   });
+  m.def("rng_state(int index) -> Tensor",
+        [](std::int64_t index) { return default_generator(static_cast<c10::DeviceIndex>(index)).get_state(); });
+  m.def("set_rng_state(Tensor state, int index) -> ()", [](const at::Tensor& state, std::int64_t index) {
+    at::Generator of = default_generator(static_cast<c10::DeviceIndex>(index));
+    of.set_state(state);
+  });
   m.def("allocated_bytes() -> int", [] { return allocated_bytes(); });
   m.def("memory_statistics(int index) -> Dict(str, int)", &memory_statistics);
   m.def("reset_memory_statistics(int index, bool peak) -> ()", [](std::int64_t index, bool peak) {

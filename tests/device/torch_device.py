@@ -83,6 +83,16 @@ def seed_with_torch() -> None:
     torch.random._manual_seed_impl = seed
 
 
+def rng_state(device: Any = None) -> torch.Tensor:
+    """The state of the device's default generator."""
+    return torch.ops.oxytorch_device.rng_state(index_of(device))
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+    """Put the state of the device's default generator back."""
+    torch.ops.oxytorch_device.set_rng_state(new_state, index_of(device))
+
+
 def private(kind: str) -> types.ModuleType:
     """What torch asks of a PrivateUse1 device's module."""
     module = types.ModuleType(f"torch.{kind}")
@@ -94,6 +104,7 @@ def private(kind: str) -> types.ModuleType:
     module.device = Current
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
+    module.get_rng_state, module.set_rng_state = rng_state, set_rng_state
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module
 
@@ -146,6 +157,9 @@ def hpu() -> types.ModuleType:
             return super().__new__(cls, "hpu", enable_timing=enable_timing)
 
     state = {"initialized": False}
+    random = types.SimpleNamespace(
+        get_rng_state=rng_state, set_rng_state=set_rng_state, manual_seed=manual_seed, manual_seed_all=manual_seed
+    )
     names: dict[str, Any] = {
         "init": lambda: state.update(initialized=True),
         "is_initialized": lambda: state["initialized"],
@@ -165,8 +179,7 @@ def hpu() -> types.ModuleType:
         "mem_get_info": mem_get_info,
         "reset_peak_memory_stats": lambda device=None: calls.reset_memory_statistics(index_of(device), True),
         "reset_accumulated_memory_stats": lambda device=None: calls.reset_memory_statistics(index_of(device), False),
-        "manual_seed": manual_seed,
-        "manual_seed_all": manual_seed,
+        "random": random,
         "current_stream": current_stream,
         "stream": stream,
         "device": Current,

@@ -1,6 +1,7 @@
 // Operators of the fake device: those about memory and views by themselves, all others on the processor over the
 // device's own memory.
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -299,6 +300,26 @@ c10::OperatorHandle played_by(const c10::OperatorHandle& op, torch::jit::Stack* 
   return dispatcher.findSchemaOrThrow("aten::convolution_backward", "");
 }
 
+// Draws from the device's generator where an operator has no argument for one.
+class DeviceDraws {
+ public:
+  explicit DeviceDraws(c10::DeviceIndex index)
+      : device_(processor_generator({}, index)), processor_(at::detail::getDefaultCPUGenerator()) {
+    swap();
+  }
+  DeviceDraws(const DeviceDraws&) = delete;
+  DeviceDraws& operator=(const DeviceDraws&) = delete;
+  ~DeviceDraws() { swap(); }
+
+ private:
+  void swap() {
+    const at::Tensor held = processor_.get_state();
+    processor_.set_state(device_.get_state());
+    device_.set_state(held);
+  }
+  at::Generator device_, processor_;
+};
+
 void count(const c10::FunctionSchema& schema, std::size_t program) {
   program = c10::hash_combine(program, std::hash<const void*>()(&schema));
   Counts& all = counts();
@@ -335,6 +356,8 @@ void play(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (kind().has("asynchronous")) catch_up(here.index());
   {
     const InOperator inside;
+    std::optional<DeviceDraws> draws;
+    if (schema.name() == "aten::native_dropout") draws.emplace(here.index());
     const c10::OperatorHandle played = played_by(op, stack);
     played.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }

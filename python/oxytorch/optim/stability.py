@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import OptState
 
 from .._C import optim as _native
 from ..base import log
+from .generators import generator_states, set_generator_states
 from .origin import Origin, nan_origin
 from .tail import TailOptimizer
 
@@ -401,7 +402,7 @@ class NumericalStabilityManager:
         params = [p for group in self.optimizer.param_groups for p in group["params"]] + list(model.parameters())
         grads = [p.grad for p in params]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        generators = _generator_states(self._device)
+        generators = generator_states([self._device])
         for p in params:
             p.grad = None
         try:
@@ -413,7 +414,7 @@ class NumericalStabilityManager:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-            _set_generator_states(self._device, generators)
+            set_generator_states(generators)
         return finder.origin
 
     # -- rollback
@@ -496,7 +497,7 @@ class NumericalStabilityManager:
                 for group in optimizer.param_groups
                 for p in group["params"]
             ],
-            "generators": _generator_states(self._device),
+            "generators": generator_states([self._device]),
             "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
         }
 
@@ -545,7 +546,7 @@ class NumericalStabilityManager:
             self._tail._adopt_restored()
         for name, thing in self._extra.items():
             thing.load_state_dict(values["extra"][name])
-        _set_generator_states(self._device, values["generators"])
+        set_generator_states(values["generators"])
 
     # -- checkpoints
 
@@ -595,16 +596,3 @@ class Recovery(NumericalStabilityManager):
         self._detector.judge(None)
         assert self._tail is not None
         self._record(self._tail._grad_norm(), scaled)
-
-
-def _generator_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type != "cpu" and hasattr(torch.get_device_module(device), "get_rng_state"):
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def _set_generator_states(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(device).set_rng_state(state, device)

@@ -6,7 +6,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,32 +14,30 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..optim.generators import generator_states, set_generator_states
+
 _FEWEST = 3  # pairs after which a clear difference ends a comparison
 _CLEAR = 0.9  # clear: the slowest with is faster than this share of the fastest without, or the reverse
 _FLASH = "scaled_dot_product_flash_attention"
 
 
-def rng_state(cuda: bool) -> dict[str, Any]:
-    """Return the state of every random generator that a training step may draw from."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+def rng_state(params: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """Return the state of every random generator that a training step of the parameters may draw from."""
+    state: dict[str, Any] = {"torch": generator_states(p.device for p in params), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
-    if cuda and torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Put back what ``rng_state`` returned."""
-    torch.set_rng_state(state["torch"])
+    set_generator_states(state["torch"])
     random.setstate(state["python"])
     if "numpy" in state:
         import numpy as np  # noqa: PLC0415  (only where the caller used it)
 
         np.random.set_state(state["numpy"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 class Escrow:
@@ -60,7 +58,7 @@ class Escrow:
             for name, buffer in module._buffers.items()
         ]
         self._modes = [(module, module.training) for module in model.modules()]
-        self._rng = rng_state(any(p.is_cuda for p in params))
+        self._rng = rng_state(params)
 
     def rewind(self) -> None:
         """Undo the buffers, the generators and the gradients of one trial."""

@@ -125,7 +125,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def _epoch_rng(trainer: Trainer, loader: Any) -> dict[str, Any]:
-    state = rng_state(any(p.is_cuda for p in trainer._params))
+    state = rng_state(trainer._params)
     state["loader"] = [g.get_state() for g in _generators(loader)]
     return state
 
@@ -136,7 +136,7 @@ def _start_epoch(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Any]:
         trainer.batch_in_epoch = 0
         trainer.resume_rng = _epoch_rng(trainer, loader)
         return iter(loader)
-    here = rng_state(any(p.is_cuda for p in trainer._params))
+    here = rng_state(trainer._params)
     set_rng_state(trainer.resume_rng)
     for generator, state in zip(_generators(loader), trainer.resume_rng.get("loader", []), strict=False):
         generator.set_state(state)

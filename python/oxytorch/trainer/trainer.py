@@ -493,7 +493,7 @@ class Trainer:
                 "batch_in_epoch": self.batch_in_epoch,
             },
             "gradients": [p.grad for p in self._params] if self._micro else None,
-            "rng": rng_state(any(p.is_cuda for p in self._params)),
+            "rng": rng_state(self._params),
             "epoch_rng": self.resume_rng,
             "decisions": self._preparation.decisions(),
             "early_stopping": None if self._stopping is None else self._stopping.state_dict(),

@@ -1,0 +1,38 @@
+"""The state of torch's random generators, of the CPU and of any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _owner(device: torch.device) -> Any:
+    """The module that keeps the device's random state; None where there is none. Gaudi's has a module `random`."""
+    module = getattr(torch, device.type, None)
+    for owner in (module, getattr(module, "random", None)):
+        if hasattr(owner, "get_rng_state") and hasattr(owner, "set_rng_state"):
+            return owner
+    return None
+
+
+def generator_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
+    """Return the states of the default generators of the CPU and of `devices`, by name of the device."""
+    states = {"cpu": torch.get_rng_state()}
+    for device in sorted({d for d in devices if d.type != "cpu"}, key=str):
+        owner = _owner(device)
+        if owner is not None:
+            states[str(device)] = owner.get_rng_state(device)
+    return states
+
+
+def set_generator_states(states: dict[str, Tensor]) -> None:
+    """Put back what `generator_states` returned; devices that are not here are left out."""
+    for name, state in states.items():
+        device = torch.device(name)
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        elif (owner := _owner(device)) is not None:
+            owner.set_rng_state(state, device)
