@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch_device
 from oxytorch import amp, optim
 from torch import nn
+
+DEVICE = torch_device.chosen()
 
 
 def make(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).to(DEVICE)
 
 
 def poison(kind: str | None, model: nn.Module) -> None:
@@ -33,7 +36,7 @@ def run(
     seen: list[object] = []
     generator = torch.Generator().manual_seed(3)
     for kind in kinds:
-        x = torch.randn(4, 7, generator=generator)
+        x = torch.randn(4, 7, generator=generator).to(DEVICE)
         before = [p.detach().clone() for p in model.parameters()]
         scaler.scale(model(x).square().mean()).backward()
         poison(kind, model)
@@ -54,8 +57,8 @@ def test_same_skipped_steps_and_scales_as_torch(ours: str) -> None:
     options = {"growth_interval": 3, "init_scale": 1024.0}
     mine = getattr(optim, ours)(left.parameters(), lr=1e-2)
     theirs = getattr(torch.optim, ours)(right.parameters(), lr=1e-2, fused=True)
-    a = run(amp.GradScaler("cpu", **options), mine, left, KINDS)
-    b = run(torch.amp.GradScaler("cpu", **options), theirs, right, KINDS)
+    a = run(amp.GradScaler(DEVICE.type, **options), mine, left, KINDS)
+    b = run(torch.amp.GradScaler(DEVICE.type, **options), theirs, right, KINDS)
     assert a == b
     assert [s for s, *_ in a] == [kind is not None for kind in KINDS]
     for p, q in zip(left.parameters(), right.parameters(), strict=True):
@@ -64,15 +67,15 @@ def test_same_skipped_steps_and_scales_as_torch(ours: str) -> None:
 
 def test_torchs_own_scaler_drives_our_optimizer() -> None:
     left, right = make(), make()
-    a = run(torch.amp.GradScaler("cpu", growth_interval=3), optim.AdamW(left.parameters()), left, KINDS)
-    b = run(amp.GradScaler("cpu", growth_interval=3), optim.AdamW(right.parameters()), right, KINDS)
+    a = run(torch.amp.GradScaler(DEVICE.type, growth_interval=3), optim.AdamW(left.parameters()), left, KINDS)
+    b = run(amp.GradScaler(DEVICE.type, growth_interval=3), optim.AdamW(right.parameters()), right, KINDS)
     assert a == b
 
 
 def test_no_separate_pass_and_no_host_read() -> None:
     model = make()
-    scaler, optimizer = amp.GradScaler("cpu"), optim.AdamW(model.parameters())
-    x = torch.randn(4, 7)
+    scaler, optimizer = amp.GradScaler(DEVICE.type), optim.AdamW(model.parameters())
+    x = torch.randn(4, 7, device=DEVICE)
 
     def step() -> None:
         scaler.scale(model(x).square().mean()).backward()
@@ -91,9 +94,9 @@ def test_no_separate_pass_and_no_host_read() -> None:
 
 def test_unscale_before_step() -> None:
     left, right = make(), make()
-    scaler, reference = amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    scaler, reference = amp.GradScaler(DEVICE.type), torch.amp.GradScaler(DEVICE.type)
     mine, theirs = optim.AdamW(left.parameters()), torch.optim.AdamW(right.parameters(), fused=True)
-    x = torch.randn(4, 7)
+    x = torch.randn(4, 7, device=DEVICE)
     for model, s, o in ((left, scaler, mine), (right, reference, theirs)):
         s.scale(model(x).square().sum() * 100).backward()
         s.unscale_(o)
@@ -110,9 +113,9 @@ def test_unscale_before_step() -> None:
 
 def test_unscale_finds_inf() -> None:
     model = make()
-    scaler, optimizer = amp.GradScaler("cpu", init_scale=64.0), optim.AdamW(model.parameters())
+    scaler, optimizer = amp.GradScaler(DEVICE.type, init_scale=64.0), optim.AdamW(model.parameters())
     before = [p.detach().clone() for p in model.parameters()]
-    scaler.scale(model(torch.randn(4, 7)).sum()).backward()
+    scaler.scale(model(torch.randn(4, 7, device=DEVICE)).sum()).backward()
     poison("inf", model)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -122,12 +125,12 @@ def test_unscale_finds_inf() -> None:
 
 
 def test_state_goes_both_ways() -> None:
-    ours, theirs = amp.GradScaler("cpu", growth_interval=3), torch.amp.GradScaler("cpu", growth_interval=3)
+    ours, theirs = amp.GradScaler(DEVICE.type, growth_interval=3), torch.amp.GradScaler(DEVICE.type, growth_interval=3)
     model = make()
     run(ours, optim.SGD(model.parameters()), model, [None, "inf", None])
     theirs.load_state_dict(ours.state_dict())
     assert theirs.state_dict() == ours.state_dict()
-    again = amp.GradScaler("cpu")
+    again = amp.GradScaler(DEVICE.type)
     again.load_state_dict(theirs.state_dict())
     assert again.state_dict() == ours.state_dict()
 
@@ -144,10 +147,10 @@ def test_a_random_run_of_overflows_equals_torchs(ours: str, seed: int) -> None:
     nets = [[make(s) for s in (1, 2)] for _ in range(2)]
     mine = [getattr(optim, ours)(net.parameters(), lr=1e-2) for net in nets[0]]
     theirs = [getattr(torch.optim, ours)(net.parameters(), lr=1e-2, fused=True) for net in nets[1]]
-    pair: list[torch.amp.GradScaler] = [amp.GradScaler("cpu", **options), torch.amp.GradScaler("cpu", **options)]
+    pair: list[torch.amp.GradScaler] = [kind(DEVICE.type, **options) for kind in (amp.GradScaler, torch.amp.GradScaler)]
     for turn in range(60):
         action = draw.choice(ACTIONS)
-        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * seed + turn))
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * seed + turn)).to(DEVICE)
         hit = draw.randrange(2)
         for side, optimizers in enumerate((mine, theirs)):
             scaler = pair[side]
@@ -165,7 +168,9 @@ def test_a_random_run_of_overflows_equals_torchs(ours: str, seed: int) -> None:
                     nn.utils.clip_grad_norm_(nets[side][i].parameters(), 0.1)
                 scaler.step(optimizer)
             if action == "set_scale":
-                scaler.update(torch.tensor(float(2 ** draw.randrange(5, 12))) if side == 0 else pair[0]._scale)
+                scaler.update(
+                    torch.tensor(float(2 ** draw.randrange(5, 12)), device=DEVICE) if side == 0 else pair[0]._scale
+                )
             else:
                 scaler.update()
             if action == "load":
@@ -185,7 +190,7 @@ def test_a_random_run_of_overflows_equals_torchs(ours: str, seed: int) -> None:
 def test_methods_are_torchs() -> None:
     missing = {name for name in dir(torch.amp.GradScaler) if not name.startswith("_")} - set(dir(amp.GradScaler))
     assert not missing
-    scaler = amp.GradScaler("cpu", 64.0)
+    scaler = amp.GradScaler(DEVICE.type, 64.0)
     assert scaler.is_enabled()
     scaler.set_growth_factor(4.0)
     scaler.set_backoff_factor(0.125)
@@ -195,20 +200,20 @@ def test_methods_are_torchs() -> None:
     scales = run(scaler, optim.SGD(model.parameters()), model, [None, "inf"])
     assert [scale for _, scale, _ in scales] == [256.0, 32.0]  # type: ignore[misc]
     with pytest.raises(AssertionError, match="growth factor"):
-        amp.GradScaler("cpu", growth_factor=1.0)
+        amp.GradScaler(DEVICE.type, growth_factor=1.0)
 
 
 def test_wrong_order_is_refused_as_in_torch() -> None:
     for kind in (amp.GradScaler, torch.amp.GradScaler):
         model = make()
         optimizer = optim.SGD(model.parameters())
-        scaler = kind("cpu")
+        scaler = kind(DEVICE.type)
         for method in (scaler.unscale_, scaler.step):
             with pytest.raises(AssertionError, match="_scale is None"):
                 method(optimizer)
         with pytest.raises(AssertionError, match="_scale is None"):
             scaler.update()
-        scaler.scale(model(torch.randn(2, 7)).sum()).backward()
+        scaler.scale(model(torch.randn(2, 7, device=DEVICE)).sum()).backward()
         with pytest.raises(AssertionError, match="No inf checks"):
             scaler.update()
         scaler.unscale_(optimizer)
@@ -222,14 +227,14 @@ def test_wrong_order_is_refused_as_in_torch() -> None:
 
 
 def test_a_state_that_cannot_be_loaded_changes_nothing() -> None:
-    scaler = amp.GradScaler("cpu", 64.0)
+    scaler = amp.GradScaler(DEVICE.type, 64.0)
     before = scaler.state_dict()
     with pytest.raises(RuntimeError, match="empty"):
         scaler.load_state_dict({})
     with pytest.raises(KeyError, match="_growth_tracker"):
         scaler.load_state_dict({key: value for key, value in before.items() if key != "_growth_tracker"} | {"scale": 2})
     assert scaler.state_dict() == before
-    off = amp.GradScaler("cpu", enabled=False, min_scale=1.0)
+    off = amp.GradScaler(DEVICE.type, enabled=False, min_scale=1.0)
     off.load_state_dict(before)
     assert off.state_dict() == {}
 
@@ -237,27 +242,27 @@ def test_a_state_that_cannot_be_loaded_changes_nothing() -> None:
 @pytest.mark.parametrize("placed", [False, True])
 def test_a_loaded_scale_is_taken_into_the_bounds(placed: bool) -> None:
     for scale, expected in ((2.0**20, 2.0**12), (0.5, 8.0), (64.0, 64.0)):
-        ours = amp.GradScaler("cpu", min_scale=8.0, max_scale=2.0**12)
+        ours = amp.GradScaler(DEVICE.type, min_scale=8.0, max_scale=2.0**12)
         if placed:
-            ours.scale(torch.ones(()))
-        ours.load_state_dict(torch.amp.GradScaler("cpu", scale).state_dict())
+            ours.scale(torch.ones((), device=DEVICE))
+        ours.load_state_dict(torch.amp.GradScaler(DEVICE.type, scale).state_dict())
         assert ours.get_scale() == expected
-        ours.scale(torch.ones(()))
+        ours.scale(torch.ones((), device=DEVICE))
         assert ours.get_scale() == expected
-        back = torch.amp.GradScaler("cpu")
+        back = torch.amp.GradScaler(DEVICE.type)
         back.load_state_dict(ours.state_dict())
         assert back.state_dict() == ours.state_dict()
     ours.update(1)
     assert ours.get_scale() == 8.0
     again = pickle.loads(pickle.dumps(ours))
-    again.scale(torch.ones(()))
+    again.scale(torch.ones((), device=DEVICE))
     again.update(2.0**30)
     assert again.get_scale() == copy.deepcopy(again).get_scale() == 2.0**12
 
 
 def test_float16_gradients_are_for_the_tail_alone() -> None:
-    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    scaler, optimizer = amp.GradScaler("cpu", 8.0), optim.SGD([weight], lr=0.5)
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16, device=DEVICE))
+    scaler, optimizer = amp.GradScaler(DEVICE.type, 8.0), optim.SGD([weight], lr=0.5)
     scaler.scale(weight.sum()).backward()
     with pytest.raises(ValueError, match="FP16"):
         scaler.unscale_(optimizer)
@@ -274,12 +279,12 @@ def test_float16_gradients_are_for_the_tail_alone() -> None:
 
 def test_a_step_given_up_can_be_taken_again() -> None:
     model = make()
-    scaler, optimizer = amp.GradScaler("cpu"), optim.SGD(model.parameters())
-    scaler.scale(model(torch.randn(2, 7)).sum()).backward()
+    scaler, optimizer = amp.GradScaler(DEVICE.type), optim.SGD(model.parameters())
+    scaler.scale(model(torch.randn(2, 7, device=DEVICE)).sum()).backward()
     scaler.unscale_(optimizer)
     scaler.abandon()
     optimizer.zero_grad()
-    scaler.scale(model(torch.randn(2, 7)).sum()).backward()
+    scaler.scale(model(torch.randn(2, 7, device=DEVICE)).sum()).backward()
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
@@ -287,39 +292,39 @@ def test_a_step_given_up_can_be_taken_again() -> None:
 
 def test_bounds() -> None:
     model = make()
-    scaler = amp.GradScaler("cpu", 8.0, growth_interval=1, min_scale=4.0, max_scale=16.0)
+    scaler = amp.GradScaler(DEVICE.type, 8.0, growth_interval=1, min_scale=4.0, max_scale=16.0)
     kinds: list[str | None] = ["inf"] * 3 + [None] * 4
     scales = [scale for _, scale, _ in run(scaler, optim.SGD(model.parameters()), model, kinds)]  # type: ignore[misc]
     assert scales == [4.0, 4.0, 4.0, 8.0, 16.0, 16.0, 16.0]
     with pytest.raises(ValueError, match="min_scale"):
-        amp.GradScaler("cpu", min_scale=2.0, max_scale=1.0)
+        amp.GradScaler(DEVICE.type, min_scale=2.0, max_scale=1.0)
 
 
 def test_plain_optimizers_and_a_disabled_scaler_work_as_in_torch() -> None:
     left, right = make(), make()
-    a = run(amp.GradScaler("cpu"), torch.optim.RMSprop(left.parameters()), left, KINDS[:6])
-    b = run(torch.amp.GradScaler("cpu"), torch.optim.RMSprop(right.parameters()), right, KINDS[:6])
+    a = run(amp.GradScaler(DEVICE.type), torch.optim.RMSprop(left.parameters()), left, KINDS[:6])
+    b = run(torch.amp.GradScaler(DEVICE.type), torch.optim.RMSprop(right.parameters()), right, KINDS[:6])
     assert a == b
-    off = amp.GradScaler("cpu", enabled=False)
-    loss = torch.ones(())
+    off = amp.GradScaler(DEVICE.type, enabled=False)
+    loss = torch.ones((), device=DEVICE)
     assert off.scale(loss) is loss
     assert off.state_dict() == {}
 
 
 def test_closures_are_refused() -> None:
     model = make()
-    scaler, optimizer = amp.GradScaler("cpu"), optim.AdamW(model.parameters())
-    scaler.scale(model(torch.randn(2, 7)).sum()).backward()
+    scaler, optimizer = amp.GradScaler(DEVICE.type), optim.AdamW(model.parameters())
+    scaler.scale(model(torch.randn(2, 7, device=DEVICE)).sum()).backward()
     with pytest.raises(RuntimeError, match="Closure"):
         scaler.step(optimizer, closure=lambda: None)
 
 
 def test_autocast_casts_and_nests() -> None:
     model = make()
-    x = torch.randn(2, 7)
-    with amp.autocast("cpu", torch.bfloat16):
+    x = torch.randn(2, 7, device=DEVICE)
+    with amp.autocast(DEVICE.type, torch.bfloat16):
         assert model(x).dtype is torch.bfloat16
-        with amp.autocast("cpu", enabled=False):
+        with amp.autocast(DEVICE.type, enabled=False):
             assert model(x).dtype is torch.float32
         assert model(x).dtype is torch.bfloat16
     assert model(x).dtype is torch.float32
@@ -329,22 +334,22 @@ def test_autocast_warns_once_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(amp, "_warned", set())
     monkeypatch.setattr(amp, "hardware_support", lambda _device, _dtype: (False, "this CPU lacks avx512_bf16."))
     with pytest.warns(UserWarning, match="slow.*avx512_bf16"):
-        amp.autocast("cpu", torch.bfloat16)
+        amp.autocast(DEVICE.type, torch.bfloat16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        amp.autocast("cpu", torch.bfloat16)  # the second time
-        amp.autocast("cpu", torch.float16, allow_slow=True)
-        amp.autocast("cpu", torch.float16, enabled=False)
+        amp.autocast(DEVICE.type, torch.bfloat16)  # the second time
+        amp.autocast(DEVICE.type, torch.float16, allow_slow=True)
+        amp.autocast(DEVICE.type, torch.float16, enabled=False)
     with pytest.warns(UserWarning, match="slow"):
-        amp.autocast("cpu", torch.float16)
+        amp.autocast(DEVICE.type, torch.float16)
 
 
 def test_autocast_refuses_what_is_slow_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    with amp.autocast("cpu", torch.bfloat16, allow_slow=True):
+    with amp.autocast(DEVICE.type, torch.bfloat16, allow_slow=True):
         pass
     monkeypatch.setattr(amp, "hardware_support", lambda _device, _dtype: (False, "this CPU lacks avx512_bf16."))
     with pytest.raises(NotImplementedError, match=r"avx512_bf16.*allow_slow=True"):
-        amp.autocast("cpu", torch.bfloat16, allow_slow=False)
+        amp.autocast(DEVICE.type, torch.bfloat16, allow_slow=False)
 
 
 def test_recommendation_follows_the_processor() -> None:
@@ -372,10 +377,10 @@ def test_hardware_support_agrees_with_torch() -> None:
 
 
 def test_weights_written_between_two_scopes_are_cast_anew() -> None:
-    model = nn.Linear(4, 4, bias=False)
-    x = torch.eye(4)
+    model = nn.Linear(4, 4, bias=False, device=DEVICE)
+    x = torch.eye(4, device=DEVICE)
     for value in (1.0, 2.0):
         with torch.no_grad():
             model.weight.fill_(value)
-        with amp.autocast("cpu", torch.bfloat16, allow_slow=True):
+        with amp.autocast(DEVICE.type, torch.bfloat16, allow_slow=True):
             assert float(model(x).detach()[0, 0]) == value

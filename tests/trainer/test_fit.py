@@ -13,19 +13,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch_device
 from oxytorch.trainer import Callback, EarlyStopping, FitResult, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+DEVICE = torch_device.chosen()
+
 
 def dataset() -> TensorDataset:
     g = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(50, 12, generator=g), torch.randint(0, 5, (50,), generator=g))
+    x, y = torch.randn(50, 12, generator=g), torch.randint(0, 5, (50,), generator=g)
+    return TensorDataset(x.to(DEVICE), y.to(DEVICE))
 
 
 def build(level: str = "advanced", **options: Any) -> Trainer:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 5))
+    model = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 5)).to(
+        DEVICE
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return Trainer(model, optimizer, nn.CrossEntropyLoss(), level, calibrate=False, **options)
 
@@ -160,7 +166,7 @@ def test_the_last_window_of_an_epoch_is_not_dropped() -> None:
 
 def test_early_stopping_and_plateau_go_by_the_validation() -> None:
     torch.manual_seed(0)
-    model = nn.Linear(12, 5)
+    model = nn.Linear(12, 5, device=DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     trainer = Trainer(
@@ -217,7 +223,7 @@ def test_early_stopping_goes_on_after_a_resume() -> None:
 
 
 def test_early_stopping_alone() -> None:
-    model = nn.BatchNorm1d(3)
+    model = nn.BatchNorm1d(3, device=DEVICE)
     stopping = EarlyStopping(patience=2, min_delta=0.5, restore_best=True)
     assert not stopping.restore(model)
     over = []
@@ -228,7 +234,7 @@ def test_early_stopping_alone() -> None:
     assert over == [False, False, False, True]
     assert (stopping.best, stopping.best_evaluation, stopping.bad_evaluations, stopping.improved) == (2.4, 1, 2, False)
     assert stopping.restore(model)
-    assert torch.equal(model.running_mean, torch.full((3,), 2.4))  # type: ignore[arg-type]
+    assert torch.equal(model.running_mean, torch.full((3,), 2.4, device=DEVICE))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="other tensors"):
         stopping.restore(nn.BatchNorm1d(4))
     other = EarlyStopping(patience=2, min_delta=0.5)
@@ -281,7 +287,7 @@ def test_report(tmp_path: Path) -> None:
 
 
 def test_unknown_optimizers_are_kept_and_said_so() -> None:
-    model = nn.Linear(12, 5)
+    model = nn.Linear(12, 5, device=DEVICE)
     optimizer = torch.optim.Rprop(model.parameters())
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), calibrate=False)
     assert trainer.optimizer is optimizer

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch_device
 from oxytorch import optim
 from oxytorch.trainer import Trainer
 from torch import nn
+
+DEVICE = torch_device.chosen()
 
 EXACT: dict[str, Any] = {"precision": "fp32", "channels_last": "off", "attention": "default"}
 
@@ -19,18 +22,19 @@ def cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.Dropout(0.2),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
-    )  # fmt: skip
+    ).to(DEVICE)  # fmt: skip
 
 
 def mlp() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 5))
+    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 5)).to(DEVICE)
 
 
 def batches(kind: str, count: int, size: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
     g = torch.Generator().manual_seed(7)
     shape = (size, 3, 12, 12) if kind == "cnn" else (size, 12)
-    return [(torch.randn(shape, generator=g), torch.randint(0, 5, (size,), generator=g)) for _ in range(count)]
+    drawn = [(torch.randn(shape, generator=g), torch.randint(0, 5, (size,), generator=g)) for _ in range(count)]
+    return [(x.to(DEVICE), y.to(DEVICE)) for x, y in drawn]
 
 
 def make(kind: str) -> nn.Module:
@@ -143,12 +147,12 @@ def accumulate(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Any], window: int, half: bool
 ) -> torch.amp.GradScaler:
     """The loop one writes by hand: each loss divided by the batches of its window, one step and update a window."""
-    scaler = torch.amp.GradScaler("cpu", enabled=half)
+    scaler = torch.amp.GradScaler(DEVICE.type, enabled=half)
     criterion = nn.CrossEntropyLoss()
     for first in range(0, len(data), window):
         part = data[first : first + window]
         for x, y in part:
-            with torch.autocast("cpu", torch.float16, enabled=half):
+            with torch.autocast(DEVICE.type, torch.float16, enabled=half):
                 loss = criterion(model(x), y)
             scaler.scale(loss / len(part)).backward()
         scaler.step(optimizer)
@@ -276,9 +280,9 @@ def test_state_of_the_replaced_optimizer_is_carried_over() -> None:
 
 
 def test_ultra_keeps_the_optimizer_state_in_8_bits_and_says_so() -> None:
-    model = nn.Linear(64, 8)
+    model = nn.Linear(64, 8, device=DEVICE)
     trainer = Trainer(model, torch.optim.AdamW(model.parameters()), nn.MSELoss(), "ultra", progress="off", **EXACT)
-    trainer.step((torch.randn(4, 64), torch.randn(4, 8)))
+    trainer.step((torch.randn(4, 64, device=DEVICE), torch.randn(4, 8, device=DEVICE)))
     state = trainer.optimizer.state[model.weight]
     assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
     assert trainer.report()["optimizer_state"].state == "on"
@@ -363,7 +367,7 @@ def test_a_loss_that_fails_while_settings_are_measured_is_raised_by_the_step() -
     trainer = Trainer(model, torch.optim.AdamW(model.parameters()), loss_fn)
     with pytest.raises(KeyError, match="no such field"):
         trainer.step(batches("mlp", 1)[0])
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE.type)
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
@@ -380,7 +384,7 @@ def test_a_replaced_parameter_is_named() -> None:
 def test_a_replaced_module_is_named() -> None:
     model = make("mlp")
     trainer = Trainer(model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), calibrate=False)
-    model[3] = nn.Linear(32, 5)
+    model[3] = nn.Linear(32, 5, device=DEVICE)
     with pytest.raises(RuntimeError, match="module '3'"):
         trainer.step(batches("mlp", 1)[0])
 
@@ -439,9 +443,9 @@ def test_attention_takes_the_math_path_on_request_only() -> None:
             q, k, v = self.proj(x).view(2, 10, 3, 2, 8).permute(2, 0, 3, 1, 4)
             return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    x = torch.randn(2, 10, 16)
+    x = torch.randn(2, 10, 16, device=DEVICE)
     for path, flash in (("math", False), ("default", True)):
-        model = Net()
+        model = Net().to(DEVICE)
         trainer = Trainer(
             model, torch.optim.AdamW(model.parameters()), lambda m, b: m(b).square().mean(), attention=path,
             precision="fp32",
@@ -450,7 +454,8 @@ def test_attention_takes_the_math_path_on_request_only() -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             trainer.step(x)
         names = {event.key for event in profile.key_averages()}
-        assert any("flash_attention" in name for name in names) == flash
+        fused = any(kind in name for name in names for kind in ("flash_attention", "efficient_attention"))
+        assert fused == (flash and DEVICE.type in ("cpu", "cuda", "hpu"))  # others have the math path alone
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
