@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "config_value.h"
 #include "oxytorch/config.h"
 #include "oxytorch/error.h"
 #include "oxytorch/isa.h"
@@ -15,16 +16,8 @@
 #include "oxytorch/units.h"
 
 namespace oxytorch::bindings {
-namespace {
 
-using Values = std::vector<double>;
-using Ends = std::tuple<double, double, double, double>;
-using Facts = py::typing::Dict<py::str, py::object>;
-using PythonStatistic = py::typing::Callable<double(py::typing::List<py::float_>)>;
-using PythonSink = py::typing::Callable<void(py::str, py::str)>;
-
-/// By hand: pybind11's variant would take anything with a truth value for a flag.
-ConfigValue to_config_value(const std::string& key, py::handle object) {
+std::optional<ConfigValue> to_config_value(py::handle object) {
   PyObject* raw = object.ptr();
   const char* type = Py_TYPE(raw)->tp_name;
   if (object.is_none()) return std::string("none");
@@ -49,9 +42,16 @@ ConfigValue to_config_value(const std::string& key, py::handle object) {
     if (number) return PyFloat_AS_DOUBLE(number.ptr());
     PyErr_Clear();
   }
-  detail::raise(ErrorCode::InvalidType, "setting '", PerformanceConfig::field(key).key, "' must be ",
-                PerformanceConfig::field(key).allowed(), ", not a ", type, '.');
+  return std::nullopt;
 }
+
+namespace {
+
+using Values = std::vector<double>;
+using Ends = std::tuple<double, double, double, double>;
+using Facts = py::typing::Dict<py::str, py::object>;
+using PythonStatistic = py::typing::Callable<double(py::typing::List<py::float_>)>;
+using PythonSink = py::typing::Callable<void(py::str, py::str)>;
 
 const char* name_of(ConfigSource source) {
   switch (source) {
@@ -81,7 +81,13 @@ void bind_config(py::module_& m) {
       .def(
           "set",
           [](PerformanceConfig& config, const std::string& key, const py::object& value, const std::string& source,
-             const std::string& origin) { config.set(key, to_config_value(key, value), source_named(source), origin); },
+             const std::string& origin) {
+            const auto known = to_config_value(value);
+            const std::string& allowed_key = PerformanceConfig::field(key).key;
+            OXY_CHECK(known, InvalidType, "setting '", allowed_key, "' must be ",
+                      PerformanceConfig::field(key).allowed(), ", not a ", Py_TYPE(value.ptr())->tp_name, '.');
+            config.set(key, *known, source_named(source), origin);
+          },
           py::arg("key"), py::arg("value"), py::arg("source") = "caller", py::arg("origin") = "")
       .def("unset", &PerformanceConfig::unset, py::arg("key"))
       .def("get", &PerformanceConfig::get, py::arg("key"))

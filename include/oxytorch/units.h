@@ -52,4 +52,14 @@ OXY_API std::string format_size(std::uint64_t bytes);
 /// Seconds for a reader: "3.42 us", "12.0 ms", "1.50 s", "2 min 05 s", "3 h 07 min", "2 d 04 h".
 OXY_API std::string format_duration(double seconds);
 
+/// Bytes a second of "400Gb/s" (bits, 10^9), "50GB/s" (bytes), "25 GiB/s" (2^30), "100 Gbps" or "5e9": a small b is a
+/// bit, a large B a byte. Error(InvalidArgument) that names the text and the forms for anything else, below 0 included.
+OXY_API double parse_rate(std::string_view text);
+
+/// "50 GB/s", "312 MB/s": three digits at most, decimal units.
+OXY_API std::string format_rate(double bytes_per_s);
+
+/// Seconds of "1.5us", "300 ns", "2 ms", "0.5s", "2min", "3h" or "0.25". Error(InvalidArgument) as above.
+OXY_API double parse_duration(std::string_view text);
+
 }  // namespace oxytorch

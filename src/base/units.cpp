@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <utility>
 
 #include "oxytorch/error.h"
 #include "oxytorch/spelling.h"
@@ -226,6 +227,72 @@ std::string format_duration(double seconds) {
     std::snprintf(buffer.data(), buffer.size(), "%.2e d", seconds / 86400);
   }
   return buffer.data();
+}
+
+namespace {
+
+constexpr const char* kRateForms = "Write '400Gb/s' (bits), '50GB/s' (bytes), '25GiB/s' or a number of bytes a second.";
+constexpr const char* kDurationForms = "Write '1.5us', '300ns', '2ms', '0.5s', '2min', '3h' or a number of seconds.";
+
+/// The number that `text` begins with, and what follows it.
+std::pair<double, std::string_view> number_and_unit(const char* what, std::string_view text, const char* forms) {
+  const std::string_view body = trim(text);
+  double value = 0;
+  const auto [end, status] = std::from_chars(body.data(), body.data() + body.size(), value);
+  OXY_CHECK(status == std::errc() && std::isfinite(value), InvalidArgument, what, ' ', in_quotes(text),
+            " does not start with a number. ", forms);
+  OXY_CHECK(value >= 0, InvalidArgument, what, ' ', in_quotes(text), " is negative. ", forms);
+  return {value, trim(body.substr(static_cast<std::size_t>(end - body.data())))};
+}
+
+}  // namespace
+
+double parse_rate(std::string_view text) {
+  auto [value, unit] = number_and_unit("rate", text, kRateForms);
+  if (unit.empty()) return value;
+  constexpr std::string_view kPrefixes = "kmgtp";
+  std::string_view rest = unit;
+  double scale = 1;
+  const std::size_t power = kPrefixes.find(to_lower(rest.front()));
+  if (power != std::string_view::npos) {
+    rest.remove_prefix(1);
+    const bool binary = rest.starts_with('i');
+    if (binary) rest.remove_prefix(1);
+    scale = std::pow(binary ? 1024.0 : 1000.0, static_cast<double>(power) + 1);
+  }
+  OXY_CHECK(std::isfinite(value * scale), InvalidArgument, "rate ", in_quotes(text), " is too large. ", kRateForms);
+  for (const std::string_view word : {"b/s", "bit/s", "bps", "b/sec"}) {
+    if (rest == word) return value * scale / 8;
+  }
+  for (const std::string_view word : {"B/s", "Bps", "B/sec"}) {
+    if (rest == word) return value * scale;
+  }
+  detail::raise(ErrorCode::InvalidArgument, "rate ", in_quotes(text), " has the unknown unit ", in_quotes(unit), ". ",
+                kRateForms);
+}
+
+std::string format_rate(double bytes_per_s) {
+  constexpr std::array<const char*, 6> kNames{"B/s", "KB/s", "MB/s", "GB/s", "TB/s", "PB/s"};
+  std::size_t i = 0;
+  while (bytes_per_s >= 999.5 && i + 1 < kNames.size()) {
+    bytes_per_s /= 1000;
+    ++i;
+  }
+  std::array<char, 48> buffer{};
+  std::snprintf(buffer.data(), buffer.size(), "%.3g %s", bytes_per_s, kNames[i]);
+  return buffer.data();
+}
+
+double parse_duration(std::string_view text) {
+  const auto [value, unit] = number_and_unit("duration", text, kDurationForms);
+  if (unit.empty()) return value;
+  constexpr std::array<std::pair<std::string_view, double>, 6> kTimes{
+      {{"ns", 1e-9}, {"us", 1e-6}, {"ms", 1e-3}, {"s", 1}, {"min", 60}, {"h", 3600}}};
+  for (const auto& [name, seconds] : kTimes) {
+    if (unit == name) return value * seconds;
+  }
+  detail::raise(ErrorCode::InvalidArgument, "duration ", in_quotes(text), " has the unknown unit ", in_quotes(unit),
+                ". ", kDurationForms);
 }
 
 }  // namespace oxytorch

@@ -184,5 +184,43 @@ TEST(FormatDuration, ReadsWellAtEveryScale) {
   EXPECT_EQ(format_duration(1e300).back(), 'd');
 }
 
+TEST(ParseRate, BitsAndBytes) {
+  const struct {
+    const char* text;
+    double bytes_per_s;
+  } cases[] = {{"400Gb/s", 5e10},
+               {"50GB/s", 5e10},
+               {" 50 GB/s ", 5e10},
+               {"25GiB/s", 25 * 0x1p30},
+               {"100Gbps", 1.25e10},
+               {"1.5 TB/s", 1.5e12},
+               {"8b/s", 1},
+               {"5e9", 5e9},
+               {"0", 0},
+               {"10gB/s", 1e10},
+               {"3Mbit/s", 375e3}};
+  for (const auto& one : cases) EXPECT_DOUBLE_EQ(parse_rate(one.text), one.bytes_per_s) << one.text;
+  for (const char* text : {"", "fast", "-1GB/s", "400GB", "400G", "nan", "inf", "1e400", "1e308PB/s", "1 XB/s", "GB/s",
+                           "1GGB/s", "1iB/s", "4\xff"}) {
+    EXPECT_THROW(parse_rate(text), Error) << text;
+  }
+  EXPECT_EQ(format_rate(5e10), "50 GB/s");
+  EXPECT_EQ(format_rate(0), "0 B/s");
+  EXPECT_EQ(format_rate(3.35e12), "3.35 TB/s");
+  EXPECT_EQ(format_rate(999.9e6), "1 GB/s");
+}
+
+TEST(ParseDuration, EveryUnit) {
+  const struct {
+    const char* text;
+    double seconds;
+  } cases[] = {{"1.5us", 1.5e-6}, {"300 ns", 3e-7}, {"2ms", 2e-3},  {"0.5s", 0.5},
+               {"2min", 120},     {"3 h", 10800},   {"5e-6", 5e-6}, {"0", 0}};
+  for (const auto& one : cases) EXPECT_DOUBLE_EQ(parse_duration(one.text), one.seconds) << one.text;
+  for (const char* text : {"", "soon", "-1s", "1 parsec", "nan", "1e400", "5 m"}) {
+    EXPECT_THROW(parse_duration(text), Error) << text;
+  }
+}
+
 }  // namespace
 }  // namespace oxytorch

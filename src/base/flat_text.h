@@ -1,0 +1,30 @@
+/// Configurations as text: one flat mapping from settings to values, in JSON or YAML.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "oxytorch/config.h"
+
+namespace oxytorch::detail {
+
+/// In the order of the text, with duplicates; null is the word "none".
+using FlatPairs = std::vector<std::pair<std::string, ConfigValue>>;
+
+/// Error(InvalidArgument) for what is no flat mapping, Error(InvalidType) for a value that is a list or a mapping;
+/// `origin` begins each message.
+FlatPairs read_flat_json(std::string_view text, std::string_view origin);
+FlatPairs read_flat_yaml(std::string_view text, std::string_view origin);
+
+/// By extension. Error(NotFound), Error(Io), or what the two above throw, with the origin "file <path>".
+FlatPairs read_flat_file(const std::string& path);
+
+/// True for .json, false for .yaml and .yml, Error(InvalidArgument) for others.
+bool is_json(const std::string& path);
+
+/// Writes beside `path` and renames, so that a reader finds the old file or the new one.
+void write_whole(const std::string& path, const std::string& text);
+
+}  // namespace oxytorch::detail
