@@ -2,4 +2,6 @@
 /// makers publish of them. Torch-free.
 #pragma once
 
+#include "oxytorch/machine/hardware.h"
 #include "oxytorch/machine/host_report.h"
+#include "oxytorch/machine/topology.h"

@@ -25,6 +25,7 @@ from . import monitor as monitor
 from . import optim as optim
 from .config import PerformanceConfig as PerformanceConfig
 from .info import info as info
+from .machine import TopologyConfig as TopologyConfig
 from .monitor import PerformanceMonitor as PerformanceMonitor
 from .trainer import EarlyStopping as EarlyStopping
 from .trainer import StepGraph as StepGraph
