@@ -9,19 +9,17 @@
 namespace oxytorch::optim {
 
 void StepTail::Impl::step_on_host(Work& work, const StepInputs& in) {
-  const bool scaled = in.grad_scale.defined() || in.found_inf.defined();
+  const bool scaled = is_scaled(in);
   const double scale = (in.grad_scale.defined() ? host_scalar(in.grad_scale, "grad_scale") : 1.0) * in.grad_divisor;
-  const bool measured = scaled || options.clip_norm > 0 || options.nonfinite != NonFinite::Propagate ||
-                        options.collect_stats || in.norm_limit.defined();
   fill_native_groups();
   const kernels::Parallel pool = intra_op_pool();
   double sum = 0;
-  if (measured) sum = measure(work, pool, 1.0 / scale);
+  if (measures(in)) sum = measure(work, pool, 1.0 / scale);
   const bool finite = std::isfinite(sum) && std::isfinite(1.0 / scale);
   const bool told = in.found_inf.defined() && host_scalar(in.found_inf, "found_inf") != 0;
   const double norm = std::sqrt(sum) / scale;
   *stats.grad_norm.mutable_data_ptr<float>() = static_cast<float>(norm);
-  if (!finite && !scaled && options.nonfinite == NonFinite::Raise) raise_nonfinite();
+  if (!finite && !scaled && options.nonfinite == NonFinite::Raise) raise_nonfinite(stats.grad_norms);
   const bool bad = told || (!finite && (scaled || options.nonfinite != NonFinite::Propagate));
   const bool skip = bad || (in.skip.defined() && host_scalar(in.skip, "skip") != 0) ||
                     (in.norm_limit.defined() && norm > host_scalar(in.norm_limit, "norm_limit"));
@@ -44,7 +42,8 @@ void StepTail::Impl::step_on_host(Work& work, const StepInputs& in) {
   kernels::TailSettings settings = base_settings();
   settings.grad_multiplier = clip / scale;
   work.plan->apply(native_groups, settings, pool);
-  finish_native(work);
+  note_native_writes(work);
+  if (options.collect_stats) collect_norms(work);
   if (!work.composite.empty()) {
     const at::NoGradGuard no_grad;
     CompositeStep step{algorithm, options, at::scalar_tensor(settings.grad_multiplier, at::kDouble), {}, {}, {}};
@@ -75,6 +74,7 @@ double StepTail::Impl::measure(Work& work, const kernels::Parallel& pool, double
   for (std::size_t i = 0; i < work.planned.size(); ++i) {
     norms[work.planned[i]] = static_cast<float>(std::sqrt(sums[i]) * inverse);
   }
+  for (std::size_t i : work.others) norms[i] = 0;
   at::Tensor wide;
   if (!work.composite.empty()) {
     const at::NoGradGuard no_grad;
@@ -103,18 +103,18 @@ double StepTail::Impl::measure(Work& work, const kernels::Parallel& pool, double
   return sum;
 }
 
-void StepTail::Impl::finish_native(Work& work) {
-  const std::span<const kernels::TailTensor> planned = work.plan->tensors();
-  for (std::size_t i = 0; i < work.planned.size(); ++i) {
-    if (planned[i].grad == nullptr) continue;
-    Slot& slot = slots[work.planned[i]];
-    slot.first = false;
-    // Autograd must see that a tensor it may have saved was written.
-    c10::TensorImpl& param = *slot.param.unsafeGetTensorImpl();
-    if (param.version_counter().enabled()) param.bump_version();
-    if (slot.watched) note_own_write(slot);
+void StepTail::Impl::fill_native_groups() {
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    const GroupOptions& o = groups[i];
+    native_groups[i] = native_group(o);
+    double& lr = native_groups[i].lr;
+    lr = o.lr_tensor.defined() ? host_scalar(o.lr_tensor, "a learning-rate tensor") : o.lr;
+    OXY_CHECK(!std::isnan(lr), InvalidArgument, "parameter group ", i,
+              " has a learning-rate tensor that holds NaN; set it to a number.");
   }
-  if (!options.collect_stats) return;
+}
+
+void StepTail::Impl::collect_norms(Work& work) {
   float* param_norms = stats.param_norms.mutable_data_ptr<float>();
   float* update_norms = stats.update_norms.mutable_data_ptr<float>();
   for (std::size_t i = 0; i < work.planned.size(); ++i) {

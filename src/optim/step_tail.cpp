@@ -39,12 +39,13 @@ void StepTail::Impl::create_stats() {
   }
 }
 
-void StepTail::Impl::raise_nonfinite() const {
-  const float* norms = stats.grad_norms.is_cpu() ? stats.grad_norms.const_data_ptr<float>() : nullptr;
+void StepTail::Impl::raise_nonfinite(const at::Tensor& norms) const {
+  const at::Tensor here = norms.to(at::kCPU, at::kDouble);
+  const double* values = here.const_data_ptr<double>();
   std::string names;
   int count = 0;
-  for (std::size_t i = 0; norms != nullptr && i < slots.size(); ++i) {
-    if (std::isfinite(norms[i])) continue;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (std::isfinite(values[i])) continue;
     if (++count <= 5) names += (names.empty() ? "" : ", ") + slots[i].name;
   }
   if (count > 5) names += " and " + std::to_string(count - 5) + " more";
@@ -314,13 +315,12 @@ bool StepTail::native() const noexcept {
 }
 
 std::int64_t StepTail::bytes_per_step() const noexcept {
-  if (!impl_->all.plan) return 0;
   const TailOptions& o = impl_->options;
-  const bool measured =
-      !o.norm_in_backward && (o.clip_norm > 0 || o.nonfinite != NonFinite::Propagate || o.collect_stats);
+  const bool measured = !(o.norm_in_backward && impl_->all.plan) &&
+                        (o.clip_norm > 0 || o.nonfinite != NonFinite::Propagate || o.collect_stats);
   const kernels::TailSettings settings = impl_->base_settings();
   std::int64_t bytes = 0;
-  for (const kernels::TailTensor& t : impl_->all.plan->tensors()) bytes += kernels::step_bytes(t, settings, measured);
+  for (const kernels::TailTensor& t : impl_->all.native()) bytes += kernels::step_bytes(t, settings, measured);
   return bytes;
 }
 

@@ -1,19 +1,19 @@
 #include <ATen/ATen.h>
 
-#include <cmath>
 #include <optional>
+#include <utility>
 
 #include "optim/dense.h"
-#include "optim/host_scalar.h"
 #include "optim/step_tail_impl.h"
 #include "oxytorch/error.h"
+#include "oxytorch/logging.h"
 
 namespace oxytorch::optim {
 bool StepTail::Impl::can_be_native(const Slot& slot) const {
   const at::Tensor& p = slot.param;
   const ParamState& s = slot.state;
-  if (options.force_composite || algorithm == Algorithm::Muon || !p.is_cpu() || !element_type(p) ||
-      !p.is_non_overlapping_and_dense() || p.is_neg() || p.is_conj() || (options.agc > 0 && !rows_are_runs(p))) {
+  if (algorithm == Algorithm::Muon || !element_type(p) || !p.is_non_overlapping_and_dense() || p.is_neg() ||
+      p.is_conj() || (options.agc > 0 && !rows_are_runs(p))) {
     return false;
   }
   std::optional<kernels::ElementType> state_type;
@@ -24,7 +24,7 @@ bool StepTail::Impl::can_be_native(const Slot& slot) const {
     if (s.scales[k].defined() && !s.scales[k].is_contiguous()) return false;
     state_type = found;
   }
-  if (s.step.defined() && (!s.step.is_cpu() || s.step.scalar_type() != at::kFloat)) return false;
+  if (s.step.defined() && (s.step.device() != p.device() || s.step.scalar_type() != at::kFloat)) return false;
   return absent_or_like(s.ema, at::kFloat, p) && absent_or_like(s.master, at::kFloat, p) &&
          absent_or_like(s.residue, at::kChar, p) && (!s.copy.defined() || same_layout(s.copy, p));
 }
@@ -53,24 +53,51 @@ kernels::TailTensor StepTail::Impl::tail_tensor(std::size_t index) const {
   return t;
 }
 
+// Whether there are kernels for the parameters' device at all; finds them the first time.
+bool StepTail::Impl::device_serves() {
+  if (device().is_cpu()) return true;
+  DeviceRound& round = device_round;
+  if (std::exchange(round.looked, true)) return round.queue != nullptr;
+  round.device = device_with_kernels(device());
+  if (!round.device) return false;
+  try {
+    round.queue = std::make_shared<StreamQueue>(*round.device, device());
+  } catch (const c10::Error& error) {
+    log_once(LogLevel::Warn, "stream of " + device().str(),
+             "torch can neither name nor wait for its stream of " + device().str() + " (" +
+                 error.what_without_backtrace() + "); the step runs as torch's operators");
+  }
+  return round.queue != nullptr;
+}
+
 void StepTail::Impl::build_plan(Work& work) {
   std::vector<kernels::TailTensor> tensors;
   work.planned.clear();
   work.others.clear();
+  const bool served = !options.force_composite && device_serves();
   for (std::size_t i : work.members) {
     Slot& slot = slots[i];
     slot.complete = complete(*this, slot);
     slot.watched = has_masters(slot);
     slot.likeness.forget();
-    if (can_be_native(slot)) {
+    if (served && can_be_native(slot)) {
       work.planned.push_back(i);
       tensors.push_back(tail_tensor(i));
     } else {
       work.others.push_back(i);
     }
   }
-  work.plan.emplace(tensors);
   work.known.assign(tensors.size(), -1);
+  work.tail.reset();
+  if (device().is_cpu()) {
+    work.plan.emplace(tensors);
+  } else if (!tensors.empty()) {
+    work.tail = DeviceTail::make(*device_round.device, device_round.queue, std::move(tensors));
+    if (work.tail == nullptr) {
+      work.planned.clear();
+      work.others = work.members;
+    }
+  }
   work.composite.reserve(work.others.size());
   work.composite_index.reserve(work.others.size());
   native_groups.resize(groups.size());
@@ -117,7 +144,7 @@ void StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTe
 // Hands the plan this step's addresses; false where it no longer matches the slots.
 bool StepTail::Impl::bind(Work& work) {
   if (work.generation != generation) return false;
-  const std::span<kernels::TailTensor> planned = work.plan->tensors();
+  const std::span<kernels::TailTensor> planned = work.native();
   for (std::size_t at = 0; at < work.planned.size(); ++at) {
     Slot& slot = slots[work.planned[at]];
     kernels::TailTensor& native = planned[at];
@@ -162,23 +189,31 @@ bool StepTail::Impl::gather(Work& work) {
   return created;
 }
 
-void StepTail::Impl::fill_native_groups() {
-  for (std::size_t i = 0; i < groups.size(); ++i) {
-    const GroupOptions& o = groups[i];
-    kernels::TailGroup& g = native_groups[i];
-    g.rule = rule_of(algorithm, o);
-    g.lr = o.lr_tensor.defined() ? host_scalar(o.lr_tensor, "a learning-rate tensor") : o.lr;
-    OXY_CHECK(!std::isnan(g.lr), InvalidArgument, "parameter group ", i,
-              " has a learning-rate tensor that holds NaN; set it to a number.");
-    g.beta1 = o.beta1;
-    g.beta2 = algorithm == Algorithm::RMSprop ? o.alpha : o.beta2;
-    g.eps = o.eps;
-    g.weight_decay = o.weight_decay;
-    g.momentum = o.momentum;
-    g.dampening = o.dampening;
-    g.lr_decay = o.lr_decay;
-    g.nesterov = o.nesterov;
-    g.maximize = o.maximize;
+kernels::TailGroup StepTail::Impl::native_group(const GroupOptions& o) const {
+  kernels::TailGroup g;
+  g.rule = rule_of(algorithm, o);
+  g.beta1 = o.beta1;
+  g.beta2 = algorithm == Algorithm::RMSprop ? o.alpha : o.beta2;
+  g.eps = o.eps;
+  g.weight_decay = o.weight_decay;
+  g.momentum = o.momentum;
+  g.dampening = o.dampening;
+  g.lr_decay = o.lr_decay;
+  g.nesterov = o.nesterov;
+  g.maximize = o.maximize;
+  return g;
+}
+
+void StepTail::Impl::note_native_writes(Work& work) {
+  const std::span<const kernels::TailTensor> native = work.native();
+  for (std::size_t i = 0; i < work.planned.size(); ++i) {
+    if (native[i].grad == nullptr) continue;
+    Slot& slot = slots[work.planned[i]];
+    slot.first = false;
+    // Autograd must see that a tensor it may have saved was written.
+    c10::TensorImpl& param = *slot.param.unsafeGetTensorImpl();
+    if (param.version_counter().enabled()) param.bump_version();
+    if (slot.watched) note_own_write(slot);
   }
 }
 
