@@ -1,13 +1,14 @@
 # The front door. Each command is a short script in cmake/steps/; a command brings what it needs with it.
 #   make demo ARGS="--quick"     passes ARGS on
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test nightly bench lint docs sanitize clean
+.PHONY: help setup build demo test test-devices nightly bench lint docs sanitize clean
 
 help:
 	@echo "make setup     install what is missing: Debian packages, .venv, PyTorch"
 	@echo "make build     compile the libraries, the Python module, tests and benchmarks"
 	@echo "make demo      train real models three ways and show the result"
 	@echo "make test      build everything and run every test"
+	@echo "make test-devices  every test on each device: cpu, sim, hpu, privateuse1, cuda (DEVICE=... chooses)"
 	@echo "make nightly   10,000 random optimizer cases against the fp64 referee"
 	@echo "make bench     measure the kernels and race the peers; DEVICE=cuda races on a GPU instead"
 	@echo "make lint      formats, types, static analysis"
@@ -23,6 +24,8 @@ demo: build
 	@cmake/steps/run.sh oxytorch demo $(ARGS)
 test: build
 	@cmake/steps/test.sh $(ARGS)
+test-devices: build
+	@DEVICE="$(DEVICE)" cmake/steps/test_devices.sh $(ARGS)
 nightly: build
 	@cmake/steps/nightly.sh $(ARGS)
 bench: build

@@ -20,10 +20,11 @@ step lint python3 cmake/steps/lint.py
 step docs cmake/steps/docs.sh
 step ctest ctest --preset dev -j "$cores" --output-junit "$reports/ctest.xml"
 step pytest python3 -m pytest -n "$cores" --junit-xml="$reports/pytest.xml" "$@"
-# What touches tensors, on the fake devices; `make test-devices` runs everything on each.
+# A part of it on fake devices; `make test-devices` runs everything on each.
 for device in hpu sim; do
   step "pytest on $device" env OXYTORCH_DEVICE=$device python3 -m pytest -n "$cores" \
-    --junit-xml="$reports/pytest-$device.xml" "$@" tests/optim/test_device.py tests/optim/test_stability_device.py
+    --junit-xml="$reports/pytest-$device.xml" "$@" tests/device tests/amp/test_amp.py tests/trainer/test_fit.py \
+    tests/optim/test_device.py tests/optim/test_stability_device.py
 done
 
 counts=$(python3 cmake/steps/counts.py "$reports" || true)

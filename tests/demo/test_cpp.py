@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cpu_only("races on the CPU")
+
 
 @pytest.mark.slow
 def test_quick_cpp_demo(tmp_path: Path) -> None:

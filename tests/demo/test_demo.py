@@ -22,6 +22,8 @@ from oxytorch.demo import measure, plan, workloads
 from oxytorch.demo.driver import Block, Run, WorkerFailed, WorkerProcess, python_command, race
 from oxytorch.demo.present import sentences, to_json
 
+pytestmark = pytest.mark.cpu_only("races on the CPU")
+
 THREADS = 2
 
 

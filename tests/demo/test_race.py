@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+pytestmark = pytest.mark.cpu_only("races on the CPU")
+
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "race" / "step_tail.py"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch_device
 
+pytestmark = pytest.mark.cpu_only("starts processes with devices of their own")
 ROOT = Path(__file__).resolve().parents[2]
 
 START = """

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cpu_only("reads the sources")
+
 ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = ROOT / "include"
 

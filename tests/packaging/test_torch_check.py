@@ -9,6 +9,8 @@ import pytest
 import torch
 from oxytorch._torch_check import minor, require_same_torch
 
+pytestmark = pytest.mark.cpu_only("starts processes that compute nothing")
+
 FAKE_BUILD = """
 import sys, types
 info = types.ModuleType("oxytorch._build_info")

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import oxytorch
+import pytest
+
+pytestmark = pytest.mark.cpu_only("reads the sources")
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cpu_only("reads the pages")
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "systems.md"
 COUNTS = {"G": 12, "H": 8, "T": 12, "L": 12, "P": 12}
