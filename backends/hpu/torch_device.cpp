@@ -354,12 +354,21 @@ oxy_status fill_async(std::int32_t, oxy_queue queue, void* to, std::uint8_t valu
 
 // ---- queues and events
 
-// Torch knows streams by number; of native ones the current and the default can be told.
+// Torch knows streams by number; of native ones the current and the default can be told, from torch 2.10 on.
+template <class Guard>
+void* native_handle_of(const Guard& of, const c10::Stream& stream) {
+  if constexpr (requires { of.getStreamNativeHandle(stream); }) {
+    return of.getStreamNativeHandle(stream);
+  } else {
+    return nullptr;
+  }
+}
+
 std::optional<c10::Stream> stream_of(void* native_handle) {
   const c10::Stream current = guard().getStream(kDevice);
   if (native_handle == nullptr) return guard().getDefaultStream(kDevice);
   void* handle = nullptr;
-  if (works([&] { handle = guard().getStreamNativeHandle(current); }) && handle == native_handle) return current;
+  if (works([&] { handle = native_handle_of(guard(), current); }) && handle == native_handle) return current;
   return std::nullopt;
 }
 
