@@ -8,6 +8,7 @@
 #include "oxytorch/backend_kernels.h"
 #include "oxytorch/clock.h"
 #include "oxytorch/config.h"
+#include "oxytorch/environment.h"
 #include "oxytorch/error.h"
 #include "oxytorch/host.h"
 #include "oxytorch/isa.h"

@@ -16,7 +16,7 @@ INCLUDE = ROOT / "include"
 
 FLOORS = {
     "base": 0,
-    "backend": 1,
+    "backend": 1, "environment": 1,
     # The topology lists the devices of the backends; the planners of floor 2 read it.
     "machine": 1.5,
     # Devices may run the kernels; the backend room knows a device by its table alone.
