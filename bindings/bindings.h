@@ -12,6 +12,7 @@ using release_gil = py::call_guard<py::gil_scoped_release>;
 
 void bind_base(py::module_& m);
 void bind_backend(py::module_& m);
+void bind_environment(py::module_& m);
 void bind_machine(py::module_& m);
 void bind_monitor(py::module_& m);
 void bind_optim(py::module_& m);

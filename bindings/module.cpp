@@ -40,6 +40,8 @@ PYBIND11_MODULE(_C, m) {
   bind_base(base);
   auto backend = room("backend", "Device backends and their registry.");
   bind_backend(backend);
+  auto environment = room("environment", "The registry of environment variables and its judge.");
+  bind_environment(environment);
   auto machine = room("machine", "The host, the cluster and the hardware table.");
   bind_machine(machine);
   auto monitor = room("monitor", "Step and phase times, reports.");

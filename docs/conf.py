@@ -71,17 +71,51 @@ def write_page(name: str, title: str, directive: str) -> str:
     return page.stem
 
 
-written = {
-    write_page(f"python-{name}", f"`{name}`", f".. automodule:: {name}\n   :members:\n   :show-inheritance:")
-    for name in python_modules()
-} | {
-    write_page(
-        f"cpp-{name.removesuffix('.h').replace('/', '-')}",
-        f"`oxytorch/{name}`",
-        f".. doxygenfile:: include/oxytorch/{name}",
-    )
-    for name in headers()
-}
+def write_settings() -> str:
+    """Write the table of environment variables from the registry."""
+    from oxytorch import environment  # noqa: PLC0415  needs the built module, as autodoc does
+
+    def versions(row: environment.Setting) -> str:
+        said = {"since": row.since, "deprecated": row.deprecated, "gone": row.until}
+        return ", ".join(f"{word} {version}" for word, version in said.items() if version)
+
+    def cell(text: str) -> str:
+        return text.replace("|", "\\|").replace("<", "&lt;") or " "
+
+    rows = environment.settings()
+    text = f"# Environment variables\n\nThe {len(rows)} settings of the registry.\n"
+    for family in dict.fromkeys(row.family for row in rows):
+        mine = [row for row in rows if row.family == family]
+        text += f"\n## {family}\n"
+        for evidence in dict.fromkeys(row.evidence for row in mine):
+            text += f"\nSource: {evidence}.\n\n"
+            text += "| name | takes | default | what it does | versions | instead |\n|---|---|---|---|---|---|\n"
+            for row in mine:
+                if row.evidence == evidence:
+                    cells = [f"`{row.name}`", row.allowed, row.default, row.what, versions(row), row.replacement]
+                    text += "| " + " | ".join(map(cell, cells)) + " |\n"
+    page = DOCS / "api" / "generated" / "environment-settings.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    if not page.is_file() or page.read_text() != text:
+        page.write_text(text)
+    return page.stem
+
+
+written = (
+    {write_settings()}
+    | {
+        write_page(f"python-{name}", f"`{name}`", f".. automodule:: {name}\n   :members:\n   :show-inheritance:")
+        for name in python_modules()
+    }
+    | {
+        write_page(
+            f"cpp-{name.removesuffix('.h').replace('/', '-')}",
+            f"`oxytorch/{name}`",
+            f".. doxygenfile:: include/oxytorch/{name}",
+        )
+        for name in headers()
+    }
+)
 for stale in (DOCS / "api" / "generated").glob("*.md"):
     if stale.stem not in written:
         stale.unlink()

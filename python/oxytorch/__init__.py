@@ -20,6 +20,7 @@ from .backend import available_backends as available_backends
 __version__: str = _C.__version__
 
 from . import amp as amp
+from . import environment as environment
 from . import machine as machine
 from . import monitor as monitor
 from . import optim as optim

@@ -207,7 +207,6 @@ constexpr Row kTorch6[] = {
     {"TORCHINDUCTOR_AUTOTUNE_IN_SUBPROC", "digit", "0", "Measures in another process."},
     {"TORCHINDUCTOR_AUTOTUNE_MULTI_DEVICE", "digit", "0", "Measures on all GPUs."},
     {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", "digit", "0", "Searches kernel settings step by step."},
-    {"TORCHINDUCTOR_SEARCH_AUTOTUNE_CACHE", "digit", "0", "Reads earlier measurements only."},
     {"TORCHINDUCTOR_CUDAGRAPHS", "digit", "0", "Captures compiled graphs as CUDA graphs."},
     {"TORCHINDUCTOR_CUDAGRAPH_OR_ERROR", "digit", "0", "Fails where a graph cannot be captured."},
     {"TORCHINDUCTOR_CPP_WRAPPER", "digit", "0", "Writes the wrapper in C++."},

@@ -5,12 +5,13 @@ Oxytorch's native engine; use the Python package around it.
 from __future__ import annotations
 from . import base
 from . import backend
+from . import environment
 from . import machine
 from . import monitor
 from . import optim
 from . import amp
 from . import trainer
 
-__all__: list[str] = ["amp", "backend", "base", "machine", "monitor", "optim", "torch_version", "trainer"]
+__all__: list[str] = ["amp", "backend", "base", "environment", "machine", "monitor", "optim", "torch_version", "trainer"]
 __version__: str
 torch_version: str
