@@ -202,7 +202,8 @@ class Linter {
     if (const std::string fault = fault_of(*setting, one.value); !fault.empty()) {
       const bool fatal = setting->component == "gaudi" && setting->kind != Kind::Text;
       const std::string then = fatal ? " The bridge stops at a value it cannot read." : "";
-      add(one, Verdict::BadValue, fatal ? Severity::Error : Severity::Warning, shown(one) + " " + fault + "." + then);
+      add(one, Verdict::BadValue, fatal ? Severity::Error : Severity::Warning,
+          shown(one) + " " + fault + (fault.back() == '?' ? "" : ".") + then);
     }
   }
 

@@ -612,7 +612,7 @@ std::string fault_of(const Setting& setting, std::string_view value) {
       for (const std::string& choice : setting.choices) {
         if (setting.any_case ? lower(choice) == lower(trim(value)) : choice == trim(value)) return "";
       }
-      const std::string near = nearest(value, setting.choices);
+      const std::string near = value.size() < 3 ? "" : nearest(value, setting.choices);
       return must + (near.empty() ? "" : "; did you mean " + quoted(near) + "?");
     }
     case Kind::List:
