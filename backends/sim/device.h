@@ -34,7 +34,7 @@ struct Range {
 };
 
 struct Counters {
-  std::atomic<std::uint64_t> allocs{0}, frees{0}, copies{0}, copied_bytes{0}, fills{0}, failures{0};
+  std::atomic<std::uint64_t> allocs{0}, frees{0}, copies{0}, copied_bytes{0}, fills{0}, failures{0}, launches{0};
 };
 
 /// One simulated device. All members may be called from any thread.

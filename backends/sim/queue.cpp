@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "backends/last_error.h"
+#include "backends/sim/kernels.h"
 #include "backends/sim/mutants.h"
 
 namespace oxytorch::backend::sim {
@@ -19,13 +20,6 @@ void pause_us(double us) {
 
 oxy_status report(const Failure& failure) {
   return failure.status == OXY_OK ? OXY_OK : fail(failure.status, "%s", failure.text.c_str());
-}
-
-Failure gone(const void* address) {
-  char text[160];
-  std::snprintf(text, sizeof(text), "work on %p, which is no live device memory any more; freed before it was done?",
-                address);
-  return {OXY_INVALID_STATE, text};
 }
 
 Failure copy(std::int32_t device_index, const Work& work) {
@@ -70,6 +64,13 @@ double link_us(const Work& work) {
 
 }  // namespace
 
+Failure gone(const void* address) {
+  char text[160];
+  std::snprintf(text, sizeof(text), "work on %p, which is no live device memory any more; freed before it was done?",
+                address);
+  return {OXY_INVALID_STATE, text};
+}
+
 Failure perform(std::int32_t device_index, const Work& work) {
   SimDevice& self = device(device_index);
   pause_us(settings().latency_us.load(std::memory_order_relaxed) + link_us(work));
@@ -81,7 +82,11 @@ Failure perform(std::int32_t device_index, const Work& work) {
     failure = {OXY_DEVICE_ERROR, "a copy failed on the device, as the settings asked"};
     if (mutant("swallows_errors")) failure = {};
   } else {
-    failure = work.kind == Work::Kind::Copy ? copy(device_index, work) : fill(device_index, work);
+    switch (work.kind) {
+      case Work::Kind::Copy: failure = copy(device_index, work); break;
+      case Work::Kind::Launch: failure = run_launch(device_index, *work.launch); break;
+      default: failure = fill(device_index, work);
+    }
   }
   if (failure.status != OXY_OK) self.counters.failures.fetch_add(1, std::memory_order_relaxed);
   return failure;

@@ -21,6 +21,9 @@ struct Failure {
   std::string text;
 };
 
+/// Of work on memory that is not there.
+Failure gone(const void* address);
+
 /// A point in a queue. Recording an event again makes another mark, so earlier waits keep theirs.
 class Mark {
  public:
@@ -38,9 +41,11 @@ class Mark {
   std::uint64_t time_ns_ = 0;
 };
 
+struct Launch;
+
 /// One piece of work.
 struct Work {
-  enum class Kind { Copy, Fill, Record, Wait } kind = Kind::Copy;
+  enum class Kind { Copy, Fill, Launch, Record, Wait } kind = Kind::Copy;
   void* to = nullptr;
   const void* from = nullptr;
   std::uint64_t bytes = 0;
@@ -48,6 +53,7 @@ struct Work {
   std::int32_t from_device = 0;
   std::uint8_t value = 0;
   bool fails = false;
+  std::shared_ptr<const Launch> launch;
   std::shared_ptr<Mark> mark;
 };
 

@@ -16,6 +16,7 @@
 
 #include "backends/last_error.h"
 #include "backends/sim/device.h"
+#include "backends/sim/kernels.h"
 #include "backends/sim/mutants.h"
 #include "backends/sim/queue.h"
 #include "oxytorch/backend/sim.h"
@@ -51,7 +52,7 @@ void apply(const SimOptions& options) {
     device(index).lost = false;
     Counters& counters = device(index).counters;
     for (auto* counter : {&counters.allocs, &counters.frees, &counters.copies, &counters.copied_bytes, &counters.fills,
-                          &counters.failures}) {
+                          &counters.failures, &counters.launches}) {
       counter->store(0);
     }
   }
@@ -88,6 +89,8 @@ oxy_status check(std::int32_t index) {
   return OXY_OK;
 }
 
+}  // namespace
+
 oxy_status check_alive(std::int32_t index) {
   const oxy_status status = check(index);
   if (status != OXY_OK || mutant("lost_device_works")) return status;
@@ -95,6 +98,8 @@ oxy_status check_alive(std::int32_t index) {
              ? fail(OXY_DEVICE_LOST, "simulated device %d is lost", index)
              : OXY_OK;
 }
+
+namespace {
 
 // Nothing may be thrown across the border (C6).
 template <class Call>
@@ -161,6 +166,7 @@ oxy_status counters(std::int32_t index, oxy_counter* table, std::uint32_t capaci
       {"copied_bytes", "B", static_cast<double>(now.copied_bytes)},
       {"fills", "1", static_cast<double>(now.fills.load())},
       {"failures", "1", static_cast<double>(now.failures)},
+      {"launches", "1", static_cast<double>(now.launches.load())},
   };
   *count = static_cast<std::uint32_t>(std::size(all));
   const std::uint32_t room = mutant("counters_overrun") ? *count : std::min(capacity, *count);
@@ -183,7 +189,8 @@ oxy_status free_memory(std::int32_t index, void* memory) {
   return guarded([&]() -> oxy_status { return device(std::max(index, 0)).free(memory); });
 }
 
-// Either the queue does the work later, or the calling thread does it now (Q4).
+}  // namespace
+
 oxy_status submit(std::int32_t index, oxy_queue queue, Work work) {
   return guarded([&]() -> oxy_status {
     if (queue != nullptr) {
@@ -202,6 +209,8 @@ oxy_status submit(std::int32_t index, oxy_queue queue, Work work) {
     return failure.status == OXY_OK ? OXY_OK : fail(failure.status, "%s", failure.text.c_str());
   });
 }
+
+namespace {
 
 oxy_status outside(std::int32_t index, const void* address, std::uint64_t bytes) {
   return fail(OXY_INVALID_ARGUMENT, "%" PRIu64 " bytes at %p do not lie in one live allocation of device %d", bytes,
@@ -379,7 +388,7 @@ constexpr oxy_backend kTable{
     .name = "sim",
 #endif
     .description = "A simulated device with settable size, speed and faults.",
-    .kernels = nullptr,
+    .kernels = &kTailKernels,
     .score = score,
     .device_properties = device_properties,
     .memory_info = memory_info,

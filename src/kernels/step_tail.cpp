@@ -28,6 +28,18 @@ const void* element_at(const void* array, ElementType type, std::int64_t index) 
 
 std::int64_t chunks_of(std::int64_t numel) { return (numel + StepTailPlan::kChunk - 1) / StepTailPlan::kChunk; }
 
+// Sums of chunks in runs of kRun, and the runs in order: what a device adds in parallel.
+double add_in_runs(std::span<const double> of_chunks) {
+  constexpr std::size_t kRun = StepTailPlan::kRun;
+  double total = 0;
+  for (std::size_t begin = 0; begin < of_chunks.size(); begin += kRun) {
+    double run = 0;
+    for (const double sum : of_chunks.subspan(begin, std::min(kRun, of_chunks.size() - begin))) run += sum;
+    total += run;
+  }
+  return total;
+}
+
 // How many threads are of use for work of `cost` elements.
 int slices_for(std::int64_t cost, const Parallel& parallel) {
   const std::int64_t useful = std::max<std::int64_t>(1, cost / std::max<std::int64_t>(1, parallel.grain));
@@ -98,9 +110,7 @@ double sum_squares(const void* data, ElementType type, std::int64_t numel, const
           slices_for(numel, parallel),
           std::vector<double>(static_cast<std::size_t>(chunks_of(numel)))};
   run_slices(parallel, run.slices, [](void* context, int index) { static_cast<Run*>(context)->slice(index); }, &run);
-  double total = 0;
-  for (const double sum : run.sums) total += sum;
-  return total;
+  return add_in_runs(run.sums);
 }
 
 struct StepTailPlan::Impl {
@@ -231,34 +241,10 @@ struct StepTailPlan::Impl {
       if (tensors[t].grad != nullptr && is_known(t)) {
         sum = known[t];
       } else if (tensors[t].grad != nullptr) {
-        for (std::size_t i = first_chunk[t]; i < first_chunk[t + 1]; ++i) sum += of_chunks[i];
+        sum = add_in_runs(std::span(of_chunks).subspan(first_chunk[t], first_chunk[t + 1] - first_chunk[t]));
       }
       of_tensors[t] = sum;
     }
-  }
-
-  static Coefficients coefficients_of(const TailGroup& group, const TailSettings& settings, double step, bool first) {
-    Coefficients c{};
-    c.grad_multiplier = static_cast<float>(group.maximize ? -settings.grad_multiplier : settings.grad_multiplier);
-    c.clip_value = static_cast<float>(settings.clip_value);
-    c.ema_weight = static_cast<float>(1.0 - settings.ema_decay);
-    c.step = static_cast<std::uint32_t>(step);
-    const bool adam = group.rule == Rule::AdamW || group.rule == Rule::Adam;
-    const bool decoupled = group.rule == Rule::AdamW || group.rule == Rule::Lion;
-    (decoupled ? c.decay : c.weight_decay) =
-        static_cast<float>(decoupled ? group.lr * group.weight_decay : group.weight_decay);
-    c.one_minus_beta1 = static_cast<float>(1.0 - group.beta1);
-    c.beta2 = static_cast<float>(group.beta2);
-    c.one_minus_beta2 = static_cast<float>(1.0 - group.beta2);
-    c.eps = static_cast<float>(group.eps);
-    c.momentum = static_cast<float>(group.momentum);
-    c.one_minus_dampening = first ? 1.0F : static_cast<float>(1.0 - group.dampening);
-    double step_size = group.lr;
-    if (adam) step_size /= 1.0 - std::pow(group.beta1, step);
-    if (adam) c.inv_sqrt_correction2 = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(group.beta2, step)));
-    if (group.rule == Rule::Adagrad) step_size /= 1.0 + (step - 1.0) * group.lr_decay;
-    c.step_size = static_cast<float>(step_size);
-    return c;
   }
 };
 
@@ -328,7 +314,9 @@ void StepTailPlan::apply(std::span<const TailGroup> groups, const TailSettings& 
     const bool same = previous < plan.tensors.size() && plan.tensors[previous].group == tensor.group &&
                       previous_step == step && !tensor.first && !plan.tensors[previous].first;
     plan.coefficients[t] =
-        same ? plan.coefficients[previous] : Impl::coefficients_of(groups[tensor.group], settings, step, tensor.first);
+        same ? plan.coefficients[previous]
+             : device::coefficients_of(groups[tensor.group], groups[tensor.group].lr, settings.grad_multiplier,
+                                       settings.clip_value, settings.ema_decay, step, tensor.first);
     previous = t;
     previous_step = step;
   }

@@ -3,29 +3,12 @@
 
 #include <cstdint>
 
+#include "kernels/device/coefficients.h"
 #include "oxytorch/isa.h"
 #include "oxytorch/kernels/codec.h"
 #include "oxytorch/kernels/step_tail.h"
 
 namespace oxytorch::kernels {
-
-/// Coefficients of one update, rounded once from fp64.
-struct Coefficients {
-  float grad_multiplier;  // sign included when maximizing
-  float clip_value;       // 0: no limit
-  float weight_decay;     // added to the gradient
-  float decay;            // decoupled: the part of the weight that goes
-  float one_minus_beta1;
-  float beta2;  // RmsProp: alpha
-  float one_minus_beta2;
-  float eps;
-  float inv_sqrt_correction2;
-  float step_size;  // lr, with the first bias correction or Adagrad's decay
-  float momentum;
-  float one_minus_dampening;
-  float ema_weight;    // 1 - decay
-  std::uint32_t step;  // for random bits
-};
 
 /// `count` elements of a tensor from `offset`, which is a multiple of the plan's chunk.
 struct ChunkUpdate {

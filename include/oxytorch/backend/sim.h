@@ -3,16 +3,17 @@
 ///
 /// Its memory cannot be touched by the host: reading a device pointer outside a copy ends the process, as on a card. It
 /// checks what a card does not: every range of a copy or fill lies in one live allocation, when asked and when done, so
-/// work on freed memory fails its queue with OXY_INVALID_STATE.
+/// work on freed memory fails its queue with OXY_INVALID_STATE. Its native kernels are those of a GPU, run on an emulated
+/// grid: slow, and the same bits.
 ///
 /// `OXYTORCH_SIM` holds the settings at the start, as `key=value` separated by commas:
 ///   devices=1          1 to 16
 ///   memory=256MiB      of each device, up to 32GiB
-///   latency_us=5       of each copy and fill, microseconds
+///   latency_us=5       of each copy, fill and kernel, microseconds
 ///   link_gbps=0        host to device and back, gigabits a second; 0: no limit
 ///   fault=NAME:N       alloc:N  the Nth allocation from now is out of memory
 ///                      copy:N   the Nth copy from now fails after its call returned
-///                      lost:N   the device that does the Nth work item (copy or fill) from now is lost
+///                      lost:N   the device that does the Nth work item (copy, fill, kernel) from now is lost
 ///                      slow_event:N  every event is reached N microseconds late
 ///                      several joined by '+', for example fault=alloc:3+slow_event:200
 #pragma once

@@ -49,7 +49,7 @@ struct TailTensor {
   /// state[2]: max_exp_avg_sq (AdamW, Adam with amsgrad), grad_avg (RmsProp, centered); null where not wanted.
   TailState state[3];
   float* ema = nullptr;      ///< fp32 running average of the parameter; null: none
-  float* step = nullptr;     ///< number of updates so far; read and, when the step is applied, incremented
+  float* step = nullptr;     ///< whole number of updates so far; read and, when the step is applied, incremented
   std::int64_t numel = 0;    ///< elements; zero is allowed
   std::int64_t rows = 1;     ///< units of adaptive clipping: equal runs of memory; divides numel
   std::uint32_t group = 0;   ///< index into the groups given to apply()
@@ -108,6 +108,8 @@ class OXY_API StepTailPlan {
  public:
   /// Elements per chunk; fixed, since it decides the order of summation.
   static constexpr std::int64_t kChunk = 16384;
+  /// Chunks of a tensor whose sums are added one after another before the next such run begins; fixed likewise.
+  static constexpr std::int64_t kRun = 128;
 
   explicit StepTailPlan(std::span<const TailTensor> tensors);
   ~StepTailPlan();

@@ -36,9 +36,12 @@ __device__ __forceinline__ void run_kernel(const typename Kernel::Arguments& arg
 
 }  // namespace oxytorch::kernels::device
 
-#define OXY_TAIL_CUDA_KERNEL(id, symbol, ...)                                                                \
-  extern "C" __global__ void __launch_bounds__(oxytorch::kernels::device::kThreads)                          \
-      symbol(const __grid_constant__ typename oxytorch::kernels::device::__VA_ARGS__::Arguments arguments) { \
-    oxytorch::kernels::device::run_kernel<oxytorch::kernels::device::__VA_ARGS__>(arguments);                \
+#define OXY_TAIL_CUDA_KERNEL(id, symbol, ...)                                     \
+  extern "C" __global__ void __launch_bounds__(kThreads)                          \
+      symbol(const __grid_constant__ typename __VA_ARGS__::Arguments arguments) { \
+    run_kernel<__VA_ARGS__>(arguments);                                           \
   }
-#define OXY_TAIL_DEFINE_CUDA_KERNELS OXY_TAIL_KERNELS(OXY_TAIL_CUDA_KERNEL)
+#define OXY_TAIL_DEFINE_CUDA_KERNELS     \
+  namespace oxytorch::kernels::device {  \
+  OXY_TAIL_KERNELS(OXY_TAIL_CUDA_KERNEL) \
+  }

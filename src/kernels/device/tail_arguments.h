@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernels/device/coefficients.h"
 #include "oxytorch/backend_kernels.h"
 
 namespace oxytorch::kernels::device {
@@ -28,11 +29,11 @@ enum class Layout : std::uint8_t { Plain, Narrow, Random, Coded };
 inline constexpr std::uint32_t kLayouts = 4;
 
 /// Every kernel: X(id, symbol, class...), in the order of the ids. The classes are in tail_kernels.h.
-#define OXY_TAIL_APPLY_KERNELS(X, Family, name)                                             \
-  X(Apply##Family##Plain, oxy_tail_##name##_plain, Apply<Family::Family, Layout::Plain>)    \
-  X(Apply##Family##Narrow, oxy_tail_##name##_narrow, Apply<Family::Family, Layout::Narrow>) \
-  X(Apply##Family##Random, oxy_tail_##name##_random, Apply<Family::Family, Layout::Random>) \
-  X(Apply##Family##Coded, oxy_tail_##name##_coded, Apply<Family::Family, Layout::Coded>)
+#define OXY_TAIL_APPLY_KERNELS(X, family, name)                                             \
+  X(Apply##family##Plain, oxy_tail_##name##_plain, Apply<Family::family, Layout::Plain>)    \
+  X(Apply##family##Narrow, oxy_tail_##name##_narrow, Apply<Family::family, Layout::Narrow>) \
+  X(Apply##family##Random, oxy_tail_##name##_random, Apply<Family::family, Layout::Random>) \
+  X(Apply##family##Coded, oxy_tail_##name##_coded, Apply<Family::family, Layout::Coded>)
 #define OXY_TAIL_KERNELS(X)                             \
   X(Upload, oxy_tail_upload, Upload)                    \
   X(Tabulate, oxy_tail_tabulate, Tabulate)              \
@@ -68,6 +69,11 @@ constexpr TailKernel apply_kernel(Family family, Layout layout) {
                                  static_cast<std::uint32_t>(family) * kLayouts + static_cast<std::uint32_t>(layout));
 }
 
+/// The layout in which a tensor is worked on in a round of these flags.
+OXY_HOST_DEVICE constexpr Layout layout_in(Layout layout, std::uint32_t flags) {
+  return layout == Layout::Narrow && (flags & OXY_TAIL_STOCHASTIC) != 0 ? Layout::Random : layout;
+}
+
 /// One parameter as the kernels see it.
 struct TailRecord {
   oxy_tail_tensor tensor;  // but its gradient, which is in TailTables::grads
@@ -76,7 +82,8 @@ struct TailRecord {
   std::uint64_t first_row;  // of all tensors
   std::uint32_t epoch;      // tensor.first holds until a round of this epoch was applied
   Family family;
-  std::uint8_t reserved[3];
+  Layout layout;  // but for Random, which depends on the round
+  std::uint8_t reserved[2];
 };
 
 struct TailChunk {
@@ -84,22 +91,9 @@ struct TailChunk {
   std::uint32_t index;  // within the tensor
 };
 
-/// Coefficients of one update, rounded once from fp64.
+/// Of one tensor in one round.
 struct TailCoefficients {
-  float grad_multiplier;  // sign included when maximizing
-  float clip_value;       // 0: no limit
-  float weight_decay;     // added to the gradient
-  float decay;            // decoupled: the part of the weight that goes
-  float one_minus_beta1;
-  float beta2;  // RmsProp: alpha
-  float one_minus_beta2;
-  float eps;
-  float inv_sqrt_correction2;
-  float step_size;  // lr, with the first bias correction or Adagrad's decay
-  float momentum;
-  float one_minus_dampening;
-  float ema_weight;    // 1 - decay
-  std::uint32_t step;  // for random bits
+  Coefficients value;
   std::uint8_t first;  // Sgd: the buffer is not yet filled
   std::uint8_t nesterov;
   std::uint8_t reserved[2];
