@@ -116,13 +116,6 @@ oxy_status free_memory(std::int32_t index, void* memory) {
   return guarded([&] { return gpu(index).free(memory); });
 }
 
-// A queue that may work for the device.
-oxy_status owned_by(std::int32_t index, oxy_queue queue) {
-  const int owner = queue_of(queue).gpu().index();
-  if (owner == index) return OXY_OK;
-  return fail(OXY_INVALID_ARGUMENT, "a queue of CUDA device %d cannot work for device %d", owner, index);
-}
-
 oxy_status copy_async(std::int32_t index, oxy_queue queue, void* to, const void* from, std::uint64_t bytes,
                       oxy_copy kind) {
   if (const oxy_status status = check_alive(index); status != OXY_OK) return status;
@@ -137,9 +130,7 @@ oxy_status copy_async(std::int32_t index, oxy_queue queue, void* to, const void*
   return guarded([&]() -> oxy_status {
     Gpu& self = gpu(index);
     if (const oxy_status status = self.open(); status != OXY_OK) return status;
-    if (queue != nullptr) {
-      if (const oxy_status status = owned_by(index, queue); status != OXY_OK) return status;
-    }
+    if (const oxy_status status = check_owner(index, queue); status != OXY_OK) return status;
     const Current current(self);
     const oxy_status status = queue != nullptr ? queue_of(queue).copy(to, from, bytes, kind)
                                                : self.blocking("cuMemcpyAsync", [&](Stream stream) {
@@ -162,9 +153,7 @@ oxy_status fill_async(std::int32_t index, oxy_queue queue, void* to, std::uint8_
   return guarded([&]() -> oxy_status {
     Gpu& self = gpu(index);
     if (const oxy_status status = self.open(); status != OXY_OK) return status;
-    if (queue != nullptr) {
-      if (const oxy_status status = owned_by(index, queue); status != OXY_OK) return status;
-    }
+    if (const oxy_status status = check_owner(index, queue); status != OXY_OK) return status;
     const Current current(self);
     const oxy_status status =
         queue != nullptr ? queue_of(queue).fill(to, value, bytes)
@@ -280,7 +269,7 @@ oxy_status synchronize(std::int32_t index, oxy_queue queue) {
   return guarded([&]() -> oxy_status {
     const Current current(gpu(index));
     if (queue != nullptr) {
-      const oxy_status status = owned_by(index, queue);
+      const oxy_status status = check_owner(index, queue);
       return status != OXY_OK ? status : queue_of(queue).synchronize();
     }
     oxy_status first = OXY_OK;

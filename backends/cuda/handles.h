@@ -43,6 +43,13 @@ oxy_status check_alive(std::int32_t index);
 /// The same, and the device has its context.
 oxy_status check_open(std::int32_t index);
 
+/// A queue that works for the device, or none.
+inline oxy_status check_owner(std::int32_t index, oxy_queue queue) {
+  const int owner = queue == nullptr ? index : queue_of(queue).gpu().index();
+  if (owner == index) return OXY_OK;
+  return fail(OXY_INVALID_ARGUMENT, "a queue of CUDA device %d cannot work for device %d", owner, index);
+}
+
 /// Nothing may be thrown across the border (C6).
 template <class Call>
 oxy_status guarded(Call call) {

@@ -155,12 +155,12 @@ oxy_status Queue::wait(const std::shared_ptr<Mark>& mark) {
   return settle("cuStreamWaitEvent", driver().cuStreamWaitEvent(stream_, mark->event(), 0));
 }
 
-oxy_status Queue::launch(Function function, unsigned grid, unsigned block, unsigned shared_bytes, void** parameters) {
+oxy_status Queue::launch(Function function, unsigned blocks, unsigned threads, void** parameters) {
   const std::lock_guard lock(mutex_);
   if (failure_.status != OXY_OK) return report(failure_);
   gpu_.tally.launches.fetch_add(1, std::memory_order_relaxed);
   return settle("cuLaunchKernel",
-                driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, shared_bytes, stream_, parameters, nullptr));
+                driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream_, parameters, nullptr));
 }
 
 oxy_status Queue::synchronize() {

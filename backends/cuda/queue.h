@@ -45,7 +45,7 @@ class Queue {
   oxy_status fill(void* to, std::uint8_t value, std::uint64_t bytes);
   oxy_status record(std::shared_ptr<Mark>& mark);
   oxy_status wait(const std::shared_ptr<Mark>& mark);
-  oxy_status launch(Function function, unsigned grid, unsigned block, unsigned shared_bytes, void** parameters);
+  oxy_status launch(Function function, unsigned blocks, unsigned threads, void** parameters);
   oxy_status synchronize();
   /// Finishes the work and gives the queue's failure (Q5).
   oxy_status finish();

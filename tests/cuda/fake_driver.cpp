@@ -38,7 +38,7 @@ using std::chrono::steady_clock;
 
 namespace {
 
-constexpr int kMaxDevices = 8;
+constexpr int kMaxDevices = 9;
 constexpr Result kCapturedEvent = 907, kCaptureInvalidated = 901;
 
 struct Settings {
@@ -125,7 +125,7 @@ bool pinned_range(const void* host, std::uint64_t bytes) {
 }
 
 std::array<std::atomic<Result>, kMaxDevices> device_errors{};
-std::atomic<std::uint64_t> pageable_copies{0}, synchronizations{0}, allocations{0};
+std::atomic<std::uint64_t> pageable_copies{0}, synchronizations{0}, allocations{0}, events_made{0};
 
 // --- streams, events, graphs ---
 
@@ -170,7 +170,7 @@ struct CUgraph_st {
 };
 struct CUmod_st {};
 struct CUfunc_st {
-  FakeKernel kernel;
+  int kernel;
 };
 
 struct CUstream_st {
@@ -245,7 +245,7 @@ namespace {
 
 struct State {
   std::mutex mutex;
-  std::array<CUctx_st, kMaxDevices> contexts{{{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}}};
+  std::array<CUctx_st, kMaxDevices> contexts{{{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}}};
   std::vector<CUstream_st*> streams;
   std::array<CUstream_st*, kMaxDevices> defaults{};
   std::atomic<int> capturing{0};
@@ -323,7 +323,10 @@ Result copy(void* to, const void* from, std::size_t bytes, CUstream_st* stream) 
 FAKE fake_cuda_configure(const char* text) { return configure(text) ? 0 : 1; }
 extern "C" __attribute__((visibility("default"))) unsigned long long fake_cuda_count(const char* what) {
   const std::string name = what;
-  return name == "pageable" ? pageable_copies : name == "synchronizations" ? synchronizations : allocations;
+  return name == "pageable"           ? pageable_copies
+         : name == "synchronizations" ? synchronizations
+         : name == "events"           ? events_made
+                                      : allocations;
 }
 
 // --- the driver ---
@@ -559,6 +562,7 @@ FAKE cuStreamIsCapturing(CUstream_st* stream, int* status) {
 FAKE cuEventCreate(CUevent_st** event, unsigned) {
   if (const Result result = enter_context("cuEventCreate"); result != kSuccess) return result;
   *event = new CUevent_st();
+  ++events_made;
   return kSuccess;
 }
 FAKE cuEventRecord(CUevent_st* event, CUstream_st* stream) {
@@ -634,8 +638,8 @@ FAKE cuModuleLoadData(CUmod_st** module, const void* image) {
 }
 FAKE cuModuleGetFunction(CUfunc_st** function, CUmod_st*, const char* name) {
   if (const Result result = enter_context("cuModuleGetFunction"); result != kSuccess) return result;
-  const FakeKernel kernel = fake_kernel(name);
-  if (kernel == nullptr) return kNotFound;
+  const int kernel = fake_kernel(name);
+  if (kernel < 0) return kNotFound;
   static std::mutex mutex;
   static std::map<std::string, CUfunc_st> functions;
   const std::lock_guard lock(mutex);
@@ -646,12 +650,9 @@ FAKE cuLaunchKernel(CUfunc_st* function, unsigned grid_x, unsigned, unsigned, un
                     unsigned shared_bytes, CUstream_st* stream, void** parameters, void**) {
   if (const Result result = enter_context("cuLaunchKernel"); result != kSuccess) return result;
   if (grid_x == 0 || block_x == 0 || block_x > 1024 || shared_bytes > 48 << 10) return kInvalidValue;
-  // Parameters are copied at the launch, as the driver does.
-  std::function<void()> run = function->kernel(grid_x, block_x, shared_bytes, parameters);
-  return submit(stream, [run = std::move(run)]() -> Result {
-    run();
-    return kSuccess;
-  });
+  // Arguments are copied at the launch, as the driver does.
+  std::function<bool()> run = fake_launch(function->kernel, grid_x, block_x, parameters, on_device);
+  return submit(stream, [run = std::move(run)]() -> Result { return run() ? kSuccess : kIllegalAddress; });
 }
 
 // --- graphs: what a test needs to capture a stream and run it again ---

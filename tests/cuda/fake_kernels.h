@@ -1,10 +1,15 @@
-/// The kernels that the fake driver knows, run on the host.
+/// The kernels that the fake driver knows: the device's own text, run by the emulated grid.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 
-/// Takes a launch's parameters and gives the work that does it.
-using FakeKernel = std::function<void()> (*)(unsigned grid, unsigned block, unsigned shared_bytes, void** parameters);
+/// The kernel's number, or -1 for a name that it does not know.
+int fake_kernel(const char* name);
 
-/// The kernel of that name, or nullptr.
-FakeKernel fake_kernel(const char* name);
+/// Whether [address, address + bytes) lies in device memory.
+using FakeMemoryCheck = bool (*)(std::uint64_t address, std::uint64_t bytes);
+
+/// Copies a launch's arguments and gives the work that does it; false where it reached outside of device memory.
+std::function<bool()> fake_launch(int kernel, unsigned blocks, unsigned threads, void** parameters,
+                                  FakeMemoryCheck check);
