@@ -18,6 +18,7 @@
 #include "backends/cuda/driver.h"
 #include "oxytorch/backend/device.h"
 #include "oxytorch/error.h"
+#include "oxytorch/kernels/step_tail.h"
 
 struct CUgraph_st;
 
@@ -26,6 +27,10 @@ namespace {
 using namespace oxytorch::backend;
 using oxytorch::Error;
 using oxytorch::ErrorCode;
+using oxytorch::kernels::StepTailPlan;
+using oxytorch::kernels::TailGroup;
+using oxytorch::kernels::TailSettings;
+using oxytorch::kernels::TailTensor;
 
 constexpr const char* kFakes = "OXYTORCH_CUDA_DRIVER=" OXY_FAKE_DRIVER " OXYTORCH_NVML=" OXY_FAKE_NVML_LIBRARY " ";
 
@@ -529,22 +534,20 @@ class Tail {
   }
   // All that must agree, bit by bit.
   std::vector<std::uint8_t> everything() {
-    std::vector<std::uint8_t> all;
-    const auto append = [&](const Buffer& buffer) {
-      std::vector<std::uint8_t> bytes(buffer.bytes());
-      Queue queue(device_);
-      queue.copy_to_host(bytes.data(), buffer.data(), bytes.size());
-      queue.synchronize();
-      all.insert(all.end(), bytes.begin(), bytes.end());
-    };
-    for (const auto* array : {&param, &grad, &average, &square, &ema, &step}) {
-      for (const Buffer& buffer : *array) append(buffer);
+    std::vector<std::uint8_t> all = weights_and_state();
+    for (const auto* array : {&grad, &step}) {
+      for (const Buffer& buffer : *array) append(buffer, all);
     }
-    for (const Buffer* buffer : {&found_inf, &norm, &skipped}) append(*buffer);
+    for (const Buffer* buffer : {&found_inf, &norm, &skipped}) append(*buffer, all);
     return all;
   }
-
- private:
+  std::vector<std::uint8_t> weights_and_state() {
+    std::vector<std::uint8_t> all;
+    for (const auto* array : {&param, &average, &square, &ema}) {
+      for (const Buffer& buffer : *array) append(buffer, all);
+    }
+    return all;
+  }
   static std::vector<float> noise(std::uint64_t count, unsigned seed, float scale) {
     std::vector<float> values(count);
     for (float& value : values) {
@@ -552,6 +555,15 @@ class Tail {
       value = (static_cast<float>(seed >> 8) * 0x1p-24f - 0.5f) * scale;
     }
     return values;
+  }
+
+ private:
+  void append(const Buffer& buffer, std::vector<std::uint8_t>& all) {
+    const std::size_t at = all.size();
+    all.resize(at + buffer.bytes());
+    Queue queue(device_);
+    queue.copy_to_host(all.data() + at, buffer.data(), buffer.bytes());
+    queue.synchronize();
   }
   template <class T>
   void write(const Buffer& buffer, const std::vector<T>& values) {
@@ -587,6 +599,79 @@ class Tail {
       sums{device_, 16}, verdict{device_, sizeof(oxy_tail_verdict)};
   oxy_tail tail_ = nullptr;
 };
+
+// The same round on the processor's engine.
+class HostTail {
+ public:
+  HostTail() {
+    for (int i = 0; i < 2; ++i) {
+      const auto numel = static_cast<std::uint64_t>(Tail::kNumel[i]);
+      param.push_back(Tail::noise(numel, 10u + static_cast<unsigned>(i), 0.1f));
+      ema.push_back(param.back());
+      for (auto* array : {&grad, &average, &square}) array->emplace_back(numel);
+    }
+  }
+  void round(unsigned seed, float noise, double rate, float scale, bool broken) {
+    std::vector<TailTensor> tensors(2);
+    for (unsigned i = 0; i < 2; ++i) {
+      grad[i] = Tail::noise(grad[i].size(), seed + i, noise);
+      if (broken) grad[i][5] = INFINITY;
+      TailTensor& tensor = tensors[i];
+      tensor.param = param[i].data();
+      tensor.grad = grad[i].data();
+      tensor.state[0].data = average[i].data();
+      tensor.state[1].data = square[i].data();
+      tensor.ema = ema[i].data();
+      tensor.step = &step[i];
+      tensor.numel = Tail::kNumel[i];
+      tensor.group = tensor.stream = i;
+    }
+    StepTailPlan plan(tensors);
+    const double norm = std::sqrt(plan.measure({})) / static_cast<double>(scale);
+    TailSettings settings;
+    settings.zero_grad = true;
+    settings.ema_decay = 0.99;
+    settings.grad_multiplier = std::min(1.0, 0.5 / (norm + 1e-6)) / static_cast<double>(scale);
+    std::array<TailGroup, 2> groups;
+    for (TailGroup& group : groups) {
+      group.lr = rate;
+      group.weight_decay = 0.01;
+    }
+    groups[1].rule = oxytorch::kernels::Rule::Adam;
+    if (!broken) plan.apply(groups, settings, {});
+  }
+  std::vector<std::uint8_t> weights_and_state() const {
+    std::vector<std::uint8_t> all;
+    for (const auto* array : {&param, &average, &square, &ema}) {
+      for (const std::vector<float>& values : *array) {
+        const auto* bytes = reinterpret_cast<const std::uint8_t*>(values.data());
+        all.insert(all.end(), bytes, bytes + values.size() * sizeof(float));
+      }
+    }
+    return all;
+  }
+
+ private:
+  std::vector<std::vector<float>> param, grad, average, square, ema;
+  std::array<float, 2> step{};
+};
+
+TEST(Cuda, RoundsOnTheDeviceAreThoseOfTheProcessorBitForBit) {
+  Tail there(kFirst);
+  HostTail here;
+  Queue queue(Device(cuda(), kFirst));
+  for (unsigned index = 0; index < 6; ++index) {
+    const float scale = index % 2 == 0 ? 1024.0f : 3.0f;
+    const double rate = 1e-3 / (1 + index);
+    there.set(rate, scale);
+    there.grads(7 * index, scale, index == 3);
+    there.configure(queue.handle());
+    ASSERT_EQ(there.round(queue.handle()), OXY_OK) << cuda().table().last_error();
+    queue.synchronize();
+    here.round(7 * index, scale, rate, scale, index == 3);
+    ASSERT_TRUE(there.weights_and_state() == here.weights_and_state()) << "round " << index;
+  }
+}
 
 TEST(Cuda, ACapturedRoundIsTheEagerOneWhileRateAndScaleChange) {
   Tail eager(kFirst), captured(kFirst);

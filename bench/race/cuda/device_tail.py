@@ -1,7 +1,7 @@
 """Races the step tail (clip, AdamW, moving average) on a device against PyTorch's fused, foreach and compiled ones.
 
-Each contender works on its own tensors of the same sizes and contents, in turn and in a random order each round, timed
-by the device's own events. The byte rate is held against the rate of the device's own copies. Beside the race: a step
+All contenders work on the same weights and gradients with states of their own, in turn and in a random order each
+round, timed by the device's own events. The byte rate is held against the rate of the device's own copies. Beside the race: a step
 that is captured in a CUDA graph against the same step run eagerly, bit by bit; waits for the device in steps, counted;
 and what a call through the backend's table costs the host.
 
@@ -51,7 +51,7 @@ from torch import Tensor, nn
 
 LR, WEIGHT_DECAY, MAX_NORM, EMA_DECAY = 1e-4, 0.01, 1.0, 0.999
 TAIL_BYTES = 40  # a parameter in fp32: gradient twice; weight, two moments and average read and written
-HELD_BYTES = 20  # a parameter: weight, gradient, two moments, average
+SHARED_BYTES, OWN_BYTES = 8, 12  # a parameter: weight and gradient; two moments and average
 OURS, FUSED, FOREACH, COMPILED = "oxytorch", "torch fused", "torch foreach", "torch compiled"
 Tail = Callable[[], None]
 Times = dict[str, np.ndarray]
@@ -96,7 +96,7 @@ def copy_rate(device: torch.device, count: int) -> float:
 
 
 def make_params(sizes: list[int], device: torch.device) -> list[Tensor]:
-    """Parameters with gradients, the same for every contender."""
+    """Parameters with gradients."""
     generator = torch.Generator(device).manual_seed(1)
     params = []
     for size in sizes:
@@ -164,7 +164,8 @@ def race(
 ) -> Times:
     """Seconds of each round by contender."""
     clock = Clock(device)
-    tails = {name: make(make_params(sizes, device)) for name, make in names.items()}
+    params = make_params(sizes, device)
+    tails = {name: make(params) for name, make in names.items()}
     repeats: dict[str, int] = {}
     for name, tail in tails.items():
         for _ in range(3):
@@ -188,8 +189,9 @@ def large_sizes(device: torch.device, competitors: int, quick: bool) -> list[int
     if quick:
         return [1 << 16] * 16
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 << 30
-    # A quarter stays for the contenders' temporaries: foreach makes copies of the gradients.
-    parameters = min(2_000_000_000, int(free * 0.75 / (HELD_BYTES * competitors)))
+    # The foreach optimizer has temporaries of the size of weights and gradients.
+    held = 2 * SHARED_BYTES + OWN_BYTES * competitors
+    parameters = min(2_000_000_000, int(free * 0.9 / held))
     return [parameters // 64] * 64
 
 
