@@ -1,9 +1,9 @@
 """Races the step tail (clip, AdamW, moving average) on a device against PyTorch's fused, foreach and compiled ones.
 
 All contenders work on the same weights and gradients with states of their own, in turn and in a random order each
-round, timed by the device's own events. The byte rate is held against the rate of the device's own copies. Beside the race: a step
-that is captured in a CUDA graph against the same step run eagerly, bit by bit; waits for the device in steps, counted;
-and what a call through the backend's table costs the host.
+round, timed by the device's own events. The byte rate is held against the rate of the device's own copies. Beside the
+race: a step that is captured in a CUDA graph against the same step run eagerly, bit by bit; waits for the device in
+steps, counted; and what a call through the backend's table costs the host.
 
     python bench/race/cuda/device_tail.py [--device cuda] [--seconds 20] [--quick] [--compile] [--case NAME]...
 
