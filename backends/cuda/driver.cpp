@@ -1,13 +1,17 @@
 #include "backends/cuda/driver.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
+#include <atomic>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 
 namespace oxytorch::backend::cuda {
 namespace {
+
+std::atomic<bool> in_forked_child{false};
 
 struct Symbol {
   const char* name;
@@ -64,6 +68,7 @@ void look(Installation& found) {
            result == kNotInitialized ? "; a process forked from one that used CUDA cannot use it" : "");
   };
   if (const Result result = driver.cuInit(0); result != kSuccess) return failed("cuInit", result);
+  pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
   if (const Result result = driver.cuDeviceGetCount(&found.devices); result != kSuccess) {
     return failed("cuDeviceGetCount", result);
   }
@@ -79,6 +84,8 @@ void look(Installation& found) {
 }
 
 }  // namespace
+
+bool forked() { return in_forked_child.load(std::memory_order_relaxed); }
 
 const Installation& installation() {
   static const Installation* const found = [] {

@@ -142,6 +142,9 @@ const Installation& installation();
 /// The functions; only where the installation has devices.
 inline const Driver& driver() { return installation().driver; }
 
+/// Whether this process is a fork of one in which the driver was initialized: it does not work here.
+bool forked();
+
 /// Drivers before 12.0 (R525) are refused: PyTorch supports none of them either.
 constexpr int kLeastVersion = 12000;
 

@@ -1,7 +1,5 @@
 #include "backends/cuda/gpu.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cinttypes>
@@ -14,8 +12,6 @@
 
 namespace oxytorch::backend::cuda {
 namespace {
-
-std::atomic<bool> in_forked_child{false};
 
 double steady_ns() {
   const auto since = std::chrono::steady_clock::now().time_since_epoch();
@@ -74,12 +70,9 @@ oxy_status report(const Failure& failure) {
   return failure.status == OXY_OK ? OXY_OK : fail(failure.status, "%s", failure.text.c_str());
 }
 
-bool forked() { return in_forked_child.load(std::memory_order_relaxed); }
-
 // Never destroyed: work may still run when static objects go.
 Gpu& gpu(int index) {
   static const std::vector<Gpu*>* const all = [] {
-    pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
     auto* made = new std::vector<Gpu*>();
     for (int i = 0; i < installation().devices; ++i) made->push_back(new Gpu(i));
     return made;

@@ -143,7 +143,4 @@ class Current {
 
 /// The device of an index that is in range.
 Gpu& gpu(int index);
-/// Whether this process is a fork of one that used CUDA here: the driver does not work in it.
-bool forked();
-
 }  // namespace oxytorch::backend::cuda

@@ -40,11 +40,8 @@ struct Result {
   int status = -1;
   std::string output;
 };
-Result run(const std::string& environment, const std::string& only = "contract.table") {
+Result output_of(const std::string& command) {
   Result result;
-  // Nothing of what this process was given or gave itself.
-  const std::string command = "env -u CUDA_VISIBLE_DEVICES -u OXY_FAKE_CUDA -u OXY_FAKE_NVML " + environment +
-                              " " OXY_CONFORMANCE " " OXY_CUDA " --timeout 20 --only " + only + " 2>&1";
   FILE* pipe = popen(command.c_str(), "r");
   if (pipe == nullptr) return result;
   std::array<char, 4096> buffer;
@@ -52,6 +49,12 @@ Result run(const std::string& environment, const std::string& only = "contract.t
   const int status = pclose(pipe);
   result.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
   return result;
+}
+Result run(const std::string& environment, const std::string& only = "contract.table") {
+  // Nothing of what this process was given or gave itself.
+  const std::string command = "env -u CUDA_VISIBLE_DEVICES -u OXY_FAKE_CUDA -u OXY_FAKE_NVML " + environment +
+                              " " OXY_CONFORMANCE " " OXY_CUDA " --timeout 20 --only " + only + " 2>&1";
+  return output_of(command);
 }
 
 struct Unhappy {
@@ -139,7 +142,7 @@ unsigned long long count(const char* what) {
 const Backend& cuda() {
   static const Backend& loaded = [&]() -> const Backend& {
     setenv("OXYTORCH_CUDA_DRIVER", OXY_FAKE_DRIVER, 1);
-    setenv("OXYTORCH_NVML", OXY_FAKE_NVML_LIBRARY, 1);
+    setenv("OXYTORCH_NVML", OXY_FAKE_NVML_LIBRARY, 0);
     // Ordinals and NVML's own order differ: the first card that the process sees is the machine's second.
     setenv("CUDA_VISIBLE_DEVICES", "1,0,2,3,4,5,6,7,8", 1);
     setenv("OXY_FAKE_CUDA", "devices=9,memory=67108864", 1);
@@ -452,6 +455,36 @@ TEST(Cuda, TwoThousandMarksNeedFewEventsOfTheDriver) {
   event.wait();
   EXPECT_TRUE(event.done());
   EXPECT_LE(count("events") - made, 2u) << "a mark that nobody holds gives its event back";
+}
+
+// Not a test: what the next one runs in processes of their own.
+TEST(CudaScene, DISABLED_PrintsItsCounters) {
+  const Device device(cuda(), kFirst);
+  for (int turn = 0; turn < 150 && std::isnan(device.counter("gpu_utilization")); ++turn) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  for (const oxy_counter& counter : device.counters()) std::printf("%s is %g\n", counter.name, counter.value);
+}
+
+std::string counters_with(const std::string& environment) {
+  const std::string command = "exec env " + environment + " /proc/" + std::to_string(getpid()) +
+                              "/exe --gtest_also_run_disabled_tests --gtest_filter=CudaScene.* 2>&1";
+  return output_of(command).output;
+}
+
+TEST(Cuda, WhatNvmlCannotTellIsUnknownAndNothingElse) {
+  const auto has = [](const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+  };
+  const std::string none = counters_with("OXYTORCH_NVML=/nowhere/libnvidia-ml.so.1");
+  EXPECT_TRUE(has(none, "allocations is 0") && has(none, "power is nan") && has(none, "sm_occupancy is nan")) << none;
+  const std::string refused = counters_with("OXY_FAKE_NVML=init=9");
+  EXPECT_TRUE(has(refused, "allocations is 0") && has(refused, "power is nan")) << refused;
+  const std::string old = counters_with("OXYTORCH_NVML=" OXY_FAKE_NVML_OLD);
+  EXPECT_TRUE(has(old, "power is 350") && has(old, "sm_occupancy is nan")) << old;
+  const std::string ampere = counters_with("OXY_FAKE_NVML=gpm=0,temperature=93,throttle=64");
+  EXPECT_TRUE(has(ampere, "temperature is 93") && has(ampere, "throttle_reasons is 64")) << ampere;
+  EXPECT_TRUE(has(ampere, "dram_utilization is nan")) << ampere;
 }
 
 // --- the step tail ---
