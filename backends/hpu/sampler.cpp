@@ -16,6 +16,7 @@ using std::chrono::steady_clock;
 
 constexpr milliseconds kPeriod{1000};
 constexpr milliseconds kPatience{2000};
+constexpr milliseconds kInterest{10000};  // sampling goes on so long after the last question
 constexpr const char* kSharedMemory = "/dev/shm";
 
 std::atomic<bool> in_forked_child{false};
@@ -69,14 +70,21 @@ struct Sampler::State {
   std::mutex mutex;
   std::condition_variable asked_condition, told_condition;
   std::shared_ptr<const Snapshot> newest;
-  bool started = false, asked = false, sampled = false, ending = false, ended = false;
+  steady_clock::time_point wanted_until;
+  bool started = false, silent = false, ending = false, ended = false;
   std::thread thread;
 
-  void publish(const Snapshot& snapshot, bool with_values) {
+  void publish(const Snapshot& snapshot) {
     const std::lock_guard lock(mutex);
     newest = std::make_shared<const Snapshot>(snapshot);
-    sampled = sampled || with_values;
+    silent = false;
     told_condition.notify_all();
+  }
+
+  // Where cards cannot be read there is nothing newer to wait for.
+  [[nodiscard]] bool knows(bool sampled) const {
+    return newest != nullptr &&
+           (!sampled || !newest->problem.empty() || steady_clock::now() - newest->taken < 2 * kPeriod);
   }
 
   void run() {
@@ -84,18 +92,17 @@ struct Sampler::State {
     Snapshot now;
     bool ours = false;
     const bool readable = find_cards(hlml, now, ours);
-    publish(now, !readable);
+    publish(now);
     std::unique_lock lock(mutex);
     while (!ending) {
-      asked_condition.wait(lock, [this] { return asked || ending; });
-      if (ending || !readable) break;
-      asked = false;
+      asked_condition.wait(lock, [&] { return ending || (readable && steady_clock::now() < wanted_until); });
+      if (ending) break;
       lock.unlock();
       for (Card& card : now.cards) {
         if (card.handle != nullptr) read_card(hlml, card, kSharedMemory);
       }
       now.taken = steady_clock::now();
-      publish(now, true);
+      publish(now);
       lock.lock();
       asked_condition.wait_for(lock, kPeriod, [this] { return ending; });
     }
@@ -149,15 +156,18 @@ std::shared_ptr<const Snapshot> Sampler::wait(bool sampled) {
     state.started = true;
     state.thread = std::thread([&state] { state.run(); });
   }
-  if (sampled && (state.newest == nullptr || steady_clock::now() - state.newest->taken >= kPeriod)) {
-    state.asked = true;
+  if (sampled) {
+    state.wanted_until = steady_clock::now() + kInterest;
     state.asked_condition.notify_all();
   }
-  state.told_condition.wait_for(lock, kPatience,
-                                [&] { return state.newest != nullptr && (state.sampled || !sampled); });
-  if (state.newest != nullptr) return state.newest;
+  // Who has been kept waiting once is not kept again until there is an answer.
+  if (!state.silent) state.told_condition.wait_for(lock, kPatience, [&] { return state.knows(sampled); });
+  if (state.knows(sampled)) return state.newest;
+  state.silent = true;
   auto told = std::make_shared<Snapshot>();
+  if (state.newest != nullptr) *told = *state.newest;
   told->problem = "libhlml.so has not answered for 2 seconds";
+  for (Card& card : told->cards) card.values.clear();
   return told;
 }
 

@@ -28,8 +28,8 @@ class Sampler {
 
   /// Library, cards and their names; waits up to 2 seconds for them the first time.
   std::shared_ptr<const Snapshot> facts();
-  /// The newest sample. One older than a second has the next one taken, at most one a second; waits up to 2 seconds for
-  /// the first.
+  /// A sample at most 2 seconds old. One a second is taken from the first question until 10 seconds after the last, so
+  /// who asks regularly never waits; the others wait for it up to 2 seconds.
   std::shared_ptr<const Snapshot> sample();
 
  private:
