@@ -21,6 +21,7 @@ __version__: str = _C.__version__
 
 from . import amp as amp
 from . import environment as environment
+from . import hpu as hpu
 from . import machine as machine
 from . import monitor as monitor
 from . import optim as optim

@@ -52,11 +52,12 @@ PYTHON_FLOORS = {
     "cli": TOP,
     "info": TOP,
     "demo": TOP,
+    "hpu": TOP,
     "_torch_check": 0,
     "_build_info": 0,
     "config": 0,
 }
-PAGES_BESIDE_ROOMS = {"index", "systems", "demo", "bench"}
+PAGES_BESIDE_ROOMS = {"index", "systems", "demo", "bench", "hpu"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
 # A Gaudi card is reached through torch alone: docs/decisions/0007-hpu-through-torch.md.
 TORCH_BELOW = {"backends/hpu/torch_device.cpp"}
