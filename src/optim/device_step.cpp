@@ -11,7 +11,6 @@ namespace oxytorch::optim {
 
 void StepTail::Impl::step_on_device(Work& work, const StepInputs& in) {
   if (work.tail != nullptr) return step_natively(work, in);
-  if (work.composite.empty() && !reducer) return;
   const at::NoGradGuard no_grad;
   const bool scaled = is_scaled(in);
   const at::Tensor norms = work.composite.empty()
