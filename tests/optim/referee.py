@@ -30,12 +30,12 @@ class Num:
 
     def __init__(self, value: Tensor, error: Tensor | float = 0.0, u: float = 2.0**-24) -> None:
         self.value = value
-        self.error = torch.as_tensor(error, dtype=torch.float64).expand_as(value)
+        self.error = torch.as_tensor(error, dtype=torch.float64, device=value.device).expand_as(value)
         self.u = u
 
     def constant(self, number: float) -> Num:
         """`number`, which the evaluation rounds to its type."""
-        return Num(torch.tensor(number, dtype=torch.float64), abs(number) * self.u, self.u)
+        return Num(self.value.new_tensor(number, dtype=torch.float64), abs(number) * self.u, self.u)
 
     def _wide(self, other: Num | float) -> Num:
         return other if isinstance(other, Num) else self.constant(float(other))

@@ -9,7 +9,10 @@ from typing import Any
 import oxytorch.optim
 import pytest
 import torch
+import torch_device
 from torch import nn
+
+DEVICE = torch_device.chosen()
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"weight_decay": 0.1},
@@ -35,7 +38,7 @@ class Shared(nn.Module):
         self.last = nn.Linear(12, 3)
         self.unused = nn.Parameter(torch.ones(4))
         self.frozen = nn.Parameter(torch.ones(12), requires_grad=False)
-        self.to(dtype)
+        self.to(DEVICE, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.first(torch.tanh(self.first(x * self.frozen))))
@@ -43,7 +46,7 @@ class Shared(nn.Module):
 
 def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
     dtype = next(model.parameters()).dtype
-    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
     return model(x).float().square().mean()
 
 
@@ -92,7 +95,7 @@ def test_norm_in_backward_is_the_plain_step(name: str, tail: dict, composite: bo
 
 def test_norm_in_backward_under_a_scaler() -> None:
     both = pair("AdamW", torch.float32, {"norm_in_backward": True}, clip_norm=0.001)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in both]
+    scalers = [torch.amp.GradScaler(DEVICE.type, init_scale=2.0**8, growth_interval=2) for _ in both]
     for i in range(8):
         for (model, opt), scaler in zip(both, scalers, strict=True):
             opt.zero_grad()
@@ -168,9 +171,9 @@ def test_copies_have_their_own_hooks_and_dead_optimizers_none(hook: str) -> None
 def test_a_group_added_later_is_hooked() -> None:
     both = pair("AdamW", torch.float32, {"step_in_backward": True}, nonfinite="propagate")
     for model, opt in both:
-        model.extra = nn.Linear(3, 3)
+        model.extra = nn.Linear(3, 3, device=DEVICE)
         with torch.no_grad():
-            model.extra.weight.copy_(torch.eye(3)), model.extra.bias.zero_()
+            model.extra.weight.copy_(torch.eye(3, device=DEVICE)), model.extra.bias.zero_()
         loss_of(model, 0).backward()
         opt.step(), opt.zero_grad()
         opt.add_param_group({"params": list(model.extra.parameters())})
@@ -184,11 +187,11 @@ def test_a_group_added_later_is_hooked() -> None:
 
 def train_on_micro_batches(divisor: float, **tail: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 3))
+    net = nn.Sequential(nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 3)).to(DEVICE)
     opt = oxytorch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9, nonfinite="propagate", **tail)
     opt.grad_divisor = divisor
     for _ in range(3):
-        *parts, last = torch.randn(3, 5, 33)
+        *parts, last = torch.randn(3, 5, 33, device=DEVICE)
         with opt.accumulate():
             for part in parts:
                 net(part).square().sum().backward()

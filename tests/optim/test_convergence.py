@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.cpu_only("trains at length; what a device computes is held to the CPU in test_device.py")
+
 SEEDS = range(5)
 STEPS = 400
 SEVEN_BYTES = {"state_dtype": "int8", "master_weights": "int8"}

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+pytestmark = pytest.mark.cpu_only("processes joined by gloo")
+
 SCENARIOS: dict[int, dict[str, Callable[[Path], None]]] = {2: {}, 4: {}}
 
 ALGORITHMS: dict[str, dict[str, Any]] = {

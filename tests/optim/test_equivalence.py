@@ -7,7 +7,10 @@ import copy
 import oxytorch.optim
 import pytest
 import torch
+import torch_device
 from oxytorch.optim import AdamW
+
+DEVICE = torch_device.chosen()
 
 SHAPES = [(257,), (33, 65), (8, 3, 3, 3), (), (1,), (0, 4), (5000,)]
 DECAY = 0.99
@@ -16,12 +19,12 @@ MAX_NORM = 2.0
 
 def make_params(dtype: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in SHAPES]
 
 
 def make_grads(dtype: torch.dtype, seed: int, scale: float = 1.0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + seed)
-    return [(scale * 0.05 * torch.randn(shape, generator=generator)).to(dtype) for shape in SHAPES]
+    return [(scale * 0.05 * torch.randn(shape, generator=generator)).to(DEVICE, dtype) for shape in SHAPES]
 
 
 def ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -64,9 +67,9 @@ def test_thousand_steps_stay_at_the_referee_and_skip_what_torch_skips(dtype: tor
     ours, theirs = make_params(dtype), make_params(dtype)
     opt = AdamW(ours, lr=1e-2, weight_decay=0.1, clip_norm=MAX_NORM, ema_decay=DECAY)
     peer = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=50)
-    peer_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=50)
-    probe = torch.ones(())
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=50)
+    peer_scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=50)
+    probe = torch.ones((), device=DEVICE)
     scaler.scale(probe), peer_scaler.scale(probe)
     ema = [p.detach().clone() for p in theirs]
     worst = worst_state = 0.0
@@ -122,7 +125,8 @@ def test_thousand_steps_stay_at_the_referee_and_skip_what_torch_skips(dtype: tor
             error = (state["exp_avg_sq"].double() - v).abs() / ulp(v, dtype)
             worst_state = max(worst_state, float(error.max()))
     assert steps == 1000 - len([i for i in range(1000) if i % 97 == 13 or i % 131 == 40])
-    assert worst <= (4 if dtype == torch.float32 else 1), f"{worst} ulp from the referee"
+    exact = 4 if DEVICE.type == "cpu" else 5  # operators round where the kernels of the CPU fuse
+    assert worst <= (exact if dtype == torch.float32 else 1), f"{worst} ulp from the referee"
     assert worst_state <= 4
     if dtype == torch.float32:
         # Both have rounded a thousand times; the trajectories stay together. (In bf16 each rounding is a visible step.)
@@ -147,19 +151,20 @@ def test_thousand_steps_stay_at_the_referee_and_skip_what_torch_skips(dtype: tor
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
 def test_composite_and_native_agree_with_torch(cls, peer, options, dtype, composite) -> None:
-    ours = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES[:6]]
+    ours = [torch.nn.Parameter(torch.randn(shape, dtype=dtype, device=DEVICE)) for shape in SHAPES[:6]]
     theirs = copy.deepcopy(ours)
     mine = getattr(oxytorch.optim, cls)(ours, lr=1e-2, force_composite=composite, **options)
     other = peer(theirs, lr=1e-2, foreach=False, **options)
     for i in range(6):
         for p, q in zip(ours, theirs, strict=True):
-            g = torch.randn(p.shape, dtype=dtype, generator=torch.Generator().manual_seed(i))
+            g = torch.randn(p.shape, dtype=dtype, generator=torch.Generator().manual_seed(i)).to(DEVICE)
             p.grad, q.grad = g.clone(), g.clone()
         mine.step()
         other.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    assert mine._tail.native is (dtype == torch.float32 and not composite)
+    if DEVICE.type in ("cpu", "hpu"):  # whether other devices have kernels is not said here
+        assert mine._tail.native is (dtype == torch.float32 and not composite and DEVICE.type == "cpu")
 
 
 def test_composite_skips_without_changing_a_byte() -> None:

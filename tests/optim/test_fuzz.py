@@ -13,7 +13,10 @@ from typing import Any
 import oxytorch.optim
 import pytest
 import torch
+import torch_device
 from referee import check_step, params_of, snapshot
+
+DEVICE = torch_device.chosen()
 
 CASES = int(os.environ.get("OXYTORCH_FUZZ_CASES", "300"))
 ONLY = os.environ.get("OXYTORCH_FUZZ_SEED")
@@ -40,7 +43,7 @@ class Case:
         self.tail = self.tail_options()
         groups = [{"params": self.params(), **self.hyperparameters()} for _ in range(count)]
         if not any(group["params"] for group in groups):
-            groups[0]["params"] = [torch.nn.Parameter(torch.ones((2, 2), dtype=main))]
+            groups[0]["params"] = [torch.nn.Parameter(torch.ones((2, 2), dtype=main, device=DEVICE))]
         self.opt = getattr(oxytorch.optim, self.name)(groups, **self.tail)
 
     def chance(self, probability: float) -> bool:
@@ -48,7 +51,7 @@ class Case:
 
     def values(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         wide = torch.complex64 if dtype.is_complex else torch.float32
-        return torch.randn(shape, generator=self.generator, dtype=wide)
+        return torch.randn(shape, generator=self.generator, dtype=wide).to(DEVICE)
 
     def laid_out(self, values: torch.Tensor) -> torch.Tensor:
         """The same values in another layout."""
@@ -58,11 +61,11 @@ class Case:
         if kind == "channels_last" and values.dim() == 4:
             return values.to(memory_format=torch.channels_last)
         if kind == "strided" and values.dim() >= 1:
-            room = torch.zeros((*values.shape[:-1], 2 * values.shape[-1]), dtype=values.dtype)
+            room = values.new_zeros((*values.shape[:-1], 2 * values.shape[-1]))
             room[..., ::2] = values
             return room[..., ::2]
         if kind == "offset":
-            room = torch.zeros(values.numel() + 3, dtype=values.dtype)
+            room = values.new_zeros(values.numel() + 3)
             room[3:] = values.flatten()
             return room[3:].view(values.shape)
         return values
@@ -101,7 +104,9 @@ class Case:
         g: dict[str, Any] = {"lr": lr, "weight_decay": p.choice([0.0, 10 ** p.uniform(-5, 0)])}
         if self.name != "Muon":
             g["maximize"] = c(0.2)
-            g["lr"] = torch.tensor(lr) if c(0.15) and self.name in ("Adam", "AdamW", "SGD", "Lion") else lr
+            g["lr"] = (
+                torch.tensor(lr, device=DEVICE) if c(0.15) and self.name in ("Adam", "AdamW", "SGD", "Lion") else lr
+            )
         betas = (p.choice([0.0, 0.5, 0.9, 0.99]), p.choice([0.0, 0.9, 0.999]))
         if self.name in ("Adam", "AdamW"):
             g |= {"betas": betas, "eps": 10 ** p.uniform(-9, -2), "amsgrad": c(0.3)}
@@ -133,7 +138,7 @@ class Case:
                 continue
             grad = size * self.values(tuple(p.shape), p.dtype)
             if self.chance(0.3) and grad.numel():
-                grad = grad * (torch.rand(grad.shape, generator=self.generator) < 0.5)  # zeros
+                grad = grad * (torch.rand(grad.shape, generator=self.generator) < 0.5).to(DEVICE)  # zeros
             p.grad = self.laid_out(grad.to(p.dtype))
         return [None if p.grad is None else p.grad.clone() for p in params_of(self.opt)]
 

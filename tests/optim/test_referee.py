@@ -9,6 +9,8 @@ import pytest
 import torch
 from referee import check_step, params_of, snapshot
 
+pytestmark = pytest.mark.cpu_only("the referee itself")
+
 SHAPES = [(257,), (9, 65), (8, 3, 3, 3), (), (0, 4)]
 MATRICES = [(9, 65), (16, 16), (40, 8), (1, 7)]
 

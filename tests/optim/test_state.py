@@ -15,7 +15,10 @@ from typing import Any
 import oxytorch.optim
 import pytest
 import torch
+import torch_device
 from referee import moments_of, params_of, ulp
+
+DEVICE = torch_device.chosen()
 
 SHAPES = [(257,), (16, 33), (3,), (0,), ()]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,7 +42,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 def make_params(name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(16, 33), (5, 5)] if name == "Muon" else SHAPES
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
 
 
 def make(name: str, tail: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **extra: Any):
@@ -50,7 +53,7 @@ def run(opt: Any, steps: range) -> None:
     for i in steps:
         generator = torch.Generator().manual_seed(100 + i)
         for p in params_of(opt):
-            p.grad = (0.1 * torch.randn(p.shape, generator=generator)).to(p.dtype)
+            p.grad = (0.1 * torch.randn(p.shape, generator=generator)).to(p.device, p.dtype)
         opt.step()
 
 
@@ -66,7 +69,7 @@ def digest(opt: Any) -> str:
     sha = hashlib.sha256()
     for tensor in tensors_of(opt):
         sha.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        sha.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        sha.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return sha.hexdigest()
 
 
@@ -111,7 +114,7 @@ def test_the_first_step_may_be_skipped(name: str, tail: str) -> None:
 
 CHILD = """
 import sys, torch
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_state import DTYPES, everything
 for threads in (1, 2, 3):
     torch.set_num_threads(threads)
@@ -139,10 +142,11 @@ def everything() -> str:
     return sha.hexdigest()
 
 
+@pytest.mark.cpu_only("threads and instruction sets of the CPU")
 def test_same_bits_for_every_thread_count_instruction_set_and_format() -> None:
     found = {}
     for isa in ("scalar", "avx2", "avx512"):
-        command = [sys.executable, "-c", CHILD, str(Path(__file__).parent)]
+        command = [sys.executable, "-c", CHILD, str(Path(__file__).parent), str(Path(torch_device.__file__).parent)]
         done = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, "OXYTORCH_ISA": isa}, check=False
         )
@@ -165,7 +169,7 @@ def test_random_rounding_is_unbiased_and_the_same_composed(name: str) -> None:
             p = torch.nn.Parameter(start.clone())
             tail = {"stochastic_rounding": True, "state_dtype": "fp32", "seed": seed, "force_composite": composite}
             opt = getattr(oxytorch.optim, name)([p], lr=1e-2, **options, **tail)
-            p.grad = 0.1 * torch.cos(torch.arange(257.0)).to(dtype)
+            p.grad = 0.1 * torch.cos(torch.arange(257.0)).to(DEVICE, dtype)
             opt.step()
             results[composite].append(p.detach())
         if exact is None:
@@ -275,7 +279,7 @@ def test_a_group_added_between_steps_joins() -> None:
     for tail in FORMATS.values():
         opt, peer = make("AdamW", tail), make("AdamW", tail)
         run(opt, range(3)), run(peer, range(3))
-        added = torch.nn.Parameter(torch.ones(70, dtype=torch.bfloat16))
+        added = torch.nn.Parameter(torch.ones(70, dtype=torch.bfloat16, device=DEVICE))
         opt.add_param_group({"params": [added], "lr": 0.1})
         run(opt, range(3, 6)), run(peer, range(3, 6))
         count = len(params_of(peer))

@@ -7,7 +7,10 @@ import warnings
 import oxytorch.optim
 import pytest
 import torch
+import torch_device
 from torch.profiler import ProfilerActivity, profile
+
+DEVICE = torch_device.chosen()
 
 CASES = [
     ("AdamW", {"clip_norm": 1.0, "ema_decay": 0.99, "collect_stats": True}),
@@ -18,7 +21,7 @@ CASES = [
 
 
 def prepared(name: str, options: dict, dtype: torch.dtype):
-    params = [torch.nn.Parameter(torch.randn(n, dtype=dtype)) for n in (5, 300, 40000)]
+    params = [torch.nn.Parameter(torch.randn(n, dtype=dtype, device=DEVICE)) for n in (5, 300, 40000)]
     for p in params:
         p.grad = torch.randn_like(p)
     opt = getattr(oxytorch.optim, name)(params, lr=1e-3, **options)
@@ -38,7 +41,7 @@ def events_of(work, memory: bool = False):
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_no_host_read_on_the_step_path(name: str, options: dict, dtype: torch.dtype) -> None:
     opt = prepared(name, options, dtype)
-    scale, found = torch.tensor(2.0), torch.tensor(0.0)
+    scale, found = torch.tensor(2.0, device=DEVICE), torch.tensor(0.0, device=DEVICE)
 
     def steps() -> None:
         for i in range(5):
@@ -51,6 +54,7 @@ def test_no_host_read_on_the_step_path(name: str, options: dict, dtype: torch.dt
     assert [name for name in names if name in ("aten::_local_scalar_dense", "aten::item")] == []
 
 
+@pytest.mark.cpu_only("torch's operators allocate where a device has no kernels of its own")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "options"), [case for case in CASES if "force_composite" not in case[1]])
 def test_no_tensor_is_allocated_after_the_first_step(name: str, options: dict, dtype: torch.dtype) -> None:
