@@ -1,7 +1,9 @@
-"""The state of torch's random generators, of the CPU and of any device."""
+"""The state of the random generators: torch's of the CPU and of any device, Python's and numpy's."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,3 +38,22 @@ def set_generator_states(states: dict[str, Tensor]) -> None:
             torch.set_rng_state(state)
         elif (owner := _owner(device)) is not None:
             owner.set_rng_state(state, device)
+
+
+def rng_state(params: Iterable[Tensor]) -> dict[str, Any]:
+    """Return the state of every random generator that a training step of the parameters may draw from."""
+    state: dict[str, Any] = {"torch": generator_states(p.device for p in params), "python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what ``rng_state`` returned."""
+    set_generator_states(state["torch"])
+    random.setstate(state["python"])
+    if "numpy" in state:
+        import numpy as np  # noqa: PLC0415  (only where the caller used it)
+
+        np.random.set_state(state["numpy"])

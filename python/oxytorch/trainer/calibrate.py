@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,30 +12,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..optim.generators import generator_states, set_generator_states
+from ..optim.generators import rng_state, set_rng_state
 
 _FEWEST = 3  # pairs after which a clear difference ends a comparison
 _CLEAR = 0.9  # clear: the slowest with is faster than this share of the fastest without, or the reverse
 _FLASH = "scaled_dot_product_flash_attention"
-
-
-def rng_state(params: Iterable[torch.Tensor]) -> dict[str, Any]:
-    """Return the state of every random generator that a training step of the parameters may draw from."""
-    state: dict[str, Any] = {"torch": generator_states(p.device for p in params), "python": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = numpy.random.get_state()
-    return state
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what ``rng_state`` returned."""
-    set_generator_states(state["torch"])
-    random.setstate(state["python"])
-    if "numpy" in state:
-        import numpy as np  # noqa: PLC0415  (only where the caller used it)
-
-        np.random.set_state(state["numpy"])
 
 
 class Escrow:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .calibrate import rng_state, set_rng_state
+from ..optim.generators import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -15,7 +15,7 @@ from torch import nn
 from .. import _C
 from ..amp import GradScaler
 from ..config import PerformanceConfig
-from .calibrate import rng_state, set_rng_state
+from ..optim.generators import rng_state, set_rng_state
 from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult, run_fit
 from .report import Report, SettingLine
