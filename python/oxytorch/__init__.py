@@ -23,6 +23,7 @@ from . import amp as amp
 from . import environment as environment
 from . import hpu as hpu
 from . import machine as machine
+from . import model as model
 from . import monitor as monitor
 from . import optim as optim
 from .config import PerformanceConfig as PerformanceConfig
