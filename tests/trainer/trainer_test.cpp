@@ -8,6 +8,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "device/torch_device.h"
 #include "oxytorch/amp.h"
 #include "oxytorch/error.h"
 #include "oxytorch/optim.h"
@@ -17,14 +18,19 @@ namespace {
 
 torch::nn::Sequential make_model() {
   torch::manual_seed(0);
-  return torch::nn::Sequential(torch::nn::Linear(6, 16), torch::nn::BatchNorm1d(16), torch::nn::ReLU(),
-                               torch::nn::Dropout(0.2), torch::nn::Linear(16, 3));
+  torch::nn::Sequential model(torch::nn::Linear(6, 16), torch::nn::BatchNorm1d(16), torch::nn::ReLU(),
+                              torch::nn::Dropout(0.2), torch::nn::Linear(16, 3));
+  model->to(test::test_device());
+  return model;
 }
 
 std::vector<Batch> make_batches(int count, int64_t size = 8) {
   torch::manual_seed(3);
   std::vector<Batch> batches;
-  for (int i = 0; i < count; ++i) batches.push_back({torch::randn({size, 6}), torch::randint(0, 3, {size})});
+  for (int i = 0; i < count; ++i) {
+    batches.push_back(
+        {torch::randn({size, 6}).to(test::test_device()), torch::randint(0, 3, {size}).to(test::test_device())});
+  }
   return batches;
 }
 
@@ -110,7 +116,9 @@ TEST(TrainerTest, CalibrationLeavesNoTrace) {
 
 TEST(TrainerTest, AccumulationDividesByTheBatchesThereWere) {
   auto reference = torch::nn::Sequential(torch::nn::Linear(6, 3));
+  reference->to(test::test_device());
   auto model = torch::nn::Sequential(torch::nn::Linear(6, 3));
+  model->to(test::test_device());
   {
     torch::NoGradGuard quiet;
     for (size_t i = 0; i < 2; ++i) model->parameters()[i].copy_(reference->parameters()[i]);
@@ -158,7 +166,7 @@ TEST(TrainerTest, AccumulationUnderHalfPrecisionEqualsTheLoopWrittenByHand) {
         for (size_t i = first; i < first + size; ++i) {
           at::Tensor loss;
           {
-            amp::Autocast guard(at::kCPU, at::kHalf);
+            amp::Autocast guard(test::test_device().type(), at::kHalf);
             loss = torch::nn::functional::cross_entropy(reference->forward(batches[i].input), batches[i].target);
           }
           scaler.scale(loss / static_cast<double>(size)).backward();
