@@ -119,6 +119,7 @@ struct Assignment {
   std::string value;
   bool exact = true;     ///< false: the value is known only when the script runs, and is not judged
   bool removed = false;  ///< unset, as by `unset NAME`
+  bool exported = true;  ///< false: the script's own variable, which no program sees unless it was set before
   int scope = 0;         ///< 0: from here on; else the command it is set for alone, each its own number
   std::string file;
   int line = 0;

@@ -54,14 +54,17 @@ constexpr Prefix kPrefixes[] = {
 
 /// Under a closed prefix, but of others: plugins, tests and builds of NCCL.
 bool is_foreign(std::string_view name) {
+  // The bridge makes such names of its passes, in small letters.
+  constexpr std::string_view kPass = "PT_HPU_DISABLE_";
+  if (name.size() > kPass.size() && name.starts_with(kPass)) return name[kPass.size()] >= 'a';
   for (const char* prefix :
        {"NCCL_TESTS_", "NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "NCCL_SHIMNET_", "NCCL_UCX_", "NCCL_SHARP_",
-        "NCCL_PLUGIN_", "NCCL_TUNER_", "NCCL_PROFILER_", "NCCL_INSPECTOR_", "NCCL_EP_"}) {
+        "NCCL_PLUGIN_", "NCCL_TUNER_", "NCCL_PROFILER_", "NCCL_INSPECTOR_", "NCCL_EP_", "NCCL_IBEXT_"}) {
     if (name.starts_with(prefix)) return true;
   }
   if (!name.starts_with("NCCL_")) return false;
   for (const char* suffix :
-       {"_HOME", "_ROOT", "_DIR", "_DIRS", "_LIB", "_LIBRARY", "_LIBRARIES", "_INCLUDE", "_VERSION", "_PACKAGE"}) {
+       {"_HOME", "_ROOT", "DIR", "_DIRS", "_LIB", "_LIBRARY", "_LIBRARIES", "_INCLUDE", "_VERSION", "_PACKAGE"}) {
     if (name.ends_with(suffix)) return true;
   }
   return false;
@@ -208,6 +211,7 @@ class Linter {
   }
 
   void judge_unknown(const Assignment& one) {
+    if (!one.exported) return;
     if (const Invented* known = invented(one.name)) {
       add(one, Verdict::Unknown, Severity::Warning,
           shown(one) + " has no effect: no public source of Gaudi's software reads it; " + known->advice,
@@ -220,6 +224,12 @@ class Linter {
     const auto [near, far] = nearest_name(one.name, prefix->text);
     const bool slip = far <= (one.name.size() < 12 ? 1U : 2U);
     if (!slip && !prefix->closed) return;
+    if (find("TORCH_" + one.name) != nullptr) {
+      add(one, Verdict::Unknown, Severity::Warning,
+          shown(one) + " has no effect: no such setting is known. Did you mean TORCH_" + one.name + "?",
+          "TORCH_" + one.name);
+      return;
+    }
     std::string message = shown(one) + " has no effect: no such setting is known.";
     if (!near.empty()) message += (slip ? " Did you mean " : " The nearest real name is ") + near + (slip ? "?" : ".");
     add(one, Verdict::Unknown, Severity::Warning, std::move(message), near);

@@ -506,9 +506,10 @@ void kmp_duplicate(const Judge& judge) {
 
 void cpu_affinity(const Judge& judge) {
   for (const char* other : {"OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY"}) {
-    if (judge.view.has(other)) {
+    const bool read = std::string_view(other) != "KMP_AFFINITY" || other_openmp(judge.view);
+    if (read && judge.view.has(other)) {
       judge.contradicting(kWarning, other,
-                          "and " + judge.other(other) + " both bind threads, and the latter counts: unset one.");
+                          "and " + judge.other(other) + " both bind threads, and one counts: unset one.");
       return;
     }
   }

@@ -2,6 +2,7 @@
 // sets nothing.
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "oxytorch/environment.h"
 #include "value.h"
@@ -78,6 +79,11 @@ class Reader {
       }
     }
     finish(words);
+    // A file of assignments alone is one that a launcher reads.
+    if (!commands_) exports_all_ = true;
+    for (Assignment& one : found_) {
+      one.exported = one.exported || exports_all_ || one.removed || exported_.count(one.name) != 0;
+    }
     return std::move(found_);
   }
 
@@ -338,8 +344,10 @@ class Reader {
     one.value = pair.value;
     one.exact = word.exact;
     one.scope = scope;
+    one.exported = scope != 0 || exporting_;
     one.file = file_;
     one.line = word.line;
+    if (exporting_) exported_.insert(pair.name);
     if (pair.append) {
       const auto known = values_.find(pair.name);
       one.exact = one.exact && known != values_.end();
@@ -382,6 +390,7 @@ class Reader {
     std::size_t at = 0;
     while (at < words.size() && pair_in(words[at])) ++at;
     const int scope = at == words.size() ? 0 : ++scopes_;
+    commands_ = commands_ || scope != 0;
     for (std::size_t i = 0; i < at; ++i) set(*pair_in(words[i]), words[i], scope);
     // Programs that start others: what follows is a command too.
     while (at < words.size() && !words[at].quoted) {
@@ -397,7 +406,9 @@ class Reader {
         }
         continue;
       }
-      if (one_of(program, {"export", "declare", "typeset", "local", "readonly"})) return exports(words, at);
+      if (one_of(program, {"export", "declare", "typeset", "local", "readonly"}))
+        return exports(words, at, program == "export");
+      if (program == "set") return set_options(words, at);
       if (program == "unset") return unsets(words, at);
       if (program == "env") {
         at = env(words, at, scope);
@@ -411,18 +422,32 @@ class Reader {
     }
   }
 
-  void exports(const std::vector<Word>& words, std::size_t at) {
+  void exports(const std::vector<Word>& words, std::size_t at, bool exporting) {
     bool removes = false;
     for (; at < words.size(); ++at) {
       const Word& word = words[at];
       if (word.text.starts_with('-')) {
         removes = removes || word.text == "-n";
+        exporting = exporting || word.text.find('x') != std::string::npos;
         if (word.text == "-f") return;
       } else if (removes) {
         unset(word.text, word, 0);
       } else if (const auto pair = pair_in(word)) {
+        exporting_ = exporting;
         set(*pair, word, 0);
+        exporting_ = false;
+      } else if (exporting && is_name(word.text)) {
+        exported_.insert(word.text);
       }
+    }
+  }
+
+  /// `set -a` and `set -o allexport`.
+  void set_options(const std::vector<Word>& words, std::size_t at) {
+    for (; at < words.size(); ++at) {
+      const std::string& text = words[at].text;
+      const bool letters = text.size() > 1 && text[0] == '-' && text[1] != '-';
+      exports_all_ = exports_all_ || text == "allexport" || (letters && text.find('a') != std::string::npos);
     }
   }
 
@@ -509,7 +534,10 @@ class Reader {
         words.push_back(read_word(" \t\r\n"));
       }
     }
+    exporting_ = true;
     slurm(words, 0, 0);
+    exporting_ = false;
+    commands_ = true;
     at_ = std::min(text_.find('\n', at_), text_.size());
     if (at_ < text_.size()) next_line();
   }
@@ -520,6 +548,10 @@ class Reader {
   int line_ = 1;
   bool line_start_ = true;
   int scopes_ = 0;
+  bool commands_ = false;     ///< there is more than assignments
+  bool exporting_ = false;    ///< what is set now is exported
+  bool exports_all_ = false;  ///< all that is set is
+  std::set<std::string> exported_;
   std::vector<std::pair<std::string, bool>> documents_;
   std::map<std::string, std::string> values_;  ///< what the script has set so far
   std::vector<Assignment> found_;

@@ -284,11 +284,23 @@ constexpr Row kGaudi[] = {
     {"QUANT_CONFIG", "path", "", "Configuration of Intel Neural Compressor for FP8, read by Optimum for Gaudi."},
     {"DEEPSPEED_USE_HABANA_FRAMEWORKS_DETERMINISTIC_API", "text", "",
      "Lets DeepSpeed set determinism through the bridge."},
+    {"PT_HPU_CONVERT_FP16_TO_BF16_FOR_MIGRATION", "bool", "false",
+     "GPU migration: computes in bf16 where the program asks for fp16."},
+    {"PT_HPU_SDPA_BC_FACTOR", "int 1..", "1024", "Attention: slice of keys."},
+    {"PT_HPU_SDPA_QKV_SLICE_MODE_FWD", "bool", "false", "Attention: slices queries, keys and values in forward."},
+    {"PT_HPU_ENABLE_RESTORE_KV_LAYOUT", "text", "",
+     "Restores the layout of key and value caches; set by vLLM for Gaudi."},
+    {"PT_HPU_H2D_TRIVIAL_SCALES_MODE", "text", "", "How FP8 scales of one are sent; set by vLLM for Gaudi."},
+    {"HABANA_PROFILE_WRITE_HLTV", "text", "", "Makes the profiler write its own format."},
+    {"HCCL_GAUDI_DIRECT", "digit", "", "Lets the host's network cards reach Gaudi's memory."},
+    {"HCL_CPU_AFFINITY", "text", "", "Binds the collectives' threads; set by Gaudi's model references."},
 };
 
 constexpr Table kTables[] = {
     {Family::Gaudi, "gaudi",
-     "gaudi-pytorch-bridge 1.19, scripts/env_flags.yaml and sources; docs.habana.ai 1.23; optimum-habana 1.22", kGaudi},
+     "gaudi-pytorch-bridge 1.19, scripts/env_flags.yaml and sources; docs.habana.ai 1.23; optimum-habana 1.22; "
+     "vllm-gaudi; Model-References",
+     kGaudi},
 };
 
 }  // namespace

@@ -89,6 +89,20 @@ TEST(Script, JudgesWhatIsInForce) {
   EXPECT_TRUE(lint(read_script("export NCCL_P2P_DISABLE=$OFF NCCL_DEBUG=$(cat level)\n")).empty());
 }
 
+TEST(Script, LeavesItsOwnVariablesAlone) {
+  const auto unknown = [](const std::string& text) { return lint(read_script(text)).size(); };
+  EXPECT_EQ(unknown("NCCL_TESTED=1\necho $NCCL_TESTED\n"), 0U);
+  EXPECT_EQ(unknown("NCCL_TESTED=1\nexport NCCL_TESTED\n"), 1U);
+  EXPECT_EQ(unknown("set -euo pipefail\nNCCL_TESTED=1\n"), 0U);
+  EXPECT_EQ(unknown("set -ea\nNCCL_TESTED=1\n"), 1U);
+  EXPECT_EQ(unknown("# for --env-file\nNCCL_TESTED=1\n"), 1U);
+  EXPECT_EQ(unknown("declare NCCL_TESTED=1\ndeclare -x NCCL_TRIED=1\n"), 1U);
+  EXPECT_EQ(unknown("NCCL_TESTED=1 python x.py\n"), 1U);
+  EXPECT_EQ(unknown("#SBATCH --export=ALL,NCCL_TESTED=1\n"), 1U);
+  // Known ones may have been exported before.
+  EXPECT_EQ(unknown("NCCL_P2P_DISABLE=1\npython x.py\n"), 1U);
+}
+
 // Any bytes: it ends, gives names only, and lines that are there.
 TEST(Script, TakesAnyText) {
   std::mt19937_64 random(4);

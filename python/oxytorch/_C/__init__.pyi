@@ -12,6 +12,16 @@ from . import optim
 from . import amp
 from . import trainer
 
-__all__: list[str] = ["amp", "backend", "base", "environment", "machine", "monitor", "optim", "torch_version", "trainer"]
+__all__: list[str] = [
+    "amp",
+    "backend",
+    "base",
+    "environment",
+    "machine",
+    "monitor",
+    "optim",
+    "torch_version",
+    "trainer",
+]
 __version__: str
 torch_version: str
