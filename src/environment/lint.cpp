@@ -62,9 +62,9 @@ bool is_foreign(std::string_view name) {
         "NCCL_PLUGIN_", "NCCL_TUNER_", "NCCL_PROFILER_", "NCCL_INSPECTOR_", "NCCL_EP_", "NCCL_IBEXT_"}) {
     if (name.starts_with(prefix)) return true;
   }
-  if (!name.starts_with("NCCL_")) return false;
-  for (const char* suffix :
-       {"_HOME", "_ROOT", "DIR", "_DIRS", "_LIB", "_LIBRARY", "_LIBRARIES", "_INCLUDE", "_VERSION", "_PACKAGE"}) {
+  if (!name.starts_with("NCCL_") && !name.starts_with("OFI_NCCL_")) return false;
+  for (const char* suffix : {"_HOME", "_ROOT", "DIR", "_DIRS", "_PATH", "_LIB", "_LIBRARY", "_LIBRARIES", "_INCLUDE",
+                             "_VERSION", "_PACKAGE"}) {
     if (name.ends_with(suffix)) return true;
   }
   return false;
@@ -121,8 +121,8 @@ std::pair<std::string, std::size_t> nearest_name(std::string_view text, std::str
   std::pair<std::string, std::size_t> best{"", ~std::size_t{0}};
   for (const Setting& setting : settings()) {
     if (!setting.name.starts_with(prefix)) continue;
-    const auto [shorter, longer] = std::minmax(text.size(), setting.name.size());
-    if (longer - shorter >= best.second) continue;
+    const std::size_t longer = std::max(text.size(), setting.name.size());
+    if (longer - std::min(text.size(), setting.name.size()) >= best.second) continue;
     if (const std::size_t far = edit_distance(text, setting.name); far < best.second) best = {setting.name, far};
   }
   return best;
