@@ -94,7 +94,7 @@ class Escrow:
 
     Copied: every tensor that a module holds, in a dict or list of its own too; by reference: attributes, parameters,
     buffers, hooks and submodules; and gradients, training flags and all random generators. Out of reach: objects that
-    a module only refers to (a tokeniser, a cache class), which a forward may change.
+    a module only refers to (a tokeniser, a cache class), and values inside tensor subclasses.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -125,6 +125,8 @@ class Escrow:
 
 
 def _copyable(tensor: Tensor) -> bool:
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of tensors, such as a quantised weight: never trained
+        return False
     return tensor.layout is torch.strided and tensor.device.type != "meta" and not nn.parameter.is_lazy(tensor)
 
 
