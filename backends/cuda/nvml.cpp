@@ -86,6 +86,7 @@ static_assert(sizeof(FieldValue) == 40 && sizeof(GpmMetric) == 40 && offsetof(Gp
   X(nvmlDeviceGetFieldValues, (Card card, int count, FieldValue* values))              \
   X(nvmlGpmQueryDeviceSupport, (Card card, GpmSupport * support))                      \
   X(nvmlGpmSampleAlloc, (GpmSample * sample))                                          \
+  X(nvmlGpmSampleFree, (GpmSample sample))                                             \
   X(nvmlGpmSampleGet, (Card card, GpmSample sample))                                   \
   X(nvmlGpmMetricsGet, (GpmMetrics * metrics))
 
@@ -189,6 +190,14 @@ class Watch {
     gpm_ = see(nvml.nvmlGpmSampleAlloc(&older_)) && see(nvml.nvmlGpmSampleAlloc(&newer_)) &&
            see(nvml.nvmlGpmSampleGet(card_, older_));
   }
+
+  ~Watch() {
+    for (GpmSample sample : {older_, newer_}) {
+      if (sample != nullptr && library().nvmlGpmSampleFree != nullptr) library().nvmlGpmSampleFree(sample);
+    }
+  }
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
 
   [[nodiscard]] bool lost() const { return lost_; }
 

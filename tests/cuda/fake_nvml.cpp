@@ -184,6 +184,10 @@ FAKE nvmlGpmSampleAlloc(nvmlGpmSample_st** sample) {
   *sample = new nvmlGpmSample_st();
   return 0;
 }
+FAKE nvmlGpmSampleFree(nvmlGpmSample_st* sample) {
+  delete sample;
+  return 0;
+}
 FAKE nvmlGpmSampleGet(nvmlDevice_st* card, nvmlGpmSample_st* sample) {
   static std::atomic<unsigned long long> time{0};
   sample->taken = ++time;
