@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cpu_only("compiles the sources")
+
 STEP = Path(__file__).resolve().parents[2] / "cmake" / "steps" / "headers.py"
 
 

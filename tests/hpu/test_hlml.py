@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.cpu_only("starts processes with devices of their own")
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "dev"
 BACKEND = BUILD / "src" / "liboxytorch-backend-hpu.so"

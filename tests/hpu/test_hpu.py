@@ -13,6 +13,8 @@ from typing import Any
 import oxytorch as ox
 import pytest
 
+pytestmark = pytest.mark.cpu_only("starts processes with devices of their own")
+
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "build" / "dev" / "tests" / "hpu"
 PREAMBLE = """

@@ -127,7 +127,7 @@ def test_thousand_steps_stay_at_the_referee_and_skip_what_torch_skips(dtype: tor
     assert steps == 1000 - len([i for i in range(1000) if i % 97 == 13 or i % 131 == 40])
     exact = 4 if DEVICE.type == "cpu" else 5  # operators round where the kernels of the CPU fuse
     assert worst <= (exact if dtype == torch.float32 else 1), f"{worst} ulp from the referee"
-    assert worst_state <= 4
+    assert worst_state <= exact
     if dtype == torch.float32:
         # Both have rounded a thousand times; the trajectories stay together. (In bf16 each rounding is a visible step.)
         average = list(opt.ema_state_dict()["ema"].values())
