@@ -124,6 +124,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (nn.ReLU, {"amount": 0.5}, "no Linear or convolution"),
     (lambda: nn.Sequential(nn.Linear(32, 8)), {"amount": 0.5, "kind": "structured"}, "model's output"),
     (lambda: nn.Linear(32, 8), {"amount": 0.5, "kind": "structured"}, "other than a call of the layer"),
+    (lambda: nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(16), nn.Linear(32, 4)),
+     {"amount": 0.5, "kind": "structured"}, "over another dimension"),
     (lambda: nn.Sequential(nn.Linear(32, 32), nn.Softmax(-1), nn.Linear(32, 4)),
      {"amount": 0.5, "kind": "structured"}, "Softmax reads its channels"),
 ]  # fmt: skip
@@ -178,7 +180,7 @@ def test_int4_is_the_rounded_weight(group: int) -> None:
     expected = x.double() @ rounded.T + model[0].bias.double()
     found = result.model[0](x)
     assert found.dtype == torch.float32 and found.shape == (3, 5, 64)
-    assert float((found - expected).norm() / expected.norm()) < 0.01
+    assert ((found - expected).norm() / expected.norm()).item() < 0.01
     assert result.comparison.bytes_after < 0.35 * result.comparison.bytes_before
 
 

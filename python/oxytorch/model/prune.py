@@ -202,6 +202,8 @@ def _follow(
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             if flat and not isinstance(first, nn.Linear):
                 return "batch normalisation reads its channels behind nn.Flatten"
+            if module.num_features != first.weight.shape[0]:
+                return "a normalisation over another dimension reads its channels"
             on_way.append(module)
         if isinstance(first, nn.Linear) and not isinstance(module, _ANYWHERE):
             return f"{type(module).__name__} reads features as channels"
