@@ -5,8 +5,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -151,11 +153,13 @@ class HostTail {
 
 class DeviceTail {
  public:
-  DeviceTail(const std::vector<TailTensor>& tensors, ThreadOrder order) {
+  explicit DeviceTail(const std::vector<TailTensor>& tensors, ThreadOrder order = ThreadOrder::Forward,
+                      EmulatedDevice::Log* log = nullptr) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       tensors_.push_back(as_device(tensors[i], static_cast<std::uint32_t>(i)));
     }
-    EXPECT_EQ(backend::create_tail(std::make_unique<EmulatedDevice>(order), tensors_.data(), count(), &tail_), OXY_OK)
+    EXPECT_EQ(backend::create_tail(std::make_unique<EmulatedDevice>(order, log), tensors_.data(), count(), &tail_),
+              OXY_OK)
         << backend::last_error_text;
     learnt.sums.resize(tensors.size(), -1);
     learnt.grad_norms.resize(tensors.size());
@@ -318,6 +322,343 @@ INSTANTIATE_TEST_SUITE_P(RulesAndTypes, DeviceStepTail,
                          testing::Combine(testing::Values(Rule::AdamW, Rule::Adam, Rule::Sgd, Rule::Lion, Rule::Adagrad,
                                                           Rule::RmsProp),
                                           testing::Values(F32, BF16, F16), testing::Values(F32, BF16, F16, Int8)));
+
+const TailGroup kAdamW[] = {group_of(Rule::AdamW)};
+
+TEST(DeviceTailVerdict, IsThatOfTheProcessorForEveryInput) {
+  const Case c{Rule::AdamW, F32, F32, kPlain};
+  std::vector<Round> rounds;
+  for (const auto& change : std::vector<std::function<void(Round&)>>{
+           [](Round& r) { r.skip = 1.0F; }, [](Round& r) { r.skip = 0.0F; }, [](Round& r) { r.found_inf = 1.0F; },
+           [](Round& r) { r.found_inf = 0.0F; }, [](Round& r) { r.norm_limit = 1e-9F; },
+           [](Round& r) { r.norm_limit = 1e9F; }, [](Round& r) { r.grad_scale = 65536.0F; },
+           [](Round& r) { r.grad_scale = 0.0F; }, [](Round& r) { r.grad_scale = std::nanf(""); },
+           [](Round& r) { r.clip_norm = 0; }, [](Round& r) { r.clip_norm = 1e-3; },
+           [](Round& r) { r.skip = 1.0F, r.settings.zero_grad = true; }}) {
+    rounds.push_back(round_of(kPlain));
+    change(rounds.back());
+  }
+  check_rounds(c, rounds, kAdamW, ThreadOrder::Shuffled);
+}
+
+TEST(DeviceTailVerdict, SkipsRoundsThatAreNotFiniteAndChangesNothing) {
+  for (const float bad : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
+    for (const bool told : {false, true}) {
+      auto parameters = make({Rule::RmsProp, BF16, Int8, kOptions[1]}, 3, kDeviceSizes);
+      for (auto& p : parameters) {
+        if (p.count == 16385) p.grad.set(16384, bad);
+      }
+      auto on_host = parameters;
+      auto host_views = views_of(on_host), views = views_of(parameters);
+      HostTail host(host_views);
+      DeviceTail device(views);
+      Round round = round_of(kOptions[1]);
+      round.propagate = told;  // a found_inf tensor overrules it
+      if (told) round.found_inf = 0.0F;
+      const TailGroup groups[] = {group_of(Rule::RmsProp)};
+      const auto before = parameters;
+      host.step(round, groups);
+      device.step(round, groups);
+      expect_same(parameters, before);
+      expect_same(device.learnt, host.learnt);
+      EXPECT_EQ(device.learnt.applied, 0);
+      EXPECT_EQ(device.learnt.found_inf, 1);
+      EXPECT_EQ(device.learnt.told, told ? 1 : 0);
+      EXPECT_EQ(device.learnt.skipped, 1);
+    }
+  }
+}
+
+TEST(DeviceTailVerdict, LetsNaNThroughWhereAsked) {
+  auto parameters = make({Rule::Sgd, F32, F32, kPlain}, 3, kDeviceSizes);
+  parameters[9].grad.set(3, std::nan(""));
+  DeviceTail device(views_of(parameters));
+  Round round = round_of(kPlain);
+  round.propagate = true;
+  const TailGroup groups[] = {group_of(Rule::Sgd)};
+  device.step(round, groups);
+  EXPECT_EQ(device.learnt.applied, 1);
+  EXPECT_EQ(device.learnt.found_inf, 0);
+  // The clip coefficient is NaN, and with it everything.
+  EXPECT_TRUE(std::isnan(parameters[12].param.at(0)));
+}
+
+TEST(DeviceTail, KeepsFirstOnItsOwnUntilARoundIsApplied) {
+  const Case c{Rule::Sgd, F32, F32, kPlain};
+  std::vector<Round> rounds(4, round_of(kPlain));
+  rounds[0].skip = 1.0F;  // the first gradient is still to come
+  const TailGroup groups[] = {group_of(Rule::Sgd)};
+  check_rounds(c, rounds, groups, ThreadOrder::Forward);
+}
+
+TEST(DeviceTail, TakesANewBufferAtItsWord) {
+  auto parameters = make({Rule::Sgd, F32, F32, kPlain}, 5, kDeviceSizes);
+  DeviceTail device(views_of(parameters));
+  const TailGroup groups[] = {group_of(Rule::Sgd)};
+  device.step(round_of(kPlain), groups);
+  std::vector<float> buffer(parameters[12].count, std::nanf(""));
+  device.tensors()[12].state[0] = buffer.data();
+  device.tensors()[12].first = 1;
+  device.step(round_of(kPlain), groups);
+  EXPECT_THAT(buffer, testing::Each(testing::Truly([](float x) { return std::isfinite(x); })));
+}
+
+TEST(DeviceTail, ReadsTheLearningRateFromDeviceMemory) {
+  auto on_host = make({Rule::AdamW, F32, F32, kPlain}, 5, kDeviceSizes);
+  auto parameters = on_host;
+  auto host_views = views_of(on_host), views = views_of(parameters);
+  HostTail host(host_views);
+  DeviceTail device(views);
+  oxy_tail_group group = as_device(kAdamW[0]);
+  float narrow = 0;
+  double wide = 0;
+  for (int turn = 0; turn < 4; ++turn) {
+    TailGroup same = kAdamW[0];
+    group.lr_tensor = turn % 2 == 0 ? static_cast<const void*>(&narrow) : &wide;
+    group.lr_type = turn % 2 == 0 ? OXY_F32 : OXY_F64;
+    narrow = 0.01F * static_cast<float>(turn + 1);
+    wide = 0.003 * (turn + 1);
+    same.lr = turn % 2 == 0 ? static_cast<double>(narrow) : wide;
+    host.step(round_of(kPlain), {&same, 1});
+    device.step(round_of(kPlain), std::vector{group});
+    expect_same(parameters, on_host);
+  }
+}
+
+TEST(DeviceTail, ServesGroupsOfDifferentRules) {
+  const TailGroup groups[] = {group_of(Rule::AdamW), group_of(Rule::Adam), group_of(Rule::RmsProp)};
+  for (const ElementType type : {F32, BF16}) {
+    for (const bool stochastic : {false, true}) {
+      const Options options{.name = "mixed", .third_state = true, .stochastic = stochastic};
+      check_rounds({Rule::Adam, type, F32, options}, std::vector<Round>(2, round_of(options)), groups,
+                   ThreadOrder::Backward);
+    }
+  }
+}
+
+TEST(DeviceTail, TakesAnyAddressThatItsElementsMayHave) {
+  for (const ElementType type : {F32, BF16}) {
+    auto on_host = make({Rule::AdamW, type, type, kPlain}, 5, kDeviceSizes);
+    auto parameters = on_host;
+    auto host_views = views_of(on_host), views = views_of(parameters);
+    for (auto* all : {&host_views, &views}) {
+      for (TailTensor& t : *all) {
+        if (t.numel < 3) continue;
+        const int width = type == F32 ? 4 : 2;
+        t.param = static_cast<unsigned char*>(t.param) + width;
+        t.state[1].data = static_cast<unsigned char*>(t.state[1].data) + width;
+        t.numel -= 1;
+        t.rows = 1;
+      }
+    }
+    HostTail host(host_views);
+    DeviceTail device(views);
+    host.step(round_of(kPlain), kAdamW);
+    device.step(round_of(kPlain), kAdamW);
+    expect_same(device.learnt, host.learnt);
+    expect_same(parameters, on_host);
+  }
+}
+
+// Over 128 chunks, where the sums are of two levels.
+TEST(DeviceTail, AddsTheChunksOfALargeTensorInRuns) {
+  constexpr Size kLarge[] = {{131 * 16384 + 777, 1}};
+  auto on_host = make({Rule::Lion, F32, F32, kPlain}, 5, kLarge);
+  auto parameters = on_host;
+  auto host_views = views_of(on_host), views = views_of(parameters);
+  HostTail host(host_views);
+  DeviceTail device(views, ThreadOrder::Shuffled);
+  const TailGroup groups[] = {group_of(Rule::Lion)};
+  host.step(round_of(kPlain), groups);
+  device.step(round_of(kPlain), groups);
+  expect_same(device.learnt, host.learnt);
+  expect_same(parameters, on_host);
+  const double sum = sum_squares(host_views[0].grad, F32, host_views[0].numel, {});
+  EXPECT_EQ(sum, device.learnt.sums[0]);
+}
+
+TEST(DeviceTail, UploadsWhatChangedAndAllocatesNothingAfterTheFirstRound) {
+  EmulatedDevice::Log log;
+  {
+    auto parameters = make({Rule::AdamW, BF16, F32, kOptions[6]}, 5, kDeviceSizes);
+    DeviceTail device(views_of(parameters), ThreadOrder::Forward, &log);
+    const Round round = round_of(kOptions[6]);
+    device.step(round, kAdamW);
+    const int allocations = log.allocations;
+    const auto uploads = [&] {
+      return std::count(log.launches.begin(), log.launches.end(), device::TailKernel::Upload);
+    };
+    log.launches.clear();
+    device.step(round, kAdamW);
+    EXPECT_EQ(uploads(), 0);
+    auto other = parameters;
+    device.tensors()[12].grad = other[12].grad.data();
+    device.step(round, kAdamW);
+    EXPECT_EQ(uploads(), 1);
+    TailGroup changed = kAdamW[0];
+    changed.lr = 1;
+    device.step(round, {&changed, 1});
+    EXPECT_EQ(uploads(), 2);
+    EXPECT_EQ(log.allocations, allocations);
+  }
+  EXPECT_EQ(log.live, 0);
+}
+
+TEST(DeviceTail, RepairsAConfigurationThatFailedHalfWay) {
+  for (int fail_in = 0; fail_in < 12; ++fail_in) {
+    EmulatedDevice::Log log;
+    auto on_host = make({Rule::AdamW, F32, F32, kPlain}, 5, kDeviceSizes);
+    auto parameters = on_host;
+    auto host_views = views_of(on_host), views = views_of(parameters);
+    HostTail host(host_views);
+    DeviceTail device(views, ThreadOrder::Forward, &log);
+    const oxy_tail_group group = as_device(kAdamW[0]);
+    log.fail_in = fail_in;
+    const oxy_status status =
+        backend::configure_tail(device.handle(), nullptr, device.tensors().data(), device.count(), &group, 1);
+    log.fail_in = -1;
+    double sum = 0;
+    if (status != OXY_OK) {
+      EXPECT_EQ(backend::measure_tail(device.handle(), nullptr, &sum), OXY_INVALID_STATE);
+    }
+    host.step(round_of(kPlain), kAdamW);
+    device.step(round_of(kPlain), kAdamW);
+    expect_same(parameters, on_host);
+  }
+}
+
+TEST(DeviceTail, FreesWhatAFailedCreationMade) {
+  for (int fail_in = 0; fail_in < 4; ++fail_in) {
+    EmulatedDevice::Log log;
+    log.fail_in = fail_in;
+    oxy_tail_tensor tensor{};
+    tensor.numel = 1;
+    tensor.rows = 1;
+    oxy_tail tail = nullptr;
+    EXPECT_NE(backend::create_tail(std::make_unique<EmulatedDevice>(ThreadOrder::Forward, &log), &tensor, 1, &tail),
+              OXY_OK);
+    EXPECT_EQ(tail, nullptr);
+    EXPECT_EQ(log.live, 0);
+  }
+}
+
+class DeviceTailRefuses : public testing::Test {
+ protected:
+  DeviceTailRefuses() : parameter_({Rule::AdamW, BF16, Int8, kPlain}, BF16, 64, 2) {
+    const TailTensor view = parameter_.view();
+    tensor_ = as_device(view, 3);
+    group_ = as_device(kAdamW[0]);
+  }
+  oxy_status create(const oxy_tail_tensor& tensor) {
+    oxy_tail tail = nullptr;
+    const oxy_status status =
+        backend::create_tail(std::make_unique<EmulatedDevice>(ThreadOrder::Forward), &tensor, 1, &tail);
+    if (tail != nullptr) backend::destroy_tail(tail);
+    return status;
+  }
+  void refuses(const oxy_tail_tensor& tensor, const oxy_tail_group& group, const char* why) {
+    oxy_tail tail = nullptr;
+    ASSERT_EQ(backend::create_tail(std::make_unique<EmulatedDevice>(ThreadOrder::Forward), &tensor_, 1, &tail), OXY_OK);
+    EXPECT_EQ(backend::configure_tail(tail, nullptr, &tensor, 1, &group, 1), OXY_INVALID_ARGUMENT) << why;
+    EXPECT_THAT(backend::last_error_text, testing::HasSubstr(why));
+    backend::destroy_tail(tail);
+  }
+  Parameter parameter_;
+  oxy_tail_tensor tensor_;
+  oxy_tail_group group_;
+};
+
+TEST_F(DeviceTailRefuses, TensorsThatNoTailCanHave) {
+  const auto changed = [&](auto change) {
+    oxy_tail_tensor t = tensor_;
+    change(t);
+    return create(t);
+  };
+  EXPECT_EQ(create(tensor_), OXY_OK);
+  EXPECT_EQ(changed([](auto& t) { t.numel = -1; }), OXY_INVALID_ARGUMENT);
+  EXPECT_EQ(changed([](auto& t) { t.rows = 3; }), OXY_INVALID_ARGUMENT);
+  EXPECT_EQ(changed([](auto& t) { t.rows = 0; }), OXY_INVALID_ARGUMENT);
+  EXPECT_EQ(changed([](auto& t) { t.type = OXY_INT8; }), OXY_INVALID_ARGUMENT);
+  EXPECT_EQ(changed([](auto& t) { t.grad_type = OXY_F64; }), OXY_INVALID_ARGUMENT);
+  EXPECT_EQ(changed([](auto& t) { t.copy_type = 9; }), OXY_INVALID_ARGUMENT);
+  EXPECT_EQ(changed([](auto& t) { t.state_type = OXY_F64; }), OXY_INVALID_ARGUMENT);
+  std::int8_t residue = 0;
+  EXPECT_EQ(changed([&](auto& t) { t.type = OXY_F32, t.residue = &residue; }), OXY_INVALID_ARGUMENT);
+}
+
+TEST_F(DeviceTailRefuses, ConfigurationsWithASentenceForEach) {
+  const auto tensor = [&](auto change, const char* why) {
+    oxy_tail_tensor t = tensor_;
+    change(t);
+    refuses(t, group_, why);
+  };
+  const auto group = [&](auto change, const char* why) {
+    oxy_tail_group g = group_;
+    change(g);
+    refuses(tensor_, g, why);
+  };
+  tensor([](auto& t) { t.numel = 32; }, "other sizes or types");
+  tensor([](auto& t) { t.state_type = OXY_F32; }, "other sizes or types");
+  tensor([](auto& t) { t.group = 1; }, "names group 1 of 1");
+  tensor([](auto& t) { t.param = nullptr; }, "has a gradient but no parameter");
+  tensor([](auto& t) { t.state[1] = nullptr; }, "lacks state[1]");
+  tensor([](auto& t) { t.scale[0] = nullptr; }, "without its scales");
+  tensor([](auto& t) { t.grad = static_cast<unsigned char*>(t.grad) + 1; }, "no multiple of its element's size");
+  group([](auto& g) { g.rule = 6; }, "names rule 6");
+  float lr = 0;
+  group([&](auto& g) { g.lr_tensor = &lr, g.lr_type = OXY_BF16; }, "learning-rate tensor of type 1");
+}
+
+TEST_F(DeviceTailRefuses, CallsWithoutWhatTheyNeed) {
+  const std::vector<TailTensor> views{parameter_.view()};
+  DeviceTail device(views);
+  oxy_tail_settings s{};
+  oxy_tail_results r{};
+  oxy_tail_verdict verdict{};
+  double sums[1] = {};
+  s.size = sizeof(s);
+  r.size = sizeof(r);
+  s.grad_divisor = 1;
+  EXPECT_EQ(backend::measure_tail(device.handle(), nullptr, sums), OXY_INVALID_STATE);
+  EXPECT_EQ(backend::apply_tail(device.handle(), nullptr, &verdict, &s, &r), OXY_INVALID_STATE);
+  EXPECT_EQ(backend::configure_tail(device.handle(), nullptr, device.tensors().data(), 2, &group_, 1),
+            OXY_INVALID_ARGUMENT);
+  device.step(round_of(kPlain), kAdamW);
+  const auto judge = [&] { return backend::judge_tail(device.handle(), nullptr, sums, &s, &r, &verdict); };
+  const auto apply = [&] { return backend::apply_tail(device.handle(), nullptr, &verdict, &s, &r); };
+  EXPECT_EQ(judge(), OXY_OK);
+  s.grad_divisor = 0;
+  EXPECT_EQ(judge(), OXY_INVALID_ARGUMENT);
+  s.grad_divisor = 1;
+  s.size = 8;
+  EXPECT_EQ(judge(), OXY_INVALID_ARGUMENT);
+  EXPECT_EQ(apply(), OXY_INVALID_ARGUMENT);
+  s.size = sizeof(s);
+  r.size = 8;
+  EXPECT_EQ(judge(), OXY_INVALID_ARGUMENT);
+  EXPECT_EQ(apply(), OXY_INVALID_ARGUMENT);
+  r.size = sizeof(r);
+  EXPECT_EQ(backend::measure_tail(device.handle(), nullptr, nullptr), OXY_INVALID_ARGUMENT);
+  EXPECT_EQ(backend::judge_tail(device.handle(), nullptr, sums, &s, &r, nullptr), OXY_INVALID_ARGUMENT);
+  EXPECT_EQ(backend::apply_tail(device.handle(), nullptr, nullptr, &s, &r), OXY_INVALID_ARGUMENT);
+  EXPECT_EQ(backend::destroy_tail(nullptr), OXY_INVALID_ARGUMENT);
+  float norm = 0;
+  s.flags = OXY_TAIL_COLLECT;
+  r.param_norms = &norm;
+  EXPECT_EQ(apply(), OXY_INVALID_ARGUMENT) << "norms of no places";
+}
+
+TEST(DeviceCoefficients, PowersAreWithinTheirBound) {
+  for (const double base : {0.0, 0.5, 0.9, 0.95, 0.999, 0.9999, 1.0}) {
+    for (const double exponent : {0.0, 1.0, 2.0, 3.0, 7.0, 100.0, 1023.0, 65537.0, 1e6}) {
+      const long double expected = std::pow(static_cast<long double>(base), static_cast<long double>(exponent));
+      const device::Powers found = device::powers(base, 0.5, exponent);
+      EXPECT_NEAR(found.first, static_cast<double>(expected), static_cast<double>(expected) * (exponent + 1) * 0x1p-53)
+          << base << " to " << exponent;
+      EXPECT_EQ(found.second, std::pow(0.5, exponent));
+    }
+  }
+}
 
 }  // namespace
 }  // namespace oxytorch::kernels

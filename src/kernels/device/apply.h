@@ -44,6 +44,7 @@ struct ChunkJob {
     residue = static_cast<std::int8_t*>(part(tensor.residue, OXY_INT8));
     copy = part(tensor.copy, tensor.copy_type);
     ema = static_cast<float*>(part(tensor.ema, OXY_F32));
+    OXY_UNROLL
     for (int k = 0; k < 3; ++k) {
       state[k] = part(tensor.state[k], tensor.state_type);
       scale[k] = nullptr;
@@ -153,7 +154,9 @@ struct Apply {
   struct Squares {
     float at[2][4] = {};
     OXY_HOST_DEVICE void add(const Turn& t) {
-      for (int j = 0; j < 4 && j < t.left; ++j) {
+      OXY_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        if (j >= t.left) break;
         const float change = t.weight[j] - t.before[j];
         at[0][j] = fma(t.weight[j], t.weight[j], at[0][j]);
         at[1][j] = fma(change, change, at[1][j]);
@@ -220,11 +223,13 @@ struct Apply {
     [[maybe_unused]] Random random;
     for (int turn = 0; turn < kTurns && order.first + turn * order.step < job.count; turn += kTogether) {
       Turn turns[kTogether];
+      OXY_UNROLL
       for (int k = 0; k < kTogether; ++k) {
         turns[k].at = order.first + (turn + k) * order.step;
         turns[k].left = job.count - turns[k].at;
         load(job, has, turns[k]);
       }
+      OXY_UNROLL
       for (int k = 0; k < kTogether; ++k) {
         Turn& t = turns[k];
         if (t.left <= 0) continue;
@@ -254,6 +259,7 @@ struct Apply {
     if (rounds_param_randomly(job)) {
       random.param.fill(job.seed, job.stream, RoundingOperand::Param, step, counter(job, at));
     }
+    OXY_UNROLL
     for (int k = 0; k < 3; ++k) {
       if (has.at[k] && job.state_type == OXY_BF16) {
         random.state[k].fill(job.seed, job.stream, static_cast<RoundingOperand>(k + 1), step, counter(job, at));
@@ -270,6 +276,7 @@ struct Apply {
       load_weights(job, t);
       load_four(job.grad, job.grad_type, t.at, t.left, t.grad);
     }
+    OXY_UNROLL
     for (int k = 0; k < 3; ++k) {
       if (!has.at[k]) continue;
       float values[4];
@@ -309,7 +316,9 @@ struct Apply {
     if (job.row_multipliers != nullptr) {
       std::int64_t row = (job.offset + t.at) / job.row_length;
       std::int64_t next = (row + 1) * job.row_length - job.offset - t.at;
-      for (int j = 0; j < 4 && j < t.left; ++j) {
+      OXY_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        if (j >= t.left) break;
         if (j == next) {
           ++row;
           next += job.row_length;
@@ -317,6 +326,7 @@ struct Apply {
         t.grad[j] *= job.row_multipliers[row];
       }
     }
+    OXY_UNROLL
     for (int j = 0; j < 4; ++j) {
       if (c.clip_value != 0) t.grad[j] = limit(t.grad[j], c.clip_value);
       t.before[j] = t.weight[j];
@@ -346,6 +356,7 @@ struct Apply {
   template <class Piece>
   OXY_HOST_DEVICE static void store_states(const ChunkJob& job, const StatePresence& has, const Turn& t,
                                            Piece&& piece) {
+    OXY_UNROLL
     for (int k = 0; k < 3; ++k) {
       if (!has.at[k]) continue;
       const float values[4] = {t.state[0].at[k], t.state[1].at[k], t.state[2].at[k], t.state[3].at[k]};
@@ -388,11 +399,13 @@ struct Apply {
                   counter(job, order.first + turn * order.step));
     }
     Turn turns[2];
+    OXY_UNROLL
     for (int i = 0; i < 2; ++i) {
       turns[i].at = order.first + (turn + i) * order.step;
       turns[i].left = job.count - turns[i].at;
       load(job, has, turns[i]);
     }
+    OXY_UNROLL
     for (int i = 0; i < 2; ++i) {
       Turn& t = turns[i];
       if (t.left <= 0) continue;
@@ -400,9 +413,12 @@ struct Apply {
       store_weights(job, t,
                     [&](int j) { return rounds_param_randomly(job) ? random.piece(j, (turn + i) % 8) : kNearest; });
       store_rest(job, t);
+      OXY_UNROLL
       for (int k = 0; k < 3; ++k) {
         if (!has.at[k]) continue;
-        for (int j = 0; j < 4 && j < t.left; ++j) {
+        OXY_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          if (j >= t.left) break;
           const std::uint32_t magnitude = bits_of(t.state[j].at[k]) & 0x7FFFFFFF;
           largest[k] = largest[k] < magnitude ? magnitude : largest[k];
           shared.codes.value[k][i * 4 + j][thread] = t.state[j].at[k];
@@ -419,6 +435,7 @@ struct Apply {
   OXY_HOST_DEVICE static void encode(const Shared& shared, const ChunkJob& job, std::uint32_t thread, int turn) {
     const Order order(job, thread);
     const StatePresence has = presence(job);
+    OXY_UNROLL
     for (int k = 0; k < 3; ++k) {
       if (!has.at[k] || order.first + turn * order.step >= job.count) continue;
       std::uint32_t largest = 0;
@@ -433,6 +450,7 @@ struct Apply {
         random.fill(job.seed, job.stream, static_cast<RoundingOperand>(k + 1), job.coefficients.value.step,
                     counter(job, order.first + turn * order.step));
       }
+      OXY_UNROLL
       for (int i = 0; i < 2; ++i) {
         const int at = order.first + (turn + i) * order.step;
         if (at >= job.count) break;

@@ -6,6 +6,13 @@
 
 #include "oxytorch/random.h"
 
+// Before a loop of constant length whose arrays must stay in registers.
+#ifdef __CUDACC__
+#define OXY_UNROLL _Pragma("unroll")
+#else
+#define OXY_UNROLL
+#endif
+
 namespace oxytorch::kernels::device {
 
 OXY_HOST_DEVICE inline float fma(float a, float b, float c) {
