@@ -17,7 +17,7 @@ struct Launch {
 };
 
 /// Runs it on the calling thread. Every range that a kernel touches lies in one live allocation, or it fails.
-Failure run_launch(std::int32_t device, const Launch& launch);
+Failure run_launch(std::int32_t device, Launch& launch);
 
 oxy_status create_sim_tail(std::int32_t device, const oxy_tail_tensor* tensors, std::uint32_t count, oxy_tail* tail);
 

@@ -53,7 +53,7 @@ struct Work {
   std::int32_t from_device = 0;
   std::uint8_t value = 0;
   bool fails = false;
-  std::shared_ptr<const Launch> launch;
+  std::shared_ptr<Launch> launch;
   std::shared_ptr<Mark> mark;
 };
 

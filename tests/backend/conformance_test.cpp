@@ -85,7 +85,27 @@ INSTANTIATE_TEST_SUITE_P(Sim, PlantedBug,
                                          Mutant{"error_told_once", "faults.injected_copy"},          //
                                          Mutant{"event_hides_errors", "faults.injected_event"},      //
                                          Mutant{"wait_hides_errors", "faults.injected_event"},       //
-                                         Mutant{"lost_device_works", "faults.injected_loss"}),
+                                         Mutant{"lost_device_works", "faults.injected_loss"},        //
+                                         Mutant{"kernel_wrong_correction", "kernels.rules"},         //
+                                         Mutant{"kernel_no_decay", "kernels.rules"},                 //
+                                         Mutant{"kernel_last_chunk", "kernels.rules"},               //
+                                         Mutant{"kernel_no_ema", "kernels.rules"},                   //
+                                         Mutant{"kernel_step_kept", "kernels.rules"},                //
+                                         Mutant{"kernel_step_twice", "kernels.rules"},               //
+                                         Mutant{"kernel_copy_cut", "kernels.rules"},                 //
+                                         Mutant{"kernel_no_unscale", "kernels.verdict"},             //
+                                         Mutant{"kernel_clip_epsilon", "kernels.verdict"},           //
+                                         Mutant{"kernel_no_zero", "kernels.verdict"},                //
+                                         Mutant{"kernel_no_statistics", "kernels.verdict"},          //
+                                         Mutant{"kernel_no_agc", "kernels.limits"},                  //
+                                         Mutant{"kernel_host_lr", "kernels.learning_rate"},          //
+                                         Mutant{"kernel_lost_sum", "kernels.absent_gradient"},       //
+                                         Mutant{"kernel_skip_ignored", "kernels.skip"},              //
+                                         Mutant{"kernel_skip_counts", "kernels.skip"},               //
+                                         Mutant{"kernel_found_inf_lost", "kernels.skip"},            //
+                                         Mutant{"kernel_ignores_queue", "kernels.order"},            //
+                                         Mutant{"kernel_allocates", "kernels.steady"},               //
+                                         Mutant{"kernel_leaks", "kernels.leaks"}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 TEST(Conformance, PassesTheSameLibraryWithoutABug) {

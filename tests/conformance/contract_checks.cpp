@@ -16,8 +16,7 @@ void table(const Subject& subject) {
   expect(table.size >= OXY_BACKEND_SIZE_V1, "size of at least " + std::to_string(OXY_BACKEND_SIZE_V1),
          std::to_string(table.size));
   if (table.kernels != nullptr) {
-    expect(table.kernels->size >= 8, "a table of kernels of at least 8 bytes",
-           std::to_string(table.kernels->size));
+    expect(table.kernels->size >= 8, "a table of kernels of at least 8 bytes", std::to_string(table.kernels->size));
     expect(table.kernels->version == OXY_KERNELS_VERSION, "kernels of version " + std::to_string(OXY_KERNELS_VERSION),
            std::to_string(table.kernels->version));
   }

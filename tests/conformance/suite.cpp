@@ -74,6 +74,7 @@ std::vector<Check> all_checks() {
   add_order_checks(checks);
   add_fault_checks(checks);
   add_thread_checks(checks);
+  add_kernel_checks(checks);
   return checks;
 }
 

@@ -1,4 +1,5 @@
-/// The checks that every backend must pass. Each cites a clause of oxytorch/backend.h and talks to the raw table.
+/// The checks that every backend must pass. Each cites a clause of oxytorch/backend.h or backend_kernels.h and talks to
+/// the raw table.
 #pragma once
 
 #include <cstdint>
@@ -56,6 +57,7 @@ void add_copy_checks(std::vector<Check>& checks);
 void add_order_checks(std::vector<Check>& checks);
 void add_fault_checks(std::vector<Check>& checks);
 void add_thread_checks(std::vector<Check>& checks);
+void add_kernel_checks(std::vector<Check>& checks);
 
 /// Called with the violation before it is thrown. A worker process reports and ends there: unwinding would free memory
 /// that a broken backend may still be working on.
