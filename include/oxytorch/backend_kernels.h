@@ -128,7 +128,7 @@ typedef struct oxy_tail_results {
   float* found_inf;   /* 1 where the round was skipped for inf or NaN, its own or told */
   float* applied;     /* 0 where it was skipped for any reason, else 1 */
   int64_t* skipped;   /* one more for each skipped round */
-  float* grad_norms;  /* sqrt(sums) * inverse */
+  float* grad_norms;  /* sqrt(sums) / (grad_scale * grad_divisor) */
   float* param_norms; /* with OXY_TAIL_COLLECT, of the tensors with a gradient; others keep their value */
   float* update_norms;
 } oxy_tail_results;
