@@ -209,6 +209,13 @@ def test_accumulation_with_an_optimizer_that_works_in_backward(options: dict[str
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_clipping_of_an_optimizer_that_steps_in_backward_is_refused() -> None:
+    model = make("mlp")
+    optimizer = optim.AdamW(model.parameters(), step_in_backward=True, nonfinite="propagate")
+    with pytest.raises(NotImplementedError, match=r"clip_norm=0\.5 needs all gradients"):
+        Trainer(model, optimizer, nn.CrossEntropyLoss(), clip_norm=0.5)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_no_host_read_on_the_step_path(precision: str) -> None:
     data = batches("mlp", 8)

@@ -285,6 +285,13 @@ TEST(TrainerTest, ALossThatIsNoScalarIsRefused) {
   trainer.revert_host_settings();
 }
 
+TEST(TrainerTest, ClippingOfAnOptimizerThatStepsInBackwardIsRefused) {
+  auto model = make_model();
+  optim::AdamW optimizer(model->parameters(),
+                         optim::AdamWOptions(1e-2).step_in_backward(true).nonfinite(optim::NonFinite::Propagate));
+  EXPECT_THROW(Trainer(*model, optimizer, loss_of(model), exact({{"clip_norm", 0.5}})), Error);
+}
+
 TEST(TrainerTest, AnArchiveContinuesTheRunToTheBit) {
   const auto config = exact({{"schedule", std::string("cosine")}, {"max_steps", int64_t{20}}, {"ema_decay", 0.9}});
   const auto batches = make_batches(12);

@@ -102,6 +102,11 @@ class Preparation:
         s = self._s
         if hasattr(optimizer, "tail_stats"):
             own = getattr(optimizer, "_tail_options", {})
+            if own.get("step_in_backward") and s.clip_norm is not None:
+                raise NotImplementedError(
+                    f"clip_norm={s.clip_norm:g} needs all gradients at once, and the optimizer has step_in_backward: "
+                    "it has updated the parameters before the last gradient is there. Leave out one of them."
+                )
             self.lines.append(SettingLine("step_tail", "on", "the optimizer is one of oxytorch.optim already."))
             self.separate_clip = s.clip_norm if own.get("clip_norm") is None else None
             self.tail_ema = own.get("ema_decay") is not None
