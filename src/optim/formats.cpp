@@ -50,11 +50,18 @@ at::Tensor random_pieces(std::int64_t numel, const Rounding& r, at::Device devic
   return at::bitwise_right_shift(word, piece.remainder(2).mul(16)).bitwise_and(0xFFFF);
 }
 
-// floor(levels * y + r), computed so that it rounds once as a fused multiply-add does.
+// floor(levels * y + r), rounded once before the floor as a fused multiply-add does. In fp32 alone, since not every
+// device has more: the products of y's halves are exact, the errors of both sums are kept and fit one number.
 at::Tensor quantized(const at::Tensor& y, double levels, const std::optional<Rounding>& rounding) {
-  const at::Tensor offset = rounding ? random_pieces(y.numel(), *rounding, y.device()).to(at::kDouble).div(65536.0)
-                                     : at::full({}, 0.5, y.options().dtype(at::kDouble));
-  return y.to(at::kDouble).mul(levels).add(offset).to(at::kFloat).floor().clamp_max(levels);
+  const at::Tensor offset = rounding ? random_pieces(y.numel(), *rounding, y.device()).to(at::kFloat).mul(1.0 / 65536)
+                                     : at::full({}, 0.5, y.options());
+  constexpr std::int64_t kUpperHalf = 0x7FFFF000;
+  const at::Tensor upper = float_of(bits_of(y).bitwise_and(kUpperHalf));
+  const at::Tensor large = upper.mul(levels), small = y.sub(upper).mul(levels);
+  const at::Tensor product = large.add(small), product_error = small.sub(product.sub(large));
+  const at::Tensor sum = product.add(offset), added = sum.sub(product);
+  const at::Tensor sum_error = product.sub(sum.sub(added)).add(offset.sub(added));
+  return sum.add(sum_error.add(product_error)).floor().clamp_max(levels);
 }
 
 }  // namespace
