@@ -81,6 +81,14 @@ void check_state(const Slot& slot, const at::Tensor& t, const char* what) {
             " is on ", t.device(), "; the parameter is on ", slot.param.device(), ".");
 }
 
+// Codes and residues are read in the order of memory.
+void check_dense(const Slot& slot, const at::Tensor& t, const std::string& what) {
+  OXY_CHECK(t.is_non_overlapping_and_dense(), InvalidArgument, "state '", what, "' of parameter ", slot.name,
+            " is a view with strides ", t.strides(),
+            " that leave gaps or overlap; give it without gaps, as by "
+            "contiguous().");
+}
+
 void check_moment(const Recipe& recipe, const Slot& slot, const ParamState& state, std::size_t k) {
   const at::Tensor& t = state.moments[k];
   const Moment& moment = traits(recipe.algorithm).moments[k];
@@ -96,6 +104,7 @@ void check_moment(const Recipe& recipe, const Slot& slot, const ParamState& stat
   OXY_CHECK(t.scalar_type() == (is_signed ? at::kChar : at::kByte), InvalidType, "state '", moment.name,
             "' of parameter ", slot.name, " has scales but dtype ", t.scalar_type(), "; it must be ",
             is_signed ? "int8." : "uint8.");
+  check_dense(slot, t, moment.name);
   const std::int64_t groups = kernels::state_groups(t.numel());
   OXY_CHECK(
       state.scales[k].dim() == 1 && state.scales[k].numel() == groups && state.scales[k].scalar_type() == at::kBFloat16,
@@ -169,6 +178,11 @@ void adopt_state(const Recipe& recipe, Slot& slot, ParamState state) {
   check_state(slot, state.ema, "ema");
   check_state(slot, state.master, "master");
   check_state(slot, state.residue, "residue");
+  if (state.residue.defined()) {
+    OXY_CHECK(state.residue.scalar_type() == at::kChar, InvalidType, "state 'residue' of parameter ", slot.name,
+              " is of dtype ", state.residue.scalar_type(), "; it must be int8.");
+    check_dense(slot, state.residue, "residue");
+  }
   if (recipe.algorithm == Algorithm::Adam) {
     const bool first = state.moments[0].defined(), second = state.moments[1].defined();
     OXY_CHECK(first == second, InvalidArgument, "the state of parameter ", slot.name, " has ",

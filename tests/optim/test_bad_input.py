@@ -31,7 +31,7 @@ def named(params) -> list[tuple[str, torch.nn.Parameter]]:
         ({"ema_decay": 1.0}, "ema_decay is 1"),
         ({"ema_decay": -0.1}, "ema_decay is -0.1"),
         ({"ema_decay": float("nan")}, "ema_decay is nan"),
-        ({"nonfinite": "ignore"}, "unknown non-finite policy 'ignore'"),
+        ({"nonfinite": "ignore"}, "unknown non-finite policy 'ignore'; use 'skip', 'raise', 'rollback' or 'propagate'"),
         ({"lr": float("nan")}, "learning rate|lr"),
         ({"lr": -1.0}, "Invalid learning rate"),
     ],
@@ -407,6 +407,20 @@ def test_bad_divisors_change_nothing(value: float) -> None:
         opt.step()
     now = ([p.detach() for p in params], opt.state_dict()["state"], opt.ema_state_dict())
     torch.testing.assert_close(now, kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "residue"])
+def test_codes_that_are_not_dense_are_refused(key: str) -> None:
+    params = params_with_grads((6, 8))
+    params[0].data, params[0].grad = params[0].data.bfloat16(), None
+    opt = AdamW(params, state_dtype="int8", master_weights="int8")
+    params[0].grad = torch.ones_like(params[0])
+    opt.step()
+    saved = opt.state_dict()
+    saved["state"][0][key] = torch.zeros(6, 16, dtype=torch.int8)[:, ::2]
+    with pytest.raises(ValueError, match=f"state '{key}' of parameter .* strides \\[16, 2\\]"):
+        opt.load_state_dict(saved)
+        opt.step()
 
 
 @pytest.mark.parametrize("what", ["grad_scale", "found_inf", "skip", "norm_limit"])

@@ -91,6 +91,7 @@ _TAIL_DEFAULTS: TailOptions = {
     "force_composite": False,
 }
 
+_POLICIES = ("skip", "raise", "rollback", "propagate")
 _COPY_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -117,6 +118,9 @@ def native_options(tail: TailOptions) -> dict[str, Any]:
         raise TypeError(f"seed is {seed!r}; give an integer.")
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed is {seed}; give an integer of 64 bits, at least 0.")
+    if options["nonfinite"] not in _POLICIES:
+        known = ", ".join(map(repr, _POLICIES[:-1]))
+        raise ValueError(f"unknown non-finite policy {options['nonfinite']!r}; use {known} or {_POLICIES[-1]!r}.")
     if options["nonfinite"] == "rollback":
         options["nonfinite"] = "skip"  # which the tail does; the way back is `Recovery`'s
     options["state_dtype"] = options["state_dtype"] or "auto"
