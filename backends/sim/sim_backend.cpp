@@ -133,7 +133,7 @@ oxy_status device_properties(std::int32_t index, oxy_device_properties* properti
   properties->flags = OXY_DEVICE_CHECKS_POINTERS | OXY_DEVICE_PEER_COPY | OXY_DEVICE_SIMULATED;
   properties->name = "Oxytorch simulator";
   properties->architecture = mutant("null_text") ? nullptr : "sim";
-  properties->torch_device = nullptr;
+  properties->torch_device = "sim";
   properties->memory_bytes = settings().memory_bytes.load();
   properties->link_bytes_per_s = static_cast<std::uint64_t>(settings().link_gbps.load() * 1e9 / 8);
   properties->compute_units = 1;

@@ -103,9 +103,9 @@ StreamQueue::StreamQueue(const backend::Device& device, c10::Device torch_device
   }
   guard.synchronizeStream(guard.getStream(torch_device_));
   queues_.emplace(nullptr, backend::Queue(device_));
-  log(LogLevel::Info, "backend '" + device_.backend().name() +
-                          "' cannot wrap torch's streams: its kernels run on a queue of their own, and the host waits "
-                          "between them and torch's operators");
+  log_once(LogLevel::Info, "streams of " + device_.backend().name(),
+           "backend '" + device_.backend().name() + "' cannot wrap torch's streams: its kernels run on a queue of " +
+               "their own, and the host waits between them and torch's operators");
 }
 
 oxy_queue StreamQueue::after_torch() {

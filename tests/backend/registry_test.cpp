@@ -82,7 +82,7 @@ TEST(Registry, BuiltInBackendsAreListedWithScoreReasonAndDevices) {
   const BackendInfo sim = named("sim");
   EXPECT_EQ(sim.score, 1);
   EXPECT_EQ(sim.devices.at(0).name, "Oxytorch simulator");
-  EXPECT_TRUE(sim.devices.at(0).torch_device.empty());
+  EXPECT_EQ(sim.devices.at(0).torch_device, "sim");
   EXPECT_TRUE(std::is_sorted(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.score > b.score; }));
 }
 

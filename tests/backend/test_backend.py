@@ -50,7 +50,7 @@ def test_built_in_backends_are_listed() -> None:
     (device,) = cpu["devices"]
     assert device["torch_device"] == "cpu"
     assert device["memory_bytes"] > 2**26
-    assert by_name(found)["sim"]["devices"][0]["torch_device"] is None
+    assert by_name(found)["sim"]["devices"][0]["torch_device"] == "sim"
     assert backend.best() == "cpu"
     json.dumps(found)
 

@@ -2,9 +2,9 @@
 ///
 /// One step: sum of squares and finite check of all gradients, unscale, clip, weight decay, the update of one of six
 /// algorithms, exponential moving average, low-precision copy, zeroing, statistics. On CPU, fp32, bf16 and fp16
-/// parameters go through the kernels of oxytorch/kernels/step_tail.h in two passes over memory, all tensors in one
-/// parallel region. Everything else (other dtypes, other devices, strided views, Muon's matrix products) goes through
-/// LibTorch's own operators with the same algorithm.
+/// parameters go through the kernels of oxytorch/kernels/step_tail.h in two passes, all tensors in one parallel region;
+/// where a device's backend has them, through those of oxytorch/backend_kernels.h on torch's current stream. Everything
+/// else (other dtypes and devices, strided views, Muon) goes through LibTorch's own operators, same algorithm.
 ///
 /// No host read of a device value: scale, found_inf and statistics stay on the device. No allocation after the first
 /// step on the native path. A step that is skipped changes no byte of parameters, state or average.
@@ -69,7 +69,7 @@ struct TailOptions {
   std::uint64_t seed = 0;            ///< of the stochastic rounding; same bits on every device
   bool collect_stats = false;        ///< parameter and update norms for each parameter, in the same pass
   bool zero_grads = false;           ///< write zeros over the gradients in the same pass
-  bool norm_in_backward = false;     ///< the caller reports each gradient by grad_ready(); saves the first pass
+  bool norm_in_backward = false;     ///< the caller reports each gradient by grad_ready(); on CPU saves the first pass
   bool step_in_backward = false;     ///< grad_ready() updates its parameter at once and frees the gradient
   bool force_composite = false;      ///< use LibTorch's operators also where native kernels exist
 };
