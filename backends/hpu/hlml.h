@@ -56,12 +56,12 @@ using HlmlStatus = int;
   X(nic_get_link, (HlmlDevice device, std::uint32_t port, bool* up))
 
 struct Hlml {
-#define OXY_HLML_POINTER(name, arguments) HlmlStatus(*name) arguments = nullptr;
+#define OXY_HLML_POINTER(name, arguments) HlmlStatus(*name) arguments = nullptr;  // NOLINT(bugprone-macro-parentheses)
   OXY_HLML_FUNCTIONS(OXY_HLML_POINTER)
 #undef OXY_HLML_POINTER
 };
 
-constexpr HlmlStatus kHlmlNotSupported = 3, kHlmlAlreadyInitialized = 5, kHlmlLost = 15;
+constexpr HlmlStatus kHlmlAlreadyInitialized = 5, kHlmlLost = 15;
 
 /// What a status means, as the end of a sentence; for 0 "it succeeded".
 std::string hlml_says(HlmlStatus status);

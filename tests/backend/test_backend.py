@@ -51,7 +51,8 @@ def test_built_in_backends_are_listed() -> None:
     assert device["torch_device"] == "cpu"
     assert device["memory_bytes"] > 2**26
     assert by_name(found)["sim"]["devices"][0]["torch_device"] == "sim"
-    assert backend.best() == "cpu"
+    # The fake hpu of tests/device passes for a card.
+    assert backend.best() == ("hpu" if os.environ.get("OXYTORCH_DEVICE") == "hpu" else "cpu")
     json.dumps(found)
 
 

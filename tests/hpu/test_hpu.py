@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,10 +53,11 @@ def told(*arguments: Any, **variables: Any) -> Any:
     return json.loads(run(*arguments, **variables).splitlines()[-1])
 
 
+@pytest.mark.skipif(os.environ.get("OXYTORCH_DEVICE") == "hpu", reason="here the fake is a card")
 def test_here_without_a_card_everything_says_why() -> None:
     status = ox.hpu.status()
     assert not status.usable and status.reason and status.problem
-    assert ox.hpu.cards() == [] or os.environ.get("OXYTORCH_HLML")
+    assert ox.hpu.cards() == []
     reading = ox.hpu.counters()
     assert reading.unknown["recompiles"] == "habana_frameworks.torch is not imported"
     assert ox.hpu.fallback_operators() == {}
@@ -65,6 +67,22 @@ def test_here_without_a_card_everything_says_why() -> None:
         assert not marks
     with pytest.raises(NotImplementedError, match=r"Habana's FusedAdamW is not here: .*oxytorch\.optim\.AdamW"):
         ox.hpu.FusedAdamW([])
+
+
+def test_a_torch_half_that_is_missing_is_named(tmp_path: Path) -> None:
+    alone = shutil.copy(ROOT / "build" / "dev" / "src" / "liboxytorch-backend-hpu.so", tmp_path)
+    code = f"""
+import ctypes
+told = ctypes.c_char_p()
+entry = ctypes.CDLL({str(alone)!r}).oxy_backend_entry
+entry.restype = ctypes.POINTER(ctypes.c_void_p)
+score = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(entry(1)[4])
+found = score(ctypes.addressof(told), None)
+print(json.dumps([found, told.value.decode()]))
+"""
+    score, reason = told(tmp_path, code)
+    assert score == 0
+    assert "the torch half of this backend cannot be opened" in reason and "liboxytorch-hpu-torch.so" in reason
 
 
 def test_the_backend_is_listed_with_its_card(tmp_path: Path) -> None:
