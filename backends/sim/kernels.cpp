@@ -133,8 +133,8 @@ void plant_after(const Launch&, LaunchMemory&) {}
 
 }  // namespace
 
-Failure run_launch(std::int32_t device_index, Launch& launch) {
-  SimDevice& self = device(device_index);
+Failure run_launch(std::int32_t device, Launch& launch) {
+  SimDevice& self = sim::device(device);
   self.counters.launches.fetch_add(1, std::memory_order_relaxed);
   LaunchMemory memory(self);
   try {
@@ -149,10 +149,10 @@ Failure run_launch(std::int32_t device_index, Launch& launch) {
   return {};
 }
 
-oxy_status create_sim_tail(std::int32_t index, const oxy_tail_tensor* tensors, std::uint32_t count, oxy_tail* tail) {
+oxy_status create_sim_tail(std::int32_t device, const oxy_tail_tensor* tensors, std::uint32_t count, oxy_tail* tail) {
   if (tail != nullptr) *tail = nullptr;
-  if (const oxy_status status = check_alive(index); status != OXY_OK) return status;
-  return create_tail(std::make_unique<SimTailDevice>(index), tensors, count, tail);
+  if (const oxy_status status = check_alive(device); status != OXY_OK) return status;
+  return create_tail(std::make_unique<SimTailDevice>(device), tensors, count, tail);
 }
 
 }  // namespace oxytorch::backend::sim
