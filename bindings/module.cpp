@@ -51,6 +51,8 @@ PYBIND11_MODULE(_C, m) {
   bind_optim_stability(optim);
   auto amp = room("amp", "Mixed precision.");
   bind_amp(amp);
+  auto accelerator = room("accelerator", "Settings of the accelerator.");
+  bind_accelerator(accelerator);
   auto trainer = room("trainer", "Host settings and the training step.");
   bind_trainer(trainer);
 }

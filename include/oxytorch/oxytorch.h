@@ -1,6 +1,7 @@
 /// Every room at once. It reaches LibTorch: a program on Oxytorch::core includes the rooms that it needs.
 #pragma once
 
+#include "oxytorch/accelerator.h"
 #include "oxytorch/amp.h"
 #include "oxytorch/amp/precision.h"
 #include "oxytorch/api.h"

@@ -19,6 +19,7 @@ from .backend import available_backends as available_backends
 
 __version__: str = _C.__version__
 
+from . import accelerator as accelerator
 from . import amp as amp
 from . import environment as environment
 from . import hpu as hpu
@@ -26,6 +27,7 @@ from . import machine as machine
 from . import model as model
 from . import monitor as monitor
 from . import optim as optim
+from .accelerator import GPUConfig as GPUConfig
 from .config import PerformanceConfig as PerformanceConfig
 from .info import info as info
 from .machine import TopologyConfig as TopologyConfig

@@ -10,9 +10,11 @@ from . import machine
 from . import monitor
 from . import optim
 from . import amp
+from . import accelerator
 from . import trainer
 
 __all__: list[str] = [
+    "accelerator",
     "amp",
     "backend",
     "base",

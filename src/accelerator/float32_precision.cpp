@@ -1,0 +1,76 @@
+#include "accelerator/float32_precision.h"
+
+#include <algorithm>
+
+namespace oxytorch::accelerator {
+namespace {
+
+using Backend = at::Float32Backend;
+using Op = at::Float32Op;
+using Precision = at::Float32Precision;
+
+/// Sets one value for the end of the scope.
+class Parent {
+ public:
+  Parent(Backend backend, Precision before) : backend_(backend), before_(before) {}
+  ~Parent() { set(before_); }
+  Parent(const Parent&) = delete;
+  Parent& operator=(const Parent&) = delete;
+  void set(Precision value) { at::globalContext().setFloat32Precision(backend_, Op::ALL, value); }
+
+ private:
+  Backend backend_;
+  Precision before_;
+};
+
+}  // namespace
+
+std::optional<Precision> stored_precision(Backend backend, Op op) {
+  auto& context = at::globalContext();
+  // Nothing is above the generic setting: what is read is what is stored.
+  Parent generic(Backend::GENERIC, context.float32Precision(Backend::GENERIC, Op::ALL));
+  if (backend == Backend::GENERIC) return context.float32Precision(backend, op);
+  generic.set(Precision::NONE);
+  Parent whole(backend, context.float32Precision(backend, Op::ALL));
+  if (op == Op::ALL) return context.float32Precision(backend, op);
+  whole.set(Precision::NONE);
+  const auto alone = context.float32Precision(backend, op);
+  if (alone != Precision::TF32) return alone;
+  whole.set(Precision::IEEE);
+  if (context.float32Precision(backend, op) == Precision::IEEE) return std::nullopt;  // it gave way
+  return alone;
+}
+
+std::function<void()> set_precision(Backend backend, const std::vector<Op>& ops, Precision value) {
+  auto& context = at::globalContext();
+  struct Stored {
+    Op op;
+    Precision value;
+  };
+  std::vector<Stored> before;
+  bool unwritten = false;
+  for (const Op op : ops) {
+    const auto stored = stored_precision(backend, op);
+    if (stored) {
+      before.push_back({op, *stored});
+    } else {
+      unwritten = unwritten || context.float32Precision(backend, op) != value;
+    }
+  }
+  if (unwritten) {
+    // The parent would also reach the matrix products, which keep what they have.
+    const auto products = context.float32Precision(backend, Op::MATMUL);
+    before.insert(before.begin(), {{Op::ALL, *stored_precision(backend, Op::ALL)},
+                                   {Op::MATMUL, *stored_precision(backend, Op::MATMUL)}});
+    context.setFloat32Precision(backend, Op::MATMUL, products == Precision::NONE ? Precision::IEEE : products);
+    context.setFloat32Precision(backend, Op::ALL, value);
+  }
+  for (const Stored& one : before) {
+    if (std::find(ops.begin(), ops.end(), one.op) != ops.end()) context.setFloat32Precision(backend, one.op, value);
+  }
+  return [backend, before] {
+    for (const Stored& one : before) at::globalContext().setFloat32Precision(backend, one.op, one.value);
+  };
+}
+
+}  // namespace oxytorch::accelerator

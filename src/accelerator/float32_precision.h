@@ -1,0 +1,23 @@
+/// torch's fp32_precision settings as they are stored, not as they are resolved.
+///
+/// A reader of torch resolves a setting that inherits through its parents, so that writing back what was read would pin
+/// it. What is stored is found by changing the parents and looking. cuDNN's settings start out unwritten: tf32, unless
+/// a parent says otherwise. torch lets nobody write that state again, so an unwritten one is changed by its parent.
+#pragma once
+
+#include <ATen/Context.h>
+
+#include <functional>
+#include <optional>
+#include <vector>
+
+namespace oxytorch::accelerator {
+
+/// Empty: unwritten.
+std::optional<at::Float32Precision> stored_precision(at::Float32Backend backend, at::Float32Op op);
+
+/// Sets operations of one backend, and no other operation, to `value`; gives the exact way back.
+std::function<void()> set_precision(at::Float32Backend backend, const std::vector<at::Float32Op>& ops,
+                                    at::Float32Precision value);
+
+}  // namespace oxytorch::accelerator
