@@ -164,7 +164,7 @@ def test_int8_is_small_and_near(by: str) -> None:
     result = ox.model.quantize(model, "int8", example=X, by=by)
     assert result.changed == ("0", "2", "4") and by in result.notes[0]
     assert 0 < result.comparison.error < 0.05
-    assert result.comparison.bytes_after < 0.4 * result.comparison.bytes_before
+    assert 0.25 * result.comparison.bytes_before < result.comparison.bytes_after < 0.4 * result.comparison.bytes_before
     assert model.training and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 

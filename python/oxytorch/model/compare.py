@@ -109,7 +109,8 @@ def _inner(tensor: Tensor) -> Iterable[Tensor]:
 
 def _bytes(model: nn.Module) -> int:
     held = {}
-    for tensor in tensors_of(model):
+    tensors = list(tensors_of(model))  # packed weights are made when asked for, and must not share an address
+    for tensor in tensors:
         key = id(tensor) if tensor.is_quantized else tensor.untyped_storage()._cdata
         held[key] = tensor.numel() * tensor.element_size()
     return sum(held.values())
