@@ -16,9 +16,12 @@ namespace {
 
 using optim::Algorithm;
 
+// `sim` has kernels of its own; other devices get those of played_backend.h.
+bool is_played() { return c10::DeviceTypeName(torch_device().type(), true) != "sim"; }
+
 c10::Device device() {
   static const bool registered = [] {
-    register_played(c10::DeviceTypeName(torch_device().type(), true).c_str());
+    if (is_played()) register_played(c10::DeviceTypeName(torch_device().type(), true).c_str());
     return true;
   }();
   static_cast<void>(registered);
@@ -134,6 +137,7 @@ class NativeDevice : public testing::TestWithParam<bool> {
  protected:
   void SetUp() override {
     if (torch_device().is_cpu()) GTEST_SKIP() << "for a fake device";
+    if (GetParam() && !is_played()) GTEST_SKIP() << "sim has no streams to wrap";
     played() = {};
     played().wraps = GetParam();
     device();
@@ -218,7 +222,7 @@ TEST_P(NativeDevice, OneVerdictServesThoseThatTheKernelsCannotTake) {
     EXPECT_TRUE(at::allclose(mine.tail.stats().grad_norms.cpu(), cpu.tail.stats().grad_norms));
   }
   EXPECT_FALSE(mine.tail.native());
-  EXPECT_EQ(played().rounds, 3);
+  EXPECT_EQ(played().rounds, is_played() ? 3 : 0);
   for (std::size_t i = 0; i < mine.params.size(); ++i) {
     EXPECT_TRUE(at::allclose(mine.params[i].cpu(), cpu.params[i], 1e-6, 1e-7)) << i;
   }
@@ -253,6 +257,7 @@ TEST_P(NativeDevice, ReadsRatesWhereTheyLie) {
 }
 
 TEST_P(NativeDevice, ConfiguresOnlyWhatChanged) {
+  if (!is_played()) GTEST_SKIP() << "counts calls";
   Tail mine(Algorithm::SGD, {}, device(), at::kFloat);
   give_gradients(mine.params, 1);
   for (int i = 0; i < 3; ++i) mine.tail.step();
@@ -304,6 +309,7 @@ TEST_P(NativeDevice, RaisesBeforeAnythingIsChanged) {
     EXPECT_NE(std::string(error.what()).find("2 of group 0"), std::string::npos) << error.what();
   }
   expect_same(before, contents(mine.tail), "raised");
+  if (!is_played()) return;
   played().fails = true;
   give_gradients(mine.params, 2);
   try {
@@ -319,6 +325,7 @@ TEST_P(NativeDevice, RaisesBeforeAnythingIsChanged) {
 }
 
 TEST_P(NativeDevice, FallsBackOnceAndSaysSo) {
+  if (!is_played()) GTEST_SKIP() << "needs a backend that declines";
   played().serves = false;
   reset_log_once();
   std::vector<std::string> said;
