@@ -93,32 +93,28 @@ void listen_queue(HostReader& host, bool fast) {
   }
 }
 
-void interfaces(HostReader& host) {
-  for (const std::string& name : host.names("/sys/class/net")) {
-    const std::string folder = "/sys/class/net/" + name;
-    const auto speed = host.number(folder + "/speed");
-    const auto mtu = host.number(folder + "/mtu");
-    if (!speed || *speed < 10'000 || !mtu) continue;
-    host.reported("interface " + name, folder,
-                  std::to_string(*speed / 1000) + " Gb/s, frames of " + std::to_string(*mtu) + " bytes",
-                  *mtu >= 9000
-                      ? "Jumbo frames take six times fewer packets."
-                      : "Jumbo frames take six times fewer packets, where every switch on the way allows them.");
-    // Drivers of mlx5 show here on which priorities RoCE slows down when a switch marks congestion.
-    std::string marked;
-    for (int priority = 0; priority < 8; ++priority) {
-      const auto on = host.number(folder + "/ecn/roce_np/enable/" + std::to_string(priority));
-      if (!on || *on != 1) continue;
-      if (!marked.empty()) marked += ' ';
-      marked += std::to_string(priority);
-    }
-    if (host.exists(folder + "/ecn/roce_np/enable")) {
-      host.reported(
-          "ECN of " + name, folder + "/ecn/roce_np/enable", marked.empty() ? "off" : "priorities " + marked,
-          "RoCE needs ECN or PFC on the priority that NCCL_IB_TC maps to, the same on every switch; `mlnx_qos "
-          "-i " +
-              name + "` shows PFC.");
-    }
+void interface(HostReader& host, const std::string& name) {
+  const std::string folder = "/sys/class/net/" + name;
+  const auto speed = host.number(folder + "/speed");
+  const auto mtu = host.number(folder + "/mtu");
+  if (!speed || *speed < 10'000 || !mtu) return;
+  host.reported("interface " + name, folder,
+                std::to_string(*speed / 1000) + " Gb/s, frames of " + std::to_string(*mtu) + " bytes",
+                *mtu >= 9000 ? "Jumbo frames take six times fewer packets."
+                             : "Jumbo frames take six times fewer packets, where every switch on the way allows them.");
+  // Drivers of mlx5 show here on which priorities RoCE slows down when a switch marks congestion.
+  std::string marked;
+  for (int priority = 0; priority < 8; ++priority) {
+    const auto on = host.number(folder + "/ecn/roce_np/enable/" + std::to_string(priority));
+    if (!on || *on != 1) continue;
+    if (!marked.empty()) marked += ' ';
+    marked += std::to_string(priority);
+  }
+  if (host.exists(folder + "/ecn/roce_np/enable")) {
+    host.reported("ECN of " + name, folder + "/ecn/roce_np/enable", marked.empty() ? "off" : "priorities " + marked,
+                  "RoCE needs ECN or PFC on the priority that NCCL_IB_TC maps to, the same on every switch; `mlnx_qos "
+                  "-i " +
+                      name + "` shows PFC.");
   }
 }
 
@@ -126,61 +122,60 @@ void interfaces(HostReader& host) {
 std::string roce_gid(HostReader& host, const std::string& port) {
   std::string any;
   for (const std::string& index : host.names(port + "/gid_attrs/types")) {
-    if (!detail::parse<int>(index) || host.text(port + "/gid_attrs/types/" + index) != "RoCE v2") continue;
-    const std::string gid = host.text(port + "/gids/" + index).value_or("");
+    if (!detail::parse<int>(index) || host.text(joined({port, "/gid_attrs/types/", index})) != "RoCE v2") continue;
+    const std::string gid = host.text(joined({port, "/gids/", index})).value_or("");
     if (gid.empty() || gid == "0000:0000:0000:0000:0000:0000:0000:0000") continue;
-    const std::string entry = "GID " + index + " is RoCE v2";
+    const std::string entry = joined({"GID ", index, " is RoCE v2"});
     if (gid.starts_with("0000:0000:0000:0000:0000:ffff:")) return entry;
     if (any.empty()) any = entry;
   }
   return any;
 }
 
-void port_rows(HostReader& host, const std::string& device, const std::string& kind, const std::string& firmware) {
-  for (const std::string& number : host.names(kInfiniband + device + "/ports")) {
-    const std::string port = kInfiniband + device + "/ports/" + number;
-    const auto state = host.text(port + "/state");
-    if (!state) continue;
-    const std::string layer = host.text(port + "/link_layer").value_or("unknown link layer");
-    const bool roce = kind != "EFA" && layer == "Ethernet";
-    const std::string what = (kind == "EFA" ? kind : roce ? "RoCE" : "InfiniBand") + (" " + device) + " port " + number;
-    const std::string value = shown(*state) + ", " + shown(host.text(port + "/rate").value_or("unknown rate")) + ", " +
-                              shown(layer) + (firmware.empty() ? "" : ", firmware " + shown(firmware));
-    if (state->find("ACTIVE") == std::string::npos) {
-      host.change(what, port + "/state", value, "active, or left out",
-                  "The link is down; NCCL finds the adapter and fails or falls back to slower ones when it is named.",
-                  "export NCCL_IB_HCA=^" + device, false);
-      continue;
-    }
-    if (!roce) {
-      host.fine(what, port + "/state", value, "The link is up.");
-      continue;
-    }
-    const std::string gid = roce_gid(host, port);
-    if (gid.empty() && host.exists(port + "/gid_attrs/types")) {
-      host.change(what, port + "/gid_attrs/types", value + ", no RoCE v2 address", "RoCE v2",
-                  "RoCE v1 frames do not pass a router; NCCL takes the RoCE v2 entry of the GID table.",
-                  "cma_roce_mode -d " + device + " -p " + number + " -m 2");
-    } else {
-      host.fine(
-          what, port + "/state", value + (gid.empty() ? "" : ", " + gid),
-          "The link is up; NCCL since 2.21 finds the RoCE v2 entry by itself, older ones need NCCL_IB_GID_INDEX.");
-    }
-    const auto lost = host.number<std::uint64_t>(port + "/hw_counters/out_of_sequence");
-    if (lost && *lost > 0) {
-      host.reported(what + " losses", port + "/hw_counters/out_of_sequence", std::to_string(*lost) + " since start",
-                    "Packets came out of order or were lost; a count that grows during training means that PFC or ECN "
-                    "does not work along the way.");
-    }
+void port_rows(HostReader& host, const std::string& device, const std::string& number, const std::string& kind,
+               const std::string& firmware) {
+  const std::string port = kInfiniband + device + "/ports/" + number;
+  const auto state = host.text(port + "/state");
+  if (!state) return;
+  const std::string layer = host.text(port + "/link_layer").value_or("unknown link layer");
+  const bool roce = kind != "EFA" && layer == "Ethernet";
+  const std::string what = (kind == "EFA" ? kind : roce ? "RoCE" : "InfiniBand") + (" " + device) + " port " + number;
+  const std::string value = shown(*state) + ", " + shown(host.text(port + "/rate").value_or("unknown rate")) + ", " +
+                            shown(layer) + (firmware.empty() ? "" : ", firmware " + shown(firmware));
+  if (state->find("ACTIVE") == std::string::npos) {
+    host.change(what, port + "/state", value, "active, or left out",
+                "The link is down; NCCL finds the adapter and fails or falls back to slower ones when it is named.",
+                "export NCCL_IB_HCA=^" + device, false);
+    return;
+  }
+  if (!roce) {
+    host.fine(what, port + "/state", value, "The link is up.");
+    return;
+  }
+  const std::string gid = roce_gid(host, port);
+  if (gid.empty() && host.exists(port + "/gid_attrs/types")) {
+    host.change(what, port + "/gid_attrs/types", value + ", no RoCE v2 address", "RoCE v2",
+                "RoCE v1 frames do not pass a router; NCCL takes the RoCE v2 entry of the GID table.",
+                "cma_roce_mode -d " + device + " -p " + number + " -m 2");
+  } else {
+    host.fine(what, port + "/state", value + (gid.empty() ? "" : ", " + gid),
+              "The link is up; NCCL since 2.21 finds the RoCE v2 entry by itself, older ones need NCCL_IB_GID_INDEX.");
+  }
+  const auto lost = host.number<std::uint64_t>(port + "/hw_counters/out_of_sequence");
+  if (lost && *lost > 0) {
+    host.reported(what + " losses", port + "/hw_counters/out_of_sequence", std::to_string(*lost) + " since start",
+                  "Packets came out of order or were lost; a count that grows during training means that PFC or ECN "
+                  "does not work along the way.");
   }
 }
 
-void rdma_adapters(HostReader& host) {
-  for (const std::string& device : host.names(kInfiniband)) {
-    const std::string folder = kInfiniband + device;
-    const bool efa =
-        host.link_name(folder + "/device/driver") == "efa" || host.text(folder + "/device/vendor") == "0x1d0f";
-    port_rows(host, device, efa ? "EFA" : "", host.text(folder + "/fw_ver").value_or(""));
+void adapter(HostReader& host, const std::string& device) {
+  const std::string folder = kInfiniband + device;
+  const bool efa =
+      host.link_name(folder + "/device/driver") == "efa" || host.text(folder + "/device/vendor") == "0x1d0f";
+  const std::string firmware = host.text(folder + "/fw_ver").value_or("");
+  for (const std::string& number : host.names(folder + "/ports")) {
+    port_rows(host, device, number, efa ? "EFA" : "", firmware);
   }
 }
 
@@ -192,8 +187,8 @@ void read_network_rows(HostReader& host) {
   tcp_buffers(host, fast);
   congestion_control(host);
   listen_queue(host, fast);
-  interfaces(host);
-  rdma_adapters(host);
+  for (const std::string& name : host.names("/sys/class/net")) interface(host, name);
+  for (const std::string& device : host.names(kInfiniband)) adapter(host, device);
 }
 
 }  // namespace oxytorch::machine

@@ -98,7 +98,7 @@ void mitigations(HostReader& host) {
   int mitigated = 0;
   int open = 0;
   for (const std::string& name : host.names(folder)) {
-    const std::string state = host.text(folder + "/" + name).value_or("");
+    const std::string state = host.text(joined({folder, "/", name})).value_or("");
     mitigated += state.starts_with("Mitigation") ? 1 : 0;
     open += state.starts_with("Vulnerable") ? 1 : 0;
   }

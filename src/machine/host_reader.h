@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -17,6 +18,9 @@ namespace oxytorch::machine {
 
 /// Trimmed, with bytes outside printable ASCII and the middle of a long text replaced.
 std::string shown(std::string_view text);
+
+/// The parts, one behind the other.
+std::string joined(std::initializer_list<std::string_view> parts);
 
 /// The word in brackets of "always [madvise] never"; "" where there is none.
 std::string selected(std::string_view text);

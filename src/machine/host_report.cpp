@@ -51,6 +51,12 @@ std::string shown(std::string_view text) {
   return out;
 }
 
+std::string joined(std::initializer_list<std::string_view> parts) {
+  std::string whole;
+  for (const std::string_view part : parts) whole += part;
+  return whole;
+}
+
 std::string selected(std::string_view text) {
   const std::size_t open = text.find('[');
   const std::size_t close = text.find(']', open == std::string_view::npos ? 0 : open);

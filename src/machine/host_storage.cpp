@@ -111,8 +111,8 @@ std::optional<Tunable> lustre_tunable(const HostReader& host, const std::string&
   for (const char* top : {"/sys/fs/lustre/", "/proc/fs/lustre/"}) {
     const std::string folder = std::string(top) + kind;
     for (const std::string& target : host.names(folder)) {
-      const auto value = host.number<std::uint64_t>(folder + "/" + target + "/" + parameter);
-      if (value && (!found || *value < found->least)) found = Tunable{*value, folder + "/*/" + parameter};
+      const auto value = host.number<std::uint64_t>(joined({folder, "/", target, "/", parameter}));
+      if (value && (!found || *value < found->least)) found = Tunable{*value, joined({folder, "/*/", parameter})};
     }
   }
   return found;

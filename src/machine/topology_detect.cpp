@@ -109,7 +109,7 @@ class Detector {
       const std::string folder = "/sys/class/infiniband/" + device;
       const bool efa = host_.link_name(folder + "/device/driver") == "efa";
       for (const std::string& port : host_.names(folder + "/ports")) {
-        const std::string place = folder + "/ports/" + port;
+        const std::string place = joined({folder, "/ports/", port});
         if (host_.text(place + "/state").value_or("").find("ACTIVE") == std::string::npos) continue;
         const std::string rate = host_.text(place + "/rate").value_or("");  // "400 Gb/sec (4X NDR)"
         const auto gigabits = detail::parse<double>(rate.substr(0, rate.find(' ')));
@@ -123,8 +123,8 @@ class Detector {
       origin = "/sys/class/net";
       for (const std::string& name : host_.names(origin)) {
         // Bridges and tunnels have a speed too; what has a device behind it carries the bytes.
-        const auto megabits = host_.number(origin + "/" + name + "/speed");
-        if (!host_.exists(origin + "/" + name + "/device") || !megabits || *megabits <= 0) continue;
+        const auto megabits = host_.number(joined({origin, "/", name, "/speed"}));
+        if (!host_.exists(joined({origin, "/", name, "/device"})) || !megabits || *megabits <= 0) continue;
         bytes_per_s = std::max(bytes_per_s, static_cast<double>(*megabits) * 1e6 / 8);
         kind = "ethernet";
       }
