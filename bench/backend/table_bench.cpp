@@ -1,5 +1,5 @@
-// What one call through the table costs the host: the floor under every use of a device. OXYTORCH_BENCH_BACKEND names the
-// backend to measure, which is cpu otherwise.
+// What one call through the table costs the host: the floor under every use of a device. OXYTORCH_BENCH_BACKEND names
+// the backend to measure, which is cpu otherwise.
 #include <benchmark/benchmark.h>
 
 #include <cstdint>

@@ -123,8 +123,8 @@ struct Trainer::Impl {
     device = parameters.front().device();
     accumulate = config.integer("accumulation_steps").value_or(1);
     clip_norm = config.number("clip_norm");
-    OXY_CHECK(clip_norm <= 0 || !tail || !tail->tail().options().step_in_backward, NotSupported, "clip_norm = ",
-              clip_norm,
+    OXY_CHECK(clip_norm <= 0 || !tail || !tail->tail().options().step_in_backward, NotSupported,
+              "clip_norm = ", clip_norm,
               " needs all gradients at once, and the optimizer has step_in_backward: it has updated the parameters "
               "before the last gradient is there. Leave out one of them.");
     ema_decay = config.number("ema_decay");

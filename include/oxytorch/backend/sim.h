@@ -3,8 +3,8 @@
 ///
 /// Its memory cannot be touched by the host: reading a device pointer outside a copy ends the process, as on a card. It
 /// checks what a card does not: every range of a copy or fill lies in one live allocation, when asked and when done, so
-/// work on freed memory fails its queue with OXY_INVALID_STATE. Its native kernels are those of a GPU, run on an emulated
-/// grid: slow, and the same bits.
+/// work on freed memory fails its queue with OXY_INVALID_STATE. Its native kernels are those of a GPU, run on an
+/// emulated grid: slow, and the same bits.
 ///
 /// `OXYTORCH_SIM` holds the settings at the start, as `key=value` separated by commas:
 ///   devices=1          1 to 16
