@@ -134,7 +134,6 @@ template <class Function>
 Function driver_function(const char* name) {
   return reinterpret_cast<Function>(fake(OXY_FAKE_DRIVER, name));
 }
-int plan(const char* text) { return driver_function<int (*)(const char*)>("fake_cuda_configure")(text); }
 unsigned long long count(const char* what) {
   return driver_function<unsigned long long (*)(const char*)>("fake_cuda_count")(what);
 }
@@ -146,9 +145,17 @@ const Backend& cuda() {
     // Ordinals and NVML's own order differ: the first card that the process sees is the machine's second.
     setenv("CUDA_VISIBLE_DEVICES", "1,0,2,3,4,5,6,7,8", 1);
     setenv("OXY_FAKE_CUDA", "devices=9,memory=67108864", 1);
-    return Registry::instance().load(OXY_CUDA);
+    const Backend& backend = Registry::instance().load(OXY_CUDA);
+    // As torch has done before anyone makes a stream; and the fake has read its scene.
+    EXPECT_EQ(backend.info().score, 90) << backend.info().reason;
+    return backend;
   }();
   return loaded;
+}
+
+int plan(const char* text) {
+  cuda();
+  return driver_function<int (*)(const char*)>("fake_cuda_configure")(text);
 }
 
 Error caught(const std::function<void()>& call) {

