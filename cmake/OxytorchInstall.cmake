@@ -26,11 +26,9 @@ if(OXYTORCH_TORCH)
   target_sources(oxytorch PUBLIC FILE_SET headers TYPE HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR}/include FILES ${torch_headers})
   # In a wheel torch is the neighbouring package; elsewhere it is the one that this was built against, which a program
   # that uses no symbol of torch itself would not find.
-  set_target_properties(oxytorch PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib"
+  set_target_properties(oxytorch PROPERTIES
+    INSTALL_RPATH "$ORIGIN;$<IF:$<BOOL:${SKBUILD}>,$ORIGIN/../../torch/lib,$<TARGET_FILE_DIR:c10>>"
     VERIFY_INTERFACE_HEADER_SETS ${OXYTORCH_TESTS})
-  if(NOT SKBUILD)
-    set_property(TARGET oxytorch PROPERTY INSTALL_RPATH_USE_LINK_PATH ON)
-  endif()
 endif()
 if(SKBUILD)
   # A wheel holds no links: one file per library.
