@@ -166,6 +166,9 @@ void row_sums(const TailTensor& tensor, std::int64_t offset, std::int64_t count,
 struct RuleSection {
   float* weight;
   float* before;  // receives the weights that were there; null: not wanted
+  // Receive the sums of squares of weights and of changes, a lane for each place in a block; null: not wanted.
+  float* param_sums;
+  float* update_sums;
   const float* grad;
   float* state[3];
   std::int64_t count;
@@ -198,11 +201,14 @@ HWY_INLINE V sign(V value) {
 }
 HWY_INLINE V lerp(V from, V to, float weight) { return fma(set(weight), hn::Sub(to, from), from); }
 
-template <Rule kRule, bool kInt8>
+template <Rule kRule, bool kInt8, bool kSums>
 void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nesterov, bool first) {
   // A copy: the compiler then knows that stores cannot change the coefficients.
   const Coefficients c = coefficients;
   const bool keeps = s.before != nullptr;
+  constexpr int kVectors = kBlock / kLanes;
+  V params[kVectors], updates[kVectors];
+  for (int j = 0; j < kVectors; ++j) params[j] = updates[j] = hn::Zero(F32());
   const bool adds_decay = c.weight_decay != 0;
   const bool shrinks = c.decay != 0;
   float* const state0 = s.state[0];
@@ -216,6 +222,7 @@ void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nes
       for (int k = 0; k < 2; ++k) kInt8 ? prefetch(s.codes[k], i + kSection) : prefetch(s.state[k], i + kSection);
     }
     V weight = load(s.weight + i);
+    const V old = weight;
     if (keeps) store(weight, s.before + i);
     V grad = hn::Mul(load(s.grad + i), set(c.grad_multiplier));
     if (adds_decay) grad = fma(set(c.weight_decay), weight, grad);
@@ -265,18 +272,37 @@ void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nes
       weight = fma(set(-c.step_size), change, weight);
     }
     store(weight, s.weight + i);
+    if constexpr (kSums) {
+      const int j = static_cast<int>(i / kLanes) % kVectors;
+      const V change = hn::Sub(weight, old);
+      params[j] = fma(weight, weight, params[j]);
+      updates[j] = fma(change, change, updates[j]);
+    }
+  }
+  for (int j = 0; kSums && j < kVectors; ++j) {
+    store(params[j], s.param_sums + j * kLanes);
+    store(updates[j], s.update_sums + j * kLanes);
   }
 }
 
-template <bool kInt8>
+template <bool kInt8, bool kSums>
 void apply_rule(const RuleSection& s, const Coefficients& c, const ChunkUpdate& chunk) {
   switch (chunk.rule) {
-    case Rule::AdamW: return apply_rule<Rule::AdamW, kInt8>(s, c, false, false);
-    case Rule::Adam: return apply_rule<Rule::Adam, kInt8>(s, c, false, false);
-    case Rule::Sgd: return apply_rule<Rule::Sgd, kInt8>(s, c, chunk.nesterov, chunk.tensor.first);
-    case Rule::Lion: return apply_rule<Rule::Lion, kInt8>(s, c, false, false);
-    case Rule::Adagrad: return apply_rule<Rule::Adagrad, kInt8>(s, c, false, false);
-    case Rule::RmsProp: return apply_rule<Rule::RmsProp, kInt8>(s, c, false, false);
+    case Rule::AdamW: return apply_rule<Rule::AdamW, kInt8, kSums>(s, c, false, false);
+    case Rule::Adam: return apply_rule<Rule::Adam, kInt8, kSums>(s, c, false, false);
+    case Rule::Sgd: return apply_rule<Rule::Sgd, kInt8, kSums>(s, c, chunk.nesterov, chunk.tensor.first);
+    case Rule::Lion: return apply_rule<Rule::Lion, kInt8, kSums>(s, c, false, false);
+    case Rule::Adagrad: return apply_rule<Rule::Adagrad, kInt8, kSums>(s, c, false, false);
+    case Rule::RmsProp: return apply_rule<Rule::RmsProp, kInt8, kSums>(s, c, false, false);
+  }
+}
+
+void apply_rule(const RuleSection& s, const Coefficients& c, const ChunkUpdate& chunk) {
+  const bool coded = s.codes[0] != nullptr || s.codes[1] != nullptr;
+  if (s.param_sums != nullptr) {
+    coded ? apply_rule<true, true>(s, c, chunk) : apply_rule<false, true>(s, c, chunk);
+  } else {
+    coded ? apply_rule<true, false>(s, c, chunk) : apply_rule<false, false>(s, c, chunk);
   }
 }
 
@@ -294,6 +320,13 @@ struct Statistics {
   Lanes update;
   // Written out: an implicit one would lack the instruction set of this region.
   HWY_INLINE Statistics() {}  // NOLINT(modernize-use-equals-default)
+  float param_sums[kBlock];
+  float update_sums[kBlock];
+  // What the rule left in param_sums and update_sums.
+  HWY_INLINE void add_sums() {
+    param.add(param_sums);
+    update.add(update_sums);
+  }
   // In fp32 within a section, 32 squares a lane: half the work of fp64, and exact to 2e-6.
   void add(const float* before, const float* after, std::int64_t count) {
     constexpr int kVectors = kBlock / kLanes;
@@ -307,13 +340,11 @@ struct Statistics {
         updates[j] = fma(change, change, updates[j]);
       }
     }
-    float sums[2][kBlock];
     for (int j = 0; j < kVectors; ++j) {
-      store(params[j], sums[0] + j * kLanes);
-      store(updates[j], sums[1] + j * kLanes);
+      store(params[j], param_sums + j * kLanes);
+      store(updates[j], update_sums + j * kLanes);
     }
-    param.add(sums[0]);
-    update.add(sums[1]);
+    add_sums();
   }
 };
 
@@ -371,16 +402,21 @@ class ChunkRun {
     s.count = padded_;
     s.more = chunk_.offset + chunk_.count - at_ >= 2 * kSection;
     s.weight = direct ? home : read_weights();
-    s.before = collects_ ? scratch_.before : nullptr;
+    // Weights that are stored as the rule leaves them are summed by the rule itself.
+    const bool sums = collects_ && direct;
+    s.before = collects_ && !sums ? scratch_.before : nullptr;
+    s.param_sums = sums ? statistics_.param_sums : nullptr;
+    s.update_sums = statistics_.update_sums;
     s.grad = read_gradient();
     for (int k = 0; k < 3; ++k) s.state[k] = read_state(k, s);
-    s.codes[0] == nullptr&& s.codes[1] == nullptr ? apply_rule<false>(s, coefficients_, chunk_)
-                                                  : apply_rule<true>(s, coefficients_, chunk_);
+    apply_rule(s, coefficients_, chunk_);
     for (int k = 0; k < 3; ++k) write_state(k, s.state[k]);
     home == nullptr ? write_narrow_weights(s.weight) : write_weights(s.weight, home);
     if (tensor_.copy != nullptr) write<false>(s.weight, tensor_.copy, tensor_.copy_type);
     if (tensor_.ema != nullptr) average_weights(s.weight, tensor_.ema + at_, count_, coefficients_.ema_weight, s.more);
-    if (collects_) {
+    if (sums) {
+      statistics_.add_sums();
+    } else if (collects_) {
       pad(s.weight);
       statistics_.add(s.before, s.weight, padded_);
     }
