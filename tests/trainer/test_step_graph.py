@@ -198,11 +198,12 @@ def test_without_graphs_steps_run_eagerly_and_say_so() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="on the CPU verdict and coefficient are numbers of the host")
-def test_native_tail_with_scaler_and_a_changing_rate_on_a_device() -> None:
+@pytest.mark.parametrize("composite", [True, False])
+def test_tail_with_scaler_and_a_changing_rate_on_a_device(composite: bool) -> None:
     def run(graphed: bool) -> tuple[Tensor, list[Tensor], list[float], Any]:
         model = net().to(DEVICE)
         rate = torch.tensor(1e-2, device=DEVICE)
-        opt = ox.optim.AdamW(model.parameters(), lr=rate, clip_norm=0.5, ema_decay=0.9)
+        opt = ox.optim.AdamW(model.parameters(), lr=rate, clip_norm=0.5, ema_decay=0.9, force_composite=composite)
         scaler = ox.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=20)
 
         def step(x: Tensor, y: Tensor) -> Tensor:
@@ -224,7 +225,10 @@ def test_native_tail_with_scaler_and_a_changing_rate_on_a_device() -> None:
 
     losses, params, scales, _ = run(False)
     again, others, scales_again, graph = run(True)
-    assert graph.replays == 117 and graph.recordings == 1, graph.reason
+    if DEVICE.type == "sim" and not composite:  # its kernels are no operators: this recorder misses them
+        assert graph.replays == 1 and "of the state differs" in graph.reason
+    else:
+        assert graph.replays == 117 and graph.recordings == 1, graph.reason
     assert scales == scales_again and any(b < a for a, b in itertools.pairwise(scales))
     assert torch.equal(losses.nan_to_num(), again.nan_to_num())
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
