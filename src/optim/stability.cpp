@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "optim/generators.h"
+#include "optim/param_state.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
 
@@ -28,13 +29,6 @@ void check(const StabilityOptions& o) {
                                     std::pair{"keep", o.keep}, std::pair{"max_rollbacks", o.max_rollbacks}}) {
     OXY_CHECK(value >= 1, InvalidArgument, name, " is ", value, "; give at least 1.");
   }
-}
-
-// All tensors of a state; a snapshot holds copies in the same places.
-template <class State>
-auto fields(State& s) {
-  return std::array{&s.step,      &s.moments[0], &s.moments[1], &s.moments[2], &s.scales[0], &s.scales[1],
-                    &s.scales[2], &s.master,     &s.residue,    &s.ema,        &s.copy};
 }
 
 // Into the memory that `kept` has, where it fits.

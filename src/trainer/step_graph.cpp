@@ -15,6 +15,8 @@
 #include <sstream>
 #include <utility>
 
+#include "optim/generators.h"
+#include "optim/param_state.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
 
@@ -94,28 +96,6 @@ void put_back(const std::vector<at::Tensor>& tensors, const std::vector<at::Tens
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < tensors.size(); ++i) tensors[i].detach().copy_(values[i]);
 }
-
-// The random generator of the inputs' device, where it has one.
-class Randomness {
- public:
-  explicit Randomness(at::Device device) {
-    for (const at::Device& d : {device, at::Device(at::kCPU)}) {
-      try {
-        generators_.push_back(at::globalContext().defaultGenerator(d));
-      } catch (const c10::Error&) {
-        continue;  // nothing random happens there
-      }
-      states_.push_back(generators_.back().get_state());
-    }
-  }
-  void put_back() {
-    for (std::size_t i = 0; i < generators_.size(); ++i) generators_[i].set_state(states_[i]);
-  }
-
- private:
-  std::vector<at::Generator> generators_;
-  std::vector<at::Tensor> states_;
-};
 
 void describe(std::ostream& out, const optim::GroupOptions& g) {
   if (g.lr_tensor.defined()) {
@@ -207,11 +187,12 @@ struct StepGraph::Impl {
   std::string differences(const std::vector<at::Tensor>& given, std::vector<at::Tensor>& result) {
     const std::vector<at::Tensor> state = options.state ? options.state() : std::vector<at::Tensor>();
     const std::vector<at::Tensor> before = copies(state);
-    Randomness randomness(given.front().device());
+    const at::Device device = given.front().device();
+    const std::vector<at::Tensor> random = optim::generator_states(device);
     const std::vector<at::Tensor> replayed_outputs = copies(replay(given));
     const std::vector<at::Tensor> of_graph = copies(state);
     put_back(state, before);
-    randomness.put_back();
+    optim::set_generator_states(device, random);
     result = step(given);
     if (result.size() != replayed_outputs.size()) return "the step returned another number of tensors";
     for (std::size_t i = 0; i < result.size(); ++i) {
@@ -283,10 +264,7 @@ StepGraph::StepGraph(Step step, std::vector<optim::TailOptimizer*> optimizers, S
       const optim::StepTail& tail = optimizer->tail();
       for (std::size_t i = 0; i < tail.param_count(); ++i) {
         take(tail.param(i));
-        const optim::ParamState& s = tail.state(i);
-        for (const at::Tensor* tensor : {&s.step, &s.master, &s.residue, &s.ema, &s.copy}) take(*tensor);
-        for (const at::Tensor& tensor : s.moments) take(tensor);
-        for (const at::Tensor& tensor : s.scales) take(tensor);
+        for (const at::Tensor* tensor : optim::fields(tail.state(i))) take(*tensor);
       }
     }
     return state;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ..optim.origin import caller
 
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _HOST_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
@@ -85,16 +86,6 @@ class Op:
         return self.name.endswith("_") and not self.name.endswith("__")
 
 
-def _caller() -> str:
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_OWN) and not file.startswith("<"):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
@@ -138,7 +129,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOST_READS and isinstance(args[0], Tensor):
-            self._watch.reads.append((func.__name__, self._watch.place()[0], _caller()))
+            self._watch.reads.append((func.__name__, self._watch.place()[0], caller(_OWN)))
         return func(*args, **(kwargs or {}))
 
 
@@ -245,7 +236,7 @@ class Watch:
             func._schema.name.split("::")[1],
             module,
             call,
-            "" if node is not None else _caller(),
+            "" if node is not None else caller(_OWN),
             node is not None,
             seconds,
             inputs,

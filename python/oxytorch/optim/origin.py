@@ -206,11 +206,12 @@ def _key(tensor: Tensor) -> int | None:
         return None
 
 
-def _caller() -> str:
+def caller(own: tuple[str, ...]) -> str:
+    """File and line of the innermost frame whose file does not start with one of `own`; empty where there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_OWN) and not file.startswith("<"):
+        if not file.startswith(own) and not file.startswith("<"):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
@@ -466,7 +467,7 @@ class OriginFinder:
 
     def _site(self, op: str) -> _Site:
         module, kind, call = self._modules[-1] if self._modules else (None, "", 1)
-        return _Site(module, kind, call, op, _caller())
+        return _Site(module, kind, call, op, caller(_OWN))
 
     def _born(self, origin: Origin, intended: bool, causes: list[_Record]) -> _Record:
         record = _Record(len(self._births), origin, intended, causes)
