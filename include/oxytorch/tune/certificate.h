@@ -1,0 +1,90 @@
+/// Certificate: what was tried on a training step, what pays, how sure that is, and how the numbers were checked.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "oxytorch/api.h"
+#include "oxytorch/statistics.h"
+#include "oxytorch/tune/kind.h"
+
+namespace oxytorch::tune {
+
+/// Accepted: in force. Rejected: does not pay (measured). Refused: the referee found other numbers. Failed: could not
+/// be applied or threw; the original is in force. Skipped: does not apply here, is not allowed at this level, or cannot
+/// be repaid. RolledBack: was in force and was taken back during the run.
+enum class Standing { Accepted, Rejected, Refused, Failed, Skipped, RolledBack };
+OXY_API std::string_view name(Standing standing) noexcept;
+
+struct CertificateEntry {
+  std::string strategy;
+  Kind kind = Kind::Exact;
+  Standing standing = Standing::Skipped;
+  std::string reason;                    ///< one sentence, with the figures
+  std::string cost = {};                 ///< what it costs, one sentence; empty where nothing
+  std::optional<Interval> speedup = {};  ///< without over with, where measured
+  int pairs = 0;
+  double cost_seconds = 0;                      ///< one-off
+  std::optional<double> break_even_steps = {};  ///< steps after which the one-off cost is repaid
+  std::map<std::string, double> evidence = {};  ///< figures of the referee: "gradient_error", "steps_identical" ...
+};
+
+/// What a certificate holds for; another key means that it must be measured again.
+struct CertificateKey {
+  std::string hardware;  ///< processor, cores in use, instruction sets, accelerators
+  std::string torch;     ///< version and build
+  std::string model;     ///< hash of the model's structure: module classes, shapes, dtypes, optimizer, batch shapes
+  std::string options;   ///< level and the settings that decide what may be tried
+  bool operator==(const CertificateKey&) const = default;
+  /// 16 hexadecimal digits, the same on every machine.
+  [[nodiscard]] OXY_API std::string digest() const;
+};
+
+struct OXY_API Certificate {
+  CertificateKey key;
+  std::string level;
+  std::string created;  ///< UTC, ISO 8601
+  std::int64_t steps_planned = 0;
+  double baseline_seconds = 0;      ///< median step as given
+  double tuned_seconds = 0;         ///< median step with all that was accepted
+  std::optional<Interval> speedup;  ///< all together, measured at the end in a duel of its own
+  double tuning_seconds = 0;        ///< everything but compiling
+  double compile_seconds = 0;
+  std::vector<CertificateEntry> entries;
+  std::map<std::string, std::string> verification;  ///< how the whole was verified: check -> outcome
+  std::vector<std::string> events;  ///< what happened since: reused, canary, rolled back; each with its step
+
+  [[nodiscard]] std::vector<std::string> accepted() const;
+  /// Steps after which tuning, compiling apart or included, has been repaid; empty where nothing is saved.
+  [[nodiscard]] std::optional<double> repaid_after(bool with_compiling = false) const;
+
+  [[nodiscard]] std::string to_json() const;
+  /// Error(InvalidArgument) that says where and what, for text that is no certificate or of a newer format.
+  static Certificate from_json(std::string_view text);
+  /// Writes whole or not at all. Error(Io).
+  void save(const std::string& path) const;
+  static Certificate load(const std::string& path);
+
+  [[nodiscard]] std::string to_text() const;  ///< a table for the terminal, 120 columns
+  [[nodiscard]] std::string to_html() const;  ///< a page that needs no network, with intervals drawn
+};
+
+/// Where certificates are remembered: $OXYTORCH_CACHE, or $XDG_CACHE_HOME/oxytorch, or ~/.cache/oxytorch; one JSON file
+/// a key. A file that cannot be read is no certificate (a warning is logged), never an error.
+class OXY_API CertificateStore {
+ public:
+  explicit CertificateStore(std::string folder = "");
+  [[nodiscard]] std::optional<Certificate> find(const CertificateKey& key) const;
+  void put(const Certificate& certificate) const;
+  void forget(const CertificateKey& key) const;
+  [[nodiscard]] const std::string& folder() const noexcept { return folder_; }
+
+ private:
+  std::string folder_;
+};
+
+}  // namespace oxytorch::tune

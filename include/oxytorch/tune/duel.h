@@ -1,0 +1,64 @@
+/// Duel: a paired, randomised, sequential comparison of two ways to take the same training step.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "oxytorch/api.h"
+#include "oxytorch/statistics.h"
+
+namespace oxytorch::tune {
+
+enum class Side { Incumbent, Challenger };
+
+struct DuelOptions {
+  double threshold = 1.01;   ///< the challenger must be faster by more than this ratio
+  double confidence = 0.95;  ///< of the bootstrap interval that is reported and must lie above the threshold
+  /// Probability, over all looks, that two equal sides end in Accept: held by a sign-flip randomisation test, which the
+  /// random order within pairs makes exact.
+  double false_accept = 0.005;
+  int least_pairs = 9;  ///< before the first look that may accept
+  int most_pairs = 40;
+  double budget_seconds = 0;  ///< measured seconds after which the duel ends at the next look; 0: no bound
+  std::uint64_t seed = 0;     ///< of the order within pairs and of the resamples
+};
+
+/// Accept: the challenger pays. Reject: it does not, or is not going to. Open: still measuring.
+enum class Decision { Open, Accept, Reject };
+
+struct DuelResult {
+  Decision decision = Decision::Open;
+  Interval speedup{};    ///< incumbent seconds over challenger seconds, median over pairs
+  double incumbent = 0;  ///< median seconds a step
+  double challenger = 0;
+  int pairs = 0;
+  double p_value = 1;  ///< of the sign-flip test at the last look
+  std::string reason;  ///< one sentence with the figures
+};
+
+/// Ask which side to run with next(), report it with record(), until next() is empty. Both sides of a pair run back to
+/// back in random order. Rejection may come early (futility), acceptance only at looks whose error adds up to
+/// `false_accept`. Pure arithmetic: no clock, no thread; the same seed and times give the same verdict.
+class OXY_API Duel {
+ public:
+  explicit Duel(DuelOptions options = {});
+  ~Duel();
+  Duel(Duel&&) noexcept;
+  Duel& operator=(Duel&&) noexcept;
+
+  [[nodiscard]] std::optional<Side> next() const;
+  /// Seconds of one step (or the mean over a block of steps) of the side that next() named; Error(InvalidArgument) for
+  /// the other side, for a value that is not positive and finite, and after the end.
+  void record(Side side, double seconds);
+  /// Ends it as Reject, for example because a side failed.
+  void abandon(std::string reason);
+  [[nodiscard]] DuelResult result() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace oxytorch::tune

@@ -1,0 +1,50 @@
+/// Guard: watches a certified run and says, at a step boundary, when to look again and when to take a change back.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "oxytorch/api.h"
+#include "oxytorch/tune/duel.h"
+
+namespace oxytorch::tune {
+
+struct GuardOptions {
+  std::int64_t first_check = 50;     ///< step of the first check
+  std::int64_t check_every = 2'000;  ///< steps between checks; doubled after each that held, up to 16 times
+  int pairs = 9;                     ///< steps with and without, live, in random order, in one check
+  double loss_tolerance = 0;         ///< largest relative distance of the losses of one batch with and without; 0: the
+                                     ///< same bits
+  double threshold = 0.99;           ///< taken back where the speedup's whole interval lies under it
+  std::uint64_t seed = 0;
+};
+
+/// What to do with the step about to be taken.
+enum class Action { Run, RunWithout, CompareLosses, RollBack };
+
+/// Driven once a step: before() says how to take it, after() reports its seconds. No step is lost: a step without the
+/// changes is the user's own step. Pure arithmetic, as Duel.
+class OXY_API Guard {
+ public:
+  explicit Guard(GuardOptions options = {});
+  ~Guard();
+  Guard(Guard&&) noexcept;
+  Guard& operator=(Guard&&) noexcept;
+
+  [[nodiscard]] Action before();
+  void after(double seconds);
+  /// Answers CompareLosses: the losses of one held batch with and without the changes.
+  void compared(double with, double without);
+  /// A loss of the run that is not finite: the next before() is CompareLosses.
+  void suspicious();
+  [[nodiscard]] const std::string& reason() const noexcept;  ///< of the last RollBack, or of the last check that held
+  [[nodiscard]] std::int64_t step() const noexcept;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace oxytorch::tune

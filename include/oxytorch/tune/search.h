@@ -1,0 +1,81 @@
+/// Search: which combination of strategies to try next, from what the trials so far have shown.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "oxytorch/api.h"
+#include "oxytorch/tune/certificate.h"
+#include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/kind.h"
+
+namespace oxytorch::tune {
+
+/// What the search knows of a strategy.
+struct StrategyFacts {
+  std::string name;
+  Kind kind = Kind::Exact;
+  std::string group = {};                   ///< at most one strategy of a group is in force; empty: alone
+  std::vector<std::string> requires_ = {};  ///< tried only where all of these are in force
+  std::vector<std::string> interacts = {};  ///< tried again, on or off, when one of these has been accepted since
+  double expected_cost = 0;                 ///< seconds that turning it on takes once (compiling), before it was tried
+  double hopeful = 3;  ///< speedup that it cannot exceed; where even that cannot repay expected_cost, it is skipped
+};
+
+struct SearchOptions {
+  std::int64_t steps_planned = 10'000;  ///< length of the run over which a one-off cost must be repaid
+  double step_seconds = 0;              ///< of the step as it was given; needed to judge repayment
+  double budget_seconds = 0;            ///< for all trials together, compiling apart; 0: no bound
+  std::uint64_t seed = 0;
+};
+
+/// One trial: both combinations run the same batches, in the order that its duel asks for.
+struct Trial {
+  std::string strategy;                ///< the one in question
+  bool removal = false;                ///< true: is it still worth having?
+  std::vector<std::string> incumbent;  ///< names in force, in the order of the strategies given
+  std::vector<std::string> challenger;
+  DuelOptions duel;
+};
+
+/// What came of a trial. A removal is accepted where the rest is faster without the strategy.
+struct TrialOutcome {
+  DuelResult duel;
+  double cost_seconds = 0;  ///< one-off seconds that turning it on took: compiling, warm-up
+  bool failed = false;      ///< it could not be applied or threw
+  bool verified = true;     ///< numbers were checked and held; looked at where the duel accepted
+  std::string reason = {};  ///< of a failure or a refusal by the referee
+};
+
+/// Greedy with a way back. Forward: each strategy in the order given against what is in force. Then rounds: strategies
+/// whose `interacts` were accepted after they were judged are judged again, on or off, until nothing changes or the
+/// budget is spent. A strategy is kept only where its saving over `steps_planned` exceeds its cost.
+/// ask() and tell() alternate. Deterministic.
+class OXY_API Search {
+ public:
+  /// Error(InvalidArgument) for two strategies of one name, and for names in requires_ that do not exist.
+  Search(std::vector<StrategyFacts> strategies, SearchOptions options);
+  ~Search();
+  Search(Search&&) noexcept;
+  Search& operator=(Search&&) noexcept;
+
+  [[nodiscard]] std::optional<Trial> ask();
+  void tell(const TrialOutcome& outcome);
+  /// Notes a strategy that does not apply here; it is not asked for.
+  void skip(const std::string& strategy, std::string reason);
+  /// Seconds spent outside of duels (verifying), charged to the budget.
+  void charge(double seconds);
+
+  [[nodiscard]] std::vector<std::string> best() const;  ///< the combination in force
+  /// One entry a strategy: what became of it last, with reason and figures.
+  [[nodiscard]] std::vector<CertificateEntry> entries() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace oxytorch::tune
