@@ -24,7 +24,7 @@ FLOORS = {
     # amp stands on optim: its scaler hands unscale, check and skip to the step tail. So does model, for random states.
     # accelerator asks amp what the hardware multiplies.
     "optim": 3, "amp": 3.5, "accelerator": 3.7, "memory": 3, "model": 3.5, "checkpoint": 3, "distributed": 3,
-    "tune": 4, "trainer": 4,
+    "tune": 4, "trainer": 4.5,
 }  # fmt: skip
 TOP = 5
 TORCH_FLOOR = 3

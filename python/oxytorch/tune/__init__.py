@@ -1,0 +1,8 @@
+"""Acceleration that proves itself: strategies tried on the user's own step, measured, verified, certified."""
+
+from __future__ import annotations
+
+from .run import Run
+from .strategy import STRATEGIES, Strategy, strategy
+
+__all__ = ["STRATEGIES", "Run", "Strategy", "strategy"]

@@ -1,0 +1,78 @@
+"""The way into a model's forward: what is entered around it and what is called, changed without touching the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Call"]
+
+Factory = Callable[[], AbstractContextManager[Any]]
+Transform = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class Call:
+    """Stands in a module's way of being called, as ``torch.nn.Module.compile`` does.
+
+    ``model(...)`` runs: transforms of the inputs, then every scope entered, then the function (the module's own call,
+    or a compiled one), then transforms of the outputs. It takes the place that ``Module.compile`` uses, so pickling,
+    ``deepcopy``, ``state_dict`` and hooks are as before, and scopes stand outside of the compiled part.
+
+    While nothing is registered the module is called as ever: nothing is installed.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A module that ``model.compile()`` was called on keeps that function as its own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._own: Callable[..., Any] | None = model._compiled_call_impl
+        self._scopes: dict[str, Factory] = {}
+        self._inputs: dict[str, Transform] = {}
+        self._outputs: dict[str, Callable[[Any], Any]] = {}
+        self._function: Callable[..., Any] | None = None
+
+    def scope(self, name: str, factory: Factory | None) -> None:
+        """Enter ``factory()`` around each forward; None takes it away."""
+        self._set(self._scopes, name, factory)
+
+    def inputs(self, name: str, transform: Transform | None) -> None:
+        """Change (args, kwargs) on the way in; None takes it away."""
+        self._set(self._inputs, name, transform)
+
+    def outputs(self, name: str, transform: Callable[[Any], Any] | None) -> None:
+        """Change what the model returns; None takes it away."""
+        self._set(self._outputs, name, transform)
+
+    def function(self, function: Callable[..., Any] | None) -> None:
+        """Call this in place of the module's own call, e.g. ``torch.compile(model._call_impl)``; None takes it away."""
+        self._function = function
+        self._install()
+
+    def _set(self, table: dict[str, Any], name: str, value: Any) -> None:
+        if value is None:
+            table.pop(name, None)
+        else:
+            table[name] = value
+        self._install()
+
+    def _install(self) -> None:
+        used = self._scopes or self._inputs or self._outputs or self._function
+        self._model._compiled_call_impl = self._run if used else self._own
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        for change in self._inputs.values():
+            args, kwargs = change(args, kwargs)
+        function = self._function or self._own or self._model._call_impl
+        with ExitStack() as stack:
+            for factory in self._scopes.values():
+                stack.enter_context(factory())
+            result = function(*args, **kwargs)
+        for restore in self._outputs.values():
+            result = restore(result)
+        return result

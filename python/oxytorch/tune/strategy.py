@@ -1,0 +1,126 @@
+"""What a strategy is, and the register of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["KINDS", "STRATEGIES", "Kind", "Strategy", "strategy"]
+
+Kind = Literal["exact", "tolerance", "precision", "trade"]
+KINDS: tuple[Kind, ...] = ("exact", "tolerance", "precision", "trade")
+
+
+class Strategy:
+    """One change to a training run that may make its step faster, with its way back.
+
+    A subclass, or any class with these three methods, is registered by the decorator `strategy`. An object is made for
+    each run, so what `apply` needs to remember for `revert` goes on ``self``. Both are called many times in turn while
+    the step is measured: what is dear (a compiled function, a copy of the weights in another layout) is made once
+    and kept. They run between steps, never inside one.
+
+    Attributes
+    ----------
+    name : str
+        What the report and the configuration call it.
+    kind : {"exact", "tolerance", "precision", "trade"}
+        What it may do to the numbers, and so how it is verified; a claim that the referee checks.
+    group : str
+        At most one strategy of a group is in force.
+    requires : tuple of str
+        Tried only where these are in force.
+    interacts : tuple of str
+        Judged again, on or off, after one of these has been accepted.
+    needs_loop : bool
+        Tried only where the plan takes the steps (``plan.step(batch)``), as it changes the loop itself.
+    settle : int
+        Steps that are not measured after it was switched.
+    cost : str
+        What it costs beside time, one sentence; empty where nothing.
+    hopeful : float
+        A speedup that it cannot exceed: where even that cannot repay `expected_cost`, it is not tried.
+    """
+
+    name: str = ""
+    kind: Kind = "exact"
+    group: str = ""
+    requires: tuple[str, ...] = ()
+    interacts: tuple[str, ...] = ()
+    needs_loop: bool = False
+    settle: int = 1
+    cost: str = ""
+    hopeful: float = 3.0
+
+    def applies(self, run: Run) -> bool | str:  # noqa: ARG002
+        """Return True, or why it is not for this run (False is "does not apply"). Must change nothing."""
+        return True
+
+    def apply(self, run: Run) -> None:
+        """Put it in force, whole or not at all: what it throws makes it a failed strategy, reported once."""
+        raise NotImplementedError
+
+    def revert(self, run: Run) -> None:
+        """Take it back: every object, attribute and bit that `apply` touched is as before; trained values stay."""
+        raise NotImplementedError
+
+    def expected_cost(self, run: Run) -> float:  # noqa: ARG002
+        """Return the seconds that turning it on takes once, such as compiling, as far as one can tell beforehand."""
+        return 0.0
+
+
+#: Registered classes by name, in the order in which they are tried.
+STRATEGIES: dict[str, type[Strategy]] = {}
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def strategy(name: str, *, kind: Kind, **attributes: Any) -> Callable[[_Class], _Class]:
+    """Register a class as a strategy; the attributes of `Strategy` may be given here.
+
+    Parameters
+    ----------
+    name : str
+        Not taken yet.
+    kind : {"exact", "tolerance", "precision", "trade"}
+        "exact" promises the same bits, and is held to it.
+    **attributes
+        Of `Strategy`: ``group``, ``requires``, ``interacts``, ``needs_loop``, ``settle``, ``cost``, ``hopeful``.
+
+    Raises
+    ------
+    ValueError
+        For a name that is taken, a kind or an attribute that does not exist.
+    TypeError
+        For a class without ``apply`` and ``revert``.
+
+    Examples
+    --------
+    >>> @strategy("fewer_threads", kind="tolerance", group="threads")
+    ... class FewerThreads:
+    ...     def apply(self, run):
+    ...         self.before = torch.get_num_threads()
+    ...         torch.set_num_threads(1)
+    ...
+    ...     def revert(self, run):
+    ...         torch.set_num_threads(self.before)
+    """
+    if name in STRATEGIES:
+        raise ValueError(f"a strategy {name!r} is registered already; choose another name.")
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}.")
+    known = {key for key in vars(Strategy) if not key.startswith("_") and not callable(getattr(Strategy, key))}
+    if unknown := set(attributes) - known:
+        raise ValueError(f"a strategy has no attribute {sorted(unknown)[0]!r}; there are {', '.join(sorted(known))}.")
+
+    def register(cls: _Class) -> _Class:
+        for method in ("apply", "revert"):
+            if not callable(getattr(cls, method, None)):
+                raise TypeError(f"the strategy {name!r} ({cls.__name__}) has no method {method}(run).")
+        bases = (cls,) if issubclass(cls, Strategy) else (cls, Strategy)
+        STRATEGIES[name] = type(cls.__name__, bases, {"name": name, "kind": kind, **attributes, "__doc__": cls.__doc__})
+        return cls
+
+    return register
