@@ -28,6 +28,9 @@ class ParamState(dict[str, Any]):
         super().__init__(entries or {})
         self._changed = changed
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # copies and pickles are torch's own
+
     def __setitem__(self, key: str, value: Any) -> None:
         self._changed.raised = True
         super().__setitem__(key, value)
@@ -60,6 +63,9 @@ class StateMap(defaultdict[Tensor, Any]):
         self._changed = changed
         for param, state in entries.items():
             super().__setitem__(param, ParamState(changed, state) if isinstance(state, dict) else state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self))
 
     def __setitem__(self, key: Tensor, value: Any) -> None:
         self._changed.raised = True
