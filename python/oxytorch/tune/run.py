@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from types import MethodType
 from typing import Any
 
 import torch
@@ -78,6 +79,10 @@ class Run:
         self._criterion = loss_fn is not None and is_criterion(loss_fn)
         self._strategies: dict[str, Strategy] = {}
         self._in_force: dict[str, Strategy] = {}
+        self._stands_in: Callable[[Callable[[], Any] | None], Any] | None = None
+        self._delegate: Any = None
+        self._step_before: dict[str, Any] = {}
+        self._state_before: Any = optimizer.state
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -140,22 +145,82 @@ class Run:
 
     # -- the optimizer -------------------------------------------------------------------------------------------
 
-    def replace_optimizer(self, replacement: torch.optim.Optimizer | None) -> None:
-        """Let `replacement` do the steps of the user's optimizer object; None: itself again.
+    def replace_step(self, step: Callable[[Callable[[], Any] | None], Any] | None) -> None:
+        """Let ``step(closure)`` do what the user's optimizer object does when stepped; None: itself again.
 
-        Both share param_groups and state, so schedulers, printouts and ``state_dict()`` of the user's object hold, and
-        a loop that calls its ``step()`` and ``zero_grad()`` goes through the replacement.
+        Its hooks fire, and learning-rate schedulers made before or meanwhile see it step.
         """
         own = self.original
-        for method in ("step", "zero_grad"):
-            own.__dict__.pop(method, None)
-        self.optimizer = own if replacement is None else replacement
+        if step is None:
+            if self._delegate is not None and own.__dict__.get("step") is self._delegate:
+                del own.__dict__["step"]
+                own.__dict__.update(self._step_before)
+            self._stands_in, self._delegate = None, None
+            return
+        self._stands_in = step
+        if self._delegate is None:
+            self._step_before = {key: own.__dict__[key] for key in ("step",) if key in own.__dict__}
+            self._delegate = MethodType(self._delegated(own.step), own)
+            own.step = self._delegate  # type: ignore[method-assign]
+
+    def _delegated(self, before: Any) -> Callable[..., Any]:
+        def stepped(own: Any, closure: Callable[[], Any] | None = None) -> Any:
+            own._opt_called = True
+            # A scheduler made meanwhile goes on calling this function after it was taken back.
+            return plain_step(own, closure) if self._stands_in is None else self._stands_in(closure)
+
+        delegated = torch.optim.Optimizer.profile_hook_step(stepped)
+        if hasattr(before, "_wrapped_by_lr_sched"):  # its scheduler looks for the mark
+            delegated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        return delegated
+
+    def replace_optimizer(self, replacement: torch.optim.Optimizer | None) -> None:
+        """Let `replacement` do the steps of the user's optimizer object; None: itself again, with torch's own state.
+
+        Both share param_groups and state, so schedulers, printouts and ``state_dict()`` of the user's object hold, and
+        a loop that calls its ``step()`` goes through the replacement.
+        """
+        own = self.original
+        if self.optimizer is not own:
+            self._take_back()
         if replacement is None:
             return
-        own.param_groups = replacement.param_groups
-        own.state = replacement.state
-        own.step = replacement.step  # type: ignore[method-assign]
-        own.zero_grad = replacement.zero_grad  # type: ignore[method-assign]
+        self._state_before = own.state
+        self.optimizer = replacement
+
+        def load(state_dict: dict[str, Any]) -> None:
+            replacement.load_state_dict(state_dict)
+            self._share()
+
+        own.state_dict = replacement.state_dict  # type: ignore[method-assign]
+        own.load_state_dict = load  # type: ignore[method-assign]
+        self._share()
+        self.replace_step(lambda closure: plain_step(replacement, closure))
+
+    def _share(self) -> None:
+        self.original.param_groups = self.optimizer.param_groups
+        self.original.state = self.optimizer.state
+
+    def _take_back(self) -> None:
+        own, state = self.original, self._state_before
+        self._share()
+        now = {param: dict(entries) for param, entries in own.state.items()}
+        for param in [param for param in state if param not in now]:
+            del state[param]
+        for param, entries in now.items():  # into the dicts of before, so that who holds one sees it
+            state[param].clear()
+            state[param].update(entries)
+        own.state = state
+        for method in ("state_dict", "load_state_dict"):
+            own.__dict__.pop(method, None)
+        self.optimizer = own
+        self.replace_step(None)
+
+
+def plain_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """Step as the optimizer's class does, without the hooks around it."""
+    step = type(optimizer).step
+    return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, closure)
 
 
 def rows(batch: Any) -> int:
