@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -20,8 +20,9 @@ from typing import IO, Any
 __all__ = ["Block", "Run", "Start", "WorkerFailed", "WorkerProcess", "python_command", "race"]
 
 _BOOTSTRAP = (
-    "import sys, types; package = types.ModuleType('oxytorch_demo'); package.__path__ = [sys.argv.pop(1)]; "
-    "sys.modules['oxytorch_demo'] = package; from oxytorch_demo.worker import main; main()"
+    "import importlib, sys, types; package = types.ModuleType('oxytorch_demo'); package.__path__ = [sys.argv.pop(1)]; "
+    "sys.modules['oxytorch_demo'] = package; sys.path[:0] = [path for path in [sys.argv.pop(1)] if path]; "
+    "importlib.import_module(sys.argv.pop(1)).main()"
 )
 
 
@@ -29,13 +30,14 @@ class WorkerFailed(RuntimeError):
     """A contender's process died, hung or answered nonsense; the message says which and shows what it printed."""
 
 
-def python_command(task: dict[str, Any]) -> list[str]:
-    """The command line of a Python contender.
+def python_command(task: dict[str, Any], module: str = "oxytorch_demo.worker", path: str = "") -> list[str]:
+    """The command line of a Python contender: ``module``'s ``main()``, found in the folder ``path`` if there is one.
 
     The demo's modules are loaded as a package of their own, so that the rivals' processes never import oxytorch.
     """
     folder = str(Path(__file__).resolve().parent)
-    return [sys.executable, "-c", _BOOTSTRAP, folder, json.dumps({**task, "coordinator": os.getpid()})]
+    said = json.dumps({**task, "coordinator": os.getpid()})
+    return [sys.executable, "-c", _BOOTSTRAP, folder, path, module, said]
 
 
 class WorkerProcess:
@@ -137,6 +139,8 @@ class Run:
     peak_bytes: int = 0
     notes: list[dict[str, Any]] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
+    ready: dict[str, Any] = field(default_factory=dict)
+    """What the worker said before its first turn."""
 
 
 def _number(value: float | None) -> float:
@@ -163,47 +167,77 @@ def race(
     timeout: float,
     on_turn: Callable[[str, int], None],
     evaluate: bool = True,
+    prepare: bool = False,
+    on_failure: Callable[[str, WorkerFailed], None] | None = None,
 ) -> Start:
     """Run one start: all processes alive at once, driven in turn in a random order, ``block`` steps each.
 
-    ``on_turn(name, steps)`` is called after each turn, with 0 steps when a worker is ready.
+    ``on_turn(name, steps)`` is called after each turn, with 0 steps when a worker is ready. With ``prepare`` each
+    worker is told to prepare when all are ready, one after the other, so that what it does then can be timed. A worker
+    that fails is handed to ``on_failure`` and left out from there on.
 
     Raises
     ------
     WorkerFailed
-        When one dies or gives no answer within ``timeout`` seconds. No process outlives the call, whatever happens.
+        Without ``on_failure``, when a worker dies or gives no answer within ``timeout`` seconds. No process outlives
+        the call, whatever happens.
     """
     workers: dict[str, WorkerProcess] = {}
+    runs: Start = {}
     order = random.Random(seed)
+
+    def lose(name: str, failed: WorkerFailed) -> None:
+        if on_failure is None:
+            raise failed
+        workers.pop(name).close()
+        runs.pop(name, None)
+        on_failure(name, failed)
+
+    def hear(name: str) -> dict[str, Any] | None:
+        try:
+            return workers[name].receive(timeout)
+        except WorkerFailed as failed:
+            lose(name, failed)
+            return None
+
+    def tell(name: str, command: str) -> bool:
+        try:
+            workers[name].send(command)
+        except WorkerFailed as failed:
+            lose(name, failed)
+        return name in workers
+
+    def in_turn(command: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name in order.sample(list(workers), len(workers)):
+            if tell(name, command) and (answer := hear(name)) is not None:
+                yield name, answer
+
     try:
         for name, command in commands.items():
             workers[name] = WorkerProcess(name, command, environment)
-        runs: Start = {}
-        for name, worker in workers.items():
-            ready = worker.receive(timeout)
-            runs[name] = Run(name, seed, float(ready.get("compile_seconds", 0.0)))
-            on_turn(name, 0)
+        for name in list(workers):
+            if (said := hear(name)) is not None:
+                runs[name] = Run(name, seed, float(said.get("compile_seconds", 0.0)), ready=said)
+                on_turn(name, 0)
+        if prepare:
+            for name, said in in_turn("prepare"):
+                runs[name].compile_seconds, runs[name].ready = float(said.get("compile_seconds", 0.0)), said
+                on_turn(name, 0)
         done = 0
         while done < steps:
             count = min(block, steps - done)
-            names = list(workers)
-            order.shuffle(names)
-            for name in names:
-                workers[name].send(f"run {count}")
-                answer = workers[name].receive(timeout)
+            for name, answer in in_turn(f"run {count}"):
                 runs[name].blocks.append(_block(answer))
                 on_turn(name, count)
             done += count
         if evaluate:  # Nothing is timed any more: all at once.
-            for worker in workers.values():
-                worker.send("finish")
-            for name, worker in workers.items():
-                answer = worker.receive(timeout)
-                runs[name].held_out_loss = _number(answer["held_out_loss"])
-                runs[name].peak_bytes = int(answer["peak_bytes"])
-                report = answer["report"] or {}
-                runs[name].notes = list(report.get("settings", []))
-                runs[name].phases = dict(report.get("timings", {}))
+            for name in [name for name in list(workers) if tell(name, "finish")]:
+                if (final := hear(name)) is not None:
+                    runs[name].held_out_loss = _number(final["held_out_loss"])
+                    runs[name].peak_bytes = int(final["peak_bytes"])
+                    report = final["report"] or {}
+                    runs[name].notes = list(report.get("settings", []))
+                    runs[name].phases = dict(report.get("timings", {}))
         return runs
     finally:
         for worker in workers.values():

@@ -7,58 +7,22 @@ the end of the input ends it too.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
-import json
 import os
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import workloads
+from . import serve, workloads
 from .contenders import Contender, PhaseClock, Plain, Stock, StockChoice
 from .workloads import Batch, Workload
 
 __all__ = ["main"]
-
-
-def _die_with_parent(parent: int) -> None:
-    """Ask Linux to end this process when the coordinator goes, however it goes."""
-    pr_set_pdeathsig = 1
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl"):
-        libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise SystemExit("the coordinator is gone")
-
-
-def _status_kib(key: str) -> int:
-    with Path("/proc/self/status").open(encoding="ascii") as status:
-        for line in status:
-            if line.startswith(key + ":"):
-                return int(line.split()[1])
-    return 0
-
-
-def _reset_peak() -> None:
-    # Where it is refused, the peak of the imports counts too, for every contender alike.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _check_forbidden(task: dict[str, Any]) -> None:
-    """Refuse to go on where a module is loaded that the task forbids."""
-    forbidden = task.get("forbid")
-    if forbidden and any(name.partition(".")[0] == forbidden for name in sys.modules):
-        raise RuntimeError(f"{forbidden} is loaded in the process of {task['contender']!r}")
 
 
 def _fault(task: dict[str, Any], step: int) -> None:
@@ -134,8 +98,8 @@ class Worker:
         self.batches = self.workload.make_batches(task["seed"], task["steps"])
         self.clock = PhaseClock()
         gc.collect()
-        _reset_peak()
-        self.resident_before = _status_kib("VmRSS")
+        serve.reset_peak()
+        self.resident_before = serve.status_kib("VmRSS")
         torch.manual_seed(task["seed"])
         self.contender, self.compile_seconds = _build(task, self.workload, self.clock, self.batches[0])
         self.done = 0
@@ -161,8 +125,8 @@ class Worker:
         }
 
     def finish(self) -> dict[str, Any]:
-        peak = _status_kib("VmHWM") - self.resident_before
-        _check_forbidden(self.task)
+        peak = serve.status_kib("VmHWM") - self.resident_before
+        serve.check_forbidden(self.task)
         return {
             "peak_bytes": peak * 1024,
             "held_out_loss": _held_out_loss(self.workload, self.contender.averaged()),
@@ -172,16 +136,7 @@ class Worker:
 
 def main() -> None:
     """Serve until the coordinator says ``exit`` or closes the pipe."""
-    task: dict[str, Any] = json.loads(sys.argv[1])
-    _die_with_parent(task["coordinator"])
-    # Answers go to the real standard output; whatever a library prints goes to standard error.
-    answers: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
+    task, answer = serve.begin()
     worker = Worker(task)
     answer({"ready": True, "pid": os.getpid(), "compile_seconds": worker.compile_seconds})
     for line in sys.stdin:
@@ -194,5 +149,4 @@ def main() -> None:
             break
         else:
             raise ValueError(f"unknown command {line!r}")
-    answers.flush()
-    os._exit(0)  # Nothing is left to save, and tearing torch down takes as long as a short run.
+    serve.leave()

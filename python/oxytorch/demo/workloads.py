@@ -292,12 +292,12 @@ def _mlp(width: int = 768, batch: int = 128) -> Workload:
     )
 
 
-_MAKERS: dict[str, Callable[[], Workload]] = {"gpt": _gpt, "cnn": _cnn, "mlp": _mlp}
+_MAKERS: dict[str, Callable[..., Workload]] = {"gpt": _gpt, "cnn": _cnn, "mlp": _mlp}
 NAMES = tuple(_MAKERS)
 
 
-def load(name: str) -> Workload:
-    """The workload called ``gpt``, ``cnn`` or ``mlp``.
+def load(name: str, **sizes: int) -> Workload:
+    """The workload called ``gpt``, ``cnn`` or ``mlp``; ``batch`` and the like may be other than the demo's.
 
     Raises
     ------
@@ -305,7 +305,7 @@ def load(name: str) -> Workload:
         When scikit-learn is missing; the message says how to install it.
     """
     try:
-        return _MAKERS[name]()
+        return _MAKERS[name](**sizes)
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             f"the demo's {name} trains on scikit-learn's data: pip install scikit-learn (or 'oxytorch[demo]')"
