@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .driver import Block, Run, Start
 
-__all__ = ["Interval", "Row", "WorkloadResult", "block_seconds", "summarise", "two_level_interval"]
+__all__ = ["Interval", "Row", "WorkloadResult", "block_seconds", "summarise", "two_level_interval", "two_level_medians"]
 
 RESAMPLES = 2000
 BAND_MARGIN = 0.01
@@ -27,8 +27,8 @@ class Interval:
     high: float
 
 
-def two_level_interval(values: NDArray[np.float64], seed: int = 0) -> Interval:
-    """Median of ``values`` (starts x turns) with a bootstrap interval that resamples starts, then turns within them.
+def two_level_medians(values: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
+    """Medians of resamples of ``values`` (starts x turns) that draw starts, then turns within them.
 
     Turns of one process start are more alike than turns of two, because the allocator settles differently in each;
     resampling turns alone would call that luck a finding.
@@ -37,8 +37,13 @@ def two_level_interval(values: NDArray[np.float64], seed: int = 0) -> Interval:
     rng = np.random.default_rng(seed)
     which = rng.integers(starts, size=(RESAMPLES, starts, 1))
     samples = values[which, rng.integers(turns, size=(RESAMPLES, starts, turns))].reshape(RESAMPLES, -1)
-    medians = np.median(samples, axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
+    medians: NDArray[np.float64] = np.median(samples, axis=1)
+    return medians
+
+
+def two_level_interval(values: NDArray[np.float64], seed: int = 0) -> Interval:
+    """Median of ``values`` (starts x turns) with a bootstrap interval from `two_level_medians`."""
+    low, high = np.quantile(two_level_medians(values, seed), [0.025, 0.975])
     return Interval(float(low), float(np.median(values)), float(high))
 
 

@@ -1,0 +1,1 @@
+"""The race of the orchestrator: its workloads, contenders, worker and figures."""

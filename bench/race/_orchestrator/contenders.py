@@ -1,0 +1,216 @@
+"""The contenders: each makes what it needs of the user's model, and trains with the loop that its users write.
+
+Nothing here imports oxytorch outside `Ours`. A loop takes its batches from an iterable that hands them out, times what
+happens between two, and keeps the losses: so a trainer that owns its loop is timed like one written out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from oxytorch_demo.workloads import Batch
+from torch import Tensor, nn
+
+from .models import Workload
+
+STEPS_PLANNED = 10_000
+
+
+class Turns(Protocol):
+    """Batches, without end, and the losses that a loop found."""
+
+    losses: list[Tensor]
+
+    def __iter__(self) -> Iterator[Batch]: ...
+    def __len__(self) -> int: ...
+
+
+@dataclass
+class Prepared:
+    """The user's part: model, optimizer, data; the same first weights for every contender."""
+
+    workload: Workload
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: list[Batch]
+
+
+class Contender(Protocol):
+    """One way to train."""
+
+    def prepare(self, given: Prepared) -> dict[str, Any]:
+        """Compile, tune and so on, leaving weights and random state as they were; what it took, for the report."""
+        ...
+
+    def train(self, turns: Turns) -> None:
+        """Train until there are no more batches."""
+        ...
+
+
+def keep_freed_memory() -> None:
+    """The setting of glibc's `malloc` that an expert sets: freed memory stays with the process."""
+    mallopt = ctypes.CDLL(None).mallopt
+    m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3
+    settings = ((m_mmap_threshold, 1 << 30), (m_trim_threshold, (1 << 31) - 1), (m_top_pad, 64 << 20))
+    if not all(mallopt(*setting) for setting in settings):
+        raise RuntimeError("mallopt refused its settings")
+
+
+@contextlib.contextmanager
+def restored(given: Prepared) -> Iterator[None]:
+    """Weights, buffers, gradients and torch's random state as they were before."""
+    state = {name: tensor.clone() for name, tensor in given.model.state_dict().items()}
+    random = torch.get_rng_state()
+    yield
+    given.model.load_state_dict(state)
+    torch.set_rng_state(random)
+    given.optimizer.zero_grad(set_to_none=True)
+
+
+@dataclass
+class Stock:
+    """Eager or compiled PyTorch, with what a user adds in a line each."""
+
+    mode: str = ""
+    bf16: bool = False
+    allocator: bool = False
+    given: Prepared = field(init=False)
+    forward: nn.Module = field(init=False)
+
+    def prepare(self, given: Prepared) -> dict[str, Any]:
+        if self.allocator:
+            keep_freed_memory()
+        self.given, self.forward = given, given.model
+        if not self.mode:
+            return {}
+        self.forward = torch.compile(given.model, mode=self.mode)
+        began = time.perf_counter()
+        with restored(given):
+            self.loss(given.batches[0]).backward()
+            seconds = time.perf_counter() - began
+        return {"compile_seconds": seconds}
+
+    def loss(self, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            return self.given.workload.loss(self.forward, batch)
+
+    def train(self, turns: Turns) -> None:
+        optimizer = self.given.optimizer
+        for batch in turns:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            loss.backward()
+            optimizer.step()
+            turns.losses.append(loss.detach())
+
+
+@dataclass
+class Lightning:
+    """`lightning.Trainer` with what slows it down switched off: logger, checkpoints, progress bar."""
+
+    precision: str
+    given: Prepared = field(init=False)
+
+    def prepare(self, given: Prepared) -> dict[str, Any]:
+        import lightning  # noqa: F401, PLC0415  (its import is not training)
+
+        self.given = given
+        return {}
+
+    def train(self, turns: Turns) -> None:
+        from lightning import LightningModule, Trainer  # noqa: PLC0415
+
+        given = self.given
+
+        class Module(LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = given.model
+
+            def training_step(self, batch: Batch, _index: int) -> Tensor:
+                loss = given.workload.loss(self.model, batch)
+                turns.losses.append(loss.detach())
+                return loss
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return given.optimizer
+
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu", devices=1, precision=self.precision, max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Module(), train_dataloaders=turns)
+
+
+@dataclass
+class Accelerate:
+    """Hugging Face's `Accelerator`."""
+
+    mixed_precision: str
+    given: Prepared = field(init=False)
+
+    def prepare(self, given: Prepared) -> dict[str, Any]:
+        from accelerate import Accelerator  # noqa: PLC0415
+
+        self.given = given
+        self.accelerator = Accelerator(cpu=True, mixed_precision=self.mixed_precision)
+        self.model, self.optimizer = self.accelerator.prepare(given.model, given.optimizer)
+        return {}
+
+    def train(self, turns: Turns) -> None:
+        for batch in turns:
+            self.optimizer.zero_grad()
+            loss = self.given.workload.loss(self.model, batch)
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            turns.losses.append(loss.detach())
+
+
+@dataclass
+class Ours:
+    """`oxytorch.accelerate`, and the loop that goes on with the same model and optimizer."""
+
+    level: str
+    given: Prepared = field(init=False)
+
+    def prepare(self, given: Prepared) -> dict[str, Any]:
+        import oxytorch  # noqa: PLC0415  (the rivals' processes must not)
+
+        self.given = given
+        began = time.perf_counter()
+        self.plan = oxytorch.accelerate(
+            given.model, given.optimizer, given.workload.loss, given.batches, level=self.level,
+            steps_planned=STEPS_PLANNED,
+        )  # fmt: skip
+        return {"tuning_seconds": time.perf_counter() - began}
+
+    def train(self, turns: Turns) -> None:
+        for batch in turns:
+            turns.losses.append(self.plan.step(batch))
+
+
+# On CPU "max-autotune" is the mode's name too; "max-autotune-no-cudagraphs" is the same there.
+CONTENDERS: dict[str, Contender] = {
+    "eager": Stock(),
+    "eager + allocator": Stock(allocator=True),
+    "compile": Stock("default"),
+    "compile max-autotune": Stock("max-autotune"),
+    "compile + bf16 + allocator": Stock("default", bf16=True, allocator=True),
+    "max-autotune + bf16 + allocator": Stock("max-autotune", bf16=True, allocator=True),
+    "lightning 32": Lightning("32-true"),
+    "lightning bf16": Lightning("bf16-mixed"),
+    "accelerate 32": Accelerate("no"),
+    "accelerate bf16": Accelerate("bf16"),
+    "oxytorch basic": Ours("basic"),
+    "oxytorch advanced": Ours("advanced"),
+}
