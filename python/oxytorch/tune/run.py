@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MethodType
 from typing import Any
@@ -40,6 +40,8 @@ class Run:
         What batches are drawn from during training, where the user gave more than a list of batches.
     owns_loop : bool
         Whether the plan takes the steps, so that a strategy may change the loop itself.
+    strategies : mapping, optional
+        Classes by name that `bring` may ask for; the registered ones unless given.
 
     Attributes
     ----------
@@ -62,6 +64,7 @@ class Run:
         clip_norm: float | None = None,
         data: Iterable[Any] | None = None,
         owns_loop: bool = False,
+        strategies: Mapping[str, type[Strategy]] = STRATEGIES,
     ) -> None:
         self.model = model
         self.original = optimizer
@@ -77,7 +80,8 @@ class Run:
         self.params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = next((p.device for p in self.params), torch.device("cpu"))
         self._criterion = loss_fn is not None and is_criterion(loss_fn)
-        self._strategies: dict[str, Strategy] = {}
+        self.strategies = dict(strategies)
+        self._made: dict[str, Strategy] = {}
         self._in_force: dict[str, Strategy] = {}
         self._stands_in: Callable[[Callable[[], Any] | None], Any] | None = None
         self._delegate: Any = None
@@ -119,18 +123,18 @@ class Run:
 
     def strategy(self, name: str) -> Strategy:
         """Return this run's object of a registered strategy."""
-        if name not in self._strategies:
-            self._strategies[name] = STRATEGIES[name]()
-        return self._strategies[name]
+        if name not in self._made:
+            self._made[name] = self.strategies[name]()
+        return self._made[name]
 
     def bring(self, names: Iterable[str]) -> None:
         """Put exactly these strategies in force: others are taken back, the last first, then the missing ones applied.
 
-        Where one cannot be applied, those of this call are taken back again and its exception passes through.
+        Where one cannot be applied, those of this call are taken back again and its exception passes through. Where one
+        cannot be taken back, the others are, nothing is applied, and its exception passes through.
         """
         wanted = list(names)
-        for name in [n for n in reversed(self._in_force) if n not in wanted]:
-            self._in_force.pop(name).revert(self)
+        self._withdraw([name for name in self._in_force if name not in wanted])
         added: list[str] = []
         try:
             for name in wanted:
@@ -139,9 +143,18 @@ class Run:
                     self._in_force[name] = self.strategy(name)
                     added.append(name)
         except BaseException:
-            for name in reversed(added):
-                self._in_force.pop(name).revert(self)
+            self._withdraw(added)
             raise
+
+    def _withdraw(self, names: Sequence[str]) -> None:
+        failure: Exception | None = None
+        for name in reversed(names):
+            try:
+                self._in_force.pop(name).revert(self)
+            except Exception as error:  # the others are taken back all the same
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     # -- the optimizer -------------------------------------------------------------------------------------------
 
