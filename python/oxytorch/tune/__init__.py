@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from . import strategies
 from .run import Run
 from .strategy import STRATEGIES, Strategy, strategy
 
-__all__ = ["STRATEGIES", "Run", "Strategy", "strategy"]
+__all__ = ["STRATEGIES", "Run", "Strategy", "strategies", "strategy"]

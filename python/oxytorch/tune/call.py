@@ -37,6 +37,11 @@ class Call:
         self._outputs: dict[str, Callable[[Any], Any]] = {}
         self._function: Callable[..., Any] | None = None
 
+    @property
+    def was_compiled(self) -> bool:
+        """Whether ``model.compile()`` had been called on the module."""
+        return self._own is not None
+
     def scope(self, name: str, factory: Factory | None) -> None:
         """Enter ``factory()`` around each forward; None takes it away."""
         self._set(self._scopes, name, factory)
@@ -62,8 +67,12 @@ class Call:
         self._install()
 
     def _install(self) -> None:
-        used = self._scopes or self._inputs or self._outputs or self._function
-        self._model._compiled_call_impl = self._run if used else self._own
+        if self._scopes or self._inputs or self._outputs or self._function:
+            self._model._compiled_call_impl = self._run
+        elif self._own is not None:
+            self._model._compiled_call_impl = self._own
+        else:  # the class says None, and the module has no attribute of its own
+            self._model.__dict__.pop("_compiled_call_impl", None)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         for change in self._inputs.values():

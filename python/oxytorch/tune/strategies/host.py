@@ -1,0 +1,206 @@
+"""Strategies of the host process: memory, threads, denormal numbers, in-place activations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import _C
+from ..strategy import Strategy, strategy
+from .observe import near_denormal, observe
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+__all__: list[str] = []
+
+
+class _HostSetting(Strategy):
+    """A native setting of the process that is made anew each time."""
+
+    def _make(self, run: Run) -> Any:
+        raise NotImplementedError
+
+    def applies(self, run: Run) -> bool | str:
+        return True if run.device.type == "cpu" else f"the model is on {run.device.type}"
+
+    def apply(self, run: Run) -> None:
+        setting = self._make(run)
+        if not setting.is_applied:
+            raise RuntimeError(setting.reason)
+        self._setting = setting
+        self.cost = setting.cost
+
+    def revert(self, run: Run) -> None:  # noqa: ARG002
+        self._setting.revert()
+
+
+@strategy("allocator", kind="exact", group="host_memory", settle=2)
+class Allocator(_HostSetting):
+    """glibc keeps freed memory for the next step instead of faulting it in again, up to half of what is available."""
+
+    def _make(self, run: Run) -> Any:  # noqa: ARG002
+        return _C.trainer.tune_allocator(None)
+
+
+@strategy("host_pool", kind="exact", group="host_memory", interacts=("allocator",), settle=2)
+class HostPool(_HostSetting):
+    """A pool of huge pages under torch's CPU tensors; it takes the place of a tuned allocator."""
+
+    def applies(self, run: Run) -> bool | str:
+        if not hasattr(_C, "memory"):
+            return "this build has no host pool"
+        return super().applies(run)
+
+    def _make(self, run: Run) -> Any:  # noqa: ARG002
+        from ...memory import use_host_pool  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+
+        return use_host_pool()
+
+
+@strategy("native_operators", kind="exact", hopeful=2.0)
+class NativeOperators(Strategy):
+    """Max pooling and batch normalisation by this library's kernels, which give torch's bits."""
+
+    def applies(self, run: Run) -> bool | str:
+        if not hasattr(getattr(_C, "tune", None), "NativeOperators"):
+            return "this build has no native operators"
+        if run.device.type != "cpu":
+            return f"the model is on {run.device.type}"
+        if not any(observe(run).uses(name) for name in ("max_pool2d", "batch_norm")):
+            return "the model has neither max pooling nor batch normalisation"
+        return True
+
+    def apply(self, run: Run) -> None:  # noqa: ARG002
+        self._operators: Any = _C.tune.NativeOperators()  # type: ignore[attr-defined]
+
+    def revert(self, run: Run) -> None:  # noqa: ARG002
+        self._operators.revert()
+
+
+# Modules whose gradient follows from their output alone, in or out of place, by the same operator.
+_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.Hardtanh)
+# Modules whose gradient does not need their own output, so that it may be written over.
+_PRODUCERS = (
+    nn.Linear,
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._BatchNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+)
+
+
+@strategy("inplace_activations", kind="exact", hopeful=1.3, interacts=("allocator", "host_pool"))
+class InplaceActivations(Strategy):
+    """Activations that follow a linear or normalising module inside `torch.nn.Sequential` write over their input.
+
+    Only there is it sure that nothing else reads it. The flags are set during forward alone.
+    """
+
+    def applies(self, run: Run) -> bool | str:
+        self._found = list(_overwritable(run.model))
+        return True if self._found else "no activation follows a linear or normalising module in a Sequential"
+
+    def apply(self, run: Run) -> None:
+        self._found = list(_overwritable(run.model))
+        run.call.scope("inplace", self._flags)
+
+    def revert(self, run: Run) -> None:
+        run.call.scope("inplace", None)
+
+    @contextmanager
+    def _flags(self) -> Iterator[None]:
+        for module in self._found:
+            module.inplace = True
+        try:
+            yield
+        finally:
+            for module in self._found:
+                module.inplace = False
+
+
+def _overwritable(model: nn.Module) -> Iterator[Any]:
+    uses = Counter(id(child) for parent in model.modules() for child in parent._modules.values())
+    for parent in model.modules():
+        if type(parent) is not nn.Sequential:
+            continue
+        children = list(parent)
+        for before, module in pairwise(children):
+            plain = not (before._forward_hooks or module._forward_pre_hooks or module._forward_hooks)
+            # The gradient of an in-place leaky ReLU is read off the sign of its output.
+            signed = not isinstance(module, nn.LeakyReLU) or module.negative_slope > 0
+            if (
+                isinstance(before, _PRODUCERS)
+                and type(module) in (*_ACTIVATIONS, nn.ReLU6)
+                and not module.inplace
+                and plain
+                and signed
+                and uses[id(module)] == 1
+            ):
+                yield module
+
+
+class _Threads(Strategy):
+    """A number of intra-op threads."""
+
+    def _wanted(self) -> int:
+        raise NotImplementedError
+
+    def applies(self, run: Run) -> bool | str:
+        if run.device.type != "cpu":
+            return f"the model is on {run.device.type}"
+        if self._wanted() == torch.get_num_threads():
+            return f"{self._wanted()} intra-op threads are what there is"
+        return True
+
+    def apply(self, run: Run) -> None:  # noqa: ARG002
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self._wanted())
+
+    def revert(self, run: Run) -> None:  # noqa: ARG002
+        torch.set_num_threads(self._before)
+
+
+_FASTER_STEPS = ("allocator", "host_pool", "bf16_autocast", "compile", "channels_last", "step_tail")
+
+
+@strategy("physical_cores", kind="tolerance", group="threads", interacts=_FASTER_STEPS, settle=2)
+class PhysicalCores(_Threads):
+    """As many intra-op threads as physical cores may be used."""
+
+    def _wanted(self) -> int:
+        return max(1, int(_C.base.cores()["usable_physical"]))
+
+
+@strategy("one_thread", kind="tolerance", group="threads", interacts=_FASTER_STEPS, settle=2)
+class OneThread(_Threads):
+    """One intra-op thread: small steps spend more on handing out work than on doing it."""
+
+    def _wanted(self) -> int:
+        return 1
+
+
+@strategy("flush_denormals", kind="tolerance", interacts=("one_thread", "physical_cores"))
+class FlushDenormals(_HostSetting):
+    """Denormal numbers are taken as zero on every intra-op thread.
+
+    Tried where gradients or the optimizer's state hold such numbers, or some within 1e8 of them: elsewhere it could
+    neither help nor be seen to help.
+    """
+
+    def applies(self, run: Run) -> bool | str:
+        if (where := super().applies(run)) is not True:
+            return where
+        state = (value for entries in run.original.state.values() for value in entries.values())
+        if any(isinstance(value, Tensor) and near_denormal(value) for value in state) or observe(run).tiny:
+            return True
+        return "neither gradients nor the optimizer's state hold numbers near the denormal ones"
+
+    def _make(self, run: Run) -> Any:  # noqa: ARG002
+        return _C.trainer.flush_denormals()

@@ -1,0 +1,114 @@
+"""What a run's forward and backward do, seen once, with everything left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ...model.escrow import untouched
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+__all__ = ["Observation", "near_denormal", "observe", "rehearsal", "rehearse", "shapes"]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Names of the operators of a step on the first batch, and facts that follow from them.
+
+    Attributes
+    ----------
+    operators : frozenset of str
+        Such as ``"aten::convolution"``.
+    random : bool
+        Whether one drew random numbers.
+    tiny : bool
+        Whether a gradient holds numbers near the denormal ones, see `near_denormal`.
+    """
+
+    operators: frozenset[str]
+    random: bool
+    tiny: bool
+
+    def uses(self, part: str) -> bool:
+        """Whether an operator has this in its name."""
+        return any(part in name for name in self.operators)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+_SEEN: WeakKeyDictionary[Run, Observation] = WeakKeyDictionary()
+
+
+def observe(run: Run) -> Observation:
+    """Return what a forward and backward on the first batch does; looked at once a run."""
+    if run not in _SEEN:
+        with rehearsal(run), torch.compiler.set_stance("force_eager"), _Operators() as watch:
+            backward(run, run.batches[0])
+            tiny = any(p.grad is not None and near_denormal(p.grad) for p in run.params)
+        _SEEN[run] = Observation(
+            frozenset(func._schema.name for func in watch.seen),
+            any(torch.Tag.nondeterministic_seeded in func.tags for func in watch.seen),
+            tiny,
+        )
+    return _SEEN[run]
+
+
+@contextmanager
+def rehearsal(run: Run) -> Iterator[None]:
+    """Run steps inside; afterwards model, optimizer and generators are what they were."""
+    if run.own_step is None:
+        with untouched(run.model):
+            yield
+        return
+    from ..escrow import Escrow  # noqa: PLC0415  (it looks at runs, too)
+
+    with Escrow(run.model, run.original):
+        yield
+
+
+def backward(run: Run, batch: Any) -> None:
+    """Run forward and backward, or, where the user's own function is all there is, the whole step."""
+    if run.own_step is None:
+        run.loss(batch).backward()  # type: ignore[no-untyped-call]
+    else:
+        run.step(batch)
+
+
+def rehearse(run: Run) -> None:
+    """Run what is in force, forward and backward, on one batch of each shape, and leave no trace."""
+    batches = {shapes(batch): batch for batch in reversed(run.batches)}
+    for batch in batches.values():
+        with rehearsal(run):
+            backward(run, batch)
+
+
+def shapes(batch: Any) -> tuple[Any, ...]:
+    """Shapes of all tensors of a batch."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(batch))
+
+
+def near_denormal(tensor: Tensor) -> bool:
+    """Whether a number other than 0 is so small that a run may take it below the least normal number."""
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    # A factor of 1e8 above: Adam's averages fall by 0.9 a step, so that is 170 steps away.
+    size = tensor.detach().abs()
+    return bool(((size > 0) & (size < torch.finfo(tensor.dtype).tiny * 1e8)).any())

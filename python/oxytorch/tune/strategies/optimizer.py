@@ -1,0 +1,172 @@
+"""Strategies of the optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ... import optim
+from ...optim.tail import TailOptimizer
+from ..run import plain_step
+from ..strategy import Strategy, strategy
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+__all__: list[str] = []
+
+_TORCH = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop")
+)
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+class _Flag(Strategy):
+    """torch's own other implementation of the step: flags of the groups, set while it steps and at no other time."""
+
+    _flag = ""
+    _classes: tuple[type, ...] = ()
+
+    def applies(self, run: Run) -> bool | str:
+        own = run.original
+        if type(own) not in self._classes:
+            return f"{type(own).__name__} has no {self._flag} step"
+        if any(group.get("foreach") is not None or group.get("fused") is not None for group in own.param_groups):
+            return "the optimizer was told which implementation to use"
+        if any(group.get("differentiable") or group.get("capturable") for group in own.param_groups):
+            return "a differentiable or capturable step was asked for"
+        return True
+
+    def apply(self, run: Run) -> None:
+        own = run.original
+
+        def step(closure: Callable[[], Any] | None) -> Any:
+            before = [{key: group.get(key) for key in ("foreach", "fused")} for group in own.param_groups]
+            attributes = set(own.__dict__)
+            for group in own.param_groups:
+                group.update(dict.fromkeys(("foreach", "fused"), False) | {self._flag: True})
+            try:
+                return plain_step(own, closure)
+            finally:
+                for group, flags in zip(own.param_groups, before, strict=True):
+                    group.update(flags)
+                for name in set(own.__dict__) - attributes:
+                    del own.__dict__[name]
+
+        run.replace_step(step)
+
+    def revert(self, run: Run) -> None:
+        run.replace_step(None)
+
+
+@strategy("foreach", kind="exact", group="optimizer", hopeful=1.3)
+class Foreach(_Flag):
+    """torch's optimizer takes all parameters through each operation together."""
+
+    _flag = "foreach"
+    _classes = _TORCH
+
+    def applies(self, run: Run) -> bool | str:
+        if run.device.type != "cpu":
+            return "it is torch's own choice there"
+        return super().applies(run)
+
+
+@strategy("fused", kind="tolerance", group="optimizer", hopeful=1.5)
+class Fused(_Flag):
+    """torch's fused step: one pass over each parameter."""
+
+    _flag = "fused"
+    _classes = _FUSED
+
+    def applies(self, run: Run) -> bool | str:
+        if any(not p.is_floating_point() for p in run.params):
+            return "the fused step takes floating-point parameters only"
+        return super().applies(run)
+
+
+class _Tail(Strategy):
+    """The optimizer of oxytorch.optim in place of torch's."""
+
+    _options: ClassVar[dict[str, Any]] = {}
+
+    def applies(self, run: Run) -> bool | str:
+        if isinstance(run.original, TailOptimizer):
+            return "the optimizer is one of oxytorch.optim already"
+        name = type(run.original).__name__
+        if getattr(torch.optim, name, None) is not type(run.original) or not hasattr(optim, name):
+            return f"oxytorch.optim has nothing of the state format of {name}"
+        if any(group.get("differentiable") for group in run.original.param_groups):
+            return "a differentiable step was asked for"
+        return True
+
+    def apply(self, run: Run) -> None:
+        run.replace_optimizer(optim.replace(run.original, nonfinite="propagate", **self._options))
+
+    def revert(self, run: Run) -> None:
+        run.replace_optimizer(None)
+
+
+@strategy("step_tail", kind="tolerance", group="optimizer", interacts=("channels_last",), hopeful=1.8)
+class StepTail(_Tail):
+    """The whole optimizer step as one native call; state stays in torch's format."""
+
+    def apply(self, run: Run) -> None:
+        # Clipping is part of the call where the loop is the plan's; in the user's own loop it stays where it is.
+        clip = run.clip_norm if run.owns_loop and run.own_step is None else None
+        run.replace_optimizer(optim.replace(run.original, nonfinite="propagate", clip_norm=clip))
+        self._clip, run.clip_norm = run.clip_norm, None if clip is not None else run.clip_norm
+
+    def revert(self, run: Run) -> None:
+        super().revert(run)
+        run.clip_norm = self._clip
+
+
+@strategy(
+    "int8_state",
+    kind="trade",
+    group="optimizer",
+    interacts=("channels_last",),
+    cost="the optimizer's running averages are rounded to 8 bits; the wide ones are kept while it may be taken back.",
+)
+class Int8State(_Tail):
+    """The step tail with running averages of one byte an element: a quarter of the memory to read and write."""
+
+    _options: ClassVar[dict[str, Any]] = {"state_dtype": "int8"}
+
+    def applies(self, run: Run) -> bool | str:
+        if not isinstance(run.original, torch.optim.Adam):
+            return f"{type(run.original).__name__} is not Adam or AdamW"
+        return super().applies(run)
+
+    def apply(self, run: Run) -> None:
+        own = run.original
+        self._wide = {param: dict(entries) for param, entries in own.state.items()}
+        self._steps = {param: entries["step"].clone() for param, entries in self._wide.items() if entries}
+        super().apply(run)
+
+    def revert(self, run: Run) -> None:
+        tail: Any = run.optimizer
+        decoded = {
+            param: (tail._step_tail().decoded_state(index), run.original.state[param]["step"])
+            for index, param in enumerate(tail._params())
+            if run.original.state.get(param)
+        }
+        super().revert(run)
+        for param, (averages, step) in decoded.items():
+            entries: dict[str, Any] = self._wide.get(param) or {}
+            untrained = entries and torch.equal(step, self._steps[param])
+            fresh: dict[str, Tensor] = {"step": step.clone()}
+            for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                if name in averages:
+                    fresh[name] = entries[name] if untrained else averages[name]
+            for name, value in fresh.items():
+                if name in entries:
+                    entries[name].copy_(value)
+                    fresh[name] = entries[name]
+            run.original.state[param].clear()
+            run.original.state[param].update(fresh)
