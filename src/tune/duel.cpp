@@ -1,0 +1,192 @@
+#include "oxytorch/tune/duel.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "oxytorch/error.h"
+#include "oxytorch/random.h"
+#include "tune/sign_test.h"
+#include "tune/words.h"
+
+namespace oxytorch::tune {
+namespace {
+
+constexpr std::uint64_t kOrderStream = 1;
+/// Of the error allowed, what the first look may spend: a clear case ends there, and a later look has pairs enough to
+/// do with little.
+constexpr double kFirstShare = 0.8;
+constexpr double kLookGrowth = 1.5;
+/// A challenger is much slower where each of its first pairs took over this factor.
+constexpr double kMuchSlower = 1.1;
+
+void check(const DuelOptions& options) {
+  OXY_CHECK(options.threshold > 0 && std::isfinite(options.threshold), InvalidArgument,
+            "the threshold of a duel must be a positive ratio, for example 1.01, not ", options.threshold, '.');
+  OXY_CHECK(options.confidence > 0 && options.confidence < 1, InvalidArgument,
+            "the confidence of a duel must be between 0 and 1, for example 0.95, not ", options.confidence, '.');
+  OXY_CHECK(options.false_accept > 0 && options.false_accept < 1, InvalidArgument,
+            "false_accept must be between 0 and 1, for example 0.005, not ", options.false_accept, '.');
+  OXY_CHECK(options.least_pairs >= 1 && options.least_pairs <= options.most_pairs && options.most_pairs <= 1000,
+            InvalidArgument, "a duel needs 1 <= least_pairs <= most_pairs <= 1000, not ", options.least_pairs, " and ",
+            options.most_pairs, '.');
+  OXY_CHECK(options.budget_seconds >= 0, InvalidArgument, "the budget of a duel must be at least 0 seconds, not ",
+            options.budget_seconds, '.');
+}
+
+/// Pairs after which the duel may accept. The first is no earlier than the sign-flip test can reach its error.
+std::vector<int> looks_of(const DuelOptions& options) {
+  const int reach = static_cast<int>(std::ceil(-std::log2(kFirstShare * options.false_accept)));
+  std::vector<int> looks;
+  for (int look = std::max(options.least_pairs, reach); look < options.most_pairs;
+       look = static_cast<int>(std::ceil(look * kLookGrowth))) {
+    looks.push_back(look);
+  }
+  looks.push_back(options.most_pairs);
+  return looks;
+}
+
+/// Upper quantile of the standard normal distribution for small tails; within 4.5e-4.
+/// M. Abramowitz, I. A. Stegun, "Handbook of Mathematical Functions", 26.2.23.
+double normal_upper(double tail) {
+  const double t = std::sqrt(-2 * std::log(tail));
+  return t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)));
+}
+
+}  // namespace
+
+struct Duel::Impl {
+  DuelOptions options;
+  std::vector<int> looks;
+  std::vector<double> incumbent;
+  std::vector<double> challenger;
+  std::vector<double> margins;  ///< log of each pair's speedup over the threshold
+  double spent = 0;
+  Decision decision = Decision::Open;
+  double p_value = 1;
+  std::string reason;
+
+  explicit Impl(const DuelOptions& given) : options(given) {
+    check(options);
+    looks = looks_of(options);
+  }
+
+  [[nodiscard]] std::size_t pairs() const { return std::min(incumbent.size(), challenger.size()); }
+
+  [[nodiscard]] Side turn() const {
+    const bool swapped = (philox(options.seed, kOrderStream, pairs()).word[0] & 1U) != 0;
+    const Side first = swapped ? Side::Challenger : Side::Incumbent;
+    if (incumbent.size() == challenger.size()) return first;
+    return swapped ? Side::Incumbent : Side::Challenger;
+  }
+
+  [[nodiscard]] double error_at(std::size_t look) const {
+    if (looks.size() == 1) return options.false_accept;
+    if (look == 0) return kFirstShare * options.false_accept;
+    return (1 - kFirstShare) * options.false_accept / static_cast<double>(looks.size() - 1);
+  }
+
+  [[nodiscard]] Interval interval() const {
+    const std::size_t n = pairs();
+    if (n == 0) return {0, 0, 0, options.confidence};
+    return paired_ratio_interval(std::span(incumbent).first(n), std::span(challenger).first(n),
+                                 {options.confidence, 2000, options.seed});
+  }
+
+  void end(Decision how, std::string why) {
+    decision = how;
+    reason = std::move(why);
+  }
+
+  /// "1.534x (1.490 to 1.581) over 9 pairs, p = 0.002".
+  [[nodiscard]] std::string figures(const Interval& speedup) const {
+    std::string text = interval_text(speedup);
+    text.append(" over ").append(std::to_string(pairs())).append(pairs() == 1 ? " pair" : " pairs");
+    if (p_value < 1) text.append(", p = ").append(monitor::format_number(p_value, 2));
+    return text;
+  }
+
+  /// True where even good luck in the pairs left would not carry the test at the last look: the margin is put at the
+  /// upper end of what these pairs leave open, and the pairs to come are let deviate upwards once more.
+  [[nodiscard]] bool hopeless() const {
+    const auto n = static_cast<double>(margins.size());
+    if (margins.size() < 4) {
+      return margins.size() == 3 && *std::max_element(margins.begin(), margins.end()) < -std::log(kMuchSlower);
+    }
+    const double center = std::max(center_of(margins), median(margins));
+    // 1.4826 makes it the standard deviation of normal values; the rest corrects for few of them.
+    const double spread = std::max(1.4826 * median_absolute_deviation(margins) * n / (n - 0.8), 1e-6);
+    const double last = options.most_pairs;
+    const double hoped = center + 2 * spread / std::sqrt(n);
+    const double reached = (n * center + (last - n) * hoped) / (spread * std::sqrt(last));
+    return reached + std::sqrt((last - n) / last) < normal_upper(error_at(looks.size() - 1));
+  }
+
+  void judge() {
+    const auto n = static_cast<int>(pairs());
+    const auto look = std::find(looks.begin(), looks.end(), n);
+    if (look != looks.end()) {
+      p_value = sign_flip_p_value(margins);
+      const Interval speedup = interval();
+      if (speedup.low > options.threshold && p_value <= error_at(static_cast<std::size_t>(look - looks.begin()))) {
+        return end(Decision::Accept, figures(speedup) + ": faster.");
+      }
+      const bool out_of_time = options.budget_seconds > 0 && spent >= options.budget_seconds;
+      if (n == looks.back() || out_of_time) {
+        std::string why = figures(speedup) + ": not shown to be faster than " + ratio_text(options.threshold);
+        return end(Decision::Reject, why + (n == looks.back() ? "." : " within the time given to it."));
+      }
+    }
+    if (hopeless()) {
+      const Interval speedup = interval();
+      std::string why = figures(speedup);
+      why += speedup.high < 1 ? ": slower." : ": not going to be faster than " + ratio_text(options.threshold) + ".";
+      end(Decision::Reject, std::move(why));
+    }
+  }
+};
+
+Duel::Duel(DuelOptions options) : impl_(std::make_unique<Impl>(options)) {}
+Duel::~Duel() = default;
+Duel::Duel(Duel&&) noexcept = default;
+Duel& Duel::operator=(Duel&&) noexcept = default;
+
+std::optional<Side> Duel::next() const {
+  if (impl_->decision != Decision::Open) return std::nullopt;
+  return impl_->turn();
+}
+
+void Duel::record(Side side, double seconds) {
+  OXY_CHECK(impl_->decision == Decision::Open, InvalidArgument, "the duel has ended (", impl_->reason,
+            "); begin another one.");
+  const char* names[] = {"incumbent", "challenger"};
+  OXY_CHECK(side == impl_->turn(), InvalidArgument, "a time of the ", names[side == Side::Challenger],
+            " was recorded, but next() named the ", names[side == Side::Incumbent], '.');
+  OXY_CHECK(seconds > 0 && std::isfinite(seconds), InvalidArgument, "the time of a step must be positive, not ",
+            seconds, " s.");
+  (side == Side::Incumbent ? impl_->incumbent : impl_->challenger).push_back(seconds);
+  impl_->spent += seconds;
+  if (impl_->incumbent.size() != impl_->challenger.size()) return;
+  impl_->margins.push_back(std::log(impl_->incumbent.back() / impl_->challenger.back() / impl_->options.threshold));
+  impl_->judge();
+}
+
+void Duel::abandon(std::string reason) {
+  if (impl_->decision == Decision::Open) impl_->end(Decision::Reject, std::move(reason));
+}
+
+DuelResult Duel::result() const {
+  DuelResult result;
+  result.decision = impl_->decision;
+  result.speedup = impl_->interval();
+  result.pairs = static_cast<int>(impl_->pairs());
+  if (result.pairs > 0) {
+    result.incumbent = median(std::span(impl_->incumbent).first(impl_->pairs()));
+    result.challenger = median(std::span(impl_->challenger).first(impl_->pairs()));
+  }
+  result.p_value = impl_->p_value;
+  result.reason = impl_->decision == Decision::Open ? "still measuring" : impl_->reason;
+  return result;
+}
+
+}  // namespace oxytorch::tune

@@ -1,0 +1,266 @@
+#include "oxytorch/tune/duel.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <numbers>
+
+#include "oxytorch/error.h"
+#include "oxytorch/random.h"
+#include "tune/sign_test.h"
+
+namespace oxytorch::tune {
+namespace {
+
+double normal(PhiloxStream& random) {
+  const double radius = std::sqrt(-2 * std::log(1 - random.uniform_double()));
+  return radius * std::cos(2 * std::numbers::pi * random.uniform_double());
+}
+
+/// Seconds of one step of a side that takes one second without noise; called once a step, in order of time.
+using Noise = std::function<double(PhiloxStream&)>;
+
+Noise gaussian(double spread) {
+  return [=](PhiloxStream& random) { return std::max(0.05, 1 + spread * normal(random)); };
+}
+
+/// Log-normal, and one step in twelve is up to three times as long.
+Noise heavy(double spread) {
+  return [=](PhiloxStream& random) {
+    const double outlier = random.uniform_double() < 1.0 / 12 ? 1 + 2 * random.uniform_double() : 1;
+    return std::exp(spread * normal(random)) * outlier;
+  };
+}
+
+Noise bimodal(double spread) {
+  return [=](PhiloxStream& random) {
+    return (random.uniform_double() < 0.4 ? 1 + 3 * spread : 1.0) * (1 + spread / 4 * normal(random));
+  };
+}
+
+Noise autoregressive(double spread) {
+  return [=, state = 0.0](PhiloxStream& random) mutable {
+    state = 0.9 * state + std::sqrt(1 - 0.81) * normal(random);
+    return std::exp(spread * state);
+  };
+}
+
+/// Grows by the spread every ten steps, as a throttling processor does.
+Noise drifting(double spread) {
+  return [=, step = 0](PhiloxStream& random) mutable {
+    return (1 + spread * step++ / 10) * std::exp(spread / 3 * normal(random));
+  };
+}
+
+/// `true_speedup` is how many times longer the incumbent takes.
+DuelResult fight(double true_speedup, Noise noise, std::uint64_t seed, DuelOptions options = {}) {
+  options.seed = seed;
+  Duel duel(options);
+  PhiloxStream random(seed, 7);
+  while (const auto side = duel.next()) {
+    duel.record(*side, noise(random) * (*side == Side::Incumbent ? true_speedup : 1.0));
+  }
+  return duel.result();
+}
+
+struct Weather {
+  const char* name;
+  std::function<Noise(double)> make;
+};
+
+class DuelNull : public testing::TestWithParam<Weather> {};
+
+TEST_P(DuelNull, AcceptsAtMostOneInAHundredEqualSides) {
+  constexpr int kDuels = 1000;
+  int accepted = 0;
+  double pairs = 0;
+  for (int i = 0; i < kDuels; ++i) {
+    const double spread = 0.01 + 0.19 * i / kDuels;
+    const DuelResult result = fight(1, GetParam().make(spread), static_cast<std::uint64_t>(i));
+    accepted += result.decision == Decision::Accept;
+    pairs += result.pairs;
+  }
+  EXPECT_LE(accepted, 10);
+  // Most are given up long before the last look.
+  EXPECT_LE(pairs / kDuels, 15);
+  RecordProperty("accepted", accepted);
+  RecordProperty("pairs", std::to_string(pairs / kDuels));
+}
+
+INSTANTIATE_TEST_SUITE_P(Weathers, DuelNull,
+                         testing::Values(Weather{"gaussian", gaussian}, Weather{"heavy", heavy},
+                                         Weather{"bimodal", bimodal}, Weather{"autoregressive", autoregressive},
+                                         Weather{"drifting", drifting}),
+                         [](const auto& info) { return info.param.name; });
+
+/// Of 500 duels of a challenger that is faster by the ratio.
+struct Tally {
+  int accepted = 0;
+  int at_first_look = 0;
+  int covered = 0;
+  double pairs = 0;
+};
+
+Tally tally(double ratio, const std::function<Noise(double)>& noise, double spread) {
+  Tally tally;
+  for (int i = 0; i < 500; ++i) {
+    const DuelResult result = fight(ratio, noise(spread), static_cast<std::uint64_t>(1000 + i));
+    tally.accepted += result.decision == Decision::Accept;
+    tally.at_first_look += result.decision == Decision::Accept && result.pairs == 9;
+    tally.covered += result.speedup.contains(ratio);
+    tally.pairs += result.pairs / 500.0;
+  }
+  return tally;
+}
+
+TEST(Duel, AcceptsAGainOfFivePercentUnderTwoPercentNoise) {
+  const Tally seen = tally(1.05, gaussian, 0.02);
+  EXPECT_GE(seen.accepted, 490);
+  EXPECT_LE(seen.pairs, 20);
+}
+
+TEST(Duel, AcceptsAGreatGainAtTheFirstLookUnderGreatNoise) {
+  const Tally seen = tally(1.5, gaussian, 0.2);
+  EXPECT_GE(seen.accepted, 480);
+  EXPECT_GE(seen.at_first_look, 250);
+}
+
+TEST(Duel, AcceptsAGainThroughOutliersAndDrift) {
+  EXPECT_GE(tally(1.2, heavy, 0.02).accepted, 475);
+  EXPECT_GE(tally(1.2, drifting, 0.05).accepted, 475);
+  EXPECT_GE(tally(1.2, autoregressive, 0.05).accepted, 475);
+}
+
+TEST(Duel, ReportsAnIntervalThatHoldsTheTrueRatio) {
+  // Stopping when it looks good leaves a little less than the 95% of a fixed number of pairs.
+  EXPECT_GE(tally(1.3, gaussian, 0.05).covered, 440);
+}
+
+TEST(Duel, GivesUpAMuchSlowerChallengerAfterThreePairs) {
+  const DuelResult result = fight(0.5, gaussian(0.05), 3);
+  EXPECT_EQ(result.decision, Decision::Reject);
+  EXPECT_LE(result.pairs, 4);
+  EXPECT_NE(result.reason.find("slower"), std::string::npos) << result.reason;
+}
+
+TEST(Duel, RejectsAGainUnderTheThreshold) {
+  DuelOptions options;
+  options.threshold = 1.2;
+  int accepted = 0;
+  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    accepted += fight(1.1, gaussian(0.02), seed, options).decision == Decision::Accept;
+  }
+  EXPECT_EQ(accepted, 0);
+}
+
+TEST(Duel, TakesTurnsInRandomOrderWithinPairs) {
+  DuelOptions options;
+  options.seed = 5;
+  options.threshold = 0.5;  // no futility among equals
+  options.least_pairs = options.most_pairs = 40;
+  Duel duel(options);
+  int incumbent_first = 0;
+  for (int pair = 0; pair < 40; ++pair) {
+    const Side first = duel.next().value();
+    duel.record(first, 1);
+    const Side second = duel.next().value();
+    EXPECT_NE(first, second);
+    duel.record(second, 1);
+    incumbent_first += first == Side::Incumbent;
+  }
+  EXPECT_FALSE(duel.next().has_value());
+  EXPECT_GT(incumbent_first, 8);
+  EXPECT_LT(incumbent_first, 32);
+}
+
+TEST(Duel, EndsAtTheFirstLookPastItsBudget) {
+  DuelOptions options;
+  options.budget_seconds = 5;
+  options.threshold = 1.0;
+  // 1.02 at 5% is neither clear nor hopeless at nine pairs for this seed.
+  const DuelResult free = fight(1.03, gaussian(0.05), 11, {.threshold = 1.0});
+  ASSERT_GT(free.pairs, 9);
+  const DuelResult bound = fight(1.03, gaussian(0.05), 11, options);
+  EXPECT_EQ(bound.pairs, 9);
+  EXPECT_EQ(bound.decision, Decision::Reject);
+  EXPECT_NE(bound.reason.find("within the time"), std::string::npos) << bound.reason;
+}
+
+TEST(Duel, GivesTheSameVerdictForTheSameSeedAndTimes) {
+  const DuelResult one = fight(1.04, heavy(0.05), 21);
+  const DuelResult two = fight(1.04, heavy(0.05), 21);
+  EXPECT_EQ(one.speedup, two.speedup);
+  EXPECT_EQ(one.pairs, two.pairs);
+  EXPECT_EQ(one.reason, two.reason);
+}
+
+TEST(Duel, RefusesWhatItDidNotAskFor) {
+  Duel duel;
+  const Side first = duel.next().value();
+  const Side other = first == Side::Incumbent ? Side::Challenger : Side::Incumbent;
+  EXPECT_THROW(duel.record(other, 1), Error);
+  EXPECT_THROW(duel.record(first, 0), Error);
+  EXPECT_THROW(duel.record(first, NAN), Error);
+  EXPECT_THROW(duel.record(first, INFINITY), Error);
+  duel.abandon("it threw");
+  EXPECT_FALSE(duel.next().has_value());
+  EXPECT_THROW(duel.record(first, 1), Error);
+  EXPECT_EQ(duel.result().decision, Decision::Reject);
+  EXPECT_EQ(duel.result().reason, "it threw");
+  EXPECT_EQ(duel.result().pairs, 0);
+}
+
+TEST(Duel, RefusesBadOptions) {
+  EXPECT_THROW(Duel({.threshold = 0}), Error);
+  EXPECT_THROW(Duel({.confidence = 1}), Error);
+  EXPECT_THROW(Duel({.false_accept = 0}), Error);
+  EXPECT_THROW(Duel({.least_pairs = 10, .most_pairs = 9}), Error);
+  EXPECT_THROW(Duel({.most_pairs = 1001}), Error);
+  EXPECT_THROW(Duel({.budget_seconds = -1}), Error);
+}
+
+double enumerated(const std::vector<double>& differences) {
+  std::vector<double> ranks(differences.size());
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    for (const double other : differences) {
+      ranks[i] += std::abs(other) < std::abs(differences[i])    ? 1
+                  : std::abs(other) == std::abs(differences[i]) ? 0.5
+                                                                : 0;
+    }
+    ranks[i] = std::min(ranks[i] + 0.5, (static_cast<double>(ranks.size()) + 1) / 2);
+  }
+  const auto sum_of = [&](std::size_t flips) {
+    double sum = 0;
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      if ((flips >> i & 1U) != 0 && differences[i] != 0) sum += ranks[i];
+    }
+    return sum;
+  };
+  std::size_t seen = 0;
+  for (std::size_t i = 0; i < ranks.size(); ++i) seen |= static_cast<std::size_t>(differences[i] > 0) << i;
+  std::size_t reached = 0;
+  const std::size_t all = std::size_t{1} << ranks.size();
+  for (std::size_t flips = 0; flips < all; ++flips) reached += sum_of(flips) >= sum_of(seen);
+  return static_cast<double>(reached) / static_cast<double>(all);
+}
+
+TEST(SignTest, EqualsTheEnumerationOfAllFlips) {
+  PhiloxStream random(9);
+  for (std::size_t n = 1; n <= 12; ++n) {
+    std::vector<double> values(n);
+    for (double& value : values) value = normal(random) + 0.3;
+    EXPECT_NEAR(sign_flip_p_value(values), enumerated(values), 1e-12);
+    for (double& value : values) value = std::round(value);  // ties and zeros
+    EXPECT_NEAR(sign_flip_p_value(values), enumerated(values), 1e-12);
+  }
+  EXPECT_EQ(sign_flip_p_value(std::vector<double>{0, 0, 0}), 1);
+  EXPECT_EQ(sign_flip_p_value(std::vector<double>(9, 0.25)), 1.0 / 512);
+}
+
+TEST(SignTest, CenterIsTheMedianOfMeansOfTwo) {
+  EXPECT_DOUBLE_EQ(center_of(std::vector<double>{1, 2, 9}), 3.5);  // 1, 1.5, 2, 5, 5.5, 9
+}
+
+}  // namespace
+}  // namespace oxytorch::tune
