@@ -18,7 +18,10 @@ namespace oxytorch::tune {
 /// be applied or threw; the original is in force. Skipped: does not apply here, is not allowed at this level, or cannot
 /// be repaid. RolledBack: was in force and was taken back during the run.
 enum class Standing { Accepted, Rejected, Refused, Failed, Skipped, RolledBack };
+/// "accepted", "rejected", "refused", "failed", "skipped", "rolled back".
 OXY_API std::string_view name(Standing standing) noexcept;
+/// Error(InvalidArgument) with the nearest word for another text.
+OXY_API Standing parse_standing(std::string_view text);
 
 struct CertificateEntry {
   std::string strategy;
@@ -31,6 +34,7 @@ struct CertificateEntry {
   double cost_seconds = 0;                      ///< one-off
   std::optional<double> break_even_steps = {};  ///< steps after which the one-off cost is repaid
   std::map<std::string, double> evidence = {};  ///< figures of the referee: "gradient_error", "steps_identical" ...
+  bool operator==(const CertificateEntry&) const = default;
 };
 
 /// What a certificate holds for; another key means that it must be measured again.
@@ -43,6 +47,10 @@ struct CertificateKey {
   /// 16 hexadecimal digits, the same on every machine.
   [[nodiscard]] OXY_API std::string digest() const;
 };
+
+/// The processor's part of CertificateKey::hardware: its name, the cores in use and what it multiplies in hardware. A
+/// caller adds its accelerators. `root` as in oxytorch/system.h.
+OXY_API std::string hardware_key(const std::string& root = "/");
 
 struct OXY_API Certificate {
   CertificateKey key;
@@ -58,15 +66,19 @@ struct OXY_API Certificate {
   std::map<std::string, std::string> verification;  ///< how the whole was verified: check -> outcome
   std::vector<std::string> events;  ///< what happened since: reused, canary, rolled back; each with its step
 
+  bool operator==(const Certificate&) const = default;
+
   [[nodiscard]] std::vector<std::string> accepted() const;
   /// Steps after which tuning, compiling apart or included, has been repaid; empty where nothing is saved.
   [[nodiscard]] std::optional<double> repaid_after(bool with_compiling = false) const;
 
+  /// The same bytes for the same certificate; from_json() reads it back equal.
   [[nodiscard]] std::string to_json() const;
   /// Error(InvalidArgument) that says where and what, for text that is no certificate or of a newer format.
   static Certificate from_json(std::string_view text);
   /// Writes whole or not at all. Error(Io).
   void save(const std::string& path) const;
+  /// Error(NotFound), Error(Io), or what from_json() throws, with the path.
   static Certificate load(const std::string& path);
 
   [[nodiscard]] std::string to_text() const;  ///< a table for the terminal, 120 columns
@@ -74,12 +86,15 @@ struct OXY_API Certificate {
 };
 
 /// Where certificates are remembered: $OXYTORCH_CACHE, or $XDG_CACHE_HOME/oxytorch, or ~/.cache/oxytorch; one JSON file
-/// a key. A file that cannot be read is no certificate (a warning is logged), never an error.
+/// a key. A file that cannot be read is no certificate (a warning is logged), never an error. Any number of processes
+/// may share a folder: a reader finds a whole certificate, of two writers the last.
 class OXY_API CertificateStore {
  public:
   explicit CertificateStore(std::string folder = "");
   [[nodiscard]] std::optional<Certificate> find(const CertificateKey& key) const;
+  /// Makes the folder where it is missing. Error(Io).
   void put(const Certificate& certificate) const;
+  /// Nothing where there is none. Error(Io).
   void forget(const CertificateKey& key) const;
   [[nodiscard]] const std::string& folder() const noexcept { return folder_; }
 

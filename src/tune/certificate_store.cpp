@@ -1,0 +1,67 @@
+#include <cerrno>
+#include <cstdlib>
+#include <filesystem>
+#include <system_error>
+
+#include "oxytorch/error.h"
+#include "oxytorch/logging.h"
+#include "oxytorch/spelling.h"
+#include "oxytorch/tune/certificate.h"
+
+namespace oxytorch::tune {
+namespace {
+
+std::string from_environment(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value == nullptr ? "" : value;
+}
+
+/// "" where there is no home either.
+std::string default_folder() {
+  if (const std::string own = from_environment("OXYTORCH_CACHE"); !own.empty()) return own;
+  // The XDG specification: a path that is not absolute is to be ignored.
+  if (const std::string cache = from_environment("XDG_CACHE_HOME"); cache.starts_with('/')) return cache + "/oxytorch";
+  const std::string home = from_environment("HOME");
+  return home.empty() ? "" : home + "/.cache/oxytorch";
+}
+
+std::string path_of(const std::string& folder, const CertificateKey& key) {
+  return folder + "/" + key.digest() + ".json";
+}
+
+}  // namespace
+
+CertificateStore::CertificateStore(std::string folder)
+    : folder_(folder.empty() ? default_folder() : std::move(folder)) {}
+
+std::optional<Certificate> CertificateStore::find(const CertificateKey& key) const {
+  const std::string path = path_of(folder_, key);
+  try {
+    Certificate certificate = Certificate::load(path);
+    if (certificate.key == key) return certificate;
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::NotFound) log(LogLevel::Warn, error.what());
+  }
+  return std::nullopt;
+}
+
+void CertificateStore::put(const Certificate& certificate) const {
+  OXY_CHECK(!folder_.empty(), Io,
+            "there is no folder for certificates: none of OXYTORCH_CACHE, XDG_CACHE_HOME and HOME "
+            "is set; set OXYTORCH_CACHE.");
+  std::error_code error;
+  std::filesystem::create_directories(folder_, error);
+  OXY_CHECK(!error, Io, "cannot make the folder ", in_quotes(folder_), " for certificates: ", error.message(),
+            "; set OXYTORCH_CACHE to one that can be written.");
+  certificate.save(path_of(folder_, certificate.key));
+}
+
+void CertificateStore::forget(const CertificateKey& key) const {
+  const std::string path = path_of(folder_, key);
+  std::error_code error;
+  std::filesystem::remove(path, error);
+  OXY_CHECK(!error || error == std::errc::no_such_file_or_directory, Io, "cannot remove ", in_quotes(path), ": ",
+            error.message(), '.');
+}
+
+}  // namespace oxytorch::tune
