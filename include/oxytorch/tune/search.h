@@ -20,7 +20,7 @@ struct StrategyFacts {
   Kind kind = Kind::Exact;
   std::string group = {};                   ///< at most one strategy of a group is in force; empty: alone
   std::vector<std::string> requires_ = {};  ///< tried only where all of these are in force
-  std::vector<std::string> interacts = {};  ///< tried again, on or off, when one of these has been accepted since
+  std::vector<std::string> interacts = {};  ///< tried again, on or off, when one of these changed since; mutual
   double expected_cost = 0;                 ///< seconds that turning it on takes once (compiling), before it was tried
   double hopeful = 3;  ///< speedup that it cannot exceed; where even that cannot repay expected_cost, it is skipped
 };
@@ -30,6 +30,7 @@ struct SearchOptions {
   double step_seconds = 0;              ///< of the step as it was given; needed to judge repayment
   double budget_seconds = 0;            ///< for all trials together, compiling apart; 0: no bound
   std::uint64_t seed = 0;
+  DuelOptions duel = {};  ///< of each trial; seed and what is left of the budget are filled in
 };
 
 /// One trial: both combinations run the same batches, in the order that its duel asks for.
@@ -50,21 +51,24 @@ struct TrialOutcome {
   std::string reason = {};  ///< of a failure or a refusal by the referee
 };
 
-/// Greedy with a way back. Forward: each strategy in the order given against what is in force. Then rounds: strategies
-/// whose `interacts` were accepted after they were judged are judged again, on or off, until nothing changes or the
-/// budget is spent. A strategy is kept only where its saving over `steps_planned` exceeds its cost.
-/// ask() and tell() alternate. Deterministic.
+/// Greedy with a way back. Forward: each strategy in the order given against what is in force, in place of the one of
+/// its group. Then rounds over what `interacts` ties together, wherever something accepted has changed the ground since
+/// it was judged: a rejected strategy again, an accepted one off, a rejected one in place of an accepted one, two
+/// rejected ones together. They end when nothing is left to ask or the budget is spent; no two combinations meet twice.
+/// A strategy is kept only where its saving over `steps_planned` exceeds its cost.
+/// ask() and tell() alternate; ask() again before tell() names the same trial. Deterministic.
 class OXY_API Search {
  public:
-  /// Error(InvalidArgument) for two strategies of one name, and for names in requires_ that do not exist.
+  /// Error(InvalidArgument) for two strategies of one name, for names in requires_ that do not exist, for over 64.
   Search(std::vector<StrategyFacts> strategies, SearchOptions options);
   ~Search();
   Search(Search&&) noexcept;
   Search& operator=(Search&&) noexcept;
 
   [[nodiscard]] std::optional<Trial> ask();
+  /// Of the trial that ask() named; Error(InvalidState) where there is none.
   void tell(const TrialOutcome& outcome);
-  /// Notes a strategy that does not apply here; it is not asked for.
+  /// Notes a strategy that does not apply here; it is not asked for. Error(InvalidState) where it is in force.
   void skip(const std::string& strategy, std::string reason);
   /// Seconds spent outside of duels (verifying), charged to the budget.
   void charge(double seconds);

@@ -1,0 +1,361 @@
+#include "oxytorch/tune/search.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <set>
+#include <utility>
+
+#include "oxytorch/error.h"
+#include "oxytorch/random.h"
+#include "oxytorch/spelling.h"
+#include "tune/words.h"
+
+namespace oxytorch::tune {
+namespace {
+
+/// A combination of strategies: bit i is the i-th one given.
+using Mask = std::uint64_t;
+constexpr std::size_t kMost = 64;
+/// What two strategies can make of each other at most. A pair whose own figures need more is not tried together.
+constexpr double kInterplay = 1.6;
+
+constexpr Mask bit(std::size_t i) { return Mask{1} << i; }
+
+struct Item {
+  StrategyFacts facts;
+  Mask needs = 0;   ///< requires_
+  Mask ties = 0;    ///< interacts, both ways
+  Mask rivals = 0;  ///< others of its group
+  CertificateEntry entry;
+  bool tried = false;
+  bool settled = false;  ///< failed, refused or skipped: not asked for again
+  int judged = 0;        ///< on the clock of changes
+  int changed = 0;       ///< when it was last turned on or off
+};
+
+struct Move {
+  std::size_t item = 0;
+  Mask challenger = 0;
+  bool removal = false;
+  bool alone = true;  ///< it turns on nothing else, and off only its rivals
+};
+
+Interval inverse(const Interval& ratio) { return {1 / ratio.high, 1 / ratio.mid, 1 / ratio.low, ratio.confidence}; }
+
+}  // namespace
+
+struct Search::Impl {
+  std::vector<Item> items;
+  SearchOptions options;
+  Mask force = 0;
+  double step_seconds = 0;  ///< with what is in force, as far as known
+  double spent = 0;
+  int clock = 0;
+  std::uint64_t trials = 0;
+  std::optional<Move> pending;
+  std::set<std::pair<Mask, Mask>> met;
+
+  Impl(std::vector<StrategyFacts> strategies, const SearchOptions& given)
+      : options(given), step_seconds(given.step_seconds) {
+    OXY_CHECK(strategies.size() <= kMost, InvalidArgument, "a search takes up to ", kMost, " strategies, not ",
+              strategies.size(), '.');
+    OXY_CHECK(options.steps_planned >= 0, InvalidArgument, "steps_planned must be at least 0, not ",
+              options.steps_planned, '.');
+    for (StrategyFacts& facts : strategies) {
+      Item item;
+      item.entry.strategy = facts.name;
+      item.entry.kind = facts.kind;
+      item.entry.reason = "It was not tried.";
+      item.facts = std::move(facts);
+      items.push_back(std::move(item));
+    }
+    for (std::size_t i = 0; i < items.size(); ++i) tie(i);
+    static_cast<void>(Duel(options.duel));  // checks them
+  }
+
+  void tie(std::size_t i) {
+    Item& item = items[i];
+    OXY_CHECK(index_of(item.facts.name) == i, InvalidArgument, "two strategies are called ", in_quotes(item.facts.name),
+              "; give each its own name.");
+    for (const std::string& name : item.facts.requires_) {
+      const std::size_t other = index_of(name);
+      OXY_CHECK(other < items.size(), InvalidArgument, "strategy ", in_quotes(item.facts.name), " requires ",
+                in_quotes(name), ", which is none of the strategies; ", did_you_mean(name, names(~Mask{0})),
+                "give it too.");
+      item.needs |= bit(other);
+    }
+    for (const std::string& name : item.facts.interacts) {
+      const std::size_t other = index_of(name);
+      if (other >= items.size() || other == i) continue;  // a strategy that is not offered here
+      item.ties |= bit(other);
+      items[other].ties |= bit(i);
+    }
+    for (std::size_t other = 0; other < items.size(); ++other) {
+      if (other != i && !item.facts.group.empty() && items[other].facts.group == item.facts.group) {
+        item.rivals |= bit(other);
+      }
+    }
+  }
+
+  [[nodiscard]] std::size_t index_of(const std::string& name) const {
+    const auto found = std::find_if(items.begin(), items.end(), [&](const Item& i) { return i.facts.name == name; });
+    return static_cast<std::size_t>(found - items.begin());
+  }
+
+  [[nodiscard]] std::vector<std::string> names(Mask mask) const {
+    std::vector<std::string> list;
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      if ((mask & bit(i)) != 0) list.push_back(items[i].facts.name);
+    }
+    return list;
+  }
+
+  [[nodiscard]] bool in_force(std::size_t i) const { return (force & bit(i)) != 0; }
+
+  /// `mask` without those whose requirements it lacks.
+  [[nodiscard]] Mask sound(Mask mask) const {
+    for (bool again = true; again;) {
+      again = false;
+      for (std::size_t i = 0; i < items.size(); ++i) {
+        if ((mask & bit(i)) == 0 || (items[i].needs & ~mask) == 0) continue;
+        mask &= ~bit(i);
+        again = true;
+      }
+    }
+    return mask;
+  }
+
+  /// `mask` with the strategy in place of its rivals, or `mask` itself where it cannot be on in it.
+  [[nodiscard]] Mask with(Mask mask, std::size_t i) const {
+    const Mask after = sound((mask & ~items[i].rivals) | bit(i));
+    return (after & bit(i)) != 0 ? after : mask;
+  }
+
+  /// Most seconds that it can save over the run, were it as good as it can be.
+  [[nodiscard]] double most_saved(const Item& item) const {
+    return step_seconds * (1 - 1 / std::max(1.0, item.facts.hopeful)) * static_cast<double>(options.steps_planned);
+  }
+
+  [[nodiscard]] bool can_repay(const Item& item) const {
+    const double cost = item.tried ? item.entry.cost_seconds : item.facts.expected_cost;
+    return step_seconds <= 0 || cost <= 0 || most_saved(item) > cost;
+  }
+
+  [[nodiscard]] bool out_of_budget() const { return options.budget_seconds > 0 && spent >= options.budget_seconds; }
+
+  [[nodiscard]] bool fresh(Mask challenger) const {
+    return challenger != force && !met.contains(std::minmax(force, challenger));
+  }
+
+  [[nodiscard]] bool stale(const Item& item) const {
+    for (std::size_t j = 0; j < items.size(); ++j) {
+      if ((item.ties & bit(j)) != 0 && items[j].changed > item.judged) return true;
+    }
+    return false;
+  }
+
+  /// What it was worth when it was last on trial, hopefully: the upper end of its speedup.
+  [[nodiscard]] static double hope(const Item& item) { return item.entry.speedup ? item.entry.speedup->high : 1; }
+
+  [[nodiscard]] std::optional<Move> forward() {
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      Item& item = items[i];
+      if (item.tried || item.settled || (item.needs & ~force) != 0) continue;
+      if (!can_repay(item)) {
+        item.settled = true;
+        item.entry.reason = "Turning it on takes about " + monitor::format_seconds(item.facts.expected_cost) +
+                            ", and in " + monitor::format_count(static_cast<double>(options.steps_planned)) +
+                            " steps it can save " + monitor::format_seconds(most_saved(item)) + " at best.";
+        continue;
+      }
+      return Move{i, with(force, i), false, true};
+    }
+    return std::nullopt;
+  }
+
+  /// Those whose ground has changed, one at a time.
+  [[nodiscard]] std::optional<Move> again() const {
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const Item& item = items[i];
+      if (!item.tried || item.settled || !stale(item)) continue;
+      const Move move{i, in_force(i) ? sound(force & ~bit(i)) : with(force, i), in_force(i), true};
+      if (fresh(move.challenger) && (move.removal || can_repay(item))) return move;
+    }
+    return std::nullopt;
+  }
+
+  /// Two at a time: a rejected one in place of an accepted one, or two rejected ones.
+  [[nodiscard]] std::optional<Move> two() const {
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const Item& item = items[i];
+      if (!item.tried || item.settled || in_force(i) || !can_repay(item)) continue;
+      for (std::size_t j = 0; j < items.size(); ++j) {
+        const Item& other = items[j];
+        if ((item.ties & bit(j)) == 0 || (item.rivals & bit(j)) != 0 || other.settled || !other.tried) continue;
+        Move move{i, 0, false, false};
+        double hoped = kInterplay * hope(item);
+        if (in_force(j)) {
+          move.challenger = with(sound(force & ~bit(j)), i);
+          hoped /= other.entry.speedup ? other.entry.speedup->low : 1;
+        } else {
+          if (j < i || !can_repay(other)) continue;
+          move.challenger = with(with(force, i), j);
+          hoped *= hope(other);
+        }
+        const bool turned_on = (move.challenger & bit(i)) != 0 && (in_force(j) || (move.challenger & bit(j)) != 0);
+        if (turned_on && hoped > options.duel.threshold && fresh(move.challenger)) return move;
+      }
+    }
+    return std::nullopt;
+  }
+
+  [[nodiscard]] Trial trial() const {
+    Trial trial{items[pending->item].facts.name, pending->removal, names(force), names(pending->challenger),
+                options.duel};
+    trial.duel.seed = philox(options.seed, 0, trials).word[0];
+    if (options.budget_seconds > 0) {
+      const double left = options.budget_seconds - spent;
+      trial.duel.budget_seconds = trial.duel.budget_seconds > 0 ? std::min(trial.duel.budget_seconds, left) : left;
+    }
+    return trial;
+  }
+
+  /// A rejected removal, and what a trial of two found wanting, leave every entry as it was.
+  void reject(const Move& move, Standing standing, std::string reason) {
+    if (move.removal || !move.alone) return;
+    CertificateEntry& entry = items[move.item].entry;
+    entry.standing = standing;
+    entry.reason = std::move(reason);
+    items[move.item].settled = standing != Standing::Rejected;
+  }
+
+  void accept(const Move& move, const DuelResult& duel) {
+    ++clock;
+    const Mask off = force & ~move.challenger;
+    const Mask on = move.challenger & ~force;
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      CertificateEntry& entry = items[i].entry;
+      if (((on | off) & bit(i)) != 0) items[i].changed = clock;
+      if ((on & bit(i)) != 0) {
+        entry.standing = Standing::Accepted;
+        entry.reason = duel.reason;
+        items[i].judged = clock;
+        if (const Mask beside = on & ~bit(i); beside != 0) {
+          entry.reason += " Together with " + list_of(names(beside), true) + ".";
+        }
+        if (off != 0) entry.reason += " In place of " + list_of(names(off), true) + ".";
+      } else if ((off & bit(i)) != 0) {
+        entry.standing = Standing::Rejected;
+        entry.reason = on != 0 ? "It was in force until " + list_of(names(on), true) + " in its place was faster: "
+                               : "It was in force until the rest was faster without it: ";
+        entry.reason += duel.reason;
+        entry.break_even_steps.reset();
+      }
+    }
+    force = move.challenger;
+  }
+
+  /// What the trial measured of the strategy itself.
+  void note(const Move& move, const TrialOutcome& outcome) {
+    Item& item = items[move.item];
+    item.tried = true;
+    item.judged = clock;
+    if (!move.alone || outcome.duel.pairs == 0) return;
+    item.entry.pairs = outcome.duel.pairs;
+    item.entry.speedup = move.removal ? inverse(outcome.duel.speedup) : outcome.duel.speedup;
+    if (!move.removal) item.entry.cost_seconds = std::max(item.entry.cost_seconds, outcome.cost_seconds);
+  }
+
+  void judge(const Move& move, const TrialOutcome& outcome) {
+    const DuelResult& duel = outcome.duel;
+    if (outcome.failed) return reject(move, Standing::Failed, outcome.reason);
+    if (duel.decision != Decision::Accept) {
+      if (duel.incumbent > 0) step_seconds = duel.incumbent;
+      return reject(move, Standing::Rejected, duel.reason);
+    }
+    if (!outcome.verified) return reject(move, Standing::Refused, outcome.reason);
+    const double saved = duel.incumbent * (1 - 1 / duel.speedup.mid);
+    const double steps = outcome.cost_seconds / saved;
+    if (!move.removal && steps > static_cast<double>(options.steps_planned)) {
+      items[move.item].entry.break_even_steps = steps;
+      return reject(move, Standing::Rejected,
+                    duel.reason + " Its " + monitor::format_seconds(outcome.cost_seconds) + " are repaid after " +
+                        monitor::format_count(std::ceil(steps)) + " steps, and " +
+                        monitor::format_count(static_cast<double>(options.steps_planned)) + " are planned.");
+    }
+    accept(move, duel);
+    step_seconds = duel.challenger;
+    if (!move.removal && outcome.cost_seconds > 0) items[move.item].entry.break_even_steps = steps;
+  }
+
+  [[nodiscard]] std::string why_untried(const Item& item) const {
+    if (const Mask missing = item.needs & ~force; missing != 0) {
+      return "It needs " + list_of(names(missing), true) + ", which is not in force.";
+    }
+    if (out_of_budget()) {
+      return "The budget of " + monitor::format_seconds(options.budget_seconds) + " was spent before its turn.";
+    }
+    return item.entry.reason;
+  }
+};
+
+Search::Search(std::vector<StrategyFacts> strategies, SearchOptions options)
+    : impl_(std::make_unique<Impl>(std::move(strategies), options)) {}
+Search::~Search() = default;
+Search::Search(Search&&) noexcept = default;
+Search& Search::operator=(Search&&) noexcept = default;
+
+std::optional<Trial> Search::ask() {
+  Impl& self = *impl_;
+  if (!self.pending) {
+    if (self.out_of_budget()) return std::nullopt;
+    self.pending = self.forward();
+    if (!self.pending) self.pending = self.again();
+    if (!self.pending) self.pending = self.two();
+    if (!self.pending) return std::nullopt;
+    ++self.trials;
+  }
+  return self.trial();
+}
+
+void Search::tell(const TrialOutcome& outcome) {
+  OXY_CHECK(impl_->pending, InvalidState, "no trial is under way; call ask() before tell().");
+  const Move move = *std::exchange(impl_->pending, std::nullopt);
+  impl_->met.insert(std::minmax(impl_->force, move.challenger));
+  impl_->spent += outcome.duel.pairs * (outcome.duel.incumbent + outcome.duel.challenger);
+  impl_->note(move, outcome);
+  impl_->judge(move, outcome);
+}
+
+void Search::skip(const std::string& strategy, std::string reason) {
+  Impl& self = *impl_;
+  const std::size_t i = self.index_of(strategy);
+  OXY_CHECK(i < self.items.size(), InvalidArgument, "there is no strategy ", in_quotes(strategy), " to skip; ",
+            did_you_mean(strategy, self.names(~Mask{0})), "skip one of those given.");
+  OXY_CHECK(!self.in_force(i), InvalidState, "strategy ", in_quotes(strategy), " is in force; it cannot be skipped.");
+  Item& item = self.items[i];
+  item.settled = true;
+  item.entry.standing = Standing::Skipped;
+  item.entry.reason = std::move(reason);
+  if (self.pending && (self.pending->challenger & bit(i)) != 0) self.pending.reset();
+}
+
+void Search::charge(double seconds) {
+  OXY_CHECK(seconds >= 0 && std::isfinite(seconds), InvalidArgument, "seconds to charge must be at least 0, not ",
+            seconds, '.');
+  impl_->spent += seconds;
+}
+
+std::vector<std::string> Search::best() const { return impl_->names(impl_->force); }
+
+std::vector<CertificateEntry> Search::entries() const {
+  std::vector<CertificateEntry> list;
+  for (const Item& item : impl_->items) {
+    list.push_back(item.entry);
+    if (!item.tried && !item.settled) list.back().reason = impl_->why_untried(item);
+  }
+  return list;
+}
+
+}  // namespace oxytorch::tune

@@ -1,0 +1,341 @@
+#include "oxytorch/tune/search.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <functional>
+#include <map>
+#include <numbers>
+
+#include "oxytorch/error.h"
+#include "oxytorch/random.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using testing::Contains;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::Not;
+using Names = std::vector<std::string>;
+
+double normal(PhiloxStream& random) {
+  const double radius = std::sqrt(-2 * std::log(1 - random.uniform_double()));
+  return radius * std::cos(2 * std::numbers::pi * random.uniform_double());
+}
+
+/// True seconds of a step under a combination.
+using Landscape = std::function<double(const Names&)>;
+
+bool has(const Names& names, const char* name) { return std::find(names.begin(), names.end(), name) != names.end(); }
+
+struct World {
+  Landscape seconds;
+  double noise = 0.02;
+  std::map<std::string, double> cost = {};  ///< one-off seconds
+  Names broken = {};                        ///< fail
+  Names wrong = {};                         ///< the referee finds other numbers
+};
+
+struct Spent {
+  Names best;
+  int trials = 0;
+  int removals = 0;
+  double steps = 0;  ///< measured
+  std::vector<Trial> all = {};
+};
+
+Spent explore(Search& search, const World& world, std::uint64_t seed = 1) {
+  Spent spent;
+  PhiloxStream random(seed, 13);
+  while (const auto trial = search.ask()) {
+    EXPECT_LT(++spent.trials, 1000) << "no end";
+    if (spent.trials >= 1000) break;
+    spent.removals += trial->removal;
+    spent.all.push_back(*trial);
+    TrialOutcome outcome;
+    const auto either = [&](const Names& list) {
+      return std::any_of(list.begin(), list.end(),
+                         [&](const std::string& name) { return has(trial->challenger, name.c_str()); });
+    };
+    outcome.failed = either(world.broken);
+    if (outcome.failed) {
+      outcome.reason = "it threw";
+    } else {
+      Duel duel(trial->duel);
+      const double times[] = {world.seconds(trial->incumbent), world.seconds(trial->challenger)};
+      while (const auto side = duel.next()) {
+        duel.record(*side, times[static_cast<int>(*side)] * std::exp(world.noise * normal(random)));
+        ++spent.steps;
+      }
+      outcome.duel = duel.result();
+      outcome.verified = !either(world.wrong);
+      if (!outcome.verified) outcome.reason = "the loss differs";
+      for (const std::string& name : trial->challenger) {
+        if (!has(trial->incumbent, name.c_str()) && world.cost.contains(name))
+          outcome.cost_seconds += world.cost.at(name);
+      }
+    }
+    search.tell(outcome);
+  }
+  spent.best = search.best();
+  return spent;
+}
+
+std::vector<StrategyFacts> cnn_strategies() {
+  return {{.name = "allocator"},
+          {.name = "channels_last", .kind = Kind::Tolerance, .interacts = {"bf16", "compile"}},
+          {.name = "math_attention", .kind = Kind::Tolerance, .group = "attention", .interacts = {"bf16"}},
+          {.name = "bf16", .kind = Kind::Precision, .interacts = {"compile"}},
+          {.name = "compile", .kind = Kind::Tolerance, .group = "compile", .interacts = {"bf16"}},
+          {.name = "compile_max", .kind = Kind::Tolerance, .group = "compile", .interacts = {"bf16"}}};
+}
+
+/// As measured on a convolutional network: a layout that helps until the compiler chooses its own.
+double cnn(const Names& on) {
+  double seconds = has(on, "allocator") ? 0.47 : 1;
+  const bool compiled = has(on, "compile") || has(on, "compile_max");
+  const bool bf16 = has(on, "bf16");
+  if (compiled) seconds *= bf16 ? 0.42 : 0.75;
+  if (has(on, "compile_max")) seconds *= 1.02;
+  if (!compiled && bf16) seconds *= 0.57;
+  if (has(on, "channels_last")) seconds *= compiled ? (bf16 ? 1.5 : 1.2) : (bf16 ? 0.9 : 0.71);
+  if (has(on, "math_attention")) seconds *= bf16 ? 0.87 : 1.3;
+  return seconds * 0.4;
+}
+
+TEST(Search, FindsTheBestOfLayoutPrecisionAndCompiler) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    Search search(cnn_strategies(), {.step_seconds = 0.4, .seed = seed});
+    const Spent spent = explore(search, {.seconds = cnn, .cost = {{"compile", 15}, {"compile_max", 60}}}, seed);
+    EXPECT_THAT(spent.best, ElementsAre("allocator", "math_attention", "bf16", "compile")) << "seed " << seed;
+    EXPECT_GT(spent.removals, 0);
+  }
+}
+
+TEST(Search, GoesForwardInTheOrderGiven) {
+  Search search(cnn_strategies(), {.step_seconds = 0.4});
+  const Spent spent = explore(search, {.seconds = cnn});
+  EXPECT_EQ(spent.all[0].strategy, "allocator");
+  EXPECT_THAT(spent.all[0].incumbent, IsEmpty());
+  EXPECT_THAT(spent.all[0].challenger, ElementsAre("allocator"));
+  EXPECT_EQ(spent.all[1].strategy, "channels_last");
+  EXPECT_THAT(spent.all[1].incumbent, ElementsAre("allocator"));
+}
+
+TEST(Search, LeavesEveryStrategyWithAReason) {
+  Search search(cnn_strategies(), {.step_seconds = 0.4});
+  explore(search, {.seconds = cnn, .broken = {"bf16"}, .wrong = {"channels_last"}});
+  std::map<std::string, CertificateEntry> entries;
+  for (const CertificateEntry& entry : search.entries()) {
+    EXPECT_FALSE(entry.reason.empty()) << entry.strategy;
+    entries[entry.strategy] = entry;
+  }
+  EXPECT_EQ(entries.size(), 6);
+  EXPECT_EQ(entries["allocator"].standing, Standing::Accepted);
+  EXPECT_TRUE(entries["allocator"].speedup->contains(1 / 0.47));
+  EXPECT_EQ(entries["bf16"].standing, Standing::Failed);
+  EXPECT_EQ(entries["bf16"].reason, "it threw");
+  EXPECT_EQ(entries["channels_last"].standing, Standing::Refused);
+  EXPECT_EQ(entries["channels_last"].reason, "the loss differs");
+  EXPECT_EQ(entries["math_attention"].standing, Standing::Rejected);
+  EXPECT_THAT(search.best(), Not(Contains("channels_last")));
+}
+
+TEST(Search, KeepsAtMostOneOfAGroup) {
+  Search search({{.name = "one", .group = "g"}, {.name = "two", .group = "g"}, {.name = "three", .group = "g"}}, {});
+  const Landscape seconds = [](const Names& on) {
+    return has(on, "one") ? 0.9 : has(on, "two") ? 0.5 : has(on, "three") ? 0.7 : 1.0;
+  };
+  const Spent spent = explore(search, {.seconds = seconds});
+  EXPECT_THAT(spent.best, ElementsAre("two"));
+  for (const Trial& trial : spent.all) EXPECT_LE(trial.challenger.size(), 1);
+  EXPECT_THAT(search.entries()[0].reason, HasSubstr("'two' in its place"));
+}
+
+TEST(Search, TriesWhatRequiresAnotherOnlyBesideIt) {
+  const std::vector<StrategyFacts> strategies{{.name = "needy", .requires_ = {"base"}}, {.name = "base"}};
+  const auto seconds = [](double base) -> Landscape {
+    return [=](const Names& on) { return (has(on, "base") ? base : 1) * (has(on, "needy") ? 0.8 : 1); };
+  };
+  Search good(strategies, {});
+  EXPECT_THAT(explore(good, {.seconds = seconds(0.9)}).best, ElementsAre("needy", "base"));
+  Search bad(strategies, {});
+  const Spent spent = explore(bad, {.seconds = seconds(1.2)});
+  EXPECT_THAT(spent.best, IsEmpty());
+  EXPECT_EQ(spent.trials, 1);
+  EXPECT_EQ(bad.entries()[0].standing, Standing::Skipped);
+  EXPECT_THAT(bad.entries()[0].reason, HasSubstr("'base'"));
+}
+
+TEST(Search, TakesDependentsOutWithWhatTheyRequire) {
+  // "late" is much better than "base", with which it cannot be; "needy" falls with "base".
+  Search search(
+      {{.name = "base", .group = "g"}, {.name = "needy", .requires_ = {"base"}}, {.name = "late", .group = "g"}}, {});
+  const Spent spent =
+      explore(search, {.seconds = [](const Names& on) {
+                return has(on, "late") ? 0.4 : (has(on, "base") ? 0.9 : 1) * (has(on, "needy") ? 0.9 : 1);
+              }});
+  EXPECT_THAT(spent.best, ElementsAre("late"));
+  for (const Trial& trial : spent.all) {
+    EXPECT_TRUE(!has(trial.challenger, "needy") || has(trial.challenger, "base"));
+  }
+}
+
+TEST(Search, KeepsOnlyWhatRepaysItsCost) {
+  const World world{.seconds = [](const Names& on) { return has(on, "compile") ? 0.08 : 0.1; },
+                    .cost = {{"compile", 30}}};
+  Search brief({{.name = "compile"}}, {.steps_planned = 1000, .step_seconds = 0.1});
+  EXPECT_THAT(explore(brief, world).best, IsEmpty());  // saves 20 s
+  EXPECT_EQ(brief.entries()[0].standing, Standing::Rejected);
+  EXPECT_NEAR(brief.entries()[0].break_even_steps.value(), 1500, 100);
+  Search lasting({{.name = "compile"}}, {.steps_planned = 2000, .step_seconds = 0.1});
+  EXPECT_THAT(explore(lasting, world).best, ElementsAre("compile"));
+  EXPECT_NEAR(lasting.entries()[0].break_even_steps.value(), 1500, 100);
+  EXPECT_EQ(lasting.entries()[0].cost_seconds, 30);
+}
+
+TEST(Search, SkipsWhatCannotRepayItselfEvenAtBest) {
+  Search search({{.name = "compile", .expected_cost = 30, .hopeful = 1.25}},
+                {.steps_planned = 1000, .step_seconds = 0.1});
+  EXPECT_FALSE(search.ask().has_value());
+  EXPECT_EQ(search.entries()[0].standing, Standing::Skipped);
+  EXPECT_THAT(search.entries()[0].reason, HasSubstr("30"));
+}
+
+TEST(Search, EndsWithItsBudget) {
+  std::vector<StrategyFacts> strategies;
+  for (int i = 0; i < 20; ++i) strategies.push_back({.name = "s" + std::to_string(i)});
+  Search search(strategies, {.step_seconds = 1, .budget_seconds = 60});
+  const Spent spent = explore(search, {.seconds = [](const Names& on) { return std::pow(0.97, on.size()); }});
+  EXPECT_LT(spent.steps, 60 + 30);
+  EXPECT_GT(spent.trials, 1);
+  EXPECT_THAT(search.entries().back().reason, HasSubstr("budget"));
+  Search charged(strategies, {.budget_seconds = 60});
+  charged.charge(60);
+  EXPECT_FALSE(charged.ask().has_value());
+}
+
+TEST(Search, DoesTheSameForTheSameSeed) {
+  const auto names_of = [] {
+    Search search(cnn_strategies(), {.step_seconds = 0.4, .seed = 3});
+    Names list;
+    for (const Trial& trial : explore(search, {.seconds = cnn, .noise = 0.1}).all) {
+      list.push_back(trial.strategy + std::to_string(trial.duel.seed) + std::to_string(trial.challenger.size()));
+    }
+    return list;
+  };
+  EXPECT_EQ(names_of(), names_of());
+}
+
+TEST(Search, NamesTheSameTrialUntilItIsTold) {
+  Search search(cnn_strategies(), {});
+  EXPECT_EQ(search.ask()->duel.seed, search.ask()->duel.seed);
+  search.skip("allocator", "no glibc");
+  EXPECT_EQ(search.ask()->strategy, "channels_last");
+  EXPECT_EQ(search.entries()[0].reason, "no glibc");
+  EXPECT_EQ(search.entries()[0].standing, Standing::Skipped);
+}
+
+TEST(Search, RefusesWhatDoesNotFitTogether) {
+  EXPECT_THROW(Search({{.name = "a"}, {.name = "a"}}, {}), Error);
+  EXPECT_THROW(Search({{.name = "a", .requires_ = {"b"}}}, {}), Error);
+  EXPECT_NO_THROW(Search({{.name = "a", .interacts = {"b"}}}, {}));
+  EXPECT_THROW(Search(std::vector<StrategyFacts>(65), {}), Error);
+  Search search({{.name = "a"}}, {});
+  EXPECT_THROW(search.tell({}), Error);
+  EXPECT_THROW(search.skip("b", ""), Error);
+  EXPECT_THROW(search.charge(-1), Error);
+}
+
+TEST(Search, AcceptsAtMostOneInAHundredStrategiesThatDoNothing) {
+  int accepted = 0;
+  for (std::uint64_t seed = 0; seed < 50; ++seed) {
+    std::vector<StrategyFacts> strategies;
+    for (int i = 0; i < 20; ++i) {
+      strategies.push_back({.name = "s" + std::to_string(i), .interacts = {"s" + std::to_string((i + 1) % 20)}});
+    }
+    Search search(strategies, {.seed = seed});
+    accepted += static_cast<int>(
+        explore(search, {.seconds = [](const Names&) { return 0.01; }, .noise = 0.05}, seed).best.size());
+  }
+  EXPECT_LE(accepted, 10) << "of 1,000";
+}
+
+/// Eight strategies, two of them in a group, with their own effects and effects of two.
+struct Random {
+  static constexpr std::size_t kCount = 8;
+  double own[kCount];
+  double both[kCount][kCount] = {};
+  std::vector<StrategyFacts> strategies;
+
+  explicit Random(std::uint64_t seed) {
+    PhiloxStream random(seed, 17);
+    for (std::size_t i = 0; i < kCount; ++i) {
+      // Most do little, some help a lot, some hurt.
+      const double dice = random.uniform_double();
+      own[i] = dice < 0.3 ? 0 : dice < 0.7 ? -0.5 * random.uniform_double() : 0.3 * random.uniform_double();
+      strategies.push_back({.name = std::to_string(i), .group = i >= kCount - 2 ? "g" : ""});
+    }
+    for (std::size_t i = 0; i < kCount; ++i) {
+      for (std::size_t j = i + 1; j < kCount; ++j) {
+        if (random.uniform_double() > 0.25) continue;
+        both[i][j] = 0.8 * (random.uniform_double() - 0.5);
+        strategies[i].interacts.push_back(strategies[j].name);
+      }
+    }
+  }
+
+  [[nodiscard]] double seconds(unsigned mask) const {
+    double log_time = 0;
+    for (std::size_t i = 0; i < kCount; ++i) {
+      if ((mask >> i & 1U) == 0) continue;
+      log_time += own[i];
+      for (std::size_t j = i + 1; j < kCount; ++j) log_time += (mask >> j & 1U) != 0 ? both[i][j] : 0;
+    }
+    return 0.1 * std::exp(log_time);
+  }
+  [[nodiscard]] double seconds(const Names& on) const {
+    unsigned mask = 0;
+    for (const std::string& name : on) mask |= 1U << std::stoul(name);
+    return seconds(mask);
+  }
+  /// Of all combinations, those with both of the group left out.
+  [[nodiscard]] std::pair<double, int> best() const {
+    double least = 1e9;
+    int count = 0;
+    for (unsigned mask = 0; mask < 1U << kCount; ++mask) {
+      if (mask >> (kCount - 2) == 3) continue;
+      ++count;
+      least = std::min(least, seconds(mask));
+    }
+    return {least, count};
+  }
+};
+
+TEST(Search, ComesWithinThreePercentOfExhaustiveSearchAtATenthOfItsCost) {
+  int close = 0;
+  double steps = 0;
+  double exhaustive_steps = 0;
+  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    const Random world(seed);
+    Search search(world.strategies, {.step_seconds = 0.1, .seed = seed});
+    const Spent spent =
+        explore(search, {.seconds = [&](const Names& on) { return world.seconds(on); }, .noise = 0.03}, seed);
+    const auto [least, combinations] = world.best();
+    close += world.seconds(spent.best) <= 1.03 * least;
+    steps += spent.steps;
+    exhaustive_steps += 40.0 * combinations;  // 20 pairs of each against the run as given
+  }
+  EXPECT_GE(close, 170);
+  EXPECT_LE(steps, exhaustive_steps / 10);
+  RecordProperty("close", close);
+  RecordProperty("share", std::to_string(steps / exhaustive_steps));
+}
+
+}  // namespace
+}  // namespace oxytorch::tune
