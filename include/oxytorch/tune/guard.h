@@ -14,14 +14,16 @@ namespace oxytorch::tune {
 struct GuardOptions {
   std::int64_t first_check = 50;     ///< step of the first check
   std::int64_t check_every = 2'000;  ///< steps between checks; doubled after each that held, up to 16 times
-  int pairs = 9;                     ///< steps with and without, live, in random order, in one check
-  double loss_tolerance = 0;         ///< largest relative distance of the losses of one batch with and without; 0: the
-                                     ///< same bits
-  double threshold = 0.99;           ///< taken back where the speedup's whole interval lies under it
+  int pairs = 9;  ///< steps with and without, live, in random order, before a check may end in RollBack; a check that
+                  ///< sees a loss goes on up to four times as long, one that sees a gain ends earlier
+  double loss_tolerance = 0;  ///< largest relative distance of the losses of one batch with and without; 0: the
+                              ///< same bits; negative: compared only after suspicious()
+  double threshold = 0.99;    ///< taken back where the speedup's whole interval lies under it
   std::uint64_t seed = 0;
 };
 
-/// What to do with the step about to be taken.
+/// What to do with the step about to be taken. CompareLosses: answer with compared(), then ask before() again.
+/// RollBack: take the changes back, then take the step; said once, Run from then on.
 enum class Action { Run, RunWithout, CompareLosses, RollBack };
 
 /// Driven once a step: before() says how to take it, after() reports its seconds. No step is lost: a step without the

@@ -1,0 +1,141 @@
+#include "oxytorch/tune/guard.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "oxytorch/error.h"
+#include "oxytorch/random.h"
+#include "tune/words.h"
+
+namespace oxytorch::tune {
+namespace {
+
+/// Probability, over all checks of a run, that changes which are worth nothing and cost nothing are taken back. The
+/// j-th check may spend 1 / (j (j + 1)) of it.
+constexpr double kFalseRollBack = 0.006;
+constexpr int kMostDoublings = 4;
+/// A check that sees a loss goes on up to so many times its pairs, so that one bad moment does not decide.
+constexpr int kLongestCheck = 4;
+
+void check(const GuardOptions& options) {
+  OXY_CHECK(options.first_check >= 0 && options.check_every >= 1, InvalidArgument,
+            "a guard needs first_check >= 0 and check_every >= 1, not ", options.first_check, " and ",
+            options.check_every, '.');
+  OXY_CHECK(options.pairs >= 1 && options.pairs <= 250, InvalidArgument,
+            "the pairs of a check must be from 1 to 250, not ", options.pairs, '.');
+  OXY_CHECK(options.threshold > 0 && std::isfinite(options.threshold), InvalidArgument,
+            "the threshold of a guard must be a positive ratio, for example 0.99, not ", options.threshold, '.');
+  OXY_CHECK(!std::isnan(options.loss_tolerance), InvalidArgument, "loss_tolerance must not be NaN.");
+}
+
+}  // namespace
+
+struct Guard::Impl {
+  GuardOptions options;
+  std::int64_t step = 0;
+  std::int64_t next_check;
+  int checks = 0;
+  bool compare = false;  ///< the losses are to be compared before anything else
+  bool rolled_back = false;
+  bool announce = false;     ///< RollBack is the next answer
+  std::optional<Duel> duel;  ///< the check under way: is a step without the changes faster?
+  std::optional<Action> pending;
+  std::string reason;
+
+  explicit Impl(const GuardOptions& given) : options(given), next_check(given.first_check) { check(options); }
+
+  void begin_check() {
+    ++checks;
+    DuelOptions duel_options;
+    duel_options.threshold = 1 / options.threshold;
+    duel_options.false_accept = kFalseRollBack / (static_cast<double>(checks) * (checks + 1));
+    duel_options.least_pairs = options.pairs;
+    duel_options.most_pairs = options.pairs * kLongestCheck;
+    duel_options.seed = philox(options.seed, 0, static_cast<std::uint64_t>(checks)).word[0];
+    duel.emplace(duel_options);
+    compare = options.loss_tolerance >= 0;
+  }
+
+  void end_check() {
+    const DuelResult result = duel->result();
+    duel.reset();
+    const Interval ratio = result.speedup;  // with over without
+    const Interval speedup{1 / ratio.high, 1 / ratio.mid, 1 / ratio.low, ratio.confidence};
+    const std::string figures =
+        interval_text(speedup) + " over " + std::to_string(result.pairs) + " pairs at step " + std::to_string(step);
+    if (result.decision == Decision::Accept) {
+      return roll_back("The changes stopped paying: " + figures + ", under " + ratio_text(options.threshold) + ".");
+    }
+    reason = "The changes still pay: " + figures + ".";
+    if (speedup.high < 1) reason = "The changes are not shown to cost time: " + figures + ".";
+    next_check = step + (options.check_every << std::min(checks - 1, kMostDoublings));
+  }
+
+  void roll_back(std::string why) {
+    reason = std::move(why);
+    rolled_back = announce = true;
+    compare = false;
+    duel.reset();
+  }
+
+  Action decide() {
+    if (announce) {
+      announce = false;
+      return Action::RollBack;
+    }
+    if (rolled_back) return Action::Run;
+    if (!duel && step >= next_check) begin_check();
+    if (compare) return Action::CompareLosses;
+    if (!duel) return Action::Run;
+    return duel->next() == Side::Challenger ? Action::RunWithout : Action::Run;
+  }
+};
+
+Guard::Guard(GuardOptions options) : impl_(std::make_unique<Impl>(options)) {}
+Guard::~Guard() = default;
+Guard::Guard(Guard&&) noexcept = default;
+Guard& Guard::operator=(Guard&&) noexcept = default;
+
+Action Guard::before() {
+  impl_->pending = impl_->decide();
+  return *impl_->pending;
+}
+
+void Guard::after(double seconds) {
+  OXY_CHECK(impl_->pending, InvalidState, "after() without before(); ask before each step how to take it.");
+  OXY_CHECK(*impl_->pending != Action::CompareLosses, InvalidState,
+            "the losses are to be compared; call compared() and ask before() again.");
+  OXY_CHECK(seconds > 0 && std::isfinite(seconds), InvalidArgument, "the time of a step must be positive, not ",
+            seconds, " s.");
+  const Action taken = *std::exchange(impl_->pending, std::nullopt);
+  ++impl_->step;
+  if (!impl_->duel) return;
+  impl_->duel->record(taken == Action::RunWithout ? Side::Challenger : Side::Incumbent, seconds);
+  if (!impl_->duel->next()) impl_->end_check();
+}
+
+void Guard::compared(double with, double without) {
+  OXY_CHECK(impl_->compare, InvalidState, "no losses are to be compared; before() says when.");
+  impl_->compare = false;
+  impl_->pending.reset();
+  if (!std::isfinite(without)) {
+    impl_->reason = "The loss is not finite without the changes either: it is the run's own.";
+    return;
+  }
+  const double distance = with == without ? 0 : std::abs(with - without) / std::max(std::abs(without), 1e-12);
+  if (distance <= std::max(impl_->options.loss_tolerance, 0.0)) return;
+  impl_->roll_back("The losses of one batch at step " + std::to_string(impl_->step) + " are " +
+                   monitor::format_number(with, 9) + " with the changes and " + monitor::format_number(without, 9) +
+                   " without, further apart than " + monitor::format_number(impl_->options.loss_tolerance) +
+                   " allows.");
+}
+
+void Guard::suspicious() {
+  if (!impl_->rolled_back) impl_->compare = true;
+}
+
+const std::string& Guard::reason() const noexcept { return impl_->reason; }
+std::int64_t Guard::step() const noexcept { return impl_->step; }
+
+}  // namespace oxytorch::tune

@@ -1,0 +1,140 @@
+#include "oxytorch/tune/guard.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <numbers>
+
+#include "oxytorch/error.h"
+#include "oxytorch/random.h"
+
+namespace oxytorch::tune {
+namespace {
+
+double normal(PhiloxStream& random) {
+  const double radius = std::sqrt(-2 * std::log(1 - random.uniform_double()));
+  return radius * std::cos(2 * std::numbers::pi * random.uniform_double());
+}
+
+struct Run {
+  double speedup = 1.3;  ///< of a step with the changes
+  double later = 1.3;    ///< from step `turn` on
+  std::int64_t turn = 1'000'000;
+  double noise = 0.05;
+  std::int64_t steps = 10'000;
+  double loss_with = 1;
+  double loss_without = 1;
+};
+
+struct Seen {
+  std::int64_t rolled_back = -1;
+  std::int64_t without = 0;  ///< before it was rolled back
+  std::int64_t compared = 0;
+  std::string reason;
+};
+
+Seen drive(const Run& run, GuardOptions options) {
+  Guard guard(options);
+  PhiloxStream random(options.seed, 3);
+  Seen seen;
+  while (guard.step() < run.steps) {
+    const Action action = guard.before();
+    if (action == Action::CompareLosses) {
+      ++seen.compared;
+      guard.compared(run.loss_with, run.loss_without);
+      continue;
+    }
+    if (action == Action::RollBack) {
+      EXPECT_EQ(seen.rolled_back, -1) << "said once";
+      seen.rolled_back = guard.step();
+    }
+    const bool with = action == Action::Run && seen.rolled_back < 0;
+    seen.without += action == Action::RunWithout;
+    const double speedup = guard.step() < run.turn ? run.speedup : run.later;
+    guard.after(std::exp(run.noise * normal(random)) / (with ? speedup : 1));
+  }
+  seen.reason = guard.reason();
+  return seen;
+}
+
+TEST(Guard, TakesBackAChangeThatStoppedPayingWithinOneCheck) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    const Seen seen = drive({.later = 0.8, .turn = 1000}, {.seed = seed});
+    EXPECT_GT(seen.rolled_back, 1000);
+    EXPECT_LE(seen.rolled_back, 2050 + 100);  // the check after the turn
+    EXPECT_NE(seen.reason.find("stopped paying"), std::string::npos) << seen.reason;
+    EXPECT_EQ(drive({.later = 0.8, .turn = 1000}, {.seed = seed}).rolled_back, seen.rolled_back);
+  }
+}
+
+TEST(Guard, KeepsWhatPaysAndSaysSo) {
+  const Seen seen = drive({}, {});
+  EXPECT_EQ(seen.rolled_back, -1);
+  EXPECT_NE(seen.reason.find("still pay"), std::string::npos) << seen.reason;
+  EXPECT_GT(seen.without, 0);
+  EXPECT_LT(seen.without, 100);  // of 10,000
+}
+
+TEST(Guard, TakesBackAtMostOneInAHundredHealthyRuns) {
+  int rolled_back = 0;
+  double without = 0;
+  for (std::uint64_t seed = 0; seed < 1000; ++seed) {
+    // Equal sides are the hardest of the healthy ones.
+    const Seen seen =
+        drive({.speedup = 1, .later = 1, .noise = 0.01 + 0.0002 * static_cast<double>(seed)}, {.seed = seed});
+    rolled_back += seen.rolled_back >= 0;
+    without += static_cast<double>(seen.without) / 1000;
+  }
+  EXPECT_LE(rolled_back, 10);
+  EXPECT_LT(without, 100) << "of 10,000 steps";
+}
+
+TEST(Guard, TakesBackAChangeWhoseLossDrifts) {
+  const Seen seen = drive({.loss_with = 1.001}, {.loss_tolerance = 1e-4});
+  EXPECT_EQ(seen.rolled_back, 50);
+  EXPECT_NE(seen.reason.find("1.001"), std::string::npos) << seen.reason;
+  EXPECT_EQ(drive({.loss_with = 1.00001}, {.loss_tolerance = 1e-4}).rolled_back, -1);
+  EXPECT_EQ(drive({.loss_with = std::nextafter(1, 2)}, {}).rolled_back, 50) << "to the bit, unless told otherwise";
+  EXPECT_EQ(drive({.loss_with = NAN}, {.loss_tolerance = 1}).rolled_back, 50);
+}
+
+TEST(Guard, DoesNotBlameTheChangesForALossThatIsBadWithoutThem) {
+  EXPECT_EQ(drive({.loss_with = NAN, .loss_without = NAN}, {}).rolled_back, -1);
+}
+
+TEST(Guard, LooksAtOnceWhenSuspicious) {
+  Guard guard({.loss_tolerance = -1});
+  EXPECT_EQ(guard.before(), Action::Run);
+  guard.after(1);
+  guard.suspicious();
+  EXPECT_EQ(guard.before(), Action::CompareLosses);
+  EXPECT_EQ(guard.before(), Action::CompareLosses);
+  EXPECT_THROW(guard.after(1), Error);
+  guard.compared(2, 2);
+  EXPECT_EQ(guard.before(), Action::Run);
+  guard.after(1);
+  EXPECT_EQ(guard.step(), 2);
+  guard.suspicious();
+  EXPECT_EQ(guard.before(), Action::CompareLosses);
+  guard.compared(NAN, 2);
+  EXPECT_EQ(guard.before(), Action::RollBack);
+  guard.after(1);
+  EXPECT_EQ(guard.before(), Action::Run);
+}
+
+TEST(Guard, ComparesNoLossesWhereToldNotTo) { EXPECT_EQ(drive({}, {.loss_tolerance = -1}).compared, 0); }
+
+TEST(Guard, RefusesWhatItDidNotAskFor) {
+  Guard guard;
+  EXPECT_THROW(guard.after(1), Error);
+  EXPECT_THROW(guard.compared(1, 1), Error);
+  EXPECT_EQ(guard.before(), Action::Run);
+  EXPECT_THROW(guard.after(0), Error);
+  EXPECT_THROW(guard.after(NAN), Error);
+  EXPECT_THROW(Guard({.check_every = 0}), Error);
+  EXPECT_THROW(Guard({.pairs = 0}), Error);
+  EXPECT_THROW(Guard({.threshold = 0}), Error);
+}
+
+}  // namespace
+}  // namespace oxytorch::tune
