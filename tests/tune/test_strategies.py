@@ -16,6 +16,8 @@ from oxytorch.tune.strategies import compiled, host
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..trainer.recorder import Recorder
+
 pytestmark = pytest.mark.cpu_only("the matrix is of what applies on a CPU; devices have their fakes below")
 
 
@@ -504,3 +506,61 @@ def test_the_record_of_compiles_is_read_back(record: Path) -> None:
     assert other.strategy("compile_max_autotune").expected_cost(other) == 60.0
     record.write_text("not json")
     assert strategy.expected_cost(run) == 20.0
+
+
+# ---- the loop
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_pieces_of_a_batch_make_the_same_step(pieces: int) -> None:
+    torch.manual_seed(0)
+
+    def build() -> Run:
+        torch.manual_seed(1)
+        model = Stateful().fc
+        batches = [(torch.randn(8, 6), torch.randint(4, (8,))) for _ in range(3)]
+        return Run(model, torch.optim.AdamW(model.parameters(), 1e-3), F.cross_entropy, batches, owns_loop=True)
+
+    run, plain = build(), build()
+    assert run.strategy(f"split_{pieces}").applies(run) is True
+    run.bring([f"split_{pieces}"])
+    calls: list[Any] = []
+    handle = run.model.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[0]))
+    for a, b in zip(train(run), train(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert calls == [8 // pieces] * pieces * 3
+    handle.remove()
+    run.bring([])
+    assert run.micro_batches == 1
+
+
+def test_batches_are_not_cut_where_it_would_be_another_step() -> None:
+    for name, reason in (("conv", "whole batch"), ("transformer", "random numbers")):
+        run = make(name, owns_loop=True)
+        assert reason in str(run.strategy("split_2").applies(run))
+    run = make("stateful", owns_loop=True)
+    assert "cannot be cut into 4" in str(run.strategy("split_4").applies(run))
+
+
+def test_a_whole_step_is_recorded_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a recorder of operators in the place of a device's graphs: no device has met it here."""
+
+    def build() -> Run:
+        torch.manual_seed(1)
+        model = Stateful().fc
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        return Run(model, optimizer, F.cross_entropy, [rows() for _ in range(3)], owns_loop=True)
+
+    run, plain = build(), build()
+    strategy = run.strategy("step_graph")
+    assert strategy.applies(run) == "a CPU has no graphs"
+    monkeypatch.setattr(type(strategy), "_recorder", Recorder)
+    assert strategy.applies(run) is True
+    run.bring(["step_graph"])  # the native tail is no operator, so this recorder would miss it
+    for i in range(9):
+        torch.testing.assert_close(run.step(run.batches[i % 3]), plain.step(plain.batches[i % 3]), rtol=1e-5, atol=1e-6)
+    assert strategy.graph.replays > 3  # type: ignore[attr-defined]
+    run.bring([])
+    assert run.whole_step is None
+    for p, q in zip(run.params, plain.params, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

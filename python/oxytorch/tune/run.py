@@ -49,6 +49,8 @@ class Run:
         Scopes around forward, transforms of inputs and outputs, a compiled function.
     micro_batches : int
         Pieces that a batch is cut into, gradients averaged over them; for strategies with ``needs_loop``.
+    whole_step : callable, optional
+        Takes a whole step in place of the eager one; for strategies with ``needs_loop``.
     original : torch.optim.Optimizer
         The user's optimizer object; `optimizer` is the one that steps now.
     """
@@ -77,6 +79,7 @@ class Run:
         self.owns_loop = owns_loop
         self.call = Call(model)
         self.micro_batches = 1
+        self.whole_step: StepFunction | None = None
         self.params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = next((p.device for p in self.params), torch.device("cpu"))
         self._criterion = loss_fn is not None and is_criterion(loss_fn)
@@ -99,6 +102,9 @@ class Run:
 
     def step(self, batch: Any) -> Tensor:
         """Take one whole training step; return the detached loss."""
+        return self._eager_step(batch) if self.whole_step is None else self.whole_step(batch)
+
+    def _eager_step(self, batch: Any) -> Tensor:
         if self.own_step is not None:
             return self.own_step(batch).detach()
         self.original.zero_grad()
@@ -216,6 +222,16 @@ class Run:
 
     def _take_back(self) -> None:
         own, state = self.original, self._state_before
+        if own.state is not state:  # else an escrow has put it back already, and what was trained since is not wanted
+            self._copy_back(state)
+        own.state = state
+        for method in ("state_dict", "load_state_dict"):
+            own.__dict__.pop(method, None)
+        self.optimizer = own
+        self.replace_step(None)
+
+    def _copy_back(self, state: Any) -> None:
+        own = self.original
         self._share()
         now = {param: dict(entries) for param, entries in own.state.items()}
         for param in [param for param in state if param not in now]:
@@ -223,11 +239,6 @@ class Run:
         for param, entries in now.items():  # into the dicts of before, so that who holds one sees it
             state[param].clear()
             state[param].update(entries)
-        own.state = state
-        for method in ("state_dict", "load_state_dict"):
-            own.__dict__.pop(method, None)
-        self.optimizer = own
-        self.replace_step(None)
 
 
 def plain_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:

@@ -8,6 +8,7 @@ from . import optimizer  # isort: skip
 from . import layout  # isort: skip
 from . import precision  # isort: skip
 from . import attention  # isort: skip
+from . import loop  # isort: skip
 from . import compiled  # isort: skip
 
-__all__ = ["attention", "compiled", "host", "layout", "optimizer", "precision"]
+__all__ = ["attention", "compiled", "host", "layout", "loop", "optimizer", "precision"]

@@ -1,0 +1,116 @@
+"""Strategies of the loop itself, for runs whose steps the plan takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..run import rows
+from ..strategy import Strategy, strategy
+from .observe import observe
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+__all__: list[str] = []
+
+_INTERACTS = ("allocator", "host_pool", "compile", "bf16_autocast", "channels_last")
+
+
+class _Split(Strategy):
+    """A batch in pieces that fit the caches, gradients averaged over them: the same batch size for the optimizer."""
+
+    _pieces = 2
+
+    def applies(self, run: Run) -> bool | str:
+        if run.own_step is not None:
+            return "the user's own step is called whole"
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in run.model.modules()):
+            return "batch normalisation looks at the whole batch"
+        if observe(run).random:
+            return "each piece would draw random numbers of its own"
+        if any(rows(batch) % self._pieces for batch in run.batches):
+            return f"batches of {rows(run.batches[0])} cannot be cut into {self._pieces} equal pieces"
+        return True
+
+    def apply(self, run: Run) -> None:
+        run.micro_batches = self._pieces
+
+    def revert(self, run: Run) -> None:
+        run.micro_batches = 1
+
+
+@strategy("split_2", kind="tolerance", group="split", needs_loop=True, interacts=_INTERACTS, hopeful=1.5)
+class Split2(_Split):
+    """Each batch in 2 pieces, gradients averaged: the batch size that the optimizer sees stays."""
+
+
+@strategy("split_4", kind="tolerance", group="split", needs_loop=True, interacts=_INTERACTS, hopeful=1.5)
+class Split4(_Split):
+    """Each batch in 4 pieces, gradients averaged."""
+
+    _pieces = 4
+
+
+@strategy("split_8", kind="tolerance", group="split", needs_loop=True, interacts=_INTERACTS, hopeful=1.5)
+class Split8(_Split):
+    """Each batch in 8 pieces, gradients averaged."""
+
+    _pieces = 8
+
+
+@strategy(
+    "step_graph",
+    kind="tolerance",
+    requires=("step_tail",),
+    interacts=("compile", "bf16_autocast", "channels_last"),
+    needs_loop=True,
+    settle=6,
+    cost="batches are copied to where the recording reads them; its intermediate results stay allocated.",
+)
+class StepGraph(Strategy):
+    """The whole step recorded once, proven byte for byte, and launched as one graph of the device."""
+
+    _recorder: Callable[[], Any] | None = None
+
+    def applies(self, run: Run) -> bool | str:
+        if run.own_step is not None:
+            return "the user's own step may read the device"
+        if run.device.type == "cpu" and self._recorder is None:
+            return "a CPU has no graphs"
+        return True
+
+    def apply(self, run: Run) -> None:
+        from ...trainer.step_graph import StepGraph as Graph  # noqa: PLC0415  (the trainer stands on this room)
+
+        graphs: dict[Any, Graph] = {}
+
+        def whole_step(batch: Any) -> Tensor:
+            leaves, spec = tree_flatten(batch)
+            where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            rest = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+            key = (spec, tuple((leaves[i].shape, leaves[i].dtype) for i in where), rest)
+
+            def step(*tensors: Tensor) -> Tensor:
+                whole = list(leaves)
+                for i, tensor in zip(where, tensors, strict=True):
+                    whole[i] = tensor
+                return run._eager_step(tree_unflatten(whole, spec))
+
+            if key not in graphs:
+                graphs[key] = Graph(step, run.model, run.optimizer, recorder=type(self)._recorder)
+            self.graph = graphs[key]
+            loss: Tensor = self.graph(*(leaves[i] for i in where))
+            return loss.clone()  # the recording writes its own anew
+
+        # Recorded anew each time: parameters and state may have moved while it was away.
+        run.whole_step = whole_step
+
+    def revert(self, run: Run) -> None:
+        run.whole_step = None
+        if run.device.type != "cpu":
+            torch.accelerator.synchronize()
