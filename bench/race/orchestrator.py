@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _orchestrator.figures import OURS, REFERENCE, TOLERANCE, Race, entries, judge, repaid_after
+from _orchestrator.figures import OURS, REFERENCE, SEARCHED, TOLERANCE, Race, entries, judge, repaid_after
 from _race import ROOT, Figure, add_figures, facts, new_report, progress, show_figures, text, write
 from oxytorch.demo.driver import Start, WorkerFailed, python_command, race
 from oxytorch.demo.machine import has_bf16
@@ -82,7 +82,8 @@ def race_workload(name: str, arguments: argparse.Namespace) -> Race:
     steps = 2 if arguments.quick else TURN_STEPS[name]
     for seed in range(FIRST_SEED, FIRST_SEED + arguments.starts):
         progress(f"{name}: start {len(starts) + 1} of {arguments.starts}")
-        taking_part = [contender for contender in arguments.contenders if contender not in absent]
+        wanted = [*arguments.contenders, *([SEARCHED] if arguments.exhaustive else [])]
+        taking_part = [contender for contender in wanted if contender not in absent]
         starts.append(
             race(
                 {each: command(name, each, seed, arguments) for each in taking_part},
@@ -109,7 +110,7 @@ def rows(found: Race) -> list[list[str]]:
     result = []
     for name, entry in found.entries.items():
         ratio = text(found.ratio(REFERENCE, name)) if REFERENCE in found.entries else ""
-        kind = "tuning_seconds" if name in OURS else "compile_seconds"
+        kind = "tuning_seconds" if name in OURS else "search_seconds" if name == SEARCHED else "compile_seconds"
         spent, repaid = "", ""
         if entry.cold(kind) > 0:
             spent = f"{entry.cold(kind):.1f}, then {entry.warm(kind):.1f}"
@@ -134,7 +135,7 @@ def rows(found: Race) -> list[list[str]]:
 def changes(found: Race) -> list[list[str]]:
     """What ours applied, and what it left alone and why, as its certificate has it."""
     result = []
-    for name in OURS:
+    for name in (*OURS, SEARCHED):
         if name in found.entries:
             said = found.entries[name].prepared[0]
             result += [[name, each, "applied"] for each in said.get("accepted", [])]
@@ -206,7 +207,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contenders", type=names(everyone), default=list(everyone), metavar="A,B")
     parser.add_argument("--starts", type=int, default=2, help="processes of each contender (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few steps of each, to see that it works")
-    parser.add_argument("--exhaustive", action="store_true", help="search all combinations too, for the regret")
+    parser.add_argument(
+        "--exhaustive", action="store_true", help="search all combinations too, in a process of its own, for the regret"
+    )
     parser.add_argument("--cache", type=Path, help="keep compilers' caches and certificates there for the next race")
     parser.add_argument("--keep", type=Path, help="a JSON document whose other workloads go into this report")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))

@@ -73,11 +73,13 @@ def test_tuning_is_charged_without_the_compiler_and_the_compiler_apart(figures: 
 
 
 def test_regret_compares_speed_and_cost(figures: ModuleType) -> None:
-    race = made_up(figures, "cnn", oxytorch_advanced=1.0)
-    race.entries["oxytorch advanced"].prepared[0]["cold"] = {"tuning_seconds": 30.0}
-    race.exhaustive = {"best": "bf16", "tried": 16, "seconds": 200.0, "ratio": [0.9, 0.96, 1.0]}
+    race = made_up(figures, "cnn", oxytorch_advanced=1.0, exhaustive=0.96)
+    race.entries["oxytorch advanced"].prepared[0]["cold"] = {"tuning_seconds": 40.0, "compile_seconds": 10.0}
+    race.entries["exhaustive"].prepared[0].update(accepted=["bf16"], tried=16, search_seconds=200.0)
     speed, cost = figures.regret_figures(race)
-    assert not speed.met and cost.got.mid == pytest.approx(0.15) and not cost.met
+    assert "16 combinations (bf16)" in speed.what and speed.got.mid == pytest.approx(0.96) and not speed.met
+    assert cost.got.mid == pytest.approx(0.15) and not cost.met
+    assert figures.rival_figures(race) == []  # A search is no rival.
 
 
 def test_a_race_survives_its_document(figures: ModuleType) -> None:

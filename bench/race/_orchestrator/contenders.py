@@ -1,18 +1,21 @@
 """The contenders: each makes what it needs of the user's model, and trains with the loop that its users write.
 
-Nothing here imports oxytorch outside `Ours`. A loop takes its batches from an iterable that hands them out, times what
-happens between two, and keeps the losses: so a trainer that owns its loop is timed like one written out.
+Nothing here imports oxytorch outside `Ours` and `Exhaustive`. A loop takes its batches from an iterable that hands them
+out, times what happens between two, and keeps the losses: so a trainer that owns its loop is timed like one written out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import json
 import logging
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from .models import Workload
 
 STEPS_PLANNED = 10_000
+SEARCH_STEPS = 4
 
 
 class Turns(Protocol):
@@ -35,8 +39,12 @@ class Turns(Protocol):
 
 @dataclass
 class Prepared:
-    """The user's part: model, optimizer, data; the same first weights for every contender."""
+    """The user's part: model, optimizer, data; the same first weights for every contender.
 
+    `folder` is the contender's own, kept from start to start.
+    """
+
+    folder: Path
     workload: Workload
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -66,13 +74,14 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def restored(given: Prepared) -> Iterator[None]:
-    """Weights, buffers, gradients and torch's random state as they were before."""
+    """Weights, buffers, gradients, torch's random state as they were before; the optimizer as if never stepped."""
     state = {name: tensor.clone() for name, tensor in given.model.state_dict().items()}
     random = torch.get_rng_state()
     yield
     given.model.load_state_dict(state)
     torch.set_rng_state(random)
     given.optimizer.zero_grad(set_to_none=True)
+    given.optimizer.state.clear()
 
 
 @dataclass
@@ -82,8 +91,8 @@ class Stock:
     mode: str = ""
     bf16: bool = False
     allocator: bool = False
-    given: Prepared = field(init=False)
-    forward: nn.Module = field(init=False)
+    given: Prepared = field(init=False, repr=False)
+    forward: nn.Module = field(init=False, repr=False)
 
     def prepare(self, given: Prepared) -> dict[str, Any]:
         if self.allocator:
@@ -177,26 +186,81 @@ class Accelerate:
 
 
 @dataclass
-class Ours:
-    """`oxytorch.accelerate`, and the loop that goes on with the same model and optimizer."""
+class Ours(Stock):
+    """`oxytorch.accelerate`, and the plain loop goes on with the same model and optimizer."""
 
-    level: str
-    given: Prepared = field(init=False)
+    level: str = "basic"
 
     def prepare(self, given: Prepared) -> dict[str, Any]:
         import oxytorch  # noqa: PLC0415  (the rivals' processes must not)
 
-        self.given = given
+        super().prepare(given)
         began = time.perf_counter()
         self.plan = oxytorch.accelerate(
             given.model, given.optimizer, given.workload.loss, given.batches, level=self.level,
-            steps_planned=STEPS_PLANNED,
+            steps_planned=STEPS_PLANNED, remember=str(given.folder),
         )  # fmt: skip
-        return {"tuning_seconds": time.perf_counter() - began}
+        return {
+            "tuning_seconds": time.perf_counter() - began,
+            "compile_seconds": self.plan.certificate.compile_seconds,
+            "accepted": list(self.plan.accepted),
+            "rejected": self.plan.rejected,
+        }
 
-    def train(self, turns: Turns) -> None:
-        for batch in turns:
-            turns.losses.append(self.plan.step(batch))
+
+@dataclass
+class Exhaustive(Stock):
+    """The fastest of all combinations of the strategies that `oxytorch.accelerate` tries, a few steps of each.
+
+    Compiling is left out: each combination would be compiled anew. So are the numbers of threads.
+    """
+
+    kinds: tuple[str, ...] = ("exact", "tolerance", "precision")
+    left_out: tuple[str, ...] = ("compile", "threads")
+
+    def prepare(self, given: Prepared) -> dict[str, Any]:
+        from oxytorch import tune  # noqa: PLC0415
+
+        super().prepare(given)
+        self.run = tune.Run(given.model, given.optimizer, given.workload.loss, given.batches)
+        found = given.folder / "search.json"
+        if not found.exists():
+            with restored(given):
+                found.write_text(json.dumps(self.search()), encoding="utf-8")
+        said: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+        self.run.bring(said["accepted"])
+        return said
+
+    def search(self) -> dict[str, Any]:
+        """Seconds a step of every combination."""
+        began = time.perf_counter()
+        seconds = {}
+        for names in self.combinations():
+            with contextlib.suppress(Exception):  # One that cannot be put in force is none.
+                self.run.bring(names)
+                seconds[names] = min(self.timed(index) for index in range(SEARCH_STEPS))
+        self.run.bring(())
+        best = min(seconds, key=lambda names: seconds[names])
+        return {"search_seconds": time.perf_counter() - began, "tried": len(seconds), "accepted": list(best)}
+
+    def timed(self, index: int) -> float:
+        """Seconds of one step."""
+        batch = self.given.batches[index % len(self.given.batches)]
+        began = time.perf_counter()
+        self.run.step(batch)
+        return time.perf_counter() - began
+
+    def combinations(self) -> Iterator[tuple[str, ...]]:
+        """At most one strategy of a group, and each only beside what it requires."""
+        groups: dict[str, list[str]] = {}
+        for name, each in self.run.strategies.items():
+            allowed = each.kind in self.kinds and each.group not in self.left_out and not each.needs_loop
+            if allowed and (self.run.strategy(name).applies(self.run) is True or each.requires):
+                groups.setdefault(each.group or name, []).append(name)
+        for chosen in itertools.product(*(["", *names] for names in groups.values())):
+            names = tuple(filter(None, chosen))
+            if all(set(self.run.strategies[name].requires) <= set(names) for name in names):
+                yield names
 
 
 # On CPU "max-autotune" is the mode's name too; "max-autotune-no-cudagraphs" is the same there.
@@ -211,6 +275,7 @@ CONTENDERS: dict[str, Contender] = {
     "lightning bf16": Lightning("bf16-mixed"),
     "accelerate 32": Accelerate("no"),
     "accelerate bf16": Accelerate("bf16"),
-    "oxytorch basic": Ours("basic"),
-    "oxytorch advanced": Ours("advanced"),
+    "oxytorch basic": Ours(level="basic"),
+    "oxytorch advanced": Ours(level="advanced"),
+    "exhaustive": Exhaustive(),
 }

@@ -15,6 +15,7 @@ from oxytorch.demo.measure import block_seconds, two_level_interval, two_level_m
 REFERENCE = "eager"
 EXACT, TOLERANCE = "oxytorch basic", "oxytorch advanced"
 OURS = (EXACT, TOLERANCE)
+SEARCHED = "exhaustive"
 REPAID_WITHIN, REGRET, SEARCH_SHARE, SLOWEST = 300, 0.97, 0.1, 0.99
 
 
@@ -54,7 +55,6 @@ class Race:
     title: str
     entries: dict[str, Entry]
     absent: dict[str, str] = field(default_factory=dict)
-    exhaustive: dict[str, Any] | None = None
 
     def ratio(self, slower: str, faster: str) -> Interval:
         """How many times as long `slower` takes, paired by start and turn."""
@@ -66,7 +66,7 @@ class Race:
 
     def rivals(self) -> list[str]:
         """Everyone else's entries."""
-        return [name for name in self.entries if name not in OURS]
+        return [name for name in self.entries if name not in (*OURS, SEARCHED)]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; times in seconds."""
@@ -183,12 +183,12 @@ def repaid_figures(race: Race) -> list[Figure]:
 
 def regret_figures(race: Race) -> list[Figure]:
     """Speed and cost against an exhaustive search."""
-    found = race.exhaustive
-    if found is None or TOLERANCE not in race.entries:
+    if not {SEARCHED, TOLERANCE} <= race.entries.keys():
         return []
-    share = race.entries[TOLERANCE].cold("tuning_seconds") / found["seconds"]
-    what = f"{race.name}: speed of {TOLERANCE} over the best of {found['tried']} combinations ({found['best']})"
+    found = race.entries[SEARCHED].prepared[0]
+    share = search_seconds(race.entries[TOLERANCE]) / found["search_seconds"]
+    what = f"{race.name}: speed of {TOLERANCE} over the best of {found['tried']} combinations"
     return [
-        Figure(what, Interval(*found["ratio"], 0.95), REGRET),
+        Figure(f"{what} ({', '.join(found['accepted']) or 'none'})", race.ratio(SEARCHED, TOLERANCE), REGRET),
         Figure(f"{race.name}: cost of tuning over that of the search", exactly(share), SEARCH_SHARE, at_most=True),
     ]

@@ -71,9 +71,8 @@ def compiler_cache(task: dict[str, Any]) -> Path:
 
 def prepared(task: dict[str, Any], given: Prepared) -> dict[str, Any]:
     """What preparing took now, and what it took when the cache was empty."""
-    folder = compiler_cache(task)
     said = CONTENDERS[task["contender"]].prepare(given)
-    cold = folder / "cold.json"
+    cold = given.folder / "cold.json"
     if not cold.exists():
         cold.write_text(json.dumps(said), encoding="utf-8")
     return {**said, "cold": json.loads(cold.read_text(encoding="utf-8"))}
@@ -90,7 +89,9 @@ def main() -> None:
     resident = serve.status_kib("VmRSS")
     torch.manual_seed(task["seed"])
     model = workload.make_model()
-    given = Prepared(workload, model, torch.optim.AdamW(model.parameters(), lr=workload.lr), batches)
+    given = Prepared(
+        compiler_cache(task), workload, model, torch.optim.AdamW(model.parameters(), lr=workload.lr), batches
+    )
     answer({"ready": True})
     if sys.stdin.readline().strip() != "prepare":
         raise SystemExit("the coordinator is gone")
