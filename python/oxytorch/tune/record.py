@@ -1,0 +1,202 @@
+"""Training steps taken with everything written down that a referee needs: state before, gradients, loss, what drew."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..model.snapshot import entries, has_bytes
+from ..optim.generators import rng_state
+from ..optim.tail import TailOptimizer
+
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["Call", "State", "Step", "digests", "names", "take", "take_one"]
+
+#: How an optimizer computes, not what.
+IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable", "param_names", "initial_lr")
+
+
+@dataclass
+class State:
+    """Values at one moment, copied: of the optimizer's parameters in its order, buffers and other tensors by name."""
+
+    params: list[Tensor]
+    buffers: dict[str, Tensor]
+    states: list[dict[str, Any]]
+    extras: dict[str, Tensor]
+    rng: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: Run, roots: Sequence[tuple[str, Any]]) -> State:
+        """Copy what is there now."""
+        return cls(
+            [p.detach().clone() for p in run.params],
+            {name: b.detach().clone() for name, b in run.model.named_buffers()},
+            states(run),
+            {name: t.detach().clone() for name, t in extras(run, roots)},
+            rng_state(run.params),
+        )
+
+
+@dataclass
+class Call:
+    """One call of the optimizer's step: the gradients that it was given, unscaled, and its groups' settings."""
+
+    grads: list[Tensor | None]
+    settings: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, run: Run) -> Call:
+        """Copy what the optimizer is about to use."""
+        scale = getattr(run.original, "grad_scale", None)
+
+        def grad(p: Tensor) -> Tensor | None:
+            if p.grad is None:
+                return None
+            held = p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach().clone()
+            return held if scale is None else held / scale
+
+        return cls([grad(p) for p in run.params], settings(run.original))
+
+
+@dataclass
+class Step:
+    """A step that was taken; the run stands after it until the next one is."""
+
+    index: int
+    before: State
+    loss: Tensor
+    calls: list[Call] = field(default_factory=list)
+    rng: str = ""
+
+    @property
+    def value(self) -> float:
+        """The loss."""
+        return float(self.loss)
+
+
+def take(run: Run, roots: Sequence[tuple[str, Any]], count: int) -> Iterator[Step]:
+    """Take steps on the run's batches in turn, one each time that the next is asked for."""
+    for index in range(count):
+        yield take_one(run, roots, index)
+
+
+def take_one(run: Run, roots: Sequence[tuple[str, Any]], index: int, batch: Any = None) -> Step:
+    """Take one step and write down what it did."""
+    if batch is None:
+        batch = run.batches[index % len(run.batches)]
+    step = Step(index, State.of(run, roots), torch.zeros(()))
+    hook = run.original.register_step_pre_hook(lambda *_: step.calls.append(Call.of(run)))
+    try:
+        step.loss = run.step(tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)).detach().clone()
+    finally:
+        hook.remove()
+    step.rng = rng_digest(run)
+    return step
+
+
+def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Hyperparameters of each group, without what says only how to compute."""
+    return [
+        {
+            k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v
+            for k, v in group.items()
+            if k not in IMPLEMENTATION
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def states(run: Run) -> list[dict[str, Any]]:
+    """Copy the optimizer state of each parameter, by torch's names; codes of 8 bits are decoded."""
+    found = []
+    for index, p in enumerate(run.params):
+        state = run.original.state.get(p) or {}
+        if isinstance(run.optimizer, TailOptimizer) and any(key.endswith("_scale") for key in state):
+            wide = run.optimizer._step_tail().decoded_state(index)
+            state = {key: wide.get(key, value) for key, value in state.items() if not key.endswith("_scale")}
+        found.append({key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in state.items()})
+    return found
+
+
+def extras(run: Run, roots: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Floating-point tensors that a step may change and that are no parameter, buffer, gradient or optimizer state."""
+    known = {id(t) for t in (*run.params, *run.model.parameters(), *run.model.buffers())}
+    known |= {id(v) for state in run.original.state.values() for v in state.values() if isinstance(v, Tensor)}
+    for entry in entries(roots):
+        t = entry.value
+        if entry.kind != "tensor" or entry.again is not None or id(t) in known or not has_bytes(t):
+            continue
+        if t.is_floating_point() and not entry.path.endswith(".grad") and ".copies[" not in entry.path:
+            yield entry.path, t
+
+
+def names(run: Run) -> list[str]:
+    """Names of the optimizer's parameters."""
+    known = {id(p): name for name, p in run.model.named_parameters()}
+    return [known.get(id(p), f"parameter {i}") for i, p in enumerate(run.params)]
+
+
+def rng_digest(run: Run) -> str:
+    """Hash the random generators' states."""
+    return digest_of_rng(rng_state(run.params))
+
+
+def digest_of_rng(state: Mapping[str, Any]) -> str:
+    """Hash what `rng_state` returned."""
+    rest = {key: value for key, value in state.items() if key != "torch"}
+    return digest([*(bits.cpu().numpy().data for bits in state["torch"].values()), pickle.dumps(rest)])
+
+
+def digest(parts: Iterable[Any]) -> str:
+    """Hash bytes."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
+def digests(run: Run, roots: Sequence[tuple[str, Any]], step: Step) -> dict[str, str]:
+    """Hash everything that a step left, each thing by its name."""
+    labels = names(run)
+    tensors: dict[str, Any] = {"loss": step.loss}
+    for number, call in enumerate(step.calls):
+        call_name = f" in call {number + 1} of the optimizer" if number else ""
+        tensors |= {f"gradient of {n}{call_name}": g for n, g in zip(labels, call.grads, strict=True)}
+    tensors |= {f"parameter {n}": p.detach() for n, p in zip(labels, run.params, strict=True)}
+    tensors |= {f"buffer {n}": b.detach() for n, b in run.model.named_buffers()}
+    for n, state in zip(labels, states(run), strict=True):
+        tensors |= {f"optimizer state {key} of {n}": value for key, value in state.items()}
+    tensors |= {name: t.detach() for name, t in extras(run, roots)}
+    found = {name: _value_digest(value) for name, value in tensors.items()}
+    return {**found, **_scalars(roots), "random state": step.rng, "calls of the optimizer": str(len(step.calls))}
+
+
+def _value_digest(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    dense = value.to_dense() if value.is_sparse else value
+    flat = dense.contiguous().cpu().reshape(-1)
+    bits = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    return digest([f"{value.dtype}{tuple(value.shape)}".encode(), bits])
+
+
+def _scalars(roots: Sequence[tuple[str, Any]]) -> dict[str, str]:
+    """Plain numbers that the model and what else there is keeps: counters, histories."""
+    plain = (bool, int, float, str)
+    return {
+        entry.path: repr(entry.value)
+        for name, root in roots
+        if name != "optimizer"
+        for entry in entries([(name, root)])
+        if isinstance(entry.value, plain) and "optimizer" not in entry.path
+    }

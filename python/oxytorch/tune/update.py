@@ -1,0 +1,321 @@
+"""Judges what an optimizer's step did, apart from the gradients: the user's own optimizer in float64 is the referee."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..optim.tail import TailOptimizer
+from .record import Call, State, names, states
+from .run import plain_step
+
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["Change", "UpdateJudge", "compare", "in_float64"]
+
+_ARITHMETIC = 5e-5  # of the change: an optimizer that rounds beta or a bias correction to float32 is off by 1e-5
+_SLOPE = 2e-4
+_ELEMENT = 1e-3
+_TIMES = 3.0  # what the step as given is off by, so many times
+_CODED = 0.05  # of a state that is kept in fewer bits than the parameter
+_BIAS = 0.15  # of a unit in the last place
+
+
+@dataclass(frozen=True)
+class Change:
+    """How far a tensor's change is from the referee's.
+
+    Attributes
+    ----------
+    error, size, unit : float
+        Root mean squares: of the error, of the change in float64, of the unit in the last place.
+    slope : float
+        Error along the change, relative to it: 0.01 where a learning rate is 1 % too high.
+    worst : float
+        Of one element, in units of what is allowed to one.
+    bias : tuple of float
+        Mean error in units of the last place, upwards and outwards from zero, the part along the change taken out.
+    bias_error : float
+        Standard error of that mean.
+    ratio : float
+        Mean size of the change in units of the last place.
+    count : int
+    """
+
+    error: float
+    size: float
+    unit: float
+    slope: float
+    worst: float
+    bias: tuple[float, float]
+    bias_error: float
+    ratio: float
+    count: int
+
+    @property
+    def relative(self) -> float:
+        """Error against the size of the change, or the last place where the change is smaller."""
+        return self.error / max(self.size, self.unit, 1e-300)
+
+
+NOTHING = Change(0.0, 0.0, 0.0, 0.0, 0.0, (0.0, 0.0), 0.0, 0.0, 0)
+
+
+def unit_in_last_place(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distance to the next number of `dtype`, in float64."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(value.abs().clamp_min(info.tiny)).exponent - 1
+    return torch.ldexp(torch.full_like(value, info.eps), exponent)
+
+
+def compare(before: Tensor | None, after: Tensor, wanted: Tensor) -> Change:
+    """Measure the change from `before` to `after` against that to `wanted`, which is float64."""
+    if after.numel() == 0:
+        return NOTHING
+    start = torch.zeros_like(wanted) if before is None else before.double()
+    now, change = after.double(), wanted - start
+    error, unit = now - wanted, unit_in_last_place(now, after.dtype)
+    square, size = float(change.square().sum()), _rms(change)
+    slope = float((error * change).sum()) / square if square > 0 else 0.0
+    worst = float((error.abs() / (4 * unit + _ELEMENT * (change.abs() + size))).max())
+    places = (error - slope * change) / unit
+    count = after.numel()
+    spread = float(places.std()) if count > 1 else math.inf
+    return Change(
+        _rms(error),
+        size,
+        _rms(unit),
+        slope,
+        worst,
+        (float(places.mean()), float((places * now.sign()).mean())),
+        spread / math.sqrt(count),
+        float((change.abs() / unit).mean()),
+        count,
+    )
+
+
+def _rms(value: Tensor) -> float:
+    return float(value.square().mean().sqrt())
+
+
+class Refused(Exception):
+    """The float64 optimizer could not be made or stepped; the message says why."""
+
+
+def in_float64(run: Run, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]]) -> Any:
+    """Step a float64 copy of the user's optimizer from a state, with the gradients given.
+
+    Returns
+    -------
+    (list of Tensor, list of dict)
+        Parameters and state after the last call.
+
+    Raises
+    ------
+    Refused
+        Where this optimizer cannot be copied so.
+    """
+    params = [_wide(p) for p in before.params]
+    try:
+        clone = _clone(run.original, params, before.states, settings[0] if settings else [])
+        for call, groups in zip(calls, settings, strict=True):
+            for group, values in zip(clone.param_groups, groups, strict=True):
+                group.update(values)
+            for p, grad in zip(params, call.grads, strict=True):
+                p.grad = None if grad is None else grad.double()
+            with torch.no_grad():
+                plain_step(clone)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
+        raise Refused(f"{type(run.original).__name__} cannot be stepped in float64 ({error})") from error
+    return [p.detach() for p in params], [dict(clone.state.get(p) or {}) for p in params]
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+    return value
+
+
+def _clone(
+    original: Any, params: list[Tensor], held: list[dict[str, Any]], settings: Sequence[Mapping[str, Any]]
+) -> Any:
+    """Make an optimizer of the same class over other parameters."""
+    taken = iter(params)
+    groups = [
+        {**group, **values, "params": [next(taken) for _ in group["params"]]}
+        for group, values in zip(original.param_groups, settings or [{}] * len(original.param_groups), strict=True)
+    ]
+    state = {
+        p: {k: v if k == "step" else _wide(v) for k, v in entries.items()}
+        for p, entries in zip(params, held, strict=True)
+        if entries
+    }
+    clone: Any = object.__new__(type(original))
+    if isinstance(original, TailOptimizer):
+        options: Any = {
+            **original._tail_options,
+            "state_dtype": "fp32",
+            "stochastic_rounding": False,
+            "clip_norm": None,
+        }
+        clone.__setstate__(
+            {"defaults": original.defaults, "state": state, "param_groups": groups, "_tail_options": options}
+        )
+        return clone
+    own = {k: v for k, v in vars(original).items() if k not in ("step", "zero_grad", "state_dict", "load_state_dict")}
+    clone.__dict__.update(own)
+    clone.param_groups = groups
+    clone.state = defaultdict(
+        dict, {p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()} for p, s in state.items()}
+    )
+    return clone
+
+
+@dataclass
+class UpdateJudge:
+    """Compares each step's update of a run with the referee's; `base` is what the step as given did, where judged.
+
+    Attributes
+    ----------
+    found : list of dict
+        Of each step, by name: the changes of parameters and of their state.
+    faults : list of str
+    notes : list of str
+        What could not be judged.
+    """
+
+    run: Run
+    base: UpdateJudge | None = None
+    clip_norm: float | None = None
+    loose_state: bool = False
+    found: list[dict[str, Change]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    worst: float = 0.0
+
+    def judge(self, index: int, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]]) -> None:
+        """Judge the step that the run has just taken."""
+        found: dict[str, Change] = {}
+        self.found.append(found)
+        try:
+            params, held = in_float64(self.run, before, clipped(calls, self.clip_norm), settings)
+        except Refused as refused:
+            if str(refused) not in self.notes:
+                self.notes.append(str(refused))
+            return
+        now = states(self.run)
+        for i, name in enumerate(names(self.run)):
+            found[name] = compare(before.params[i], self.run.params[i].detach(), params[i])
+            self._judge_state(index, name, before.states[i], now[i], held[i], found)
+            self._hold(index, name, found[name])
+        self._hold_bias(index, found)
+
+    def _judge_state(
+        self,
+        index: int,
+        name: str,
+        before: dict[str, Any],
+        now: dict[str, Any],
+        wanted: dict[str, Any],
+        found: dict[str, Change],
+    ) -> None:
+        for key, value in wanted.items():
+            what = f"{key} of {name}"
+            if key not in now:
+                self._fault(index, f"the optimizer's {what} is missing")
+            elif not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
+                if not _equal(now[key], value):
+                    self._fault(index, f"the optimizer's {what} is {_short(now[key])}, expected {_short(value)}")
+            elif now[key].shape == value.shape:
+                found[what] = compare(before.get(key), now[key], value)
+                if self.loose_state:
+                    allowed = _CODED * _rms(value)
+                    if found[what].error > allowed:
+                        self._fault(
+                            index, f"the optimizer's {what} is off by {found[what].error:.2g}, of {_rms(value):.2g}"
+                        )
+                else:
+                    self._hold(index, f"optimizer state {what}", found[what], what)
+            else:
+                self._fault(index, f"the optimizer's {what} has another shape")
+
+    def _hold(self, index: int, name: str, change: Change, key: str = "") -> None:
+        base = self._of_base(index, key or name)
+        allowed = _TIMES * base.error + change.unit + _ARITHMETIC * change.size
+        if not change.error <= allowed:
+            self._fault(index, f"the update of {name} is off by {change.relative:.2g} of its size")
+        slack = _TIMES * abs(base.slope) + _SLOPE
+        slack += 6 * change.unit / max(change.size * math.sqrt(max(change.count, 1)), 1e-300)
+        if not abs(change.slope) <= slack:
+            self._fault(index, f"the update of {name} is {1 + change.slope:.4f} times what it should be")
+        if not change.worst <= max(1.0, _TIMES * base.worst):
+            self._fault(index, f"an element of the update of {name} is off by {change.worst:.2g} times what is allowed")
+        self.worst = max(self.worst, change.error / max(allowed, 1e-300) if change.error else 0.0)
+
+    def _hold_bias(self, index: int, found: dict[str, Change]) -> None:
+        """Rounding errors have mean zero; of all parameters together, so that little is seen."""
+        own = [found[name] for name in names(self.run)]
+        base = [self._of_base(index, name) for name in names(self.run)]
+        for side, word in enumerate(("upwards", "outwards from zero")):
+            mean, error, ratio = _pooled(own, side)
+            usual, _, _ = _pooled(base, side)
+            if math.isfinite(usual) and abs(mean - usual) > 8 * error + _BIAS + 5e-7 * ratio:
+                self._fault(
+                    index,
+                    f"rounding is biased: {mean:+.2f} of the last place {word} in the mean, {usual:+.2f} as given",
+                )
+
+    def _of_base(self, index: int, name: str) -> Change:
+        if self.base is None or index >= len(self.base.found):
+            return NOTHING if self.base is not None else _ANYTHING
+        return self.base.found[index].get(name, NOTHING)
+
+    def _fault(self, index: int, words: str) -> None:
+        self.faults.append(f"step {index + 1}: {words}")
+
+
+_ANYTHING = Change(math.inf, 0.0, 0.0, math.inf, math.inf, (math.inf, math.inf), 0.0, 0.0, 0)
+
+
+def _pooled(changes: Sequence[Change], side: int) -> tuple[float, float, float]:
+    count = sum(c.count for c in changes)
+    if count == 0 or any(math.isinf(c.bias[side]) for c in changes):
+        return (math.inf if changes and math.isinf(changes[0].bias[side]) else 0.0), 0.0, 0.0
+    usable = [c for c in changes if math.isfinite(c.bias_error)]
+    total = max(sum(c.count for c in usable), 1)
+    mean = sum(c.bias[side] * c.count for c in usable) / total
+    error = math.sqrt(sum((c.bias_error * c.count) ** 2 for c in usable)) / total
+    return mean, error, sum(c.ratio * c.count for c in usable) / total
+
+
+def clipped(calls: Sequence[Call], norm: float | None) -> Sequence[Call]:
+    """Clip by norm what a run's optimizer clips itself; gradients that the loop clipped stay."""
+    if norm is None:
+        return calls
+    return [Call(clip(call.grads, norm), call.settings) for call in calls]
+
+
+def clip(grads: Sequence[Tensor | None], norm: float) -> list[Tensor | None]:
+    """As `torch.nn.utils.clip_grad_norm_`, in float64, of gradients that are above the norm by more than rounding."""
+    wide = [None if g is None else g.double() for g in grads]
+    total = math.sqrt(sum(float(g.square().sum()) for g in wide if g is not None))
+    if not total > norm * (1 + 1e-4):
+        return list(grads)
+    return [None if g is None else g * (norm / (total + 1e-6)) for g in wide]
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left.double().cpu(), right.double().cpu())
+    return bool(left == right)
+
+
+def _short(value: Any) -> str:
+    return f"{float(value):g}" if isinstance(value, Tensor) and value.numel() == 1 else str(value)[:40]

@@ -1,0 +1,6 @@
+"""The planted faults are a module beside the tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,186 @@
+"""The verifier's rulings: what it says, what it leaves, what it does where it cannot judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oxytorch.tune.escrow import Escrow
+from oxytorch.tune.run import Run
+from oxytorch.tune.strategy import Kind, Strategy
+from oxytorch.tune.update import Change, compare
+from oxytorch.tune.verify import Ruling, Verifier
+from torch import Tensor, nn
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(device: torch.device, model: nn.Module | None = None, loss: Callable[..., Tensor] | None = None) -> Run:
+    torch.manual_seed(0)
+    model = (model or nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))).to(device)
+    batches = [(torch.randn(12, 8, device=device), torch.randint(3, (12,), device=device)) for _ in range(3)]
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    return Run(model, optimizer, loss or (lambda m, b: F.cross_entropy(m(b[0]), b[1])), batches)
+
+
+def strategy(plant: Callable[[Run], Iterator[None]]) -> type[Strategy]:
+    class Planted(Strategy):
+        def apply(self, run: Run) -> None:
+            self.context = contextmanager(plant)(run)
+            self.context.__enter__()
+
+        def revert(self, run: Run) -> None:
+            self.context.__exit__(None, None, None)
+
+    return Planted
+
+
+def check(run: Run, plant: Callable[[Run], Iterator[None]], kind: Kind, steps: int = 3) -> Ruling:
+    escrow = Escrow(run.model, run.original)
+    run.strategies = {"planted": strategy(plant)}
+    run.bring(["planted"])
+    found = Verifier(run, escrow, steps=steps).check(kind)
+    assert run.in_force == ("planted",)
+    run.bring([])
+    escrow.restore()
+    escrow.prove()
+    return found
+
+
+def nothing(_: Run) -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("kind", ["exact", "tolerance", "precision", "trade"])
+def test_nothing_passes_as_every_kind(kind: Kind, steps: int, device: torch.device) -> None:
+    found = check(make(device), nothing, kind, steps)
+    assert found.held, found.reason
+    assert found.evidence["steps"] == (1 if steps == 1 else steps + 5)
+    assert found.evidence["seconds"] > 0
+    if kind == "tolerance":
+        assert 0 < found.evidence["gradient_error"] < 1e-3
+
+
+def test_references_are_made_once(device: torch.device) -> None:
+    run = make(device)
+    escrow = Escrow(run.model, run.original)
+    verifier = Verifier(run, escrow)
+    taken = 0
+    plain = run.step
+
+    def step(batch: Any) -> Tensor:
+        nonlocal taken
+        taken += 1
+        return plain(batch)
+
+    run.step = step  # type: ignore[method-assign]
+    verifier.reference(["tolerance", "exact"])
+    escrow.prove()
+    assert verifier.charged > 0
+    made, taken = taken, 0
+    assert made < 60
+    assert verifier.check("tolerance").held
+    first, taken = taken, 0
+    assert verifier.check("tolerance").held
+    assert taken == first <= 8 + 2, "a check is its own steps and what the referee takes of late ones"
+
+
+def test_what_a_candidate_throws_is_a_ruling(device: torch.device) -> None:
+    def plant(run: Run) -> Iterator[None]:
+        def fail(*_: Any) -> Any:
+            raise torch.OutOfMemoryError("no memory")
+
+        run.call.function(fail)
+        yield
+        run.call.function(None)
+
+    found = check(make(device), plant, "tolerance")
+    assert not found.held
+    assert "no memory" in found.reason
+
+
+def test_an_interrupt_passes_and_everything_is_back(device: torch.device) -> None:
+    run = make(device)
+    count = 0
+
+    def interrupt(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 11:  # of the candidate's, after 8 of the reference and before the referee
+            raise KeyboardInterrupt
+
+    run.original.register_step_pre_hook(interrupt)
+    with Escrow(run.model, run.original) as escrow:
+        verifier = Verifier(run, escrow)
+        with pytest.raises(KeyboardInterrupt):
+            verifier.check("tolerance")
+        escrow.prove()
+
+
+def test_a_model_that_float64_cannot_run_is_judged_by_its_losses_and_says_so(device: torch.device) -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x.float(), self.inner.weight.float(), self.inner.bias.float())
+
+    found = check(make(device, Narrow()), nothing, "tolerance")
+    assert found.held
+    assert "float64" in found.reason
+
+    def wrong(run: Run) -> Iterator[None]:
+        run.call.outputs("x", lambda out: 1.05 * out)
+        yield
+        run.call.outputs("x", None)
+
+    assert not check(make(device, Narrow()), wrong, "tolerance").held
+
+
+def test_a_step_that_does_not_repeat_itself_is_named(device: torch.device) -> None:
+    calls = 0
+
+    def loss(m: nn.Module, b: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return F.cross_entropy(m(b[0]), b[1]) * (1 + 1e-6 * calls)
+
+    found = check(make(device, loss=loss), nothing, "exact")
+    assert not found.held
+    assert "does not repeat" in found.reason or "differs" in found.reason
+
+
+@pytest.mark.parametrize(("factor", "shows"), [(1.0, False), (1.01, True), (0.99, True), (1.001, True)])
+def test_an_update_is_measured_against_the_size_of_the_change(factor: float, shows: bool) -> None:
+    torch.manual_seed(0)
+    before = torch.randn(4096)
+    change = 1e-4 * torch.randn(4096, dtype=torch.float64)
+    found = compare(before, (before.double() + factor * change).float(), before.double() + change)
+    assert isinstance(found, Change)
+    assert found.slope == pytest.approx(factor - 1, abs=1e-4)
+    assert (found.error > found.unit + 5e-5 * found.size) is shows
+
+
+def test_rounding_to_nearest_has_no_bias_and_truncation_has_half_a_place() -> None:
+    torch.manual_seed(0)
+    wanted = torch.randn(20000, dtype=torch.float64)
+    near = wanted.float()
+    found = compare(torch.zeros(20000), near, wanted)
+    assert abs(found.bias[1]) < 5 * found.bias_error
+    over = near.double().abs() > wanted.abs()
+    cut = torch.where(over, torch.nextafter(near, torch.zeros_like(near)), near)
+    found = compare((wanted + 1e-3 * torch.randn_like(wanted)).float(), cut, wanted)
+    assert found.bias[1] == pytest.approx(-0.5, abs=0.05)
