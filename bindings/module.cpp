@@ -2,6 +2,7 @@
 
 #include "oxytorch/error.h"
 #include "oxytorch/version.h"
+#include "tune.h"
 
 namespace oxytorch::bindings {
 namespace {
@@ -55,6 +56,8 @@ PYBIND11_MODULE(_C, m) {
   bind_accelerator(accelerator);
   auto trainer = room("trainer", "Host settings and the training step.");
   bind_trainer(trainer);
+  auto tune = room("tune", "Duel, search, certificate and guard.");
+  bind_tune(tune);
 }
 
 }  // namespace oxytorch::bindings

@@ -1,0 +1,281 @@
+// The native core of oxytorch.tune: duel, search, certificate, guard. Enumerations are strings in Python.
+#include "tune.h"
+
+#include <pybind11/operators.h>
+#include <pybind11/typing.h>
+
+#include <algorithm>
+#include <string_view>
+
+#include "oxytorch/error.h"
+#include "oxytorch/spelling.h"
+#include "oxytorch/tune/certificate.h"
+#include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/guard.h"
+#include "oxytorch/tune/search.h"
+#include "path.h"
+
+namespace pybind11::detail {
+
+/// An enumeration as one of its words, in the order of its values.
+template <class Enum, typing::StringLiteral... Quoted>
+struct word_caster {
+  PYBIND11_TYPE_CASTER(Enum, (handle_type_name<typing::Literal<Quoted...>>::name));
+
+  static std::string unquoted(std::string_view text) { return std::string(text.substr(1, text.size() - 2)); }
+  static const std::vector<std::string>& words() {
+    static const std::vector<std::string> kWords{unquoted(Quoted.name)...};
+    return kWords;
+  }
+
+  bool load(handle source, bool) {
+    if (!isinstance<str>(source)) return false;
+    const auto word = source.cast<std::string>();
+    const auto found = std::find(words().begin(), words().end(), word);
+    OXY_CHECK(found != words().end(), InvalidArgument, "unknown word ", oxytorch::in_quotes(word), "; ",
+              oxytorch::did_you_mean(word, words()), "use ", oxytorch::list_of(words(), true), '.');
+    value = static_cast<Enum>(found - words().begin());
+    return true;
+  }
+  static handle cast(Enum value, return_value_policy, handle) {
+    return str(words()[static_cast<std::size_t>(value)]).release();
+  }
+};
+
+template <>
+struct type_caster<oxytorch::tune::Kind>
+    : word_caster<oxytorch::tune::Kind, "'exact'", "'tolerance'", "'precision'", "'trade'"> {};
+template <>
+struct type_caster<oxytorch::tune::Side> : word_caster<oxytorch::tune::Side, "'incumbent'", "'challenger'"> {};
+template <>
+struct type_caster<oxytorch::tune::Decision> : word_caster<oxytorch::tune::Decision, "'open'", "'accept'", "'reject'"> {
+};
+template <>
+struct type_caster<oxytorch::tune::Standing> : word_caster<oxytorch::tune::Standing, "'accepted'", "'rejected'",
+                                                           "'refused'", "'failed'", "'skipped'", "'rolled back'"> {};
+template <>
+struct type_caster<oxytorch::tune::Action>
+    : word_caster<oxytorch::tune::Action, "'run'", "'run without'", "'compare losses'", "'roll back'"> {};
+
+}  // namespace pybind11::detail
+
+namespace oxytorch::bindings {
+namespace {
+
+using namespace tune;
+using Names = std::vector<std::string>;
+
+void bind_duel(py::module_& m) {
+  py::class_<Interval>(m, "Interval",
+                       "An estimate with the interval that holds the true value in `confidence` of cases.")
+      .def(py::init<double, double, double, double>(), py::arg("low"), py::arg("mid"), py::arg("high"),
+           py::arg("confidence") = 0.95)
+      .def_readwrite("low", &Interval::low)
+      .def_readwrite("mid", &Interval::mid)
+      .def_readwrite("high", &Interval::high)
+      .def_readwrite("confidence", &Interval::confidence);
+  const DuelOptions defaults;
+  py::class_<DuelOptions>(m, "DuelOptions", "How sure a duel must be, and how long it may take.")
+      .def(py::init([](double threshold, double confidence, double false_accept, int least_pairs, int most_pairs,
+                       double budget_seconds, std::uint64_t seed) {
+             return DuelOptions{threshold, confidence, false_accept, least_pairs, most_pairs, budget_seconds, seed};
+           }),
+           py::kw_only(), py::arg("threshold") = defaults.threshold, py::arg("confidence") = defaults.confidence,
+           py::arg("false_accept") = defaults.false_accept, py::arg("least_pairs") = defaults.least_pairs,
+           py::arg("most_pairs") = defaults.most_pairs, py::arg("budget_seconds") = defaults.budget_seconds,
+           py::arg("seed") = defaults.seed)
+      .def_readwrite("threshold", &DuelOptions::threshold)
+      .def_readwrite("confidence", &DuelOptions::confidence)
+      .def_readwrite("false_accept", &DuelOptions::false_accept)
+      .def_readwrite("least_pairs", &DuelOptions::least_pairs)
+      .def_readwrite("most_pairs", &DuelOptions::most_pairs)
+      .def_readwrite("budget_seconds", &DuelOptions::budget_seconds)
+      .def_readwrite("seed", &DuelOptions::seed);
+  py::class_<DuelResult>(m, "DuelResult", "What a duel has shown; speedup is incumbent over challenger.")
+      .def(py::init<>())
+      .def_readwrite("decision", &DuelResult::decision)
+      .def_readwrite("speedup", &DuelResult::speedup)
+      .def_readwrite("incumbent", &DuelResult::incumbent, "Median seconds a step.")
+      .def_readwrite("challenger", &DuelResult::challenger, "Median seconds a step.")
+      .def_readwrite("pairs", &DuelResult::pairs)
+      .def_readwrite("p_value", &DuelResult::p_value)
+      .def_readwrite("reason", &DuelResult::reason);
+  py::class_<Duel>(m, "Duel", "A paired, randomised, sequential comparison of two ways to take the same step.")
+      .def(py::init<DuelOptions>(), py::arg_v("options", DuelOptions{}, "DuelOptions()"))
+      .def("next", &Duel::next, "The side to run now; None once it is decided.")
+      .def("record", &Duel::record, py::arg("side"), py::arg("seconds"),
+           "Seconds a step of the side that next() named.")
+      .def("abandon", &Duel::abandon, py::arg("reason"), "End it as rejected.")
+      .def("result", &Duel::result);
+}
+
+void bind_search(py::module_& m) {
+  const StrategyFacts facts;
+  py::class_<StrategyFacts>(m, "StrategyFacts", "What the search knows of a strategy.")
+      .def(py::init([](std::string name, Kind kind, std::string group, Names required, Names interacts,
+                       double expected_cost, double hopeful) {
+             return StrategyFacts{std::move(name),      kind,          std::move(group), std::move(required),
+                                  std::move(interacts), expected_cost, hopeful};
+           }),
+           py::arg("name"), py::kw_only(), py::arg("kind") = facts.kind, py::arg("group") = facts.group,
+           py::arg("requires") = facts.requires_, py::arg("interacts") = facts.interacts,
+           py::arg("expected_cost") = facts.expected_cost, py::arg("hopeful") = facts.hopeful)
+      .def_readwrite("name", &StrategyFacts::name)
+      .def_readwrite("kind", &StrategyFacts::kind)
+      .def_readwrite("group", &StrategyFacts::group)
+      .def_readwrite("requires", &StrategyFacts::requires_)
+      .def_readwrite("interacts", &StrategyFacts::interacts)
+      .def_readwrite("expected_cost", &StrategyFacts::expected_cost)
+      .def_readwrite("hopeful", &StrategyFacts::hopeful);
+  const SearchOptions options;
+  py::class_<SearchOptions>(m, "SearchOptions", "The run that a search is for, and what it may spend.")
+      .def(py::init([](std::int64_t steps_planned, double step_seconds, double budget_seconds, std::uint64_t seed,
+                       const DuelOptions& duel) {
+             return SearchOptions{steps_planned, step_seconds, budget_seconds, seed, duel};
+           }),
+           py::kw_only(), py::arg("steps_planned") = options.steps_planned,
+           py::arg("step_seconds") = options.step_seconds, py::arg("budget_seconds") = options.budget_seconds,
+           py::arg("seed") = options.seed, py::arg_v("duel", options.duel, "DuelOptions()"))
+      .def_readwrite("steps_planned", &SearchOptions::steps_planned)
+      .def_readwrite("step_seconds", &SearchOptions::step_seconds)
+      .def_readwrite("budget_seconds", &SearchOptions::budget_seconds)
+      .def_readwrite("seed", &SearchOptions::seed)
+      .def_readwrite("duel", &SearchOptions::duel);
+  py::class_<Trial>(m, "Trial", "Two combinations of strategies to compare.")
+      .def_readonly("strategy", &Trial::strategy, "The one in question.")
+      .def_readonly("removal", &Trial::removal, "Whether it is asked if the rest is faster without it.")
+      .def_readonly("incumbent", &Trial::incumbent)
+      .def_readonly("challenger", &Trial::challenger)
+      .def_readonly("duel", &Trial::duel);
+  py::class_<TrialOutcome>(m, "TrialOutcome", "What came of a trial.")
+      .def(py::init([](const DuelResult& duel, double cost_seconds, bool failed, bool verified, std::string reason) {
+             return TrialOutcome{duel, cost_seconds, failed, verified, std::move(reason)};
+           }),
+           py::arg_v("duel", DuelResult{}, "DuelResult()"), py::kw_only(), py::arg("cost_seconds") = 0.0,
+           py::arg("failed") = false, py::arg("verified") = true, py::arg("reason") = "")
+      .def_readwrite("duel", &TrialOutcome::duel)
+      .def_readwrite("cost_seconds", &TrialOutcome::cost_seconds)
+      .def_readwrite("failed", &TrialOutcome::failed)
+      .def_readwrite("verified", &TrialOutcome::verified)
+      .def_readwrite("reason", &TrialOutcome::reason);
+  py::class_<Search>(m, "Search", "Which combination of strategies to try next.")
+      .def(py::init<std::vector<StrategyFacts>, SearchOptions>(), py::arg("strategies"),
+           py::arg_v("options", SearchOptions{}, "SearchOptions()"))
+      .def("ask", &Search::ask, "The next trial; None where there is none left.")
+      .def("tell", &Search::tell, py::arg("outcome"))
+      .def("skip", &Search::skip, py::arg("strategy"), py::arg("reason"))
+      .def("charge", &Search::charge, py::arg("seconds"))
+      .def("best", &Search::best, "Names in force, in the order of the strategies.")
+      .def("entries", &Search::entries);
+}
+
+void bind_certificate(py::module_& m) {
+  py::class_<CertificateEntry>(m, "CertificateEntry", "What became of one strategy. Containers are copied in and out.")
+      .def(py::init<>())
+      .def(py::init([](std::string strategy, Kind kind, Standing standing, std::string reason) {
+             CertificateEntry entry;
+             entry.strategy = std::move(strategy);
+             entry.kind = kind;
+             entry.standing = standing;
+             entry.reason = std::move(reason);
+             return entry;
+           }),
+           py::arg("strategy"), py::arg("kind"), py::arg("standing"), py::arg("reason"))
+      .def(py::self == py::self)
+      .def_readwrite("strategy", &CertificateEntry::strategy)
+      .def_readwrite("kind", &CertificateEntry::kind)
+      .def_readwrite("standing", &CertificateEntry::standing)
+      .def_readwrite("reason", &CertificateEntry::reason)
+      .def_readwrite("cost", &CertificateEntry::cost)
+      .def_readwrite("speedup", &CertificateEntry::speedup)
+      .def_readwrite("pairs", &CertificateEntry::pairs)
+      .def_readwrite("cost_seconds", &CertificateEntry::cost_seconds)
+      .def_readwrite("break_even_steps", &CertificateEntry::break_even_steps)
+      .def_readwrite("evidence", &CertificateEntry::evidence);
+  py::class_<CertificateKey>(m, "CertificateKey", "What a certificate holds for.")
+      .def(py::init([](std::string hardware, std::string torch, std::string model, std::string options) {
+             return CertificateKey{std::move(hardware), std::move(torch), std::move(model), std::move(options)};
+           }),
+           py::kw_only(), py::arg("hardware") = "", py::arg("torch") = "", py::arg("model") = "",
+           py::arg("options") = "")
+      .def(py::self == py::self)
+      .def_readwrite("hardware", &CertificateKey::hardware)
+      .def_readwrite("torch", &CertificateKey::torch)
+      .def_readwrite("model", &CertificateKey::model)
+      .def_readwrite("options", &CertificateKey::options)
+      .def("digest", &CertificateKey::digest);
+  py::class_<Certificate>(m, "Certificate",
+                          "What was tried on a training step and what pays. Containers are copied in and out: assign "
+                          "`entries` whole.")
+      .def(py::init<>())
+      .def(py::init<const Certificate&>(), py::arg("other"))
+      .def(py::self == py::self)
+      .def_readwrite("key", &Certificate::key)
+      .def_readwrite("level", &Certificate::level)
+      .def_readwrite("created", &Certificate::created)
+      .def_readwrite("steps_planned", &Certificate::steps_planned)
+      .def_readwrite("baseline_seconds", &Certificate::baseline_seconds)
+      .def_readwrite("tuned_seconds", &Certificate::tuned_seconds)
+      .def_readwrite("speedup", &Certificate::speedup)
+      .def_readwrite("tuning_seconds", &Certificate::tuning_seconds)
+      .def_readwrite("compile_seconds", &Certificate::compile_seconds)
+      .def_readwrite("entries", &Certificate::entries)
+      .def_readwrite("verification", &Certificate::verification)
+      .def_readwrite("events", &Certificate::events)
+      .def("accepted", &Certificate::accepted)
+      .def("repaid_after", &Certificate::repaid_after, py::arg("with_compiling") = false)
+      .def("to_json", &Certificate::to_json)
+      .def_static("from_json", &Certificate::from_json, py::arg("text"))
+      .def(
+          "save", [](const Certificate& self, const PathArgument& path) { self.save(path.text); }, py::arg("path"),
+          release_gil())
+      .def_static(
+          "load", [](const PathArgument& path) { return Certificate::load(path.text); }, py::arg("path"), release_gil())
+      .def("to_text", &Certificate::to_text)
+      .def("to_html", &Certificate::to_html);
+  py::class_<CertificateStore>(m, "CertificateStore", "Where certificates are remembered.")
+      .def(py::init([](const PathArgument& folder) { return CertificateStore(folder.text); }), py::arg("folder") = "")
+      .def("find", &CertificateStore::find, py::arg("key"), release_gil())
+      .def("put", &CertificateStore::put, py::arg("certificate"), release_gil())
+      .def("forget", &CertificateStore::forget, py::arg("key"), release_gil())
+      .def_property_readonly("folder", &CertificateStore::folder);
+  m.def("hardware_key", &hardware_key, py::arg("root") = "/", "The processor's part of CertificateKey.hardware.");
+  m.def("allows", &allows, py::arg("level"), py::arg("kind"), "Whether a level allows a kind of change.");
+}
+
+void bind_guard(py::module_& m) {
+  const GuardOptions options;
+  py::class_<GuardOptions>(m, "GuardOptions", "When a guard looks, and what it takes changes back for.")
+      .def(py::init([](std::int64_t first_check, std::int64_t check_every, int pairs, double loss_tolerance,
+                       double threshold, std::uint64_t seed) {
+             return GuardOptions{first_check, check_every, pairs, loss_tolerance, threshold, seed};
+           }),
+           py::kw_only(), py::arg("first_check") = options.first_check, py::arg("check_every") = options.check_every,
+           py::arg("pairs") = options.pairs, py::arg("loss_tolerance") = options.loss_tolerance,
+           py::arg("threshold") = options.threshold, py::arg("seed") = options.seed)
+      .def_readwrite("first_check", &GuardOptions::first_check)
+      .def_readwrite("check_every", &GuardOptions::check_every)
+      .def_readwrite("pairs", &GuardOptions::pairs)
+      .def_readwrite("loss_tolerance", &GuardOptions::loss_tolerance)
+      .def_readwrite("threshold", &GuardOptions::threshold)
+      .def_readwrite("seed", &GuardOptions::seed);
+  py::class_<Guard>(m, "Guard", "Says at each step boundary how to take the next step of a certified run.")
+      .def(py::init<GuardOptions>(), py::arg_v("options", GuardOptions{}, "GuardOptions()"))
+      .def("before", &Guard::before)
+      .def("after", &Guard::after, py::arg("seconds"))
+      .def("compared", &Guard::compared, py::arg("loss_with"), py::arg("loss_without"))
+      .def("suspicious", &Guard::suspicious)
+      .def_property_readonly("reason", &Guard::reason)
+      .def_property_readonly("step", &Guard::step);
+}
+
+}  // namespace
+
+void bind_tune(py::module_& m) {
+  bind_duel(m);
+  bind_certificate(m);
+  bind_search(m);
+  bind_guard(m);
+}
+
+}  // namespace oxytorch::bindings
