@@ -12,6 +12,7 @@ from . import optim
 from . import amp
 from . import accelerator
 from . import trainer
+from . import tune
 
 __all__: list[str] = [
     "accelerator",
@@ -24,6 +25,7 @@ __all__: list[str] = [
     "optim",
     "torch_version",
     "trainer",
+    "tune",
 ]
 __version__: str
 torch_version: str

@@ -1,0 +1,473 @@
+"""
+Duel, search, certificate and guard.
+"""
+
+from __future__ import annotations
+import collections.abc
+import os
+import typing
+
+__all__: list[str] = [
+    "Certificate",
+    "CertificateEntry",
+    "CertificateKey",
+    "CertificateStore",
+    "Duel",
+    "DuelOptions",
+    "DuelResult",
+    "Guard",
+    "GuardOptions",
+    "Interval",
+    "Search",
+    "SearchOptions",
+    "StrategyFacts",
+    "Trial",
+    "TrialOutcome",
+    "allows",
+    "hardware_key",
+]
+
+class Interval:
+    """
+    An estimate with the interval that holds the true value in `confidence` of cases.
+    """
+    def __init__(
+        self,
+        low: typing.SupportsFloat | typing.SupportsIndex,
+        mid: typing.SupportsFloat | typing.SupportsIndex,
+        high: typing.SupportsFloat | typing.SupportsIndex,
+        confidence: typing.SupportsFloat | typing.SupportsIndex = 0.95,
+    ) -> None: ...
+    @property
+    def confidence(self) -> float: ...
+    @confidence.setter
+    def confidence(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def high(self) -> float: ...
+    @high.setter
+    def high(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def low(self) -> float: ...
+    @low.setter
+    def low(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def mid(self) -> float: ...
+    @mid.setter
+    def mid(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+
+class DuelOptions:
+    """
+    How sure a duel must be, and how long it may take.
+    """
+    def __init__(
+        self,
+        *,
+        threshold: typing.SupportsFloat | typing.SupportsIndex = 1.01,
+        confidence: typing.SupportsFloat | typing.SupportsIndex = 0.95,
+        false_accept: typing.SupportsFloat | typing.SupportsIndex = 0.005,
+        least_pairs: typing.SupportsInt | typing.SupportsIndex = 9,
+        most_pairs: typing.SupportsInt | typing.SupportsIndex = 40,
+        budget_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        seed: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None: ...
+    @property
+    def budget_seconds(self) -> float: ...
+    @budget_seconds.setter
+    def budget_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def confidence(self) -> float: ...
+    @confidence.setter
+    def confidence(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def false_accept(self) -> float: ...
+    @false_accept.setter
+    def false_accept(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def least_pairs(self) -> int: ...
+    @least_pairs.setter
+    def least_pairs(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def most_pairs(self) -> int: ...
+    @most_pairs.setter
+    def most_pairs(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def seed(self) -> int: ...
+    @seed.setter
+    def seed(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def threshold(self) -> float: ...
+    @threshold.setter
+    def threshold(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+
+class DuelResult:
+    """
+    What a duel has shown; speedup is incumbent over challenger.
+    """
+
+    decision: typing.Literal["open", "accept", "reject"]
+    reason: str
+    speedup: Interval
+    def __init__(self) -> None: ...
+    @property
+    def challenger(self) -> float:
+        """
+        Median seconds a step.
+        """
+    @challenger.setter
+    def challenger(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def incumbent(self) -> float:
+        """
+        Median seconds a step.
+        """
+    @incumbent.setter
+    def incumbent(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def p_value(self) -> float: ...
+    @p_value.setter
+    def p_value(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def pairs(self) -> int: ...
+    @pairs.setter
+    def pairs(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+
+class Duel:
+    """
+    A paired, randomised, sequential comparison of two ways to take the same step.
+    """
+    def __init__(self, options: DuelOptions = ...) -> None: ...
+    def abandon(self, reason: str) -> None:
+        """
+        End it as rejected.
+        """
+    def next(self) -> typing.Literal["incumbent", "challenger"] | None:
+        """
+        The side to run now; None once it is decided.
+        """
+    def record(
+        self, side: typing.Literal["incumbent", "challenger"], seconds: typing.SupportsFloat | typing.SupportsIndex
+    ) -> None:
+        """
+        Seconds a step of the side that next() named.
+        """
+    def result(self) -> DuelResult: ...
+
+class CertificateEntry:
+    """
+    What became of one strategy. Containers are copied in and out.
+    """
+
+    __hash__: typing.ClassVar[None] = None
+    cost: str
+    kind: typing.Literal["exact", "tolerance", "precision", "trade"]
+    reason: str
+    speedup: Interval | None
+    standing: typing.Literal["accepted", "rejected", "refused", "failed", "skipped", "rolled back"]
+    strategy: str
+    def __eq__(self, arg0: CertificateEntry) -> bool: ...
+    @typing.overload
+    def __init__(self) -> None: ...
+    @typing.overload
+    def __init__(
+        self,
+        strategy: str,
+        kind: typing.Literal["exact", "tolerance", "precision", "trade"],
+        standing: typing.Literal["accepted", "rejected", "refused", "failed", "skipped", "rolled back"],
+        reason: str,
+    ) -> None: ...
+    @property
+    def break_even_steps(self) -> float | None: ...
+    @break_even_steps.setter
+    def break_even_steps(self, arg0: typing.SupportsFloat | typing.SupportsIndex | None) -> None: ...
+    @property
+    def cost_seconds(self) -> float: ...
+    @cost_seconds.setter
+    def cost_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def evidence(self) -> dict[str, float]: ...
+    @evidence.setter
+    def evidence(self, arg0: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex]) -> None: ...
+    @property
+    def pairs(self) -> int: ...
+    @pairs.setter
+    def pairs(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+
+class CertificateKey:
+    """
+    What a certificate holds for.
+    """
+
+    __hash__: typing.ClassVar[None] = None
+    hardware: str
+    model: str
+    options: str
+    torch: str
+    def __eq__(self, arg0: CertificateKey) -> bool: ...
+    def __init__(self, *, hardware: str = "", torch: str = "", model: str = "", options: str = "") -> None: ...
+    def digest(self) -> str: ...
+
+class Certificate:
+    """
+    What was tried on a training step and what pays. Containers are copied in and out: assign `entries` whole.
+    """
+
+    __hash__: typing.ClassVar[None] = None
+    created: str
+    key: CertificateKey
+    level: str
+    speedup: Interval | None
+    @staticmethod
+    def from_json(text: str) -> Certificate: ...
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Certificate: ...
+    def __eq__(self, arg0: Certificate) -> bool: ...
+    @typing.overload
+    def __init__(self) -> None: ...
+    @typing.overload
+    def __init__(self, other: Certificate) -> None: ...
+    def accepted(self) -> list[str]: ...
+    def repaid_after(self, with_compiling: bool = False) -> float | None: ...
+    def save(self, path: str | os.PathLike[str]) -> None: ...
+    def to_html(self) -> str: ...
+    def to_json(self) -> str: ...
+    def to_text(self) -> str: ...
+    @property
+    def baseline_seconds(self) -> float: ...
+    @baseline_seconds.setter
+    def baseline_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def compile_seconds(self) -> float: ...
+    @compile_seconds.setter
+    def compile_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def entries(self) -> list[CertificateEntry]: ...
+    @entries.setter
+    def entries(self, arg0: collections.abc.Sequence[CertificateEntry]) -> None: ...
+    @property
+    def events(self) -> list[str]: ...
+    @events.setter
+    def events(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    @property
+    def steps_planned(self) -> int: ...
+    @steps_planned.setter
+    def steps_planned(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def tuned_seconds(self) -> float: ...
+    @tuned_seconds.setter
+    def tuned_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def tuning_seconds(self) -> float: ...
+    @tuning_seconds.setter
+    def tuning_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def verification(self) -> dict[str, str]: ...
+    @verification.setter
+    def verification(self, arg0: collections.abc.Mapping[str, str]) -> None: ...
+
+class CertificateStore:
+    """
+    Where certificates are remembered.
+    """
+    def __init__(self, folder: str | os.PathLike[str] = "") -> None: ...
+    def find(self, key: CertificateKey) -> Certificate | None: ...
+    def forget(self, key: CertificateKey) -> None: ...
+    def put(self, certificate: Certificate) -> None: ...
+    @property
+    def folder(self) -> str: ...
+
+class StrategyFacts:
+    """
+    What the search knows of a strategy.
+    """
+
+    group: str
+    kind: typing.Literal["exact", "tolerance", "precision", "trade"]
+    name: str
+    def __init__(
+        self,
+        name: str,
+        *,
+        kind: typing.Literal["exact", "tolerance", "precision", "trade"] = "exact",
+        group: str = "",
+        requires: collections.abc.Sequence[str] = [],
+        interacts: collections.abc.Sequence[str] = [],
+        expected_cost: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        hopeful: typing.SupportsFloat | typing.SupportsIndex = 3.0,
+    ) -> None: ...
+    @property
+    def expected_cost(self) -> float: ...
+    @expected_cost.setter
+    def expected_cost(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def hopeful(self) -> float: ...
+    @hopeful.setter
+    def hopeful(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def interacts(self) -> list[str]: ...
+    @interacts.setter
+    def interacts(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    @property
+    def requires(self) -> list[str]: ...
+    @requires.setter
+    def requires(self, arg0: collections.abc.Sequence[str]) -> None: ...
+
+class SearchOptions:
+    """
+    The run that a search is for, and what it may spend.
+    """
+
+    duel: DuelOptions
+    def __init__(
+        self,
+        *,
+        steps_planned: typing.SupportsInt | typing.SupportsIndex = 10000,
+        step_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        budget_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        seed: typing.SupportsInt | typing.SupportsIndex = 0,
+        duel: DuelOptions = ...,
+    ) -> None: ...
+    @property
+    def budget_seconds(self) -> float: ...
+    @budget_seconds.setter
+    def budget_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def seed(self) -> int: ...
+    @seed.setter
+    def seed(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @step_seconds.setter
+    def step_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def steps_planned(self) -> int: ...
+    @steps_planned.setter
+    def steps_planned(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+
+class Trial:
+    """
+    Two combinations of strategies to compare.
+    """
+    @property
+    def challenger(self) -> list[str]: ...
+    @property
+    def duel(self) -> DuelOptions: ...
+    @property
+    def incumbent(self) -> list[str]: ...
+    @property
+    def removal(self) -> bool:
+        """
+        Whether it is asked if the rest is faster without it.
+        """
+    @property
+    def strategy(self) -> str:
+        """
+        The one in question.
+        """
+
+class TrialOutcome:
+    """
+    What came of a trial.
+    """
+
+    duel: DuelResult
+    failed: bool
+    reason: str
+    verified: bool
+    def __init__(
+        self,
+        duel: DuelResult = ...,
+        *,
+        cost_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        failed: bool = False,
+        verified: bool = True,
+        reason: str = "",
+    ) -> None: ...
+    @property
+    def cost_seconds(self) -> float: ...
+    @cost_seconds.setter
+    def cost_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+
+class Search:
+    """
+    Which combination of strategies to try next.
+    """
+    def __init__(self, strategies: collections.abc.Sequence[StrategyFacts], options: SearchOptions = ...) -> None: ...
+    def ask(self) -> Trial | None:
+        """
+        The next trial; None where there is none left.
+        """
+    def best(self) -> list[str]:
+        """
+        Names in force, in the order of the strategies.
+        """
+    def charge(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def entries(self) -> list[CertificateEntry]: ...
+    def skip(self, strategy: str, reason: str) -> None: ...
+    def tell(self, outcome: TrialOutcome) -> None: ...
+
+class GuardOptions:
+    """
+    When a guard looks, and what it takes changes back for.
+    """
+    def __init__(
+        self,
+        *,
+        first_check: typing.SupportsInt | typing.SupportsIndex = 50,
+        check_every: typing.SupportsInt | typing.SupportsIndex = 2000,
+        pairs: typing.SupportsInt | typing.SupportsIndex = 9,
+        loss_tolerance: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        threshold: typing.SupportsFloat | typing.SupportsIndex = 0.99,
+        seed: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None: ...
+    @property
+    def check_every(self) -> int: ...
+    @check_every.setter
+    def check_every(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def first_check(self) -> int: ...
+    @first_check.setter
+    def first_check(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def loss_tolerance(self) -> float: ...
+    @loss_tolerance.setter
+    def loss_tolerance(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def pairs(self) -> int: ...
+    @pairs.setter
+    def pairs(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def seed(self) -> int: ...
+    @seed.setter
+    def seed(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def threshold(self) -> float: ...
+    @threshold.setter
+    def threshold(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+
+class Guard:
+    """
+    Says at each step boundary how to take the next step of a certified run.
+    """
+    def __init__(self, options: GuardOptions = ...) -> None: ...
+    def after(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def before(self) -> typing.Literal["run", "run without", "compare losses", "roll back"]: ...
+    def compared(
+        self,
+        loss_with: typing.SupportsFloat | typing.SupportsIndex,
+        loss_without: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    def suspicious(self) -> None: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+
+def allows(level: str, kind: typing.Literal["exact", "tolerance", "precision", "trade"]) -> bool:
+    """
+    Whether a level allows a kind of change.
+    """
+
+def hardware_key(root: str = "/") -> str:
+    """
+    The processor's part of CertificateKey.hardware.
+    """
