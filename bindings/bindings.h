@@ -19,6 +19,7 @@ void bind_optim(py::module_& m);
 void bind_optim_stability(py::module_& m);
 void bind_amp(py::module_& m);
 void bind_accelerator(py::module_& m);
+void bind_memory(py::module_& m);
 void bind_trainer(py::module_& m);
 
 }  // namespace oxytorch::bindings

@@ -37,6 +37,10 @@ class OXY_API HostSetting {
   std::function<void()> undo_;
 };
 
+/// What an allocator may hold free where the user set no limit: half of what the machine or container has available
+/// now, at least 64 MiB.
+OXY_API uint64_t default_retain_limit();
+
 /// Makes glibc keep freed memory instead of returning it to the kernel after each step and faulting it in again:
 /// no separate mapping for large blocks, no trimming, 64 MiB of head room. Results keep every bit.
 ///

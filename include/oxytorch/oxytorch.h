@@ -15,6 +15,8 @@
 #include "oxytorch/isa.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/machine.h"
+#include "oxytorch/memory.h"
+#include "oxytorch/memory/host_pool.h"
 #include "oxytorch/monitor.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/random.h"

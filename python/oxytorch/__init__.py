@@ -24,6 +24,7 @@ from . import amp as amp
 from . import environment as environment
 from . import hpu as hpu
 from . import machine as machine
+from . import memory as memory
 from . import model as model
 from . import monitor as monitor
 from . import optim as optim

@@ -45,6 +45,11 @@ void HostSetting::revert() {
   undo_ = nullptr;
 }
 
+uint64_t default_retain_limit() {
+  const auto memory = read_memory();
+  return std::max(memory.available.value_or(memory.limit.value_or(uint64_t{4} << 30)) / 2, uint64_t{64} << 20);
+}
+
 uint64_t page_faults() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -165,9 +170,7 @@ HostSetting tune_allocator(std::optional<uint64_t> retain_limit) {
   if (const auto variable = environment_choice(); !variable.empty()) {
     return HostSetting::refused(kName, variable + " already tunes malloc; unset it to let Oxytorch do so.");
   }
-  const auto memory = read_memory();
-  const uint64_t available = memory.available.value_or(memory.limit.value_or(4096 * kMiB));
-  const uint64_t limit = std::max(retain_limit.value_or(available / 2), 64 * kMiB);
+  const uint64_t limit = std::max(retain_limit.value_or(default_retain_limit()), 64 * kMiB);
   // Older releases of glibc cap the threshold at 32 MiB: there, no block at all gets its own mapping.
   if (mallopt(M_MMAP_THRESHOLD, 1 << 30) != 1) mallopt(M_MMAP_MAX, 0);
   if (mallopt(M_TRIM_THRESHOLD, INT_MAX) != 1 || mallopt(M_TOP_PAD, 64 << 20) != 1) {

@@ -47,7 +47,7 @@ PROGRAMS = [
 def test_whole_cpp_programs_build_and_run(page: Path, number: int, body: str, installed: Path, tmp_path: Path) -> None:
     (tmp_path / "main.cpp").write_text(body)
     core = "torch" not in "".join(re.findall(r"#include.*", body)).replace("oxytorch/", "")
-    torch_side = re.search(r"oxytorch/(accelerator|optim|amp|trainer|oxytorch)", body)
+    torch_side = re.search(r"oxytorch/(accelerator|optim|amp|memory|trainer|oxytorch)", body)
     wanted = "core" if core and not torch_side else "oxytorch"
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(page LANGUAGES CXX)\n"

@@ -13,6 +13,7 @@ from . import amp
 from . import accelerator
 from . import trainer
 from . import tune
+from . import memory
 
 __all__: list[str] = [
     "accelerator",
@@ -21,6 +22,7 @@ __all__: list[str] = [
     "base",
     "environment",
     "machine",
+    "memory",
     "monitor",
     "optim",
     "torch_version",

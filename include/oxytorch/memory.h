@@ -1,0 +1,34 @@
+/// Memory of a training run: the pool of host memory under torch's CPU tensors.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "oxytorch/api.h"
+#include "oxytorch/host.h"
+#include "oxytorch/memory/host_pool.h"
+
+namespace oxytorch {
+
+/// Tensors of at least this many bytes come from the pool; smaller ones stay with torch's allocator.
+inline constexpr size_t kPooledBytes = size_t{16} << 10;
+
+/// Puts a HostPool under torch's CPU tensors (c10::SetAllocator), so that a step finds the memory of the step before,
+/// on huge pages where the kernel has them. Results keep every bit. torch's memory profiler goes on counting.
+///
+/// Free pages above `retain_limit` bytes (default: default_retain_limit()) go back to the kernel as they are freed.
+/// revert() hands new tensors to torch's allocator again and gives free memory back; tensors that live in the pool stay
+/// valid, and their memory goes back when they go. It can be put in and taken out any number of times, by one thread at
+/// a time, with no step running. A forked child goes on with a pool of its own.
+///
+/// Refused where the pool is in use already, where another allocator than torch's own serves CPU tensors, and where the
+/// kernel refuses the addresses or accounts memory strictly (vm.overcommit_memory = 2).
+OXY_API HostSetting use_host_pool(std::optional<uint64_t> retain_limit = std::nullopt);
+
+/// Of the process's pool; zeros where it was never in use.
+OXY_API HostPoolStats host_pool_stats();
+
+/// Bytes of the process's pool that lie on huge pages now. Reads /proc/self/smaps: not for the step path.
+OXY_API uint64_t host_pool_huge_page_bytes();
+
+}  // namespace oxytorch
