@@ -341,7 +341,7 @@ void encode(const float* from, std::int64_t count, T* to, const std::uint16_t* r
   }
 }
 
-void join(const Bf16* from, const std::int8_t* residue, std::int64_t count, float* to) {
+[[maybe_unused]] void join(const Bf16* from, const std::int8_t* residue, std::int64_t count, float* to) {
   std::int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(load(from + i, residue + i), to + i);
   if (i < count) {

@@ -1,0 +1,48 @@
+// The kernels of operators.h: one source, compiled for each instruction set by Highway.
+#include "kernels/operators_table.h"
+
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
+#define HWY_COMPILE_ALL_ATTAINABLE
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/operators_kernels.cpp"
+#include <hwy/foreach_target.h>
+//
+#include <hwy/highway.h>
+
+#include "kernels/batch_norm-inl.h"
+#include "kernels/bernoulli-inl.h"
+#include "kernels/pool-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace oxytorch::kernels::HWY_NAMESPACE {
+
+const OperatorTable& operators() {
+  static constexpr OperatorTable kTable{max_pool2d, max_pool2d_backward, batch_norm_forward, batch_norm_backward,
+                                        bernoulli};
+  return kTable;
+}
+
+}  // namespace oxytorch::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace oxytorch::kernels {
+
+const OperatorTable& operator_table(Isa isa) {
+  switch (isa) {
+#if HWY_TARGETS & HWY_AVX3
+    case Isa::Avx512: return N_AVX3::operators();
+#endif
+#if HWY_TARGETS & HWY_AVX2
+    case Isa::Avx2: return N_AVX2::operators();
+#endif
+#if HWY_TARGETS & HWY_EMU128
+    default: return N_EMU128::operators();
+#else
+    default: return N_SCALAR::operators();
+#endif
+  }
+}
+
+}  // namespace oxytorch::kernels
+#endif  // HWY_ONCE
