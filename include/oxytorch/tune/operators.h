@@ -1,0 +1,57 @@
+/// Faster CPU operators with the bits of torch's own, put behind torch's dispatcher and taken back.
+///
+/// | name | operators | served |
+/// |---|---|---|
+/// | max_pool2d | max_pool2d_with_indices, its backward | fp32, contiguous |
+/// | batch_norm | native_batch_norm, its backward | fp32, contiguous, in training |
+/// | bernoulli | bernoulli_ (dropout's mask) | fp32, dense, by the Mersenne Twister |
+///
+/// What is not served goes to the kernel that was there before, as do arguments that it refuses. So does everything on
+/// other devices, under torch.func transforms and in what torch.compile generates itself.
+///
+/// Bits. Before an operator is installed it meets the kernel that it replaces on a set of odd shapes; one that differs
+/// in a bit is refused with a reason. Where a compiler was free to fuse a multiply-add of torch's kernel, this finds
+/// out which it did. Only the payload of a computed NaN may differ.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "oxytorch/api.h"
+
+namespace oxytorch::tune {
+
+/// What became of one name.
+struct OperatorReport {
+  std::string name;
+  bool installed = false;
+  std::string reason;  ///< why not; empty where it is installed
+};
+
+/// Operators that this object put into the process; they leave with it. The dispatcher is one for all threads: install
+/// and uninstall while no other thread trains. Graphs recorded before either stay good.
+class OXY_API NativeOperators {
+ public:
+  NativeOperators() = default;
+  ~NativeOperators();
+  NativeOperators(const NativeOperators&) = delete;
+  NativeOperators& operator=(const NativeOperators&) = delete;
+
+  /// Every name that install() takes.
+  static const std::vector<std::string>& names();
+
+  /// Proves and installs `names`, all of them where it is empty. One that is installed already, here or by another
+  /// object, is refused. Error(InvalidArgument) for an unknown name, and then none is installed.
+  std::vector<OperatorReport> install(const std::vector<std::string>& names = {});
+
+  /// Gives torch's kernels back.
+  void uninstall() noexcept;
+
+  /// Names that are installed by this object.
+  [[nodiscard]] const std::vector<std::string>& installed() const noexcept { return installed_; }
+
+ private:
+  std::vector<std::string> installed_;
+};
+
+}  // namespace oxytorch::tune

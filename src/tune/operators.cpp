@@ -1,0 +1,337 @@
+// Serves torch's operators by the kernels of oxytorch/kernels/operators.h, or hands them on.
+#include "oxytorch/tune/operators.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
+#include <ATen/native/Pool.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "oxytorch/error.h"
+#include "oxytorch/spelling.h"
+#include "tune/operators_entry.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using at::Tensor;
+
+bool is_plain(const Tensor& tensor) { return tensor.scalar_type() == at::kFloat && tensor.is_contiguous(); }
+bool is_image(const Tensor& tensor) {
+  return is_plain(tensor) && tensor.suggest_memory_format() == at::MemoryFormat::Contiguous &&
+         (tensor.dim() == 3 || tensor.dim() == 4) && tensor.numel() > 0;
+}
+bool is_channels(const Tensor& tensor, std::int64_t channels) { return is_plain(tensor) && tensor.numel() == channels; }
+bool is_channels_or_none(const MaybeTensor& tensor, std::int64_t channels) {
+  return !tensor.has_value() || !tensor->defined() || is_channels(*tensor, channels);
+}
+const float* read(const MaybeTensor& tensor) {
+  return tensor.has_value() && tensor->defined() ? tensor->const_data_ptr<float>() : nullptr;
+}
+float* write(const MaybeTensor& tensor) {
+  return tensor.has_value() && tensor->defined() ? tensor->mutable_data_ptr<float>() : nullptr;
+}
+
+// The windows, or nothing where torch's kernel must see the arguments: to serve them, or to refuse them in its words.
+std::optional<kernels::PoolShape> pool_shape(const Tensor& self, at::IntArrayRef kernel, at::IntArrayRef stride,
+                                             at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
+  if (!is_image(self)) return std::nullopt;
+  if (stride.empty()) stride = kernel;
+  kernels::PoolShape shape{};
+  for (const int axis : {0, 1}) {
+    const auto of_axis = [axis](at::IntArrayRef pair) {
+      return pair.size() == 1 ? pair[0] : pair.size() == 2 ? pair[static_cast<std::size_t>(axis)] : -1;
+    };
+    shape.input[axis] = self.size(axis - 2);
+    shape.kernel[axis] = of_axis(kernel);
+    shape.stride[axis] = of_axis(stride);
+    shape.padding[axis] = of_axis(padding);
+    shape.dilation[axis] = of_axis(dilation);
+    constexpr std::int64_t kMost = std::int64_t{1} << 30;
+    const std::int64_t reach = (shape.kernel[axis] - 1) * shape.dilation[axis] + 1;
+    if (std::min({shape.kernel[axis], shape.stride[axis], shape.dilation[axis]}) < 1 || shape.padding[axis] < 0 ||
+        std::max({shape.kernel[axis], shape.stride[axis], shape.dilation[axis], reach}) > kMost ||
+        shape.padding[axis] > reach / 2) {
+      return std::nullopt;
+    }
+    shape.output[axis] =
+        at::native::pooling_output_shape<std::int64_t>(shape.input[axis], shape.kernel[axis], shape.padding[axis],
+                                                       shape.stride[axis], shape.dilation[axis], ceil_mode);
+    if (shape.output[axis] < 1) return std::nullopt;
+  }
+  if (shape.input[0] * shape.input[1] > std::numeric_limits<std::int32_t>::max()) return std::nullopt;
+  return shape;
+}
+
+std::vector<std::int64_t> pooled_sizes(const Tensor& self, const kernels::PoolShape& shape) {
+  auto sizes = self.sizes().vec();
+  std::copy_n(shape.output, 2, sizes.end() - 2);
+  return sizes;
+}
+
+// Elements below which a second thread costs more than it brings.
+constexpr std::int64_t kGrain = 16384;
+
+// Fills in what the passes share; false where they do not serve these tensors.
+bool describe(kernels::BatchNorm& args, const Tensor& input, const MaybeTensor& weight) {
+  if (!is_plain(input) || input.dim() < 2 || input.numel() == 0) return false;
+  if (!is_channels_or_none(weight, input.size(1))) return false;
+  args.batch = input.size(0);
+  args.channels = input.size(1);
+  args.plane = input.numel() / (args.batch * args.channels);
+  args.input = input.const_data_ptr<float>();
+  args.weight = read(weight);
+  args.fusion = originals().fusion;
+  return true;
+}
+
+std::int64_t channel_grain(const kernels::BatchNorm& args) {
+  return std::max<std::int64_t>(1, kGrain / (args.batch * args.plane));
+}
+
+}  // namespace
+
+void Original::capture() {
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name_, overload_);
+  kernel_.emplace(handle.getComputedKernelForDispatchKey(c10::DispatchKey::CPU));
+}
+
+Originals& originals() {
+  static Originals all;
+  return all;
+}
+
+Pair max_pool(const Tensor& self, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
+              at::IntArrayRef dilation, bool ceil_mode) {
+  const auto found = pool_shape(self, kernel, stride, padding, dilation, ceil_mode);
+  if (!found) return originals().max_pool.call<Pair>(self, kernel, stride, padding, dilation, ceil_mode);
+  const kernels::PoolShape& shape = *found;
+  const auto sizes = pooled_sizes(self, shape);
+  Tensor output = at::empty(sizes, self.options());
+  Tensor indices = at::empty(sizes, self.options().dtype(at::kLong));
+  const std::int64_t size = shape.input[0] * shape.input[1];
+  const std::int64_t outputs = shape.output[0] * shape.output[1];
+  const float* from = self.const_data_ptr<float>();
+  auto* to = output.mutable_data_ptr<float>();
+  auto* at = indices.mutable_data_ptr<std::int64_t>();
+  at::parallel_for(
+      0, self.numel() / size, std::max<std::int64_t>(1, kGrain / size), [&](std::int64_t begin, std::int64_t end) {
+        kernels::max_pool2d(shape, end - begin, from + begin * size, to + begin * outputs, at + begin * outputs);
+      });
+  return {output, indices};
+}
+
+Tensor max_pool_backward(const Tensor& grad_output, const Tensor& self, at::IntArrayRef kernel, at::IntArrayRef stride,
+                         at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode, const Tensor& indices) {
+  const auto hand_on = [&] {
+    return originals().max_pool_backward.call<Tensor>(grad_output, self, kernel, stride, padding, dilation, ceil_mode,
+                                                      indices);
+  };
+  const auto found = pool_shape(self, kernel, stride, padding, dilation, ceil_mode);
+  if (!found || !is_image(grad_output) || grad_output.sizes() != pooled_sizes(self, *found) ||
+      indices.sizes() != grad_output.sizes() || indices.scalar_type() != at::kLong || !indices.is_contiguous()) {
+    return hand_on();
+  }
+  const kernels::PoolShape& shape = *found;
+  Tensor grad_input = at::empty(self.sizes(), self.options());
+  const std::int64_t size = shape.input[0] * shape.input[1];
+  const std::int64_t outputs = shape.output[0] * shape.output[1];
+  const float* from = grad_output.const_data_ptr<float>();
+  const auto* at = indices.const_data_ptr<std::int64_t>();
+  auto* to = grad_input.mutable_data_ptr<float>();
+  std::atomic<bool> whole = true;
+  at::parallel_for(0, self.numel() / size, std::max<std::int64_t>(1, kGrain / size),
+                   [&](std::int64_t begin, std::int64_t end) {
+                     if (!kernels::max_pool2d_backward(shape, end - begin, from + begin * outputs, at + begin * outputs,
+                                                       to + begin * size)) {
+                       whole = false;
+                     }
+                   });
+  return whole ? grad_input : hand_on();
+}
+
+Triple batch_norm(const Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
+                  const MaybeTensor& running_mean, const MaybeTensor& running_var, bool training, double momentum,
+                  double eps) {
+  kernels::BatchNormForward args;
+  const bool served = training && describe(args, input, weight) && is_channels_or_none(bias, args.channels) &&
+                      is_channels_or_none(running_mean, args.channels) &&
+                      is_channels_or_none(running_var, args.channels);
+  if (!served) {
+    return originals().batch_norm.call<Triple>(input, weight, bias, running_mean, running_var, training, momentum, eps);
+  }
+  Tensor output = at::empty(input.sizes(), input.options());
+  Tensor save_mean = at::empty({args.channels}, input.options());
+  Tensor save_invstd = at::empty({args.channels}, input.options());
+  args.bias = read(bias);
+  args.running_mean = write(running_mean);
+  args.running_var = write(running_var);
+  args.save_mean = save_mean.mutable_data_ptr<float>();
+  args.save_invstd = save_invstd.mutable_data_ptr<float>();
+  args.output = output.mutable_data_ptr<float>();
+  args.momentum = momentum;
+  args.eps = eps;
+  at::parallel_for(0, args.channels, channel_grain(args),
+                   [&](std::int64_t begin, std::int64_t end) { kernels::batch_norm_forward(args, begin, end); });
+  return {output, save_mean, save_invstd};
+}
+
+Triple batch_norm_backward(const Tensor& grad_output, const Tensor& input, const MaybeTensor& weight,
+                           const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                           const MaybeTensor& save_mean, const MaybeTensor& save_invstd, bool train, double eps,
+                           std::array<bool, 3> mask) {
+  kernels::BatchNormBackward args;
+  const bool served = train && describe(args, input, weight) && is_plain(grad_output) &&
+                      grad_output.sizes() == input.sizes() && read(save_mean) != nullptr &&
+                      read(save_invstd) != nullptr && is_channels(*save_mean, args.channels) &&
+                      is_channels(*save_invstd, args.channels) && (args.weight != nullptr || !mask[1]);
+  if (!served) {
+    return originals().batch_norm_backward.call<Triple>(grad_output, input, weight, running_mean, running_var,
+                                                        save_mean, save_invstd, train, eps, mask);
+  }
+  const auto wanted = [&](int index, at::IntArrayRef sizes) {
+    return mask[static_cast<std::size_t>(index)] ? at::empty(sizes, input.options()) : Tensor();
+  };
+  Triple grads{wanted(0, input.sizes()), wanted(1, {args.channels}), wanted(2, {args.channels})};
+  args.grad_output = grad_output.const_data_ptr<float>();
+  args.save_mean = read(save_mean);
+  args.save_invstd = read(save_invstd);
+  args.grad_input = write(std::get<0>(grads));
+  args.grad_weight = write(std::get<1>(grads));
+  args.grad_bias = write(std::get<2>(grads));
+  at::parallel_for(0, args.channels, channel_grain(args),
+                   [&](std::int64_t begin, std::int64_t end) { kernels::batch_norm_backward(args, begin, end); });
+  return grads;
+}
+
+Tensor& bernoulli(Tensor& self, double p, std::optional<at::Generator> generator) {
+  at::Generator source =
+      generator.has_value() && generator->defined() ? *generator : at::detail::getDefaultCPUGenerator();
+  const bool dense =
+      is_plain(self) || (self.scalar_type() == at::kFloat && self.is_contiguous(at::MemoryFormat::ChannelsLast));
+  auto* twister = dynamic_cast<at::CPUGeneratorImpl*>(source.unsafeGetGeneratorImpl());
+  if (!dense || self.numel() == 0 || !(p >= 0 && p <= 1) || twister == nullptr) {
+    originals().bernoulli.call<Tensor>(self, p, std::move(generator));
+    return self;
+  }
+  const std::lock_guard lock(twister->mutex_);
+  auto engine = twister->engine();
+  at::mt19937_data_pod state = engine.data();
+  kernels::MersenneTwister words;
+  static_assert(sizeof words.word == sizeof state.state_);
+  std::memcpy(words.word, state.state_.data(), sizeof words.word);
+  // torch counts what is left, one too many; a fresh seed has nothing.
+  words.next = state.left_ == 1 ? kernels::MersenneTwister::kWords : static_cast<int>(state.next_);
+  kernels::bernoulli(words, p, self.numel(), self.mutable_data_ptr<float>());
+  std::memcpy(state.state_.data(), words.word, sizeof words.word);
+  state.next_ = static_cast<std::uint32_t>(words.next);
+  state.left_ = kernels::MersenneTwister::kWords + 1 - words.next;
+  engine.set_data(state);
+  twister->set_engine(engine);
+  return self;
+}
+
+namespace {
+
+struct Entry {
+  std::vector<Original*> originals;
+  void (*add)(torch::Library& library);
+};
+
+const std::map<std::string, Entry>& entries() {
+  static const std::map<std::string, Entry> all{
+      {"max_pool2d",
+       {{&originals().max_pool, &originals().max_pool_backward},
+        [](torch::Library& library) {
+          library.impl("max_pool2d_with_indices", TORCH_FN(max_pool));
+          library.impl("max_pool2d_with_indices_backward", TORCH_FN(max_pool_backward));
+        }}},
+      {"batch_norm",
+       {{&originals().batch_norm, &originals().batch_norm_backward},
+        [](torch::Library& library) {
+          library.impl("native_batch_norm", TORCH_FN(batch_norm));
+          library.impl("native_batch_norm_backward", TORCH_FN(batch_norm_backward));
+        }}},
+      {"bernoulli",
+       {{&originals().bernoulli},
+        [](torch::Library& library) { library.impl("bernoulli_.float", TORCH_FN(bernoulli)); }}},
+  };
+  return all;
+}
+
+// Registrations of the process, by name.
+std::map<std::string, std::unique_ptr<torch::Library>>& live() {
+  static std::map<std::string, std::unique_ptr<torch::Library>> all;
+  return all;
+}
+std::mutex& registry_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+// Overriding a kernel is what is wanted here; other warnings pass.
+class QuietOverride : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find("verrid") == std::string::npos) before_->process(warning);
+  }
+
+ private:
+  c10::WarningHandler* before_ = c10::WarningUtils::get_warning_handler();
+};
+
+std::unique_ptr<torch::Library> registered(const Entry& entry) {
+  QuietOverride quiet;
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  auto library =
+      std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  entry.add(*library);
+  return library;
+}
+
+}  // namespace
+
+const std::vector<std::string>& NativeOperators::names() {
+  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli"};
+  return all;
+}
+
+std::vector<OperatorReport> NativeOperators::install(const std::vector<std::string>& names) {
+  const auto& wanted = names.empty() ? NativeOperators::names() : names;
+  for (const auto& name : wanted) {
+    OXY_CHECK(entries().contains(name), InvalidArgument, "there is no native operator ", in_quotes(name), "; give ",
+              list_of(NativeOperators::names()), ".");
+  }
+  const std::lock_guard lock(registry_mutex());
+  std::vector<OperatorReport> reports;
+  for (const auto& name : wanted) {
+    OperatorReport report{name, false, "it is installed already"};
+    const Entry& entry = entries().at(name);
+    if (!live().contains(name)) {
+      for (Original* original : entry.originals) original->capture();
+      report.reason = differs_from_original(name);
+      report.installed = report.reason.empty();
+    }
+    if (report.installed) {
+      live().emplace(name, registered(entry));
+      installed_.push_back(name);
+    }
+    reports.push_back(std::move(report));
+  }
+  return reports;
+}
+
+void NativeOperators::uninstall() noexcept {
+  const std::lock_guard lock(registry_mutex());
+  for (const auto& name : installed_) live().erase(name);
+  installed_.clear();
+}
+
+NativeOperators::~NativeOperators() { uninstall(); }
+
+}  // namespace oxytorch::tune

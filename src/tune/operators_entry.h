@@ -1,0 +1,82 @@
+/// What lies between torch's dispatcher and the kernels of oxytorch/kernels/operators.h.
+#pragma once
+
+#include <torch/library.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "oxytorch/kernels/operators.h"
+
+namespace oxytorch::tune {
+
+/// The kernel that an operator had on the CPU when ours took its place.
+class Original {
+ public:
+  constexpr explicit Original(const char* name, const char* overload = "") : name_(name), overload_(overload) {}
+
+  [[nodiscard]] const char* name() const { return name_; }
+  [[nodiscard]] const char* overload() const { return overload_; }
+
+  /// Takes hold of the kernel that serves the CPU now.
+  void capture();
+
+  /// Calls it. `Result` is a tensor or a tuple of tensors.
+  template <class Result, class... Args>
+  Result call(Args&&... args) const {
+    torch::jit::Stack stack;
+    torch::jit::push(stack, std::forward<Args>(args)...);
+    kernel_->callBoxed(kernel_->opHandle(), c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    return unpack(stack, std::type_identity<Result>());
+  }
+
+ private:
+  static at::Tensor unpack(torch::jit::Stack& stack, std::type_identity<at::Tensor>) {
+    return std::move(stack.back()).toTensor();
+  }
+  template <class... T>
+  static std::tuple<T...> unpack(torch::jit::Stack& stack, std::type_identity<std::tuple<T...>>) {
+    return torch::jit::pop<T...>(stack);
+  }
+
+  const char* name_;
+  const char* overload_;
+  std::optional<c10::SafeKernelFunction> kernel_;
+};
+
+using Pair = std::tuple<at::Tensor, at::Tensor>;
+using Triple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using MaybeTensor = std::optional<at::Tensor>;
+
+/// The originals, and the fusion that the proof found in torch's batch normalization.
+struct Originals {
+  Original max_pool{"aten::max_pool2d_with_indices"};
+  Original max_pool_backward{"aten::max_pool2d_with_indices_backward"};
+  Original batch_norm{"aten::native_batch_norm"};
+  Original batch_norm_backward{"aten::native_batch_norm_backward"};
+  Original bernoulli{"aten::bernoulli_", "float"};
+  kernels::BatchNormFusion fusion;
+};
+Originals& originals();
+
+// The operators, with torch's arguments.
+Pair max_pool(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
+              at::IntArrayRef dilation, bool ceil_mode);
+at::Tensor max_pool_backward(const at::Tensor& grad_output, const at::Tensor& self, at::IntArrayRef kernel,
+                             at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode,
+                             const at::Tensor& indices);
+Triple batch_norm(const at::Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
+                  const MaybeTensor& running_mean, const MaybeTensor& running_var, bool training, double momentum,
+                  double eps);
+Triple batch_norm_backward(const at::Tensor& grad_output, const at::Tensor& input, const MaybeTensor& weight,
+                           const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                           const MaybeTensor& save_mean, const MaybeTensor& save_invstd, bool train, double eps,
+                           std::array<bool, 3> mask);
+at::Tensor& bernoulli(at::Tensor& self, double p, std::optional<at::Generator> generator);
+
+/// Why the operators of `name` may not replace the originals, which are captured; empty where every bit agrees.
+/// Sets originals().fusion. Draws nothing from torch's default generator.
+std::string differs_from_original(const std::string& name);
+
+}  // namespace oxytorch::tune

@@ -1,0 +1,185 @@
+// Holds each operator against the kernel it is to replace, bit for bit.
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <sstream>
+
+#include "tune/operators_entry.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using at::Tensor;
+
+// Same bits, or both NaN.
+bool same(const Tensor& a, const Tensor& b) {
+  if (a.defined() != b.defined()) return false;
+  if (!a.defined()) return true;
+  if (a.sizes() != b.sizes() || a.strides() != b.strides() || a.scalar_type() != b.scalar_type()) return false;
+  const auto bytes = static_cast<std::size_t>(a.numel()) * a.element_size();
+  if (std::memcmp(a.const_data_ptr(), b.const_data_ptr(), bytes) == 0) return true;
+  if (a.scalar_type() != at::kFloat) return false;
+  const auto* x = a.const_data_ptr<float>();
+  const auto* y = b.const_data_ptr<float>();
+  for (std::int64_t i = 0; i < a.numel(); ++i) {
+    if (std::memcmp(x + i, y + i, sizeof(float)) != 0 && !(std::isnan(x[i]) && std::isnan(y[i]))) return false;
+  }
+  return true;
+}
+template <class... T, std::size_t... I>
+bool same(const std::tuple<T...>& a, const std::tuple<T...>& b, std::index_sequence<I...>) {
+  return (same(std::get<I>(a), std::get<I>(b)) && ...);
+}
+template <class... T>
+bool same(const std::tuple<T...>& a, const std::tuple<T...>& b) {
+  return same(a, b, std::index_sequence_for<T...>());
+}
+
+// Normal values by a generator of its own, times `scale` and plus `offset`.
+class Values {
+ public:
+  Tensor normal(at::IntArrayRef sizes, double scale = 1, double offset = 0) {
+    return at::empty(sizes, at::kFloat).normal_(offset, scale, generator_);
+  }
+  // With ties, zeros of both signs, infinities and NaN, some of each.
+  Tensor odd(at::IntArrayRef sizes) {
+    Tensor values = normal(sizes, 2).round_();
+    auto* data = values.mutable_data_ptr<float>();
+    constexpr float kInf = std::numeric_limits<float>::infinity();
+    const float rare[] = {-0.0F, kInf, -kInf, std::numeric_limits<float>::quiet_NaN()};
+    for (std::int64_t i = 3; i < values.numel(); i += 11) data[i] = rare[i % 4];
+    return values;
+  }
+
+ private:
+  at::Generator generator_ = at::detail::createCPUGenerator(20);
+};
+
+std::string sizes_of(const Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.sizes();
+  return text.str();
+}
+
+std::string pool_differs() {
+  struct Case {
+    std::vector<std::int64_t> sizes, kernel, stride, padding, dilation;
+    bool ceil_mode;
+  };
+  const Case cases[] = {
+      {{2, 3, 8, 66}, {2}, {2}, {0}, {1}, false},       {{1, 2, 7, 43}, {3}, {2}, {1}, {1}, true},
+      {{3, 9, 41}, {3, 2}, {1, 1}, {1, 0}, {1}, false}, {{2, 1, 13, 71}, {2, 3}, {3, 2}, {0, 1}, {2, 3}, true},
+      {{1, 1, 5, 5}, {5}, {5}, {2}, {1}, false},        {{2, 2, 4, 37}, {2}, {1}, {0}, {2}, false},
+  };
+  Values values;
+  for (const auto& c : cases) {
+    const Tensor input = values.odd(c.sizes);
+    const Pair ours = max_pool(input, c.kernel, c.stride, c.padding, c.dilation, c.ceil_mode);
+    if (!same(ours, originals().max_pool.call<Pair>(input, c.kernel, c.stride, c.padding, c.dilation, c.ceil_mode))) {
+      return "max_pool2d_with_indices differs from torch's for input " + sizes_of(input);
+    }
+    const auto& [output, indices] = ours;
+    const Tensor grad = values.odd(output.sizes());
+    if (!same(max_pool_backward(grad, input, c.kernel, c.stride, c.padding, c.dilation, c.ceil_mode, indices),
+              originals().max_pool_backward.call<Tensor>(grad, input, c.kernel, c.stride, c.padding, c.dilation,
+                                                         c.ceil_mode, indices))) {
+      return "max_pool2d_with_indices_backward differs from torch's for input " + sizes_of(input);
+    }
+  }
+  return {};
+}
+
+// Both passes of both kernels on one input.
+struct NormCase {
+  Tensor input, weight, bias, grad, mean, var;
+  NormCase(Values& values, at::IntArrayRef sizes)
+      : input(values.normal(sizes, 3, 1)),
+        weight(values.normal({sizes[1]})),
+        bias(values.normal({sizes[1]})),
+        grad(values.normal(sizes)),
+        mean(values.normal({sizes[1]})),
+        var(values.normal({sizes[1]}).square_()) {}
+
+  [[nodiscard]] bool forward_agrees() const {
+    const Tensor means[] = {mean.clone(), mean.clone()};
+    const Tensor vars[] = {var.clone(), var.clone()};
+    const Triple ours = batch_norm(input, weight, bias, means[0], vars[0], true, 0.1, 1e-5);
+    return same(ours, originals().batch_norm.call<Triple>(input, weight, bias, means[1], vars[1], true, 0.1, 1e-5)) &&
+           same(means[0], means[1]) && same(vars[0], vars[1]);
+  }
+  [[nodiscard]] bool backward_agrees() const {
+    const auto [output, save_mean, save_invstd] =
+        originals().batch_norm.call<Triple>(input, weight, bias, MaybeTensor(), MaybeTensor(), true, 0.1, 1e-5);
+    constexpr std::array<bool, 3> kAll{true, true, true};
+    return same(batch_norm_backward(grad, input, weight, MaybeTensor(), MaybeTensor(), save_mean, save_invstd, true,
+                                    1e-5, kAll),
+                originals().batch_norm_backward.call<Triple>(grad, input, weight, MaybeTensor(), MaybeTensor(),
+                                                             save_mean, save_invstd, true, 1e-5, kAll));
+  }
+};
+
+std::string norm_differs() {
+  Values values;
+  kernels::BatchNormFusion& fusion = originals().fusion;
+  // Enough channels and whole vectors that each choice shows.
+  const NormCase first(values, {3, 64, 5, 7});
+  const auto find = [&](unsigned choices, auto&& set, auto&& agrees) {
+    for (unsigned choice = 0; choice < choices; ++choice) {
+      set(choice);
+      if (agrees()) return true;
+    }
+    return false;
+  };
+  if (!find(2, [&](unsigned choice) { fusion.affine = choice == 0; }, [&] { return first.forward_agrees(); })) {
+    return "native_batch_norm differs from torch's, whether or not its multiply-add is fused";
+  }
+  const auto set_backward = [&](unsigned choice) {
+    fusion.dot = (choice & 1U) != 0;
+    fusion.dot_rest = (choice & 2U) == 0;
+    fusion.gradient = (choice & 4U) == 0;
+  };
+  if (!find(8, set_backward, [&] { return first.backward_agrees(); })) {
+    return "native_batch_norm_backward differs from torch's, whichever of its multiply-adds are fused";
+  }
+  const std::vector<std::vector<std::int64_t>> sizes = {{6, 13, 33}, {2, 3, 4, 4}, {5, 1, 3, 3}, {4, 9, 1, 1},
+                                                        {17, 5},     {9, 8, 2, 8}, {1, 2, 3},    {4, 20, 2, 3, 11}};
+  for (const auto& shape : sizes) {
+    const NormCase next(values, shape);
+    if (!next.forward_agrees() || !next.backward_agrees()) {
+      return "batch normalization differs from torch's for input " + sizes_of(next.input);
+    }
+  }
+  return {};
+}
+
+std::string bernoulli_differs() {
+  at::Generator generators[] = {at::detail::createCPUGenerator(5), at::detail::createCPUGenerator(5)};
+  for (const std::int64_t count : {1, 311, 2, 1000, 623}) {
+    for (const double p : {0.9, 0.1 + 0x1p-40, 0.0, 1.0}) {
+      Tensor masks[] = {at::empty({count}, at::kFloat), at::empty({count}, at::kFloat)};
+      bernoulli(masks[0], p, generators[0]);
+      originals().bernoulli.call<Tensor>(masks[1], p, std::optional(generators[1]));
+      if (!same(masks[0], masks[1])) return "bernoulli_ draws otherwise than torch's, which may use another generator";
+      if (!generators[0].get_state().equal(generators[1].get_state())) {
+        return "bernoulli_ leaves the generator otherwise than torch's";
+      }
+      // An odd number of outputs used up.
+      for (auto& generator : generators) at::check_generator<at::CPUGeneratorImpl>(generator)->random();
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string differs_from_original(const std::string& name) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  if (name == "max_pool2d") return pool_differs();
+  if (name == "batch_norm") return norm_differs();
+  return bernoulli_differs();
+}
+
+}  // namespace oxytorch::tune
