@@ -58,6 +58,7 @@ PYBIND11_MODULE(_C, m) {
   bind_trainer(trainer);
   auto tune = room("tune", "Duel, search, certificate and guard.");
   bind_tune(tune);
+  bind_tune_operators(tune);
   // After trainer, which declares HostSetting.
   auto memory = room("memory", "The pool of host memory.");
   bind_memory(memory);

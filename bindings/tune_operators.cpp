@@ -1,7 +1,8 @@
 // NativeOperators for Python.
+#include "tune.h"
+
 #include <pybind11/stl.h>
 
-#include "bindings.h"
 #include "oxytorch/tune/operators.h"
 
 namespace oxytorch::bindings {

@@ -84,6 +84,7 @@ bool describe(kernels::BatchNorm& args, const Tensor& input, const MaybeTensor& 
   args.batch = input.size(0);
   args.channels = input.size(1);
   args.plane = input.numel() / (args.batch * args.channels);
+  if (args.plane == 1) return false;  // torch's kernel for channels-last takes these, in another order
   args.input = input.const_data_ptr<float>();
   args.weight = read(weight);
   args.fusion = originals().fusion;

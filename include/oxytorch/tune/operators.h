@@ -3,7 +3,7 @@
 /// | name | operators | served |
 /// |---|---|---|
 /// | max_pool2d | max_pool2d_with_indices, its backward | fp32, contiguous |
-/// | batch_norm | native_batch_norm, its backward | fp32, contiguous, in training |
+/// | batch_norm | native_batch_norm, its backward | fp32, contiguous, images of more than one element, in training |
 /// | bernoulli | bernoulli_ (dropout's mask) | fp32, dense, by the Mersenne Twister |
 ///
 /// What is not served goes to the kernel that was there before, as do arguments that it refuses. So does everything on

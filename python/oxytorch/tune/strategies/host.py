@@ -66,22 +66,23 @@ class HostPool(_HostSetting):
 
 @strategy("native_operators", kind="exact", hopeful=2.0)
 class NativeOperators(Strategy):
-    """Max pooling and batch normalisation by this library's kernels, which give torch's bits."""
+    """Max pooling, batch normalisation and dropout's draws by this library's kernels, which give torch's bits."""
 
     def applies(self, run: Run) -> bool | str:
-        if not hasattr(getattr(_C, "tune", None), "NativeOperators"):
-            return "this build has no native operators"
         if run.device.type != "cpu":
             return f"the model is on {run.device.type}"
-        if not any(observe(run).uses(name) for name in ("max_pool2d", "batch_norm")):
-            return "the model has neither max pooling nor batch normalisation"
+        if not any(observe(run).uses(name) for name in ("max_pool2d", "batch_norm", "bernoulli", "dropout")):
+            return "the model has neither max pooling nor batch normalisation nor dropout"
         return True
 
     def apply(self, run: Run) -> None:  # noqa: ARG002
-        self._operators: Any = _C.tune.NativeOperators()  # type: ignore[attr-defined]
+        self._operators = _C.tune.NativeOperators()
+        reports = self._operators.install()
+        if not self._operators.installed():
+            raise RuntimeError("; ".join(f"{report.name}: {report.reason}" for report in reports))
 
     def revert(self, run: Run) -> None:  # noqa: ARG002
-        self._operators.revert()
+        self._operators.uninstall()
 
 
 # Modules whose gradient follows from their output alone, in or out of place, by the same operator.
