@@ -3,6 +3,7 @@
 #include "oxytorch/error.h"
 #include "oxytorch/version.h"
 #include "tune.h"
+#include "tune_operators.h"
 
 namespace oxytorch::bindings {
 namespace {

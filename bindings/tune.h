@@ -6,6 +6,5 @@
 namespace oxytorch::bindings {
 
 void bind_tune(py::module_& m);
-void bind_tune_operators(py::module_& m);
 
 }  // namespace oxytorch::bindings

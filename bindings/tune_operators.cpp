@@ -1,5 +1,5 @@
 // NativeOperators for Python.
-#include "tune.h"
+#include "tune_operators.h"
 
 #include <pybind11/stl.h>
 
