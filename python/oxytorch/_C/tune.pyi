@@ -18,6 +18,8 @@ __all__: list[str] = [
     "Guard",
     "GuardOptions",
     "Interval",
+    "NativeOperators",
+    "OperatorReport",
     "Search",
     "SearchOptions",
     "StrategyFacts",
@@ -461,6 +463,28 @@ class Guard:
     def reason(self) -> str: ...
     @property
     def step(self) -> int: ...
+
+class OperatorReport:
+    """
+    What became of one native operator.
+    """
+    @property
+    def installed(self) -> bool: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+class NativeOperators:
+    """
+    Faster CPU operators with the bits of torch's own.
+    """
+    @staticmethod
+    def names() -> list[str]: ...
+    def __init__(self) -> None: ...
+    def install(self, names: collections.abc.Sequence[str] = []) -> list[OperatorReport]: ...
+    def installed(self) -> list[str]: ...
+    def uninstall(self) -> None: ...
 
 def allows(level: str, kind: typing.Literal["exact", "tolerance", "precision", "trade"]) -> bool:
     """
