@@ -9,6 +9,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <string>
 #include <type_traits>
 #include <typeindex>
@@ -257,6 +258,54 @@ ParamState carried_over(const State& theirs, const at::Tensor& param) {
   return ours;
 }
 
+template <class State>
+void put_back(const ParamState& ours, State& theirs) {
+  if constexpr (requires { theirs.step(); }) {
+    if (ours.step.defined()) theirs.step(static_cast<std::int64_t>(ours.step.template item<double>()));
+  }
+  const auto put = [](at::Tensor& place, const at::Tensor& value) {
+    if (value.defined()) place = value;
+  };
+  if constexpr (requires { theirs.exp_avg(); }) {
+    put(theirs.exp_avg(), ours.moments[0]);
+    put(theirs.exp_avg_sq(), ours.moments[1]);
+    put(theirs.max_exp_avg_sq(), ours.moments[2]);
+  }
+  if constexpr (requires { theirs.momentum_buffer(); }) put(theirs.momentum_buffer(), ours.moments[0]);
+  if constexpr (requires { theirs.sum(); }) put(theirs.sum(), ours.moments[1]);
+  if constexpr (requires { theirs.square_avg(); }) put(theirs.square_avg(), ours.moments[1]);
+  if constexpr (requires { theirs.grad_avg(); }) put(theirs.grad_avg(), ours.moments[2]);
+}
+
+// True where `optimizer` is of the class that `Options` replaces.
+template <class Options>
+bool hand_back_as(const StepTail& tail, torch::optim::Optimizer& optimizer) {
+  using Torch = typename Traits<Options>::Torch;
+  if (typeid(optimizer) != typeid(typename Torch::Optimizer)) return false;
+  std::size_t index = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      OXY_CHECK(index < tail.param_count() && tail.param(index).is_same(param), InvalidArgument, "parameter ", index,
+                " is not the same in both optimizers; hand back to the one that was replaced.");
+      const ParamState ours = tail.decoded_state(index++);
+      const bool any = std::any_of(ours.moments.begin(), ours.moments.end(), [](const auto& t) { return t.defined(); });
+      auto& theirs = optimizer.state()[param.unsafeGetTensorImpl()];
+      if (theirs == nullptr && any) theirs = std::make_unique<typename Torch::State>();
+      if (theirs == nullptr) {
+        optimizer.state().erase(param.unsafeGetTensorImpl());
+      } else {
+        put_back(ours, static_cast<typename Torch::State&>(*theirs));
+      }
+    }
+  }
+  return true;
+}
+
+template <class... Options>
+bool hand_back_as_one_of(const StepTail& tail, torch::optim::Optimizer& optimizer) {
+  return (hand_back_as<Options>(tail, optimizer) || ...);
+}
+
 template <class Options>
 std::unique_ptr<TailOptimizer> carry_on(const torch::optim::Optimizer& old, const TailOptions& tail) {
   using Torch = typename Traits<Options>::Torch;
@@ -307,6 +356,13 @@ std::unique_ptr<TailOptimizer> replace(const torch::optim::Optimizer& optimizer,
   OXY_CHECK(made != nullptr, InvalidType, "no replacement for ", c10::demangle(typeid(optimizer).name()),
             "; there is one for exactly torch::optim::AdamW, Adam, SGD, Adagrad and RMSprop.");
   return made;
+}
+
+void hand_back(const TailOptimizer& from, torch::optim::Optimizer& optimizer) {
+  OXY_CHECK((hand_back_as_one_of<AdamWOptions, AdamOptions, SGDOptions, AdagradOptions, RMSpropOptions>(from.tail(),
+                                                                                                        optimizer)),
+            InvalidType, "nothing can be handed back to ", c10::demangle(typeid(optimizer).name()),
+            "; replace() serves exactly torch::optim::AdamW, Adam, SGD, Adagrad and RMSprop.");
 }
 
 }  // namespace oxytorch::optim

@@ -172,4 +172,9 @@ class OXY_API Muon : public TailOptimizerOf<MuonOptions> {
 /// Serves exactly torch::optim::AdamW, Adam, SGD, Adagrad and RMSprop; Error(InvalidType) names any other class.
 OXY_API std::unique_ptr<TailOptimizer> replace(const torch::optim::Optimizer& optimizer, const TailOptions& tail = {});
 
+/// The way back: `optimizer`, which replace() made `from` of, gets the state that `from` has now and can step on from
+/// it. State tensors are shared where they are in torch's format; 8-bit state is decoded. Hyperparameters stay as they
+/// are in `optimizer`. Error(InvalidType) as replace(), Error(InvalidArgument) for other parameters.
+OXY_API void hand_back(const TailOptimizer& from, torch::optim::Optimizer& optimizer);
+
 }  // namespace oxytorch::optim
