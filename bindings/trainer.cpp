@@ -4,7 +4,7 @@
 
 #include "oxytorch/host.h"
 #include "oxytorch/trainer/early_stopping.h"
-#include "oxytorch/trainer/host.h"
+#include "oxytorch/tune/host.h"
 #include "oxytorch/trainer/step_graph.h"
 
 namespace oxytorch::bindings {

@@ -1,5 +1,5 @@
 /// Settings of the host process that make a training step faster without touching the model: the allocator here;
-/// denormals and threads, which need torch, in trainer/host.h. Each is applied by a function that returns a
+/// denormals and threads, which need torch, in tune/host.h. Each is applied by a function that returns a
 /// HostSetting: what was done or why not, what it costs, and the way back.
 #pragma once
 

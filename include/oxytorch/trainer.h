@@ -25,27 +25,11 @@
 #include "oxytorch/api.h"
 #include "oxytorch/config.h"
 #include "oxytorch/trainer/early_stopping.h"
-#include "oxytorch/trainer/host.h"
+#include "oxytorch/tune/host.h"
 #include "oxytorch/trainer/step_graph.h"
+#include "oxytorch/tune/batch.h"
 
 namespace oxytorch {
-
-/// What a supervised model learns from. A `torch::data::Example<>` is `{example.data, example.target}`.
-struct Batch {
-  at::Tensor input;
-  at::Tensor target;
-};
-
-/// Computes the loss of a batch, a scalar tensor, under the autocast of the trainer.
-using LossFunction = std::function<at::Tensor(const Batch&)>;
-
-/// The loss of `model(batch.input)` against `batch.target` by `criterion`; both are torch module holders, kept alive.
-template <class Model, class Criterion>
-[[nodiscard]] LossFunction supervised(Model model, Criterion criterion) {
-  return [model = std::move(model), criterion = std::move(criterion)](const Batch& batch) mutable -> at::Tensor {
-    return criterion(model->forward(batch.input), batch.target);
-  };
-}
 
 /// One line of a trainer's report.
 struct SettingLine {

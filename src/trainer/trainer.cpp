@@ -1,6 +1,5 @@
 #include "oxytorch/trainer.h"
 
-#include <ATen/Context.h>
 #include <ATen/ops/_foreach_clone.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_lerp.h>
@@ -9,12 +8,10 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
-#include <ATen/record_function.h>
 #include <torch/types.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -29,6 +26,7 @@
 #include "oxytorch/optim/schedule.h"
 #include "oxytorch/system.h"
 #include "trainer/calibrate.h"
+#include "tune/attention.h"
 
 namespace oxytorch {
 namespace {
@@ -85,27 +83,6 @@ std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) 
     all.insert(all.end(), group.params().begin(), group.params().end());
   }
   return all;
-}
-
-std::atomic<bool> flash_seen{false};
-
-/// True where `forward` runs flash attention on this thread.
-bool uses_flash(const std::function<at::Tensor()>& forward) {
-  flash_seen = false;
-  const auto handle = at::addThreadLocalCallback(
-      at::RecordFunctionCallback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
-        if (std::string_view(call.name()).find("flash_attention") != std::string_view::npos) flash_seen = true;
-        return nullptr;
-      }).scopes({at::RecordScope::FUNCTION}));
-  try {
-    at::NoGradGuard no_grad;
-    forward();
-  } catch (...) {
-    at::removeCallback(handle);
-    throw;
-  }
-  at::removeCallback(handle);
-  return flash_seen;
 }
 
 bool has_convolution(const torch::nn::Module& model) {
@@ -270,7 +247,7 @@ struct Trainer::Impl {
       };
       if (measure && try_bf16) decide("precision", "bf16 autocast", [this](bool on) { set_bf16(on); });
       if (measure && try_layout) decide("channels_last", "channels_last", [this](bool on) { set_layout(on); });
-      try_math = try_math && measure && uses_flash(compute);
+      try_math = try_math && measure && tune::uses_flash(compute);
       measured_math = try_math;
       if (try_math) decide("attention", "the math path", [this](bool on) { set_attention(on); });
     }
@@ -341,21 +318,8 @@ struct Trainer::Impl {
 
   template <class Function>
   at::Tensor forward(const Function& compute) {
-    struct AttentionGuard {
-      bool active, before = at::globalContext().userEnabledFlashSDP();
-      bool reduced = at::globalContext().allowFP16BF16ReductionMathSDP();
-      AttentionGuard(bool math, bool bf16) : active(math) {
-        if (!active) return;
-        at::globalContext().setSDPUseFlash(false);
-        // Under bf16 the math path would otherwise go through float32 copies.
-        at::globalContext().setAllowFP16BF16ReductionMathSDP(bf16);
-      }
-      ~AttentionGuard() {
-        if (!active) return;
-        at::globalContext().setSDPUseFlash(before);
-        at::globalContext().setAllowFP16BF16ReductionMathSDP(reduced);
-      }
-    } attention(math_attention, measured_math && dtype == at::kBFloat16);
+    std::optional<tune::MathAttention> attention;
+    if (math_attention) attention.emplace(/*reduced=*/measured_math && dtype == at::kBFloat16);
     if (dtype == at::kFloat) return compute();
     amp::Autocast guard(device.type(), dtype);
     return compute();

@@ -1,4 +1,4 @@
-#include "oxytorch/trainer/host.h"
+#include "oxytorch/tune/host.h"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
