@@ -24,5 +24,6 @@
 #include "oxytorch/statistics.h"
 #include "oxytorch/system.h"
 #include "oxytorch/trainer.h"
+#include "oxytorch/tune.h"
 #include "oxytorch/units.h"
 #include "oxytorch/version.h"

@@ -1,0 +1,16 @@
+/// The orchestrator: tries what may make a training step faster on the step itself, and keeps what pays and is proven.
+/// Programs on Oxytorch::core include the headers of its decisions alone (duel.h, search.h, certificate.h, guard.h).
+#pragma once
+
+#include "oxytorch/tune/accelerate.h"
+#include "oxytorch/tune/batch.h"
+#include "oxytorch/tune/certificate.h"
+#include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/guard.h"
+#include "oxytorch/tune/host.h"
+#include "oxytorch/tune/kind.h"
+#include "oxytorch/tune/run.h"
+#include "oxytorch/tune/search.h"
+#include "oxytorch/tune/strategy.h"
+#include "oxytorch/tune/verify.h"

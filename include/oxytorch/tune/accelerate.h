@@ -1,0 +1,95 @@
+/// `accelerate`: tries strategies on the program's own training step, keeps what pays and is proven, and says so.
+///
+/// ```cpp
+/// auto plan = oxytorch::accelerate(*model, optimizer, oxytorch::supervised(model, torch::nn::CrossEntropyLoss()),
+///                                  {first, second, third, fourth});
+/// for (auto& batch : *loader) plan.step({batch.data, batch.target});
+/// std::cout << plan.report();
+/// ```
+#pragma once
+
+#include <torch/arg.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "oxytorch/api.h"
+#include "oxytorch/statistics.h"
+#include "oxytorch/tune/batch.h"
+#include "oxytorch/tune/certificate.h"
+
+namespace oxytorch {
+
+struct AccelerateOptions {
+  /// "basic" allows what changes no bit; "advanced" what is rounded differently, bf16 included; "ultra" 8-bit state
+  /// too.
+  TORCH_ARG(std::string, level) = "advanced";
+  /// Length of the run, over which what turning a strategy on costs must be repaid.
+  TORCH_ARG(std::int64_t, steps_planned) = 10'000;
+  /// Largest global norm of the gradients; 0: no clipping. The step does it.
+  TORCH_ARG(double, clip_norm) = 0;
+  /// To be tried, in this order; empty: all that are registered.
+  TORCH_ARG(std::vector<std::string>, strategies);
+  TORCH_ARG(std::vector<std::string>, exclude);
+  /// Seconds for all trials; 0: 3% of the planned run, at least 3.
+  TORCH_ARG(double, budget) = 0;
+  /// Reuse the certificate of an earlier run after a short check, and store this one.
+  TORCH_ARG(bool, remember) = true;
+  /// Where it is remembered; empty: as tune::CertificateStore.
+  TORCH_ARG(std::string, folder);
+  /// Of the order of measuring and of the referee.
+  TORCH_ARG(std::uint64_t, seed) = 0;
+};
+
+/// A training run with what pays in force. Model and optimizer stay the caller's and must outlive it; its end is a
+/// revert(). Movable. Not for use from several threads at once.
+class OXY_API Plan {
+ public:
+  ~Plan();
+  Plan(Plan&&) noexcept;
+  Plan& operator=(Plan&&) noexcept;
+
+  /// One whole training step; the detached loss. Now and then a step is taken without the strategies, to compare; where
+  /// they no longer pay, or the losses of one batch are further apart than their kind allows, they are taken back, said
+  /// once in the log and in certificate().events. What the step throws passes through.
+  at::Tensor step(const Batch& batch);
+
+  [[nodiscard]] std::vector<std::string> accepted() const;  ///< in force
+  [[nodiscard]] Interval speedup() const;  ///< seconds as given over seconds now; ones where nothing is in force
+  [[nodiscard]] const tune::Certificate& certificate() const noexcept;
+  [[nodiscard]] std::string report() const;  ///< the certificate as a table
+
+  /// The optimizer that takes the steps now. Learning rates are to be set on the caller's own.
+  [[nodiscard]] torch::optim::Optimizer& optimizer() const noexcept;
+  /// Brings the caller's optimizer up to date with the one that steps in its place, as before saving it.
+  void hand_back();
+  /// Takes everything back: the caller's optimizer goes on where this stands. step() goes on as given.
+  void revert();
+
+ private:
+  friend OXY_API Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
+                                 std::vector<Batch> batches, const AccelerateOptions& options);
+  struct Impl;
+  explicit Plan(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Makes a training step (zero_grad, loss, backward, clip, optimizer step) faster: whole steps are taken on `batches`
+/// with and without each registered strategy, in turn; what is faster and passes the referee is kept. Then model,
+/// optimizer and random generators are put back, proven by hash to be bit for bit what they were, and what was accepted
+/// is put in force. A strategy that throws, does not pay or changes numbers beyond its kind is left out, with the
+/// reason in the certificate.
+///
+/// `batches` are some of the run's own, four to eight; they are kept. Model and optimizer state are held twice
+/// meanwhile, and by the referee up to five times.
+///
+/// Errors: InvalidArgument for options that cannot be meant, before anything ran. What the step as given throws passes
+/// through, with everything restored.
+OXY_API Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
+                        std::vector<Batch> batches, const AccelerateOptions& options = {});
+
+}  // namespace oxytorch

@@ -1,0 +1,51 @@
+/// Verifier: whether a combination of strategies leaves the numbers of a training step as its kind promises.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "oxytorch/api.h"
+#include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/kind.h"
+#include "oxytorch/tune/run.h"
+
+namespace oxytorch::tune {
+
+struct Ruling {
+  bool held = false;
+  std::string reason;
+  std::map<std::string, double> evidence;
+};
+
+struct VerifierOptions {
+  int steps = 3;       ///< refereed one by one
+  int trajectory = 8;  ///< steps whose losses are held to the band of seeds
+  int seeds = 3;       ///< runs as given with another seed and order of batches; they span the band
+};
+
+/// Exact: after `steps` steps the digest of everything (gradients, state, generators included) and every loss are the
+/// same bits. Otherwise, for each of `steps` consecutive steps of the candidate, from the state that it had then:
+///  - loss, every gradient and every buffer against the same step computed in float64, and
+///  - every parameter after the update against the float64 update from the candidate's own gradients,
+/// each accepted where the root mean square error is at most three times that of stock torch at the same precision
+/// (under torch's own bf16 autocast for Precision), plus a floor relative to the value (the rule of
+/// torch._dynamo.utils.same). A common factor on all gradients is looked for apart, as it hides in bf16's rounding.
+/// Then the mean loss at the end of a trajectory must lie inside the band that seeds span.
+/// An optimizer class that torch does not know is refereed by itself from the same gradients.
+class OXY_API Verifier {
+ public:
+  Verifier(Run& run, Escrow& escrow, VerifierOptions options = {});
+  ~Verifier();
+
+  /// Checks what is in force; leaves it in force and the state as in escrow. An exception of the candidate passes
+  /// through, with everything taken back.
+  [[nodiscard]] Ruling check(Kind kind);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace oxytorch::tune

@@ -1,0 +1,387 @@
+#include "oxytorch/tune/accelerate.h"
+
+#include <c10/util/Type.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <ctime>
+#include <map>
+#include <optional>
+#include <sstream>
+#include <typeinfo>
+
+#include "oxytorch/error.h"
+#include "oxytorch/logging.h"
+#include "oxytorch/spelling.h"
+#include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/search.h"
+#include "oxytorch/tune/strategy.h"
+#include "oxytorch/tune/verify.h"
+#include "tune/bench.h"
+#include "tune/digest.h"
+#include "tune/plan.h"
+
+namespace oxytorch {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Names = std::vector<std::string>;
+
+constexpr double kBudgetShare = 0.03;  // of the planned run's time that tuning may take
+constexpr double kLeastBudget = 3;     // seconds
+constexpr int kCanaryPairs = 9;
+
+double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+std::string now_utc() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  gmtime_r(&now, &parts);
+  char text[32];
+  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text;
+}
+
+std::string joined(const Names& names) {
+  std::string text;
+  for (const auto& name : names) text += (text.empty() ? "" : " ") + name;
+  return text;
+}
+
+/// Module classes, shapes, dtypes, optimizer and shapes of the batches.
+std::string structure(const tune::Run& run) {
+  std::ostringstream text;
+  const auto describe = [&](const at::Tensor& t) {
+    if (t.defined()) text << t.sizes() << ' ' << t.scalar_type() << ' ' << t.device() << '\n';
+  };
+  text << run.model().name() << '\n';
+  for (const auto& item : run.model().named_modules("", /*include_self=*/false)) {
+    text << item.key() << ' ' << item.value()->name() << '\n';
+  }
+  for (const auto& item : run.model().named_parameters()) describe(item.value());
+  for (const auto& item : run.model().named_buffers()) describe(item.value());
+  text << c10::demangle(typeid(run.original()).name()) << ' ' << run.clip_norm() << '\n';
+  for (const auto& group : run.original().param_groups()) text << group.params().size() << '\n';
+  for (const auto& batch : run.batches()) {
+    describe(batch.input);
+    describe(batch.target);
+  }
+  tune::Digest digest;
+  digest.add("structure", std::string_view(text.str()));
+  return digest.text();
+}
+
+std::vector<tune::RegisteredStrategy> wanted_strategies(const AccelerateOptions& options) {
+  if (options.strategies().empty()) return tune::strategies();
+  std::vector<tune::RegisteredStrategy> wanted;
+  for (const auto& name : options.strategies()) wanted.push_back(tune::find_strategy(name));
+  return wanted;
+}
+
+void warn(const std::string& text) { log(LogLevel::Warn, "accelerate: " + text); }
+
+/// One search for what pays, on one run.
+class Tuning {
+ public:
+  Tuning(tune::Run& run, tune::Escrow& escrow, const AccelerateOptions& options)
+      : run_(run), escrow_(escrow), options_(options), strategies_(wanted_strategies(options)), bench_(run, escrow) {
+    for (const auto& name : options.exclude()) {
+      static_cast<void>(tune::find_strategy(name));
+      skipped_[name] = "excluded by the caller.";
+    }
+    Names offered;
+    for (const auto& strategy : strategies_) {
+      if (!skipped_.contains(strategy.name)) offered.push_back(strategy.name);
+      if (tune::allows(options.level(), strategy.kind)) continue;
+      skipped_.emplace(strategy.name, "level " + options.level() + " does not allow the kind " +
+                                          std::string(tune::name(strategy.kind)) + ".");
+    }
+    key_ = {tune::hardware_key() + ", " + run.device().str(), TORCH_VERSION, structure(run),
+            "C++, level " + options.level() + ", steps " + std::to_string(options.steps_planned()) + ", strategies " +
+                joined(offered)};
+  }
+
+  [[nodiscard]] const tune::CertificateKey& key() const noexcept { return key_; }
+  tune::Bench& bench() noexcept { return bench_; }
+
+  [[nodiscard]] tune::Kind widest(const Names& names) const {
+    auto kind = tune::Kind::Exact;
+    for (const auto& strategy : strategies_) {
+      if (std::find(names.begin(), names.end(), strategy.name) != names.end()) kind = std::max(kind, strategy.kind);
+    }
+    return kind;
+  }
+
+  /// The remembered certificate where it still holds. Nothing is in force at the end.
+  std::optional<tune::Certificate> reuse(const tune::CertificateStore& store) {
+    auto found = store.find(key_);
+    if (!found) return found;
+    look();
+    if (const auto fault = canary(found->accepted()); !fault.empty()) {
+      events_.push_back("step 0: the certificate of " + found->created + " did not hold: " + fault);
+      warn(events_.back());
+      return std::nullopt;
+    }
+    found->events.push_back("step 0: reused; one step verified and " + std::to_string(kCanaryPairs) +
+                            " pairs measured at most");
+    return found;
+  }
+
+  /// The certificate of a search. Nothing is in force at the end.
+  tune::Certificate measure() {
+    look();
+    std::vector<tune::StrategyFacts> facts;
+    for (const auto& s : strategies_) {
+      facts.push_back({s.name, s.kind, s.traits.group, offered_of(s.traits.requires_), s.traits.interacts,
+                       skipped_.contains(s.name) ? 0 : run_.strategy(s.name).expected_cost(run_), s.traits.hopeful});
+    }
+    tune::SearchOptions search;
+    search.steps_planned = options_.steps_planned();
+    search.step_seconds = bench_.step_seconds();
+    const double share = kBudgetShare * bench_.step_seconds() * static_cast<double>(options_.steps_planned());
+    search.budget_seconds = options_.budget() > 0 ? options_.budget() : std::max(kLeastBudget, share);
+    search.seed = options_.seed();
+    search_.emplace(std::move(facts), search);
+    for (const auto& [name, reason] : skipped_) search_->skip(name, reason);
+    while (const auto trial = search_->ask()) search_->tell(outcome(*trial));
+    auto chosen = search_->best();
+    const auto result = conclude(chosen);
+    return certificate(chosen, result);
+  }
+
+  /// Notes in the certificate what could not be put in force.
+  void put_in_force(tune::Certificate& certificate) {
+    for (const auto& name : certificate.accepted()) {
+      try {
+        auto names = run_.in_force();
+        names.push_back(name);
+        run_.bring(names);
+      } catch (const std::exception& error) {
+        for (auto& entry : certificate.entries) {
+          if (entry.strategy != name) continue;
+          entry.standing = tune::Standing::Failed;
+          entry.reason = std::string("could not be put in force: ") + error.what();
+          warn(name + " " + entry.reason);
+        }
+      }
+    }
+  }
+
+ private:
+  /// A requirement that is not on offer: then what requires it cannot be tried either.
+  Names offered_of(const Names& required) const {
+    Names found;
+    for (const auto& name : required) {
+      const auto is = [&](const auto& strategy) { return strategy.name == name; };
+      if (std::any_of(strategies_.begin(), strategies_.end(), is)) found.push_back(name);
+    }
+    return found;
+  }
+
+  /// Times the step as given, and asks the strategies whether they apply to it.
+  void look() {
+    if (looked_) return;
+    looked_ = true;
+    bench_.baseline();
+    std::string everything;
+    if (!std::isfinite(bench_.loss())) {
+      everything = "the loss of the step as given is not finite: nothing can be verified by it.";
+      warn("nothing was tried: " + everything);
+    }
+    for (const auto& strategy : strategies_) {
+      if (skipped_.contains(strategy.name)) continue;
+      if (!everything.empty()) {
+        skipped_[strategy.name] = everything;
+        continue;
+      }
+      if (strategy.traits.requires_ != offered_of(strategy.traits.requires_)) {
+        skipped_[strategy.name] = "what it requires is not among the strategies.";
+        continue;
+      }
+      try {
+        const auto answer = run_.strategy(strategy.name).applies(run_);
+        if (!answer.holds) skipped_[strategy.name] = answer.reason;
+      } catch (const std::exception& error) {
+        fail(strategy.name, std::string("applies() threw: ") + error.what());
+      }
+    }
+    escrow_.restore();
+  }
+
+  void fail(const std::string& name, const std::string& reason) {
+    final_[name] = {tune::Standing::Failed, reason};
+    skipped_[name] = reason;
+    warn(name + " failed and is left out: " + reason);
+  }
+
+  tune::TrialOutcome outcome(const tune::Trial& trial) {
+    tune::TrialOutcome outcome;
+    try {
+      std::tie(outcome.duel, outcome.cost_seconds) = bench_.duel(trial.incumbent, trial.challenger, trial.duel);
+      if (!trial.removal && run_.strategy(trial.strategy).expected_cost(run_) > 0) compiling_ += outcome.cost_seconds;
+      if (outcome.duel.decision != tune::Decision::Accept) return outcome;
+      const auto ruling = verify(trial.challenger);
+      outcome.verified = ruling.held;
+      outcome.reason = ruling.reason;
+      if (!ruling.held) warn(trial.strategy + " is refused and left out: " + ruling.reason);
+    } catch (const tune::SideFailed& failure) {
+      outcome.failed = true;
+      outcome.reason = blame(failure);
+      warn(trial.strategy + " failed and is left out: " + outcome.reason);
+    }
+    return outcome;
+  }
+
+  /// What a combination threw, where the step as given does not throw too; else that passes through.
+  std::string blame(const tune::SideFailed& failure) {
+    bench_.plain_step();
+    return failure.what();
+  }
+
+  tune::Ruling verify(const Names& names) {
+    if (const auto known = rulings_.find(names); known != rulings_.end()) return known->second;
+    if (!verifier_) verifier_.emplace(run_, escrow_);
+    auto ruling = verify_with(*verifier_, names);
+    rulings_[names] = ruling;
+    return ruling;
+  }
+
+  tune::Ruling verify_with(tune::Verifier& verifier, const Names& names) {
+    const auto began = Clock::now();
+    bench_.guarded({}, [&] { escrow_.restore(); });
+    auto ruling = bench_.guarded(names, [&] { return verifier.check(widest(names)); });
+    bench_.guarded({}, [&] { escrow_.restore(); });
+    if (search_) search_->charge(since(began));
+    return ruling;
+  }
+
+  /// Verifies and measures everything against nothing; what spoils it is dropped, the last first.
+  std::optional<tune::DuelResult> conclude(Names& chosen) {
+    while (!chosen.empty()) {
+      auto standing = tune::Standing::Refused;
+      std::string reason;
+      try {
+        const auto ruling = verify(chosen);
+        if (ruling.held) {
+          tune::DuelOptions duel;
+          duel.threshold = 1;
+          duel.seed = options_.seed() + 1;
+          const auto result = bench_.duel({}, chosen, duel).first;
+          if (result.decision == tune::Decision::Accept) return result;
+          standing = tune::Standing::Rejected;
+          reason = "all together did not pay: " + result.reason;
+        } else {
+          reason = "all together were refused: " + ruling.reason;
+        }
+      } catch (const tune::SideFailed& failure) {
+        standing = tune::Standing::Failed;
+        reason = "all together failed: " + blame(failure);
+      }
+      warn(chosen.back() + " is taken back: " + reason);
+      final_[chosen.back()] = {standing, reason};
+      chosen.pop_back();
+    }
+    return std::nullopt;
+  }
+
+  tune::Certificate certificate(const Names& chosen, const std::optional<tune::DuelResult>& result) {
+    tune::Certificate made;
+    made.key = key_;
+    made.level = options_.level();
+    made.created = now_utc();
+    made.steps_planned = options_.steps_planned();
+    made.baseline_seconds = result ? result->incumbent : bench_.step_seconds();
+    made.tuned_seconds = result ? result->challenger : bench_.step_seconds();
+    if (result) made.speedup = result->speedup;
+    made.entries = search_->entries();
+    for (auto& entry : made.entries) {
+      entry.cost = tune::find_strategy(entry.strategy).traits.cost;
+      for (const auto& [names, ruling] : rulings_) {
+        if (!names.empty() && names.back() == entry.strategy) entry.evidence = ruling.evidence;
+      }
+      if (const auto last = final_.find(entry.strategy); last != final_.end()) {
+        std::tie(entry.standing, entry.reason) = last->second;
+      }
+    }
+    made.verification["restored"] = "model, optimizer and random generators proven by hash to be what they were";
+    if (!chosen.empty()) {
+      made.verification["all together, as " + std::string(tune::name(widest(chosen)))] = rulings_[chosen].reason;
+    }
+    made.events = events_;
+    made.compile_seconds = compiling_;
+    made.tuning_seconds = std::max(0.0, since(began_) - compiling_);
+    return made;
+  }
+
+  /// What is wrong with a remembered combination; empty where it holds.
+  std::string canary(const Names& names) {
+    for (const auto& name : names) {
+      if (const auto why = skipped_.find(name); why != skipped_.end()) return name + ": " + why->second;
+    }
+    if (names.empty()) return "";
+    try {
+      tune::VerifierOptions one_step;
+      one_step.steps = 1;
+      tune::Verifier verifier(run_, escrow_, one_step);
+      if (const auto ruling = verify_with(verifier, names); !ruling.held) return ruling.reason;
+      tune::DuelOptions duel;
+      duel.most_pairs = kCanaryPairs;
+      duel.seed = options_.seed();
+      const auto result = bench_.duel({}, names, duel).first;
+      return result.speedup.mid > 1 ? "" : result.reason;
+    } catch (const tune::SideFailed& failure) {
+      return blame(failure);
+    }
+  }
+
+  tune::Run& run_;
+  tune::Escrow& escrow_;
+  const AccelerateOptions& options_;
+  std::vector<tune::RegisteredStrategy> strategies_;
+  tune::Bench bench_;
+  tune::CertificateKey key_;
+  Clock::time_point began_ = Clock::now();
+  double compiling_ = 0;
+  bool looked_ = false;
+  Names events_;
+  std::optional<tune::Search> search_;
+  std::optional<tune::Verifier> verifier_;
+  std::map<std::string, std::string> skipped_;
+  std::map<std::string, std::pair<tune::Standing, std::string>> final_;  // what became of a strategy after the search
+  std::map<Names, tune::Ruling> rulings_;
+};
+
+}  // namespace
+
+Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
+                std::vector<Batch> batches, const AccelerateOptions& options) {
+  OXY_CHECK(options.steps_planned() >= 1, InvalidArgument, "steps_planned is ", options.steps_planned(),
+            ", expected at least 1.");
+  OXY_CHECK(options.budget() >= 0, InvalidArgument, "budget is ", options.budget(),
+            " s, expected 0 (3% of the run) or more.");
+  static_cast<void>(tune::allows(options.level(), tune::Kind::Exact));
+  auto run = std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::move(batches), options.clip_norm());
+  std::optional<tune::CertificateStore> store;
+  if (options.remember()) store.emplace(options.folder());
+  tune::Escrow escrow(*run);
+  Tuning tuning(*run, escrow, options);
+  std::optional<tune::Certificate> certificate;
+  try {
+    if (store) certificate = tuning.reuse(*store);
+    if (!certificate) certificate = tuning.measure();
+  } catch (...) {
+    tuning.bench().rewind();
+    throw;
+  }
+  tuning.bench().rewind();
+  escrow.prove();
+  tuning.put_in_force(*certificate);
+  if (store) store->put(*certificate);
+  const auto widest = tuning.widest(run->in_force());
+  return Plan(
+      std::make_unique<Plan::Impl>(std::move(run), std::move(*certificate), std::move(store), widest, options.seed()));
+}
+
+}  // namespace oxytorch

@@ -1,0 +1,140 @@
+#include "tune/bench.h"
+
+#include <ATen/DeviceAccelerator.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "oxytorch/statistics.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr double kBlockSeconds = 0.02;  // measured in a row: far above the clock's grain and a busy host's time slice
+constexpr int kMostSteps = 64;
+constexpr int kBaselineBlocks = 3;
+
+double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+}  // namespace
+
+void synchronize(at::Device device) {
+  if (!device.is_cpu()) at::accelerator::synchronizeDevice(device.index());
+}
+
+std::string Bench::first_line(const std::exception& error) {
+  const auto* torchs = dynamic_cast<const c10::Error*>(&error);
+  const std::string text = torchs != nullptr ? torchs->what_without_backtrace() : error.what();
+  return text.substr(0, std::min<std::size_t>(text.find('\n'), 200));
+}
+
+void Bench::rewind() {
+  try {
+    run_.bring({});
+  } catch (...) {
+    run_.bring({});  // the one that could not be taken back is out; the others follow
+    escrow_.restore();
+    throw;
+  }
+  escrow_.restore();
+}
+
+double Bench::baseline() {
+  rewind();
+  next_ = 0;
+  warm_up();
+  const auto median_of = [&](int steps) {
+    std::vector<double> times;
+    for (int i = 0; i < kBaselineBlocks; ++i) times.push_back(timed(steps));
+    return median(times);
+  };
+  step_seconds_ = median_of(1);
+  steps_ = static_cast<int>(std::clamp(std::round(kBlockSeconds / step_seconds_), 1.0, double{kMostSteps}));
+  if (steps_ > 1) step_seconds_ = median_of(steps_);
+  rewind();
+  return step_seconds_;
+}
+
+std::pair<DuelResult, double> Bench::duel(const Names& incumbent, const Names& challenger, const DuelOptions& options) {
+  Duel duel(options);
+  guarded({}, [&] { escrow_.restore(); });
+  guarded(incumbent, [&] { warm_up(); });
+  const auto began = Clock::now();
+  const int warm = guarded(challenger, [&] { return warm_up(); });
+  const double warming = since(began);
+  for (std::size_t half = 0;; ++half) {
+    const auto side = duel.next();
+    if (!side) break;
+    // Both sides of a pair take the same batches.
+    next_ = half / 2 * static_cast<std::size_t>(steps_);
+    duel.record(*side, guarded(*side == Side::Challenger ? challenger : incumbent, [&] { return block(); }));
+  }
+  const auto result = duel.result();
+  return {result, std::max(0.0, warming - warm * result.challenger)};
+}
+
+void Bench::plain_step() {
+  guarded({}, [&] {
+    escrow_.restore();
+    next_ = 0;
+    step();
+  });
+  escrow_.restore();
+}
+
+void Bench::bring(const Names& names) {
+  const auto lacks = [](const Names& all, const std::string& name) {
+    return std::find(all.begin(), all.end(), name) == all.end();
+  };
+  fresh_ = 0;
+  const auto settle = [&](const Names& some, const Names& others) {
+    for (const auto& name : some) {
+      if (lacks(others, name)) fresh_ = std::max(fresh_, find_strategy(name).traits.settle);
+    }
+  };
+  settle(names, run_.in_force());
+  settle(run_.in_force(), names);
+  run_.bring(names);
+}
+
+double Bench::block() {
+  const auto start = next_;
+  for (int i = 0; i < fresh_; ++i) step();
+  next_ = start;
+  return timed(steps_);
+}
+
+int Bench::warm_up() {
+  std::vector<std::vector<std::int64_t>> seen;
+  int count = 0;
+  for (std::size_t i = 0; i < run_.batches().size(); ++i) {
+    auto shape = run_.batches()[i].input.sizes().vec();
+    if (std::find(seen.begin(), seen.end(), shape) != seen.end()) continue;
+    seen.push_back(std::move(shape));
+    next_ = i;
+    step();
+    ++count;
+  }
+  for (; count <= fresh_; ++count) step();
+  synchronize(run_.device());
+  return count;
+}
+
+double Bench::timed(int steps) {
+  synchronize(run_.device());
+  const auto began = Clock::now();
+  for (int i = 0; i < steps; ++i) step();
+  synchronize(run_.device());
+  return std::max(since(began) / steps, 1e-9);
+}
+
+void Bench::step() {
+  const auto loss = run_.step(run_.batches()[next_++ % run_.batches().size()]);
+  if (run_.device().is_cpu()) loss_ = loss.item<double>();
+}
+
+}  // namespace oxytorch::tune

@@ -1,0 +1,75 @@
+/// Bench: whole training steps timed under two combinations of strategies, in the order that a duel asks for.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/run.h"
+
+namespace oxytorch::tune {
+
+/// A combination threw while it was put in force or stepped; what() is its message. Nothing is in force then, and the
+/// state is restored.
+class SideFailed : public std::runtime_error {
+  using runtime_error::runtime_error;
+};
+
+class Bench {
+ public:
+  using Names = std::vector<std::string>;
+  Bench(Run& run, Escrow& escrow) : run_(run), escrow_(escrow) {}
+
+  /// Takes everything back and restores the state.
+  void rewind();
+  /// Median seconds of a step as given; what the step throws passes through.
+  double baseline();
+  /// The result, and the seconds that turning the challenger on took once. SideFailed where a side threw.
+  std::pair<DuelResult, double> duel(const Names& incumbent, const Names& challenger, const DuelOptions& options);
+  /// A step with nothing in force, undone; what it throws passes through.
+  void plain_step();
+  /// Calls `work` with exactly these in force. SideFailed where that throws an exception of the standard library's, if
+  /// anything is or was to be in force; other exceptions pass through, after a rewind().
+  template <class Work>
+  auto guarded(const Names& names, const Work& work) {
+    Names suspects = run_.in_force();
+    suspects.insert(suspects.end(), names.begin(), names.end());
+    try {
+      bring(names);
+      suspects = names;
+      return work();
+    } catch (const std::exception& error) {
+      const std::string message = first_line(error);
+      rewind();
+      if (suspects.empty()) throw;
+      throw SideFailed(message);
+    } catch (...) {
+      rewind();
+      throw;
+    }
+  }
+  [[nodiscard]] double loss() const noexcept { return loss_; }  ///< of the last warm-up
+  [[nodiscard]] double step_seconds() const noexcept { return step_seconds_; }
+
+ private:
+  void bring(const Names& names);
+  int warm_up();
+  double block();
+  double timed(int steps);
+  void step();
+  static std::string first_line(const std::exception& error);
+
+  Run& run_;
+  Escrow& escrow_;
+  double loss_ = 0, step_seconds_ = 0;
+  int steps_ = 1, fresh_ = 0;
+  std::size_t next_ = 0;
+};
+
+/// Waits for a device; nothing on a CPU.
+void synchronize(at::Device device);
+
+}  // namespace oxytorch::tune

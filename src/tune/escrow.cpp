@@ -1,0 +1,112 @@
+#include "oxytorch/tune/escrow.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/types.h>
+
+#include <unordered_set>
+#include <vector>
+
+#include "optim/generators.h"
+#include "oxytorch/error.h"
+#include "tune/digest.h"
+#include "tune/optimizer_state.h"
+
+namespace oxytorch::tune {
+namespace {
+
+struct HeldTensor {
+  std::string name;
+  at::Tensor tensor;  // the handle that model and optimizer share
+  at::Tensor copy;
+  at::Tensor gradient, gradient_copy;
+  bool requires_grad;
+};
+
+struct Mode {
+  torch::nn::Module* module;
+  bool training;
+};
+
+}  // namespace
+
+struct Escrow::Impl {
+  explicit Impl(Run& r) : run(r), generators(optim::generator_states(r.device())) {
+    run.hand_back();
+    snapshot = std::make_unique<OptimizerSnapshot>(run.original());
+    std::unordered_set<const void*> seen;
+    const auto hold = [&](const std::string& name, const at::Tensor& tensor) {
+      if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) return;
+      const auto gradient = tensor.is_leaf() ? tensor.grad() : at::Tensor();
+      tensors.push_back({name, tensor, tensor.detach().clone(), gradient,
+                         gradient.defined() ? gradient.detach().clone() : gradient, tensor.requires_grad()});
+    };
+    for (const auto& item : run.model().named_parameters()) hold("parameter " + item.key(), item.value());
+    for (const auto& item : run.model().named_buffers()) hold("buffer " + item.key(), item.value());
+    std::size_t index = 0;
+    for (const auto& parameter : run.parameters())
+      hold("the optimizer's parameter " + std::to_string(index++), parameter);
+    modes.push_back({&run.model(), run.model().is_training()});
+    for (const auto& module : run.model().modules(/*include_self=*/false)) {
+      modes.push_back({module.get(), module->is_training()});
+    }
+    taken = present();
+    text = taken.text();
+  }
+
+  [[nodiscard]] Digest present() const {
+    run.hand_back();
+    Digest digest;
+    for (const auto& held : tensors) {
+      digest.add(held.name, held.tensor);
+      digest.add("gradient of " + held.name, held.tensor.is_leaf() ? held.tensor.grad() : at::Tensor());
+      digest.add("requires_grad of " + held.name, held.tensor.requires_grad() ? "1" : "0");
+    }
+    digest_optimizer(run.original(), digest);
+    for (const auto& mode : modes) {
+      digest.add("training flag of " + mode.module->name(), mode.module->is_training() ? "1" : "0");
+    }
+    for (const auto& state : optim::generator_states(run.device())) digest.add("random generator", state);
+    return digest;
+  }
+
+  void restore() {
+    const at::NoGradGuard no_grad;
+    for (auto& held : tensors) {
+      if (held.tensor.scalar_type() != held.copy.scalar_type()) held.tensor.set_data(held.copy.clone());
+      held.tensor.detach().copy_(held.copy);
+      held.tensor.set_requires_grad(held.requires_grad);
+      if (!held.tensor.is_leaf()) continue;
+      if (held.gradient.defined()) held.gradient.detach().copy_(held.gradient_copy);
+      held.tensor.mutable_grad() = held.gradient;
+    }
+    snapshot->restore();
+    // train() reaches the children too: they come after their parents.
+    for (const auto& mode : modes) {
+      if (mode.module->is_training() != mode.training) mode.module->train(mode.training);
+    }
+    optim::set_generator_states(run.device(), generators);
+    run.renew_replacement();
+  }
+
+  Run& run;
+  std::vector<HeldTensor> tensors;
+  std::unique_ptr<OptimizerSnapshot> snapshot;
+  std::vector<Mode> modes;
+  std::vector<at::Tensor> generators;
+  Digest taken;
+  std::string text;
+};
+
+Escrow::Escrow(Run& run) : impl_(std::make_unique<Impl>(run)) {}
+Escrow::~Escrow() = default;
+void Escrow::restore() { impl_->restore(); }
+std::string Escrow::digest() const { return impl_->present().text(); }
+const std::string& Escrow::held() const noexcept { return impl_->text; }
+
+void Escrow::prove() const {
+  const auto differs = impl_->taken.first_difference(impl_->present());
+  OXY_CHECK(differs.empty(), Internal, "after restoring, the ", differs,
+            " is not what it was before tuning. A strategy changed it and did not take that back.");
+}
+
+}  // namespace oxytorch::tune

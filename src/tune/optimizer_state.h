@@ -1,0 +1,44 @@
+/// The state of any optimizer: walked where its class is known, serialised where it is not.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tune/digest.h"
+
+namespace oxytorch::tune {
+
+using EachTensor = std::function<void(const char* name, at::Tensor& value)>;
+using EachCount = std::function<void(std::int64_t& steps)>;
+
+/// Visits the entries of a state of torch's AdamW, Adam, SGD, Adagrad or RMSprop; false for another class.
+bool each_entry(torch::optim::OptimizerParamState& state, const EachTensor& tensor, const EachCount& count);
+
+/// Visits every state tensor of `optimizer` with its parameter; false where a class is not known. What was visited
+/// until then may have been changed.
+bool each_state_tensor(torch::optim::Optimizer& optimizer,
+                       const std::function<void(const at::Tensor& param, at::Tensor& value)>& visit);
+
+/// State and options of an optimizer, held aside.
+class OptimizerSnapshot {
+ public:
+  explicit OptimizerSnapshot(torch::optim::Optimizer& optimizer);
+  ~OptimizerSnapshot();
+  OptimizerSnapshot(const OptimizerSnapshot&) = delete;
+  OptimizerSnapshot& operator=(const OptimizerSnapshot&) = delete;
+  void restore() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Adds what the optimizer holds now to a digest.
+void digest_optimizer(torch::optim::Optimizer& optimizer, Digest& digest);
+
+}  // namespace oxytorch::tune

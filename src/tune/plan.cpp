@@ -1,0 +1,131 @@
+#include "tune/plan.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <utility>
+
+#include "oxytorch/logging.h"
+#include "oxytorch/tune/escrow.h"
+#include "tune/bench.h"
+
+namespace oxytorch {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kCheckSteps = 100;  // a check is over by then
+
+// Relative distance of one batch's losses with and without; what is exact has the same bits.
+double loss_tolerance(tune::Kind widest) {
+  return widest == tune::Kind::Exact ? 0 : widest == tune::Kind::Tolerance ? 1e-3 : 0.05;
+}
+
+}  // namespace
+
+Plan::Impl::Impl(std::unique_ptr<tune::Run> r, tune::Certificate c, std::optional<tune::CertificateStore> s,
+                 tune::Kind widest, std::uint64_t seed)
+    : run(std::move(r)), certificate(std::move(c)), store(std::move(s)), names(run->in_force()) {
+  if (names.empty()) return;
+  tune::GuardOptions options;
+  options.loss_tolerance = loss_tolerance(widest);
+  options.seed = seed;
+  guard.emplace(options);
+}
+
+at::Tensor Plan::Impl::step(const Batch& batch) {
+  if (!guard) return run->step(batch);
+  decide(batch);
+  if (!guard) return run->step(batch);
+  const bool waited = waits > 0 || run->device().is_cpu();
+  if (waited) tune::synchronize(run->device());
+  const auto began = Clock::now();
+  auto loss = run->step(batch);
+  if (waited) tune::synchronize(run->device());
+  guard->after(std::max(std::chrono::duration<double>(Clock::now() - began).count(), 1e-9));
+  if (waited && !std::isfinite(loss.item<double>())) guard->suspicious();
+  waits = std::max(0, waits - 1);
+  return loss;
+}
+
+void Plan::Impl::decide(const Batch& batch) {
+  try {
+    auto action = guard->before();
+    while (action == tune::Action::CompareLosses) {
+      waits = kCheckSteps;
+      compare(batch);
+      action = guard->before();
+    }
+    if (action == tune::Action::RollBack) return roll_back(guard->reason());
+    run->bring(action == tune::Action::RunWithout ? std::vector<std::string>{} : names);
+  } catch (const std::exception& error) {
+    roll_back(std::string("they could not be switched: ") + error.what());
+  }
+}
+
+void Plan::Impl::compare(const Batch& batch) {
+  run->bring({});
+  tune::Escrow escrow(*run);
+  const auto loss_with = [&](const std::vector<std::string>& wanted) {
+    run->bring(wanted);
+    const at::NoGradGuard no_grad;
+    return run->loss(batch).item<double>();
+  };
+  const auto put_back = [&] {
+    run->bring({});
+    escrow.restore();
+  };
+  try {
+    const double without = loss_with({});
+    escrow.restore();
+    const double with = loss_with(names);
+    put_back();
+    guard->compared(with, without);
+  } catch (...) {
+    put_back();
+    throw;
+  }
+}
+
+void Plan::Impl::roll_back(const std::string& reason) {
+  const std::string event = "step " + std::to_string(guard->step()) + ": rolled back: " + reason;
+  guard.reset();
+  for (auto& entry : certificate.entries) {
+    if (std::find(names.begin(), names.end(), entry.strategy) == names.end()) continue;
+    entry.standing = tune::Standing::RolledBack;
+    entry.reason = reason;
+  }
+  certificate.events.push_back(event);
+  names.clear();
+  log(LogLevel::Warn, "accelerate: " + event);
+  run->bring({});
+  if (store) store->put(certificate);
+}
+
+Plan::Plan(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Plan::~Plan() = default;
+Plan::Plan(Plan&&) noexcept = default;
+Plan& Plan::operator=(Plan&&) noexcept = default;
+
+at::Tensor Plan::step(const Batch& batch) { return impl_->step(batch); }
+std::vector<std::string> Plan::accepted() const { return impl_->names; }
+const tune::Certificate& Plan::certificate() const noexcept { return impl_->certificate; }
+std::string Plan::report() const { return impl_->certificate.to_text(); }
+torch::optim::Optimizer& Plan::optimizer() const noexcept { return impl_->run->optimizer(); }
+void Plan::hand_back() { impl_->run->hand_back(); }
+
+Interval Plan::speedup() const {
+  const auto& found = impl_->certificate.speedup;
+  return found && !impl_->names.empty() ? *found : Interval{1, 1, 1, 1};
+}
+
+void Plan::revert() {
+  impl_->guard.reset();
+  impl_->names.clear();
+  impl_->run->bring({});
+}
+
+}  // namespace oxytorch

@@ -1,0 +1,297 @@
+#include "tune/strategies.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "oxytorch/amp.h"
+#include "oxytorch/error.h"
+#include "oxytorch/host.h"
+#include "oxytorch/optim.h"
+#include "oxytorch/system.h"
+#include "oxytorch/tune/host.h"
+#include "oxytorch/tune/run.h"
+#include "tune/attention.h"
+#include "tune/optimizer_state.h"
+
+namespace oxytorch::tune {
+namespace {
+
+Applicability on_cpu(const Run& run) {
+  if (run.device().is_cpu()) return true;
+  return "the model is on " + run.device().str() + ".";
+}
+
+// -- the host ---------------------------------------------------------------------------------------------------------
+
+/// A setting of the process that is made anew each time.
+template <HostSetting (*Make)()>
+struct HostStrategy : Strategy {
+  Applicability applies(Run& run) override { return on_cpu(run); }
+  void apply(Run& /*run*/) override {
+    auto made = Make();
+    OXY_CHECK(made.is_applied(), NotSupported, made.reason());
+    setting = std::move(made);
+  }
+  void revert(Run& /*run*/) override { setting->revert(); }
+  std::optional<HostSetting> setting;
+};
+
+HostSetting tuned_allocator() { return tune_allocator(); }
+HostSetting flushed_denormals() { return flush_denormals(); }
+
+bool near_denormal(const at::Tensor& values) {
+  if (!values.defined() || !values.is_floating_point() || values.numel() == 0) return false;
+  const auto size = values.detach().abs();
+  return size.gt(0).logical_and(size.lt(1e-30)).any().item<bool>();
+}
+
+struct FlushDenormals : HostStrategy<flushed_denormals> {
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    bool near = false;
+    each_state_tensor(run.original(),
+                      [&](const at::Tensor&, at::Tensor& value) { near = near || near_denormal(value); });
+    for (const auto& parameter : run.parameters()) near = near || near_denormal(parameter.grad());
+    if (near) return true;
+    return "neither gradients nor the optimizer's state hold numbers near the denormal ones.";
+  }
+};
+
+template <int (*Wanted)()>
+struct Threads : Strategy {
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    if (Wanted() != at::get_num_threads()) return true;
+    return "torch has " + std::to_string(Wanted()) + " intra-op threads already.";
+  }
+  void apply(Run& /*run*/) override {
+    before = at::get_num_threads();
+    at::set_num_threads(Wanted());
+  }
+  void revert(Run& /*run*/) override { at::set_num_threads(before); }
+  int before = 1;
+};
+
+int physical_cores() { return std::max(1, read_cores().usable_physical); }
+int one() { return 1; }
+
+// -- the optimizer ----------------------------------------------------------------------------------------------------
+
+template <optim::StateFormat Format>
+struct Tail : Strategy {
+  Applicability applies(Run& run) override {
+    if (dynamic_cast<optim::TailOptimizer*>(&run.original()) != nullptr) {
+      return "the optimizer is one of oxytorch::optim already.";
+    }
+    try {
+      static_cast<void>(optim::replace(run.original(), options(run)));
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return true;
+  }
+  void apply(Run& run) override {
+    run.replace_optimizer([this, &run](torch::optim::Optimizer& original) {
+      Replacement made;
+      auto tail = optim::replace(original, options(run));
+      made.hand_back = [from = tail.get(), &original] { optim::hand_back(*from, original); };
+      made.clips = run.clip_norm() > 0;
+      made.optimizer = std::move(tail);
+      return made;
+    });
+  }
+  void revert(Run& run) override { run.replace_optimizer({}); }
+
+  static optim::TailOptions options(const Run& run) {
+    optim::TailOptions tail;
+    tail.clip_norm = run.clip_norm();
+    tail.nonfinite = optim::NonFinite::Propagate;
+    tail.state_dtype = Format;
+    return tail;
+  }
+};
+
+// -- layout and precision ---------------------------------------------------------------------------------------------
+
+struct ChannelsLast : Strategy {
+  Applicability applies(Run& run) override {
+    const auto* const tail = dynamic_cast<optim::TailOptimizer*>(&run.original());
+    if (tail != nullptr && tail->tail_stats().grad_norm.defined()) {
+      return "the optimizer has stepped already and holds its parameters' memory.";
+    }
+    const auto all = run.model().parameters();
+    if (std::none_of(all.begin(), all.end(), [](const at::Tensor& p) { return p.dim() == 4; })) {
+      return "the model has no 2-D convolution.";
+    }
+    return true;
+  }
+  void apply(Run& run) override {
+    for (auto& parameter : run.model().parameters()) {
+      const bool seen = std::any_of(own.begin(), own.end(), [&](auto& o) { return o.first.is_same(parameter); });
+      if (parameter.dim() != 4 || seen) continue;
+      own.emplace_back(parameter, parameter.variable_data());
+      parameter.set_data(parameter.variable_data().contiguous(at::MemoryFormat::ChannelsLast));
+    }
+    follow(run);
+    run.inputs("channels_last", [](const Batch& batch) {
+      if (batch.input.dim() != 4) return batch;
+      return Batch{batch.input.contiguous(at::MemoryFormat::ChannelsLast), batch.target};
+    });
+  }
+  // The weights go back to the memory that they came from, where others may look at them.
+  void revert(Run& run) override {
+    run.inputs("channels_last", {});
+    for (auto& [parameter, data] : own) {
+      data.copy_(parameter.variable_data());
+      parameter.set_data(data);
+    }
+    own.clear();
+    follow(run);
+  }
+
+  // The optimizer's averages lie as their weights do.
+  static void follow(Run& run) {
+    run.hand_back();
+    each_state_tensor(run.original(), [](const at::Tensor& param, at::Tensor& value) {
+      if (value.sizes() == param.sizes() && value.strides() != param.strides()) {
+        value = at::empty_like(param, value.options()).copy_(value);
+      }
+    });
+    run.renew_replacement();
+  }
+  std::vector<std::pair<at::Tensor, at::Tensor>> own;
+};
+
+struct Bf16Autocast : Strategy {
+  Applicability applies(Run& run) override {
+    if (at::autocast::is_autocast_enabled(run.device().type())) return "autocast is on already.";
+    const auto& all = run.parameters();
+    if (std::none_of(all.begin(), all.end(), [](const at::Tensor& p) { return p.scalar_type() == at::kFloat; })) {
+      return "no parameter is float32.";
+    }
+    const auto support = amp::hardware_support(run.device().type(), at::kBFloat16);
+    if (support.native) return true;
+    return support.reason;
+  }
+  void apply(Run& run) override {
+    run.scope("autocast",
+              [device = run.device().type()] { return std::make_shared<amp::Autocast>(device, at::kBFloat16); });
+  }
+  void revert(Run& run) override { run.scope("autocast", {}); }
+};
+
+template <bool Reduced>
+struct Attention : Strategy {
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    if (uses_flash([&] { return run.loss(run.batches().front()); })) return true;
+    return "the model calls no flash attention.";
+  }
+  void apply(Run& run) override {
+    run.scope("attention", [] { return std::make_shared<MathAttention>(Reduced); });
+  }
+  void revert(Run& run) override { run.scope("attention", {}); }
+};
+
+struct Split : Strategy {
+  Applicability applies(Run& run) override {
+    if (rows(run.batches().front()) >= 2 * kPieces) return true;
+    return "the batch has too few rows to be cut.";
+  }
+  void apply(Run& run) override { run.set_micro_batches(kPieces); }
+  void revert(Run& run) override { run.set_micro_batches(1); }
+  static constexpr int kPieces = 2;
+};
+
+// -- CUDA -------------------------------------------------------------------------------------------------------------
+
+Applicability on_cuda(const Run& run) {
+  if (run.device().is_cuda()) return true;
+  return "the model is not on a CUDA device.";
+}
+
+struct Tf32 : Strategy {
+  Applicability applies(Run& run) override { return on_cuda(run); }
+  void apply(Run& /*run*/) override {
+    products = at::globalContext().allowTF32CuBLAS();
+    convolutions = at::globalContext().allowTF32CuDNN();
+    at::globalContext().setAllowTF32CuBLAS(true);
+    at::globalContext().setAllowTF32CuDNN(true);
+  }
+  void revert(Run& /*run*/) override {
+    at::globalContext().setAllowTF32CuBLAS(products);
+    at::globalContext().setAllowTF32CuDNN(convolutions);
+  }
+  bool products = false, convolutions = false;
+};
+
+struct CudnnBenchmark : Strategy {
+  Applicability applies(Run& run) override { return on_cuda(run); }
+  void apply(Run& /*run*/) override {
+    before = at::globalContext().benchmarkCuDNN();
+    at::globalContext().setBenchmarkCuDNN(true);
+  }
+  void revert(Run& /*run*/) override { at::globalContext().setBenchmarkCuDNN(before); }
+  bool before = false;
+};
+
+template <class T>
+RegisteredStrategy own(const char* name, Kind kind, StrategyTraits traits) {
+  return {name, kind, std::move(traits), [] { return std::make_unique<T>(); }};
+}
+
+}  // namespace
+
+std::vector<RegisteredStrategy> own_strategies() {
+  using enum Kind;
+  const std::vector<std::string> faster = {"allocator", "bf16_autocast", "channels_last", "step_tail"};
+  const std::string squares = "memory grows with the square of the sequence length.";
+  return {
+      own<HostStrategy<tuned_allocator>>(
+          "allocator", Exact,
+          {.group = "host_memory",
+           .settle = 2,
+           .cost = "resident memory stays at its peak, at most half of what was available "
+                   "beside what is in use."}),
+      own<Bf16Autocast>("bf16_autocast", Precision,
+                        {.group = "precision",
+                         .interacts = {"channels_last", "allocator"},
+                         .cost = "products are rounded to bfloat16; weights and their gradients stay float32.",
+                         .hopeful = 8}),
+      own<ChannelsLast>("channels_last", Tolerance,
+                        {.group = "layout",
+                         .interacts = {"bf16_autocast", "allocator"},
+                         .cost = "a second copy of the convolutions' weights is kept while it may be taken back."}),
+      own<Attention<false>>("math_attention", Tolerance,
+                            {.group = "attention", .interacts = {"bf16_autocast", "allocator"}, .cost = squares}),
+      own<Attention<true>>("math_attention_bf16", Precision,
+                           {.group = "attention",
+                            .requires_ = {"bf16_autocast"},
+                            .interacts = {"allocator"},
+                            .cost = "scores are rounded to bfloat16; " + squares}),
+      own<Tf32>("tf32", Precision,
+                {.interacts = {"bf16_autocast"}, .cost = "inputs of float32 products keep 10 bits of their mantissa."}),
+      own<CudnnBenchmark>("cudnn_benchmark", Tolerance, {.interacts = {"channels_last", "bf16_autocast"}, .settle = 3}),
+      own<Tail<optim::StateFormat::Auto>>("step_tail", Tolerance,
+                                          {.group = "optimizer", .interacts = {"channels_last"}, .hopeful = 1.8}),
+      own<Tail<optim::StateFormat::Int8>>("int8_state", Trade,
+                                          {.group = "optimizer",
+                                           .interacts = {"channels_last"},
+                                           .cost = "the optimizer's running averages are rounded to 8 bits.",
+                                           .hopeful = 1.8}),
+      own<Threads<physical_cores>>("physical_cores", Tolerance, {.group = "threads", .interacts = faster, .settle = 2}),
+      own<Threads<one>>("one_thread", Tolerance, {.group = "threads", .interacts = faster, .settle = 2}),
+      own<FlushDenormals>(
+          "flush_denormals", Tolerance,
+          {.interacts = {"one_thread", "physical_cores"}, .cost = "numbers below 1.2e-38 become zero.", .hopeful = 10}),
+      own<Split>("split_batch", Tolerance, {.interacts = {"allocator"}, .hopeful = 1.3}),
+  };
+}
+
+}  // namespace oxytorch::tune

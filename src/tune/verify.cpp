@@ -1,0 +1,397 @@
+#include "oxytorch/tune/verify.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "optim/generators.h"
+#include "oxytorch/amp.h"
+#include "oxytorch/error.h"
+#include "oxytorch/optim/optimizer.h"
+#include "tune/digest.h"
+#include "tune/optimizer_state.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+constexpr double kFactor = 3;  // of stock's own distance from float64
+
+at::Tensor copied(const at::Tensor& t) { return t.defined() ? t.detach().clone() : t; }
+
+Tensors copies(const Tensors& all) {
+  Tensors result;
+  for (const auto& t : all) result.push_back(copied(t));
+  return result;
+}
+
+Tensors gradients(const Tensors& parameters) {
+  Tensors result;
+  for (const auto& p : parameters) result.push_back(copied(p.grad()));
+  return result;
+}
+
+Batch as_double(const Batch& batch) {
+  const auto wide = [](const at::Tensor& t) { return t.defined() && t.is_floating_point() ? t.to(at::kDouble) : t; };
+  return {wide(batch.input), wide(batch.target)};
+}
+
+// Sums of squares in float64.
+double square_sum(const at::Tensor& t) { return t.to(at::kDouble).square().sum().item<double>(); }
+
+/// Distances of a candidate and of stock from a reference, of one tensor.
+struct Distance {
+  double candidate = 0, stock = 0, scale = 0;  // root mean squares
+};
+
+Distance distance(const at::Tensor& candidate, const at::Tensor& stock, const at::Tensor& reference) {
+  const auto wide = reference.detach().to(at::kDouble);
+  const double count = static_cast<double>(std::max<std::int64_t>(1, wide.numel()));
+  const auto rms = [&](double sum) { return std::sqrt(sum / count); };
+  return {rms(square_sum(candidate.detach().to(at::kDouble) - wide)),
+          rms(square_sum(stock.detach().to(at::kDouble) - wide)), rms(square_sum(wide))};
+}
+
+std::string brief(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g", value);
+  return text;
+}
+
+/// Model, optimizer state and gradients in float64 until the end of the scope.
+class InDouble {
+ public:
+  explicit InDouble(Run& run) : run_(run) {
+    Tensors all = run.model().parameters();
+    for (const auto& t : run.model().buffers()) all.push_back(t);
+    all.insert(all.end(), run.parameters().begin(), run.parameters().end());
+    for (auto& t : all) {
+      if (!t.defined() || !t.is_floating_point() || t.scalar_type() == at::kDouble) continue;
+      held_.emplace_back(t, t.variable_data());
+      if (t.is_leaf()) t.mutable_grad().reset();
+      t.set_data(t.variable_data().to(at::kDouble));
+    }
+    knows_optimizer_ = each_state_tensor(run.original(), [](const at::Tensor&, at::Tensor& value) {
+      if (value.is_floating_point()) value = value.to(at::kDouble);
+    });
+  }
+  ~InDouble() {
+    for (auto& [tensor, data] : held_) {
+      if (tensor.is_leaf()) tensor.mutable_grad().reset();
+      tensor.set_data(data);
+    }
+  }
+  InDouble(const InDouble&) = delete;
+  InDouble& operator=(const InDouble&) = delete;
+  [[nodiscard]] bool knows_optimizer() const noexcept { return knows_optimizer_; }
+
+ private:
+  Run& run_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> held_;
+  bool knows_optimizer_ = false;
+};
+
+/// What a step showed before and after the update.
+struct Observed {
+  at::Tensor loss;
+  Tensors gradients, buffers, parameters;
+};
+
+double number(const at::Tensor& loss) { return loss.to(at::kDouble).item<double>(); }
+
+}  // namespace
+
+struct Verifier::Impl {
+  Impl(Run& r, Escrow& e, VerifierOptions o) : run(r), escrow(e), options(o) {}
+
+  [[nodiscard]] const Batch& batch(int step) const {
+    return run.batches()[static_cast<std::size_t>(step) % run.batches().size()];
+  }
+
+  // -- exact --------------------------------------------------------------------------------------------------------
+
+  std::pair<std::string, std::vector<at::Tensor>> steps_with(const std::vector<std::string>& names) {
+    escrow.restore();
+    run.bring(names);
+    std::vector<at::Tensor> losses;
+    for (int i = 0; i < options.steps; ++i) losses.push_back(copied(run.step(batch(i))));
+    run.bring({});
+    return {escrow.digest(), losses};
+  }
+
+  Ruling exact(const std::vector<std::string>& names) {
+    if (!reference) {
+      reference = steps_with({});
+      // A step that does not repeat itself cannot be held to its bits.
+      repeats = steps_with({}).first == reference->first;
+    }
+    const auto [digest, losses] = steps_with(names);
+    Ruling ruling;
+    ruling.evidence["steps"] = options.steps;
+    if (!repeats) {
+      ruling.reason = "two runs of the step as given differ in their bits: nothing can be held to them.";
+      return ruling;
+    }
+    for (int i = 0; i < options.steps; ++i) {
+      const auto k = static_cast<std::size_t>(i);
+      Digest mine, theirs;
+      mine.add("loss", losses[k]);
+      theirs.add("loss", reference->second[k]);
+      if (mine.text() != theirs.text()) {
+        ruling.reason = "it claims to change no bit, and the loss of step " + std::to_string(i + 1) + " is " +
+                        brief(number(losses[k])) + " instead of " + brief(number(reference->second[k])) +
+                        " or differs in its last bits.";
+        return ruling;
+      }
+    }
+    ruling.held = digest == reference->first;
+    ruling.reason = ruling.held ? "all bits are the same after " + std::to_string(options.steps) + " steps."
+                                : "it claims to change no bit, and weights, state or random numbers differ after " +
+                                      std::to_string(options.steps) + " steps.";
+    return ruling;
+  }
+
+  // -- refereed -----------------------------------------------------------------------------------------------------
+
+  Observed forward_backward(const Batch& given) {
+    Observed seen;
+    seen.loss = copied(run.backward(given));
+    seen.gradients = gradients(run.parameters());
+    seen.buffers = copies(run.model().buffers());
+    return seen;
+  }
+
+  /// Takes the candidate through its steps without a break; what it stood on before each is kept.
+  void observe(std::vector<Observed>& seen, std::vector<std::unique_ptr<Escrow>>& before) {
+    escrow.restore();
+    for (int i = 0; i < options.steps; ++i) {
+      before.push_back(std::make_unique<Escrow>(run));
+      seen.push_back(forward_backward(batch(i)));
+      run.update();
+      seen.back().parameters = copies(run.parameters());
+    }
+  }
+
+  Tensors updated_by(const Tensors& given) {
+    auto parameters = run.parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      parameters[i].mutable_grad() =
+          given[i].defined() ? given[i].to(parameters[i].scalar_type(), false, true) : given[i];
+    }
+    run.update();
+    return copies(parameters);
+  }
+
+  /// An empty text where candidate is as near to the reference as stock is.
+  std::string compare(const char* what, const Tensors& candidate, const Tensors& stock, const Tensors& wide,
+                      double floor, double tiny, Ruling& ruling, const Tensors* origin = nullptr) const {
+    double all = 0, count = 0;
+    for (const auto& t : wide) {
+      if (!t.defined() || !t.is_floating_point()) continue;
+      all += square_sum(t);
+      count += static_cast<double>(t.numel());
+    }
+    const double everywhere = std::sqrt(all / std::max(1.0, count));
+    double& worst = ruling.evidence[std::string(what) + "_error"];
+    for (std::size_t i = 0; i < wide.size(); ++i) {
+      const std::string which = std::string(what) + " " + std::to_string(i);
+      if (candidate[i].defined() != stock[i].defined()) {
+        return "the " + which + " is there with it alone, or without it alone.";
+      }
+      if (!stock[i].defined() || !wide[i].defined()) continue;
+      if (!stock[i].is_floating_point()) {
+        if (!at::equal(candidate[i], stock[i])) return "the " + which + ", of whole numbers, differs.";
+        continue;
+      }
+      auto d = distance(candidate[i], stock[i], wide[i]);
+      if (origin != nullptr) {
+        // An update is judged by its own size, not by that of the weights.
+        d.scale = distance((*origin)[i], (*origin)[i], wide[i]).candidate;
+      }
+      if (!std::isfinite(d.stock)) continue;  // stock has no number to compare with
+      const double bound = kFactor * d.stock + floor * d.scale + tiny * everywhere;
+      if (d.scale > 0) worst = std::max(worst, d.candidate / d.scale);
+      if (!(d.candidate <= bound)) {
+        return "the " + which + " is " + brief(d.candidate) + " away from float64 (root mean square; its size is " +
+               brief(d.scale) + "), stock torch " + brief(d.stock) + ".";
+      }
+    }
+    return "";
+  }
+
+  /// A factor common to all gradients: their projection on those of float64.
+  std::string common_factor(const Observed& seen, const Observed& stock, const Observed& wide, double floor,
+                            Ruling& ruling) const {
+    double own = 0, usual = 0, size = 0;
+    for (std::size_t i = 0; i < wide.gradients.size(); ++i) {
+      const auto& w = wide.gradients[i];
+      if (!w.defined() || !stock.gradients[i].defined()) continue;
+      size += square_sum(w);
+      own += (seen.gradients[i].to(at::kDouble) * w).sum().item<double>();
+      usual += (stock.gradients[i].to(at::kDouble) * w).sum().item<double>();
+    }
+    if (size == 0 || !std::isfinite(usual)) return "";
+    ruling.evidence["gradient_factor"] = own / size;
+    if (std::abs(own / size - 1) <= kFactor * std::abs(usual / size - 1) + floor) return "";
+    return "all gradients together are " + brief(own / size) + " times those of float64, stock torch's " +
+           brief(usual / size) + " times.";
+  }
+
+  std::string judge_step(int step, Kind kind, const Observed& seen, Escrow& before, Ruling& ruling) {
+    const bool precise = kind == Kind::Tolerance;
+    const double floor = precise ? 1e-4 : 2e-3, tiny = precise ? 1e-6 : 1e-3;
+    before.restore();
+    const auto origin = copies(run.parameters());
+    if (kind >= Kind::Precision) {
+      run.scope("referee",
+                [device = run.device().type()] { return std::make_shared<amp::Autocast>(device, at::kBFloat16); });
+    }
+    Observed stock;
+    try {
+      stock = forward_backward(batch(step));
+    } catch (...) {
+      run.scope("referee", {});
+      throw;
+    }
+    run.scope("referee", {});
+    Observed wide;
+    {
+      before.restore();
+      const InDouble in_double(run);
+      wide = forward_backward(as_double(batch(step)));
+    }
+    const double loss = number(seen.loss), usual = number(stock.loss), right = number(wide.loss);
+    ruling.evidence["loss_error"] = std::max(ruling.evidence["loss_error"], std::abs(loss - right));
+    if (std::isfinite(usual) &&
+        !(std::abs(loss - right) <= kFactor * std::abs(usual - right) + floor * std::abs(right))) {
+      return "the loss is " + brief(loss) + ", in float64 " + brief(right) + ", by stock torch " + brief(usual) + ".";
+    }
+    if (auto why = common_factor(seen, stock, wide, precise ? 1e-4 : 3e-3, ruling); !why.empty()) return why;
+    auto why = compare("gradient", seen.gradients, stock.gradients, wide.gradients, floor, tiny, ruling);
+    if (why.empty()) why = compare("buffer", seen.buffers, stock.buffers, wide.buffers, floor, tiny, ruling);
+    if (!why.empty() || kind == Kind::Trade) return why;
+
+    before.restore();
+    const auto usual_update = updated_by(seen.gradients);
+    before.restore();
+    Tensors right_update;
+    bool knows = false;
+    {
+      const InDouble in_double(run);
+      knows = in_double.knows_optimizer();
+      if (knows) right_update = updated_by(seen.gradients);
+    }
+    if (!knows) right_update = usual_update;
+    // Stock's own distance is nothing where it stands for the reference: then rounding of the weights is the floor.
+    return compare("parameter after the update", seen.parameters, usual_update, right_update, 1e-3, knows ? 1e-8 : 3e-7,
+                   ruling, &origin);
+  }
+
+  // -- trajectories -------------------------------------------------------------------------------------------------
+
+  /// The mean loss over the last half of a trajectory; `seed` 0 is the run as given.
+  double trajectory(std::uint64_t seed) {
+    escrow.restore();
+    std::vector<std::size_t> order(static_cast<std::size_t>(options.trajectory));
+    for (std::size_t i = 0; i < order.size(); ++i) order[i] = i % run.batches().size();
+    if (seed != 0) {
+      std::mt19937_64 shuffler(seed);
+      std::shuffle(order.begin(), order.end(), shuffler);
+      for (auto& generator : optim::generators(run.device())) generator.set_current_seed(seed);
+    }
+    double sum = 0, taken = 0;
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      const double loss = number(run.step(run.batches()[order[i]]));
+      if (2 * i < order.size()) continue;
+      sum += loss;
+      taken += 1;
+    }
+    return sum / taken;
+  }
+
+  std::string judge_trajectory(Kind kind, const std::vector<std::string>& names, double first, Ruling& ruling) {
+    if (!band) {
+      run.bring({});
+      band.emplace();
+      for (int seed = 0; seed <= options.seeds; ++seed) band->push_back(trajectory(static_cast<std::uint64_t>(seed)));
+    }
+    escrow.restore();
+    run.bring(names);
+    const double reached = trajectory(0), given = band->front();
+    // A run that learns its few batches by heart ends near 0: the loss it began with is a measure too.
+    double width = (kind == Kind::Tolerance ? 1e-3 : 1e-2) * std::max(std::abs(given), std::abs(first));
+    for (const double other : *band) width = std::max(width, std::abs(other - given));
+    ruling.evidence["trajectory_loss"] = reached;
+    ruling.evidence["trajectory_band"] = width;
+    if (!std::isfinite(given) || std::abs(reached - given) <= width) return "";
+    return "after " + std::to_string(options.trajectory) + " steps the loss is " + brief(reached) + ", as given " +
+           brief(given) + ", and seeds move it by at most " + brief(width) + ".";
+  }
+
+  Ruling refereed(Kind kind, const std::vector<std::string>& names) {
+    Ruling ruling;
+    std::vector<Observed> seen;
+    std::vector<std::unique_ptr<Escrow>> before;
+    observe(seen, before);
+    run.bring({});
+    for (int step = 0; step < options.steps && ruling.reason.empty(); ++step) {
+      try {
+        const auto k = static_cast<std::size_t>(step);
+        ruling.reason = judge_step(step, kind, seen[k], *before[k], ruling);
+      } catch (const c10::Error& error) {
+        ruling.reason =
+            std::string("the referee could not take the step in float64: ") + error.what_without_backtrace();
+      }
+      if (!ruling.reason.empty()) ruling.reason = "step " + std::to_string(step + 1) + ": " + ruling.reason;
+    }
+    if (ruling.reason.empty()) ruling.reason = judge_trajectory(kind, names, number(seen.front().loss), ruling);
+    ruling.held = ruling.reason.empty();
+    if (ruling.held) {
+      ruling.reason = "loss, gradients, buffers and updates of " + std::to_string(options.steps) +
+                      " steps are as near to float64 as stock torch's, and the loss after " +
+                      std::to_string(options.trajectory) + " steps lies in the band of seeds.";
+    }
+    return ruling;
+  }
+
+  Run& run;
+  Escrow& escrow;
+  VerifierOptions options;
+  std::optional<std::pair<std::string, std::vector<at::Tensor>>> reference;
+  bool repeats = true;
+  std::optional<std::vector<double>> band;
+};
+
+Verifier::Verifier(Run& run, Escrow& escrow, VerifierOptions options)
+    : impl_(std::make_unique<Impl>(run, escrow, options)) {
+  OXY_CHECK(options.steps > 0 && options.trajectory > 0 && options.seeds > 0, InvalidArgument,
+            "steps, trajectory and seeds must be at least 1; they are ", options.steps, ", ", options.trajectory,
+            " and ", options.seeds, ".");
+}
+Verifier::~Verifier() = default;
+
+Ruling Verifier::check(Kind kind) {
+  auto& self = *impl_;
+  const auto names = self.run.in_force();
+  try {
+    auto ruling = kind == Kind::Exact ? self.exact(names) : self.refereed(kind, names);
+    self.escrow.restore();
+    self.run.bring(names);
+    return ruling;
+  } catch (...) {
+    self.run.bring({});
+    self.escrow.restore();
+    throw;
+  }
+}
+
+}  // namespace oxytorch::tune
