@@ -14,6 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 sys.path.append(str(ROOT / "tests" / "device"))
+sys.path.append(str(ROOT / "tests" / "tune"))  # planted: strategies and a clock for more than one room
 import torch_device  # noqa: E402
 
 DEVICE = torch_device.chosen()  # torch must know it before anything runs on it

@@ -28,11 +28,14 @@ from . import memory as memory
 from . import model as model
 from . import monitor as monitor
 from . import optim as optim
+from . import tune as tune
 from .accelerator import GPUConfig as GPUConfig
 from .config import PerformanceConfig as PerformanceConfig
 from .info import info as info
 from .machine import TopologyConfig as TopologyConfig
 from .monitor import PerformanceMonitor as PerformanceMonitor
 from .trainer import EarlyStopping as EarlyStopping
+from .trainer import PerformanceOptimizer as PerformanceOptimizer
 from .trainer import StepGraph as StepGraph
 from .trainer import Trainer as Trainer
+from .tune import accelerate as accelerate

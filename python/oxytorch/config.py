@@ -67,6 +67,8 @@ class PerformanceConfig:
         warmup_steps: int
         min_lr_ratio: float
         max_steps: int
+        steps_planned: int
+        tune_seconds: float
         early_stopping_patience: int
         early_stopping_min_delta: float
         early_stopping_mode: str

@@ -138,6 +138,12 @@ std::vector<ConfigField> make_fields() {
   fields.push_back(
       number("min_lr_ratio", 0, 1, false, 0, "Share of the learning rate left at the end of a cosine schedule."));
   fields.push_back(integer("max_steps", 0, 0, "Steps planned, which schedules need; 0 is not known."));
+  fields.push_back(integer("steps_planned", 1, 10'000,
+                           "Length of the run over which a change that costs something once, such as compiling, must "
+                           "repay it before it is kept."));
+  fields.push_back(number("tune_seconds", 0, kInfinity, true, 0,
+                          "Seconds for trying what makes a step faster, compiling apart; 0 is 2 % of the planned run, "
+                          "at least 2 s."));
   fields.push_back(integer("early_stopping_patience", 0, 0,
                            "Evaluations without improvement after which training stops; 0 is off."));
   fields.push_back(number("early_stopping_min_delta", 0, kInfinity, true, 0,

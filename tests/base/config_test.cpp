@@ -88,7 +88,7 @@ TEST(Config, EveryRowIsWhole) {
       EXPECT_EQ(config.get(field.key), value) << field.key;
     }
   }
-  EXPECT_EQ(keys.size(), 31u);
+  EXPECT_EQ(keys.size(), 33u);
 }
 
 TEST(Config, SettingTheLevelKeepsWhatWasSet) {

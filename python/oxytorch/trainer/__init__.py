@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult
+from .performance_optimizer import PerformanceOptimizer
 from .report import Report, SettingLine
 from .step_graph import StepGraph
 from .trainer import Trainer
 
-__all__ = ["Callback", "EarlyStopping", "FitResult", "Report", "SettingLine", "StepGraph", "Trainer"]
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "FitResult",
+    "PerformanceOptimizer",
+    "Report",
+    "SettingLine",
+    "StepGraph",
+    "Trainer",
+]

@@ -157,7 +157,7 @@ class Run:
         for name in reversed(names):
             try:
                 self._in_force.pop(name).revert(self)
-            except Exception as error:  # the others are taken back all the same
+            except Exception as error:  # noqa: PERF203  (the others are taken back all the same)
                 failure = failure or error
         if failure is not None:
             raise failure

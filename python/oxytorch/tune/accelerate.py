@@ -1,0 +1,222 @@
+"""`accelerate`: tries strategies on the user's own step, keeps what pays and is proven, and leaves no other trace."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from .._C import tune as _native
+from ..config import PerformanceConfig
+from ..model.escrow import is_criterion
+from .batches import take
+from .escrow import Escrow
+from .plan import Plan
+from .remember import key
+from .run import Run, StepFunction
+from .strategy import STRATEGIES, Strategy
+from .tuning import Tuning, named_by_user
+
+__all__ = ["accelerate"]
+
+_EXAMPLES = 4  # batches that trials run on
+
+
+StrategyName = str | type
+_PLANS: WeakValueDictionary[int, Plan] = WeakValueDictionary()  # in force, by id of the model
+
+
+def accelerate(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[..., Tensor] | nn.Module | None,
+    batches: Iterable[Any],
+    *,
+    level: str | None = None,
+    steps_planned: int | None = None,
+    config: PerformanceConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    strategies: Iterable[StrategyName] | None = None,
+    exclude: Iterable[str] = (),
+    step: StepFunction | None = None,
+    clip_norm: float | None = None,
+    loop: Literal["yours", "plan"] = "yours",
+    state: Iterable[Any] = (),
+    remember: bool | str = True,
+    budget: float | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Plan:
+    """Make a training step faster: try, measure, verify, keep what pays, and say so in a certificate.
+
+    Whole steps are taken on example batches with and without each strategy, in turn. Then model, optimizer and random
+    generators are put back and proven to be bit for bit what they were, and what was accepted is put in force on them:
+    the same loop trains on, faster. A strategy that throws, does not pay or changes numbers beyond what it claims is
+    left out, and its reason is in the plan.
+
+    Parameters
+    ----------
+    model, optimizer
+        Stay yours; `plan.revert()` takes everything back. An earlier plan of this model is taken back first.
+    loss_fn : callable
+        ``loss_fn(model, batch)``; or a criterion, and then a batch is (inputs, targets). None where `step` is given.
+    batches : sequence, loader or iterator
+        A few are taken. A loader is left at its position; of an iterator, the taken ones come again from `plan.data`.
+    level : {"advanced", "basic", "ultra"}
+        Which kinds of strategy may be tried: "basic" only those that change no bit.
+    steps_planned : int
+        Length of the run, over which what turning a strategy on costs must be repaid; 10,000 unless given.
+    config : PerformanceConfig, mapping, level or file, optional
+        A key set to "off" (threads: "keep", attention: "default", allocator: "system", precision: "fp32") takes that
+        strategy out; ``clip_norm``, ``seed``, ``steps_planned`` and ``tune_seconds`` are used where not given here.
+    strategies : iterable of str or class, optional
+        To be tried, in this order; all that are registered unless given.
+    exclude : iterable of str
+        Names not to be tried.
+    step : callable, optional
+        The loop's own step for loops of another shape: takes a batch, does zero_grad, forward, backward and
+        optimizer step, returns the loss.
+    clip_norm : float, optional
+        Of the step that is tried: the loop's own clipping belongs to it.
+    loop : {"yours", "plan"}
+        Whether steps are taken by your loop or by `plan.step(batch)`, which allows strategies that change the loop.
+    state : iterable
+        What else a step changes and is to be held: a scheduler, a scaler, generators.
+    remember : bool or str
+        Reuse the certificate of an earlier run after a short check, and store this one; a text is the folder.
+    budget : float, optional
+        Seconds for all trials, compiling apart; 2 % of the planned run unless given, at least 2 s.
+    seed : int
+        Of the order of measuring and of the referee.
+    progress : bool, optional
+        A line on stderr that says what is being tried; by default where stderr is a terminal.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that cannot be meant; nothing was run then.
+    Exception
+        What the step as given throws, and KeyboardInterrupt, after everything is restored.
+    """
+    settings = _settings(config, level)
+    _check(model, optimizer, loss_fn, step, loop)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    examples, data = take(batches, _EXAMPLES, params)
+    if step is None and is_criterion(loss_fn) and not (isinstance(examples[0], tuple | list) and len(examples[0]) == 2):
+        raise TypeError(
+            f"the loss is a criterion, so a batch is (inputs, targets); this one is a {type(examples[0]).__name__}."
+            " Pass loss_fn(model, batch) for another shape, and a list of batches."
+        )
+    run_steps = steps_planned if steps_planned is not None else settings.steps_planned
+    if run_steps < 1:
+        raise ValueError(f"steps_planned is {run_steps}, expected at least 1.")
+    classes = _named(strategies)
+    run = Run(
+        model,
+        optimizer,
+        loss_fn,
+        examples,
+        step=step,
+        clip_norm=clip_norm if clip_norm is not None else settings.clip_norm or None,
+        data=data,
+        owns_loop=loop == "plan",
+        strategies=classes,
+    )
+    if (earlier := _PLANS.get(id(model))) is not None and earlier.model is model:
+        earlier.revert()  # its strategies and its watch would run inside of the trials
+    store = _native.CertificateStore(remember if isinstance(remember, str) else "") if remember else None
+    named = [name for name in classes if name not in set(exclude)]
+    options = [
+        f"strategies {' '.join(named)}",
+        f"loop {loop}",
+        f"steps {run_steps}",
+        f"settings {named_by_user(settings)}",
+    ]
+    made_for = key(run, settings.level, options)
+    with _line(progress) as say:
+        with Escrow(model, optimizer, *state) as escrow:
+            tuning = Tuning(run, escrow, settings, made_for, run_steps, budget or settings.tune_seconds, seed, say)
+            tuning.skip(exclude)
+            try:
+                certificate = tuning.reuse(store) or tuning.measure()
+            finally:
+                tuning.bench.recover()
+        tuning.put_in_force(certificate)
+    if store is not None:
+        store.put(certificate)
+    plan = Plan(run, certificate, settings, state=tuple(state), store=store, seed=seed)
+    _PLANS[id(model)] = plan
+    return plan
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _settings(config: Any, level: str | None) -> PerformanceConfig:
+    settings = PerformanceConfig.of(config if config is not None else level or "advanced")
+    if level is not None:
+        settings.level = level
+    return settings
+
+
+def _check(model: Any, optimizer: Any, loss_fn: Any, step: Any, loop: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
+    if step is None and not callable(loss_fn):
+        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, expected a callable or a criterion; or pass step=.")
+    if step is not None and not callable(step):
+        raise TypeError(f"step is a {type(step).__name__}, expected a callable that takes a batch.")
+    if loop not in ("yours", "plan"):
+        raise ValueError(f"loop is {loop!r}, expected 'yours' or 'plan'.")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if step is None and closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{type(optimizer).__name__}.step() needs a closure. Pass step=, a function that takes a batch, "
+            "calls optimizer.step(closure) and returns the loss."
+        )
+
+
+def _named(strategies: Iterable[StrategyName] | None) -> dict[str, type[Strategy]]:
+    if strategies is None:
+        return dict(STRATEGIES)
+    found: dict[str, type[Strategy]] = {}
+    for given in strategies:
+        if isinstance(given, str):
+            if given not in STRATEGIES:
+                raise ValueError(f"there is no strategy {given!r}; there are {', '.join(STRATEGIES) or 'none'}.")
+            found[given] = STRATEGIES[given]
+            continue
+        registered = next((c for c in STRATEGIES.values() if isinstance(given, type) and issubclass(c, given)), None)
+        if registered is None and isinstance(given, type) and issubclass(given, Strategy) and given.name:
+            registered = given
+        if registered is None:
+            raise TypeError(f"{given!r} is no strategy: give a name, or a class registered by ox.tune.strategy(...).")
+        found[registered.name] = registered
+    return found
+
+
+@contextlib.contextmanager
+def _line(progress: bool | None) -> Iterator[Callable[[str], None]]:
+    """Give a function that shows what is being done, on one line of stderr, or nothing."""
+    if not (sys.stderr.isatty() if progress is None else progress):
+        yield lambda _text: None
+        return
+    from rich.console import Console  # noqa: PLC0415  (slow to import, and only for the line)
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("accelerate")
+        yield lambda text: bar.update(task, description=f"accelerate: {text}")

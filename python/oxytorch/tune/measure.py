@@ -1,0 +1,201 @@
+"""Whole training steps timed under two combinations of strategies, in the order that a duel asks for."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .._C import tune as _native
+from ..base import median
+from .run import Run
+
+__all__ = ["Bench", "Keeps", "SideFailed", "clock"]
+
+#: Seconds; tests put a clock of their own here.
+clock = time.perf_counter
+
+_BLOCK_SECONDS = 0.01  # of steps measured in a row: far above the clock's grain
+_MOST_STEPS = 64  # in a row
+_BASELINE_BLOCKS = 3
+
+Names = Sequence[str]
+_Result = TypeVar("_Result")
+
+
+class Keeps(Protocol):
+    """What puts the run's state back."""
+
+    def restore(self) -> None:
+        """Put everything back, bit for bit."""
+
+
+class SideFailed(Exception):
+    """A combination threw while it was put in force or stepped; the cause is the exception."""
+
+    def __init__(self, names: Names, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.names = tuple(names)
+        self.cause = cause
+
+
+class Bench:
+    """Brings combinations in force and times whole steps of the run on its example batches.
+
+    A block is a few steps in a row: some unmeasured where the combination has just been changed, then as many as last
+    long enough for the clock. What changing takes is not part of it.
+
+    Parameters
+    ----------
+    run : Run
+    escrow : Keeps
+        Restored before each duel, so that all start from the same numbers.
+    """
+
+    def __init__(self, run: Run, escrow: Keeps) -> None:
+        self.run = run
+        self.escrow = escrow
+        self.loss: Tensor | None = None  #: of the last step
+        self.step_seconds = 0.0  #: of the run as it was given
+        self._steps = 1
+        self._next = 0
+        self._fresh = 0  # steps not to be measured, after a switch
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def rewind(self) -> None:
+        """Take everything back and restore the state; what could not be taken back passes through after that."""
+        try:
+            self.run.bring(())
+        finally:
+            self.escrow.restore()
+
+    def recover(self) -> None:
+        """Rewind after something threw: memory that the exception held is let go, and another failure is no news."""
+        try:
+            self.rewind()
+        except Exception:  # the first failure is the one that is told
+            self.rewind()
+        gc.collect()
+        if self.run.device.type != "cpu" and torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+    # -- blocks --------------------------------------------------------------------------------------------------
+
+    def baseline(self) -> float:
+        """Return the median seconds of a step as given; what the user's own step throws passes through."""
+        self.rewind()
+        self._warm_up()
+        times = [self._timed(1) for _ in range(_BASELINE_BLOCKS)]
+        self._steps = max(1, min(_MOST_STEPS, round(_BLOCK_SECONDS / max(median(times), 1e-6))))
+        if self._steps > 1:
+            times = [self._timed(self._steps) for _ in range(_BASELINE_BLOCKS)]
+        self.step_seconds = median(times)
+        self.rewind()
+        return self.step_seconds
+
+    def duel(self, incumbent: Names, challenger: Names, options: Any) -> tuple[Any, float]:
+        """Return the result of a duel, and the seconds that turning the challenger on took once.
+
+        Raises
+        ------
+        SideFailed
+            Where a side threw; nothing is in force then, and the state is restored.
+        """
+        duel = _native.Duel(options)
+        self.guarded((), self.escrow.restore)
+        self.guarded(incumbent, self._warm_up)
+        began = clock()
+        warm = self.guarded(challenger, self._warm_up)
+        warming = clock() - began
+        pair = 0
+        first = True
+        while (side := duel.next()) is not None:
+            # Both sides of a pair take the same batches.
+            self._next = pair * self._steps
+            names = challenger if side == "challenger" else incumbent
+            duel.record(side, self.guarded(names, self._block))
+            pair, first = (pair, False) if first else (pair + 1, True)
+        result = duel.result()
+        return result, max(0.0, warming - warm * result.challenger)
+
+    def plain_step(self) -> None:
+        """Take a step with nothing in force and undo it; what the user's own step throws passes through."""
+        self.guarded((), self.escrow.restore)
+        self._next = 0
+        try:
+            self._step()
+        finally:
+            self.escrow.restore()
+
+    def guarded(self, names: Names, work: Callable[[], _Result]) -> _Result:
+        """Do something with exactly these in force.
+
+        Raises
+        ------
+        SideFailed
+            Where it throws; nothing is in force then, and the state is restored. With nothing in force, before either,
+            the exception itself passes through.
+        """
+        suspects = (*self.run.in_force, *names)  # taking one back may throw as well
+        try:
+            self._switch(names)
+            suspects = tuple(names)
+            return work()
+        except Exception as error:
+            if not suspects:  # the user's own step: theirs to see as it is
+                raise
+            error.__traceback__ = None  # its frames hold the tensors that an out-of-memory must let go
+            self.recover()
+            raise SideFailed(suspects, error) from error
+
+    def _switch(self, names: Names) -> None:
+        changed = set(names) ^ set(self.run.in_force)
+        self._fresh = max((self.run.strategy(name).settle for name in changed), default=0)
+        self.run.bring(names)
+
+    def _block(self) -> float:
+        start = self._next
+        for _ in range(self._fresh):
+            self._step()
+        self._next = start
+        return self._timed(self._steps)
+
+    def _warm_up(self) -> int:
+        """Take a step with each shape of batch, and the steps that the strategies need to settle; return how many."""
+        seen: set[tuple[tuple[int, ...], ...]] = set()
+        count = 0
+        for index, batch in enumerate(self.run.batches):
+            shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+            if shapes not in seen:
+                seen.add(shapes)
+                self._next = index
+                self._step()
+                count += 1
+        for _ in range(max(0, self._fresh + 1 - count)):
+            self._step()
+            count += 1
+        self._synchronize()
+        return count
+
+    def _timed(self, steps: int) -> float:
+        self._synchronize()
+        began = clock()
+        for _ in range(steps):
+            self._step()
+        self._synchronize()
+        return max((clock() - began) / steps, 1e-9)
+
+    def _step(self) -> None:
+        batches = self.run.batches
+        self.loss = self.run.step(batches[self._next % len(batches)])
+        self._next += 1
+
+    def _synchronize(self) -> None:
+        if self.run.device.type != "cpu" and torch.accelerator.is_available():
+            torch.accelerator.synchronize()

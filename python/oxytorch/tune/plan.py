@@ -1,0 +1,244 @@
+"""What `accelerate` returns: the run as it is now, why, and the way back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base import format_duration, format_size, log, system_info
+from .run import Run
+from .strategy import KINDS
+from .watch import Watch
+
+if TYPE_CHECKING:
+    from ..accelerator import GPUConfig
+    from ..config import PerformanceConfig
+    from ..monitor import PerformanceMonitor
+    from ..trainer import Report, Trainer
+
+__all__ = ["Plan"]
+
+
+class Plan:
+    """A training run with what pays in force, and the certificate that says so. ``str(plan)`` is a table.
+
+    While strategies are in force the run is watched at its step boundaries: now and then a few steps are taken without
+    them, and where they no longer pay, or the losses of one batch are further apart than their kind allows, they are
+    taken back. That is said once, in the log, in `certificate.events` and here.
+
+    Attributes
+    ----------
+    model, optimizer
+        The user's own objects.
+    certificate : oxytorch._C.tune.Certificate
+    settings : PerformanceConfig
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        certificate: Any,
+        settings: PerformanceConfig,
+        *,
+        state: Sequence[Any] = (),
+        store: Any = None,
+        seed: int = 0,
+    ) -> None:
+        self.certificate = certificate
+        self.settings = settings
+        self._run = run
+        self._store = store
+        self._resident = _resident()
+        self._trainer: Trainer | None = None
+        self._monitor: PerformanceMonitor | None = None
+        self._gpu: GPUConfig | None = None
+        self._watch: Watch | None = None
+        if run.in_force:
+            kind = KINDS[max(KINDS.index(run.strategies[name].kind) for name in run.in_force)]
+            self._watch = Watch(run, kind, state, self._taken_back, seed)
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self._run.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer; where another one steps in its place, through it."""
+        return self._run.original
+
+    @property
+    def data(self) -> Iterable[Any]:
+        """What to draw batches from: the user's own, or what a strategy made of it; no batch is lost."""
+        return () if self._run.data is None else self._run.data
+
+    def step(self, batch: Any) -> Tensor:
+        """Take one whole training step; return the detached loss."""
+        watch = self._watch
+        if watch is None:
+            return self._run.step(batch)
+        watch.batch = batch
+        try:
+            loss = self._run.step(batch)
+        finally:
+            watch.batch = None
+        if loss.device.type == "cpu" and not bool(torch.isfinite(loss).all()):
+            watch.doubt()
+        return loss
+
+    @property
+    def trainer(self) -> Trainer:
+        """An `oxytorch.Trainer` on what was accepted, which decides nothing again; made when first asked for."""
+        if self._trainer is None:
+            from ..trainer.performance_optimizer import planned_trainer  # noqa: PLC0415  (the trainer stands on this)
+
+            self._trainer = planned_trainer(self)
+        return self._trainer
+
+    @property
+    def monitor(self) -> PerformanceMonitor:
+        """A monitor, which times the steps of `trainer`; in a loop of your own, ``with plan.monitor.step():``."""
+        if self._monitor is None:
+            from ..monitor import PerformanceMonitor  # noqa: PLC0415
+
+            self._monitor = PerformanceMonitor()
+        return self._monitor
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes resident ``before`` and ``now``, the ``peak``, and what is ``available``: strategies may keep some."""
+        facts = system_info()["memory"]
+        named = {"now": facts["resident"], "peak": facts["peak_resident"], "available": facts["available"]}
+        return {"before": self._resident, **{name: int(value or 0) for name, value in named.items()}}
+
+    # -- what came of it -----------------------------------------------------------------------------------------
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Names of the strategies in force, in the order in which they were put there."""
+        return tuple(self.certificate.accepted())
+
+    @property
+    def rejected(self) -> dict[str, str]:
+        """Why each of the others is not, by name."""
+        return {
+            entry.strategy: f"{entry.standing}: {entry.reason}"
+            for entry in self.certificate.entries
+            if entry.standing != "accepted"
+        }
+
+    @property
+    def speedup(self) -> tuple[float, float, float]:
+        """Seconds of a step as given over seconds now: low, mid and high of the interval; ones where nothing pays."""
+        found = self.certificate.speedup
+        return (1.0, 1.0, 1.0) if found is None or not self.accepted else (found.low, found.mid, found.high)
+
+    def __str__(self) -> str:
+        return str(self.certificate.to_text())
+
+    def __repr__(self) -> str:
+        return f"<Plan: {', '.join(self.accepted) or 'nothing'} in force, {self.speedup[1]:.2f}x>"
+
+    def explain(self) -> str:
+        """Return every choice with its reason, in sentences."""
+        made = self.certificate
+        low, mid, high = self.speedup
+        lines = [
+            f"A step took {format_duration(made.baseline_seconds)} as given and takes "
+            f"{format_duration(made.tuned_seconds)} now: {mid:.2f} times as fast ({low:.2f} to {high:.2f})."
+            if self.accepted
+            else f"A step takes {format_duration(made.baseline_seconds)}; nothing was found that makes it faster."
+        ]
+        for entry in made.entries:
+            lines.append(f"{entry.strategy} ({entry.kind}): {entry.standing}. {entry.reason}")
+            if entry.cost and entry.standing == "accepted":
+                lines.append(f"  It costs: {entry.cost}")
+            if entry.break_even_steps is not None:
+                once = format_duration(entry.cost_seconds)
+                lines.append(f"  Turning it on took {once}, repaid after {entry.break_even_steps:.0f} steps.")
+        lines += [f"Verified: {check}: {outcome}." for check, outcome in made.verification.items()]
+        lines.append(f"Tuning took {format_duration(made.tuning_seconds)}{_repaid(made)}.")
+        lines += [f"Since then: {event}." for event in made.events]
+        memory = self.memory
+        lines.append(f"Resident memory: {format_size(memory['now'])}, at its peak {format_size(memory['peak'])}.")
+        return "\n".join(lines)
+
+    def report(self) -> Report:
+        """Return a line a strategy, times, and what happened since, as `oxytorch.Trainer.report` does."""
+        from ..trainer.report import Report, SettingLine  # noqa: PLC0415
+
+        made = self.certificate
+        states = {"accepted": "on", "skipped": "off"}
+        lines = [
+            SettingLine(
+                entry.strategy,
+                states.get(entry.standing, "refused"),
+                f"{entry.standing}: {entry.reason}",
+                entry.cost if entry.standing == "accepted" else "",
+                None if entry.speedup is None else entry.speedup.mid,
+            )
+            for entry in made.entries
+        ]
+        timings = {"as given": made.baseline_seconds, "step": made.tuned_seconds if self.accepted else 0.0}
+        counters = {"tuning_seconds": round(made.tuning_seconds, 3), "compile_seconds": round(made.compile_seconds, 3)}
+        verdict = "; ".join(made.events) or f"{self.speedup[1]:.2f} times as fast as given."
+        return Report(made.level, lines, {name: value for name, value in timings.items() if value}, counters, verdict)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the certificate as JSON, whole or not at all."""
+        self.certificate.save(os.fspath(path))
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return the certificate as a page that needs no network; also write it where a path is given."""
+        page = str(self.certificate.to_html())
+        if path is not None:
+            Path(path).write_text(page, encoding="utf-8")
+        return page
+
+    # -- the way back --------------------------------------------------------------------------------------------
+
+    def revert(self) -> None:
+        """Take everything back: objects and settings are as before `accelerate`; what was trained since stays."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        try:
+            self._run.bring(())
+        finally:
+            if self._gpu is not None:
+                self._gpu.revert()
+
+    def _taken_back(self, step: int, reason: str) -> None:
+        self._watch = None
+        names = set(self.accepted)
+        entries = list(self.certificate.entries)
+        for entry in entries:
+            if entry.strategy in names:
+                entry.standing, entry.reason = "rolled back", f"step {step}: {reason}"
+        self.certificate.entries = entries
+        event = f"step {step}: {', '.join(sorted(names))} taken back: {reason}"
+        self.certificate.events = [*self.certificate.events, event]
+        log("warn", f"accelerate: {event}")
+        if self._store is not None:
+            self._store.forget(self.certificate.key)  # it does not hold: the next run measures anew
+
+
+def _repaid(certificate: Any) -> str:
+    after, compiled = certificate.repaid_after(), certificate.repaid_after(True)
+    if after is None:
+        return ""
+    text = f", repaid after {after:.0f} steps"
+    if certificate.compile_seconds > 0 and compiled is not None:
+        text += f", with {format_duration(certificate.compile_seconds)} of compiling after {compiled:.0f}"
+    return text
+
+
+def _resident() -> int:
+    return int(system_info()["memory"]["resident"] or 0)

@@ -1,0 +1,349 @@
+"""The loop of `accelerate`: asks the search what to try, measures and verifies it, and writes the certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from .._C import tune as _native
+from ..base import format_duration, log
+from ..config import PerformanceConfig
+from ..optim.generators import rng_state, set_rng_state
+from . import measure
+from .escrow import Escrow
+from .measure import Bench, SideFailed
+from .run import Run
+from .strategy import KINDS, Kind
+from .verify import Ruling, Verifier
+
+__all__ = ["Tuning", "named_by_user"]
+
+_CANARY_PAIRS = 9
+_LEAST_BUDGET = 2.0  # seconds
+_BUDGET_SHARE = 0.02  # of the planned run's time that tuning may take, compiling apart
+# Names or groups of strategies: the key of the configuration that is theirs, and the value that takes them out.
+_KEYS: dict[str, tuple[str, str]] = {
+    "host_memory": ("allocator", "system"),
+    "threads": ("threads", "keep"),
+    "flush_denormals": ("flush_denormals", "off"),
+    "layout": ("channels_last", "off"),
+    "attention": ("attention", "default"),
+    "precision": ("precision", "fp32"),
+    "step_tail": ("step_tail", "off"),
+    "int8_state": ("optimizer_state", "fp32"),
+    "compile": ("compile", "off"),
+}
+
+
+def named_by_user(settings: PerformanceConfig) -> dict[str, Any]:
+    """Settings that the user named, against those that come with the level."""
+    return {name: value for name, value in settings if not settings.origin(name).startswith("level ")}
+
+
+def _widest(kinds: Iterable[Kind]) -> Kind:
+    return KINDS[max((KINDS.index(kind) for kind in kinds), default=0)]
+
+
+class Tuning:
+    """One search for what pays, on one run."""
+
+    def __init__(
+        self,
+        run: Run,
+        escrow: Escrow,
+        settings: PerformanceConfig,
+        made_for: Any,
+        steps_planned: int,
+        budget: float,
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.run = run
+        self.escrow = escrow
+        self.settings = settings
+        self.key = made_for
+        self.steps_planned = steps_planned
+        self.budget = budget
+        self.seed = seed
+        self.say = say
+        self.bench = Bench(run, escrow)
+        self.began = measure.clock()
+        self.compiling = 0.0
+        self.events: list[str] = []
+        self.search: Any = None
+        self._skipped: dict[str, str] = {}
+        self._compiles: set[str] = set()  # whose turning on is charged apart
+        self._final: dict[str, tuple[Any, str]] = {}  # what became of a strategy after the search
+        self._rulings: dict[tuple[str, ...], Ruling] = {}
+        self._verifier: Verifier | None = None
+
+    # -- what may be tried ---------------------------------------------------------------------------------------
+
+    def skip(self, excluded: Iterable[str]) -> None:
+        """Note what is not to be tried: by the caller's word, the configuration, the level, the loop."""
+        names = set(self.run.strategies)
+        for name in excluded:
+            if name not in names:
+                raise ValueError(f"exclude names {name!r}, which is no strategy here: {', '.join(sorted(names))}.")
+            self._skipped[name] = "excluded by the caller"
+        named = named_by_user(self.settings)
+        for name, cls in self.run.strategies.items():
+            precision = ("precision", "fp32") if cls.kind == "precision" else ("", "")
+            setting, off = _KEYS.get(name) or (precision if precision[0] else _KEYS.get(cls.group, ("", "")))
+            if setting and named.get(setting) == off:
+                self._skipped.setdefault(name, f"{setting} is {off!r} in the configuration")
+            elif not _native.allows(self.settings.level, cls.kind):
+                self._skipped.setdefault(name, f"level {self.settings.level} does not allow the kind {cls.kind}")
+            elif cls.needs_loop and not self.run.owns_loop:
+                self._skipped.setdefault(name, "it changes the loop itself: loop='plan' and plan.step(batch) allow it")
+
+    def _look(self) -> None:
+        """Ask the strategies themselves, once the step is known to run."""
+        everything = ""
+        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if processes > 1:
+            everything = f"one of {processes} processes, which would decide differently"
+        elif self.bench.loss is not None and not bool(torch.isfinite(self.bench.loss).all()):
+            everything = f"the loss of the step as given is {float(self.bench.loss)}: nothing can be verified by it"
+        if everything:
+            log("warn", f"accelerate: nothing was tried: {everything}.")
+        for name in self.run.strategies:
+            if name in self._skipped:
+                continue
+            if everything:
+                self._skipped[name] = everything
+                continue
+            try:
+                answer = self.run.strategy(name).applies(self.run)
+            except Exception as error:  # a strategy's own fault is its own failure
+                self._fail(name, f"applies() threw {_told(error)}")
+                continue
+            if answer is not True:
+                self._skipped[name] = answer or "does not apply"
+
+    def _fail(self, name: str, reason: str) -> None:
+        self._final[name] = ("failed", reason)
+        self._skipped[name] = reason
+        log("warn", f"accelerate: {name} failed and is left out: {reason}")
+
+    # -- measuring -----------------------------------------------------------------------------------------------
+
+    def measure(self) -> Any:
+        """Return the certificate of a search; nothing is in force at the end."""
+        self._baseline()
+        self.search = self._make_search()
+        while (trial := self.search.ask()) is not None:
+            against = ", ".join(trial.incumbent) or "nothing"
+            self.say(f"{trial.strategy}{' taken away' if trial.removal else ''} against {against}")
+            self.search.tell(self._try(trial))
+        chosen, result = self._conclude(list(self.search.best()))
+        return self._certificate(chosen, result)
+
+    def _baseline(self) -> None:
+        self.say("the step as it is")
+        if self.bench.step_seconds == 0:
+            self.bench.baseline()
+            self._look()
+
+    def _make_search(self) -> Any:
+        facts = []
+        for name, cls in self.run.strategies.items():
+            one = _native.StrategyFacts(name, kind=cls.kind, group=cls.group, hopeful=cls.hopeful)
+            # A strategy that is not offered cannot be required or have been accepted.
+            missing = [other for other in cls.requires if other not in self.run.strategies]
+            if missing and name not in self._skipped:
+                self._skipped[name] = f"needs {missing[0]}, which is not offered"
+            one.requires = [other for other in cls.requires if other in self.run.strategies]
+            one.interacts = [other for other in cls.interacts if other in self.run.strategies]
+            if name not in self._skipped:
+                try:
+                    one.expected_cost = self.run.strategy(name).expected_cost(self.run)
+                    if one.expected_cost > 0:
+                        self._compiles.add(name)
+                except Exception as error:
+                    self._fail(name, f"expected_cost() threw {_told(error)}")
+            facts.append(one)
+        share = _BUDGET_SHARE * self.steps_planned * self.bench.step_seconds
+        options = _native.SearchOptions(
+            steps_planned=self.steps_planned,
+            step_seconds=self.bench.step_seconds,
+            budget_seconds=self.budget or max(_LEAST_BUDGET, share),
+            seed=self.seed,
+        )
+        search = _native.Search(facts, options)
+        for name, reason in self._skipped.items():
+            search.skip(name, reason)
+        return search
+
+    def _try(self, trial: Any) -> Any:
+        outcome = _native.TrialOutcome()
+        try:
+            outcome.duel, outcome.cost_seconds = self.bench.duel(trial.incumbent, trial.challenger, trial.duel)
+            if trial.strategy in self._compiles and not trial.removal:
+                self.compiling += outcome.cost_seconds
+            if outcome.duel.decision == "accept":
+                ruling = self._verify(trial.challenger)
+                outcome.verified, outcome.reason = ruling.held, ruling.reason
+                if not ruling.held:
+                    log("warn", f"accelerate: {trial.strategy} is refused and left out: {ruling.reason}")
+        except SideFailed as failure:
+            outcome.failed, outcome.reason = True, self._blame(failure)
+            log("warn", f"accelerate: {trial.strategy} failed and is left out: {outcome.reason}")
+        return outcome
+
+    def _blame(self, failure: SideFailed) -> str:
+        """Say what a combination threw, where the step as given does not throw too; else that error passes through."""
+        self.bench.plain_step()
+        return _told(failure.cause)
+
+    def _verify(self, names: Sequence[str], steps: int | None = None) -> Ruling:
+        """Let the referee judge a combination, once."""
+        wanted = tuple(names)
+        if not wanted:
+            return Ruling(True, "nothing is in force", {})
+        if steps is None and wanted in self._rulings:
+            return self._rulings[wanted]
+        began = measure.clock()
+        self.say(f"verifying {', '.join(names)}")
+        if steps is not None or self._verifier is None:
+            extra = {} if steps is None else {"steps": steps}
+            verifier = Verifier(self.run, self.escrow, seed=self.seed, **extra)
+            if steps is None:
+                self._verifier = verifier
+        else:
+            verifier = self._verifier
+        kind = _widest(self.run.strategies[name].kind for name in names)
+        self.bench.guarded((), self.escrow.restore)
+        ruling = self.bench.guarded(names, lambda: verifier.check(kind))
+        self.bench.guarded((), self.escrow.restore)
+        if steps is None:
+            self._rulings[wanted] = ruling
+        if self.search is not None:
+            self.search.charge(measure.clock() - began)
+        return ruling
+
+    def _conclude(self, chosen: list[str]) -> tuple[list[str], Any]:
+        """Verify and measure everything against nothing; what spoils it is dropped, the last first."""
+        while chosen:
+            last = chosen[-1]
+            try:
+                ruling = self._verify(chosen)
+                if ruling.held:
+                    self.say("everything against nothing")
+                    options = _native.DuelOptions(threshold=1.0, seed=self.seed + 1)
+                    result, _ = self.bench.duel((), chosen, options)
+                    if result.decision == "accept":
+                        return chosen, result
+                    standing, reason = "rejected", f"all together did not pay: {result.reason}"
+                else:
+                    standing, reason = "refused", f"all together were refused: {ruling.reason}"
+            except SideFailed as failure:
+                standing, reason = "failed", f"all together failed: {self._blame(failure)}"
+            log("warn", f"accelerate: {last} is taken back: {reason}")
+            self._final[last] = (standing, reason)
+            chosen = chosen[:-1]
+        return [], None
+
+    def _certificate(self, chosen: Sequence[str], result: Any) -> Any:
+        made = _native.Certificate()
+        made.key = self.key
+        made.level = self.settings.level
+        made.created = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        made.steps_planned = self.steps_planned
+        made.baseline_seconds = self.bench.step_seconds if result is None else result.incumbent
+        made.tuned_seconds = self.bench.step_seconds if result is None else result.challenger
+        if result is not None:
+            made.speedup = result.speedup
+        entries = list(self.search.entries())
+        for entry in entries:
+            entry.cost = self.run.strategies[entry.strategy].cost
+            ruling = next((r for names, r in self._rulings.items() if names and names[-1] == entry.strategy), None)
+            if ruling is not None:
+                entry.evidence = dict(ruling.evidence)
+            if entry.strategy in self._final:
+                entry.standing, entry.reason = self._final[entry.strategy]
+        made.entries = entries
+        made.verification = self._verification(chosen)
+        made.events = self.events
+        made.compile_seconds = self.compiling
+        made.tuning_seconds = max(0.0, measure.clock() - self.began - self.compiling)
+        return made
+
+    def _verification(self, chosen: Sequence[str]) -> dict[str, str]:
+        restored = "model, optimizer and random generators proven by hash to be what they were"
+        if not chosen:
+            return {"restored": restored}
+        kind = _widest(self.run.strategies[name].kind for name in chosen)
+        return {"restored": restored, f"all together, as {kind}": self._rulings[tuple(chosen)].reason or "held"}
+
+    # -- remembering ---------------------------------------------------------------------------------------------
+
+    def reuse(self, store: Any) -> Any:
+        """Return the remembered certificate where it still holds, else None."""
+        found = None if store is None else store.find(self.key)
+        if found is None:
+            return None
+        self._baseline()
+        self.say("the remembered certificate")
+        fault, shown = self._canary(list(found.accepted()))
+        if fault:
+            self.events.append(
+                f"step 0: the certificate of {found.created} did not hold and was measured anew: {fault}"
+            )
+            log("warn", f"accelerate: {self.events[-1]}")
+            return None
+        found.events = [*found.events[-9:], f"step 0: reused, {shown}"]
+        return found
+
+    def _canary(self, names: list[str]) -> tuple[str, str]:
+        """Return what is wrong with a remembered combination, and else what was seen."""
+        if stale := next((name for name in names if name in self._skipped or name not in self.run.strategies), ""):
+            return f"{stale}: {self._skipped.get(stale, 'not offered')}", ""
+        if not names:
+            return "", "nothing pays here"
+        options = _native.DuelOptions(most_pairs=_CANARY_PAIRS, seed=self.seed)
+        try:
+            ruling = self._verify(names, steps=1)
+            if not ruling.held:
+                return ruling.reason, ""
+            result, cost = self.bench.duel((), names, options)
+        except SideFailed as failure:
+            return self._blame(failure), ""
+        self.compiling += cost
+        if not result.speedup.mid > 1.0:
+            return result.reason, ""
+        return "", f"canary {result.speedup.mid:.2f}x over {result.pairs} pairs, one step verified"
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def put_in_force(self, certificate: Any) -> None:
+        """Apply what was accepted to the user's own objects; what cannot be is failed, and said."""
+        generators = rng_state(self.run.params)
+        for name in certificate.accepted():
+            try:
+                self.run.bring([*self.run.in_force, name])
+            except Exception as error:  # noqa: PERF203  (each may fail by itself)
+                _restand(certificate, {name}, "failed", f"could not be put in force: {_told(error)}")
+                log("warn", f"accelerate: {name} failed and is left out: {_told(error)}")
+        set_rng_state(generators)
+        spent = format_duration(measure.clock() - self.began)
+        log("info", f"accelerate: {', '.join(self.run.in_force) or 'nothing'} in force after {spent}")
+
+
+def _restand(certificate: Any, names: Iterable[str], standing: Any, reason: str) -> None:
+    wanted = set(names)
+    entries = list(certificate.entries)
+    for entry in entries:
+        if entry.strategy in wanted:
+            entry.standing, entry.reason = standing, reason
+    certificate.entries = entries
+
+
+def _told(error: BaseException) -> str:
+    """One line of an exception: a compiler's are pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

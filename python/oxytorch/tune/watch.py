@@ -1,0 +1,165 @@
+"""Watches a certified run from its step boundaries, and takes strategies back where they stop paying or drift."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._C import tune as _native
+from . import measure
+from .escrow import Escrow
+from .run import Run
+from .strategy import Kind
+
+__all__ = ["Watch"]
+
+# Relative distance of one batch's losses with and without; what is exact has the same bits.
+_TOLERANCE: dict[Kind, float] = {"exact": 0.0, "tolerance": 1e-3, "precision": 0.05, "trade": 0.05}
+_DEVICE_LOOKS = 50  # steps between two looks at gradients that a device must be waited for
+
+
+class Watch:
+    """Drives a guard from the optimizer's step hooks, whoever calls ``step()``.
+
+    A step lasts from one step's end to the next, so a loop of the user's own is watched as it is. At the guard's word a
+    step is taken without the strategies, the losses of a batch are compared under escrow, or the strategies are taken
+    back; always between two steps. Gradients that are not finite make it compare at once, before they are applied.
+
+    Parameters
+    ----------
+    run : Run
+        With the strategies in force.
+    kind : Kind
+        The widest of theirs.
+    state : sequence
+        What else a step changes.
+    taken_back : callable
+        Called with the step and the reason once they are taken back for good.
+    """
+
+    def __init__(
+        self, run: Run, kind: Kind, state: Sequence[Any], taken_back: Callable[[int, str], None], seed: int = 0
+    ) -> None:
+        self._run = run
+        self._names = run.in_force
+        self._state = tuple(state)
+        self._taken_back = taken_back
+        options = _native.GuardOptions(loss_tolerance=_TOLERANCE[kind], seed=seed)
+        if run.own_step is not None:
+            options.loss_tolerance = -1  # a step of the user's own may do more than step: not without need
+        self.guard = _native.Guard(options)
+        self._busy = False
+        self._doubted = False
+        self._probe: Tensor | None = None
+        self._last = 0.0
+        self._waits = 0
+        self.batch: Any = None  #: that of the step under way, where the plan takes it
+        self._handles = [
+            run.original.register_step_pre_hook(self._before_step),
+            run.original.register_step_post_hook(self._after_step),
+        ]
+        self._decide()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def doubt(self) -> None:
+        """Compare the losses at the next step boundary: a loss was not finite."""
+        if self._handles and not self._doubted:
+            self._doubted = True
+            self.guard.suspicious()
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def _before_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._busy or not self._handles or self._doubted or self._finite():
+            return
+        self.doubt()
+        self._decide()
+        if not self._handles:  # they were to blame: what they made is not applied
+            for p in self._run.params:
+                p.grad = None
+
+    def _after_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._busy or not self._handles:
+            return
+        if self._waits > 0:
+            self._wait()
+        self.guard.after(max(measure.clock() - self._last, 1e-9))
+        self._decide()
+
+    def _finite(self) -> bool:
+        if self._run.device.type != "cpu" and self.guard.step % _DEVICE_LOOKS:
+            return True
+        if self._probe is None:
+            found = [p for p in self._run.params if p.grad is not None]
+            self._probe = min(found, key=lambda p: p.numel(), default=None)
+        grad = None if self._probe is None else self._probe.grad
+        if grad is None:
+            return True
+        return math.isfinite(float(grad.sum()))  # of a sparse one as well
+
+    # -- the guard's word ----------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        """Do what the guard says, so that the next step is taken as it wants."""
+        try:
+            action = self.guard.before()
+            while action == "compare losses":
+                self._waits = 100  # a check is under way, and each of its steps is timed to its end
+                self.guard.compared(*self._compare())
+                action = self.guard.before()
+            if action == "roll back":
+                return self._roll_back(self.guard.reason)
+            wanted: Sequence[str] = () if action == "run without" else self._names
+            if tuple(wanted) != self._run.in_force:
+                self._run.bring(wanted)
+        except Exception as error:  # the run goes on as it was given
+            return self._roll_back(f"they could not be switched: {type(error).__name__}: {error}")
+        self._waits = max(0, self._waits - 1)
+        if self._waits > 0:
+            self._wait()
+        self._last = measure.clock()
+
+    def _roll_back(self, reason: str) -> None:
+        step = int(self.guard.step)
+        self.stop()
+        try:
+            self._run.bring(())
+        finally:
+            self._taken_back(step, reason)
+
+    def _compare(self) -> tuple[float, float]:
+        """Losses of one batch with and without, from the same state, which is as before then."""
+        batch = self._run.batches[0] if self.batch is None else self.batch
+        self._busy = True
+        self._run.bring(())
+        try:
+            with Escrow(self._run.model, self._run.original, *self._state) as escrow:
+                without = self._loss(batch)
+                escrow.restore()
+                try:
+                    self._run.bring(self._names)
+                    together = self._loss(batch)
+                finally:
+                    self._run.bring(())
+            self._run.bring(self._names)
+        finally:
+            self._busy = False
+        return together, without
+
+    def _loss(self, batch: Any) -> float:
+        if self._run.own_step is not None:
+            return float(self._run.step(batch))
+        return float(self._run.loss(batch).detach())
+
+    def _wait(self) -> None:
+        if self._run.device.type != "cpu" and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
