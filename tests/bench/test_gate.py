@@ -6,8 +6,10 @@ import itertools
 import json
 import math
 import random
+import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from oxytorch.demo.driver import Block, Run
 pytestmark = pytest.mark.cpu_only("times on the CPU, or times that are made up")
 
 SUBJECT = "train.py:make"
+# Rounds that the race of the step tail recorded: contenders in turn, as a subject and its calibration are.
+RECORDED = Path(__file__).resolve().parents[2] / "bench" / "results" / "step_tail.json"
 
 
 def measurement(relative: list[float], losses: tuple[float, ...] = (3.0, 2.0, 1.0), peak: float = 1e9) -> Any:
@@ -76,6 +80,31 @@ def test_too_few_starts_say_what_they_reach() -> None:
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def recorded_runs() -> Iterator[tuple[list[float], list[float]]]:
+    """Two runs of six starts of equal programs: an early and a late half of the rounds, six windows of each."""
+    for times in json.loads(RECORDED.read_text())["cases"].values():
+        long = [rounds for rounds in times.values() if len(rounds) >= 96]
+        for subject, calibration in itertools.combinations(long, 2):
+            ratios = [a / b for a, b in zip(subject, calibration, strict=True)]
+            size = len(ratios) // 12
+            windows = [statistics.median(ratios[i * size : (i + 1) * size]) for i in range(12)]
+            yield windows[:6], windows[6:]
+            yield windows[6:], windows[:6]
+
+
+def test_a_hundred_recorded_runs_raise_at_most_one_alarm() -> None:
+    runs = list(recorded_runs())
+    verdicts = [gate.judge(gate.ratio_interval(before, after), 0.05) for before, after in runs]
+    assert len(runs) >= 100
+    assert verdicts.count("more") <= len(runs) // 100
+
+
+def test_a_sleep_of_a_fifth_is_caught_in_recorded_noise() -> None:
+    slower = [(before, [1.2 * each for each in after]) for before, after in recorded_runs()]
+    verdicts = [gate.judge(gate.ratio_interval(*pair), 0.05) for pair in slower]
+    assert verdicts.count("more") >= 0.99 * len(slower)
 
 
 def test_modes_raise_no_alarm_and_hide_no_slowdown() -> None:
