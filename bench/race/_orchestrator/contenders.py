@@ -1,7 +1,7 @@
 """The contenders: each makes what it needs of the user's model, and trains with the loop that its users write.
 
 Nothing here imports oxytorch outside `Ours` and `Exhaustive`. A loop takes its batches from an iterable that hands them
-out, times what happens between two, and keeps the losses: so a trainer that owns its loop is timed like one written out.
+out, times what happens between two, and keeps the losses, so a trainer that owns its loop is timed like the others.
 """
 
 from __future__ import annotations
