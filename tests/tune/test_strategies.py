@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..trainer.recorder import Recorder
 
-pytestmark = pytest.mark.cpu_only("the matrix is of what applies on a CPU; devices have their fakes below")
+pytestmark = pytest.mark.cpu_only("the matrix is of what applies on a CPU")
 
 
 class Conv(nn.Module):
@@ -564,3 +564,21 @@ def test_a_whole_step_is_recorded_and_replayed(monkeypatch: pytest.MonkeyPatch) 
     assert run.whole_step is None
     for p, q in zip(run.params, plain.params, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+# ---- the page
+
+
+def test_the_guide_lists_the_register() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "guide" / "strategies.md").read_text()
+    told = [line for line in page.splitlines() if line.startswith("| `")]
+    built_in = {name: cls for name, cls in STRATEGIES.items() if cls.__mro__[1].__module__.startswith("oxytorch.")}
+    assert told == [
+        f"| `{name}` | {c.kind} | {c.group} | {'yes' if c.needs_loop else ''} | {str(c.__doc__).splitlines()[0]} |"
+        for name, c in built_in.items()
+    ]
+
+
+def test_names_that_strategies_refer_to_exist() -> None:
+    for cls in STRATEGIES.values():
+        assert {*cls.requires, *cls.interacts} <= set(STRATEGIES), cls.name

@@ -27,6 +27,7 @@ _BUDGET_SHARE = 0.02  # of the planned run's time that tuning may take, compilin
 # Names or groups of strategies: the key of the configuration that is theirs, and the value that takes them out.
 _KEYS: dict[str, tuple[str, str]] = {
     "host_memory": ("allocator", "system"),
+    "host_pool": ("allocator", "system"),
     "threads": ("threads", "keep"),
     "flush_denormals": ("flush_denormals", "off"),
     "layout": ("channels_last", "off"),

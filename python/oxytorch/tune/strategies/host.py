@@ -41,7 +41,7 @@ class _HostSetting(Strategy):
         self._setting.revert()
 
 
-@strategy("allocator", kind="exact", group="host_memory", settle=2)
+@strategy("allocator", kind="exact", group="host_memory", interacts=("host_pool",), settle=2)
 class Allocator(_HostSetting):
     """glibc keeps freed memory for the next step instead of faulting it in again, up to half of what is available."""
 
@@ -49,9 +49,9 @@ class Allocator(_HostSetting):
         return _C.trainer.tune_allocator(None)
 
 
-@strategy("host_pool", kind="exact", group="host_memory", interacts=("allocator",), settle=2)
+@strategy("host_pool", kind="exact", interacts=("allocator",), settle=2)
 class HostPool(_HostSetting):
-    """A pool of huge pages under torch's CPU tensors; it takes the place of a tuned allocator."""
+    """A pool of huge pages under torch's CPU tensors; a tuned allocator beside it serves the scratch of operators."""
 
     def applies(self, run: Run) -> bool | str:
         if not hasattr(_C, "memory"):
