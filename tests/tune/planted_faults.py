@@ -794,7 +794,7 @@ def mask_of_another_rate(run: Run, now: Callable[[], bool]) -> Iterator[None]:
 
 @fault("gpt", "tolerance")
 def own_masks_of_another_rate(run: Run, now: Callable[[], bool]) -> Iterator[None]:
-    with drawing(run, 0.5):
+    with drawing(run, 0.15):
         yield
 
 
@@ -1024,6 +1024,12 @@ def math_attention(run: Run, now: Callable[[], bool]) -> Iterator[None]:
 @healthy("gpt", "tolerance")
 def masks_drawn_in_another_way(run: Run, now: Callable[[], bool]) -> Iterator[None]:
     with drawing(run, 0.1):
+        yield
+
+
+@healthy("gpt", "tolerance")
+def two_micro_batches(run: Run, now: Callable[[], bool]) -> Iterator[None]:
+    with set_for(run, micro_batches=2):
         yield
 
 

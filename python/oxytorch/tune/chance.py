@@ -6,23 +6,26 @@ import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..model.escrow import tensors_in
 from ..optim.generators import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["backward_error", "draws", "judge_draws", "still"]
+__all__ = ["Draws", "backward_error", "draws", "judge_draws", "still"]
 
 _DROPOUTS = (
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
 )  # fmt: skip
 _DRAWS = 24
+_SURE = 4.5  # standard errors
 _RISE = 0.03  # of the loss, on either side
 
 
@@ -33,7 +36,7 @@ def still(run: Run) -> Iterator[None]:
     recurrent = [(m, m.dropout) for m in run.model.modules() if isinstance(m, nn.RNNBase)]
     attention = before["scaled_dot_product_attention"]
 
-    def unchanged(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: ARG001
+    def unchanged(input: Tensor, *_: Any, **__: Any) -> Tensor:
         return input
 
     def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, **more: Any) -> Any:  # noqa: ARG001
@@ -53,25 +56,54 @@ def still(run: Run) -> Iterator[None]:
             module.dropout = p
 
 
-def draws(run: Run) -> list[float]:
-    """Losses of one batch, one after the other, each with random numbers of its own."""
-    with torch.no_grad():
-        return [float(run.loss(run.batches[0])) for _ in range(_DRAWS)]
+@dataclass(frozen=True)
+class Draws:
+    """Losses of one batch with other random numbers each time, and how far the outputs are from their mean."""
+
+    losses: list[float]
+    spreads: list[float]
 
 
-def judge_draws(found: list[float], usual: list[float]) -> str:
-    """Return what is wrong with losses drawn, against those of the step as given; empty where nothing."""
-    if len(set(usual)) > 2 and len(set(found)) < len(set(usual)) / 2:
-        return f"random numbers repeat: {len(set(found))} different losses in {len(found)} draws of one batch"
-    spread, normal = statistics.stdev(found), statistics.stdev(usual)
-    error = math.sqrt((spread**2 + normal**2) / len(found))
-    shift = statistics.fmean(found) - statistics.fmean(usual)
-    if abs(shift) > 4.5 * error + 1e-6 * abs(statistics.fmean(usual)):
-        sure = abs(shift) / max(error, 1e-300)
-        return f"with random numbers the loss is {shift:+.3g} in the mean, {sure:.1f} standard errors"
-    if not 1 / 2 < spread / max(normal, 1e-300) < 2:
-        return f"random numbers spread the loss {spread / max(normal, 1e-300):.2g} times as far as before"
+def draws(run: Run) -> Draws:
+    """Run the forward of one batch again and again, each time with the next random numbers."""
+    outputs: list[Tensor] = []
+
+    def keep(result: Any) -> Any:
+        floats = [t for t in tensors_in(result) if t.is_floating_point()]
+        outputs.append(torch.cat([t.detach().float().flatten() for t in floats]) if floats else torch.zeros(1))
+        return result
+
+    run.call.outputs("draws", keep)
+    try:
+        with torch.no_grad():
+            losses = [float(run.loss(run.batches[0])) for _ in range(_DRAWS)]
+    finally:
+        run.call.outputs("draws", None)
+    if len(outputs) != _DRAWS:  # a loss that calls the model in another way
+        return Draws(losses, [])
+    mean = sum(outputs) / _DRAWS
+    return Draws(losses, [float((out - mean).square().mean()) for out in outputs])
+
+
+def judge_draws(found: Draws, usual: Draws) -> str:
+    """Return what is wrong with what was drawn, against the step as given; empty where nothing."""
+    if len(set(usual.losses)) > 2 and len(set(found.losses)) < len(set(usual.losses)) / 2:
+        return f"random numbers repeat: {len(set(found.losses))} different losses in {_DRAWS} draws of one batch"
+    shift, error = _apart(found.losses, usual.losses)
+    if abs(shift) > _SURE * error + 1e-6 * abs(statistics.fmean(usual.losses)):
+        return f"with random numbers the loss is {shift:+.3g} in the mean, {abs(shift) / error:.1f} standard errors"
+    if found.spreads and usual.spreads:
+        shift, error = _apart(found.spreads, usual.spreads)
+        if abs(shift) > _SURE * error:
+            ratio = statistics.fmean(found.spreads) / max(statistics.fmean(usual.spreads), 1e-300)
+            return f"random numbers make the outputs' variance {ratio:.2f} times what it is as given"
     return ""
+
+
+def _apart(found: list[float], usual: list[float]) -> tuple[float, float]:
+    """Difference of the means, and its standard error."""
+    error = math.sqrt((statistics.variance(found) + statistics.variance(usual)) / len(found))
+    return statistics.fmean(found) - statistics.fmean(usual), max(error, 1e-300)
 
 
 def backward_error(run: Run) -> float:

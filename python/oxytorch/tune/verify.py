@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..optim.generators import rng_state, set_rng_state
-from .chance import backward_error, draws, judge_draws, still
+from .chance import Draws, backward_error, draws, judge_draws, still
 from .escrow import Escrow
 from .record import State, Step, digest, digest_of_rng, digests, extras, names, rng_digest, settings, take
 from .referee import FLOAT32, REDUCED, Errors, Excess, Truth, judge, measure, truth
@@ -132,7 +132,7 @@ class Verifier:
         self._truths: dict[bool, Truth] = {}
         self._no_truth = ""
         self._band: tuple[float, float] | None = None
-        self._usual_draws: list[float] = []
+        self._usual_draws: Draws | None = None
         self._usual_backward = 0.0
 
     # -- what is asked ---------------------------------------------------------------------------------------------
@@ -364,7 +364,8 @@ class Verifier:
         evidence["update_error"] = updates.worst
         self._check_extras(taken, given, kind)
         differs = self._check_random(taken, given)
-        quiet = differs or not self._same_draws(kept)
+        # Pieces of a batch draw as many numbers, for other rows.
+        quiet = differs or not self._same_draws(kept) or (self.run.micro_batches > 1 and self._draws_any(given))
         if quiet:
             self._begin(wanted)
             with self._quiet(True):
@@ -464,6 +465,10 @@ class Verifier:
             mine, usual = now, as_given
         return taken.rng != given.rng
 
+    def _draws_any(self, given: _Taken) -> bool:
+        assert self._start is not None
+        return given.rng[0] != digest_of_rng(self._start.rng)
+
     def _same_draws(self, kept: list[tuple[Step, dict[str, Tensor]]]) -> bool:
         """Whether the model in float64 draws what it draws in its own dtype."""
         right = self._truths.get(False)
@@ -473,7 +478,7 @@ class Verifier:
         if self.run.own_step is not None:
             self._note("masks are judged by the losses of the steps alone")
             return
-        if not self._usual_draws:
+        if self._usual_draws is None:
             self._begin(())
             self._usual_draws = draws(self.run)
             self._begin(())
