@@ -4,8 +4,8 @@
 
 #include "oxytorch/host.h"
 #include "oxytorch/trainer/early_stopping.h"
-#include "oxytorch/tune/host.h"
 #include "oxytorch/trainer/step_graph.h"
+#include "oxytorch/tune/host.h"
 
 namespace oxytorch::bindings {
 namespace {

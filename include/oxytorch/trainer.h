@@ -25,9 +25,9 @@
 #include "oxytorch/api.h"
 #include "oxytorch/config.h"
 #include "oxytorch/trainer/early_stopping.h"
-#include "oxytorch/tune/host.h"
 #include "oxytorch/trainer/step_graph.h"
 #include "oxytorch/tune/batch.h"
+#include "oxytorch/tune/host.h"
 
 namespace oxytorch {
 
