@@ -1,7 +1,6 @@
 // The native core of oxytorch.tune: duel, search, certificate, guard. Enumerations are strings in Python.
 #include "tune.h"
 
-#include <pybind11/operators.h>
 #include <pybind11/typing.h>
 
 #include <algorithm>
@@ -181,7 +180,6 @@ void bind_certificate(py::module_& m) {
              return entry;
            }),
            py::arg("strategy"), py::arg("kind"), py::arg("standing"), py::arg("reason"))
-      .def(py::self == py::self)
       .def_readwrite("strategy", &CertificateEntry::strategy)
       .def_readwrite("kind", &CertificateEntry::kind)
       .def_readwrite("standing", &CertificateEntry::standing)
@@ -198,7 +196,6 @@ void bind_certificate(py::module_& m) {
            }),
            py::kw_only(), py::arg("hardware") = "", py::arg("torch") = "", py::arg("model") = "",
            py::arg("options") = "")
-      .def(py::self == py::self)
       .def_readwrite("hardware", &CertificateKey::hardware)
       .def_readwrite("torch", &CertificateKey::torch)
       .def_readwrite("model", &CertificateKey::model)
@@ -209,7 +206,6 @@ void bind_certificate(py::module_& m) {
                           "`entries` whole.")
       .def(py::init<>())
       .def(py::init<const Certificate&>(), py::arg("other"))
-      .def(py::self == py::self)
       .def_readwrite("key", &Certificate::key)
       .def_readwrite("level", &Certificate::level)
       .def_readwrite("created", &Certificate::created)

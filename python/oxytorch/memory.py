@@ -65,7 +65,5 @@ def use_host_pool(limit: int | str | None = None) -> _C.trainer.HostSetting:
 def host_pool_stats() -> HostPoolStats:
     """Read the pool's counts; zeros where it was never in use. Takes milliseconds: not for every step."""
     counts = _C.memory.host_pool_stats()
-    names = [name for name in HostPoolStats.__annotations__ if name != "huge_page_bytes"]
-    return HostPoolStats(
-        *(getattr(counts, name) for name in names), huge_page_bytes=_C.memory.host_pool_huge_page_bytes()
-    )
+    values = {name: getattr(counts, name) for name in HostPoolStats.__annotations__ if name != "huge_page_bytes"}
+    return HostPoolStats(**values, huge_page_bytes=_C.memory.host_pool_huge_page_bytes())

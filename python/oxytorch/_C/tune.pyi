@@ -159,14 +159,12 @@ class CertificateEntry:
     What became of one strategy. Containers are copied in and out.
     """
 
-    __hash__: typing.ClassVar[None] = None
     cost: str
     kind: typing.Literal["exact", "tolerance", "precision", "trade"]
     reason: str
     speedup: Interval | None
     standing: typing.Literal["accepted", "rejected", "refused", "failed", "skipped", "rolled back"]
     strategy: str
-    def __eq__(self, arg0: CertificateEntry) -> bool: ...
     @typing.overload
     def __init__(self) -> None: ...
     @typing.overload
@@ -199,12 +197,10 @@ class CertificateKey:
     What a certificate holds for.
     """
 
-    __hash__: typing.ClassVar[None] = None
     hardware: str
     model: str
     options: str
     torch: str
-    def __eq__(self, arg0: CertificateKey) -> bool: ...
     def __init__(self, *, hardware: str = "", torch: str = "", model: str = "", options: str = "") -> None: ...
     def digest(self) -> str: ...
 
@@ -213,7 +209,6 @@ class Certificate:
     What was tried on a training step and what pays. Containers are copied in and out: assign `entries` whole.
     """
 
-    __hash__: typing.ClassVar[None] = None
     created: str
     key: CertificateKey
     level: str
@@ -222,7 +217,6 @@ class Certificate:
     def from_json(text: str) -> Certificate: ...
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Certificate: ...
-    def __eq__(self, arg0: Certificate) -> bool: ...
     @typing.overload
     def __init__(self) -> None: ...
     @typing.overload

@@ -13,7 +13,7 @@ from ..accelerator import GPUConfig
 from ..config import PerformanceConfig
 from ..model.escrow import call
 from ..tune.accelerate import accelerate
-from ..tune.plan import Plan
+from ..tune.plan import MAKERS, Plan
 from .trainer import Trainer
 
 __all__ = ["PerformanceOptimizer", "planned_trainer"]
@@ -134,7 +134,7 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def planned_trainer(plan: Plan, **keywords: Any) -> Trainer:
     """Return a trainer on a plan's objects that leaves alone what the plan has decided."""
     settings = plan.settings.copy()
-    settings.level = "basic"
+    settings.set("level", "basic")
     run = plan._run
     kind = _PlanTrainer if run.owns_loop or run.own_step is not None else Trainer
     overrides = {**_DECIDED, "clip_norm": run.clip_norm or 0}
@@ -168,3 +168,6 @@ class _PlanTrainer(Trainer):
         if self._step_scheduler is not None:
             self._step_scheduler.step()
         return loss
+
+
+MAKERS["trainer"] = planned_trainer

@@ -11,8 +11,8 @@ from .. import _C
 from .. import optim as ox_optim
 from ..amp import GradScaler, hardware_support, recommend_dtype
 from ..base import parse_size, system_info
+from ..report import SettingLine
 from .calibrate import Bench, ChannelsLast, Escrow, OperatorWatch, Trial
-from .report import SettingLine
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -16,9 +16,9 @@ from .. import _C
 from ..amp import GradScaler
 from ..config import PerformanceConfig
 from ..optim.generators import rng_state, set_rng_state
+from ..report import Report, SettingLine
 from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult, run_fit
-from .report import Report, SettingLine
 from .settings import Settings, resolve
 from .setup import Preparation
 

@@ -165,7 +165,7 @@ def accelerate(
 def _settings(config: Any, level: str | None) -> PerformanceConfig:
     settings = PerformanceConfig.of(config if config is not None else level or "advanced")
     if level is not None:
-        settings.level = level
+        settings.set("level", level)
     return settings
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import format_duration, format_size, log, system_info
+from ..report import Report, SettingLine
 from .run import Run
 from .strategy import KINDS
 from .watch import Watch
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
     from ..accelerator import GPUConfig
     from ..config import PerformanceConfig
     from ..monitor import PerformanceMonitor
-    from ..trainer import Report, Trainer
+    from ..trainer import Trainer
 
 __all__ = ["Plan"]
+
+#: What makes `Plan.trainer`: rooms that stand on this one put their makers here.
+MAKERS: dict[str, Callable[[Plan], Trainer]] = {}
 
 
 class Plan:
@@ -97,9 +101,7 @@ class Plan:
     def trainer(self) -> Trainer:
         """An `oxytorch.Trainer` on what was accepted, which decides nothing again; made when first asked for."""
         if self._trainer is None:
-            from ..trainer.performance_optimizer import planned_trainer  # noqa: PLC0415  (the trainer stands on this)
-
-            self._trainer = planned_trainer(self)
+            self._trainer = MAKERS["trainer"](self)
         return self._trainer
 
     @property
@@ -172,8 +174,6 @@ class Plan:
 
     def report(self) -> Report:
         """Return a line a strategy, times, and what happened since, as `oxytorch.Trainer.report` does."""
-        from ..trainer.report import Report, SettingLine  # noqa: PLC0415
-
         made = self.certificate
         states = {"accepted": "on", "skipped": "off"}
         lines = [
