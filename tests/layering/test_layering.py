@@ -23,7 +23,7 @@ FLOORS = {
     "kernels": 2, "backends": 2.5, "data": 2, "store": 2, "monitor": 2, "planner": 2,
     # amp stands on optim: its scaler hands unscale, check and skip to the step tail. So does model, for random states.
     # accelerator asks amp what the hardware multiplies.
-    "optim": 3, "amp": 3.5, "accelerator": 3.7, "memory": 3, "model": 3.5, "checkpoint": 3, "distributed": 3,
+    "optim": 3, "amp": 3.5, "accelerator": 3.7, "memory": 3.6, "model": 3.5, "checkpoint": 3, "distributed": 3,
     "tune": 4, "trainer": 4.5,
 }  # fmt: skip
 TOP = 5
