@@ -6,7 +6,7 @@ import random
 import resource
 from contextlib import nullcontext
 
-import oxytorch._memory_batch as batches
+import oxytorch.memory.batch as batches
 import pytest
 import torch
 from oxytorch.memory import BatchPlan, BatchTrial, batch_curve, largest_batch, set_memory_fraction

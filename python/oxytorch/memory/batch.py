@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .base import format_size, median, parse_size, system_info
-from .model.snapshot import Snapshot
+from ..base import format_size, median, parse_size, system_info
+from ..model.snapshot import Snapshot
 
 __all__ = ["BatchPlan", "BatchTrial", "batch_curve", "largest_batch", "release_cache", "set_memory_fraction"]
 

@@ -1,24 +1,13 @@
-"""Memory of a training run: the pool of host memory under torch's CPU tensors, and batch sizes that fit."""
+"""The pool of host memory under torch's CPU tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import _C
-from ._memory_batch import BatchPlan, BatchTrial, batch_curve, largest_batch, release_cache, set_memory_fraction
-from .base import parse_size, system_info
+from .. import _C
+from ..base import parse_size, system_info
 
-__all__ = [
-    "BatchPlan",
-    "BatchTrial",
-    "HostPoolStats",
-    "batch_curve",
-    "host_pool_stats",
-    "largest_batch",
-    "release_cache",
-    "set_memory_fraction",
-    "use_host_pool",
-]
+__all__ = ["HostPoolStats", "host_pool_stats", "use_host_pool"]
 
 
 @dataclass(frozen=True)
