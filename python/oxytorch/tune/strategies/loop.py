@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..run import rows
 from ..strategy import Strategy, strategy
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _INTERACTS = ("allocator", "host_pool", "compile", "bf16_autocast", "channels_last")
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 class _Split(Strategy):
@@ -35,6 +39,8 @@ class _Split(Strategy):
             return "each piece would draw random numbers of its own"
         if any(rows(batch) % self._pieces for batch in run.batches):
             return f"batches of {rows(run.batches[0])} cannot be cut into {self._pieces} equal pieces"
+        if any(t.shape[0] != rows(batch) for batch in run.batches for t in tree_leaves(batch) if _has_rows(t)):
+            return "the tensors of a batch differ in their first dimension"
         return True
 
     def apply(self, run: Run) -> None:
