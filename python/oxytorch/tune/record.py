@@ -119,6 +119,8 @@ def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def states(run: Run) -> list[dict[str, Any]]:
     """Copy the optimizer state of each parameter, by torch's names; codes of 8 bits are decoded."""
     found = []
+    if isinstance(run.optimizer, TailOptimizer):
+        run.optimizer._step_tail()  # state of another format is converted before a step, not in it
     for index, p in enumerate(run.params):
         state = run.original.state.get(p) or {}
         if isinstance(run.optimizer, TailOptimizer) and any(key.endswith("_scale") for key in state):

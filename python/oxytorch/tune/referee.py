@@ -153,8 +153,8 @@ class Errors:
 
     @property
     def worst(self) -> float:
-        """Largest relative error of a gradient."""
-        return max((error / max(size, self.whole * 1e-3, 1e-300) for error, size, _ in self.grads.values()), default=0)
+        """Largest error of a gradient, against its size or that of all together where its own cancels."""
+        return max((error / max(size, self.whole, 1e-300) for error, size, _ in self.grads.values()), default=0)
 
 
 def measure(run: Run, step: Step, right: Truth, buffers: dict[str, Tensor], clip_norm: float | None) -> Errors:
