@@ -269,8 +269,8 @@ void plant() {
   bad_calls = 0;
 }
 
-LossFunction delayed_loss(const Tied& model) {
-  return [model](const Batch& batch) mutable {
+LossFunction delayed_loss(Tied model) {
+  return [model = std::move(model)](const Batch& batch) mutable {
     if (delayed) std::this_thread::sleep_for(std::chrono::milliseconds(3));
     return torch::nn::functional::cross_entropy(model->forward(batch.input), batch.target);
   };
@@ -343,7 +343,7 @@ TEST_F(AccelerateTest, RestoresEverythingWhereverTheStepThrows) {
       auto model = make_model();
       auto optimizer = make_optimizer(name, model);
       const auto batches = make_batches();
-      Run plain(*model, *optimizer, loss_of(model), batches);
+      tune::Run plain(*model, *optimizer, loss_of(model), batches);
       for (int i = 0; i < 2; ++i) plain.step(batches[0]);  // there is state to lose
       const auto before = state_of(model, *optimizer);
       int calls = 0;
@@ -377,7 +377,7 @@ TEST_F(AccelerateTest, BasicTrainsToTheSameBits) {
     const auto batches = make_batches();
     auto reference = make_model();
     auto plain_optimizer = make_optimizer(name, reference);
-    Run plain(*reference, *plain_optimizer, loss_of(reference), batches, 1.0);
+    tune::Run plain(*reference, *plain_optimizer, loss_of(reference), batches, 1.0);
     auto model = make_model();
     auto optimizer = make_optimizer(name, model);
     torch::manual_seed(7);
@@ -468,12 +468,12 @@ TEST_F(AccelerateTest, TheStepTailCarriesStateBothWays) {
     const auto batches = make_batches();
     auto reference = make_model();
     auto plain_optimizer = make_optimizer(name, reference);
-    Run plain(*reference, *plain_optimizer, loss_of(reference), batches);
+    tune::Run plain(*reference, *plain_optimizer, loss_of(reference), batches);
     torch::manual_seed(5);
     for (int i = 0; i < 9; ++i) plain.step(batches[static_cast<std::size_t>(i) % 4]);
     auto model = make_model();
     auto optimizer = make_optimizer(name, model);
-    Run run(*model, *optimizer, loss_of(model), batches);
+    tune::Run run(*model, *optimizer, loss_of(model), batches);
     torch::manual_seed(5);
     for (int i = 0; i < 9; ++i) {
       run.bring(i / 3 == 1 ? std::vector<std::string>{"step_tail"} : std::vector<std::string>{});
@@ -490,7 +490,7 @@ TEST_F(AccelerateTest, SwitchingWithoutAStepChangesNothing) {
     const auto batches = make_batches();
     auto model = make_model();
     auto optimizer = make_optimizer(name, model);
-    Run run(*model, *optimizer, loss_of(model), batches);
+    tune::Run run(*model, *optimizer, loss_of(model), batches);
     for (int steps = 0; steps < 2; ++steps) {
       const auto before = state_of(model, *optimizer);
       if (name != "oxytorch") run.bring({"step_tail"});
@@ -508,7 +508,7 @@ TEST_F(AccelerateTest, ChannelsLastGivesTheWeightsTheirMemoryBack) {
                               torch::nn::AdaptiveAvgPool2d(1), torch::nn::Flatten(), torch::nn::Linear(8, 2));
   torch::optim::AdamW optimizer(model->parameters());
   const std::vector<Batch> batches{{torch::randn({4, 3, 12, 12}), torch::randint(0, 2, {4})}};
-  Run run(*model, optimizer, supervised(model, torch::nn::CrossEntropyLoss()), batches);
+  tune::Run run(*model, optimizer, supervised(model, torch::nn::CrossEntropyLoss()), batches);
   run.step(batches[0]);
   tune::Escrow escrow(run);
   const auto weight = model->parameters()[0];
@@ -536,7 +536,7 @@ TEST_F(AccelerateTest, TheRefereePassesWhatIsRightAndSaysWhatIsNot) {
     const auto batches = make_batches();
     auto model = make_model();
     auto optimizer = make_optimizer(name, model);
-    Run run(*model, *optimizer, loss_of(model), batches, 0.5);
+    tune::Run run(*model, *optimizer, loss_of(model), batches, 0.5);
     run.step(batches[0]);
     tune::Escrow escrow(run);
     tune::Verifier verifier(run, escrow);
@@ -574,7 +574,7 @@ TEST_F(AccelerateTest, TheRefereeSeesAFactorOnGradientsUnderBf16) {
   const auto batches = make_batches(4, 64);
   auto model = make_model();
   auto optimizer = make_optimizer("AdamW", model);
-  Run run(
+  tune::Run run(
       *model, *optimizer,
       [inner = loss_of(model)](const Batch& batch) {
         const auto value = inner(batch);
