@@ -480,6 +480,8 @@ TEST_F(AccelerateTest, TheStepTailCarriesStateBothWays) {
       run.step(batches[static_cast<std::size_t>(i) % 4]);
     }
     for (std::size_t i = 0; i < run.parameters().size(); ++i) {
+      // Of the bias before the normalisation the gradient is rounding alone, and these optimizers scale it up.
+      if (run.parameters()[i].is_same(model->encode->bias)) continue;
       EXPECT_TRUE(at::allclose(run.parameters()[i], plain.parameters()[i], 1e-4, 1e-6)) << name << ' ' << i;
     }
   }
