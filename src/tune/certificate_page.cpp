@@ -92,7 +92,11 @@ void add_skipped(Report& report, const std::vector<CertificateEntry>& entries) {
     if (found == reasons.end()) found = reasons.insert(found, {entry.reason, ""});
     found->second.append(found->second.empty() ? "" : ", ").append(entry.strategy);
   }
-  for (const auto& [reason, names] : reasons) report.paragraph("Not tried: " + names + ": " + reason + ".");
+  for (const auto& [reason, names] : reasons) {
+    std::string text = "Not tried: " + names;
+    text.append(": ").append(reason).append(reason.ends_with('.') ? "" : ".");
+    report.paragraph(std::move(text));
+  }
 }
 
 void add_sentences(Report& report, const std::vector<CertificateEntry>& entries) {
