@@ -75,9 +75,10 @@ TEST(SizeThreadsTest, TheEnvironmentIsObeyed) {
 TEST(SizeThreadsTest, LessThanOneIsRefused) { EXPECT_THROW(size_threads(0), Error); }
 
 TEST(AllocatorTest, LargeTensorsStopFaultingAndBitsStay) {
+  // 64 MiB each: glibc moves its own threshold for mappings up to 32 MiB, and may keep smaller blocks untuned too.
   const auto work = [] {
     at::Tensor sum = at::zeros({});
-    for (int i = 0; i < 20; ++i) sum = sum + at::ones({4 << 20}).mul_(0.5F).sum();
+    for (int i = 0; i < 20; ++i) sum = sum + at::ones({16 << 20}).mul_(0.5F).sum();
     return sum;
   };
   const auto plain = work();
@@ -86,12 +87,13 @@ TEST(AllocatorTest, LargeTensorsStopFaultingAndBitsStay) {
   const auto before = page_faults() - start;
   auto setting = tune_allocator();
   if (!setting.is_applied()) GTEST_SKIP() << setting.reason();
-  work();
+  // Small blocks settle between the large ones: each round may touch the heap at another offset, until none is new.
+  for (int round = 0; round < 3; ++round) work();
   start = page_faults();
   const auto tuned = work();
   const auto after = page_faults() - start;
   EXPECT_TRUE(at::equal(plain, tuned));
-  EXPECT_LT(after, before / 4 + 100) << "faults before " << before << ", after " << after;
+  EXPECT_LT(after, before / 4) << "faults before " << before << ", after " << after;
   setting.revert();
 }
 
