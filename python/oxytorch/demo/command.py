@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..report import write_whole
 from . import machine, page, present, workloads
 from .contenders import StockChoice
 from .driver import Start, WorkerFailed, python_command, race
@@ -172,6 +173,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(present.to_json(document))
     else:
         if arguments.json:
-            present.write_whole(Path(arguments.json), present.to_json(document) + "\n")
+            write_whole(arguments.json, present.to_json(document) + "\n")
         present.show(results, document["machine"], written)
     return 1 if any(row.worse for result in results for row in result.rows if row.contender in present.OURS) else 0

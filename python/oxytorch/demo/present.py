@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ __all__ = [
     "show",
     "time_text",
     "to_json",
-    "write_whole",
 ]
 
 OURS = frozenset({"basic", "advanced", "advanced compiled", "oxytorch optim", "oxytorch trainer"})
@@ -45,20 +42,6 @@ def to_json(document: object) -> str:
         return value
 
     return json.dumps(clean(document), indent=1)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def time_text(interval: Interval) -> str:

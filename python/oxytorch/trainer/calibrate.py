@@ -6,17 +6,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..optim.generators import rng_state, set_rng_state
 
 _FEWEST = 3  # pairs after which a clear difference ends a comparison
 _CLEAR = 0.9  # clear: the slowest with is faster than this share of the fastest without, or the reverse
-_FLASH = "scaled_dot_product_flash_attention"
 
 
 class Escrow:
@@ -57,23 +54,6 @@ class Escrow:
             p.grad = grad
         for module, training in self._modes:
             module.training = training
-
-
-class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which operators a forward uses."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def attention(self) -> bool:
-        """True where flash attention ran."""
-        return any(_FLASH in name for name in self.names)
 
 
 @dataclass

@@ -12,7 +12,8 @@ from .. import optim as ox_optim
 from ..amp import GradScaler, hardware_support, recommend_dtype
 from ..base import parse_size, system_info
 from ..report import SettingLine
-from .calibrate import Bench, ChannelsLast, Escrow, OperatorWatch, Trial
+from ..tune.strategies.observe import Operators
+from .calibrate import Bench, ChannelsLast, Escrow, Trial
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -217,7 +218,7 @@ class Preparation:
                 return trainer.compute_loss(batch)
 
         bench = Bench(run, escrow)
-        watch = OperatorWatch()
+        watch = Operators()
         escrow.rewind()
         with watch, torch.no_grad():
             run()
@@ -243,7 +244,7 @@ class Preparation:
             self._set_layout(self._keep("channels_last", trial, "channels_last", "the model has convolutions."))
         else:
             self._rule_layout()
-        if wants["attention"] and watch.attention:
+        if wants["attention"] and watch.uses("scaled_dot_product_flash_attention"):
             path = "math_bf16" if self._decided["precision"] == "bf16" else "math"
             trial = bench.compare(lambda on: self._set_attention(path if on else "default"))
             kept = self._keep("attention", trial, "the math path", "the model uses flash attention.")

@@ -15,6 +15,7 @@ from torch import nn
 from .. import _C
 from ..amp import GradScaler
 from ..config import PerformanceConfig
+from ..model.escrow import is_criterion
 from ..optim.generators import rng_state, set_rng_state
 from ..report import Report, SettingLine
 from .early_stopping import EarlyStopping
@@ -60,10 +61,6 @@ class _ForwardScope:
             torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(self._reduced)
         if self.autocast is not None:
             self.autocast.__exit__(*exc)
-
-
-def _is_criterion(loss_fn: object) -> bool:
-    return isinstance(loss_fn, nn.Module) or getattr(loss_fn, "__module__", "") == "torch.nn.functional"
 
 
 class Trainer:
@@ -137,7 +134,7 @@ class Trainer:
         if self.settings.compile != "off":
             mode = None if self.settings.compile == "default" else self.settings.compile
             self._module = torch.compile(model, mode=mode)
-        self._criterion = loss_fn is not None and _is_criterion(loss_fn)
+        self._criterion = loss_fn is not None and is_criterion(loss_fn)
         self.global_step = 0  #: optimizer steps taken
         self.batches = 0  #: batches seen, those of failed steps excluded
         self._micro = 0

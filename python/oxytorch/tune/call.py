@@ -6,9 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-__all__ = ["Call"]
+__all__ = ["Call", "widened"]
 
 Factory = Callable[[], AbstractContextManager[Any]]
 Transform = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -85,3 +87,13 @@ class Call:
         for restore in self._outputs.values():
             result = restore(result)
         return result
+
+
+def widened(result: Any) -> Any:
+    """Return outputs of 16 bits as float32, so that the loss is computed in float32."""
+
+    def wide(leaf: Any) -> Any:
+        narrow = isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+        return leaf.float() if narrow else leaf
+
+    return wide(result) if isinstance(result, Tensor) else tree_map(wide, result)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
-from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from ..model.snapshot import Entry, Snapshot, entries, generator_state, has_bytes, stateful, storage_bytes
 from ..optim.generators import rng_state
+from .record import digest
 
 __all__ = ["Escrow"]
 
@@ -93,8 +92,8 @@ class Escrow(Snapshot):
         """Path and hash of every object of the graph, in order."""
         states = [(f"{name}.state_dict()", root.state_dict()) for name, root in self.roots if stateful(root)]
         memory: dict[int, int] = {}
-        parts = [(entry.path, _hash(_content(entry, memory))) for entry in entries([*self.roots, *states])]
-        return [*parts, *((f"random state of {name}", _hash([state])) for name, state in _random_states(self.params))]
+        parts = [(entry.path, digest(_content(entry, memory))) for entry in entries([*self.roots, *states])]
+        return [*parts, *((f"random state of {name}", digest([state])) for name, state in _random_states(self.params))]
 
 
 def _random_states(params: list[Tensor]) -> list[tuple[str, bytes]]:
@@ -103,15 +102,8 @@ def _random_states(params: list[Tensor]) -> list[tuple[str, bytes]]:
     return [*named.items(), *((name, pickle.dumps(value)) for name, value in state.items())]
 
 
-def _hash(parts: Iterable[Any]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:32]
-
-
 def _total(parts: list[tuple[str, str]]) -> str:
-    return _hash(f"{path} {digest}\n".encode() for path, digest in parts)
+    return digest(f"{path} {found}\n".encode() for path, found in parts)[:32]
 
 
 def _content(entry: Entry, memory: dict[int, int]) -> list[Any]:

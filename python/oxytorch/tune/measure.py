@@ -9,11 +9,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from .._C import tune as _native
 from ..base import median
-from .run import Run
+from .run import Run, shapes
 
 __all__ = ["Bench", "Keeps", "SideFailed", "clock"]
 
@@ -168,34 +167,29 @@ class Bench:
 
     def _warm_up(self) -> int:
         """Take a step with each shape of batch, and the steps that the strategies need to settle; return how many."""
-        seen: set[tuple[tuple[int, ...], ...]] = set()
+        seen: set[tuple[Any, ...]] = set()
         count = 0
         for index, batch in enumerate(self.run.batches):
-            shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-            if shapes not in seen:
-                seen.add(shapes)
+            if (found := shapes(batch)) not in seen:
+                seen.add(found)
                 self._next = index
                 self._step()
                 count += 1
         for _ in range(max(0, self._fresh + 1 - count)):
             self._step()
             count += 1
-        self._synchronize()
+        self.run.synchronize()
         return count
 
     def _timed(self, steps: int) -> float:
-        self._synchronize()
+        self.run.synchronize()
         began = clock()
         for _ in range(steps):
             self._step()
-        self._synchronize()
+        self.run.synchronize()
         return max((clock() - began) / steps, 1e-9)
 
     def _step(self) -> None:
         batches = self.run.batches
         self.loss = self.run.step(batches[self._next % len(batches)])
         self._next += 1
-
-    def _synchronize(self) -> None:
-        if self.run.device.type != "cpu" and torch.accelerator.is_available():
-            torch.accelerator.synchronize()

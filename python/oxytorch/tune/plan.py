@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..base import format_duration, format_size, log, system_info
-from ..report import Report, SettingLine
+from ..report import Report, SettingLine, write_whole
 from .run import Run
-from .strategy import KINDS
+from .strategy import widest
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Plan:
         self._gpu: GPUConfig | None = None
         self._watch: Watch | None = None
         if run.in_force:
-            kind = KINDS[max(KINDS.index(run.strategies[name].kind) for name in run.in_force)]
+            kind = widest(run.strategies[name].kind for name in run.in_force)
             self._watch = Watch(run, kind, state, self._taken_back, seed)
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ class Plan:
         """Return the certificate as a page that needs no network; also write it where a path is given."""
         page = str(self.certificate.to_html())
         if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
+            write_whole(path, page)
         return page
 
     # -- the way back --------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ..optim.tail import TailOptimizer
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["Call", "State", "Step", "digests", "names", "take", "take_one"]
+__all__ = ["Call", "State", "Step", "copied", "digest", "digests", "names", "take", "take_one", "value_digest"]
 
 #: How an optimizer computes, not what.
 IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable", "param_names", "initial_lr")
@@ -97,11 +97,16 @@ def take_one(run: Run, roots: Sequence[tuple[str, Any]], index: int, batch: Any 
     step = Step(index, State.of(run, roots), torch.zeros(()))
     hook = run.original.register_step_pre_hook(lambda *_: step.calls.append(Call.of(run)))
     try:
-        step.loss = run.step(tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)).detach().clone()
+        step.loss = run.step(copied(batch)).detach().clone()
     finally:
         hook.remove()
     step.rng = rng_digest(run)
     return step
+
+
+def copied(batch: Any) -> Any:
+    """Copy the tensors of a batch: a step may change them in place."""
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)
 
 
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -179,11 +184,12 @@ def digests(run: Run, roots: Sequence[tuple[str, Any]], step: Step) -> dict[str,
     for n, state in zip(labels, states(run), strict=True):
         tensors |= {f"optimizer state {key} of {n}": value for key, value in state.items()}
     tensors |= {name: t.detach() for name, t in extras(run, roots)}
-    found = {name: _value_digest(value) for name, value in tensors.items()}
+    found = {name: value_digest(value) for name, value in tensors.items()}
     return {**found, **_scalars(roots), "random state": step.rng, "calls of the optimizer": str(len(step.calls))}
 
 
-def _value_digest(value: Any) -> str:
+def value_digest(value: Any) -> str:
+    """Hash a tensor's dtype, shape and bytes; the text of anything else."""
     if not isinstance(value, Tensor):
         return repr(value)
     dense = value.to_dense() if value.is_sparse else value

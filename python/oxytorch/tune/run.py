@@ -18,7 +18,6 @@ from .strategy import STRATEGIES, Strategy
 __all__ = ["Run"]
 
 StepFunction = Callable[[Any], Tensor]
-Split = Callable[[Any, int], Sequence[Any]]
 
 
 class Run:
@@ -119,6 +118,11 @@ class Run:
         self.original.step()
         assert total is not None
         return total
+
+    def synchronize(self) -> None:
+        """Wait until an accelerator has done what it was given."""
+        if self.device.type != "cpu" and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
     # -- strategies ----------------------------------------------------------------------------------------------
 
@@ -251,6 +255,11 @@ def rows(batch: Any) -> int:
     """Return the size of the first dimension of a batch's first tensor."""
     leaves = tree_leaves(batch)
     return next(int(t.shape[0]) for t in leaves if isinstance(t, Tensor) and t.dim() > 0)
+
+
+def shapes(batch: Any) -> tuple[Any, ...]:
+    """Return the shape of each tensor of a batch; None for other values."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(batch))
 
 
 def split(batch: Any, pieces: int) -> list[Any]:

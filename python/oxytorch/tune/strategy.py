@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["KINDS", "STRATEGIES", "Kind", "Strategy", "strategy"]
+__all__ = ["KINDS", "STRATEGIES", "Kind", "Strategy", "strategy", "widest"]
 
 Kind = Literal["exact", "tolerance", "precision", "trade"]
 KINDS: tuple[Kind, ...] = ("exact", "tolerance", "precision", "trade")
+
+
+def widest(kinds: Iterable[Kind]) -> Kind:
+    """Return the kind that may do most to the numbers; "exact" of none."""
+    return KINDS[max((KINDS.index(kind) for kind in kinds), default=0)]
 
 
 class Strategy:

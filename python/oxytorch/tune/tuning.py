@@ -16,7 +16,7 @@ from . import measure
 from .escrow import Escrow
 from .measure import Bench, SideFailed
 from .run import Run
-from .strategy import KINDS, Kind
+from .strategy import widest
 from .verify import Ruling, Verifier
 
 __all__ = ["Tuning", "named_by_user"]
@@ -42,10 +42,6 @@ _KEYS: dict[str, tuple[str, str]] = {
 def named_by_user(settings: PerformanceConfig) -> dict[str, Any]:
     """Settings that the user named, against those that come with the level."""
     return {name: value for name, value in settings if not settings.origin(name).startswith("level ")}
-
-
-def _widest(kinds: Iterable[Kind]) -> Kind:
-    return KINDS[max((KINDS.index(kind) for kind in kinds), default=0)]
 
 
 class Tuning:
@@ -216,7 +212,7 @@ class Tuning:
                 self._verifier = verifier
         else:
             verifier = self._verifier
-        kind = _widest(self.run.strategies[name].kind for name in names)
+        kind = widest(self.run.strategies[name].kind for name in names)
         self.bench.guarded((), self.escrow.restore)
         ruling = self.bench.guarded(names, lambda: verifier.check(kind))
         self.bench.guarded((), self.escrow.restore)
@@ -277,7 +273,7 @@ class Tuning:
         restored = "model, optimizer and random generators proven by hash to be what they were"
         if not chosen:
             return {"restored": restored}
-        kind = _widest(self.run.strategies[name].kind for name in chosen)
+        kind = widest(self.run.strategies[name].kind for name in chosen)
         return {"restored": restored, f"all together, as {kind}": self._rulings[tuple(chosen)].reason or "held"}
 
     # -- remembering ---------------------------------------------------------------------------------------------

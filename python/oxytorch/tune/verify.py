@@ -13,12 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..optim.generators import rng_state, set_rng_state
+from .call import widened
 from .chance import Draws, backward_error, draws, judge_draws, still
 from .escrow import Escrow
-from .record import State, Step, digest, digest_of_rng, digests, extras, names, rng_digest, settings, take
+from .record import (
+    State,
+    Step,
+    copied,
+    digest,
+    digest_of_rng,
+    digests,
+    extras,
+    names,
+    rng_digest,
+    settings,
+    take,
+    value_digest,
+)
 from .referee import FLOAT32, REDUCED, Errors, Excess, Truth, judge, measure, truth
 from .strategy import Kind
 from .update import UpdateJudge
@@ -252,7 +266,7 @@ class Verifier:
             self._begin(())
             device = self.run.device.type
             self.run.call.scope("stock", lambda: torch.autocast(device, dtype=dtype))
-            self.run.call.outputs("stock", _widened)
+            self.run.call.outputs("stock", widened)
             try:
                 with self._quiet(quiet):
                     taken, kept = self._record(None, given)
@@ -345,7 +359,7 @@ class Verifier:
         losses: list[float] = []
         while len(losses) < self._count:
             order = torch.randperm(len(self.run.batches), generator=generator).tolist()[: self._count - len(losses)]
-            losses += [float(self.run.step(_copied(self.run.batches[i]))) for i in order]
+            losses += [float(self.run.step(copied(self.run.batches[i]))) for i in order]
         return losses
 
     def _end(self, losses: list[float]) -> float:
@@ -578,15 +592,6 @@ def _once(fault: Excess, excess: Mapping[int, Sequence[Excess]]) -> bool:
     return sum(bool(found) for found in excess.values()) == 1
 
 
-def _widened(result: Any) -> Any:
-    narrow = (torch.bfloat16, torch.float16)
-    return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in narrow else t, result)
-
-
-def _copied(batch: Any) -> Any:
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)
-
-
 def _rms(value: Tensor) -> float:
     return float(value.square().mean().sqrt()) if value.numel() else 0.0
 
@@ -624,10 +629,4 @@ def _length(source: Any) -> int | None:
 
 
 def _batch_digest(batch: Any) -> str:
-    parts = []
-    for leaf in tree_leaves(batch):
-        dense = isinstance(leaf, Tensor)
-        parts.append(f"{leaf.dtype}{tuple(leaf.shape)}".encode() if dense else repr(leaf).encode())
-        if dense and leaf.numel():
-            parts.append(leaf.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest(parts)
+    return digest(value_digest(leaf).encode() for leaf in tree_leaves(batch))

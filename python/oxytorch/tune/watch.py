@@ -91,7 +91,7 @@ class Watch:
         if self._busy or not self._handles:
             return
         if self._waits > 0:
-            self._wait()
+            self._run.synchronize()
         self.guard.after(max(measure.clock() - self._last, 1e-9))
         self._decide()
 
@@ -125,7 +125,7 @@ class Watch:
             return self._roll_back(f"they could not be switched: {type(error).__name__}: {error}")
         self._waits = max(0, self._waits - 1)
         if self._waits > 0:
-            self._wait()
+            self._run.synchronize()
         self._last = measure.clock()
 
     def _roll_back(self, reason: str) -> None:
@@ -159,7 +159,3 @@ class Watch:
         if self._run.own_step is not None:
             return float(self._run.step(batch))
         return float(self._run.loss(batch).detach())
-
-    def _wait(self) -> None:
-        if self._run.device.type != "cpu" and torch.accelerator.is_available():
-            torch.accelerator.synchronize()

@@ -52,35 +52,32 @@ class Step:
 
     def up(self, op: Op, wanted: Callable[[Op], bool], through: Iterable[str]) -> Op | None:
         """Nearest ancestor that is wanted, over operators of the names in `through`."""
-        waiting, seen = self.parents(op), {op.index}
-        while waiting:
-            found = waiting.pop(0)
-            if found.index in seen or found.backward:
-                continue
-            seen.add(found.index)
-            if wanted(found):
-                return found
-            if found.name in through:
-                waiting += self.parents(found)
-        return None
+        return _nearest(op, self.parents, wanted, through)
 
     def down(self, op: Op, wanted: Callable[[Op], bool], through: Iterable[str]) -> Op | None:
         """Nearest descendant that is wanted."""
-        ops, waiting, seen = self.watch.ops, list(op.children), {op.index}
-        while waiting:
-            found = ops[waiting.pop(0)]
-            if found.index in seen or found.backward:
-                continue
-            seen.add(found.index)
-            if wanted(found):
-                return found
-            if found.name in through:
-                waiting += found.children
-        return None
+        return _nearest(op, lambda found: [self.watch.ops[index] for index in found.children], wanted, through)
 
     def share(self, ops: Iterable[Op]) -> float:
         """Share of the operators' time, with the backward of these."""
         return self.watch.share(list(ops))
+
+
+def _nearest(
+    op: Op, beside: Callable[[Op], list[Op]], wanted: Callable[[Op], bool], through: Iterable[str]
+) -> Op | None:
+    """Nearest forward operator that is wanted, from each to those beside it, through operators of some names."""
+    waiting, seen = beside(op), {op.index}
+    while waiting:
+        found = waiting.pop(0)
+        if found.index in seen or found.backward:
+            continue
+        seen.add(found.index)
+        if wanted(found):
+            return found
+        if found.name in through:
+            waiting += beside(found)
+    return None
 
 
 Rule = Callable[[Step], Iterator[Finding]]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..run import shapes
 from ..strategy import Strategy, strategy
-from .observe import observe, rehearse, shapes
+from .observe import observe, on_device, rehearse
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -177,7 +178,7 @@ class CompileReduceOverhead(_Compile):
     _mode = "reduce-overhead"
 
     def applies(self, run: Run) -> bool | str:
-        return super().applies(run) if run.device.type == "cuda" else f"the model is on {run.device.type}"
+        return super().applies(run) if (where := on_device(run, "cuda")) is True else where
 
     def _call(self, run: Run, random: bool) -> Callable[..., Any]:
         inner = super()._call(run, random)

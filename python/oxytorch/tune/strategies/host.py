@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ... import _C
+from ...memory import use_host_pool
 from ..strategy import Strategy, strategy
-from .observe import near_denormal, observe
+from .observe import near_denormal, observe, on_device
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -28,7 +29,7 @@ class _HostSetting(Strategy):
         raise NotImplementedError
 
     def applies(self, run: Run) -> bool | str:
-        return True if run.device.type == "cpu" else f"the model is on {run.device.type}"
+        return on_device(run, "cpu")
 
     def apply(self, run: Run) -> None:
         setting = self._make(run)
@@ -53,14 +54,7 @@ class Allocator(_HostSetting):
 class HostPool(_HostSetting):
     """A pool of huge pages under torch's CPU tensors; a tuned allocator beside it serves the scratch of operators."""
 
-    def applies(self, run: Run) -> bool | str:
-        if not hasattr(_C, "memory"):
-            return "this build has no host pool"
-        return super().applies(run)
-
     def _make(self, run: Run) -> Any:  # noqa: ARG002
-        from ...memory import use_host_pool  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
-
         return use_host_pool()
 
 
@@ -69,8 +63,8 @@ class NativeOperators(Strategy):
     """Max pooling, batch normalisation and dropout's draws by this library's kernels, which give torch's bits."""
 
     def applies(self, run: Run) -> bool | str:
-        if run.device.type != "cpu":
-            return f"the model is on {run.device.type}"
+        if (where := on_device(run, "cpu")) is not True:
+            return where
         if not any(observe(run).uses(name) for name in ("max_pool2d", "batch_norm", "bernoulli", "dropout")):
             return "the model has neither max pooling nor batch normalisation nor dropout"
         return True
@@ -154,8 +148,8 @@ class _Threads(Strategy):
         raise NotImplementedError
 
     def applies(self, run: Run) -> bool | str:
-        if run.device.type != "cpu":
-            return f"the model is on {run.device.type}"
+        if (where := on_device(run, "cpu")) is not True:
+            return where
         if self._wanted() == torch.get_num_threads():
             return f"{self._wanted()} intra-op threads are what there is"
         return True

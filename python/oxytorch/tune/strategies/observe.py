@@ -11,14 +11,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ...model.escrow import untouched
+from ..run import shapes
 
 if TYPE_CHECKING:
     from ..run import Run
 
-__all__ = ["Observation", "near_denormal", "observe", "rehearsal", "rehearse", "shapes"]
+__all__ = ["Observation", "Operators", "near_denormal", "observe", "on_device", "rehearsal", "rehearse"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Observation:
         return any(part in name for name in self.operators)
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which operators run inside."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: set[Any] = set()
@@ -53,6 +55,15 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen.add(func)
         return func(*args, **(kwargs or {}))
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Such as ``"aten::convolution"``."""
+        return frozenset(func._schema.name for func in self.seen)
+
+    def uses(self, part: str) -> bool:
+        """Whether an operator has this in its name."""
+        return any(part in name for name in self.names)
+
 
 _SEEN: WeakKeyDictionary[Run, Observation] = WeakKeyDictionary()
 
@@ -60,11 +71,11 @@ _SEEN: WeakKeyDictionary[Run, Observation] = WeakKeyDictionary()
 def observe(run: Run) -> Observation:
     """Return what a forward and backward on the first batch does; looked at once a run."""
     if run not in _SEEN:
-        with rehearsal(run), torch.compiler.set_stance("force_eager"), _Operators() as watch:
+        with rehearsal(run), torch.compiler.set_stance("force_eager"), Operators() as watch:
             backward(run, run.batches[0])
             tiny = any(p.grad is not None and near_denormal(p.grad) for p in run.params)
         _SEEN[run] = Observation(
-            frozenset(func._schema.name for func in watch.seen),
+            watch.names,
             any(torch.Tag.nondeterministic_seeded in func.tags for func in watch.seen),
             tiny,
         )
@@ -100,9 +111,9 @@ def rehearse(run: Run) -> None:
             backward(run, batch)
 
 
-def shapes(batch: Any) -> tuple[Any, ...]:
-    """Shapes of all tensors of a batch."""
-    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(batch))
+def on_device(run: Run, kind: str) -> bool | str:
+    """Return True where the model is on that kind of device, else what a strategy says of it."""
+    return True if run.device.type == kind else f"the model is on {run.device.type}"
 
 
 def near_denormal(tensor: Tensor) -> bool:

@@ -6,26 +6,16 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ...amp import hardware_support
+from ..call import widened
 from ..strategy import Strategy, strategy
+from .observe import on_device
 
 if TYPE_CHECKING:
     from ..run import Run
 
 __all__: list[str] = []
-
-
-def _widened(result: Any) -> Any:
-    """Return outputs of 16 bits as float32, so that the loss is computed in float32."""
-
-    def wide(leaf: Any) -> Any:
-        narrow = isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
-        return leaf.float() if narrow else leaf
-
-    return wide(result) if isinstance(result, Tensor) else tree_map(wide, result)
 
 
 @strategy(
@@ -54,7 +44,7 @@ class BFloat16Autocast(Strategy):
             return torch.autocast(device, dtype=torch.bfloat16)
 
         run.call.scope("autocast", scope)
-        run.call.outputs("autocast", _widened)
+        run.call.outputs("autocast", widened)
 
     def revert(self, run: Run) -> None:
         run.call.scope("autocast", None)
@@ -113,8 +103,8 @@ class TensorFloat32(_Float32Precision):
     _value = "tf32"
 
     def applies(self, run: Run) -> bool | str:
-        if run.device.type != "cuda":
-            return f"the model is on {run.device.type}"
+        if (where := on_device(run, "cuda")) is not True:
+            return where
         return True if torch.cuda.get_device_capability(run.device)[0] >= 8 else "the device has no TF32"
 
 
@@ -123,8 +113,8 @@ class CudnnBenchmark(Strategy):
     """cuDNN times its algorithms for each shape and takes the fastest."""
 
     def applies(self, run: Run) -> bool | str:
-        if run.device.type != "cuda":
-            return f"the model is on {run.device.type}"
+        if (where := on_device(run, "cuda")) is not True:
+            return where
         return "it is on already" if torch.backends.cudnn.benchmark else True
 
     def apply(self, run: Run) -> None:  # noqa: ARG002
