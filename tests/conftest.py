@@ -52,6 +52,15 @@ def denormals() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Models so small only wait for a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prefix with the package that build/dev installs."""

@@ -10,19 +10,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.cpu_only("trains at length; what a device computes is held to the CPU in test_device.py")
+pytestmark = [
+    pytest.mark.cpu_only("trains at length; what a device computes is held to the CPU in test_device.py"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 SEEDS = range(5)
 STEPS = 400
 SEVEN_BYTES = {"state_dtype": "int8", "master_weights": "int8"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def data(seed: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,17 +19,10 @@ from oxytorch.optim import NumericalStabilityManager
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEFAULTS: dict[str, Any] = {"window": 128, "threshold": 6.0, "floor": 0.02, "warmup": 32, "patience": 16}
 FIELDS = ("step", "loss", "grad_norm", "loss_value", "loss_limit", "grad_norm_value", "grad_norm_limit")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Operators this small only wait for a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def spikes(losses: Tensor, norms: Tensor, composite: bool = False, **options: Any) -> list[tuple]:

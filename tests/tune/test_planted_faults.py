@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import planted_faults
@@ -13,16 +12,10 @@ from oxytorch.tune.run import Run
 from oxytorch.tune.verify import Ruling, Verifier
 from planted_faults import FAULTS, HEALTHY, Fault
 
-pytestmark = pytest.mark.cpu_only("the referee of these is the CPU's float64")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.cpu_only("the referee of these is the CPU's float64"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 @cache

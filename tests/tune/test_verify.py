@@ -16,14 +16,7 @@ from oxytorch.tune.update import Change, compare
 from oxytorch.tune.verify import Ruling, Verifier
 from torch import Tensor, nn
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(device: torch.device, model: nn.Module | None = None, loss: Callable[..., Tensor] | None = None) -> Run:
