@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,16 +16,10 @@ import pytest
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.cpu_only("races on the CPU")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "race" / "orchestrator.py"
-
 
 @pytest.fixture(scope="module")
-def figures() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(SCRIPT.parent))  # as for a script
-    try:
-        yield importlib.import_module("_orchestrator.figures")
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
+def figures(import_race: Callable[[str], ModuleType]) -> ModuleType:
+    return import_race("_orchestrator.figures")
 
 
 def made_up(figures: ModuleType, name: str, absent: dict[str, str] | None = None, **seconds: float) -> Any:
@@ -88,17 +82,11 @@ def test_a_race_survives_its_document(figures: ModuleType) -> None:
     assert again == race
 
 
-def run(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    command = [sys.executable, SCRIPT, "--quick", "--starts", "1", "--threads", "1", "--out", folder, *arguments]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, json.loads((folder / "orchestrator.json").read_text())
-
-
 @pytest.mark.slow
-def test_quick_race_reports_contenders_and_the_missing(tmp_path: Path) -> None:
+def test_quick_race_reports_contenders_and_the_missing(run_quick: Callable[..., Any], tmp_path: Path) -> None:
+    run = partial(run_quick, "orchestrator", "--starts", "1")
     names = "eager,eager + allocator,lightning 32,accelerate bf16"
-    said, document = run(tmp_path, "--workloads", "mlp,lstm", "--contenders", names)
+    said, document = run("--workloads", "mlp,lstm", "--contenders", names)
     for found in document["workloads"].values():
         assert found["entries"].keys() | found["absent"].keys() == set(names.split(","))
         assert {"eager", "eager + allocator"} <= found["entries"].keys()
@@ -107,14 +95,13 @@ def test_quick_race_reports_contenders_and_the_missing(tmp_path: Path) -> None:
         assert all(why for why in found["absent"].values())
     assert "<svg" in (tmp_path / "orchestrator.html").read_text()
     assert "geometric mean" in said
-    _, kept = run(
-        tmp_path, "--workloads", "mlp", "--contenders", "eager", "--keep", str(tmp_path / "orchestrator.json")
-    )
+    _, kept = run("--workloads", "mlp", "--contenders", "eager", "--keep", str(tmp_path / "orchestrator.json"))
     assert kept["workloads"]["lstm"] == document["workloads"]["lstm"]
     assert kept["workloads"]["mlp"]["entries"].keys() == {"eager"}
 
 
 @pytest.mark.parametrize("flag", ["--workloads", "--contenders"])
-def test_unknown_names_are_refused(flag: str) -> None:
-    done = subprocess.run([sys.executable, SCRIPT, flag, "quantum"], capture_output=True, text=True, check=False)
+def test_unknown_names_are_refused(races: Path, flag: str) -> None:
+    command = [sys.executable, str(races / "orchestrator.py"), flag, "quantum"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "no quantum; there are" in done.stderr

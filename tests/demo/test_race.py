@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,28 +14,15 @@ import torch
 
 pytestmark = pytest.mark.cpu_only("races on the CPU")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "race" / "step_tail.py"
-
 
 @pytest.fixture(scope="module")
-def race() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(SCRIPT.parent))  # as for a script
-    try:
-        yield importlib.import_module("step_tail")
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-
-
-def run_quick(script: Path, folder: Path) -> tuple[str, dict[str, Any]]:
-    command = [sys.executable, script, "--quick", "--threads", "1", "--out", folder]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, json.loads((folder / f"{script.stem}.json").read_text())
+def race(import_race: Callable[[str], ModuleType]) -> ModuleType:
+    return import_race("step_tail")
 
 
 @pytest.mark.slow
-def test_quick_race_reports_every_contender(tmp_path: Path) -> None:
-    said, document = run_quick(SCRIPT, tmp_path)
+def test_quick_race_reports_every_contender(run_quick: Callable[..., Any], tmp_path: Path) -> None:
+    said, document = run_quick("step_tail")
     cases = document["cases"]
     assert {"torch fused", "torch foreach", "torch for-loop", "oxytorch"} <= cases["200 x 1,000"].keys()
     assert {"torch fused", "oxytorch"} == cases["200 x 1,000, scaler"].keys()
@@ -54,8 +38,8 @@ def test_quick_race_reports_every_contender(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_quick_convergence_reports_every_layout(tmp_path: Path) -> None:
-    said, document = run_quick(SCRIPT.parent / "convergence.py", tmp_path)
+def test_quick_convergence_reports_every_layout(run_quick: Callable[..., Any], tmp_path: Path) -> None:
+    said, document = run_quick("convergence")
     assert [row["layout"] for row in document["rows"]] == [
         "fp32",
         "int8 state",
