@@ -2,7 +2,7 @@
 
     python bench/tune/planted_faults.py [--json] [NAME ...]
 
-The faults are those of tests/tune/planted_faults.py. Beside the verifier stand the checks that other tuners have: what
+The faults are those of tests/tune/planted_faults. Beside the verifier stand the checks that other tuners have: what
 AITune looks at (outputs finite, shapes as before, under no_grad), nothing (Lightning's tuner, torch.compile's
 autotuning, whose VERIFY is empty), the first loss within 5 %, and the outputs of one batch within 1e-3.
 """
