@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from oxytorch import optim
 from oxytorch.tune.run import Run
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .planting import Plant, autocast, healthy, instead_of_step, set_for, settings_while, step_of
 from .random_numbers import drawing
@@ -73,8 +75,6 @@ for _on in ("mlp", "conv", "gpt"):
 
 
 def step_tail(run: Run, now: Callable[[], bool]) -> Iterator[None]:
-    from oxytorch import optim
-
     clip = run.clip_norm
     run.replace_optimizer(optim.replace(run.original, nonfinite="propagate", clip_norm=clip))
     run.clip_norm = None
@@ -89,8 +89,6 @@ for _on in ("mlp", "conv", "gpt"):
 
 @healthy("gpt", "tolerance")
 def math_attention(run: Run, now: Callable[[], bool]) -> Iterator[None]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     run.call.scope("planted", lambda: sdpa_kernel([SDPBackend.MATH]))
     yield
     run.call.scope("planted", None)

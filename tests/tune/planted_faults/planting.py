@@ -32,7 +32,6 @@ class Fault:
 
             def apply(self, run: Run) -> None:
                 taken = 0
-                plain = run.step
 
                 def step(batch: Any) -> Tensor:
                     nonlocal taken
@@ -44,7 +43,6 @@ class Fault:
                 self.context.__enter__()
                 run_step = run.step
                 run.step = step  # type: ignore[method-assign]
-                assert plain is not None
 
             def revert(self, run: Run) -> None:
                 run.__dict__.pop("step", None)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from oxytorch.tune.record import Call, State
 from oxytorch.tune.run import Run, plain_step
+from oxytorch.tune.update import in_float64
 from torch import Tensor
 
 from .planting import autocast, fault, instead_of_step, settings_while
@@ -96,9 +98,6 @@ def towards_zero(value: Tensor) -> Tensor:
 
 @fault("mlp", "tolerance")
 def rounding_towards_zero(run: Run, now: Callable[[], bool]) -> Iterator[None]:
-    from oxytorch.tune.record import Call, State
-    from oxytorch.tune.update import in_float64
-
     def step(optimizer: Any) -> None:
         call = Call.of(run)
         params, _ = in_float64(run, State.of(run, []), [call], [call.settings])
