@@ -7,10 +7,8 @@ from functools import cache
 import planted_faults
 import pytest
 import torch
-from oxytorch.tune.escrow import Escrow
-from oxytorch.tune.run import Run
 from oxytorch.tune.verify import Ruling, Verifier
-from planted_faults import FAULTS, HEALTHY, Fault
+from planted_faults import FAULTS, HEALTHY, Fault, workload
 
 pytestmark = [
     pytest.mark.cpu_only("the referee of these is the CPU's float64"),
@@ -19,24 +17,12 @@ pytestmark = [
 
 
 @cache
-def bench(name: str) -> tuple[Run, Escrow, Verifier]:
-    run, escrow = planted_faults.workload(name, torch.device("cpu"), {})
-    return run, escrow, Verifier(run, escrow)
+def verifier(name: str) -> Verifier:
+    return Verifier(*workload(name, torch.device("cpu"), {}))
 
 
 def ruling(fault: Fault) -> Ruling:
-    run, escrow, verifier = bench(fault.workload)
-    run.strategies = {fault.name: fault.strategy()}
-    run._made.clear()
-    run.bring([fault.name])
-    try:
-        found = verifier.check(fault.kind)
-        assert run.in_force == (fault.name,), "it is left in force"
-    finally:
-        run.bring([])
-        escrow.restore()
-        escrow.prove()
-    return found
+    return planted_faults.ruling(verifier(fault.workload), fault.strategy(), fault.kind)
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -14,6 +14,7 @@ from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind, Strategy
 from oxytorch.tune.update import Change, compare
 from oxytorch.tune.verify import Ruling, Verifier
+from planted_faults import ruling
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,15 +41,7 @@ def strategy(plant: Callable[[Run], Iterator[None]]) -> type[Strategy]:
 
 
 def check(run: Run, plant: Callable[[Run], Iterator[None]], kind: Kind, steps: int = 3) -> Ruling:
-    escrow = Escrow(run.model, run.original)
-    run.strategies = {"planted": strategy(plant)}
-    run.bring(["planted"])
-    found = Verifier(run, escrow, steps=steps).check(kind)
-    assert run.in_force == ("planted",)
-    run.bring([])
-    escrow.restore()
-    escrow.prove()
-    return found
+    return ruling(Verifier(run, Escrow(run.model, run.original), steps=steps), strategy(plant), kind)
 
 
 def nothing(_: Run) -> Iterator[None]:

@@ -2,10 +2,10 @@
 
 from importlib import import_module
 
-from .planting import FAULTS, HEALTHY, Fault
+from .planting import FAULTS, HEALTHY, Fault, ruling
 from .workloads import workload
 
-__all__ = ["FAULTS", "HEALTHY", "Fault", "workload"]
+__all__ = ["FAULTS", "HEALTHY", "Fault", "ruling", "workload"]
 
 # Each registers its own; their order is the order of the books.
 for _noun in ("gradients", "update", "model", "random_numbers", "loop", "bits", "healthy"):

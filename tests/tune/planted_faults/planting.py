@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from oxytorch.tune.run import Run, plain_step
 from oxytorch.tune.strategy import Kind, Strategy
+from oxytorch.tune.verify import Ruling, Verifier
 from torch import Tensor
 
 
@@ -49,6 +50,21 @@ class Fault:
                 self.context.__exit__(None, None, None)
 
         return Planted
+
+
+def ruling(verifier: Verifier, strategy: type[Strategy], kind: Kind) -> Ruling:
+    """Let a verifier rule on a strategy; its run is left as it was."""
+    run = verifier.run
+    run.strategies, run._made = {"planted": strategy}, {}
+    run.bring(["planted"])
+    try:
+        found = verifier.check(kind)
+        assert run.in_force == ("planted",), "it is left in force"
+    finally:
+        run.bring([])
+        verifier.escrow.restore()
+        verifier.escrow.prove()
+    return found
 
 
 FAULTS: dict[str, Fault] = {}
