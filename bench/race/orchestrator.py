@@ -21,7 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _orchestrator.figures import OURS, REFERENCE, SEARCHED, TOLERANCE, Race, entries, judge, repaid_after
+import torch
+from _orchestrator.figures import OURS, REFERENCE, SEARCHED, TOLERANCE, Race, entries, judge, judge_cpp, repaid_after
 from _race import ROOT, Figure, add_figures, facts, new_report, progress, show_figures, text, write
 from oxytorch.demo.driver import Start, WorkerFailed, python_command, race
 from oxytorch.demo.machine import has_bf16
@@ -38,6 +39,10 @@ WORKLOADS = {
 }
 # Steps of a turn: about a second of the plain loop.
 TURN_STEPS = {"cnn": 3, "resnet": 3, "gpt": 4, "bert": 3, "mlp": 60, "lstm": 10}
+# The same from C++: LibTorch's own loop takes the place of eager PyTorch.
+CPP = "cpp-"
+WORKLOADS |= {f"{CPP}{name}": f"{WORKLOADS[name]}, in C++" for name in ("cnn", "mlp", "lstm")}
+CPP_CONTENDERS = {"eager": "torch", "oxytorch basic": "basic", "oxytorch advanced": "advanced"}
 RIVALS = (
     "eager",
     "eager + allocator",
@@ -52,8 +57,24 @@ RIVALS = (
 )
 
 
+def cpp_command(workload: str, contender: str, seed: int, arguments: argparse.Namespace) -> list[str]:
+    """One contender's process without Python."""
+    folder = arguments.cache / workload / contender.replace(" ", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {
+        "workload": workload.removeprefix(CPP),
+        "contender": CPP_CONTENDERS[contender],
+        "seed": seed,
+        "threads": arguments.threads,
+        "folder": folder,
+    }
+    return [str(arguments.program), *(str(part) for key, value in said.items() for part in (f"--{key}", value))]
+
+
 def command(workload: str, contender: str, seed: int, arguments: argparse.Namespace) -> list[str]:
     """One contender's process."""
+    if workload.startswith(CPP):
+        return cpp_command(workload, contender, seed, arguments)
     task: dict[str, Any] = {
         "workload": workload,
         "contender": contender,
@@ -64,6 +85,12 @@ def command(workload: str, contender: str, seed: int, arguments: argparse.Namesp
     if contender in RIVALS:
         task["forbid"] = "oxytorch"
     return python_command(task, "_orchestrator.worker", str(Path(__file__).resolve().parent))
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """That of the demo's workers, and the torch that the C++ program runs with."""
+    libraries = [str(Path(torch.__file__).parent / "lib"), os.environ.get("LD_LIBRARY_PATH")]
+    return {**environment(threads), "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries))}
 
 
 def race_workload(name: str, arguments: argparse.Namespace) -> Race:
@@ -79,10 +106,12 @@ def race_workload(name: str, arguments: argparse.Namespace) -> Race:
             progress(f"  {contender}: {f'{steps} steps' if steps else 'ready'}")
 
     starts: list[Start] = []
-    steps = 2 if arguments.quick else TURN_STEPS[name]
+    steps = 2 if arguments.quick else TURN_STEPS[name.removeprefix(CPP)]
     for seed in range(FIRST_SEED, FIRST_SEED + arguments.starts):
         progress(f"{name}: start {len(starts) + 1} of {arguments.starts}")
         wanted = [*arguments.contenders, *([SEARCHED] if arguments.exhaustive else [])]
+        if name.startswith(CPP):
+            wanted = [contender for contender in wanted if contender in CPP_CONTENDERS]
         taking_part = [contender for contender in wanted if contender not in absent]
         starts.append(
             race(
@@ -90,7 +119,7 @@ def race_workload(name: str, arguments: argparse.Namespace) -> Race:
                 seed=seed,
                 steps=steps * (QUICK_TURNS if arguments.quick else TURNS),
                 block=steps,
-                environment=environment(arguments.threads),
+                environment=worker_environment(arguments.threads),
                 timeout=arguments.timeout,
                 on_turn=on_turn,
                 prepare=True,
@@ -212,6 +241,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--cache", type=Path, help="keep compilers' caches and certificates there for the next race")
     parser.add_argument("--keep", type=Path, help="a JSON document whose other workloads go into this report")
+    parser.add_argument("--program", type=Path, default=ROOT / "build/dev/bench/race/orchestrator_race")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--timeout", type=float, default=300.0, help="longest wait for one answer, in seconds")
     parser.add_argument("--verbose", action="store_true", help="say whose turn it was")
@@ -230,9 +260,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="oxytorch-race-") as folder:
         arguments.cache = arguments.cache or Path(folder)
         for name in arguments.workloads:
+            if name.startswith(CPP) and not arguments.program.exists():
+                progress(f"no {arguments.program}: {name} is left out; make build makes it")
+                continue
             raced[name] = race_workload(name, arguments)
     races = [raced[name] for name in WORKLOADS if name in raced]
-    figures = judge(races, has_bf16())
+    figures = [
+        *judge([found for found in races if not found.name.startswith(CPP)], has_bf16()),
+        *judge_cpp([found for found in races if found.name.startswith(CPP)]),
+    ]
     show(races, figures, machine_facts)
     save(arguments, races, figures, machine_facts)
     return 0

@@ -100,6 +100,21 @@ def test_quick_race_reports_contenders_and_the_missing(run_quick: Callable[..., 
     assert kept["workloads"]["mlp"]["entries"].keys() == {"eager"}
 
 
+@pytest.mark.slow
+def test_the_quick_race_from_cpp_trains_to_the_same_bits(run_quick: Callable[..., Any]) -> None:
+    said, document = run_quick("orchestrator", "--starts", "1", "--workloads", "cpp-mlp")
+    if not document["workloads"]:
+        pytest.skip("the program is not built")
+    found = document["workloads"]["cpp-mlp"]
+    assert found["entries"].keys() == {"eager", "oxytorch basic", "oxytorch advanced"} and not found["absent"]
+    plain, basic = (found["entries"][name] for name in ("eager", "oxytorch basic"))
+    assert plain["loss"] == basic["loss"] > 0
+    verdicts = basic["prepared"][0]
+    assert "bf16_autocast" in verdicts["rejected"]
+    assert verdicts["rejected"].keys().isdisjoint(verdicts["accepted"])
+    assert "cpp-mlp: oxytorch basic over the plain loop" in said
+
+
 @pytest.mark.parametrize("flag", ["--workloads", "--contenders"])
 def test_unknown_names_are_refused(races: Path, flag: str) -> None:
     command = [sys.executable, str(races / "orchestrator.py"), flag, "quantum"]

@@ -137,6 +137,16 @@ def judge(races: list[Race], has_bf16: bool) -> list[Figure]:
     ]
 
 
+def judge_cpp(races: list[Race]) -> list[Figure]:
+    """The same workloads from C++, over LibTorch's plain loop."""
+    return [
+        Figure(f"{race.name}: {ours} over the plain loop", race.ratio(REFERENCE, ours), SLOWEST)
+        for race in races
+        for ours in OURS
+        if {ours, REFERENCE} <= race.entries.keys()
+    ]
+
+
 def class_figures(races: list[Race], ours: str, mean: float, cnn: float | None) -> list[Figure]:
     """Mean, the CNN and the slowest of one class of changes."""
     taking_part = [race for race in races if ours in race.entries and REFERENCE in race.entries]
