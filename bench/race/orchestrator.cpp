@@ -23,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "oxytorch/clock.h"
 #include "oxytorch/host.h"
 #include "oxytorch/system.h"
 #include "oxytorch/tune/accelerate.h"
@@ -36,8 +37,6 @@ namespace nn = torch::nn;
 
 constexpr int kBatches = 16;
 constexpr std::int64_t kStepsPlanned = 10'000;
-
-double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
 struct Workload {
   std::shared_ptr<nn::Module> model;
@@ -152,7 +151,7 @@ struct Contender {
         oxytorch::accelerate(*workload.model, optimizer, workload.loss, workload.batches,
                              oxytorch::AccelerateOptions().level(level).steps_planned(kStepsPlanned).folder(folder)));
     step = [this](const Batch& batch) { return plan->step(batch); };
-    const auto said = R"("tuning_seconds": )" + std::to_string(seconds_since(began)) + ", " + verdicts(*plan);
+    const auto said = R"("tuning_seconds": )" + std::to_string(oxytorch::seconds_since(began)) + ", " + verdicts(*plan);
     std::ifstream before(folder + "/cold.json");
     std::string cold;
     if (!std::getline(before, cold)) {
@@ -189,7 +188,7 @@ void serve(std::map<std::string, std::string>& options) {
       for (int i = 0; i < count; ++i) {
         const auto began = Clock::now();
         found.push_back(contender.step(workload.batches[next++ % kBatches]));
-        seconds.push_back(seconds_since(began));
+        seconds.push_back(oxytorch::seconds_since(began));
       }
       losses.clear();
       for (const auto& loss : found) losses.push_back(loss.item<double>());

@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "oxytorch/clock.h"
 #include "oxytorch/optim.h"
 
 namespace {
@@ -97,7 +98,7 @@ Contender make_oxytorch(const Case& which) {
 double timed(const Contender& contender, int repeats) {
   const auto began = Clock::now();
   for (int i = 0; i < repeats; ++i) contender.step();
-  return std::chrono::duration<double>(Clock::now() - began).count() / repeats;
+  return oxytorch::seconds_since(began) / repeats;
 }
 
 void race(std::vector<Contender>& contenders, double seconds) {
@@ -115,7 +116,7 @@ void race(std::vector<Contender>& contenders, double seconds) {
   constexpr int kLeastRounds = 7;
   constexpr int kMostRounds = 200;
   for (int round = 0; round < kMostRounds; ++round) {
-    if (round >= kLeastRounds && std::chrono::duration<double>(Clock::now() - began).count() > seconds) break;
+    if (round >= kLeastRounds && oxytorch::seconds_since(began) > seconds) break;
     std::shuffle(turn.begin(), turn.end(), order);
     for (const auto i : turn) {
       if (repeats[i] > 1) contenders[i].step();  // warm caches, as the small cases state

@@ -12,4 +12,9 @@ inline std::int64_t monotonic_ns() noexcept {
       .count();
 }
 
+/// Seconds that have passed since `start`.
+inline double seconds_since(std::chrono::steady_clock::time_point start) noexcept {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 }  // namespace oxytorch

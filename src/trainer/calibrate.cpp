@@ -8,6 +8,8 @@
 #include <cmath>
 #include <limits>
 
+#include "oxytorch/clock.h"
+
 namespace oxytorch::calibrate {
 
 Escrow::Escrow(const torch::nn::Module& model, std::vector<at::Tensor> parameters)
@@ -39,8 +41,8 @@ std::pair<double, double> once(Escrow& escrow, const std::function<at::Tensor()>
   const auto start = std::chrono::steady_clock::now();
   const auto value = loss();
   value.backward();
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-  return {seconds.count(), value.item<double>()};
+  const double seconds = seconds_since(start);
+  return {seconds, value.item<double>()};
 }
 
 Trial compare(Escrow& escrow, const std::function<at::Tensor()>& loss, const std::function<void(bool)>& flip) {

@@ -21,6 +21,7 @@
 
 #include "optim/generators.h"
 #include "oxytorch/amp.h"
+#include "oxytorch/clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/optim/schedule.h"
@@ -36,8 +37,6 @@ using Clock = std::chrono::steady_clock;
 constexpr double kPays = 0.97;      // a setting is kept where it takes less than this share of the time without it
 constexpr double kDrift = 0.05;     // and moves the first loss by less than this
 constexpr double kPatience = 10.0;  // seconds of one step above which nothing is measured
-
-double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 volatile std::sig_atomic_t pending_signal = 0;
 
@@ -334,7 +333,7 @@ struct Trainer::Impl {
       value = forward(compute);
       OXY_CHECK(value.defined() && value.numel() == 1, InvalidArgument, "the loss ",
                 value.defined() ? "is not a scalar" : "is undefined", ". Return one number, for example a mean.");
-      forward_end = since(start);
+      forward_end = seconds_since(start);
       auto scaled = accumulate == 1 ? value : value / static_cast<double>(accumulate);
       if (scaler) scaled = scaler->scale(scaled);
       {
@@ -342,7 +341,7 @@ struct Trainer::Impl {
         if (tail && micro + 1 < accumulate) more_to_come.emplace(*tail);
         scaled.backward();
       }
-      backward_end = since(start);
+      backward_end = seconds_since(start);
       if (++micro >= accumulate) apply();
     } catch (...) {
       abandon();
@@ -351,7 +350,7 @@ struct Trainer::Impl {
     if (++batch_count > 1) {
       seconds[0] += forward_end;
       seconds[1] += backward_end - forward_end;
-      seconds[2] += since(start) - backward_end;
+      seconds[2] += seconds_since(start) - backward_end;
     }
     return value.detach();
   }

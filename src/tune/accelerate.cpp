@@ -12,6 +12,7 @@
 #include <sstream>
 #include <typeinfo>
 
+#include "oxytorch/clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/spelling.h"
@@ -32,8 +33,6 @@ using Names = std::vector<std::string>;
 constexpr double kBudgetShare = 0.03;  // of the planned run's time that tuning may take
 constexpr double kLeastBudget = 3;     // seconds
 constexpr int kCanaryPairs = 9;
-
-double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 std::string now_utc() {
   const std::time_t now = std::time(nullptr);
@@ -253,7 +252,7 @@ class Tuning {
     bench_.guarded({}, [&] { escrow_.restore(); });
     auto ruling = bench_.guarded(names, [&] { return verifier.check(widest(names)); });
     bench_.guarded({}, [&] { escrow_.restore(); });
-    if (search_) search_->charge(since(began));
+    if (search_) search_->charge(seconds_since(began));
     return ruling;
   }
 
@@ -311,7 +310,7 @@ class Tuning {
     }
     made.events = events_;
     made.compile_seconds = compiling_;
-    made.tuning_seconds = std::max(0.0, since(began_) - compiling_);
+    made.tuning_seconds = std::max(0.0, seconds_since(began_) - compiling_);
     return made;
   }
 

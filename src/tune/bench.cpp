@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 
+#include "oxytorch/clock.h"
 #include "oxytorch/statistics.h"
 
 namespace oxytorch::tune {
@@ -17,8 +18,6 @@ using Clock = std::chrono::steady_clock;
 constexpr double kBlockSeconds = 0.02;  // measured in a row: far above the clock's grain and a busy host's time slice
 constexpr int kMostSteps = 64;
 constexpr int kBaselineBlocks = 3;
-
-double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 }  // namespace
 
@@ -65,7 +64,7 @@ std::pair<DuelResult, double> Bench::duel(const Names& incumbent, const Names& c
   guarded(incumbent, [&] { warm_up(); });
   const auto began = Clock::now();
   const int warm = guarded(challenger, [&] { return warm_up(); });
-  const double warming = since(began);
+  const double warming = seconds_since(began);
   for (std::size_t half = 0;; ++half) {
     const auto side = duel.next();
     if (!side) break;
@@ -129,7 +128,7 @@ double Bench::timed(int steps) {
   const auto began = Clock::now();
   for (int i = 0; i < steps; ++i) step();
   synchronize(run_.device());
-  return std::max(since(began) / steps, 1e-9);
+  return std::max(seconds_since(began) / steps, 1e-9);
 }
 
 void Bench::step() {

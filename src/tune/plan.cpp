@@ -8,6 +8,7 @@
 #include <cmath>
 #include <utility>
 
+#include "oxytorch/clock.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/tune/escrow.h"
 #include "tune/bench.h"
@@ -45,7 +46,7 @@ at::Tensor Plan::Impl::step(const Batch& batch) {
   const auto began = Clock::now();
   auto loss = run->step(batch);
   if (waited) tune::synchronize(run->device());
-  guard->after(std::max(std::chrono::duration<double>(Clock::now() - began).count(), 1e-9));
+  guard->after(std::max(seconds_since(began), 1e-9));
   if (waited && !std::isfinite(loss.item<double>())) guard->suspicious();
   waits = std::max(0, waits - 1);
   return loss;
