@@ -9,14 +9,18 @@
 #include <algorithm>
 #include <optional>
 
+#include "optim/generators.h"
 #include "oxytorch/amp.h"
 #include "oxytorch/error.h"
 #include "oxytorch/host.h"
+#include "oxytorch/memory.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/system.h"
 #include "oxytorch/tune/host.h"
+#include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/run.h"
 #include "tune/attention.h"
+#include "tune/observe.h"
 #include "tune/optimizer_state.h"
 
 namespace oxytorch::tune {
@@ -25,6 +29,20 @@ namespace {
 Applicability on_cpu(const Run& run) {
   if (run.device().is_cpu()) return true;
   return "the model is on " + run.device().str() + ".";
+}
+
+/// A forward to look at, which leaves buffers and generators as they were.
+auto forward_of(Run& run) {
+  return [&run] {
+    const auto generators = optim::generator_states(run.device());
+    const auto buffers = run.model().buffers();
+    std::vector<at::Tensor> held;
+    for (const auto& buffer : buffers) held.push_back(buffer.clone());
+    auto loss = run.loss(run.batches().front());
+    for (std::size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(held[i]);
+    optim::set_generator_states(run.device(), generators);
+    return loss;
+  };
 }
 
 // -- the host ---------------------------------------------------------------------------------------------------------
@@ -43,6 +61,7 @@ struct HostStrategy : Strategy {
 };
 
 HostSetting tuned_allocator() { return tune_allocator(); }
+HostSetting host_pool() { return use_host_pool(); }
 HostSetting flushed_denormals() { return flush_denormals(); }
 
 bool near_denormal(const at::Tensor& values) {
@@ -80,6 +99,21 @@ struct Threads : Strategy {
 
 int physical_cores() { return std::max(1, read_cores().usable_physical); }
 int one() { return 1; }
+
+struct Operators : Strategy {
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    if (calls(forward_of(run), {"max_pool2d_with_indices", "native_batch_norm", "bernoulli_"})) return true;
+    return "the model has neither max pooling nor batch normalisation nor dropout.";
+  }
+  void apply(Run& /*run*/) override {
+    std::string reasons;
+    for (const auto& report : operators.install()) reasons += " " + report.name + ": " + report.reason;
+    OXY_CHECK(!operators.installed().empty(), NotSupported, "no operator could be installed:", reasons);
+  }
+  void revert(Run& /*run*/) override { operators.uninstall(); }
+  NativeOperators operators;
+};
 
 // -- the optimizer ----------------------------------------------------------------------------------------------------
 
@@ -190,7 +224,7 @@ template <bool Reduced>
 struct Attention : Strategy {
   Applicability applies(Run& run) override {
     if (auto here = on_cpu(run); !here.holds) return here;
-    if (uses_flash([&] { return run.loss(run.batches().front()); })) return true;
+    if (uses_flash(forward_of(run))) return true;
     return "the model calls no flash attention.";
   }
   void apply(Run& run) override {
@@ -250,30 +284,38 @@ RegisteredStrategy own(const char* name, Kind kind, StrategyTraits traits) {
 
 std::vector<RegisteredStrategy> own_strategies() {
   using enum Kind;
-  const std::vector<std::string> faster = {"allocator", "bf16_autocast", "channels_last", "step_tail"};
+  const std::vector<std::string> faster = {"allocator", "host_pool", "bf16_autocast", "channels_last", "step_tail"};
   const std::string squares = "memory grows with the square of the sequence length.";
   return {
       own<HostStrategy<tuned_allocator>>(
           "allocator", Exact,
           {.group = "host_memory",
+           .interacts = {"host_pool"},
            .settle = 2,
            .cost = "resident memory stays at its peak, at most half of what was available "
                    "beside what is in use."}),
+      own<HostStrategy<host_pool>>("host_pool", Exact,
+                                   {.interacts = {"allocator"},
+                                    .settle = 2,
+                                    .cost = "resident memory stays at its peak; free pages above half of what was "
+                                            "available are given back."}),
+      own<Operators>("native_operators", Exact, {.hopeful = 2}),
       own<Bf16Autocast>("bf16_autocast", Precision,
                         {.group = "precision",
-                         .interacts = {"channels_last", "allocator"},
+                         .interacts = {"channels_last", "allocator", "host_pool"},
                          .cost = "products are rounded to bfloat16; weights and their gradients stay float32.",
                          .hopeful = 8}),
       own<ChannelsLast>("channels_last", Tolerance,
                         {.group = "layout",
-                         .interacts = {"bf16_autocast", "allocator"},
+                         .interacts = {"bf16_autocast", "allocator", "host_pool"},
                          .cost = "a second copy of the convolutions' weights is kept while it may be taken back."}),
-      own<Attention<false>>("math_attention", Tolerance,
-                            {.group = "attention", .interacts = {"bf16_autocast", "allocator"}, .cost = squares}),
+      own<Attention<false>>(
+          "math_attention", Tolerance,
+          {.group = "attention", .interacts = {"bf16_autocast", "allocator", "host_pool"}, .cost = squares}),
       own<Attention<true>>("math_attention_bf16", Precision,
                            {.group = "attention",
                             .requires_ = {"bf16_autocast"},
-                            .interacts = {"allocator"},
+                            .interacts = {"allocator", "host_pool"},
                             .cost = "scores are rounded to bfloat16; " + squares}),
       own<Tf32>("tf32", Precision,
                 {.interacts = {"bf16_autocast"}, .cost = "inputs of float32 products keep 10 bits of their mantissa."}),
@@ -290,7 +332,7 @@ std::vector<RegisteredStrategy> own_strategies() {
       own<FlushDenormals>(
           "flush_denormals", Tolerance,
           {.interacts = {"one_thread", "physical_cores"}, .cost = "numbers below 1.2e-38 become zero.", .hopeful = 10}),
-      own<Split>("split_batch", Tolerance, {.interacts = {"allocator"}, .hopeful = 1.3}),
+      own<Split>("split_batch", Tolerance, {.interacts = {"allocator", "host_pool"}, .hopeful = 1.3}),
   };
 }
 

@@ -1,0 +1,160 @@
+// The library's own strategies: what each is tried on, and that a run with it in force has the bits that it promises.
+#include <c10/core/CPUAllocator.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "oxytorch/error.h"
+#include "oxytorch/memory.h"
+#include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/operators.h"
+#include "oxytorch/tune/run.h"
+#include "oxytorch/tune/strategy.h"
+#include "oxytorch/tune/verify.h"
+
+namespace oxytorch {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+namespace nn = torch::nn;
+
+/// A run of `model` on images of 3 x 16 x 16, and its optimizer.
+struct Training {
+  explicit Training(nn::Sequential made, std::vector<Batch> given = images())
+      : model(std::move(made)), batches(given) {}
+
+  static std::vector<Batch> images() {
+    torch::manual_seed(1);
+    std::vector<Batch> batches;
+    for (int i = 0; i < 3; ++i) batches.push_back({torch::randn({16, 3, 16, 16}), torch::randint(10, {16})});
+    return batches;
+  }
+  /// Convolution, `middle` and a head.
+  template <class... Middle>
+  static Training with(const Middle&... middle) {
+    torch::manual_seed(0);
+    nn::Sequential model(nn::Conv2d(nn::Conv2dOptions(3, 8, 3).padding(1)), middle..., nn::AdaptiveAvgPool2d(4),
+                         nn::Flatten(), nn::Linear(128, 10));
+    return Training(model);
+  }
+  static Training full() { return with(nn::BatchNorm2d(8), nn::ReLU(), nn::MaxPool2d(2), nn::Dropout(0.3)); }
+
+  /// Losses, weights and running averages of six steps, `before(i)` called before each.
+  std::vector<at::Tensor> train(const std::function<void(int)>& before = [](int) {}) {
+    torch::manual_seed(2);
+    std::vector<at::Tensor> trace;
+    for (int i = 0; i < 6; ++i) {
+      before(i);
+      trace.push_back(run.step(batches[static_cast<std::size_t>(i) % batches.size()]).clone());
+    }
+    for (const auto& parameter : model->parameters()) trace.push_back(parameter.detach().clone());
+    for (const auto& buffer : model->buffers()) trace.push_back(buffer.clone());
+    return trace;
+  }
+
+  nn::Sequential model;
+  std::vector<Batch> batches;
+  torch::optim::SGD optimizer{model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9)};
+  tune::Run run{*model, optimizer, supervised(model, nn::CrossEntropyLoss()), batches};
+};
+
+void expect_same(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& expected) {
+  ASSERT_EQ(got.size(), expected.size());
+  for (std::size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
+}
+
+class ExactStrategyTest : public testing::TestWithParam<const char*> {};
+
+TEST_P(ExactStrategyTest, KeepsEveryBitInForceAndSwitched) {
+  const std::string name = GetParam();
+  const auto plain = Training::full().train();
+  auto steady = Training::full();
+  ASSERT_TRUE(steady.run.strategy(name).applies(steady.run).holds);
+  expect_same(steady.train([&](int) { steady.run.bring({name}); }), plain);
+  EXPECT_THAT(steady.run.in_force(), ElementsAre(name));
+  auto switched = Training::full();
+  const auto in_turn = [&](int i) { switched.run.bring(i % 2 == 0 ? std::vector{name} : std::vector<std::string>{}); };
+  steady.run.bring({});
+  expect_same(switched.train(in_turn), plain);
+}
+
+TEST_P(ExactStrategyTest, PassesTheRefereeAsWhatItClaims) {
+  const std::string name = GetParam();
+  EXPECT_EQ(tune::find_strategy(name).kind, tune::Kind::Exact);
+  auto training = Training::full();
+  tune::Escrow escrow(training.run);
+  tune::Verifier verifier(training.run, escrow);
+  training.run.bring({name});
+  const auto ruling = verifier.check(tune::Kind::Exact);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  training.run.bring({});
+  EXPECT_NO_THROW(escrow.prove());
+}
+
+INSTANTIATE_TEST_SUITE_P(Host, ExactStrategyTest, testing::Values("host_pool", "native_operators"),
+                         [](const auto& each) { return std::string(each.param); });
+
+TEST(StrategiesTest, HostPoolServesTheStepAndLeaves) {
+  auto training = Training::full();
+  auto* const torchs = c10::GetCPUAllocator();
+  const auto before = host_pool_stats();
+  training.train([&](int) { training.run.bring({"host_pool"}); });
+  EXPECT_NE(c10::GetCPUAllocator(), torchs);
+  const auto after = host_pool_stats();
+  EXPECT_GT(after.hits + after.misses, before.hits + before.misses);
+  training.run.bring({});
+  EXPECT_EQ(c10::GetCPUAllocator(), torchs);
+}
+
+TEST(StrategiesTest, HostPoolSaysThatItIsInUse) {
+  auto training = Training::full();
+  auto own = use_host_pool();
+  ASSERT_TRUE(own.is_applied()) << own.reason();
+  try {
+    training.run.bring({"host_pool"});
+    ADD_FAILURE() << "the caller's own pool was not seen";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::NotSupported);
+    EXPECT_THAT(error.what(), HasSubstr("already in use"));
+  }
+  EXPECT_THAT(training.run.in_force(), IsEmpty());
+  EXPECT_TRUE(own.is_applied());
+  own.revert();
+}
+
+TEST(StrategiesTest, NativeOperatorsAreTriedWhereTheyServe) {
+  const auto answer = [](Training training) { return training.run.strategy("native_operators").applies(training.run); };
+  EXPECT_TRUE(answer(Training::with(nn::MaxPool2d(2))).holds);
+  EXPECT_TRUE(answer(Training::with(nn::BatchNorm2d(8))).holds);
+  EXPECT_TRUE(answer(Training::with(nn::BatchNorm2d(nn::BatchNormOptions(8).track_running_stats(false)))).holds);
+  EXPECT_TRUE(answer(Training::with(nn::Dropout(0.1))).holds);
+  const auto neither = answer(Training::with(nn::ReLU()));
+  EXPECT_FALSE(neither.holds);
+  EXPECT_THAT(neither.reason, HasSubstr("max pooling"));
+}
+
+TEST(StrategiesTest, NativeOperatorsComeAndGo) {
+  auto training = Training::full();
+  const auto installed_elsewhere = [] {
+    tune::NativeOperators others;
+    others.install();
+    return others.installed();
+  };
+  training.run.bring({"native_operators"});
+  EXPECT_THAT(installed_elsewhere(), IsEmpty()) << "the strategy holds them all";
+  training.run.bring({});
+  EXPECT_EQ(installed_elsewhere(), tune::NativeOperators::names());
+  tune::NativeOperators own;
+  own.install();
+  EXPECT_THROW(training.run.bring({"native_operators"}), Error);
+  EXPECT_THAT(training.run.in_force(), IsEmpty());
+}
+
+}  // namespace
+}  // namespace oxytorch
