@@ -265,10 +265,9 @@ def main() -> int:
                 continue
             raced[name] = race_workload(name, arguments)
     races = [raced[name] for name in WORKLOADS if name in raced]
-    figures = [
-        *judge([found for found in races if not found.name.startswith(CPP)], has_bf16()),
-        *judge_cpp([found for found in races if found.name.startswith(CPP)]),
-    ]
+    from_cpp = [found for found in races if found.name.startswith(CPP)]
+    from_python = [found for found in races if not found.name.startswith(CPP)]
+    figures = [*(judge(from_python, has_bf16()) if from_python else []), *judge_cpp(from_cpp)]
     show(races, figures, machine_facts)
     save(arguments, races, figures, machine_facts)
     return 0
