@@ -112,32 +112,37 @@ void bind_search(py::module_& m) {
   const StrategyFacts facts;
   py::class_<StrategyFacts>(m, "StrategyFacts", "What the search knows of a strategy.")
       .def(py::init([](std::string name, Kind kind, std::string group, Names required, Names interacts,
-                       double expected_cost, double hopeful) {
+                       double expected_cost, double hopeful, double expected_speedup) {
              return StrategyFacts{std::move(name),      kind,          std::move(group), std::move(required),
-                                  std::move(interacts), expected_cost, hopeful};
+                                  std::move(interacts), expected_cost, hopeful,          expected_speedup};
            }),
            py::arg("name"), py::kw_only(), py::arg("kind") = facts.kind, py::arg("group") = facts.group,
            py::arg("requires") = facts.requires_, py::arg("interacts") = facts.interacts,
-           py::arg("expected_cost") = facts.expected_cost, py::arg("hopeful") = facts.hopeful)
+           py::arg("expected_cost") = facts.expected_cost, py::arg("hopeful") = facts.hopeful,
+           py::arg("expected_speedup") = facts.expected_speedup)
       .def_readwrite("name", &StrategyFacts::name)
       .def_readwrite("kind", &StrategyFacts::kind)
       .def_readwrite("group", &StrategyFacts::group)
       .def_readwrite("requires", &StrategyFacts::requires_)
       .def_readwrite("interacts", &StrategyFacts::interacts)
       .def_readwrite("expected_cost", &StrategyFacts::expected_cost)
-      .def_readwrite("hopeful", &StrategyFacts::hopeful);
+      .def_readwrite("hopeful", &StrategyFacts::hopeful)
+      .def_readwrite("expected_speedup", &StrategyFacts::expected_speedup);
   const SearchOptions options;
   py::class_<SearchOptions>(m, "SearchOptions", "The run that a search is for, and what it may spend.")
-      .def(py::init([](std::int64_t steps_planned, double step_seconds, double budget_seconds, std::uint64_t seed,
-                       const DuelOptions& duel) {
-             return SearchOptions{steps_planned, step_seconds, budget_seconds, seed, duel};
+      .def(py::init([](std::int64_t steps_planned, double step_seconds, double budget_seconds, double repay_steps,
+                       double cost_share, std::uint64_t seed, const DuelOptions& duel) {
+             return SearchOptions{steps_planned, step_seconds, budget_seconds, repay_steps, cost_share, seed, duel};
            }),
            py::kw_only(), py::arg("steps_planned") = options.steps_planned,
            py::arg("step_seconds") = options.step_seconds, py::arg("budget_seconds") = options.budget_seconds,
+           py::arg("repay_steps") = options.repay_steps, py::arg("cost_share") = options.cost_share,
            py::arg("seed") = options.seed, py::arg_v("duel", options.duel, "DuelOptions()"))
       .def_readwrite("steps_planned", &SearchOptions::steps_planned)
       .def_readwrite("step_seconds", &SearchOptions::step_seconds)
       .def_readwrite("budget_seconds", &SearchOptions::budget_seconds)
+      .def_readwrite("repay_steps", &SearchOptions::repay_steps)
+      .def_readwrite("cost_share", &SearchOptions::cost_share)
       .def_readwrite("seed", &SearchOptions::seed)
       .def_readwrite("duel", &SearchOptions::duel);
   py::class_<Trial>(m, "Trial", "Two combinations of strategies to compare.")

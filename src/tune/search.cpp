@@ -51,6 +51,7 @@ struct Search::Impl {
   Mask force = 0;
   double step_seconds = 0;  ///< with what is in force, as far as known
   double spent = 0;
+  double paid = 0;  ///< one-off costs of trials, apart from `spent`
   int clock = 0;
   std::uint64_t trials = 0;
   std::optional<Move> pending;
@@ -142,7 +143,37 @@ struct Search::Impl {
     return step_seconds <= 0 || cost <= 0 || most_saved(item) > cost;
   }
 
-  [[nodiscard]] bool out_of_budget() const { return options.budget_seconds > 0 && spent >= options.budget_seconds; }
+  [[nodiscard]] bool is_costly(std::size_t i) const { return items[i].facts.expected_cost > 0; }
+
+  /// Seconds that trials without a one-off cost may take in all; 0: no bound.
+  [[nodiscard]] double budget() const {
+    if (options.budget_seconds <= 0) return 0;
+    return options.budget_seconds + options.repay_steps * std::max(0.0, options.step_seconds - step_seconds);
+  }
+
+  [[nodiscard]] bool out_of_budget() const { return options.budget_seconds > 0 && spent >= budget(); }
+
+  [[nodiscard]] double cost_budget() const {
+    return options.cost_share * step_seconds * static_cast<double>(options.steps_planned);
+  }
+
+  [[nodiscard]] bool can_afford(double cost) const {
+    return step_seconds <= 0 || cost <= 0 || paid + cost <= cost_budget();
+  }
+
+  /// Whether what is in force and took a one-off cost has to take it again for a change of this strategy.
+  [[nodiscard]] double repeated_cost(std::size_t i) const {
+    double cost = 0;
+    for (std::size_t j = 0; j < items.size(); ++j) {
+      if (in_force(j) && is_costly(j) && (items[i].ties & bit(j)) != 0) cost += items[j].entry.cost_seconds;
+    }
+    return cost;
+  }
+
+  /// Seconds outside of duels, or of one, for the account of the trial under way.
+  void charge(double seconds) {
+    if (!pending || !is_costly(pending->item)) spent += seconds;
+  }
 
   [[nodiscard]] bool fresh(Mask challenger) const {
     return challenger != force && !met.contains(std::minmax(force, challenger));
@@ -159,26 +190,42 @@ struct Search::Impl {
   [[nodiscard]] static double hope(const Item& item) { return item.entry.speedup ? item.entry.speedup->high : 1; }
 
   [[nodiscard]] std::optional<Move> forward() {
+    std::optional<std::size_t> best;
     for (std::size_t i = 0; i < items.size(); ++i) {
-      Item& item = items[i];
+      const Item& item = items[i];
       if (item.tried || item.settled || (item.needs & ~force) != 0) continue;
-      if (!can_repay(item)) {
-        item.settled = true;
-        item.entry.reason = "Turning it on takes about " + monitor::format_seconds(item.facts.expected_cost) +
-                            ", and in " + monitor::format_count(static_cast<double>(options.steps_planned)) +
-                            " steps it can save " + monitor::format_seconds(most_saved(item)) + " at best.";
-        continue;
-      }
-      return Move{i, with(force, i), false, true};
+      if (!is_costly(i) && out_of_budget()) continue;
+      if (is_costly(i) && !worth_its_cost(i)) continue;
+      if (!best || item.facts.expected_speedup > items[*best].facts.expected_speedup) best = i;
     }
-    return std::nullopt;
+    if (!best) return std::nullopt;
+    return Move{*best, with(force, *best), false, true};
+  }
+
+  /// Settles what is not.
+  [[nodiscard]] bool worth_its_cost(std::size_t i) {
+    Item& item = items[i];
+    const std::string takes = "Turning it on takes about " + monitor::format_seconds(item.facts.expected_cost);
+    if (!can_repay(item)) {
+      item.entry.reason = takes + ", and in " + monitor::format_count(static_cast<double>(options.steps_planned)) +
+                          " steps it can save " + monitor::format_seconds(most_saved(item)) + " at best.";
+    } else if (!can_afford(item.facts.expected_cost)) {
+      item.entry.reason = takes + ", and " + monitor::format_seconds(std::max(0.0, cost_budget() - paid)) +
+                          " of the planned run are left for trying such.";
+    } else {
+      return true;
+    }
+    item.settled = true;
+    return false;
   }
 
   /// Those whose ground has changed, one at a time.
   [[nodiscard]] std::optional<Move> again() const {
     for (std::size_t i = 0; i < items.size(); ++i) {
       const Item& item = items[i];
-      if (!item.tried || item.settled || !stale(item)) continue;
+      if (!item.tried || item.settled || !stale(item) || !can_afford(repeated_cost(i))) continue;
+      // What others could make of it at most would leave it worth having.
+      if (in_force(i) && item.entry.speedup && item.entry.speedup->low > kInterplay) continue;
       const Move move{i, in_force(i) ? sound(force & ~bit(i)) : with(force, i), in_force(i), true};
       if (fresh(move.challenger) && (move.removal || can_repay(item))) return move;
     }
@@ -189,7 +236,7 @@ struct Search::Impl {
   [[nodiscard]] std::optional<Move> two() const {
     for (std::size_t i = 0; i < items.size(); ++i) {
       const Item& item = items[i];
-      if (!item.tried || item.settled || in_force(i) || !can_repay(item)) continue;
+      if (!item.tried || item.settled || in_force(i) || !can_repay(item) || !can_afford(repeated_cost(i))) continue;
       for (std::size_t j = 0; j < items.size(); ++j) {
         const Item& other = items[j];
         if ((item.ties & bit(j)) == 0 || (item.rivals & bit(j)) != 0 || other.settled || !other.tried) continue;
@@ -214,8 +261,8 @@ struct Search::Impl {
     Trial trial{items[pending->item].facts.name, pending->removal, names(force), names(pending->challenger),
                 options.duel};
     trial.duel.seed = philox(options.seed, 0, trials).word[0];
-    if (options.budget_seconds > 0) {
-      const double left = options.budget_seconds - spent;
+    if (options.budget_seconds > 0 && !is_costly(pending->item)) {
+      const double left = budget() - spent;
       trial.duel.budget_seconds = trial.duel.budget_seconds > 0 ? std::min(trial.duel.budget_seconds, left) : left;
     }
     return trial;
@@ -261,6 +308,7 @@ struct Search::Impl {
     Item& item = items[move.item];
     item.tried = true;
     item.judged = clock;
+    if (is_costly(move.item) || repeated_cost(move.item) > 0) paid += outcome.cost_seconds;
     if (!move.alone || outcome.duel.pairs == 0) return;
     item.entry.pairs = outcome.duel.pairs;
     item.entry.speedup = move.removal ? inverse(outcome.duel.speedup) : outcome.duel.speedup;
@@ -294,7 +342,7 @@ struct Search::Impl {
       return "It needs " + list_of(names(missing), true) + ", which is not in force.";
     }
     if (out_of_budget()) {
-      return "The budget of " + monitor::format_seconds(options.budget_seconds) + " was spent before its turn.";
+      return "The budget of " + monitor::format_seconds(budget()) + " was spent before its turn.";
     }
     return item.entry.reason;
   }
@@ -309,10 +357,9 @@ Search& Search::operator=(Search&&) noexcept = default;
 std::optional<Trial> Search::ask() {
   Impl& self = *impl_;
   if (!self.pending) {
-    if (self.out_of_budget()) return std::nullopt;
     self.pending = self.forward();
-    if (!self.pending) self.pending = self.again();
-    if (!self.pending) self.pending = self.two();
+    if (!self.pending && !self.out_of_budget()) self.pending = self.again();
+    if (!self.pending && !self.out_of_budget()) self.pending = self.two();
     if (!self.pending) return std::nullopt;
     ++self.trials;
   }
@@ -321,9 +368,9 @@ std::optional<Trial> Search::ask() {
 
 void Search::tell(const TrialOutcome& outcome) {
   OXY_CHECK(impl_->pending, InvalidState, "no trial is under way; call ask() before tell().");
+  impl_->charge(outcome.duel.pairs * (outcome.duel.incumbent + outcome.duel.challenger));
   const Move move = *std::exchange(impl_->pending, std::nullopt);
   impl_->met.insert(std::minmax(impl_->force, move.challenger));
-  impl_->spent += outcome.duel.pairs * (outcome.duel.incumbent + outcome.duel.challenger);
   impl_->note(move, outcome);
   impl_->judge(move, outcome);
 }
@@ -344,7 +391,7 @@ void Search::skip(const std::string& strategy, std::string reason) {
 void Search::charge(double seconds) {
   OXY_CHECK(seconds >= 0 && std::isfinite(seconds), InvalidArgument, "seconds to charge must be at least 0, not ",
             seconds, '.');
-  impl_->spent += seconds;
+  impl_->charge(seconds);
 }
 
 std::vector<std::string> Search::best() const { return impl_->names(impl_->force); }

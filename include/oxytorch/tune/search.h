@@ -23,12 +23,15 @@ struct StrategyFacts {
   std::vector<std::string> interacts = {};  ///< tried again, on or off, when one of these changed since; mutual
   double expected_cost = 0;                 ///< seconds that turning it on takes once (compiling), before it was tried
   double hopeful = 3;  ///< speedup that it cannot exceed; where even that cannot repay expected_cost, it is skipped
+  double expected_speedup = 1.05;  ///< where it pays at all; what promises most is tried first
 };
 
 struct SearchOptions {
   std::int64_t steps_planned = 10'000;  ///< length of the run over which a one-off cost must be repaid
   double step_seconds = 0;              ///< of the step as it was given; needed to judge repayment
-  double budget_seconds = 0;            ///< for all trials together, compiling apart; 0: no bound
+  double budget_seconds = 0;            ///< for all trials together, one-off costs apart; 0: no bound
+  double repay_steps = 0;  ///< trials may also spend what the saving so far repays within so many steps
+  double cost_share = 0.1;  ///< of the planned run that one-off costs (compiling) of all trials together may take
   std::uint64_t seed = 0;
   DuelOptions duel = {};  ///< of each trial; seed and what is left of the budget are filled in
 };
@@ -51,10 +54,11 @@ struct TrialOutcome {
   std::string reason = {};  ///< of a failure or a refusal by the referee
 };
 
-/// Greedy with a way back. Forward: each strategy in the order given against what is in force, in place of the one of
-/// its group. Then rounds over what `interacts` ties together, wherever something accepted has changed the ground since
+/// Greedy with a way back. Forward: each strategy, the most promising first and equals in the order given, against what
+/// is in force, in place of the one of its group: an early gain makes every later trial cheaper. Then rounds over what `interacts` ties together, wherever something accepted has changed the ground since
 /// it was judged: a rejected strategy again, an accepted one off, a rejected one in place of an accepted one, two
 /// rejected ones together. They end when nothing is left to ask or the budget is spent; no two combinations meet twice.
+/// What has an expected cost is tried outside of that budget, as far as `cost_share` goes.
 /// A strategy is kept only where its saving over `steps_planned` exceeds its cost.
 /// ask() and tell() alternate; ask() again before tell() names the same trial. Deterministic.
 class OXY_API Search {

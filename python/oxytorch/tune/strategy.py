@@ -47,6 +47,8 @@ class Strategy:
         What it costs beside time, one sentence; empty where nothing.
     hopeful : float
         A speedup that it cannot exceed: where even that cannot repay `expected_cost`, it is not tried.
+    expected_speedup : float
+        Where it pays at all. What promises most is tried first, which makes every later trial cheaper.
     """
 
     name: str = ""
@@ -58,6 +60,7 @@ class Strategy:
     settle: int = 1
     cost: str = ""
     hopeful: float = 3.0
+    expected_speedup: float = 1.05
 
     def applies(self, run: Run) -> bool | str:  # noqa: ARG002
         """Return True, or why it is not for this run (False is "does not apply"). Must change nothing."""
@@ -76,7 +79,7 @@ class Strategy:
         return 0.0
 
 
-#: Registered classes by name, in the order in which they are tried.
+#: Registered classes by name; of two that promise as much, the first is tried first.
 STRATEGIES: dict[str, type[Strategy]] = {}
 
 _Class = TypeVar("_Class", bound=type)
@@ -92,7 +95,8 @@ def strategy(name: str, *, kind: Kind, **attributes: Any) -> Callable[[_Class], 
     kind : {"exact", "tolerance", "precision", "trade"}
         "exact" promises the same bits, and is held to it.
     **attributes
-        Of `Strategy`: ``group``, ``requires``, ``interacts``, ``needs_loop``, ``settle``, ``cost``, ``hopeful``.
+        Of `Strategy`: ``group``, ``requires``, ``interacts``, ``needs_loop``, ``settle``, ``cost``, ``hopeful``,
+        ``expected_speedup``.
 
     Raises
     ------

@@ -22,8 +22,12 @@ from .verify import Ruling, Verifier
 __all__ = ["Tuning", "named_by_user"]
 
 _CANARY_PAIRS = 9
-_LEAST_BUDGET = 2.0  # seconds
-_BUDGET_SHARE = 0.02  # of the planned run's time that tuning may take, compiling apart
+_LEAST_BUDGET = 0.5  # seconds
+_BUDGET_STEPS = 40  # as long as these take as given, trials may go on before anything pays, compiling apart
+_REPAY_STEPS = 120  # trials may also take what the saving so far repays within so many steps
+_BUDGET_SHARE = 0.02  # of the planned run; less than the steps above where the run is short
+# Of the last duel, everything against nothing: each change has been accepted by a stricter one already.
+_LAST_DUEL = {"threshold": 1.0, "false_accept": 0.02, "least_pairs": 6}
 # Names or groups of strategies: the key of the configuration that is theirs, and the value that takes them out.
 _KEYS: dict[str, tuple[str, str]] = {
     "host_memory": ("allocator", "system"),
@@ -74,7 +78,8 @@ class Tuning:
         self._skipped: dict[str, str] = {}
         self._compiles: set[str] = set()  # whose turning on is charged apart
         self._final: dict[str, tuple[Any, str]] = {}  # what became of a strategy after the search
-        self._rulings: dict[tuple[str, ...], Ruling] = {}
+        self._rulings: dict[tuple[tuple[str, ...], int | None], Ruling] = {}  # of strategies and a number of steps
+        self._evidence: dict[str, dict[str, float]] = {}
         self._verifier: Verifier | None = None
 
     # -- what may be tried ---------------------------------------------------------------------------------------
@@ -148,7 +153,13 @@ class Tuning:
     def _make_search(self) -> Any:
         facts = []
         for name, cls in self.run.strategies.items():
-            one = _native.StrategyFacts(name, kind=cls.kind, group=cls.group, hopeful=cls.hopeful)
+            one = _native.StrategyFacts(
+                name,
+                kind=cls.kind,
+                group=cls.group,
+                hopeful=cls.hopeful,
+                expected_speedup=cls.expected_speedup,
+            )
             # A strategy that is not offered cannot be required or have been accepted.
             missing = [other for other in cls.requires if other not in self.run.strategies]
             if missing and name not in self._skipped:
@@ -163,11 +174,12 @@ class Tuning:
                 except Exception as error:
                     self._fail(name, f"expected_cost() threw {_told(error)}")
             facts.append(one)
-        share = _BUDGET_SHARE * self.steps_planned * self.bench.step_seconds
+        share = _BUDGET_SHARE * self.steps_planned
         options = _native.SearchOptions(
             steps_planned=self.steps_planned,
             step_seconds=self.bench.step_seconds,
-            budget_seconds=self.budget or max(_LEAST_BUDGET, share),
+            budget_seconds=self.budget or max(_LEAST_BUDGET, min(_BUDGET_STEPS, share) * self.bench.step_seconds),
+            repay_steps=0 if self.budget else min(_REPAY_STEPS, share),
             seed=self.seed,
         )
         search = _native.Search(facts, options)
@@ -182,7 +194,8 @@ class Tuning:
             if trial.strategy in self._compiles and not trial.removal:
                 self.compiling += outcome.cost_seconds
             if outcome.duel.decision == "accept":
-                ruling = self._verify(trial.challenger)
+                ruling = self._glance(trial.challenger)
+                self._evidence[trial.strategy] = dict(ruling.evidence)
                 outcome.verified, outcome.reason = ruling.held, ruling.reason
                 if not ruling.held:
                     log("warn", f"accelerate: {trial.strategy} is refused and left out: {ruling.reason}")
@@ -196,53 +209,70 @@ class Tuning:
         self.bench.plain_step()
         return _told(failure.cause)
 
+    def _glance(self, names: Sequence[str]) -> Ruling:
+        """Let the referee look at one step of a combination: what is grossly wrong is found before more is built on."""
+        return self._verify(names, 1)
+
     def _verify(self, names: Sequence[str], steps: int | None = None) -> Ruling:
         """Let the referee judge a combination, once."""
-        wanted = tuple(names)
-        if not wanted:
+        if not names:
             return Ruling(True, "nothing is in force", {})
-        if steps is None and wanted in self._rulings:
-            return self._rulings[wanted]
+        wanted = (tuple(names), steps)
+        if wanted not in self._rulings:
+            if self._verifier is None:
+                self._verifier = Verifier(self.run, self.escrow, seed=self.seed)
+            self._rulings[wanted] = self._judged(names, self._verifier, steps)
+        return self._rulings[wanted]
+
+    def _judged(self, names: Sequence[str], verifier: Verifier, steps: int | None = None) -> Ruling:
         began = measure.clock()
         self.say(f"verifying {', '.join(names)}")
-        if steps is not None or self._verifier is None:
-            extra = {} if steps is None else {"steps": steps}
-            verifier = Verifier(self.run, self.escrow, seed=self.seed, **extra)
-            if steps is None:
-                self._verifier = verifier
-        else:
-            verifier = self._verifier
         kind = widest(self.run.strategies[name].kind for name in names)
         self.bench.guarded((), self.escrow.restore)
-        ruling = self.bench.guarded(names, lambda: verifier.check(kind))
+        ruling = self.bench.guarded(names, lambda: verifier.check(kind, steps))
         self.bench.guarded((), self.escrow.restore)
-        if steps is None:
-            self._rulings[wanted] = ruling
         if self.search is not None:
             self.search.charge(measure.clock() - began)
         return ruling
 
     def _conclude(self, chosen: list[str]) -> tuple[list[str], Any]:
-        """Verify and measure everything against nothing; what spoils it is dropped, the last first."""
+        """Verify and measure everything against nothing; what spoils it is dropped."""
         while chosen:
-            last = chosen[-1]
             try:
                 ruling = self._verify(chosen)
                 if ruling.held:
                     self.say("everything against nothing")
-                    options = _native.DuelOptions(threshold=1.0, seed=self.seed + 1)
-                    result, _ = self.bench.duel((), chosen, options)
+                    result, _ = self.bench.duel((), chosen, _native.DuelOptions(seed=self.seed + 1, **_LAST_DUEL))
                     if result.decision == "accept":
                         return chosen, result
-                    standing, reason = "rejected", f"all together did not pay: {result.reason}"
+                    dropped = {chosen[-1]: ("rejected", f"all together did not pay: {result.reason}")}
                 else:
-                    standing, reason = "refused", f"all together were refused: {ruling.reason}"
+                    dropped = self._culprits(chosen, ruling)
             except SideFailed as failure:
-                standing, reason = "failed", f"all together failed: {self._blame(failure)}"
-            log("warn", f"accelerate: {last} is taken back: {reason}")
-            self._final[last] = (standing, reason)
-            chosen = chosen[:-1]
+                dropped = {chosen[-1]: ("failed", f"all together failed: {self._blame(failure)}")}
+            for name, (_, reason) in dropped.items():
+                log("warn", f"accelerate: {name} is taken back: {reason}")
+            self._final |= dropped
+            chosen = self._without(chosen, set(dropped))
         return [], None
+
+    def _culprits(self, chosen: Sequence[str], together: Ruling) -> dict[str, tuple[Any, str]]:
+        """Find what is refused by itself in a combination that is refused; else it is the last one."""
+        found = {}
+        for name in chosen:
+            alone = [other for other in chosen if other == name or other in self.run.strategies[name].requires]
+            ruling = together if alone == list(chosen) else self._verify(alone)
+            if not ruling.held:
+                found[name] = ("refused", ruling.reason)
+        return found or {chosen[-1]: ("refused", f"all together were refused: {together.reason}")}
+
+    def _without(self, chosen: Sequence[str], dropped: set[str]) -> list[str]:
+        """Drop strategies and what requires them."""
+        kept: list[str] = [name for name in chosen if name not in dropped]
+        for name in [name for name in kept if set(self.run.strategies[name].requires) & dropped]:
+            self._final[name] = ("rejected", f"it requires {', '.join(sorted(dropped))}, which was taken back")
+            return self._without(kept, dropped | {name})
+        return kept
 
     def _certificate(self, chosen: Sequence[str], result: Any) -> Any:
         made = _native.Certificate()
@@ -257,9 +287,7 @@ class Tuning:
         entries = list(self.search.entries())
         for entry in entries:
             entry.cost = self.run.strategies[entry.strategy].cost
-            ruling = next((r for names, r in self._rulings.items() if names and names[-1] == entry.strategy), None)
-            if ruling is not None:
-                entry.evidence = dict(ruling.evidence)
+            entry.evidence = self._evidence.get(entry.strategy, {})
             if entry.strategy in self._final:
                 entry.standing, entry.reason = self._final[entry.strategy]
         made.entries = entries
@@ -274,7 +302,7 @@ class Tuning:
         if not chosen:
             return {"restored": restored}
         kind = widest(self.run.strategies[name].kind for name in chosen)
-        return {"restored": restored, f"all together, as {kind}": self._rulings[tuple(chosen)].reason or "held"}
+        return {"restored": restored, f"all together, as {kind}": self._verify(chosen).reason or "held"}
 
     # -- remembering ---------------------------------------------------------------------------------------------
 
@@ -303,7 +331,7 @@ class Tuning:
             return "", "nothing pays here"
         options = _native.DuelOptions(most_pairs=_CANARY_PAIRS, seed=self.seed)
         try:
-            ruling = self._verify(names, steps=1)
+            ruling = self._judged(names, Verifier(self.run, self.escrow, steps=1, seed=self.seed))
             if not ruling.held:
                 return ruling.reason, ""
             result, cost = self.bench.duel((), names, options)

@@ -57,6 +57,7 @@ class _Attention(Strategy):
 @strategy(
     "math_attention",
     kind="tolerance",
+    expected_speedup=1.1,
     group="attention",
     interacts=_INTERACTS,
     cost="memory grows with the square of the sequence length.",
@@ -68,6 +69,7 @@ class MathAttention(_Attention):
 @strategy(
     "math_attention_bf16",
     kind="precision",
+    expected_speedup=1.2,
     group="attention",
     requires=("bf16_autocast",),
     interacts=_INTERACTS,

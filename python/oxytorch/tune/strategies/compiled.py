@@ -146,7 +146,7 @@ def _write_record(key: str, seconds: float) -> None:
         pass  # it only makes the next guess better
 
 
-@strategy("compile", kind="tolerance", group="compile", interacts=_INTERACTS)
+@strategy("compile", kind="tolerance", group="compile", interacts=_INTERACTS, hopeful=2.5, expected_speedup=1.1)
 class Compile(_Compile):
     """`torch.compile` in its default mode."""
 
@@ -163,7 +163,9 @@ class CompileDynamic(_Compile):
         return super().applies(run)
 
 
-@strategy("compile_max_autotune", kind="tolerance", group="compile", interacts=_INTERACTS)
+@strategy(
+    "compile_max_autotune", kind="tolerance", group="compile", interacts=_INTERACTS, hopeful=2.5, expected_speedup=1.0
+)
 class CompileMaxAutotune(_Compile):
     """`torch.compile` that times several kernels for each product."""
 

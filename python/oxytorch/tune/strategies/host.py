@@ -42,7 +42,7 @@ class _HostSetting(Strategy):
         self._setting.revert()
 
 
-@strategy("allocator", kind="exact", group="host_memory", interacts=("host_pool",), settle=2)
+@strategy("allocator", kind="exact", group="host_memory", interacts=("host_pool",), settle=2, expected_speedup=1.1)
 class Allocator(_HostSetting):
     """glibc keeps freed memory for the next step instead of faulting it in again, up to half of what is available."""
 
@@ -50,7 +50,7 @@ class Allocator(_HostSetting):
         return _C.trainer.tune_allocator(None)
 
 
-@strategy("host_pool", kind="exact", interacts=("allocator",), settle=2)
+@strategy("host_pool", kind="exact", interacts=("allocator",), settle=2, expected_speedup=1.3)
 class HostPool(_HostSetting):
     """A pool of huge pages under torch's CPU tensors; a tuned allocator beside it serves the scratch of operators."""
 
@@ -58,7 +58,7 @@ class HostPool(_HostSetting):
         return use_host_pool()
 
 
-@strategy("native_operators", kind="exact", hopeful=2.0)
+@strategy("native_operators", kind="exact", hopeful=2.0, expected_speedup=1.2)
 class NativeOperators(Strategy):
     """Max pooling, batch normalisation and dropout's draws by this library's kernels, which give torch's bits."""
 
@@ -91,7 +91,7 @@ _PRODUCERS = (
 )
 
 
-@strategy("inplace_activations", kind="exact", hopeful=1.3, interacts=("allocator", "host_pool"))
+@strategy("inplace_activations", kind="exact", hopeful=1.3, interacts=("allocator", "host_pool"), expected_speedup=1.02)
 class InplaceActivations(Strategy):
     """Activations that follow a linear or normalising module inside `torch.nn.Sequential` write over their input.
 
@@ -173,7 +173,7 @@ class PhysicalCores(_Threads):
         return max(1, int(_C.base.cores()["usable_physical"]))
 
 
-@strategy("one_thread", kind="tolerance", group="threads", interacts=_FASTER_STEPS, settle=2)
+@strategy("one_thread", kind="tolerance", group="threads", interacts=_FASTER_STEPS, settle=2, expected_speedup=1.01)
 class OneThread(_Threads):
     """One intra-op thread: small steps spend more on handing out work than on doing it."""
 

@@ -102,6 +102,7 @@ def _state_moved(run: Run) -> None:
 @strategy(
     "channels_last",
     kind="tolerance",
+    expected_speedup=1.4,
     group="layout",
     interacts=("compile", "bf16_autocast", "allocator", "host_pool"),
     cost="a second copy of the convolutions' weights and their optimizer state is kept while it may be taken back.",
@@ -113,6 +114,7 @@ class ChannelsLast(_ChannelsLast):
 @strategy(
     "channels_last_3d",
     kind="tolerance",
+    expected_speedup=1.4,
     group="layout",
     interacts=("compile", "bf16_autocast", "allocator", "host_pool"),
     cost="a second copy of the convolutions' weights and their optimizer state is kept while it may be taken back.",

@@ -63,7 +63,7 @@ class _Flag(Strategy):
         run.replace_step(None)
 
 
-@strategy("foreach", kind="exact", group="optimizer", hopeful=1.3)
+@strategy("foreach", kind="exact", group="optimizer", hopeful=1.3, expected_speedup=1.01)
 class Foreach(_Flag):
     """torch's optimizer takes all parameters through each operation together."""
 
@@ -76,7 +76,7 @@ class Foreach(_Flag):
         return super().applies(run)
 
 
-@strategy("fused", kind="tolerance", group="optimizer", hopeful=1.5)
+@strategy("fused", kind="tolerance", group="optimizer", hopeful=1.5, expected_speedup=1.1)
 class Fused(_Flag):
     """torch's fused step: one pass over each parameter."""
 
@@ -111,7 +111,9 @@ class _Tail(Strategy):
         run.replace_optimizer(None)
 
 
-@strategy("step_tail", kind="tolerance", group="optimizer", interacts=("channels_last",), hopeful=1.8)
+@strategy(
+    "step_tail", kind="tolerance", group="optimizer", interacts=("channels_last",), hopeful=1.8, expected_speedup=1.2
+)
 class StepTail(_Tail):
     """The whole optimizer step as one native call; state stays in torch's format."""
 

@@ -25,6 +25,7 @@ __all__: list[str] = []
     interacts=("channels_last", "compile", "allocator", "host_pool"),
     cost="products are rounded to bfloat16; weights, their gradients and the loss stay float32.",
     hopeful=8.0,
+    expected_speedup=2.0,
 )
 class BFloat16Autocast(Strategy):
     """Forward under `torch.autocast` with bfloat16; what the model returns is float32 again."""
@@ -74,6 +75,7 @@ class _Float32Precision(Strategy):
     group="precision",
     interacts=("channels_last", "compile"),
     cost="oneDNN rounds the inputs of float32 products to bfloat16.",
+    expected_speedup=1.1,
 )
 class OneDnnBFloat16(_Float32Precision):
     """Tensors stay float32; oneDNN multiplies them as bfloat16."""
@@ -94,6 +96,7 @@ class OneDnnBFloat16(_Float32Precision):
     kind="precision",
     interacts=("bf16_autocast",),
     cost="the inputs of float32 products keep 10 bits of their mantissa.",
+    expected_speedup=1.5,
 )
 class TensorFloat32(_Float32Precision):
     """TF32 in matrix products and convolutions on CUDA devices of capability 8.0 and above."""
