@@ -243,7 +243,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="a JSON document whose other workloads go into this report")
     parser.add_argument("--program", type=Path, default=ROOT / "build/dev/bench/race/orchestrator_race")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
-    parser.add_argument("--timeout", type=float, default=300.0, help="longest wait for one answer, in seconds")
+    parser.add_argument("--timeout", type=float, default=900.0, help="longest wait for one answer, in seconds")
     parser.add_argument("--verbose", action="store_true", help="say whose turn it was")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/report")
     parser.add_argument("--json", type=Path, help="write the JSON document there too")
