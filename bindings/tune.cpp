@@ -88,6 +88,8 @@ void bind_duel(py::module_& m) {
       .def_readwrite("false_accept", &DuelOptions::false_accept)
       .def_readwrite("least_pairs", &DuelOptions::least_pairs)
       .def_readwrite("most_pairs", &DuelOptions::most_pairs)
+      .def_static("conclusion", &DuelOptions::conclusion, py::arg("seed"), "Of everything against nothing at the end.")
+      .def_static("canary", &DuelOptions::canary, py::arg("seed"), "Of a remembered certificate.")
       .def_readwrite("budget_seconds", &DuelOptions::budget_seconds)
       .def_readwrite("seed", &DuelOptions::seed);
   py::class_<DuelResult>(m, "DuelResult", "What a duel has shown; speedup is incumbent over challenger.")
@@ -138,6 +140,8 @@ void bind_search(py::module_& m) {
            py::arg("step_seconds") = options.step_seconds, py::arg("budget_seconds") = options.budget_seconds,
            py::arg("repay_steps") = options.repay_steps, py::arg("cost_share") = options.cost_share,
            py::arg("seed") = options.seed, py::arg_v("duel", options.duel, "DuelOptions()"))
+      .def_static("for_run", &SearchOptions::for_run, py::arg("steps_planned"), py::arg("step_seconds"),
+                  py::arg("budget_seconds"), py::arg("seed"), "What every driver of a search uses.")
       .def_readwrite("steps_planned", &SearchOptions::steps_planned)
       .def_readwrite("step_seconds", &SearchOptions::step_seconds)
       .def_readwrite("budget_seconds", &SearchOptions::budget_seconds)
@@ -152,13 +156,16 @@ void bind_search(py::module_& m) {
       .def_readonly("challenger", &Trial::challenger)
       .def_readonly("duel", &Trial::duel);
   py::class_<TrialOutcome>(m, "TrialOutcome", "What came of a trial.")
-      .def(py::init([](const DuelResult& duel, double cost_seconds, bool failed, bool verified, std::string reason) {
-             return TrialOutcome{duel, cost_seconds, failed, verified, std::move(reason)};
+      .def(py::init([](const DuelResult& duel, double cost_seconds, double spent_seconds, bool failed, bool verified,
+                       std::string reason) {
+             return TrialOutcome{duel, cost_seconds, spent_seconds, failed, verified, std::move(reason)};
            }),
            py::arg_v("duel", DuelResult{}, "DuelResult()"), py::kw_only(), py::arg("cost_seconds") = 0.0,
-           py::arg("failed") = false, py::arg("verified") = true, py::arg("reason") = "")
+           py::arg("spent_seconds") = 0.0, py::arg("failed") = false, py::arg("verified") = true,
+           py::arg("reason") = "")
       .def_readwrite("duel", &TrialOutcome::duel)
       .def_readwrite("cost_seconds", &TrialOutcome::cost_seconds)
+      .def_readwrite("spent_seconds", &TrialOutcome::spent_seconds)
       .def_readwrite("failed", &TrialOutcome::failed)
       .def_readwrite("verified", &TrialOutcome::verified)
       .def_readwrite("reason", &TrialOutcome::reason);
@@ -169,6 +176,8 @@ void bind_search(py::module_& m) {
       .def("tell", &Search::tell, py::arg("outcome"))
       .def("skip", &Search::skip, py::arg("strategy"), py::arg("reason"))
       .def("charge", &Search::charge, py::arg("seconds"))
+      .def("drop", &Search::drop, py::arg("strategy"), py::arg("standing"), py::arg("reason"),
+           "Take out for good what turned out bad after it was accepted; ask() goes on.")
       .def("best", &Search::best, "Names in force, in the order of the strategies.")
       .def("entries", &Search::entries);
 }

@@ -30,10 +30,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Names = std::vector<std::string>;
 
-constexpr double kBudgetShare = 0.03;  // of the planned run's time that tuning may take
-constexpr double kLeastBudget = 3;     // seconds
-constexpr int kCanaryPairs = 9;
-
 std::string now_utc() {
   const std::time_t now = std::time(nullptr);
   std::tm parts{};
@@ -123,8 +119,8 @@ class Tuning {
       warn(events_.back());
       return std::nullopt;
     }
-    found->events.push_back("step 0: reused; one step verified and " + std::to_string(kCanaryPairs) +
-                            " pairs measured at most");
+    found->events.push_back("step 0: reused; one step verified and " +
+                            std::to_string(tune::DuelOptions::canary(0).most_pairs) + " pairs measured at most");
     return found;
   }
 
@@ -134,20 +130,14 @@ class Tuning {
     std::vector<tune::StrategyFacts> facts;
     for (const auto& s : strategies_) {
       facts.push_back({s.name, s.kind, s.traits.group, offered_of(s.traits.requires_), s.traits.interacts,
-                       skipped_.contains(s.name) ? 0 : run_.strategy(s.name).expected_cost(run_), s.traits.hopeful});
+                       skipped_.contains(s.name) ? 0 : run_.strategy(s.name).expected_cost(run_), s.traits.hopeful,
+                       s.traits.expected_speedup});
     }
-    tune::SearchOptions search;
-    search.steps_planned = options_.steps_planned();
-    search.step_seconds = bench_.step_seconds();
-    const double share = kBudgetShare * bench_.step_seconds() * static_cast<double>(options_.steps_planned());
-    search.budget_seconds = options_.budget() > 0 ? options_.budget() : std::max(kLeastBudget, share);
-    search.seed = options_.seed();
-    search_.emplace(std::move(facts), search);
+    search_.emplace(std::move(facts), tune::SearchOptions::for_run(options_.steps_planned(), bench_.step_seconds(),
+                                                                   options_.budget(), options_.seed()));
     for (const auto& [name, reason] : skipped_) search_->skip(name, reason);
-    while (const auto trial = search_->ask()) search_->tell(outcome(*trial));
-    auto chosen = search_->best();
-    const auto result = conclude(chosen);
-    return certificate(chosen, result);
+    const auto result = conclude();
+    return certificate(search_->best(), result);
   }
 
   /// Notes in the certificate what could not be put in force.
@@ -217,11 +207,15 @@ class Tuning {
 
   tune::TrialOutcome outcome(const tune::Trial& trial) {
     tune::TrialOutcome outcome;
+    const auto began = Clock::now();
     try {
       std::tie(outcome.duel, outcome.cost_seconds) = bench_.duel(trial.incumbent, trial.challenger, trial.duel);
+      outcome.spent_seconds = std::max(1e-9, seconds_since(began) - outcome.cost_seconds);
+      if (trial.incumbent.empty()) alone_ = {trial.challenger, outcome.duel};
       if (!trial.removal && run_.strategy(trial.strategy).expected_cost(run_) > 0) compiling_ += outcome.cost_seconds;
       if (outcome.duel.decision != tune::Decision::Accept) return outcome;
-      const auto ruling = verify(trial.challenger);
+      const auto ruling = verify_with(glance(), trial.challenger);
+      evidence_[trial.strategy] = ruling.evidence;
       outcome.verified = ruling.held;
       outcome.reason = ruling.reason;
       if (!ruling.held) warn(trial.strategy + " is refused and left out: " + ruling.reason);
@@ -247,6 +241,12 @@ class Tuning {
     return ruling;
   }
 
+  /// One step is looked at on the way, so that nothing is built on a gross fault; all of it at the end.
+  tune::Verifier& glance() {
+    if (!glance_) glance_.emplace(run_, escrow_, tune::VerifierOptions{.steps = 1, .trajectory = 1});
+    return *glance_;
+  }
+
   tune::Ruling verify_with(tune::Verifier& verifier, const Names& names) {
     const auto began = Clock::now();
     bench_.guarded({}, [&] { escrow_.restore(); });
@@ -256,33 +256,54 @@ class Tuning {
     return ruling;
   }
 
-  /// Verifies and measures everything against nothing; what spoils it is dropped, the last first.
-  std::optional<tune::DuelResult> conclude(Names& chosen) {
-    while (!chosen.empty()) {
-      auto standing = tune::Standing::Refused;
-      std::string reason;
+  /// Searches, then verifies and measures everything against nothing; what spoils it is dropped and the search goes on.
+  std::optional<tune::DuelResult> conclude() {
+    while (true) {
+      while (const auto trial = search_->ask()) search_->tell(outcome(*trial));
+      const auto chosen = search_->best();
+      if (chosen.empty()) return std::nullopt;
       try {
         const auto ruling = verify(chosen);
-        if (ruling.held) {
-          tune::DuelOptions duel;
-          duel.threshold = 1;
-          duel.seed = options_.seed() + 1;
-          const auto result = bench_.duel({}, chosen, duel).first;
-          if (result.decision == tune::Decision::Accept) return result;
-          standing = tune::Standing::Rejected;
-          reason = "all together did not pay: " + result.reason;
-        } else {
-          reason = "all together were refused: " + ruling.reason;
+        if (!ruling.held) {
+          drop_culprits(chosen, ruling);
+          continue;
         }
+        const auto result = against_nothing(chosen);
+        if (result.decision == tune::Decision::Accept) return result;
+        drop(chosen.back(), tune::Standing::Rejected, "all together did not pay: " + result.reason);
       } catch (const tune::SideFailed& failure) {
-        standing = tune::Standing::Failed;
-        reason = "all together failed: " + blame(failure);
+        drop(chosen.back(), tune::Standing::Failed, "all together failed: " + blame(failure));
       }
-      warn(chosen.back() + " is taken back: " + reason);
-      final_[chosen.back()] = {standing, reason};
-      chosen.pop_back();
     }
-    return std::nullopt;
+  }
+
+  tune::DuelResult against_nothing(const Names& chosen) {
+    if (chosen == alone_.first) return alone_.second;  // that was the trial by which it was accepted
+    return bench_.duel({}, chosen, tune::DuelOptions::conclusion(options_.seed() + 1)).first;
+  }
+
+  void drop(const std::string& name, tune::Standing standing, const std::string& reason) {
+    const auto force = search_->best();
+    if (std::find(force.begin(), force.end(), name) == force.end()) return;  // it went with what it requires
+    warn(name + " is taken back: " + reason);
+    search_->drop(name, standing, reason);
+  }
+
+  /// What is refused by itself in a combination that is refused; else its last.
+  void drop_culprits(const Names& chosen, const tune::Ruling& together) {
+    bool found = false;
+    for (const auto& name : chosen) {
+      const auto& needs = tune::find_strategy(name).traits.requires_;
+      Names alone;
+      std::copy_if(chosen.begin(), chosen.end(), std::back_inserter(alone), [&](const auto& other) {
+        return other == name || std::find(needs.begin(), needs.end(), other) != needs.end();
+      });
+      const auto ruling = alone == chosen ? together : verify(alone);
+      if (ruling.held) continue;
+      found = true;
+      drop(name, tune::Standing::Refused, ruling.reason);
+    }
+    if (!found) drop(chosen.back(), tune::Standing::Refused, "all together were refused: " + together.reason);
   }
 
   tune::Certificate certificate(const Names& chosen, const std::optional<tune::DuelResult>& result) {
@@ -297,9 +318,7 @@ class Tuning {
     made.entries = search_->entries();
     for (auto& entry : made.entries) {
       entry.cost = tune::find_strategy(entry.strategy).traits.cost;
-      for (const auto& [names, ruling] : rulings_) {
-        if (!names.empty() && names.back() == entry.strategy) entry.evidence = ruling.evidence;
-      }
+      entry.evidence = evidence_[entry.strategy];
       if (const auto last = final_.find(entry.strategy); last != final_.end()) {
         std::tie(entry.standing, entry.reason) = last->second;
       }
@@ -321,14 +340,8 @@ class Tuning {
     }
     if (names.empty()) return "";
     try {
-      tune::VerifierOptions one_step;
-      one_step.steps = 1;
-      tune::Verifier verifier(run_, escrow_, one_step);
-      if (const auto ruling = verify_with(verifier, names); !ruling.held) return ruling.reason;
-      tune::DuelOptions duel;
-      duel.most_pairs = kCanaryPairs;
-      duel.seed = options_.seed();
-      const auto result = bench_.duel({}, names, duel).first;
+      if (const auto ruling = verify_with(glance(), names); !ruling.held) return ruling.reason;
+      const auto result = bench_.duel({}, names, tune::DuelOptions::canary(options_.seed())).first;
       return result.speedup.mid > 1 ? "" : result.reason;
     } catch (const tune::SideFailed& failure) {
       return blame(failure);
@@ -347,8 +360,11 @@ class Tuning {
   Names events_;
   std::optional<tune::Search> search_;
   std::optional<tune::Verifier> verifier_;
+  std::optional<tune::Verifier> glance_;
+  std::pair<Names, tune::DuelResult> alone_;                       // the last trial against nothing
+  std::map<std::string, std::map<std::string, double>> evidence_;  // of the look at each strategy that was faster
   std::map<std::string, std::string> skipped_;
-  std::map<std::string, std::pair<tune::Standing, std::string>> final_;  // what became of a strategy after the search
+  std::map<std::string, std::pair<tune::Standing, std::string>> final_;  // of strategies that failed before the search
   std::map<Names, tune::Ruling> rulings_;
 };
 

@@ -56,6 +56,8 @@ class Bench {
 
  private:
   void bring(const Names& names);
+  /// Most steps that the strategies in which two combinations differ need to settle.
+  [[nodiscard]] int settle(const Names& one, const Names& other) const;
   int warm_up();
   double block();
   double timed(int steps);

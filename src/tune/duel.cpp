@@ -146,6 +146,12 @@ struct Duel::Impl {
   }
 };
 
+DuelOptions DuelOptions::conclusion(std::uint64_t seed) {
+  return {.threshold = 1, .false_accept = 0.02, .least_pairs = 6, .most_pairs = 20, .seed = seed};
+}
+
+DuelOptions DuelOptions::canary(std::uint64_t seed) { return {.most_pairs = 9, .seed = seed}; }
+
 Duel::Duel(DuelOptions options) : impl_(std::make_unique<Impl>(options)) {}
 Duel::~Duel() = default;
 Duel::Duel(Duel&&) noexcept = default;

@@ -32,6 +32,7 @@ struct Item {
   bool settled = false;  ///< failed, refused or skipped: not asked for again
   int judged = 0;        ///< on the clock of changes
   int changed = 0;       ///< when it was last turned on or off
+  double spent = 0;      ///< of the search when it was last turned on
 };
 
 struct Move {
@@ -40,6 +41,14 @@ struct Move {
   bool removal = false;
   bool alone = true;  ///< it turns on nothing else, and off only its rivals
 };
+
+// Of SearchOptions::for_run().
+constexpr double kBudgetSteps = 40;
+constexpr double kRepaySteps = 110;
+constexpr double kShortRun = 0.02;
+constexpr double kLeastBudget = 3;  // seconds
+/// Of the budget that one trial may take: a small gain that is hard to see must not keep the next from its turn.
+constexpr double kTrialShare = 0.25;
 
 Interval inverse(const Interval& ratio) { return {1 / ratio.high, 1 / ratio.mid, 1 / ratio.low, ratio.confidence}; }
 
@@ -262,7 +271,7 @@ struct Search::Impl {
                 options.duel};
     trial.duel.seed = philox(options.seed, 0, trials).word[0];
     if (options.budget_seconds > 0 && !is_costly(pending->item)) {
-      const double left = budget() - spent;
+      const double left = std::min(budget() - spent, kTrialShare * budget());
       trial.duel.budget_seconds = trial.duel.budget_seconds > 0 ? std::min(trial.duel.budget_seconds, left) : left;
     }
     return trial;
@@ -288,6 +297,7 @@ struct Search::Impl {
         entry.standing = Standing::Accepted;
         entry.reason = duel.reason;
         items[i].judged = clock;
+        items[i].spent = spent;
         if (const Mask beside = on & ~bit(i); beside != 0) {
           entry.reason += " Together with " + list_of(names(beside), true) + ".";
         }
@@ -348,6 +358,16 @@ struct Search::Impl {
   }
 };
 
+SearchOptions SearchOptions::for_run(std::int64_t steps_planned, double step_seconds, double budget_seconds,
+                                     std::uint64_t seed) {
+  SearchOptions options{.steps_planned = steps_planned, .step_seconds = step_seconds, .seed = seed};
+  const double most = kShortRun * static_cast<double>(steps_planned);
+  options.budget_seconds =
+      budget_seconds > 0 ? budget_seconds : std::max(kLeastBudget, std::min(kBudgetSteps, most) * step_seconds);
+  options.repay_steps = budget_seconds > 0 ? 0 : std::min(kRepaySteps, most);
+  return options;
+}
+
 Search::Search(std::vector<StrategyFacts> strategies, SearchOptions options)
     : impl_(std::make_unique<Impl>(std::move(strategies), options)) {}
 Search::~Search() = default;
@@ -368,7 +388,8 @@ std::optional<Trial> Search::ask() {
 
 void Search::tell(const TrialOutcome& outcome) {
   OXY_CHECK(impl_->pending, InvalidState, "no trial is under way; call ask() before tell().");
-  impl_->charge(outcome.duel.pairs * (outcome.duel.incumbent + outcome.duel.challenger));
+  const double measured = outcome.duel.pairs * (outcome.duel.incumbent + outcome.duel.challenger);
+  impl_->charge(outcome.spent_seconds > 0 ? outcome.spent_seconds : measured);
   const Move move = *std::exchange(impl_->pending, std::nullopt);
   impl_->met.insert(std::minmax(impl_->force, move.challenger));
   impl_->note(move, outcome);
@@ -386,6 +407,37 @@ void Search::skip(const std::string& strategy, std::string reason) {
   item.entry.standing = Standing::Skipped;
   item.entry.reason = std::move(reason);
   if (self.pending && (self.pending->challenger & bit(i)) != 0) self.pending.reset();
+}
+
+void Search::drop(const std::string& strategy, Standing standing, std::string reason) {
+  Impl& self = *impl_;
+  const std::size_t i = self.index_of(strategy);
+  OXY_CHECK(i < self.items.size() && self.in_force(i), InvalidState, "strategy ", in_quotes(strategy),
+            " is not in force; only what is can be dropped.");
+  Item& dropped = self.items[i];
+  const Mask rest = self.sound(self.force & ~bit(i));
+  const int since = dropped.changed;
+  ++self.clock;
+  for (std::size_t j = 0; j < self.items.size(); ++j) {
+    Item& item = self.items[j];
+    if (j != i && (self.force & ~rest & bit(j)) != 0) {
+      item.changed = self.clock;
+      item.entry.standing = Standing::Rejected;
+      item.entry.reason = "It needs " + in_quotes(strategy) + ", which was taken back.";
+      item.tried = false;
+    }
+    // Judged beside it, and found wanting there.
+    if ((self.force & bit(j)) == 0 && !item.settled && item.judged >= since) item.tried = false;
+  }
+  dropped.settled = true;
+  dropped.entry.standing = standing;
+  dropped.entry.reason = std::move(reason);
+  dropped.entry.break_even_steps.reset();
+  self.force = rest;
+  self.spent = std::min(self.spent, dropped.spent);
+  self.step_seconds = self.options.step_seconds;  // as far as known
+  self.met.clear();
+  self.pending.reset();
 }
 
 void Search::charge(double seconds) {

@@ -186,6 +186,56 @@ TEST(Search, TakesDependentsOutWithWhatTheyRequire) {
   }
 }
 
+TEST(Search, GoesOnWithoutWhatIsDropped) {
+  // "lie" takes all that "honest" would gain; "needy" falls with it.
+  const World world{.seconds = [](const Names& on) {
+    return (has(on, "lie") || has(on, "honest") ? 0.5 : 1) * (has(on, "needy") ? 0.9 : 1);
+  }};
+  Search search({{.name = "lie", .expected_speedup = 2}, {.name = "honest"}, {.name = "needy", .requires_ = {"lie"}}},
+                {.step_seconds = 1, .budget_seconds = 90});
+  EXPECT_THAT(explore(search, world).best, ElementsAre("lie", "needy"));
+  EXPECT_THROW(search.drop("honest", Standing::Refused, ""), Error);
+  search.drop("lie", Standing::Refused, "step 7 is wrong");
+  EXPECT_THAT(search.best(), IsEmpty());
+  EXPECT_THAT(explore(search, world).best, ElementsAre("honest"));
+  EXPECT_EQ(search.entries()[0].standing, Standing::Refused);
+  EXPECT_EQ(search.entries()[0].reason, "step 7 is wrong");
+  EXPECT_THAT(search.entries()[2].reason, HasSubstr("'lie'"));
+}
+
+TEST(Search, TriesWhatPromisesMostFirst) {
+  Search search({{.name = "one"}, {.name = "two", .expected_speedup = 2}, {.name = "three"}}, {});
+  const Spent spent = explore(search, {.seconds = [](const Names&) { return 1.0; }});
+  EXPECT_EQ(spent.all[0].strategy, "two");
+  EXPECT_EQ(spent.all[1].strategy, "one");
+}
+
+TEST(Search, MaySpendWhatTheSavingRepaysSoon) {
+  std::vector<StrategyFacts> strategies{{.name = "good", .expected_speedup = 2}};
+  for (int i = 0; i < 30; ++i) strategies.push_back({.name = "null_" + std::to_string(i)});
+  const Landscape seconds = [](const Names& on) { return has(on, "good") ? 0.5 : 1; };
+  const auto trials = [&](double repay_steps) {
+    Search search(strategies, {.step_seconds = 1, .budget_seconds = 10, .repay_steps = repay_steps});
+    return explore(search, {.seconds = seconds}).trials;
+  };
+  EXPECT_EQ(trials(0), 1);
+  EXPECT_GT(trials(100), 5);
+  EXPECT_LT(trials(100), 25);
+}
+
+TEST(Search, HasAnAccountOfItsOwnForOneOffCosts) {
+  const World world{.seconds = [](const Names& on) { return has(on, "null") ? 1.0 : 1.0 - 0.3 * has(on, "compile"); },
+                    .cost = {{"compile", 60}}};
+  const std::vector<StrategyFacts> strategies{{.name = "null", .expected_speedup = 2},
+                                              {.name = "compile", .expected_cost = 60}};
+  // The first trial spends all of the budget; compiling has a tenth of the planned run.
+  Search lasting(strategies, {.steps_planned = 1000, .step_seconds = 1, .budget_seconds = 1});
+  EXPECT_THAT(explore(lasting, world).best, ElementsAre("compile"));
+  Search brief(strategies, {.steps_planned = 500, .step_seconds = 1, .budget_seconds = 1});
+  EXPECT_THAT(explore(brief, world).best, IsEmpty());
+  EXPECT_THAT(brief.entries()[1].reason, HasSubstr("50 s of the planned run"));
+}
+
 TEST(Search, KeepsOnlyWhatRepaysItsCost) {
   const World world{.seconds = [](const Names& on) { return has(on, "compile") ? 0.08 : 0.1; },
                     .cost = {{"compile", 30}}};

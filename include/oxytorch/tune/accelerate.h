@@ -32,10 +32,10 @@ struct AccelerateOptions {
   TORCH_ARG(std::int64_t, steps_planned) = 10'000;
   /// Largest global norm of the gradients; 0: no clipping. The step does it.
   TORCH_ARG(double, clip_norm) = 0;
-  /// To be tried, in this order; empty: all that are registered.
+  /// To be tried; empty: all that are registered.
   TORCH_ARG(std::vector<std::string>, strategies);
   TORCH_ARG(std::vector<std::string>, exclude);
-  /// Seconds for all trials; 0: 3% of the planned run, at least 3.
+  /// Seconds for all trials; 0: as tune::SearchOptions::for_run().
   TORCH_ARG(double, budget) = 0;
   /// Reuse the certificate of an earlier run after a short check, and store this one.
   TORCH_ARG(bool, remember) = true;

@@ -23,6 +23,11 @@ struct DuelOptions {
   int most_pairs = 40;
   double budget_seconds = 0;  ///< measured seconds after which the duel ends at the next look; 0: no bound
   std::uint64_t seed = 0;     ///< of the order within pairs and of the resamples
+
+  /// Everything against nothing at the end of a search: each change has been accepted by a stricter duel already.
+  [[nodiscard]] OXY_API static DuelOptions conclusion(std::uint64_t seed);
+  /// A short look at whether a remembered certificate still pays.
+  [[nodiscard]] OXY_API static DuelOptions canary(std::uint64_t seed);
 };
 
 /// Accept: the challenger pays. Reject: it does not, or is not going to. Open: still measuring.

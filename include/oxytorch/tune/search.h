@@ -30,10 +30,16 @@ struct SearchOptions {
   std::int64_t steps_planned = 10'000;  ///< length of the run over which a one-off cost must be repaid
   double step_seconds = 0;              ///< of the step as it was given; needed to judge repayment
   double budget_seconds = 0;            ///< for all trials together, one-off costs apart; 0: no bound
-  double repay_steps = 0;  ///< trials may also spend what the saving so far repays within so many steps
+  double repay_steps = 0;               ///< trials may also spend what the saving so far repays within so many steps
   double cost_share = 0.1;  ///< of the planned run that one-off costs (compiling) of all trials together may take
   std::uint64_t seed = 0;
   DuelOptions duel = {};  ///< of each trial; seed and what is left of the budget are filled in
+
+  /// What every driver of a search uses: trials may take what 40 steps take as given, at least 3 s, and what
+  /// the saving so far repays within 110 steps; of a short run no more than 2 %. `budget_seconds` above 0 is all
+  /// instead.
+  [[nodiscard]] OXY_API static SearchOptions for_run(std::int64_t steps_planned, double step_seconds,
+                                                     double budget_seconds, std::uint64_t seed);
 };
 
 /// One trial: both combinations run the same batches, in the order that its duel asks for.
@@ -49,18 +55,21 @@ struct Trial {
 struct TrialOutcome {
   DuelResult duel;
   double cost_seconds = 0;  ///< one-off seconds that turning it on took: compiling, warm-up
+  /// All that the trial took beside that, steps that were not measured included; 0: only the duel's own count.
+  double spent_seconds = 0;
   bool failed = false;      ///< it could not be applied or threw
   bool verified = true;     ///< numbers were checked and held; looked at where the duel accepted
   std::string reason = {};  ///< of a failure or a refusal by the referee
 };
 
 /// Greedy with a way back. Forward: each strategy, the most promising first and equals in the order given, against what
-/// is in force, in place of the one of its group: an early gain makes every later trial cheaper. Then rounds over what `interacts` ties together, wherever something accepted has changed the ground since
-/// it was judged: a rejected strategy again, an accepted one off, a rejected one in place of an accepted one, two
-/// rejected ones together. They end when nothing is left to ask or the budget is spent; no two combinations meet twice.
-/// What has an expected cost is tried outside of that budget, as far as `cost_share` goes.
-/// A strategy is kept only where its saving over `steps_planned` exceeds its cost.
-/// ask() and tell() alternate; ask() again before tell() names the same trial. Deterministic.
+/// is in force, in place of the one of its group: an early gain makes every later trial cheaper. Then rounds over what
+/// `interacts` ties together, wherever something accepted has changed the ground since it was judged: a rejected
+/// strategy again, an accepted one off, a rejected one in place of an accepted one, two rejected ones together. They
+/// end when nothing is left to ask or the budget is spent; no two combinations meet twice. What has an expected cost is
+/// tried outside of that budget, as far as `cost_share` goes. A strategy is kept only where its saving over
+/// `steps_planned` exceeds its cost. ask() and tell() alternate; ask() again before tell() names the same trial.
+/// Deterministic.
 class OXY_API Search {
  public:
   /// Error(InvalidArgument) for two strategies of one name, for names in requires_ that do not exist, for over 64.
@@ -74,8 +83,12 @@ class OXY_API Search {
   void tell(const TrialOutcome& outcome);
   /// Notes a strategy that does not apply here; it is not asked for. Error(InvalidState) where it is in force.
   void skip(const std::string& strategy, std::string reason);
-  /// Seconds spent outside of duels (verifying), charged to the budget.
+  /// Seconds spent outside of trials (verifying), charged to the budget.
   void charge(double seconds);
+  /// Takes out for good what turned out bad after it was accepted (a longer verification refused it), with what
+  /// requires it. What was judged beside it is judged again, with the budget as it was before: ask() goes on.
+  /// Error(InvalidState) where it is not in force.
+  void drop(const std::string& strategy, Standing standing, std::string reason);
 
   [[nodiscard]] std::vector<std::string> best() const;  ///< the combination in force
   /// One entry a strategy: what became of it last, with reason and figures.

@@ -62,6 +62,7 @@ struct StrategyTraits {
   int settle = 1;                           ///< steps that are not measured after it was switched
   std::string cost = {};                    ///< what it costs beside time, one sentence; empty where nothing
   double hopeful = 3;                       ///< a speedup that it cannot exceed
+  double expected_speedup = 1.05;           ///< where it pays at all; what promises most is tried first
 };
 
 struct RegisteredStrategy {

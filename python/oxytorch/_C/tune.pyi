@@ -61,6 +61,16 @@ class DuelOptions:
     """
     How sure a duel must be, and how long it may take.
     """
+    @staticmethod
+    def canary(seed: typing.SupportsInt | typing.SupportsIndex) -> DuelOptions:
+        """
+        Of a remembered certificate.
+        """
+    @staticmethod
+    def conclusion(seed: typing.SupportsInt | typing.SupportsIndex) -> DuelOptions:
+        """
+        Of everything against nothing at the end.
+        """
     def __init__(
         self,
         *,
@@ -318,6 +328,16 @@ class SearchOptions:
     """
 
     duel: DuelOptions
+    @staticmethod
+    def for_run(
+        steps_planned: typing.SupportsInt | typing.SupportsIndex,
+        step_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        budget_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        seed: typing.SupportsInt | typing.SupportsIndex,
+    ) -> SearchOptions:
+        """
+        What every driver of a search uses.
+        """
     def __init__(
         self,
         *,
@@ -389,6 +409,7 @@ class TrialOutcome:
         duel: DuelResult = ...,
         *,
         cost_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        spent_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         failed: bool = False,
         verified: bool = True,
         reason: str = "",
@@ -397,6 +418,10 @@ class TrialOutcome:
     def cost_seconds(self) -> float: ...
     @cost_seconds.setter
     def cost_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def spent_seconds(self) -> float: ...
+    @spent_seconds.setter
+    def spent_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
 
 class Search:
     """
@@ -412,6 +437,15 @@ class Search:
         Names in force, in the order of the strategies.
         """
     def charge(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def drop(
+        self,
+        strategy: str,
+        standing: typing.Literal["accepted", "rejected", "refused", "failed", "skipped", "rolled back"],
+        reason: str,
+    ) -> None:
+        """
+        Take out for good what turned out bad after it was accepted; ask() goes on.
+        """
     def entries(self) -> list[CertificateEntry]: ...
     def skip(self, strategy: str, reason: str) -> None: ...
     def tell(self, outcome: TrialOutcome) -> None: ...

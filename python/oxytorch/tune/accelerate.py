@@ -92,7 +92,7 @@ def accelerate(
         Reuse the certificate of an earlier run after a short check, and store this one; a text is the folder.
     budget : float, optional
         Seconds for all trials, compiling apart. Unless given: what 40 steps take, and what the saving so far repays
-        within 120 steps; no more than 2 % of the planned run, at least 0.5 s.
+        within 110 steps; no more than 2 % of the planned run, at least 3 s.
     seed : int
         Of the order of measuring and of the referee.
     progress : bool, optional

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,9 +19,9 @@ __all__ = ["Bench", "Keeps", "SideFailed", "clock"]
 #: Seconds; tests put a clock of their own here.
 clock = time.perf_counter
 
-# Of steps measured in a row: far above the clock's grain, and above what waiting for an accelerator costs.
-_BLOCK_SECONDS, _BLOCK_SECONDS_ACCELERATOR = 0.002, 0.01
+_BLOCK_SECONDS = 0.01  # of steps measured in a row: above the host's time slices and the waiting for an accelerator
 _MOST_STEPS = 64  # in a row
+_LONG_STEP = 0.05  # seconds: caches that one step fills are a small part of such a one, so it is measured at once
 _BASELINE_BLOCKS = 3
 
 Names = Sequence[str]
@@ -92,8 +92,7 @@ class Bench:
         self.rewind()
         self._warm_up()
         times = [self._timed(1) for _ in range(_BASELINE_BLOCKS)]
-        block = _BLOCK_SECONDS if self.run.device.type == "cpu" else _BLOCK_SECONDS_ACCELERATOR
-        self._steps = max(1, min(_MOST_STEPS, round(block / max(median(times), 1e-6))))
+        self._steps = max(1, min(_MOST_STEPS, round(_BLOCK_SECONDS / max(median(times), 1e-6))))
         if self._steps > 1:
             times = [self._timed(self._steps) for _ in range(_BASELINE_BLOCKS)]
         self.step_seconds = median(times)
@@ -108,6 +107,8 @@ class Bench:
         SideFailed
             Where a side threw; nothing is in force then, and the state is restored.
         """
+        # The duel counts the steps that are measured; its budget is for those between them too.
+        options.budget_seconds *= self._steps / (self._steps + self._settle(set(incumbent) ^ set(challenger)))
         duel = _native.Duel(options)
         self.guarded((), self.escrow.restore)
         self.guarded(incumbent, self._warm_up)
@@ -156,9 +157,12 @@ class Bench:
             raise SideFailed(suspects, error) from error
 
     def _switch(self, names: Names) -> None:
-        changed = set(names) ^ set(self.run.in_force)
-        self._fresh = max((self.run.strategy(name).settle for name in changed), default=0)
+        self._fresh = self._settle(set(names) ^ set(self.run.in_force))
         self.run.bring(names)
+
+    def _settle(self, changed: Iterable[str]) -> int:
+        steps = max((self.run.strategy(name).settle for name in changed), default=0)
+        return 0 if steps == 1 and self.step_seconds > _LONG_STEP else steps
 
     def _block(self) -> float:
         start = self._next

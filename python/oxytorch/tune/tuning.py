@@ -21,13 +21,6 @@ from .verify import Ruling, Verifier
 
 __all__ = ["Tuning", "named_by_user"]
 
-_CANARY_PAIRS = 9
-_LEAST_BUDGET = 0.5  # seconds
-_BUDGET_STEPS = 40  # as long as these take as given, trials may go on before anything pays, compiling apart
-_REPAY_STEPS = 120  # trials may also take what the saving so far repays within so many steps
-_BUDGET_SHARE = 0.02  # of the planned run; less than the steps above where the run is short
-# Of the last duel, everything against nothing: each change has been accepted by a stricter one already.
-_LAST_DUEL = {"threshold": 1.0, "false_accept": 0.02, "least_pairs": 6}
 # Names or groups of strategies: the key of the configuration that is theirs, and the value that takes them out.
 _KEYS: dict[str, tuple[str, str]] = {
     "host_memory": ("allocator", "system"),
@@ -77,9 +70,10 @@ class Tuning:
         self.search: Any = None
         self._skipped: dict[str, str] = {}
         self._compiles: set[str] = set()  # whose turning on is charged apart
-        self._final: dict[str, tuple[Any, str]] = {}  # what became of a strategy after the search
+        self._final: dict[str, tuple[Any, str]] = {}  # of strategies that failed before the search
         self._rulings: dict[tuple[tuple[str, ...], int | None], Ruling] = {}  # of strategies and a number of steps
         self._evidence: dict[str, dict[str, float]] = {}
+        self._alone: tuple[list[str], Any] = ([], None)  # the last trial against nothing
         self._verifier: Verifier | None = None
 
     # -- what may be tried ---------------------------------------------------------------------------------------
@@ -137,12 +131,14 @@ class Tuning:
         """Return the certificate of a search; nothing is in force at the end."""
         self._baseline()
         self.search = self._make_search()
+        result = self._conclude()
+        return self._certificate(list(self.search.best()), result)
+
+    def _explore(self) -> None:
         while (trial := self.search.ask()) is not None:
             against = ", ".join(trial.incumbent) or "nothing"
             self.say(f"{trial.strategy}{' taken away' if trial.removal else ''} against {against}")
             self.search.tell(self._try(trial))
-        chosen, result = self._conclude(list(self.search.best()))
-        return self._certificate(chosen, result)
 
     def _baseline(self) -> None:
         self.say("the step as it is")
@@ -174,13 +170,8 @@ class Tuning:
                 except Exception as error:
                     self._fail(name, f"expected_cost() threw {_told(error)}")
             facts.append(one)
-        share = _BUDGET_SHARE * self.steps_planned
-        options = _native.SearchOptions(
-            steps_planned=self.steps_planned,
-            step_seconds=self.bench.step_seconds,
-            budget_seconds=self.budget or max(_LEAST_BUDGET, min(_BUDGET_STEPS, share) * self.bench.step_seconds),
-            repay_steps=0 if self.budget else min(_REPAY_STEPS, share),
-            seed=self.seed,
+        options = _native.SearchOptions.for_run(
+            self.steps_planned, self.bench.step_seconds, self.budget or 0.0, self.seed
         )
         search = _native.Search(facts, options)
         for name, reason in self._skipped.items():
@@ -189,8 +180,11 @@ class Tuning:
 
     def _try(self, trial: Any) -> Any:
         outcome = _native.TrialOutcome()
+        began = measure.clock()
         try:
             outcome.duel, outcome.cost_seconds = self.bench.duel(trial.incumbent, trial.challenger, trial.duel)
+            outcome.spent_seconds = max(1e-9, measure.clock() - began - outcome.cost_seconds)
+            self._alone = (list(trial.challenger), outcome.duel) if not trial.incumbent else self._alone
             if trial.strategy in self._compiles and not trial.removal:
                 self.compiling += outcome.cost_seconds
             if outcome.duel.decision == "accept":
@@ -235,44 +229,51 @@ class Tuning:
             self.search.charge(measure.clock() - began)
         return ruling
 
-    def _conclude(self, chosen: list[str]) -> tuple[list[str], Any]:
-        """Verify and measure everything against nothing; what spoils it is dropped."""
-        while chosen:
+    def _conclude(self) -> Any:
+        """Search, then verify and measure everything against nothing.
+
+        What spoils it is dropped and the search goes on. Returns the result of that last duel, None of nothing.
+        """
+        while True:
+            self._explore()
+            chosen = list(self.search.best())
+            if not chosen:
+                return None
+            last = chosen[-1]
             try:
                 ruling = self._verify(chosen)
-                if ruling.held:
-                    self.say("everything against nothing")
-                    result, _ = self.bench.duel((), chosen, _native.DuelOptions(seed=self.seed + 1, **_LAST_DUEL))
-                    if result.decision == "accept":
-                        return chosen, result
-                    dropped = {chosen[-1]: ("rejected", f"all together did not pay: {result.reason}")}
-                else:
-                    dropped = self._culprits(chosen, ruling)
+                if not ruling.held:
+                    self._drop_culprits(chosen, ruling)
+                    continue
+                result = self._against_nothing(chosen)
+                if result.decision == "accept":
+                    return result
+                self._drop(last, "rejected", f"all together did not pay: {result.reason}")
             except SideFailed as failure:
-                dropped = {chosen[-1]: ("failed", f"all together failed: {self._blame(failure)}")}
-            for name, (_, reason) in dropped.items():
-                log("warn", f"accelerate: {name} is taken back: {reason}")
-            self._final |= dropped
-            chosen = self._without(chosen, set(dropped))
-        return [], None
+                self._drop(last, "failed", f"all together failed: {self._blame(failure)}")
 
-    def _culprits(self, chosen: Sequence[str], together: Ruling) -> dict[str, tuple[Any, str]]:
-        """Find what is refused by itself in a combination that is refused; else it is the last one."""
-        found = {}
+    def _against_nothing(self, chosen: list[str]) -> Any:
+        if chosen == self._alone[0]:
+            return self._alone[1]  # that was the trial by which it was accepted
+        self.say("everything against nothing")
+        return self.bench.duel((), chosen, _native.DuelOptions.conclusion(self.seed + 1))[0]
+
+    def _drop(self, name: str, standing: Any, reason: str) -> None:
+        if name in self.search.best():  # it may have gone with what it requires
+            log("warn", f"accelerate: {name} is taken back: {reason}")
+            self.search.drop(name, standing, reason)
+
+    def _drop_culprits(self, chosen: Sequence[str], together: Ruling) -> None:
+        """Drop what is refused by itself in a combination that is refused, else its last."""
+        found = False
         for name in chosen:
             alone = [other for other in chosen if other == name or other in self.run.strategies[name].requires]
             ruling = together if alone == list(chosen) else self._verify(alone)
             if not ruling.held:
-                found[name] = ("refused", ruling.reason)
-        return found or {chosen[-1]: ("refused", f"all together were refused: {together.reason}")}
-
-    def _without(self, chosen: Sequence[str], dropped: set[str]) -> list[str]:
-        """Drop strategies and what requires them."""
-        kept: list[str] = [name for name in chosen if name not in dropped]
-        for name in [name for name in kept if set(self.run.strategies[name].requires) & dropped]:
-            self._final[name] = ("rejected", f"it requires {', '.join(sorted(dropped))}, which was taken back")
-            return self._without(kept, dropped | {name})
-        return kept
+                found = True
+                self._drop(name, "refused", ruling.reason)
+        if not found:
+            self._drop(chosen[-1], "refused", f"all together were refused: {together.reason}")
 
     def _certificate(self, chosen: Sequence[str], result: Any) -> Any:
         made = _native.Certificate()
@@ -329,7 +330,7 @@ class Tuning:
             return f"{stale}: {self._skipped.get(stale, 'not offered')}", ""
         if not names:
             return "", "nothing pays here"
-        options = _native.DuelOptions(most_pairs=_CANARY_PAIRS, seed=self.seed)
+        options = _native.DuelOptions.canary(self.seed)
         try:
             ruling = self._judged(names, Verifier(self.run, self.escrow, steps=1, seed=self.seed))
             if not ruling.held:

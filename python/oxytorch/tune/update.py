@@ -26,6 +26,7 @@ _ELEMENT = 1e-3
 _TIMES = 3.0  # what the step as given is off by, so many times
 _CODED = 0.05  # of a state that is kept in fewer bits than the parameter
 _BIAS = 0.15  # of a unit in the last place
+_SAMPLE = 1 << 15  # elements
 
 
 @dataclass(frozen=True)
@@ -76,33 +77,41 @@ def unit_in_last_place(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def compare(before: Tensor | None, after: Tensor, wanted: Tensor) -> Change:
-    """Measure the change from `before` to `after` against that to `wanted`, which is float64."""
+    """Measure the change from `before` to `after` against that to `wanted`, which is float64.
+
+    Errors are of all elements. What is counted in units of the last place is of about `_SAMPLE` of them, evenly spread,
+    unless an element stands out.
+    """
     if after.numel() == 0:
         return NOTHING
     start = torch.zeros_like(wanted) if before is None else before.double()
-    now, change = after.double(), wanted - start
-    error, unit = now - wanted, unit_in_last_place(now, after.dtype)
-    square, size = float(change.square().sum()), _rms(change)
-    slope = float((error * change).sum()) / square if square > 0 else 0.0
-    worst = float((error.abs() / (4 * unit + _ELEMENT * (change.abs() + size))).max())
-    places = (error - slope * change) / unit
+    change = (wanted - start).reshape(-1)
+    error = (after.double() - wanted).reshape(-1)
     count = after.numel()
+    square = float(change.dot(change))
+    size = math.sqrt(square / count)
+    slope = float(error.dot(change)) / square if square > 0 else 0.0
+    stands_out = not float(torch.linalg.vector_norm(error, math.inf)) <= _ELEMENT * size
+    every = 1 if stands_out else max(1, count // _SAMPLE)
+    some, off, moved = after.reshape(-1)[::every].double(), error[::every], change[::every]
+    unit = unit_in_last_place(some, after.dtype)
+    places = (off - slope * moved) / unit
     spread = float(places.std()) if count > 1 else math.inf
     return Change(
         _rms(error),
         size,
         _rms(unit),
         slope,
-        worst,
-        (float(places.mean()), float((places * now.sign()).mean())),
-        spread / math.sqrt(count),
-        float((change.abs() / unit).mean()),
+        float((off.abs() / (4 * unit + _ELEMENT * (moved.abs() + size))).max()),
+        (float(places.mean()), float((places * some.sign()).mean())),
+        spread / math.sqrt(some.numel()),
+        float((moved.abs() / unit).mean()),
         count,
     )
 
 
 def _rms(value: Tensor) -> float:
-    return float(value.square().mean().sqrt())
+    return float(torch.linalg.vector_norm(value)) / math.sqrt(max(value.numel(), 1))
 
 
 class Refused(Exception):

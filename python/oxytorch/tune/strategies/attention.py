@@ -69,7 +69,7 @@ class MathAttention(_Attention):
 @strategy(
     "math_attention_bf16",
     kind="precision",
-    expected_speedup=1.2,
+    expected_speedup=1.35,
     group="attention",
     requires=("bf16_autocast",),
     interacts=_INTERACTS,
