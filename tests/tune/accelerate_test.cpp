@@ -351,7 +351,16 @@ TEST_F(AccelerateTest, RestoresEverythingWhereverTheStepThrows) {
         if (++calls >= point) throw std::runtime_error("the data ran out");
         return inner(batch);
       };
-      EXPECT_THROW(accelerate(*model, *optimizer, loss, batches, only({"no_delay", "step_tail"})), std::runtime_error);
+      bool thrown = false;
+      try {
+        accelerate(*model, *optimizer, loss, batches, only({"no_delay", "step_tail"}));
+      } catch (const std::runtime_error&) {
+        thrown = true;
+      }
+      EXPECT_EQ(thrown, calls >= point) << name << ", call " << point;
+      // On a busy machine both candidates may be given up before the last of the points.
+      EXPECT_TRUE(thrown || point == 50) << name << ", call " << point;
+      if (!thrown) continue;
       EXPECT_TRUE(state_of(model, *optimizer) == before) << name << ", throwing at call " << point;
       EXPECT_TRUE(delayed);
     }
