@@ -271,7 +271,7 @@ void plant() {
 
 LossFunction delayed_loss(Tied model) {
   return [model = std::move(model)](const Batch& batch) mutable {
-    if (delayed) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    if (delayed) std::this_thread::sleep_for(std::chrono::milliseconds(10));
     return torch::nn::functional::cross_entropy(model->forward(batch.input), batch.target);
   };
 }
@@ -279,7 +279,7 @@ LossFunction delayed_loss(Tied model) {
 LossFunction loss_of(const Tied& model) { return supervised(model, torch::nn::CrossEntropyLoss()); }
 
 AccelerateOptions only(std::vector<std::string> strategies) {
-  return AccelerateOptions().strategies(std::move(strategies)).remember(false).budget(5);
+  return AccelerateOptions().strategies(std::move(strategies)).remember(false).budget(20);
 }
 
 const tune::CertificateEntry& entry(const Plan& plan, const std::string& name) {
