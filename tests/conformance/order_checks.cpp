@@ -147,10 +147,11 @@ void wait_keeps_mark(const Subject& subject) {
 }
 
 void wait_does_not_block(const Subject& subject) {
-  const Load load(subject);
+  Load load(subject);
   const Queue producer(subject), consumer(subject);
   bool pending = false;
-  for (int turn = 0; turn < 5; ++turn) {
+  constexpr int kTurns = 8;
+  for (int turn = 0; turn < kTurns; ++turn, load.lengthen()) {
     Event event(subject);
     load.enqueue(producer);
     producer.record(&event.handle);
@@ -163,7 +164,8 @@ void wait_does_not_block(const Subject& subject) {
     pending = pending || before;
   }
   if (!pending) throw NotApplicable{"work is done before the calls return, so nothing can be waited for"};
-  expect(false, "a queue's wait returns while the event lies ahead", "it returned after the event, 5 times of 5");
+  expect(false, "a queue's wait returns while the event lies ahead",
+         "it returned after the event, " + std::to_string(kTurns) + " times of " + std::to_string(kTurns));
 }
 
 void event_time(const Subject& subject) {
