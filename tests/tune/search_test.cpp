@@ -223,6 +223,25 @@ TEST(Search, MaySpendWhatTheSavingRepaysSoon) {
   EXPECT_LT(trials(100), 25);
 }
 
+TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
+  const auto usual = SearchOptions::for_run(10'000, 0.5, 0, 7);
+  EXPECT_DOUBLE_EQ(usual.budget_seconds, 40 * 0.5);
+  EXPECT_DOUBLE_EQ(usual.repay_steps, 110);
+  EXPECT_EQ(usual.seed, 7);
+  const auto brief = SearchOptions::for_run(1'000, 0.5, 0, 7);
+  EXPECT_DOUBLE_EQ(brief.budget_seconds, 20 * 0.5);
+  EXPECT_DOUBLE_EQ(brief.repay_steps, 20);
+  EXPECT_DOUBLE_EQ(SearchOptions::for_run(10'000, 0.001, 0, 7).budget_seconds, 3);
+  const auto named = SearchOptions::for_run(10'000, 0.5, 1, 7);
+  EXPECT_DOUBLE_EQ(named.budget_seconds, 1);
+  EXPECT_DOUBLE_EQ(named.repay_steps, 0);
+}
+
+TEST(Search, LetsNoTrialTakeMoreThanAQuarterOfTheBudget) {
+  Search search({{.name = "one"}}, {.step_seconds = 1, .budget_seconds = 100});
+  EXPECT_DOUBLE_EQ(search.ask()->duel.budget_seconds, 25);
+}
+
 TEST(Search, HasAnAccountOfItsOwnForOneOffCosts) {
   const World world{.seconds = [](const Names& on) { return has(on, "null") ? 1.0 : 1.0 - 0.3 * has(on, "compile"); },
                     .cost = {{"compile", 60}}};

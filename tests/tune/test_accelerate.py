@@ -128,6 +128,34 @@ def test_a_liar_about_its_kind_is_refused(clock: Clock) -> None:
     assert clock.cost["slow"] == 0.01
 
 
+def test_a_liar_found_at_the_end_does_not_cost_the_honest_one(clock: Clock) -> None:
+    class Late(Liar):
+        name = "late"
+        expected_speedup = 2.0  # tried first, so that the honest one gains nothing beside it
+
+        def __init__(self) -> None:
+            super().__init__(clock)
+
+        def apply(self, run: Run) -> None:
+            super().apply(run)
+            for handle in self.handles:
+                handle.remove()
+            calls = dict.fromkeys(range(len(run.params)), 0)
+
+            def scaled(grad: torch.Tensor, index: int) -> torch.Tensor:
+                calls[index] += 1
+                return grad if calls[index] < 4 else grad * 1.01
+
+            self.handles = [p.register_hook(lambda g, i=i: scaled(g, i)) for i, p in enumerate(run.params)]
+
+    model = Net(clock)
+    with only(Late, made(clock, "slow", 0.002)):
+        plan = accelerate(model, adam(model))
+    assert plan.accepted == ("cheaper_slow",)
+    assert plan.rejected["late"].startswith("refused") and "step 4" in plan.rejected["late"]
+    assert clock.cost["slow"] == 0.002
+
+
 def test_what_costs_more_than_the_run_saves_is_not_kept(clock: Clock) -> None:
     cls = made(clock, "slow", 0.002)
     first: list[bool] = []

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oxytorch.tune.escrow import Escrow
+from oxytorch.tune.record import names
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind, Strategy
-from oxytorch.tune.update import Change, compare
+from oxytorch.tune.update import Change, UpdateJudge, compare
 from oxytorch.tune.verify import Ruling, Verifier
 from planted_faults import ruling
 from torch import Tensor, nn
@@ -170,3 +171,31 @@ def test_rounding_to_nearest_has_no_bias_and_truncation_has_half_a_place() -> No
     cut = torch.where(over, torch.nextafter(near, torch.zeros_like(near)), near)
     found = compare((wanted + 1e-3 * torch.randn_like(wanted)).float(), cut, wanted)
     assert found.bias[1] == pytest.approx(-0.5, abs=0.05)
+
+
+def test_one_wrong_element_of_many_shows() -> None:
+    torch.manual_seed(0)
+    before = torch.randn(200_001)
+    wanted = before.double() + 1e-3 * torch.randn(200_001, dtype=torch.float64)
+    after = wanted.float()
+    assert compare(before, after, wanted).worst < 1
+    after[100_003] += 1e-2
+    assert compare(before, after, wanted).worst > 1
+
+
+@pytest.mark.parametrize(
+    ("usual", "mine", "wrong"),
+    [(1.0, 0.0, False), (1.0, 1.0, False), (-1.0, 0.0, False), (0.0, 1.0, True), (1.0, -1.0, True)],
+)
+def test_rounding_may_be_less_biased_than_as_given(
+    usual: float, mine: float, wrong: bool, device: torch.device
+) -> None:
+    run = make(device)
+
+    def judge(bias: float, base: UpdateJudge | None) -> UpdateJudge:
+        change = Change(1e-9, 1e-3, 1e-9, 0.0, 0.0, (bias, 0.0), 1e-3, 100.0, 10_000)
+        return UpdateJudge(run, base, found=[dict.fromkeys(names(run), change)])
+
+    judged = judge(mine, judge(usual, None))
+    judged._hold_bias(0, judged.found[0])
+    assert bool(judged.faults) is wrong
