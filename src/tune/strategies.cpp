@@ -305,7 +305,6 @@ std::vector<RegisteredStrategy> own_strategies() {
       own<Bf16Autocast>("bf16_autocast", Precision,
                         {.group = "precision",
                          .interacts = {"channels_last", "allocator", "host_pool"},
-
                          .cost = "products are rounded to bfloat16; weights and their gradients stay float32.",
                          .hopeful = 8,
                          .expected_speedup = 2}),
@@ -323,7 +322,6 @@ std::vector<RegisteredStrategy> own_strategies() {
                            {.group = "attention",
                             .requires_ = {"bf16_autocast"},
                             .interacts = {"allocator", "host_pool"},
-
                             .cost = "scores are rounded to bfloat16; " + squares,
                             .expected_speedup = 1.35}),
       own<Tf32>("tf32", Precision,

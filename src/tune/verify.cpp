@@ -374,8 +374,8 @@ struct Verifier::Impl {
   VerifierOptions options;
   std::optional<std::pair<std::string, std::vector<at::Tensor>>> reference;
   bool repeats = true;
-  std::vector<double>
-      band;  // losses at the end as given: of the run's own seed, then of others where they are asked for
+  /// Losses at the end as given: of the run's own seed, then of others where they are asked for.
+  std::vector<double> band;
 };
 
 Verifier::Verifier(Run& run, Escrow& escrow, VerifierOptions options)

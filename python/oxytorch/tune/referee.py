@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from ..model.snapshot import Snapshot
 from ..optim.generators import set_rng_state
 from .record import Call, State, Step, names, rng_digest
-from .update import clip
+from .update import clip, rms
 
 if TYPE_CHECKING:
     from .run import Run
@@ -177,7 +177,7 @@ def measure(run: Run, step: Step, right: Truth, buffers: dict[str, Tensor], clip
         off = grad.double() - wanted
         if not bool(off.isfinite().all()):
             errors.wrong.append(f"the gradient of {name} is not finite")
-        errors.grads[name] = (_rms(off), _rms(wanted), wanted.numel())
+        errors.grads[name] = (rms(off), rms(wanted), wanted.numel())
         along += float((off * wanted).sum())
         square += float(wanted.square().sum())
         count += wanted.numel()
@@ -196,13 +196,9 @@ def _measure_buffers(step: Step, right: Truth, buffers: dict[str, Tensor], error
             if not torch.equal(now, wanted):
                 errors.wrong.append(f"the buffer {name} differs")
         else:
-            change = _rms(wanted - step.before.buffers[name].double()) if name in step.before.buffers else _rms(wanted)
-            places = _rms(wanted) * torch.finfo(now.dtype).eps
-            errors.buffers[name] = (max(_rms(now.double() - wanted) - places, 0.0), change, wanted.numel())
-
-
-def _rms(value: Tensor) -> float:
-    return float(value.square().mean().sqrt()) if value.numel() else 0.0
+            change = rms(wanted - step.before.buffers[name].double()) if name in step.before.buffers else rms(wanted)
+            places = rms(wanted) * torch.finfo(now.dtype).eps
+            errors.buffers[name] = (max(rms(now.double() - wanted) - places, 0.0), change, wanted.numel())
 
 
 @dataclass(frozen=True)
@@ -222,11 +218,11 @@ def judge(found: Errors, usual: Errors, allowance: Allowance) -> list[Excess]:
     if not abs(found.slope) <= _TIMES * abs(usual.slope) + allowance.slope:
         excess.append(Excess(f"gradients are {1 + found.slope:.4f} times what they should be", abs(found.slope)))
     for kind, mine, theirs in (("gradient of", found.grads, usual.grads), ("buffer", found.buffers, usual.buffers)):
-        for name, (error, rms, count) in mine.items():
+        for name, (error, scale, count) in mine.items():
             base = theirs.get(name, (0.0, 0.0, 0))[0]
             floor = allowance.whole * found.whole if kind == "gradient of" else 0.0
-            if not error <= (_LUCK if count <= _TINY else _TIMES) * base + allowance.tensor * rms + floor:
-                relative, before = error / max(rms, 1e-300), base / max(rms, 1e-300)
+            if not error <= (_LUCK if count <= _TINY else _TIMES) * base + allowance.tensor * scale + floor:
+                relative, before = error / max(scale, 1e-300), base / max(scale, 1e-300)
                 words = f"the {kind} {name} is off by {relative:.2g} of its size, {before:.2g} as given"
                 excess.append(Excess(words, relative))
     return excess

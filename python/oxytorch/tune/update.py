@@ -18,7 +18,7 @@ from .run import plain_step
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["Change", "UpdateJudge", "compare", "in_float64"]
+__all__ = ["Change", "UpdateJudge", "compare", "in_float64", "rms"]
 
 _ARITHMETIC = 5e-5  # of the change: an optimizer that rounds beta or a bias correction to float32 is off by 1e-5
 _SLOPE = 2e-4
@@ -98,9 +98,9 @@ def compare(before: Tensor | None, after: Tensor, wanted: Tensor) -> Change:
     places = (off - slope * moved) / unit
     spread = float(places.std()) if count > 1 else math.inf
     return Change(
-        _rms(error),
+        rms(error),
         size,
-        _rms(unit),
+        rms(unit),
         slope,
         float((off.abs() / (4 * unit + _ELEMENT * (moved.abs() + size))).max()),
         (float(places.mean()), float((places * some.sign()).mean())),
@@ -110,7 +110,8 @@ def compare(before: Tensor | None, after: Tensor, wanted: Tensor) -> Change:
     )
 
 
-def _rms(value: Tensor) -> float:
+def rms(value: Tensor) -> float:
+    """Root mean square; 0 of nothing."""
     return float(torch.linalg.vector_norm(value)) / math.sqrt(max(value.numel(), 1))
 
 
@@ -245,10 +246,10 @@ class UpdateJudge:
             elif now[key].shape == value.shape:
                 found[what] = compare(before.get(key), now[key], value)
                 if self.loose_state:
-                    allowed = _CODED * _rms(value)
+                    allowed = _CODED * rms(value)
                     if found[what].error > allowed:
                         self._fault(
-                            index, f"the optimizer's {what} is off by {found[what].error:.2g}, of {_rms(value):.2g}"
+                            index, f"the optimizer's {what} is off by {found[what].error:.2g}, of {rms(value):.2g}"
                         )
                 else:
                     self._hold(index, f"optimizer state {what}", found[what], what)

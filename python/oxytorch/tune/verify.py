@@ -35,7 +35,7 @@ from .record import (
 )
 from .referee import FLOAT32, REDUCED, Errors, Excess, Truth, judge, measure, truth
 from .strategy import Kind
-from .update import UpdateJudge
+from .update import UpdateJudge, rms
 
 if TYPE_CHECKING:
     from .run import Run
@@ -333,7 +333,7 @@ class Verifier:
         for name, t in extras(self.run, self._roots):
             before = step.before.extras.get(name)
             same = before is not None and before.shape == t.shape
-            change = _rms(t.detach().double() - before.double()) if same and before is not None else 0.0
+            change = rms(t.detach().double() - before.double()) if same and before is not None else 0.0
             found[name] = (t.detach().clone(), change)
         return found
 
@@ -491,8 +491,8 @@ class Verifier:
                     raise _Wrong(f"step {index + 1}: {name} is missing")
                 mine, _ = extra[name]
                 if mine.shape == wanted.shape and change > 0:
-                    off = _rms(mine.double() - wanted.double())
-                    if not off <= share * change * (index + 1) + 1e-6 * _rms(wanted.double()):
+                    off = rms(mine.double() - wanted.double())
+                    if not off <= share * change * (index + 1) + 1e-6 * rms(wanted.double()):
                         raise _Wrong(f"step {index + 1}: {name} is off by {off:.2g}; it changes by {change:.2g} a step")
 
     # -- random numbers --------------------------------------------------------------------------------------------
@@ -631,10 +631,6 @@ def _once(fault: Excess, excess: Mapping[int, Sequence[Excess]]) -> bool:
     if not fault.relative < _SMALL or len(excess) < 3:
         return False
     return sum(bool(found) for found in excess.values()) == 1
-
-
-def _rms(value: Tensor) -> float:
-    return float(value.square().mean().sqrt()) if value.numel() else 0.0
 
 
 def _same(left: Any, right: Any) -> bool:
