@@ -4,11 +4,16 @@
 #include <pybind11/typing.h>
 
 #include <algorithm>
+#include <optional>
+#include <span>
 #include <string_view>
+#include <tuple>
+#include <utility>
 
 #include "oxytorch/error.h"
 #include "oxytorch/spelling.h"
 #include "oxytorch/tune/certificate.h"
+#include "oxytorch/tune/change.h"
 #include "oxytorch/tune/duel.h"
 #include "oxytorch/tune/guard.h"
 #include "oxytorch/tune/search.h"
@@ -253,6 +258,40 @@ void bind_certificate(py::module_& m) {
   m.def("allows", &allows, py::arg("level"), py::arg("kind"), "Whether a level allows a kind of change.");
 }
 
+/// Of dense vectors on the CPU.
+template <class T>
+Change change_of(const std::optional<at::Tensor>& before, const at::Tensor& after, const at::Tensor& wanted,
+                 double element, std::size_t sample) {
+  const auto span = []<class U>(const at::Tensor& t, U*) {
+    return std::span<const U>(t.const_data_ptr<U>(), static_cast<std::size_t>(t.numel()));
+  };
+  return measure_change<T>(before ? span(*before, static_cast<T*>(nullptr)) : std::span<const T>(),
+                           span(after, static_cast<T*>(nullptr)), span(wanted, static_cast<double*>(nullptr)), element,
+                           sample);
+}
+
+void bind_change(py::module_& m) {
+  m.def(
+      "measure_change",
+      [](const std::optional<at::Tensor>& before, const at::Tensor& after, const at::Tensor& wanted, double element,
+         std::size_t sample) {
+        for (const at::Tensor& t : {before.value_or(after), after, wanted}) {
+          OXY_CHECK(t.is_cpu() && t.dim() == 1 && t.is_contiguous(), InvalidArgument,
+                    "a change is measured of dense vectors on the CPU.");
+        }
+        const auto measure = after.scalar_type() == at::kDouble ? change_of<double> : change_of<float>;
+        Change found;
+        {
+          const py::gil_scoped_release release;
+          found = measure(before, after, wanted, element, sample);
+        }
+        return std::tuple(found.error, found.size, found.unit, found.slope, found.worst,
+                          std::pair(found.upwards, found.outwards), found.bias_error, found.ratio);
+      },
+      py::arg("before"), py::arg("after"), py::arg("wanted"), py::arg("element"), py::arg("sample"),
+      "Error, size, unit, slope, worst, (upwards, outwards), bias_error, ratio; see oxytorch.tune.update.Change.");
+}
+
 void bind_guard(py::module_& m) {
   const GuardOptions options;
   py::class_<GuardOptions>(m, "GuardOptions", "When a guard looks, and what it takes changes back for.")
@@ -285,6 +324,7 @@ void bind_tune(py::module_& m) {
   bind_duel(m);
   bind_certificate(m);
   bind_search(m);
+  bind_change(m);
   bind_guard(m);
 }
 

@@ -1,10 +1,12 @@
 /// The orchestrator: tries what may make a training step faster on the step itself, and keeps what pays and is proven.
-/// Programs on Oxytorch::core include the headers of its decisions alone (duel.h, search.h, certificate.h, guard.h).
+/// Programs on Oxytorch::core include the headers of its decisions alone (duel.h, search.h, certificate.h, change.h,
+/// guard.h).
 #pragma once
 
 #include "oxytorch/tune/accelerate.h"
 #include "oxytorch/tune/batch.h"
 #include "oxytorch/tune/certificate.h"
+#include "oxytorch/tune/change.h"
 #include "oxytorch/tune/duel.h"
 #include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/guard.h"

@@ -13,7 +13,7 @@ from oxytorch.tune.escrow import Escrow
 from oxytorch.tune.record import names
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind, Strategy
-from oxytorch.tune.update import Change, UpdateJudge, compare
+from oxytorch.tune.update import Change, UpdateJudge, _compare_by_torch, compare
 from oxytorch.tune.verify import Ruling, Verifier
 from planted_faults import ruling
 from torch import Tensor, nn
@@ -181,6 +181,42 @@ def test_one_wrong_element_of_many_shows() -> None:
     assert compare(before, after, wanted).worst < 1
     after[100_003] += 1e-2
     assert compare(before, after, wanted).worst > 1
+
+
+@pytest.mark.parametrize("stands_out", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_pass_measures_what_torch_does(dtype: torch.dtype, layout: torch.memory_format, stands_out: bool) -> None:
+    torch.manual_seed(0)
+    before = torch.randn(7, 8, 5, 3, dtype=dtype).to(memory_format=layout)
+    wanted = before.double() + 1e-3 * torch.randn(7, 8, 5, 3, dtype=torch.float64)
+    after = wanted.to(dtype) + torch.full((), 1e-7, dtype=dtype)
+    after[3, 2, 1, 0] += 1e-2 * stands_out
+    for start in (before, None):
+        mine, theirs = compare(start, after, wanted), _compare_by_torch(start, after, wanted)
+        for name, value in vars(theirs).items():
+            assert getattr(mine, name) == pytest.approx(value, rel=1e-6, abs=1e-12), name
+    mine = compare(before.transpose(2, 3), after.contiguous().transpose(2, 3), wanted.transpose(2, 3))
+    assert mine.error == pytest.approx(compare(before, after, wanted).error)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adafactor])
+def test_optimizers_as_given_are_within_the_bounds(optimizer: Any, device: torch.device) -> None:
+    run = make(device)
+    own = Run(run.model, optimizer(run.model.parameters()), run.loss_fn, run.batches)
+    found = check(own, nothing, "tolerance")
+    assert found.held, found.reason
+    assert found.evidence["update_error"] > 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_within_no_bound(value: float) -> None:
+    wanted = torch.randn(100, dtype=torch.float64)
+    after = wanted.float()
+    after[7] = value
+    found = compare(torch.zeros(100), after, wanted)
+    assert not found.error <= found.unit + 1e9
+    assert not found.worst <= 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Duel, search, certificate and guard.
 from __future__ import annotations
 import collections.abc
 import os
+import torch
 import typing
 
 __all__: list[str] = [
@@ -27,6 +28,7 @@ __all__: list[str] = [
     "TrialOutcome",
     "allows",
     "hardware_key",
+    "measure_change",
 ]
 
 class Interval:
@@ -537,4 +539,15 @@ def allows(level: str, kind: typing.Literal["exact", "tolerance", "precision", "
 def hardware_key(root: str = "/") -> str:
     """
     The processor's part of CertificateKey.hardware.
+    """
+
+def measure_change(
+    before: torch.Tensor | None,
+    after: torch.Tensor,
+    wanted: torch.Tensor,
+    element: typing.SupportsFloat | typing.SupportsIndex,
+    sample: typing.SupportsInt | typing.SupportsIndex,
+) -> tuple[float, float, float, float, float, tuple[float, float], float, float]:
+    """
+    Error, size, unit, slope, worst, (upwards, outwards), bias_error, ratio; see oxytorch.tune.update.Change.
     """

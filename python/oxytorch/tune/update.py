@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._C import tune as _native
 from ..optim.tail import TailOptimizer
 from .record import Call, State, names, states
 from .run import plain_step
@@ -77,13 +78,32 @@ def unit_in_last_place(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def compare(before: Tensor | None, after: Tensor, wanted: Tensor) -> Change:
-    """Measure the change from `before` to `after` against that to `wanted`, which is float64.
+    """Measure the change from `before` to `after` against that to `wanted`.
 
     Errors are of all elements. What is counted in units of the last place is of about `_SAMPLE` of them, evenly spread,
-    unless an element stands out.
+    unless an element stands out. On the CPU it is one pass over memory.
     """
     if after.numel() == 0:
         return NOTHING
+    wanted = wanted.double()  # of an optimizer that makes state in float32 whatever its parameters are, too
+    start = after if before is None else before
+    if after.device.type != "cpu" or after.dtype not in (torch.float32, torch.float64) or start.dtype != after.dtype:
+        return _compare_by_torch(before, after, wanted)
+    start, now, right = _in_one_order([start, after, wanted])
+    found = _native.measure_change(None if before is None else start, now, right, _ELEMENT, _SAMPLE)
+    return Change(*found, after.numel())
+
+
+def _in_one_order(tensors: list[Tensor]) -> list[Tensor]:
+    """As vectors whose elements correspond: in memory's order where that is the same and dense."""
+    first = tensors[0]
+    dense = first.is_contiguous() or (first.dim() == 4 and first.is_contiguous(memory_format=torch.channels_last))
+    if dense and all(t.stride() == first.stride() for t in tensors):
+        return [t.detach().as_strided((t.numel(),), (1,)) for t in tensors]
+    return [t.detach().reshape(-1).contiguous() for t in tensors]
+
+
+def _compare_by_torch(before: Tensor | None, after: Tensor, wanted: Tensor) -> Change:
     start = torch.zeros_like(wanted) if before is None else before.double()
     change = (wanted - start).reshape(-1)
     error = (after.double() - wanted).reshape(-1)
@@ -153,6 +173,10 @@ def _wide(value: Any) -> Any:
     return value
 
 
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _clone(
     original: Any, params: list[Tensor], held: list[dict[str, Any]], settings: Sequence[Mapping[str, Any]]
 ) -> Any:
@@ -163,7 +187,7 @@ def _clone(
         for group, values in zip(original.param_groups, settings or [{}] * len(original.param_groups), strict=True)
     ]
     state = {
-        p: {k: v if k == "step" else _wide(v) for k, v in entries.items()}
+        p: {k: _copy(v) if k == "step" else _wide(v) for k, v in entries.items()}
         for p, entries in zip(params, held, strict=True)
         if entries
     }
@@ -182,18 +206,18 @@ def _clone(
     own = {k: v for k, v in vars(original).items() if k not in ("step", "zero_grad", "state_dict", "load_state_dict")}
     clone.__dict__.update(own)
     clone.param_groups = groups
-    clone.state = defaultdict(
-        dict, {p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()} for p, s in state.items()}
-    )
+    clone.state = defaultdict(dict, state)
     return clone
 
 
 @dataclass
 class UpdateJudge:
-    """Compares each step's update of a run with the referee's; `base` is what the step as given did, where judged.
+    """Compares each step's update of a run with the referee's; `base` is what the step as given did.
 
     Attributes
     ----------
+    base : UpdateJudge, optional
+        None: of the step as given itself, in which nothing is a fault. One that found nothing: as if that had no error.
     found : list of dict
         Of each step, by name: the changes of parameters and of their state.
     faults : list of str
@@ -209,6 +233,7 @@ class UpdateJudge:
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     worst: float = 0.0
+    _certain: list[str] = field(default_factory=list)  # faults, whatever the step as given does
 
     def judge(self, index: int, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]]) -> None:
         """Judge the step that the run has just taken."""
@@ -224,8 +249,14 @@ class UpdateJudge:
         for i, name in enumerate(names(self.run)):
             found[name] = compare(before.params[i], self.run.params[i].detach(), params[i])
             self._judge_state(index, name, before.states[i], now[i], held[i], found)
-            self._hold(index, name, found[name])
-        self._hold_bias(index, found)
+        self._hold_step(index, found)
+
+    def hold_against(self, base: UpdateJudge) -> None:
+        """Judge what was found once more, by what the step as given did."""
+        self.base, self.worst = base, 0.0
+        self.faults = list(self._certain)
+        for index, found in enumerate(self.found):
+            self._hold_step(index, found)
 
     def _judge_state(
         self,
@@ -239,22 +270,26 @@ class UpdateJudge:
         for key, value in wanted.items():
             what = f"{key} of {name}"
             if key not in now:
-                self._fault(index, f"the optimizer's {what} is missing")
+                self._be_certain(index, f"the optimizer's {what} is missing")
             elif not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
                 if not _equal(now[key], value):
-                    self._fault(index, f"the optimizer's {what} is {_short(now[key])}, expected {_short(value)}")
+                    self._be_certain(index, f"the optimizer's {what} is {_short(now[key])}, expected {_short(value)}")
             elif now[key].shape == value.shape:
                 found[what] = compare(before.get(key), now[key], value)
-                if self.loose_state:
-                    allowed = _CODED * rms(value)
-                    if found[what].error > allowed:
-                        self._fault(
-                            index, f"the optimizer's {what} is off by {found[what].error:.2g}, of {rms(value):.2g}"
-                        )
-                else:
-                    self._hold(index, f"optimizer state {what}", found[what], what)
+                if self.loose_state and found[what].error > _CODED * (size := rms(value)):
+                    self._be_certain(index, f"the optimizer's {what} is off by {found[what].error:.2g}, of {size:.2g}")
             else:
-                self._fault(index, f"the optimizer's {what} has another shape")
+                self._be_certain(index, f"the optimizer's {what} has another shape")
+
+    def _hold_step(self, index: int, found: dict[str, Change]) -> None:
+        params = set(names(self.run))
+        for key, change in found.items():
+            if key in params:
+                self._hold(index, key, change)
+            elif not self.loose_state:
+                self._hold(index, f"optimizer state {key}", change, key)
+        if found:
+            self._hold_bias(index, found)
 
     def _hold(self, index: int, name: str, change: Change, key: str = "") -> None:
         base = self._of_base(index, key or name)
@@ -285,9 +320,15 @@ class UpdateJudge:
                 )
 
     def _of_base(self, index: int, name: str) -> Change:
-        if self.base is None or index >= len(self.base.found):
-            return NOTHING if self.base is not None else _ANYTHING
+        if self.base is None:
+            return _ANYTHING
+        if index >= len(self.base.found):
+            return NOTHING
         return self.base.found[index].get(name, NOTHING)
+
+    def _be_certain(self, index: int, words: str) -> None:
+        self._fault(index, words)
+        self._certain.append(self.faults[-1])
 
     def _fault(self, index: int, words: str) -> None:
         self.faults.append(f"step {index + 1}: {words}")

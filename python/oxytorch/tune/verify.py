@@ -82,7 +82,6 @@ class _Taken:
     settings: list[list[list[dict[str, Any]]]] = field(default_factory=list)
     extras: dict[int, dict[str, tuple[Tensor, float]]] = field(default_factory=dict)
     errors: dict[int, Errors] = field(default_factory=dict)
-    updates: UpdateJudge | None = None
     kept: list[tuple[Step, dict[str, Tensor]]] = field(default_factory=list)  # for the referee: steps, buffers after
 
     @property
@@ -144,6 +143,7 @@ class Verifier:
         self._bits: list[dict[str, str]] = []
         self._unstable: set[str] | None = None  # names of values, where the step as given was seen not to repeat itself
         self._given: dict[bool, _Taken] = {}  # by whether dropout is at zero
+        self._updates: UpdateJudge | None = None  # of the step as given
         self._stock: dict[tuple[bool, torch.dtype], _Taken] = {}
         self._truths: dict[bool, Truth] = {}
         self._no_truth = ""
@@ -158,9 +158,9 @@ class Verifier:
         with self._charging(), self._ending(()):
             for kind in kinds:
                 if kind == "exact":
-                    self._reference_bits()
+                    self._reference_bits(self._count)
                 else:
-                    self._reference_steps(False)
+                    self._reference_steps(False, self._count)
                     self._yardstick(kind, (), False, self._count)
                     self._reference_band()
 
@@ -225,15 +225,16 @@ class Verifier:
         for step in take(self.run, self._roots, count):
             yield digests(self.run, self._roots, step)
 
-    def _reference_bits(self) -> None:
-        if not self._bits:
+    def _reference_bits(self, count: int) -> None:
+        if len(self._bits) < count:
             self._begin(())
-            self._bits = list(self._digests(self._count))
+            self._bits = list(self._digests(count))
 
     def _find_unstable(self) -> set[str]:
         """Names of values in which the step as given does not repeat itself."""
         if self._unstable is None:
             self._unstable = set()
+            self._reference_bits(self._count)
             self._begin(())
             for again, first in zip(self._digests(self._asked), self._bits, strict=False):
                 self._unstable |= {name for name in first if again.get(name) != first[name]}
@@ -246,7 +247,7 @@ class Verifier:
         return self._unstable
 
     def _exact(self, wanted: Sequence[str], count: int) -> str:
-        self._reference_bits()
+        self._reference_bits(count)
         self._begin(wanted)
         taken = list(self._digests(count))
         unstable: set[str] = set()
@@ -264,28 +265,34 @@ class Verifier:
 
     # -- references in float64 -------------------------------------------------------------------------------------
 
-    def _reference_steps(self, quiet: bool) -> _Taken:
-        """The steps as given, judged by the referee: how far off float32 itself is."""
-        if quiet not in self._given:
+    def _reference_steps(self, quiet: bool, count: int) -> _Taken:
+        """The first steps as given, the first of them judged by the referee: how far off float32 itself is."""
+        known = self._given.get(quiet)
+        if known is None or len(known.losses) < count:
             self._begin(())
             if self._start is None:
                 self._start = State.of(self.run, self._roots)
-            judge_updates = UpdateJudge(self.run)
             with self._quiet(quiet):
-                taken = self._record(judge_updates, None, self._count)
-                if not all(math.isfinite(value) for value in taken.values):
-                    raise _Wrong(f"the loss of the step as given is not finite: {taken.values}")
-            self._referee(taken, quiet, 1)
-            for words in judge_updates.notes:
-                self._note(words)
-            self._given[quiet] = taken
-        return self._given[quiet]
+                known = self._record(None, None, count)
+                if not all(math.isfinite(value) for value in known.values):
+                    raise _Wrong(f"the loss of the step as given is not finite: {known.values}")
+            self._referee(known, quiet, 1)
+            self._given[quiet] = known
+        return known
+
+    def _reference_updates(self) -> UpdateJudge:
+        """How far off the updates of the steps as given are themselves: dear, so only where it decides."""
+        if self._updates is None:
+            self._updates = UpdateJudge(self.run)
+            self._begin(())
+            self._record(self._updates, None, self._count)
+        return self._updates
 
     def _reference_stock(self, quiet: bool, dtype: torch.dtype, count: int) -> _Taken:
         """Stock PyTorch at a lower precision: steps under autocast, in eager mode, all else as given."""
         known = self._stock.get((quiet, dtype))
         if known is None or len(known.losses) < count:
-            given = self._reference_steps(quiet)
+            given = self._reference_steps(quiet, count)
             self._begin(())
             device = self.run.device.type
             self.run.call.scope("stock", lambda: torch.autocast(device, dtype=dtype))
@@ -302,7 +309,7 @@ class Verifier:
     def _yardstick(self, kind: Kind, wanted: Sequence[str], quiet: bool, count: int) -> _Taken:
         """How far off from float64 as many steps are with stock PyTorch at the precision of the kind."""
         if kind == "tolerance":
-            usual = self._reference_steps(quiet)
+            usual = self._reference_steps(quiet, count)
         else:
             usual = self._reference_stock(quiet, self._dtype(wanted), count)
         self._referee(usual, quiet, count)
@@ -313,7 +320,7 @@ class Verifier:
 
     def _record(self, updates: UpdateJudge | None, given: _Taken | None, count: int) -> _Taken:
         """Take the steps; return what is known of all, and the whole of those to be refereed."""
-        taken = _Taken(updates=updates)
+        taken = _Taken()
         for step in take(self.run, self._roots, count):
             taken.losses.append(step.loss)
             taken.rng.append(step.rng)
@@ -372,7 +379,7 @@ class Verifier:
     def _reference_band(self) -> tuple[float, float]:
         """What the mean loss of the last steps is as given, with other orders of batches and other random numbers."""
         if self._band is None:
-            ends = [self._end(self._reference_steps(False).values)]
+            ends = [self._end(self._reference_steps(False, self._count).values)]
             generator = torch.Generator().manual_seed(self._seed)
             for number in range(_SEEDS):
                 self._begin(())
@@ -397,12 +404,15 @@ class Verifier:
     # -- a candidate -----------------------------------------------------------------------------------------------
 
     def _compared(self, kind: Kind, wanted: Sequence[str], count: int, evidence: dict[str, float]) -> str:
-        given = self._reference_steps(False)
+        given = self._reference_steps(False, count)
         self._begin(wanted)
         self._check_applied(kind)
-        updates = UpdateJudge(self.run, given.updates, self._clip, loose_state=kind == "trade")
+        as_if_right = UpdateJudge(self.run)  # as if the step as given made no error: who holds then holds anyway
+        updates = UpdateJudge(self.run, as_if_right, self._clip, loose_state=kind == "trade")
         taken = self._record(updates, given, count)
         self._check_losses(taken, given)
+        if updates.faults:
+            updates.hold_against(self._reference_updates())
         self._check_steps(taken, given, updates)
         evidence["update_error"] = updates.worst
         self._check_extras(taken, given, kind)
@@ -412,7 +422,7 @@ class Verifier:
         if quiet:
             self._begin(wanted)
             with self._quiet(True):
-                self._reference_steps(True)
+                self._reference_steps(True, count)
                 self._begin(wanted)
                 taken = self._record(None, self._given[True], count)
             self._check_random_numbers(kind, wanted)
@@ -591,7 +601,7 @@ class Verifier:
     def _check_band(self, taken: _Taken | None, evidence: dict[str, float]) -> None:
         if taken is None:
             return
-        end, usual = self._end(taken.values), self._end(self._reference_steps(False).values)
+        end, usual = self._end(taken.values), self._end(self._reference_steps(False, self._count).values)
         evidence |= {"end_loss": end, "given_loss": usual}
         if abs(end - usual) <= 0.5 * _BAND_LEAST * abs(usual):
             return  # inside whatever other seeds give
