@@ -25,4 +25,17 @@ void bernoulli(MersenneTwister& generator, double p, std::int64_t count, float* 
   operator_table(active_isa()).bernoulli(generator, p, count, to);
 }
 
+void adam_averages(const AdamLoop& loop, std::int64_t count, const float* param, const float* grad, float* exp_avg,
+                   float* exp_avg_sq, float* max_exp_avg_sq) {
+  operator_table(active_isa()).adam_averages(loop, count, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
+}
+
+void adam_parameters(const AdamLoop& loop, std::int64_t count, const float* exp_avg, const float* root, float* param) {
+  operator_table(active_isa()).adam_parameters(loop, count, exp_avg, root, param);
+}
+
+void sgd_step(const SgdLoop& loop, std::int64_t count, const float* grad, float* momentum_buffer, float* param) {
+  operator_table(active_isa()).sgd_step(loop, count, grad, momentum_buffer, param);
+}
+
 }  // namespace oxytorch::kernels

@@ -11,6 +11,7 @@
 
 #include "kernels/batch_norm-inl.h"
 #include "kernels/bernoulli-inl.h"
+#include "kernels/optimizer_loop-inl.h"
 #include "kernels/pool-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -18,7 +19,7 @@ namespace oxytorch::kernels::HWY_NAMESPACE {
 
 const OperatorTable& operators() {
   static constexpr OperatorTable kTable{max_pool2d, max_pool2d_backward, batch_norm_forward, batch_norm_backward,
-                                        bernoulli};
+                                        bernoulli,  adam_averages,       adam_parameters,    sgd_step};
   return kTable;
 }
 

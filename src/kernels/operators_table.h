@@ -14,6 +14,11 @@ struct OperatorTable {
   void (*batch_norm_forward)(const BatchNormForward& args, std::int64_t begin, std::int64_t end);
   void (*batch_norm_backward)(const BatchNormBackward& args, std::int64_t begin, std::int64_t end);
   void (*bernoulli)(MersenneTwister& generator, double p, std::int64_t count, float* to);
+  void (*adam_averages)(const AdamLoop& loop, std::int64_t count, const float* param, const float* grad, float* exp_avg,
+                        float* exp_avg_sq, float* max_exp_avg_sq);
+  void (*adam_parameters)(const AdamLoop& loop, std::int64_t count, const float* exp_avg, const float* root,
+                          float* param);
+  void (*sgd_step)(const SgdLoop& loop, std::int64_t count, const float* grad, float* momentum_buffer, float* param);
 };
 
 /// The table of `isa`, which must be supported.

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <functional>
@@ -271,6 +272,112 @@ TEST(Bernoulli, DrawsFromTheMersenneTwister) {
         EXPECT_EQ(draws, expected);
       }
     });
+  }
+}
+
+// -- steps of optimizers ----------------------------------------------------------------------------------------------
+
+std::vector<float> normal(std::size_t count, float scale, unsigned seed) {
+  std::mt19937 engine(seed);
+  std::normal_distribution<float> draw(0, scale);
+  std::vector<float> values(count);
+  for (float& value : values) value = draw(engine);
+  return values;
+}
+
+float plus_product(bool fused, float value, float factor, float other) {
+  return fused ? std::fma(factor, other, value) : value + factor * other;
+}
+
+TEST(AdamLoop, RoundsEachTermAndGivesTheSameBitsOnEveryInstructionSet) {
+  constexpr std::size_t kCount = 83;
+  AdamLoop loop{.decay = 0.99F,
+                .beta1 = 0.9F,
+                .beta1_rest = 0.1F,
+                .beta2 = 0.999F,
+                .beta2_rest = 0.001F,
+                .correction = 0.0447F,
+                .eps = 1e-8F,
+                .rate = -0.01F};
+  const auto grad = normal(kCount, 0.1F, 1);
+  for (const bool fused : {true, false}) {
+    for (const bool lerp : {true, false}) {
+      loop.fused = fused;
+      loop.lerp = lerp;
+      auto param = normal(kCount, 1, 2), average = normal(kCount, 0.1F, 3), square = normal(kCount, 0.1F, 4);
+      for (float& value : square) value *= value;
+      square[5] = std::numeric_limits<float>::infinity();
+      square[6] = 0;
+      const auto first_param = param, first_average = average, first_square = square;
+      for (std::size_t i = 0; i < kCount; ++i) {
+        average[i] = lerp ? plus_product(fused, average[i], loop.beta1_rest, grad[i] - average[i])
+                          : plus_product(fused, average[i] * loop.beta1, loop.beta1_rest, grad[i]);
+        square[i] = plus_product(fused, square[i] * loop.beta2, loop.beta2_rest * grad[i], grad[i]);
+        const float denominator = std::sqrt(square[i]) / loop.correction + loop.eps;
+        param[i] = param[i] * loop.decay + loop.rate * average[i] / denominator;
+      }
+      on_each_isa([&] {
+        auto p = first_param, m = first_average, v = first_square;
+        adam_averages(loop, kCount, p.data(), grad.data(), m.data(), v.data(), nullptr);
+        EXPECT_EQ(bits(m), bits(average));
+        EXPECT_EQ(bits(v), bits(square));
+        std::vector<float> root(kCount);
+        std::transform(v.begin(), v.end(), root.begin(), [](float value) { return std::sqrt(value); });
+        adam_parameters(loop, kCount, m.data(), root.data(), p.data());
+        EXPECT_EQ(bits(p), bits(param));
+      });
+    }
+  }
+}
+
+// The denominator is the quotient itself where eps is 0, and the parameter its reciprocal where all else is 1.
+TEST(AdamLoop, RoundsQuotientsCorrectly) {
+  constexpr std::size_t kCount = 4096;
+  std::mt19937 engine(5);
+  std::vector<float> root(kCount);
+  const std::vector<float> average(kCount, 1);
+  for (const float correction : {1.0F, 0x1.fffffep-1F, 0x1.fffffcp-1F, 0.03162F, 0.7F, 1e-4F, 0x1.000002p-3F, 1e-30F}) {
+    for (float& value : root) {
+      value = std::sqrt(std::bit_cast<float>(static_cast<std::uint32_t>(engine()) % 0x7F800000U));
+    }
+    root[0] = 0;
+    root[1] = std::numeric_limits<float>::infinity();
+    on_each_isa([&] {
+      std::vector<float> param(kCount, 0);
+      adam_parameters({.correction = correction, .rate = 1}, kCount, average.data(), root.data(), param.data());
+      for (std::size_t i = 0; i < kCount; ++i) {
+        ASSERT_EQ(param[i], 1 / (root[i] / correction)) << root[i] << " / " << correction;
+      }
+    });
+  }
+}
+
+TEST(SgdLoop, RoundsEachTermAndGivesTheSameBitsOnEveryInstructionSet) {
+  constexpr std::size_t kCount = 83;
+  const auto grad = normal(kCount, 0.1F, 1), start = normal(kCount, 1, 2), held = normal(kCount, 0.1F, 3);
+  for (const bool fused : {true, false}) {
+    for (const bool nesterov : {true, false}) {
+      const SgdLoop loop{.fused = fused,
+                         .maximize = true,
+                         .nesterov = nesterov,
+                         .weight_decay = 0.1F,
+                         .momentum = 0.9F,
+                         .dampening_rest = 0.7F,
+                         .rate = -0.05F};
+      auto param = start, buffer = held;
+      for (std::size_t i = 0; i < kCount; ++i) {
+        const float g = plus_product(fused, -grad[i], loop.weight_decay, param[i]);
+        buffer[i] = plus_product(fused, buffer[i] * loop.momentum, loop.dampening_rest, g);
+        const float change = nesterov ? plus_product(fused, g, loop.momentum, buffer[i]) : buffer[i];
+        param[i] = plus_product(fused, param[i], loop.rate, change);
+      }
+      on_each_isa([&] {
+        auto p = start, b = held;
+        sgd_step(loop, kCount, grad.data(), b.data(), p.data());
+        EXPECT_EQ(bits(b), bits(buffer));
+        EXPECT_EQ(bits(p), bits(param));
+      });
+    }
   }
 }
 

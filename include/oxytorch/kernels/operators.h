@@ -1,7 +1,8 @@
 /// Operators of training on raw host memory, with the bits of torch's own CPU kernels: max pooling, batch
-/// normalization in training, and Bernoulli draws of the Mersenne Twister.
+/// normalization in training, Bernoulli draws of the Mersenne Twister, and the steps of Adam and SGD.
 ///
-/// Torch-free: pointers in, pointers out. `oxytorch::tune::NativeOperators` puts them behind torch's dispatcher.
+/// Torch-free: pointers in, pointers out. `oxytorch::tune::NativeOperators` puts them behind torch's dispatcher,
+/// `oxytorch::tune::NativeStep` into an optimizer's step.
 ///
 /// Numbers. Each function does the roundings that torch's kernel does, in its order, for any instruction set and any
 /// split of the work. Where a compiler was free to fuse a multiply-add of that kernel, a flag says which it did.
@@ -88,5 +89,41 @@ struct MersenneTwister {
 
 /// `count` draws: 1 where the low 53 bits of two outputs, as a fraction of 2^53, are less than `p`, else 0.
 OXY_API void bernoulli(MersenneTwister& generator, double p, std::int64_t count, float* to);
+
+/// A step of Adam or AdamW as torch's loop over tensors takes it; numbers are rounded to fp32 as that loop does.
+struct AdamLoop {
+  bool fused = true;       ///< whether torch's kernels fuse multiply-adds: a matter of the compiler that built them
+  bool lerp = true;        ///< exp_avg.lerp_(grad, 1 - beta1); false: exp_avg.mul_(beta1).add_(grad, 1 - beta1)
+  bool maximize = false;   ///< the gradient is negated first
+  float decay = 1;         ///< the parameter is multiplied by it: 1 - lr * weight_decay
+  float weight_decay = 0;  ///< times the parameter, is added to the gradient; 0: is not
+  float beta1 = 0;
+  float beta1_rest = 0;  ///< 1 - beta1
+  float beta2 = 0;
+  float beta2_rest = 0;  ///< 1 - beta2
+  float correction = 1;  ///< root of 1 - beta2^t
+  float eps = 0;
+  float rate = 0;  ///< -lr / (1 - beta1^t)
+};
+/// Running averages of `count` elements. `max_exp_avg_sq` is null without amsgrad.
+OXY_API void adam_averages(const AdamLoop& loop, std::int64_t count, const float* param, const float* grad,
+                           float* exp_avg, float* exp_avg_sq, float* max_exp_avg_sq);
+/// Then the parameters. `root` holds the square roots of exp_avg_sq, or of max_exp_avg_sq: the caller takes them, as
+/// torch's may come from a library that rounds otherwise.
+OXY_API void adam_parameters(const AdamLoop& loop, std::int64_t count, const float* exp_avg, const float* root,
+                             float* param);
+
+/// A step of SGD as torch's loop over tensors takes it.
+struct SgdLoop {
+  bool fused = true;
+  bool maximize = false;
+  bool nesterov = false;
+  float weight_decay = 0;  ///< 0: none
+  float momentum = 0;
+  float dampening_rest = 1;  ///< 1 - dampening
+  float rate = 0;            ///< -lr
+};
+/// `momentum_buffer` is null without momentum.
+OXY_API void sgd_step(const SgdLoop& loop, std::int64_t count, const float* grad, float* momentum_buffer, float* param);
 
 }  // namespace oxytorch::kernels
