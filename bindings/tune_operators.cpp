@@ -1,8 +1,10 @@
-// NativeOperators for Python.
+// NativeOperators and native steps for Python.
 #include "tune_operators.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"
 
 namespace oxytorch::bindings {
@@ -10,7 +12,69 @@ namespace oxytorch::bindings {
 using tune::NativeOperators;
 using tune::OperatorReport;
 
+namespace {
+
+using tune::StepTensors;
+
+// The Python front end counts steps in tensors.
+void advance(const std::vector<at::Tensor>& steps) {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& step : steps) step.add_(1);
+}
+
+void adam_step(const tune::AdamStep& options, const StepTensors& tensors, const std::vector<at::Tensor>& steps) {
+  std::vector<double> counts;
+  counts.reserve(steps.size());
+  for (const at::Tensor& step : steps) counts.push_back(step.item<double>() + 1);
+  tune::adam_step(options, tensors, counts);
+  advance(steps);
+}
+
+}  // namespace
+
 void bind_tune_operators(py::module_& m) {
+  m.def("native_step_differs", &tune::native_step_differs, release_gil(),
+        "Why the native steps do not have the bits of this torch's; empty where they do.");
+  m.def(
+      "adam_step",
+      [](std::vector<at::Tensor> params, std::vector<at::Tensor> grads, std::vector<at::Tensor> exp_avgs,
+         std::vector<at::Tensor> exp_avg_sqs, std::vector<at::Tensor> max_exp_avg_sqs,
+         const std::vector<at::Tensor>& steps, double lr, double beta1, double beta2, double eps, double weight_decay,
+         bool decoupled_weight_decay, bool maximize) {
+        adam_step({.lr = lr,
+                   .beta1 = beta1,
+                   .beta2 = beta2,
+                   .eps = eps,
+                   .weight_decay = weight_decay,
+                   .decoupled_weight_decay = decoupled_weight_decay,
+                   .maximize = maximize},
+                  {.params = std::move(params),
+                   .grads = std::move(grads),
+                   .exp_avgs = std::move(exp_avgs),
+                   .exp_avg_sqs = std::move(exp_avg_sqs),
+                   .max_exp_avg_sqs = std::move(max_exp_avg_sqs)},
+                  steps);
+      },
+      py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("max_exp_avg_sqs"),
+      py::arg("steps"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+      py::arg("weight_decay"), py::arg("decoupled_weight_decay"), py::arg("maximize"), release_gil(),
+      "A step of torch.optim.Adam or AdamW with the bits of its loop over CPU tensors; `steps` go up by one.");
+  m.def(
+      "sgd_step",
+      [](std::vector<at::Tensor> params, std::vector<at::Tensor> grads, std::vector<at::Tensor> momentum_buffers,
+         double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize) {
+        tune::sgd_step(
+            {.lr = lr,
+             .momentum = momentum,
+             .dampening = dampening,
+             .weight_decay = weight_decay,
+             .nesterov = nesterov,
+             .maximize = maximize},
+            {.params = std::move(params), .grads = std::move(grads), .momentum_buffers = std::move(momentum_buffers)});
+      },
+      py::arg("params"), py::arg("grads"), py::arg("momentum_buffers"), py::kw_only(), py::arg("lr"),
+      py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"),
+      release_gil(), "A step of torch.optim.SGD with the bits of its loop over CPU tensors.");
   py::class_<OperatorReport>(m, "OperatorReport", "What became of one native operator.")
       .def_readonly("name", &OperatorReport::name)
       .def_readonly("installed", &OperatorReport::installed)

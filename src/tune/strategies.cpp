@@ -20,6 +20,7 @@
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/run.h"
 #include "tune/attention.h"
+#include "tune/native_optimizer.h"
 #include "tune/observe.h"
 #include "tune/optimizer_state.h"
 
@@ -116,6 +117,23 @@ struct Operators : Strategy {
 };
 
 // -- the optimizer ----------------------------------------------------------------------------------------------------
+
+struct NativeStep : Strategy {
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    if (auto reason = native_optimizer_differs(run.original()); !reason.empty()) return reason;
+    return true;
+  }
+  void apply(Run& run) override {
+    run.replace_optimizer([](torch::optim::Optimizer& original) {
+      Replacement made;
+      made.hand_back = [] {};  // it steps on the state of the user's
+      made.optimizer = native_optimizer(original);
+      return made;
+    });
+  }
+  void revert(Run& run) override { run.replace_optimizer({}); }
+};
 
 template <optim::StateFormat Format>
 struct Tail : Strategy {
@@ -329,6 +347,7 @@ std::vector<RegisteredStrategy> own_strategies() {
                  .cost = "inputs of float32 products keep 10 bits of their mantissa.",
                  .expected_speedup = 1.5}),
       own<CudnnBenchmark>("cudnn_benchmark", Tolerance, {.interacts = {"channels_last", "bf16_autocast"}, .settle = 3}),
+      own<NativeStep>("native_step", Exact, {.group = "optimizer", .hopeful = 1.8, .expected_speedup = 1.15}),
       own<Tail<optim::StateFormat::Auto>>(
           "step_tail", Tolerance,
           {.group = "optimizer", .interacts = {"channels_last"}, .hopeful = 1.8, .expected_speedup = 1.2}),

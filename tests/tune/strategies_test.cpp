@@ -97,8 +97,55 @@ TEST_P(ExactStrategyTest, PassesTheRefereeAsWhatItClaims) {
   EXPECT_NO_THROW(escrow.prove());
 }
 
-INSTANTIATE_TEST_SUITE_P(Host, ExactStrategyTest, testing::Values("host_pool", "native_operators"),
+INSTANTIATE_TEST_SUITE_P(Host, ExactStrategyTest, testing::Values("host_pool", "native_operators", "native_step"),
                          [](const auto& each) { return std::string(each.param); });
+
+/// Weights after six steps of an optimizer over two groups, natively or as torch steps.
+template <class Optimizer, class Options>
+std::vector<at::Tensor> stepped(const Options& options, bool natively) {
+  torch::manual_seed(3);
+  nn::Sequential model(nn::Linear(20, 70), nn::Tanh(), nn::Linear(70, 4));
+  auto second = std::make_unique<Options>(options);
+  second->lr(0.02);
+  const std::vector<Batch> batches{{torch::randn({8, 20}), torch::randint(4, {8})}};
+  Optimizer optimizer({torch::optim::OptimizerParamGroup(model[0]->parameters()),
+                       torch::optim::OptimizerParamGroup(model[2]->parameters(), std::move(second))},
+                      options);
+  tune::Run run(*model, optimizer, supervised(model, nn::CrossEntropyLoss()), batches);
+  if (natively) run.bring({"native_step"});
+  std::vector<at::Tensor> trace;
+  for (int i = 0; i < 6; ++i) {
+    optimizer.param_groups()[0].options().set_lr(0.01 / (i + 1));
+    trace.push_back(run.step(batches.front()).clone());
+  }
+  if (natively) run.bring({});
+  trace.push_back(run.step(batches.front()).clone());
+  for (const auto& parameter : model->parameters()) trace.push_back(parameter.detach().clone());
+  return trace;
+}
+
+TEST(StrategiesTest, NativeStepHasTheBitsOfEveryOptimizerThatItServes) {
+  using torch::optim::AdamOptions, torch::optim::AdamWOptions, torch::optim::SGDOptions;
+  for (const bool amsgrad : {false, true}) {
+    const auto adamw = AdamWOptions(0.01).amsgrad(amsgrad).weight_decay(0.1);
+    expect_same(stepped<torch::optim::AdamW>(adamw, true), stepped<torch::optim::AdamW>(adamw, false));
+    const auto adam = AdamOptions(0.01).amsgrad(amsgrad).weight_decay(0.1).betas({0.5, 0.9});
+    expect_same(stepped<torch::optim::Adam>(adam, true), stepped<torch::optim::Adam>(adam, false));
+  }
+  for (const double momentum : {0.0, 0.9}) {
+    const auto sgd = SGDOptions(0.1).momentum(momentum).weight_decay(0.1).nesterov(momentum > 0);
+    expect_same(stepped<torch::optim::SGD>(sgd, true), stepped<torch::optim::SGD>(sgd, false));
+  }
+}
+
+TEST(StrategiesTest, NativeStepRefusesOptimizersThatItDoesNotKnow) {
+  auto training = Training::full();
+  torch::optim::RMSprop optimizer(training.model->parameters());
+  tune::Run run(*training.model, optimizer, supervised(training.model, nn::CrossEntropyLoss()), training.batches);
+  const auto found = run.strategy("native_step").applies(run);
+  EXPECT_FALSE(found.holds);
+  EXPECT_THAT(found.reason, HasSubstr("no native step"));
+}
 
 TEST(StrategiesTest, HostPoolServesTheStepAndLeaves) {
   auto training = Training::full();

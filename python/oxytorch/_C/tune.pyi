@@ -26,9 +26,12 @@ __all__: list[str] = [
     "StrategyFacts",
     "Trial",
     "TrialOutcome",
+    "adam_step",
     "allows",
     "hardware_key",
     "measure_change",
+    "native_step_differs",
+    "sgd_step",
 ]
 
 class Interval:
@@ -531,6 +534,26 @@ class NativeOperators:
     def installed(self) -> list[str]: ...
     def uninstall(self) -> None: ...
 
+def adam_step(
+    params: collections.abc.Sequence[torch.Tensor],
+    grads: collections.abc.Sequence[torch.Tensor],
+    exp_avgs: collections.abc.Sequence[torch.Tensor],
+    exp_avg_sqs: collections.abc.Sequence[torch.Tensor],
+    max_exp_avg_sqs: collections.abc.Sequence[torch.Tensor],
+    steps: collections.abc.Sequence[torch.Tensor],
+    *,
+    lr: typing.SupportsFloat | typing.SupportsIndex,
+    beta1: typing.SupportsFloat | typing.SupportsIndex,
+    beta2: typing.SupportsFloat | typing.SupportsIndex,
+    eps: typing.SupportsFloat | typing.SupportsIndex,
+    weight_decay: typing.SupportsFloat | typing.SupportsIndex,
+    decoupled_weight_decay: bool,
+    maximize: bool,
+) -> None:
+    """
+    A step of torch.optim.Adam or AdamW with the bits of its loop over CPU tensors; `steps` go up by one.
+    """
+
 def allows(level: str, kind: typing.Literal["exact", "tolerance", "precision", "trade"]) -> bool:
     """
     Whether a level allows a kind of change.
@@ -550,4 +573,25 @@ def measure_change(
 ) -> tuple[float, float, float, float, float, tuple[float, float], float, float]:
     """
     Error, size, unit, slope, worst, (upwards, outwards), bias_error, ratio; see oxytorch.tune.update.Change.
+    """
+
+def native_step_differs() -> str:
+    """
+    Why the native steps do not have the bits of this torch's; empty where they do.
+    """
+
+def sgd_step(
+    params: collections.abc.Sequence[torch.Tensor],
+    grads: collections.abc.Sequence[torch.Tensor],
+    momentum_buffers: collections.abc.Sequence[torch.Tensor],
+    *,
+    lr: typing.SupportsFloat | typing.SupportsIndex,
+    momentum: typing.SupportsFloat | typing.SupportsIndex,
+    dampening: typing.SupportsFloat | typing.SupportsIndex,
+    weight_decay: typing.SupportsFloat | typing.SupportsIndex,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """
+    A step of torch.optim.SGD with the bits of its loop over CPU tensors.
     """
