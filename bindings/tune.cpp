@@ -81,18 +81,20 @@ void bind_duel(py::module_& m) {
   const DuelOptions defaults;
   py::class_<DuelOptions>(m, "DuelOptions", "How sure a duel must be, and how long it may take.")
       .def(py::init([](double threshold, double confidence, double false_accept, int least_pairs, int most_pairs,
-                       double budget_seconds, std::uint64_t seed) {
-             return DuelOptions{threshold, confidence, false_accept, least_pairs, most_pairs, budget_seconds, seed};
+                       double worth, double budget_seconds, std::uint64_t seed) {
+             return DuelOptions{threshold,  confidence, false_accept,   least_pairs,
+                                most_pairs, worth,      budget_seconds, seed};
            }),
            py::kw_only(), py::arg("threshold") = defaults.threshold, py::arg("confidence") = defaults.confidence,
            py::arg("false_accept") = defaults.false_accept, py::arg("least_pairs") = defaults.least_pairs,
-           py::arg("most_pairs") = defaults.most_pairs, py::arg("budget_seconds") = defaults.budget_seconds,
-           py::arg("seed") = defaults.seed)
+           py::arg("most_pairs") = defaults.most_pairs, py::arg("worth") = defaults.worth,
+           py::arg("budget_seconds") = defaults.budget_seconds, py::arg("seed") = defaults.seed)
       .def_readwrite("threshold", &DuelOptions::threshold)
       .def_readwrite("confidence", &DuelOptions::confidence)
       .def_readwrite("false_accept", &DuelOptions::false_accept)
       .def_readwrite("least_pairs", &DuelOptions::least_pairs)
       .def_readwrite("most_pairs", &DuelOptions::most_pairs)
+      .def_readwrite("worth", &DuelOptions::worth)
       .def_static("conclusion", &DuelOptions::conclusion, py::arg("seed"), "Of everything against nothing at the end.")
       .def_static("canary", &DuelOptions::canary, py::arg("seed"), "Of a remembered certificate.")
       .def_readwrite("budget_seconds", &DuelOptions::budget_seconds)
@@ -138,19 +140,22 @@ void bind_search(py::module_& m) {
   const SearchOptions options;
   py::class_<SearchOptions>(m, "SearchOptions", "The run that a search is for, and what it may spend.")
       .def(py::init([](std::int64_t steps_planned, double step_seconds, double budget_seconds, double repay_steps,
-                       double cost_share, std::uint64_t seed, const DuelOptions& duel) {
-             return SearchOptions{steps_planned, step_seconds, budget_seconds, repay_steps, cost_share, seed, duel};
+                       double conclude_steps, double cost_share, std::uint64_t seed, const DuelOptions& duel) {
+             return SearchOptions{steps_planned,  step_seconds, budget_seconds, repay_steps,
+                                  conclude_steps, cost_share,   seed,           duel};
            }),
            py::kw_only(), py::arg("steps_planned") = options.steps_planned,
            py::arg("step_seconds") = options.step_seconds, py::arg("budget_seconds") = options.budget_seconds,
-           py::arg("repay_steps") = options.repay_steps, py::arg("cost_share") = options.cost_share,
-           py::arg("seed") = options.seed, py::arg_v("duel", options.duel, "DuelOptions()"))
+           py::arg("repay_steps") = options.repay_steps, py::arg("conclude_steps") = options.conclude_steps,
+           py::arg("cost_share") = options.cost_share, py::arg("seed") = options.seed,
+           py::arg_v("duel", options.duel, "DuelOptions()"))
       .def_static("for_run", &SearchOptions::for_run, py::arg("steps_planned"), py::arg("step_seconds"),
                   py::arg("budget_seconds"), py::arg("seed"), "What every driver of a search uses.")
       .def_readwrite("steps_planned", &SearchOptions::steps_planned)
       .def_readwrite("step_seconds", &SearchOptions::step_seconds)
       .def_readwrite("budget_seconds", &SearchOptions::budget_seconds)
       .def_readwrite("repay_steps", &SearchOptions::repay_steps)
+      .def_readwrite("conclude_steps", &SearchOptions::conclude_steps)
       .def_readwrite("cost_share", &SearchOptions::cost_share)
       .def_readwrite("seed", &SearchOptions::seed)
       .def_readwrite("duel", &SearchOptions::duel);

@@ -16,7 +16,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 /// Measured in a row: above the host's time slices and the waiting for an accelerator.
-constexpr double kBlockSeconds = 0.01;
+constexpr double kBlockSeconds = 0.004;
 constexpr int kMostSteps = 64;
 /// Seconds: caches that one step fills are a small part of such a one, so it is measured at once.
 constexpr double kLongStep = 0.05;
@@ -106,7 +106,7 @@ int Bench::settle(const Names& one, const Names& other) const {
   };
   lacking(one, other);
   lacking(other, one);
-  return steps == 1 && step_seconds_ > kLongStep ? 0 : steps;
+  return step_seconds_ > kLongStep ? std::max(0, steps - 1) : steps;
 }
 
 double Bench::block() {

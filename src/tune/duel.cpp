@@ -30,6 +30,8 @@ void check(const DuelOptions& options) {
   OXY_CHECK(options.least_pairs >= 1 && options.least_pairs <= options.most_pairs && options.most_pairs <= 1000,
             InvalidArgument, "a duel needs 1 <= least_pairs <= most_pairs <= 1000, not ", options.least_pairs, " and ",
             options.most_pairs, '.');
+  OXY_CHECK(options.worth > 0 && std::isfinite(options.worth), InvalidArgument,
+            "what a duel is worth must be a positive ratio, for example 1.04, not ", options.worth, '.');
   OXY_CHECK(options.budget_seconds >= 0, InvalidArgument, "the budget of a duel must be at least 0 seconds, not ",
             options.budget_seconds, '.');
 }
@@ -118,6 +120,7 @@ struct Duel::Impl {
     const double spread = std::max(1.4826 * median_absolute_deviation(margins) * n / (n - 0.8), 1e-6);
     const double last = options.most_pairs;
     const double hoped = center + 2 * spread / std::sqrt(n);
+    if (hoped < std::log(options.worth / options.threshold)) return true;
     const double reached = (n * center + (last - n) * hoped) / (spread * std::sqrt(last));
     return reached + std::sqrt((last - n) / last) < normal_upper(error_at(looks.size() - 1));
   }
@@ -140,7 +143,8 @@ struct Duel::Impl {
     if (hopeless()) {
       const Interval speedup = interval();
       std::string why = figures(speedup);
-      why += speedup.high < 1 ? ": slower." : ": not going to be faster than " + ratio_text(options.threshold) + ".";
+      const double wanted = std::max(options.worth, options.threshold);
+      why += speedup.high < 1 ? ": slower." : ": not going to be faster than " + ratio_text(wanted) + ".";
       end(Decision::Reject, std::move(why));
     }
   }

@@ -44,11 +44,16 @@ struct Move {
 
 // Of SearchOptions::for_run().
 constexpr double kBudgetSteps = 40;
-constexpr double kRepaySteps = 110;
+constexpr double kRepaySteps = 200;
+constexpr double kConcludeSteps = 50;
 constexpr double kShortRun = 0.02;
-constexpr double kLeastBudget = 3;  // seconds
+constexpr double kLeastBudget = 0.8;  // seconds: some trials and looks by the referee, however short a step is
 /// Of the budget that one trial may take: a small gain that is hard to see must not keep the next from its turn.
 constexpr double kTrialShare = 0.25;
+/// Steps that may be measured in one trial where what is spent must be repaid soon: what shows only later saves less.
+constexpr double kTrialSteps = 40;
+/// A gain that a trial gives up on there: of 200 steps it saves fewer than the trial takes.
+constexpr double kWorth = 1.04;
 
 Interval inverse(const Interval& ratio) { return {1 / ratio.high, 1 / ratio.mid, 1 / ratio.low, ratio.confidence}; }
 
@@ -157,7 +162,9 @@ struct Search::Impl {
   /// Seconds that trials without a one-off cost may take in all; 0: no bound.
   [[nodiscard]] double budget() const {
     if (options.budget_seconds <= 0) return 0;
-    return options.budget_seconds + options.repay_steps * std::max(0.0, options.step_seconds - step_seconds);
+    const double saved = std::max(0.0, options.step_seconds - step_seconds);
+    return std::max(options.budget_seconds,
+                    options.repay_steps * saved - options.conclude_steps * options.step_seconds);
   }
 
   [[nodiscard]] bool out_of_budget() const { return options.budget_seconds > 0 && spent >= budget(); }
@@ -271,7 +278,11 @@ struct Search::Impl {
                 options.duel};
     trial.duel.seed = philox(options.seed, 0, trials).word[0];
     if (options.budget_seconds > 0 && !is_costly(pending->item)) {
-      const double left = std::min(budget() - spent, kTrialShare * budget());
+      double left = std::min(budget() - spent, kTrialShare * budget());
+      if (options.repay_steps > 0 && step_seconds > 0) {
+        left = std::min(left, kTrialSteps * step_seconds);
+        trial.duel.worth = std::max(trial.duel.worth, kWorth);
+      }
       trial.duel.budget_seconds = trial.duel.budget_seconds > 0 ? std::min(trial.duel.budget_seconds, left) : left;
     }
     return trial;
@@ -365,6 +376,7 @@ SearchOptions SearchOptions::for_run(std::int64_t steps_planned, double step_sec
   options.budget_seconds =
       budget_seconds > 0 ? budget_seconds : std::max(kLeastBudget, std::min(kBudgetSteps, most) * step_seconds);
   options.repay_steps = budget_seconds > 0 ? 0 : std::min(kRepaySteps, most);
+  options.conclude_steps = kConcludeSteps;
   return options;
 }
 
@@ -391,6 +403,8 @@ void Search::tell(const TrialOutcome& outcome) {
   const double measured = outcome.duel.pairs * (outcome.duel.incumbent + outcome.duel.challenger);
   impl_->charge(outcome.spent_seconds > 0 ? outcome.spent_seconds : measured);
   const Move move = *std::exchange(impl_->pending, std::nullopt);
+  // The step as given is known better by pairs than by its first steps.
+  if (impl_->force == 0 && outcome.duel.incumbent > 0) impl_->options.step_seconds = outcome.duel.incumbent;
   impl_->met.insert(std::minmax(impl_->force, move.challenger));
   impl_->note(move, outcome);
   impl_->judge(move, outcome);

@@ -154,6 +154,17 @@ TEST(Duel, RejectsAGainUnderTheThreshold) {
   EXPECT_EQ(accepted, 0);
 }
 
+TEST(Duel, GivesUpAGainThatIsNotWorthTheTrial) {
+  const DuelOptions usual{.most_pairs = 200};
+  const DuelOptions dear{.most_pairs = 200, .worth = 1.1};
+  EXPECT_EQ(fight(1.03, gaussian(0.02), 3, usual).decision, Decision::Accept);
+  const DuelResult given_up = fight(1.03, gaussian(0.02), 3, dear);
+  EXPECT_EQ(given_up.decision, Decision::Reject);
+  EXPECT_LT(given_up.pairs, 9);
+  EXPECT_NE(given_up.reason.find("1.100x"), std::string::npos) << given_up.reason;
+  EXPECT_EQ(fight(1.2, gaussian(0.02), 3, dear).decision, Decision::Accept);
+}
+
 TEST(Duel, TakesTurnsInRandomOrderWithinPairs) {
   DuelOptions options;
   options.seed = 5;

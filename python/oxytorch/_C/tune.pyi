@@ -84,6 +84,7 @@ class DuelOptions:
         false_accept: typing.SupportsFloat | typing.SupportsIndex = 0.005,
         least_pairs: typing.SupportsInt | typing.SupportsIndex = 9,
         most_pairs: typing.SupportsInt | typing.SupportsIndex = 40,
+        worth: typing.SupportsFloat | typing.SupportsIndex = 1.0,
         budget_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         seed: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None: ...
@@ -115,6 +116,10 @@ class DuelOptions:
     def threshold(self) -> float: ...
     @threshold.setter
     def threshold(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def worth(self) -> float: ...
+    @worth.setter
+    def worth(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
 
 class DuelResult:
     """
@@ -350,6 +355,7 @@ class SearchOptions:
         step_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         budget_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         repay_steps: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        conclude_steps: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         cost_share: typing.SupportsFloat | typing.SupportsIndex = 0.1,
         seed: typing.SupportsInt | typing.SupportsIndex = 0,
         duel: DuelOptions = ...,
@@ -358,6 +364,10 @@ class SearchOptions:
     def budget_seconds(self) -> float: ...
     @budget_seconds.setter
     def budget_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def conclude_steps(self) -> float: ...
+    @conclude_steps.setter
+    def conclude_steps(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
     @property
     def cost_share(self) -> float: ...
     @cost_share.setter

@@ -91,8 +91,8 @@ def accelerate(
     remember : bool or str
         Reuse the certificate of an earlier run after a short check, and store this one; a text is the folder.
     budget : float, optional
-        Seconds for all trials, compiling apart. Unless given: what 40 steps take, and what the saving so far repays
-        within 110 steps; no more than 2 % of the planned run, at least 3 s.
+        Seconds for all trials, compiling apart. Unless given: what 40 steps take, at least 0.8 s, or
+        what the saving so far repays within 200 steps with what verifying it all takes; of a short run 2 %.
     seed : int
         Of the order of measuring and of the referee.
     progress : bool, optional

@@ -19,7 +19,7 @@ __all__ = ["Bench", "Keeps", "SideFailed", "clock"]
 #: Seconds; tests put a clock of their own here.
 clock = time.perf_counter
 
-_BLOCK_SECONDS = 0.01  # of steps measured in a row: above the host's time slices and the waiting for an accelerator
+_BLOCK_SECONDS = 0.004  # of steps measured in a row: a host's time slice, and above the waiting for an accelerator
 _MOST_STEPS = 64  # in a row
 _LONG_STEP = 0.05  # seconds: caches that one step fills are a small part of such a one, so it is measured at once
 _BASELINE_BLOCKS = 3
@@ -62,6 +62,7 @@ class Bench:
         self.escrow = escrow
         self.loss: Tensor | None = None  #: of the last step
         self.step_seconds = 0.0  #: of the run as it was given
+        self.optimizer_share = 0.0  #: of that step, what the optimizer's takes
         self._steps = 1
         self._next = 0
         self._fresh = 0  # steps not to be measured, after a switch
@@ -96,8 +97,33 @@ class Bench:
         if self._steps > 1:
             times = [self._timed(self._steps) for _ in range(_BASELINE_BLOCKS)]
         self.step_seconds = median(times)
+        self.optimizer_share = min(1.0, self._optimizer_seconds() / self.step_seconds)
         self.rewind()
         return self.step_seconds
+
+    def _optimizer_seconds(self) -> float:
+        """Take a step and return what the user's optimizer takes of it."""
+        began: list[float] = []
+        taken: list[float] = []
+
+        def before(*_: Any) -> None:
+            self.run.synchronize()
+            began.append(clock())
+
+        def after(*_: Any) -> None:
+            self.run.synchronize()
+            taken.append(clock() - began[-1])
+
+        hooks = [
+            self.run.original.register_step_pre_hook(before),
+            self.run.original.register_step_post_hook(after),
+        ]
+        try:
+            self._step()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return sum(taken)
 
     def duel(self, incumbent: Names, challenger: Names, options: Any) -> tuple[Any, float]:
         """Return the result of a duel, and the seconds that turning the challenger on took once.
@@ -162,7 +188,7 @@ class Bench:
 
     def _settle(self, changed: Iterable[str]) -> int:
         steps = max((self.run.strategy(name).settle for name in changed), default=0)
-        return 0 if steps == 1 and self.step_seconds > _LONG_STEP else steps
+        return max(0, steps - 1) if self.step_seconds > _LONG_STEP else steps
 
     def _block(self) -> float:
         start = self._next

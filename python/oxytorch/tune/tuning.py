@@ -16,7 +16,7 @@ from . import measure
 from .escrow import Escrow
 from .measure import Bench, SideFailed
 from .run import Run
-from .strategy import widest
+from .strategy import Strategy, widest
 from .verify import Ruling, Verifier
 
 __all__ = ["Tuning", "named_by_user"]
@@ -34,6 +34,9 @@ _KEYS: dict[str, tuple[str, str]] = {
     "int8_state": ("optimizer_state", "fp32"),
     "compile": ("compile", "off"),
 }
+
+# Of a step, what its optimizer takes where a strategy for optimizers has its expected speedup.
+_USUAL_SHARE = 0.15
 
 
 def named_by_user(settings: PerformanceConfig) -> dict[str, Any]:
@@ -154,7 +157,7 @@ class Tuning:
                 kind=cls.kind,
                 group=cls.group,
                 hopeful=cls.hopeful,
-                expected_speedup=cls.expected_speedup,
+                expected_speedup=self._expected(cls),
             )
             # A strategy that is not offered cannot be required or have been accepted.
             missing = [other for other in cls.requires if other not in self.run.strategies]
@@ -177,6 +180,13 @@ class Tuning:
         for name, reason in self._skipped.items():
             search.skip(name, reason)
         return search
+
+    def _expected(self, cls: type[Strategy]) -> float:
+        """What is tried first depends on where the time goes: Amdahl's law, by the optimizer's part of the step."""
+        part = self.bench.optimizer_share
+        if cls.group == "optimizer":
+            return 1 + (cls.expected_speedup - 1) * part / _USUAL_SHARE
+        return 1 / (1 - (1 - part) * (1 - 1 / cls.expected_speedup))
 
     def _try(self, trial: Any) -> Any:
         outcome = _native.TrialOutcome()
