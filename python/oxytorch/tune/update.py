@@ -139,8 +139,16 @@ class Refused(Exception):
     """The float64 optimizer could not be made or stepped; the message says why."""
 
 
-def in_float64(run: Run, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]]) -> Any:
+def in_float64(
+    run: Run,
+    before: State,
+    calls: Sequence[Call],
+    settings: Sequence[list[dict[str, Any]]],
+    memory: dict[Any, Tensor] | None = None,
+) -> Any:
     """Step a float64 copy of the user's optimizer from a state, with the gradients given.
+
+    What is made is kept in `memory` and made again there by the next call: fresh memory is dearer than arithmetic.
 
     Returns
     -------
@@ -152,14 +160,15 @@ def in_float64(run: Run, before: State, calls: Sequence[Call], settings: Sequenc
     Refused
         Where this optimizer cannot be copied so.
     """
-    params = [_wide(p) for p in before.params]
+    memory = {} if memory is None else memory
+    params = [_wide(p, memory, i) for i, p in enumerate(before.params)]
     try:
-        clone = _clone(run.original, params, before.states, settings[0] if settings else [])
+        clone = _clone(run.original, params, before.states, settings[0] if settings else [], memory)
         for call, groups in zip(calls, settings, strict=True):
             for group, values in zip(clone.param_groups, groups, strict=True):
                 group.update(values)
-            for p, grad in zip(params, call.grads, strict=True):
-                p.grad = None if grad is None else grad.double()
+            for i, (p, grad) in enumerate(zip(params, call.grads, strict=True)):
+                p.grad = None if grad is None else _wide(grad, memory, ("grad", i))
             with torch.no_grad():
                 plain_step(clone)
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
@@ -167,10 +176,14 @@ def in_float64(run: Run, before: State, calls: Sequence[Call], settings: Sequenc
     return [p.detach() for p in params], [dict(clone.state.get(p) or {}) for p in params]
 
 
-def _wide(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
-    return value
+def _wide(value: Any, memory: dict[Any, Tensor], key: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    held = memory.get(key)
+    if held is not None and held.shape == value.shape and held.stride() == value.stride():
+        return held.copy_(value.detach())
+    memory[key] = value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+    return memory[key]
 
 
 def _copy(value: Any) -> Any:
@@ -178,7 +191,11 @@ def _copy(value: Any) -> Any:
 
 
 def _clone(
-    original: Any, params: list[Tensor], held: list[dict[str, Any]], settings: Sequence[Mapping[str, Any]]
+    original: Any,
+    params: list[Tensor],
+    held: list[dict[str, Any]],
+    settings: Sequence[Mapping[str, Any]],
+    memory: dict[Any, Tensor],
 ) -> Any:
     """Make an optimizer of the same class over other parameters."""
     taken = iter(params)
@@ -187,8 +204,8 @@ def _clone(
         for group, values in zip(original.param_groups, settings or [{}] * len(original.param_groups), strict=True)
     ]
     state = {
-        p: {k: _copy(v) if k == "step" else _wide(v) for k, v in entries.items()}
-        for p, entries in zip(params, held, strict=True)
+        p: {k: _copy(v) if k == "step" else _wide(v, memory, (k, i)) for k, v in entries.items()}
+        for i, (p, entries) in enumerate(zip(params, held, strict=True))
         if entries
     }
     clone: Any = object.__new__(type(original))
@@ -234,13 +251,14 @@ class UpdateJudge:
     notes: list[str] = field(default_factory=list)
     worst: float = 0.0
     _certain: list[str] = field(default_factory=list)  # faults, whatever the step as given does
+    _memory: dict[Any, Tensor] = field(default_factory=dict)
 
     def judge(self, index: int, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]]) -> None:
         """Judge the step that the run has just taken."""
         found: dict[str, Change] = {}
         self.found.append(found)
         try:
-            params, held = in_float64(self.run, before, clipped(calls, self.clip_norm), settings)
+            params, held = in_float64(self.run, before, clipped(calls, self.clip_norm), settings, self._memory)
         except Refused as refused:
             if str(refused) not in self.notes:
                 self.notes.append(str(refused))
