@@ -142,7 +142,7 @@ std::vector<ConfigField> make_fields() {
                            "Length of the run over which a change that costs something once, such as compiling, must "
                            "repay it before it is kept."));
   fields.push_back(number("tune_seconds", 0, kInfinity, true, 0,
-                          "Seconds for trying what makes a step faster, compiling apart; 0 is what 40 steps take, at "
+                          "Seconds for trying what makes a step faster, compiling apart; 0 is what 60 steps take, at "
                           "least 0.8 s, or what the saving repays within 200; of a short run 2 %."));
   fields.push_back(integer("early_stopping_patience", 0, 0,
                            "Evaluations without improvement after which training stops; 0 is off."));

@@ -43,7 +43,7 @@ struct Move {
 };
 
 // Of SearchOptions::for_run().
-constexpr double kBudgetSteps = 40;
+constexpr double kBudgetSteps = 60;
 constexpr double kRepaySteps = 200;
 constexpr double kConcludeSteps = 50;
 constexpr double kShortRun = 0.02;
@@ -278,11 +278,15 @@ struct Search::Impl {
                 options.duel};
     trial.duel.seed = philox(options.seed, 0, trials).word[0];
     if (options.budget_seconds > 0 && !is_costly(pending->item)) {
-      double left = std::min(budget() - spent, kTrialShare * budget());
+      double share = kTrialShare * budget();
       if (options.repay_steps > 0 && step_seconds > 0) {
-        left = std::min(left, kTrialSteps * step_seconds);
+        // What promises much may be looked at again where the first pairs were disturbed.
+        const double promised = 1 - 1 / std::max(1.0, items[pending->item].facts.expected_speedup);
+        share = std::max(share, kTrialShare * options.repay_steps * promised * step_seconds);
+        share = std::min(share, kTrialSteps * step_seconds);
         trial.duel.worth = std::max(trial.duel.worth, kWorth);
       }
+      const double left = std::min(budget() - spent, share);
       trial.duel.budget_seconds = trial.duel.budget_seconds > 0 ? std::min(trial.duel.budget_seconds, left) : left;
     }
     return trial;

@@ -225,7 +225,7 @@ TEST(Search, MaySpendWhatTheSavingRepaysSoon) {
 
 TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
   const auto usual = SearchOptions::for_run(10'000, 0.5, 0, 7);
-  EXPECT_DOUBLE_EQ(usual.budget_seconds, 40 * 0.5);
+  EXPECT_DOUBLE_EQ(usual.budget_seconds, 60 * 0.5);
   EXPECT_DOUBLE_EQ(usual.repay_steps, 200);
   EXPECT_DOUBLE_EQ(usual.conclude_steps, 50);
   EXPECT_EQ(usual.seed, 7);
@@ -241,6 +241,18 @@ TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
 TEST(Search, LetsNoTrialTakeMoreThanAQuarterOfTheBudget) {
   Search search({{.name = "one"}}, {.step_seconds = 1, .budget_seconds = 100});
   EXPECT_DOUBLE_EQ(search.ask()->duel.budget_seconds, 25);
+}
+
+TEST(Search, GivesATrialTimeByWhatItPromises) {
+  const auto seconds = [](double expected) {
+    Search search({{.name = "one", .expected_speedup = expected}},
+                  {.step_seconds = 1, .budget_seconds = 40, .repay_steps = 200});
+    EXPECT_GT(search.ask()->duel.worth, 1);
+    return search.ask()->duel.budget_seconds;
+  };
+  EXPECT_DOUBLE_EQ(seconds(1.05), 10);
+  EXPECT_DOUBLE_EQ(seconds(2), 25);
+  EXPECT_DOUBLE_EQ(seconds(100), 40);
 }
 
 TEST(Search, HasAnAccountOfItsOwnForOneOffCosts) {
