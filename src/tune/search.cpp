@@ -177,6 +177,14 @@ struct Search::Impl {
     return step_seconds <= 0 || cost <= 0 || paid + cost <= cost_budget();
   }
 
+  /// The step as given takes that; a budget of so many steps that was made of a slower one shrinks with it.
+  void know_step(double seconds) {
+    if (options.repay_steps > 0 && seconds < options.step_seconds && options.budget_seconds > kLeastBudget) {
+      options.budget_seconds = std::max(kLeastBudget, options.budget_seconds * seconds / options.step_seconds);
+    }
+    options.step_seconds = seconds;
+  }
+
   /// Whether what is in force and took a one-off cost has to take it again for a change of this strategy.
   [[nodiscard]] double repeated_cost(std::size_t i) const {
     double cost = 0;
@@ -408,7 +416,7 @@ void Search::tell(const TrialOutcome& outcome) {
   impl_->charge(outcome.spent_seconds > 0 ? outcome.spent_seconds : measured);
   const Move move = *std::exchange(impl_->pending, std::nullopt);
   // The step as given is known better by pairs than by its first steps.
-  if (impl_->force == 0 && outcome.duel.incumbent > 0) impl_->options.step_seconds = outcome.duel.incumbent;
+  if (impl_->force == 0 && outcome.duel.incumbent > 0) impl_->know_step(outcome.duel.incumbent);
   impl_->met.insert(std::minmax(impl_->force, move.challenger));
   impl_->note(move, outcome);
   impl_->judge(move, outcome);
