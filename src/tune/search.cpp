@@ -47,13 +47,15 @@ constexpr double kBudgetSteps = 60;
 constexpr double kRepaySteps = 200;
 constexpr double kConcludeSteps = 50;
 constexpr double kShortRun = 0.02;
-constexpr double kLeastBudget = 0.8;  // seconds: some trials and looks by the referee, however short a step is
+constexpr double kLeastBudget = 3;  // seconds: some trials and looks by the referee, however short a step is
 /// Of the budget that one trial may take: a small gain that is hard to see must not keep the next from its turn.
 constexpr double kTrialShare = 0.25;
 /// Steps that may be measured in one trial where what is spent must be repaid soon: what shows only later saves less.
 constexpr double kTrialSteps = 40;
-/// A gain that a trial gives up on there: of 200 steps it saves fewer than the trial takes.
-constexpr double kWorth = 1.04;
+/// Seconds of measuring that any trial may have: pairs of blocks of several short steps.
+constexpr double kTrialSeconds = 0.3;
+/// A gain that a trial gives up on there: the next is likely to save more.
+constexpr double kWorth = 1.015;
 
 Interval inverse(const Interval& ratio) { return {1 / ratio.high, 1 / ratio.mid, 1 / ratio.low, ratio.confidence}; }
 
@@ -291,7 +293,7 @@ struct Search::Impl {
         // What promises much may be looked at again where the first pairs were disturbed.
         const double promised = 1 - 1 / std::max(1.0, items[pending->item].facts.expected_speedup);
         share = std::max(share, kTrialShare * options.repay_steps * promised * step_seconds);
-        share = std::min(share, kTrialSteps * step_seconds);
+        share = std::min(share, std::max(kTrialSteps * step_seconds, kTrialSeconds));
         trial.duel.worth = std::max(trial.duel.worth, kWorth);
       }
       const double left = std::min(budget() - spent, share);

@@ -232,7 +232,7 @@ TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
   const auto brief = SearchOptions::for_run(1'000, 0.5, 0, 7);
   EXPECT_DOUBLE_EQ(brief.budget_seconds, 20 * 0.5);
   EXPECT_DOUBLE_EQ(brief.repay_steps, 20);
-  EXPECT_DOUBLE_EQ(SearchOptions::for_run(10'000, 0.001, 0, 7).budget_seconds, 0.8);
+  EXPECT_DOUBLE_EQ(SearchOptions::for_run(10'000, 0.001, 0, 7).budget_seconds, 3);
   const auto named = SearchOptions::for_run(10'000, 0.5, 1, 7);
   EXPECT_DOUBLE_EQ(named.budget_seconds, 1);
   EXPECT_DOUBLE_EQ(named.repay_steps, 0);

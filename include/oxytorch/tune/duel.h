@@ -21,8 +21,7 @@ struct DuelOptions {
   double false_accept = 0.005;
   int least_pairs = 9;  ///< before the first look that may accept
   int most_pairs = 40;
-  double worth =
-      1;  ///< ratio; ends as soon as the challenger is not going to be faster than this, if it is above threshold
+  double worth = 1;  ///< ratio; ends as soon as the challenger is not going to be faster than it, or than threshold
   double budget_seconds = 0;  ///< measured seconds after which the duel ends at the next look; 0: no bound
   std::uint64_t seed = 0;     ///< of the order within pairs and of the resamples
 

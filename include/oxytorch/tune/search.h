@@ -30,14 +30,13 @@ struct SearchOptions {
   std::int64_t steps_planned = 10'000;  ///< length of the run over which a one-off cost must be repaid
   double step_seconds = 0;              ///< of the step as it was given; needed to judge repayment
   double budget_seconds = 0;            ///< for all trials together, one-off costs apart; 0: no bound
-  double repay_steps =
-      0;  ///< trials may spend more where the saving so far repays it, with concluding, in so many steps
+  double repay_steps = 0;     ///< trials may spend more where the saving so far repays all of it in so many steps
   double conclude_steps = 0;  ///< steps as given that verifying and measuring what is kept takes at the end
   double cost_share = 0.1;    ///< of the planned run that one-off costs (compiling) of all trials together may take
   std::uint64_t seed = 0;
   DuelOptions duel = {};  ///< of each trial; seed and what is left of the budget are filled in
 
-  /// What every driver of a search uses: trials may take what 60 steps take as given, at least 0.8 s, or what
+  /// What every driver of a search uses: trials may take what 60 steps take as given, at least 3 s, or what
   /// the saving so far repays within 200 steps, less 50 steps for concluding; of a short run no more than 2 %.
   /// `budget_seconds` above 0 is all instead.
   [[nodiscard]] OXY_API static SearchOptions for_run(std::int64_t steps_planned, double step_seconds,
