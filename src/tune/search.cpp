@@ -44,10 +44,11 @@ struct Move {
 
 // Of SearchOptions::for_run().
 constexpr double kBudgetSteps = 60;
-constexpr double kRepaySteps = 200;
+constexpr double kRepaySteps = 270;
 constexpr double kConcludeSteps = 50;
-constexpr double kShortRun = 0.02;
-constexpr double kLeastBudget = 3;  // seconds: some trials and looks by the referee, however short a step is
+constexpr double kShortRun = 0.02;    // of its steps, for trials
+constexpr double kShortRepay = 0.03;  // of its steps, in which what was spent is to be repaid
+constexpr double kLeastBudget = 3;    // seconds: some trials and looks by the referee, however short a step is
 /// Of the budget that one trial may take: a small gain that is hard to see must not keep the next from its turn.
 constexpr double kTrialShare = 0.25;
 /// Steps that may be measured in one trial where what is spent must be repaid soon: what shows only later saves less.
@@ -389,7 +390,8 @@ SearchOptions SearchOptions::for_run(std::int64_t steps_planned, double step_sec
   const double most = kShortRun * static_cast<double>(steps_planned);
   options.budget_seconds =
       budget_seconds > 0 ? budget_seconds : std::max(kLeastBudget, std::min(kBudgetSteps, most) * step_seconds);
-  options.repay_steps = budget_seconds > 0 ? 0 : std::min(kRepaySteps, most);
+  options.repay_steps =
+      budget_seconds > 0 ? 0 : std::min(kRepaySteps, kShortRepay * static_cast<double>(steps_planned));
   options.conclude_steps = kConcludeSteps;
   return options;
 }

@@ -226,12 +226,12 @@ TEST(Search, MaySpendWhatTheSavingRepaysSoon) {
 TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
   const auto usual = SearchOptions::for_run(10'000, 0.5, 0, 7);
   EXPECT_DOUBLE_EQ(usual.budget_seconds, 60 * 0.5);
-  EXPECT_DOUBLE_EQ(usual.repay_steps, 200);
+  EXPECT_DOUBLE_EQ(usual.repay_steps, 270);
   EXPECT_DOUBLE_EQ(usual.conclude_steps, 50);
   EXPECT_EQ(usual.seed, 7);
   const auto brief = SearchOptions::for_run(1'000, 0.5, 0, 7);
   EXPECT_DOUBLE_EQ(brief.budget_seconds, 20 * 0.5);
-  EXPECT_DOUBLE_EQ(brief.repay_steps, 20);
+  EXPECT_DOUBLE_EQ(brief.repay_steps, 30);
   EXPECT_DOUBLE_EQ(SearchOptions::for_run(10'000, 0.001, 0, 7).budget_seconds, 3);
   const auto named = SearchOptions::for_run(10'000, 0.5, 1, 7);
   EXPECT_DOUBLE_EQ(named.budget_seconds, 1);
