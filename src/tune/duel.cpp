@@ -88,6 +88,13 @@ struct Duel::Impl {
     return (1 - kFirstShare) * options.false_accept / static_cast<double>(looks.size() - 1);
   }
 
+  /// Where no look can follow, for want of time, it has the error of those that are not to come.
+  [[nodiscard]] double error_left_at(std::size_t look) const {
+    double error = options.false_accept;
+    for (std::size_t before = 0; before < look; ++before) error -= error_at(before);
+    return error;
+  }
+
   [[nodiscard]] Interval interval() const {
     const std::size_t n = pairs();
     if (n == 0) return {0, 0, 0, options.confidence};
@@ -131,10 +138,11 @@ struct Duel::Impl {
     if (look != looks.end()) {
       p_value = sign_flip_p_value(margins);
       const Interval speedup = interval();
-      if (speedup.low > options.threshold && p_value <= error_at(static_cast<std::size_t>(look - looks.begin()))) {
+      const bool out_of_time = options.budget_seconds > 0 && spent >= options.budget_seconds;
+      const auto index = static_cast<std::size_t>(look - looks.begin());
+      if (speedup.low > options.threshold && p_value <= (out_of_time ? error_left_at(index) : error_at(index))) {
         return end(Decision::Accept, figures(speedup) + ": faster.");
       }
-      const bool out_of_time = options.budget_seconds > 0 && spent >= options.budget_seconds;
       if (n == looks.back() || out_of_time) {
         std::string why = figures(speedup) + ": not shown to be faster than " + ratio_text(options.threshold);
         return end(Decision::Reject, why + (n == looks.back() ? "." : " within the time given to it."));

@@ -71,6 +71,18 @@ struct Weather {
 
 class DuelNull : public testing::TestWithParam<Weather> {};
 
+// Whatever time they are given: a look that is the last for want of it may use the error that is left.
+TEST_P(DuelNull, AcceptsAtMostOneInAHundredEqualSidesThatRunOutOfTime) {
+  constexpr int kDuels = 1000;
+  int accepted = 0;
+  for (int i = 0; i < kDuels; ++i) {
+    const double spread = 0.01 + 0.19 * i / kDuels;
+    const DuelOptions options{.threshold = 1, .budget_seconds = 12.0 + i % 70};
+    accepted += fight(1, GetParam().make(spread), static_cast<std::uint64_t>(i), options).decision == Decision::Accept;
+  }
+  EXPECT_LE(accepted, 10);
+}
+
 TEST_P(DuelNull, AcceptsAtMostOneInAHundredEqualSides) {
   constexpr int kDuels = 1000;
   int accepted = 0;
@@ -183,6 +195,22 @@ TEST(Duel, TakesTurnsInRandomOrderWithinPairs) {
   EXPECT_FALSE(duel.next().has_value());
   EXPECT_GT(incumbent_first, 8);
   EXPECT_LT(incumbent_first, 32);
+}
+
+TEST(Duel, UsesTheErrorOfTheLooksThatItHasNoTimeFor) {
+  const auto verdict = [](double budget) {
+    Duel duel({.threshold = 1, .false_accept = 0.00488, .budget_seconds = budget});
+    for (int pair = 0; pair < 9; ++pair) {
+      const double slower = pair == 4 ? 0.995 : 1.1;  // p = 2 / 512: above 0.8 of the error and below all of it
+      for (int side = 0; side < 2; ++side) {
+        const Side next = *duel.next();
+        duel.record(next, next == Side::Incumbent ? slower : 1.0);
+      }
+    }
+    return duel.result().decision;
+  };
+  EXPECT_EQ(verdict(0), Decision::Open);
+  EXPECT_EQ(verdict(5), Decision::Accept);
 }
 
 TEST(Duel, EndsAtTheFirstLookPastItsBudget) {

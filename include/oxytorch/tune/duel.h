@@ -46,7 +46,8 @@ struct DuelResult {
 
 /// Ask which side to run with next(), report it with record(), until next() is empty. Both sides of a pair run back to
 /// back in random order. Rejection may come early (futility), acceptance only at looks whose error adds up to
-/// `false_accept`. Pure arithmetic: no clock, no thread; the same seed and times give the same verdict.
+/// `false_accept`; the look at which the time is up has all that is left of it. Pure arithmetic: no clock, no thread;
+/// the same seed and times give the same verdict.
 class OXY_API Duel {
  public:
   explicit Duel(DuelOptions options = {});
