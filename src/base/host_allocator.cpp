@@ -1,4 +1,5 @@
 #include <dlfcn.h>
+#include <link.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -14,6 +15,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "oxytorch/host.h"
 #include "oxytorch/system.h"
@@ -118,15 +120,54 @@ Watcher& watcher() {
 std::mutex allocator_mutex;
 bool allocator_tuned = false;
 
-/// Empty where malloc is glibc's, otherwise the file it comes from.
+// An object that the loader loaded.
+struct Origin {
+  const void* base = nullptr;
+  std::string file = "an unknown file";
+  bool is_stub = false;  // not where the function is, but a program's address for it
+};
+
+Origin origin_of(const void* address) {
+  Dl_info info{};
+  ElfW(Sym)* symbol = nullptr;
+  if (!address || !dladdr1(address, &info, reinterpret_cast<void**>(&symbol), RTLD_DL_SYMENT)) return {};
+  return {info.dli_fbase, info.dli_fname ? info.dli_fname : "", symbol && symbol->st_shndx == SHN_UNDEF};
+}
+
+std::vector<std::string> loaded_files() {
+  std::vector<std::string> names;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* to) {
+        static_cast<std::vector<std::string>*>(to)->emplace_back(info->dlpi_name);
+        return 0;
+      },
+      &names);
+  return names;
+}
+
+/// Where the function that a call by this name reaches is defined. A program that is not position-independent has one
+/// address for it, in itself; the loader binds that to the first library that defines it.
+Origin definition_of(const char* name) {
+  Origin found = origin_of(dlsym(RTLD_DEFAULT, name));
+  if (!found.is_stub) return found;
+  for (const std::string& file : loaded_files()) {
+    void* const library = file.empty() ? nullptr : dlopen(file.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+    if (!library) continue;
+    const Origin defined = origin_of(dlsym(library, name));  // there, or in what it depends on
+    link_map* map = nullptr;
+    const bool here = dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map->l_name == defined.file;
+    dlclose(library);
+    if (here) return defined;
+  }
+  return found;
+}
+
+/// The file that malloc comes from, or empty where that is glibc.
 std::string foreign_malloc() {
-  Dl_info malloc_info{};
-  Dl_info libc_info{};
-  void* malloc_address = dlsym(RTLD_DEFAULT, "malloc");
-  void* libc_address = dlsym(RTLD_DEFAULT, "gnu_get_libc_version");
-  if (!malloc_address || !dladdr(malloc_address, &malloc_info)) return "an unknown file";
-  if (libc_address && dladdr(libc_address, &libc_info) && malloc_info.dli_fbase == libc_info.dli_fbase) return "";
-  return malloc_info.dli_fname ? malloc_info.dli_fname : "an unknown file";
+  const Origin malloc_origin = definition_of("malloc");
+  const Origin libc_origin = definition_of("gnu_get_libc_version");
+  if (libc_origin.base && malloc_origin.base == libc_origin.base) return "";
+  return malloc_origin.file;
 }
 
 /// The environment variable by which the user already tunes glibc's malloc, or empty.
