@@ -2,7 +2,6 @@
 #include "tune_operators.h"
 
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"

@@ -124,7 +124,7 @@ bool allocator_tuned = false;
 struct Origin {
   const void* base = nullptr;
   std::string file = "an unknown file";
-  bool is_stub = false;  // not where the function is, but a program's address for it
+  bool is_reference = false;  // a program's own address for a function that a library defines
 };
 
 Origin origin_of(const void* address) {
@@ -149,7 +149,7 @@ std::vector<std::string> loaded_files() {
 /// address for it, in itself; the loader binds that to the first library that defines it.
 Origin definition_of(const char* name) {
   Origin found = origin_of(dlsym(RTLD_DEFAULT, name));
-  if (!found.is_stub) return found;
+  if (!found.is_reference) return found;
   for (const std::string& file : loaded_files()) {
     void* const library = file.empty() ? nullptr : dlopen(file.c_str(), RTLD_LAZY | RTLD_NOLOAD);
     if (!library) continue;

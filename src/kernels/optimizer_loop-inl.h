@@ -21,8 +21,8 @@ HWY_INLINE V plus_product(V value, V factor, V other) {
   return hn::Add(value, hn::Mul(factor, other));
 }
 
-// Correctly rounded quotients by one divisor, in a third of a division's time: two steps of Markstein's (IBM J. Res.
-// Dev. 34, 1990) from the product with the rounded reciprocal. For dividends that are square roots of fp32 numbers.
+// Correctly rounded quotients by one divisor without a division: two steps of Markstein's (IBM J. Res. Dev. 34, 1990)
+// from the product with the rounded reciprocal. For dividends that are square roots of fp32 numbers.
 class Divisor {
  public:
   explicit Divisor(float value) : value_(set(value)), reciprocal_(set(1.0F / value)) {

@@ -46,51 +46,39 @@ bool each_param(Optimizer& optimizer, const OptimizerParamGroup& group, bool nee
   return true;
 }
 
-template <class Options, class State>
-std::optional<GroupStep> adam_group(Optimizer& optimizer, OptimizerParamGroup& group, const Options& options) {
-  GroupStep step;
-  const bool whole = each_param<State>(optimizer, group, true, step, [&](State& state) {
-    step.tensors.exp_avgs.push_back(state.exp_avg());
-    step.tensors.exp_avg_sqs.push_back(state.exp_avg_sq());
-    if (options.amsgrad()) step.tensors.max_exp_avg_sqs.push_back(state.max_exp_avg_sq());
-    step.counts.push_back(&state.step());
-    step.steps.push_back(static_cast<double>(state.step() + 1));
-    return !options.amsgrad() || state.max_exp_avg_sq().defined();
-  });
-  return whole ? std::optional(std::move(step)) : std::nullopt;
-}
-
-template <class Options>
-void take_adam(const Options& options, bool decoupled, const GroupStep& step) {
-  const auto [beta1, beta2] = options.betas();
-  adam_step({.front_end = FrontEnd::Cpp,
-             .lr = options.lr(),
-             .beta1 = beta1,
-             .beta2 = beta2,
-             .eps = options.eps(),
-             .weight_decay = options.weight_decay(),
-             .decoupled_weight_decay = decoupled},
-            step.tensors, step.steps);
-  for (std::int64_t* count : step.counts) ++*count;
-}
-
-struct AdamW {
-  using Torch = torch::optim::AdamW;
-  using Options = torch::optim::AdamWOptions;
-  static auto group(Optimizer& optimizer, OptimizerParamGroup& group, const Options& options) {
-    return adam_group<Options, torch::optim::AdamWParamState>(optimizer, group, options);
+template <class TorchClass, class TorchOptions, class State, bool kDecoupled>
+struct AdamKind {
+  using Torch = TorchClass;
+  using Options = TorchOptions;
+  static std::optional<GroupStep> group(Optimizer& optimizer, OptimizerParamGroup& group, const Options& options) {
+    GroupStep step;
+    const bool whole = each_param<State>(optimizer, group, true, step, [&](State& state) {
+      step.tensors.exp_avgs.push_back(state.exp_avg());
+      step.tensors.exp_avg_sqs.push_back(state.exp_avg_sq());
+      if (options.amsgrad()) step.tensors.max_exp_avg_sqs.push_back(state.max_exp_avg_sq());
+      step.counts.push_back(&state.step());
+      step.steps.push_back(static_cast<double>(state.step() + 1));
+      return !options.amsgrad() || state.max_exp_avg_sq().defined();
+    });
+    return whole ? std::optional(std::move(step)) : std::nullopt;
   }
-  static void take(const Options& options, const GroupStep& step) { take_adam(options, true, step); }
-};
-
-struct Adam {
-  using Torch = torch::optim::Adam;
-  using Options = torch::optim::AdamOptions;
-  static auto group(Optimizer& optimizer, OptimizerParamGroup& group, const Options& options) {
-    return adam_group<Options, torch::optim::AdamParamState>(optimizer, group, options);
+  static void take(const Options& options, const GroupStep& step) {
+    const auto [beta1, beta2] = options.betas();
+    adam_step({.front_end = FrontEnd::Cpp,
+               .lr = options.lr(),
+               .beta1 = beta1,
+               .beta2 = beta2,
+               .eps = options.eps(),
+               .weight_decay = options.weight_decay(),
+               .decoupled_weight_decay = kDecoupled},
+              step.tensors, step.steps);
+    for (std::int64_t* count : step.counts) ++*count;
   }
-  static void take(const Options& options, const GroupStep& step) { take_adam(options, false, step); }
 };
+using AdamW =
+    AdamKind<torch::optim::AdamW, torch::optim::AdamWOptions, torch::optim::AdamWParamState, /*kDecoupled=*/true>;
+using Adam =
+    AdamKind<torch::optim::Adam, torch::optim::AdamOptions, torch::optim::AdamParamState, /*kDecoupled=*/false>;
 
 struct Sgd {
   using Torch = torch::optim::SGD;

@@ -22,8 +22,7 @@ namespace {
 
 using at::Tensor;
 
-// -- torch's own operators, in the order of its loops
-// ------------------------------------------------------------------
+// -- torch's own operators, in the order of its loops ----------------------------------------------------------------
 
 Tensor directed(const Tensor& grad, const Tensor& param, bool maximize, double weight_decay) {
   Tensor result = maximize ? grad.neg() : grad;
@@ -78,8 +77,7 @@ void sgd_by_torch(const SgdStep& o, const StepTensors& t, std::size_t i) {
   t.params[i].add_(grad, -o.lr);
 }
 
-// -- ours
-// ---------------------------------------------------------------------------------------------------------------
+// -- ours ------------------------------------------------------------------------------------------------------------
 
 // Elements that go through all terms together: four arrays of them stay in a core's cache. Small steps are cut finer,
 // so that every thread has a part; a step in one block would leave its root to be shared out by a library.
@@ -251,8 +249,7 @@ void sgd_as(const SgdStep& o, const StepTensors& t, bool fused) {
   for (const std::size_t i : plan.by_torch) sgd_by_torch(o, t, i);
 }
 
-// -- the proof
-// ----------------------------------------------------------------------------------------------------------
+// -- the proof -------------------------------------------------------------------------------------------------------
 
 StepTensors copies(const StepTensors& t) {
   StepTensors result = t;

@@ -2,7 +2,7 @@
 /// normalization in training, Bernoulli draws of the Mersenne Twister, and the steps of Adam and SGD.
 ///
 /// Torch-free: pointers in, pointers out. `oxytorch::tune::NativeOperators` puts them behind torch's dispatcher,
-/// `oxytorch::tune::NativeStep` into an optimizer's step.
+/// `oxytorch::tune::adam_step` and `sgd_step` take them over the tensors of a whole step.
 ///
 /// Numbers. Each function does the roundings that torch's kernel does, in its order, for any instruction set and any
 /// split of the work. Where a compiler was free to fuse a multiply-add of that kernel, a flag says which it did.

@@ -42,7 +42,7 @@ class Strategy:
     needs_loop : bool
         Tried only where the plan takes the steps (``plan.step(batch)``), as it changes the loop itself.
     settle : int
-        Steps that are not measured after it was switched; 1 is taken as 0 where a step lasts over 50 ms.
+        Steps that are not measured after it was switched; one fewer where a step lasts over 50 ms.
     cost : str
         What it costs beside time, one sentence; empty where nothing.
     hopeful : float
