@@ -81,14 +81,15 @@ void bind_duel(py::module_& m) {
   const DuelOptions defaults;
   py::class_<DuelOptions>(m, "DuelOptions", "How sure a duel must be, and how long it may take.")
       .def(py::init([](double threshold, double confidence, double false_accept, int least_pairs, int most_pairs,
-                       double worth, double budget_seconds, std::uint64_t seed) {
-             return DuelOptions{threshold,  confidence, false_accept,   least_pairs,
-                                most_pairs, worth,      budget_seconds, seed};
+                       double worth, double budget_seconds, double repay_steps, std::uint64_t seed) {
+             return DuelOptions{threshold, confidence,     false_accept, least_pairs, most_pairs,
+                                worth,     budget_seconds, repay_steps,  seed};
            }),
            py::kw_only(), py::arg("threshold") = defaults.threshold, py::arg("confidence") = defaults.confidence,
            py::arg("false_accept") = defaults.false_accept, py::arg("least_pairs") = defaults.least_pairs,
            py::arg("most_pairs") = defaults.most_pairs, py::arg("worth") = defaults.worth,
-           py::arg("budget_seconds") = defaults.budget_seconds, py::arg("seed") = defaults.seed)
+           py::arg("budget_seconds") = defaults.budget_seconds, py::arg("repay_steps") = defaults.repay_steps,
+           py::arg("seed") = defaults.seed)
       .def_readwrite("threshold", &DuelOptions::threshold)
       .def_readwrite("confidence", &DuelOptions::confidence)
       .def_readwrite("false_accept", &DuelOptions::false_accept)
@@ -98,6 +99,7 @@ void bind_duel(py::module_& m) {
       .def_static("conclusion", &DuelOptions::conclusion, py::arg("seed"), "Of everything against nothing at the end.")
       .def_static("canary", &DuelOptions::canary, py::arg("seed"), "Of a remembered certificate.")
       .def_readwrite("budget_seconds", &DuelOptions::budget_seconds)
+      .def_readwrite("repay_steps", &DuelOptions::repay_steps)
       .def_readwrite("seed", &DuelOptions::seed);
   py::class_<DuelResult>(m, "DuelResult", "What a duel has shown; speedup is incumbent over challenger.")
       .def(py::init<>())

@@ -64,7 +64,9 @@ double Bench::baseline() {
 std::pair<DuelResult, double> Bench::duel(const Names& incumbent, const Names& challenger, const DuelOptions& options) {
   DuelOptions measured = options;
   // The duel counts the steps that are measured; its budget is for those between them too.
-  measured.budget_seconds *= static_cast<double>(steps_) / (steps_ + settle(incumbent, challenger));
+  const double taken = steps_ + settle(incumbent, challenger);
+  measured.budget_seconds /= taken;
+  measured.repay_steps /= taken;
   Duel duel(measured);
   guarded({}, [&] { escrow_.restore(); });
   guarded(incumbent, [&] { warm_up(); });

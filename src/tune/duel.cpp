@@ -34,6 +34,8 @@ void check(const DuelOptions& options) {
             "what a duel is worth must be a positive ratio, for example 1.04, not ", options.worth, '.');
   OXY_CHECK(options.budget_seconds >= 0, InvalidArgument, "the budget of a duel must be at least 0 seconds, not ",
             options.budget_seconds, '.');
+  OXY_CHECK(options.repay_steps >= 0 && std::isfinite(options.repay_steps), InvalidArgument,
+            "the steps that repay a duel must be at least 0, not ", options.repay_steps, '.');
 }
 
 /// Pairs after which the duel may accept. The first is no earlier than the sign-flip test can reach its error.
@@ -88,7 +90,8 @@ struct Duel::Impl {
     return (1 - kFirstShare) * options.false_accept / static_cast<double>(looks.size() - 1);
   }
 
-  /// Where no look can follow, for want of time, it has the error of those that are not to come.
+  /// Where no look can follow, for want of time, it has the error of those that are not to come. Time that depends on
+  /// the figures would spend it twice.
   [[nodiscard]] double error_left_at(std::size_t look) const {
     double error = options.false_accept;
     for (std::size_t before = 0; before < look; ++before) error -= error_at(before);
@@ -132,6 +135,15 @@ struct Duel::Impl {
     return reached + std::sqrt((last - n) / last) < normal_upper(error_at(looks.size() - 1));
   }
 
+  /// Whether the pairs before the next look cost less than the challenger, as it looks now, would save.
+  [[nodiscard]] bool repays(std::size_t next_look) const {
+    const std::size_t n = pairs();
+    const double one = median(std::span(incumbent).first(n));
+    const double other = median(std::span(challenger).first(n));
+    const auto more = static_cast<double>(looks[next_look]) - static_cast<double>(n);
+    return more * (one + other) < options.repay_steps * (one - other);
+  }
+
   void judge() {
     const auto n = static_cast<int>(pairs());
     const auto look = std::find(looks.begin(), looks.end(), n);
@@ -140,10 +152,12 @@ struct Duel::Impl {
       const Interval speedup = interval();
       const bool out_of_time = options.budget_seconds > 0 && spent >= options.budget_seconds;
       const auto index = static_cast<std::size_t>(look - looks.begin());
-      if (speedup.low > options.threshold && p_value <= (out_of_time ? error_left_at(index) : error_at(index))) {
+      const bool promising = speedup.low > options.threshold;
+      const bool fixed_time = options.repay_steps == 0;
+      if (promising && p_value <= (out_of_time && fixed_time ? error_left_at(index) : error_at(index))) {
         return end(Decision::Accept, figures(speedup) + ": faster.");
       }
-      if (n == looks.back() || out_of_time) {
+      if (n == looks.back() || (out_of_time && !(promising && repays(index + 1)))) {
         std::string why = figures(speedup) + ": not shown to be faster than " + ratio_text(options.threshold);
         return end(Decision::Reject, why + (n == looks.back() ? "." : " within the time given to it."));
       }

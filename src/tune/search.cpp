@@ -296,6 +296,7 @@ struct Search::Impl {
         share = std::max(share, kTrialShare * options.repay_steps * promised * step_seconds);
         share = std::min(share, std::max(kTrialSteps * step_seconds, kTrialSeconds));
         trial.duel.worth = std::max(trial.duel.worth, kWorth);
+        trial.duel.repay_steps = options.repay_steps;
       }
       const double left = std::min(budget() - spent, share);
       trial.duel.budget_seconds = trial.duel.budget_seconds > 0 ? std::min(trial.duel.budget_seconds, left) : left;

@@ -83,6 +83,18 @@ TEST_P(DuelNull, AcceptsAtMostOneInAHundredEqualSidesThatRunOutOfTime) {
   EXPECT_LE(accepted, 10);
 }
 
+// What goes on past its time because it looks well must not take more error for it.
+TEST_P(DuelNull, AcceptsAtMostOneInAHundredEqualSidesThatMayGoOn) {
+  constexpr int kDuels = 1000;
+  int accepted = 0;
+  for (int i = 0; i < kDuels; ++i) {
+    const double spread = 0.01 + 0.19 * i / kDuels;
+    const DuelOptions options{.threshold = 1, .budget_seconds = 12.0 + i % 70, .repay_steps = 10.0 + i % 300};
+    accepted += fight(1, GetParam().make(spread), static_cast<std::uint64_t>(i), options).decision == Decision::Accept;
+  }
+  EXPECT_LE(accepted, 10);
+}
+
 TEST_P(DuelNull, AcceptsAtMostOneInAHundredEqualSides) {
   constexpr int kDuels = 1000;
   int accepted = 0;
@@ -226,6 +238,27 @@ TEST(Duel, EndsAtTheFirstLookPastItsBudget) {
   EXPECT_NE(bound.reason.find("within the time"), std::string::npos) << bound.reason;
 }
 
+TEST(Duel, GoesOnPastItsBudgetWhereWhatItPromisesRepaysTheNextLook) {
+  const auto pairs = [](double repay_steps) {
+    Duel duel(
+        {.threshold = 1, .false_accept = 0.004, .most_pairs = 12, .budget_seconds = 5, .repay_steps = repay_steps});
+    for (int pair = 0; duel.next(); ++pair) {
+      // p = 2 / 512: above the error of the first look, with an interval above 1.
+      const double slower = pair == 4 ? 0.995 : 1.25;
+      for (int side = 0; side < 2; ++side) {
+        const Side next = *duel.next();
+        duel.record(next, next == Side::Incumbent ? slower : 1.0);
+      }
+    }
+    EXPECT_GT(duel.result().speedup.low, 1) << duel.result().reason;
+    return duel.result().pairs;
+  };
+  // Three pairs more take 6.75 steps of the challenger's time, and each step saves a quarter of it.
+  EXPECT_EQ(pairs(26), 9);
+  EXPECT_EQ(pairs(28), 12);
+  EXPECT_EQ(pairs(0), 9);
+}
+
 TEST(Duel, GivesTheSameVerdictForTheSameSeedAndTimes) {
   const DuelResult one = fight(1.04, heavy(0.05), 21);
   const DuelResult two = fight(1.04, heavy(0.05), 21);
@@ -257,6 +290,8 @@ TEST(Duel, RefusesBadOptions) {
   EXPECT_THROW(Duel({.least_pairs = 10, .most_pairs = 9}), Error);
   EXPECT_THROW(Duel({.most_pairs = 1001}), Error);
   EXPECT_THROW(Duel({.budget_seconds = -1}), Error);
+  EXPECT_THROW(Duel({.repay_steps = -1}), Error);
+  EXPECT_THROW(Duel({.repay_steps = INFINITY}), Error);
 }
 
 double enumerated(const std::vector<double>& differences) {

@@ -255,6 +255,15 @@ TEST(Search, GivesATrialTimeByWhatItPromises) {
   EXPECT_DOUBLE_EQ(seconds(100), 40);
 }
 
+TEST(Search, LetsATrialGoOnForWhatTheRunRepays) {
+  const auto repay = [](double repay_steps) {
+    Search search({{.name = "one"}}, {.step_seconds = 1, .budget_seconds = 40, .repay_steps = repay_steps});
+    return search.ask()->duel.repay_steps;
+  };
+  EXPECT_DOUBLE_EQ(repay(200), 200);
+  EXPECT_DOUBLE_EQ(repay(0), 0);
+}
+
 TEST(Search, HasAnAccountOfItsOwnForOneOffCosts) {
   const World world{.seconds = [](const Names& on) { return has(on, "null") ? 1.0 : 1.0 - 0.3 * has(on, "compile"); },
                     .cost = {{"compile", 60}}};

@@ -23,7 +23,10 @@ struct DuelOptions {
   int most_pairs = 40;
   double worth = 1;  ///< ratio; ends as soon as the challenger is not going to be faster than it, or than threshold
   double budget_seconds = 0;  ///< measured seconds after which the duel ends at the next look; 0: no bound
-  std::uint64_t seed = 0;     ///< of the order within pairs and of the resamples
+  /// Above 0: out of time, but with an interval above the threshold, it goes on to a look that costs less than the
+  /// challenger saves in so many steps.
+  double repay_steps = 0;
+  std::uint64_t seed = 0;  ///< of the order within pairs and of the resamples
 
   /// Everything against nothing at the end of a search: each change has been accepted by a stricter duel already.
   [[nodiscard]] OXY_API static DuelOptions conclusion(std::uint64_t seed);
@@ -46,8 +49,8 @@ struct DuelResult {
 
 /// Ask which side to run with next(), report it with record(), until next() is empty. Both sides of a pair run back to
 /// back in random order. Rejection may come early (futility), acceptance only at looks whose error adds up to
-/// `false_accept`; the look at which the time is up has all that is left of it. Pure arithmetic: no clock, no thread;
-/// the same seed and times give the same verdict.
+/// `false_accept`; without `repay_steps`, the look at which the time is up has all that is left of it. Pure arithmetic:
+/// no clock, no thread; the same seed and times give the same verdict.
 class OXY_API Duel {
  public:
   explicit Duel(DuelOptions options = {});

@@ -133,8 +133,10 @@ class Bench:
         SideFailed
             Where a side threw; nothing is in force then, and the state is restored.
         """
-        # The duel counts the steps that are measured; its budget is for those between them too.
-        options.budget_seconds *= self._steps / (self._steps + self._settle(set(incumbent) ^ set(challenger)))
+        # The duel counts one step for each block; what it may take is for all steps, those between blocks too.
+        taken = self._steps + self._settle(set(incumbent) ^ set(challenger))
+        options.budget_seconds /= taken
+        options.repay_steps /= taken
         duel = _native.Duel(options)
         self.guarded((), self.escrow.restore)
         self.guarded(incumbent, self._warm_up)
