@@ -15,6 +15,10 @@ except ModuleNotFoundError:
 _require_same_torch(_BUILT_FOR, _torch.__version__)
 
 from . import _C
+
+# Before torch's threads race for it: the first square root of a process may come out with 11 bits otherwise.
+_C.trainer.resolve_vector_math()
+
 from .backend import available_backends as available_backends
 
 __version__: str = _C.__version__

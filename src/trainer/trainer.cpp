@@ -26,6 +26,7 @@
 #include "oxytorch/optim.h"
 #include "oxytorch/optim/schedule.h"
 #include "oxytorch/system.h"
+#include "oxytorch/tune/host.h"
 #include "trainer/calibrate.h"
 #include "tune/attention.h"
 
@@ -94,6 +95,7 @@ bool has_convolution(const torch::nn::Module& model) {
 struct Trainer::Impl {
   Impl(torch::nn::Module& m, torch::optim::Optimizer& o, LossFunction l, PerformanceConfig c)
       : model(m), optimizer(o), loss(std::move(l)), config(std::move(c)), parameters(parameters_of(o)) {
+    resolve_vector_math();
     tail = dynamic_cast<optim::TailOptimizer*>(&optimizer);
     OXY_CHECK(!parameters.empty(), InvalidArgument, "the optimizer has no parameters. Pass model->parameters().");
     device = parameters.front().device();

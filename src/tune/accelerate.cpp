@@ -17,6 +17,7 @@
 #include "oxytorch/logging.h"
 #include "oxytorch/spelling.h"
 #include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/host.h"
 #include "oxytorch/tune/search.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/tune/verify.h"
@@ -377,6 +378,7 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
   OXY_CHECK(options.budget() >= 0, InvalidArgument, "budget is ", options.budget(),
             " s, expected 0 (3% of the run) or more.");
   static_cast<void>(tune::allows(options.level(), tune::Kind::Exact));
+  resolve_vector_math();
   auto run = std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::move(batches), options.clip_norm());
   std::optional<tune::CertificateStore> store;
   if (options.remember()) store.emplace(options.folder());

@@ -2,12 +2,32 @@
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/acos_cpu_dispatch.h>
+#include <ATen/ops/asin_cpu_dispatch.h>
+#include <ATen/ops/atan_cpu_dispatch.h>
+#include <ATen/ops/cos_cpu_dispatch.h>
+#include <ATen/ops/erf_cpu_dispatch.h>
+#include <ATen/ops/erfc_cpu_dispatch.h>
+#include <ATen/ops/erfinv_cpu_dispatch.h>
+#include <ATen/ops/exp_cpu_dispatch.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/log10_cpu_dispatch.h>
+#include <ATen/ops/log2_cpu_dispatch.h>
+#include <ATen/ops/log_cpu_dispatch.h>
+#include <ATen/ops/sin_cpu_dispatch.h>
+#include <ATen/ops/sqrt_cpu_dispatch.h>
+#include <ATen/ops/tan_cpu_dispatch.h>
+#include <ATen/ops/tanh_cpu_dispatch.h>
+#include <ATen/ops/trunc_cpu_dispatch.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "oxytorch/error.h"
@@ -33,7 +53,50 @@ void on_each_thread(const Function& function) {
   });
 }
 
+using UnaryOut = at::Tensor& (*)(at::Tensor&, const at::Tensor&);
+
+/// What ATen/cpu/vml.h hands to MKL.
+constexpr std::array<std::pair<const char*, UnaryOut>, 16> kVectorMath{{
+    {"acos", at::cpu::acos_out},
+    {"asin", at::cpu::asin_out},
+    {"atan", at::cpu::atan_out},
+    {"cos", at::cpu::cos_out},
+    {"erf", at::cpu::erf_out},
+    {"erfc", at::cpu::erfc_out},
+    {"erfinv", at::cpu::erfinv_out},
+    {"exp", at::cpu::exp_out},
+    {"log", at::cpu::log_out},
+    {"log10", at::cpu::log10_out},
+    {"log2", at::cpu::log2_out},
+    {"sin", at::cpu::sin_out},
+    {"sqrt", at::cpu::sqrt_out},
+    {"tan", at::cpu::tan_out},
+    {"tanh", at::cpu::tanh_out},
+    {"trunc", at::cpu::trunc_out},
+}};
+
+/// Past the dispatcher: no mode or autograd of the caller sees it. Too few elements for a second thread.
+template <class Scalar>
+void call_each(at::ScalarType type) {
+  std::array<Scalar, 16> given{}, made{};
+  given.fill(Scalar{0.5});
+  const at::Tensor from = at::from_blob(given.data(), {16}, type);
+  at::Tensor to = at::from_blob(made.data(), {16}, type);
+  for (const auto& [name, function] : kVectorMath) function(to, from);
+}
+
 }  // namespace
+
+std::vector<std::string> resolve_vector_math() {
+  static std::once_flag resolved;
+  std::call_once(resolved, [] {
+    call_each<float>(at::kFloat);
+    call_each<double>(at::kDouble);
+  });
+  std::vector<std::string> names;
+  for (const auto& [name, function] : kVectorMath) names.emplace_back(name);
+  return names;
+}
 
 FlushState flush_state() {
   std::atomic<int> flushing{0};

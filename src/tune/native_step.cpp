@@ -16,6 +16,7 @@
 
 #include "oxytorch/error.h"
 #include "oxytorch/kernels/operators.h"
+#include "oxytorch/tune/host.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -330,6 +331,7 @@ struct Proof {
 
 const Proof& proof() {
   static const Proof found = [] {
+    resolve_vector_math();
     const Below below;
     for (const bool fused : {true, false}) {
       if (all_agree(fused)) return Proof{fused, ""};

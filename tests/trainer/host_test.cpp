@@ -46,6 +46,18 @@ TEST(FlushDenormalsTest, BackwardRunsWhereDenormalsAreFlushed) {
   setting.revert();
 }
 
+TEST(ResolveVectorMathTest, LeavesNoTraceAndMayBeCalledAgain) {
+  const at::Tensor given = at::rand({4096}, at::TensorOptions(at::kDouble));
+  const int threads = at::get_num_threads();
+  torch::manual_seed(3);
+  const at::Tensor drawn = at::rand({4});
+  torch::manual_seed(3);
+  EXPECT_EQ(resolve_vector_math(), resolve_vector_math());
+  EXPECT_TRUE(at::rand({4}).equal(drawn));
+  EXPECT_EQ(at::get_num_threads(), threads);
+  EXPECT_TRUE(given.sqrt().square().allclose(given));
+}
+
 TEST(SizeThreadsTest, NeverAboveTheCoresOfThisProcess) {
   const int before = at::get_num_threads();
   const int usable = read_cores().usable_physical;

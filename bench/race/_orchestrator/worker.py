@@ -81,7 +81,7 @@ def prepared(task: dict[str, Any], given: Prepared) -> dict[str, Any]:
 def main() -> None:
     """Serve one start."""
     task, answer = serve.begin()
-    torch.set_num_threads(task["threads"])
+    serve.prepare_torch(task["threads"])
     workload = MAKERS[task["workload"]]()
     batches = workload.make_batches(task["seed"], BATCHES)
     gc.collect()

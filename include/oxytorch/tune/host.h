@@ -1,7 +1,9 @@
-/// Host settings that need torch: its intra-op threads, and denormal numbers on each of them.
+/// Host settings that need torch: its intra-op threads, denormal numbers on each of them, and MKL's vector functions.
 #pragma once
 
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "oxytorch/api.h"
 #include "oxytorch/host.h"
@@ -29,5 +31,14 @@ struct FlushState {
   int threads;
 };
 OXY_API FlushState flush_state();
+
+/// Has MKL choose its kernel for each vector function that torch calls, in float32 and float64, from this thread.
+///
+/// MKL chooses at a function's first call. Where the intra-op threads make that call together, one of them may take a
+/// kernel of 11 bits for its part: the first step of an optimizer, most often, comes out otherwise in one run of a
+/// hundred (github.com/pytorch/pytorch/issues/188792; of MKL 2024.2, which torch's wheels hold). Done at
+/// `import oxytorch`, by Trainer, accelerate() and adam_step(); a program whose own operators come first calls it
+/// first. Thread-safe; of no effect after the first time and without MKL. Returns the names of torch's operators.
+OXY_API std::vector<std::string> resolve_vector_math();
 
 }  // namespace oxytorch

@@ -16,6 +16,7 @@ __all__: list[str] = [
     "flush_denormals",
     "flush_state",
     "page_faults",
+    "resolve_vector_math",
     "size_threads",
     "tune_allocator",
 ]
@@ -115,6 +116,11 @@ def flush_state() -> tuple[int, int]:
 def page_faults() -> int:
     """
     Page faults of this process since it started.
+    """
+
+def resolve_vector_math() -> list[str]:
+    """
+    Has MKL choose its kernels of torch's vector functions from this thread; returns their names.
     """
 
 def size_threads(threads: typing.SupportsInt | typing.SupportsIndex | None = None) -> HostSetting:

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Answer", "begin", "check_forbidden", "leave", "reset_peak", "status_kib"]
+import torch
+
+__all__ = ["Answer", "begin", "check_forbidden", "leave", "prepare_torch", "reset_peak", "status_kib"]
 
 Answer = Callable[[dict[str, Any]], None]
 
@@ -42,6 +44,21 @@ def begin() -> tuple[dict[str, Any], Answer]:
         answers.flush()
 
     return task, answer
+
+
+def prepare_torch(threads: int) -> None:
+    """Give torch its threads, and have MKL choose its kernels before they race for them.
+
+    The first square root of a process comes out with 11 bits in one run of a hundred otherwise
+    (github.com/pytorch/pytorch/issues/188792), and losses that should be equal are not. Oxytorch does it at import; the
+    rivals get it here.
+    """
+    torch.set_num_threads(threads)
+    names = "acos asin atan cos erf erfc erfinv exp log log10 log2 sin sqrt tan tanh trunc"
+    for dtype in (torch.float32, torch.float64):
+        given = torch.full((16,), 0.5, dtype=dtype)
+        for name in names.split():
+            getattr(torch, name)(given)
 
 
 def leave() -> None:

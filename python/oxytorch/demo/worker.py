@@ -93,7 +93,7 @@ class Worker:
 
     def __init__(self, task: dict[str, Any]) -> None:
         self.task = task
-        torch.set_num_threads(task["threads"])
+        serve.prepare_torch(task["threads"])
         self.workload = workloads.load(task["workload"])
         self.batches = self.workload.make_batches(task["seed"], task["steps"])
         self.clock = PhaseClock()
