@@ -165,12 +165,21 @@ struct Search::Impl {
   /// Seconds that trials without a one-off cost may take in all; 0: no bound.
   [[nodiscard]] double budget() const {
     if (options.budget_seconds <= 0) return 0;
+    return std::max(options.budget_seconds, repaid());
+  }
+
+  /// Seconds that the saving so far repays soon, concluding included.
+  [[nodiscard]] double repaid() const {
     const double saved = std::max(0.0, options.step_seconds - step_seconds);
-    return std::max(options.budget_seconds,
-                    options.repay_steps * saved - options.conclude_steps * options.step_seconds);
+    return options.repay_steps * saved - options.conclude_steps * options.step_seconds;
   }
 
   [[nodiscard]] bool out_of_budget() const { return options.budget_seconds > 0 && spent >= budget(); }
+
+  /// Whether what was on trial may be again: everything has its first turn whatever it takes, a second must be repaid.
+  [[nodiscard]] bool may_try_again() const {
+    return options.budget_seconds <= 0 || spent < (options.repay_steps > 0 ? repaid() : budget());
+  }
 
   [[nodiscard]] double cost_budget() const {
     return options.cost_share * step_seconds * static_cast<double>(options.steps_planned);
@@ -407,8 +416,8 @@ std::optional<Trial> Search::ask() {
   Impl& self = *impl_;
   if (!self.pending) {
     self.pending = self.forward();
-    if (!self.pending && !self.out_of_budget()) self.pending = self.again();
-    if (!self.pending && !self.out_of_budget()) self.pending = self.two();
+    if (!self.pending && self.may_try_again()) self.pending = self.again();
+    if (!self.pending && self.may_try_again()) self.pending = self.two();
     if (!self.pending) return std::nullopt;
     ++self.trials;
   }

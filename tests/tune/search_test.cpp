@@ -223,6 +223,18 @@ TEST(Search, MaySpendWhatTheSavingRepaysSoon) {
   EXPECT_LT(trials(100), 25);
 }
 
+TEST(Search, TriesAgainOnlyWhatTheSavingRepays) {
+  const Landscape seconds = [](const Names& on) { return has(on, "good") ? has(on, "late") ? 0.4 : 0.7 : 1; };
+  const auto best = [&](double repay_steps) {
+    Search search({{.name = "late", .interacts = {"good"}, .expected_speedup = 3}, {.name = "good"}},
+                  {.step_seconds = 1, .budget_seconds = 1000, .repay_steps = repay_steps});
+    return explore(search, {.seconds = seconds}).best;
+  };
+  EXPECT_THAT(best(1000), ElementsAre("late", "good"));
+  EXPECT_THAT(best(10), ElementsAre("good"));
+  EXPECT_THAT(best(0), ElementsAre("late", "good"));
+}
+
 TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
   const auto usual = SearchOptions::for_run(10'000, 0.5, 0, 7);
   EXPECT_DOUBLE_EQ(usual.budget_seconds, 60 * 0.5);
