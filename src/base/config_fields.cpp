@@ -143,7 +143,7 @@ std::vector<ConfigField> make_fields() {
                            "repay it before it is kept."));
   fields.push_back(number("tune_seconds", 0, kInfinity, true, 0,
                           "Seconds for trying what makes a step faster, compiling apart; 0 is what 60 steps take, at "
-                          "least 3 s, or what the saving repays within 270; of a short run 2 %."));
+                          "least 3 s, or what the saving repays within 240; of a short run 2 %."));
   fields.push_back(integer("early_stopping_patience", 0, 0,
                            "Evaluations without improvement after which training stops; 0 is off."));
   fields.push_back(number("early_stopping_min_delta", 0, kInfinity, true, 0,

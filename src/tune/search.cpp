@@ -44,10 +44,11 @@ struct Move {
 
 // Of SearchOptions::for_run().
 constexpr double kBudgetSteps = 60;
-constexpr double kRepaySteps = 270;
+constexpr double kRepaySteps = 240;
 constexpr double kConcludeSteps = 50;
 constexpr double kShortRun = 0.02;    // of its steps, for trials
 constexpr double kShortRepay = 0.03;  // of its steps, in which what was spent is to be repaid
+constexpr double kAgainShare = 0.5;   // of what is repaid in them, for what was on trial before
 constexpr double kLeastBudget = 3;    // seconds: some trials and looks by the referee, however short a step is
 /// Of the budget that one trial may take: a small gain that is hard to see must not keep the next from its turn.
 constexpr double kTrialShare = 0.25;
@@ -178,7 +179,7 @@ struct Search::Impl {
 
   /// Whether what was on trial may be again: everything has its first turn whatever it takes, a second must be repaid.
   [[nodiscard]] bool may_try_again() const {
-    return options.budget_seconds <= 0 || spent < (options.repay_steps > 0 ? repaid() : budget());
+    return options.budget_seconds <= 0 || spent < (options.repay_steps > 0 ? kAgainShare * repaid() : budget());
   }
 
   [[nodiscard]] double cost_budget() const {
