@@ -152,12 +152,12 @@ struct Duel::Impl {
       const Interval speedup = interval();
       const bool out_of_time = options.budget_seconds > 0 && spent >= options.budget_seconds;
       const auto index = static_cast<std::size_t>(look - looks.begin());
-      const bool promising = speedup.low > options.threshold;
       const bool fixed_time = options.repay_steps == 0;
-      if (promising && p_value <= (out_of_time && fixed_time ? error_left_at(index) : error_at(index))) {
+      if (speedup.low > options.threshold &&
+          p_value <= (out_of_time && fixed_time ? error_left_at(index) : error_at(index))) {
         return end(Decision::Accept, figures(speedup) + ": faster.");
       }
-      if (n == looks.back() || (out_of_time && !(promising && repays(index + 1)))) {
+      if (n == looks.back() || (out_of_time && !repays(index + 1))) {
         std::string why = figures(speedup) + ": not shown to be faster than " + ratio_text(options.threshold);
         return end(Decision::Reject, why + (n == looks.back() ? "." : " within the time given to it."));
       }

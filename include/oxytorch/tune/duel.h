@@ -23,8 +23,8 @@ struct DuelOptions {
   int most_pairs = 40;
   double worth = 1;  ///< ratio; ends as soon as the challenger is not going to be faster than it, or than threshold
   double budget_seconds = 0;  ///< measured seconds after which the duel ends at the next look; 0: no bound
-  /// Above 0: out of time, but with an interval above the threshold, it goes on to a look that costs less than the
-  /// challenger saves in so many steps.
+  /// Above 0: out of time, it goes on to a look that costs less than the challenger, as it looks now, saves in so many
+  /// steps.
   double repay_steps = 0;
   std::uint64_t seed = 0;  ///< of the order within pairs and of the resamples
 
