@@ -68,7 +68,8 @@ void bind_trainer(py::module_& m) {
   m.def("page_faults", &page_faults, "Page faults of this process since it started.");
   m.def("flush_denormals", &flush_denormals, release_gil(), "Takes denormals as zero on every intra-op thread.");
   m.def("resolve_vector_math", &resolve_vector_math, release_gil(),
-        "Has MKL choose its kernels of torch's vector functions from this thread; returns their names.");
+        "Has MKL choose its kernels of torch's vector functions from this thread; returns what it called, as "
+        "'sqrt.float32'.");
   m.def("size_threads", &size_threads, py::arg("threads") = std::nullopt, release_gil(),
         "Sets the intra-op threads to the cores this process may use.");
   m.def(

@@ -16,7 +16,7 @@ _require_same_torch(_BUILT_FOR, _torch.__version__)
 
 from . import _C
 
-# Before torch's threads race for it: the first square root of a process may come out with 11 bits otherwise.
+# Before torch's threads race for it: the first square root of a process may come out with few bits otherwise.
 _C.trainer.resolve_vector_math()
 
 from .backend import available_backends as available_backends

@@ -63,7 +63,7 @@ double Bench::baseline() {
 
 std::pair<DuelResult, double> Bench::duel(const Names& incumbent, const Names& challenger, const DuelOptions& options) {
   DuelOptions measured = options;
-  // The duel counts the steps that are measured; its budget is for those between them too.
+  // The duel counts one step for each block; what it may take is for all steps, those between blocks too.
   const double taken = steps_ + settle(incumbent, challenger);
   measured.budget_seconds /= taken;
   measured.repay_steps /= taken;

@@ -25,7 +25,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -77,25 +76,27 @@ constexpr std::array<std::pair<const char*, UnaryOut>, 16> kVectorMath{{
 
 /// Past the dispatcher: no mode or autograd of the caller sees it. Too few elements for a second thread.
 template <class Scalar>
-void call_each(at::ScalarType type) {
+void call_each(at::ScalarType type, std::vector<std::string>& called) {
   std::array<Scalar, 16> given{}, made{};
   given.fill(Scalar{0.5});
   const at::Tensor from = at::from_blob(given.data(), {16}, type);
   at::Tensor to = at::from_blob(made.data(), {16}, type);
-  for (const auto& [name, function] : kVectorMath) function(to, from);
+  for (const auto& [name, function] : kVectorMath) {
+    function(to, from);
+    called.push_back(std::string(name) + (type == at::kFloat ? ".float32" : ".float64"));
+  }
 }
 
 }  // namespace
 
-std::vector<std::string> resolve_vector_math() {
-  static std::once_flag resolved;
-  std::call_once(resolved, [] {
-    call_each<float>(at::kFloat);
-    call_each<double>(at::kDouble);
-  });
-  std::vector<std::string> names;
-  for (const auto& [name, function] : kVectorMath) names.emplace_back(name);
-  return names;
+const std::vector<std::string>& resolve_vector_math() {
+  static const std::vector<std::string> resolved = [] {
+    std::vector<std::string> called;
+    call_each<float>(at::kFloat, called);
+    call_each<double>(at::kDouble, called);
+    return called;
+  }();
+  return resolved;
 }
 
 FlushState flush_state() {

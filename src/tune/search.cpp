@@ -177,7 +177,7 @@ struct Search::Impl {
 
   [[nodiscard]] bool out_of_budget() const { return options.budget_seconds > 0 && spent >= budget(); }
 
-  /// Whether what was on trial may be again: everything has its first turn whatever it takes, a second must be repaid.
+  /// Whether what was on trial may be again: a first turn has the whole budget, a second must be repaid.
   [[nodiscard]] bool may_try_again() const {
     return options.budget_seconds <= 0 || spent < (options.repay_steps > 0 ? kAgainShare * repaid() : budget());
   }

@@ -120,7 +120,7 @@ def page_faults() -> int:
 
 def resolve_vector_math() -> list[str]:
     """
-    Has MKL choose its kernels of torch's vector functions from this thread; returns their names.
+    Has MKL choose its kernels of torch's vector functions from this thread; returns what it called, as 'sqrt.float32'.
     """
 
 def size_threads(threads: typing.SupportsInt | typing.SupportsIndex | None = None) -> HostSetting:

@@ -49,7 +49,7 @@ def begin() -> tuple[dict[str, Any], Answer]:
 def prepare_torch(threads: int) -> None:
     """Give torch its threads, and have MKL choose its kernels before they race for them.
 
-    The first square root of a process comes out with 11 bits in one run of a hundred otherwise
+    The first square root of a process may come out with few bits otherwise
     (github.com/pytorch/pytorch/issues/188792), and losses that should be equal are not. Oxytorch does it at import; the
     rivals get it here.
     """
