@@ -138,7 +138,8 @@ void bind_system(py::module_& m) {
         const CoreInfo info = read_cores(root);
         return Facts(py::arg("logical") = info.logical, py::arg("physical") = info.physical,
                      py::arg("affinity") = info.affinity, py::arg("quota") = info.quota,
-                     py::arg("usable") = info.usable, py::arg("usable_physical") = info.usable_physical);
+                     py::arg("usable") = info.usable, py::arg("usable_physical") = info.usable_physical,
+                     py::arg("one_a_core") = info.one_a_core, py::arg("last_level_caches") = info.last_level_caches);
       },
       py::arg("root") = "/");
   m.def(

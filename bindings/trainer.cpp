@@ -63,10 +63,13 @@ void bind_trainer(py::module_& m) {
       .def("revert", &HostSetting::revert, release_gil(), "Takes the setting back.");
   m.def("tune_allocator", &tune_allocator, py::arg("retain_limit") = std::nullopt, release_gil(),
         "Makes glibc keep freed memory for the next step, up to retain_limit bytes.");
+  m.def("keep_heap", &keep_heap, py::arg("retain_limit") = std::nullopt, release_gil(),
+        "Keeps glibc from trimming its heap between steps.");
   m.def("allocator_retained_bytes", &allocator_retained_bytes, release_gil(), "Bytes held free for reuse.");
   m.def("allocator_trims", &allocator_trims, "Times that free memory was given back.");
   m.def("page_faults", &page_faults, "Page faults of this process since it started.");
   m.def("flush_denormals", &flush_denormals, release_gil(), "Takes denormals as zero on every intra-op thread.");
+  m.def("pin_threads", &pin_threads, release_gil(), "Keeps each intra-op worker on a core of its own.");
   m.def("resolve_vector_math", &resolve_vector_math, release_gil(),
         "Has MKL choose its kernels of torch's vector functions from this thread; returns what it called, as "
         "'sqrt.float32'.");

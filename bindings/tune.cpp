@@ -12,6 +12,7 @@
 
 #include "oxytorch/error.h"
 #include "oxytorch/spelling.h"
+#include "oxytorch/tune/block.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/change.h"
 #include "oxytorch/tune/duel.h"
@@ -101,6 +102,10 @@ void bind_duel(py::module_& m) {
       .def_readwrite("budget_seconds", &DuelOptions::budget_seconds)
       .def_readwrite("repay_steps", &DuelOptions::repay_steps)
       .def_readwrite("seed", &DuelOptions::seed);
+  m.attr("BASELINE_BLOCKS") = kBaselineBlocks;
+  m.def("block_steps", &block_steps, py::arg("step_seconds"), "Steps that are measured in a row.");
+  m.def("settle_steps", &settle_steps, py::arg("wanted"), py::arg("step_seconds"),
+        "Of these steps after a switch, those that are needed.");
   py::class_<DuelResult>(m, "DuelResult", "What a duel has shown; speedup is incumbent over challenger.")
       .def(py::init<>())
       .def_readwrite("decision", &DuelResult::decision)
@@ -142,15 +147,16 @@ void bind_search(py::module_& m) {
   const SearchOptions options;
   py::class_<SearchOptions>(m, "SearchOptions", "The run that a search is for, and what it may spend.")
       .def(py::init([](std::int64_t steps_planned, double step_seconds, double budget_seconds, double repay_steps,
-                       double conclude_steps, double cost_share, std::uint64_t seed, const DuelOptions& duel) {
-             return SearchOptions{steps_planned,  step_seconds, budget_seconds, repay_steps,
-                                  conclude_steps, cost_share,   seed,           duel};
+                       double conclude_steps, double cost_share, double optimizer_share, std::uint64_t seed,
+                       const DuelOptions& duel) {
+             return SearchOptions{steps_planned, step_seconds,    budget_seconds, repay_steps, conclude_steps,
+                                  cost_share,    optimizer_share, seed,           duel};
            }),
            py::kw_only(), py::arg("steps_planned") = options.steps_planned,
            py::arg("step_seconds") = options.step_seconds, py::arg("budget_seconds") = options.budget_seconds,
            py::arg("repay_steps") = options.repay_steps, py::arg("conclude_steps") = options.conclude_steps,
-           py::arg("cost_share") = options.cost_share, py::arg("seed") = options.seed,
-           py::arg_v("duel", options.duel, "DuelOptions()"))
+           py::arg("cost_share") = options.cost_share, py::arg("optimizer_share") = options.optimizer_share,
+           py::arg("seed") = options.seed, py::arg_v("duel", options.duel, "DuelOptions()"))
       .def_static("for_run", &SearchOptions::for_run, py::arg("steps_planned"), py::arg("step_seconds"),
                   py::arg("budget_seconds"), py::arg("seed"), "What every driver of a search uses.")
       .def_readwrite("steps_planned", &SearchOptions::steps_planned)
@@ -159,6 +165,7 @@ void bind_search(py::module_& m) {
       .def_readwrite("repay_steps", &SearchOptions::repay_steps)
       .def_readwrite("conclude_steps", &SearchOptions::conclude_steps)
       .def_readwrite("cost_share", &SearchOptions::cost_share)
+      .def_readwrite("optimizer_share", &SearchOptions::optimizer_share)
       .def_readwrite("seed", &SearchOptions::seed)
       .def_readwrite("duel", &SearchOptions::duel);
   py::class_<Trial>(m, "Trial", "Two combinations of strategies to compare.")

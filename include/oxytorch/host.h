@@ -54,6 +54,14 @@ OXY_API uint64_t default_retain_limit();
 /// and gives free memory back.
 OXY_API HostSetting tune_allocator(std::optional<uint64_t> retain_limit = std::nullopt);
 
+/// Keeps glibc from giving free memory at the end of its heap back to the kernel, and changes nothing else.
+///
+/// How much of a step's memory is trimmed and faulted in again depends on where long-lived blocks happen to lie, and
+/// whoever allocates and frees much between steps (trials, a referee) may leave them worse: with this, a step cannot
+/// fault more than it did. Cost, limit and refusals are those of tune_allocator(), which is more: it keeps large blocks
+/// in the heap too. May be applied several times, also beside it; the last revert() restores trimming.
+OXY_API HostSetting keep_heap(std::optional<uint64_t> retain_limit = std::nullopt);
+
 /// Resident bytes that the allocator holds free for reuse, at most; empty where the C library cannot say. Takes the
 /// allocator's locks for some tens of microseconds: not for the step path.
 OXY_API std::optional<uint64_t> allocator_retained_bytes();

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "oxytorch/api.h"
 
@@ -31,6 +32,8 @@ struct CoreInfo {
   int usable = 1;
   /// The same counting each core once: hyperthreads of one core do not add to matrix arithmetic.
   int usable_physical = 1;
+  std::vector<int> one_a_core;  ///< the first hardware thread of each core in the affinity mask; empty where unknown
+  int last_level_caches = 1;    ///< that those hardware threads have between them; 1 where unknown
 };
 
 /// Instruction sets that this processor has and its operating system lets a process use.

@@ -5,6 +5,7 @@
 
 #include "oxytorch/tune/accelerate.h"
 #include "oxytorch/tune/batch.h"
+#include "oxytorch/tune/block.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/change.h"
 #include "oxytorch/tune/duel.h"

@@ -119,6 +119,7 @@ Watcher& watcher() {
 
 std::mutex allocator_mutex;
 bool allocator_tuned = false;
+int heaps_kept = 0;
 
 // An object that the loader loaded.
 struct Origin {
@@ -189,15 +190,35 @@ uint64_t resident_bytes() {
 
 std::string mebibytes(uint64_t bytes) { return std::to_string(bytes / kMiB) + " MiB"; }
 
+/// The values that glibc's sliding thresholds reach, but for trimming where somebody keeps the heap.
 void untune() {
-  std::lock_guard lock(allocator_mutex);
-  watcher().stop();
   mallopt(M_MMAP_MAX, 65536);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
-  mallopt(M_TRIM_THRESHOLD, 64 << 20);
+  mallopt(M_TRIM_THRESHOLD, heaps_kept > 0 ? INT_MAX : 64 << 20);
   mallopt(M_TOP_PAD, 128 << 10);
+  if (heaps_kept > 0) return;
+  watcher().stop();
   malloc_trim(0);
-  allocator_tuned = false;
+}
+
+/// Why malloc is not ours to set, or empty.
+std::string refusal() {
+  if (const auto other = foreign_malloc(); !other.empty()) {
+    return "malloc comes from " + other + ", not from glibc; its own settings apply.";
+  }
+  if (const auto variable = environment_choice(); !variable.empty()) {
+    return variable + " already tunes malloc; unset it to let Oxytorch do so.";
+  }
+  return "";
+}
+
+uint64_t limit_of(std::optional<uint64_t> retain_limit) {
+  return std::max(retain_limit.value_or(default_retain_limit()), 64 * kMiB);
+}
+
+std::string cost_of(uint64_t limit) {
+  return "resident memory stays at its peak; more than " + mebibytes(limit) +
+         " of free memory is given back once a second.";
 }
 
 }  // namespace
@@ -205,24 +226,37 @@ void untune() {
 HostSetting tune_allocator(std::optional<uint64_t> retain_limit) {
   std::lock_guard lock(allocator_mutex);
   if (allocator_tuned) return HostSetting::refused(kName, "already tuned in this process.");
-  if (const auto other = foreign_malloc(); !other.empty()) {
-    return HostSetting::refused(kName, "malloc comes from " + other + ", not from glibc; its own settings apply.");
-  }
-  if (const auto variable = environment_choice(); !variable.empty()) {
-    return HostSetting::refused(kName, variable + " already tunes malloc; unset it to let Oxytorch do so.");
-  }
-  const uint64_t limit = std::max(retain_limit.value_or(default_retain_limit()), 64 * kMiB);
+  if (const auto reason = refusal(); !reason.empty()) return HostSetting::refused(kName, reason);
   // Older releases of glibc cap the threshold at 32 MiB: there, no block at all gets its own mapping.
   if (mallopt(M_MMAP_THRESHOLD, 1 << 30) != 1) mallopt(M_MMAP_MAX, 0);
   if (mallopt(M_TRIM_THRESHOLD, INT_MAX) != 1 || mallopt(M_TOP_PAD, 64 << 20) != 1) {
     return HostSetting::refused(kName, "this glibc refuses the settings.");
   }
+  const uint64_t limit = limit_of(retain_limit);
   watcher().start(limit);
   allocator_tuned = true;
   return HostSetting::applied(kName, "freed memory is kept for the next step instead of being faulted in again.",
-                              "resident memory stays at its peak; more than " + mebibytes(limit) +
-                                  " of free memory is given back once a second.",
-                              untune);
+                              cost_of(limit), [] {
+                                std::lock_guard lock(allocator_mutex);
+                                allocator_tuned = false;
+                                untune();
+                              });
+}
+
+HostSetting keep_heap(std::optional<uint64_t> retain_limit) {
+  constexpr const char* kHeap = "heap";
+  std::lock_guard lock(allocator_mutex);
+  if (const auto reason = refusal(); !reason.empty()) return HostSetting::refused(kHeap, reason);
+  const uint64_t limit = limit_of(retain_limit);
+  ++heaps_kept;
+  if (!allocator_tuned) untune();
+  watcher().start(limit);
+  return HostSetting::applied(kHeap, "the heap is not trimmed between steps: freed memory stays for the next one.",
+                              cost_of(limit), [] {
+                                std::lock_guard lock(allocator_mutex);
+                                --heaps_kept;
+                                if (!allocator_tuned) untune();
+                              });
 }
 
 std::optional<uint64_t> allocator_retained_bytes() {
@@ -239,6 +273,9 @@ uint64_t allocator_trims() { return trim_count.load(std::memory_order_relaxed); 
 
 HostSetting tune_allocator(std::optional<uint64_t>) {
   return HostSetting::refused("allocator", "the C library is not glibc; its malloc has no such settings.");
+}
+HostSetting keep_heap(std::optional<uint64_t>) {
+  return HostSetting::refused("heap", "the C library is not glibc; its malloc has no such settings.");
 }
 std::optional<uint64_t> allocator_retained_bytes() { return std::nullopt; }
 uint64_t allocator_trims() { return 0; }

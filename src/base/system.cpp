@@ -161,6 +161,28 @@ std::vector<Processor> processors(const std::string& root) {
   return found;
 }
 
+/// How many caches of the last level these processors have between them, by sysfs; 1 where it does not say.
+int count_last_level_caches(const std::string& root, const std::vector<int>& numbers) {
+  std::set<std::string> shared;
+  for (const int number : numbers) {
+    int highest = 0;
+    std::string sharing;
+    for (int index = 0;; ++index) {
+      const fs::path cache =
+          under(root, "/sys/devices/system/cpu/cpu" + std::to_string(number) + "/cache/index" + std::to_string(index));
+      const auto level = parse<int>(read_text(cache / "level"));
+      if (!level) break;
+      if (*level > highest) {
+        highest = *level;
+        sharing = read_text(cache / "shared_cpu_list");
+      }
+    }
+    if (highest == 0) return 1;
+    shared.insert(sharing);
+  }
+  return std::max(1, static_cast<int>(shared.size()));
+}
+
 #if defined(__x86_64__)
 
 struct CpuidWords {
@@ -263,7 +285,10 @@ CoreInfo read_cores(const std::string& root) {
       info.affinity = static_cast<int>(allowed.size());
       if (cores_known) {
         cores.clear();
-        for (const int number : allowed) cores.insert(core_of[number]);
+        for (const int number : allowed) {
+          if (cores.insert(core_of[number]).second) info.one_a_core.push_back(number);
+        }
+        info.last_level_caches = count_last_level_caches(root, info.one_a_core);
       }
     }
   }

@@ -101,6 +101,10 @@ class Tuning {
 
   [[nodiscard]] const tune::CertificateKey& key() const noexcept { return key_; }
   tune::Bench& bench() noexcept { return bench_; }
+  /// Whether the allocator's settings are the tuning's to choose on this run.
+  [[nodiscard]] bool may_tune_memory() const {
+    return !offered_of({"allocator"}).empty() && !skipped_.contains("allocator");
+  }
 
   [[nodiscard]] tune::Kind widest(const Names& names) const {
     auto kind = tune::Kind::Exact;
@@ -134,8 +138,10 @@ class Tuning {
                        skipped_.contains(s.name) ? 0 : run_.strategy(s.name).expected_cost(run_), s.traits.hopeful,
                        s.traits.expected_speedup});
     }
-    search_.emplace(std::move(facts), tune::SearchOptions::for_run(options_.steps_planned(), bench_.step_seconds(),
-                                                                   options_.budget(), options_.seed()));
+    auto bounds = tune::SearchOptions::for_run(options_.steps_planned(), bench_.step_seconds(), options_.budget(),
+                                               options_.seed());
+    bounds.optimizer_share = bench_.optimizer_share();
+    search_.emplace(std::move(facts), bounds);
     for (const auto& [name, reason] : skipped_) search_->skip(name, reason);
     const auto result = conclude();
     return certificate(search_->best(), result);
@@ -397,8 +403,8 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
   tuning.put_in_force(*certificate);
   if (store) store->put(*certificate);
   const auto widest = tuning.widest(run->in_force());
-  return Plan(
-      std::make_unique<Plan::Impl>(std::move(run), std::move(*certificate), std::move(store), widest, options.seed()));
+  return Plan(std::make_unique<Plan::Impl>(std::move(run), std::move(*certificate), std::move(store), widest,
+                                           options.seed(), tuning.may_tune_memory()));
 }
 
 }  // namespace oxytorch

@@ -5,22 +5,15 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 
 #include "oxytorch/clock.h"
 #include "oxytorch/statistics.h"
+#include "oxytorch/tune/block.h"
 
 namespace oxytorch::tune {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-/// Measured in a row: above the host's time slices and the waiting for an accelerator.
-constexpr double kBlockSeconds = 0.004;
-constexpr int kMostSteps = 64;
-/// Seconds: caches that one step fills are a small part of such a one, so it is measured at once.
-constexpr double kLongStep = 0.05;
-constexpr int kBaselineBlocks = 3;
 
 }  // namespace
 
@@ -55,8 +48,9 @@ double Bench::baseline() {
     return median(times);
   };
   step_seconds_ = median_of(1);
-  steps_ = static_cast<int>(std::clamp(std::round(kBlockSeconds / step_seconds_), 1.0, double{kMostSteps}));
+  steps_ = block_steps(step_seconds_);
   if (steps_ > 1) step_seconds_ = median_of(steps_);
+  optimizer_share_ = std::min(1.0, update_seconds() / step_seconds_);
   rewind();
   return step_seconds_;
 }
@@ -108,7 +102,7 @@ int Bench::settle(const Names& one, const Names& other) const {
   };
   lacking(one, other);
   lacking(other, one);
-  return step_seconds_ > kLongStep ? std::max(0, steps - 1) : steps;
+  return settle_steps(steps, step_seconds_);
 }
 
 double Bench::block() {
@@ -140,6 +134,15 @@ double Bench::timed(int steps) {
   for (int i = 0; i < steps; ++i) step();
   synchronize(run_.device());
   return std::max(seconds_since(began) / steps, 1e-9);
+}
+
+double Bench::update_seconds() {
+  run_.backward(run_.batches().front());
+  synchronize(run_.device());
+  const auto began = Clock::now();
+  run_.update();
+  synchronize(run_.device());
+  return seconds_since(began);
 }
 
 void Bench::step() {

@@ -53,6 +53,7 @@ class Bench {
   }
   [[nodiscard]] double loss() const noexcept { return loss_; }  ///< of the last warm-up
   [[nodiscard]] double step_seconds() const noexcept { return step_seconds_; }
+  [[nodiscard]] double optimizer_share() const noexcept { return optimizer_share_; }  ///< of that step
 
  private:
   void bring(const Names& names);
@@ -62,11 +63,13 @@ class Bench {
   double block();
   double timed(int steps);
   void step();
+  /// Seconds that clipping and the optimizer take of a step.
+  double update_seconds();
   static std::string first_line(const std::exception& error);
 
   Run& run_;
   Escrow& escrow_;
-  double loss_ = 0, step_seconds_ = 0;
+  double loss_ = 0, step_seconds_ = 0, optimizer_share_ = 0;
   int steps_ = 1, fresh_ = 0;
   std::size_t next_ = 0;
 };

@@ -20,6 +20,11 @@
 #include <ATen/ops/tanh_cpu_dispatch.h>
 #include <ATen/ops/trunc_cpu_dispatch.h>
 
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -133,6 +138,65 @@ HostSetting flush_denormals() {
         });
       });
 }
+
+#if defined(__linux__)
+
+HostSetting pin_threads() {
+  constexpr const char* kName = "pinned_threads";
+  if (at::in_parallel_region()) {
+    return HostSetting::refused(kName,
+                                "called inside a parallel region, from where the other threads are out of reach.");
+  }
+  const auto threads = static_cast<std::size_t>(at::get_num_threads());
+  if (threads == 1) return HostSetting::refused(kName, "there is one intra-op thread.");
+  for (const char* variable : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}) {
+    if (const char* value = std::getenv(variable); value != nullptr && *value != '\0') {
+      return HostSetting::refused(kName, std::string(variable) + "=" + value + " already places the threads.");
+    }
+  }
+  const std::vector<int> places = read_cores().one_a_core;
+  if (places.size() < threads) {
+    return HostSetting::refused(kName, std::to_string(threads) + " intra-op threads, and " +
+                                           std::to_string(places.size()) + " cores of this process are known.");
+  }
+  struct Before {
+    cpu_set_t mask{};
+    bool pinned = false;
+  };
+  auto before = std::make_shared<std::vector<Before>>(threads);
+  const auto undo = [before] {
+    on_each_thread([&](std::size_t thread) {
+      if (thread >= before->size() || !(*before)[thread].pinned) return;
+      pthread_setaffinity_np(pthread_self(), sizeof(cpu_set_t), &(*before)[thread].mask);
+    });
+  };
+  std::atomic<std::size_t> pinned{0};
+  on_each_thread([&](std::size_t thread) {
+    if (thread == 0) return;
+    Before& own = (*before)[thread];
+    cpu_set_t place;
+    CPU_ZERO(&place);
+    CPU_SET(places[thread], &place);
+    own.pinned = pthread_getaffinity_np(pthread_self(), sizeof own.mask, &own.mask) == 0 &&
+                 pthread_setaffinity_np(pthread_self(), sizeof place, &place) == 0;
+    pinned += own.pinned ? 1 : 0;
+  });
+  if (pinned + 1 != threads) {
+    undo();
+    return HostSetting::refused(kName, "the system let " + std::to_string(pinned) + " of " +
+                                           std::to_string(threads - 1) + " workers be placed.");
+  }
+  return HostSetting::applied(kName, std::to_string(pinned) + " intra-op workers stay on a core of their own each.",
+                              "what else runs on those cores has to move.", undo);
+}
+
+#else
+
+HostSetting pin_threads() {
+  return HostSetting::refused("pinned_threads", "this system is not Linux; its threads are not placed from here.");
+}
+
+#endif
 
 HostSetting size_threads(std::optional<int> threads) {
   constexpr const char* kName = "threads";

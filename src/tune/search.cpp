@@ -58,6 +58,8 @@ constexpr double kTrialSteps = 40;
 constexpr double kTrialSeconds = 0.3;
 /// A gain that a trial gives up on there: the next is likely to save more.
 constexpr double kWorth = 1.015;
+/// Of a step, what its optimizer takes where a strategy for optimizers has its expected speedup.
+constexpr double kUsualShare = 0.15;
 
 Interval inverse(const Interval& ratio) { return {1 / ratio.high, 1 / ratio.mid, 1 / ratio.low, ratio.confidence}; }
 
@@ -79,6 +81,8 @@ struct Search::Impl {
       : options(given), step_seconds(given.step_seconds) {
     OXY_CHECK(strategies.size() <= kMost, InvalidArgument, "a search takes up to ", kMost, " strategies, not ",
               strategies.size(), '.');
+    OXY_CHECK(options.optimizer_share >= 0 && options.optimizer_share <= 1, InvalidArgument,
+              "optimizer_share must be between 0 and 1, not ", options.optimizer_share, '.');
     OXY_CHECK(options.steps_planned >= 0, InvalidArgument, "steps_planned must be at least 0, not ",
               options.steps_planned, '.');
     for (StrategyFacts& facts : strategies) {
@@ -87,10 +91,19 @@ struct Search::Impl {
       item.entry.kind = facts.kind;
       item.entry.reason = "It was not tried.";
       item.facts = std::move(facts);
+      item.facts.expected_speedup = promised(item.facts);
       items.push_back(std::move(item));
     }
     for (std::size_t i = 0; i < items.size(); ++i) tie(i);
     static_cast<void>(Duel(options.duel));  // checks them
+  }
+
+  /// By where the step's time goes.
+  [[nodiscard]] double promised(const StrategyFacts& facts) const {
+    const double share = options.optimizer_share;
+    if (share <= 0) return facts.expected_speedup;
+    if (facts.group == "optimizer") return 1 + (facts.expected_speedup - 1) * share / kUsualShare;
+    return 1 / (1 - (1 - share) * (1 - 1 / facts.expected_speedup));
   }
 
   void tie(std::size_t i) {

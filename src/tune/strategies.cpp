@@ -64,6 +64,7 @@ struct HostStrategy : Strategy {
 HostSetting tuned_allocator() { return tune_allocator(); }
 HostSetting host_pool() { return use_host_pool(); }
 HostSetting flushed_denormals() { return flush_denormals(); }
+HostSetting pinned_threads() { return pin_threads(); }
 
 bool near_denormal(const at::Tensor& values) {
   if (!values.defined() || !values.is_floating_point() || values.numel() == 0) return false;
@@ -96,6 +97,15 @@ struct Threads : Strategy {
   }
   void revert(Run& /*run*/) override { at::set_num_threads(before); }
   int before = 1;
+};
+
+/// Within one cache of the last level, a thread that moves loses little.
+struct PinnedThreads : HostStrategy<pinned_threads> {
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    if (at::get_num_threads() > 1 && read_cores().last_level_caches > 1) return true;
+    return "the threads share one cache of the last level.";
+  }
 };
 
 int physical_cores() { return std::max(1, read_cores().usable_physical); }
@@ -359,6 +369,10 @@ std::vector<RegisteredStrategy> own_strategies() {
       own<Threads<physical_cores>>("physical_cores", Tolerance, {.group = "threads", .interacts = faster, .settle = 2}),
       own<Threads<one>>("one_thread", Tolerance,
                         {.group = "threads", .interacts = faster, .settle = 2, .expected_speedup = 1.01}),
+      own<PinnedThreads>("pinned_threads", Exact,
+                         {.interacts = {"one_thread", "physical_cores"},
+                          .settle = 2,
+                          .cost = "what else runs on those cores has to move."}),
       own<FlushDenormals>(
           "flush_denormals", Tolerance,
           {.interacts = {"one_thread", "physical_cores"}, .cost = "numbers below 1.2e-38 become zero.", .hopeful = 10}),

@@ -36,6 +36,42 @@ TEST(HostAllocatorTest, FreedMemoryIsNotFaultedInAgain) {
   EXPECT_LT(allocator_retained_bytes().value_or(0), kBytes);
 }
 
+// Blocks that glibc takes from its heap: together they are over its threshold for trimming.
+uint64_t faults_of_a_step() {
+  constexpr size_t kBytes = 16 << 20;
+  const auto start = page_faults();
+  std::vector<std::unique_ptr<char[]>> blocks;
+  for (int i = 0; i < 8; ++i) {
+    blocks.emplace_back(new char[kBytes]);
+    std::memset(blocks.back().get(), 1, kBytes);
+  }
+  asm volatile("" : : "r"(blocks.data()) : "memory");
+  return page_faults() - start;
+}
+
+TEST(HostAllocatorTest, AKeptHeapIsNotTrimmed) {
+  auto tuned = tune_allocator();
+  if (!tuned.is_applied()) GTEST_SKIP() << tuned.reason();
+  tuned.revert();  // as trials leave it
+  faults_of_a_step();
+  ASSERT_GT(faults_of_a_step(), 10'000U) << "glibc trims what a step frees";
+  auto kept = keep_heap();
+  ASSERT_TRUE(kept.is_applied()) << kept.reason();
+  EXPECT_FALSE(kept.cost().empty());
+  faults_of_a_step();
+  EXPECT_LT(faults_of_a_step(), 1'000U);
+  auto again = keep_heap();
+  kept.revert();
+  EXPECT_LT(faults_of_a_step(), 1'000U) << "another one keeps it";
+  tuned = tune_allocator();
+  ASSERT_TRUE(tuned.is_applied()) << tuned.reason();
+  tuned.revert();
+  EXPECT_LT(faults_of_a_step(), 1'000U) << "the allocator's way back leaves it kept";
+  again.revert();
+  faults_of_a_step();
+  EXPECT_GT(faults_of_a_step(), 10'000U);
+}
+
 TEST(HostAllocatorTest, MemoryAboveTheLimitIsGivenBack) {
   auto setting = tune_allocator(64 << 20);
   if (!setting.is_applied()) GTEST_SKIP() << setting.reason();
@@ -50,7 +86,9 @@ TEST(HostAllocatorTest, MemoryAboveTheLimitIsGivenBack) {
 TEST(HostAllocatorTest, TheEnvironmentIsObeyed) {
   setenv("MALLOC_TOP_PAD_", "1048576", 1);
   const auto setting = tune_allocator();
+  const auto kept = keep_heap();
   unsetenv("MALLOC_TOP_PAD_");
+  EXPECT_FALSE(kept.is_applied());
   EXPECT_FALSE(setting.is_applied());
   EXPECT_NE(setting.reason().find("MALLOC_TOP_PAD_"), std::string::npos) << setting.reason();
 }

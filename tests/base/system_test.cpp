@@ -67,6 +67,24 @@ class Machine : public testing::Test {
 
 constexpr std::uint64_t kMiB = 1 << 20;
 
+TEST_F(Machine, ToldApartByCoresAndLastLevelCaches) {
+  write_processors(8, true);  // 0 and 4 are one core
+  write_affinity("0-5");
+  EXPECT_EQ(cores().one_a_core, (std::vector<int>{0, 1, 2, 3}));
+  EXPECT_EQ(cores().last_level_caches, 1) << "not known";
+  const auto write_cache = [&](int number, const std::string& sharing) {
+    const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(number) + "/cache/index";
+    write(folder + "0/level", "1\n");
+    write(folder + "0/shared_cpu_list", std::to_string(number) + "\n");
+    write(folder + "1/level", "3\n");
+    write(folder + "1/shared_cpu_list", sharing + "\n");
+  };
+  for (int i = 0; i < 4; ++i) write_cache(i, i < 2 ? "0-1,4-5" : "2-3,6-7");
+  EXPECT_EQ(cores().last_level_caches, 2);
+  write_affinity("0-1");
+  EXPECT_EQ(cores().last_level_caches, 1);
+}
+
 TEST_F(Machine, NothingThereIsUnknownNotAFailure) {
   EXPECT_EQ(processor_name(root_), "");
   const CoreInfo info = cores();

@@ -4,7 +4,13 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 #include <cstdlib>
+#include <vector>
 
 #include "oxytorch/error.h"
 #include "oxytorch/system.h"
@@ -57,6 +63,59 @@ TEST(ResolveVectorMathTest, LeavesNoTraceAndMayBeCalledAgain) {
   EXPECT_EQ(at::get_num_threads(), threads);
   EXPECT_TRUE(given.sqrt().square().allclose(given));
 }
+
+#if defined(__linux__)
+
+/// Where each intra-op thread may run; the caller first.
+std::vector<cpu_set_t> masks() {
+  std::vector<cpu_set_t> found(static_cast<size_t>(at::get_num_threads()));
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      cpu_set_t& mask = found[static_cast<size_t>(i)];
+      pthread_getaffinity_np(pthread_self(), sizeof mask, &mask);
+    }
+  });
+  return found;
+}
+
+TEST(PinThreadsTest, EachWorkerHasACoreOfItsOwnAndTheCallerStaysFree) {
+  const int before = at::get_num_threads();
+  const auto cores = static_cast<int>(read_cores().one_a_core.size());
+  if (cores < 2) GTEST_SKIP() << "one core";
+  at::set_num_threads(cores);
+  const auto as_given = masks();
+  auto setting = pin_threads();
+  ASSERT_TRUE(setting.is_applied()) << setting.reason();
+  const auto pinned = masks();
+  EXPECT_TRUE(CPU_EQUAL(&pinned[0], &as_given[0]));
+  cpu_set_t taken;
+  CPU_ZERO(&taken);
+  for (size_t i = 1; i < pinned.size(); ++i) {
+    EXPECT_EQ(CPU_COUNT(&pinned[i]), 1);
+    CPU_OR(&taken, &taken, &pinned[i]);
+  }
+  EXPECT_EQ(CPU_COUNT(&taken), cores - 1);
+  setting.revert();
+  const auto after = masks();
+  for (size_t i = 0; i < after.size(); ++i) EXPECT_TRUE(CPU_EQUAL(&after[i], &as_given[i])) << i;
+  at::set_num_threads(before);
+}
+
+TEST(PinThreadsTest, IsRefusedWhereItCannotHelpOrIsDecided) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(1);
+  EXPECT_FALSE(pin_threads().is_applied());
+  at::set_num_threads(static_cast<int>(read_cores().one_a_core.size()) + 1);
+  EXPECT_FALSE(pin_threads().is_applied());
+  at::set_num_threads(2);
+  setenv("OMP_PROC_BIND", "true", 1);
+  const auto setting = pin_threads();
+  unsetenv("OMP_PROC_BIND");
+  EXPECT_NE(setting.reason().find("OMP_PROC_BIND=true"), std::string::npos) << setting.reason();
+  at::set_num_threads(before);
+}
+
+#endif
 
 TEST(SizeThreadsTest, NeverAboveTheCoresOfThisProcess) {
   const int before = at::get_num_threads();

@@ -411,6 +411,17 @@ TEST_F(AccelerateTest, AcceptsNoStrategyThatDoesNothing) {
   EXPECT_LE(plan.accepted().size(), 1U);
 }
 
+TEST_F(AccelerateTest, WithoutTheAllocatorTheHeapIsKeptAsTrialsLeftIt) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("SGD", model);
+  auto plan = accelerate(*model, *optimizer, loss_of(model), make_batches(), only({"allocator"}));
+  const auto& made = entry(plan, "allocator");
+  if (made.standing != Standing::Rejected) GTEST_SKIP() << made.reason;
+  EXPECT_THAT(plan.report(), HasSubstr("Memory: the heap is not trimmed"));
+  plan.revert();
+  EXPECT_THAT(plan.report(), testing::Not(HasSubstr("Memory: ")));
+}
+
 TEST_F(AccelerateTest, TakesBackWhatDriftsDuringTheRun) {
   auto model = make_model();
   auto optimizer = make_optimizer("AdamW", model);

@@ -8,6 +8,7 @@
 
 #include "oxytorch/error.h"
 #include "oxytorch/random.h"
+#include "oxytorch/tune/block.h"
 #include "tune/sign_test.h"
 
 namespace oxytorch::tune {
@@ -136,6 +137,17 @@ Tally tally(double ratio, const std::function<Noise(double)>& noise, double spre
     tally.pairs += result.pairs / 500.0;
   }
   return tally;
+}
+
+TEST(Block, LastsLongEnoughForTheClock) {
+  EXPECT_EQ(block_steps(0.5), 1);
+  EXPECT_EQ(block_steps(0.003), 1);
+  EXPECT_EQ(block_steps(0.001), 4);
+  EXPECT_EQ(block_steps(1e-6), 64);
+  EXPECT_EQ(block_steps(0), 64);
+  EXPECT_EQ(settle_steps(2, 0.01), 2);
+  EXPECT_EQ(settle_steps(2, 0.1), 1);
+  EXPECT_EQ(settle_steps(0, 0.1), 0);
 }
 
 TEST(Duel, AcceptsAGainOfFivePercentUnderTwoPercentNoise) {

@@ -210,6 +210,19 @@ TEST(Search, TriesWhatPromisesMostFirst) {
   EXPECT_EQ(spent.all[1].strategy, "one");
 }
 
+TEST(Search, WhatIsPromisedDependsOnWhereTheTimeGoes) {
+  const auto first = [](double share) {
+    Search search({{.name = "forward", .expected_speedup = 1.3},
+                   {.name = "update", .group = "optimizer", .expected_speedup = 1.2}},
+                  {.optimizer_share = share});
+    return search.ask()->strategy;
+  };
+  EXPECT_EQ(first(0), "forward");
+  EXPECT_EQ(first(0.02), "forward");
+  EXPECT_EQ(first(0.6), "update");
+  EXPECT_THROW(first(1.5), Error);
+}
+
 TEST(Search, MaySpendWhatTheSavingRepaysSoon) {
   std::vector<StrategyFacts> strategies{{.name = "good", .expected_speedup = 2}};
   for (int i = 0; i < 30; ++i) strategies.push_back({.name = "null_" + std::to_string(i)});

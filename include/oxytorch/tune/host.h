@@ -25,6 +25,15 @@ OXY_API HostSetting flush_denormals();
 /// depends on the number of threads, so results may change in the last bits.
 OXY_API HostSetting size_threads(std::optional<int> threads = std::nullopt);
 
+/// Keeps each of torch's intra-op workers on a core of its own, so that it finds its part of the data in the caches and
+/// the memory where it worked on it last. The calling thread stays free: threads and processes that it starts later
+/// inherit where it may run. Bits do not change.
+///
+/// Refused, with a sentence, for one thread, for more threads than cores in the affinity mask, and where OMP_PROC_BIND,
+/// OMP_PLACES, GOMP_CPU_AFFINITY or KMP_AFFINITY decides. Workers that torch makes anew, after a change of their
+/// number, are free again. revert() gives each worker the mask it had.
+OXY_API HostSetting pin_threads();
+
 /// How many of torch's intra-op threads flush denormals now, and how many there are. For tests and reports.
 struct FlushState {
   int flushing;

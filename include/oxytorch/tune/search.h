@@ -33,6 +33,8 @@ struct SearchOptions {
   double repay_steps = 0;     ///< trials may spend more where the saving so far repays all of it in so many steps
   double conclude_steps = 0;  ///< steps as given that verifying and measuring what is kept takes at the end
   double cost_share = 0.1;    ///< of the planned run that one-off costs (compiling) of all trials together may take
+  /// Of the step as given, what its optimizer takes; 0: not known. What a strategy promises depends on it.
+  double optimizer_share = 0;
   std::uint64_t seed = 0;
   DuelOptions duel = {};  ///< of each trial; seed and what is left of the budget are filled in
 
@@ -64,7 +66,8 @@ struct TrialOutcome {
   std::string reason = {};  ///< of a failure or a refusal by the referee
 };
 
-/// Greedy with a way back. Forward: each strategy, the most promising first and equals in the order given, against what
+/// Greedy with a way back. Forward: each strategy, the most promising first and equals in the order given (the group
+/// "optimizer" promises by the optimizer's share of the step, others by the rest of it; Amdahl's law), against what
 /// is in force, in place of the one of its group: an early gain makes every later trial cheaper. Then rounds over what
 /// `interacts` ties together, wherever something accepted has changed the ground since it was judged: a rejected
 /// strategy again, an accepted one off, a rejected one in place of an accepted one, two rejected ones together. They

@@ -15,7 +15,9 @@ __all__: list[str] = [
     "allocator_trims",
     "flush_denormals",
     "flush_state",
+    "keep_heap",
     "page_faults",
+    "pin_threads",
     "resolve_vector_math",
     "size_threads",
     "tune_allocator",
@@ -113,9 +115,19 @@ def flush_state() -> tuple[int, int]:
     (threads that flush denormals, threads).
     """
 
+def keep_heap(retain_limit: typing.SupportsInt | typing.SupportsIndex | None = None) -> HostSetting:
+    """
+    Keeps glibc from trimming its heap between steps.
+    """
+
 def page_faults() -> int:
     """
     Page faults of this process since it started.
+    """
+
+def pin_threads() -> HostSetting:
+    """
+    Keeps each intra-op worker on a core of its own.
     """
 
 def resolve_vector_math() -> list[str]:

@@ -9,6 +9,7 @@ import torch
 import typing
 
 __all__: list[str] = [
+    "BASELINE_BLOCKS",
     "Certificate",
     "CertificateEntry",
     "CertificateKey",
@@ -28,9 +29,11 @@ __all__: list[str] = [
     "TrialOutcome",
     "adam_step",
     "allows",
+    "block_steps",
     "hardware_key",
     "measure_change",
     "native_step_differs",
+    "settle_steps",
     "sgd_step",
 ]
 
@@ -362,6 +365,7 @@ class SearchOptions:
         repay_steps: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         conclude_steps: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         cost_share: typing.SupportsFloat | typing.SupportsIndex = 0.1,
+        optimizer_share: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         seed: typing.SupportsInt | typing.SupportsIndex = 0,
         duel: DuelOptions = ...,
     ) -> None: ...
@@ -377,6 +381,10 @@ class SearchOptions:
     def cost_share(self) -> float: ...
     @cost_share.setter
     def cost_share(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def optimizer_share(self) -> float: ...
+    @optimizer_share.setter
+    def optimizer_share(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
     @property
     def repay_steps(self) -> float: ...
     @repay_steps.setter
@@ -574,6 +582,11 @@ def allows(level: str, kind: typing.Literal["exact", "tolerance", "precision", "
     Whether a level allows a kind of change.
     """
 
+def block_steps(step_seconds: typing.SupportsFloat | typing.SupportsIndex) -> int:
+    """
+    Steps that are measured in a row.
+    """
+
 def hardware_key(root: str = "/") -> str:
     """
     The processor's part of CertificateKey.hardware.
@@ -595,6 +608,13 @@ def native_step_differs() -> str:
     Why the native steps do not have the bits of this torch's; empty where they do.
     """
 
+def settle_steps(
+    wanted: typing.SupportsInt | typing.SupportsIndex, step_seconds: typing.SupportsFloat | typing.SupportsIndex
+) -> int:
+    """
+    Of these steps after a switch, those that are needed.
+    """
+
 def sgd_step(
     params: collections.abc.Sequence[torch.Tensor],
     grads: collections.abc.Sequence[torch.Tensor],
@@ -610,3 +630,5 @@ def sgd_step(
     """
     A step of torch.optim.SGD with the bits of its loop over CPU tensors.
     """
+
+BASELINE_BLOCKS: int

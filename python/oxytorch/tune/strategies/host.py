@@ -181,6 +181,21 @@ class OneThread(_Threads):
         return 1
 
 
+@strategy("pinned_threads", kind="exact", group="affinity", interacts=("one_thread", "physical_cores"), settle=2)
+class PinnedThreads(_HostSetting):
+    """Each intra-op worker stays on a core of its own; tried where the cores have several caches of the last level."""
+
+    def applies(self, run: Run) -> bool | str:
+        if (where := super().applies(run)) is not True:
+            return where
+        if torch.get_num_threads() > 1 and _C.base.cores()["last_level_caches"] > 1:
+            return True
+        return "the threads share one cache of the last level"
+
+    def _make(self, run: Run) -> Any:  # noqa: ARG002
+        return _C.trainer.pin_threads()
+
+
 @strategy("flush_denormals", kind="tolerance", interacts=("one_thread", "physical_cores"))
 class FlushDenormals(_HostSetting):
     """Denormal numbers are taken as zero on every intra-op thread.
