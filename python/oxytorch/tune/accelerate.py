@@ -155,7 +155,9 @@ def accelerate(
         tuning.put_in_force(certificate)
     if store is not None:
         store.put(certificate)
-    plan = Plan(run, certificate, settings, state=tuple(state), store=store, seed=seed)
+    plan = Plan(
+        run, certificate, settings, state=tuple(state), store=store, seed=seed, keep_heap=tuning.may_tune_memory
+    )
     _PLANS[id(model)] = plan
     return plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ..optim.generators import rng_state, set_rng_state
 
-__all__ = ["take"]
+__all__ = ["can_visit", "stop_drawing", "take", "visit"]
 
 
 def take(batches: Iterable[Any], count: int, params: Sequence[Tensor]) -> tuple[list[Any], Iterable[Any]]:
@@ -48,8 +49,14 @@ def _copy(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def _peek(loader: Any, count: int, params: Sequence[Tensor]) -> list[Any]:
-    """First batches of a new iteration, of which no trace stays."""
+def can_visit(data: Any) -> bool:
+    """Whether it is a loader: iterated anew each time, by more than a look into a list."""
+    return hasattr(data, "__iter__") and not isinstance(data, Iterator | Sequence | Tensor)
+
+
+@contextmanager
+def visit(loader: Any, params: Sequence[Tensor]) -> Iterator[None]:
+    """Iterate a loader anew inside; afterwards its position, generators and workers are as before."""
     held = rng_state(params)
     generators = [(generator, generator.get_state()) for generator in _generators(loader)]
     resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -59,7 +66,7 @@ def _peek(loader: Any, count: int, params: Sequence[Tensor]) -> list[Any]:
     if workers is not None:
         attributes["_iterator"] = None
     try:
-        return list(islice(iter(loader), count))
+        yield
     finally:
         if "_iterator" in attributes:
             attributes["_iterator"] = workers
@@ -68,6 +75,19 @@ def _peek(loader: Any, count: int, params: Sequence[Tensor]) -> list[Any]:
         for generator, state in generators:
             generator.set_state(state)
         set_rng_state(held)
+
+
+def stop_drawing(batches: Iterator[Any]) -> None:
+    """End an iteration that is not drawn to its end, and what draws for it."""
+    close = getattr(batches, "close", None)
+    if callable(close):
+        close()
+
+
+def _peek(loader: Any, count: int, params: Sequence[Tensor]) -> list[Any]:
+    """First batches of a new iteration, of which no trace stays."""
+    with visit(loader, params):
+        return list(islice(iter(loader), count))
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .._C import tune as _native
 from ..base import median
+from .batches import can_visit, stop_drawing, visit
 from .run import Run, shapes
 
 __all__ = ["Bench", "Keeps", "SideFailed", "clock"]
@@ -19,10 +21,9 @@ __all__ = ["Bench", "Keeps", "SideFailed", "clock"]
 #: Seconds; tests put a clock of their own here.
 clock = time.perf_counter
 
-_BLOCK_SECONDS = 0.004  # of steps measured in a row: a host's time slice, and above the waiting for an accelerator
-_MOST_STEPS = 64  # in a row
-_LONG_STEP = 0.05  # seconds: caches that one step fills are a small part of such a one, so it is measured at once
-_BASELINE_BLOCKS = 3
+_DRAWS = 6  # batches whose drawing is timed
+_LEAST_FETCH = 0.01  # of a step
+_FEED_STEPS = 6  # in a row: one batch may be waited for while the next is ready
 
 Names = Sequence[str]
 _Result = TypeVar("_Result")
@@ -66,6 +67,8 @@ class Bench:
         self._steps = 1
         self._next = 0
         self._fresh = 0  # steps not to be measured, after a switch
+        self._drawing = False  # whether a step draws its batch from the run's data, as the loop does
+        self._drawn: dict[int, tuple[Any, Iterator[Any]]] = {}  # iterations under way, by what is iterated
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -92,14 +95,65 @@ class Bench:
         """Return the median seconds of a step as given; what the user's own step throws passes through."""
         self.rewind()
         self._warm_up()
-        times = [self._timed(1) for _ in range(_BASELINE_BLOCKS)]
-        self._steps = max(1, min(_MOST_STEPS, round(_BLOCK_SECONDS / max(median(times), 1e-6))))
+        times = [self._timed(1) for _ in range(_native.BASELINE_BLOCKS)]
+        self._steps = _native.block_steps(median(times))
         if self._steps > 1:
-            times = [self._timed(self._steps) for _ in range(_BASELINE_BLOCKS)]
+            times = [self._timed(self._steps) for _ in range(_native.BASELINE_BLOCKS)]
         self.step_seconds = median(times)
+        self._look_at_data()
         self.optimizer_share = min(1.0, self._optimizer_seconds() / self.step_seconds)
         self.rewind()
         return self.step_seconds
+
+    def _look_at_data(self) -> None:
+        """Time drawing batches between steps; where it takes long enough to be seen, it is part of every step."""
+        run = self.run
+        if not run.owns_loop or not can_visit(run.data):
+            return
+        seconds: list[float] = []
+        with visit(run.data, run.params):
+            batches = iter(run.data)  # type: ignore[arg-type]
+            while len(seconds) < _DRAWS:
+                began = clock()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
+                seconds.append(clock() - began)
+                run.step(batch)
+                run.synchronize()
+            stop_drawing(batches)
+        fetching = median(seconds[1:] or [0.0])  # the first starts workers
+        run.fetch_share = fetching / (fetching + self.step_seconds)
+        self._drawing = run.fetch_share >= _LEAST_FETCH
+        if self._drawing:
+            self.step_seconds += fetching
+
+    @contextmanager
+    def _draw(self) -> Iterator[None]:
+        """Let steps draw from the run's data inside, if they do; no trace of that stays."""
+        if not self._drawing:
+            yield
+            return
+        with visit(self.run.given_data, self.run.params):
+            try:
+                yield
+            finally:
+                for _, batches in self._drawn.values():
+                    stop_drawing(batches)
+                self._drawn.clear()
+
+    def _batch(self) -> Any:
+        """Return the next batch: an example, or one from the data as they are in force."""
+        if not self._drawing:
+            return self.run.batches[self._next % len(self.run.batches)]
+        data: Any = self.run.data
+        _, batches = self._drawn.setdefault(id(data), (data, iter(())))
+        try:
+            return next(batches)
+        except StopIteration:  # an epoch's end
+            self._drawn[id(data)] = (data, iter(data))
+            return next(self._drawn[id(data)][1])
 
     def _optimizer_seconds(self) -> float:
         """Take a step and return what the user's optimizer takes of it."""
@@ -119,7 +173,7 @@ class Bench:
             self.run.original.register_step_post_hook(after),
         ]
         try:
-            self._step()
+            self._step(self.run.batches[0])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -134,10 +188,20 @@ class Bench:
             Where a side threw; nothing is in force then, and the state is restored.
         """
         # The duel counts one step for each block; what it may take is for all steps, those between blocks too.
-        taken = self._steps + self._settle(set(incumbent) ^ set(challenger))
+        changed = set(incumbent) ^ set(challenger)
+        usual = self._steps
+        if any(self.run.strategies[name].feeds for name in changed):
+            self._steps = max(usual, _FEED_STEPS)
+        taken = self._steps + self._settle(changed)
         options.budget_seconds /= taken
         options.repay_steps /= taken
-        duel = _native.Duel(options)
+        try:
+            with self._draw():
+                return self._duelled(incumbent, challenger, _native.Duel(options))
+        finally:
+            self._steps = usual
+
+    def _duelled(self, incumbent: Names, challenger: Names, duel: Any) -> tuple[Any, float]:
         self.guarded((), self.escrow.restore)
         self.guarded(incumbent, self._warm_up)
         began = clock()
@@ -159,7 +223,7 @@ class Bench:
         self.guarded((), self.escrow.restore)
         self._next = 0
         try:
-            self._step()
+            self._step(self.run.batches[0])
         finally:
             self.escrow.restore()
 
@@ -190,7 +254,7 @@ class Bench:
 
     def _settle(self, changed: Iterable[str]) -> int:
         steps = max((self.run.strategy(name).settle for name in changed), default=0)
-        return max(0, steps - 1) if self.step_seconds > _LONG_STEP else steps
+        return int(_native.settle_steps(steps, self.step_seconds))
 
     def _block(self) -> float:
         start = self._next
@@ -207,7 +271,7 @@ class Bench:
             if (found := shapes(batch)) not in seen:
                 seen.add(found)
                 self._next = index
-                self._step()
+                self._step(batch)
                 count += 1
         for _ in range(max(0, self._fresh + 1 - count)):
             self._step()
@@ -223,7 +287,6 @@ class Bench:
         self.run.synchronize()
         return max((clock() - began) / steps, 1e-9)
 
-    def _step(self) -> None:
-        batches = self.run.batches
-        self.loss = self.run.step(batches[self._next % len(batches)])
+    def _step(self, batch: Any = None) -> None:
+        self.loss = self.run.step(self._batch() if batch is None else batch)
         self._next += 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .. import _C
 from ..base import format_duration, format_size, log, system_info
 from ..report import Report, SettingLine, write_whole
 from .run import Run
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 __all__ = ["Plan"]
+
+_HEAP = "Trials leave memory laid out otherwise, and trimming it could then cost more than before."
 
 #: What makes `Plan.trainer`: rooms that stand on this one put their makers here.
 MAKERS: dict[str, Callable[[Plan], Trainer]] = {}
@@ -51,6 +54,7 @@ class Plan:
         state: Sequence[Any] = (),
         store: Any = None,
         seed: int = 0,
+        keep_heap: bool = False,
     ) -> None:
         self.certificate = certificate
         self.settings = settings
@@ -61,7 +65,10 @@ class Plan:
         self._monitor: PerformanceMonitor | None = None
         self._gpu: GPUConfig | None = None
         self._watch: Watch | None = None
-        if run.in_force:
+        self._may_keep_heap = keep_heap
+        self._heap: Any = None
+        self._keep_heap()
+        if any(not run.strategies[name].feeds for name in run.in_force):
             kind = widest(run.strategies[name].kind for name in run.in_force)
             self._watch = Watch(run, kind, state, self._taken_back, seed)
 
@@ -166,6 +173,8 @@ class Plan:
                 lines.append(f"  Turning it on took {once}, repaid after {entry.break_even_steps:.0f} steps.")
         lines += [f"Verified: {check}: {outcome}." for check, outcome in made.verification.items()]
         lines.append(f"Tuning took {format_duration(made.tuning_seconds)}{_repaid(made)}.")
+        if self._heap is not None:
+            lines.append(f"Memory: {self._heap.reason} {_HEAP} It costs: {self._heap.cost}")
         lines += [f"Since then: {event}." for event in made.events]
         memory = self.memory
         lines.append(f"Resident memory: {format_size(memory['now'])}, at its peak {format_size(memory['peak'])}.")
@@ -185,6 +194,8 @@ class Plan:
             )
             for entry in made.entries
         ]
+        if self._heap is not None:
+            lines.append(SettingLine(self._heap.name, "on", f"{self._heap.reason} {_HEAP}", self._heap.cost, None))
         timings = {"as given": made.baseline_seconds, "step": made.tuned_seconds if self.accepted else 0.0}
         counters = {"tuning_seconds": round(made.tuning_seconds, 3), "compile_seconds": round(made.compile_seconds, 3)}
         verdict = "; ".join(made.events) or f"{self.speedup[1]:.2f} times as fast as given."
@@ -211,11 +222,22 @@ class Plan:
         try:
             self._run.bring(())
         finally:
+            if self._heap is not None:
+                self._heap.revert()
+                self._heap = None
             if self._gpu is not None:
                 self._gpu.revert()
 
+    def _keep_heap(self) -> None:
+        """Without the allocator, trials may have left a heap that is trimmed more than before them."""
+        if self._may_keep_heap and "allocator" not in self._run.in_force:
+            setting = _C.trainer.keep_heap()
+            self._heap = setting if setting.is_applied else None
+
     def _taken_back(self, step: int, reason: str) -> None:
         self._watch = None
+        if self._heap is None:
+            self._keep_heap()
         names = set(self.accepted)
         entries = list(self.certificate.entries)
         for entry in entries:

@@ -52,6 +52,11 @@ class Run:
         Takes a whole step in place of the eager one; for strategies with ``needs_loop``.
     original : torch.optim.Optimizer
         The user's optimizer object; `optimizer` is the one that steps now.
+    given_data : iterable, optional
+        What `data` was before any strategy.
+    fetch_share : float
+        Of a step of the loop as given, what drawing its batch from `data` takes, as measured; 0 where `data` is no
+        loader or the loop is the user's.
     """
 
     def __init__(
@@ -75,6 +80,8 @@ class Run:
         self.own_step = step
         self.clip_norm = clip_norm
         self.data = data
+        self.given_data = data
+        self.fetch_share = 0.0
         self.owns_loop = owns_loop
         self.call = Call(model)
         self.micro_batches = 1

@@ -41,6 +41,8 @@ class Strategy:
         Judged again, on or off, after one of these has been accepted.
     needs_loop : bool
         Tried only where the plan takes the steps (``plan.step(batch)``), as it changes the loop itself.
+    feeds : bool
+        It changes what batches are drawn from, ``run.data``, and nothing of the step.
     settle : int
         Steps that are not measured after it was switched; one fewer where a step lasts over 50 ms.
     cost : str
@@ -48,7 +50,8 @@ class Strategy:
     hopeful : float
         A speedup that it cannot exceed: where even that cannot repay `expected_cost`, it is not tried.
     expected_speedup : float
-        Where it pays at all. What promises most is tried first, which makes every later trial cheaper.
+        Where it pays at all. What promises most is tried first, which makes every later trial cheaper. That of what
+        feeds follows from the time that drawing takes.
     """
 
     name: str = ""
@@ -57,6 +60,7 @@ class Strategy:
     requires: tuple[str, ...] = ()
     interacts: tuple[str, ...] = ()
     needs_loop: bool = False
+    feeds: bool = False
     settle: int = 1
     cost: str = ""
     hopeful: float = 3.0
@@ -95,8 +99,8 @@ def strategy(name: str, *, kind: Kind, **attributes: Any) -> Callable[[_Class], 
     kind : {"exact", "tolerance", "precision", "trade"}
         "exact" promises the same bits, and is held to it.
     **attributes
-        Of `Strategy`: ``group``, ``requires``, ``interacts``, ``needs_loop``, ``settle``, ``cost``, ``hopeful``,
-        ``expected_speedup``.
+        Of `Strategy`: ``group``, ``requires``, ``interacts``, ``needs_loop``, ``feeds``, ``settle``, ``cost``,
+        ``hopeful``, ``expected_speedup``.
 
     Raises
     ------

@@ -16,7 +16,7 @@ from . import measure
 from .escrow import Escrow
 from .measure import Bench, SideFailed
 from .run import Run
-from .strategy import Strategy, widest
+from .strategy import widest
 from .verify import Ruling, Verifier
 
 __all__ = ["Tuning", "named_by_user"]
@@ -26,6 +26,7 @@ _KEYS: dict[str, tuple[str, str]] = {
     "host_memory": ("allocator", "system"),
     "host_pool": ("allocator", "system"),
     "threads": ("threads", "keep"),
+    "affinity": ("threads", "keep"),
     "flush_denormals": ("flush_denormals", "off"),
     "layout": ("channels_last", "off"),
     "attention": ("attention", "default"),
@@ -34,9 +35,6 @@ _KEYS: dict[str, tuple[str, str]] = {
     "int8_state": ("optimizer_state", "fp32"),
     "compile": ("compile", "off"),
 }
-
-# Of a step, what its optimizer takes where a strategy for optimizers has its expected speedup.
-_USUAL_SHARE = 0.15
 
 
 def named_by_user(settings: PerformanceConfig) -> dict[str, Any]:
@@ -128,6 +126,11 @@ class Tuning:
         self._skipped[name] = reason
         log("warn", f"accelerate: {name} failed and is left out: {reason}")
 
+    @property
+    def may_tune_memory(self) -> bool:
+        """Whether the allocator's settings are the tuning's to choose on this run."""
+        return "allocator" in self.run.strategies and "allocator" not in self._skipped
+
     # -- measuring -----------------------------------------------------------------------------------------------
 
     def measure(self) -> Any:
@@ -157,7 +160,8 @@ class Tuning:
                 kind=cls.kind,
                 group=cls.group,
                 hopeful=cls.hopeful,
-                expected_speedup=self._expected(cls),
+                # Of what drawing takes, half may be hidden behind the step.
+                expected_speedup=1 / (1 - self.run.fetch_share / 2) if cls.feeds else cls.expected_speedup,
             )
             # A strategy that is not offered cannot be required or have been accepted.
             missing = [other for other in cls.requires if other not in self.run.strategies]
@@ -176,17 +180,11 @@ class Tuning:
         options = _native.SearchOptions.for_run(
             self.steps_planned, self.bench.step_seconds, self.budget or 0.0, self.seed
         )
+        options.optimizer_share = self.bench.optimizer_share
         search = _native.Search(facts, options)
         for name, reason in self._skipped.items():
             search.skip(name, reason)
         return search
-
-    def _expected(self, cls: type[Strategy]) -> float:
-        """What is tried first depends on where the time goes: Amdahl's law, by the optimizer's part of the step."""
-        part = self.bench.optimizer_share
-        if cls.group == "optimizer":
-            return 1 + (cls.expected_speedup - 1) * part / _USUAL_SHARE
-        return 1 / (1 - (1 - part) * (1 - 1 / cls.expected_speedup))
 
     def _try(self, trial: Any) -> Any:
         outcome = _native.TrialOutcome()

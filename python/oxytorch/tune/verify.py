@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..optim.generators import rng_state, set_rng_state
+from .batches import stop_drawing, visit
 from .call import widened
 from .chance import Draws, backward_error, draws, judge_draws, still
 from .escrow import Escrow
@@ -179,7 +179,7 @@ class Verifier:
         began = time.perf_counter()
         with self._charging(), self._ending(wanted):
             try:
-                self._check_data()
+                self._check_data(kind)
                 if kind == "exact":
                     reason = self._exact(wanted, count)
                 else:
@@ -614,22 +614,32 @@ class Verifier:
 
     # -- data ------------------------------------------------------------------------------------------------------
 
-    def _check_data(self) -> None:
+    def _check_data(self, kind: Kind) -> None:
         """A changed source of batches gives the same ones in the same order."""
         mine, usual = self.run.data, self._data
         if mine is usual or mine is None or usual is None:
             return
         if _length(mine) != _length(usual):
             raise _Wrong(f"an epoch has {_length(mine)} batches, {_length(usual)} as given")
-        held = rng_state(self.run.params)
-        found = []
+        found, after = [], []
         for source in (usual, mine):
-            set_rng_state(held)
-            found.append([_batch_digest(batch) for batch in islice(iter(source), _DATA)])
-        set_rng_state(held)
+            with visit(usual, self.run.params):
+                batches = iter(source)
+                found.append([_batch_digest(batch) for batch in islice(batches, _DATA)])
+                after.append(rng_digest(self.run))
+                stop_drawing(batches)
         if found[0] != found[1]:
             at = next((i for i, (a, b) in enumerate(zip(*found, strict=False)) if a != b), min(map(len, found)))
             raise _Wrong(f"batch {at + 1} of an epoch is another one")
+        if kind == "exact" and after[0] != after[1] and self._step_draws():
+            raise _Wrong("drawing batches leaves the random generators, of which a step draws, in another state")
+
+    def _step_draws(self) -> bool:
+        """Whether a step as given draws random numbers. The checks that follow begin anew."""
+        self._begin(())
+        before = rng_digest(self.run)
+        self.run.step(copied(self.run.batches[0]))
+        return rng_digest(self.run) != before
 
     def _note(self, words: str) -> None:
         if words not in self.notes:

@@ -46,6 +46,8 @@ class Watch:
     ) -> None:
         self._run = run
         self._names = run.in_force
+        # Where batches come from is not the step's: an epoch that begins beside a check is drawn as the others.
+        self._fed = tuple(name for name in self._names if run.strategies[name].feeds)
         self._state = tuple(state)
         self._taken_back = taken_back
         options = _native.GuardOptions(loss_tolerance=_TOLERANCE[kind], seed=seed)
@@ -118,7 +120,7 @@ class Watch:
                 action = self.guard.before()
             if action == "roll back":
                 return self._roll_back(self.guard.reason)
-            wanted: Sequence[str] = () if action == "run without" else self._names
+            wanted: Sequence[str] = self._fed if action == "run without" else self._names
             if tuple(wanted) != self._run.in_force:
                 self._run.bring(wanted)
         except Exception as error:  # the run goes on as it was given

@@ -54,6 +54,14 @@ def last_batch_of_the_epoch_dropped(run: Run, now: Callable[[], bool]) -> Iterat
         yield
 
 
+@fault("gpt", "exact")
+def epochs_begin_without_drawing_their_seed(run: Run, now: Callable[[], bool]) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        batches = list(run.data)  # dropout goes on from another state than after a loader's first draw
+    with set_for(run, data=batches):
+        yield
+
+
 @fault("mlp", "exact")
 def batches_in_another_order(run: Run, now: Callable[[], bool]) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):

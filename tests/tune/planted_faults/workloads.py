@@ -77,7 +77,8 @@ def gpt(device: torch.device) -> Run:
     def loss(m: nn.Module, b: Any) -> Tensor:
         return F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten())
 
-    return Run(model, optimizer, loss, batches, owns_loop=True)
+    loader = DataLoader(TensorDataset(torch.randint(31, (40, 12)), torch.randint(31, (40, 12))), batch_size=8)
+    return Run(model, optimizer, loss, batches, data=loader, owns_loop=True)
 
 
 class Loop:
