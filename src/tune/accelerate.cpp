@@ -135,8 +135,8 @@ class Tuning {
     std::vector<tune::StrategyFacts> facts;
     for (const auto& s : strategies_) {
       facts.push_back({s.name, s.kind, s.traits.group, offered_of(s.traits.requires_), s.traits.interacts,
-                       skipped_.contains(s.name) ? 0 : run_.strategy(s.name).expected_cost(run_), s.traits.hopeful,
-                       s.traits.expected_speedup});
+                       s.traits.renewed_by, skipped_.contains(s.name) ? 0 : run_.strategy(s.name).expected_cost(run_),
+                       s.traits.hopeful, s.traits.expected_speedup});
     }
     auto bounds = tune::SearchOptions::for_run(options_.steps_planned(), bench_.step_seconds(), options_.budget(),
                                                options_.seed());
@@ -213,13 +213,24 @@ class Tuning {
   }
 
   tune::TrialOutcome outcome(const tune::Trial& trial) {
+    const auto began = Clock::now();
+    auto found = tried(trial);
+    const auto costly = [&](const auto& name) { return run_.strategy(name).expected_cost(run_) > 0; };
+    if (costly(trial.strategy)) {
+      compiling_ += seconds_since(began);  // its trial is part of what it costs, and it says when that is repaid
+    } else if (std::any_of(trial.challenger.begin(), trial.challenger.end(), costly)) {
+      compiling_ += found.cost_seconds;
+    }
+    return found;
+  }
+
+  tune::TrialOutcome tried(const tune::Trial& trial) {
     tune::TrialOutcome outcome;
     const auto began = Clock::now();
     try {
       std::tie(outcome.duel, outcome.cost_seconds) = bench_.duel(trial.incumbent, trial.challenger, trial.duel);
       outcome.spent_seconds = std::max(1e-9, seconds_since(began) - outcome.cost_seconds);
       if (trial.incumbent.empty()) alone_ = {trial.challenger, outcome.duel};
-      if (!trial.removal && run_.strategy(trial.strategy).expected_cost(run_) > 0) compiling_ += outcome.cost_seconds;
       if (outcome.duel.decision != tune::Decision::Accept) return outcome;
       const auto ruling = verify_with(glance(), trial.challenger);
       evidence_[trial.strategy] = ruling.evidence;

@@ -13,9 +13,9 @@ namespace oxytorch::tune {
 namespace {
 
 constexpr std::uint64_t kOrderStream = 1;
-/// Of the error allowed, what the first look may spend: a clear case ends there, and a later look has pairs enough to
-/// do with little.
-constexpr double kFirstShare = 0.8;
+/// Of the error allowed, what the first look may spend: with that of a trial, 2 of the 512 signs of nine pairs. More
+/// would take no other outcome there, and the later looks, to which a disturbed pair leads, need the rest.
+constexpr double kFirstShare = 0.56;
 constexpr double kLookGrowth = 1.5;
 /// A challenger is much slower where each of its first pairs took over this factor.
 constexpr double kMuchSlower = 1.1;

@@ -24,9 +24,10 @@ constexpr Mask bit(std::size_t i) { return Mask{1} << i; }
 
 struct Item {
   StrategyFacts facts;
-  Mask needs = 0;   ///< requires_
-  Mask ties = 0;    ///< interacts, both ways
-  Mask rivals = 0;  ///< others of its group
+  Mask needs = 0;     ///< requires_
+  Mask ties = 0;      ///< interacts, both ways
+  Mask rivals = 0;    ///< others of its group
+  Mask renewers = 0;  ///< renewed_by
   CertificateEntry entry;
   bool tried = false;
   bool settled = false;  ///< failed, refused or skipped: not asked for again
@@ -44,7 +45,7 @@ struct Move {
 
 // Of SearchOptions::for_run().
 constexpr double kBudgetSteps = 60;
-constexpr double kRepaySteps = 240;
+constexpr double kRepaySteps = 220;
 constexpr double kConcludeSteps = 50;
 constexpr double kShortRun = 0.02;    // of its steps, for trials
 constexpr double kShortRepay = 0.03;  // of its steps, in which what was spent is to be repaid
@@ -116,6 +117,9 @@ struct Search::Impl {
                 in_quotes(name), ", which is none of the strategies; ", did_you_mean(name, names(~Mask{0})),
                 "give it too.");
       item.needs |= bit(other);
+    }
+    for (const std::string& name : item.facts.renewed_by) {
+      if (const std::size_t other = index_of(name); other < items.size() && other != i) item.renewers |= bit(other);
     }
     for (const std::string& name : item.facts.interacts) {
       const std::size_t other = index_of(name);
@@ -211,16 +215,27 @@ struct Search::Impl {
     options.step_seconds = seconds;
   }
 
-  /// Whether what is in force and took a one-off cost has to take it again for a change of this strategy.
+  /// What is in force, took a one-off cost and has to take it again for a change of this strategy: seconds in all.
   [[nodiscard]] double repeated_cost(std::size_t i) const {
     double cost = 0;
+    const Mask changed = bit(i) | (items[i].rivals & force);
     for (std::size_t j = 0; j < items.size(); ++j) {
-      if (in_force(j) && is_costly(j) && (items[i].ties & bit(j)) != 0) cost += items[j].entry.cost_seconds;
+      if (j == i || !in_force(j) || !is_costly(j) || (items[i].rivals & bit(j)) != 0) continue;
+      const Mask renewers = items[j].facts.renewed_by.empty() ? items[j].ties : items[j].renewers;
+      if ((renewers & changed) != 0) cost += items[j].entry.cost_seconds;
     }
     return cost;
   }
 
-  /// Seconds outside of duels, or of one, for the account of the trial under way.
+  /// Whether that is little beside what the strategy promises to save soon.
+  [[nodiscard]] bool worth_repeating(std::size_t i) const {
+    const double cost = repeated_cost(i);
+    if (cost <= 0 || options.repay_steps <= 0) return can_afford(cost);
+    const double promised = std::max(items[i].facts.expected_speedup, hope(items[i]));
+    return cost < options.repay_steps * step_seconds * (1 - 1 / std::max(1.0, promised));
+  }
+
+  /// Seconds of a trial, or outside of trials, for the account of what is on trial.
   void charge(double seconds) {
     if (!pending || !is_costly(pending->item)) spent += seconds;
   }
@@ -246,6 +261,7 @@ struct Search::Impl {
       if (item.tried || item.settled || (item.needs & ~force) != 0) continue;
       if (!is_costly(i) && out_of_budget()) continue;
       if (is_costly(i) && !worth_its_cost(i)) continue;
+      if (!is_costly(i) && !worth_repeating(i)) continue;
       if (!best || item.facts.expected_speedup > items[*best].facts.expected_speedup) best = i;
     }
     if (!best) return std::nullopt;
@@ -273,7 +289,7 @@ struct Search::Impl {
   [[nodiscard]] std::optional<Move> again() const {
     for (std::size_t i = 0; i < items.size(); ++i) {
       const Item& item = items[i];
-      if (!item.tried || item.settled || !stale(item) || !can_afford(repeated_cost(i))) continue;
+      if (!item.tried || item.settled || !stale(item) || !worth_repeating(i)) continue;
       // What others could make of it at most would leave it worth having.
       if (in_force(i) && item.entry.speedup && item.entry.speedup->low > kInterplay) continue;
       const Move move{i, in_force(i) ? sound(force & ~bit(i)) : with(force, i), in_force(i), true};
@@ -286,7 +302,7 @@ struct Search::Impl {
   [[nodiscard]] std::optional<Move> two() const {
     for (std::size_t i = 0; i < items.size(); ++i) {
       const Item& item = items[i];
-      if (!item.tried || item.settled || in_force(i) || !can_repay(item) || !can_afford(repeated_cost(i))) continue;
+      if (!item.tried || item.settled || in_force(i) || !can_repay(item) || !worth_repeating(i)) continue;
       for (std::size_t j = 0; j < items.size(); ++j) {
         const Item& other = items[j];
         if ((item.ties & bit(j)) == 0 || (item.rivals & bit(j)) != 0 || other.settled || !other.tried) continue;
@@ -400,6 +416,10 @@ struct Search::Impl {
   [[nodiscard]] std::string why_untried(const Item& item) const {
     if (const Mask missing = item.needs & ~force; missing != 0) {
       return "It needs " + list_of(names(missing), true) + ", which is not in force.";
+    }
+    if (!is_costly(index_of(item.facts.name)) && !worth_repeating(index_of(item.facts.name))) {
+      return "Trying it would take " + monitor::format_seconds(repeated_cost(index_of(item.facts.name))) +
+             " of one-off costs of what is in force again.";
     }
     if (out_of_budget()) {
       return "The budget of " + monitor::format_seconds(budget()) + " was spent before its turn.";

@@ -223,6 +223,30 @@ TEST(Search, WhatIsPromisedDependsOnWhereTheTimeGoes) {
   EXPECT_THROW(first(1.5), Error);
 }
 
+TEST(Search, TriesWhatTakesACostAnewOnlyWhereItRepaysThatSoon) {
+  const Landscape seconds = [](const Names& on) {
+    return (has(on, "compile") ? 0.5 : 1.0) / (has(on, "other") ? 1.2 : 1.0) / (has(on, "beside") ? 1.2 : 1.0);
+  };
+  const auto best = [&](double expected, double repay_steps) {
+    Search search({{.name = "compile",
+                    .interacts = {"other", "beside"},
+                    .renewed_by = {"other"},
+                    .expected_cost = 30,
+                    .expected_speedup = 2},
+                   {.name = "other", .expected_speedup = expected},
+                   {.name = "beside"}},
+                  {.steps_planned = 100'000, .step_seconds = 1, .budget_seconds = 1000, .repay_steps = repay_steps});
+    const Spent spent = explore(search, {.seconds = seconds, .cost = {{"compile", 30}}});
+    if (!has(spent.best, "other")) {
+      EXPECT_THAT(search.entries()[1].reason, HasSubstr("one-off costs"));
+    }
+    return spent.best;
+  };
+  EXPECT_THAT(best(1.1, 240), ElementsAre("compile", "beside"));
+  EXPECT_THAT(best(1.5, 240), ElementsAre("compile", "other", "beside"));
+  EXPECT_THAT(best(1.1, 0), ElementsAre("compile", "other", "beside"));
+}
+
 TEST(Search, MaySpendWhatTheSavingRepaysSoon) {
   std::vector<StrategyFacts> strategies{{.name = "good", .expected_speedup = 2}};
   for (int i = 0; i < 30; ++i) strategies.push_back({.name = "null_" + std::to_string(i)});
@@ -251,7 +275,7 @@ TEST(Search, TriesAgainOnlyWhatTheSavingRepays) {
 TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
   const auto usual = SearchOptions::for_run(10'000, 0.5, 0, 7);
   EXPECT_DOUBLE_EQ(usual.budget_seconds, 60 * 0.5);
-  EXPECT_DOUBLE_EQ(usual.repay_steps, 240);
+  EXPECT_DOUBLE_EQ(usual.repay_steps, 220);
   EXPECT_DOUBLE_EQ(usual.conclude_steps, 50);
   EXPECT_EQ(usual.seed, 7);
   const auto brief = SearchOptions::for_run(1'000, 0.5, 0, 7);

@@ -61,7 +61,7 @@ struct OXY_API Certificate {
   double tuned_seconds = 0;         ///< median step with all that was accepted
   std::optional<Interval> speedup;  ///< all together, measured at the end in a duel of its own
   double tuning_seconds = 0;        ///< everything but compiling
-  double compile_seconds = 0;
+  double compile_seconds = 0;       ///< of what takes a one-off cost: that cost, also anew, and its trials
   std::vector<CertificateEntry> entries;
   std::map<std::string, std::string> verification;  ///< how the whole was verified: check -> outcome
   std::vector<std::string> events;  ///< what happened since: reused, canary, rolled back; each with its step

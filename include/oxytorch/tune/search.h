@@ -21,7 +21,9 @@ struct StrategyFacts {
   std::string group = {};                   ///< at most one strategy of a group is in force; empty: alone
   std::vector<std::string> requires_ = {};  ///< tried only where all of these are in force
   std::vector<std::string> interacts = {};  ///< tried again, on or off, when one of these changed since; mutual
-  double expected_cost = 0;                 ///< seconds that turning it on takes once (compiling), before it was tried
+  /// Of one with an expected cost: it takes that cost anew where one of these is turned on or off. Empty: interacts.
+  std::vector<std::string> renewed_by = {};
+  double expected_cost = 0;  ///< seconds that turning it on takes once (compiling), before it was tried
   double hopeful = 3;  ///< speedup that it cannot exceed; where even that cannot repay expected_cost, it is skipped
   double expected_speedup = 1.05;  ///< where it pays at all; what promises most is tried first
 };
@@ -39,7 +41,7 @@ struct SearchOptions {
   DuelOptions duel = {};  ///< of each trial; seed and what is left of the budget are filled in
 
   /// What every driver of a search uses: trials may take what 60 steps take as given, at least 3 s, or what
-  /// the saving so far repays within 240 steps, less 50 steps for concluding; of a short run no more than 2 % and 3 %.
+  /// the saving so far repays within 220 steps, less 50 steps for concluding; of a short run no more than 2 % and 3 %.
   /// What was on trial before may be again while half of what is repaid is left.
   /// `budget_seconds` above 0 is all instead.
   [[nodiscard]] OXY_API static SearchOptions for_run(std::int64_t steps_planned, double step_seconds,
@@ -72,7 +74,8 @@ struct TrialOutcome {
 /// `interacts` ties together, wherever something accepted has changed the ground since it was judged: a rejected
 /// strategy again, an accepted one off, a rejected one in place of an accepted one, two rejected ones together. They
 /// end when nothing is left to ask or the budget is spent; no two combinations meet twice. What has an expected cost is
-/// tried outside of that budget, as far as `cost_share` goes. A strategy is kept only where its saving over
+/// tried outside of that budget, as far as `cost_share` goes. What would
+/// have such a cost taken anew is tried only where it promises to repay that soon. A strategy is kept only where its saving over
 /// `steps_planned` exceeds its cost. ask() and tell() alternate; ask() again before tell() names the same trial.
 /// Deterministic.
 class OXY_API Search {

@@ -59,10 +59,12 @@ struct StrategyTraits {
   std::string group = {};                   ///< at most one strategy of a group is in force
   std::vector<std::string> requires_ = {};  ///< tried only where these are in force
   std::vector<std::string> interacts = {};  ///< judged again, on or off, after one of these has been accepted
-  int settle = 1;                           ///< steps not measured after it was switched; of over 50 ms, one fewer
-  std::string cost = {};                    ///< what it costs beside time, one sentence; empty where nothing
-  double hopeful = 3;                       ///< a speedup that it cannot exceed
-  double expected_speedup = 1.05;           ///< where it pays at all; what promises most is tried first
+  /// Of one with an expected cost: it takes that cost anew where one of these is turned on or off; empty: interacts.
+  std::vector<std::string> renewed_by = {};
+  int settle = 1;                  ///< steps not measured after it was switched; of over 50 ms, one fewer
+  std::string cost = {};           ///< what it costs beside time, one sentence; empty where nothing
+  double hopeful = 3;              ///< a speedup that it cannot exceed
+  double expected_speedup = 1.05;  ///< where it pays at all; what promises most is tried first
 };
 
 struct RegisteredStrategy {

@@ -84,7 +84,7 @@ class DuelOptions:
         *,
         threshold: typing.SupportsFloat | typing.SupportsIndex = 1.01,
         confidence: typing.SupportsFloat | typing.SupportsIndex = 0.95,
-        false_accept: typing.SupportsFloat | typing.SupportsIndex = 0.005,
+        false_accept: typing.SupportsFloat | typing.SupportsIndex = 0.007,
         least_pairs: typing.SupportsInt | typing.SupportsIndex = 9,
         most_pairs: typing.SupportsInt | typing.SupportsIndex = 40,
         worth: typing.SupportsFloat | typing.SupportsIndex = 1.0,
@@ -315,6 +315,7 @@ class StrategyFacts:
         group: str = "",
         requires: collections.abc.Sequence[str] = [],
         interacts: collections.abc.Sequence[str] = [],
+        renewed_by: collections.abc.Sequence[str] = [],
         expected_cost: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         hopeful: typing.SupportsFloat | typing.SupportsIndex = 3.0,
         expected_speedup: typing.SupportsFloat | typing.SupportsIndex = 1.05,
@@ -335,6 +336,10 @@ class StrategyFacts:
     def interacts(self) -> list[str]: ...
     @interacts.setter
     def interacts(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    @property
+    def renewed_by(self) -> list[str]: ...
+    @renewed_by.setter
+    def renewed_by(self, arg0: collections.abc.Sequence[str]) -> None: ...
     @property
     def requires(self) -> list[str]: ...
     @requires.setter

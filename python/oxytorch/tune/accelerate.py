@@ -58,7 +58,8 @@ def accelerate(
     Whole steps are taken on example batches with and without each strategy, in turn. Then model, optimizer and random
     generators are put back and proven to be bit for bit what they were, and what was accepted is put in force on them:
     the same loop trains on, faster. A strategy that throws, does not pay or changes numbers beyond what it claims is
-    left out, and its reason is in the plan.
+    left out, and its reason is in the plan. Where the allocator was on offer and is not in force, glibc's heap is not
+    trimmed until `plan.revert()`, since trials leave it laid out otherwise.
 
     Parameters
     ----------
@@ -92,7 +93,7 @@ def accelerate(
         Reuse the certificate of an earlier run after a short check, and store this one; a text is the folder.
     budget : float, optional
         Seconds for all trials, compiling apart. Unless given: what 60 steps take, at least 3 s, or
-        what the saving so far repays within 240 steps with what verifying it all takes; of a short run 2 %.
+        what the saving so far repays within 220 steps with what verifying it all takes; of a short run 2 %.
     seed : int
         Of the order of measuring and of the referee.
     progress : bool, optional

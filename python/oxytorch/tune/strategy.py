@@ -39,6 +39,9 @@ class Strategy:
         Tried only where these are in force.
     interacts : tuple of str
         Judged again, on or off, after one of these has been accepted.
+    renewed_by : tuple of str
+        Of one with an expected cost: it takes that cost anew where one of these is turned on or off; of what interacts
+        with it where empty.
     needs_loop : bool
         Tried only where the plan takes the steps (``plan.step(batch)``), as it changes the loop itself.
     feeds : bool
@@ -59,6 +62,7 @@ class Strategy:
     group: str = ""
     requires: tuple[str, ...] = ()
     interacts: tuple[str, ...] = ()
+    renewed_by: tuple[str, ...] = ()
     needs_loop: bool = False
     feeds: bool = False
     settle: int = 1
@@ -99,8 +103,8 @@ def strategy(name: str, *, kind: Kind, **attributes: Any) -> Callable[[_Class], 
     kind : {"exact", "tolerance", "precision", "trade"}
         "exact" promises the same bits, and is held to it.
     **attributes
-        Of `Strategy`: ``group``, ``requires``, ``interacts``, ``needs_loop``, ``feeds``, ``settle``, ``cost``,
-        ``hopeful``, ``expected_speedup``.
+        Of `Strategy`: ``group``, ``requires``, ``interacts``, ``renewed_by``, ``needs_loop``, ``feeds``, ``settle``,
+        ``cost``, ``hopeful``, ``expected_speedup``.
 
     Raises
     ------

@@ -168,6 +168,7 @@ class Tuning:
             if missing and name not in self._skipped:
                 self._skipped[name] = f"needs {missing[0]}, which is not offered"
             one.requires = [other for other in cls.requires if other in self.run.strategies]
+            one.renewed_by = [other for other in cls.renewed_by if other in self.run.strategies]
             one.interacts = [other for other in cls.interacts if other in self.run.strategies]
             if name not in self._skipped:
                 try:
@@ -193,8 +194,6 @@ class Tuning:
             outcome.duel, outcome.cost_seconds = self.bench.duel(trial.incumbent, trial.challenger, trial.duel)
             outcome.spent_seconds = max(1e-9, measure.clock() - began - outcome.cost_seconds)
             self._alone = (list(trial.challenger), outcome.duel) if not trial.incumbent else self._alone
-            if trial.strategy in self._compiles and not trial.removal:
-                self.compiling += outcome.cost_seconds
             if outcome.duel.decision == "accept":
                 ruling = self._glance(trial.challenger)
                 self._evidence[trial.strategy] = dict(ruling.evidence)
@@ -204,6 +203,10 @@ class Tuning:
         except SideFailed as failure:
             outcome.failed, outcome.reason = True, self._blame(failure)
             log("warn", f"accelerate: {trial.strategy} failed and is left out: {outcome.reason}")
+        if trial.strategy in self._compiles:  # its trial is part of what it costs, and it says when that is repaid
+            self.compiling += measure.clock() - began
+        elif self._compiles.intersection(trial.challenger):
+            self.compiling += outcome.cost_seconds
         return outcome
 
     def _blame(self, failure: SideFailed) -> str:

@@ -29,6 +29,8 @@ _TRACED = (
     "efficient_attention",
     "cudnn_attention",
 )
+# Where one of these changes, a function is compiled anew: the operators are others, or guards on dtype and layout fail.
+_RENEWED_BY = (*_TRACED, "bf16_autocast", "onednn_bf16", "channels_last", "channels_last_3d")
 _INTERACTS = ("bf16_autocast", "channels_last", "allocator", "host_pool", "math_attention", "math_attention_bf16")
 
 
@@ -146,12 +148,20 @@ def _write_record(key: str, seconds: float) -> None:
         pass  # it only makes the next guess better
 
 
-@strategy("compile", kind="tolerance", group="compile", interacts=_INTERACTS, hopeful=2.5, expected_speedup=1.1)
+@strategy(
+    "compile",
+    kind="tolerance",
+    group="compile",
+    interacts=_INTERACTS,
+    renewed_by=_RENEWED_BY,
+    hopeful=2.5,
+    expected_speedup=1.1,
+)
 class Compile(_Compile):
     """`torch.compile` in its default mode."""
 
 
-@strategy("compile_dynamic", kind="tolerance", group="compile", interacts=_INTERACTS)
+@strategy("compile_dynamic", kind="tolerance", group="compile", interacts=_INTERACTS, renewed_by=_RENEWED_BY)
 class CompileDynamic(_Compile):
     """`torch.compile` with sizes as variables, for batches that differ in shape."""
 
@@ -164,7 +174,13 @@ class CompileDynamic(_Compile):
 
 
 @strategy(
-    "compile_max_autotune", kind="tolerance", group="compile", interacts=_INTERACTS, hopeful=2.5, expected_speedup=1.0
+    "compile_max_autotune",
+    kind="tolerance",
+    group="compile",
+    interacts=_INTERACTS,
+    renewed_by=_RENEWED_BY,
+    hopeful=2.5,
+    expected_speedup=1.0,
 )
 class CompileMaxAutotune(_Compile):
     """`torch.compile` that times several kernels for each product."""
@@ -173,7 +189,7 @@ class CompileMaxAutotune(_Compile):
     _usual_seconds = 60.0
 
 
-@strategy("compile_reduce_overhead", kind="tolerance", group="compile", interacts=_INTERACTS)
+@strategy("compile_reduce_overhead", kind="tolerance", group="compile", interacts=_INTERACTS, renewed_by=_RENEWED_BY)
 class CompileReduceOverhead(_Compile):
     """`torch.compile` with the kernels of a graph launched as one."""
 
