@@ -45,7 +45,7 @@ struct Move {
 
 // Of SearchOptions::for_run().
 constexpr double kBudgetSteps = 60;
-constexpr double kRepaySteps = 220;
+constexpr double kRepaySteps = 240;
 constexpr double kConcludeSteps = 50;
 constexpr double kShortRun = 0.02;    // of its steps, for trials
 constexpr double kShortRepay = 0.03;  // of its steps, in which what was spent is to be repaid

@@ -275,7 +275,7 @@ TEST(Search, TriesAgainOnlyWhatTheSavingRepays) {
 TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
   const auto usual = SearchOptions::for_run(10'000, 0.5, 0, 7);
   EXPECT_DOUBLE_EQ(usual.budget_seconds, 60 * 0.5);
-  EXPECT_DOUBLE_EQ(usual.repay_steps, 220);
+  EXPECT_DOUBLE_EQ(usual.repay_steps, 240);
   EXPECT_DOUBLE_EQ(usual.conclude_steps, 50);
   EXPECT_EQ(usual.seed, 7);
   const auto brief = SearchOptions::for_run(1'000, 0.5, 0, 7);

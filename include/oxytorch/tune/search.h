@@ -41,7 +41,7 @@ struct SearchOptions {
   DuelOptions duel = {};  ///< of each trial; seed and what is left of the budget are filled in
 
   /// What every driver of a search uses: trials may take what 60 steps take as given, at least 3 s, or what
-  /// the saving so far repays within 220 steps, less 50 steps for concluding; of a short run no more than 2 % and 3 %.
+  /// the saving so far repays within 240 steps, less 50 steps for concluding; of a short run no more than 2 % and 3 %.
   /// What was on trial before may be again while half of what is repaid is left.
   /// `budget_seconds` above 0 is all instead.
   [[nodiscard]] OXY_API static SearchOptions for_run(std::int64_t steps_planned, double step_seconds,

@@ -93,7 +93,7 @@ def accelerate(
         Reuse the certificate of an earlier run after a short check, and store this one; a text is the folder.
     budget : float, optional
         Seconds for all trials, compiling apart. Unless given: what 60 steps take, at least 3 s, or
-        what the saving so far repays within 220 steps with what verifying it all takes; of a short run 2 %.
+        what the saving so far repays within 240 steps with what verifying it all takes; of a short run 2 %.
     seed : int
         Of the order of measuring and of the referee.
     progress : bool, optional
