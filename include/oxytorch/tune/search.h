@@ -75,9 +75,9 @@ struct TrialOutcome {
 /// strategy again, an accepted one off, a rejected one in place of an accepted one, two rejected ones together. They
 /// end when nothing is left to ask or the budget is spent; no two combinations meet twice. What has an expected cost is
 /// tried outside of that budget, as far as `cost_share` goes. What would
-/// have such a cost taken anew is tried only where it promises to repay that soon. A strategy is kept only where its saving over
-/// `steps_planned` exceeds its cost. ask() and tell() alternate; ask() again before tell() names the same trial.
-/// Deterministic.
+/// have such a cost taken anew is tried only where it promises to repay that soon. A strategy is kept only where its
+/// saving over `steps_planned` exceeds its cost. ask() and tell() alternate; ask() again before tell() names the same
+/// trial. Deterministic.
 class OXY_API Search {
  public:
   /// Error(InvalidArgument) for two strategies of one name, for names in requires_ that do not exist, for over 64.
