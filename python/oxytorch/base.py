@@ -162,7 +162,8 @@ def system_info() -> dict[str, Any]:
     dict
         ``processor`` (str); ``isa`` (str, that native kernels use) and ``isas`` (those this processor can run);
         ``cores`` with ``logical``, ``physical``, ``affinity``, ``quota`` (processors' worth of time a cgroup allows),
-        ``usable`` (threads to use: affinity capped by quota) and ``usable_physical`` (the same, each core once);
+        ``usable`` (threads to use: affinity capped by quota), ``usable_physical`` (the same, each core once),
+        ``one_a_core`` (list of int: the first allowed thread of each core) and ``last_level_caches`` (int, of those);
         ``memory`` in bytes with ``physical``, ``cgroup_limit``, ``limit``, ``available``, ``resident`` and
         ``peak_resident``; ``features`` (bool by instruction set, and ``native_bf16`` and ``native_fp16``). Unknown
         values are None.

@@ -57,6 +57,8 @@ void on_each_thread(const Function& function) {
   });
 }
 
+constexpr const char* kInsideRegion = "called inside a parallel region, from where the other threads are out of reach.";
+
 using UnaryOut = at::Tensor& (*)(at::Tensor&, const at::Tensor&);
 
 /// What ATen/cpu/vml.h hands to MKL.
@@ -112,10 +114,7 @@ FlushState flush_state() {
 
 HostSetting flush_denormals() {
   constexpr const char* kName = "flush_denormals";
-  if (at::in_parallel_region()) {
-    return HostSetting::refused(kName,
-                                "called inside a parallel region, from where the other threads are out of reach.");
-  }
+  if (at::in_parallel_region()) return HostSetting::refused(kName, kInsideRegion);
   const auto before = flush_state();
   if (before.flushing == before.threads) {
     return HostSetting::refused(kName, "all " + std::to_string(before.threads) + " threads flush denormals already.");
@@ -143,10 +142,7 @@ HostSetting flush_denormals() {
 
 HostSetting pin_threads() {
   constexpr const char* kName = "pinned_threads";
-  if (at::in_parallel_region()) {
-    return HostSetting::refused(kName,
-                                "called inside a parallel region, from where the other threads are out of reach.");
-  }
+  if (at::in_parallel_region()) return HostSetting::refused(kName, kInsideRegion);
   const auto threads = static_cast<std::size_t>(at::get_num_threads());
   if (threads == 1) return HostSetting::refused(kName, "there is one intra-op thread.");
   for (const char* variable : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}) {

@@ -413,12 +413,13 @@ struct Search::Impl {
     if (!move.removal && outcome.cost_seconds > 0) items[move.item].entry.break_even_steps = steps;
   }
 
-  [[nodiscard]] std::string why_untried(const Item& item) const {
+  [[nodiscard]] std::string why_untried(std::size_t i) const {
+    const Item& item = items[i];
     if (const Mask missing = item.needs & ~force; missing != 0) {
       return "It needs " + list_of(names(missing), true) + ", which is not in force.";
     }
-    if (!is_costly(index_of(item.facts.name)) && !worth_repeating(index_of(item.facts.name))) {
-      return "Trying it would take " + monitor::format_seconds(repeated_cost(index_of(item.facts.name))) +
+    if (!is_costly(i) && !worth_repeating(i)) {
+      return "Trying it would take " + monitor::format_seconds(repeated_cost(i)) +
              " of one-off costs of what is in force again.";
     }
     if (out_of_budget()) {
@@ -524,9 +525,10 @@ std::vector<std::string> Search::best() const { return impl_->names(impl_->force
 
 std::vector<CertificateEntry> Search::entries() const {
   std::vector<CertificateEntry> list;
-  for (const Item& item : impl_->items) {
+  for (std::size_t i = 0; i < impl_->items.size(); ++i) {
+    const Item& item = impl_->items[i];
     list.push_back(item.entry);
-    if (!item.tried && !item.settled) list.back().reason = impl_->why_untried(item);
+    if (!item.tried && !item.settled) list.back().reason = impl_->why_untried(i);
   }
   return list;
 }

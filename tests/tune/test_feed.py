@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -152,6 +153,32 @@ def test_a_loader_that_is_quick_or_saved_is_left_alone() -> None:
     run = run_of(Resumable(Rows()))
     assert "position is saved" in str(run.strategy("prefetch").applies(run))
     assert "DataLoader" in str(run.strategy("loader_workers").applies(run))
+
+
+def test_batches_are_ready_before_they_are_asked_for() -> None:
+    class Source:
+        drawn = tuple(threading.Event() for _ in range(3))
+
+        def __iter__(self) -> Iterator[int]:
+            for number, event in enumerate(self.drawn):
+                event.set()
+                yield number
+
+    ahead = iter(Prefetched(Source(), depth=2))
+    assert next(ahead) == 0
+    assert all(event.wait(10) for event in Source.drawn)
+    assert list(ahead) == [1, 2]
+
+
+def test_workers_draw_in_other_processes() -> None:
+    class Processes(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return self.x[index], torch.tensor(os.getpid())
+
+    run = run_of(DataLoader(Processes(), batch_size=4))
+    assert all((y == os.getpid()).all() for _, y in run.given_data or ())
+    run.bring(["loader_workers"])
+    assert all((y != os.getpid()).all() for _, y in run.data or ())
 
 
 def test_what_the_loader_throws_comes_in_its_place() -> None:

@@ -230,14 +230,13 @@ class Plan:
 
     def _keep_heap(self) -> None:
         """Without the allocator, trials may have left a heap that is trimmed more than before them."""
-        if self._may_keep_heap and "allocator" not in self._run.in_force:
+        if self._may_keep_heap and self._heap is None and "allocator" not in self._run.in_force:
             setting = _C.trainer.keep_heap()
             self._heap = setting if setting.is_applied else None
 
     def _taken_back(self, step: int, reason: str) -> None:
         self._watch = None
-        if self._heap is None:
-            self._keep_heap()
+        self._keep_heap()
         names = set(self.accepted)
         entries = list(self.certificate.entries)
         for entry in entries:

@@ -37,6 +37,9 @@ _INTERACTS = ("bf16_autocast", "channels_last", "allocator", "host_pool", "math_
 class _Compile(Strategy):
     """The model's forward and backward by torch's compiler, random numbers drawn as without it."""
 
+    group = "compile"
+    interacts = _INTERACTS
+    renewed_by = _RENEWED_BY
     _mode = "default"
     _dynamic = False
     _usual_seconds = 20.0  # on two cores, where no compile of this mode was ever timed on this machine
@@ -148,20 +151,12 @@ def _write_record(key: str, seconds: float) -> None:
         pass  # it only makes the next guess better
 
 
-@strategy(
-    "compile",
-    kind="tolerance",
-    group="compile",
-    interacts=_INTERACTS,
-    renewed_by=_RENEWED_BY,
-    hopeful=2.5,
-    expected_speedup=1.1,
-)
+@strategy("compile", kind="tolerance", hopeful=2.5, expected_speedup=1.1)
 class Compile(_Compile):
     """`torch.compile` in its default mode."""
 
 
-@strategy("compile_dynamic", kind="tolerance", group="compile", interacts=_INTERACTS, renewed_by=_RENEWED_BY)
+@strategy("compile_dynamic", kind="tolerance")
 class CompileDynamic(_Compile):
     """`torch.compile` with sizes as variables, for batches that differ in shape."""
 
@@ -173,15 +168,7 @@ class CompileDynamic(_Compile):
         return super().applies(run)
 
 
-@strategy(
-    "compile_max_autotune",
-    kind="tolerance",
-    group="compile",
-    interacts=_INTERACTS,
-    renewed_by=_RENEWED_BY,
-    hopeful=2.5,
-    expected_speedup=1.0,
-)
+@strategy("compile_max_autotune", kind="tolerance", hopeful=2.5, expected_speedup=1.0)
 class CompileMaxAutotune(_Compile):
     """`torch.compile` that times several kernels for each product."""
 
@@ -189,7 +176,7 @@ class CompileMaxAutotune(_Compile):
     _usual_seconds = 60.0
 
 
-@strategy("compile_reduce_overhead", kind="tolerance", group="compile", interacts=_INTERACTS, renewed_by=_RENEWED_BY)
+@strategy("compile_reduce_overhead", kind="tolerance")
 class CompileReduceOverhead(_Compile):
     """`torch.compile` with the kernels of a graph launched as one."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -27,6 +28,11 @@ _MOST_WORKERS = 4
 class _Feed(Strategy):
     """Another way to draw the same batches in the same order."""
 
+    group = "feed"
+    needs_loop = True
+    feeds = True
+    _kept: Iterable[Any] | None = None
+
     def applies(self, run: Run) -> bool | str:
         if not can_visit(run.data):
             return "batches come from a list or an iterator, not from a loader"
@@ -34,11 +40,9 @@ class _Feed(Strategy):
             return f"drawing a batch takes {100 * run.fetch_share:.1f} % of a step"
         if hasattr(run.data, "state_dict"):
             return "the loader's position is saved, and would run ahead of the steps"
-        if self._draws_random(run):
+        if _draws_random(run):
             return "the data set draws random numbers, which would come in another order"
         return True
-
-    _kept: Iterable[Any] | None = None
 
     def apply(self, run: Run) -> None:
         if self._kept is None:
@@ -51,22 +55,26 @@ class _Feed(Strategy):
     def _made(self, loader: Any) -> Iterable[Any]:
         raise NotImplementedError
 
-    def _draws_random(self, run: Run) -> bool:
+
+_RANDOM: WeakKeyDictionary[Run, bool] = WeakKeyDictionary()
+
+
+def _draws_random(run: Run) -> bool:
+    """Whether drawing batches draws random numbers after the first; looked at once a run."""
+    if run not in _RANDOM:
         with visit(run.data, run.params):
             batches = iter(run.data)  # type: ignore[arg-type]
             next(batches, None)  # a sampler draws its seed with the first
             before = rng_digest(run)
             for _ in islice(batches, _LOOKS - 1):
                 pass
-            return rng_digest(run) != before
+            _RANDOM[run] = rng_digest(run) != before
+    return _RANDOM[run]
 
 
 @strategy(
     "prefetch",
     kind="exact",
-    group="feed",
-    needs_loop=True,
-    feeds=True,
     settle=3,
     hopeful=2.0,
     cost="batches are drawn in a thread of their own, up to two ahead of the steps.",
@@ -81,9 +89,6 @@ class Prefetch(_Feed):
 @strategy(
     "loader_workers",
     kind="exact",
-    group="feed",
-    needs_loop=True,
-    feeds=True,
     settle=5,
     hopeful=8.0,
     cost="each epoch starts processes that draw batches, two ahead each, and hold what the data set writes.",
