@@ -14,11 +14,13 @@ namespace {
 
 constexpr std::uint64_t kOrderStream = 1;
 /// Of the error allowed, what the first look may spend: with that of a trial, 2 of the 512 signs of nine pairs. More
-/// would take no other outcome there, and the later looks, to which a disturbed pair leads, need the rest.
-constexpr double kFirstShare = 0.56;
+/// would take no other outcome there, and the later looks, to which a disturbed pair leads, need the rest: each half of
+/// what is left, as most duels have time for one of them.
+constexpr double kFirstShare = 0.46;
 constexpr double kLookGrowth = 1.5;
-/// A challenger is much slower where each of its first pairs took over this factor.
+/// A challenger is much slower where each of its first three pairs took over this factor, or its first two over that.
 constexpr double kMuchSlower = 1.1;
+constexpr double kFarSlower = 1.25;
 
 void check(const DuelOptions& options) {
   OXY_CHECK(options.threshold > 0 && std::isfinite(options.threshold), InvalidArgument,
@@ -87,7 +89,8 @@ struct Duel::Impl {
   [[nodiscard]] double error_at(std::size_t look) const {
     if (looks.size() == 1) return options.false_accept;
     if (look == 0) return kFirstShare * options.false_accept;
-    return (1 - kFirstShare) * options.false_accept / static_cast<double>(looks.size() - 1);
+    const std::size_t halvings = std::min(look, looks.size() - 2);
+    return std::ldexp((1 - kFirstShare) * options.false_accept, -static_cast<int>(halvings));
   }
 
   /// Where no look can follow, for want of time, it has the error of those that are not to come. Time that depends on
@@ -123,7 +126,8 @@ struct Duel::Impl {
   [[nodiscard]] bool hopeless() const {
     const auto n = static_cast<double>(margins.size());
     if (margins.size() < 4) {
-      return margins.size() == 3 && *std::max_element(margins.begin(), margins.end()) < -std::log(kMuchSlower);
+      const double slower = margins.size() == 2 ? kFarSlower : kMuchSlower;
+      return margins.size() > 1 && *std::max_element(margins.begin(), margins.end()) < -std::log(slower);
     }
     const double center = std::max(center_of(margins), median(margins));
     // 1.4826 makes it the standard deviation of normal values; the rest corrects for few of them.
@@ -173,7 +177,7 @@ struct Duel::Impl {
 };
 
 DuelOptions DuelOptions::conclusion(std::uint64_t seed) {
-  return {.threshold = 1, .false_accept = 0.02, .least_pairs = 6, .most_pairs = 20, .seed = seed};
+  return {.threshold = 1, .false_accept = 0.04, .least_pairs = 6, .most_pairs = 20, .seed = seed};
 }
 
 DuelOptions DuelOptions::canary(std::uint64_t seed) { return {.most_pairs = 9, .seed = seed}; }

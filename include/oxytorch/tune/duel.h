@@ -18,7 +18,7 @@ struct DuelOptions {
   double confidence = 0.95;  ///< of the bootstrap interval that is reported and must lie above the threshold
   /// Probability, over all looks, that two equal sides end in Accept: held by a sign-flip randomisation test, which the
   /// random order within pairs makes exact.
-  double false_accept = 0.007;
+  double false_accept = 0.0085;
   int least_pairs = 9;  ///< before the first look that may accept
   int most_pairs = 40;
   double worth = 1;  ///< ratio; ends as soon as the challenger is not going to be faster than it, or than threshold
