@@ -25,6 +25,11 @@ inline constexpr size_t kPooledBytes = size_t{16} << 10;
 /// kernel refuses the addresses or accounts memory strictly (vm.overcommit_memory = 2).
 OXY_API HostSetting use_host_pool(std::optional<uint64_t> retain_limit = std::nullopt);
 
+/// Lets the pool keep its free pages while it is taken out, up to an eighth of the memory that is available then: for
+/// trials, which put it in and take it out in turn and would else fault them in again each time. revert() gives them
+/// back where the pool is out. May be applied several times; the last revert() counts.
+OXY_API HostSetting keep_host_pool();
+
 /// Of the process's pool; zeros where it was never in use.
 OXY_API HostPoolStats host_pool_stats();
 

@@ -17,7 +17,11 @@ namespace {
 
 constexpr const char* kName = "host_pool";
 
+/// Of the memory that is available, what a pool that is taken out may keep: whoever trains beside it has the rest.
+constexpr uint64_t kKeptShare = 8;
+
 std::mutex setting_mutex;
+int keepers = 0;
 // Never destroyed: tensors outlive every static object.
 std::atomic<HostPool*> process_pool{nullptr};
 
@@ -95,7 +99,13 @@ void take_out() {
   pool_allocator().switch_to(false);
   // Whoever was put in since then may hand on to the pool's: it stays, switched off.
   if (c10::GetCPUAllocator() == &pool_allocator()) set_cpu_allocator(c10::GetDefaultCPUAllocator());
-  process_pool.load()->set_retain_limit(0);
+  process_pool.load()->set_retain_limit(keepers > 0 ? read_memory().available.value_or(0) / kKeptShare : 0);
+}
+
+void keep_no_longer() {
+  std::lock_guard lock(setting_mutex);
+  auto* const pool = process_pool.load();
+  if (--keepers == 0 && pool != nullptr && c10::GetCPUAllocator() != &pool_allocator()) pool->set_retain_limit(0);
 }
 
 }  // namespace
@@ -121,6 +131,13 @@ HostSetting use_host_pool(std::optional<uint64_t> retain_limit) {
   } catch (const Error& error) {
     return HostSetting::refused(kName, error.what());
   }
+}
+
+HostSetting keep_host_pool() {
+  std::lock_guard lock(setting_mutex);
+  ++keepers;
+  return HostSetting::applied("kept_host_pool", "The pool keeps its free pages while it is taken out.",
+                              "an eighth of the memory that is available then, at most.", keep_no_longer);
 }
 
 HostPoolStats host_pool_stats() {

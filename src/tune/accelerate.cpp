@@ -15,6 +15,7 @@
 #include "oxytorch/clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
+#include "oxytorch/memory.h"
 #include "oxytorch/spelling.h"
 #include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/host.h"
@@ -75,6 +76,15 @@ std::vector<tune::RegisteredStrategy> wanted_strategies(const AccelerateOptions&
   for (const auto& name : options.strategies()) wanted.push_back(tune::find_strategy(name));
   return wanted;
 }
+
+/// Trials of the host pool find its pages again.
+struct KeptPool {
+  KeptPool() = default;
+  KeptPool(const KeptPool&) = delete;
+  KeptPool& operator=(const KeptPool&) = delete;
+  ~KeptPool() { setting.revert(); }
+  HostSetting setting = keep_host_pool();
+};
 
 void warn(const std::string& text) { log(LogLevel::Warn, "accelerate: " + text); }
 
@@ -399,6 +409,7 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
   auto run = std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::move(batches), options.clip_norm());
   std::optional<tune::CertificateStore> store;
   if (options.remember()) store.emplace(options.folder());
+  const KeptPool kept;
   tune::Escrow escrow(*run);
   Tuning tuning(*run, escrow, options);
   std::optional<tune::Certificate> certificate;

@@ -97,6 +97,31 @@ TEST(TorchPoolTest, KeepsTheAllocatorsContract) {
   setting.revert();
 }
 
+TEST(TorchPoolTest, KeepsItsPagesBetweenTrials) {
+  constexpr int64_t kFloats = 16 << 20;
+  auto first = keep_host_pool();
+  auto second = keep_host_pool();
+  auto setting = use_host_pool();
+  ASSERT_TRUE(setting.is_applied()) << setting.reason();
+  at::ones({kFloats});
+  setting.revert();
+  const auto kept = host_pool_stats().retained_bytes;
+  EXPECT_GE(kept, kFloats * sizeof(float));
+  setting = use_host_pool();
+  const auto misses = host_pool_stats().misses;
+  at::ones({kFloats});
+  EXPECT_EQ(host_pool_stats().misses, misses) << "the second trial finds the memory of the first";
+  first.revert();
+  setting.revert();
+  EXPECT_GE(host_pool_stats().retained_bytes, kFloats * sizeof(float)) << "somebody still keeps it";
+  second.revert();
+  EXPECT_LE(host_pool_stats().retained_bytes, HostPool::kHugePage);
+  setting = use_host_pool();
+  at::ones({kFloats});
+  setting.revert();
+  EXPECT_LE(host_pool_stats().retained_bytes, HostPool::kHugePage) << "nobody keeps it any longer";
+}
+
 TEST(TorchPoolTest, MemoryOfOthersIsLeftToThem) {
   auto setting = use_host_pool();
   ASSERT_TRUE(setting.is_applied()) << setting.reason();

@@ -6,7 +6,14 @@ from __future__ import annotations
 import oxytorch._C.trainer
 import typing
 
-__all__: list[str] = ["HostPoolStats", "host_pool_huge_page_bytes", "host_pool_stats", "pooled_bytes", "use_host_pool"]
+__all__: list[str] = [
+    "HostPoolStats",
+    "host_pool_huge_page_bytes",
+    "host_pool_stats",
+    "keep_host_pool",
+    "pooled_bytes",
+    "use_host_pool",
+]
 
 class HostPoolStats:
     """
@@ -35,6 +42,11 @@ def host_pool_huge_page_bytes() -> int:
 def host_pool_stats() -> HostPoolStats:
     """
     Of the process's pool; zeros where it was never in use.
+    """
+
+def keep_host_pool() -> oxytorch._C.trainer.HostSetting:
+    """
+    Lets the pool keep its free pages while it is taken out, until reverted: for trials.
     """
 
 def use_host_pool(

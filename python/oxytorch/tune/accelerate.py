@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from .._C import memory as _memory
 from .._C import tune as _native
 from ..config import PerformanceConfig
 from ..model.escrow import is_criterion
@@ -145,7 +146,7 @@ def accelerate(
         f"settings {named_by_user(settings)}",
     ]
     made_for = key(run, settings.level, options)
-    with _line(progress) as say:
+    with _line(progress) as say, _kept_pool():
         with Escrow(model, optimizer, *state) as escrow:
             tuning = Tuning(run, escrow, settings, made_for, run_steps, budget or settings.tune_seconds, seed, say)
             tuning.skip(exclude)
@@ -209,6 +210,16 @@ def _named(strategies: Iterable[StrategyName] | None) -> dict[str, type[Strategy
             raise TypeError(f"{given!r} is no strategy: give a name, or a class registered by ox.tune.strategy(...).")
         found[registered.name] = registered
     return found
+
+
+@contextlib.contextmanager
+def _kept_pool() -> Iterator[None]:
+    """Let trials of the host pool find its pages again."""
+    kept = _memory.keep_host_pool()
+    try:
+        yield
+    finally:
+        kept.revert()
 
 
 @contextlib.contextmanager
