@@ -1,6 +1,7 @@
 /// Bench: whole training steps timed under two combinations of strategies, in the order that a duel asks for.
 #pragma once
 
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -27,6 +28,9 @@ class Bench {
   void rewind();
   /// Median seconds of a step as given; what the step throws passes through.
   double baseline();
+  /// How many times as fast as given the update by each of these is, timed without the rest of a step, within a few
+  /// percent where whole steps would need dozens. Left out is what throws: its trial will say so.
+  std::map<std::string, double> update_speedups(const Names& names);
   /// The result, and the seconds that turning the challenger on took once. SideFailed where a side threw.
   std::pair<DuelResult, double> duel(const Names& incumbent, const Names& challenger, const DuelOptions& options);
   /// A step with nothing in force, undone; what it throws passes through.
@@ -63,13 +67,15 @@ class Bench {
   double block();
   double timed(int steps);
   void step();
-  /// Seconds that clipping and the optimizer take of a step.
+  /// Seconds that clipping and the optimizer take, with the gradients that there are.
   double update_seconds();
   static std::string first_line(const std::exception& error);
 
   Run& run_;
   Escrow& escrow_;
   double loss_ = 0, step_seconds_ = 0, optimizer_share_ = 0;
+  std::vector<double> updates_;  // seconds of each step's update, while those of the baseline are timed
+  bool timing_updates_ = false;
   int steps_ = 1, fresh_ = 0;
   std::size_t next_ = 0;
 };

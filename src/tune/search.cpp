@@ -61,6 +61,10 @@ constexpr double kTrialSeconds = 0.3;
 constexpr double kWorth = 1.015;
 /// Of a step, what its optimizer takes where a strategy for optimizers has its expected speedup.
 constexpr double kUsualShare = 0.15;
+/// What is known to pay has its turn as if it gained that much more: so often is what is hoped for not there.
+constexpr double kKnownLead = 0.3;
+/// An update timed by itself is the faster one where it leads by this factor: inside of a step, caches differ.
+constexpr double kClearlyFaster = 1.1;
 
 Interval inverse(const Interval& ratio) { return {1 / ratio.high, 1 / ratio.mid, 1 / ratio.low, ratio.confidence}; }
 
@@ -103,6 +107,7 @@ struct Search::Impl {
   [[nodiscard]] double promised(const StrategyFacts& facts) const {
     const double share = options.optimizer_share;
     if (share <= 0) return facts.expected_speedup;
+    if (facts.update_speedup > 0) return 1 / (1 - share * (1 - 1 / facts.update_speedup));
     if (facts.group == "optimizer") return 1 + (facts.expected_speedup - 1) * share / kUsualShare;
     return 1 / (1 - (1 - share) * (1 - 1 / facts.expected_speedup));
   }
@@ -235,6 +240,38 @@ struct Search::Impl {
     return cost < options.repay_steps * step_seconds * (1 - 1 / std::max(1.0, promised));
   }
 
+  /// What a strategy whose update was timed by itself makes of the step as it is now; 0 where it was not.
+  [[nodiscard]] double update_gain(const Item& item) const {
+    if (item.facts.update_speedup <= 0 || options.optimizer_share <= 0 || step_seconds <= 0) return 0;
+    double now = 1;
+    for (std::size_t j = 0; j < items.size(); ++j) {
+      if ((item.rivals & bit(j)) != 0 && in_force(j)) now = std::max(now, items[j].facts.update_speedup);
+    }
+    const double update = options.optimizer_share * options.step_seconds;
+    const double saved = update * (1 / now - 1 / item.facts.update_speedup);
+    return step_seconds / std::max(step_seconds - saved, 1e-9);
+  }
+
+  /// What a trial must gain to be gone through with.
+  [[nodiscard]] double least_gain() const { return options.repay_steps > 0 ? kWorth : options.duel.threshold; }
+
+  /// Another of its group whose update is clearly faster by itself, and which nothing speaks against.
+  [[nodiscard]] std::optional<std::size_t> faster_update(std::size_t i) const {
+    const double own = items[i].facts.update_speedup;
+    if (own <= 0) return std::nullopt;
+    for (std::size_t j = 0; j < items.size(); ++j) {
+      const bool rival = (items[i].rivals & bit(j)) != 0 && !items[j].settled;
+      if (rival && items[j].facts.update_speedup > kClearlyFaster * own) return j;
+    }
+    return std::nullopt;
+  }
+
+  /// Whether its update, timed by itself, leaves no hope for the step.
+  [[nodiscard]] bool outdone(std::size_t i) const {
+    const double gain = in_force(i) ? 0 : update_gain(items[i]);
+    return faster_update(i).has_value() || (gain > 0 && gain <= least_gain());
+  }
+
   /// Seconds of a trial, or outside of trials, for the account of what is on trial.
   void charge(double seconds) {
     if (!pending || !is_costly(pending->item)) spent += seconds;
@@ -254,15 +291,21 @@ struct Search::Impl {
   /// What it was worth when it was last on trial, hopefully: the upper end of its speedup.
   [[nodiscard]] static double hope(const Item& item) { return item.entry.speedup ? item.entry.speedup->high : 1; }
 
+  /// What is known to pay goes before what is only hoped to pay a little more.
+  [[nodiscard]] double rank(const Item& item) const {
+    const double gain = update_gain(item);
+    return gain > kWorth ? gain + kKnownLead : item.facts.expected_speedup;
+  }
+
   [[nodiscard]] std::optional<Move> forward() {
     std::optional<std::size_t> best;
     for (std::size_t i = 0; i < items.size(); ++i) {
       const Item& item = items[i];
-      if (item.tried || item.settled || (item.needs & ~force) != 0) continue;
+      if (item.tried || item.settled || (item.needs & ~force) != 0 || outdone(i)) continue;
       if (!is_costly(i) && out_of_budget()) continue;
       if (is_costly(i) && !worth_its_cost(i)) continue;
       if (!is_costly(i) && !worth_repeating(i)) continue;
-      if (!best || item.facts.expected_speedup > items[*best].facts.expected_speedup) best = i;
+      if (!best || rank(item) > rank(items[*best])) best = i;
     }
     if (!best) return std::nullopt;
     return Move{*best, with(force, *best), false, true};
@@ -289,7 +332,7 @@ struct Search::Impl {
   [[nodiscard]] std::optional<Move> again() const {
     for (std::size_t i = 0; i < items.size(); ++i) {
       const Item& item = items[i];
-      if (!item.tried || item.settled || !stale(item) || !worth_repeating(i)) continue;
+      if (!item.tried || item.settled || !stale(item) || !worth_repeating(i) || outdone(i)) continue;
       // What others could make of it at most would leave it worth having.
       if (in_force(i) && item.entry.speedup && item.entry.speedup->low > kInterplay) continue;
       const Move move{i, in_force(i) ? sound(force & ~bit(i)) : with(force, i), in_force(i), true};
@@ -334,7 +377,7 @@ struct Search::Impl {
         const double promised = 1 - 1 / std::max(1.0, items[pending->item].facts.expected_speedup);
         share = std::max(share, kTrialShare * options.repay_steps * promised * step_seconds);
         share = std::min(share, std::max(kTrialSteps * step_seconds, kTrialSeconds));
-        trial.duel.worth = std::max(trial.duel.worth, kWorth);
+        trial.duel.worth = std::max(trial.duel.worth, least_gain());
         trial.duel.repay_steps = options.repay_steps;
       }
       const double left = std::min(budget() - spent, share);
@@ -417,6 +460,15 @@ struct Search::Impl {
     const Item& item = items[i];
     if (const Mask missing = item.needs & ~force; missing != 0) {
       return "It needs " + list_of(names(missing), true) + ", which is not in force.";
+    }
+    if (item.facts.update_speedup > 0 && outdone(i)) {
+      std::string why =
+          "Its update by itself is " + ratio_text(item.facts.update_speedup) + " as fast as the one given";
+      if (const auto faster = faster_update(i)) {
+        return why + ", that of " + in_quotes(items[*faster].facts.name) + " " +
+               ratio_text(items[*faster].facts.update_speedup) + ".";
+      }
+      return why + ", which makes the step " + ratio_text(update_gain(item)) + " as fast.";
     }
     if (!is_costly(i) && !worth_repeating(i)) {
       return "Trying it would take " + monitor::format_seconds(repeated_cost(i)) +

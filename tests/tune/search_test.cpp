@@ -223,6 +223,42 @@ TEST(Search, WhatIsPromisedDependsOnWhereTheTimeGoes) {
   EXPECT_THROW(first(1.5), Error);
 }
 
+TEST(Search, TriesOfUpdatesTimedByThemselvesOnlyTheFastest) {
+  const auto make = [](double share) {
+    return Search({{.name = "hoped", .expected_speedup = 1.3},
+                   {.name = "fast", .group = "optimizer", .update_speedup = 2},
+                   {.name = "near", .group = "optimizer", .update_speedup = 3.95},
+                   {.name = "fastest", .group = "optimizer", .update_speedup = 4},
+                   {.name = "slower", .group = "optimizer", .update_speedup = 0.9}},
+                  {.step_seconds = 1, .optimizer_share = share});
+  };
+  const auto tried = [](const Spent& spent) {
+    Names names;
+    for (const auto& trial : spent.all) names.push_back(trial.strategy);
+    return names;
+  };
+  const Landscape seconds = [](const Names& on) {
+    return 0.8 + 0.2 / (has(on, "fastest") ? 4 : has(on, "near") ? 3.95 : has(on, "fast") ? 2 : 1);
+  };
+  Search search = make(0.2);
+  const Spent spent = explore(search, {.seconds = seconds});
+  EXPECT_THAT(spent.best, ElementsAre("fastest"));
+  // The second is as good as the first, so that it cannot be told apart; what is known to pay goes before what is
+  // hoped.
+  EXPECT_THAT(tried(spent), ElementsAre("fastest", "hoped"));
+  EXPECT_THAT(search.entries()[1].reason, HasSubstr("2.000x as fast as the one given, that of 'near'"));
+  EXPECT_THAT(search.entries()[2].reason, HasSubstr("makes the step 0.99"));
+
+  Search after_failure = make(0.2);
+  const Spent second = explore(after_failure, {.seconds = seconds, .broken = {"fastest", "near"}});
+  EXPECT_THAT(second.best, ElementsAre("fast"));
+  EXPECT_THAT(tried(second), ElementsAre("fastest", "near", "fast", "hoped"));
+
+  Search little = make(0.005);
+  EXPECT_THAT(tried(explore(little, {.seconds = seconds})), ElementsAre("hoped"));
+  EXPECT_THAT(little.entries()[3].reason, HasSubstr("makes the step 1.004x as fast"));
+}
+
 TEST(Search, TriesWhatTakesACostAnewOnlyWhereItRepaysThatSoon) {
   const Landscape seconds = [](const Names& on) {
     return (has(on, "compile") ? 0.5 : 1.0) / (has(on, "other") ? 1.2 : 1.0) / (has(on, "beside") ? 1.2 : 1.0);

@@ -119,6 +119,47 @@ def test_two_that_pay_are_both_kept_and_measured_together(clock: Clock) -> None:
     assert plan.speedup[1] == pytest.approx(2.0, rel=0.01)
 
 
+def update_of(name: str, clock: Clock, update: dict[str, float], seconds: float) -> type[Strategy]:
+    """A strategy under which the optimizer's step takes so long."""
+
+    def apply(self: Any, run: Run) -> None:
+        self.before, update["seconds"] = update["seconds"], seconds
+
+    def revert(self: Any, run: Run) -> None:
+        update["seconds"] = self.before
+
+    return type(name, (Strategy,), {"name": name, "group": "optimizer", "apply": apply, "revert": revert})
+
+
+@pytest.mark.parametrize(("fastest_throws", "kept"), [(False, "fastest"), (True, "fast")])
+def test_of_several_updates_the_fastest_by_itself_is_tried(clock: Clock, fastest_throws: bool, kept: str) -> None:
+    update = {"seconds": 0.008}
+
+    def pass_update(*_: Any) -> None:
+        clock.now += update["seconds"]
+
+    model = Net(clock)
+    optimizer = adam(model)
+    optimizer.register_step_post_hook(pass_update)
+    names = {"fast": 0.004, "fastest": 0.001, "slow": 0.009}
+    classes = [update_of(name, clock, update, seconds) for name, seconds in names.items()]
+    if fastest_throws:
+
+        def throw(self: Any, run: Run) -> None:
+            raise RuntimeError("not on this machine")
+
+        classes[1].apply = throw  # type: ignore[method-assign]
+    with only(*classes):
+        plan = accelerate(model, optimizer)
+    assert plan.accepted == (kept,)
+    assert "by itself" in plan.rejected["slow"]
+    if fastest_throws:
+        assert plan.rejected["fastest"].startswith("failed")
+    else:
+        assert "'fastest' 8.0" in plan.rejected["fast"]
+    plan.revert()
+
+
 def test_a_liar_about_its_kind_is_refused(clock: Clock) -> None:
     model = Net(clock)
     with only(liar(clock)):

@@ -26,6 +26,8 @@ struct StrategyFacts {
   double expected_cost = 0;  ///< seconds that turning it on takes once (compiling), before it was tried
   double hopeful = 3;  ///< speedup that it cannot exceed; where even that cannot repay expected_cost, it is skipped
   double expected_speedup = 1.05;  ///< where it pays at all; what promises most is tried first
+  /// Of the group "optimizer": how many times as fast as given its update was, timed by itself; 0: not timed.
+  double update_speedup = 0;
 };
 
 struct SearchOptions {
@@ -70,14 +72,15 @@ struct TrialOutcome {
 
 /// Greedy with a way back. Forward: each strategy, the most promising first and equals in the order given (the group
 /// "optimizer" promises by the optimizer's share of the step, others by the rest of it; Amdahl's law), against what
-/// is in force, in place of the one of its group: an early gain makes every later trial cheaper. Then rounds over what
-/// `interacts` ties together, wherever something accepted has changed the ground since it was judged: a rejected
-/// strategy again, an accepted one off, a rejected one in place of an accepted one, two rejected ones together. They
-/// end when nothing is left to ask or the budget is spent; no two combinations meet twice. What has an expected cost is
-/// tried outside of that budget, as far as `cost_share` goes. What would
-/// have such a cost taken anew is tried only where it promises to repay that soon. A strategy is kept only where its
-/// saving over `steps_planned` exceeds its cost. ask() and tell() alternate; ask() again before tell() names the same
-/// trial. Deterministic.
+/// is in force, in place of the one of its group: an early gain makes every later trial cheaper. Of updates that were
+/// timed by themselves only the fastest is tried, where that can be seen in the step, and the next where it failed or
+/// was refused. Then rounds over what `interacts` ties together, wherever something accepted has changed the ground
+/// since it was judged: a rejected strategy again, an accepted one off, a rejected one in place of an accepted one, two
+/// rejected ones together. They end when nothing is left to ask or the budget is spent; no two combinations meet twice.
+/// What has an expected cost is tried outside of that budget, as far as `cost_share` goes. What would have such a cost
+/// taken anew is tried only where it promises to repay that soon. A strategy is kept only where its saving over
+/// `steps_planned` exceeds its cost. ask() and tell() alternate; ask() again before tell() names the same trial.
+/// Deterministic.
 class OXY_API Search {
  public:
   /// Error(InvalidArgument) for two strategies of one name, for names in requires_ that do not exist, for over 64.

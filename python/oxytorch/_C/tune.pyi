@@ -84,7 +84,7 @@ class DuelOptions:
         *,
         threshold: typing.SupportsFloat | typing.SupportsIndex = 1.01,
         confidence: typing.SupportsFloat | typing.SupportsIndex = 0.95,
-        false_accept: typing.SupportsFloat | typing.SupportsIndex = 0.007,
+        false_accept: typing.SupportsFloat | typing.SupportsIndex = 0.0085,
         least_pairs: typing.SupportsInt | typing.SupportsIndex = 9,
         most_pairs: typing.SupportsInt | typing.SupportsIndex = 40,
         worth: typing.SupportsFloat | typing.SupportsIndex = 1.0,
@@ -319,6 +319,7 @@ class StrategyFacts:
         expected_cost: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         hopeful: typing.SupportsFloat | typing.SupportsIndex = 3.0,
         expected_speedup: typing.SupportsFloat | typing.SupportsIndex = 1.05,
+        update_speedup: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     ) -> None: ...
     @property
     def expected_cost(self) -> float: ...
@@ -344,6 +345,10 @@ class StrategyFacts:
     def requires(self) -> list[str]: ...
     @requires.setter
     def requires(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    @property
+    def update_speedup(self) -> float: ...
+    @update_speedup.setter
+    def update_speedup(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
 
 class SearchOptions:
     """

@@ -120,11 +120,15 @@ class Run:
             loss = self.loss(piece) if len(pieces) == 1 else self.loss(piece) * (rows(piece) / rows(batch))
             loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
+        self.update()
+        assert total is not None
+        return total
+
+    def update(self) -> None:
+        """Clip the gradients and let the optimizer step."""
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
         self.original.step()
-        assert total is not None
-        return total
 
     def synchronize(self) -> None:
         """Wait until an accelerator has done what it was given."""

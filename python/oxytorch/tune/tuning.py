@@ -154,6 +154,9 @@ class Tuning:
 
     def _make_search(self) -> Any:
         facts = []
+        self.say("each update of the optimizer by itself")
+        offered = [name for name in self.run.strategies if name not in self._skipped]
+        updates = self.bench.update_speedups([n for n in offered if self.run.strategies[n].group == "optimizer"])
         for name, cls in self.run.strategies.items():
             one = _native.StrategyFacts(
                 name,
@@ -162,6 +165,7 @@ class Tuning:
                 hopeful=cls.hopeful,
                 # Of what drawing takes, half may be hidden behind the step.
                 expected_speedup=1 / (1 - self.run.fetch_share / 2) if cls.feeds else cls.expected_speedup,
+                update_speedup=updates.get(name, 0.0),
             )
             # A strategy that is not offered cannot be required or have been accepted.
             missing = [other for other in cls.requires if other not in self.run.strategies]
