@@ -127,18 +127,19 @@ void bind_duel(py::module_& m) {
 void bind_search(py::module_& m) {
   const StrategyFacts facts;
   py::class_<StrategyFacts>(m, "StrategyFacts", "What the search knows of a strategy.")
-      .def(
-          py::init([](std::string name, Kind kind, std::string group, Names required, Names interacts, Names renewed_by,
-                      double expected_cost, double hopeful, double expected_speedup, double update_speedup) {
-            return StrategyFacts{
-                std::move(name),       kind,          std::move(group), std::move(required), std::move(interacts),
-                std::move(renewed_by), expected_cost, hopeful,          expected_speedup,    update_speedup};
-          }),
-          py::arg("name"), py::kw_only(), py::arg("kind") = facts.kind, py::arg("group") = facts.group,
-          py::arg("requires") = facts.requires_, py::arg("interacts") = facts.interacts,
-          py::arg("renewed_by") = facts.renewed_by, py::arg("expected_cost") = facts.expected_cost,
-          py::arg("hopeful") = facts.hopeful, py::arg("expected_speedup") = facts.expected_speedup,
-          py::arg("update_speedup") = facts.update_speedup)
+      .def(py::init([](std::string name, Kind kind, std::string group, Names required, Names interacts,
+                       Names renewed_by, double expected_cost, double hopeful, double expected_speedup,
+                       double update_speedup, bool update_proven) {
+             return StrategyFacts{
+                 std::move(name),       kind,          std::move(group), std::move(required), std::move(interacts),
+                 std::move(renewed_by), expected_cost, hopeful,          expected_speedup,    update_speedup,
+                 update_proven};
+           }),
+           py::arg("name"), py::kw_only(), py::arg("kind") = facts.kind, py::arg("group") = facts.group,
+           py::arg("requires") = facts.requires_, py::arg("interacts") = facts.interacts,
+           py::arg("renewed_by") = facts.renewed_by, py::arg("expected_cost") = facts.expected_cost,
+           py::arg("hopeful") = facts.hopeful, py::arg("expected_speedup") = facts.expected_speedup,
+           py::arg("update_speedup") = facts.update_speedup, py::arg("update_proven") = facts.update_proven)
       .def_readwrite("name", &StrategyFacts::name)
       .def_readwrite("kind", &StrategyFacts::kind)
       .def_readwrite("group", &StrategyFacts::group)
@@ -148,7 +149,8 @@ void bind_search(py::module_& m) {
       .def_readwrite("expected_cost", &StrategyFacts::expected_cost)
       .def_readwrite("hopeful", &StrategyFacts::hopeful)
       .def_readwrite("expected_speedup", &StrategyFacts::expected_speedup)
-      .def_readwrite("update_speedup", &StrategyFacts::update_speedup);
+      .def_readwrite("update_speedup", &StrategyFacts::update_speedup)
+      .def_readwrite("update_proven", &StrategyFacts::update_proven);
   const SearchOptions options;
   py::class_<SearchOptions>(m, "SearchOptions", "The run that a search is for, and what it may spend.")
       .def(py::init([](std::int64_t steps_planned, double step_seconds, double budget_seconds, double repay_steps,

@@ -147,11 +147,11 @@ class Tuning {
     for (const auto& s : strategies_) {
       if (s.traits.group == "optimizer" && !skipped_.contains(s.name)) of_optimizer.push_back(s.name);
     }
-    auto updates = bench_.update_speedups(of_optimizer);
+    auto [updates, proven] = bench_.updates(of_optimizer, options_.seed());
     for (const auto& s : strategies_) {
       facts.push_back({s.name, s.kind, s.traits.group, offered_of(s.traits.requires_), s.traits.interacts,
                        s.traits.renewed_by, skipped_.contains(s.name) ? 0 : run_.strategy(s.name).expected_cost(run_),
-                       s.traits.hopeful, s.traits.expected_speedup, updates[s.name]});
+                       s.traits.hopeful, s.traits.expected_speedup, updates[s.name], s.name == proven});
     }
     auto bounds = tune::SearchOptions::for_run(options_.steps_planned(), bench_.step_seconds(), options_.budget(),
                                                options_.seed());

@@ -139,9 +139,10 @@ double Bench::timed(int steps) {
   return std::max(seconds_since(began) / steps, 1e-9);
 }
 
-std::map<std::string, double> Bench::update_speedups(const Names& names) {
+std::pair<std::map<std::string, double>, std::string> Bench::updates(const Names& names, std::uint64_t seed) {
   std::map<std::string, double> found;
-  if (names.empty()) return found;
+  std::string fastest;
+  if (names.empty()) return {found, fastest};
   const auto seconds = [&] {
     update_seconds();
     std::vector<double> times;
@@ -154,11 +155,29 @@ std::map<std::string, double> Bench::update_speedups(const Names& names) {
   for (const auto& name : names) {
     try {
       found[name] = given / guarded({name}, seconds);
+      if (fastest.empty() || found[name] > found[fastest]) fastest = name;
     } catch (const SideFailed&) {
     }
   }
+  if (!fastest.empty() && !wins(fastest, seed)) fastest.clear();
   guarded({}, [&] { escrow_.restore(); });
-  return found;
+  return {found, fastest};
+}
+
+bool Bench::wins(const std::string& name, std::uint64_t seed) {
+  Duel duel(DuelOptions::canary(seed));
+  const auto seconds = [&] {
+    update_seconds();
+    return update_seconds();
+  };
+  try {
+    while (const auto side = duel.next()) {
+      duel.record(*side, guarded(*side == Side::Challenger ? Names{name} : Names{}, seconds));
+    }
+  } catch (const SideFailed&) {
+    return false;
+  }
+  return duel.result().decision == Decision::Accept;
 }
 
 double Bench::update_seconds() {

@@ -28,9 +28,10 @@ class Bench {
   void rewind();
   /// Median seconds of a step as given; what the step throws passes through.
   double baseline();
-  /// How many times as fast as given the update by each of these is, timed without the rest of a step, within a few
-  /// percent where whole steps would need dozens. Left out is what throws: its trial will say so.
-  std::map<std::string, double> update_speedups(const Names& names);
+  /// How many times as fast as given the update by each of these is, and which is shown to be faster. Timed without the
+  /// rest of a step they are known within a few percent where whole steps would need dozens; the fastest then meets the
+  /// one given in a duel of updates; empty where it does not win. Left out is what throws: its trial will say so.
+  std::pair<std::map<std::string, double>, std::string> updates(const Names& names, std::uint64_t seed);
   /// The result, and the seconds that turning the challenger on took once. SideFailed where a side threw.
   std::pair<DuelResult, double> duel(const Names& incumbent, const Names& challenger, const DuelOptions& options);
   /// A step with nothing in force, undone; what it throws passes through.
@@ -69,6 +70,8 @@ class Bench {
   void step();
   /// Seconds that clipping and the optimizer take, with the gradients that there are.
   double update_seconds();
+  /// Whether a duel of updates shows this one to be faster than the one given.
+  bool wins(const std::string& name, std::uint64_t seed);
   static std::string first_line(const std::exception& error);
 
   Run& run_;

@@ -180,6 +180,8 @@ DuelOptions DuelOptions::conclusion(std::uint64_t seed) {
   return {.threshold = 1, .false_accept = 0.04, .least_pairs = 6, .most_pairs = 20, .seed = seed};
 }
 
+DuelOptions DuelOptions::agreement() { return {.false_accept = 0.1, .least_pairs = 5}; }
+
 DuelOptions DuelOptions::canary(std::uint64_t seed) { return {.most_pairs = 9, .seed = seed}; }
 
 Duel::Duel(DuelOptions options) : impl_(std::make_unique<Impl>(options)) {}

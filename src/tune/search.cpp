@@ -369,6 +369,12 @@ struct Search::Impl {
   [[nodiscard]] Trial trial() const {
     Trial trial{items[pending->item].facts.name, pending->removal, names(force), names(pending->challenger),
                 options.duel};
+    const Item& item = items[pending->item];
+    if (item.facts.update_proven && (item.rivals & force) == 0 && pending->alone && !pending->removal) {
+      const DuelOptions agreement = DuelOptions::agreement();
+      trial.duel.false_accept = std::max(trial.duel.false_accept, agreement.false_accept);
+      trial.duel.least_pairs = std::min(trial.duel.least_pairs, agreement.least_pairs);
+    }
     trial.duel.seed = philox(options.seed, 0, trials).word[0];
     if (options.budget_seconds > 0 && !is_costly(pending->item)) {
       double share = kTrialShare * budget();

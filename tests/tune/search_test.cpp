@@ -259,6 +259,19 @@ TEST(Search, TriesOfUpdatesTimedByThemselvesOnlyTheFastest) {
   EXPECT_THAT(little.entries()[3].reason, HasSubstr("makes the step 1.004x as fast"));
 }
 
+TEST(Search, OfAnUpdateThatWasProvenTheStepNeedOnlyAgree) {
+  Search search(
+      {{.name = "proven", .group = "optimizer", .update_speedup = 4, .update_proven = true}, {.name = "other"}},
+      {.step_seconds = 1, .optimizer_share = 0.2});
+  const Spent spent =
+      explore(search, {.seconds = [](const Names& on) { return has(on, "proven") ? 0.85 : 1; }, .noise = 0.005});
+  ASSERT_EQ(spent.all.size(), 2U);
+  EXPECT_EQ(spent.all[0].strategy, "proven");
+  EXPECT_EQ(spent.all[0].duel.false_accept, DuelOptions::agreement().false_accept);
+  EXPECT_EQ(search.entries()[0].pairs, 5);
+  EXPECT_EQ(spent.all[1].duel.false_accept, DuelOptions{}.false_accept);
+}
+
 TEST(Search, TriesWhatTakesACostAnewOnlyWhereItRepaysThatSoon) {
   const Landscape seconds = [](const Names& on) {
     return (has(on, "compile") ? 0.5 : 1.0) / (has(on, "other") ? 1.2 : 1.0) / (has(on, "beside") ? 1.2 : 1.0);

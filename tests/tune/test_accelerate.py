@@ -153,6 +153,8 @@ def test_of_several_updates_the_fastest_by_itself_is_tried(clock: Clock, fastest
         plan = accelerate(model, optimizer)
     assert plan.accepted == (kept,)
     assert "by itself" in plan.rejected["slow"]
+    # Of what a duel of updates has shown, the step need only agree.
+    assert {entry.strategy: entry.pairs for entry in plan.certificate.entries}[kept] == 5
     if fastest_throws:
         assert plan.rejected["fastest"].startswith("failed")
     else:

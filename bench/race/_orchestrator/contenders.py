@@ -234,6 +234,7 @@ class Exhaustive(Stock):
 
     def search(self) -> dict[str, Any]:
         """All combinations, one after the other."""
+        from oxytorch._C import memory  # noqa: PLC0415
         from oxytorch._C.tune import DuelOptions  # noqa: PLC0415
         from oxytorch.tune.escrow import Escrow  # noqa: PLC0415
         from oxytorch.tune.measure import Bench, SideFailed  # noqa: PLC0415
@@ -241,6 +242,7 @@ class Exhaustive(Stock):
         began = time.perf_counter()
         best: tuple[str, ...] = ()
         tried = 0
+        kept = memory.keep_host_pool()  # as `accelerate` does between trials
         with Escrow(self.run.model, self.run.original) as escrow:
             bench = Bench(self.run, escrow)
             bench.baseline()
@@ -250,6 +252,7 @@ class Exhaustive(Stock):
                     best = names if result.decision == "accept" else best
                     tried += 1
             bench.recover()
+        kept.revert()
         return {"search_seconds": time.perf_counter() - began, "tried": tried, "accepted": list(best)}
 
     def combinations(self) -> Iterator[tuple[str, ...]]:

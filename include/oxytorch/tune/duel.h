@@ -30,6 +30,9 @@ struct DuelOptions {
 
   /// Everything against nothing at the end of a search: each change has been accepted by a stricter duel already.
   [[nodiscard]] OXY_API static DuelOptions conclusion(std::uint64_t seed);
+  /// The whole step under an update that a duel by itself has shown to be faster: two equal ones have not come so far,
+  /// so that the step need only agree.
+  [[nodiscard]] OXY_API static DuelOptions agreement();
   /// A short look at whether a remembered certificate still pays.
   [[nodiscard]] OXY_API static DuelOptions canary(std::uint64_t seed);
 };

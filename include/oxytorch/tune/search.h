@@ -28,6 +28,8 @@ struct StrategyFacts {
   double expected_speedup = 1.05;  ///< where it pays at all; what promises most is tried first
   /// Of the group "optimizer": how many times as fast as given its update was, timed by itself; 0: not timed.
   double update_speedup = 0;
+  /// That was shown by a duel of the two updates: of the whole step it is then enough that it agrees.
+  bool update_proven = false;
 };
 
 struct SearchOptions {

@@ -307,6 +307,7 @@ class StrategyFacts:
     group: str
     kind: typing.Literal["exact", "tolerance", "precision", "trade"]
     name: str
+    update_proven: bool
     def __init__(
         self,
         name: str,
@@ -320,6 +321,7 @@ class StrategyFacts:
         hopeful: typing.SupportsFloat | typing.SupportsIndex = 3.0,
         expected_speedup: typing.SupportsFloat | typing.SupportsIndex = 1.05,
         update_speedup: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        update_proven: bool = False,
     ) -> None: ...
     @property
     def expected_cost(self) -> float: ...

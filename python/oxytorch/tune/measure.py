@@ -180,14 +180,15 @@ class Bench:
             for hook in hooks:
                 hook.remove()
 
-    def update_speedups(self, names: Names) -> dict[str, float]:
-        """Return how many times as fast as given the update by each of these is, timed without the rest of a step.
+    def updates(self, names: Names, seed: int) -> tuple[dict[str, float], str]:
+        """Return how many times as fast as given the update by each of these is, and which is shown to be faster.
 
-        An update takes a small part of a step and is timed within a few percent where whole steps would need dozens.
-        Left out is what throws: its trial will say so. Nothing where the step is the user's own.
+        Timed without the rest of a step, of which they take a small part, they are known within a few percent where
+        whole steps would need dozens. The fastest then meets the one given in a duel of updates; empty where it does
+        not win. Left out is what throws: its trial will say so. Nothing where the step is the user's own.
         """
         if self.run.own_step is not None or not names:
-            return {}
+            return {}, ""
         self.guarded((), self.escrow.restore)
         self._step(self.run.batches[0])  # leaves gradients
         found: dict[str, float] = {}
@@ -195,13 +196,26 @@ class Bench:
         for name in names:
             with suppress(SideFailed):
                 found[name] = given / self.guarded((name,), self._update_seconds)
+        fastest = max(found, key=lambda name: found[name], default="")
+        proven = fastest if fastest and self._wins(fastest, seed) else ""
         self.guarded((), self.escrow.restore)
-        return found
+        return found, proven
 
-    def _update_seconds(self) -> float:
+    def _wins(self, name: str, seed: int) -> bool:
+        """Whether a duel of updates shows this one to be faster than the one given."""
+        duel = _native.Duel(_native.DuelOptions.canary(seed))
+        try:
+            while (side := duel.next()) is not None:
+                names = (name,) if side == "challenger" else ()
+                duel.record(side, self.guarded(names, lambda: self._update_seconds(1)))
+        except SideFailed:
+            return False
+        return bool(duel.result().decision == "accept")
+
+    def _update_seconds(self, count: int = _native.BASELINE_BLOCKS) -> float:
         self.run.update()
         times = []
-        for _ in range(_native.BASELINE_BLOCKS):
+        for _ in range(count):
             self.run.synchronize()
             began = clock()
             self.run.update()

@@ -156,7 +156,8 @@ class Tuning:
         facts = []
         self.say("each update of the optimizer by itself")
         offered = [name for name in self.run.strategies if name not in self._skipped]
-        updates = self.bench.update_speedups([n for n in offered if self.run.strategies[n].group == "optimizer"])
+        of_optimizer = [name for name in offered if self.run.strategies[name].group == "optimizer"]
+        updates, proven = self.bench.updates(of_optimizer, self.seed)
         for name, cls in self.run.strategies.items():
             one = _native.StrategyFacts(
                 name,
@@ -166,6 +167,7 @@ class Tuning:
                 # Of what drawing takes, half may be hidden behind the step.
                 expected_speedup=1 / (1 - self.run.fetch_share / 2) if cls.feeds else cls.expected_speedup,
                 update_speedup=updates.get(name, 0.0),
+                update_proven=name == proven,
             )
             # A strategy that is not offered cannot be required or have been accepted.
             missing = [other for other in cls.requires if other not in self.run.strategies]
