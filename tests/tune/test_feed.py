@@ -12,9 +12,10 @@ from typing import Any
 import oxytorch as ox
 import pytest
 import torch
-from oxytorch.tune import Run
+from oxytorch.tune import Run, Strategy
 from oxytorch.tune.feed import Ahead, Prefetched
-from planted import Clock, clock
+from oxytorch.tune.watch import Watch
+from planted import Clock, Net, batches, clock, made
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -251,6 +252,34 @@ def test_a_slow_loader_is_drawn_ahead_and_the_run_is_the_same() -> None:
         plan.revert()
         assert plan.data is data
     assert losses[0] == losses[1]
+
+
+def test_a_check_of_the_watch_leaves_the_feed_as_it_is(clock: Clock) -> None:
+    class Doubled(Strategy):
+        name = "doubled"
+        feeds = True
+
+        def apply(self, run: Run) -> None:
+            self.before, run.data = run.data, (*run.data, *run.data)  # type: ignore[misc]
+
+        def revert(self, run: Run) -> None:
+            run.data = self.before
+
+    net = Net(clock)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    given = batches()
+    classes = {cls.name: cls for cls in (Doubled, made(clock, "slow", 0.002))}
+    run = Run(net, optimizer, nn.CrossEntropyLoss(), given, data=given, owns_loop=True, strategies=classes)
+    run.bring(classes)
+    taken_back: list[str] = []
+    watch = Watch(run, "exact", [], lambda _step, reason: taken_back.append(reason))
+    seen = set()
+    for step in range(100):
+        seen.add(run.in_force)
+        assert len(run.data) == 2 * len(given)  # type: ignore[arg-type]
+        run.step(given[step % len(given)])
+    watch.stop()
+    assert seen == {("doubled", "cheaper_slow"), ("doubled",)} and not taken_back
 
 
 def test_in_the_users_own_loop_the_loader_is_the_users(clock: Clock) -> None:
