@@ -29,8 +29,9 @@ class Bench {
   /// Median seconds of a step as given; what the step throws passes through.
   double baseline();
   /// How many times as fast as given the update by each of these is, and which is shown to be faster. Timed without the
-  /// rest of a step they are known within a few percent where whole steps would need dozens; the fastest then meets the
-  /// one given in a duel of updates; empty where it does not win. Left out is what throws: its trial will say so.
+  /// rest of a step they are known after a few calls, where whole steps would need dozens of pairs; the fastest then
+  /// meets the one given in a duel of updates; empty where it does not win. Left out is what throws: its trial will say
+  /// so.
   std::pair<std::map<std::string, double>, std::string> updates(const Names& names, std::uint64_t seed);
   /// The result, and the seconds that turning the challenger on took once. SideFailed where a side threw.
   std::pair<DuelResult, double> duel(const Names& incumbent, const Names& challenger, const DuelOptions& options);

@@ -210,6 +210,14 @@ struct FasterRate : WrongOptimizer {
   }
 };
 
+struct SlowUpdate : WrongOptimizer {
+  using WrongOptimizer::WrongOptimizer;
+  torch::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    return own.step();
+  }
+};
+
 struct StaleGradients : WrongOptimizer {
   using WrongOptimizer::WrongOptimizer;
   torch::Tensor step(LossClosure /*closure*/ = nullptr) override {
@@ -260,6 +268,7 @@ void plant() {
     tune::register_strategy<LeavesDirt>("leaves_dirt", Kind::Exact);
     tune::register_strategy<Wrongly<FasterRate>>("faster_rate", Kind::Tolerance);
     tune::register_strategy<Wrongly<StaleGradients>>("stale_gradients", Kind::Tolerance);
+    tune::register_strategy<Wrongly<SlowUpdate>>("slow_update", Kind::Exact, {.group = "optimizer"});
     tune::register_strategy<Drifts>("drifts", Kind::Exact);
     for (int i = 0; i < 12; ++i) tune::register_strategy<Null>("null_" + std::to_string(i), Kind::Exact);
     return true;
@@ -324,6 +333,15 @@ TEST_F(AccelerateTest, RefusesAWrongLearningRateAndStaleGradients) {
     EXPECT_THAT(entry(plan, "faster_rate").reason, HasSubstr("update"));
     EXPECT_EQ(entry(plan, "stale_gradients").standing, Standing::Refused) << entry(plan, "stale_gradients").reason;
   }
+}
+
+TEST_F(AccelerateTest, DoesNotTryAnUpdateThatIsSlowerByItself) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("SGD", model);
+  auto plan = accelerate(*model, *optimizer, delayed_loss(model), make_batches(), only({"slow_update"}));
+  EXPECT_THAT(plan.accepted(), IsEmpty());
+  EXPECT_EQ(entry(plan, "slow_update").pairs, 0);
+  EXPECT_THAT(entry(plan, "slow_update").reason, HasSubstr("Its update by itself"));
 }
 
 TEST_F(AccelerateTest, LeavesOutWhatThrowsOrChangesWeights) {

@@ -119,7 +119,7 @@ def test_two_that_pay_are_both_kept_and_measured_together(clock: Clock) -> None:
     assert plan.speedup[1] == pytest.approx(2.0, rel=0.01)
 
 
-def update_of(name: str, clock: Clock, update: dict[str, float], seconds: float) -> type[Strategy]:
+def update_of(name: str, update: dict[str, float], seconds: float) -> type[Strategy]:
     """A strategy under which the optimizer's step takes so long."""
 
     def apply(self: Any, run: Run) -> None:
@@ -142,7 +142,7 @@ def test_of_several_updates_the_fastest_by_itself_is_tried(clock: Clock, fastest
     optimizer = adam(model)
     optimizer.register_step_post_hook(pass_update)
     names = {"fast": 0.004, "fastest": 0.001, "slow": 0.009}
-    classes = [update_of(name, clock, update, seconds) for name, seconds in names.items()]
+    classes = [update_of(name, update, seconds) for name, seconds in names.items()]
     if fastest_throws:
 
         def throw(self: Any, run: Run) -> None:

@@ -183,8 +183,8 @@ class Bench:
     def updates(self, names: Names, seed: int) -> tuple[dict[str, float], str]:
         """Return how many times as fast as given the update by each of these is, and which is shown to be faster.
 
-        Timed without the rest of a step, of which they take a small part, they are known within a few percent where
-        whole steps would need dozens. The fastest then meets the one given in a duel of updates; empty where it does
+        Timed without the rest of a step, of which they take a small part, they are known after a few calls, where whole
+        steps would need dozens of pairs. The fastest then meets the one given in a duel of updates; empty where it does
         not win. Left out is what throws: its trial will say so. Nothing where the step is the user's own.
         """
         if self.run.own_step is not None or not names:
