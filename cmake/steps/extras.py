@@ -18,5 +18,5 @@ def listed(name: str) -> list[str]:
 
 
 for requirement in [r for name in ("dependencies", *sys.argv[1:]) for r in listed(name)]:
-    if not requirement.startswith("torch"):
+    if re.match(r"[\w.-]+", requirement).group() != "torch":  # type: ignore[union-attr]
         print(requirement)

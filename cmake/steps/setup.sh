@@ -46,4 +46,8 @@ listed=$("$VENV/bin/python3" cmake/steps/extras.py build test lint docs demo)
 mapfile -t needs <<<"$listed"
 say "Installing ${#needs[@]} Python packages"
 "${pip[@]}" --constraint <(echo "torch==$installed") "${needs[@]}"
+listed=$("$VENV/bin/python3" cmake/steps/extras.py peers)
+mapfile -t peers <<<"$listed"
+say "Installing ${#peers[@]} libraries that tests compare with"
+"${pip[@]}" --no-deps "${peers[@]}"
 echo "$wanted" >"$stamp"

@@ -41,6 +41,7 @@ BESIDE_ROOMS = {
         "consumer",
         "plugin",
         "layering",
+        "mutation",
         "packaging",
         "pages",
         "examples",

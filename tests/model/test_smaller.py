@@ -157,8 +157,6 @@ def test_shared_weights_and_data_dependent_ways_are_not_cut() -> None:
 
 @pytest.mark.parametrize("by", ["torch", "torchao"])
 def test_int8_is_small_and_near(by: str) -> None:
-    if by == "torchao":
-        pytest.importorskip("torchao")
     model = mlp()
     before = copy.deepcopy(model.state_dict())
     result = ox.model.quantize(model, "int8", example=X, by=by)
@@ -166,6 +164,21 @@ def test_int8_is_small_and_near(by: str) -> None:
     assert 0 < result.comparison.error < 0.05
     assert 0.25 * result.comparison.bytes_before < result.comparison.bytes_after < 0.4 * result.comparison.bytes_before
     assert model.training and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_int8_is_what_torchao_makes_itself() -> None:
+    """Held to torchao, which the tests' environment has, and what "auto" takes where it is installed."""
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    model = mlp()
+    theirs = copy.deepcopy(model).eval()
+    quantize_(theirs, Int8DynamicActivationInt8WeightConfig())
+    for by in ("torchao", "auto"):
+        result = ox.model.quantize(model, "int8", example=X, by=by)
+        assert torch.equal(result.model(X), theirs(X)) and not torch.equal(result.model(X), model(X))
+        assert [type(m) for m in result.model.modules()] == [type(m) for m in theirs.modules()]
+        assert type(result.model[0].weight) is type(theirs[0].weight) is not nn.Parameter
+        assert "by torchao" in result.notes[0]
 
 
 @pytest.mark.parametrize("group", [32, 64])

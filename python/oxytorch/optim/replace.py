@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -45,12 +46,18 @@ class _Foreign:
         Settings, on the optimizer or in its groups, that leave the algorithm as it is here only at this value.
     hyperparameters : mapping
         What its groups do not say and is the same for all.
+    shares_count : bool
+        Whether the steps of a group are counted in the state of one of its parameters.
+    refusal : callable, optional
+        Tells what else about an optimizer changes its algorithm; empty where nothing does.
     """
 
     target: Target | Callable[[Any], Target]
     averages: Mapping[str, str]
     neutral: Mapping[str, Any] = field(default_factory=dict)
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    shares_count: bool = False
+    refusal: Callable[[Any], str] | None = None
 
 
 _LION = {"exp_avg": "exp_avg"}
@@ -59,6 +66,21 @@ _ADAM = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 def _by_decay(optimizer: Any) -> Target:
     return AdamW if optimizer.adam_w_mode else Adam
+
+
+def _several_dtypes(optimizer: Any) -> str:
+    mixed = any(len({param.dtype for param in group["params"]}) > 1 for group in optimizer.param_groups)
+    return "counts each dtype of a group as a step of its bias correction; give each dtype a group" if mixed else ""
+
+
+def _overridden(optimizer: Any) -> str:
+    """Settings of single parameters: bitsandbytes keeps them by id, and those of modules until its first step."""
+    manager = getattr(optimizer, "mng", None)
+    named = set(getattr(manager, "pid2config", ()))
+    for module, name, _ in getattr(manager, "module_weight_config_triple", ()):
+        named.add(id(getattr(module, name)))
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return "has own settings for single parameters; it can be replaced without them only" if named & own else ""
 
 
 _FUSED_ADAM = _Foreign(
@@ -75,10 +97,10 @@ _BITS = {
     "index2config": {},  # overrides for single parameters
 }
 _BNB_ADAM = {"state1": "exp_avg", "state2": "exp_avg_sq"}
-_BNB_LION = _Foreign(Lion, {"state1": "exp_avg"}, _BITS)
-_BNB_ADAMW = _Foreign(AdamW, _BNB_ADAM, _BITS)
+_BNB_LION = _Foreign(Lion, {"state1": "exp_avg"}, _BITS, refusal=_overridden)
+_BNB_ADAMW = _Foreign(AdamW, _BNB_ADAM, _BITS, refusal=_overridden)
 # Its Adam decays the weights themselves, as its AdamW.
-_BNB_PLAIN_ADAM = _Foreign(Adam, _BNB_ADAM, _BITS, {"decoupled_weight_decay": True})
+_BNB_PLAIN_ADAM = _Foreign(Adam, _BNB_ADAM, _BITS, {"decoupled_weight_decay": True}, refusal=_overridden)
 
 # By qualified name, so that nothing is imported.
 _FOREIGN: dict[str, _Foreign] = {
@@ -96,7 +118,9 @@ _FOREIGN: dict[str, _Foreign] = {
     "bitsandbytes.optim.adam.Adam": _BNB_PLAIN_ADAM,
     "bitsandbytes.optim.adam.Adam32bit": _BNB_PLAIN_ADAM,
     "apex.optimizers.fused_adam.FusedAdam": _FUSED_ADAM,
-    "deepspeed.ops.adam.fused_adam.FusedAdam": _FUSED_ADAM,
+    "deepspeed.ops.adam.fused_adam.FusedAdam": dataclasses.replace(
+        _FUSED_ADAM, shares_count=True, refusal=_several_dtypes
+    ),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _FUSED_ADAM,
 }
 
@@ -205,10 +229,12 @@ def _convert(foreign: _Foreign, options: TailOptions, optimizer: torch.optim.Opt
                     f"this {_name(optimizer)} has {key} = {value!r}, which changes its algorithm; "
                     f"it can be replaced with {key} = {neutral!r} only."
                 )
+    if foreign.refusal is not None and (reason := foreign.refusal(optimizer)):
+        raise ValueError(f"this {_name(optimizer)} {reason}.")
     target = foreign.target if isinstance(foreign.target, type) else foreign.target(optimizer)
     _check_options(target, options, optimizer.param_groups)
     state = {
-        param: _converted_state(foreign, target, optimizer.state[param], group)
+        param: _converted_state(foreign, target, optimizer.state[param], _steps(foreign, optimizer, group, param))
         for group in optimizer.param_groups
         for param in group["params"]
         if optimizer.state.get(param)
@@ -226,12 +252,18 @@ def _convert(foreign: _Foreign, options: TailOptions, optimizer: torch.optim.Opt
     return _carry_on(target, options, optimizer, defaults, state)
 
 
-def _converted_state(
-    foreign: _Foreign, target: Target, old: dict[str, Any], group: dict[str, Any]
-) -> dict[str, Tensor]:
+def _steps(foreign: _Foreign, optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> float:
+    """Return the count that the bias correction of a parameter is made of; 0 where its class counts nothing."""
+    own = optimizer.state[param]
+    if foreign.shares_count:
+        return max(float(optimizer.state[p].get("step", 0)) for p in group["params"] if p in optimizer.state)
+    return float(own["step"] if "step" in own else group.get("step", 0))
+
+
+def _converted_state(foreign: _Foreign, target: Target, old: dict[str, Any], steps: float) -> dict[str, Tensor]:
     new: dict[str, Tensor] = {}
     if "step" in target._required_state:
-        new["step"] = torch.tensor(float(old["step"] if "step" in old else group["step"]), dtype=torch.float32)
+        new["step"] = torch.tensor(steps, dtype=torch.float32)
     for theirs, ours in foreign.averages.items():
         if not old[theirs].is_floating_point():
             raise ValueError(
