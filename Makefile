@@ -1,7 +1,7 @@
 # The front door. Each command is a short script in cmake/steps/; a command brings what it needs with it.
 #   make demo ARGS="--quick"     passes ARGS on
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-devices nightly bench lint docs sanitize clean
+.PHONY: help setup build demo test test-devices nightly mutation bench lint docs sanitize clean
 
 help:
 	@echo "make setup     install what is missing: Debian packages, .venv, PyTorch"
@@ -10,6 +10,7 @@ help:
 	@echo "make test      build everything and run every test"
 	@echo "make test-devices  every test on each device: cpu, sim, hpu, privateuse1, cuda (DEVICE=... chooses)"
 	@echo "make nightly   10,000 random optimizer cases against the fp64 referee"
+	@echo "make mutation  plant 200 random faults in the sources, one by one, and count those that the tests notice"
 	@echo "make bench     measure the kernels and race the peers; DEVICE=cuda races on a GPU instead"
 	@echo "make lint      formats, types, static analysis"
 	@echo "make docs      the site, in build/docs/index.html"
@@ -28,6 +29,8 @@ test-devices: build
 	@DEVICE="$(DEVICE)" cmake/steps/test_devices.sh $(ARGS)
 nightly: build
 	@cmake/steps/nightly.sh $(ARGS)
+mutation: build
+	@cmake/steps/run.sh python tests/mutation/run.py $(ARGS)
 bench: build
 	@DEVICE=$(DEVICE) cmake/steps/bench.sh $(ARGS)
 lint: build

@@ -1,0 +1,136 @@
+"""Which tests must notice a fault in a file: quick ones first, and the next only where those pass."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["PATHS", "Stage", "stages_of"]
+
+#: What is mutated unless `--paths` says otherwise.
+PATHS = (
+    "src/optim",
+    "src/kernels",
+    "src/tune",
+    "python/oxytorch/optim",
+    "python/oxytorch/tune",
+    "python/oxytorch/trainer",
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Programs or pytest paths that run together, and what must be built for them.
+
+    Attributes
+    ----------
+    tests : tuple of str
+        Pytest paths; with `programs`, names of GoogleTest programs.
+    preset : str
+        Of CMake, where C++ is built: "core-only" needs no torch and takes seconds. Empty for Python alone.
+    programs : bool
+    """
+
+    tests: tuple[str, ...]
+    preset: str = ""
+    programs: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables and for the record of times."""
+        return " ".join(self.tests) + (f" ({self.preset})" if self.preset else "")
+
+
+def programs(preset: str, *names: str) -> Stage:
+    """A stage of GoogleTest programs."""
+    return Stage(names, preset, programs=True)
+
+
+# Python: the files whose tests have another name than they.
+_FIRST = {
+    "python/oxytorch/optim/generators.py": ("tests/optim/test_torch_cases.py",),
+    "python/oxytorch/optim/optimizers.py": ("tests/optim/test_torch_cases.py", "tests/optim/test_bad_input.py"),
+    "python/oxytorch/optim/options.py": ("tests/optim/test_bad_input.py",),
+    "python/oxytorch/optim/origin.py": ("tests/optim/test_nan_origin.py",),
+    "python/oxytorch/optim/replace.py": ("tests/optim/test_replace_libraries.py", "tests/optim/test_replace.py"),
+    "python/oxytorch/optim/sharded.py": ("tests/optim/test_distributed.py",),
+    "python/oxytorch/optim/tail.py": ("tests/optim/test_state.py", "tests/optim/test_bad_input.py"),
+    "python/oxytorch/tune/batches.py": ("tests/tune/test_feed.py", "tests/tune/test_accelerate.py"),
+    "python/oxytorch/tune/call.py": ("tests/tune/test_strategies.py",),
+    "python/oxytorch/tune/chance.py": ("tests/tune/test_verify.py",),
+    "python/oxytorch/tune/measure.py": ("tests/tune/test_accelerate.py",),
+    "python/oxytorch/tune/record.py": ("tests/tune/test_verify.py", "tests/tune/test_planted_faults.py"),
+    "python/oxytorch/tune/referee.py": ("tests/tune/test_verify.py", "tests/tune/test_planted_faults.py"),
+    "python/oxytorch/tune/run.py": ("tests/tune/test_replace.py", "tests/tune/test_strategies.py"),
+    "python/oxytorch/tune/strategy.py": ("tests/tune/test_plan.py", "tests/tune/test_strategies.py"),
+    "python/oxytorch/tune/tuning.py": ("tests/tune/test_accelerate.py",),
+    "python/oxytorch/tune/update.py": ("tests/tune/test_operators.py", "tests/tune/test_accelerate.py"),
+    "python/oxytorch/tune/watch.py": ("tests/tune/test_plan.py", "tests/tune/test_accelerate.py"),
+    "python/oxytorch/tune/strategies/feed.py": ("tests/tune/test_feed.py", "tests/tune/test_strategies.py"),
+    "python/oxytorch/tune/strategies/optimizer.py": ("tests/tune/test_native_step.py", "tests/tune/test_strategies.py"),
+    "python/oxytorch/trainer/calibrate.py": ("tests/amp/test_amp.py", "tests/trainer/test_fit.py"),
+    "python/oxytorch/trainer/early_stopping.py": ("tests/trainer/test_fit.py",),
+    "python/oxytorch/trainer/settings.py": ("tests/trainer/test_step.py",),
+    "python/oxytorch/trainer/setup.py": ("tests/trainer/test_step.py", "tests/trainer/test_fit.py"),
+    "python/oxytorch/trainer/trainer.py": ("tests/trainer/test_step.py", "tests/trainer/test_fit.py"),
+}
+# C++ of the torch side: the programs whose tests are of this file.
+_PROGRAMS = {
+    "src/optim/archive": ("optimizer_test",),
+    "src/optim/backward_hooks": ("optimizer_test",),
+    "src/optim/device": ("native_device_test",),
+    "src/optim/nan_origin": ("stability_test",),
+    "src/optim/schedule": ("optim_test",),
+    "src/optim/spike_detector": ("stability_test",),
+    "src/optim/stability": ("stability_test",),
+    "src/tune/": ("strategies_test", "accelerate_test"),
+}
+
+
+def _torch_free(root: Path, path: str) -> bool:
+    """Whether a source of a module belongs to the library that needs no torch; a header, where its source does."""
+    lists = root / "/".join(path.split("/")[:2]) / "CMakeLists.txt"
+    core = " ".join(re.findall(r"oxytorch_room\(core([^)]*)\)", lists.read_text())).split()
+    name = Path(path).name
+    return "src/kernels/" in path or name in core or name.replace(".h", ".cpp") in core or name == "words.h"
+
+
+def stages_of(root: Path, path: str) -> list[Stage]:
+    """Return the stages for a file; the last is all that tests its module."""
+    module = path.split("/")[-2] if path.startswith("src/kernels/device") else path.split("/")[1]
+    if path.endswith(".py"):
+        module = path.split("/")[2]
+        own = f"tests/{module}/test_{Path(path).stem}.py"
+        default = (own,) if (root / own).exists() else ()
+        if "/strategies/" in path:
+            default = ("tests/tune/test_strategies.py",)
+        first = _FIRST.get(path, default)
+        rest = [
+            file.relative_to(root).as_posix()
+            for file in sorted((root / "tests" / module).glob("test_*.py"))
+            if file.relative_to(root).as_posix() not in first
+        ]
+        return [*(Stage((test,)) for test in first), Stage(tuple(rest))]
+    if path.startswith("src/kernels/device/"):
+        return [programs("core-only", "device_tail_test"), programs("dev", "native_device_test")]
+    if path.startswith("src/kernels/"):
+        return [
+            programs("core-only", "kernels_test"),
+            programs("dev", "optimizer_test"),
+            Stage(("tests/optim/test_equivalence.py", "tests/optim/test_fuzz.py"), "dev"),
+            Stage(("tests/tune/test_operators.py",), "dev"),
+        ]
+    if _torch_free(root, path):
+        return [
+            programs("core-only", "tune_test"),
+            programs("dev", "accelerate_test"),
+            Stage(("tests/tune/test_accelerate.py", "tests/tune/test_plan.py", "tests/tune/test_remember.py"), "dev"),
+        ]
+    first = next((names for start, names in _PROGRAMS.items() if path.startswith(start)), ("optimizer_test",))
+    everything = ("optimizer_test", "stability_test") if module == "optim" else ("strategies_test", "accelerate_test")
+    rest = tuple(name for name in everything if name not in first)
+    return [
+        *(programs("dev", name) for name in (*first, *rest)),
+        Stage((f"tests/{module}",), "dev"),
+    ]
