@@ -195,8 +195,8 @@ def file_hash(root: Path, path: str) -> str:
 class Runner:
     """Plants mutants and runs the stages of their file until one notices."""
 
-    def __init__(self, root: Path, work: Path) -> None:
-        self.root, self.work, self.record = root, work, Record(work)
+    def __init__(self, root: Path, work: Path, without_torch: bool = False) -> None:
+        self.root, self.work, self.record, self.without_torch = root, work, Record(work), without_torch
         self._trees: dict[str, Tree] = {}
 
     def tree(self, preset: str) -> Tree:
@@ -226,7 +226,9 @@ class Runner:
             "kind": mutant.kind, "before": mutant.before, "after": mutant.after, "status": "survived", "by": "",
         }  # fmt: skip
         stages = stages_of(self.root, mutant.path)
-        for stage in stages:
+        kept = [stage for stage in stages if not (self.without_torch and stage.preset == "dev")]
+        entry["partial"] = len(kept) < len(stages)
+        for stage in kept:
             seconds = self.allowed(stage)  # before anything is planted
             tree = self.tree(stage.preset)
             with tree.planted(mutant):
@@ -289,15 +291,19 @@ def main(arguments: list[str] | None = None) -> int:
     words.add_argument("--paths", nargs="+", default=list(PATHS), help="files or folders, from the repository's root")
     words.add_argument("--minutes", type=float, default=float("inf"), help="start no further fault after so long")
     words.add_argument("--least", type=float, default=0.9, help="share that must be caught")
+    words.add_argument(
+        "--without-torch", action="store_true", help="build torch-free C++ alone; the other stages are left out"
+    )
     words.add_argument("--list", action="store_true", help="print the faults and plant none")
     words.add_argument("--only", help="id of one fault to plant again, its tests' output printed")
     options = words.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, and no fault stays planted
     reasons = {entry["id"]: entry["reason"] for entry in json.loads(EQUIVALENT.read_text())}
     order = chosen(ROOT, options.paths, options.seed)
     if options.list:
         print("\n".join(f"{m.id}  {m}" for m in order[: options.count]))
         return 0
-    runner = Runner(ROOT, WORK)
+    runner = Runner(ROOT, WORK, options.without_torch)
     if options.only:
         every = [m for path in sorted({m.path for m in order}) for m in mutants_of(ROOT, path)]
         mutant = next((m for m in every if m.id == options.only), None)
@@ -313,7 +319,8 @@ def main(arguments: list[str] | None = None) -> int:
         if counted >= options.count:
             break
         entry = runner.record.results.get((mutant.id, file_hash(ROOT, mutant.path)))
-        if entry is None:
+        # What survived some stages is judged anew by all of them.
+        if entry is None or (entry["partial"] and entry["status"] == "survived" and not options.without_torch):
             if time.monotonic() - begun > 60 * options.minutes:
                 print(f"{options.minutes:g} minutes are over; the same command goes on from here.")
                 break

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,122 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..trainer.recorder import Recorder
+from .workloads import ALLOWED, LEFT_OUT, WORKLOADS, Stateful, cells, drawn, rows, tiny_average
 
 pytestmark = pytest.mark.cpu_only("the matrix is of what applies on a CPU")
 
 
-class Conv(nn.Module):
-    """Convolutions, batch normalisation, pooling, an activation that may be in place and one that may not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3)
-        )
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.body(x)
-        return self.head((F.relu(y) + y).mean((2, 3)))
-
-
-class Transformer(nn.Module):
-    """Attention by torch's kernel, dropout, and an output that shares the embedding's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 16)
-        self.qkv = nn.Linear(16, 48, bias=False)  # keys with a bias get gradients that are all rounding
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.out = nn.Linear(16, 16, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        q, k, v = self.qkv(h).view(*h.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(h.shape)
-        h = h + F.dropout(self.down(F.gelu(self.up(h))), 0.1, self.training)
-        return self.out(h).flatten(0, 1)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        self.lstm = nn.LSTM(8, 8, 2, batch_first=True)
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embed(x))[0]).flatten(0, 1)
-
-
-class Stateful(nn.Module):
-    """Counts and averages in forward, in a buffer, in a plain tensor and in a Python number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Sequential(nn.Linear(6, 12), nn.LeakyReLU(0.1), nn.Linear(12, 4))
-        self.register_buffer("mean", torch.zeros(6))
-        self.last = torch.zeros(6)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        with torch.no_grad():
-            self.mean.lerp_(x.mean(0), 0.1)
-            self.last.copy_(x[0])
-        return self.fc(x - self.mean)
-
-
-def images() -> tuple[Tensor, Tensor]:
-    return torch.randn(6, 3, 12, 12), torch.randint(4, (6,))
-
-
-def tokens() -> tuple[Tensor, Tensor]:
-    return torch.randint(16, (4, 10)), torch.randint(16, (40,))
-
-
-def rows() -> tuple[Tensor, Tensor]:
-    return torch.randn(6, 6), torch.randint(4, (6,))
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
-    "conv": (Conv, images),
-    "transformer": (Transformer, tokens),
-    "recurrent": (Recurrent, tokens),
-    "stateful": (Stateful, rows),
-}
-COMPILING = {"compile", "compile_dynamic", "compile_max_autotune", "compile_reduce_overhead"}
-HERE = sorted(set(STRATEGIES) - COMPILING)
-CLOSE = {"exact": (0.0, 0.0), "tolerance": (1e-3, 2e-5), "precision": (0.2, 5e-3), "trade": (0.2, 5e-3)}
+CELLS = cells()
+MODELS = ("conv", "transformer", "recurrent", "stateful")
+UNIT = 2.0**-24  # roundoff of float32
 
 
 def make(name: str, **options: Any) -> Run:
-    torch.manual_seed(1)
-    build, batch = MODELS[name]
-    model, batches = build(), [batch() for _ in range(3)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Run(model, optimizer, F.cross_entropy, batches, **options)
-
-
-def needed(name: str) -> list[str]:
-    return [*STRATEGIES[name].requires, name]
-
-
-def brought(run: Run, name: str) -> bool:
-    """Put a strategy and what it needs in force; False where one does not apply here."""
-    if name.startswith("split_") and isinstance(run.model, Stateful):
-        return False  # an average kept in forward sees the pieces: for the referee to find
-    if any(run.strategy(one).applies(run) is not True for one in needed(name)):
-        return False
-    run.bring(needed(name))
-    return True
-
-
-def assert_as_claimed(name: str, got: list[Tensor], expected: list[Tensor]) -> None:
-    rtol, atol = CLOSE[STRATEGIES[name].kind]
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+    run = WORKLOADS[name].run()
+    return Run(run.model, run.original, F.cross_entropy, run.batches, **options) if options else run
 
 
 def process() -> dict[str, Any]:
@@ -178,10 +76,126 @@ def anatomy(run: Run) -> dict[str, Any]:
     return found
 
 
-def train(run: Run, batches: Any = None) -> list[Tensor]:
+def losses_of(run: Run, batches: Any = None) -> list[Tensor]:
     torch.manual_seed(2)
-    losses = [run.step(batch).clone() for batch in batches or run.batches]
-    return losses + [p.detach().clone() for p in run.params]
+    return [run.step(batch).clone() for batch in batches or drawn(run)]
+
+
+def train(run: Run, batches: Any = None) -> list[Tensor]:
+    return losses_of(run, batches) + [p.detach().clone() for p in run.params]
+
+
+# ---- what a strategy may do to the numbers
+
+
+def outcome(run: Run, losses: list[Tensor]) -> dict[str, list[Tensor]]:
+    """What training left: losses, weights, gradients of the last step and the optimizer's averages."""
+    state = [run.original.state[p] for p in run.params]
+    return {
+        "loss": [loss.detach().double() for loss in losses],
+        "weight": [p.detach().double().clone() for p in run.params],
+        "gradient": [p.grad.detach().double().clone() for p in run.params if p.grad is not None],
+        "exp_avg": [entries["exp_avg"].double().clone() for entries in state],
+        "exp_avg_sq": [entries["exp_avg_sq"].double().clone() for entries in state],
+    }
+
+
+def trained(workload: str, how: str = "plain") -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+    """Train by torch alone, without a strategy; return what is left, and the weights it began with.
+
+    `how` is "plain", "float64", "bfloat16": under torch's own autocast, or "zero gradients" and "wrong gradients".
+    """
+    run = WORKLOADS[workload].run(torch.float64 if how == "float64" else torch.float32)
+    start = [p.detach().double().clone() for p in run.params]
+    losses = []
+    torch.manual_seed(2)
+    for batch in run.batches:
+        run.original.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "bfloat16"):
+            result = run.model(batch[0])
+        loss = F.cross_entropy(result.double() if how == "float64" else result.float(), batch[1])
+        loss.backward()
+        for p in run.params:
+            if how in ("zero gradients", "wrong gradients"):
+                p.grad.mul_(0 if how == "zero gradients" else 1.05)  # type: ignore[union-attr]
+        run.original.step()
+        losses.append(loss)
+    return outcome(run, losses), start
+
+
+@cache
+def reference(workload: str) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+    """Train in float64."""
+    return trained(workload, "float64")
+
+
+def errors(workload: str, got: dict[str, list[Tensor]]) -> dict[str, list[float]]:
+    """Return how far off float64 each tensor is, as a part of its size; a weight, as a part of its change."""
+    exact, start = reference(workload)
+    sizes = {**exact, "weight": [w - s for w, s in zip(exact["weight"], start, strict=True)]}
+    return {
+        key: [
+            float((mine - true).norm() / size.norm().clamp_min(1e-300))
+            for mine, true, size in zip(got[key], exact[key], sizes[key], strict=True)
+        ]
+        for key in exact
+    }
+
+
+@cache
+def bounds(workload: str, kind: str) -> dict[str, list[float]]:
+    """Return the errors that are allowed: a few times those of torch's own training at that precision.
+
+    "tolerance" rounds as often as plain float32 training, elsewhere. "precision" has the bfloat16 of autocast.
+    "trade" may be off by its code: the averages by half a step of 1/127 on a curve of square or fourth roots
+    (`kStateError` of the largest in a block of 32), which the step sees, and nothing else.
+    """
+    exact, start = reference(workload)
+    plain = errors(workload, trained(workload)[0])
+    # Below this two ways of rounding differ by luck: some units of the last place, of a weight of itself.
+    floor = {key: [32 * UNIT for _ in tensors] for key, tensors in exact.items()}
+    floor["weight"] = [
+        32 * UNIT * max(1.0, float(w.norm() / (w - s).norm())) for w, s in zip(exact["weight"], start, strict=True)
+    ]
+    if kind == "precision":
+        plain = errors(workload, trained(workload, "bfloat16")[0])
+        floor = {key: [2.0**-9 + value for value in values] for key, values in floor.items()}  # bfloat16's roundoff
+    times = 3 if kind == "precision" else 4
+    found = {key: [times * a + b for a, b in zip(plain[key], floor[key], strict=True)] for key in plain}
+    if kind == "trade":
+        coded = {"weight": 0.02, "exp_avg": 0.03, "exp_avg_sq": 0.03, "gradient": 5e-4, "loss": 2e-5}
+        found = {key: [value + coded[key] for value in values] for key, values in found.items()}
+    return found
+
+
+def assert_within(workload: str, kind: str, got: dict[str, list[Tensor]]) -> None:
+    allowed = bounds(workload, kind)
+    for key, values in errors(workload, got).items():
+        for number, (error, bound) in enumerate(zip(values, allowed[key], strict=True)):
+            where = f"{key} {number} of {workload}"
+            assert error <= bound, f"{where} is off by {error:.2g} of its size, allowed {bound:.2g}"
+
+
+@pytest.mark.parametrize("model", WORKLOADS)
+@pytest.mark.parametrize("kind", ["tolerance", "precision", "trade"])
+def test_the_bounds_tell_training_from_none(kind: str, model: str) -> None:
+    """What no strategy may do is not within them: no gradients, or where rounding is small, gradients 5 % too large."""
+    with WORKLOADS[model].around():
+        assert_within(model, kind, trained(model)[0])
+        for how in ["zero gradients", *(["wrong gradients"] if kind != "precision" else [])]:
+            with pytest.raises(AssertionError, match="off by"):
+                assert_within(model, kind, trained(model, how)[0])
+
+
+def test_every_strategy_has_a_workload() -> None:
+    """Or, where there can be none, its name in `LEFT_OUT` with the reason."""
+    tried = {name for name, _ in CELLS}
+    built_in = {name for name, cls in STRATEGIES.items() if cls.__mro__[1].__module__.startswith("oxytorch.")}
+    assert built_in - tried == set(LEFT_OUT), "give it a workload in workloads.py"
+    assert all(len(reason.split()) > 3 for reason in LEFT_OUT.values())
+    unused = set(WORKLOADS) - {workload for _, workload in CELLS}
+    assert not unused, "no strategy applies there any more"
+    assert [(name, w) for w, its in WORKLOADS.items() for name in its.of if (name, w) not in CELLS] == []
 
 
 @pytest.fixture(autouse=True)
@@ -193,96 +207,153 @@ def as_before() -> Iterator[None]:
     assert after == before
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(("name", "model"), CELLS)
 def test_numbers_are_of_the_kind_that_it_claims(name: str, model: str) -> None:
-    run, plain = make(model), make(model)
-    if not brought(run, name):
-        pytest.skip("does not apply")
-    got, expected = train(run), train(plain)
-    run.bring([])
-    assert_as_claimed(name, got, expected)
+    workload = WORKLOADS[model]
+    with workload.around():
+        run, plain = workload.run(), workload.run()
+        run.bring(workload.needed(name))
+        losses = losses_of(run)
+        run.bring([])
+        got, expected = outcome(run, losses), outcome(plain, losses_of(plain))
+        kind = STRATEGIES[name].kind
+        if kind == "exact":
+            assert all(torch.equal(a, b) for key in got for a, b in zip(got[key], expected[key], strict=True))
+        elif workload.prepare is tiny_average:  # begins after a step, in which a number below 1e-37 is planted
+            for key, tensors in got.items():
+                for mine, theirs in zip(tensors, expected[key], strict=True):
+                    torch.testing.assert_close(mine, theirs, rtol=32 * UNIT, atol=1e-37)
+        else:
+            assert_within(model, kind, got)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(("name", "model"), CELLS)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_reverting_leaves_everything_as_it_was(name: str, model: str, steps: int) -> None:
-    run = make(model)
-    train(run, run.batches[:steps]) if steps else None
-    if any(run.strategy(one).applies(run) is not True for one in needed(name)):
-        pytest.skip("does not apply")
-    before, settings = anatomy(run), process()
-    for _ in range(3):
-        run.bring(needed(name))
+    workload = WORKLOADS[model]
+    with workload.around():
+        run = workload.run()
+        train(run, run.batches[:steps]) if steps else None
+        before, settings = anatomy(run), process()
+        for _ in range(3):
+            run.bring(workload.needed(name))
+            run.bring([])
+            assert anatomy(run) == before
+            assert process() == settings
+
+
+@pytest.mark.parametrize(("name", "model"), CELLS)
+def test_training_goes_on_through_switching(name: str, model: str) -> None:
+    """Steps with and without it in turn end where steps of one kind do, so no state is lost on the way."""
+    workload = WORKLOADS[model]
+    with workload.around():
+        run, plain = workload.run(), workload.run()
+        identities = [id(p) for p in run.params]
+        torch.manual_seed(2)
+        losses = []
+        for i, batch in enumerate(run.batches):
+            run.bring(workload.needed(name) if i % 2 else [])
+            losses.append(run.step(batch).clone())
         run.bring([])
+        expected = outcome(plain, losses_of(plain, plain.batches))
+        got = outcome(run, losses)
+        assert [id(p) for p in run.params] == identities
+        if STRATEGIES[name].kind == "exact":
+            assert all(torch.equal(a, b) for key in got for a, b in zip(got[key], expected[key], strict=True))
+        elif workload.prepare is not tiny_average:
+            assert_within(model, STRATEGIES[name].kind, got)
+        assert [p.stride() for p in run.params] == [p.stride() for p in plain.params]
+        for p, q in zip(run.params, plain.params, strict=True):
+            mine, theirs = run.original.state[p], plain.original.state[q]
+            assert mine.keys() == theirs.keys()
+            assert torch.equal(mine["step"], theirs["step"])
+            for key in mine:
+                assert mine[key].dtype == theirs[key].dtype and mine[key].stride() == theirs[key].stride()
+
+
+@pytest.mark.parametrize(("name", "model"), CELLS)
+def test_copies_and_files_of_the_model_know_nothing_of_it(name: str, model: str) -> None:
+    workload = WORKLOADS[model]
+    with workload.around():
+        run, plain = workload.run(), workload.run().model
+        run.bring(workload.needed(name))
+        for twin in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
+            assert {n: set(m.__dict__) for n, m in twin.named_modules()} == {
+                n: set(m.__dict__) for n, m in plain.named_modules()
+            }
+            assert repr(twin) == repr(plain)
+            for key, value in plain.state_dict().items():
+                assert torch.equal(twin.state_dict()[key], value)
+        run.bring([])
+
+
+@pytest.mark.parametrize(("name", "model"), CELLS)
+def test_a_failure_on_the_way_in_leaves_nothing_behind(name: str, model: str) -> None:
+    workload = WORKLOADS[model]
+    with workload.around():
+        run = workload.run()
+        before, settings = anatomy(run), process()
+
+        class Bad(Strategy):
+            name = "bad"
+
+            def apply(self, run: Run) -> None:
+                raise MemoryError("no room")
+
+        run.strategies["bad"] = Bad
+        with pytest.raises(MemoryError):
+            run.bring([*workload.needed(name), "bad"])
+        assert run.in_force == ()
         assert anatomy(run) == before
         assert process() == settings
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", HERE)
-def test_training_goes_on_through_switching(name: str, model: str) -> None:
-    """Steps with and without it in turn end where steps of one kind do, so no state is lost on the way."""
-    run, plain = make(model), make(model)
-    if not brought(run, name):
-        pytest.skip("does not apply")
-    identities = [id(p) for p in run.params]
-    torch.manual_seed(3)
-    for i in range(6):
-        run.bring(needed(name) if i % 2 else [])
-        run.step(run.batches[i % 3])
+CARD = {
+    "flash_attention": (True, False, False, False),
+    "efficient_attention": (False, True, False, False),
+    "cudnn_attention": (False, False, True, False),
+}
+
+
+@pytest.mark.parametrize(("name", "model"), [cell for cell in CELLS if cell[0] in CARD])
+def test_attention_may_use_the_kernel_of_its_name_alone(name: str, model: str) -> None:
+    workload = WORKLOADS[model]
+    with workload.around():
+        run = workload.run()
+        run.bring([name])
+        ALLOWED.clear()
+        run.step(run.batches[0])
+        assert set(ALLOWED) == {CARD[name]}
+        run.bring([])
+        ALLOWED.clear()
+        run.step(run.batches[0])
+        assert set(ALLOWED) == {(True, True, True, True)}
+
+
+def test_settings_of_a_card_are_on_while_they_are_in_force() -> None:
+    workload = WORKLOADS["card"]
+
+    def found() -> list[Any]:
+        precisions = [torch._C._get_fp32_precision_getter("cuda", op) for op in ("matmul", "conv", "rnn")]
+        return [*precisions, torch.backends.cudnn.benchmark]
+
+    with workload.around():
+        run, before = workload.run(), found()
+        run.bring(["tf32", "cudnn_benchmark"])
+        assert found() == ["tf32", "tf32", "tf32", True] != before
+        run.bring([])
+        assert found() == before
+
+
+def test_onednn_is_told_to_multiply_in_bfloat16_while_it_is_in_force() -> None:
+    def found() -> list[str]:
+        return [torch._C._get_fp32_precision_getter("mkldnn", op) for op in ("matmul", "conv", "rnn")]
+
+    run, before = make("conv"), found()
+    run.bring(["onednn_bf16"])
+    assert found() == ["bf16", "bf16", "bf16"] != before
     run.bring([])
-    torch.manual_seed(3)
-    for i in range(6):
-        plain.step(plain.batches[i % 3])
-    assert [id(p) for p in run.params] == identities
-    assert_as_claimed(name, run.params, plain.params)
-    assert [p.stride() for p in run.params] == [p.stride() for p in plain.params]
-    for p, q in zip(run.params, plain.params, strict=True):
-        mine, theirs = run.original.state[p], plain.original.state[q]
-        assert mine.keys() == theirs.keys()
-        assert torch.equal(mine["step"], theirs["step"])
-        assert all(mine[key].dtype == theirs[key].dtype and mine[key].stride() == theirs[key].stride() for key in mine)
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", HERE)
-def test_copies_and_files_of_the_model_know_nothing_of_it(name: str, model: str) -> None:
-    run = make(model)
-    if not brought(run, name):
-        pytest.skip("does not apply")
-    for twin in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
-        plain = make(model).model
-        assert {n: set(m.__dict__) for n, m in twin.named_modules()} == {
-            n: set(m.__dict__) for n, m in plain.named_modules()
-        }
-        assert repr(twin) == repr(plain)
-        for key, value in plain.state_dict().items():
-            assert torch.equal(twin.state_dict()[key], value)
-    run.bring([])
-
-
-def test_a_failure_on_the_way_in_leaves_nothing_behind() -> None:
-    for model in MODELS:
-        for name in HERE:
-            run = make(model)
-            if any(run.strategy(one).applies(run) is not True for one in needed(name)):
-                continue
-            before, settings = anatomy(run), process()
-
-            class Bad(Strategy):
-                name = "bad"
-
-                def apply(self, run: Run) -> None:
-                    raise MemoryError("no room")
-
-            run.strategies["bad"] = Bad
-            with pytest.raises(MemoryError):
-                run.bring([*needed(name), "bad"])
-            assert run.in_force == ()
-            assert anatomy(run) == before
-            assert process() == settings
+    assert found() == before
 
 
 def test_a_step_that_throws_leaves_no_flag_set() -> None:
@@ -334,7 +405,7 @@ def test_channels_last_of_three_dimensions() -> None:
     assert run.strategy("channels_last_3d").applies(run) is True
     run.bring(["channels_last_3d"])
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last_3d)  # type: ignore[operator]
-    assert run.loss(batches[0]).item() == pytest.approx(expected, rel=1e-4)
+    assert run.loss(batches[0]).item() == pytest.approx(expected, rel=1e-6)
     run.bring([])
     assert model[0].weight.is_contiguous()  # type: ignore[operator]
 
@@ -397,11 +468,16 @@ def test_attention_is_tried_only_where_torchs_kernel_is_called() -> None:
 
 
 def test_clipping_moves_into_the_tail_where_the_loop_is_the_plans() -> None:
-    run, plain = make("stateful", clip_norm=0.05, owns_loop=True), make("stateful", clip_norm=0.05)
+    run, plain, free = (
+        make("stateful", clip_norm=0.05, owns_loop=True),
+        make("stateful", clip_norm=0.05),
+        make("stateful"),
+    )
     run.bring(["step_tail"])
     assert run.clip_norm is None
-    for a, b in zip(train(run), train(plain), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    for a, b, unclipped in zip(train(run)[3:], train(plain)[3:], train(free)[3:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        assert float((b - unclipped).abs().max()) > 1e-4
     run.bring([])
     assert run.clip_norm == 0.05
 
@@ -433,7 +509,7 @@ def test_int8_state_comes_back_wide() -> None:
         for key, value in plain.original.state[q].items():
             mine = run.original.state[p][key]
             assert mine.dtype is value.dtype
-            torch.testing.assert_close(mine, value, rtol=0.2, atol=float(value.abs().max()) * 0.05)
+            assert float((mine - value).norm()) <= 0.03 * float(value.norm())  # codes of 8 bits
 
 
 # ---- the compiler
@@ -448,7 +524,7 @@ def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("record")
 def test_compiling_runs_first_keeps_masks_and_leaves_no_trace() -> None:
-    run, plain = make("transformer"), make("transformer")
+    run = make("transformer")
     strategy = run.strategy("compile")
     assert strategy.applies(run) is True
     assert strategy.expected_cost(run) == 20.0
@@ -462,9 +538,8 @@ def test_compiling_runs_first_keeps_masks_and_leaves_no_trace() -> None:
     assert anatomy(run) == before
     assert process() == settings
     run.bring(["compile"])
-    got = train(run)
-    for a, b in zip(got, train(plain), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)  # dropout drew the same masks
+    losses = losses_of(run)
+    assert_within("transformer", "tolerance", outcome(run, losses))  # dropout drew the same masks
     assert made["unique_graphs"] == once
     assert pickle.loads(pickle.dumps(run.model)) is not None
     assert strategy.expected_cost(run) != 20.0
@@ -528,7 +603,7 @@ def test_pieces_of_a_batch_make_the_same_step(pieces: int) -> None:
     calls: list[Any] = []
     handle = run.model.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[0]))
     for a, b in zip(train(run), train(plain), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     assert calls == [8 // pieces] * pieces * 3
     handle.remove()
     run.bring([])
