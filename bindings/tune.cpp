@@ -274,6 +274,10 @@ void bind_certificate(py::module_& m) {
       .def("find", &CertificateStore::find, py::arg("key"), release_gil())
       .def("put", &CertificateStore::put, py::arg("certificate"), release_gil())
       .def("forget", &CertificateStore::forget, py::arg("key"), release_gil())
+      .def("try_put", &CertificateStore::try_put, py::arg("certificate"), release_gil(),
+           "As put(), but why it failed is returned; empty where it did not.")
+      .def("try_forget", &CertificateStore::try_forget, py::arg("key"), release_gil(),
+           "As forget(), but why it failed is returned; empty where it did not.")
       .def_property_readonly("folder", &CertificateStore::folder);
   m.def("hardware_key", &hardware_key, py::arg("root") = "/", "The processor's part of CertificateKey.hardware.");
   m.def("allows", &allows, py::arg("level"), py::arg("kind"), "Whether a level allows a kind of change.");

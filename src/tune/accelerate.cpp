@@ -356,7 +356,8 @@ class Tuning {
         std::tie(entry.standing, entry.reason) = last->second;
       }
     }
-    made.verification["restored"] = "model, optimizer and random generators proven by hash to be what they were";
+    made.verification["restored"] = "model, optimizer and random generators proven by hash to be what they were; "
+                                    "what only the loss function captures is not covered";
     if (!chosen.empty()) {
       made.verification["all together, as " + std::string(tune::name(widest(chosen)))] = rulings_[chosen].reason;
     }
@@ -428,7 +429,10 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
   tuning.bench().rewind();
   escrow.prove();
   tuning.put_in_force(*certificate);
-  if (store) store->put(*certificate);
+  if (const auto why = store ? store->try_put(*certificate) : ""; !why.empty()) {
+    certificate->events.push_back("step 0: the plan is not stored, so the next run tunes again: " + why);
+    warn(certificate->events.back());
+  }
   const auto widest = tuning.widest(run->in_force());
   return Plan(std::make_unique<Plan::Impl>(std::move(run), std::move(*certificate), std::move(store), widest,
                                            options.seed(), tuning.may_tune_memory()));

@@ -1,6 +1,8 @@
 #include <cerrno>
 #include <cstdlib>
+#include <exception>
 #include <filesystem>
+#include <string>
 #include <system_error>
 
 #include "oxytorch/error.h"
@@ -29,18 +31,35 @@ std::string path_of(const std::string& folder, const CertificateKey& key) {
   return folder + "/" + key.digest() + ".json";
 }
 
+/// What `work` throws, as text; empty where it throws nothing.
+template <class Work>
+std::string failure_of(const Work& work) noexcept {
+  try {
+    try {
+      work();
+      return {};
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+  } catch (...) {  // not even the text could be made
+    return "no memory is left.";
+  }
+}
+
 }  // namespace
 
 CertificateStore::CertificateStore(std::string folder)
     : folder_(folder.empty() ? default_folder() : std::move(folder)) {}
 
 std::optional<Certificate> CertificateStore::find(const CertificateKey& key) const {
-  const std::string path = path_of(folder_, key);
+  if (folder_.empty()) return std::nullopt;
   try {
-    Certificate certificate = Certificate::load(path);
+    Certificate certificate = Certificate::load(path_of(folder_, key));
     if (certificate.key == key) return certificate;
   } catch (const Error& error) {
     if (error.code() != ErrorCode::NotFound) log(LogLevel::Warn, error.what());
+  } catch (const std::exception& error) {
+    log(LogLevel::Warn, std::string("a stored certificate could not be read: ") + error.what());
   }
   return std::nullopt;
 }
@@ -57,11 +76,21 @@ void CertificateStore::put(const Certificate& certificate) const {
 }
 
 void CertificateStore::forget(const CertificateKey& key) const {
+  if (folder_.empty()) return;
   const std::string path = path_of(folder_, key);
   std::error_code error;
   std::filesystem::remove(path, error);
-  OXY_CHECK(!error || error == std::errc::no_such_file_or_directory, Io, "cannot remove ", in_quotes(path), ": ",
+  const bool absent = error == std::errc::no_such_file_or_directory || error == std::errc::not_a_directory;
+  OXY_CHECK(!error || absent, Io, "cannot remove ", in_quotes(path), ": ",
             error.message(), '.');
+}
+
+std::string CertificateStore::try_put(const Certificate& certificate) const noexcept {
+  return failure_of([&] { put(certificate); });
+}
+
+std::string CertificateStore::try_forget(const CertificateKey& key) const noexcept {
+  return failure_of([&] { forget(key); });
 }
 
 }  // namespace oxytorch::tune

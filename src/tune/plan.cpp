@@ -107,7 +107,8 @@ void Plan::Impl::compare(const Batch& batch) {
 }
 
 void Plan::Impl::roll_back(const std::string& reason) {
-  const std::string event = "step " + std::to_string(guard->step()) + ": rolled back: " + reason;
+  const auto step = guard->step();
+  const std::string event = "step " + std::to_string(step) + ": rolled back: " + reason;
   guard.reset();
   for (auto& entry : certificate.entries) {
     if (std::find(names.begin(), names.end(), entry.strategy) == names.end()) continue;
@@ -119,7 +120,11 @@ void Plan::Impl::roll_back(const std::string& reason) {
   log(LogLevel::Warn, "accelerate: " + event);
   run->bring({});
   keep_heap();
-  if (store) store->put(certificate);
+  // The stored one does not hold any more: the next run is to measure anew.
+  if (const auto why = store ? store->try_forget(certificate.key) : ""; !why.empty()) {
+    certificate.events.push_back("step " + std::to_string(step) + ": the stored plan could not be deleted: " + why);
+    log(LogLevel::Warn, "accelerate: " + certificate.events.back());
+  }
 }
 
 Plan::Plan(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

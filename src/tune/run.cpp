@@ -5,6 +5,7 @@
 #include <torch/types.h>
 
 #include <algorithm>
+#include <exception>
 #include <optional>
 
 #include "oxytorch/error.h"
@@ -163,12 +164,18 @@ void Run::bring(const std::vector<std::string>& names) {
   const auto holds = [](const std::vector<std::string>& all, const std::string& name) {
     return std::find(all.begin(), all.end(), name) != all.end();
   };
+  std::exception_ptr failure;
   for (std::size_t i = in_force_.size(); i-- > 0;) {
     const std::string name = in_force_[i];
     if (holds(names, name)) continue;
     in_force_.erase(in_force_.begin() + static_cast<std::ptrdiff_t>(i));
-    strategy(name).revert(*this);
+    try {
+      strategy(name).revert(*this);
+    } catch (...) {  // the others are taken back all the same
+      if (!failure) failure = std::current_exception();
+    }
   }
+  if (failure) std::rethrow_exception(failure);
   std::vector<std::string> added;
   try {
     for (const auto& name : names) {

@@ -6,12 +6,14 @@
 
 #include <chrono>
 #include <filesystem>
+#include <fstream>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
 
 #include "oxytorch/amp.h"
 #include "oxytorch/error.h"
+#include "oxytorch/logging.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/run.h"
@@ -470,6 +472,34 @@ TEST_F(AccelerateTest, RemembersAndChecksBeforeItTrusts) {
       EXPECT_THAT(plan.certificate().events, IsEmpty());
     }
   }
+  std::filesystem::remove_all(folder);
+}
+
+TEST_F(AccelerateTest, AFolderThatCannotBeWrittenCostsNoPlan) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / "oxytorch_accelerate_no_folder";
+  std::ofstream(folder) << "a file in its place";
+  const auto batches = make_batches();
+  std::vector<std::string> said;
+  const LogSink before = set_log_sink([&](LogLevel, std::string_view text) { said.emplace_back(text); });
+  {
+    auto model = make_model();
+    auto optimizer = make_optimizer("AdamW", model);
+    auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches,
+                           only({"drifts"}).remember(true).folder(folder.string()));
+    EXPECT_THAT(plan.accepted(), ElementsAre("drifts"));
+    EXPECT_THAT(plan.certificate().events, ElementsAre(HasSubstr("not stored")));
+    EXPECT_THAT(plan.certificate().events, ElementsAre(HasSubstr(folder.string())));
+    EXPECT_THAT(plan.report(), HasSubstr("not stored"));
+    EXPECT_THAT(said, Contains(HasSubstr("not stored")));
+    // Nor does one that cannot be deleted once it does not hold any more.
+    std::filesystem::remove(folder);
+    std::filesystem::create_directories(folder / (plan.certificate().key.digest() + ".json") / "full");
+    bad_calls = 1;
+    for (int i = 0; i < 60; ++i) plan.step(batches[0]);
+    EXPECT_THAT(plan.accepted(), IsEmpty());
+    EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("could not be deleted")));
+  }
+  set_log_sink(before);
   std::filesystem::remove_all(folder);
 }
 

@@ -272,5 +272,29 @@ TEST_F(Store, SaysWhereItCannotWrite) {
   EXPECT_THROW(static_cast<void>(Certificate::load(root_ + "/none.json")), Error);
 }
 
+TEST_F(Store, ARunThatGoesOnIsToldWhyNothingWasStored) {
+  const Certificate certificate = example();
+  EXPECT_EQ(CertificateStore(root_).try_put(certificate), "");
+  EXPECT_EQ(CertificateStore(root_).try_forget(certificate.key), "");
+  std::ofstream(root_ + "/file") << "x";
+  for (const char* below : {"/file", "/file/below"}) {
+    const CertificateStore store(root_ + below);
+    EXPECT_THAT(store.try_put(certificate), HasSubstr("file"));
+    EXPECT_FALSE(store.find(certificate.key).has_value());
+    EXPECT_EQ(store.try_forget(certificate.key), "");  // there is none
+  }
+  std::filesystem::create_directories(root_ + "/" + certificate.key.digest() + ".json/full");
+  EXPECT_THAT(CertificateStore(root_).try_put(certificate), HasSubstr(".json"));
+  EXPECT_THAT(CertificateStore(root_).try_forget(certificate.key), HasSubstr(".json"));
+}
+
+TEST_F(Store, WithoutAnyFolderThereIsNoneAndThatIsSaid) {
+  for (const char* name : {"OXYTORCH_CACHE", "XDG_CACHE_HOME", "HOME"}) ::unsetenv(name);
+  const CertificateStore store;
+  EXPECT_FALSE(store.find(example().key).has_value());
+  EXPECT_THAT(store.try_put(example()), HasSubstr("HOME"));
+  EXPECT_EQ(store.try_forget(example().key), "");
+}
+
 }  // namespace
 }  // namespace oxytorch::tune

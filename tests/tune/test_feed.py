@@ -272,7 +272,7 @@ def test_a_check_of_the_watch_leaves_the_feed_as_it_is(clock: Clock) -> None:
     run = Run(net, optimizer, nn.CrossEntropyLoss(), given, data=given, owns_loop=True, strategies=classes)
     run.bring(classes)
     taken_back: list[str] = []
-    watch = Watch(run, "exact", [], lambda _step, reason: taken_back.append(reason))
+    watch = Watch(run, "exact", lambda _step, reason: taken_back.append(reason))
     seen = set()
     for step in range(100):
         seen.add(run.in_force)

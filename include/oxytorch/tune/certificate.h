@@ -96,6 +96,9 @@ class OXY_API CertificateStore {
   void put(const Certificate& certificate) const;
   /// Nothing where there is none. Error(Io).
   void forget(const CertificateKey& key) const;
+  /// put() and forget() for a run that goes on without them: empty, or a sentence that says why not. Never throw.
+  [[nodiscard]] std::string try_put(const Certificate& certificate) const noexcept;
+  [[nodiscard]] std::string try_forget(const CertificateKey& key) const noexcept;
   [[nodiscard]] const std::string& folder() const noexcept { return folder_; }
 
  private:

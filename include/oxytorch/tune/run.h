@@ -80,7 +80,8 @@ class OXY_API Run {
   [[nodiscard]] const std::vector<std::string>& in_force() const noexcept { return in_force_; }
   [[nodiscard]] Strategy& strategy(const std::string& name);
   /// Puts exactly these in force: others are taken back, the last first, then the missing ones applied. Where one
-  /// cannot be applied, those of this call are taken back again and its exception passes through.
+  /// cannot be applied, those of this call are taken back again and its exception passes through. Where one cannot be
+  /// taken back, the others are, nothing is applied, and its exception passes through.
   void bring(const std::vector<std::string>& names);
 
  private:

@@ -296,6 +296,14 @@ class CertificateStore:
     def find(self, key: CertificateKey) -> Certificate | None: ...
     def forget(self, key: CertificateKey) -> None: ...
     def put(self, certificate: Certificate) -> None: ...
+    def try_forget(self, key: CertificateKey) -> str:
+        """
+        As forget(), but why it failed is returned; empty where it did not.
+        """
+    def try_put(self, certificate: Certificate) -> str:
+        """
+        As put(), but why it failed is returned; empty where it did not.
+        """
     @property
     def folder(self) -> str: ...
 

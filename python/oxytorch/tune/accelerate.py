@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .._C import memory as _memory
 from .._C import tune as _native
+from ..base import log
 from ..config import PerformanceConfig
 from ..model.escrow import is_criterion
 from .batches import take
@@ -89,7 +90,8 @@ def accelerate(
     loop : {"yours", "plan"}
         Whether steps are taken by your loop or by `plan.step(batch)`, which allows strategies that change the loop.
     state : iterable
-        What else a step changes and is to be held: a scheduler, a scaler, generators.
+        What else a step changes and is to be held: a scheduler, a scaler, generators. What `step` and `loss_fn` reach
+        by themselves (closures, bound objects, globals that they name) is found and held without being named here.
     remember : bool or str
         Reuse the certificate of an earlier run after a short check, and store this one; a text is the folder.
     budget : float, optional
@@ -133,6 +135,7 @@ def accelerate(
         clip_norm=clip_norm if clip_norm is not None else settings.clip_norm or None,
         data=data,
         owns_loop=loop == "plan",
+        state=state,
         strategies=classes,
     )
     if (earlier := _PLANS.get(id(model))) is not None and earlier.model is model:
@@ -146,20 +149,20 @@ def accelerate(
         f"settings {named_by_user(settings)}",
     ]
     made_for = key(run, settings.level, options)
-    with _line(progress) as say, _kept_pool():
-        with Escrow(model, optimizer, *state) as escrow:
-            tuning = Tuning(run, escrow, settings, made_for, run_steps, budget or settings.tune_seconds, seed, say)
-            tuning.skip(exclude)
-            try:
-                certificate = tuning.reuse(store) or tuning.measure()
-            finally:
-                tuning.bench.recover()
+    with _line(progress) as say, _kept_pool(), Escrow(model, optimizer, *run.state, reach=run.functions) as escrow:
+        tuning = Tuning(run, escrow, settings, made_for, run_steps, budget or settings.tune_seconds, seed, say)
+        tuning.skip(exclude)
+        try:
+            certificate = tuning.reuse(store) or tuning.measure()
+        finally:
+            tuning.bench.recover()
+    plan = Plan(run, certificate, settings, store=store, seed=seed)
+    try:
         tuning.put_in_force(certificate)
-    if store is not None:
-        store.put(certificate)
-    plan = Plan(
-        run, certificate, settings, state=tuple(state), store=store, seed=seed, keep_heap=tuning.may_tune_memory
-    )
+        plan.begin(keep_heap=tuning.may_tune_memory, moved=escrow.moved())
+    except BaseException:  # such as Ctrl-C: without a plan, nothing may stay active
+        plan.revert()
+        raise
     _PLANS[id(model)] = plan
     return plan
 
@@ -219,7 +222,10 @@ def _kept_pool() -> Iterator[None]:
     try:
         yield
     finally:
-        kept.revert()
+        try:
+            kept.revert()
+        except Exception as error:  # the pages stay with the pool; the plan is worth more
+            log("warn", f"accelerate: the host pool keeps its free pages: {type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
@@ -232,6 +238,17 @@ def _line(progress: bool | None) -> Iterator[Callable[[str], None]]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("accelerate")
-        yield lambda text: bar.update(task, description=f"accelerate: {text}")
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task("accelerate")
+
+    def show(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (OSError, ValueError) as error:  # a closed terminal ends the line, not the tuning
+            log("info", f"accelerate: progress cannot be shown: {error}")
+
+    show(bar.start)
+    try:
+        yield lambda text: show(lambda: bar.update(task, description=f"accelerate: {text}"))
+    finally:
+        show(bar.stop)

@@ -51,10 +51,8 @@ class Plan:
         certificate: Any,
         settings: PerformanceConfig,
         *,
-        state: Sequence[Any] = (),
         store: Any = None,
         seed: int = 0,
-        keep_heap: bool = False,
     ) -> None:
         self.certificate = certificate
         self.settings = settings
@@ -65,12 +63,43 @@ class Plan:
         self._monitor: PerformanceMonitor | None = None
         self._gpu: GPUConfig | None = None
         self._watch: Watch | None = None
-        self._may_keep_heap = keep_heap
+        self._seed = seed
+        self._may_keep_heap = False
         self._heap: Any = None
-        self._keep_heap()
+
+    def begin(self, *, keep_heap: bool = False, moved: Sequence[str] = ()) -> None:
+        """Do what follows putting the strategies in force: keep the heap, watch the run, store the certificate.
+
+        None of these is worth the plan: what fails is said in the log and in the plan's events, and left out. So is
+        what was `moved`, not put back after the trials.
+        """
+        if moved:
+            named = ", ".join(moved[:6]) + (f" and {len(moved) - 6} more" if len(moved) > 6 else "")
+            self._note(
+                f"step 0: {named} could not be held and went on during tuning: it has seen the steps of all trials. "
+                "Name what holds it with state=, or make it anew"
+            )
+        self._may_keep_heap = keep_heap
+        if self._store is not None and (why := self._store.try_put(self.certificate)):
+            self._note(f"step 0: the plan is not stored, so the next run tunes again: {why}")
+        self._attempt("glibc's heap is trimmed as before", self._keep_heap)
+        self._attempt("the run is not watched", self._begin_watch)
+
+    def _begin_watch(self) -> None:
+        run = self._run
         if any(not run.strategies[name].feeds for name in run.in_force):
             kind = widest(run.strategies[name].kind for name in run.in_force)
-            self._watch = Watch(run, kind, state, self._taken_back, seed)
+            self._watch = Watch(run, kind, self._taken_back, self._seed)
+
+    def _attempt(self, otherwise: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._note(f"step 0: {otherwise}: {type(error).__name__}: {error}")
+
+    def _note(self, event: str) -> None:
+        self.certificate.events = [*self.certificate.events, event]
+        log("warn", f"accelerate: {event}")
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -243,11 +272,10 @@ class Plan:
             if entry.strategy in names:
                 entry.standing, entry.reason = "rolled back", f"step {step}: {reason}"
         self.certificate.entries = entries
-        event = f"step {step}: {', '.join(sorted(names))} taken back: {reason}"
-        self.certificate.events = [*self.certificate.events, event]
-        log("warn", f"accelerate: {event}")
-        if self._store is not None:
-            self._store.forget(self.certificate.key)  # it does not hold: the next run measures anew
+        self._note(f"step {step}: {', '.join(sorted(names))} taken back: {reason}")
+        # It does not hold: the next run measures anew.
+        if self._store is not None and (why := self._store.try_forget(self.certificate.key)):
+            self._note(f"step {step}: the stored plan could not be deleted: {why}")
 
 
 def _repaid(certificate: Any) -> str:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from .. import _C
 from .._C import tune as _native
+from .batches import tensors
 from .run import Run
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _setting(value: Any) -> Any:
 
 def _batch(batch: Any) -> str:
     leaves, spec = tree_flatten(batch)
-    return f"{spec} {[_tensor(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]}"
+    return f"{spec} {[type(leaf).__name__ for leaf in leaves]} {[_tensor(found) for found in tensors(batch)]}"
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -96,8 +97,11 @@ def _batch(batch: Any) -> str:
 
 def stored(folder: str = "") -> list[tuple[Path, Any]]:
     """Return the remembered certificates with their files, the newest first; files that are none are left out."""
-    found = []
-    for path in Path(_native.CertificateStore(folder).folder).glob("*.json"):
+    found: list[tuple[Path, Any]] = []
+    where = _native.CertificateStore(folder).folder
+    if not where:  # no folder is set and there is no home
+        return found
+    for path in Path(where).glob("*.json"):
         try:
             found.append((path, _native.Certificate.load(str(path))))
         except (ValueError, RuntimeError, OSError):  # noqa: PERF203  (each may be none)

@@ -35,20 +35,15 @@ class Watch:
         With the strategies in force.
     kind : Kind
         The widest of theirs.
-    state : sequence
-        What else a step changes.
     taken_back : callable
         Called with the step and the reason once they are taken back for good.
     """
 
-    def __init__(
-        self, run: Run, kind: Kind, state: Sequence[Any], taken_back: Callable[[int, str], None], seed: int = 0
-    ) -> None:
+    def __init__(self, run: Run, kind: Kind, taken_back: Callable[[int, str], None], seed: int = 0) -> None:
         self._run = run
         self._names = run.in_force
         # Where batches come from is not the step's: an epoch that begins beside a check is drawn as the others.
         self._fed = tuple(name for name in self._names if run.strategies[name].feeds)
-        self._state = tuple(state)
         self._taken_back = taken_back
         options = _native.GuardOptions(loss_tolerance=_TOLERANCE[kind], seed=seed)
         if run.own_step is not None:
@@ -60,11 +55,14 @@ class Watch:
         self._last = 0.0
         self._waits = 0
         self.batch: Any = None  #: that of the step under way, where the plan takes it
-        self._handles = [
-            run.original.register_step_pre_hook(self._before_step),
-            run.original.register_step_post_hook(self._after_step),
-        ]
-        self._decide()
+        self._handles: list[Any] = []
+        try:
+            self._handles.append(run.original.register_step_pre_hook(self._before_step))
+            self._handles.append(run.original.register_step_post_hook(self._after_step))
+            self._decide()
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -144,7 +142,7 @@ class Watch:
         self._busy = True
         self._run.bring(())
         try:
-            with Escrow(self._run.model, self._run.original, *self._state) as escrow:
+            with Escrow(self._run.model, self._run.original, *self._run.state, reach=self._run.functions) as escrow:
                 without = self._loss(batch)
                 escrow.restore()
                 try:
