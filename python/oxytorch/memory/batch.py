@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ..base import format_size, median, parse_size, system_info
-from ..model.snapshot import Snapshot
+from ..model.snapshot import Reach, Snapshot
 
 __all__ = ["BatchPlan", "BatchTrial", "batch_curve", "largest_batch", "release_cache", "set_memory_fraction"]
 
@@ -232,33 +232,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _OUT_OF_MEMORY)
 
 
-def _closed_over(step: Callable[[Any], Any]) -> list[Any]:
-    """What of a training run the step holds by itself: bound object, closure, defaults, the globals that it names."""
-    inner = getattr(step, "func", step)  # functools.partial
-    held = [
-        getattr(inner, "__self__", None),
-        *getattr(step, "args", ()),
-        *(getattr(step, "keywords", None) or {}).values(),
-    ]
-    function = getattr(inner, "__func__", inner)
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # a cell that is still empty
-            held.append(cell.cell_contents)
-    held += getattr(function, "__defaults__", None) or ()
-    if (code := getattr(function, "__code__", None)) is not None:
-        held += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
-    if not callable(getattr(step, "__code__", None)) and hasattr(step, "__dict__"):
-        held.append(step)
-    return [one for one in held if _trains(one)]
-
-
-def _trains(one: Any) -> bool:
-    parts = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
-    if isinstance(one, parts):
-        return True
-    return not isinstance(one, type) and hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
-
-
 class _Bench:
     """Runs sizes, each from the same state and leaving it as it was."""
 
@@ -282,8 +255,8 @@ class _Bench:
         self.limit = total if limit is None else min(parse_size(limit, total), total)
         self.headroom = headroom
         self.usable = int(self.limit * (1 - headroom))
-        held = _closed_over(step) if state is None else list(state)
-        self.snapshot = Snapshot([(f"state[{i}]", one) for i, one in enumerate(held)])
+        named = [("step", Reach(step))] if state is None else [(f"state[{i}]", one) for i, one in enumerate(state)]
+        self.snapshot = Snapshot(named)
         self.trials: dict[int, BatchTrial] = {}
         self.memory.release()
         self.memory.begin()
@@ -392,8 +365,8 @@ def largest_batch(
     steps : int
         Timed steps of each size, after one that is not.
     state : sequence, optional
-        What the steps change (model, optimizer, scheduler, scaler). Default: what `step` itself refers to by closure,
-        as its object, or by the names of globals.
+        What the steps change (model, optimizer, scheduler, scaler). Default: all that `step` reaches by closures, as
+        its object, or by the names of globals, and what that reaches in turn.
     device : torch.device or str, optional
         Where the step runs. Default: the accelerator where there is one, else the CPU.
     samples : int, optional

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..optim.generators import rng_state, set_rng_state
 from ..optim.tail import TailOptimizer
+from .reach import Binding, Reach, bindings, is_code, is_left_alone, of_classes, unheld
 
-__all__ = ["Entry", "Snapshot", "entries"]
+__all__ = ["Entry", "Reach", "Snapshot", "entries"]
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Dataset, torch.jit.ScriptFunction)
@@ -28,37 +29,61 @@ _OF_TORCH = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler
 _FOREIGN = ("torch", "numpy", "builtins", "threading", "logging", "weakref", "_thread", "pybind11_builtins")
 _DATA = ("dataset", "data_source")  # what a loader or sampler only reads
 _NATIVE = ("_tail", "_loaded_ema", "_built_params", "_changed", "_watched")  # how a step tail keeps what it keeps
+_LONG = 1000  # values in a container of plain ones that are held and compared together
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One object of the graph: `kind` says how it is held; `again` is its earlier place where it was met before."""
+    """One object of the graph: `kind` says how it is held; `again` is its earlier place where it was met before.
+
+    `reached` is it by code alone, see `Reach`: no other root holds it.
+    """
 
     path: str
     value: Any
     kind: str
     again: int | None = None
+    reached: bool = False
 
 
 def entries(roots: Iterable[tuple[str, Any]]) -> Iterator[Entry]:
     """Walk everything that the roots hold, each object once, in an order that depends on the graph alone."""
     seen: dict[int, int] = {}
     keep: list[Any] = []  # ids stay unique while their objects live
-    stack = list(roots)[::-1]
+    stack = [(path, value, False) for path, value in roots][::-1]
     while stack:
-        path, value = stack.pop()
-        kind = _kind(value)
+        path, value, reached = stack.pop()
+        if isinstance(value, Reach):
+            value, reached = value.function, True
+        kind = _kind_reached(value) if reached else _kind(value)
         if kind in ("scalar", "opaque"):
-            yield Entry(path, value, kind)
+            yield Entry(path, value, kind, None, reached)
             continue
         if id(value) in seen:
-            yield Entry(path, value, kind, seen[id(value)])
+            yield Entry(path, value, kind, seen[id(value)], reached)
             continue
         seen[id(value)] = len(seen)
         keep.append(value)
-        yield Entry(path, value, kind)
-        stack.extend(reversed(_children(path, value, kind)))
+        yield Entry(path, value, kind, None, reached)
+        inside = _children(path, value, kind)
+        if reached:
+            inside += [(f"{path}.{one.name}", one.value) for one in _bindings(value, kind) if not one.is_empty]
+        stack.extend((name, item, reached) for name, item in reversed(inside))
+
+
+def _bindings(value: Any, kind: str) -> list[Binding]:
+    """What code that is met by `Reach` refers to."""
+    return bindings(value) if kind == "code" else of_classes(value) if kind in ("object", "slots") else []
+
+
+def _kind_reached(value: Any) -> str:
+    if is_code(value):
+        return "code"
+    kind = _kind(value)
+    if kind == "object" and not isinstance(value, _OF_TORCH) and is_left_alone(value):
+        return "opaque"
+    return "stateful" if kind == "opaque" and not isinstance(value, type) and stateful(value) else kind
 
 
 def _kind(value: Any) -> str:
@@ -75,8 +100,10 @@ def _kind(value: Any) -> str:
         return "generator"
     if _numpy_array(value):
         return "array"
-    if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__"):
+    if isinstance(value, _OPAQUE):
         return "opaque"
+    if not hasattr(value, "__dict__"):
+        return "slots" if _slots(value) else "opaque"
     foreign = type(value).__module__.partition(".")[0] in _FOREIGN
     return "opaque" if foreign and not isinstance(value, _OF_TORCH) else "object"
 
@@ -90,7 +117,9 @@ def _children(path: str, value: Any, kind: str) -> list[tuple[str, Any]]:
             for i, (key, item) in enumerate(value.items())
         ]
     if kind in ("sequence", "tuple") and not isinstance(value, bytearray):
-        return [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+        return [] if flat(value) else [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+    if kind == "slots":
+        return [(f"{path}.{name}", item) for name, item in _slot_values(value).items()]
     if kind == "object":
         skip = _DATA if isinstance(value, DataLoader | Sampler) else ()
         native = isinstance(value, TailOptimizer)
@@ -101,6 +130,23 @@ def _children(path: str, value: Any, kind: str) -> list[tuple[str, Any]]:
             inside += [(f"{path}.copies[{i}]", t) for i, t in enumerate(_copies(value))]
         return inside
     return []
+
+
+def _slots(value: Any) -> list[str]:
+    """Names of the slots of an object of a class that is neither Python's nor torch's."""
+    tops = {cls: cls.__module__.partition(".")[0] for cls in type(value).__mro__}
+    classes = [cls for cls, top in tops.items() if top not in _FOREIGN and top not in sys.stdlib_module_names]
+    slots = [cls.__dict__.get("__slots__", ()) for cls in classes]
+    return [name for names in slots for name in ([names] if isinstance(names, str) else names) if name[:2] != "__"]
+
+
+def _slot_values(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
+
+
+def flat(value: Any) -> bool:
+    """Whether a long container holds nothing but plain values, which are then no entries of their own."""
+    return len(value) > _LONG and all(isinstance(item, _SCALARS) for item in value)
 
 
 def _copies(optimizer: TailOptimizer) -> list[Tensor | None]:
@@ -234,13 +280,23 @@ class Snapshot:
     Held are tensors (values, memory, layout, gradient, flags, hooks, each memory once however many views it has),
     dicts, lists, sets, deques, numpy arrays, generators, the attributes of modules, optimizers, schedulers, scalers,
     samplers, loaders and of plain Python objects; objects with ``state_dict`` that are roots by that as well; and the
-    default random generators. References stay the same objects. Out of reach: what only a closure, a data set, a
-    running iterator or another library's native object holds.
+    default random generators. References stay the same objects. A root that is a `Reach` is walked as code: closure
+    cells, bound objects, defaults, attributes, the globals that it names, and so on from there. Out of reach: what only
+    a data set, a running iterator, a file or another library's native object holds; `unheld` names those.
 
     Parameters
     ----------
     roots : list of (str, object)
         Names for error messages, and objects.
+    default_generators : bool
+        Whether to hold torch's, Python's and numpy's default generators; False where other threads draw from them.
+
+    Attributes
+    ----------
+    reached : list of str
+        Places of modules, optimizers, generators and the like that are held by a `Reach` alone.
+    unheld : list of (str, object)
+        Places and objects that a `Reach` found and that cannot be held.
 
     Raises
     ------
@@ -248,21 +304,39 @@ class Snapshot:
         For a lazy parameter or buffer, which has no value yet.
     """
 
-    def __init__(self, roots: list[tuple[str, Any]]) -> None:
+    def __init__(self, roots: list[tuple[str, Any]], *, default_generators: bool = True) -> None:
         self.roots = roots
         self._tensors: list[_Tensor] = []
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}
         self._containers: list[tuple[Any, Any]] = []
         self._others: list[Callable[[], None]] = []
+        self.reached: list[str] = []
+        self.unheld: list[tuple[str, Any]] = []
         params: list[Tensor] = []
         for entry in entries(roots):
             if entry.again is None:
                 self._hold(entry)
+                self._note(entry)
                 if isinstance(entry.value, nn.Parameter):
                     params.append(entry.value)
         self._others += [_held_state(root) for _, root in roots if stateful(root)]
         self.params = params
-        self._rng = rng_state(params)
+        self._rng = rng_state(params) if default_generators else None
+
+    def _note(self, entry: Entry) -> None:
+        """Note what code alone reaches."""
+        if not entry.reached:
+            return
+        value = entry.value
+        if entry.kind == "opaque" and unheld(value) and all(value is not other for _, other in self.unheld):
+            self.unheld.append((entry.path, value))
+        trains = entry.kind in ("generator", "stateful") or isinstance(value, (*_OF_TORCH, Tensor))
+        if isinstance(value, nn.Module):
+            trains = any(True for _ in (*value.parameters(), *value.buffers()))
+        within = any(entry.path.startswith((f"{path}.", f"{path}[")) for path in self.reached)
+        if trains and not within:
+            self.reached.append(entry.path)
+        self._others += [one.rebind for one in _bindings(value, entry.kind) if one.rebind is not None]
 
     def _hold(self, entry: Entry) -> None:
         value, kind = entry.value, entry.kind
@@ -276,6 +350,10 @@ class Snapshot:
             self._others.append(lambda: value.__setitem__(..., held) if value.flags.writeable else None)
         elif kind in ("dict", "sequence", "set"):
             self._containers.append((value, dict(value) if kind == "dict" else value.copy()))
+        elif kind == "stateful":
+            self._others.append(_held_state(value))
+        elif kind == "slots":
+            self._others.append(_held_slots(value))
         elif kind == "object":
             self._containers.append((value.__dict__, dict(value.__dict__)))
             if isinstance(value, TailOptimizer):
@@ -301,7 +379,8 @@ class Snapshot:
                 live.copy_(held)
         for restore in self._others:
             restore()
-        set_rng_state(self._rng)
+        if self._rng is not None:
+            set_rng_state(self._rng)
 
 
 def _held_averages(optimizer: TailOptimizer) -> Callable[[], None]:
@@ -321,6 +400,19 @@ def stateful(root: Any) -> bool:
     """Whether a root is held by what it gives out itself: no object of torch that is walked."""
     known = isinstance(root, (*_OF_TORCH, torch.Generator))
     return not known and all(callable(getattr(root, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _held_slots(value: Any) -> Callable[[], None]:
+    held = _slot_values(value)
+
+    def restore() -> None:
+        for name, item in held.items():
+            if getattr(value, name, None) is not item:
+                object.__setattr__(value, name, item)
+        for name in _slot_values(value).keys() - held.keys():
+            object.__delattr__(value, name)
+
+    return restore
 
 
 def _held_state(root: Any) -> Callable[[], None]:

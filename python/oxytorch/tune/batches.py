@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -9,11 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from ..model.snapshot import entries
 from ..optim.generators import rng_state, set_rng_state
 
-__all__ = ["can_visit", "stop_drawing", "take", "visit"]
+__all__ = ["can_visit", "copied", "is_nest", "stop_drawing", "take", "tensors", "visit"]
+
+_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def take(batches: Iterable[Any], count: int, params: Sequence[Tensor]) -> tuple[list[Any], Iterable[Any]]:
@@ -41,12 +45,48 @@ def take(batches: Iterable[Any], count: int, params: Sequence[Tensor]) -> tuple[
         taken = _peek(batches, count, params)
     if not taken:
         raise ValueError("there is no batch to try a step on: batches is empty.")
-    return [tree_map(_copy, batch) for batch in taken], data
+    return [copied(batch) for batch in taken], data
 
 
-def _copy(leaf: Any) -> Any:
-    # A step that changes its batch in place must not change the user's.
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+def copied(batch: Any) -> Any:
+    """Copy a batch, since a step may change it in place: tensors, arrays, containers, objects of any class.
+
+    Raises
+    ------
+    TypeError
+        Where it holds what cannot be copied.
+    """
+    return tree_map(_copied, batch)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    if isinstance(leaf, _VALUES):
+        return leaf
+    # A deep copy of a tensor would copy all of the memory that it is a view of, and refuse what has a graph.
+    memo: dict[int, Any] = {id(t): _copied(t) for t in tensors(leaf)}
+    try:
+        return copy.deepcopy(leaf, memo)
+    except Exception as error:
+        raise TypeError(
+            f"a batch holds a {type(leaf).__qualname__}, which cannot be copied ({type(error).__name__}: {error}), and "
+            "a trial may change it. Make it copyable by copy.deepcopy, or give batches of tensors and containers."
+        ) from error
+
+
+def is_nest(batch: Any) -> bool:
+    """Whether a batch is tensors and plain values in containers alone, which can be cut and put together again."""
+    return all(isinstance(leaf, (Tensor, *_VALUES)) for leaf in tree_leaves(batch))
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch in order, those inside of objects of any class too."""
+    leaves = tree_leaves(batch)
+    if is_nest(batch):
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    inside = entries((f"[{i}]", leaf) for i, leaf in enumerate(leaves))
+    return [found.value for found in inside if isinstance(found.value, Tensor) and not found.path.endswith(".grad")]
 
 
 def can_visit(data: Any) -> bool:

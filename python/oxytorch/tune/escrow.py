@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..model.snapshot import Entry, Snapshot, entries, generator_state, has_bytes, stateful, storage_bytes
+from ..model.reach import Reach, position
+from ..model.snapshot import Entry, Snapshot, entries, flat, generator_state, has_bytes, stateful, storage_bytes
 from ..optim.generators import rng_state
 from .record import digest
 
 __all__ = ["Escrow"]
+
+_NAMED = 6  # of what code reaches, in a sentence
 
 
 class Escrow(Snapshot):
@@ -29,6 +33,10 @@ class Escrow(Snapshot):
     *others
         GradScaler, schedulers, loaders, ``torch.Generator``, anything with ``state_dict`` and ``load_state_dict``;
         None is left out.
+    reach : mapping of str to callable
+        Functions by name: what their closures, objects, defaults and globals reach is held too. None is left out.
+    default_generators : bool
+        See `Snapshot`.
 
     Attributes
     ----------
@@ -46,19 +54,30 @@ class Escrow(Snapshot):
     ...     train(10)
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *others: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *others: Any,
+        reach: Mapping[str, Callable[..., Any] | None] | None = None,
+        default_generators: bool = True,
+    ) -> None:
         named = [
             ("model", model),
             ("optimizer", optimizer),
             *((f"others[{i}]", other) for i, other in enumerate(others)),
+            *((name, None if function is None else Reach(function)) for name, function in (reach or {}).items()),
         ]
-        super().__init__([(name, root) for name, root in named if root is not None])
-        self._held = self._parts()
-        self.held = _total(self._held)
+        roots = [(name, root) for name, root in named if root is not None]
+        super().__init__(roots, default_generators=default_generators)
+        self._positions = [position(value) for _, value in self.unheld]
+        self._held, self._held_by_code = self._parts()
+        self.held = _total([*self._held, *self._held_by_code])
 
     def digest(self) -> str:
         """Hash the present state: values, layouts, containers, random states; 32 hexadecimal digits."""
-        return _total(self._parts())
+        own, by_code = self._parts()
+        return _total([*own, *by_code])
 
     def prove(self) -> None:
         """Check that the present state is the one held.
@@ -68,7 +87,7 @@ class Escrow(Snapshot):
         RuntimeError
             Names the first thing that is not as it was.
         """
-        now = self._parts()
+        now, _ = self._parts()
         if now == self._held:
             return
         pairs = zip(now, self._held, strict=False)
@@ -79,6 +98,25 @@ class Escrow(Snapshot):
             "changes it; the model and optimizer may have been trained on."
         )
 
+    def moved(self) -> list[str]:
+        """Return what code reaches and is not as it was: what is not held went on, or something else changes it."""
+        now, held = dict(self._parts()[1]), dict(self._held_by_code)
+        went_on = [
+            f"{path} ({type(value).__qualname__})"
+            for (path, value), before in zip(self.unheld, self._positions, strict=True)
+            if position(value) != before
+        ]
+        return went_on + [path for path in held if now.get(path) != held[path]]
+
+    @property
+    def covers(self) -> str:
+        """What the hash is of, in words."""
+        text = "model, optimizer and random generators"
+        if not self.reached:
+            return text
+        more = f" and {len(self.reached) - _NAMED} more" if len(self.reached) > _NAMED else ""
+        return f"{text}, and what only your functions reach ({', '.join(self.reached[:_NAMED])}{more})"
+
     def __enter__(self) -> Escrow:
         return self
 
@@ -88,12 +126,18 @@ class Escrow(Snapshot):
         self.restore()
         self.prove()
 
-    def _parts(self) -> list[tuple[str, str]]:
-        """Path and hash of every object of the graph, in order."""
+    def _parts(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """Path and hash of every object of the graph, in order; apart what code alone reaches."""
         states = [(f"{name}.state_dict()", root.state_dict()) for name, root in self.roots if stateful(root)]
         memory: dict[int, int] = {}
-        parts = [(entry.path, digest(_content(entry, memory))) for entry in entries([*self.roots, *states])]
-        return [*parts, *((f"random state of {name}", digest([state])) for name, state in _random_states(self.params))]
+        own: list[tuple[str, str]] = []
+        by_code: list[tuple[str, str]] = []
+        roots = sorted([*self.roots, *states], key=lambda root: isinstance(root[1], Reach))  # code comes last
+        for entry in entries(roots):
+            (by_code if entry.reached else own).append((entry.path, digest(_content(entry, memory))))
+        if self._rng is not None:
+            own += ((f"random state of {name}", digest([state])) for name, state in _random_states(self.params))
+        return own, by_code
 
 
 def _random_states(params: list[Tensor]) -> list[tuple[str, bytes]]:
@@ -114,8 +158,13 @@ def _content(entry: Entry, memory: dict[int, int]) -> list[Any]:
         return [f"{name}{entry.again}".encode()]
     if kind == "scalar":
         return [name.encode(), value if isinstance(value, bytes) else repr(value).encode()]
-    if kind == "opaque":
+    if kind in ("opaque", "code"):
         return [f"{name}{id(value)}".encode()]
+    if kind == "stateful":
+        state = entries([("", value.state_dict())])
+        return [name.encode(), *(part for inside in state for part in _content(inside, {}))]
+    if kind in ("sequence", "tuple") and not isinstance(value, bytearray) and flat(value):
+        return [name.encode(), repr(value).encode()]
     if kind == "tensor":
         return [name.encode(), *_of_tensor(value, memory)]
     if kind == "generator":

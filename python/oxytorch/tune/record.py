@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..model.snapshot import entries, has_bytes
 from ..optim.generators import rng_state
 from ..optim.tail import TailOptimizer
+from .batches import copied
 
 if TYPE_CHECKING:
     from .run import Run
@@ -102,11 +102,6 @@ def take_one(run: Run, roots: Sequence[tuple[str, Any]], index: int, batch: Any 
         hook.remove()
     step.rng = rng_digest(run)
     return step
-
-
-def copied(batch: Any) -> Any:
-    """Copy the tensors of a batch: a step may change them in place."""
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)
 
 
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -203,8 +198,6 @@ def _scalars(roots: Sequence[tuple[str, Any]]) -> dict[str, str]:
     plain = (bool, int, float, str)
     return {
         entry.path: repr(entry.value)
-        for name, root in roots
-        if name != "optimizer"
-        for entry in entries([(name, root)])
+        for entry in entries(roots)
         if isinstance(entry.value, plain) and "optimizer" not in entry.path
     }

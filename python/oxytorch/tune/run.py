@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ..model.escrow import is_criterion
+from .batches import tensors
 from .call import Call
 from .strategy import STRATEGIES, Strategy
 
@@ -39,6 +40,8 @@ class Run:
         What batches are drawn from during training, where the user gave more than a list of batches.
     owns_loop : bool
         Whether the plan takes the steps, so that a strategy may change the loop itself.
+    state : iterable
+        What else a step changes, such as a scheduler or a scaler.
     strategies : mapping, optional
         Classes by name that `bring` may ask for; the registered ones unless given.
 
@@ -70,6 +73,7 @@ class Run:
         clip_norm: float | None = None,
         data: Iterable[Any] | None = None,
         owns_loop: bool = False,
+        state: Iterable[Any] = (),
         strategies: Mapping[str, type[Strategy]] = STRATEGIES,
     ) -> None:
         self.model = model
@@ -83,6 +87,8 @@ class Run:
         self.given_data = data
         self.fetch_share = 0.0
         self.owns_loop = owns_loop
+        self.state = tuple(state)
+        self.functions = {"step": step, "loss_fn": loss_fn}  # code that is the user's, and may reach more
         self.call = Call(model)
         self.micro_batches = 1
         self.whole_step: StepFunction | None = None
@@ -264,13 +270,12 @@ def plain_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 def rows(batch: Any) -> int:
     """Return the size of the first dimension of a batch's first tensor."""
-    leaves = tree_leaves(batch)
-    return next(int(t.shape[0]) for t in leaves if isinstance(t, Tensor) and t.dim() > 0)
+    return next(int(t.shape[0]) for t in tensors(batch) if t.dim() > 0)
 
 
 def shapes(batch: Any) -> tuple[Any, ...]:
-    """Return the shape of each tensor of a batch; None for other values."""
-    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(batch))
+    """Return the shape of each tensor of a batch."""
+    return tuple(tuple(tensor.shape) for tensor in tensors(batch))
 
 
 def split(batch: Any, pieces: int) -> list[Any]:

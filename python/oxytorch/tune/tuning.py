@@ -316,11 +316,19 @@ class Tuning:
         return made
 
     def _verification(self, chosen: Sequence[str]) -> dict[str, str]:
-        restored = "model, optimizer and random generators proven by hash to be what they were"
         if not chosen:
-            return {"restored": restored}
+            return self._covered()
         kind = widest(self.run.strategies[name].kind for name in chosen)
-        return {"restored": restored, f"all together, as {kind}": self._verify(chosen).reason or "held"}
+        return {**self._covered(), f"all together, as {kind}": self._verify(chosen).reason or "held"}
+
+    def _covered(self) -> dict[str, str]:
+        """What was put back after the trials and is covered by the hash, and what is not."""
+        found = {"restored": f"{self.escrow.covers} proven by hash to be what they were"}
+        if self.escrow.unheld:
+            named = ", ".join(f"{path} ({type(value).__qualname__})" for path, value in self.escrow.unheld[:6])
+            more = f" and {len(self.escrow.unheld) - 6} more" if len(self.escrow.unheld) > 6 else ""
+            found["not held, nor covered by the hash"] = f"{named}{more}"
+        return found
 
     # -- remembering ---------------------------------------------------------------------------------------------
 
@@ -339,6 +347,7 @@ class Tuning:
             log("warn", f"accelerate: {self.events[-1]}")
             return None
         found.events = [*found.events[-9:], f"step 0: reused, {shown}"]
+        found.verification = {**found.verification, **self._covered()}
         return found
 
     def _canary(self, names: list[str]) -> tuple[str, str]:

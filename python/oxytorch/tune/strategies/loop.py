@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ..batches import is_nest
 from ..run import rows
 from ..strategy import Strategy, strategy
 from .observe import observe
@@ -33,6 +34,8 @@ class _Split(Strategy):
     def applies(self, run: Run) -> bool | str:
         if run.own_step is not None:
             return "the user's own step is called whole"
+        if not all(is_nest(batch) for batch in run.batches):
+            return "a batch is an object that cannot be cut into pieces"
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in run.model.modules()):
             return "batch normalisation looks at the whole batch"
         if observe(run).random:
@@ -86,6 +89,8 @@ class StepGraph(Strategy):
     def applies(self, run: Run) -> bool | str:
         if run.own_step is not None:
             return "the user's own step may read the device"
+        if not all(is_nest(batch) for batch in run.batches):
+            return "a batch is an object whose tensors cannot be exchanged"
         if run.device.type == "cpu" and self._recorder is None:
             return "a CPU has no graphs"
         return True

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...model.escrow import untouched
+from ...model.snapshot import Reach, Snapshot
 from ..run import shapes
 
 if TYPE_CHECKING:
@@ -85,14 +85,18 @@ def observe(run: Run) -> Observation:
 @contextmanager
 def rehearsal(run: Run) -> Iterator[None]:
     """Run steps inside; afterwards model, optimizer and generators are what they were."""
+    roots: list[tuple[str, Any]] = [("model", run.model), *((f"state[{i}]", one) for i, one in enumerate(run.state))]
+    if run.own_step is not None:
+        roots.append(("optimizer", run.original))
+    roots += [(name, Reach(function)) for name, function in run.functions.items() if function is not None]
+    held = Snapshot(roots)
     if run.own_step is None:
-        with untouched(run.model):
-            yield
-        return
-    from ..escrow import Escrow  # noqa: PLC0415  (it looks at runs, too)
-
-    with Escrow(run.model, run.original):
+        for parameter in run.model.parameters():
+            parameter.grad = None
+    try:
         yield
+    finally:
+        held.restore()
 
 
 def backward(run: Run, batch: Any) -> None:
