@@ -13,7 +13,7 @@ import pytest
 import torch
 from oxytorch import _C
 from oxytorch.tune import STRATEGIES, Run, Strategy
-from oxytorch.tune.strategies import compiled, host
+from oxytorch.tune.strategies import compiled
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -358,10 +358,9 @@ def test_onednn_is_told_to_multiply_in_bfloat16_while_it_is_in_force() -> None:
 
 def test_a_step_that_throws_leaves_no_flag_set() -> None:
     run = make("conv")
-    run.bring(["inplace_activations", "bf16_autocast", "fused"])
+    run.bring(["bf16_autocast", "fused"])
     with pytest.raises(RuntimeError):
         run.model(torch.randn(2, 5, 8, 8))
-    assert not run.model.body[2].inplace  # type: ignore[index, union-attr]
     assert not torch.is_autocast_enabled("cpu")
     assert run.original.param_groups[0]["fused"] is None
     run.bring([])
@@ -371,7 +370,7 @@ def test_a_step_that_throws_leaves_no_flag_set() -> None:
 def test_everything_cheap_together_and_in_any_order(tail: tuple[str, ...]) -> None:
     run = make("conv")
     before = anatomy(run)
-    names = [*tail, "inplace_activations", "channels_last", "bf16_autocast"]
+    names = [*tail, "channels_last", "bf16_autocast"]
     for order in (names, names[::-1], names[1:] + names[:1]):
         run.bring(order)
         train(run)
@@ -420,23 +419,6 @@ def test_denormals_are_flushed_only_where_there_may_be_some() -> None:
     flushing, threads = _C.trainer.flush_state()
     assert flushing == threads
     run.bring([])
-
-
-def test_only_activations_that_nothing_else_reads_are_overwritten() -> None:
-    shared = nn.ReLU()
-    model = nn.ModuleDict(
-        {
-            "yes": nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
-            "first": nn.Sequential(nn.ReLU(), nn.Linear(2, 2)),
-            "after another": nn.Sequential(nn.Linear(2, 2), nn.Sigmoid(), nn.ReLU()),
-            "shared": nn.Sequential(nn.Linear(2, 2), shared, nn.Linear(2, 2), shared),
-            "negative": nn.Sequential(nn.Linear(2, 2), nn.LeakyReLU(-0.1)),
-            "list": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]),
-        }
-    )
-    assert list(host._overwritable(model)) == [model["yes"][1]]  # type: ignore[index]
-    model["yes"][0].register_forward_hook(lambda *_: None)  # type: ignore[index, operator, union-attr]
-    assert list(host._overwritable(model)) == []
 
 
 def test_autocast_returns_float32_of_any_nest() -> None:

@@ -22,7 +22,6 @@ __all__: list[str] = []
 
 # What changes the operators that the compiler sees without changing what it is told to watch for.
 _TRACED = (
-    "inplace_activations",
     "math_attention",
     "math_attention_bf16",
     "flash_attention",

@@ -1,15 +1,11 @@
-"""Strategies of the host process: memory, threads, denormal numbers, in-place activations."""
+"""Strategies of the host process: memory, threads, denormal numbers."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import _C
 from ...memory import use_host_pool
@@ -77,68 +73,6 @@ class NativeOperators(Strategy):
 
     def revert(self, run: Run) -> None:  # noqa: ARG002
         self._operators.uninstall()
-
-
-# Modules whose gradient follows from their output alone, in or out of place, by the same operator.
-_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.Hardtanh)
-# Modules whose gradient does not need their own output, so that it may be written over.
-_PRODUCERS = (
-    nn.Linear,
-    nn.modules.conv._ConvNd,
-    nn.modules.batchnorm._BatchNorm,
-    nn.LayerNorm,
-    nn.GroupNorm,
-)
-
-
-@strategy("inplace_activations", kind="exact", hopeful=1.3, interacts=("allocator", "host_pool"), expected_speedup=1.02)
-class InplaceActivations(Strategy):
-    """Activations that follow a linear or normalising module inside `torch.nn.Sequential` write over their input.
-
-    Only there is it sure that nothing else reads it. The flags are set during forward alone.
-    """
-
-    def applies(self, run: Run) -> bool | str:
-        self._found = list(_overwritable(run.model))
-        return True if self._found else "no activation follows a linear or normalising module in a Sequential"
-
-    def apply(self, run: Run) -> None:
-        self._found = list(_overwritable(run.model))
-        run.call.scope("inplace", self._flags)
-
-    def revert(self, run: Run) -> None:
-        run.call.scope("inplace", None)
-
-    @contextmanager
-    def _flags(self) -> Iterator[None]:
-        for module in self._found:
-            module.inplace = True
-        try:
-            yield
-        finally:
-            for module in self._found:
-                module.inplace = False
-
-
-def _overwritable(model: nn.Module) -> Iterator[Any]:
-    uses = Counter(id(child) for parent in model.modules() for child in parent._modules.values())
-    for parent in model.modules():
-        if type(parent) is not nn.Sequential:
-            continue
-        children = list(parent)
-        for before, module in pairwise(children):
-            plain = not (before._forward_hooks or module._forward_pre_hooks or module._forward_hooks)
-            # The gradient of an in-place leaky ReLU is read off the sign of its output.
-            signed = not isinstance(module, nn.LeakyReLU) or module.negative_slope > 0
-            if (
-                isinstance(before, _PRODUCERS)
-                and type(module) in (*_ACTIVATIONS, nn.ReLU6)
-                and not module.inplace
-                and plain
-                and signed
-                and uses[id(module)] == 1
-            ):
-                yield module
 
 
 class _Threads(Strategy):
