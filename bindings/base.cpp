@@ -196,6 +196,17 @@ void bind_statistics(py::module_& m) {
       },
       py::arg("numerators"), py::arg("denominators"), py::arg("confidence"), py::arg("resamples"), py::arg("seed"),
       release_gil());
+  m.def("student_t_quantile", &student_t_quantile, py::arg("p"), py::arg("degrees"), release_gil());
+  m.def(
+      "starts_interval",
+      [](const Values& starts, double confidence) { return ends(starts_interval(starts, confidence)); },
+      py::arg("starts"), py::arg("confidence"), release_gil());
+  m.def(
+      "geometric_mean_interval",
+      [](const std::vector<Values>& subjects, double confidence) {
+        return ends(geometric_mean_interval(subjects, confidence));
+      },
+      py::arg("subjects"), py::arg("confidence"), release_gil());
   // Holds the GIL: the statistic is a Python function.
   m.def(
       "bootstrap_interval",

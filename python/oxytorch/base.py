@@ -13,6 +13,7 @@ __all__ = [
     "bootstrap_interval",
     "format_duration",
     "format_size",
+    "geometric_mean_interval",
     "log",
     "log_level",
     "mean",
@@ -24,7 +25,9 @@ __all__ = [
     "quantile",
     "set_log_level",
     "set_log_sink",
+    "starts_interval",
     "stddev",
+    "student_t_quantile",
     "system_info",
 ]
 
@@ -152,6 +155,33 @@ def bootstrap_interval(
     Other parameters as in `median_interval`; what `statistic` raises passes through.
     """
     return Interval(*_native.bootstrap_interval(_floats(values), statistic, confidence, resamples, seed))
+
+
+def starts_interval(starts: Iterable[float], confidence: float = 0.95) -> Interval:
+    """Interval of a positive figure from independent process starts: Student's t on logarithms.
+
+    Parameters
+    ----------
+    starts : iterable of float
+        One value a start, for example the median of its turns. ``mid`` is their geometric mean. One start says nothing
+        of the spread between starts: ``low`` and ``high`` are then NaN.
+    confidence : float
+        In (0, 1).
+    """
+    return Interval(*_native.starts_interval(_floats(starts), confidence))
+
+
+def geometric_mean_interval(subjects: Iterable[Iterable[float]], confidence: float = 0.95) -> Interval:
+    """Interval of the geometric mean over subjects, each with its own starts as in `starts_interval`.
+
+    Covers at least `confidence`, whichever subject the spread is in; NaN where a subject has one start.
+    """
+    return Interval(*_native.geometric_mean_interval([_floats(starts) for starts in subjects], confidence))
+
+
+def student_t_quantile(p: float, degrees: float) -> float:
+    """The value below which Student's t with `degrees` of freedom lies with probability `p`."""
+    return _native.student_t_quantile(p, degrees)
 
 
 def system_info() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "oxytorch/error.h"
@@ -51,11 +52,51 @@ double median_in_place(std::vector<double>& values) {
   return low == *middle ? low : std::midpoint(low, *middle);
 }
 
+void check_confidence(double confidence) {
+  OXY_CHECK(confidence > 0 && confidence < 1, InvalidArgument,
+            "confidence must be between 0 and 1, for example 0.95, not ", confidence, ".");
+}
+
 void check(const BootstrapOptions& options) {
-  OXY_CHECK(options.confidence > 0 && options.confidence < 1, InvalidArgument,
-            "confidence must be between 0 and 1, for example 0.95, not ", options.confidence, ".");
+  check_confidence(options.confidence);
   OXY_CHECK(options.resamples >= 1 && options.resamples <= 100'000'000, InvalidArgument,
             "resamples must be from 1 to 100000000, not ", options.resamples, ".");
+}
+
+/// Regularised incomplete beta function for x below its mean: the continued fraction of DLMF 8.17.22, by W. J. Lentz's
+/// method.
+double incomplete_beta(double a, double b, double x) {
+  const double front =
+      std::exp(std::lgamma(a + b) - std::lgamma(a) - std::lgamma(b) + a * std::log(x) + b * std::log1p(-x)) / a;
+  constexpr double kTiny = 1e-300;
+  const auto away_from_zero = [](double value) { return std::abs(value) < kTiny ? kTiny : value; };
+  double c = 1;
+  double d = 1 / away_from_zero(1 - (a + b) * x / (a + 1));
+  double fraction = d;
+  for (int m = 1; m < 10'000; ++m) {
+    const double even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m));
+    const double odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1));
+    double change = 1;
+    for (const double term : {even, odd}) {
+      d = 1 / away_from_zero(1 + term * d);
+      c = away_from_zero(1 + term / c);
+      change = c * d;
+      fraction *= change;
+    }
+    if (std::abs(change - 1) < 1e-15) break;
+  }
+  return front * fraction;
+}
+
+/// Probability that Student's t is above `t` >= 0.
+double student_t_tail(double t, double degrees) {
+  const double square = t * t;
+  const double x = degrees / (degrees + square);
+  // The fraction converges fast below the mean; above it the complement does.
+  const bool below = x < (degrees / 2 + 1) / (degrees / 2 + 2.5);
+  const double both = below ? incomplete_beta(degrees / 2, 0.5, x)
+                            : 1 - (square == 0 ? 0 : incomplete_beta(0.5, degrees / 2, square / (degrees + square)));
+  return both / 2;
 }
 
 template <class F>
@@ -139,6 +180,53 @@ Interval paired_ratio_interval(std::span<const double> numerators, std::span<con
     ratios[i] = numerators[i] / denominators[i];
   }
   return median_interval(ratios, options);
+}
+
+double student_t_quantile(double p, double degrees) {
+  OXY_CHECK(p > 0 && p < 1, InvalidArgument, "p must be between 0 and 1, not ", p, ".");
+  OXY_CHECK(degrees > 0, InvalidArgument, "degrees of freedom must be positive, not ", degrees, ".");
+  if (p == 0.5) return 0;
+  const double tail = std::min(p, 1 - p);
+  double low = 0;
+  double high = 1;
+  while (student_t_tail(high, degrees) > tail && high < 1e300) high *= 2;
+  while (true) {  // Bisection: it ends where no number lies between, and nothing here is in a hurry.
+    const double middle = std::midpoint(low, high);
+    if (middle == low || middle == high) break;
+    (student_t_tail(middle, degrees) > tail ? low : high) = middle;
+  }
+  return p < 0.5 ? -high : high;
+}
+
+Interval starts_interval(std::span<const double> starts, double confidence) {
+  const std::vector<double> copy(starts.begin(), starts.end());
+  return geometric_mean_interval({&copy, 1}, confidence);
+}
+
+Interval geometric_mean_interval(std::span<const std::vector<double>> subjects, double confidence) {
+  check_confidence(confidence);
+  OXY_CHECK(!subjects.empty(), InvalidArgument, "geometric_mean_interval of no subjects; give at least one.");
+  double middle = 0;
+  double width = 0;  // squared
+  for (const auto& starts : subjects) {
+    check(starts, "an interval over starts");
+    std::vector<double> logs;
+    for (const double value : starts) {
+      OXY_CHECK(value > 0 && std::isfinite(value), InvalidArgument,
+                "an interval over starts needs positive finite values, not ", value, ".");
+      logs.push_back(std::log(value));
+    }
+    middle += mean(logs);
+    const auto count = static_cast<double>(logs.size());
+    const double error = stddev(logs) / std::sqrt(count);
+    const double t = logs.size() > 1 ? student_t_quantile((1 + confidence) / 2, count - 1)
+                                     : std::numeric_limits<double>::quiet_NaN();
+    width += t * t * error * error;
+  }
+  const auto count = static_cast<double>(subjects.size());
+  middle /= count;
+  const double half = std::sqrt(width) / count;
+  return {std::exp(middle - half), std::exp(middle), std::exp(middle + half), confidence};
 }
 
 }  // namespace oxytorch

@@ -191,5 +191,78 @@ TEST(Bootstrap, RefusesBadOptions) {
   EXPECT_THROW(bootstrap_interval(kValues, [](std::span<const double>) { return std::nan(""); }), Error);
 }
 
+// Expected values printed by scipy 1.17.
+TEST(Student, QuantilesEqualScipy) {
+  EXPECT_NEAR(student_t_quantile(0.975, 1), 12.706204736174694, 1e-11);
+  EXPECT_NEAR(student_t_quantile(0.975, 2), 4.302652729749462, 1e-11);
+  EXPECT_NEAR(student_t_quantile(0.975, 7), 2.364624251592784, 1e-11);
+  EXPECT_NEAR(student_t_quantile(0.995, 2.5), 7.163728138948783, 1e-11);
+  EXPECT_NEAR(student_t_quantile(0.6, 30), 0.2556053649519128, 1e-11);
+  EXPECT_NEAR(student_t_quantile(0.001, 1e4), -3.091047516030612, 1e-11);
+  EXPECT_EQ(student_t_quantile(0.5, 3), 0);
+  EXPECT_THROW(student_t_quantile(1, 3), Error);
+  EXPECT_THROW(student_t_quantile(0.9, 0), Error);
+}
+
+TEST(Starts, IntervalsEqualScipy) {
+  const Interval one = starts_interval(std::vector<double>{1.1, 1.3, 0.9});
+  EXPECT_NEAR(one.low, 0.688478911656724, 1e-12);
+  EXPECT_NEAR(one.mid, 1.08774271237426, 1e-12);
+  EXPECT_NEAR(one.high, 1.71854822027324, 1e-12);
+  const Interval both = geometric_mean_interval(std::vector<std::vector<double>>{{1.1, 1.3, 0.9}, {2.0, 2.2}});
+  EXPECT_NEAR(both.mid, 1.51051923607131, 1e-12);
+  EXPECT_NEAR(both.high, 2.20753027942449, 1e-12);
+}
+
+TEST(Starts, OneStartHasNoInterval) {
+  const Interval one = starts_interval(std::vector<double>{14.6});
+  EXPECT_DOUBLE_EQ(one.mid, 14.6);
+  EXPECT_TRUE(std::isnan(one.low) && std::isnan(one.high));
+  const Interval both = geometric_mean_interval(std::vector<std::vector<double>>{{2.0}, {8.0, 8.0}});
+  EXPECT_DOUBLE_EQ(both.mid, 4);
+  EXPECT_TRUE(std::isnan(both.low) && std::isnan(both.high));
+  EXPECT_THROW(starts_interval(std::vector<double>{}), Error);
+  EXPECT_THROW(starts_interval(std::vector<double>{1, 0}), Error);
+  EXPECT_THROW(starts_interval(std::vector<double>{1, 2}, 1), Error);
+  EXPECT_THROW(geometric_mean_interval(std::vector<std::vector<double>>{}), Error);
+}
+
+/// Share of experiments whose interval holds the true ratio. Each start has a spread of its own and turns have theirs.
+double coverage(const std::vector<int>& starts, const std::vector<double>& between, double within) {
+  constexpr int kExperiments = 2000;
+  constexpr int kTurns = 9;
+  PhiloxStream random(17);
+  int held = 0;
+  for (int i = 0; i < kExperiments; ++i) {
+    std::vector<std::vector<double>> subjects;
+    for (std::size_t subject = 0; subject < starts.size(); ++subject) {
+      subjects.emplace_back();
+      for (int start = 0; start < starts[subject]; ++start) {
+        const double mode = between[subject] * normal(random);
+        std::vector<double> turns;
+        for (int turn = 0; turn < kTurns; ++turn) turns.push_back(1.5 * std::exp(mode + within * normal(random)));
+        subjects.back().push_back(median(turns));
+      }
+    }
+    held += static_cast<int>(geometric_mean_interval(subjects).contains(1.5));
+  }
+  return held / static_cast<double>(kExperiments);
+}
+
+TEST(Starts, IntervalsCoverWhereStartsDominateAndWhereTurnsDo) {
+  for (const int starts : {2, 3, 4, 8}) {
+    EXPECT_GE(coverage({starts}, {0.10}, 0.01), 0.93) << starts << " starts, spread between starts";
+    EXPECT_GE(coverage({starts}, {0.001}, 0.10), 0.93) << starts << " starts, spread between turns";
+    EXPECT_LE(coverage({starts}, {0.10}, 0.01), 0.97) << "an interval that is too wide covers too";
+  }
+}
+
+TEST(Starts, MeansOverWorkloadsCoverWhicheverOneTheSpreadIsIn) {
+  EXPECT_GE(coverage({2, 3, 4, 8}, {0.10, 0.01, 0.01, 0.01}, 0.01), 0.93);
+  EXPECT_GE(coverage({2, 3, 4, 8}, {0.01, 0.01, 0.01, 0.10}, 0.01), 0.93);
+  EXPECT_GE(coverage({4, 4, 4, 4, 4, 4}, {0.05, 0.05, 0.05, 0.05, 0.05, 0.05}, 0.01), 0.93);
+  EXPECT_GE(coverage({8, 8}, {0.001, 0.001}, 0.10), 0.93);
+}
+
 }  // namespace
 }  // namespace oxytorch

@@ -83,6 +83,18 @@ def test_intervals() -> None:
         base.bootstrap_interval(values, lambda sample: 1 / 0)
 
 
+def test_intervals_over_starts() -> None:
+    low, mid, high, confidence = base.starts_interval(np.array([1.1, 1.3, 0.9]))
+    assert (low, mid, high, confidence) == pytest.approx((0.688478911656724, 1.08774271237426, 1.71854822027324, 0.95))
+    several = base.geometric_mean_interval([[1.1, 1.3, 0.9], (2.0, 2.2)])
+    assert several[:3] == pytest.approx((1.03358417495242, 1.51051923607131, 2.20753027942449))
+    one = base.starts_interval([14.6])
+    assert one.mid == pytest.approx(14.6) and np.isnan([one.low, one.high]).all()
+    assert base.student_t_quantile(0.975, 1) == pytest.approx(12.706204736174694, rel=1e-12)
+    with pytest.raises(ValueError, match="positive"):
+        base.starts_interval([1.0, -1.0])
+
+
 def test_system_info_agrees_with_psutil() -> None:
     facts = base.system_info()
     assert facts["cores"]["logical"] == psutil.cpu_count()
