@@ -20,7 +20,7 @@ pytest.importorskip("sklearn")
 
 from oxytorch.demo import measure, plan, workloads
 from oxytorch.demo.driver import Block, Run, WorkerFailed, WorkerProcess, python_command, race
-from oxytorch.demo.present import sentences, to_json
+from oxytorch.demo.present import foot, ratio_text, sentences, time_text, to_json
 
 pytestmark = pytest.mark.cpu_only("races on the CPU")
 
@@ -121,9 +121,31 @@ def test_interval_is_as_wide_as_the_spread_between_starts() -> None:
     rng = np.random.default_rng(0)
     turns = 1 + 0.001 * rng.standard_normal((4, 50))
     bimodal = turns + np.array([[0.0], [0.0], [0.5], [0.5]])
-    assert measure.two_level_interval(turns).high - measure.two_level_interval(turns).low < 0.01
-    wide = measure.two_level_interval(bimodal)
+    assert measure.over_starts(turns).high - measure.over_starts(turns).low < 0.01
+    wide = measure.over_starts(bimodal)
     assert wide.low < 1.01 and wide.high > 1.49
+
+
+@pytest.mark.parametrize("starts", [2, 3, 4, 8])
+@pytest.mark.parametrize(("between", "within"), [(0.1, 0.01), (0.001, 0.1)], ids=["starts", "turns"])
+def test_intervals_hold_the_truth_whatever_dominates(starts: int, between: float, within: float) -> None:
+    rng = np.random.default_rng(5)
+    logs = between * rng.standard_normal((1000, starts, 1)) + within * rng.standard_normal((1000, starts, 6))
+    intervals = [measure.over_starts(2.0 * np.exp(each)) for each in logs]
+    assert np.mean([low <= 2.0 <= high for low, _, high, _ in intervals]) >= 0.93
+
+
+def test_one_start_has_no_interval() -> None:
+    result = result_of(
+        {"plain": [1.0], "stock": [1.0], "advanced": [1.0]}, {"plain": 0.02, "stock": 0.012, "advanced": 0.01}
+    )
+    row = result.row("advanced")
+    assert row is not None
+    assert time_text(row.step_seconds) == "10.0 (one start)" and ratio_text(row.speedup_plain) == "2.00 (one start)"
+    assert measure.ends(row.speedup_plain) == (None, None)
+    assert "no intervals" in " ".join(foot(result))
+    step = json.loads(to_json(result.to_json()))["rows"][-1]["step_seconds"]
+    assert step["low"] is None and step["high"] is None and step["mid"] == pytest.approx(0.01, rel=0.02)
 
 
 def test_phases_that_cannot_be_seen_come_from_the_trainers_report() -> None:
@@ -226,7 +248,8 @@ def test_quick_demo_writes_table_report_and_json(tmp_path: Path) -> None:
     assert "%]" in done.stderr and "left" in done.stderr
     document = json.loads((tmp_path / "demo.json").read_text())
     rows = {row["contender"]: row for row in document["workloads"][0]["rows"]}
-    assert set(rows) == {"plain", "stock", "basic", "advanced"}
+    assert set(rows) == {"plain", "plain + mallopt", "stock", "basic", "advanced"}
+    assert rows["basic"]["speedup_mallopt"]["low"] is None  # One start has no interval.
     # Level basic changes no bit of the result.
     losses = document["workloads"][0]["losses"]
     assert losses["basic"] == losses["plain"]

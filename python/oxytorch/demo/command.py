@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -15,14 +16,14 @@ from ..report import write_whole
 from . import machine, page, present, workloads
 from .contenders import StockChoice
 from .driver import Start, WorkerFailed, python_command, race
-from .measure import WorkloadResult, block_seconds, summarise
+from .measure import ALLOCATOR, WorkloadResult, block_seconds, summarise
 from .plan import FIRST_SEED, START_SECONDS, Plan, environment
 from .progress import DemoProgress
 from .workloads import Workload
 
 __all__ = ["run"]
 
-CONTENDERS = ("plain", "stock", "basic", "advanced")
+CONTENDERS = ("plain", ALLOCATOR, "stock", "basic", "advanced")
 COMPILED = ("plain compiled", "stock compiled", "advanced compiled")
 
 
@@ -36,7 +37,7 @@ class Calibration:
     def training_seconds(self, contenders: int) -> float:
         """Expected seconds of one step of every contender, from the plain and the best stock step."""
         slow, fast = self.seconds[StockChoice()], self.seconds[self.choice]
-        return slow + 0.7 * slow + 2.0 * fast + max(0, contenders - 4) * fast
+        return slow + 1.4 * slow + 2.0 * fast + max(0, contenders - 5) * fast
 
 
 def _commands(workload: Workload, tasks: dict[str, dict[str, Any]], plan: Plan) -> dict[str, list[str]]:
@@ -47,7 +48,8 @@ def _commands(workload: Workload, tasks: dict[str, dict[str, Any]], plan: Plan) 
 def calibrate(workload: Workload, plan: Plan, progress: DemoProgress) -> Calibration:
     """Race stock PyTorch's own options against each other and keep the fastest: the rival should be strong."""
     layouts = (False, True) if workload.is_image else (False,)
-    choices = {str(choice): choice for choice in (StockChoice(b, c) for b in (False, True) for c in layouts)}
+    made = itertools.product((False, True), layouts, (False, True))
+    choices = {str(choice): choice for choice in (StockChoice(*each) for each in made)}
     block = 2 if plan.quick else max(3, workload.recipe.block // 2)
     steps = block * (2 if plan.quick else 3)
     part = f"calibrate {workload.name}"
@@ -86,9 +88,10 @@ def _length(workload: Workload, calibration: Calibration, contenders: int, plan:
     return recipe.starts, steps - steps % recipe.block
 
 
-def _rule(contender: str) -> dict[str, str]:
+def _rule(contender: str, choice: StockChoice) -> dict[str, Any]:
     # A rival is stock PyTorch: nothing of oxytorch may be loaded beside it.
-    return {"forbid": "oxytorch"} if contender.startswith(("plain", "stock")) else {}
+    rule: dict[str, Any] = {"forbid": "oxytorch"} if contender.startswith(("plain", "stock")) else {}
+    return {**rule, "choice": asdict(choice)} if contender.startswith("stock") else rule
 
 
 def race_workload(workload: Workload, plan: Plan, share: float, progress: DemoProgress) -> WorkloadResult:
@@ -109,8 +112,7 @@ def race_workload(workload: Workload, plan: Plan, share: float, progress: DemoPr
             progress.advance(part, count * step_seconds if count else START_SECONDS / 2, f"{label}, {name}")
 
         tasks = {
-            name: {"contender": name, "choice": asdict(calibration.choice), "seed": seed, "steps": steps} | _rule(name)
-            for name in names
+            name: {"contender": name, "seed": seed, "steps": steps} | _rule(name, calibration.choice) for name in names
         }
         results.append(
             race(
@@ -133,11 +135,11 @@ def _race_all(names: list[str], plan: Plan) -> list[WorkloadResult]:
     with DemoProgress() as progress:
         for workload in loaded:
             share = workload.recipe.share / whole
-            choices = 4 if workload.is_image else 2
+            choices = 8 if workload.is_image else 4
             progress.expect(f"calibrate {workload.name}", 5.0 if plan.quick else choices * 2.2)
             starts = 1 if plan.quick else workload.recipe.starts
             train = 4.0 if plan.quick else share * plan.seconds
-            progress.expect(f"train {workload.name}", train + starts * 4 * START_SECONDS / 2)
+            progress.expect(f"train {workload.name}", train + starts * len(CONTENDERS) * START_SECONDS / 2)
         return [race_workload(workload, plan, workload.recipe.share / whole, progress) for workload in loaded]
 
 

@@ -114,17 +114,23 @@ class StockChoice:
 
     bf16: bool = False
     channels_last: bool = False
+    mallopt: bool = False
 
     def __str__(self) -> str:
         parts = ["bf16 autocast" if self.bf16 else "fp32"]
         if self.channels_last:
             parts.append("channels_last")
+        if self.mallopt:
+            parts.append("mallopt")
         return " + ".join(parts)
 
 
 @dataclass
 class Stock:
-    """The best eager loop of stock PyTorch: fused AdamW, foreach clipping and averaging, and what ``choice`` says."""
+    """The best eager loop of stock PyTorch: fused AdamW, foreach clipping and averaging, and what ``choice`` says.
+
+    The allocator is the process's, so the worker sets it.
+    """
 
     workload: Workload
     steps: int

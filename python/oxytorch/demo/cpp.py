@@ -20,7 +20,7 @@ from .workloads import library_text
 __all__ = ["build_program", "race_cpp"]
 
 CONTENDERS = {"torch": "torch", "oxytorch optim": "tail", "oxytorch trainer": "trainer"}
-STARTS, MOST_STEPS, LEAST_STEPS, BLOCK = 3, 48, 16, 4
+STARTS, MOST_STEPS, LEAST_STEPS, BLOCK = 4, 48, 16, 4
 
 
 def _tool(command: Sequence[str | Path], what: str) -> None:

@@ -10,41 +10,27 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base import Interval, starts_interval
 from .driver import Block, Run, Start
 
-__all__ = ["Interval", "Row", "WorkloadResult", "block_seconds", "summarise", "two_level_interval", "two_level_medians"]
+__all__ = ["Interval", "Row", "WorkloadResult", "block_seconds", "ends", "over_starts", "summarise"]
 
-RESAMPLES = 2000
+ALLOCATOR = "plain + mallopt"
 BAND_MARGIN = 0.01
 
 
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with a 95% interval."""
+def over_starts(values: NDArray[np.float64]) -> Interval:
+    """Interval of ``values`` (starts x turns) from the median of each start; without ends where there is one start.
 
-    low: float
-    mid: float
-    high: float
-
-
-def two_level_medians(values: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
-    """Medians of resamples of ``values`` (starts x turns) that draw starts, then turns within them.
-
-    Turns of one process start are more alike than turns of two, because the allocator settles differently in each;
-    resampling turns alone would call that luck a finding.
+    Turns of one process start are more alike than turns of two, because the allocator settles differently in each, so
+    a start is one observation, however many turns it takes.
     """
-    starts, turns = values.shape
-    rng = np.random.default_rng(seed)
-    which = rng.integers(starts, size=(RESAMPLES, starts, 1))
-    samples = values[which, rng.integers(turns, size=(RESAMPLES, starts, turns))].reshape(RESAMPLES, -1)
-    medians: NDArray[np.float64] = np.median(samples, axis=1)
-    return medians
+    return starts_interval(np.median(values, axis=1))
 
 
-def two_level_interval(values: NDArray[np.float64], seed: int = 0) -> Interval:
-    """Median of ``values`` (starts x turns) with a bootstrap interval from `two_level_medians`."""
-    low, high = np.quantile(two_level_medians(values, seed), [0.025, 0.975])
-    return Interval(float(low), float(np.median(values)), float(high))
+def ends(interval: Interval) -> tuple[float | None, float | None]:
+    """``low`` and ``high`` for a chart, None where one start gives no interval."""
+    return (None, None) if math.isnan(interval.low) else (interval.low, interval.high)
 
 
 def _timed(values: Sequence[float]) -> Sequence[float]:
@@ -83,6 +69,8 @@ class Row:
     step_seconds: Interval
     units_per_second: float
     speedup_plain: Interval
+    speedup_mallopt: Interval | None
+    """Over the plain loop with one `mallopt`; None where that did not take part."""
     speedup_stock: Interval | None
     outside_share: float
     peak_bytes: float
@@ -125,7 +113,10 @@ class WorkloadResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for machines; times in seconds."""
-        return asdict(self)
+        data = asdict(self)
+        for row in data["rows"]:
+            row.update({name: value._asdict() for name, value in row.items() if isinstance(value, Interval)})
+        return data
 
 
 class Subject(Protocol):
@@ -180,19 +171,22 @@ def summarise(workload: Subject, choice: str, starts: list[Start]) -> WorkloadRe
     held = {contender: [start[contender].held_out_loss for start in starts] for contender in contenders}
     reference = "plain" if "plain" in held else contenders[0]
     band = seed_band(held[reference])
+
+    def over(rival: str, contender: str) -> Interval | None:
+        return over_starts(seconds[rival] / seconds[contender]) if rival in seconds else None
+
     rows = []
     for contender in contenders:
         runs = [start[contender] for start in starts]
-        step = two_level_interval(seconds[contender])
+        step = over_starts(seconds[contender])
         rows.append(
             Row(
                 contender=contender,
                 step_seconds=step,
                 units_per_second=workload.units_per_step / step.mid,
-                speedup_plain=two_level_interval(seconds[reference] / seconds[contender]),
-                speedup_stock=(
-                    two_level_interval(seconds["stock"] / seconds[contender]) if "stock" in seconds else None
-                ),
+                speedup_plain=over_starts(seconds[reference] / seconds[contender]),
+                speedup_mallopt=over(ALLOCATOR, contender),
+                speedup_stock=over("stock", contender),
                 outside_share=_outside_share(runs, table(contender, _block_outside)),
                 peak_bytes=float(np.median([run.peak_bytes for run in runs])),
                 page_faults_per_step=float(

@@ -8,7 +8,7 @@ import numpy as np
 
 from oxytorch.monitor import Bar, Cell, Column, Report, Series
 
-from .measure import WorkloadResult
+from .measure import ALLOCATOR, WorkloadResult, ends
 from .present import OURS, bytes_text, foot, ratio_text, refusals, sentences, share_text, time_text
 
 __all__ = ["write"]
@@ -17,8 +17,9 @@ METHOD = (
     "Each contender runs in a process of its own. The processes of one start are alive together and take turns in a "
     "random order, so that only one computes at any time and all of them feel the same machine. Every start has a new "
     "seed, the same for all contenders: the same first weights, the same batches in the same order. The first turn of "
-    "a process and the first step of each turn are trained but not timed. Times are medians; the intervals hold 95% "
-    "and come from a bootstrap that resamples starts and then turns. Ratios are paired by turn."
+    "a process and the first step of each turn are trained but not timed. A start counts by the median of its turns, a "
+    "ratio by the median of its ratios turn by turn. Figures are geometric means over starts; the intervals hold 95%: "
+    "Student's t on the logarithms of the starts' figures, so one start has none."
 )
 
 
@@ -49,13 +50,13 @@ def _distribution(report: Report, result: WorkloadResult) -> None:
 
 
 def _table(report: Report, result: WorkloadResult) -> None:
-    titles = ["ms a step", f"{result.unit} a second", f"times {result.reference}", "times stock"]
-    titles += ["outside forward and backward", "peak memory", "page faults a step"]
+    titles = ["ms a step", f"{result.unit} a second", f"times {result.reference}", f"times {ALLOCATOR}"]
+    titles += ["times stock", "outside forward and backward", "peak memory", "page faults a step"]
     titles += [f"loss at step {result.steps}", "held-out loss"]
     columns = [Column("contender"), *(Column(title, "right") for title in titles), Column("verdict")]
     rows = []
     for row in result.rows:
-        stock = row.speedup_stock
+        mallopt, stock = row.speedup_mallopt, row.speedup_stock
         verdict = {"inside": "in band", "better": "below band", "worse": "above band"}
         rows.append(
             [
@@ -63,6 +64,7 @@ def _table(report: Report, result: WorkloadResult) -> None:
                 Cell(time_text(row.step_seconds), row.step_seconds.mid * 1e3),
                 Cell(f"{row.units_per_second:,.0f}", row.units_per_second),
                 Cell(ratio_text(row.speedup_plain), row.speedup_plain.mid),
+                Cell(ratio_text(mallopt), mallopt.mid if mallopt else None),
                 Cell(ratio_text(stock), stock.mid if stock else None),
                 Cell(share_text(row.outside_share), row.outside_share),
                 Cell(bytes_text(row.peak_bytes), row.peak_bytes),
@@ -103,10 +105,7 @@ def write(path: Path, results: list[WorkloadResult], machine: dict[str, str]) ->
         for line in [*sentences(result), *refusals(result)]:
             report.paragraph(line)
         _table(report, result)
-        bars = [
-            Bar(row.contender, row.speedup_plain.mid, row.speedup_plain.low, row.speedup_plain.high)
-            for row in result.rows
-        ]
+        bars = [Bar(row.contender, row.speedup_plain.mid, *ends(row.speedup_plain)) for row in result.rows]
         title = f"Speed, {result.reference} loop = 1"
         report.bar_chart(bars, title, f"times {result.reference}", "x", 1.0, result.reference)
         _loss_charts(report, result)

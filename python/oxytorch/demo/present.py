@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from .measure import Interval, Row, WorkloadResult
+from .measure import ALLOCATOR, Interval, Row, WorkloadResult
 
 __all__ = [
     "OURS",
@@ -44,19 +45,24 @@ def to_json(document: object) -> str:
     return json.dumps(clean(document), indent=1)
 
 
+def _interval_text(interval: Interval, text: Callable[[float], str]) -> str:
+    if math.isnan(interval.low):
+        return f"{text(interval.mid)} (one start)"
+    return f"{text(interval.mid)} [{text(interval.low)}, {text(interval.high)}]"
+
+
 def time_text(interval: Interval) -> str:
     """Milliseconds with the interval, to three digits."""
     scale = 1e3
     digits = max(0, 2 - math.floor(math.log10(max(interval.mid * scale, 1e-9))))
-    low, mid, high = (f"{value * scale:.{digits}f}" for value in (interval.low, interval.mid, interval.high))
-    return f"{mid} [{low}, {high}]"
+    return _interval_text(interval, lambda value: f"{value * scale:.{digits}f}")
 
 
 def ratio_text(interval: Interval | None) -> str:
     """A ratio with its interval."""
     if interval is None:
         return ""
-    return f"{interval.mid:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+    return _interval_text(interval, lambda value: f"{value:.2f}")
 
 
 def bytes_text(count: float) -> str:
@@ -106,8 +112,9 @@ def sentences(result: WorkloadResult) -> list[str]:
 def _table(result: WorkloadResult) -> Table:
     table = Table(title=result.title, title_justify="left", title_style="bold")
     table.add_column("")
-    stock = result.row("stock") is not None
+    mallopt, stock = (result.row(name) is not None for name in (ALLOCATOR, "stock"))
     headings = ["ms a step", f"{result.unit}/s", f"x {result.reference}"]
+    headings += [f"x {ALLOCATOR}"] if mallopt else []
     headings += ["x stock"] if stock else []
     headings += ["outside fwd+bwd", "peak memory", f"loss at {result.steps}", "held-out loss", "verdict"]
     for heading in headings:
@@ -119,6 +126,7 @@ def _table(result: WorkloadResult) -> Table:
             time_text(row.step_seconds),
             f"{row.units_per_second:,.0f}",
             ratio_text(row.speedup_plain) if row.contender != result.reference else "1",
+            *([ratio_text(row.speedup_mallopt) if row.contender != ALLOCATOR else "1"] if mallopt else []),
             *([ratio_text(row.speedup_stock) if row.contender != "stock" else "1"] if stock else []),
             share_text(row.outside_share),
             bytes_text(row.peak_bytes),
@@ -138,7 +146,9 @@ def foot(result: WorkloadResult) -> list[str]:
         + (f" Best stock options here: {result.choice}." if result.choice else "")
     ]
     if result.starts == 1:
-        lines.append("One start only: intervals leave out the spread between process starts, and the band is 1% wide.")
+        lines.append(
+            "One start only: no intervals, for it says nothing of the spread between starts; the band is 1% wide."
+        )
     compiled = {row.contender: row.compile_seconds for row in result.rows if row.compile_seconds > 0}
     if compiled:
         text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in compiled.items())

@@ -14,7 +14,16 @@ from typing import IO, Any
 
 import torch
 
-__all__ = ["Answer", "begin", "check_forbidden", "leave", "prepare_torch", "reset_peak", "status_kib"]
+__all__ = [
+    "Answer",
+    "begin",
+    "check_forbidden",
+    "keep_freed_memory",
+    "leave",
+    "prepare_torch",
+    "reset_peak",
+    "status_kib",
+]
 
 Answer = Callable[[dict[str, Any]], None]
 
@@ -59,6 +68,15 @@ def prepare_torch(threads: int) -> None:
         given = torch.full((16,), 0.5, dtype=dtype)
         for name in names.split():
             getattr(torch, name)(given)
+
+
+def keep_freed_memory() -> None:
+    """The setting of glibc's `malloc` that an expert sets: freed memory stays with the process."""
+    mallopt = ctypes.CDLL(None).mallopt
+    m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3
+    settings = ((m_mmap_threshold, 1 << 30), (m_trim_threshold, (1 << 31) - 1), (m_top_pad, 64 << 20))
+    if not all(mallopt(*setting) for setting in settings):
+        raise RuntimeError("mallopt refused its settings")
 
 
 def leave() -> None:

@@ -93,6 +93,8 @@ class Worker:
 
     def __init__(self, task: dict[str, Any]) -> None:
         self.task = task
+        if task["contender"] == "plain + mallopt" or task.get("choice", {}).get("mallopt"):
+            serve.keep_freed_memory()
         serve.prepare_torch(task["threads"])
         self.workload = workloads.load(task["workload"])
         self.batches = self.workload.make_batches(task["seed"], task["steps"])

@@ -157,7 +157,7 @@ def _gpt(context: int = 128, batch: int = 16) -> Workload:
 
     recipe = Recipe(
         lr=1.5e-3, betas=(0.9, 0.98), weight_decay=0.1, clip_norm=1.0, ema_decay=0.9, warmup=0.1,
-        steps=48, least_steps=16, block=4, starts=3, share=0.48,
+        steps=48, least_steps=16, block=4, starts=4, share=0.48,
     )  # fmt: skip
     return Workload(
         name="gpt",
@@ -227,7 +227,7 @@ def _cnn(size: int = 64, batch: int = 32) -> Workload:
 
     recipe = Recipe(
         lr=2e-3, betas=(0.9, 0.999), weight_decay=0.05, clip_norm=1.0, ema_decay=0.8, warmup=0.1,
-        steps=64, least_steps=24, block=4, starts=3, share=0.42,
+        steps=64, least_steps=24, block=4, starts=4, share=0.42,
     )  # fmt: skip
     return Workload(
         name="cnn",
@@ -276,7 +276,7 @@ def _mlp(width: int = 768, batch: int = 128) -> Workload:
 
     recipe = Recipe(
         lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1, clip_norm=1.0, ema_decay=0.98, warmup=0.1,
-        steps=240, least_steps=160, block=40, starts=4, share=0.10,
+        steps=240, least_steps=160, block=40, starts=6, share=0.10,
     )  # fmt: skip
     return Workload(
         name="mlp",
