@@ -1,21 +1,22 @@
 """8-bit optimizers of other packages on CPU; none is needed, and one that is missing is reported as absent.
 
-They want an environment of their own, with the torch that Oxytorch was built against:
-
-    pip install --no-deps -r bench/race/requirements.txt
+`make bench` installs them into build/peers, beside the torch that Oxytorch was built against (cmake/steps/peers.sh).
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+PEERS = Path(__file__).resolve().parents[2] / "build/peers"
 BITSANDBYTES, TORCHAO = "bitsandbytes AdamW8bit", "torchao AdamW8bit, compiled"
 
 
@@ -52,6 +53,8 @@ def _quiet() -> Any:
 
 def make(name: str, params: list[Tensor], **hyperparameters: float) -> torch.optim.Optimizer | str:
     """The peer after its first step (state made, code compiled), or why there is none."""
+    if str(PEERS) not in sys.path:
+        sys.path.append(str(PEERS))  # Last: what the environment has comes first.
     with _quiet():
         try:
             optimizer = _MAKERS[name](params, **hyperparameters)

@@ -1,9 +1,10 @@
-"""What the races share: rounds, intervals, promises, the report."""
+"""What the races share: rounds, intervals over starts, promises, the report."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from oxytorch.base import Interval, paired_ratio_interval, system_info
+from oxytorch.base import Interval, starts_interval, system_info
 from oxytorch.demo import machine
 from torch import Tensor
 
@@ -25,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LEAST_ROUNDS, MOST_ROUNDS = 7, 200
 
 Times = dict[str, np.ndarray]
-"""Seconds of each round by contender, and by ``"contender: phase"`` where it has several."""
+"""Seconds of each round, or of each round of each start, by contender, and by ``"contender: phase"`` where there are
+several."""
 
 
 @dataclass
@@ -94,6 +96,52 @@ def race(contenders: list[Contender], seconds: float, most_rounds: int = MOST_RO
     return {name: values for contender in contenders for name, values in contender.times().items()}
 
 
+@dataclass
+class Measured:
+    """What one start gave, or several; the times of a case are arrays of starts x rounds then."""
+
+    cases: dict[str, Times] = field(default_factory=dict)
+    absent: dict[str, dict[str, str]] = field(default_factory=dict)
+    layout: list[tuple[str, float, float | None]] = field(default_factory=list)
+    """What was counted of the narrow layout, with what is promised at most."""
+
+    @property
+    def starts(self) -> int:
+        """How many, of the case that has fewest."""
+        return min(len(np.atleast_2d(values)) for times in self.cases.values() for values in times.values())
+
+    @classmethod
+    def joined(cls, parts: list[Measured]) -> Measured:
+        """The starts of all, each case with as many rounds as its shortest start has."""
+        cases: dict[str, Times] = {}
+        for name in dict.fromkeys(name for part in parts for name in part.cases):
+            having = [part.cases[name] for part in parts if name in part.cases]
+            rounds = min(np.atleast_2d(values).shape[1] for times in having for values in times.values())
+            cases[name] = {
+                contender: np.concatenate([np.atleast_2d(times[contender])[:, :rounds] for times in having])
+                for contender in having[0]
+                if all(contender in times for times in having)
+            }
+        return cls(cases, parts[0].absent, parts[0].layout)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; seconds by start and round."""
+        cases = {
+            case: {name: np.atleast_2d(values).round(9).tolist() for name, values in times.items()}
+            for case, times in self.cases.items()
+        }
+        return {"cases": cases, "absent": self.absent, "layout": self.layout}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Measured:
+        """What `to_json` wrote."""
+        cases = {
+            case: {name: np.array(values) for name, values in times.items()}
+            for case, times in document["cases"].items()
+        }
+        return cls(cases, document["absent"], [tuple(each) for each in document["layout"]])
+
+
 @dataclass(frozen=True)
 class Figure:
     """What was measured and, where something was promised, whether it holds: judged by the estimate.
@@ -133,7 +181,9 @@ class Figure:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        got = None if self.got is None else [self.got.low, self.got.mid, self.got.high]
+        got = None
+        if self.got is not None:  # JSON has no NaN: one start gives no interval.
+            got = [None if math.isnan(value) else value for value in self.got[:3]]
         return {
             "what": self.what,
             "got": got,
@@ -144,17 +194,42 @@ class Figure:
 
 
 def text(got: Interval, scale: float = 1.0) -> str:
-    """Three significant digits each, whole numbers from a thousand on; a count has no interval."""
+    """Three significant digits each, whole numbers from a thousand on; counts and single starts have no interval."""
     low, mid, high = (
         f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
         for value in (got.low * scale, got.mid * scale, got.high * scale)
     )
+    if math.isnan(got.low):
+        return f"{mid} (one start)"
     return mid if got.low == got.high else f"{mid} [{low}, {high}]"
+
+
+def over_starts(values: np.ndarray) -> Interval:
+    """Interval of what was measured by start and round, or in the rounds of one start, which gives no interval.
+
+    A start counts by the median of its rounds. A difference of times that noise made negative has no interval either.
+    """
+    medians = np.median(np.atleast_2d(values), axis=1)
+    if (medians <= 0).any():
+        return Interval(math.nan, float(np.mean(medians)), math.nan, 0.95)
+    return starts_interval(medians)
 
 
 def ratio(times: Times, slower: str, faster: str) -> Interval:
     """How many times as long `slower` takes, paired by round."""
-    return paired_ratio_interval(times[slower], times[faster])
+    return over_starts(np.asarray(times[slower]) / np.asarray(times[faster]))
+
+
+def same_machine(path: Path, document: dict[str, Any], schema: str, machine_facts: dict[str, str]) -> None:
+    """Refuse to go on from a document of another machine or another kind."""
+    if document["schema"] != schema:
+        raise SystemExit(f"{path} is {document['schema']}, which this race cannot go on from; it writes {schema}")
+    for fact in ("cpu", "instructions", "threads", "torch"):
+        if document["machine"][fact] != machine_facts[fact]:
+            raise SystemExit(
+                f"{path} was measured with {fact} {document['machine'][fact]!r}, and this is {machine_facts[fact]!r}: "
+                "start a new document"
+            )
 
 
 def facts(threads: int) -> dict[str, str]:

@@ -1,9 +1,11 @@
 // Training loops in C++ against oxytorch::accelerate: one contender in a process of its own, driven over pipes.
 //
 //   orchestrator_race --workload cnn|mlp|lstm --contender torch|basic|advanced --folder DIR [--seed S] [--threads N]
+//                     [--bf16 1] [--channels-last 1]
 //
 // Commands come on standard input, answers in JSON go to standard output, one line each: `prepare`, `run N`, `finish`.
 // bench/race/orchestrator.py starts it and shows the figures.
+#include <ATen/autocast_mode.h>
 #include <sys/prctl.h>
 #include <torch/torch.h>
 
@@ -129,7 +131,31 @@ std::string verdicts(const oxytorch::Plan& plan) {
   return R"("accepted": [)" + accepted.str() + R"(], "rejected": {)" + rejected.str() + "}";
 }
 
+// What users of LibTorch switch on in a line each.
+struct Switches {
+  bool bf16 = false;
+  bool channels_last = false;
+
+  void place(nn::Module& model) const {
+    if (!channels_last) return;
+    for (auto& parameter : model.parameters()) {
+      if (parameter.dim() == 4) parameter.set_data(parameter.contiguous(at::MemoryFormat::ChannelsLast));
+    }
+  }
+
+  [[nodiscard]] Tensor loss(const Workload& workload, Batch batch) const {
+    if (channels_last) batch.input = batch.input.contiguous(at::MemoryFormat::ChannelsLast);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::set_autocast_enabled(at::kCPU, bf16);
+    auto result = workload.loss(batch);
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::clear_cache();
+    return result;
+  }
+};
+
 struct Contender {
+  Switches switches;
   std::function<Tensor(const Batch&)> step;
   std::optional<oxytorch::Plan> plan;
 
@@ -137,9 +163,10 @@ struct Contender {
   std::string prepare(Workload& workload, torch::optim::Optimizer& optimizer, const std::string& level,
                       const std::string& folder) {
     if (level == "torch") {
-      step = [&workload, &optimizer](const Batch& batch) {
+      switches.place(*workload.model);
+      step = [this, &workload, &optimizer](const Batch& batch) {
         optimizer.zero_grad();
-        const auto loss = workload.loss(batch);
+        const auto loss = switches.loss(workload, batch);
         loss.backward();
         optimizer.step();
         return loss.detach();
@@ -169,6 +196,7 @@ void serve(std::map<std::string, std::string>& options) {
   std::ofstream("/proc/self/clear_refs") << 5;  // The peak starts anew from what is resident now.
   const auto resident = oxytorch::read_memory().resident.value_or(0);
   Contender contender;
+  contender.switches = {options["bf16"] == "1", options["channels-last"] == "1"};
   std::vector<double> losses;
   std::size_t next = 0;
   std::cout.precision(9);

@@ -2,30 +2,51 @@
 
 Six workloads from plain PyTorch code. Every contender runs in a process of its own, several times; the processes of one
 start are alive together and take turns, so that only one computes at any time. A step is timed from batch to batch, so
-a trainer's own work counts. Ratios are paired by start and turn; intervals hold 95% and resample starts, then turns.
+a trainer's own work counts. Ratios are paired by start and turn; a start counts by its median, and intervals hold 95%:
+Student's t on the logarithms of the starts' figures. The stock rivals have the switches that a screening of all
+combinations found on this class of machine, on other starts (bench/race/rivals.json).
 
-    python bench/race/orchestrator.py [--workloads cnn,gpt] [--contenders eager,compile] [--starts 2] [--quick]
-        [--exhaustive] [--cache DIR] [--keep FILE] [--threads 2] [--json FILE]
+    python bench/race/orchestrator.py --screen [--workloads cnn,gpt] [--quick]
+    python bench/race/orchestrator.py [--workloads cnn,gpt] [--contenders eager,lightning] [--starts 8] [--minutes 9]
+        [--quick] [--exhaustive] [--cache DIR] [--keep FILE] [--threads 2] [--json FILE]
 
-Prints what was measured and whether each promise is met, and writes bench/report/orchestrator.{json,html}. The exit
-status is 0 whether or not promises are met: a busy machine must not fail a build.
+Prints what was measured and whether each promise is met, and writes bench/report/orchestrator.{json,html} after each
+start. The exit status is 0 whether or not promises are met: a busy machine must not fail a build.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from _orchestrator.figures import OURS, REFERENCE, SEARCHED, TOLERANCE, Race, entries, judge, judge_cpp, repaid_after
-from _race import ROOT, Figure, add_figures, facts, new_report, progress, show_figures, text, write
+from _orchestrator import rivals
+from _orchestrator.figures import (
+    ALLOCATOR,
+    OURS,
+    REFERENCE,
+    SEARCHED,
+    TOLERANCE,
+    Race,
+    judge,
+    judge_cpp,
+    repaid_after,
+    spent,
+)
+from _orchestrator.screen import screen
+from _orchestrator.switches import Switches
+from _peers import PEERS
+from _race import ROOT, Figure, add_figures, facts, new_report, progress, same_machine, show_figures, text, write
 from oxytorch.demo.driver import Start, WorkerFailed, python_command, race
 from oxytorch.demo.machine import has_bf16
+from oxytorch.demo.measure import ends
 from oxytorch.demo.plan import FIRST_SEED, environment
 
 TURNS, QUICK_TURNS = 4, 2
@@ -42,49 +63,60 @@ TURN_STEPS = {"cnn": 3, "resnet": 3, "gpt": 4, "bert": 3, "mlp": 60, "lstm": 10}
 # The same from C++: LibTorch's own loop takes the place of eager PyTorch.
 CPP = "cpp-"
 WORKLOADS |= {f"{CPP}{name}": f"{WORKLOADS[name]}, in C++" for name in ("cnn", "mlp", "lstm")}
-CPP_CONTENDERS = {"eager": "torch", "oxytorch basic": "basic", "oxytorch advanced": "advanced"}
-RIVALS = (
-    "eager",
-    "eager + allocator",
-    "compile",
-    "compile max-autotune",
-    "compile + bf16 + allocator",
-    "max-autotune + bf16 + allocator",
-    "lightning 32",
-    "lightning bf16",
-    "accelerate 32",
-    "accelerate bf16",
-)
+CPP_OURS = {"oxytorch basic": "basic", "oxytorch advanced": "advanced"}
+# What `mallopt` does, from outside.
+CPP_MALLOPT = ["MALLOC_MMAP_THRESHOLD_=1073741824", "MALLOC_TRIM_THRESHOLD_=2147483647", "MALLOC_TOP_PAD_=67108864"]
+RIVALS = (REFERENCE, ALLOCATOR, *rivals.STOCK)
+SCHEMA = "oxytorch-race/3"
 
 
-def cpp_command(workload: str, contender: str, seed: int, arguments: argparse.Namespace) -> list[str]:
+def cpp_command(
+    workload: str, contender: str, switches: Switches, seed: int, arguments: argparse.Namespace
+) -> list[str]:
     """One contender's process without Python."""
-    folder = arguments.cache / workload / contender.replace(" ", "_")
+    folder = folder_of(workload, contender, switches, arguments.cache)
     folder.mkdir(parents=True, exist_ok=True)
     said = {
         "workload": workload.removeprefix(CPP),
-        "contender": CPP_CONTENDERS[contender],
+        "contender": CPP_OURS.get(contender, "torch"),
         "seed": seed,
-        "threads": arguments.threads,
+        "threads": switches.threads or arguments.threads,
         "folder": folder,
+        "bf16": int(switches.precision == "bf16"),
+        "channels-last": int(switches.channels_last),
     }
-    return [str(arguments.program), *(str(part) for key, value in said.items() for part in (f"--{key}", value))]
+    before = ["env", *CPP_MALLOPT] if switches.allocator == rivals.MALLOPT else []
+    options = [str(part) for key, value in said.items() for part in (f"--{key}", value)]
+    return switches.command([*before, str(arguments.program), *options])
 
 
-def command(workload: str, contender: str, seed: int, arguments: argparse.Namespace) -> list[str]:
+def settings(contender: str, switches: Switches) -> str:
+    """What a rival has switched on; ours find their own."""
+    return "" if contender in (*OURS, SEARCHED) else str(switches)
+
+
+def folder_of(workload: str, contender: str, switches: Switches, cache: Path) -> Path:
+    """Where a contender keeps what its compiler or its tuning found; other settings have another folder."""
+    said = hashlib.sha256(json.dumps(switches.to_json(), sort_keys=True).encode()).hexdigest()[:8]
+    return cache / workload / f"{contender.replace(' ', '_')}-{said}"
+
+
+def command(
+    workload: str, contender: str, switches: Switches, folder: Path, seed: int, arguments: argparse.Namespace
+) -> list[str]:
     """One contender's process."""
-    if workload.startswith(CPP):
-        return cpp_command(workload, contender, seed, arguments)
     task: dict[str, Any] = {
         "workload": workload,
         "contender": contender,
         "seed": seed,
         "threads": arguments.threads,
-        "cache": str(arguments.cache),
+        "folder": str(folder),
+        "switches": switches.to_json(),
+        "peers": str(PEERS),
     }
-    if contender in RIVALS:
+    if contender not in (*OURS, SEARCHED):
         task["forbid"] = "oxytorch"
-    return python_command(task, "_orchestrator.worker", str(Path(__file__).resolve().parent))
+    return switches.command(python_command(task, "_orchestrator.worker", str(Path(__file__).resolve().parent)))
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -93,40 +125,95 @@ def worker_environment(threads: int) -> dict[str, str]:
     return {**environment(threads), "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries))}
 
 
-def race_workload(name: str, arguments: argparse.Namespace) -> Race:
-    """Every start of one workload."""
-    absent: dict[str, str] = {}
+class Coordinator:
+    """Runs start after start, of the workload that has had fewest, until all have theirs or the time is up."""
 
-    def on_failure(contender: str, failed: WorkerFailed) -> None:
-        progress(f"  {contender}: {failed}")
-        absent[contender] = str(failed).strip().splitlines()[-1]
+    def __init__(self, arguments: argparse.Namespace, machine_facts: dict[str, str]) -> None:
+        self.arguments = arguments
+        self.machine = rivals.machine_class(machine_facts)
+        self.environment = worker_environment(arguments.threads)
 
-    def on_turn(contender: str, steps: int) -> None:
-        if arguments.verbose:
-            progress(f"  {contender}: {f'{steps} steps' if steps else 'ready'}")
+    def switches(self, workload: str) -> tuple[dict[str, Switches], bool]:
+        """Of each contender that takes part, and whether they were screened."""
+        wanted = [*self.arguments.contenders, *([SEARCHED] if self.arguments.exhaustive else [])]
+        if workload.startswith(CPP):
+            found = rivals.cpp_rivals(workload.removeprefix(CPP), has_bf16()) | dict.fromkeys(OURS, Switches())
+            return {name: each for name, each in found.items() if name in wanted}, False
+        found, screened = rivals.rivals(self.arguments.rivals, self.machine, workload, has_bf16())
+        found |= dict.fromkeys((*OURS, SEARCHED), Switches())
+        return {name: each for name, each in found.items() if name in wanted}, screened
 
-    starts: list[Start] = []
-    steps = 2 if arguments.quick else TURN_STEPS[name.removeprefix(CPP)]
-    for seed in range(FIRST_SEED, FIRST_SEED + arguments.starts):
-        progress(f"{name}: start {len(starts) + 1} of {arguments.starts}")
-        wanted = [*arguments.contenders, *([SEARCHED] if arguments.exhaustive else [])]
-        if name.startswith(CPP):
-            wanted = [contender for contender in wanted if contender in CPP_CONTENDERS]
-        taking_part = [contender for contender in wanted if contender not in absent]
-        starts.append(
-            race(
-                {each: command(name, each, seed, arguments) for each in taking_part},
-                seed=seed,
-                steps=steps * (QUICK_TURNS if arguments.quick else TURNS),
-                block=steps,
-                environment=worker_environment(arguments.threads),
-                timeout=arguments.timeout,
-                on_turn=on_turn,
-                prepare=True,
-                on_failure=on_failure,
-            )
+    def start(self, found: Race) -> None:
+        """One more start of a workload; who fails is absent from there on, with the reason."""
+        seed = max((int(seed) for seed in found.seeds), default=FIRST_SEED - 1) + 1
+        switches, found.screened = self.switches(found.name)
+        commands = {}
+        for name, each in switches.items():
+            known = found.entries.get(name)
+            if known is not None and known.settings != settings(name, each):
+                raise SystemExit(
+                    f"{found.name}: the kept starts of {name} had '{known.settings}' and it has '{each}' now; "
+                    "leave --keep away or race with the rivals.json of before"
+                )
+            if name not in found.absent:
+                try:
+                    commands[name] = self.command(found.name, name, each, seed)
+                except FileNotFoundError as missing:
+                    found.absent[name] = str(missing)
+        steps = 2 if self.arguments.quick else TURN_STEPS[found.name.removeprefix(CPP)]
+        turns = QUICK_TURNS if self.arguments.quick else TURNS
+
+        def on_failure(contender: str, failed: WorkerFailed) -> None:
+            progress(f"  {contender}: {failed}")
+            found.absent[contender] = str(failed).strip().splitlines()[-1]
+
+        for name, run in self.race(commands, seed, steps, turns, on_failure).items():
+            found.add(name, settings(name, switches[name]), run)
+
+    def command(self, workload: str, contender: str, switches: Switches, seed: int) -> list[str]:
+        """One contender's process, in a folder of its own."""
+        if workload.startswith(CPP):
+            return cpp_command(workload, contender, switches, seed, self.arguments)
+        folder = folder_of(workload, contender, switches, self.arguments.cache)
+        return command(workload, contender, switches, folder, seed, self.arguments)
+
+    def race(self, commands: dict[str, list[str]], seed: int, steps: int, turns: int, on_failure: Any) -> Start:
+        """All of them, in turn."""
+
+        def on_turn(contender: str, count: int) -> None:
+            if self.arguments.verbose:
+                progress(f"  {contender}: {f'{count} steps' if count else 'ready'}")
+
+        return race(
+            commands,
+            seed=seed,
+            steps=steps * turns,
+            block=steps,
+            environment=self.environment,
+            timeout=self.arguments.timeout,
+            on_turn=on_turn,
+            prepare=True,
+            on_failure=on_failure,
         )
-    return Race(name, WORKLOADS[name], entries(starts), absent)
+
+    def screen(self, workload: str) -> None:
+        """Find the stock rivals of a workload and write them into rivals.json."""
+
+        def finals(named: dict[str, Switches], seed: int) -> Start:
+            # Each finds what the others compiled: here no compile time is reported.
+            folder = self.arguments.cache / workload / "screening"
+            commands = {
+                name: command(workload, name, each, folder, seed, self.arguments) for name, each in named.items()
+            }
+            steps = 2 if self.arguments.quick else TURN_STEPS[workload]
+            turns = QUICK_TURNS if self.arguments.quick else TURNS
+            return self.race(commands, seed, steps, turns, lambda name, failed: progress(f"  {name}: {failed}"))
+
+        found = screen(workload, self.arguments, self.environment, finals)
+        rivals.store(self.arguments.rivals, self.machine, workload, found)
+        for name, said in found["rivals"].items():
+            progress(f"  {name}: {Switches(**said)}")
+        progress(f"{workload}: screened in {found['seconds']:.0f} s")
 
 
 # --- showing ---------------------------------------------------------------------------------------------------------
@@ -138,23 +225,26 @@ def rows(found: Race) -> list[list[str]]:
     """One line for each contender."""
     result = []
     for name, entry in found.entries.items():
-        ratio = text(found.ratio(REFERENCE, name)) if REFERENCE in found.entries else ""
+        paired = found.has(REFERENCE, name)
         kind = "tuning_seconds" if name in OURS else "search_seconds" if name == SEARCHED else "compile_seconds"
-        spent, repaid = "", ""
+        took, repaid = "", ""
         if entry.cold(kind) > 0:
-            spent = f"{entry.cold(kind):.1f}, then {entry.warm(kind):.1f}"
-            if REFERENCE in found.entries:
-                steps = repaid_after(found, name, entry.cold(kind))
+            took = f"{entry.cold(kind):.1f}, then {entry.warm(kind):.1f}"
+            if name in OURS and spent(entry)["compiling"] > 0:
+                took += f" ({spent(entry)['compiling']:.1f} compiling)"
+            if paired and name != SEARCHED:
+                steps = repaid_after(found, name)
                 repaid = f"{steps:,.0f} steps" if steps < float("inf") else "never"
+        switched = f": {entry.settings}" if name in rivals.STOCK else ""
         result.append(
             [
-                name,
+                f"{name}{switched}",
                 text(entry.step, 1e3),
-                ratio,
-                f"{entry.page_faults:,.0f}",
-                f"{entry.peak_bytes / 2**20:,.0f}",
-                f"{entry.loss:.4f}",
-                spent,
+                text(found.ratio(REFERENCE, name)) if paired else "",
+                f"{entry.median('page_faults'):,.0f}",
+                f"{entry.median('peak_bytes') / 2**20:,.0f}",
+                f"{entry.median('loss'):.4f}",
+                took,
                 repaid,
             ]
         )
@@ -166,7 +256,7 @@ def changes(found: Race) -> list[list[str]]:
     result = []
     for name in (*OURS, SEARCHED):
         if name in found.entries:
-            said = found.entries[name].prepared[0]
+            said = found.entries[name].first
             result += [[name, each, "applied"] for each in said.get("accepted", [])]
             result += [[name, each, why] for each, why in said.get("rejected", {}).items()]
     return result
@@ -177,7 +267,7 @@ def show(races: list[Race], figures: list[Figure], machine_facts: dict[str, str]
     for found in races:
         print(f"\n{found.name}: {found.title}")
         for row in [list(TITLES), *rows(found)]:
-            print(f"{row[0]:<34}" + "".join(f"{cell:<22}" for cell in row[1:3]) + "  ".join(row[3:]).rstrip())
+            print(f"{row[0]:<90}" + "".join(f"{cell:<22}" for cell in row[1:3]) + "  ".join(row[3:]).rstrip())
         for contender, change, verdict in changes(found):
             if verdict == "applied":
                 print(f"  {contender} applied {change}")
@@ -185,6 +275,10 @@ def show(races: list[Race], figures: list[Figure], machine_facts: dict[str, str]
     show_figures(figures)
     print("\nMeasured on: " + ", ".join(f"{key} {value}" for key, value in machine_facts.items() if value))
     print("Prepared in: the first time, then with the compiler's cache or the certificate at hand; each has its own.")
+    print("Repaid after: all that the first run spent before training, compiling included, over what a step gains.")
+    for found in races:
+        if not found.screened and not found.name.startswith(CPP):
+            print(f"{found.name}: the rivals were not screened on this machine: run with --screen first.")
 
 
 def save(
@@ -194,7 +288,7 @@ def save(
     from oxytorch.monitor import Bar, Column  # noqa: PLC0415
 
     document = {
-        "schema": "oxytorch-race/2",
+        "schema": SCHEMA,
         "machine": machine_facts,
         "workloads": {found.name: found.to_json() for found in races},
         "figures": [figure.to_json() for figure in figures],
@@ -208,10 +302,10 @@ def save(
         report.table(columns, table, f"{found.name}: {found.title}")
         if said := changes(found):
             report.table(["level", "change", "verdict"], said, f"{found.name}: what was tried")
-        if REFERENCE in found.entries:
-            for name in found.entries:
+        for name in found.entries:
+            if found.has(REFERENCE, name):
                 got = found.ratio(REFERENCE, name)
-                bars.append(Bar(name, got.mid, got.low, got.high, found.name))
+                bars.append(Bar(name, got.mid, *ends(got), found.name))
     report.bar_chart(bars, "How many times as fast as eager", "times", "x", 1.0, TOLERANCE)
     write(report, document, arguments.out, "orchestrator", arguments.json)
 
@@ -234,13 +328,22 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workloads", type=names(tuple(WORKLOADS)), default=list(WORKLOADS), metavar="A,B")
     parser.add_argument("--contenders", type=names(everyone), default=list(everyone), metavar="A,B")
-    parser.add_argument("--starts", type=int, default=2, help="processes of each contender (default %(default)s)")
+    parser.add_argument(
+        "--starts", type=int, default=4, help="processes of each contender, kept ones included (default %(default)s)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no start that would likely end after this time"
+    )
+    parser.add_argument("--screen", action="store_true", help="find the stock rivals of the workloads; race nothing")
+    parser.add_argument("--rivals", type=Path, default=rivals.PATH, help="their settings (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few steps of each, to see that it works")
     parser.add_argument(
         "--exhaustive", action="store_true", help="search all combinations too, in a process of its own, for the regret"
     )
     parser.add_argument("--cache", type=Path, help="keep compilers' caches and certificates there for the next race")
-    parser.add_argument("--keep", type=Path, help="a JSON document whose other workloads go into this report")
+    parser.add_argument(
+        "--keep", type=Path, help="go on from this JSON document of the same machine: its starts count, if it is there"
+    )
     parser.add_argument("--program", type=Path, default=ROOT / "build/dev/bench/race/orchestrator_race")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--timeout", type=float, default=900.0, help="longest wait for one answer, in seconds")
@@ -250,26 +353,60 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    arguments = parse()
-    machine_facts = facts(arguments.threads)
-    raced: dict[str, Race] = {}
-    if arguments.keep is not None and arguments.keep.exists():
-        document = json.loads(arguments.keep.read_text(encoding="utf-8"))
-        raced = {name: Race.from_json(data) for name, data in document["workloads"].items()}
-    with tempfile.TemporaryDirectory(prefix="oxytorch-race-") as folder:
-        arguments.cache = arguments.cache or Path(folder)
-        for name in arguments.workloads:
-            if name.startswith(CPP) and not arguments.program.exists():
-                progress(f"no {arguments.program}: {name} is left out; make build makes it")
-                continue
-            raced[name] = race_workload(name, arguments)
-    races = [raced[name] for name in WORKLOADS if name in raced]
+def kept(path: Path | None, machine_facts: dict[str, str]) -> dict[str, Race]:
+    """The races of a document that this one goes on from."""
+    if path is None or not path.exists():
+        return {}
+    document = json.loads(path.read_text(encoding="utf-8"))
+    same_machine(path, document, SCHEMA, machine_facts)
+    return {name: Race.from_json(data) for name, data in document["workloads"].items()}
+
+
+def report(arguments: argparse.Namespace, raced: dict[str, Race], machine_facts: dict[str, str], say: bool) -> None:
+    """Write the documents, and print them where `say`."""
+    races = [raced[name] for name in WORKLOADS if name in raced and raced[name].entries]
     from_cpp = [found for found in races if found.name.startswith(CPP)]
     from_python = [found for found in races if not found.name.startswith(CPP)]
     figures = [*(judge(from_python, has_bf16()) if from_python else []), *judge_cpp(from_cpp)]
-    show(races, figures, machine_facts)
+    if say:
+        show(races, figures, machine_facts)
     save(arguments, races, figures, machine_facts)
+
+
+def main() -> int:
+    arguments = parse()
+    machine_facts = facts(arguments.threads)
+    coordinator = Coordinator(arguments, machine_facts)
+    with tempfile.TemporaryDirectory(prefix="oxytorch-race-") as folder:
+        arguments.cache = arguments.cache or Path(folder)
+        workloads = list(arguments.workloads)
+        if not arguments.program.exists() and (missing := [name for name in workloads if name.startswith(CPP)]):
+            progress(f"no {arguments.program}: {', '.join(missing)} are left out; make build makes it")
+            workloads = [name for name in workloads if name not in missing]
+        if arguments.screen:
+            for name in workloads:
+                if not name.startswith(CPP):
+                    coordinator.screen(name)
+            return 0
+        raced = kept(arguments.keep, machine_facts)
+        began, took = time.monotonic(), dict.fromkeys(workloads, 0.0)
+        for name in workloads:
+            raced.setdefault(name, Race(name, WORKLOADS[name]))
+        while left := [name for name in workloads if len(raced[name].seeds) < arguments.starts]:
+            name = min(left, key=lambda each: len(raced[each].seeds))
+            start = time.monotonic()
+            if start - began + took[name] > 60 * arguments.minutes:
+                progress("the time is up; --keep goes on from here")
+                break
+            progress(f"{name}: start {len(raced[name].seeds) + 1} of {arguments.starts}")
+            before = len(raced[name].seeds)
+            coordinator.start(raced[name])
+            if len(raced[name].seeds) == before:
+                progress(f"{name}: nobody finished; it is left out")
+                workloads.remove(name)
+            took[name] = time.monotonic() - start
+            report(arguments, raced, machine_facts, say=False)
+    report(arguments, raced, machine_facts, say=True)
     return 0
 
 

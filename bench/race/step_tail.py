@@ -1,10 +1,12 @@
 """Races the step tail (clip, AdamW, moving average) of Oxytorch against PyTorch's and 8-bit optimizers'.
 
 Every contender works on its own tensors of the same sizes and contents. All run in one process, in turn and in a random
-order each round, with the same number of threads. Ratios are paired by round; figures are medians with 95% bootstrap
-intervals. The C++ contenders run the same way in a program of their own (bench/race/step_tail.cpp).
+order each round, with the same number of threads. All of it runs in several process starts. Ratios are paired by
+round, a start counts by its median, and intervals hold 95%: Student's t on the logarithms of the starts' figures. The
+C++ contenders run the same way in a program of their own (bench/race/step_tail.cpp).
 
-    python bench/race/step_tail.py [--threads 2] [--seconds 8] [--quick] [--case NAME]... [--no-cpp] [--json PATH]
+    python bench/race/step_tail.py [--threads 2] [--starts 4] [--seconds 3] [--quick] [--case NAME]... [--no-cpp]
+        [--keep PATH] [--json PATH]
 
 Prints the ratios and whether each promise is met, and writes bench/report/step_tail.{json,html}. The exit status is 0
 whether or not promises are met: a busy machine must not fail a build.
@@ -20,6 +22,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,19 +39,23 @@ from _race import (
     Absent,
     Contender,
     Figure,
+    Measured,
     Times,
     add_figures,
     facts,
     new_report,
+    over_starts,
     progress,
     race,
     ratio,
+    same_machine,
     show_figures,
     text,
     write,
 )
-from oxytorch.base import Interval, median_interval, system_info
+from oxytorch.base import Interval, system_info
 from oxytorch.demo import workloads
+from oxytorch.demo.measure import ends
 from torch import Tensor
 
 LR, WEIGHT_DECAY, MAX_NORM, EMA_DECAY = 1e-4, 0.01, 1.0, 0.999
@@ -60,6 +67,7 @@ STATISTICS = "oxytorch, statistics"
 INT8, INT8_ALONE, SEVEN = "oxytorch, int8 state", "oxytorch, int8 state, step alone", "oxytorch, 7 bytes, no average"
 BACKWARD, TAIL, STEP = "backward", "tail", "step"
 CPP = "torch::optim"
+SCHEMA = "oxytorch-race/3"
 
 
 def small_sizes() -> list[int]:
@@ -306,7 +314,7 @@ def training_contenders(name: str, autocast: bool) -> list[Contender]:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def seven_byte_layout(sizes: list[int]) -> list[Figure]:
+def seven_byte_layout(sizes: list[int]) -> list[tuple[str, float, float | None]]:
     """Bytes of a parameter in the 7-byte layout, gradient included, after steps with all that usually forbids it.
 
     bf16 weights and gradients, an 8-bit residue, 8-bit moments; clipping, a scaler, two micro-batches a step. The
@@ -339,8 +347,8 @@ def seven_byte_layout(sizes: list[int]) -> list[Figure]:
     grown = (resident() - before) / count
     each = sum(held.values()) / count
     return [
-        Figure("7-byte layout, bytes a parameter, gradient included", exactly(each), 7.3, at_most=True),
-        Figure("7-byte layout, growth of the process, bytes a parameter", exactly(grown)),
+        ("7-byte layout, bytes a parameter, gradient included", each, 7.3),
+        ("7-byte layout, growth of the process, bytes a parameter", grown, None),
     ]
 
 
@@ -389,7 +397,7 @@ def over_torch(bound: float | None) -> Callable[[Result], list[Figure]]:
 def judge_large(result: Result) -> list[Figure]:
     """Time and byte rate of the large case."""
     times = result.times
-    rate = median_interval(TAIL_BYTES / TORCH_STEP_BYTES * times[ALONE] / times[OURS])
+    rate = over_starts(TAIL_BYTES / TORCH_STEP_BYTES * times[ALONE] / times[OURS])
     return [*over_torch(1.6)(result), Figure("byte rate over that of torch's fused AdamW", rate, 0.95)]
 
 
@@ -399,7 +407,7 @@ def judge_backward(bound: float | None) -> Callable[[Result], list[Figure]]:
     def judge(result: Result) -> list[Figure]:
         times = result.times
         bare = times[BACKWARD_ALONE]
-        tails = median_interval((times[FUSED] - bare) / (times[HOOKED] - bare))
+        tails = over_starts((times[FUSED] - bare) / (times[HOOKED] - bare))
         return [
             Figure("norm in backward: backward + step, over torch's", ratio(times, FUSED, HOOKED)),
             Figure("norm in backward: the same, less a backward without hooks", tails, bound),
@@ -431,7 +439,7 @@ def judge_statistics(result: Result) -> list[Figure]:
 def judge_training(result: Result) -> list[Figure]:
     """The share of torch's tail in a step, and what ours gains on the whole."""
     times = result.times
-    share = median_interval(times[f"{FUSED}: {TAIL}"] / times[FUSED])
+    share = over_starts(times[f"{FUSED}: {TAIL}"] / times[FUSED])
     return [
         Figure("share of torch's best tail in the step", share),
         Figure("the tail, over ours", ratio(times, f"{FUSED}: {TAIL}", f"{OURS}: {TAIL}")),
@@ -508,9 +516,9 @@ class Table:
     def rows(self) -> list[list[str]]:
         """Contender, microseconds, times the reference's."""
         return [
-            [self.case, name, text(median_interval(values), 1e6), text(ratio(self.times, name, self.reference))]
+            [self.case, name, text(over_starts(values), 1e6), text(ratio(self.times, name, self.reference))]
             if name in self.rivals()
-            else [self.case, name, text(median_interval(values), 1e6), ""]
+            else [self.case, name, text(over_starts(values), 1e6), ""]
             for name, values in self.times.items()
         ]
 
@@ -541,18 +549,19 @@ def show(tables: list[Table], figures: list[Figure], machine_facts: dict[str, st
 
 
 def save(
-    arguments: argparse.Namespace, tables: list[Table], figures: list[Figure], machine_facts: dict[str, str]
+    arguments: argparse.Namespace,
+    found: Measured,
+    tables: list[Table],
+    figures: list[Figure],
+    machine_facts: dict[str, str],
 ) -> None:
     """`step_tail.json` and `step_tail.html`."""
     from oxytorch.monitor import Bar, Column  # noqa: PLC0415
 
     document = {
-        "schema": "oxytorch-race/2",
+        "schema": SCHEMA,
         "machine": machine_facts,
-        "cases": {
-            table.case: {name: [round(value, 9) for value in values] for name, values in table.times.items()}
-            for table in tables
-        },
+        **found.to_json(),
         "figures": [figure.to_json() for figure in figures],
     }
     report = new_report("Race: the step tail", __doc__, machine_facts)
@@ -563,7 +572,7 @@ def save(
         report.table(columns, [row[1:] for row in table.rows()], f"{table.case}, against {table.reference}")
         for name in table.rivals():
             got = ratio(table.times, name, table.reference)
-            bars.append(Bar(name, got.mid, got.low, got.high, table.case))
+            bars.append(Bar(name, got.mid, *ends(got), table.case))
     report.bar_chart(bars, "How many times as long as oxytorch", "times", "x", 1.0, "oxytorch")
     write(report, document, arguments.out, "step_tail", arguments.json)
 
@@ -572,7 +581,16 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
-    parser.add_argument("--seconds", type=float, default=8.0, help="time for each case (default %(default)s)")
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=4,
+        help="processes, kept ones included; 1 gives no intervals (default %(default)s)",
+    )
+    parser.add_argument("--keep", type=Path, help="go on from this JSON document of the same machine, if it is there")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="time for each case of a start (default %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds of the small cases, to see that it works")
     parser.add_argument("--case", action="append", help="only cases whose name holds this; may be repeated")
     parser.add_argument("--no-cpp", action="store_true", help="leave the C++ half out")
@@ -582,41 +600,82 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    arguments = parse()
+def measure(arguments: argparse.Namespace) -> Measured:
+    """One start: every case that was asked for, in this process."""
     torch.set_num_threads(arguments.threads)
     # Freed memory is kept, for all alike: page faults in a backward or in temporaries would drown the tails.
     oxytorch._C.trainer.tune_allocator(None)
-    machine_facts = facts(arguments.threads)
     seconds, rounds = (0.2, 8) if arguments.quick else (arguments.seconds, MOST_ROUNDS)
 
     def chosen(name: str) -> bool:
         return arguments.case is None or any(part in name for part in arguments.case)
 
-    tables, figures = [], []
+    found = Measured()
     wanted = [case for case in cases() if chosen(case.name) and (case.quick or not arguments.quick)]
     for index, case in enumerate(wanted):
         progress(f"racing {case.name} ({index + 1} of {len(wanted)}) ...")
         entries = case.make()
         contenders = [entry for entry in entries if isinstance(entry, Contender)]
-        absent = {entry.name: entry.why for entry in entries if isinstance(entry, Absent)}
-        result = Result(race(contenders, seconds, rounds, case.pause), absent)
+        found.absent[case.name] = {entry.name: entry.why for entry in entries if isinstance(entry, Absent)}
+        found.cases[case.name] = race(contenders, seconds, rounds, case.pause)
         del entries, contenders
-        figures += [Figure(f"{case.name}: {f.what}", f.got, f.bound, f.at_most, f.absent) for f in case.judge(result)]
-        tables.append(Table(case.name, result.times, case.reference))
     if chosen("7-byte layout"):
-        figures += seven_byte_layout([1000] * 200 if arguments.quick else LARGE)
+        found.layout = seven_byte_layout([1000] * 200 if arguments.quick else LARGE)
     sizes = [name for name, each in SIZES.items() if chosen(f"{name}, C++") and not (arguments.quick and each is LARGE)]
     if sizes and not arguments.no_cpp:
         if arguments.program.exists():
             progress("racing from C++ ...")
-            cpp = run_cpp(arguments.program, arguments.threads, seconds, sizes)
-            tables += [Table(f"{name}, C++", times, OURS) for name, times in cpp.items()]
-            figures += cpp_figures(cpp)
+            times = run_cpp(arguments.program, arguments.threads, seconds, sizes)
+            found.cases |= {f"{name}, C++": each for name, each in times.items()}
         else:
             progress(f"no {arguments.program}: the C++ half is left out; make build makes it")
+    return found
+
+
+def another_start(folder: Path) -> Measured:
+    """The same in a process of its own."""
+    path = folder / "start.json"
+    command = [sys.executable, *sys.argv, "--starts", "1", "--out", str(folder), "--json", str(path)]
+    command += ["--keep", str(folder / "none")]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"a start failed with status {done.returncode}")
+    return Measured.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def figures_of(found: Measured) -> tuple[list[Table], list[Figure]]:
+    """Tables of times and what was promised of them."""
+    tables, figures = [], []
+    for case in cases():
+        if case.name in found.cases:
+            result = Result(found.cases[case.name], found.absent.get(case.name, {}))
+            made = case.judge(result)
+            figures += [Figure(f"{case.name}: {f.what}", f.got, f.bound, f.at_most, f.absent) for f in made]
+            tables.append(Table(case.name, result.times, case.reference))
+    figures += [Figure(what, exactly(value), bound, at_most=True) for what, value, bound in found.layout]
+    cpp = {name.removesuffix(", C++"): times for name, times in found.cases.items() if name.endswith(", C++")}
+    tables += [Table(f"{name}, C++", times, OURS) for name, times in cpp.items()]
+    return tables, [*figures, *cpp_figures(cpp)]
+
+
+def main() -> int:
+    arguments = parse()
+    machine_facts = facts(arguments.threads)
+    starts: list[Measured] = []
+    if arguments.keep is not None and arguments.keep.exists():
+        document = json.loads(arguments.keep.read_text(encoding="utf-8"))
+        same_machine(arguments.keep, document, SCHEMA, machine_facts)
+        starts.append(Measured.from_json(document))
+    if arguments.starts == 1 and not starts:
+        starts.append(measure(arguments))
+    with tempfile.TemporaryDirectory(prefix="oxytorch-race-") as folder:
+        while (done := sum(start.starts for start in starts)) < arguments.starts:
+            progress(f"start {done + 1} of {arguments.starts}")
+            starts.append(another_start(Path(folder)))
+    found = Measured.joined(starts)
+    tables, figures = figures_of(found)
     show(tables, figures, machine_facts)
-    save(arguments, tables, figures, machine_facts)
+    save(arguments, found, tables, figures, machine_facts)
     return 0
 
 

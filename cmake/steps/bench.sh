@@ -14,6 +14,7 @@ for program in "$BUILD"/bench/*/*_bench; do
   say "== ${program#"$BUILD"/bench/}"
   "$program" --benchmark_min_time=0.1 --benchmark_out="bench/report/$(basename "$program").json" --benchmark_out_format=json
 done
+cmake/steps/peers.sh
 for race in bench/race/*.py; do
   [[ $(basename "$race") == _* ]] && continue
   say "== $race"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oxytorch import base
 
 pytestmark = pytest.mark.cpu_only("races on the CPU")
 
@@ -22,19 +24,39 @@ def race(import_race: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.mark.slow
 def test_quick_race_reports_every_contender(run_quick: Callable[..., Any], tmp_path: Path) -> None:
-    said, document = run_quick("step_tail")
+    said, document = run_quick("step_tail", "--starts", "2")
     cases = document["cases"]
     assert {"torch fused", "torch foreach", "torch for-loop", "oxytorch"} <= cases["200 x 1,000"].keys()
     assert {"torch fused", "oxytorch"} == cases["200 x 1,000, scaler"].keys()
     assert {"torch fused: tail", "oxytorch: tail"} <= cases["training mlp"].keys()
     for times in cases.values():
-        assert len({len(values) for values in times.values()}) == 1  # as many rounds for each
-        assert all(value > 0 for values in times.values() for value in values)
+        assert len({np.shape(values) for values in times.values()}) == 1  # as many rounds for each, in two starts
+        assert all(np.ndim(values) == 2 and len(values) == 2 and np.min(values) > 0 for values in times.values())
     promised = {figure["what"] for figure in document["figures"] if figure["met"] is not None}
     assert "200 x 1,000: over torch fused + clip + foreach average" in promised
     assert "7-byte layout, bytes a parameter, gradient included" in promised
     assert "<svg" in (tmp_path / "step_tail.html").read_text()
     assert "met" in said.lower()
+
+
+def test_starts_are_joined_and_one_has_no_interval(race: ModuleType) -> None:
+    first, second = (
+        race.Measured({"200 x 64": {"torch fused": np.full(rounds, 6.0), "oxytorch": np.full(rounds, ours)}})
+        for rounds, ours in ((5, 1.0), (7, 1.5))
+    )
+    (figure,) = race.figures_of(first)[1]
+    assert figure.got.mid == pytest.approx(6.0) and figure.value == "6 (one start)"
+    joined = race.Measured.joined([first, second, race.Measured.joined([second])])
+    assert joined.starts == 3 and joined.cases["200 x 64"]["oxytorch"].shape == (3, 5)
+    (figure,) = race.figures_of(joined)[1]
+    assert figure.got == base.starts_interval([6.0, 4.0, 4.0])
+    again = race.Measured.from_json(json.loads(json.dumps(joined.to_json())))
+    assert race.figures_of(again)[1] == [figure]
+
+
+def test_a_difference_that_noise_made_negative_has_no_interval(race: ModuleType) -> None:
+    got = race.over_starts(np.array([[1.0, 2.0, 3.0], [-1.0, -1.0, 2.0]]))
+    assert got.mid == pytest.approx(0.5) and np.isnan([got.low, got.high]).all()
 
 
 @pytest.mark.slow

@@ -7,13 +7,12 @@ out, times what happens between two, and keeps the losses, so a trainer that own
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from oxytorch_demo.workloads import Batch
 from torch import Tensor, nn
 
 from .models import Workload
+from .switches import Switches, step
 
 STEPS_PLANNED = 10_000
 SEARCH_WORTH = 1.015  # a gain below it is not waited for, as in the trials of `accelerate`
@@ -45,6 +45,7 @@ class Prepared:
     """
 
     folder: Path
+    switches: Switches
     workload: Workload
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -63,15 +64,6 @@ class Contender(Protocol):
         ...
 
 
-def keep_freed_memory() -> None:
-    """The setting of glibc's `malloc` that an expert sets: freed memory stays with the process."""
-    mallopt = ctypes.CDLL(None).mallopt
-    m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3
-    settings = ((m_mmap_threshold, 1 << 30), (m_trim_threshold, (1 << 31) - 1), (m_top_pad, 64 << 20))
-    if not all(mallopt(*setting) for setting in settings):
-        raise RuntimeError("mallopt refused its settings")
-
-
 @contextlib.contextmanager
 def restored(given: Prepared) -> Iterator[None]:
     """Weights, buffers, gradients, torch's random state as they were before; the optimizer as if never stepped."""
@@ -86,58 +78,48 @@ def restored(given: Prepared) -> Iterator[None]:
 
 @dataclass
 class Stock:
-    """Eager or compiled PyTorch, with what a user adds in a line each."""
+    """Eager or compiled PyTorch with its switches."""
 
-    mode: str = ""
-    bf16: bool = False
-    allocator: bool = False
     given: Prepared = field(init=False, repr=False)
     forward: nn.Module = field(init=False, repr=False)
 
     def prepare(self, given: Prepared) -> dict[str, Any]:
-        if self.allocator:
-            keep_freed_memory()
-        self.given, self.forward = given, given.model
-        if not self.mode:
+        self.given, self.forward = given, given.switches.compiled(given.model)
+        return self.compile_now(lambda batch: self.loss(batch).backward())
+
+    def compile_now(self, train: Callable[[Batch], object]) -> dict[str, Any]:
+        """Compile by one forward and backward whose traces are removed; seconds it took."""
+        if not self.given.switches.compile:
             return {}
-        self.forward = torch.compile(given.model, mode=self.mode)
         began = time.perf_counter()
-        with restored(given):
-            self.loss(given.batches[0]).backward()
+        with restored(self.given):
+            train(self.given.batches[0])
             seconds = time.perf_counter() - began
         return {"compile_seconds": seconds}
 
     def loss(self, batch: Batch) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
-            return self.given.workload.loss(self.forward, batch)
+        with self.given.switches.autocast():
+            return self.given.workload.loss(self.forward, self.given.switches.place_batch(batch))
 
     def train(self, turns: Turns) -> None:
-        optimizer = self.given.optimizer
+        given = self.given
         for batch in turns:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            loss.backward()
-            optimizer.step()
-            turns.losses.append(loss.detach())
+            turns.losses.append(step(given.switches, self.forward, given.optimizer, given.workload.loss, batch))
 
 
 @dataclass
-class Lightning:
+class Lightning(Stock):
     """`lightning.Trainer` with what slows it down switched off: logger, checkpoints, progress bar."""
-
-    precision: str
-    given: Prepared = field(init=False)
 
     def prepare(self, given: Prepared) -> dict[str, Any]:
         import lightning  # noqa: F401, PLC0415  (its import is not training)
 
-        self.given = given
-        return {}
+        return super().prepare(given)
 
     def train(self, turns: Turns) -> None:
         from lightning import LightningModule, Trainer  # noqa: PLC0415
 
-        given = self.given
+        given, forward = self.given, self.forward
 
         class Module(LightningModule):
             def __init__(self) -> None:
@@ -145,7 +127,7 @@ class Lightning:
                 self.model = given.model
 
             def training_step(self, batch: Batch, _index: int) -> Tensor:
-                loss = given.workload.loss(self.model, batch)
+                loss = given.workload.loss(forward, given.switches.place_batch(batch))
                 turns.losses.append(loss.detach())
                 return loss
 
@@ -155,31 +137,36 @@ class Lightning:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
         trainer = Trainer(
-            accelerator="cpu", devices=1, precision=self.precision, max_epochs=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            accelerator="cpu", devices=1, precision="bf16-mixed" if given.switches.precision == "bf16" else "32-true",
+            max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(Module(), train_dataloaders=turns)
 
 
 @dataclass
-class Accelerate:
+class Accelerate(Stock):
     """Hugging Face's `Accelerator`."""
-
-    mixed_precision: str
-    given: Prepared = field(init=False)
 
     def prepare(self, given: Prepared) -> dict[str, Any]:
         from accelerate import Accelerator  # noqa: PLC0415
+        from accelerate.utils import TorchDynamoPlugin  # noqa: PLC0415
 
-        self.given = given
-        self.accelerator = Accelerator(cpu=True, mixed_precision=self.mixed_precision)
-        self.model, self.optimizer = self.accelerator.prepare(given.model, given.optimizer)
-        return {}
+        self.given, switches = given, given.switches
+        self.accelerator = Accelerator(
+            cpu=True, mixed_precision="bf16" if switches.precision == "bf16" else "no",
+            dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode=switches.compile) if switches.compile else None,
+        )  # fmt: skip
+        self.forward, self.optimizer = self.accelerator.prepare(given.model, given.optimizer)
+        return self.compile_now(lambda batch: self.accelerator.backward(self.loss(batch)))
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self.given.workload.loss(self.forward, self.given.switches.place_batch(batch))
 
     def train(self, turns: Turns) -> None:
         for batch in turns:
             self.optimizer.zero_grad()
-            loss = self.given.workload.loss(self.model, batch)
+            loss = self.loss(batch)
             self.accelerator.backward(loss)
             self.optimizer.step()
             turns.losses.append(loss.detach())
@@ -268,19 +255,15 @@ class Exhaustive(Stock):
                 yield names
 
 
-# On CPU "max-autotune" is the mode's name too; "max-autotune-no-cudagraphs" is the same there.
-CONTENDERS: dict[str, Contender] = {
-    "eager": Stock(),
-    "eager + allocator": Stock(allocator=True),
-    "compile": Stock("default"),
-    "compile max-autotune": Stock("max-autotune"),
-    "compile + bf16 + allocator": Stock("default", bf16=True, allocator=True),
-    "max-autotune + bf16 + allocator": Stock("max-autotune", bf16=True, allocator=True),
-    "lightning 32": Lightning("32-true"),
-    "lightning bf16": Lightning("bf16-mixed"),
-    "accelerate 32": Accelerate("no"),
-    "accelerate bf16": Accelerate("bf16"),
-    "oxytorch basic": Ours(level="basic"),
-    "oxytorch advanced": Ours(level="advanced"),
-    "exhaustive": Exhaustive(),
+KINDS: dict[str, Callable[[], Contender]] = {
+    "lightning": Lightning,
+    "accelerate": Accelerate,
+    "oxytorch basic": lambda: Ours(level="basic"),
+    "oxytorch advanced": lambda: Ours(level="advanced"),
+    "exhaustive": Exhaustive,
 }
+
+
+def make(contender: str) -> Contender:
+    """The contender of that name; those without a kind of their own are stock PyTorch with switches."""
+    return KINDS.get(contender, Stock)()

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 from _race import Figure
-from numpy.typing import NDArray
-from oxytorch.base import Interval
-from oxytorch.demo.driver import Start
-from oxytorch.demo.measure import block_seconds, two_level_interval, two_level_medians
+from oxytorch.base import Interval, geometric_mean_interval, starts_interval
+from oxytorch.demo.driver import Run
+from oxytorch.demo.measure import block_seconds
 
-REFERENCE = "eager"
+REFERENCE, ALLOCATOR = "eager", "eager + mallopt"
 EXACT, TOLERANCE = "oxytorch basic", "oxytorch advanced"
 OURS = (EXACT, TOLERANCE)
 SEARCHED = "exhaustive"
@@ -20,31 +19,61 @@ REPAID_WITHIN, REGRET, SEARCH_SHARE, SLOWEST = 300, 0.97, 0.1, 0.99
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One contender on one workload."""
+class Started:
+    """One contender in one start."""
 
-    seconds: list[list[float]]
-    """Seconds a step by start and turn, the first turn left out."""
-    page_faults: float
+    seconds: list[float]
+    """Seconds a step of each turn, the first turn left out."""
+    page_faults: float | None
     """A step, in the last turn."""
-    peak_bytes: float
-    loss: float
-    """Mean training loss of the last steps, over starts."""
-    prepared: list[dict[str, Any]]
-    """What preparing took in each start; ``cold`` in it is the first time ever."""
+    peak_bytes: float | None
+    loss: float | None
+    """Mean training loss of the last steps."""
+    prepared: dict[str, Any]
+    """What preparing took; ``cold`` in it is the first time ever."""
+
+    @classmethod
+    def of(cls, run: Run) -> Started:
+        """What a finished run gave."""
+        last = run.blocks[-1]
+        return cls(
+            seconds=[block_seconds(block) for block in run.blocks[1:] or run.blocks],
+            page_faults=last.page_faults / len(last.seconds),
+            peak_bytes=float(run.peak_bytes),
+            loss=run.held_out_loss,
+            prepared=run.ready,
+        )
+
+
+@dataclass
+class Entry:
+    """One contender on one workload: its settings and its starts by seed."""
+
+    settings: str = ""
+    starts: dict[str, Started] = field(default_factory=dict)
 
     @property
     def step(self) -> Interval:
         """Seconds a step."""
-        return interval(np.array(self.seconds))
+        return starts_interval([float(np.median(start.seconds)) for start in self.starts.values()])
+
+    def median(self, what: str) -> float:
+        """Of a figure that each start has one of; NaN where none has."""
+        known = [float(value) for start in self.starts.values() if (value := getattr(start, what)) is not None]
+        return float(np.median(known)) if known else float("nan")
 
     def cold(self, what: str) -> float:
         """Seconds that `what` took with nothing to go by, 0 where there is no such thing."""
-        return float(self.prepared[0].get("cold", {}).get(what, 0.0))
+        return float(self.first.get("cold", {}).get(what, 0.0))
 
     def warm(self, what: str) -> float:
         """The same once the compiler's cache, or the certificate, is there."""
-        return min(float(each.get(what, 0.0)) for each in self.prepared)
+        return min(float(start.prepared.get(what, 0.0)) for start in self.starts.values())
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """What the first start said of its preparing."""
+        return next(iter(self.starts.values())).prepared
 
 
 @dataclass
@@ -53,20 +82,49 @@ class Race:
 
     name: str
     title: str
-    entries: dict[str, Entry]
+    entries: dict[str, Entry] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    screened: bool = False
+    """Whether the rivals' settings were found by a screening of this class of machine."""
+
+    @property
+    def seeds(self) -> set[str]:
+        """All starts so far."""
+        return {seed for entry in self.entries.values() for seed in entry.starts}
+
+    def add(self, contender: str, settings: str, run: Run) -> None:
+        """One more start of a contender."""
+        self.entries.setdefault(contender, Entry(settings)).starts[str(run.seed)] = Started.of(run)
+
+    def has(self, *contenders: str) -> bool:
+        """Whether they ran together."""
+        return bool(
+            set.intersection(
+                *(set(self.entries[name].starts) if name in self.entries else set() for name in contenders)
+            )
+        )
+
+    def ratios(self, slower: str, faster: str) -> list[float]:
+        """How many times as long `slower` takes, by start: the median of the ratios turn by turn."""
+        first, second = self.entries[slower].starts, self.entries[faster].starts
+        return [
+            float(np.median(np.array(first[seed].seconds) / np.array(second[seed].seconds)))
+            for seed in first
+            if seed in second
+        ]
 
     def ratio(self, slower: str, faster: str) -> Interval:
-        """How many times as long `slower` takes, paired by start and turn."""
-        return interval(self.ratios(slower, faster))
-
-    def ratios(self, slower: str, faster: str) -> NDArray[np.float64]:
-        """By start and turn."""
-        return np.array(self.entries[slower].seconds) / np.array(self.entries[faster].seconds)
+        """The same over all starts that both were in."""
+        return starts_interval(self.ratios(slower, faster))
 
     def rivals(self) -> list[str]:
         """Everyone else's entries."""
         return [name for name in self.entries if name not in (*OURS, SEARCHED)]
+
+    def best_rival(self) -> str | None:
+        """The fastest of them as raced, which favours the rivals a little: it is the luckiest of several good ones."""
+        rivals = self.rivals()
+        return min(rivals, key=lambda name: self.entries[name].step.mid) if rivals else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; times in seconds."""
@@ -75,13 +133,11 @@ class Race:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Race:
         """What `to_json` wrote."""
-        return cls(**{**data, "entries": {name: Entry(**entry) for name, entry in data["entries"].items()}})
-
-
-def interval(values: NDArray[np.float64]) -> Interval:
-    """Median over starts and turns."""
-    got = two_level_interval(values)
-    return Interval(got.low, got.mid, got.high, 0.95)
+        entries = {
+            name: Entry(entry["settings"], {seed: Started(**start) for seed, start in entry["starts"].items()})
+            for name, entry in data["entries"].items()
+        }
+        return cls(**{**data, "entries": entries})
 
 
 def exactly(value: float) -> Interval:
@@ -89,41 +145,22 @@ def exactly(value: float) -> Interval:
     return Interval(value, value, value, 1.0)
 
 
-def entries(starts: list[Start]) -> dict[str, Entry]:
-    """Entries of those that finished every start."""
-    finished = [name for name in starts[0] if all(name in start for start in starts)]
-    result = {}
-    for name in finished:
-        runs = [start[name] for start in starts]
-        last = [run.blocks[-1] for run in runs]
-        result[name] = Entry(
-            seconds=[[block_seconds(block) for block in run.blocks[1:] or run.blocks] for run in runs],
-            page_faults=float(np.median([block.page_faults / len(block.seconds) for block in last])),
-            peak_bytes=float(np.median([run.peak_bytes for run in runs])),
-            loss=float(np.mean([run.held_out_loss for run in runs])),
-            prepared=[run.ready for run in runs],
-        )
-    return result
-
-
 def geometric_mean(races: list[Race], slower: str, faster: str) -> Interval:
-    """Geometric mean over workloads of how many times as long `slower` takes, resampled in each."""
-    ratios = [race.ratios(slower, faster) for race in races]
-    means = np.exp(np.mean([np.log(two_level_medians(each, seed)) for seed, each in enumerate(ratios)], axis=0))
-    low, high = np.quantile(means, [0.025, 0.975])
-    mid = float(np.exp(np.mean([np.log(np.median(each)) for each in ratios])))
-    return Interval(float(low), mid, float(high), 0.95)
+    """Geometric mean over workloads of how many times as long `slower` takes."""
+    return geometric_mean_interval([race.ratios(slower, faster) for race in races])
 
 
-def repaid_after(race: Race, contender: str, seconds: float) -> float:
-    """Steps after which `seconds` are earned back against the reference; infinite where nothing is earned."""
-    gain = race.entries[REFERENCE].step.mid - race.entries[contender].step.mid
-    return seconds / gain if gain > 0 else float("inf")
+def spent(entry: Entry) -> dict[str, float]:
+    """Seconds that the first run spends before it trains: all of it, and the compiler's part in it."""
+    compiling = entry.cold("compile_seconds")
+    return {"all": entry.cold("tuning_seconds") or compiling, "compiling": compiling}
 
 
-def search_seconds(entry: Entry) -> float:
-    """What tuning took at first, without what the compiler took."""
-    return entry.cold("tuning_seconds") - entry.cold("compile_seconds")
+def repaid_after(race: Race, contender: str) -> float:
+    """Steps after which all that the first run spent is earned back against the reference; infinite where never."""
+    ratio = race.ratio(REFERENCE, contender).mid
+    gain = race.entries[REFERENCE].step.mid * (1.0 - 1.0 / ratio)
+    return spent(race.entries[contender])["all"] / gain if gain > 0 else float("inf")
 
 
 def judge(races: list[Race], has_bf16: bool) -> list[Figure]:
@@ -143,19 +180,21 @@ def judge_cpp(races: list[Race]) -> list[Figure]:
         Figure(f"{race.name}: {ours} over the plain loop", race.ratio(REFERENCE, ours), SLOWEST)
         for race in races
         for ours in OURS
-        if {ours, REFERENCE} <= race.entries.keys()
-    ]
+        if race.has(ours, REFERENCE)
+    ] + [figure for race in races for figure in rival_figures(race)]
 
 
 def class_figures(races: list[Race], ours: str, mean: float, cnn: float | None) -> list[Figure]:
-    """Mean, the CNN and the slowest of one class of changes."""
-    taking_part = [race for race in races if ours in race.entries and REFERENCE in race.entries]
+    """Means over eager and over eager with one `mallopt`, the CNN and the slowest of one class of changes."""
+    taking_part = [race for race in races if race.has(ours, REFERENCE)]
     absent = next((race.absent[ours] for race in races if ours in race.absent), "did not run")
     if not taking_part:
         return [Figure(f"{ours}: geometric mean over eager", None, mean, absent=absent)]
-    what = f"{ours}: geometric mean of {len(taking_part)} workloads over eager"
+    what = f"{ours}: geometric mean of {len(taking_part)} workloads over"
     slowest = min(taking_part, key=lambda race: race.ratio(REFERENCE, ours).mid)
-    result = [Figure(what, geometric_mean(taking_part, REFERENCE, ours), mean)]
+    result = [Figure(f"{what} {REFERENCE}", geometric_mean(taking_part, REFERENCE, ours), mean)]
+    if all(race.has(ours, ALLOCATOR) for race in taking_part):
+        result.append(Figure(f"{what} {ALLOCATOR}", geometric_mean(taking_part, ALLOCATOR, ours)))
     result += [
         Figure(f"{ours}: cnn over eager", race.ratio(REFERENCE, ours), cnn)
         for race in taking_part
@@ -167,38 +206,37 @@ def class_figures(races: list[Race], ours: str, mean: float, cnn: float | None) 
 
 def rival_figures(race: Race) -> list[Figure]:
     """Against whoever of the rivals was fastest; bits may move for both."""
-    rivals = [name for name in race.rivals() if name != REFERENCE]
-    if TOLERANCE not in race.entries or not rivals:
+    best = race.best_rival()
+    if best is None or best == REFERENCE or not race.has(best, TOLERANCE):
         return []
-    best = min(rivals, key=lambda name: race.entries[name].step.mid)
-    return [Figure(f"{race.name}: {TOLERANCE} over the best rival ({best})", race.ratio(best, TOLERANCE), 1.0)]
+    tuned = "" if race.screened else ", rivals not screened"
+    what = f"{race.name}: {TOLERANCE} over the best rival ({best}: {race.entries[best].settings}{tuned})"
+    return [Figure(what, race.ratio(best, TOLERANCE), 1.0)]
 
 
 def repaid_figures(race: Race) -> list[Figure]:
-    """After how many steps the first tuning is earned back, the compiler's time apart."""
+    """After how many steps all that the first run spent is earned back."""
     result = []
     for ours in OURS:
-        if ours not in race.entries or REFERENCE not in race.entries:
-            continue
-        entry = race.entries[ours]
-        steps = repaid_after(race, ours, search_seconds(entry))
-        if np.isfinite(steps):
-            what = f"{race.name}: {ours} repaid after steps, compile apart"
+        if race.has(ours, REFERENCE) and np.isfinite(steps := repaid_after(race, ours)):
+            what = f"{race.name}: {ours} repaid after steps, compiling included"
             result.append(Figure(what, exactly(round(steps)), REPAID_WITHIN, at_most=True))
-        if entry.cold("compile_seconds") > 0:
-            steps = repaid_after(race, ours, entry.cold("compile_seconds"))
-            result.append(Figure(f"{race.name}: {ours}, its compile repaid after steps", exactly(round(steps))))
     return result
 
 
 def regret_figures(race: Race) -> list[Figure]:
-    """Speed and cost against an exhaustive search."""
-    if not {SEARCHED, TOLERANCE} <= race.entries.keys():
+    """Speed and cost against an exhaustive search, which compiles nothing."""
+    if not race.has(SEARCHED, TOLERANCE):
         return []
-    found = race.entries[SEARCHED].prepared[0]
-    share = search_seconds(race.entries[TOLERANCE]) / found["search_seconds"]
+    found, took = race.entries[SEARCHED].first, spent(race.entries[TOLERANCE])
+    share = (took["all"] - took["compiling"]) / found["search_seconds"]
     what = f"{race.name}: speed of {TOLERANCE} over the best of {found['tried']} combinations"
     return [
         Figure(f"{what} ({', '.join(found['accepted']) or 'none'})", race.ratio(SEARCHED, TOLERANCE), REGRET),
-        Figure(f"{race.name}: cost of tuning over that of the search", exactly(share), SEARCH_SHARE, at_most=True),
+        Figure(
+            f"{race.name}: cost of tuning without compiling over that of the search",
+            exactly(share),
+            SEARCH_SHARE,
+            at_most=True,
+        ),
     ]

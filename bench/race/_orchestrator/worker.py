@@ -18,8 +18,9 @@ from oxytorch_demo import serve
 from oxytorch_demo.workloads import Batch
 from torch import Tensor
 
-from .contenders import CONTENDERS, Prepared
+from .contenders import Contender, Prepared, make
 from .models import MAKERS
+from .switches import Switches
 
 BATCHES = 16
 LAST_LOSSES = 8
@@ -61,17 +62,17 @@ class DrivenTurns:
 
 
 def compiler_cache(task: dict[str, Any]) -> Path:
-    """Give the compiler a cache of the contender's own, so that nobody finds what another compiled."""
-    folder = Path(task["cache"]) / task["workload"] / task["contender"].replace(" ", "_")
+    """Give the compiler the cache of this contender, so that nobody finds what another compiled."""
+    folder = Path(task["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     os.environ["XDG_CACHE_HOME"] = str(folder)
     return folder
 
 
-def prepared(task: dict[str, Any], given: Prepared) -> dict[str, Any]:
+def prepared(contender: Contender, given: Prepared) -> dict[str, Any]:
     """What preparing took now, and what it took when the cache was empty."""
-    said = CONTENDERS[task["contender"]].prepare(given)
+    said = contender.prepare(given)
     cold = given.folder / "cold.json"
     if not cold.exists():
         cold.write_text(json.dumps(said), encoding="utf-8")
@@ -81,23 +82,27 @@ def prepared(task: dict[str, Any], given: Prepared) -> dict[str, Any]:
 def main() -> None:
     """Serve one start."""
     task, answer = serve.begin()
-    serve.prepare_torch(task["threads"])
+    sys.path.append(task["peers"])  # Last: what the environment has comes first.
+    switches = Switches(**task["switches"])
+    switches.enter_process()
+    switches.enter(task["threads"])
+    serve.prepare_torch(switches.threads or task["threads"])
     workload = MAKERS[task["workload"]]()
     batches = workload.make_batches(task["seed"], BATCHES)
     gc.collect()
     serve.reset_peak()
     resident = serve.status_kib("VmRSS")
     torch.manual_seed(task["seed"])
-    model = workload.make_model()
-    given = Prepared(
-        compiler_cache(task), workload, model, torch.optim.AdamW(model.parameters(), lr=workload.lr), batches
-    )
+    model = switches.place(workload.make_model())
+    optimizer = switches.make_optimizer(model, workload.lr)
+    given = Prepared(compiler_cache(task), switches, workload, model, optimizer, batches)
+    contender = make(task["contender"])
     answer({"ready": True})
     if sys.stdin.readline().strip() != "prepare":
         raise SystemExit("the coordinator is gone")
-    answer(prepared(task, given))
+    answer(prepared(contender, given))
     turns = DrivenTurns(batches, answer)
-    CONTENDERS[task["contender"]].train(turns)
+    contender.train(turns)
     peak = serve.status_kib("VmHWM") - resident
     serve.check_forbidden(task)
     last = torch.stack([loss.float() for loss in turns.losses[-LAST_LOSSES:]])

@@ -40,13 +40,14 @@ from _race import (
     add_figures,
     facts,
     new_report,
+    over_starts,
     progress,
     ratio,
     show_figures,
     text,
     write,
 )
-from oxytorch.base import Interval, median_interval
+from oxytorch.base import Interval
 from torch import Tensor, nn
 
 LR, WEIGHT_DECAY, MAX_NORM, EMA_DECAY = 1e-4, 0.01, 1.0, 0.999
@@ -358,7 +359,7 @@ def table_figures(device: torch.device, program: Path) -> list[Figure]:
     if done.returncode != 0:
         return [Figure(what, None, 50, at_most=True, absent=done.stderr.strip().splitlines()[-1])]
     runs = [run for run in json.loads(done.stdout)["benchmarks"] if run["run_type"] == "iteration"]
-    return [Figure(what, median_interval(np.array([run["cpu_time"] for run in runs])), 50, at_most=True)]
+    return [Figure(what, over_starts(np.array([run["cpu_time"] for run in runs])), 50, at_most=True)]
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
@@ -388,7 +389,7 @@ def run_large(arguments: argparse.Namespace, results: Results) -> None:
     ideal = TAIL_BYTES * sum(sizes) / rate
     results.figures += [
         Figure("large: the device's copies, GB/s", exactly(rate / 1e9)),
-        Figure("large: time over that of its bytes at the copy rate", median_interval(times[OURS] / ideal), 1.08, True),
+        Figure("large: time over that of its bytes at the copy rate", over_starts(times[OURS] / ideal), 1.08, True),
         *(Figure(f"large: {name}, over ours", ratio(times, name, OURS)) for name in times if name != OURS),
     ]
 
@@ -435,7 +436,7 @@ def show(results: Results, machine_facts: dict[str, str]) -> None:
     for case, times in results.times.items():
         print(f"Step tail, {case}: clip by global norm, AdamW, moving average, fp32")
         for name, values in times.items():
-            print(f"  {name:<18}{text(median_interval(values), 1e6)} us")
+            print(f"  {name:<18}{text(over_starts(values), 1e6)} us")
     show_figures(results.figures)
     print("\nMeasured on: " + ", ".join(f"{key} {value}" for key, value in machine_facts.items() if value))
 

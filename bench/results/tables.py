@@ -1,0 +1,507 @@
+"""Writes the figures of README.md and docs/ from the JSON documents beside this file.
+
+    python bench/results/tables.py [--check]
+
+A page marks where they go: a table between `<!-- table: NAME -->` and `<!-- end -->`, a figure in a sentence between
+`<!-- figure: NAME -->` and `<!-- end -->`. `--check` changes nothing, names the pages that differ and exits with 1;
+tests/bench/test_tables.py does the same. A table whose JSON is not there yet says which command writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+sys.path.insert(0, str(ROOT / "bench" / "race"))
+
+from _orchestrator.figures import (  # noqa: E402
+    ALLOCATOR,
+    EXACT,
+    OURS,
+    REFERENCE,
+    SEARCHED,
+    TOLERANCE,
+    Race,
+    geometric_mean,
+    repaid_after,
+    spent,
+)
+from _race import over_starts, ratio, text  # noqa: E402
+from oxytorch.base import Interval, geometric_mean_interval  # noqa: E402
+
+MARKED = re.compile(r"<!-- (table|figure): ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
+NO_INTERVAL = "One start gives no interval."
+
+Document = dict[str, Any]
+NAMES = {
+    "cnn": "CNN, 4 stages",
+    "resnet": "ResNet, 3 blocks",
+    "gpt": "GPT, 4 layers",
+    "bert": "BERT-style, dropout",
+    "mlp": "MLP",
+    "lstm": "LSTM, 2 layers",
+}
+
+
+def read(name: str) -> Document | None:
+    """A document of this folder, None where it was not measured yet."""
+    path = FOLDER / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """In Markdown."""
+    titles = list(head)
+    lines = [titles, ["---"] * len(titles), *(list(row) for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def measured(command: str, name: str, document: Document, starts: Iterable[int] = ()) -> str:
+    """The line under a table: which command wrote its figures, where, and in how many starts."""
+    machine = document["machine"]
+    counts = sorted(set(starts))
+    said = [f"`{command}`", f"{machine['threads']} threads", machine["cpu"], machine["instructions"].split(", ")[-1]]
+    said.append(f"torch {machine['torch'].partition('+')[0]}")
+    if counts:
+        several = f"{counts[0]} to {counts[-1]}" if counts[0] != counts[-1] else str(counts[0])
+        said.append(f"{several} start{'s' if counts[-1] > 1 else ''}")
+    sentence = f"{', '.join(said)}; 95% intervals over starts (<{name}>)."
+    return sentence + (f" {NO_INTERVAL}" if counts and counts[0] == 1 else "")
+
+
+def milliseconds(got: Interval) -> str:
+    """Of a step, without its interval."""
+    return f"{text(Interval(got.mid, got.mid, got.mid, 1.0), 1e3)} ms"
+
+
+# --- the demo --------------------------------------------------------------------------------------------------------
+
+
+def demo() -> str | None:
+    """Contenders of the demo, from the times of their turns."""
+    document = read("demo.json")
+    if document is None:
+        return None
+    named = {"gpt": "byte-level GPT", "cnn": "CNN on digits", "mlp": "MLP on a table"}
+    rows, starts = [], []
+    for found in document["workloads"]:
+        seconds = {name: np.array(turns) for name, turns in found["block_seconds"].items()}
+        held = {row["contender"]: row["held_out_loss"] for row in found["rows"]}
+        starts.append(len(seconds["plain"]))
+
+        def over(slower: str, faster: str, seconds: dict[str, np.ndarray] = seconds) -> str:
+            known = slower in seconds and faster in seconds
+            return text(over_starts(seconds[slower] / seconds[faster])) if known else "not measured"
+
+        # The allocator was no switch of the stock loop in documents without this contender, so it was no fair rival.
+        fair = "plain + mallopt" in seconds
+        rows.append(
+            [
+                named[found["name"]],
+                milliseconds(over_starts(seconds["plain"])),
+                over("plain", "basic"),
+                over("plain + mallopt", "basic"),
+                over("plain", "advanced"),
+                over("stock", "advanced") + f": {found['choice']}" if fair else "not measured",
+                f"{held['advanced']:.4f} ({held['plain']:.4f})",
+            ]
+        )
+    head = ["", "plain", "basic, over plain", "basic, over plain + mallopt", "advanced, over plain"]
+    head += ["advanced, over the best stock eager loop", "held-out loss, advanced (plain)"]
+    return table(head, rows) + "\n\n" + measured('make demo ARGS="--json FILE"', "demo.json", document, starts)
+
+
+# --- the race of the orchestrator ------------------------------------------------------------------------------------
+
+
+def races(name: str) -> tuple[Document, list[Race]] | None:
+    """A document of the orchestrator's race."""
+    document = read(name)
+    if document is None:
+        return None
+    return document, [Race.from_json(data) for data in document["workloads"].values()]
+
+
+def starts_of(found: Iterable[Race]) -> list[int]:
+    """How many each entry has."""
+    return [len(entry.starts) for race in found for entry in race.entries.values()]
+
+
+def over(race: Race, slower: str, faster: str) -> str:
+    """A ratio, or that there is none."""
+    return text(race.ratio(slower, faster)) if race.has(slower, faster) else "not measured"
+
+
+def repaid(race: Race, ours: str) -> str:
+    """Steps, or never."""
+    if not race.has(ours, REFERENCE):
+        return "not measured"
+    steps = repaid_after(race, ours)
+    return f"{steps:,.0f}" if math.isfinite(steps) else "never"
+
+
+def cost(race: Race, ours: str) -> str:
+    """What the first run spends."""
+    if ours not in race.entries:
+        return "not measured"
+    took = spent(race.entries[ours])
+    return f"{took['all']:.3g} s" + (f" ({took['compiling']:.2g} s)" if took["compiling"] else "")
+
+
+def orchestrator() -> str | None:
+    """Speed over the plain loop and over the plain loop with one `mallopt`, and what finding it costs."""
+    found = races("orchestrator.json")
+    if found is None:
+        return None
+    document, raced = found
+    rows = [
+        [
+            NAMES[race.name],
+            milliseconds(race.entries[REFERENCE].step),
+            over(race, REFERENCE, EXACT),
+            over(race, ALLOCATOR, EXACT),
+            over(race, REFERENCE, TOLERANCE),
+            cost(race, TOLERANCE),
+            repaid(race, EXACT),
+            repaid(race, TOLERANCE),
+        ]
+        for race in raced
+    ]
+    means = [
+        text(geometric_mean(raced, slower, faster)) if all(race.has(slower, faster) for race in raced) else ""
+        for slower, faster in ((REFERENCE, EXACT), (ALLOCATOR, EXACT), (REFERENCE, TOLERANCE))
+    ]
+    rows.append(["geometric mean", "", *means, "", "", ""])
+    head = ["", "eager", "basic, over eager", "basic, over eager + mallopt", "advanced, over eager"]
+    head += ["first run, advanced (compiling)", "basic repaid after steps", "advanced repaid after steps"]
+    command = "python bench/race/orchestrator.py --starts 8"
+    return table(head, rows) + "\n\n" + measured(command, "orchestrator.json", document, starts_of(raced))
+
+
+def rivals() -> str | None:
+    """Against the fastest of all that stock PyTorch, Lightning and Accelerate can do."""
+    found = races("orchestrator.json")
+    if found is None:
+        return None
+    document, raced = found
+    fair = [race for race in raced if race.screened and race.has(REFERENCE, TOLERANCE)]
+    if not fair:
+        return None
+    eager = {race.name: eager_best(race) for race in fair}
+    rows, ratios = [], []
+    for race in fair:
+        best = race.best_rival() or REFERENCE
+        ratios.append(race.ratios(best, TOLERANCE))
+        plain = eager[race.name]
+        rows.append(
+            [
+                NAMES[race.name],
+                f"{plain}: {race.entries[plain].settings}",
+                over(race, plain, TOLERANCE),
+                f"{best}: {race.entries[best].settings}",
+                over(race, best, TOLERANCE),
+                *(over(race, name, TOLERANCE) for name in ("lightning", "accelerate")),
+            ]
+        )
+    rows.append(["geometric mean", "", "", "", text(geometric_mean_interval(ratios)), "", ""])
+    head = ["", "best stock eager loop", "advanced, over it", "best rival of all", "advanced, over it"]
+    head += ["over Lightning", "over Accelerate"]
+    command = "python bench/race/orchestrator.py --starts 8"
+    return table(head, rows) + "\n\n" + measured(command, "orchestrator.json", document, starts_of(fair))
+
+
+def eager_best(race: Race) -> str:
+    """The fastest stock loop that compiles nothing."""
+    names = [name for name in race.rivals() if name.startswith(("eager", "stock")) and name != "stock compiled"]
+    return min(names, key=lambda name: race.entries[name].step.mid)
+
+
+def over_best(race: Race) -> str:
+    """Over the fastest loop with stock switches, where such took part."""
+    best = race.best_rival()
+    if best is None or "stock 1" not in race.entries:
+        return "not measured"
+    return f"{over(race, best, TOLERANCE)}: {race.entries[best].settings}"
+
+
+def regret() -> str | None:
+    """Against the best of all combinations of the same strategies."""
+    found = races("orchestrator_regret.json")
+    if found is None:
+        return None
+    document, raced = found
+    rows = []
+    for race in raced:
+        searched = race.entries[SEARCHED].first
+        took = spent(race.entries[TOLERANCE])
+        share = (took["all"] - took["compiling"]) / searched["search_seconds"]
+        rows.append([NAMES[race.name], f"{searched['tried']}", over(race, SEARCHED, TOLERANCE), f"{share:.2f}"])
+    head = ["", "combinations", "advanced, over the best of them", "tuning without compiling, over the search's time"]
+    command = 'python bench/race/orchestrator.py --exhaustive --contenders "eager,oxytorch advanced"'
+    return table(head, rows) + "\n\n" + measured(command, "orchestrator_regret.json", document, starts_of(raced))
+
+
+def cpp() -> str | None:
+    """From C++, over LibTorch's plain loop."""
+    found = races("orchestrator_cpp.json")
+    if found is None:
+        return None
+    document, raced = found
+    rows = [
+        [
+            NAMES[race.name.removeprefix("cpp-")],
+            milliseconds(race.entries[REFERENCE].step),
+            over(race, REFERENCE, EXACT),
+            over(race, ALLOCATOR, EXACT),
+            over(race, REFERENCE, TOLERANCE),
+            over_best(race),
+            *(repaid(race, ours) for ours in OURS),
+        ]
+        for race in raced
+    ]
+    head = ["", "plain", "basic, over plain", "basic, over plain + mallopt", "advanced, over plain"]
+    head += ["advanced, over the best stock loop", "basic repaid after steps", "advanced repaid after steps"]
+    command = "python bench/race/orchestrator.py --workloads cpp-cnn,cpp-mlp,cpp-lstm"
+    return table(head, rows) + "\n\n" + measured(command, "orchestrator_cpp.json", document, starts_of(raced))
+
+
+# --- the step tail ---------------------------------------------------------------------------------------------------
+
+
+def times(document: Document, case: str) -> dict[str, np.ndarray]:
+    """Seconds of a case by contender, start and round."""
+    return {name: np.array(values) for name, values in document["cases"].get(case, {}).items()}
+
+
+def tail_ratio(document: Document, case: str, rival: str, ours: str) -> str:
+    """How many times as long the rival takes."""
+    known = times(document, case)
+    return text(ratio(known, rival, ours)) if {rival, ours} <= known.keys() else "not measured"
+
+
+def step_tail() -> str | None:
+    """Clip, AdamW and moving average over torch's."""
+    document = read("step_tail.json")
+    if document is None:
+        return None
+    cases = ("16 x 4M", "200 x 1,000", "200 x 64", "1,000 x up to 512")
+    rows = [
+        [
+            case,
+            tail_ratio(document, case, "torch fused", "oxytorch"),
+            tail_ratio(document, f"{case}, scaler", "torch fused", "oxytorch"),
+            tail_ratio(document, f"{case}, C++", "torch::optim", "oxytorch"),
+        ]
+        for case in cases
+    ]
+    head = ["tensors", "torch fused + clip + foreach average", "the same under a loss scale"]
+    head += ["C++ `torch::optim` + clip + `lerp_`"]
+    return table(head, rows) + "\n\n" + tail_source(document)
+
+
+def tail_source(document: Document) -> str:
+    """Where the figures of the step tail come from."""
+    starts = [len(np.atleast_2d(turns)) for times in document["cases"].values() for turns in times.values()]
+    return measured("python bench/race/step_tail.py", "step_tail.json", document, starts)
+
+
+def narrow() -> str | None:
+    """8-bit state over torch's fp32 tail and over the other packages' 8-bit optimizers."""
+    document = read("step_tail.json")
+    if document is None:
+        return None
+    case, ours = "16 x 4M, int8 state", "oxytorch, int8 state"
+    rivals = {
+        "torch fused, fp32 state": "torch fused",
+        "bitsandbytes": "bitsandbytes AdamW8bit",
+        "torchao, compiled": "torchao AdamW8bit, compiled",
+    }
+    rows = [[said, tail_ratio(document, case, name, ours)] for said, name in rivals.items()]
+    return (
+        table(["64M parameters, clip and average included", "time over int8 state's"], rows)
+        + "\n\n"
+        + tail_source(document)
+    )
+
+
+def training() -> str | None:
+    """What the step tail is of a whole training step."""
+    document = read("step_tail.json")
+    if document is None:
+        return None
+    rows = []
+    for case in ("training gpt", "training cnn", "training mlp"):
+        known = times(document, case)
+        share = over_starts(known["torch fused: tail"] / known["torch fused"])
+        rows.append(
+            [case.removeprefix("training "), f"{text(share, 100)}", text(ratio(known, "torch fused", "oxytorch"))]
+        )
+    head = ["step, fp32", "per cent of it in torch's best tail", "torch's whole step, over ours"]
+    return table(head, rows) + "\n\n" + tail_source(document)
+
+
+# --- others ----------------------------------------------------------------------------------------------------------
+
+
+def convergence() -> str | None:
+    """Held-out losses of narrow state."""
+    document = read("convergence.json")
+    if document is None:
+        return None
+    layouts = list(dict.fromkeys(row["layout"] for row in document["rows"]))
+    rows = []
+    for model in dict.fromkeys(row["model"] for row in document["rows"]):
+        found = {row["layout"]: row for row in document["rows"] if row["model"] == model}
+        means = [f"{found[layout]['mean']:.4f}" for layout in layouts]
+        rows.append([model, f"{found['fp32']['fp32_seed_stdev']:.4f}", *means])
+    source = f"`python bench/race/convergence.py`, means over {document['seeds']} seeds (<convergence.json>)."
+    return table(["model", "deviation of fp32's seeds", *layouts], rows) + "\n\n" + source
+
+
+def planted_faults() -> str | None:
+    """What each way of checking catches."""
+    document = read("planted_faults.json")
+    if document is None:
+        return None
+    faults, healthy = len(document["faults"]), len(document["healthy"])
+    rows = [
+        [name, str(count["faults"]), str(count["healthy"])]
+        for name, count in sorted(document["counts"].items(), key=lambda item: -item[1]["faults"])
+    ]
+    head = ["what is looked at", f"faults caught of {faults}", f"healthy strategies refused of {healthy}"]
+    return table(head, rows) + "\n\n`python bench/tune/planted_faults.py --json` (<planted_faults.json>)."
+
+
+def kernels() -> str | None:
+    """Processor time a parameter of each layout, from Google Benchmark's document."""
+    document = read("kernels.json")
+    if document is None:
+        return None
+    moved = {"fp32": 32, "fp32+ema": 40, "fp32+ema+statistics": 40, "int8 state": 20.25, "int8 stochastic": 20.25}
+    moved |= {"7-byte": 14.25, "7-byte stochastic": 14.25}
+    rows = []
+    for run in document["benchmarks"]:
+        layout, _, isa = run["label"].partition(", ")
+        match = re.search(r"isa:2/tensors:(\d+)/elements:(\d+)/threads:1/", run["name"])
+        if match is not None and run.get("aggregate_name", "median") == "median":
+            parameters = int(match[1]) * int(match[2])
+            scale = {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}[run["time_unit"]]
+            rows.append([layout, isa, f"{moved[layout]:g}", f"{run['cpu_time'] * scale / parameters:.2f}"])
+    source = f"`{TABLES['kernels'][1]}`, medians (<kernels.json>)."
+    return table(["layout", "instructions", "bytes per parameter", "ns per parameter"], rows) + "\n\n" + source
+
+
+def monitor() -> str | None:
+    """What a monitored step costs."""
+    document = read("monitor.json")
+    if document is None:
+        return None
+    steps = dict.fromkeys([*document["cpp_us"], *document["python_us"]])
+    rows = [
+        [
+            step,
+            *(f"{document[side][step]:.1f} us" if step in document[side] else "" for side in ("cpp_us", "python_us")),
+        ]
+        for step in steps
+    ]
+    source = f"`{TABLES['monitor'][1]}`, processor time, medians (<monitor.json>)."
+    return table(["step", "C++", "Python"], rows) + "\n\n" + source
+
+
+def null_candidates() -> str | None:
+    """How many candidates that do nothing were taken."""
+    document = read("null_candidates.json")
+    return None if document is None else f"{document['accepted']} of {document['candidates']:,}"
+
+
+TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
+    "demo": (demo, 'make demo ARGS="--json bench/results/demo.json"'),
+    "orchestrator": (orchestrator, "python bench/race/orchestrator.py --json bench/results/orchestrator.json"),
+    "rivals": (
+        rivals,
+        "python bench/race/orchestrator.py --screen, then python bench/race/orchestrator.py --starts 8 --json "
+        "bench/results/orchestrator.json",
+    ),
+    "regret": (regret, "python bench/race/orchestrator.py --exhaustive --json bench/results/orchestrator_regret.json"),
+    "cpp": (
+        cpp,
+        "python bench/race/orchestrator.py --workloads cpp-cnn,cpp-mlp,cpp-lstm "
+        "--json bench/results/orchestrator_cpp.json",
+    ),
+    "step-tail": (step_tail, "python bench/race/step_tail.py --json bench/results/step_tail.json"),
+    "narrow-state": (narrow, "python bench/race/step_tail.py --json bench/results/step_tail.json"),
+    "training-tail": (training, "python bench/race/step_tail.py --json bench/results/step_tail.json"),
+    "convergence": (convergence, "python bench/race/convergence.py --json bench/results/convergence.json"),
+    "planted-faults": (
+        planted_faults,
+        "python bench/tune/planted_faults.py --json > bench/results/planted_faults.json",
+    ),
+    "kernels": (
+        kernels,
+        "build/dev/bench/kernels/kernels_bench --benchmark_filter='tensors:16/.*threads:1/' --benchmark_repetitions=5 "
+        "--benchmark_report_aggregates_only --benchmark_out=bench/results/kernels.json",
+    ),
+    "monitor": (monitor, "python bench/monitor/python_step.py --json bench/results/monitor.json"),
+    "null-candidates": (
+        null_candidates,
+        "python bench/tune/null_candidates.py --json bench/results/null_candidates.json",
+    ),
+}
+
+
+def pages() -> list[Path]:
+    """All that may hold figures."""
+    written = [path for path in (ROOT / "docs").rglob("*.md") if "generated" not in path.parts]
+    return [ROOT / "README.md", *sorted(written)]
+
+
+def filled(page: Path, content: str) -> str:
+    """The page with every marked place written anew."""
+    # The site holds docs/ alone, so only the README can link to the documents.
+    link = r"[\1](bench/results/\1)" if page.parent == ROOT else r"`bench/results/\1`"
+
+    def fill(found: re.Match[str]) -> str:
+        kind, name = found[1], found[2]
+        if name not in TABLES:
+            raise SystemExit(f"{page.relative_to(ROOT)}: there is no table '{name}'; there are {', '.join(TABLES)}")
+        make, command = TABLES[name]
+        made = make()
+        if made is None:
+            made = "not measured yet" if kind == "figure" else f"Not measured yet: `{command}` writes these figures."
+        made = re.sub(r"<(\w+\.json)>", link, made)
+        inner = made if kind == "figure" else f"\n{made}\n"
+        return f"<!-- {kind}: {name} -->{inner}<!-- end -->"
+
+    return MARKED.sub(fill, content)
+
+
+def main() -> int:
+    """Write or check."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where a page differs")
+    arguments = parser.parse_args()
+    differing = []
+    for page in pages():
+        content = page.read_text(encoding="utf-8")
+        wanted = filled(page, content)
+        if wanted != content:
+            differing.append(page.relative_to(ROOT).as_posix())
+            if not arguments.check:
+                page.write_text(wanted, encoding="utf-8")
+    verb = "differ from their JSON; run python bench/results/tables.py" if arguments.check else "were written"
+    print(f"{', '.join(differing)} {verb}" if differing else "every table is as its JSON has it")
+    return int(arguments.check and bool(differing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
