@@ -23,7 +23,8 @@ pytestmark = pytest.mark.cpu_only("times on the CPU, or times that are made up")
 
 SUBJECT = "train.py:make"
 # Rounds that the race of the step tail recorded: contenders in turn, as a subject and its calibration are.
-RECORDED = Path(__file__).resolve().parents[2] / "bench" / "results" / "step_tail.json"
+RECORDED = Path(__file__).with_name("recorded_rounds.json")
+"""Rounds of the race of the step tail on a busy machine of two cores."""
 
 
 def measurement(relative: list[float], losses: tuple[float, ...] = (3.0, 2.0, 1.0), peak: float = 1e9) -> Any:
