@@ -83,10 +83,17 @@ TEST(StepTailOnDevice, FollowsTheCpuWithoutReadingTheDevice) {
     if (test_device().type() == at::kHPU) {
       EXPECT_FALSE(here.tail.native()) << "no backend has kernels for it";
     }
-    const double tolerance = algorithm == Algorithm::Muon ? 2e-2 : 1e-5;
+    // Newton-Schulz multiplies in bfloat16, which a device may sum in another order: a part of what was trained.
+    const double allowed = algorithm == Algorithm::Muon ? 2e-2 : 1e-4;
+    const std::vector<at::Tensor> start = matrices(at::kCPU, at::kFloat);
+    const auto expect_follows = [&](const at::Tensor& a, const at::Tensor& b, const at::Tensor& from) {
+      const auto off = (a.cpu() - b).norm().item<double>(), trained = (b - from).norm().item<double>();
+      EXPECT_GT(trained, 0) << "algorithm " << static_cast<int>(algorithm);
+      EXPECT_LE(off, allowed * trained) << "algorithm " << static_cast<int>(algorithm);
+    };
     for (std::size_t i = 0; i < here.params.size(); ++i) {
-      EXPECT_TRUE(at::allclose(here.params[i].cpu(), there.params[i], tolerance, tolerance));
-      EXPECT_TRUE(at::allclose(here.tail.state(i).ema.cpu(), there.tail.state(i).ema, tolerance, tolerance));
+      expect_follows(here.params[i].detach(), there.params[i].detach(), start[i].detach());
+      expect_follows(here.tail.state(i).ema, there.tail.state(i).ema, start[i].detach());
     }
     EXPECT_EQ(here.tail.stats().grad_norm.device(), test_device());
     EXPECT_NEAR(here.tail.stats().grad_norm.item<float>(), there.tail.stats().grad_norm.item<float>(), 1e-4);

@@ -204,18 +204,18 @@ TEST(BatchNorm, IsThatOfItsDefinition) {
       const double invstd = 1 / std::sqrt(var + 1e-5);
       each([&](std::size_t i) {
         const double normal = (data.input[i] - mean) * invstd;
-        EXPECT_NEAR(forward.output[i], normal * data.weight[at] + data.bias[at], 1e-4);
+        EXPECT_NEAR(forward.output[i], normal * data.weight[at] + data.bias[at], 1e-5);
         sum += data.grad[i];
         dot += data.grad[i] * normal;
       });
-      EXPECT_NEAR(forward.running_mean[at], 0.9 * 0.5 + 0.1 * mean, 1e-5);
-      EXPECT_NEAR(forward.running_var[at], 0.9 * 2 + 0.1 * var * count / (count - 1), 1e-4);
-      EXPECT_NEAR(backward.bias[at], sum, 1e-3);
-      EXPECT_NEAR(backward.weight[at], dot, 1e-2);
+      EXPECT_NEAR(forward.running_mean[at], 0.9 * 0.5 + 0.1 * mean, 1e-6);
+      EXPECT_NEAR(forward.running_var[at], 0.9 * 2 + 0.1 * var * count / (count - 1), 1e-6);
+      EXPECT_NEAR(backward.bias[at], sum, 5e-5);
+      EXPECT_NEAR(backward.weight[at], dot, 5e-5);
       each([&](std::size_t i) {
         const double normal = (data.input[i] - mean) * invstd;
         const double grad = (data.grad[i] - sum / count - normal * dot / count) * invstd * data.weight[at];
-        EXPECT_NEAR(backward.input[i], grad, 1e-3);
+        EXPECT_NEAR(backward.input[i], grad, 1e-5);
       });
     }
   }

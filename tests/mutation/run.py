@@ -195,8 +195,9 @@ def file_hash(root: Path, path: str) -> str:
 class Runner:
     """Plants mutants and runs the stages of their file until one notices."""
 
-    def __init__(self, root: Path, work: Path, without_torch: bool = False) -> None:
-        self.root, self.work, self.record, self.without_torch = root, work, Record(work), without_torch
+    def __init__(self, root: Path, work: Path, without_torch: bool = False, quick: bool = False) -> None:
+        self.root, self.work, self.record = root, work, Record(work)
+        self.without_torch, self.quick = without_torch, quick
         self._trees: dict[str, Tree] = {}
 
     def tree(self, preset: str) -> Tree:
@@ -227,6 +228,7 @@ class Runner:
         }  # fmt: skip
         stages = stages_of(self.root, mutant.path)
         kept = [stage for stage in stages if not (self.without_torch and stage.preset == "dev")]
+        kept = kept[:-1] if self.quick and len(kept) == len(stages) > 1 else kept
         entry["partial"] = len(kept) < len(stages)
         for stage in kept:
             seconds = self.allowed(stage)  # before anything is planted
@@ -291,8 +293,9 @@ def main(arguments: list[str] | None = None) -> int:
     words.add_argument("--paths", nargs="+", default=list(PATHS), help="files or folders, from the repository's root")
     words.add_argument("--minutes", type=float, default=float("inf"), help="start no further fault after so long")
     words.add_argument("--least", type=float, default=0.9, help="share that must be caught")
+    words.add_argument("--without-torch", action="store_true", help="build torch-free C++ alone; leave out the rest")
     words.add_argument(
-        "--without-torch", action="store_true", help="build torch-free C++ alone; the other stages are left out"
+        "--quick", action="store_true", help="leave out the last stage, which is all tests of the module"
     )
     words.add_argument("--list", action="store_true", help="print the faults and plant none")
     words.add_argument("--only", help="id of one fault to plant again, its tests' output printed")
@@ -303,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{m.id}  {m}" for m in order[: options.count]))
         return 0
-    runner = Runner(ROOT, WORK, options.without_torch)
+    runner = Runner(ROOT, WORK, options.without_torch, options.quick)
     if options.only:
         every = [m for path in sorted({m.path for m in order}) for m in mutants_of(ROOT, path)]
         mutant = next((m for m in every if m.id == options.only), None)
@@ -320,7 +323,9 @@ def main(arguments: list[str] | None = None) -> int:
             break
         entry = runner.record.results.get((mutant.id, file_hash(ROOT, mutant.path)))
         # What survived some stages is judged anew by all of them.
-        if entry is None or (entry["partial"] and entry["status"] == "survived" and not options.without_torch):
+        if entry is None or (
+            entry["partial"] and entry["status"] == "survived" and not (options.without_torch or options.quick)
+        ):
             if time.monotonic() - begun > 60 * options.minutes:
                 print(f"{options.minutes:g} minutes are over; the same command goes on from here.")
                 break

@@ -147,7 +147,7 @@ def check_against_whole(net, name: str) -> None:
     theirs = peer.param_groups[0]["params"]
     same(opt.param_groups[0]["params"], theirs, rtol=1e-5, atol=2e-6)
     same(opt.ema_state_dict()["ema"].values(), average, rtol=1e-5, atol=2e-6)
-    same(opt.copies(), theirs, rtol=2**-8, atol=2**-8)
+    same(opt.copies(), [p.bfloat16() for p in whole_params(opt)], rtol=0, atol=0)
     for p in opt.param_groups[0]["params"]:
         for key, value in opt.state[p].items():
             assert key == "step" or (value.placements == p.placements and value.shape == p.shape), key
@@ -338,7 +338,8 @@ def checkpoints_come_back_and_split_anew(folder: Path, kind: str) -> None:
         p.grad = torch.zeros_like(p)
     fourth.step()
     first, last = opt.state_dict()["state"][0]["exp_avg"], fourth.state_dict()["state"][0]["exp_avg"]
-    torch.testing.assert_close(whole(last).float(), whole(first).float() * 0.9, rtol=2e-2, atol=1e-4)
+    decayed = whole(first).float() * 0.9
+    assert float((whole(last).float() - decayed).norm()) < 0.02 * float(decayed.norm())
 
 
 @scenario(2)
