@@ -5,11 +5,13 @@
 
 #include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"
+#include "oxytorch/tune/own_random.h"
 
 namespace oxytorch::bindings {
 
 using tune::NativeOperators;
 using tune::OperatorReport;
+using tune::OwnRandom;
 
 namespace {
 
@@ -84,6 +86,10 @@ void bind_tune_operators(py::module_& m) {
       .def("install", &NativeOperators::install, py::arg("names") = std::vector<std::string>(), release_gil())
       .def("uninstall", &NativeOperators::uninstall, release_gil())
       .def("installed", &NativeOperators::installed);
+  py::class_<OwnRandom>(m, "OwnRandom", "Random numbers of this thread alone, from where the default generator stands.")
+      .def(py::init<>())
+      .def("rewind", &OwnRandom::rewind, "Let the same numbers come once more.")
+      .def("close", &OwnRandom::close, "Draw from the default generator again.");
 }
 
 }  // namespace oxytorch::bindings

@@ -356,8 +356,9 @@ class Tuning {
         std::tie(entry.standing, entry.reason) = last->second;
       }
     }
-    made.verification["restored"] = "model, optimizer and random generators proven by hash to be what they were; "
-                                    "what only the loss function captures is not covered";
+    made.verification["restored"] =
+        "model, optimizer and random generators proven by hash to be what they were; "
+        "what only the loss function captures is not covered";
     if (!chosen.empty()) {
       made.verification["all together, as " + std::string(tune::name(widest(chosen)))] = rulings_[chosen].reason;
     }

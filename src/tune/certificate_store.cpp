@@ -81,8 +81,7 @@ void CertificateStore::forget(const CertificateKey& key) const {
   std::error_code error;
   std::filesystem::remove(path, error);
   const bool absent = error == std::errc::no_such_file_or_directory || error == std::errc::not_a_directory;
-  OXY_CHECK(!error || absent, Io, "cannot remove ", in_quotes(path), ": ",
-            error.message(), '.');
+  OXY_CHECK(!error || absent, Io, "cannot remove ", in_quotes(path), ": ", error.message(), '.');
 }
 
 std::string CertificateStore::try_put(const Certificate& certificate) const noexcept {

@@ -30,7 +30,8 @@ struct Mode {
 }  // namespace
 
 struct Escrow::Impl {
-  explicit Impl(Run& r) : run(r), generators(optim::generator_states(r.device())) {
+  Impl(Run& r, bool random) : run(r), holds_random(random) {
+    if (random) generators = optim::generator_states(r.device());
     run.hand_back();
     snapshot = std::make_unique<OptimizerSnapshot>(run.original());
     std::unordered_set<const void*> seen;
@@ -65,7 +66,9 @@ struct Escrow::Impl {
     for (const auto& mode : modes) {
       digest.add("training flag of " + mode.module->name(), mode.module->is_training() ? "1" : "0");
     }
-    for (const auto& state : optim::generator_states(run.device())) digest.add("random generator", state);
+    if (holds_random) {
+      for (const auto& state : optim::generator_states(run.device())) digest.add("random generator", state);
+    }
     return digest;
   }
 
@@ -89,6 +92,7 @@ struct Escrow::Impl {
   }
 
   Run& run;
+  bool holds_random;
   std::vector<HeldTensor> tensors;
   std::unique_ptr<OptimizerSnapshot> snapshot;
   std::vector<Mode> modes;
@@ -97,7 +101,7 @@ struct Escrow::Impl {
   std::string text;
 };
 
-Escrow::Escrow(Run& run) : impl_(std::make_unique<Impl>(run)) {}
+Escrow::Escrow(Run& run, bool generators) : impl_(std::make_unique<Impl>(run, generators)) {}
 Escrow::~Escrow() = default;
 void Escrow::restore() { impl_->restore(); }
 std::string Escrow::digest() const { return impl_->present().text(); }

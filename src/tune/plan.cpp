@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <optional>
 #include <utility>
 
 #include "oxytorch/clock.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/own_random.h"
 #include "tune/bench.h"
 
 namespace oxytorch {
@@ -84,7 +86,11 @@ void Plan::Impl::decide(const Batch& batch) {
 
 void Plan::Impl::compare(const Batch& batch) {
   run->bring({});
-  tune::Escrow escrow(*run);
+  // On the CPU other threads may draw from torch's generator meanwhile: the check draws from one of its own.
+  const bool on_cpu = run->device().is_cpu();
+  tune::Escrow escrow(*run, /*generators=*/!on_cpu);
+  std::optional<tune::OwnRandom> random;
+  if (on_cpu) random.emplace();
   const auto loss_with = [&](const std::vector<std::string>& wanted) {
     run->bring(wanted);
     const at::NoGradGuard no_grad;
@@ -97,6 +103,7 @@ void Plan::Impl::compare(const Batch& batch) {
   try {
     const double without = loss_with({});
     escrow.restore();
+    if (random) random->rewind();
     const double with = loss_with(names);
     put_back();
     guard->compared(with, without);

@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -454,6 +456,33 @@ TEST_F(AccelerateTest, TakesBackWhatDriftsDuringTheRun) {
   EXPECT_EQ(entry(plan, "drifts").standing, Standing::RolledBack);
   EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("rolled back")));
   EXPECT_TRUE(delayed);
+}
+
+TEST_F(AccelerateTest, AChecksRandomNumbersAreItsOwn) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("SGD", model);
+  const auto batches = make_batches();
+  std::vector<std::int64_t> drawn;
+  bool listening = false;
+  LossFunction inner = delayed_loss(model);
+  // Another thread draws in the middle of each step, as one that loads data does.
+  auto plan = accelerate(
+      *model, *optimizer,
+      [&](const Batch& batch) {
+        auto loss = inner(batch);
+        if (!listening) return loss;
+        std::thread([&] { drawn.push_back(torch::randint(INT64_MAX, {1}, at::kLong).item<std::int64_t>()); }).join();
+        return loss + 0 * inner(batch);
+      },
+      batches, only({"no_delay"}));
+  ASSERT_THAT(plan.accepted(), ElementsAre("no_delay"));
+  torch::manual_seed(5);
+  listening = true;
+  for (int i = 0; i < 60; ++i) plan.step(batches[0]);
+  EXPECT_EQ(drawn.size(), 62);  // two in the check
+  std::sort(drawn.begin(), drawn.end());
+  EXPECT_EQ(std::adjacent_find(drawn.begin(), drawn.end()), drawn.end());
+  EXPECT_THAT(plan.accepted(), ElementsAre("no_delay"));
 }
 
 TEST_F(AccelerateTest, RemembersAndChecksBeforeItTrusts) {

@@ -18,7 +18,8 @@ namespace oxytorch::tune {
 /// An optimizer class that torch does not know is held by what its state and options serialise.
 class OXY_API Escrow {
  public:
-  explicit Escrow(Run& run);
+  /// Without `generators` random states are neither held nor put back: other threads may draw from them meanwhile.
+  explicit Escrow(Run& run, bool generators = true);
   ~Escrow();
   Escrow(const Escrow&) = delete;
   Escrow& operator=(const Escrow&) = delete;

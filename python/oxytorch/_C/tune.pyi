@@ -22,6 +22,7 @@ __all__: list[str] = [
     "Interval",
     "NativeOperators",
     "OperatorReport",
+    "OwnRandom",
     "Search",
     "SearchOptions",
     "StrategyFacts",
@@ -576,6 +577,20 @@ class NativeOperators:
     def install(self, names: collections.abc.Sequence[str] = []) -> list[OperatorReport]: ...
     def installed(self) -> list[str]: ...
     def uninstall(self) -> None: ...
+
+class OwnRandom:
+    """
+    Random numbers of this thread alone, from where the default generator stands.
+    """
+    def __init__(self) -> None: ...
+    def close(self) -> None:
+        """
+        Draw from the default generator again.
+        """
+    def rewind(self) -> None:
+        """
+        Let the same numbers come once more.
+        """
 
 def adam_step(
     params: collections.abc.Sequence[torch.Tensor],

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from .._C import tune as _native
+from ..base import log
 from . import measure
 from .escrow import Escrow
 from .run import Run
+from .same_draws import SameDraws
 from .strategy import Kind
 
 __all__ = ["Watch"]
@@ -51,6 +53,7 @@ class Watch:
         self.guard = _native.Guard(options)
         self._busy = False
         self._doubted = False
+        self._told = False
         self._probe: Tensor | None = None
         self._last = 0.0
         self._waits = 0
@@ -138,22 +141,39 @@ class Watch:
 
     def _compare(self) -> tuple[float, float]:
         """Losses of one batch with and without, from the same state, which is as before then."""
-        batch = self._run.batches[0] if self.batch is None else self.batch
+        run = self._run
+        batch = run.batches[0] if self.batch is None else self.batch
         self._busy = True
-        self._run.bring(())
+        run.bring(())
+        held = Escrow(run.model, run.original, *run.state, reach=run.functions, default_generators=False)
         try:
-            with Escrow(self._run.model, self._run.original, *self._run.state, reach=self._run.functions) as escrow:
+            with held as escrow, SameDraws(run.params, own=not self._is_compiled()) as draws:
                 without = self._loss(batch)
                 escrow.restore()
+                draws.again()
                 try:
-                    self._run.bring(self._names)
+                    run.bring(self._names)
                     together = self._loss(batch)
                 finally:
-                    self._run.bring(())
-            self._run.bring(self._names)
+                    run.bring(())
+            run.bring(self._names)
         finally:
             self._busy = False
+        if draws.disturbed and math.isfinite(without) and math.isfinite(together):
+            if not self._told:
+                log("info", f"accelerate: the losses of one batch are not compared: {draws.disturbed}")
+            self._told = True
+            return without, without
         return together, without
+
+    def _is_compiled(self) -> bool:
+        """Whether something in the step is a function of torch.compile."""
+        run = self._run
+        functions = (run.own_step, run.loss_fn, *(module._compiled_call_impl for module in run.model.modules()))
+        compiled = any(hasattr(f, "_torchdynamo_orig_callable") for f in functions)
+        own = any(type(module).__name__ == "OptimizedModule" for module in run.model.modules())
+        by_strategy = any(run.strategies[name].group == "compile" for name in self._names)
+        return compiled or own or by_strategy or run.call.was_compiled
 
     def _loss(self, batch: Any) -> float:
         if self._run.own_step is not None:
