@@ -251,6 +251,11 @@ def rows(found: Race) -> list[list[str]]:
     return result + [[name, "absent", why] for name, why in found.absent.items()]
 
 
+def unsure(ratios: list[float]) -> bool:
+    """Whether more starts are wanted: fewer than eight, and they differ by more than 2%."""
+    return len(ratios) < 8 and max(ratios) > 1.02 * min(ratios)
+
+
 def changes(found: Race) -> list[list[str]]:
     """What ours applied, and what it left alone and why, as its certificate has it."""
     result = []
@@ -277,6 +282,9 @@ def show(races: list[Race], figures: list[Figure], machine_facts: dict[str, str]
     print("Prepared in: the first time, then with the compiler's cache or the certificate at hand; each has its own.")
     print("Repaid after: all that the first run spent before training, compiling included, over what a step gains.")
     for found in races:
+        few = [name for name in found.entries if found.has(REFERENCE, name) and unsure(found.ratios(REFERENCE, name))]
+        if few:
+            print(f"{found.name}: starts differ by more than 2% and there are fewer than 8, for {', '.join(few)}.")
         if not found.screened and not found.name.startswith(CPP):
             print(f"{found.name}: the rivals were not screened on this machine: run with --screen first.")
 

@@ -172,8 +172,7 @@ def test_the_fastest_survive_the_screening(screen: ModuleType, switches: ModuleT
             runs[name] = run
         return runs
 
-    found = screen.finals("cnn", timings, race, 2, quick=False)
-    said = screen.chosen(found)
+    said = screen.chosen(screen.finals("cnn", timings, race, 2, quick=False)[-1])
     best = {"optimizer": "fused", "precision": "bf16", "channels_last": True, "allocator": "tcmalloc", "threads": 2}
     assert said["stock 1"] == {**best, "flush_denormals": True}
     assert said["stock compiled"] == {**said["stock 1"], "compile": "max-autotune-no-cudagraphs"}

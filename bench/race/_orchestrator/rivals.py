@@ -26,7 +26,7 @@ def store(path: Path, machine: str, workload: str, found: dict[str, Any]) -> Non
     """Put one workload's findings into the file."""
     document = load(path)
     document["machines"].setdefault(machine, {})[workload] = found
-    path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def unscreened(workload: str, has_bf16: bool) -> dict[str, Switches]:

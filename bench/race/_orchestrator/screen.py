@@ -150,27 +150,29 @@ def seconds(run: Run) -> float:
     return statistics.median(block_seconds(block) for block in run.blocks[1:] or run.blocks)
 
 
-def finals(workload: str, timings: Timings, race: Race, threads: int, quick: bool) -> dict[Switches, float]:
-    """Steps 3 and 4: seconds a step of the best, each in a process of its own."""
-    found: dict[Switches, float] = {}
+def finals(workload: str, timings: Timings, race: Race, threads: int, quick: bool) -> list[dict[Switches, float]]:
+    """Steps 3 and 4: seconds a step of those that met, each in a process of its own.
 
-    def meet(entrants: Iterable[Switches], seed: int) -> None:
+    Only who met in one race can be compared: the machine is another a minute later. The last race decides.
+    """
+
+    def meet(entrants: Iterable[Switches], seed: int) -> dict[Switches, float]:
         unique = list(dict.fromkeys(entrants))
         named = {f"{index}: {switches}": switches for index, switches in enumerate(unique)}
-        found.update({named[name]: seconds(run) for name, run in race(named, seed).items()})
+        return {named[name]: seconds(run) for name, run in race(named, seed).items()}
 
     eager = timings.best(FINALISTS)
-    compiled = [] if quick else list(compiled_combinations(workload, eager[0]))
-    meet([*eager, *compiled], SEED)
-    compiled = sorted((each for each in found if each.compile), key=found.__getitem__)[:1]
-    if compiled:
-        # A good allocator for one is a good one for the other more often than not.
-        allocators = dict.fromkeys(each.allocator for each in timings.best(3 * FINALISTS))
-        others = [replace(compiled[0], allocator=allocator) for allocator in list(allocators)[:3]]
-        others += [replace(compiled[0], threads=count) for count in (1, threads) if count != compiled[0].threads]
-        again = sorted((each for each in found if not each.compile), key=found.__getitem__)[:KEPT_EAGER]
-        meet([*again, *compiled, *others, replace(compiled[0], compile=MODES[-1])], SEED + 1)
-    return found
+    first = meet([*eager, *([] if quick else compiled_combinations(workload, eager[0]))], SEED)
+    order = sorted(first, key=first.__getitem__)
+    compiled = [each for each in order if each.compile][:1]
+    if not compiled:
+        return [first]
+    # A good allocator for one is a good one for the other more often than not.
+    allocators = dict.fromkeys(each.allocator for each in timings.best(3 * FINALISTS))
+    others = [replace(compiled[0], allocator=allocator) for allocator in list(allocators)[:3]]
+    others += [replace(compiled[0], threads=count) for count in (1, threads) if count != compiled[0].threads]
+    again = [each for each in order if not each.compile][: KEPT_EAGER + 1]
+    return [first, meet([*again, *compiled, *others, replace(compiled[0], compile=MODES[-1])], SEED + 1)]
 
 
 def chosen(found: dict[Switches, float]) -> dict[str, Any]:
@@ -190,15 +192,17 @@ def screen(workload: str, arguments: Any, environment: dict[str, str], race: Rac
     progress(f"{workload}: timing all eager combinations")
     timings, count = sweep(workload, arguments, environment)
     progress(f"{workload}: {time.perf_counter() - began:.0f} s; the best of {count} in processes of their own")
-    found = finals(workload, timings, race, arguments.threads, arguments.quick)
-    first = timings.best(10)
+    raced = finals(workload, timings, race, arguments.threads, arguments.quick)
     return {
-        "rivals": chosen(found),
+        "rivals": chosen(raced[-1]),
         "combinations": count,
         "seconds": round(time.perf_counter() - began, 1),
         "load before": round(os.getloadavg()[0], 1),
-        "sweep_ms": {str(each): round(1e3 * timings.score(each), 3) for each in first},
-        "finals_ms": {
-            str(each): round(1e3 * took, 3) for each, took in sorted(found.items(), key=lambda item: item[1])
-        },
+        "sweep_ms": {str(each): round(1e3 * timings.score(each), 3) for each in timings.best(10)},
+        "finals_ms": [{str(each): round(1e3 * took, 3) for each, took in sorted_by_time(found)} for found in raced],
     }
+
+
+def sorted_by_time(found: dict[Switches, float]) -> list[tuple[Switches, float]]:
+    """Fastest first."""
+    return sorted(found.items(), key=lambda item: item[1])
