@@ -235,6 +235,9 @@ TEST(Duel, UsesTheErrorOfTheLooksThatItHasNoTimeFor) {
   };
   EXPECT_EQ(verdict(0), Decision::Open);
   EXPECT_EQ(verdict(5), Decision::Accept);
+  // The nine pairs take 18.795 s, counted from nothing.
+  EXPECT_EQ(verdict(18.7), Decision::Accept);
+  EXPECT_EQ(verdict(18.9), Decision::Open);
 }
 
 TEST(Duel, EndsAtTheFirstLookPastItsBudget) {
