@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -51,6 +52,12 @@ class Tree:
 
     def __init__(self, root: Path, folder: Path, preset: str) -> None:
         self.root, self.folder, self.preset = root, folder, preset
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"another run plants its faults in {self.folder}; wait for it.") from None
         self._copy()
 
     def _copy(self) -> None:

@@ -204,6 +204,9 @@ def test_a_copy_follows_the_tree(small: Path, tmp_path: Path) -> None:
     kept = (tree.folder / "pytest.ini").stat().st_mtime_ns
     (small / "python" / "oxytorch" / "optim" / "small.py").write_text("x = 1\n")
     (small / "tests" / "optim" / "test_small.py").unlink()
+    with pytest.raises(SystemExit, match="another run"):
+        run.Tree(small, tmp_path / "tree", "")
+    tree._lock.close()
     run.Tree(small, tmp_path / "tree", "")
     assert (tree.folder / "python/oxytorch/optim/small.py").read_text() == "x = 1\n"
     assert not (tree.folder / "tests/optim/test_small.py").exists()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from oxytorch import _C
 from oxytorch.tune import STRATEGIES, Run, Strategy
-from oxytorch.tune.strategies import compiled
+from oxytorch.tune.strategies import compiled, observe
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -306,6 +306,85 @@ def test_a_failure_on_the_way_in_leaves_nothing_behind(name: str, model: str) ->
         assert run.in_force == ()
         assert anatomy(run) == before
         assert process() == settings
+
+
+# What each shows while it is in force: a strategy that did nothing would keep every number, too.
+SHOWS = {
+    "native_step": "operators", "foreach": "operators", "fused": "operators", "step_tail": "operators",
+    "int8_state": "operators", "math_attention": "operators", "math_attention_bf16": "products",
+    "channels_last": "strides", "channels_last_3d": "strides", "bf16_autocast": "dtypes",
+    "onednn_bf16": "precision", "tf32": "precision", "cudnn_benchmark": "precision",
+    "one_thread": "threads", "physical_cores": "threads",
+    "flash_attention": "kernels", "efficient_attention": "kernels", "cudnn_attention": "kernels",
+    "split_2": "loop", "split_4": "loop", "split_8": "loop", "step_graph": "loop",
+    "prefetch": "data", "loader_workers": "data",
+    "compile": "function", "compile_dynamic": "function", "compile_max_autotune": "function",
+    "compile_reduce_overhead": "function",
+}  # fmt: skip
+SHOWN_ELSEWHERE = {
+    "allocator": "tests/base/host_allocator_test.cpp",
+    "host_pool": "tests/memory/test_host_pool.py",
+    "native_operators": "tests/tune/test_operators.py",
+    "pinned_threads": "tests/trainer/host_test.cpp",
+    "flush_denormals": "tests/tune/test_strategies.py",
+}
+IMPLEMENTATION = {"foreach": "_foreach_", "fused": "_fused_adam"}
+
+
+def test_every_strategy_is_known_to_show_something() -> None:
+    tried = {name for name, _ in CELLS}
+    assert tried <= {*SHOWS, *SHOWN_ELSEWHERE}, "say by what one sees that it is in force"
+    assert all((Path(__file__).resolve().parents[2] / file).exists() for file in SHOWN_ELSEWHERE.values())
+
+
+def shown(run: Run) -> dict[str, Any]:
+    """What can be seen of a step and of the settings around it."""
+    dtypes: list[torch.dtype] = []
+    handles = [
+        m.register_forward_hook(lambda _m, _a, out: dtypes.append(out.dtype if isinstance(out, Tensor) else None))
+        for m in run.model.modules()
+        if isinstance(m, nn.Linear)
+    ]
+    ALLOWED.clear()
+    with observe.Operators() as seen:
+        run.step(run.batches[0])
+    for handle in handles:
+        handle.remove()
+    precisions = [
+        torch._C._get_fp32_precision_getter(backend, op) for backend in ("mkldnn", "cuda") for op in ("matmul", "conv")
+    ]
+    softmax = {str(func) for func in seen.seen if "softmax" in func._schema.name}
+    return {
+        "operators": seen.names,
+        "products": (seen.uses("_flash_attention"), softmax),
+        "dtypes": dtypes,
+        "strides": [p.stride() for p in run.params],
+        "precision": [*precisions, torch.backends.cudnn.benchmark],
+        "threads": torch.get_num_threads(),
+        "kernels": list(ALLOWED),
+        "loop": (run.micro_batches, run.whole_step is None),
+        "data": (type(run.data), getattr(run.data, "num_workers", None)),
+        "function": run.call._function is None,
+    }
+
+
+@pytest.mark.parametrize(("name", "model"), [cell for cell in CELLS if cell[0] in SHOWS])
+def test_what_is_in_force_shows(name: str, model: str) -> None:
+    workload = WORKLOADS[model]
+    with workload.around():
+        run = workload.run()
+        run.step(run.batches[0])
+        before = shown(run)
+        run.bring([one for one in workload.needed(name) if one != name])
+        without = shown(run)
+        run.bring(workload.needed(name))
+        within = shown(run)
+        key = SHOWS[name]
+        assert within[key] != without[key], within[key]
+        if name in IMPLEMENTATION:
+            assert any(IMPLEMENTATION[name] in operator for operator in within["operators"])
+        run.bring([])
+        assert shown(run)[key] == before[key]
 
 
 CARD = {
