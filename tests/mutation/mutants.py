@@ -167,6 +167,8 @@ def _walked(node: ast.AST) -> Iterator[ast.AST]:
                 isinstance(t, ast.Name) and t.id == "__all__" for t in child.targets
             ):
                 continue
+            if isinstance(child, ast.keyword) and child.arg == "strict":
+                continue  # of zip: lengths that agree anyway
             if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
                 continue
             yield child

@@ -42,13 +42,14 @@ def f(a: Literal[3], b=True):
               2.0)
     if a is not None:
         raise ValueError(f"{a + 1} is wrong")
-    return min(a, b)
+    return min(a, zip(b, strict=True))
 '''
 PYTHON_MUTANTS = {
     ("True", "False"), ("<", "<="), ("<", ">"), ("2", "3"), ("2", "1"), ("and", "or"), ("not", ""),
     ("a < 2 and not b", "(not (a < 2 and not b))"), ("1", "2"), ("+", "-"), ("2.0", "4.0"), ("2.0", "1.0"),
     ("a += (1 +\n              2.0)", "pass"), ("is not", "is"), ("a is not None", "(not (a is not None))"),
-    ('raise ValueError(f"{a + 1} is wrong")', "pass"), ("min", "max"), ("return min(a, b)", "return None"),
+    ('raise ValueError(f"{a + 1} is wrong")', "pass"), ("min", "max"),
+    ("return min(a, zip(b, strict=True))", "return None"),
 }  # fmt: skip
 
 CPP = """// 1 < 2
