@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "bindings.h"
+#include "shown_state.h"
 
 namespace oxytorch::bindings {
 namespace {
@@ -147,6 +148,11 @@ class PythonTail {
     return true;
   }
 
+  // torch's `state` as it is now shows what the tail holds.
+  void remember(const py::object& state) { shown_.remember(state); }
+  bool holds(const py::object& state) const { return shown_.is(state); }
+  bool holds_of(const py::object& state, const py::object& param) const { return shown_.is(state, param); }
+
   bool step(const py::list& groups, const std::optional<at::Tensor>& grad_scale,
             const std::optional<at::Tensor>& found_inf, const std::optional<at::Tensor>& skip,
             const std::optional<at::Tensor>& norm_limit, double grad_divisor) {
@@ -254,6 +260,7 @@ class PythonTail {
   StepTail tail_;
   std::vector<GroupOptions> options_;
   py::list held_;
+  ShownState shown_;
 };
 
 }  // namespace
@@ -263,6 +270,9 @@ void bind_optim(py::module_& m) {
       .def(py::init<const std::string&, const py::dict&>(), py::arg("algorithm"), py::arg("options"))
       .def("add_group", &PythonTail::add_group, py::arg("group"), py::arg("tensors"))
       .def("matches", &PythonTail::matches, py::arg("param_groups"))
+      .def("remember", &PythonTail::remember, py::arg("state"))
+      .def("holds", &PythonTail::holds, py::arg("state"))
+      .def("holds_of", &PythonTail::holds_of, py::arg("state"), py::arg("param"))
       .def("step", &PythonTail::step, py::arg("param_groups"), py::arg("grad_scale"), py::arg("found_inf"),
            py::arg("skip"), py::arg("norm_limit"), py::arg("grad_divisor"))
       .def("grad_ready", &PythonTail::grad_ready, py::arg("index"), py::arg("param_groups"), py::arg("grad_divisor"))

@@ -531,4 +531,4 @@ def _follow(optimizer: torch.optim.Optimizer, changed: set[int], wide: dict[int,
                     if key != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
                         state[key] = value.to(p.dtype)
     if tail:
-        optimizer._changed.raised = True  # type: ignore[attr-defined]
+        optimizer._outdated = True  # type: ignore[attr-defined]

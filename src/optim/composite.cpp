@@ -16,6 +16,9 @@ namespace {
 
 at::Tensor as_real(const at::Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
 
+// Backward may leave a gradient whose conjugate or sign is yet to be taken.
+at::Tensor real_grad(const CompositeParam& p) { return as_real(p.grad.resolve_conj().resolve_neg()); }
+
 at::Tensor norm_of(const at::Tensor& tensor) { return at::linalg_vector_norm(tensor, 2, std::nullopt, false); }
 
 // Norm of each row (the first dimension) of a parameter of `param_dim` dimensions, or of the whole where there are no
@@ -35,7 +38,7 @@ class Update {
   // The gradient as the rule sees it: unscaled, clipped, in the sign of descent.
   [[nodiscard]] at::Tensor gradient(const at::Tensor& old) const {
     const TailOptions& o = step_.options;
-    at::Tensor grad = as_real(p_.grad).to(old.scalar_type()).mul(step_.multiplier.to(old.scalar_type()));
+    at::Tensor grad = real_grad(p_).to(old.scalar_type()).mul(step_.multiplier.to(old.scalar_type()));
     if (o.clip_value > 0) grad = grad.clamp(-o.clip_value, o.clip_value);
     if (o.agc > 0) {
       const at::Tensor norm = row_norms(grad, p_.param.dim());
@@ -280,7 +283,7 @@ at::Tensor best_weights(const at::Tensor& param, const ParamState& state) {
 at::Tensor composite_grad_norms(const std::vector<CompositeParam>& params) {
   std::vector<at::Tensor> grads;
   grads.reserve(params.size());
-  for (const CompositeParam& p : params) grads.push_back(as_real(p.grad));
+  for (const CompositeParam& p : params) grads.push_back(real_grad(p));
   at::ScalarType wide = at::kFloat;
   for (const at::Tensor& grad : grads) wide = at::promoteTypes(wide, wide_type(grad));
   const bool one_dtype = std::all_of(grads.begin(), grads.end(), [&](const at::Tensor& grad) {

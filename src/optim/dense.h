@@ -20,10 +20,28 @@ inline std::optional<kernels::ElementType> element_type(const at::Tensor& tensor
   }
 }
 
+/// True where both have the same sizes and an element lies in the same place of both. The stride of a dimension of one
+/// element says nothing.
+inline bool same_strides(const c10::TensorImpl& tensor, const c10::TensorImpl& like) {
+  const auto sizes = tensor.sizes();
+  if (sizes != like.sizes()) return false;
+  const auto strides = tensor.strides(), wanted = like.strides();
+  for (std::size_t d = 0; d < sizes.size(); ++d) {
+    if (strides[d] != wanted[d] && sizes[d] != 1) return tensor.numel() == 0;
+  }
+  return true;
+}
+
+/// Whether the storage holds all elements of a dense tensor: somebody may have freed or shrunk it.
+inline bool in_storage(const c10::TensorImpl& dense) {
+  const auto end = static_cast<std::size_t>(dense.storage_offset() + dense.numel());
+  return end * dense.itemsize() <= dense.unsafe_storage().nbytes() || dense.numel() == 0;
+}
+
 /// True where element `i` in memory is the same element of both.
 inline bool same_layout(const at::Tensor& tensor, const at::Tensor& like) {
-  return tensor.device() == like.device() && tensor.layout() == at::kStrided && tensor.sizes() == like.sizes() &&
-         ((tensor.is_contiguous() && like.is_contiguous()) || tensor.strides() == like.strides()) && !tensor.is_neg() &&
+  return tensor.device() == like.device() && tensor.layout() == at::kStrided &&
+         same_strides(*tensor.unsafeGetTensorImpl(), *like.unsafeGetTensorImpl()) && !tensor.is_neg() &&
          !tensor.is_conj();
 }
 

@@ -52,6 +52,7 @@ void keep_moment(const Recipe& recipe, Slot& slot, std::size_t k, const at::Tens
     const bool is_signed = code == kernels::StateCode::Signed;
     const at::Tensor like = empty_like_param(slot, is_signed ? at::kChar : at::kByte);
     std::tie(slot.state.moments[k], slot.state.scales[k]) = encode_int8(values, code, like, std::nullopt);
+    slot.code_strides[k] = like.strides().vec();
     return;
   }
   slot.state.scales[k] = at::Tensor();
@@ -73,8 +74,31 @@ void convert_moment(const Recipe& recipe, Slot& slot, std::size_t k) {
               coded ? decode_int8(stored, slot.state.scales[k], traits(recipe.algorithm).moments[k].code) : stored);
 }
 
+// The bytes that a tensor's elements reach up to.
+std::size_t bytes_needed(const at::Tensor& t) {
+  std::int64_t last = t.storage_offset();
+  for (std::int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  return t.numel() == 0 ? 0 : static_cast<std::size_t>(last + 1) * t.element_size();
+}
+
+void check_memory(const Slot& slot, const at::Tensor& t, const char* what) {
+  OXY_CHECK(t.layout() == at::kStrided, InvalidState, "state '", what, "' of parameter ", slot.name, " is of layout ",
+            t.layout(), "; it must be dense.");
+  OXY_CHECK(t.storage().nbytes() >= bytes_needed(t), InvalidState, "the memory of state '", what, "' of parameter ",
+            slot.name, " was freed: its storage holds ", t.storage().nbytes(), " bytes of ", bytes_needed(t),
+            "; restore it before the step.");
+}
+
+void check_floating(const Slot& slot, const at::Tensor& t, const char* what, const char* or_else = "") {
+  const bool is_complex = slot.param.is_complex();
+  OXY_CHECK(!t.defined() || (is_complex ? t.is_complex() : at::isFloatingType(t.scalar_type())), InvalidType, "state '",
+            what, "' of parameter ", slot.name, " is of dtype ", t.scalar_type(), "; it must be ",
+            is_complex ? "complex" : "floating point", or_else, ".");
+}
+
 void check_state(const Slot& slot, const at::Tensor& t, const char* what) {
   if (!t.defined()) return;
+  check_memory(slot, t, what);
   OXY_CHECK(t.sizes() == slot.param.sizes(), InvalidArgument, "state '", what, "' of parameter ", slot.name,
             " has shape ", t.sizes(), "; the parameter has ", slot.param.sizes(), ".");
   OXY_CHECK(t.device() == slot.param.device(), InvalidArgument, "state '", what, "' of parameter ", slot.name,
@@ -95,21 +119,97 @@ void check_moment(const Recipe& recipe, const Slot& slot, const ParamState& stat
   if (!t.defined()) return;
   check_state(slot, t, moment.name);
   const bool is_signed = moment.code == kernels::StateCode::Signed;
-  if (!state.scales[k].defined()) {
-    OXY_CHECK(at::isFloatingType(t.scalar_type()) || at::isComplexType(t.scalar_type()), InvalidType, "state '",
-              moment.name, "' of parameter ", slot.name, " is of dtype ", t.scalar_type(),
-              "; it must be floating point, or int8 with its scales.");
-    return;
-  }
+  if (!state.scales[k].defined()) return check_floating(slot, t, moment.name, ", or int8 with its scales");
   OXY_CHECK(t.scalar_type() == (is_signed ? at::kChar : at::kByte), InvalidType, "state '", moment.name,
             "' of parameter ", slot.name, " has scales but dtype ", t.scalar_type(), "; it must be ",
             is_signed ? "int8." : "uint8.");
   check_dense(slot, t, moment.name);
+  const at::Tensor& scales = state.scales[k];
   const std::int64_t groups = kernels::state_groups(t.numel());
+  OXY_CHECK(scales.dim() == 1 && scales.numel() == groups && scales.scalar_type() == at::kBFloat16 &&
+                scales.device() == slot.param.device(),
+            InvalidArgument, "the scales of state '", moment.name, "' of parameter ", slot.name, " have shape ",
+            scales.sizes(), " and dtype ", scales.scalar_type(), " on ", scales.device(), "; they must be bfloat16 [",
+            groups, "] on ", slot.param.device(), ".");
+  check_memory(slot, scales, moment.name);
+}
+
+// All of a state, before anything is done with it.
+void check_entries(const Recipe& recipe, const Slot& slot, const ParamState& state) {
+  const AlgorithmTraits& t = traits(recipe.algorithm);
+  for (std::size_t k = 0; k < kMoments; ++k) {
+    OXY_CHECK(t.moments[k].name != nullptr || !state.moments[k].defined(), InvalidArgument, "the state of parameter ",
+              slot.name, " has a moment ", k, " that ", t.name, " does not keep; it is of another optimizer.");
+    check_moment(recipe, slot, state, k);
+  }
+  check_state(slot, state.ema, "ema");
+  check_floating(slot, state.ema, "ema");
+  check_state(slot, state.master, "master");
+  check_floating(slot, state.master, "master");
+  check_state(slot, state.residue, "residue");
+  check_state(slot, state.copy, "copy");
+  if (state.residue.defined()) {
+    OXY_CHECK(state.residue.scalar_type() == at::kChar, InvalidType, "state 'residue' of parameter ", slot.name,
+              " is of dtype ", state.residue.scalar_type(), "; it must be int8.");
+    check_dense(slot, state.residue, "residue");
+  }
   OXY_CHECK(
-      state.scales[k].dim() == 1 && state.scales[k].numel() == groups && state.scales[k].scalar_type() == at::kBFloat16,
-      InvalidArgument, "the scales of state '", moment.name, "' of parameter ", slot.name, " have shape ",
-      state.scales[k].sizes(), " and dtype ", state.scales[k].scalar_type(), "; they must be bfloat16 [", groups, "].");
+      !state.copy.defined() || !recipe.options.copy_dtype || state.copy.scalar_type() == *recipe.options.copy_dtype,
+      InvalidType, "the copy of parameter ", slot.name, " is of dtype ", state.copy.scalar_type(),
+      "; the optimizer keeps it as ", *recipe.options.copy_dtype, ".");
+  if (recipe.algorithm == Algorithm::Adam) {
+    const bool first = state.moments[0].defined(), second = state.moments[1].defined();
+    OXY_CHECK(first == second, InvalidArgument, "the state of parameter ", slot.name, " has ",
+              first ? "exp_avg but lacks exp_avg_sq" : "exp_avg_sq but lacks exp_avg", "; give the whole state.");
+  }
+  const bool has_moment = std::any_of(state.moments.begin(), state.moments.end(),
+                                      [](const at::Tensor& moment) { return moment.defined(); });
+  OXY_CHECK(!t.counts_steps || !has_moment || state.step.defined(), InvalidArgument, "the state of parameter ",
+            slot.name, " lacks 'step'; give the whole state.");
+  if (!state.step.defined()) return;
+  check_memory(slot, state.step, "step");
+  OXY_CHECK(state.step.numel() == 1, InvalidArgument, "state 'step' of parameter ", slot.name, " has ",
+            state.step.numel(), " elements; it must have one.");
+  OXY_CHECK(!state.step.is_complex(), InvalidType, "state 'step' of parameter ", slot.name, " is of dtype ",
+            state.step.scalar_type(), "; it must be a real number.");
+}
+
+// Gives a tensor other memory. It stays the same object, which a state_dict or the user may hold.
+void exchange(const at::Tensor& tensor, const at::Tensor& with) { tensor.set_data(with); }
+
+void lay_out(const Slot& slot, const at::Tensor& tensor) {
+  if (!tensor.defined() || same_layout(tensor, slot.param)) return;
+  exchange(tensor, empty_like_param(slot, tensor.scalar_type()).copy_(tensor));
+}
+
+// A coded moment as its scales, which follow the order in memory, were written for.
+at::Tensor codes_in_order(const Slot& slot, std::size_t k) {
+  const at::Tensor& codes = slot.state.moments[k];
+  const std::vector<std::int64_t>& strides = slot.code_strides[k];
+  if (codes.strides() == at::IntArrayRef(strides)) return codes;
+  return at::empty_strided(codes.sizes(), strides, codes.options()).copy_(codes);
+}
+
+// Brings codes that somebody laid out anew back to the order of their scales.
+void keep_order(const Slot& slot, std::size_t k) {
+  const at::Tensor ordered = codes_in_order(slot, k);
+  if (!ordered.is_same(slot.state.moments[k])) exchange(slot.state.moments[k], ordered);
+}
+
+void lay_out_codes(const Recipe& recipe, Slot& slot, std::size_t k) {
+  const at::Tensor &codes = slot.state.moments[k], &scales = slot.state.scales[k];
+  const at::Tensor ordered = codes_in_order(slot, k);
+  if (same_layout(ordered, slot.param)) {
+    if (!ordered.is_same(codes)) exchange(codes, ordered);
+    if (!scales.is_contiguous()) exchange(scales, scales.contiguous());
+    return;
+  }
+  const at::Tensor like = empty_like_param(slot, codes.scalar_type());
+  const auto [made, scaled] =
+      encode_int8(decoded_moment(recipe, slot, k), traits(recipe.algorithm).moments[k].code, like, std::nullopt);
+  exchange(codes, made);
+  exchange(scales, scaled);
+  slot.code_strides[k] = like.strides().vec();
 }
 
 }  // namespace
@@ -157,7 +257,9 @@ void create_state(const Recipe& recipe, Slot& slot) {
         recipe.algorithm == Algorithm::Adagrad ? recipe.groups[slot.group].initial_accumulator_value : 0.0;
     // 8 bits cannot hold a complex number's parts; such parameters are refused when they are added.
     const at::ScalarType type = moment_type(recipe, slot) == at::kChar ? at::kFloat : moment_type(recipe, slot);
-    keep_moment(recipe, slot, k, empty_like_param(slot, type).fill_(start));
+    at::Tensor made = empty_like_param(slot, type);
+    (made.is_complex() ? at::view_as_real(made) : made).fill_(start);
+    keep_moment(recipe, slot, k, made);
     if (k == 0) slot.first = true;
   }
   if (wants_copy(recipe, slot) && !state.copy.defined()) {
@@ -169,61 +271,67 @@ void create_state(const Recipe& recipe, Slot& slot) {
 }
 
 void adopt_state(const Recipe& recipe, Slot& slot, ParamState state) {
-  const AlgorithmTraits& t = traits(recipe.algorithm);
-  for (std::size_t k = 0; k < kMoments; ++k) {
-    OXY_CHECK(t.moments[k].name != nullptr || !state.moments[k].defined(), InvalidArgument, "the state of parameter ",
-              slot.name, " has a moment ", k, " that ", t.name, " does not keep; it is of another optimizer.");
-    check_moment(recipe, slot, state, k);
-  }
-  check_state(slot, state.ema, "ema");
-  check_state(slot, state.master, "master");
-  check_state(slot, state.residue, "residue");
-  if (state.residue.defined()) {
-    OXY_CHECK(state.residue.scalar_type() == at::kChar, InvalidType, "state 'residue' of parameter ", slot.name,
-              " is of dtype ", state.residue.scalar_type(), "; it must be int8.");
-    check_dense(slot, state.residue, "residue");
-  }
-  if (recipe.algorithm == Algorithm::Adam) {
-    const bool first = state.moments[0].defined(), second = state.moments[1].defined();
-    OXY_CHECK(first == second, InvalidArgument, "the state of parameter ", slot.name, " has ",
-              first ? "exp_avg but lacks exp_avg_sq" : "exp_avg_sq but lacks exp_avg", "; give the whole state.");
-  }
-  const bool has_moment = std::any_of(state.moments.begin(), state.moments.end(),
-                                      [](const at::Tensor& moment) { return moment.defined(); });
-  OXY_CHECK(!t.counts_steps || !has_moment || state.step.defined(), InvalidArgument, "the state of parameter ",
-            slot.name, " lacks 'step'; give the whole state.");
-  if (state.step.defined()) {
-    OXY_CHECK(state.step.numel() == 1, InvalidArgument, "state 'step' of parameter ", slot.name, " has ",
-              state.step.numel(), " elements; it must have one.");
-    if (state.step.device() != slot.param.device()) state.step = state.step.to(slot.param.device());
+  check_entries(recipe, slot, state);
+  if (state.step.defined() && state.step.device() != slot.param.device()) {
+    state.step = state.step.to(slot.param.device());
   }
   const at::NoGradGuard no_grad;
   slot.first = !state.moments[0].defined();
   slot.version = -1;
   std::swap(slot.state, state);
-  for (std::size_t k = 0; k < kMoments; ++k) convert_moment(recipe, slot, k);
+  for (std::size_t k = 0; k < kMoments; ++k) {
+    if (slot.state.scales[k].defined()) slot.code_strides[k] = slot.state.moments[k].strides().vec();
+    convert_moment(recipe, slot, k);
+  }
   if (!wants_master(recipe, slot)) slot.state.master = at::Tensor();
   if (!wants_residue(recipe, slot)) slot.state.residue = at::Tensor();
-  if (slot.state.master.defined() && !absent_or_like(slot.state.master, at::kFloat, slot.param)) {
+  if (slot.state.master.defined() && slot.state.master.scalar_type() != at::kFloat) {
     slot.state.master = empty_like_param(slot, at::kFloat).copy_(slot.state.master);
   }
+  conform_state(recipe, slot);
+}
+
+void conform_state(const Recipe& recipe, Slot& slot) {
+  check_entries(recipe, slot, slot.state);
+  const at::NoGradGuard no_grad;
+  ParamState& state = slot.state;
+  // State of a parameter that is a view with gaps has an order of its own, which the operators do not mind.
+  const bool dense = slot.param.is_non_overlapping_and_dense();
+  for (std::size_t k = 0; k < kMoments; ++k) {
+    if (state.scales[k].defined()) {
+      dense ? lay_out_codes(recipe, slot, k) : keep_order(slot, k);
+    } else if (dense) {
+      lay_out(slot, state.moments[k]);
+    }
+  }
+  if (!dense) return;
+  for (const at::Tensor* entry : {&state.master, &state.residue, &state.ema, &state.copy}) lay_out(slot, *entry);
+}
+
+at::Tensor decoded_moment(const Recipe& recipe, const Slot& slot, std::size_t k) {
+  return decode_int8(codes_in_order(slot, k), slot.state.scales[k].contiguous(),
+                     traits(recipe.algorithm).moments[k].code);
 }
 
 void follow_outside_writes(Slot& slot) {
   const std::int64_t version = slot.param.is_inference() ? 0 : slot.param._version();
   const std::int64_t last = std::exchange(slot.version, version);
-  if (version == last) return;
+  const void* const here = address(slot.param);
+  const bool moved = std::exchange(slot.place, here) != here;
+  if (version == last && !moved) return;
   const at::NoGradGuard no_grad;
   if (slot.state.master.defined()) {
     const at::Tensor& master = slot.state.master;
     master.copy_(at::where(master.to(slot.type).eq(slot.param), master, slot.param));
-  } else if (last != -1) {
+  } else if (last != -1 && version != last) {
     slot.state.residue.zero_();
   }
 }
 
 void note_own_write(Slot& slot) {
-  if (has_masters(slot) && !slot.param.is_inference()) slot.version = slot.param._version();
+  if (!has_masters(slot)) return;
+  if (!slot.param.is_inference()) slot.version = slot.param._version();
+  slot.place = address(slot.param);
 }
 
 void check_formats(const Recipe& recipe, const at::Tensor& p, const std::string& label) {
@@ -258,10 +366,12 @@ void check_param(const Slot& slot, const at::Tensor& grad) {
             grad.layout(), "); use torch.optim.SparseAdam, or sparse=False in the embedding.");
   OXY_CHECK(grad.sizes() == p.sizes(), InvalidState, "parameter ", slot.name, " has shape ", p.sizes(),
             " but its gradient ", grad.sizes(), "; clear the gradients after changing a parameter.");
-  const std::int64_t end = p.numel() == 0 ? 0 : p.storage_offset() + p.numel();
-  OXY_CHECK(p.storage().nbytes() >= static_cast<std::size_t>(end) * p.element_size() || !p.is_contiguous(),
-            InvalidState, "the memory of parameter ", slot.name, " was freed: its storage holds ", p.storage().nbytes(),
-            " bytes; restore it before the step.");
+  OXY_CHECK(p.storage().nbytes() >= bytes_needed(p), InvalidState, "the memory of parameter ", slot.name,
+            " was freed: its storage holds ", p.storage().nbytes(), " bytes of ", bytes_needed(p),
+            "; restore it before the step.");
+  OXY_CHECK(grad.storage().nbytes() >= bytes_needed(grad), InvalidState, "the memory of the gradient of parameter ",
+            slot.name, " was freed: its storage holds ", grad.storage().nbytes(), " bytes of ", bytes_needed(grad),
+            "; clear the gradient or compute it anew.");
 }
 
 }  // namespace oxytorch::optim

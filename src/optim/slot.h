@@ -5,11 +5,14 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/DimVector.h>
 
+#include <array>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "optim/algorithm.h"
+#include "optim/dense.h"
 #include "optim/known_sum.h"
 #include "oxytorch/optim/step_tail.h"
 
@@ -35,7 +38,7 @@ class Likeness {
   [[nodiscard]] bool of(const c10::TensorImpl& param, const c10::TensorImpl& grad) const {
     return grad.key_set() == grad_keys_ && param.key_set() == param_keys_ && grad.dtype() == grad_type_ &&
            param.dtype() == param_type_ && grad.device() == device_ && param.device() == device_ && shaped(param) &&
-           shaped(grad) && in_storage(param);
+           same_strides(grad, param) && in_storage(param) && in_storage(grad);
   }
 
  private:
@@ -49,16 +52,44 @@ class Likeness {
     return true;
   }
 
-  // Somebody may have freed it.
-  [[nodiscard]] static bool in_storage(const c10::TensorImpl& param) {
-    const auto end = static_cast<std::size_t>(param.storage_offset() + param.numel());
-    return end * param.itemsize() <= param.unsafe_storage().nbytes();
-  }
-
   c10::DispatchKeySet param_keys_, grad_keys_;
   caffe2::TypeMeta param_type_, grad_type_;
   c10::Device device_ = at::kCPU;
   c10::DimVector shape_;  // sizes, then strides
+};
+
+/// A state tensor that a plan holds the address of, as it was when the plan was made. A tensor's memory, strides,
+/// sizes, dtype and device can all be exchanged while it stays the same object (`t.data = ...`, `set_()`, `resize_()`),
+/// so that each step compares them and takes the address anew.
+struct PlannedState {
+  c10::TensorImpl* tensor;
+  void* place;      // the pointer in the plan
+  bool like_param;  // laid out as the parameter; else a run of `numel` elements
+  std::int64_t numel;
+  c10::DispatchKeySet keys;
+  caffe2::TypeMeta type;
+  c10::Device device;
+
+  PlannedState(const at::Tensor& state, void* pointer, bool is_like_param)
+      : tensor(state.unsafeGetTensorImpl()),
+        place(pointer),
+        like_param(is_like_param),
+        numel(state.numel()),
+        keys(state.key_set()),
+        type(state.dtype()),
+        device(state.device()) {}
+
+  /// False where the plan no longer describes the tensor.
+  [[nodiscard]] bool refresh(const c10::TensorImpl& param) const {
+    if (tensor->key_set() != keys || tensor->dtype() != type || tensor->device() != device ||
+        (like_param ? !same_strides(*tensor, param) : tensor->numel() != numel || !tensor->is_contiguous()) ||
+        !in_storage(*tensor)) {
+      return false;
+    }
+    void* const now = address(*tensor);
+    std::memcpy(place, &now, sizeof(now));
+    return true;
+  }
 };
 
 struct Slot {
@@ -76,7 +107,10 @@ struct Slot {
   at::ScalarType type;
   at::Device device;
   ParamState state = {};
-  std::int64_t version = -1;  // of the parameter after our last write; -1: not known
+  std::int64_t version = -1;    // of the parameter after our last write; -1: not known
+  const void* place = nullptr;  // where the parameter was then
+  // Strides of 8-bit moments when their scales were written: these follow the codes' order in memory.
+  std::array<std::vector<std::int64_t>, kMoments> code_strides = {};
 };
 
 bool wants(const Recipe& recipe, const Slot& slot, std::size_t moment);
@@ -87,6 +121,11 @@ bool complete(const Recipe& recipe, const Slot& slot);
 void create_state(const Recipe& recipe, Slot& slot);
 /// Takes over a state, converted where it is kept in another format; all is checked before anything is changed.
 void adopt_state(const Recipe& recipe, Slot& slot, ParamState state);
+/// Checks the state that the slot holds, whatever became of its tensors, and lays it out as the parameter: element by
+/// element, in the same tensor objects. Throws Error naming parameter and entry before anything is changed.
+void conform_state(const Recipe& recipe, Slot& slot);
+/// The values of an 8-bit moment, fp32.
+at::Tensor decoded_moment(const Recipe& recipe, const Slot& slot, std::size_t moment);
 
 inline bool has_masters(const Slot& slot) { return slot.state.master.defined() || slot.state.residue.defined(); }
 /// The master weights of elements that somebody wrote since our last step follow what was written.

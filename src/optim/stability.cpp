@@ -231,10 +231,11 @@ struct NumericalStabilityManager::Impl {
       const auto live = fields(state);
       const auto kept = fields(snapshot.states[i]);
       for (std::size_t k = 0; k < live.size(); ++k) {
-        if (live[k]->defined() && kept[k]->defined()) {
+        const bool both = live[k]->defined() && kept[k]->defined();
+        if (both && live[k]->strides() == kept[k]->strides()) {
           live[k]->copy_(*kept[k]);
         } else if (live[k]->defined() || kept[k]->defined()) {
-          // Made since then, or dropped.
+          // Made since then, or dropped, or laid out anew: scales follow the memory order of their codes.
           *live[k] = kept[k]->defined() ? kept[k]->clone() : at::Tensor();
         }
       }

@@ -189,7 +189,7 @@ ParamState StepTail::decoded_state(std::size_t index) const {
   const at::NoGradGuard no_grad;
   for (std::size_t k = 0; k < kMoments; ++k) {
     if (!state.scales[k].defined()) continue;
-    state.moments[k] = decode_int8(state.moments[k], state.scales[k], traits(impl_->algorithm).moments[k].code);
+    state.moments[k] = decoded_moment(*impl_, impl_->slots[index], k);
     state.scales[k] = at::Tensor();
   }
   return state;

@@ -32,6 +32,9 @@ struct Work {
   std::optional<kernels::StepTailPlan> plan;  // on the CPU
   std::unique_ptr<DeviceTail> tail;           // elsewhere
   std::vector<std::size_t> planned;           // slots in the order of either
+  std::vector<PlannedState> states;           // of the planned slots, one slot after the other
+  std::vector<std::size_t> states_end;        // of each planned slot
+  bool served = false;                        // the device has kernels that take these tensors
   std::vector<std::size_t> others;
   std::vector<CompositeParam> composite;  // of the others, those with a gradient in this step
   std::vector<std::size_t> composite_index;
@@ -78,7 +81,10 @@ struct StepTail::Impl : Recipe {
   bool gather(Work& work);
   bool prepare(Work& work);
   bool bind(Work& work);
-  void inspect(Slot& slot, const at::Tensor& grad, kernels::TailTensor& native);
+  bool bind_native(Work& work, std::size_t at, std::size_t first_state);
+  bool bind_others(Work& work);
+  bool inspect(Slot& slot, const at::Tensor& grad, kernels::TailTensor& native);
+  void note_states(Work& work);
   [[nodiscard]] bool can_be_native(const Slot& slot) const;
   [[nodiscard]] kernels::TailTensor tail_tensor(std::size_t index) const;
   void build_plan(Work& work);

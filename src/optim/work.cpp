@@ -12,6 +12,8 @@ namespace oxytorch::optim {
 bool StepTail::Impl::can_be_native(const Slot& slot) const {
   const at::Tensor& p = slot.param;
   const ParamState& s = slot.state;
+  if (p.sizes() != at::IntArrayRef(slot.sizes) || p.scalar_type() != slot.type || p.device() != slot.device)
+    return false;
   if (algorithm == Algorithm::Muon || !element_type(p) || !p.is_non_overlapping_and_dense() || p.is_neg() ||
       p.is_conj() || (options.agc > 0 && !rows_are_runs(p))) {
     return false;
@@ -21,12 +23,16 @@ bool StepTail::Impl::can_be_native(const Slot& slot) const {
     if (!s.moments[k].defined()) continue;
     const auto found = element_type(s.moments[k]);
     if (!found || !same_layout(s.moments[k], p) || (state_type && *state_type != *found)) return false;
-    if (s.scales[k].defined() && !s.scales[k].is_contiguous()) return false;
+    if (s.scales[k].defined() &&
+        (!s.scales[k].is_contiguous() || s.moments[k].strides() != at::IntArrayRef(slot.code_strides[k]))) {
+      return false;
+    }
     state_type = found;
   }
   if (s.step.defined() && (s.step.device() != p.device() || s.step.scalar_type() != at::kFloat)) return false;
   return absent_or_like(s.ema, at::kFloat, p) && absent_or_like(s.master, at::kFloat, p) &&
-         absent_or_like(s.residue, at::kChar, p) && (!s.copy.defined() || same_layout(s.copy, p));
+         absent_or_like(s.residue, at::kChar, p) &&
+         (!s.copy.defined() || (element_type(s.copy) && same_layout(s.copy, p)));
 }
 
 kernels::TailTensor StepTail::Impl::tail_tensor(std::size_t index) const {
@@ -74,13 +80,13 @@ void StepTail::Impl::build_plan(Work& work) {
   std::vector<kernels::TailTensor> tensors;
   work.planned.clear();
   work.others.clear();
-  const bool served = !options.force_composite && device_serves();
+  work.served = !options.force_composite && device_serves();
   for (std::size_t i : work.members) {
     Slot& slot = slots[i];
     slot.complete = complete(*this, slot);
     slot.watched = has_masters(slot);
     slot.likeness.forget();
-    if (served && can_be_native(slot)) {
+    if (work.served && can_be_native(slot)) {
       work.planned.push_back(i);
       tensors.push_back(tail_tensor(i));
     } else {
@@ -94,10 +100,12 @@ void StepTail::Impl::build_plan(Work& work) {
   } else if (!tensors.empty()) {
     work.tail = DeviceTail::make(*device_round.device, device_round.queue, std::move(tensors));
     if (work.tail == nullptr) {
+      work.served = false;
       work.planned.clear();
       work.others = work.members;
     }
   }
+  note_states(work);
   work.composite.reserve(work.others.size());
   work.composite_index.reserve(work.others.size());
   native_groups.resize(groups.size());
@@ -105,7 +113,30 @@ void StepTail::Impl::build_plan(Work& work) {
   work.generation = generation;
 }
 
-// State for every parameter with a gradient, and a plan that matches it.
+void StepTail::Impl::note_states(Work& work) {
+  work.states.clear();
+  work.states_end.clear();
+  const std::span<kernels::TailTensor> planned = work.native();
+  for (std::size_t at = 0; at < work.planned.size(); ++at) {
+    const ParamState& s = slots[work.planned[at]].state;
+    kernels::TailTensor& t = planned[at];
+    const auto note = [&](const at::Tensor& state, auto& pointer, bool like_param = true) {
+      if (pointer != nullptr) work.states.emplace_back(state, &pointer, like_param);
+    };
+    for (std::size_t k = 0; k < kMoments; ++k) {
+      note(s.moments[k], t.state[k].data);
+      note(s.scales[k], t.state[k].scale, false);
+    }
+    note(s.master, t.master);
+    note(s.residue, t.residue);
+    note(s.ema, t.ema);
+    note(s.copy, t.copy);
+    note(s.step, t.step, false);
+    work.states_end.push_back(work.states.size());
+  }
+}
+
+// State for every parameter with a gradient, laid out as it, and a plan that matches.
 bool StepTail::Impl::prepare(Work& work) {
   bool created = false;
   for (std::size_t i : work.members) {
@@ -113,6 +144,7 @@ bool StepTail::Impl::prepare(Work& work) {
     const at::Tensor& grad = slot.param.grad();
     if (!grad.defined()) continue;
     check_param(slot, grad);
+    conform_state(*this, slot);
     if (complete(*this, slot)) continue;
     create_state(*this, slot);
     ++generation;
@@ -122,9 +154,10 @@ bool StepTail::Impl::prepare(Work& work) {
   return created;
 }
 
-// All that may have changed about a parameter and its gradient.
-void StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTensor& native) {
+// All that may have changed about a parameter and its gradient; false where the plan cannot serve them as they are.
+bool StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTensor& native) {
   check_param(slot, grad);
+  if (!can_be_native(slot)) return false;
   const at::Tensor* source = &grad;
   if (!readable(grad, slot.param)) {
     slot.likeness.forget();
@@ -139,33 +172,36 @@ void StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTe
   }
   native.grad = address(*source);
   native.grad_type = *element_type(*source);
+  return true;
 }
 
-// Hands the plan this step's addresses; false where it no longer matches the slots.
-bool StepTail::Impl::bind(Work& work) {
-  if (work.generation != generation) return false;
-  const std::span<kernels::TailTensor> planned = work.native();
-  for (std::size_t at = 0; at < work.planned.size(); ++at) {
-    Slot& slot = slots[work.planned[at]];
-    kernels::TailTensor& native = planned[at];
-    c10::TensorImpl& param = *slot.param.unsafeGetTensorImpl();
-    const at::Tensor& grad = param.grad();
-    if (options.norm_in_backward) work.known[at] = slot.known.spend(grad);
-    if (!grad.defined()) {
-      native.grad = nullptr;
-      continue;
-    }
-    if (!slot.complete) return false;
-    c10::TensorImpl& source = *grad.unsafeGetTensorImpl();
-    if (slot.likeness.of(param, source)) {
-      native.grad = address(source);
-    } else {
-      inspect(slot, grad, native);
-    }
-    if (slot.watched) follow_outside_writes(slot);
-    native.param = address(param);
-    native.first = slot.first;
+bool StepTail::Impl::bind_native(Work& work, std::size_t at, std::size_t first_state) {
+  Slot& slot = slots[work.planned[at]];
+  kernels::TailTensor& native = work.native()[at];
+  c10::TensorImpl& param = *slot.param.unsafeGetTensorImpl();
+  const at::Tensor& grad = param.grad();
+  if (options.norm_in_backward) work.known[at] = slot.known.spend(grad);
+  if (!grad.defined()) {
+    native.grad = nullptr;
+    return true;
   }
+  if (!slot.complete) return false;
+  c10::TensorImpl& source = *grad.unsafeGetTensorImpl();
+  if (slot.likeness.of(param, source)) {
+    native.grad = address(source);
+  } else if (!inspect(slot, grad, native)) {
+    return false;
+  }
+  for (std::size_t s = first_state; s < work.states_end[at]; ++s) {
+    if (!work.states[s].refresh(param)) return false;
+  }
+  if (slot.watched) follow_outside_writes(slot);
+  native.param = address(param);
+  native.first = slot.first;
+  return true;
+}
+
+bool StepTail::Impl::bind_others(Work& work) {
   work.composite.clear();
   work.composite_index.clear();
   for (std::size_t i : work.others) {
@@ -174,12 +210,23 @@ bool StepTail::Impl::bind(Work& work) {
     if (!grad.defined()) continue;
     if (!slot.complete) return false;
     check_param(slot, grad);
+    conform_state(*this, slot);
+    if (work.served && can_be_native(slot)) return false;
     if (slot.watched) follow_outside_writes(slot);
     work.composite.push_back(
         {slot.param, grad, &slot.state, &groups[slot.group], static_cast<std::uint32_t>(i), slot.first});
     work.composite_index.push_back(i);
   }
   return true;
+}
+
+// Hands the plan this step's addresses; false where it no longer matches the slots.
+bool StepTail::Impl::bind(Work& work) {
+  if (work.generation != generation) return false;
+  for (std::size_t at = 0, state = 0; at < work.planned.size(); state = work.states_end[at++]) {
+    if (!bind_native(work, at, state)) return false;
+  }
+  return bind_others(work);
 }
 
 bool StepTail::Impl::gather(Work& work) {

@@ -1,7 +1,8 @@
-"""Random groups, shapes, layouts, dtypes and options, each step against the fp64 referee.
+"""Random groups, shapes, layouts, dtypes and options, and random edits of state, layout, dtype and groups between the
+steps, by each way to step natively; each step against the fp64 reference.
 
-OXYTORCH_FUZZ_CASES sets how many cases run (300 unless set; `make nightly` runs 10,000). A failing case names its
-seed; OXYTORCH_FUZZ_SEED=<seed> runs that one alone.
+OXYTORCH_FUZZ_CASES sets how many cases run (300 unless set; `make nightly` runs 20,000). A failing case names its
+seed; OXYTORCH_FUZZ_SEED=<seed> runs that one alone. optimizer_edits_test does the same in C++.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import oxytorch.optim
 import pytest
 import torch
 import torch_device
+from mutations import Mutations, refused_and_back
 from referee import check_step, params_of, snapshot
+from ways import NATIVE_STEP, WAYS, Way
 
 DEVICE = torch_device.chosen()
 
@@ -35,16 +38,35 @@ class Case:
     def __init__(self, seed: int) -> None:
         self.pick = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.name = self.pick.choice(ALGORITHMS)
+        self.way = WAYS[seed % len(WAYS)] if DEVICE.type == "cpu" else "optim"
+        names = [n for n in ALGORITHMS if n != "Lion"] if self.way != "optim" else ALGORITHMS
+        self.name = self.pick.choice(NATIVE_STEP if self.way == "native_step" else names)
         count = self.pick.choice([1, 1, 2, 3])
         kinds = DTYPES[:4] if self.name == "Muon" else DTYPES
+        if self.way in ("native_step", "Trainer"):  # bits of torch's 16-bit operators; a loss that is a real number
+            kinds = [torch.float32, torch.float64]
         main = self.pick.choices(kinds, [8, 5, 2, 1, 1][: len(kinds)])[0]
         self.dtypes = [main] if self.chance(0.8) else [main, self.pick.choice(kinds)]
         self.tail = self.tail_options()
         groups = [{"params": self.params(), **self.hyperparameters()} for _ in range(count)]
         if not any(group["params"] for group in groups):
             groups[0]["params"] = [torch.nn.Parameter(torch.ones((2, 2), dtype=main, device=DEVICE))]
-        self.opt = getattr(oxytorch.optim, self.name)(groups, **self.tail)
+        if self.way == "optim":
+            self.opt = getattr(oxytorch.optim, self.name)(groups, **self.tail)
+        else:
+            self.tail = {"zero_grads": False}
+            self.held = Way(self.way, self.name, [p for g in groups for p in g["params"]], groups)
+            self.opt = self.held.opt
+        # Apart from the other choices.
+        self.mutations = Mutations(random.Random(~seed), self.opt, lambda: self.stepping)
+
+    @property
+    def stepping(self) -> Any:
+        return self.opt if self.way == "optim" else self.held.stepping
+
+    @property
+    def verified(self) -> Any:
+        return self.opt if self.way == "optim" else self.held.verified
 
     def chance(self, probability: float) -> bool:
         return self.pick.random() < probability
@@ -105,7 +127,9 @@ class Case:
         if self.name != "Muon":
             g["maximize"] = c(0.2)
             g["lr"] = (
-                torch.tensor(lr, device=DEVICE) if c(0.15) and self.name in ("Adam", "AdamW", "SGD", "Lion") else lr
+                torch.tensor(lr, device=DEVICE)
+                if c(0.15) and self.name in ("Adam", "AdamW", "SGD", "Lion") and self.way == "optim"
+                else lr
             )
         betas = (p.choice([0.0, 0.5, 0.9, 0.99]), p.choice([0.0, 0.9, 0.999]))
         if self.name in ("Adam", "AdamW"):
@@ -142,21 +166,44 @@ class Case:
             p.grad = self.laid_out(grad.to(p.dtype))
         return [None if p.grad is None else p.grad.clone() for p in params_of(self.opt)]
 
+    def mutate(self, step: int) -> None:
+        """Edit what the last step left."""
+        if step == 0:
+            return
+        if self.mutations.pick.random() < 0.1 and self.way in ("optim", "replace", "step_tail"):
+            refused_and_back(self.stepping.step, params_of(self.opt))
+        before = len(self.mutations.done)
+        self.mutations.apply()
+        if self.way == "optim" and "lay_out_params" in self.mutations.done[before:]:
+            # Codes of 8 bits are rounded again in their new order, which is to be known before the step.
+            self.opt._adopt_restored()
+
+    def step(self) -> None:
+        if self.way == "optim":
+            self.opt.step()
+            return
+        given = {id(p): p.grad for p in params_of(self.opt)}
+        if self.way == "Trainer":  # whose backward makes them
+            for p in self.held.params:
+                p.grad = None
+        self.held.step([given[id(p)] for p in self.held.params])
+
     def run(self) -> None:
-        for _ in range(self.pick.choice([1, 2, 3, 4])):
+        for step in range(self.pick.choice([1, 2, 3, 4])):
+            self.mutate(step)
             scale = 1.0
-            if self.chance(0.2):
-                scale = 2.0 ** self.pick.randrange(-3, 4)
+            if self.way == "optim":
+                scale = 2.0 ** self.pick.randrange(-3, 4) if self.chance(0.2) else 1.0
                 self.opt.grad_divisor = scale
-            else:
-                self.opt.grad_divisor = 1.0
             for group in self.opt.param_groups:
                 if self.chance(0.3) and isinstance(group["lr"], float):
                     group["lr"] *= 0.5
             grads = self.set_grads()
-            before = snapshot(self.opt)
-            self.opt.step()
-            check_step(self.opt, before, grads, scale)
+            if self.way == "Trainer" and all(g is None for g in grads):
+                continue  # a loss without gradients
+            before = snapshot(self.verified)
+            self.step()
+            check_step(self.verified, before, grads, scale)
             if self.tail["zero_grads"]:
                 assert all(p.grad is None or not p.grad.any() for p in params_of(self.opt))
 
@@ -169,5 +216,6 @@ def test_random_cases(seeds: list[int]) -> None:
             case = Case(seed)
             case.run()
         except Exception as error:
-            what = "" if case is None else f" ({case.name}, {case.tail}, {case.dtypes})"
+            edits = "" if case is None else ", ".join(case.mutations.done)
+            what = "" if case is None else f" ({case.way}: {case.name}, {case.tail}, {case.dtypes}; edits: {edits})"
             raise AssertionError(f"case {seed}{what} failed; OXYTORCH_FUZZ_SEED={seed} runs it alone") from error

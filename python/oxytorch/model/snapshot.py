@@ -28,7 +28,7 @@ _OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Data
 _OF_TORCH = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, Sampler, DataLoader)
 _FOREIGN = ("torch", "numpy", "builtins", "threading", "logging", "weakref", "_thread", "pybind11_builtins")
 _DATA = ("dataset", "data_source")  # what a loader or sampler only reads
-_NATIVE = ("_tail", "_loaded_ema", "_built_params", "_changed", "_watched")  # how a step tail keeps what it keeps
+_NATIVE = ("_tail", "_loaded_ema", "_built_params", "_outdated")  # how a step tail keeps what it keeps
 _LONG = 1000  # values in a container of plain ones that are held and compared together
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -391,7 +391,7 @@ def _held_averages(optimizer: TailOptimizer) -> Callable[[], None]:
         now = optimizer._averages()
         if len(now) != len(held) or any(a is not b for a, b in zip(now, held, strict=True)):
             optimizer._loaded_ema = list(held)
-            optimizer._changed.raised = True
+            optimizer._outdated = True
 
     return restore
 

@@ -141,8 +141,10 @@ _DIFFERENT = {
 def replace(optimizer: torch.optim.Optimizer, **tail: Unpack[TailOptions]) -> TailOptimizer:
     """Return the Oxytorch optimizer of the same algorithm, carrying on where `optimizer` stands.
 
-    Parameter groups are shared, not copied, so a scheduler built on the old optimizer steers the new one; state
-    tensors and step hooks are taken over. Stop using the old optimizer's `step`.
+    Parameter groups are shared, not copied, so a scheduler built on the old optimizer steers the new one; step hooks
+    are taken over. With an optimizer of torch state is shared as well, and either object follows where the other is
+    given other groups or another state later. State of other libraries is taken over. Stop using the old optimizer's
+    `step`.
 
     Parameters
     ----------
@@ -168,7 +170,9 @@ def replace(optimizer: torch.optim.Optimizer, **tail: Unpack[TailOptions]) -> Ta
     target = _TORCH.get(type(optimizer))
     if target is not None:
         _check_options(target, options, optimizer.param_groups)
-        return _carry_on(target, options, optimizer, optimizer.defaults, optimizer.state)
+        made = _carry_on(target, options, optimizer, optimizer.defaults, optimizer.state)
+        made._replaced, made._shared = optimizer, (optimizer.param_groups, optimizer.state)
+        return made
     foreign = _FOREIGN.get(_name(optimizer))
     if foreign is None:
         raise TypeError(_no_replacement(_name(optimizer)))

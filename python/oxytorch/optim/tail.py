@@ -6,6 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from .._C import optim as _native
 from . import sharded
 from .options import TailOptions, TailStats, native_options, with_defaults
-from .state import Changed, StateMap, plain
 
 if TYPE_CHECKING:
     from .stability import Recovery
@@ -53,22 +53,22 @@ class TailOptimizer(torch.optim.Optimizer):
     _accumulating = False
     _recovery: Recovery | None = None
     _hooks: list[Any]
+    _hooked: list[Tensor]
+    # The native tail has to be built anew, though parameters and state may be the same objects.
+    _outdated = False
+    # The optimizer that this one took the place of, and the groups and state that both had when they were last alike.
+    _replaced: torch.optim.Optimizer | None = None
+    _shared: tuple[Any, Any] = (None, None)
 
     # ---- construction
 
     def _init_tail(self, tail: TailOptions) -> None:
         self._tail_options = with_defaults(tail)
-        self._watch_state()
         self._new_tail()  # refuses bad options here, where they were written
         self._install_hooks()
 
     def _new_tail(self) -> _native.StepTail:
         return _native.StepTail(self._algorithm, native_options(self._tail_options))
-
-    def _watch_state(self) -> None:
-        self._changed = Changed()
-        self.state = StateMap(self._changed, self.state)
-        self._watched = self.state
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -83,6 +83,7 @@ class TailOptimizer(torch.optim.Optimizer):
         for hook in getattr(self, "_hooks", []):
             hook.remove()
         self._hooks = []
+        self._hooked = self._params()
         if not self._works_in_backward:
             return
         sharded.refuse_in_backward(self._params())
@@ -96,15 +97,17 @@ class TailOptimizer(torch.optim.Optimizer):
 
             return ready
 
-        for i, param in enumerate(self._params()):
+        for i, param in enumerate(self._hooked):
             if param.requires_grad:
                 hook = param.register_post_accumulate_grad_hook(make(i))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
     def _grad_ready(self, index: int) -> None:
+        self._follow_replaced()
         tail = self._tail
-        if tail is None or self._changed.raised:
-            tail = self._build()
+        in_step = self._tail_options["step_in_backward"]
+        if tail is None or self._outdated or (in_step and not tail.holds_of(self.state, self._built_params[index])):
+            tail = self._step_tail()
         if tail.grad_ready(index, self.param_groups, self.grad_divisor):
             self._publish_state(tail, [index])
 
@@ -145,49 +148,92 @@ class TailOptimizer(torch.optim.Optimizer):
         tail = self._new_tail()
         for group in self.param_groups:
             tail.add_group(group, [sharded.local(p) for p in group["params"]])
-        if self.state is not self._watched:
-            self._watch_state()
-        given = []
         for i, param in enumerate(params):
             ema = self._loaded_ema[i] if self._loaded_ema is not None else emas.get(id(param))
-            if self._give_state(tail, i, param, ema, copies.get(id(param))):
-                given.append(i)
+            self._give_state(tail, i, param, ema, copies.get(id(param)))
         self._sharded = sharded.Shards(params) if sharded.any_sharded(params) else None
         if self._sharded is not None:
             tail.set_norm_reducer(self._sharded.reduce)
         self._tail = tail
         self._built_params = params
         self._loaded_ema = None
-        self._publish_state(tail, given)
+        self._publish_state(tail)
+        self._outdated = False
+        if self._works_in_backward and any(a is not b for a, b in zip_longest(params, self._hooked)):
+            self._install_hooks()
         return tail
+
+    def _kept_entries(self, param: Tensor) -> dict[str, Tensor]:
+        """What of torch's `state` the tail keeps for a parameter, its local part; other entries are the user's."""
+        own = self._entries()
+        state = {key: value for key, value in (self.state.get(param) or {}).items() if key in own}
+        return sharded.local_state(state, param)
 
     def _give_state(
         self, tail: _native.StepTail, index: int, param: Tensor, ema: Tensor | None, copy: Tensor | None
-    ) -> bool:
-        state = sharded.local_state(self.state.get(param) or {}, param)
-        if not state and ema is None:
-            return False
-        tail.set_state(index, state, ema, copy)
-        return True
+    ) -> None:
+        state = self._kept_entries(param)
+        if state or ema is not None or tail.state(index):
+            tail.set_state(index, state, ema, copy)
+
+    def _take_over_state(self, tail: _native.StepTail) -> None:
+        """Give the tail what somebody exchanged in torch's `state`."""
+        for i, param in enumerate(self._built_params):
+            now, held = self._kept_entries(param), tail.state(i)
+            if now.keys() != held.keys() or any(now[key] is not held[key] for key in now):
+                self._give_state(tail, i, param, tail.ema(i), tail.copy(i))
+        self._publish_state(tail)
 
     def _publish_state(self, tail: _native.StepTail, indices: list[int] | None = None) -> None:
         """Show the state that the tail made or converted in torch's `state`."""
+        own = self._entries()
         for i in range(len(self._built_params)) if indices is None else indices:
             param = self._built_params[i]
             made = tail.state(i)
-            shown = self.state.get(param) or {}
+            shown = self.state.get(param)
+            if shown is None:
+                shown = {}
+                if made:
+                    self.state[param] = shown
             if made and any(sharded.local(shown.get(key)) is not value for key, value in made.items()):
-                extra = {key: value for key, value in shown.items() if not isinstance(value, Tensor)}
-                self.state[param] = {**extra, **sharded.shown_state(made, param)}
-        self._changed.raised = False
+                users = {key: value for key, value in shown.items() if key not in own}
+                shown.clear()  # somebody may hold the dict
+                shown.update({**sharded.shown_state(made, param), **users})
+        tail.remember(self.state)
+
+    def _entries(self) -> frozenset[str]:
+        """Names of all that the tail may keep in torch's `state`."""
+        names = (*self._required_state, *self._optional_state)
+        return frozenset(("step", "master", "residue", *names, *(f"{key}_scale" for key in names)))
 
     def _step_tail(self) -> _native.StepTail:
+        self._follow_replaced()
         tail = self._tail
-        if tail is None or self._changed.raised or self.state is not self._watched:
+        if tail is None or self._outdated or not tail.matches(self.param_groups):
             return self._build()
         if self._sharded is not None and not self._sharded.unmoved():
             return self._build()
-        return tail if tail.matches(self.param_groups) else self._build()
+        if not tail.holds(self.state):
+            self._take_over_state(tail)
+        return tail
+
+    def _follow_replaced(self) -> None:
+        """Have the same groups and state as the optimizer that this one took the place of.
+
+        Either object may have been given others: by assignment, or by `load_state_dict`.
+        """
+        old = self._replaced
+        if old is None:
+            return
+        for name, last in zip(("param_groups", "state"), self._shared, strict=True):
+            own, theirs = getattr(self, name), getattr(old, name)
+            if own is theirs:
+                continue
+            if own is last:
+                setattr(self, name, theirs)
+            else:
+                setattr(old, name, own)
+        self._shared = (self.param_groups, self.state)
 
     # ---- for snapshots: what the tail keeps and `state` does not show
 
@@ -207,7 +253,7 @@ class TailOptimizer(torch.optim.Optimizer):
         kept = [average if f"ema {i}" in known else None for i, average in enumerate(averages)]
         if any(a is not b for a, b in zip(averages, kept, strict=True)):
             self._loaded_ema = kept
-            self._changed.raised = True
+            self._outdated = True
 
     def _adopt_restored(self) -> None:
         """Take parameters and state as they were just written: masters and residues belong to these weights."""
@@ -275,8 +321,7 @@ class TailOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch."""
         super().add_param_group(param_group)
-        if self._tail is not None:
-            self._changed.raised = True
+        self._outdated = True
         if hasattr(self, "_tail_options") and self._works_in_backward:
             self._install_hooks()
 
@@ -287,12 +332,13 @@ class TailOptimizer(torch.optim.Optimizer):
         weights there is an entry ``"master"`` or ``"residue"``. Averages of sharded parameters are given in fp32
         instead of int8, so that they can be split anew; loading them finds the same bytes again.
         """
+        self._follow_replaced()
         result = super().state_dict()
         params = self._params()
         result["state"] = {
             key: self._decoded(key, params[key], state)
             if isinstance(key, int) and sharded.is_sharded(params[key])
-            else plain(state)
+            else state
             for key, state in result["state"].items()
         }
         return result
@@ -313,6 +359,7 @@ class TailOptimizer(torch.optim.Optimizer):
             The dict is of another optimizer, or for other parameters: a different number of groups or parameters, an
             entry that this algorithm does not keep or lacks, or a tensor of another shape. Nothing is changed then.
         """
+        self._follow_replaced()
         self._check_loadable(state_dict)
         super().load_state_dict(state_dict)
         # torch gives every tensor the parameter's dtype; codes, scales and masters must keep their own.
@@ -321,11 +368,11 @@ class TailOptimizer(torch.optim.Optimizer):
             for key, value in (state_dict["state"].get(index) or {}).items():
                 if isinstance(value, Tensor) and key != "step" and value.dtype != self.state[param][key].dtype:
                     self.state[param][key] = value.to(param.device)
+        self._follow_replaced()
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
         name = type(self).__name__
-        names = (*self._required_state, *self._optional_state)
-        known = {"step", "master", "residue", *names, *(f"{key}_scale" for key in names)}
+        known = self._entries()
         for i, group in enumerate(state_dict["param_groups"]):
             missing = [key for key in self._required_hyperparameters if key not in group]
             if missing:
@@ -354,7 +401,6 @@ class TailOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
-            "state": {param: plain(state) for param, state in self.state.items()},
             "_tail_options": self._tail_options,
             "_loaded_ema": self._averages(),
             "grad_divisor": self.grad_divisor,
@@ -368,7 +414,6 @@ class TailOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if not isinstance(self.state, defaultdict):
             self.state = defaultdict(dict, self.state)
-        self._watch_state()
         self._install_hooks()
 
     # ---- what the tail gives besides
@@ -446,4 +491,4 @@ class TailOptimizer(torch.optim.Optimizer):
                 sharded.local_as(average, params[i])
             )
         self._loaded_ema = loaded
-        self._changed.raised = True
+        self._outdated = True

@@ -101,7 +101,6 @@ class Run:
         self._stands_in: Callable[[Callable[[], Any] | None], Any] | None = None
         self._delegate: Any = None
         self._step_before: dict[str, Any] = {}
-        self._state_before: Any = optimizer.state
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -217,49 +216,22 @@ class Run:
     def replace_optimizer(self, replacement: torch.optim.Optimizer | None) -> None:
         """Let `replacement` do the steps of the user's optimizer object; None: itself again, with torch's own state.
 
-        Both share param_groups and state, so schedulers, printouts and ``state_dict()`` of the user's object hold, and
-        a loop that calls its ``step()`` goes through the replacement.
+        `replacement` was made by `oxytorch.optim.replace`, so both share param_groups and state: schedulers, printouts
+        and ``state_dict()`` of the user's object hold, edits of either are followed, and a loop that calls its
+        ``step()`` goes through the replacement.
         """
         own = self.original
         if self.optimizer is not own:
-            self._take_back()
+            for method in ("state_dict", "load_state_dict"):
+                own.__dict__.pop(method, None)
+            self.optimizer = own
+            self.replace_step(None)
         if replacement is None:
             return
-        self._state_before = own.state
         self.optimizer = replacement
-
-        def load(state_dict: dict[str, Any]) -> None:
-            replacement.load_state_dict(state_dict)
-            self._share()
-
         own.state_dict = replacement.state_dict  # type: ignore[method-assign]
-        own.load_state_dict = load  # type: ignore[method-assign]
-        self._share()
+        own.load_state_dict = replacement.load_state_dict  # type: ignore[method-assign]
         self.replace_step(lambda closure: plain_step(replacement, closure))
-
-    def _share(self) -> None:
-        self.original.param_groups = self.optimizer.param_groups
-        self.original.state = self.optimizer.state
-
-    def _take_back(self) -> None:
-        own, state = self.original, self._state_before
-        if own.state is not state:  # else an escrow has put it back already, and what was trained since is not wanted
-            self._copy_back(state)
-        own.state = state
-        for method in ("state_dict", "load_state_dict"):
-            own.__dict__.pop(method, None)
-        self.optimizer = own
-        self.replace_step(None)
-
-    def _copy_back(self, state: Any) -> None:
-        own = self.original
-        self._share()
-        now = {param: dict(entries) for param, entries in own.state.items()}
-        for param in [param for param in state if param not in now]:
-            del state[param]
-        for param, entries in now.items():  # into the dicts of before, so that who holds one sees it
-            state[param].clear()
-            state[param].update(entries)
 
 
 def plain_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:

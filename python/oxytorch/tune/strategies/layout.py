@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ...optim.tail import TailOptimizer
 from ..strategy import Strategy, strategy
 from .observe import observe
 
@@ -39,14 +38,12 @@ class _ChannelsLast(Strategy):
         for p in weights:
             last = torch.empty(p.shape, dtype=p.dtype, device="meta").to(memory_format=self._format).stride()
             self._lay_out(run, p, last)
-        _state_moved(run)
         run.call.inputs(self.name, self._convert)
 
     def revert(self, run: Run) -> None:
         run.call.inputs(self.name, None)
         for p, strides in self._strides:
             self._lay_out(run, p, strides)
-        _state_moved(run)
 
     def _convert(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def last(leaf: Any) -> Any:
@@ -92,11 +89,6 @@ def _weights(run: Run, dims: int) -> list[Tensor]:
         and not hasattr(p, "__tensor_flatten__")
         and p.untyped_storage().nbytes() == p.numel() * p.element_size()
     ]
-
-
-def _state_moved(run: Run) -> None:
-    if isinstance(run.optimizer, TailOptimizer):
-        run.optimizer._changed.raised = True  # it holds addresses of parameters and state
 
 
 @strategy(
