@@ -1,6 +1,7 @@
 #include "bindings.h"
 
 #include "oxytorch/error.h"
+#include "oxytorch/isa.h"
 #include "oxytorch/version.h"
 #include "tune.h"
 #include "tune_operators.h"
@@ -37,6 +38,8 @@ PYBIND11_MODULE(_C, m) {
       PyErr_SetString(exception_type(error.code()), error.what());
     }
   });
+  // A bad OXYTORCH_ISA is told here, not in the middle of the first step.
+  static_cast<void>(active_isa());
   const auto room = [&m](const char* name, const char* doc) { return m.def_submodule(name, doc); };
   auto base = room("base", "Configuration, units, machine facts, statistics.");
   bind_base(base);

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <optional>
 
 #include "oxytorch/error.h"
 
@@ -24,9 +25,19 @@ Isa require(Isa isa, const char* asked_by) {
   return isa;
 }
 
+std::optional<Isa> named(const std::string& text) {
+  for (Isa isa : {Isa::Scalar, Isa::Avx2, Isa::Avx512}) {
+    if (text == name(isa)) return isa;
+  }
+  return std::nullopt;
+}
+
 Isa default_isa() {
   if (const char* text = std::getenv("OXYTORCH_ISA"); text != nullptr && *text != '\0') {
-    return require(parse_isa(text), "OXYTORCH_ISA");
+    const auto found = named(text);
+    OXY_CHECK(found, InvalidArgument, "the environment variable OXYTORCH_ISA is '", text,
+              "', which is no instruction set; set it to 'scalar', 'avx2' or 'avx512', or unset it.");
+    return require(*found, "OXYTORCH_ISA");
   }
   return supported_isas().back();
 }
@@ -43,9 +54,7 @@ const char* name(Isa isa) noexcept {
 }
 
 Isa parse_isa(const std::string& text) {
-  for (Isa isa : {Isa::Scalar, Isa::Avx2, Isa::Avx512}) {
-    if (text == name(isa)) return isa;
-  }
+  if (const auto found = named(text)) return *found;
   detail::raise(ErrorCode::InvalidArgument, "unknown instruction set '", text, "'; use 'scalar', 'avx2' or 'avx512'.");
 }
 
