@@ -17,7 +17,10 @@ namespace {
 at::Tensor as_real(const at::Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
 
 // Backward may leave a gradient whose conjugate or sign is yet to be taken.
-at::Tensor real_grad(const CompositeParam& p) { return as_real(p.grad.resolve_conj().resolve_neg()); }
+at::Tensor real_grad(const CompositeParam& p) {
+  const at::Tensor grad = p.grad.is_sparse() ? p.grad.values() : p.grad;  // coalesced
+  return as_real(grad.resolve_conj().resolve_neg());
+}
 
 at::Tensor norm_of(const at::Tensor& tensor) { return at::linalg_vector_norm(tensor, 2, std::nullopt, false); }
 
@@ -206,6 +209,16 @@ class Update {
     }
   }
 
+  // Plain SGD in the rows of a sparse gradient.
+  void update_rows() const {
+    const at::Tensor rows = p_.grad.indices().select(0, 0);
+    const at::Tensor old = p_.param.index_select(0, rows);
+    const at::Tensor wide = old.to(compute_type(old.scalar_type()));
+    at::Tensor now = sgd(wide, gradient(wide)).to(old.scalar_type());
+    if (step_.skip.defined()) now = at::where(step_.skip.to(old.device()).ne(0), old, now);
+    p_.param.detach().index_copy_(0, rows, now);
+  }
+
   // What follows every update, whoever made it.
   void finish() const {
     ParamState& s = *p_.state;
@@ -307,6 +320,10 @@ void composite_update(const CompositeStep& step, const std::vector<CompositePara
         step.param_norms.defined() || step.options.force_composite ? params : fused_update(step, params);
     for (std::size_t i = 0; i < rest.size(); ++i) {
       const Update update(step, rest[i]);
+      if (rest[i].grad.is_sparse()) {
+        update.update_rows();
+        continue;
+      }
       const at::Tensor old = update.old_weights();
       update.store(old, update.updated(old), static_cast<std::int64_t>(i));
     }

@@ -26,7 +26,8 @@ bool can_be_fused(const CompositeStep& step, const CompositeParam& p) {
       p.state->residue.defined()) {
     return false;
   }
-  if (!p.param.is_cuda() || p.param.is_complex() || !p.param.is_non_overlapping_and_dense() || !like(p.grad, p.param)) {
+  if (!p.param.is_cuda() || p.grad.is_sparse() || p.param.is_complex() || !p.param.is_non_overlapping_and_dense() ||
+      !like(p.grad, p.param)) {
     return false;
   }
   if (p.group->lr_tensor.defined() && !p.group->lr_tensor.is_cuda()) return false;

@@ -271,6 +271,10 @@ void create_state(const Recipe& recipe, Slot& slot) {
 }
 
 void adopt_state(const Recipe& recipe, Slot& slot, ParamState state) {
+  // torch's SGD keeps the momentum of sparse gradients sparse.
+  for (at::Tensor& moment : state.moments) {
+    if (moment.defined() && moment.is_sparse()) moment = moment.detach().to_dense();
+  }
   check_entries(recipe, slot, state);
   if (state.step.defined() && state.step.device() != slot.param.device()) {
     state.step = state.step.to(slot.param.device());
@@ -351,7 +355,16 @@ void check_formats(const Recipe& recipe, const at::Tensor& p, const std::string&
             "master_weights=\"fp32\".");
 }
 
-void check_param(const Slot& slot, const at::Tensor& grad) {
+bool changes_rows_alone(const Recipe& recipe, const Slot& slot, const at::Tensor& grad) {
+  const TailOptions& o = recipe.options;
+  const GroupOptions& g = recipe.groups[slot.group];
+  const ParamState& s = slot.state;
+  return recipe.algorithm == Algorithm::SGD && g.momentum == 0 && g.weight_decay == 0 && grad.sparse_dim() == 1 &&
+         !slot.param.is_complex() && o.agc == 0 && !o.collect_stats && !o.zero_grads && !o.stochastic_rounding &&
+         !s.master.defined() && !s.residue.defined() && !s.ema.defined() && !s.copy.defined();
+}
+
+void check_param(const Recipe& recipe, const Slot& slot, const at::Tensor& grad) {
   const at::Tensor& p = slot.param;
   OXY_CHECK(p.sizes() == at::IntArrayRef(slot.sizes), InvalidState, "parameter ", slot.name, " had shape ",
             at::IntArrayRef(slot.sizes), " when the optimizer was built and now has ", p.sizes(),
@@ -362,13 +375,17 @@ void check_param(const Slot& slot, const at::Tensor& grad) {
   OXY_CHECK(p.device() == slot.device, InvalidState, "parameter ", slot.name, " was on ", slot.device,
             " when the optimizer was built and is now on ", p.device(),
             "; move the model first and build the optimizer after.");
-  OXY_CHECK(grad.layout() == at::kStrided, NotSupported, "parameter ", slot.name, " has a sparse gradient (layout ",
-            grad.layout(), "); use torch.optim.SparseAdam, or sparse=False in the embedding.");
+  // As in torch.optim. Where a zero gradient moves averages or weights, a row left out would be another algorithm's.
+  const bool takes_sparse = recipe.algorithm == Algorithm::SGD || recipe.algorithm == Algorithm::Adagrad;
+  OXY_CHECK(grad.layout() == at::kStrided || (grad.layout() == at::kSparse && takes_sparse), NotSupported, "parameter ",
+            slot.name, " has a sparse gradient (layout ", grad.layout(),
+            "); use torch.optim.SparseAdam, or sparse=False in the embedding.");
   OXY_CHECK(grad.sizes() == p.sizes(), InvalidState, "parameter ", slot.name, " has shape ", p.sizes(),
             " but its gradient ", grad.sizes(), "; clear the gradients after changing a parameter.");
   OXY_CHECK(p.storage().nbytes() >= bytes_needed(p), InvalidState, "the memory of parameter ", slot.name,
             " was freed: its storage holds ", p.storage().nbytes(), " bytes of ", bytes_needed(p),
             "; restore it before the step.");
+  if (grad.layout() != at::kStrided) return;
   OXY_CHECK(grad.storage().nbytes() >= bytes_needed(grad), InvalidState, "the memory of the gradient of parameter ",
             slot.name, " was freed: its storage holds ", grad.storage().nbytes(), " bytes of ", bytes_needed(grad),
             "; clear the gradient or compute it anew.");

@@ -135,6 +135,10 @@ void note_own_write(Slot& slot);
 /// A parameter that these formats cannot serve.
 void check_formats(const Recipe& recipe, const at::Tensor& param, const std::string& label);
 /// Parameter and gradient as they must be for a step.
-void check_param(const Slot& slot, const at::Tensor& grad);
+void check_param(const Recipe& recipe, const Slot& slot, const at::Tensor& grad);
+
+/// True where a sparse gradient's step changes the rows that it names and nothing else: it is taken in those alone.
+/// Elsewhere a sparse gradient is made dense.
+bool changes_rows_alone(const Recipe& recipe, const Slot& slot, const at::Tensor& grad);
 
 }  // namespace oxytorch::optim

@@ -83,6 +83,7 @@ struct StepTail::Impl : Recipe {
   bool bind(Work& work);
   bool bind_native(Work& work, std::size_t at, std::size_t first_state);
   bool bind_others(Work& work);
+  void bind_composite(Work& work, std::size_t index, const at::Tensor& grad);
   bool inspect(Slot& slot, const at::Tensor& grad, kernels::TailTensor& native);
   void note_states(Work& work);
   [[nodiscard]] bool can_be_native(const Slot& slot) const;
@@ -93,7 +94,7 @@ struct StepTail::Impl : Recipe {
   [[nodiscard]] kernels::TailGroup native_group(const GroupOptions& options) const;
   /// After the kernels ran.
   void note_native_writes(Work& work);
-  /// Gradients that the kernels zeroed through a copy.
+  /// Gradients that were zeroed through a copy.
   void zero_copied_grads(const Work& work);
 
   // ---- host_step.cpp: memory of the device is memory of the host, so verdict and coefficient are plain numbers

@@ -143,7 +143,7 @@ bool StepTail::Impl::prepare(Work& work) {
     Slot& slot = slots[i];
     const at::Tensor& grad = slot.param.grad();
     if (!grad.defined()) continue;
-    check_param(slot, grad);
+    check_param(*this, slot, grad);
     conform_state(*this, slot);
     if (complete(*this, slot)) continue;
     create_state(*this, slot);
@@ -156,7 +156,7 @@ bool StepTail::Impl::prepare(Work& work) {
 
 // All that may have changed about a parameter and its gradient; false where the plan cannot serve them as they are.
 bool StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTensor& native) {
-  check_param(slot, grad);
+  check_param(*this, slot, grad);
   if (!can_be_native(slot)) return false;
   const at::Tensor* source = &grad;
   if (!readable(grad, slot.param)) {
@@ -165,7 +165,7 @@ bool StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTe
     if (!slot.grad_copy.defined() || slot.grad_copy.strides() != slot.param.strides()) {
       slot.grad_copy = at::empty_like(slot.param, {}, at::MemoryFormat::Preserve);
     }
-    slot.grad_copy.copy_(grad);
+    slot.grad_copy.copy_(grad.is_sparse() ? grad.to_dense() : grad);
     source = &slot.grad_copy;
   } else {
     slot.likeness.remember(slot.param, grad);
@@ -186,6 +186,12 @@ bool StepTail::Impl::bind_native(Work& work, std::size_t at, std::size_t first_s
     return true;
   }
   if (!slot.complete) return false;
+  if (grad.is_sparse() && changes_rows_alone(*this, slot, grad)) {
+    check_param(*this, slot, grad);
+    native.grad = nullptr;
+    bind_composite(work, work.planned[at], grad);
+    return true;
+  }
   c10::TensorImpl& source = *grad.unsafeGetTensorImpl();
   if (slot.likeness.of(param, source)) {
     native.grad = address(source);
@@ -201,21 +207,28 @@ bool StepTail::Impl::bind_native(Work& work, std::size_t at, std::size_t first_s
   return true;
 }
 
+void StepTail::Impl::bind_composite(Work& work, std::size_t index, const at::Tensor& grad) {
+  Slot& slot = slots[index];
+  const at::NoGradGuard no_grad;
+  const at::Tensor source = !grad.is_sparse()                       ? grad
+                            : changes_rows_alone(*this, slot, grad) ? grad.coalesce()
+                                                                    : grad.to_dense();
+  work.composite.push_back(
+      {slot.param, source, &slot.state, &groups[slot.group], static_cast<std::uint32_t>(index), slot.first});
+  work.composite_index.push_back(index);
+}
+
 bool StepTail::Impl::bind_others(Work& work) {
-  work.composite.clear();
-  work.composite_index.clear();
   for (std::size_t i : work.others) {
     Slot& slot = slots[i];
     const at::Tensor& grad = slot.param.grad();
     if (!grad.defined()) continue;
     if (!slot.complete) return false;
-    check_param(slot, grad);
+    check_param(*this, slot, grad);
     conform_state(*this, slot);
     if (work.served && can_be_native(slot)) return false;
     if (slot.watched) follow_outside_writes(slot);
-    work.composite.push_back(
-        {slot.param, grad, &slot.state, &groups[slot.group], static_cast<std::uint32_t>(i), slot.first});
-    work.composite_index.push_back(i);
+    bind_composite(work, i, grad);
   }
   return true;
 }
@@ -223,6 +236,8 @@ bool StepTail::Impl::bind_others(Work& work) {
 // Hands the plan this step's addresses; false where it no longer matches the slots.
 bool StepTail::Impl::bind(Work& work) {
   if (work.generation != generation) return false;
+  work.composite.clear();
+  work.composite_index.clear();
   for (std::size_t at = 0, state = 0; at < work.planned.size(); state = work.states_end[at++]) {
     if (!bind_native(work, at, state)) return false;
   }
@@ -267,9 +282,10 @@ void StepTail::Impl::note_native_writes(Work& work) {
 void StepTail::Impl::zero_copied_grads(const Work& work) {
   if (!options.zero_grads) return;
   const at::NoGradGuard no_grad;
-  for (std::size_t i : work.planned) {
+  for (std::size_t i : work.members) {
     Slot& slot = slots[i];
-    if (slot.grad_copy.defined() && slot.param.grad().defined() && !readable(slot.param.grad(), slot.param)) {
+    const at::Tensor& grad = slot.param.grad();
+    if (grad.defined() && (slot.grad_copy.defined() || grad.is_sparse()) && !readable(grad, slot.param)) {
       slot.param.mutable_grad().zero_();
     }
   }

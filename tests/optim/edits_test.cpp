@@ -296,7 +296,7 @@ class RandomCase {
       if (chance(0.15))
         p.mutable_grad().reset();
       else if (chance(0.3))
-        pick_edit(true)(p.grad());
+        pick_edit(!Case::kMatricesOnly)(p.grad());
     }
   }
 

@@ -26,7 +26,9 @@ def set_to_copy(t: Tensor) -> None:
 def resized(t: Tensor) -> None:
     kept, shape = t.detach().clone(), t.shape
     t.data = torch.empty(0, dtype=t.dtype)
-    t.resize_(shape).copy_(kept)
+    part = t.detach() if t.requires_grad else t
+    part.resize_(shape).copy_(kept)
+    t.data = part
 
 
 def offloaded(t: Tensor) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 
 import oxytorch.optim
 import pytest
@@ -490,3 +493,16 @@ def test_average_of_another_model_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             opt.load_ema_state_dict(bad)
         torch.testing.assert_close(opt.ema_state_dict(), before, rtol=0, atol=0)
+
+
+def test_an_unknown_instruction_set_is_refused_at_import() -> None:
+    for value, text in (("bad", "OXYTORCH_ISA is 'bad'"), ("AVX2 ", "OXYTORCH_ISA is 'AVX2 '")):
+        done = subprocess.run(
+            [sys.executable, "-c", "import oxytorch"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OXYTORCH_ISA": value},
+            check=False,
+        )
+        assert done.returncode != 0
+        assert text in done.stderr and "'scalar', 'avx2' or 'avx512'" in done.stderr

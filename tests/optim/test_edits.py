@@ -80,7 +80,7 @@ def test_memory_given_to_parameters_and_gradients_changes_no_bit(move: str) -> N
                 p.grad = g
                 if edit is not None:
                     edit(p.grad)
-            if edit is not None and step % 2 == 1:
+            if edit not in (None, with_gaps) and step % 2 == 1:  # views with gaps are stepped by torch's operators
                 with torch.no_grad():
                     for p in params:
                         edit(p)
@@ -302,7 +302,7 @@ def test_edits_between_steps_are_as_in_torch(name: str, way: str, edit: str) -> 
     for p, q in zip(params, peers, strict=True):
         torch.testing.assert_close(p.detach().double(), q.detach(), rtol=2e-6, atol=2e-6)
     for p, q in zip(params, peers, strict=True):
-        for key, value in theirs.state[q].items():
+        for key, value in theirs.state.get(q, {}).items():
             mine = ours.opt.state[p][key]
             if isinstance(value, Tensor):
                 torch.testing.assert_close(mine.double(), value.double(), rtol=1e-5, atol=1e-5)

@@ -138,6 +138,12 @@ class _Tail(Strategy):
 
     def revert(self, run: Run) -> None:
         run.replace_optimizer(None)
+        # Where gradients are sparse torch keeps, and with Nesterov's step needs, the momentum sparse too.
+        tables = {id(m.weight) for m in run.model.modules() if getattr(m, "sparse", False) and hasattr(m, "weight")}
+        for param in run.params:
+            momentum = (run.original.state.get(param) or {}).get("momentum_buffer")
+            if id(param) in tables and isinstance(momentum, Tensor) and not momentum.is_sparse:
+                run.original.state[param]["momentum_buffer"] = momentum.to_sparse(1)
 
 
 @strategy(
