@@ -63,8 +63,10 @@ def test_the_state_is_torchs_own_before_while_and_after(
             assert type(told["state"][index]) is dict
             assert told["state"][index].keys() == entries.keys()
             for key, value in entries.items():
-                torch.testing.assert_close(told["state"][index][key], value, rtol=1e-4, atol=1e-6)
-                assert told["state"][index][key].dtype == value.dtype
+                mine = told["state"][index][key]
+                # Averages of squares are as small as 1e-5: a part of their size.
+                assert float((mine - value).norm()) <= 1e-5 * float(value.norm()), key
+                assert mine.dtype == value.dtype and mine.shape == value.shape
         run.replace_optimizer(None)
         assert own.state is state
         assert set(own.__dict__) - {"_opt_called"} == attributes - {"_opt_called"}

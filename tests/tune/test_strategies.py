@@ -323,6 +323,7 @@ SHOWS = {
 }  # fmt: skip
 SHOWN_ELSEWHERE = {
     "allocator": "tests/base/host_allocator_test.cpp",
+    "keep_heap": "tests/base/host_allocator_test.cpp",
     "host_pool": "tests/memory/test_host_pool.py",
     "native_operators": "tests/tune/test_operators.py",
     "pinned_threads": "tests/trainer/host_test.cpp",
