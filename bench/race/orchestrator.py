@@ -6,7 +6,7 @@ a trainer's own work counts. Ratios are paired by start and turn; a start counts
 Student's t on the logarithms of the starts' figures. The stock rivals have the switches that a screening of all
 combinations found on this class of machine, on other starts (bench/race/rivals.json).
 
-    python bench/race/orchestrator.py --screen [--workloads cnn,gpt] [--quick]
+    python bench/race/orchestrator.py --screen [--workloads cnn,gpt] [--minutes 9]
     python bench/race/orchestrator.py [--workloads cnn,gpt] [--contenders eager,lightning] [--starts 8] [--minutes 9]
         [--quick] [--exhaustive] [--cache DIR] [--keep FILE] [--threads 2] [--json FILE]
 
@@ -334,13 +334,21 @@ def parse() -> argparse.Namespace:
     """The command line."""
     everyone = (*RIVALS, *OURS)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workloads", type=names(tuple(WORKLOADS)), default=list(WORKLOADS), metavar="A,B")
+    parser.add_argument(
+        "--workloads",
+        type=names(tuple(WORKLOADS)),
+        metavar="A,B",
+        help="default: all; with --screen those that rivals.json lacks for this machine",
+    )
     parser.add_argument("--contenders", type=names(everyone), default=list(everyone), metavar="A,B")
     parser.add_argument(
         "--starts", type=int, default=4, help="processes of each contender, kept ones included (default %(default)s)"
     )
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no start that would likely end after this time"
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="begin no start that would likely end after this time, and no screening",
     )
     parser.add_argument("--screen", action="store_true", help="find the stock rivals of the workloads; race nothing")
     parser.add_argument("--rivals", type=Path, default=rivals.PATH, help="their settings (default %(default)s)")
@@ -358,7 +366,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="say whose turn it was")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/report")
     parser.add_argument("--json", type=Path, help="write the JSON document there too")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.screen and arguments.quick and arguments.rivals == rivals.PATH:
+        parser.error("a quick screening finds nothing to race against: give it a --rivals FILE of its own")
+    return arguments
 
 
 def kept(path: Path | None, machine_facts: dict[str, str]) -> dict[str, Race]:
@@ -387,17 +398,23 @@ def main() -> int:
     coordinator = Coordinator(arguments, machine_facts)
     with tempfile.TemporaryDirectory(prefix="oxytorch-race-") as folder:
         arguments.cache = arguments.cache or Path(folder)
-        workloads = list(arguments.workloads)
+        workloads = list(arguments.workloads or WORKLOADS)
         if not arguments.program.exists() and (missing := [name for name in workloads if name.startswith(CPP)]):
             progress(f"no {arguments.program}: {', '.join(missing)} are left out; make build makes it")
             workloads = [name for name in workloads if name not in missing]
+        began = time.monotonic()
         if arguments.screen:
+            known = rivals.load(arguments.rivals)["machines"].get(coordinator.machine, {})
             for name in workloads:
-                if not name.startswith(CPP):
-                    coordinator.screen(name)
+                if name.startswith(CPP) or (arguments.workloads is None and name in known):
+                    continue
+                if time.monotonic() - began > 60 * arguments.minutes:
+                    progress("the time is up; the same command goes on from here")
+                    break
+                coordinator.screen(name)
             return 0
         raced = kept(arguments.keep, machine_facts)
-        began, took = time.monotonic(), dict.fromkeys(workloads, 0.0)
+        took = dict.fromkeys(workloads, 0.0)
         for name in workloads:
             raced.setdefault(name, Race(name, WORKLOADS[name]))
         while left := [name for name in workloads if len(raced[name].seeds) < arguments.starts]:

@@ -286,3 +286,9 @@ def test_unknown_names_are_refused(races: Path, flag: str) -> None:
     command = [sys.executable, str(races / "orchestrator.py"), flag, "quantum"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "no quantum; there are" in done.stderr
+
+
+def test_a_quick_screening_does_not_touch_the_settings_of_the_race(races: Path) -> None:
+    command = [sys.executable, str(races / "orchestrator.py"), "--screen", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--rivals FILE of its own" in done.stderr
