@@ -8,6 +8,7 @@
 
 #include "config_value.h"
 #include "oxytorch/config.h"
+#include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
 #include "oxytorch/isa.h"
 #include "oxytorch/logging.h"
@@ -113,6 +114,23 @@ void bind_config(py::module_& m) {
                          py::arg("ultra") = field.ultra, py::arg("reason") = field.reason);
           },
           py::arg("key"));
+  m.def(
+      "setting_refusal",
+      [](const std::string& key, const std::string& user) { return refusal(key, parse_config_user(user)); },
+      py::arg("key"), py::arg("user"));
+  m.def(
+      "check_settings",
+      [](const PerformanceConfig& config, const std::string& user) { check_settings(config, parse_config_user(user)); },
+      py::arg("config"), py::arg("user"));
+  m.def(
+      "check_own_tail",
+      [](const PerformanceConfig& config, double clip_norm, double clip_value, double ema_decay,
+         const std::string& nonfinite, bool norm_in_backward, bool step_in_backward) {
+        check_own_tail(config, {clip_norm, clip_value, ema_decay, nonfinite, norm_in_backward, step_in_backward});
+      },
+      py::arg("config"), py::kw_only(), py::arg("clip_norm"), py::arg("clip_value"), py::arg("ema_decay"),
+      py::arg("nonfinite"), py::arg("norm_in_backward"), py::arg("step_in_backward"));
+  m.def("is_given", &is_given, py::arg("config"), py::arg("key"));
 }
 
 std::uint64_t parse_size(const std::string& text, std::optional<std::uint64_t> total) {

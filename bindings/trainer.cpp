@@ -4,6 +4,7 @@
 
 #include "oxytorch/host.h"
 #include "oxytorch/trainer/early_stopping.h"
+#include "oxytorch/trainer/nonfinite.h"
 #include "oxytorch/trainer/step_graph.h"
 #include "oxytorch/tune/host.h"
 
@@ -46,6 +47,12 @@ void bind_trainer(py::module_& m) {
       .def_property_readonly("best", &EarlyStopping::best)
       .def_property_readonly("best_evaluation", &EarlyStopping::best_evaluation)
       .def_property_readonly("bad_evaluations", &EarlyStopping::bad_evaluations);
+  py::class_<NonFiniteGuard>(m, "NonFiniteGuard", "What is done with a step whose gradients hold inf or NaN.")
+      .def(py::init([](const std::string& policy) { return NonFiniteGuard(optim::parse_nonfinite(policy)); }),
+           py::arg("policy"))
+      .def("admits", &NonFiniteGuard::admits, py::arg("gradients"), release_gil(),
+           "Whether the step may be taken; RuntimeError under 'raise'.")
+      .def_property_readonly("skipped", &NonFiniteGuard::skipped, "Steps that were not.");
   py::class_<StepGraph>(m, "StepGraph", "A training step recorded once and replayed.")
       .def(py::init(&make_step_graph), py::arg("step"), py::arg("state"), py::arg("settings"), py::arg("recorder"),
            py::arg("warmup"), py::arg("max_recordings"), py::arg("verify"))
@@ -69,6 +76,8 @@ void bind_trainer(py::module_& m) {
   m.def("allocator_trims", &allocator_trims, "Times that free memory was given back.");
   m.def("page_faults", &page_faults, "Page faults of this process since it started.");
   m.def("flush_denormals", &flush_denormals, release_gil(), "Takes denormals as zero on every intra-op thread.");
+  m.def("use_deterministic_algorithms", &use_deterministic_algorithms, release_gil(),
+        "Turns on torch's deterministic algorithms; the last revert() restores what was before.");
   m.def("pin_threads", &pin_threads, release_gil(), "Keeps each intra-op worker on a core of its own.");
   m.def("resolve_vector_math", &resolve_vector_math, release_gil(),
         "Has MKL choose its kernels of torch's vector functions from this thread; returns what it called, as "

@@ -72,6 +72,8 @@ class OXY_API PerformanceConfig {
 
   [[nodiscard]] const std::string& level() const noexcept { return level_; }
   [[nodiscard]] ConfigValue get(std::string_view key) const;
+  /// What the level gives it.
+  [[nodiscard]] ConfigValue default_value(std::string_view key) const;
   /// Typed readers; a key of another type is Error(InvalidType).
   [[nodiscard]] bool flag(std::string_view key) const;
   [[nodiscard]] double number(std::string_view key) const;  ///< also of a whole number

@@ -178,6 +178,27 @@ class PerformanceConfig:
         """Where a value came from: ``"level advanced"``, ``"file run.yaml"`` or ``"caller"``."""
         return self._native.origin(key)
 
+    def is_given(self, key: str) -> bool:
+        """Whether a file or the caller set `key` to another value than the level's default."""
+        return _C.base.is_given(self._native, key)
+
+    def check(self, user: str) -> None:
+        """Refuse the first setting that was given and that `user` would have to drop.
+
+        Parameters
+        ----------
+        user : {"trainer", "accelerate", "performance_optimizer", "plan_step"}
+            What takes this configuration; the last is `PerformanceOptimizer` with ``loop="plan"`` or ``step=``.
+
+        Raises
+        ------
+        NotImplementedError
+            For one that `user` cannot honour.
+        ValueError
+            For one that another setting leaves without effect, or contradicts.
+        """
+        _C.base.check_settings(self._native, user)
+
     def explain(self) -> str:
         """A table: each setting, its value, where it came from, and why it is the default."""
         return self._native.explain()

@@ -141,6 +141,10 @@ ConfigValue PerformanceConfig::get(std::string_view key) const {
   return overrides_[row] ? overrides_[row]->value : default_of(fields()[row], level_);
 }
 
+ConfigValue PerformanceConfig::default_value(std::string_view key) const {
+  return default_of(fields()[row_of(key)], level_);
+}
+
 bool PerformanceConfig::flag(std::string_view key) const {
   const ConfigValue value = get(key);
   if (const auto* truth = std::get_if<bool>(&value)) return *truth;

@@ -1,5 +1,7 @@
 #include "oxytorch/trainer.h"
 
+#include <ATen/ops/_foreach_clamp_max.h>
+#include <ATen/ops/_foreach_clamp_min.h>
 #include <ATen/ops/_foreach_clone.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_lerp.h>
@@ -9,12 +11,12 @@
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 #include <torch/types.h>
+#include <torch/utils.h>
 
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cmath>
-#include <csignal>
 #include <iomanip>
 #include <limits>
 #include <sstream>
@@ -22,12 +24,16 @@
 #include "optim/generators.h"
 #include "oxytorch/amp.h"
 #include "oxytorch/clock.h"
+#include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/optim/schedule.h"
 #include "oxytorch/system.h"
+#include "oxytorch/trainer/nonfinite.h"
 #include "oxytorch/tune/host.h"
 #include "trainer/calibrate.h"
+#include "trainer/progress.h"
+#include "trainer/stop_signals.h"
 #include "tune/attention.h"
 
 namespace oxytorch {
@@ -38,33 +44,6 @@ using Clock = std::chrono::steady_clock;
 constexpr double kPays = 0.97;      // a setting is kept where it takes less than this share of the time without it
 constexpr double kDrift = 0.05;     // and moves the first loss by less than this
 constexpr double kPatience = 10.0;  // seconds of one step above which nothing is measured
-
-volatile std::sig_atomic_t pending_signal = 0;
-
-/// Turns SIGTERM and SIGINT into a wish to stop; a second one acts as before.
-class StopSignals {
- public:
-  StopSignals() {
-    pending_signal = 0;
-    struct sigaction action {};
-    action.sa_handler = [](int number) { pending_signal = number; };
-    action.sa_flags = static_cast<int>(SA_RESETHAND);
-    for (size_t i = 0; i < kNumbers.size(); ++i) sigaction(kNumbers[i], &action, &before_[i]);
-  }
-  ~StopSignals() {
-    for (size_t i = 0; i < kNumbers.size(); ++i) sigaction(kNumbers[i], &before_[i], nullptr);
-  }
-  StopSignals(const StopSignals&) = delete;
-  StopSignals& operator=(const StopSignals&) = delete;
-
-  [[nodiscard]] static const char* received() {
-    return pending_signal == SIGTERM ? "SIGTERM" : pending_signal == SIGINT ? "SIGINT" : nullptr;
-  }
-
- private:
-  static constexpr std::array<int, 2> kNumbers{SIGTERM, SIGINT};
-  std::array<struct sigaction, 2> before_{};
-};
 
 std::string quoted(const std::string& text) {
   std::ostringstream out;
@@ -94,25 +73,26 @@ bool has_convolution(const torch::nn::Module& model) {
 
 struct Trainer::Impl {
   Impl(torch::nn::Module& m, torch::optim::Optimizer& o, LossFunction l, PerformanceConfig c)
-      : model(m), optimizer(o), loss(std::move(l)), config(std::move(c)), parameters(parameters_of(o)) {
+      : model(m), optimizer(o), loss(std::move(l)), config(std::move(c)), guard(optim::parse_nonfinite(config.word("nonfinite"))), parameters(parameters_of(o)) {
     resolve_vector_math();
     tail = dynamic_cast<optim::TailOptimizer*>(&optimizer);
     OXY_CHECK(!parameters.empty(), InvalidArgument, "the optimizer has no parameters. Pass model->parameters().");
     device = parameters.front().device();
     accumulate = config.integer("accumulation_steps").value_or(1);
     clip_norm = config.number("clip_norm");
-    OXY_CHECK(clip_norm <= 0 || !tail || !tail->tail().options().step_in_backward, NotSupported,
-              "clip_norm = ", clip_norm,
-              " needs all gradients at once, and the optimizer has step_in_backward: it has updated the parameters "
-              "before the last gradient is there. Leave out one of them.");
+    clip_value = config.number("clip_value");
     ema_decay = config.number("ema_decay");
+    check_settings(config, ConfigUser::CppTrainer);
+    if (tail) leave_to_the_tail();
     if (ema_decay > 0) {
       at::NoGradGuard no_grad;
       ema = at::_foreach_clone(parameters);
     }
+    make_schedule();
+    if (const auto seed = config.integer("seed")) torch::manual_seed(static_cast<std::uint64_t>(*seed));
     host_settings();
     add_tail_line();
-    make_schedule();
+    add_nonfinite_line();
     if (const auto patience = config.integer("early_stopping_patience").value_or(0); patience > 0) {
       stopping.emplace(EarlyStoppingOptions{.patience = patience,
                                             .min_delta = config.number("early_stopping_min_delta"),
@@ -123,6 +103,33 @@ struct Trainer::Impl {
 
   void add(SettingLine line) { lines.push_back(std::move(line)); }
 
+  /// Refuses what contradicts the options of an optimizer of oxytorch::optim; what it does itself is left to it.
+  void leave_to_the_tail() {
+    const auto& own = tail->tail().options();
+    check_own_tail(config, {own.clip_norm, own.clip_value, own.ema_decay, optim::name(own.nonfinite),
+                            own.norm_in_backward, own.step_in_backward});
+    if (own.clip_norm > 0) clip_norm = 0;
+    if (own.clip_value > 0) clip_value = 0;
+    if (own.ema_decay > 0) ema_decay = 0;
+  }
+
+  void add_nonfinite_line() {
+    const auto policy = tail ? tail->tail().options().nonfinite : guard.policy();
+    const std::string name = optim::name(policy);
+    const char* state = policy == optim::NonFinite::Propagate ? "off" : "on";
+    if (tail) {
+      add({"nonfinite", state, name + ": the optimizer itself looks at the gradients.", "", {}});
+    } else if (policy == optim::NonFinite::Propagate) {
+      add({"nonfinite", state, "a gradient that is not finite is stepped with.", "", {}});
+    } else {
+      add({"nonfinite",
+           state,
+           name + ": the gradients are looked at before the optimizer steps.",
+           "their norms, and one host read a step.",
+           {}});
+    }
+  }
+
   void host_settings() {
     const auto keep = [this](HostSetting setting, const char* otherwise) {
       // Another trainer of this process may have applied it.
@@ -130,6 +137,7 @@ struct Trainer::Impl {
       add({setting.name(), on ? "on" : otherwise, setting.reason(), setting.cost(), {}});
       host.push_back(std::move(setting));
     };
+    if (config.flag("deterministic")) keep(use_deterministic_algorithms(), "refused");
     if (config.word("allocator") != "system") {
       keep(tune_allocator(config.is_auto("allocator_retain_limit") ? std::nullopt
                                                                    : std::optional<uint64_t>(retain_limit())),
@@ -176,18 +184,19 @@ struct Trainer::Impl {
     if (kind == "none") return;
     const auto steps = config.integer("max_steps").value_or(0);
     const auto warmup = config.integer("warmup_steps").value_or(0);
-    OXY_CHECK(steps > 0, InvalidArgument, "schedule '", kind, "' needs max_steps, the optimizer steps of the run.");
-    OXY_CHECK(warmup < steps, InvalidArgument, "warmup_steps is ", warmup, " and max_steps ", steps,
-              ". Warm up for fewer steps.");
+    const double least = config.number("min_lr_ratio");
     double peak = 0;
     optim::OneCycleOptions cycle;
     for (const auto& group : optimizer.param_groups()) {
       cycle.max_lrs.push_back(group.options().get_lr());
       peak = std::max(peak, cycle.max_lrs.back());
     }
-    const double floor = config.number("min_lr_ratio") * peak;
+    const double floor = least * peak;
     if (kind == "one_cycle") {
       cycle.total_steps = steps;
+      // torch's own shape where nothing was asked for.
+      if (warmup > 0) cycle.pct_start = static_cast<double>(warmup) / static_cast<double>(steps);
+      if (least > 0) cycle.final_div_factor = 1 / (cycle.div_factor * least);
       schedule = std::make_unique<optim::OneCycle>(optimizer, cycle);
     } else if (warmup > 0) {
       const double start = 1.0 / static_cast<double>(warmup + 1);
@@ -359,21 +368,47 @@ struct Trainer::Impl {
 
   void apply() {
     at::NoGradGuard no_grad;
+    if (admitted()) update();
+    for (auto& parameter : parameters) parameter.mutable_grad().reset();
+    micro = 0;
+    ++step_count;
+    if (schedule) schedule->step();
+  }
+
+  /// The gradients that there are.
+  [[nodiscard]] std::vector<at::Tensor> gradients() const {
+    std::vector<at::Tensor> found;
+    for (const auto& parameter : parameters) {
+      if (parameter.grad().defined()) found.push_back(parameter.grad());
+    }
+    return found;
+  }
+
+  /// Under a scale, what is not finite is skipped by the scaler's own rule; a tail looks itself.
+  [[nodiscard]] bool admitted() {
+    if (tail || scaler || guard.policy() == optim::NonFinite::Propagate) return true;
+    return guard.admits(gradients());
+  }
+
+  void update() {
     // The losses were divided by the whole window; an unfinished one has had a share of it.
     const double share = static_cast<double>(micro) / static_cast<double>(accumulate);
-    const bool tail_divides = tail && clip_norm <= 0;
-    std::vector<at::Tensor> gradients;
-    if ((share != 1 && !tail_divides) || clip_norm > 0) {
-      for (const auto& parameter : parameters) {
-        if (parameter.grad().defined()) gradients.push_back(parameter.grad());
-      }
-    }
+    const bool clips = clip_norm > 0 || clip_value > 0;
+    const bool tail_divides = tail && !clips;
+    std::vector<at::Tensor> found;
+    if ((share != 1 && !tail_divides) || clips) found = gradients();
     if (share != 1 && tail_divides) tail->set_grad_divisor(share);
-    if (share != 1 && !tail_divides && !gradients.empty()) at::_foreach_mul_(gradients, 1 / share);
-    if (clip_norm > 0 && !gradients.empty()) {
+    if (share != 1 && !tail_divides && !found.empty()) at::_foreach_mul_(found, 1 / share);
+    if (clips && !found.empty()) {
       if (scaler) scaler->unscale_(optimizer);
-      const auto norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients)));
-      at::_foreach_mul_(gradients, (clip_norm / (norm + 1e-6)).clamp_max(1.0));
+      if (clip_value > 0) {
+        at::_foreach_clamp_min_(found, -clip_value);
+        at::_foreach_clamp_max_(found, clip_value);
+      }
+      if (clip_norm > 0) {
+        const auto norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(found)));
+        at::_foreach_mul_(found, (clip_norm / (norm + 1e-6)).clamp_max(1.0));
+      }
     }
     if (scaler) {
       scaler->step(optimizer);
@@ -383,10 +418,6 @@ struct Trainer::Impl {
     }
     if (share != 1 && tail_divides) tail->set_grad_divisor(1);
     if (!ema.empty()) at::_foreach_lerp_(ema, parameters, 1 - ema_decay);
-    for (auto& parameter : parameters) parameter.mutable_grad().reset();
-    micro = 0;
-    ++step_count;
-    if (schedule) schedule->step();
   }
 
   void abandon() {
@@ -394,6 +425,13 @@ struct Trainer::Impl {
     if (scaler) scaler->abandon();
     if (tail && micro != 0) tail->set_grad_divisor(1);
     micro = 0;
+  }
+
+  /// Steps left out because a gradient was not finite. Reads the device.
+  [[nodiscard]] int64_t skipped() const {
+    if (!tail) return guard.skipped();
+    const auto& skipped = tail->tail_stats().skipped;
+    return skipped.defined() ? skipped.item<int64_t>() : 0;
   }
 
   void restart_early_stopping() {
@@ -405,6 +443,7 @@ struct Trainer::Impl {
   optim::TailOptimizer* tail = nullptr;
   LossFunction loss;
   PerformanceConfig config;
+  NonFiniteGuard guard;
   std::vector<at::Tensor> parameters;
   at::Device device = at::kCPU;
   std::vector<at::Tensor> ema;
@@ -414,7 +453,7 @@ struct Trainer::Impl {
   std::vector<HostSetting> host;
   std::vector<SettingLine> lines;
   int64_t accumulate = 1, micro = 0, step_count = 0, batch_count = 0;
-  double clip_norm = 0, ema_decay = 0;
+  double clip_norm = 0, clip_value = 0, ema_decay = 0;
   at::ScalarType dtype = at::kFloat;
   bool channels_last = false, math_attention = false, measured_math = false, ready = false, stopping_loaded = false;
   std::array<double, 3> seconds{};
@@ -461,6 +500,7 @@ FitResult Trainer::run_fit(const Feed& feed, int64_t epochs, int64_t max_steps,
   const auto all_steps = [&] { return max_steps > 0 && self.step_count >= max_steps; };
   self.restart_early_stopping();
   StopSignals signals;
+  ProgressLine line(self.config.word("progress"), max_steps);
   self.model.train();
   if (all_steps()) result.stop_reason = "max_steps";
   for (int64_t epoch = 0; (epochs == 0 || epoch < epochs) && result.stop_reason.empty(); ++epoch) {
@@ -468,6 +508,7 @@ FitResult Trainer::run_fit(const Feed& feed, int64_t epochs, int64_t max_steps,
     int64_t seen = 0;
     feed([&](const Batch& batch) {
       const auto loss = step(batch).to(at::kFloat);
+      line.show(epoch, self.step_count, loss);
       total = total.defined() ? total + loss : loss;
       ++seen;
       if (const char* name = StopSignals::received()) result.stop_reason = name;
@@ -618,7 +659,9 @@ std::string Trainer::report() const {
     for (size_t i = 0; i < names.size(); ++i) out << ' ' << names[i] << ' ' << self.seconds[i] / count * 1e3 << " ms";
     out << '\n';
   }
-  out << "steps " << self.step_count << ", batches " << self.batch_count << '\n';
+  out << "steps " << self.step_count << ", batches " << self.batch_count;
+  if (const auto skipped = self.skipped(); skipped > 0) out << ", skipped " << skipped;
+  out << '\n';
   return out.str();
 }
 
@@ -640,7 +683,7 @@ std::string Trainer::report_json() const {
   const double count = std::max<double>(1, static_cast<double>(self.batch_count - 1));
   out << "], \"timings\": {\"forward\": " << self.seconds[0] / count << ", \"backward\": " << self.seconds[1] / count
       << ", \"tail\": " << self.seconds[2] / count << "}, \"steps\": " << self.step_count
-      << ", \"batches\": " << self.batch_count << '}';
+      << ", \"batches\": " << self.batch_count << ", \"skipped\": " << self.skipped() << '}';
   return out.str();
 }
 

@@ -30,6 +30,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -138,6 +139,26 @@ HostSetting flush_denormals() {
       });
 }
 
+HostSetting use_deterministic_algorithms() {
+  static std::mutex mutex;
+  static int users = 0;
+  static bool before = false, before_warns = false;
+  auto& context = at::globalContext();
+  const std::lock_guard lock(mutex);
+  if (users++ == 0) {
+    before = context.deterministicAlgorithms();
+    before_warns = context.deterministicAlgorithmsWarnOnly();
+  }
+  context.setDeterministicAlgorithms(true, /*warn_only=*/false);
+  return HostSetting::applied("deterministic", "operations without a deterministic version raise.",
+                              "deterministic algorithms can be slower.", [&context] {
+                                const std::lock_guard held(mutex);
+                                const bool ours =
+                                    context.deterministicAlgorithms() && !context.deterministicAlgorithmsWarnOnly();
+                                if (--users == 0 && ours) context.setDeterministicAlgorithms(before, before_warns);
+                              });
+}
+
 #if defined(__linux__)
 
 HostSetting pin_threads() {
@@ -209,14 +230,17 @@ HostSetting size_threads(std::optional<int> threads) {
     }
   }
   const int wanted = std::min(threads.value_or(usable), usable);
+  const std::string asked =
+      threads.value_or(0) > usable ? std::to_string(*threads) + " were asked for, and " : std::string();
   if (now == wanted) {
-    return HostSetting::refused(kName, std::to_string(now) + " intra-op threads: unchanged, this process may use " +
-                                           std::to_string(usable) + " cores.");
+    return HostSetting::refused(kName, std::to_string(now) + " intra-op threads: unchanged, " + asked +
+                                           "this process may use " + std::to_string(usable) + " cores.");
   }
   at::set_num_threads(wanted);
   return HostSetting::applied(kName,
                               std::to_string(now) + " -> " + std::to_string(wanted) +
-                                  " intra-op threads: this process may use " + std::to_string(usable) + " cores.",
+                                  " intra-op threads: " + asked + "this process may use " + std::to_string(usable) +
+                                  " cores.",
                               "the order of some reductions changes with the number of threads.",
                               [now] { at::set_num_threads(now); });
 }

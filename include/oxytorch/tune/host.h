@@ -34,6 +34,10 @@ OXY_API HostSetting size_threads(std::optional<int> threads = std::nullopt);
 /// number, are free again. revert() gives each worker the mask it had.
 OXY_API HostSetting pin_threads();
 
+/// torch's deterministic algorithms: an operation without one raises. May be applied several times; the last revert()
+/// restores what was before the first, unless somebody else has changed it since.
+OXY_API HostSetting use_deterministic_algorithms();
+
 /// How many of torch's intra-op threads flush denormals now, and how many there are. For tests and reports.
 struct FlushState {
   int flushing;

@@ -19,6 +19,25 @@ def is_criterion(loss_fn: object) -> bool:
     return isinstance(loss_fn, nn.Module) or getattr(loss_fn, "__module__", "") == "torch.nn.functional"
 
 
+def scalar_loss(loss: object) -> Tensor:
+    """Return a loss that is one number in a tensor.
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor, such as a tuple of the loss and more.
+    ValueError
+        For a tensor of another number of elements.
+    """
+    if not isinstance(loss, Tensor):
+        what = f"a {type(loss).__name__}" + (f" of {len(loss)}" if isinstance(loss, tuple | list | dict) else "")
+        alone = ": return the loss alone, without the rest" if isinstance(loss, tuple | list | dict) else ""
+        raise TypeError(f"the loss is {what}, expected a scalar torch.Tensor{alone}.")
+    if loss.numel() != 1:
+        raise ValueError(f"the loss has shape {tuple(loss.shape)}, expected a scalar: reduce it, as .mean() does.")
+    return loss
+
+
 def call(model: nn.Module, example: Any) -> Any:
     """Return the outputs for an example: a dict is keywords, a list or tuple are positions, else one argument."""
     if isinstance(example, dict):
@@ -31,15 +50,15 @@ def outputs_and_loss(model: nn.Module, example: Any, loss_fn: Loss | None) -> tu
 
     Raises
     ------
-    TypeError
-        Where a criterion meets an example that is no (inputs, targets).
+    TypeError, ValueError
+        Where a criterion meets an example that is no (inputs, targets), or the loss is no scalar tensor.
     """
     if loss_fn is None:
         outputs = call(model, example)
         floats = [t for t in tensors_in(outputs) if t.is_floating_point() and t.requires_grad]
         return outputs, sum((t.float().square().mean() for t in floats), torch.zeros(())) if floats else None
     if not is_criterion(loss_fn):
-        loss = loss_fn(model, example)
+        loss = scalar_loss(loss_fn(model, example))
         return loss, loss
     if not isinstance(example, tuple | list) or len(example) != 2:
         raise TypeError(
@@ -47,7 +66,7 @@ def outputs_and_loss(model: nn.Module, example: Any, loss_fn: Loss | None) -> tu
             "Pass loss_fn(model, batch) for another shape."
         )
     outputs = call(model, example[0])
-    return outputs, loss_fn(outputs, example[1])
+    return outputs, scalar_loss(loss_fn(outputs, example[1]))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

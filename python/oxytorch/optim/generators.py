@@ -57,3 +57,12 @@ def set_rng_state(state: dict[str, Any]) -> None:
         import numpy as np  # noqa: PLC0415  (only where the caller used it)
 
         np.random.set_state(state["numpy"])
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch on every device, of Python, and of numpy where it is in use."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)  # it takes no more bits

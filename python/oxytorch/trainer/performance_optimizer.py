@@ -9,27 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._C.base import setting_refusal
 from ..accelerator import GPUConfig
 from ..config import PerformanceConfig
-from ..model.escrow import call
+from ..model.escrow import call, scalar_loss
+from ..optim.generators import seed_generators
 from ..tune.accelerate import accelerate
 from ..tune.plan import MAKERS, Plan
+from .settings import check_arguments
 from .trainer import Trainer
 
 __all__ = ["PerformanceOptimizer", "planned_trainer"]
 
-# What a plan has decided, and its trainer leaves alone.
-_DECIDED: dict[str, Any] = {
-    "precision": "fp32",
-    "channels_last": "off",
-    "threads": "keep",
-    "flush_denormals": "off",
-    "allocator": "system",
-    "step_tail": "off",
-    "optimizer_state": "auto",
-    "attention": "default",
-    "compile": "off",
-}
+# What a plan has decided or done, and its trainer leaves alone: level basic decides nothing.
+_DECIDED = (
+    *("precision", "channels_last", "threads", "flush_denormals", "allocator", "allocator_retain_limit", "step_tail"),
+    *("optimizer_state", "attention", "compile", "deterministic", "seed", "steps_planned", "tune_seconds"),
+)
 
 
 class PerformanceOptimizer:
@@ -95,20 +91,43 @@ class PerformanceOptimizer:
         -------
         Plan
             The type that `oxytorch.accelerate` returns.
+
+        Raises
+        ------
+        ValueError, NotImplementedError
+            Before anything ran, for a setting that neither the search nor the trainer can honour.
         """
+        own_step = options.get("step") is not None
+        whole_steps = own_step or options.get("loop") == "plan"
+        settings = PerformanceConfig.of(self.config)
+        if options.get("level") is not None:
+            settings.set("level", options.pop("level"))
+        settings.check("plan_step" if whole_steps else "performance_optimizer")
+        made: dict[str, Any] = {"scheduler": scheduler, "checkpointer": checkpointer, "callbacks": [*callbacks]}
+        check_arguments(settings, optimizer, monitor=self.monitor, **made)
         if self.gpu is not None:
             self.gpu.apply()
         try:
+            if isinstance(settings.seed, int):
+                seed_generators(settings.seed)  # the search puts generators back to here
             held = [*state, scheduler] if scheduler is not None else [*state]
-            own_step = options.get("step") is not None
             loss = loss_fn if loss_fn is not None or own_step else own_loss
-            plan = accelerate(model, optimizer, loss, data, config=self.config, state=held, **options)
-            plan._gpu = self.gpu
-            plan._monitor = self.monitor
-            plan._trainer = planned_trainer(plan, scheduler=scheduler, checkpointer=checkpointer, callbacks=callbacks)
+            search = settings.copy()
+            for key, _ in settings:
+                if setting_refusal(key, "accelerate"):
+                    search.reset(key)  # the trainer's
+            plan = accelerate(model, optimizer, loss, data, config=search, state=held, **options)
         except BaseException:
             if self.gpu is not None:
                 self.gpu.revert()
+            raise
+        plan.settings = settings
+        plan._gpu = self.gpu
+        plan._monitor = self.monitor
+        try:
+            plan._trainer = planned_trainer(plan, **made)
+        except BaseException:
+            plan.revert()
             raise
         return plan
 
@@ -123,21 +142,22 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """
     outputs = call(model, batch)
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    if loss is None or (loss is outputs and not (isinstance(loss, torch.Tensor) and loss.numel() == 1)):
         raise TypeError(
             f"the model returns a {type(outputs).__name__} without a loss. Pass loss_fn: a criterion, "
             "or a function of (model, batch)."
         )
-    return loss
+    return scalar_loss(loss)
 
 
 def planned_trainer(plan: Plan, **keywords: Any) -> Trainer:
     """Return a trainer on a plan's objects that leaves alone what the plan has decided."""
     settings = plan.settings.copy()
     settings.set("level", "basic")
+    for key in _DECIDED:
+        settings.reset(key)
     run = plan._run
     kind = _PlanTrainer if run.owns_loop or run.own_step is not None else Trainer
-    overrides = {**_DECIDED, "clip_norm": run.clip_norm or 0}
     trainer = kind(
         plan.model,
         plan.optimizer,
@@ -146,7 +166,8 @@ def planned_trainer(plan: Plan, **keywords: Any) -> Trainer:
         monitor=plan.monitor,
         calibrate=False,
         **keywords,
-        **overrides,
+        allocator="system",
+        clip_norm=0 if kind is _PlanTrainer else run.clip_norm or 0,
     )
     if isinstance(trainer, _PlanTrainer):
         trainer.plan = plan
@@ -156,6 +177,7 @@ def planned_trainer(plan: Plan, **keywords: Any) -> Trainer:
 class _PlanTrainer(Trainer):
     """Steps through the plan, whose strategies may have changed the loop itself."""
 
+    _user = "plan_step"
     plan: Plan
 
     def _take(self, batch: Any) -> torch.Tensor:

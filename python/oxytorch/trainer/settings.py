@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import _C
 from ..config import PerformanceConfig
+from .fit import Callback
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,21 @@ class Settings:
 
 
 def resolve(
-    config: PerformanceConfig | Mapping[str, Any] | str | os.PathLike[str], overrides: Mapping[str, Any]
-) -> Settings:
-    """Make settings from what ``PerformanceConfig.of`` takes, with overrides on top.
+    config: PerformanceConfig | Mapping[str, Any] | str | os.PathLike[str], overrides: Mapping[str, Any], user: str
+) -> tuple[PerformanceConfig, Settings]:
+    """Make settings from what ``PerformanceConfig.of`` takes, with overrides on top; and the configuration.
 
     Raises
     ------
     TypeError, ValueError
         As ``PerformanceConfig`` does, for a key or value that does not exist.
+    NotImplementedError, ValueError
+        As ``PerformanceConfig.check``, for a setting that would be dropped.
     """
-    c = PerformanceConfig.of(config, **overrides).to_dict()
-    return Settings(
+    chosen = PerformanceConfig.of(config, **overrides)
+    chosen.check(user)
+    c = chosen.to_dict()
+    return chosen, Settings(
         level=c["level"],
         precision=c["precision"],
         channels_last=c["channels_last"],
@@ -85,3 +91,50 @@ def resolve(
         seed=None if c["seed"] == "auto" else c["seed"],
         deterministic=c["deterministic"],
     )
+
+
+def check_arguments(
+    config: PerformanceConfig,
+    optimizer: Any,
+    *,
+    scheduler: Any = None,
+    monitor: Any = None,
+    checkpointer: Any = None,
+    callbacks: Sequence[Any] = (),
+) -> None:
+    """Refuse what a trainer could not use, and settings that contradict the scheduler or the optimizer.
+
+    Raises
+    ------
+    TypeError
+        For a monitor, checkpointer or callback of a wrong kind.
+    ValueError
+        For a schedule beside a scheduler, or an option that an optimizer of ``oxytorch.optim`` was made with otherwise.
+    NotImplementedError
+        For clipping that comes too late for an optimizer that works in backward.
+    """
+    if monitor is not None and not hasattr(monitor, "phase"):
+        raise TypeError(
+            f"monitor is {monitor!r}, expected an oxytorch.monitor.PerformanceMonitor or None: the trainer makes none."
+        )
+    if checkpointer is not None and not (hasattr(checkpointer, "save") or callable(checkpointer)):
+        raise TypeError(f"checkpointer is a {type(checkpointer).__name__}, expected one with save(), or a callable.")
+    for callback in callbacks:
+        if not isinstance(callback, Callback) and not callable(callback):
+            raise TypeError(f"a callback is a {type(callback).__name__}, expected a Callback or a callable.")
+    if scheduler is not None and config.schedule != "none":
+        raise ValueError(
+            f"schedule = {config.schedule!r} and a scheduler were given, and one alone can set the learning rate. "
+            "Leave out one of them."
+        )
+    own = getattr(optimizer, "_tail_options", None)
+    if own is not None:
+        _C.base.check_own_tail(
+            config._native,
+            clip_norm=own["clip_norm"] or 0.0,
+            clip_value=own["clip_value"] or 0.0,
+            ema_decay=own["ema_decay"] or 0.0,
+            nonfinite=own["nonfinite"],
+            norm_in_backward=bool(own["norm_in_backward"]),
+            step_in_backward=bool(own["step_in_backward"]),
+        )

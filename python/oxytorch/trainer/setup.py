@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +10,7 @@ from .. import _C
 from .. import optim as ox_optim
 from ..amp import GradScaler, hardware_support, recommend_dtype
 from ..base import parse_size, system_info
+from ..optim.generators import seed_generators
 from ..report import SettingLine
 from ..tune.strategies.observe import Operators
 from .calibrate import Bench, ChannelsLast, Escrow, Trial
@@ -35,8 +35,11 @@ class Preparation:
         self._layout: ChannelsLast | None = None
         self._decided: dict[str, Any] = {"precision": "fp32", "channels_last": False, "attention": "default"}
         self.original = optimizer
-        self.separate_clip: float | None = None
+        #: What the trainer clips by itself, as the optimizer does not.
+        self.separate_clip = self._s.clip_norm
+        self.separate_clip_value = self._s.clip_value
         self.tail_ema = False
+        self._leave_to_the_tail(getattr(optimizer, "_tail_options", None))
         self._device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
         self._seed()
         self._allocator_pending = self._s.allocator != "system"
@@ -44,15 +47,23 @@ class Preparation:
             self._apply_allocator()
         self._host_threads()
         self.optimizer = self._replace(optimizer)
+        self.guard = self._nonfinite()
 
     # -- at once -------------------------------------------------------------------------------------------------
 
     def _seed(self) -> None:
         if self._s.seed is not None:
-            torch.manual_seed(self._s.seed)
-            random.seed(self._s.seed)
+            seed_generators(self._s.seed)
         if self._s.deterministic:
-            torch.use_deterministic_algorithms(True)
+            self._host_line(_C.trainer.use_deterministic_algorithms())
+
+    def _leave_to_the_tail(self, own: dict[str, Any] | None) -> None:
+        """Leave to an optimizer of oxytorch.optim what it was made to do itself."""
+        if own is None:
+            return
+        self.separate_clip = self._s.clip_norm if own["clip_norm"] is None else None
+        self.separate_clip_value = self._s.clip_value if own["clip_value"] is None else None
+        self.tail_ema = own["ema_decay"] is not None
 
     def _host_line(self, setting: Any, gain: float | None = None) -> None:
         self._host.append(setting)
@@ -102,17 +113,8 @@ class Preparation:
     def _replace_or_keep(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         s = self._s
         if hasattr(optimizer, "tail_stats"):
-            own = getattr(optimizer, "_tail_options", {})
-            if own.get("step_in_backward") and s.clip_norm is not None:
-                raise NotImplementedError(
-                    f"clip_norm={s.clip_norm:g} needs all gradients at once, and the optimizer has step_in_backward: "
-                    "it has updated the parameters before the last gradient is there. Leave out one of them."
-                )
             self.lines.append(SettingLine("step_tail", "on", "the optimizer is one of oxytorch.optim already."))
-            self.separate_clip = s.clip_norm if own.get("clip_norm") is None else None
-            self.tail_ema = own.get("ema_decay") is not None
             return optimizer
-        self.separate_clip = s.clip_norm
         if s.step_tail == "off":
             self.lines.append(SettingLine("step_tail", "off", f"{type(optimizer).__name__} steps as torch does."))
             return optimizer
@@ -136,7 +138,6 @@ class Preparation:
                 "on",
                 f"torch's {type(optimizer).__name__} was replaced by that of oxytorch.optim: clip, update and EMA "
                 "are one native call. Groups and state stay shared with the old object.",
-                f"a step whose gradients are not finite: {s.nonfinite}.",
             )
         )
         if s.optimizer_state is not None:
@@ -149,6 +150,22 @@ class Preparation:
                 )
             )
         return replacement
+
+    def _nonfinite(self) -> Any:
+        """Return what looks at the gradients where the optimizer does not; None where nothing does."""
+        optimizer: Any = self.optimizer
+        policy = self._s.nonfinite
+        if hasattr(optimizer, "tail_stats"):
+            policy = optimizer._tail_options["nonfinite"]
+            reason = f"{policy}: the optimizer itself looks at the gradients."
+            self.lines.append(SettingLine("nonfinite", "off" if policy == "propagate" else "on", reason))
+            return None
+        if policy == "propagate":
+            self.lines.append(SettingLine("nonfinite", "off", "a gradient that is not finite is stepped with."))
+            return None
+        reason = f"{policy}: the gradients are looked at before {type(optimizer).__name__} steps."
+        self.lines.append(SettingLine("nonfinite", "on", reason, "their norms, and one host read a step."))
+        return _C.trainer.NonFiniteGuard(policy)
 
     @staticmethod
     def _share(old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
@@ -360,9 +377,8 @@ class Preparation:
     # -- later ---------------------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Tell schedulers of the replaced optimizer that it has stepped; they warn otherwise."""
-        if self.original is not self.optimizer:
-            self.original._opt_called = True  # type: ignore[attr-defined]
+        """Tell schedulers that the optimizer has stepped: of one that was replaced or left a step out they warn."""
+        self.original._opt_called = True  # type: ignore[attr-defined]
 
     def after_load(self) -> None:
         """Share groups and state again: loading makes new ones."""

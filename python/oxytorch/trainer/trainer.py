@@ -15,12 +15,12 @@ from torch import nn
 from .. import _C
 from ..amp import GradScaler
 from ..config import PerformanceConfig
-from ..model.escrow import is_criterion
+from ..model.escrow import is_criterion, scalar_loss
 from ..optim.generators import rng_state, set_rng_state
 from ..report import Report, SettingLine
 from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult, run_fit
-from .settings import Settings, resolve
+from .settings import Settings, check_arguments, resolve
 from .setup import Preparation
 
 __all__ = ["Trainer"]
@@ -28,6 +28,7 @@ __all__ = ["Trainer"]
 LossFunction = Callable[..., torch.Tensor]
 _NO_PHASE: AbstractContextManager[None] = nullcontext()
 _FORMAT = 1
+_DIV_FACTOR = 25.0  # of a cycle: its peak over its first rate, as in torch
 
 
 def _no_phase(_name: str) -> AbstractContextManager[Any]:
@@ -98,10 +99,15 @@ class Trainer:
     Raises
     ------
     TypeError
-        For a model, optimizer or loss of a wrong kind.
+        For a model, optimizer, loss, monitor, checkpointer or callback of a wrong kind.
     ValueError
-        For a configuration key or value that does not exist, or an optimizer without parameters of the model.
+        For a configuration key or value that does not exist, for settings that contradict each other or the options of
+        an optimizer of ``oxytorch.optim``, or an optimizer without parameters of the model.
+    NotImplementedError
+        For a setting that a trainer cannot honour. None is dropped without a word.
     """
+
+    _user = "trainer"
 
     def __init__(
         self,
@@ -123,12 +129,17 @@ class Trainer:
             raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, expected a callable, a criterion or None.")
-        self.settings: Settings = resolve(config, overrides)
+        self.settings: Settings
+        self.config, self.settings = resolve(config, overrides, self._user)
+        self.callbacks = list(callbacks)
+        check_arguments(
+            self.config, optimizer, scheduler=scheduler, monitor=monitor, checkpointer=checkpointer,
+            callbacks=self.callbacks,
+        )  # fmt: skip
         self.model = model
         self.calibrate = calibrate
         self.monitor = monitor
         self.checkpointer = checkpointer
-        self.callbacks = list(callbacks)
         self.loss_fn = loss_fn
         self._module: Callable[..., Any] = model
         if self.settings.compile != "off":
@@ -153,12 +164,22 @@ class Trainer:
         self._stopping_loaded = False
 
         self._preparation = Preparation(self, optimizer)
+        try:
+            self._assemble(scheduler)
+        except BaseException:
+            self._preparation.revert_host()
+            raise
+
+    def _assemble(self, scheduler: Any) -> None:
+        """Take what was prepared into use."""
         self.optimizer: torch.optim.Optimizer = self._preparation.optimizer
         self.has_tail: bool = hasattr(self.optimizer, "tail_stats")
         self._open_window: Callable[[], AbstractContextManager[None]] | None = getattr(
             self.optimizer, "accumulate", None
         )
-        self._clips_separately = self._preparation.separate_clip is not None or self.settings.clip_value is not None
+        self._clips_separately = any(
+            limit is not None for limit in (self._preparation.separate_clip, self._preparation.separate_clip_value)
+        )
         self._params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._watch()
         self.scaler: GradScaler | None = None
@@ -209,8 +230,7 @@ class Trainer:
         try:
             with self._phase("forward"), self._scope:
                 loss = self.compute_loss(batch)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                self._refuse_loss(loss)
+            scalar_loss(loss)
             forward = clock()
             # An optimizer that works in backward must not take a sum that is not complete.
             window = self._open_window if self._micro + 1 < self._accumulate else None
@@ -260,6 +280,11 @@ class Trainer:
     def compute_loss(self, batch: Any) -> torch.Tensor:
         """Return the loss of a batch, or of a closure, under the settings in force outside (no autocast here)."""
         if callable(batch) and not isinstance(batch, torch.Tensor):
+            if self._module is not self.model:
+                raise NotImplementedError(
+                    f"compile = {self.settings.compile!r} compiles the model that loss_fn is given, and a closure "
+                    "calls the model itself. Give loss_fn, or call model.compile() and leave compile at 'off'."
+                )
             result: torch.Tensor = batch()
             return result
         if self.loss_fn is None:
@@ -276,6 +301,24 @@ class Trainer:
         return self.loss_fn(self._module(batch[0]), batch[1])
 
     def _apply(self, count: int) -> None:
+        """Step with `count` batches, and begin a new window; gradients that are not admitted are left out."""
+        if self._admitted():
+            self._update(count)
+        for p in self._params:
+            p.grad = None
+        self._micro = 0
+        self.global_step += 1
+        self._preparation.after_step()
+        if self._step_scheduler is not None:
+            self._step_scheduler.step()
+
+    def _admitted(self) -> bool:
+        guard = self._preparation.guard
+        if guard is None or self.scaler is not None:  # under a scale what is not finite is skipped by its own rule
+            return True
+        return bool(guard.admits([p.grad for p in self._params if p.grad is not None]))
+
+    def _update(self, count: int) -> None:
         optimizer: Any = self.optimizer
         # The losses were divided by the whole window; an unfinished one has had a share of it.
         share = count / self._accumulate
@@ -289,8 +332,8 @@ class Trainer:
             if self._clips_separately:
                 if self.scaler is not None:
                     self.scaler.unscale_(optimizer)
-                if self.settings.clip_value is not None:
-                    nn.utils.clip_grad_value_(self._params, self.settings.clip_value)
+                if self._preparation.separate_clip_value is not None:
+                    nn.utils.clip_grad_value_(self._params, self._preparation.separate_clip_value)
                 if self._preparation.separate_clip is not None:
                     nn.utils.clip_grad_norm_(self._params, self._preparation.separate_clip)
             if self.scaler is not None:
@@ -304,13 +347,6 @@ class Trainer:
         if self._ema is not None and self.settings.ema_decay is not None:
             with torch.no_grad():
                 torch._foreach_lerp_(self._ema, self._params, 1 - self.settings.ema_decay)
-        for p in self._params:
-            p.grad = None
-        self._micro = 0
-        self.global_step += 1
-        self._preparation.after_step()
-        if self._step_scheduler is not None:
-            self._step_scheduler.step()
 
     def _abandon(self) -> None:
         """Leave no trace of a failed window: its gradients are dropped."""
@@ -319,11 +355,6 @@ class Trainer:
         self._micro = 0
         if self.scaler is not None:
             self.scaler.abandon()
-
-    def _refuse_loss(self, loss: object) -> None:
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"the loss is a {type(loss).__name__}, expected a scalar torch.Tensor.")
-        raise ValueError(f"the loss has shape {tuple(loss.shape)}, expected a scalar: reduce it, as .mean() does.")
 
     def _watch(self) -> None:
         mine = {id(p) for p in self._params}
@@ -439,7 +470,7 @@ class Trainer:
             with torch.no_grad():
                 for batch in loader:
                     with self._scope:
-                        loss = self.compute_loss(batch).detach().float()
+                        loss = scalar_loss(self.compute_loss(batch)).detach().float()
                     total = loss if total is None else total + loss
                     count += 1
         finally:
@@ -540,18 +571,20 @@ class Trainer:
 
     def _make_schedule(self) -> Any:
         s = self.settings
-        if s.schedule in (None, "none", "constant"):
+        if s.schedule is None:
             return None
-        if s.max_steps is None:
-            raise ValueError(f"schedule '{s.schedule}' needs max_steps, the number of optimizer steps of the run.")
+        assert s.max_steps is not None  # else the settings were refused
         schedules = torch.optim.lr_scheduler
         if s.schedule == "one_cycle":
+            shape: dict[str, float] = {}  # torch's own where nothing was asked for
+            if s.warmup_steps:
+                shape["pct_start"] = s.warmup_steps / s.max_steps
+            if s.min_lr_ratio:
+                shape["final_div_factor"] = 1 / (_DIV_FACTOR * s.min_lr_ratio)
             peak = [group["lr"] for group in self.optimizer.param_groups]
-            return schedules.OneCycleLR(self.optimizer, max_lr=peak, total_steps=s.max_steps)
-        if s.schedule != "cosine":
-            raise ValueError(f"schedule is '{s.schedule}', expected 'cosine', 'one_cycle' or 'none'.")
-        if s.warmup_steps >= s.max_steps:
-            raise ValueError(f"warmup_steps is {s.warmup_steps} and max_steps {s.max_steps}. Warm up for fewer steps.")
+            return schedules.OneCycleLR(
+                self.optimizer, max_lr=peak, total_steps=s.max_steps, div_factor=_DIV_FACTOR, **shape
+            )
         floor = s.min_lr_ratio * max(group["lr"] for group in self.optimizer.param_groups)
         if not s.warmup_steps:
             return schedules.CosineAnnealingLR(self.optimizer, T_max=s.max_steps, eta_min=floor)
@@ -580,11 +613,20 @@ class Trainer:
         if self._faults is not None and self.batches > self._faults[1]:
             faults = int(_C.trainer.page_faults()) - self._faults[0]
             counters["page_faults_per_batch"] = round(faults / (self.batches - self._faults[1]), 1)
+        if skipped := self._skipped():
+            counters["skipped"] = skipped
         lines: list[SettingLine] = self._preparation.lines
         return Report(self.settings.level, list(lines), timings, counters, verdict)
 
+    def _skipped(self) -> int:
+        """Steps left out because a gradient was not finite, those of an optimizer of oxytorch.optim all told."""
+        if self._preparation.guard is not None:
+            return int(self._preparation.guard.skipped)
+        optimizer: Any = self.optimizer
+        return int(optimizer.tail_stats().skipped) if self.has_tail and self.global_step else 0
+
     def close(self) -> None:
-        """Take back the settings of the process: allocator, threads, denormals."""
+        """Take back the settings of the process: allocator, threads, denormals, deterministic algorithms."""
         self._preparation.revert_host()
 
 

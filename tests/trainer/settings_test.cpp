@@ -1,0 +1,457 @@
+// Every setting of a configuration has an effect on the trainer, or is refused with a sentence.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <map>
+#include <set>
+#include <string>
+
+#include "oxytorch/config_use.h"
+#include "oxytorch/error.h"
+#include "oxytorch/optim.h"
+#include "oxytorch/trainer.h"
+#include "oxytorch/tune/host.h"
+
+namespace oxytorch {
+namespace {
+
+using testing::ContainsRegex;
+using testing::HasSubstr;
+using Settings = std::vector<std::pair<const char*, ConfigValue>>;
+
+std::string text(const char* value) { return value; }
+
+struct Example {
+  at::Tensor data, target;
+};
+
+std::vector<Example> data(int count) {
+  torch::manual_seed(3);
+  std::vector<Example> found;
+  for (int i = 0; i < count; ++i) found.push_back({torch::randn({4, 6}), torch::randint(0, 3, {4})});
+  return found;
+}
+
+/// A model, torch's own optimizer and a trainer with nothing on but what is given; SGD at a rate of 1.
+struct Training {
+  explicit Training(const Settings& given, const char* level = "basic", double lr = 1.0,
+                 std::optional<optim::SGDOptions> ours = std::nullopt)
+      : config(level) {
+    torch::manual_seed(0);
+    model = torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::ReLU(), torch::nn::Linear(8, 3));
+    config.set("precision", text("fp32"));
+    config.set("channels_last", text("off"));
+    config.set("attention", text("default"));
+    for (const auto& [key, value] : given) config.set(key, value);
+    if (ours) {
+      optimizer = std::make_unique<optim::SGD>(model->parameters(), *ours);
+    } else {
+      optimizer = std::make_unique<torch::optim::SGD>(model->parameters(), torch::optim::SGDOptions(lr));
+    }
+    trainer = std::make_unique<Trainer>(*model, *optimizer, supervised(model, torch::nn::CrossEntropyLoss()), config);
+  }
+  ~Training() {
+    if (trainer) trainer->revert_host_settings();
+  }
+  Training(const Training&) = delete;
+  Training& operator=(const Training&) = delete;
+
+  [[nodiscard]] at::Tensor flat() const {
+    std::vector<at::Tensor> parts;
+    for (const auto& p : model->parameters()) parts.push_back(p.detach().clone().flatten());
+    return at::cat(parts);
+  }
+  /// What one step adds to the weights.
+  at::Tensor moved(std::optional<Example> example = std::nullopt) {
+    const auto before = flat();
+    const auto one = example ? *example : data(1)[0];
+    trainer->step({one.data, one.target});
+    return flat() - before;
+  }
+  std::vector<double> rates(int count) {
+    std::vector<double> found;
+    for (const auto& one : data(count)) {
+      found.push_back(optimizer->param_groups()[0].options().get_lr());
+      trainer->step({one.data, one.target});
+    }
+    return found;
+  }
+  [[nodiscard]] std::string line(const std::string& name) const {
+    for (const auto& line : trainer->settings()) {
+      if (line.name == name) return line.state + ": " + line.reason;
+    }
+    return "";
+  }
+
+  PerformanceConfig config;
+  torch::nn::Sequential model{nullptr};
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::unique_ptr<Trainer> trainer;
+};
+
+Example poisoned() {
+  auto one = data(1)[0];
+  one.data.fill_(std::numeric_limits<float>::quiet_NaN());
+  return one;
+}
+
+at::ScalarType output_dtype(const char* precision) {
+  Training setup({{"precision", text(precision)}});
+  auto seen = at::ScalarType::Undefined;
+  Trainer trainer(*setup.model, *setup.optimizer,
+                  [&](const Batch& batch) {
+                    const auto out = setup.model->forward(batch.input);
+                    seen = out.scalar_type();
+                    return torch::nn::functional::cross_entropy(out.to(at::kFloat), batch.target);
+                  },
+                  setup.config);
+  const auto one = data(1)[0];
+  trainer.step({one.data, one.target});
+  return seen;
+}
+
+int64_t epochs_until_stop(const std::vector<double>& metrics, Settings given) {
+  given.emplace_back("early_stopping_patience", int64_t{1});
+  Training setup(given, "basic", 0.1);
+  auto loader = data(2);
+  size_t seen = 0;
+  return static_cast<int64_t>(
+      setup.trainer->fit(loader, static_cast<int64_t>(metrics.size()), 0, [&] { return metrics.at(seen++); })
+          .losses.size());
+}
+
+std::string progress_of(const char* setting) {
+  Training setup({{"progress", text(setting)}});
+  auto loader = data(2);
+  testing::internal::CaptureStderr();
+  setup.trainer->fit(loader, 1);
+  return testing::internal::GetCapturedStderr();
+}
+
+// A setting: what shows that it was honoured.
+const std::map<std::string, std::function<void()>>& effects() {
+  static const std::map<std::string, std::function<void()>> table{
+      {"level",
+       [] {
+         EXPECT_THAT(Training({}).line("step_tail"), HasSubstr("off"));
+         EXPECT_THAT(Training({}, "advanced").line("step_tail"), HasSubstr("refused"));
+       }},
+      {"precision",
+       [] {
+         EXPECT_EQ(output_dtype("bf16"), at::kBFloat16);
+         EXPECT_EQ(output_dtype("fp32"), at::kFloat);
+       }},
+      {"channels_last",
+       [] {
+         torch::manual_seed(0);
+         torch::nn::Sequential model(torch::nn::Conv2d(3, 4, 3), torch::nn::AdaptiveAvgPool2d(1),
+                                     torch::nn::Flatten(), torch::nn::Linear(4, 3));
+         torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+         PerformanceConfig config("basic");
+         config.set("channels_last", text("on"));
+         Trainer trainer(*model, optimizer, supervised(model, torch::nn::CrossEntropyLoss()), config);
+         trainer.step({torch::randn({2, 3, 6, 6}), torch::zeros({2}, at::kLong)});
+         EXPECT_TRUE(model->parameters()[0].is_contiguous(at::MemoryFormat::ChannelsLast));
+         trainer.revert_host_settings();
+       }},
+      {"threads",
+       [] {
+         const int before = at::get_num_threads();
+         at::set_num_threads(2);
+         {
+           Training setup({{"threads", int64_t{1}}});
+           EXPECT_EQ(at::get_num_threads(), 1);
+         }
+         EXPECT_EQ(at::get_num_threads(), 2);
+         at::set_num_threads(before);
+       }},
+      {"flush_denormals",
+       [] {
+         {
+           Training setup({{"flush_denormals", text("on")}});
+           EXPECT_EQ(flush_state().flushing, flush_state().threads);
+         }
+         EXPECT_EQ(flush_state().flushing, 0);
+       }},
+      {"allocator",
+       [] {
+         EXPECT_THAT(Training({{"allocator", text("system")}}).line("allocator"), HasSubstr("off"));
+         EXPECT_THAT(Training({{"allocator", text("retain")}}).line("allocator"), Not(HasSubstr("off: ")));
+       }},
+      {"allocator_retain_limit",
+       [] {
+         Training setup({{"allocator_retain_limit", text("64MiB")}});
+         std::string costs;
+         for (const auto& line : setup.trainer->settings()) costs += line.name == "allocator" ? line.cost : "";
+         // Where the environment decides, nothing is applied and the line says so.
+         EXPECT_TRUE(costs.find("64") != std::string::npos || costs.empty()) << costs;
+       }},
+      {"step_tail",
+       [] {
+         EXPECT_THAT(Training({{"step_tail", text("on")}}).line("step_tail"), HasSubstr("oxytorch::optim::replace()"));
+         EXPECT_THAT(Training({{"step_tail", text("off")}}, "advanced").line("step_tail"), HasSubstr("off"));
+       }},
+      {"optimizer_state",
+       [] {
+         EXPECT_THAT(Training({{"optimizer_state", text("int8")}}).line("optimizer_state"), HasSubstr("state_dtype(...)"));
+       }},
+      {"attention",
+       [] {
+         bool flash = true;
+         Training setup({{"attention", text("math")}});
+         Trainer trainer(*setup.model, *setup.optimizer,
+                         [&](const Batch& batch) {
+                           flash = at::globalContext().userEnabledFlashSDP();
+                           return setup.model->forward(batch.input).square().mean();
+                         },
+                         setup.config);
+         trainer.step({data(1)[0].data, {}});
+         EXPECT_FALSE(flash);
+       }},
+      {"accumulation_steps",
+       [] {
+         EXPECT_EQ(Training({{"accumulation_steps", int64_t{2}}}).moved().abs().sum().item<double>(), 0);
+         EXPECT_GT(Training({}).moved().abs().sum().item<double>(), 0);
+       }},
+      {"clip_norm",
+       [] { EXPECT_NEAR(Training({{"clip_norm", 0.01}}).moved().norm().item<double>(), 0.01, 1e-5); }},
+      {"clip_value",
+       [] {
+         EXPECT_NEAR(Training({{"clip_value", 0.001}}).moved().abs().max().item<double>(), 0.001, 1e-6);
+         Training ours({{"clip_value", 0.001}}, "basic", 1.0, optim::SGDOptions(1.0));
+         EXPECT_NEAR(ours.moved().abs().max().item<double>(), 0.001, 1e-6);
+       }},
+      {"ema_decay",
+       [] {
+         Training setup({{"ema_decay", 0.5}});
+         const auto start = setup.flat();
+         setup.moved();
+         const auto end = setup.flat();
+         const auto guard = setup.trainer->ema_weights();
+         EXPECT_TRUE(at::allclose(setup.flat(), (start + end) / 2, 1e-5, 1e-6));
+       }},
+      {"nonfinite",
+       [] {
+         Training skips({{"nonfinite", text("skip")}});
+         EXPECT_EQ(skips.moved(poisoned()).abs().sum().item<double>(), 0);
+         EXPECT_EQ(skips.trainer->global_step(), 1);
+         EXPECT_THAT(skips.trainer->report(), HasSubstr("skipped 1"));
+         EXPECT_TRUE(Training({{"nonfinite", text("propagate")}}).moved(poisoned()).isnan().all().item<bool>());
+         Training raises({{"nonfinite", text("raise")}});
+         const auto before = raises.flat();
+         try {
+           raises.moved(poisoned());
+           ADD_FAILURE() << "nothing was thrown";
+         } catch (const Error& error) {
+           EXPECT_THAT(error.what(), HasSubstr("inf or NaN in gradient 0 of 4"));
+         }
+         EXPECT_TRUE(at::equal(before, raises.flat()));
+         EXPECT_EQ(raises.trainer->global_step(), 0);
+       }},
+      {"grad_scaler",
+       [] {
+         for (const char* wanted : {"on", "off"}) {
+           Training setup({{"grad_scaler", text(wanted)}});
+           setup.moved();
+           EXPECT_THAT(setup.line("grad_scaler"), testing::StartsWith(wanted));
+         }
+       }},
+      {"schedule",
+       [] {
+         const auto rates = Training({{"schedule", text("cosine")}, {"max_steps", int64_t{4}}}).rates(3);
+         EXPECT_GT(rates[0], rates[2]);
+       }},
+      {"warmup_steps",
+       [] {
+         Training setup({{"schedule", text("cosine")}, {"max_steps", int64_t{7}}, {"warmup_steps", int64_t{2}}});
+         EXPECT_NEAR(setup.rates(1)[0], 1.0 / 3, 1e-12);
+       }},
+      {"min_lr_ratio",
+       [] {
+         Training setup({{"schedule", text("cosine")}, {"max_steps", int64_t{4}}, {"min_lr_ratio", 0.5}});
+         for (const double rate : setup.rates(4)) EXPECT_GE(rate, 0.5);
+         EXPECT_NEAR(setup.optimizer->param_groups()[0].options().get_lr(), 0.5, 1e-12);
+       }},
+      {"max_steps",
+       [] {
+         Training setup({{"max_steps", int64_t{3}}});
+         auto loader = data(5);
+         EXPECT_EQ(setup.trainer->fit(loader, 0).steps, 3);
+       }},
+      {"early_stopping_patience", [] { EXPECT_EQ(epochs_until_stop({1, 2, 3}, {}), 2); }},
+      {"early_stopping_min_delta",
+       [] {
+         EXPECT_EQ(epochs_until_stop({3, 2, 1}, {}), 3);
+         EXPECT_EQ(epochs_until_stop({3, 2, 1}, {{"early_stopping_min_delta", 100.0}}), 2);
+       }},
+      {"early_stopping_mode",
+       [] { EXPECT_EQ(epochs_until_stop({1, 2, 3}, {{"early_stopping_mode", text("max")}}), 3); }},
+      {"early_stopping_restore_best",
+       [] {
+         Training setup({{"early_stopping_patience", int64_t{2}}, {"early_stopping_restore_best", true}}, "basic", 0.1);
+         auto loader = data(2);
+         std::vector<at::Tensor> seen;
+         setup.trainer->fit(loader, 3, 0, [&] {
+           seen.push_back(setup.flat());
+           return static_cast<double>(seen.size());
+         });
+         EXPECT_TRUE(at::equal(setup.flat(), seen.front()));
+       }},
+      {"seed",
+       [] {
+         const auto drawn = [](int64_t seed) {
+           Training setup({{"seed", seed}});
+           return torch::rand({4});
+         };
+         EXPECT_TRUE(at::equal(drawn(5), drawn(5)));
+         EXPECT_FALSE(at::equal(drawn(5), drawn(6)));
+       }},
+      {"deterministic",
+       [] {
+         auto& context = at::globalContext();
+         EXPECT_FALSE(context.deterministicAlgorithms());
+         {
+           Training outer({{"deterministic", true}});
+           {
+             Training inner({{"deterministic", true}});
+             EXPECT_TRUE(context.deterministicAlgorithms());
+           }
+           EXPECT_TRUE(context.deterministicAlgorithms()) << "the other still wants them";
+         }
+         EXPECT_FALSE(context.deterministicAlgorithms());
+       }},
+      {"progress",
+       [] {
+         EXPECT_THAT(progress_of("on"), ContainsRegex("epoch 1  step 1  loss [0-9]"));
+         EXPECT_EQ(progress_of("off"), "");
+       }},
+  };
+  return table;
+}
+
+ConfigValue other_value(const ConfigField& field) {
+  switch (field.type) {
+    case ConfigField::Type::Flag: return !std::get<bool>(field.basic);
+    case ConfigField::Type::Size: return std::string("1GB");
+    case ConfigField::Type::Number: return 0.5;
+    case ConfigField::Type::Integer: return int64_t{7};
+    case ConfigField::Type::Choice: break;
+  }
+  return field.choices.back();
+}
+
+TEST(TrainerSettingsTest, EachHasAnEffectOrIsRefusedWithASentence) {
+  for (const auto& field : PerformanceConfig::fields()) {
+    SCOPED_TRACE(field.key);
+    const auto effect = effects().find(field.key);
+    if (effect != effects().end()) {
+      EXPECT_EQ(refusal(field.key, ConfigUser::CppTrainer), "");
+      effect->second();
+      continue;
+    }
+    try {
+      Training setup({{field.key.c_str(), other_value(field)}});
+      ADD_FAILURE() << "neither an effect nor a refusal is known here; add a row";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::NotSupported);
+      EXPECT_THAT(error.what(), HasSubstr(field.key + " = "));
+      EXPECT_THAT(error.what(), HasSubstr(refusal(field.key, ConfigUser::CppTrainer)));
+    }
+  }
+  const std::set<std::string> refused{"compile", "steps_planned", "tune_seconds", "memory_limit", "log_every", "monitor"};
+  EXPECT_EQ(effects().size() + refused.size(), PerformanceConfig::fields().size());
+}
+
+TEST(TrainerSettingsTest, OneCycleFollowsTorchsFormula) {
+  constexpr int kSteps = 20;
+  for (const auto& [warmup, least] : std::vector<std::pair<int64_t, double>>{{0, 0}, {4, 0}, {0, 0.25}, {6, 0.1}}) {
+    Settings given{{"schedule", text("one_cycle")}, {"max_steps", int64_t{kSteps}}};
+    if (warmup > 0) given.emplace_back("warmup_steps", warmup);
+    if (least > 0) given.emplace_back("min_lr_ratio", least);
+    Training setup(given, "basic", 1.0, optim::SGDOptions(1.0).momentum(0.9));
+    const auto rates = setup.rates(kSteps - 1);
+    // torch.optim.lr_scheduler.OneCycleLR with pct_start = warmup / steps, final_div_factor = 1 / (25 * least).
+    const double start = 1.0 / 25, floor = least > 0 ? least : start / 1e4;
+    const double rise = (warmup > 0 ? static_cast<double>(warmup) / kSteps : 0.3) * kSteps - 1;
+    const auto cosine = [](double from, double to, double share) {
+      return to + (from - to) / 2 * (std::cos(M_PI * share) + 1);
+    };
+    for (int t = 0; t < kSteps - 1; ++t) {
+      const double wanted =
+          t <= rise ? cosine(start, 1, t / rise) : cosine(1, floor, (t - rise) / (kSteps - 1 - rise));
+      EXPECT_NEAR(rates[static_cast<size_t>(t)], wanted, 1e-12) << "step " << t << ", warm-up " << warmup;
+    }
+  }
+}
+
+TEST(TrainerSettingsTest, WhatTheOptimizerWasToldOtherwiseIsRefused) {
+  const auto told = [](const Settings& given, const optim::SGDOptions& ours) -> std::string {
+    try {
+      Training setup(given, "basic", 1.0, ours);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_THAT(told({{"clip_norm", 0.5}}, optim::SGDOptions(1.0).clip_norm(1.0)), HasSubstr("clip_norm = 0.5 was given"));
+  EXPECT_THAT(told({{"clip_value", 0.5}}, optim::SGDOptions(1.0).clip_value(1.0)), HasSubstr("clip_value"));
+  EXPECT_THAT(told({{"ema_decay", 0.5}}, optim::SGDOptions(1.0).ema_decay(0.9)), HasSubstr("ema_decay"));
+  EXPECT_THAT(told({{"nonfinite", text("raise")}}, optim::SGDOptions(1.0)), HasSubstr("nonfinite = skip"));
+  EXPECT_EQ(told({{"clip_norm", 0.5}, {"ema_decay", 0.5}}, optim::SGDOptions(1.0).clip_norm(0.5).ema_decay(0.5)), "");
+}
+
+TEST(TrainerSettingsTest, WhatBothAgreeOnIsDoneOnce) {
+  for (const bool average : {false, true}) {
+    const auto ours = [&] {
+      return average ? optim::SGDOptions(1.0).ema_decay(0.5) : optim::SGDOptions(1.0).clip_norm(0.01);
+    };
+    const Settings given{{average ? "ema_decay" : "clip_norm", average ? 0.5 : 0.01}};
+    std::vector<at::Tensor> ends;
+    for (const int both : {0, 1, 2}) {
+      Training setup(both == 2 ? Settings{} : given, "basic", 1.0, both == 0 ? optim::SGDOptions(1.0) : ours());
+      for (const auto& one : data(3)) setup.trainer->step({one.data, one.target});
+      ends.push_back(setup.flat());
+      if (average) {
+        const auto guard = setup.trainer->ema_weights();
+        ends.back() = at::cat({ends.back(), setup.flat()});
+      }
+    }
+    EXPECT_TRUE(at::allclose(ends[0], ends[1], 1e-5, 1e-7));
+    EXPECT_TRUE(at::allclose(ends[0], ends[2], 1e-5, 1e-7));
+  }
+}
+
+TEST(TrainerSettingsTest, AStepThatIsNotFiniteIsAsIfItHadNotBeen) {
+  std::vector<at::Tensor> ends;
+  for (const bool poison : {true, false}) {
+    Training setup({{"nonfinite", text("skip")}, {"ema_decay", 0.5}}, "basic", 0.1);
+    const auto batches = data(2);
+    setup.moved(batches[0]);
+    if (poison) setup.moved(poisoned());
+    setup.moved(batches[1]);
+    ends.push_back(setup.flat());
+    const auto guard = setup.trainer->ema_weights();
+    ends.back() = at::cat({ends.back(), setup.flat()});
+  }
+  EXPECT_TRUE(at::equal(ends[0], ends[1]));
+}
+
+TEST(TrainerSettingsTest, FiniteGradientsWhoseNormOverflowsAreSteppedWith) {
+  torch::manual_seed(0);
+  torch::nn::Linear model(torch::nn::LinearOptions(2, 1).bias(false));
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-30));
+  PerformanceConfig config("basic");
+  config.set("nonfinite", text("skip"));
+  Trainer trainer(*model, optimizer, [&](const Batch& batch) { return model->forward(batch.input).sum(); }, config);
+  const auto before = model->weight.detach().clone();
+  trainer.step({torch::full({1, 2}, 3e38F), {}});
+  EXPECT_GT((model->weight - before).abs().min().item<double>(), 0);
+  trainer.revert_host_settings();
+}
+
+}  // namespace
+}  // namespace oxytorch
