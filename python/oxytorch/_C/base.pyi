@@ -10,11 +10,14 @@ __all__: list[str] = [
     "PerformanceConfig",
     "active_isa",
     "bootstrap_interval",
+    "check_own_tail",
+    "check_settings",
     "cores",
     "cpu_features",
     "format_duration",
     "format_size",
     "geometric_mean_interval",
+    "is_given",
     "log",
     "log_level",
     "mean",
@@ -28,6 +31,7 @@ __all__: list[str] = [
     "quantile",
     "set_log_level",
     "set_log_sink",
+    "setting_refusal",
     "starts_interval",
     "stddev",
     "student_t_quantile",
@@ -71,6 +75,17 @@ def bootstrap_interval(
     resamples: typing.SupportsInt | typing.SupportsIndex,
     seed: typing.SupportsInt | typing.SupportsIndex,
 ) -> tuple[float, float, float, float]: ...
+def check_own_tail(
+    config: PerformanceConfig,
+    *,
+    clip_norm: typing.SupportsFloat | typing.SupportsIndex,
+    clip_value: typing.SupportsFloat | typing.SupportsIndex,
+    ema_decay: typing.SupportsFloat | typing.SupportsIndex,
+    nonfinite: str,
+    norm_in_backward: bool,
+    step_in_backward: bool,
+) -> None: ...
+def check_settings(config: PerformanceConfig, user: str) -> None: ...
 def cores(root: str = "/") -> dict[str, typing.Any]: ...
 def cpu_features() -> dict[str, typing.Any]: ...
 def format_duration(seconds: typing.SupportsFloat | typing.SupportsIndex) -> str: ...
@@ -79,6 +94,7 @@ def geometric_mean_interval(
     subjects: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]],
     confidence: typing.SupportsFloat | typing.SupportsIndex,
 ) -> tuple[float, float, float, float]: ...
+def is_given(config: PerformanceConfig, key: str) -> bool: ...
 def log(level: str, message: str) -> None: ...
 def log_level() -> str: ...
 def mean(values: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float: ...
@@ -108,6 +124,7 @@ def quantile(
 ) -> float: ...
 def set_log_level(level: str) -> None: ...
 def set_log_sink(sink: collections.abc.Callable[[str, str], None] | None) -> None: ...
+def setting_refusal(key: str, user: str) -> str: ...
 def starts_interval(
     starts: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
     confidence: typing.SupportsFloat | typing.SupportsIndex,

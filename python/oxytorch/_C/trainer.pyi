@@ -10,6 +10,7 @@ import typing
 __all__: list[str] = [
     "EarlyStopping",
     "HostSetting",
+    "NonFiniteGuard",
     "StepGraph",
     "allocator_retained_bytes",
     "allocator_trims",
@@ -21,6 +22,7 @@ __all__: list[str] = [
     "resolve_vector_math",
     "size_threads",
     "tune_allocator",
+    "use_deterministic_algorithms",
 ]
 
 class EarlyStopping:
@@ -44,6 +46,21 @@ class EarlyStopping:
     def best_evaluation(self) -> int: ...
     @property
     def improved(self) -> bool: ...
+
+class NonFiniteGuard:
+    """
+    What is done with a step whose gradients hold inf or NaN.
+    """
+    def __init__(self, policy: str) -> None: ...
+    def admits(self, gradients: collections.abc.Sequence[torch.Tensor]) -> bool:
+        """
+        Whether the step may be taken; RuntimeError under 'raise'.
+        """
+    @property
+    def skipped(self) -> int:
+        """
+        Steps that were not.
+        """
 
 class StepGraph:
     """
@@ -143,4 +160,9 @@ def size_threads(threads: typing.SupportsInt | typing.SupportsIndex | None = Non
 def tune_allocator(retain_limit: typing.SupportsInt | typing.SupportsIndex | None = None) -> HostSetting:
     """
     Makes glibc keep freed memory for the next step, up to retain_limit bytes.
+    """
+
+def use_deterministic_algorithms() -> HostSetting:
+    """
+    Turns on torch's deterministic algorithms; the last revert() restores what was before.
     """

@@ -576,7 +576,7 @@ class Trainer:
         assert s.max_steps is not None  # else the settings were refused
         schedules = torch.optim.lr_scheduler
         if s.schedule == "one_cycle":
-            shape: dict[str, float] = {}  # torch's own where nothing was asked for
+            shape: dict[str, Any] = {}  # torch's own where nothing was asked for
             if s.warmup_steps:
                 shape["pct_start"] = s.warmup_steps / s.max_steps
             if s.min_lr_ratio:

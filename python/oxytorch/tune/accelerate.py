@@ -18,13 +18,14 @@ from .._C import tune as _native
 from ..base import log
 from ..config import PerformanceConfig
 from ..model.escrow import is_criterion
+from .asked import Asked, named_by_user
 from .batches import take
 from .escrow import Escrow
 from .plan import Plan
 from .remember import key
 from .run import Run, StepFunction
 from .strategy import STRATEGIES, Strategy
-from .tuning import Tuning, named_by_user
+from .tuning import Tuning
 
 __all__ = ["accelerate"]
 
@@ -52,7 +53,7 @@ def accelerate(
     state: Iterable[Any] = (),
     remember: bool | str = True,
     budget: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     progress: bool | None = None,
 ) -> Plan:
     """Make a training step faster: try, measure, verify, keep what pays, and say so in a certificate.
@@ -77,7 +78,12 @@ def accelerate(
         Length of the run, over which what turning a strategy on costs must be repaid; 10,000 unless given.
     config : PerformanceConfig, mapping, level or file, optional
         A key set to "off" (threads: "keep", attention: "default", allocator: "system", precision: "fp32") takes that
-        strategy out; ``clip_norm``, ``seed``, ``steps_planned`` and ``tune_seconds`` are used where not given here.
+        strategy out. Another value than "auto" is put in force whatever it gains: ``threads``, ``flush_denormals``,
+        ``allocator`` and ``deterministic`` before anything is measured; ``precision``, ``channels_last``,
+        ``attention``, ``compile``, ``step_tail`` and ``optimizer_state`` by their strategies once these are verified.
+        ``allocator_retain_limit`` bounds what the allocator keeps. ``clip_norm``, ``seed``, ``progress``,
+        ``tune_seconds`` and ``steps_planned``, else ``max_steps``, are used where not given here. A key that belongs to
+        a training loop, which is yours, is refused.
     strategies : iterable of str or class, optional
         To be tried, in this order; all that are registered unless given.
     exclude : iterable of str
@@ -86,7 +92,7 @@ def accelerate(
         The loop's own step for loops of another shape: takes a batch, does zero_grad, forward, backward and
         optimizer step, returns the loss.
     clip_norm : float, optional
-        Of the step that is tried: the loop's own clipping belongs to it.
+        Of the step that is tried: the loop's own clipping belongs to it. Not beside `step`, which clips itself.
     loop : {"yours", "plan"}
         Whether steps are taken by your loop or by `plan.step(batch)`, which allows strategies that change the loop.
     state : iterable
@@ -97,8 +103,8 @@ def accelerate(
     budget : float, optional
         Seconds for all trials, compiling apart. Unless given: what 60 steps take, at least 3 s, or
         what the saving so far repays within 240 steps with what verifying it all takes; of a short run 2 %.
-    seed : int
-        Of the order of measuring and of the referee.
+    seed : int, optional
+        Of the order of measuring and of the verifier; that of `config`, else 0.
     progress : bool, optional
         A line on stderr that says what is being tried; by default where stderr is a terminal.
 
@@ -109,12 +115,24 @@ def accelerate(
     Raises
     ------
     TypeError, ValueError
-        For arguments that cannot be meant; nothing was run then.
+        For arguments that cannot be meant or contradict each other; nothing was run then.
+    NotImplementedError
+        For a setting of `config` that cannot be honoured; nothing was run then.
     Exception
         What the step as given throws, and KeyboardInterrupt, after everything is restored.
     """
     settings = _settings(config, level)
+    settings.check("accelerate")
     _check(model, optimizer, loss_fn, step, loop)
+    clip_norm = clip_norm if clip_norm is not None else settings.clip_norm or None
+    if step is not None and clip_norm is not None:
+        raise ValueError(
+            f"clip_norm = {clip_norm:g} was given beside step=, which does all of a step, so nothing would clip by it. "
+            "Clip in step, and leave clip_norm out."
+        )
+    seed = seed if seed is not None else settings.seed if isinstance(settings.seed, int) else 0
+    if progress is None and settings.progress != "auto":
+        progress = settings.progress == "on"
     params = [p for group in optimizer.param_groups for p in group["params"]]
     examples, data = take(batches, _EXAMPLES, params)
     if step is None and is_criterion(loss_fn) and not (isinstance(examples[0], tuple | list) and len(examples[0]) == 2):
@@ -122,17 +140,20 @@ def accelerate(
             f"the loss is a criterion, so a batch is (inputs, targets); this one is a {type(examples[0]).__name__}."
             " Pass loss_fn(model, batch) for another shape, and a list of batches."
         )
-    run_steps = steps_planned if steps_planned is not None else settings.steps_planned
+    length = settings.steps_planned if settings.is_given("steps_planned") else settings.max_steps
+    run_steps = steps_planned if steps_planned is not None else length or settings.steps_planned
     if run_steps < 1:
         raise ValueError(f"steps_planned is {run_steps}, expected at least 1.")
     classes = _named(strategies)
+    exclude = tuple(exclude)
+    asked = Asked(settings, classes, exclude)
     run = Run(
         model,
         optimizer,
         loss_fn,
         examples,
         step=step,
-        clip_norm=clip_norm if clip_norm is not None else settings.clip_norm or None,
+        clip_norm=clip_norm,
         data=data,
         owns_loop=loop == "plan",
         state=state,
@@ -140,6 +161,7 @@ def accelerate(
     )
     if (earlier := _PLANS.get(id(model))) is not None and earlier.model is model:
         earlier.revert()  # its strategies and its watch would run inside of the trials
+    run.asked = {**named_by_user(settings), "retain_limit": asked.retain_limit}
     store = _native.CertificateStore(remember if isinstance(remember, str) else "") if remember else None
     named = [name for name in classes if name not in set(exclude)]
     options = [
@@ -148,21 +170,27 @@ def accelerate(
         f"steps {run_steps}",
         f"settings {named_by_user(settings)}",
     ]
-    made_for = key(run, settings.level, options)
-    with _line(progress) as say, _kept_pool(), Escrow(model, optimizer, *run.state, reach=run.functions) as escrow:
-        tuning = Tuning(run, escrow, settings, made_for, run_steps, budget or settings.tune_seconds, seed, say)
-        tuning.skip(exclude)
+    with asked.applied():
+        made_for = key(run, settings.level, options)
+        with _line(progress) as say, _kept_pool(), Escrow(model, optimizer, *run.state, reach=run.functions) as escrow:
+            tuning = Tuning(run, escrow, settings, made_for, run_steps, budget or settings.tune_seconds, seed, say)
+            tuning.skip(exclude, asked)
+            try:
+                certificate = tuning.reuse(store) or tuning.measure()
+                required = tuning.required(certificate)
+            finally:
+                tuning.bench.recover()
+        plan = Plan(run, certificate, settings, store=store, seed=seed, asked=asked)
         try:
-            certificate = tuning.reuse(store) or tuning.measure()
-        finally:
-            tuning.bench.recover()
-    plan = Plan(run, certificate, settings, store=store, seed=seed)
-    try:
-        tuning.put_in_force(certificate)
-        plan.begin(keep_heap=tuning.may_tune_memory, moved=escrow.moved())
-    except BaseException:  # such as Ctrl-C: without a plan, nothing may stay active
-        plan.revert()
-        raise
+            tuning.put_in_force(certificate)
+            plan.begin(
+                keep_heap=tuning.may_tune_memory,
+                moved=escrow.moved(),
+                put_required=lambda: tuning.put_required(certificate, required),
+            )
+        except BaseException:  # such as Ctrl-C: without a plan, nothing may stay active
+            plan.revert()
+            raise
     _PLANS[id(model)] = plan
     return plan
 

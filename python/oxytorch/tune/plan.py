@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import _C
 from ..base import format_duration, format_size, log, system_info
 from ..report import Report, SettingLine, write_whole
+from .asked import Asked
 from .run import Run
 from .strategy import widest
 from .watch import Watch
@@ -53,6 +54,7 @@ class Plan:
         *,
         store: Any = None,
         seed: int = 0,
+        asked: Asked | None = None,
     ) -> None:
         self.certificate = certificate
         self.settings = settings
@@ -62,16 +64,24 @@ class Plan:
         self._trainer: Trainer | None = None
         self._monitor: PerformanceMonitor | None = None
         self._gpu: GPUConfig | None = None
+        self._asked = asked
         self._watch: Watch | None = None
         self._seed = seed
         self._may_keep_heap = False
         self._heap: Any = None
 
-    def begin(self, *, keep_heap: bool = False, moved: Sequence[str] = ()) -> None:
-        """Do what follows putting the strategies in force: keep the heap, watch the run, store the certificate.
+    def begin(
+        self,
+        *,
+        keep_heap: bool = False,
+        moved: Sequence[str] = (),
+        put_required: Callable[[], None] | None = None,
+    ) -> None:
+        """Do what follows putting the strategies in force: store the certificate, keep the heap, watch the run.
 
         None of these is worth the plan: what fails is said in the log and in the plan's events, and left out. So is
-        what was `moved`, not put back after the trials.
+        what was `moved`, not put back after the trials. `put_required` makes active what the settings ask for beside
+        what the search kept; it is not stored.
         """
         if moved:
             named = ", ".join(moved[:6]) + (f" and {len(moved) - 6} more" if len(moved) > 6 else "")
@@ -82,12 +92,14 @@ class Plan:
         self._may_keep_heap = keep_heap
         if self._store is not None and (why := self._store.try_put(self.certificate)):
             self._note(f"step 0: the plan is not stored, so the next run tunes again: {why}")
+        if put_required is not None:
+            put_required()
         self._attempt("glibc's heap is trimmed as before", self._keep_heap)
         self._attempt("the run is not watched", self._begin_watch)
 
     def _begin_watch(self) -> None:
         run = self._run
-        if any(not run.strategies[name].feeds for name in run.in_force):
+        if any(not run.strategies[name].feeds for name in run.in_force if name not in run.required):
             kind = widest(run.strategies[name].kind for name in run.in_force)
             self._watch = Watch(run, kind, self._taken_back, self._seed)
 
@@ -204,6 +216,7 @@ class Plan:
         lines.append(f"Tuning took {format_duration(made.tuning_seconds)}{_repaid(made)}.")
         if self._heap is not None:
             lines.append(f"Memory: {self._heap.reason} {_HEAP} It costs: {self._heap.cost}")
+        lines += [f"Asked for: {line.name}: {line.state}. {line.reason}" for line in self._asked_lines()]
         lines += [f"Since then: {event}." for event in made.events]
         memory = self.memory
         lines.append(f"Resident memory: {format_size(memory['now'])}, at its peak {format_size(memory['peak'])}.")
@@ -225,6 +238,7 @@ class Plan:
         ]
         if self._heap is not None:
             lines.append(SettingLine(self._heap.name, "on", f"{self._heap.reason} {_HEAP}", self._heap.cost, None))
+        lines += self._asked_lines()
         timings = {"as given": made.baseline_seconds, "step": made.tuned_seconds if self.accepted else 0.0}
         counters = {"tuning_seconds": round(made.tuning_seconds, 3), "compile_seconds": round(made.compile_seconds, 3)}
         verdict = "; ".join(made.events) or f"{self.speedup[1]:.2f} times as fast as given."
@@ -248,14 +262,20 @@ class Plan:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+        self._run.required = ()
         try:
             self._run.bring(())
         finally:
+            if self._asked is not None:
+                self._asked.revert()
             if self._heap is not None:
                 self._heap.revert()
                 self._heap = None
             if self._gpu is not None:
                 self._gpu.revert()
+
+    def _asked_lines(self) -> list[SettingLine]:
+        return [] if self._asked is None else self._asked.lines()
 
     def _keep_heap(self) -> None:
         """Without the allocator, trials may have left a heap that is trimmed more than before them."""
@@ -266,7 +286,7 @@ class Plan:
     def _taken_back(self, step: int, reason: str) -> None:
         self._watch = None
         self._keep_heap()
-        names = set(self.accepted)
+        names = set(self.accepted).difference(self._run.required)
         entries = list(self.certificate.entries)
         for entry in entries:
             if entry.strategy in names:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..model.escrow import is_criterion
+from ..model.escrow import is_criterion, scalar_loss
 from .batches import tensors
 from .call import Call
 from .strategy import STRATEGIES, Strategy
@@ -57,6 +57,10 @@ class Run:
         The user's optimizer object; `optimizer` is the one that steps now.
     given_data : iterable, optional
         What `data` was before any strategy.
+    required : tuple of str
+        Strategies that the user's settings ask for: `bring` leaves them in force.
+    asked : mapping
+        Settings that the user named, for strategies that have a choice.
     fetch_share : float
         Of a step of the loop as given, what drawing its batch from `data` takes, as measured; 0 where `data` is no
         loader or the loop is the user's.
@@ -86,6 +90,8 @@ class Run:
         self.data = data
         self.given_data = data
         self.fetch_share = 0.0
+        self.required: tuple[str, ...] = ()
+        self.asked: Mapping[str, Any] = {}
         self.owns_loop = owns_loop
         self.state = tuple(state)
         self.functions = {"step": step, "loss_fn": loss_fn}  # code that is the user's, and may reach more
@@ -105,11 +111,11 @@ class Run:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Any) -> Tensor:
-        """Return the loss of a batch under what is in force."""
+        """Return the loss of a batch under what is in force; TypeError or ValueError where it is no scalar tensor."""
         assert self.loss_fn is not None
         if self._criterion:
-            return self.loss_fn(self.model(batch[0]), batch[1])
-        return self.loss_fn(self.model, batch)
+            return scalar_loss(self.loss_fn(self.model(batch[0]), batch[1]))
+        return scalar_loss(self.loss_fn(self.model, batch))
 
     def step(self, batch: Any) -> Tensor:
         """Take one whole training step; return the detached loss."""
@@ -117,7 +123,7 @@ class Run:
 
     def _eager_step(self, batch: Any) -> Tensor:
         if self.own_step is not None:
-            return self.own_step(batch).detach()
+            return scalar_loss(self.own_step(batch)).detach()
         self.original.zero_grad()
         pieces = [batch] if self.micro_batches == 1 else split(batch, self.micro_batches)
         total: Tensor | None = None
@@ -159,7 +165,8 @@ class Run:
         Where one cannot be applied, those of this call are taken back again and its exception passes through. Where one
         cannot be taken back, the others are, nothing is applied, and its exception passes through.
         """
-        wanted = list(names)
+        named = list(names)
+        wanted = [*(name for name in self.required if name not in named), *named]
         self._withdraw([name for name in self._in_force if name not in wanted])
         added: list[str] = []
         try:

@@ -13,33 +13,14 @@ from ..base import format_duration, log
 from ..config import PerformanceConfig
 from ..optim.generators import rng_state, set_rng_state
 from . import measure
+from .asked import Asked
 from .escrow import Escrow
 from .measure import Bench, SideFailed
 from .run import Run
 from .strategy import widest
 from .verify import Ruling, Verifier
 
-__all__ = ["Tuning", "named_by_user"]
-
-# Names or groups of strategies: the key of the configuration that is theirs, and the value that takes them out.
-_KEYS: dict[str, tuple[str, str]] = {
-    "host_memory": ("allocator", "system"),
-    "host_pool": ("allocator", "system"),
-    "threads": ("threads", "keep"),
-    "affinity": ("threads", "keep"),
-    "flush_denormals": ("flush_denormals", "off"),
-    "layout": ("channels_last", "off"),
-    "attention": ("attention", "default"),
-    "precision": ("precision", "fp32"),
-    "step_tail": ("step_tail", "off"),
-    "int8_state": ("optimizer_state", "fp32"),
-    "compile": ("compile", "off"),
-}
-
-
-def named_by_user(settings: PerformanceConfig) -> dict[str, Any]:
-    """Settings that the user named, against those that come with the level."""
-    return {name: value for name, value in settings if not settings.origin(name).startswith("level ")}
+__all__ = ["Tuning"]
 
 
 class Tuning:
@@ -79,19 +60,17 @@ class Tuning:
 
     # -- what may be tried ---------------------------------------------------------------------------------------
 
-    def skip(self, excluded: Iterable[str]) -> None:
+    def skip(self, excluded: Iterable[str], asked: Asked) -> None:
         """Note what is not to be tried: by the caller's word, the configuration, the level, the loop."""
+        self._asked = asked
         names = set(self.run.strategies)
         for name in excluded:
             if name not in names:
                 raise ValueError(f"exclude names {name!r}, which is no strategy here: {', '.join(sorted(names))}.")
             self._skipped[name] = "excluded by the caller"
-        named = named_by_user(self.settings)
         for name, cls in self.run.strategies.items():
-            precision = ("precision", "fp32") if cls.kind == "precision" else ("", "")
-            setting, off = _KEYS.get(name) or (precision if precision[0] else _KEYS.get(cls.group, ("", "")))
-            if setting and named.get(setting) == off:
-                self._skipped.setdefault(name, f"{setting} is {off!r} in the configuration")
+            if name in asked.skipped:
+                self._skipped.setdefault(name, asked.skipped[name])
             elif not _native.allows(self.settings.level, cls.kind):
                 self._skipped.setdefault(name, f"level {self.settings.level} does not allow the kind {cls.kind}")
             elif cls.needs_loop and not self.run.owns_loop:
@@ -368,6 +347,50 @@ class Tuning:
         if not result.speedup.mid > 1.0:
             return result.reason, ""
         return "", f"canary {result.speedup.mid:.2f}x over {result.pairs} pairs, one step verified"
+
+    # -- what was asked for --------------------------------------------------------------------------------------
+
+    def required(self, certificate: Any) -> dict[str, str]:
+        """Return, by strategy, why it is to be active although the search did not keep it: a setting asks for it.
+
+        The verifier judges it beside what was kept. What does not apply or is wrong is refused, which the log and the
+        certificate say.
+        """
+        found: dict[str, str] = {}
+        accepted = list(certificate.accepted())
+        for setting, names in self._asked.wanted.items():
+            if any(name in accepted or name in found for name in names):
+                continue
+            value = getattr(self.settings, setting)
+            name = next((name for name in names if name not in self._skipped), names[0])
+            why = self._skipped.get(name, "")
+            if not why:
+                try:
+                    ruling = self._verify([*accepted, *found, name])
+                    why = "" if ruling.held else ruling.reason
+                except SideFailed as failure:
+                    why = self._blame(failure)
+            if why:
+                _restand(certificate, {name}, "refused", f"{setting} = {value!r} asks for it, and it cannot be: {why}")
+                log("warn", f"accelerate: {setting} = {value!r} is refused: {why}")
+            else:
+                found[name] = f"asked for by {setting} = {value!r}, whatever it gains"
+        return found
+
+    def put_required(self, certificate: Any, required: dict[str, str]) -> None:
+        """Put in force what was asked for, as part of the run: the watch leaves it alone, `Plan.revert` does not."""
+        generators = rng_state(self.run.params)
+        for name, why in required.items():
+            try:
+                self.run.bring([*self.run.in_force, name])
+            except Exception as error:
+                _restand(certificate, {name}, "failed", f"{why}; it could not be put in force: {_told(error)}")
+                log("warn", f"accelerate: {name} failed and is left out: {_told(error)}")
+                continue
+            self.run.required = (*self.run.required, name)
+            measured = next((e.reason for e in certificate.entries if e.strategy == name), "")
+            _restand(certificate, {name}, "accepted", f"{why}; {measured}" if measured else why)
+        set_rng_state(generators)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

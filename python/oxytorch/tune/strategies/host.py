@@ -42,8 +42,8 @@ class _HostSetting(Strategy):
 class Allocator(_HostSetting):
     """glibc keeps freed memory for the next step instead of faulting it in again, up to half of what is available."""
 
-    def _make(self, run: Run) -> Any:  # noqa: ARG002
-        return _C.trainer.tune_allocator(None)
+    def _make(self, run: Run) -> Any:
+        return _C.trainer.tune_allocator(run.asked.get("retain_limit"))
 
 
 @strategy("host_pool", kind="exact", interacts=("allocator",), settle=2, expected_speedup=1.3)

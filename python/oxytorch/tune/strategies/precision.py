@@ -36,7 +36,7 @@ class BFloat16Autocast(Strategy):
         if not any(p.dtype is torch.float32 for p in run.params):
             return "no parameter is float32"
         native, why = hardware_support(run.device, torch.bfloat16)
-        return True if native else why
+        return True if native or run.asked.get("precision") == "bf16" else why
 
     def apply(self, run: Run) -> None:
         device = run.device.type

@@ -1,0 +1,913 @@
+"""Every setting of a configuration and every keyword has an effect, or is refused with a sentence: no row, no merge."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import oxytorch as ox
+import pytest
+import torch
+from oxytorch import _C
+from oxytorch._C import base as native
+from oxytorch.tune import Run, Strategy
+from planted import Clock, Net, batches, clock, made, only
+from torch import nn
+
+pytestmark = pytest.mark.cpu_only("plants times")
+__all__ = ["clock"]
+
+KEYS = list(ox.PerformanceConfig().to_dict())
+EXACT: dict[str, Any] = {"precision": "fp32", "channels_last": "off", "attention": "default"}
+CRITERION = nn.CrossEntropyLoss()
+HIDDEN = torch.Generator()
+
+# A value other than any level's default, for each setting.
+GIVEN: dict[str, Any] = {
+    "level": "basic", "precision": "bf16", "channels_last": "on", "threads": 1, "flush_denormals": "on",
+    "allocator": "retain", "allocator_retain_limit": "64MiB", "step_tail": "on", "optimizer_state": "int8",
+    "attention": "math", "compile": "default", "accumulation_steps": 2, "clip_norm": 0.01, "clip_value": 0.001,
+    "ema_decay": 0.5, "nonfinite": "raise", "grad_scaler": "on", "schedule": "cosine", "warmup_steps": 2,
+    "min_lr_ratio": 0.5, "max_steps": 7, "steps_planned": 77, "tune_seconds": 1.5, "early_stopping_patience": 1,
+    "early_stopping_min_delta": 100.0, "early_stopping_mode": "max", "early_stopping_restore_best": True,
+    "memory_limit": "1GB", "seed": 5, "deterministic": True, "progress": "on", "log_every": 3, "monitor": False,
+}  # fmt: skip
+# What has to stand beside a setting for it to mean anything.
+WITH: dict[str, dict[str, Any]] = {
+    "schedule": {"max_steps": 7},
+    "warmup_steps": {"schedule": "cosine", "max_steps": 7},
+    "min_lr_ratio": {"schedule": "cosine", "max_steps": 7},
+    "early_stopping_min_delta": {"early_stopping_patience": 1},
+    "early_stopping_mode": {"early_stopping_patience": 1},
+    "early_stopping_restore_best": {"early_stopping_patience": 1},
+}
+NOT_YET = {"memory_limit", "log_every", "monitor"}
+LOOP = {
+    "accumulation_steps", "clip_value", "ema_decay", "nonfinite", "grad_scaler", "schedule", "warmup_steps",
+    "min_lr_ratio", "early_stopping_patience", "early_stopping_min_delta", "early_stopping_mode",
+    "early_stopping_restore_best",
+}  # fmt: skip
+REFUSED = {
+    "trainer": NOT_YET | {"steps_planned", "tune_seconds"},
+    "accelerate": NOT_YET | LOOP,
+    "performance_optimizer": NOT_YET,
+    "plan_step": NOT_YET | {"accumulation_steps", "clip_value", "ema_decay", "nonfinite", "grad_scaler"},
+    "cpp_trainer": NOT_YET | {"steps_planned", "tune_seconds", "compile"},
+}
+
+
+def test_every_setting_has_a_value_here_and_a_row_in_the_native_table() -> None:
+    assert list(GIVEN) == KEYS
+    assert set(TRAINER) | REFUSED["trainer"] == set(KEYS)
+    assert set(ACCELERATE) | REFUSED["accelerate"] == set(KEYS)
+    for user, refused in REFUSED.items():
+        assert {key for key in KEYS if native.setting_refusal(key, user)} == refused, user
+    for key, value in GIVEN.items():
+        config = ox.PerformanceConfig(**{key: value})
+        assert config.is_given(key) == (key != "level") and not ox.PerformanceConfig().is_given(key)
+
+
+def calls(user: str, config: Any) -> Any:
+    """What takes the configuration."""
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if user == "trainer":
+        return ox.Trainer(model, optimizer, CRITERION, config)
+    if user == "accelerate":
+        return ox.accelerate(model, optimizer, CRITERION, batches(), config=config, strategies=[], remember=False)
+    loop: Any = {"performance_optimizer": "yours", "plan_step": "plan"}[user]
+    prepare = ox.PerformanceOptimizer(config).prepare
+    return prepare(model, optimizer, batches(), CRITERION, loop=loop, strategies=[], remember=False)
+
+
+@pytest.mark.parametrize(
+    ("user", "key"), [(user, key) for user in REFUSED if user != "cpp_trainer" for key in sorted(REFUSED[user])]
+)
+def test_what_cannot_be_honoured_is_refused(user: str, key: str) -> None:
+    with pytest.raises(NotImplementedError) as refused:
+        calls(user, {**WITH.get(key, {}), key: GIVEN[key]} if user != "accelerate" else {key: GIVEN[key]})
+    said = str(refused.value)
+    assert said.startswith(f"{key} = ") and "caller" in said, said
+    assert said.count(". ") + said.count("; ") >= 1 and said.endswith("."), said  # why, and what to do
+    default = ox.PerformanceConfig().to_dict()[key]
+    user_again = "trainer" if user == "trainer" else "performance_optimizer"
+    ox.PerformanceConfig(**{key: default}).check(user_again)  # a default asks for nothing
+
+
+# -- the trainer -----------------------------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def trainer(**settings: Any) -> ox.Trainer:
+    model = settings.pop("model", None) or net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.pop("lr", 1.0))
+    level = settings.pop("level", "basic")
+    return ox.Trainer(model, optimizer, settings.pop("loss_fn", CRITERION), level, **{**EXACT, **settings})
+
+
+def moved(made_trainer: ox.Trainer, batch: Any = None) -> torch.Tensor:
+    """What one step adds to the weights."""
+    before = [p.detach().clone() for p in made_trainer.model.parameters()]
+    made_trainer.step(batches(1)[0] if batch is None else batch)
+    after = made_trainer.model.parameters()
+    return torch.cat([(b.detach() - a).flatten() for a, b in zip(before, after, strict=True)])
+
+
+def rates(**settings: Any) -> list[float]:
+    chosen = trainer(lr=0.1, **settings)
+    found = []
+    for batch in batches(6):
+        found.append(chosen.optimizer.param_groups[0]["lr"])
+        chosen.step(batch)
+    return found
+
+
+def poisoned() -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = batches(1)[0]
+    return x * float("nan"), y
+
+
+def attention_flag(path: str) -> bool:
+    seen: list[bool] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(torch.backends.cuda.flash_sdp_enabled())
+        return CRITERION(model(batch[0]), batch[1])
+
+    trainer(loss_fn=loss_fn, attention=path).step(batches(1)[0])
+    return seen[-1]
+
+
+def output_dtype(precision: str) -> torch.dtype:
+    seen: list[torch.dtype] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        out = model(batch[0])
+        seen.append(out.dtype)
+        return CRITERION(out.float(), batch[1])
+
+    trainer(loss_fn=loss_fn, precision=precision).step(batches(1)[0])
+    return seen[-1]
+
+
+@contextmanager
+def closed(made_trainer: ox.Trainer) -> Iterator[ox.Trainer]:
+    try:
+        yield made_trainer
+    finally:
+        made_trainer.close()
+
+
+def trainer_level() -> bool:
+    with closed(trainer(level="advanced")) as other:
+        return type(trainer().optimizer) is torch.optim.SGD and type(other.optimizer) is ox.optim.SGD
+
+
+def trainer_layout() -> bool:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    trainer(model=model, channels_last="on").step((torch.randn(2, 3, 6, 6), torch.zeros(2, dtype=torch.long)))
+    return model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def trainer_threads() -> bool:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with closed(trainer(threads=1)):
+            one = torch.get_num_threads()
+        return (one, torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def trainer_denormals() -> bool:
+    with closed(trainer(flush_denormals="on")):
+        on = _C.trainer.flush_state()
+    return on[0] == on[1] and _C.trainer.flush_state()[0] == 0
+
+
+def states(name: str, *values: dict[str, Any]) -> list[str]:
+    found = []
+    for value in values:
+        with closed(trainer(calibrate=False, **value)) as one:
+            one.step(batches(1)[0])
+            found.append(one.report()[name].state)
+    return found
+
+
+def limit_asked(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> list[int | None]:
+    asked: list[int | None] = []
+    own = _C.trainer.tune_allocator
+    monkeypatch.setattr(_C.trainer, "tune_allocator", lambda limit=None: (asked.append(limit), own(limit))[1])
+    make()
+    return asked
+
+
+def trainer_limit(monkeypatch: pytest.MonkeyPatch) -> bool:
+    asked = limit_asked(monkeypatch, lambda: trainer(calibrate=False, allocator_retain_limit="64MiB").close())
+    return asked == [64 << 20]
+
+
+def trainer_state() -> bool:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    chosen = ox.Trainer(model, optimizer, CRITERION, optimizer_state="int8", calibrate=False, **EXACT)
+    chosen.step(batches(1)[0])
+    chosen.close()
+    return chosen.optimizer.state[next(model.parameters())]["exp_avg"].dtype == torch.int8
+
+
+def trainer_average() -> bool:
+    chosen = trainer(ema_decay=0.5)
+    start = next(chosen.model.parameters()).detach().clone()
+    chosen.step(batches(1)[0])
+    end = next(chosen.model.parameters()).detach().clone()
+    with chosen.ema_weights():
+        average = next(chosen.model.parameters()).detach().clone()
+    return torch.allclose(average, (start + end) / 2, atol=1e-6) and not torch.equal(start, end)
+
+
+def trainer_nonfinite() -> bool:
+    skipped = bool(moved(trainer(nonfinite="skip"), poisoned()).abs().sum() == 0)
+    propagated = bool(moved(trainer(nonfinite="propagate"), poisoned()).isnan().all())
+    raising = trainer(nonfinite="raise")
+    with pytest.raises(RuntimeError, match=r"inf or NaN in gradient 0 of 4.*nonfinite = 'skip'"):
+        raising.step(poisoned())
+    return skipped and propagated and all(p.grad is None for p in raising.model.parameters())
+
+
+def stopped(values: list[float], **settings: Any) -> tuple[int, list[torch.Tensor], list[list[torch.Tensor]]]:
+    """Epochs until early stopping, the weights at the end, and those of each epoch."""
+    chosen = trainer(lr=0.1, **settings)
+    left = iter(values)
+    seen: list[list[torch.Tensor]] = []
+
+    def validate(_: ox.Trainer) -> float:
+        seen.append([p.detach().clone() for p in chosen.model.parameters()])
+        return next(left)
+
+    result = chosen.fit(batches(2), epochs=len(values), validate=validate, progress=False)
+    return len(result.history), [p.detach().clone() for p in chosen.model.parameters()], seen
+
+
+def restores() -> bool:
+    epochs, end, seen = stopped([1.0, 2.0, 3.0], early_stopping_patience=2, early_stopping_restore_best=True)
+    return epochs == 3 and all(torch.equal(a, b) for a, b in zip(end, seen[0], strict=True))
+
+
+def draws(seed: int) -> list[float]:
+    import random
+
+    import numpy as np
+
+    trainer(model=nn.Linear(6, 3), seed=seed)
+    return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+
+def trainer_deterministic() -> bool:
+    with closed(trainer(deterministic=True)), closed(trainer(deterministic=True)):
+        on = torch.are_deterministic_algorithms_enabled()
+    return on and not torch.are_deterministic_algorithms_enabled()
+
+
+def bar(capfd: pytest.CaptureFixture[str], setting: str) -> bool:
+    capfd.readouterr()
+    trainer(progress=setting).fit(batches(2))
+    return "epoch 1" in capfd.readouterr().err
+
+
+TRAINER: dict[str, Callable[..., Any]] = {
+    "level": trainer_level,
+    "precision": lambda: (output_dtype("bf16"), output_dtype("fp32")) == (torch.bfloat16, torch.float32),
+    "channels_last": trainer_layout,
+    "threads": trainer_threads,
+    "flush_denormals": trainer_denormals,
+    "allocator": lambda: (
+        states("allocator", {"allocator": "system"}) == ["off"] != states("allocator", {"allocator": "retain"})
+    ),
+    "allocator_retain_limit": trainer_limit,
+    "step_tail": lambda: type(trainer(step_tail="on").optimizer) is ox.optim.SGD,
+    "optimizer_state": trainer_state,
+    "attention": lambda: (attention_flag("math"), attention_flag("default")) == (False, True),
+    "compile": lambda: trainer(compile="default")._module is not trainer()._module,
+    "accumulation_steps": lambda: float(moved(trainer(accumulation_steps=2)).abs().sum()) == 0,
+    "clip_norm": lambda: abs(float(moved(trainer(clip_norm=0.01)).norm()) - 0.01) < 1e-5,
+    "clip_value": lambda: abs(float(moved(trainer(clip_value=0.001)).abs().max()) - 0.001) < 1e-6,
+    "ema_decay": trainer_average,
+    "nonfinite": trainer_nonfinite,
+    "grad_scaler": lambda: states("grad_scaler", {"grad_scaler": "on"}, {"grad_scaler": "off"}) == ["on", "off"],
+    "schedule": lambda: rates(schedule="cosine", max_steps=7) != rates() == [0.1] * 6,
+    "warmup_steps": lambda: rates(schedule="cosine", max_steps=7, warmup_steps=2)[0] == pytest.approx(0.1 / 3),
+    "min_lr_ratio": lambda: min(rates(schedule="cosine", max_steps=7, min_lr_ratio=0.5)) > 0.05,
+    "max_steps": lambda: trainer(max_steps=3).fit(batches(5), progress=False).steps == 3,
+    "early_stopping_patience": lambda: stopped([1.0, 2.0, 3.0], early_stopping_patience=1)[0] == 2,
+    "early_stopping_min_delta": lambda: (
+        stopped([3.0, 2.0, 1.0], early_stopping_patience=1)[0] == 3
+        and stopped([3.0, 2.0, 1.0], early_stopping_patience=1, early_stopping_min_delta=100.0)[0] == 2
+    ),
+    "early_stopping_mode": lambda: (
+        stopped([1.0, 2.0, 3.0], early_stopping_patience=1, early_stopping_mode="max")[0] == 3
+    ),
+    "early_stopping_restore_best": restores,
+    "seed": lambda: draws(5) == draws(5) != draws(6),
+    "deterministic": trainer_deterministic,
+    "progress": lambda capfd: bar(capfd, "on") and not bar(capfd, "off"),
+}
+
+
+@pytest.mark.parametrize("key", list(TRAINER))
+def test_the_trainer_honours(key: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shows = TRAINER[key]
+    fixtures = {"capfd": capfd, "monkeypatch": monkeypatch}
+    assert shows(**{name: fixtures[name] for name in inspect.signature(shows).parameters})
+
+
+def test_the_options_of_the_trainer() -> None:
+    shown = {"scheduler", "monitor", "checkpointer", "callbacks", "calibrate"}
+    keywords = [p.name for p in inspect.signature(ox.Trainer).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert set(keywords) == shown
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    monitor = ox.PerformanceMonitor()
+    saved, losses = [], []
+    chosen = ox.Trainer(
+        model, optimizer, CRITERION, "basic", scheduler=scheduler, monitor=monitor, checkpointer=saved.append,
+        callbacks=[lambda _t, loss: losses.append(float(loss))], calibrate=False,
+    )  # fmt: skip
+    chosen.fit(batches(3), progress=False)
+    assert optimizer.param_groups[0]["lr"] == 0.125 and monitor.summary().steps == 3
+    assert saved and len(losses) == 3
+    for wrong in ({"monitor": True}, {"monitor": False}, {"checkpointer": 3}, {"callbacks": [3]}):
+        with pytest.raises(TypeError, match="expected"):
+            ox.Trainer(model, optimizer, CRITERION, "basic", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="schedule = 'cosine' and a scheduler were given"):
+        ox.Trainer(model, optimizer, CRITERION, schedule="cosine", max_steps=5, scheduler=scheduler)
+    timed: list[int] = []
+
+    def counted(net: nn.Module, batch: Any) -> torch.Tensor:
+        timed.append(1)
+        return CRITERION(net(batch[0]), batch[1])
+
+    for calibrate in (False, True):
+        timed.clear()
+        convolved = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Flatten(), nn.Linear(6, 3))
+        step = torch.optim.SGD(convolved.parameters(), lr=0.1)
+        with closed(ox.Trainer(convolved, step, counted, calibrate=calibrate, precision="fp32")) as one:
+            one.step((torch.randn(5, 1, 2, 3), batches(1)[0][1]))
+        assert (len(timed) > 1) == calibrate
+
+
+# -- contradictions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"warmup_steps": 5}, "no schedule"),
+        ({"min_lr_ratio": 0.1}, "no schedule"),
+        ({"schedule": "cosine"}, "max_steps"),
+        ({"schedule": "cosine", "max_steps": 5, "warmup_steps": 5}, "Warm up for fewer"),
+        ({"schedule": "one_cycle", "max_steps": 5, "warmup_steps": 1}, "at least 2 steps"),
+        ({"allocator": "system", "allocator_retain_limit": "1GB"}, "keeps nothing"),
+        ({"early_stopping_mode": "max"}, "early_stopping_patience"),
+        ({"early_stopping_min_delta": 1.0}, "early_stopping_patience"),
+        ({"early_stopping_restore_best": True}, "early_stopping_patience"),
+        ({"precision": "fp16", "nonfinite": "raise"}, "loss scale"),
+        ({"grad_scaler": "on", "nonfinite": "propagate"}, "loss scale"),
+    ],
+)
+def test_settings_that_leave_each_other_without_effect_are_refused(settings: dict[str, Any], said: str) -> None:
+    if settings.get("nonfinite") == "propagate":
+        settings = {**settings, "level": "advanced"}
+    for user in ("trainer", "performance_optimizer", "plan_step", "cpp_trainer"):
+        if user == "plan_step" and "nonfinite" in settings:
+            continue  # refused there as it is
+        with pytest.raises(ValueError, match=said):
+            ox.PerformanceConfig(**settings).check(user)
+
+
+@pytest.mark.parametrize(
+    ("own", "settings", "said"),
+    [
+        (
+            {"clip_norm": 1.0},
+            {"clip_norm": 0.5},
+            r"clip_norm = 0\.5 was given to the trainer.*clip_norm = 1\b",
+        ),
+        ({"clip_value": 1.0}, {"clip_value": 0.5}, "clip_value"),
+        ({"ema_decay": 0.9}, {"ema_decay": 0.99}, "ema_decay"),
+        ({"nonfinite": "raise"}, {"nonfinite": "skip"}, "nonfinite"),
+        ({}, {"nonfinite": "raise"}, "nonfinite = skip"),
+        ({"nonfinite": "rollback"}, {"nonfinite": "skip"}, "rollback"),
+    ],
+)
+def test_what_an_optimizer_of_ours_was_told_otherwise_is_refused(own: Any, settings: Any, said: str) -> None:
+    model = net()
+    optimizer = ox.optim.AdamW(model.parameters(), **own)
+    with pytest.raises(ValueError, match=said):
+        ox.Trainer(model, optimizer, CRITERION, **settings)
+    if own:
+        agreed = {key: own[key] for key in settings if own[key] != "rollback"}
+        chosen = ox.Trainer(model, optimizer, CRITERION, calibrate=False, **EXACT, **agreed)
+        chosen.step(batches(1)[0])
+        chosen.close()
+
+
+@pytest.mark.parametrize("option", ["clip_norm", "clip_value", "ema_decay"])
+def test_what_the_optimizer_and_the_trainer_agree_on_is_done_once(option: str) -> None:
+    value = {"clip_norm": 0.01, "clip_value": 0.001, "ema_decay": 0.5}[option]
+    ends = []
+    for own, given in (({option: value}, {option: value}), ({}, {option: value}), ({option: value}, {})):
+        model = net()
+        optimizer = ox.optim.SGD(model.parameters(), lr=1.0, **own)
+        chosen = ox.Trainer(model, optimizer, CRITERION, "basic", **EXACT, **given)
+        for batch in batches(3):
+            chosen.step(batch)
+        ends.append([p.detach().clone() for p in model.parameters()])
+        if option == "ema_decay":
+            with chosen.ema_weights():
+                ends[-1] += [p.detach().clone() for p in model.parameters()]
+    for other in ends[1:]:
+        for a, b in zip(ends[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_what_comes_with_the_level_yields_to_the_optimizers_own() -> None:
+    model = net()
+    optimizer = ox.optim.AdamW(model.parameters(), nonfinite="raise")
+    chosen = ox.Trainer(model, optimizer, CRITERION, calibrate=False, **EXACT)
+    assert "raise" in chosen.report()["nonfinite"].reason
+    with pytest.raises(RuntimeError, match="inf or NaN"):
+        chosen.step(poisoned())
+    chosen.close()
+
+
+@pytest.mark.parametrize("flag", ["norm_in_backward", "step_in_backward"])
+def test_clip_value_comes_too_late_for_an_optimizer_that_works_in_backward(flag: str) -> None:
+    model = net()
+    optimizer = ox.optim.AdamW(model.parameters(), nonfinite="propagate", **{flag: True})
+    with pytest.raises(NotImplementedError, match=f"clip_value=0.5.*{flag}"):
+        ox.Trainer(model, optimizer, CRITERION, clip_value=0.5)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adadelta", "RAdam"])
+def test_a_step_that_is_not_finite_is_left_out_whatever_the_optimizer(name: str) -> None:
+    """Replaced or not: weights, state and averages are as if the batch had not been there."""
+    ends = []
+    for data in ([batches(2)[0], poisoned(), batches(2)[1]], batches(2)):
+        model = net()
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+        chosen = ox.Trainer(model, optimizer, CRITERION, calibrate=False, ema_decay=0.5, **EXACT)
+        for batch in data:
+            chosen.step(batch)
+        ends.append([p.detach().clone() for p in model.parameters()])
+        with chosen.ema_weights():
+            ends[-1] += [p.detach().clone() for p in model.parameters()]
+        assert chosen.report().counters.get("skipped", 0) == len(data) - 2
+        assert chosen.report()["nonfinite"].state == "on"
+        chosen.close()
+    for a, b in zip(*ends, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_finite_gradients_whose_norm_overflows_are_stepped_with() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    chosen = ox.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=1e-30), lambda m, x: m(x).sum(), "basic", nonfinite="skip"
+    )
+    assert float(moved(chosen, torch.full((1, 2), 3e38)).abs().min()) > 0
+
+
+@pytest.mark.parametrize(("warmup", "least"), [(0, 0.0), (4, 0.0), (0, 0.25), (6, 0.1), (2, 1.0)])
+def test_one_cycle_is_torchs_with_the_shape_that_was_asked_for(warmup: int, least: float) -> None:
+    shape: dict[str, float] = {}
+    if warmup:
+        shape["pct_start"] = warmup / 20
+    if least:
+        shape["final_div_factor"] = 1 / (25 * least)
+    other = torch.optim.SGD(net().parameters(), lr=0.1, momentum=0.9)
+    expected = torch.optim.lr_scheduler.OneCycleLR(other, max_lr=0.1, total_steps=20, **shape)  # type: ignore[arg-type]
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    chosen = ox.Trainer(
+        model, optimizer, CRITERION, "basic", schedule="one_cycle", max_steps=20, warmup_steps=warmup,
+        min_lr_ratio=least,
+    )  # fmt: skip
+    seen = []
+    for batch in batches(19):
+        seen.append(optimizer.param_groups[0]["lr"])
+        assert seen[-1] == other.param_groups[0]["lr"]
+        assert optimizer.param_groups[0]["momentum"] == other.param_groups[0]["momentum"]
+        chosen.step(batch)
+        other.step()
+        expected.step()
+    if warmup:
+        assert max(range(19), key=seen.__getitem__) == warmup - 1
+    if least:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * least)
+
+
+def test_deterministic_algorithms_are_taken_back_to_what_was() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        first, second = trainer(deterministic=True), trainer(deterministic=True)
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        first.close()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled(), "the second still wants them"
+        second.close()
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_constructor_that_refuses_takes_the_process_back() -> None:
+    with pytest.raises(ValueError, match="parameter of the model"):
+        ox.Trainer(net(), torch.optim.SGD(net().parameters()), CRITERION, deterministic=True, flush_denormals="on")
+    assert not torch.are_deterministic_algorithms_enabled() and _C.trainer.flush_state()[0] == 0
+
+
+def test_a_closure_under_compile_is_refused() -> None:
+    model = net()
+    chosen = ox.Trainer(model, torch.optim.SGD(model.parameters()), config="basic", compile="default")
+    x, y = batches(1)[0]
+    with pytest.raises(NotImplementedError, match=r"compile = 'default'.*closure"):
+        chosen.step(lambda: CRITERION(model(x), y))
+
+
+# -- accelerate ------------------------------------------------------------------------------------------------------
+
+
+def planted(clock: Clock, name: str, group: str = "", kind: Any = "exact", seconds: float = 0.02) -> type[Strategy]:
+    """A strategy of that name that makes the step slower, so that nothing but a setting puts it in force."""
+    one = made(clock, "slow", seconds)
+    one.name, one.group, one.kind = name, group or name, kind
+    return one
+
+
+def tuned(clock: Clock, config: dict[str, Any] | None = None, **options: Any) -> Any:
+    model = Net(clock)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    arguments = {"remember": False, "budget": 2.0, **options}
+    return ox.accelerate(model, optimizer, CRITERION, batches(), config=config, **arguments)
+
+
+def forced(clock: Clock, key: str, value: Any, name: str, group: str, kind: Any, level: str = "advanced") -> bool:
+    """In force where asked for, beside nothing else of its group; not in force otherwise; gone after revert()."""
+    other = made(clock, "rest", 0.001)
+    other.name, other.group, other.kind = f"other_{group}", group, "exact"
+    with only(planted(clock, name, group, kind), other):
+        free = tuned(clock, {"level": level})
+        # Of updates, which are timed by themselves first, neither is faster here.
+        kept = name not in free.accepted and (other.name in free.accepted) == (group != "optimizer")
+        free.revert()
+        asked = tuned(clock, {"level": level, key: value})
+        assert f"{key} = {value!r}" in asked.report()[name].reason
+        kept = kept and asked.accepted == (name,) and clock.cost["slow"] == 0.02
+        asked.step(batches(1)[0])
+        asked.revert()
+    return kept and clock.cost == {"slow": 0.01, "rest": 0.01}
+
+
+def accelerated_level(clock: Clock) -> bool:
+    rounding = planted(clock, "rounds", kind="tolerance", seconds=0.001)
+    with only(rounding):
+        return tuned(clock, {"level": "basic"}).accepted == () and tuned(clock).accepted == ("rounds",)
+
+
+def accelerated_process(clock: Clock) -> bool:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with only():
+            plan = tuned(clock, {"threads": 1, "flush_denormals": "on", "deterministic": True, "allocator": "retain"})
+            on = (
+                torch.get_num_threads(), _C.trainer.flush_state()[0], torch.are_deterministic_algorithms_enabled(),
+            )  # fmt: skip
+            said = plan.explain()
+            plan.revert()
+        off = (torch.get_num_threads(), _C.trainer.flush_state()[0], torch.are_deterministic_algorithms_enabled())
+        told = all(f"Asked for: {n}: on" in said for n in ("threads", "flush_denormals", "deterministic"))
+        return on == (1, 1, True) and off == (2, 0, False) and told and "Asked for: allocator" in said
+    finally:
+        torch.set_num_threads(before)
+
+
+def accelerated_limit(monkeypatch: pytest.MonkeyPatch) -> bool:
+    run: Any = Run(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()), CRITERION, batches(1))
+    kept = ox.tune.STRATEGIES["allocator"]()
+    run.asked = {"retain_limit": 64 << 20}
+    asked = limit_asked(monkeypatch, lambda: kept._make(run).revert())
+    config = {"allocator": "retain", "allocator_retain_limit": "65MiB"}
+    model = nn.Linear(6, 3)
+    plan: Any = None
+
+    def make() -> None:
+        nonlocal plan
+        plan = ox.accelerate(
+            model, torch.optim.SGD(model.parameters()), CRITERION, batches(), config=config, strategies=[],
+            remember=False,
+        )  # fmt: skip
+
+    asked += limit_asked(monkeypatch, make)
+    plan.revert()
+    return asked[:1] == [64 << 20] and asked[-1] == 65 << 20
+
+
+def accelerated_clip(clock: Clock) -> bool:
+    with only():
+        model = Net(clock)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        plan = ox.accelerate(
+            model, optimizer, CRITERION, batches(), config={"clip_norm": 0.01}, loop="plan", remember=False
+        )
+        before = [p.detach().clone() for p in model.parameters()]
+        plan.step(batches(1)[0])
+        change = [(b - a).detach().flatten() for a, b in zip(before, model.parameters(), strict=True)]
+        return abs(float(torch.cat(change).norm()) - 0.01) < 1e-5
+
+
+def order(clock: Clock, **options: Any) -> list[int]:
+    """Which steps of a search are taken with the strategy."""
+    seen: list[int] = []
+    cheaper = made(clock, "slow", 0.002)
+    own = clock.pass_step
+
+    def noted() -> None:
+        seen.append(int(clock.cost["slow"] == 0.002))
+        own()
+
+    clock.pass_step = noted  # type: ignore[method-assign]
+    try:
+        with only(cheaper):
+            tuned(clock, **options).revert()
+    finally:
+        clock.pass_step = own  # type: ignore[method-assign]
+    return seen
+
+
+def accelerated_seed(clock: Clock) -> bool:
+    one = order(clock, config={"seed": 1})
+    others = [order(clock, config={"seed": seed}) for seed in (2, 3, 4)]
+    return one == order(clock, config={"seed": 1}) == order(clock, seed=1) and any(o != one for o in others)
+
+
+def shows_progress(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> bool:
+    module = importlib.import_module("oxytorch.tune.accelerate")
+    seen: list[Any] = []
+    own = module._line
+    monkeypatch.setattr(module, "_line", lambda progress: (seen.append(progress), own(False))[1])
+    with only():
+        for config in ({"progress": "on"}, {"progress": "off"}, {}):
+            tuned(clock, config)
+    return seen == [True, False, None]
+
+
+def planned(clock: Clock, **config: Any) -> int:
+    with only():
+        return int(tuned(clock, config).certificate.steps_planned)
+
+
+def kept(clock: Clock, config: dict[str, Any] | None = None, **options: Any) -> tuple[str, ...]:
+    """What a search keeps; everything is taken back."""
+    plan = tuned(clock, config, **options)
+    plan.revert()
+    return tuple(plan.accepted)
+
+
+def tunes_for(clock: Clock) -> bool:
+    with only(made(clock, "slow", 0.002), made(clock, "rest", 0.002)):
+        little, enough = (kept(clock, {"tune_seconds": seconds}, budget=None) for seconds in (1e-4, 5.0))
+    return (len(little), len(enough)) == (1, 2)
+
+
+ACCELERATE: dict[str, Callable[..., Any]] = {
+    "level": accelerated_level,
+    "precision": lambda clock: forced(clock, "precision", "bf16", "bf16_autocast", "precision", "precision"),
+    "channels_last": lambda clock: forced(clock, "channels_last", "on", "channels_last", "layout", "tolerance"),
+    "threads": accelerated_process,
+    "flush_denormals": accelerated_process,
+    "allocator": accelerated_process,
+    "allocator_retain_limit": accelerated_limit,
+    "step_tail": lambda clock: forced(clock, "step_tail", "on", "step_tail", "optimizer", "tolerance"),
+    "optimizer_state": lambda clock: forced(
+        clock, "optimizer_state", "int8", "int8_state", "optimizer", "trade", level="ultra"
+    ),
+    "attention": lambda clock: forced(clock, "attention", "math", "math_attention", "attention", "tolerance"),
+    "compile": lambda clock: (
+        forced(clock, "compile", "default", "compile", "compile", "tolerance")
+        and forced(clock, "compile", "max-autotune", "compile_max_autotune", "compile", "tolerance")
+    ),
+    "clip_norm": accelerated_clip,
+    "max_steps": lambda clock: (planned(clock, max_steps=7), planned(clock)) == (7, 10_000),
+    "steps_planned": lambda clock: planned(clock, steps_planned=77, max_steps=7) == 77,
+    "tune_seconds": tunes_for,
+    "seed": accelerated_seed,
+    "deterministic": accelerated_process,
+    "progress": shows_progress,
+}
+
+
+@pytest.mark.parametrize("key", list(ACCELERATE))
+def test_accelerate_honours(key: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    shows = ACCELERATE[key]
+    fixtures = {"clock": clock, "monkeypatch": monkeypatch}
+    assert shows(**{name: fixtures[name] for name in inspect.signature(shows).parameters})
+
+
+def test_the_options_of_accelerate(clock: Clock, tmp_path: Any) -> None:
+    keywords = [p.name for p in inspect.signature(ox.accelerate).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    shown = {
+        "level", "steps_planned", "config", "strategies", "exclude", "step", "clip_norm", "loop", "state", "remember",
+        "budget", "seed", "progress",
+    }  # fmt: skip
+    assert set(keywords) == shown  # config, level, seed and progress: above
+    one, other = made(clock, "slow", 0.002), made(clock, "rest", 0.002)
+    loop = made(clock, "slow", 0.001)
+    loop.name, loop.needs_loop = "in_the_loop", True
+
+    def own(batch: Any) -> torch.Tensor:
+        torch.rand(1, generator=globals()["HIDDEN"])  # so that nothing but state= leads there
+        loss = CRITERION(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    model = Net(clock)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with only(one, other, loop):
+        assert kept(clock, strategies=["cheaper_rest"]) == ("cheaper_rest",)
+        assert kept(clock, exclude=["cheaper_rest"]) == ("cheaper_slow",)
+        assert kept(clock, loop="plan", strategies=["in_the_loop"]) == ("in_the_loop",)
+        assert "loop='plan'" in tuned(clock, strategies=["in_the_loop"]).rejected["in_the_loop"]
+        assert tuned(clock, steps_planned=123, strategies=[]).certificate.steps_planned == 123
+        assert len(kept(clock, budget=1e-4, strategies=["cheaper_slow", "cheaper_rest"])) == 1
+        events = []
+        for _ in range(2):
+            plan = tuned(clock, remember=str(tmp_path), strategies=["cheaper_rest"])
+            events.append(list(plan.certificate.events))
+            plan.revert()
+        assert not events[0] and "reused" in events[1][0]
+        for held in (True, False):
+            before = HIDDEN.get_state()
+            options: dict[str, Any] = {"state": [HIDDEN]} if held else {}
+            ox.accelerate(model, optimizer, None, batches(), step=own, strategies=[], remember=False, **options)
+            assert torch.equal(before, HIDDEN.get_state()) == held
+        with pytest.raises(ValueError, match=r"clip_norm = 1 was given beside step="):
+            ox.accelerate(model, optimizer, None, batches(), step=own, clip_norm=1.0)
+
+
+def test_the_options_of_the_performance_optimizer() -> None:
+    made_with = [
+        p.name for p in inspect.signature(ox.PerformanceOptimizer).parameters.values() if p.kind is p.KEYWORD_ONLY
+    ]
+    assert set(made_with) == {"gpu", "monitor"}
+    prepare = inspect.signature(ox.PerformanceOptimizer.prepare).parameters.values()
+    assert {p.name for p in prepare if p.kind is p.KEYWORD_ONLY} == {"scheduler", "checkpointer", "callbacks", "state"}
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    saved, losses = [], []
+    monitor = ox.PerformanceMonitor()
+    gpu = ox.GPUConfig(attention=["math"])
+    with only():
+        run = ox.PerformanceOptimizer("basic", monitor=monitor, gpu=gpu).prepare(
+            model, optimizer, batches(), CRITERION, scheduler=scheduler, checkpointer=saved.append,
+            callbacks=[lambda _t, loss: losses.append(float(loss))], remember=False,
+        )  # fmt: skip
+        assert not torch.backends.cuda.flash_sdp_enabled()
+        run.trainer.fit(batches(3), progress=False)
+        run.revert()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert optimizer.param_groups[0]["lr"] == 0.125 and monitor.summary().steps == 3 and saved and len(losses) == 3
+        settings = {"schedule": "cosine", "max_steps": 9}
+        for options, error in (({"scheduler": scheduler}, ValueError), ({"callbacks": [3]}, TypeError)):
+            with pytest.raises(error):
+                ox.PerformanceOptimizer(settings).prepare(model, optimizer, batches(), CRITERION, **options)
+
+
+@pytest.mark.parametrize("key", sorted(LOOP))
+def test_the_trainer_of_a_plan_honours_what_belongs_to_the_loop(key: str) -> None:
+    """What these do in a trainer is shown above; here it is a plan's trainer that has them."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"level": "basic", **WITH.get(key, {}), key: GIVEN[key]}
+    with only():
+        run = ox.PerformanceOptimizer(config).prepare(model, optimizer, batches(), CRITERION, remember=False)
+    assert run.settings.to_dict()[key] == GIVEN[key]
+    assert run.trainer.config.to_dict()[key] == GIVEN[key]
+    if key == "accumulation_steps":
+        assert float(moved(run.trainer).abs().sum()) == 0
+    if key == "clip_value":
+        assert float(moved(run.trainer).abs().max()) == pytest.approx(0.1 * 0.001, rel=1e-3)
+    if key == "nonfinite":
+        with pytest.raises(RuntimeError, match="inf or NaN"):
+            run.trainer.step(poisoned())
+    run.revert()
+
+
+def test_a_seed_of_the_configuration_seeds_the_run_of_a_plan() -> None:
+    def drawn(seed: int) -> float:
+        model = net()
+        torch.manual_seed(99)
+        with only():
+            ox.PerformanceOptimizer({"level": "basic", "seed": seed}).prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), batches(), CRITERION, remember=False
+            )
+        return float(torch.rand(()))
+
+    assert drawn(5) == drawn(5) != drawn(6)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "error", "said"),
+    [
+        ({"precision": "fp16"}, {}, NotImplementedError, "precision = 'fp16'.*loss scale"),
+        ({"optimizer_state": "bf16"}, {}, NotImplementedError, "state_dtype='bf16'"),
+        ({"level": "basic", "precision": "bf16"}, {}, ValueError, "level 'basic' does not allow it"),
+        ({"optimizer_state": "int8"}, {}, ValueError, "level 'advanced' does not allow it"),
+        ({"compile": "default"}, {"exclude": ["compile", "compile_dynamic"]}, ValueError, "compile is not to be tried"),
+        ({"channels_last": "on"}, {"strategies": ["allocator"]}, ValueError, "channels_last is not to be tried"),
+    ],
+)
+def test_values_that_cannot_be_brought_about_are_refused_before_anything_runs(
+    config: dict[str, Any], options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    ran: list[int] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        ran.append(1)
+        return CRITERION(model(batch[0]), batch[1])
+
+    model = net()
+    with pytest.raises(error, match=said):
+        ox.accelerate(model, torch.optim.Adam(model.parameters()), loss_fn, batches(), config=config, **options)
+    assert not ran
+
+
+def test_what_is_asked_for_and_wrong_is_refused_and_what_does_not_apply_is_said(clock: Clock) -> None:
+    class Lie(Strategy):
+        name, kind, group = "channels_last", "exact", "layout"
+
+        def apply(self, run: Run) -> None:
+            run.call.outputs("lie", lambda out: out * 1.5)
+
+        def revert(self, run: Run) -> None:
+            run.call.outputs("lie", None)
+
+    class Elsewhere(Lie):
+        def applies(self, run: Run) -> bool | str:
+            return "the model has no convolution"
+
+    for cls, said in ((Lie, "channels_last = 'on' asks for it, and it cannot be"), (Elsewhere, "no convolution")):
+        with only(cls):
+            lines: list[str] = []
+            ox.base.set_log_sink(lambda _level, text, lines=lines: lines.append(text))
+            try:
+                plan = tuned(clock, {"channels_last": "on"})
+            finally:
+                ox.base.set_log_sink(None)
+        assert plan.accepted == () and said in plan.rejected["channels_last"]
+        assert any("channels_last = 'on' is refused" in line for line in lines)
+        plan.revert()
+
+
+def test_the_watch_leaves_alone_what_was_asked_for(clock: Clock) -> None:
+    """It is slower, and stays; what the search found is still taken back where it stops paying."""
+    cheaper = made(clock, "rest", 0.002)
+    with only(planted(clock, "channels_last", "layout", "exact"), cheaper):
+        plan = tuned(clock, {"channels_last": "on"}, steps_planned=100_000)
+        assert set(plan.accepted) == {"channels_last", "cheaper_rest"}
+        cheaper.apply = lambda self, run: clock.cost.update(rest=0.05)  # type: ignore[method-assign]
+        plan._run.bring(())
+        assert plan._run.in_force == ("channels_last",)
+        plan._run.bring(["cheaper_rest"])
+        for batch in batches(4) * 100:
+            plan.step(batch)
+            if plan.certificate.events:
+                break
+        assert "cheaper_rest" in plan.certificate.events[-1] and "channels_last" not in plan.certificate.events[-1]
+        assert plan._run.in_force == ("channels_last",) and plan.accepted == ("channels_last",)
+        plan.revert()
+    assert plan._run.in_force == () and clock.cost["slow"] == 0.01
+
+
+def test_settings_of_the_process_are_taken_back_where_accelerate_fails(clock: Clock) -> None:
+    def fails(_model: nn.Module, _batch: Any) -> torch.Tensor:
+        raise KeyError("the user's own")
+
+    model = Net(clock)
+    with only(), pytest.raises(KeyError, match="the user's own"):
+        ox.accelerate(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), fails, batches(),
+            config={"deterministic": True, "flush_denormals": "on"}, remember=False,
+        )  # fmt: skip
+    assert not torch.are_deterministic_algorithms_enabled() and _C.trainer.flush_state()[0] == 0
