@@ -51,12 +51,14 @@ struct FitResult {
 /// Runs training steps under a PerformanceConfig.
 ///
 /// Model and optimizer are borrowed and must outlive the trainer. With an optimizer of oxytorch::optim nothing on the
-/// step path reads the device on the host; another optimizer is served too, with one host read a step under float16.
+/// step path reads the device on the host; another optimizer is served too, with one host read a step under float16 or
+/// where `nonfinite` is not "propagate".
 /// Settings that are "auto" and may not pay (bf16, channels_last, the attention path) are timed on the first batch,
 /// forward and backward only, and kept where they pay; weights, buffers, gradients and the CPU generator are put back.
 /// Not for use from several threads at once.
 ///
-/// Errors: InvalidArgument for settings that contradict each other or a loss that is no scalar. An exception of the
+/// Errors: NotSupported for a setting that was given and cannot be honoured, InvalidArgument for settings that
+/// contradict each other or the optimizer's own options, or a loss that is no scalar. An exception of the
 /// loss function passes through; the gradients of its window are dropped and the counters are right.
 class OXY_API Trainer {
  public:
@@ -110,7 +112,7 @@ class OXY_API Trainer {
   [[nodiscard]] std::string report() const;
   [[nodiscard]] std::string report_json() const;
 
-  /// Takes back the settings of the process: allocator, threads, denormals.
+  /// Takes back the settings of the process: allocator, threads, denormals, deterministic algorithms.
   void revert_host_settings();
 
  private:

@@ -134,9 +134,12 @@ std::vector<ConfigField> make_fields() {
                           "auto scales the loss for fp16 only: bf16 and fp32 have the range without it."));
   fields.push_back(choice("schedule", {"none", "cosine", "one_cycle"}, "none", "none",
                           "none leaves the learning rate to you, since a schedule changes what is trained."));
-  fields.push_back(integer("warmup_steps", 0, 0, "Steps over which a schedule raises the learning rate; 0 is none, of a cycle torch's 30 %."));
   fields.push_back(
-      number("min_lr_ratio", 0, 1, false, 0, "Share of the learning rate left at the end of a schedule; 0 is none, of a cycle torch's own."));
+      integer("warmup_steps", 0, 0,
+              "Steps over which a schedule raises the learning rate; 0 is none, of a cycle torch's 30 %."));
+  fields.push_back(
+      number("min_lr_ratio", 0, 1, false, 0,
+             "Share of the learning rate left at the end of a schedule; 0 is none, of a cycle torch's own."));
   fields.push_back(integer("max_steps", 0, 0, "Steps planned, which schedules need; 0 is not known."));
   fields.push_back(integer("steps_planned", 1, 10'000,
                            "Length of the run over which a change that costs something once, such as compiling, must "

@@ -11,12 +11,12 @@ namespace oxytorch {
 namespace {
 
 constexpr std::size_t kUsers = 5;
-constexpr std::array<std::pair<const char*, ConfigUser>, kUsers> kNames{{{"cpp_trainer", ConfigUser::CppTrainer},
-                                                                         {"trainer", ConfigUser::Trainer},
-                                                                         {"accelerate", ConfigUser::Accelerate},
-                                                                         {"performance_optimizer",
-                                                                          ConfigUser::PerformanceOptimizer},
-                                                                         {"plan_step", ConfigUser::PlanStep}}};
+constexpr std::array<std::pair<const char*, ConfigUser>, kUsers> kNames{
+    {{"cpp_trainer", ConfigUser::CppTrainer},
+     {"trainer", ConfigUser::Trainer},
+     {"accelerate", ConfigUser::Accelerate},
+     {"performance_optimizer", ConfigUser::PerformanceOptimizer},
+     {"plan_step", ConfigUser::PlanStep}}};
 
 /// One row: the setting, why each user cannot honour it ("": it does), and a value that asks for nothing there.
 struct Row {
@@ -60,8 +60,7 @@ constexpr Row kRows[] = {
     {"step_tail", kHonoured},
     {"optimizer_state", kHonoured},
     {"attention", kHonoured},
-    {"compile",
-     {"C++ has no torch.compile. Leave it at 'off'; oxytorch.Trainer of Python compiles.", "", "", "", ""}},
+    {"compile", {"C++ has no torch.compile. Leave it at 'off'; oxytorch.Trainer of Python compiles.", "", "", "", ""}},
     {"accumulation_steps",
      loop_only("accelerate() measures a step of one batch. Give step=, one call of which takes a whole window, or use "
                "PerformanceOptimizer(...).prepare(...), whose trainer accumulates.",
@@ -90,8 +89,8 @@ constexpr Row kRows[] = {
     {"seed", kHonoured},
     {"deterministic", kHonoured},
     {"progress", kHonoured},
-    {"log_every",
-     all("nothing writes the loss to a log yet. Leave it out, and read what step() returns, or give fit() a callback.")},
+    {"log_every", all("nothing writes the loss to a log yet. Leave it out, and read what step() returns, or give fit() "
+                      "a callback.")},
     {"monitor",
      all("it does not switch monitoring on or off yet. Leave it out; in Python pass monitor=PerformanceMonitor() to "
          "have steps timed.")},
@@ -113,8 +112,9 @@ void check_dependent(const PerformanceConfig& config, ConfigUser user) {
     detail::raise(ErrorCode::InvalidArgument, shown(config, key), ": ", sentence...);
   };
   if (is_given(config, "allocator_retain_limit") && config.word("allocator") == "system") {
-    refuse("allocator_retain_limit", "allocator is 'system', which keeps nothing. Set allocator = 'retain', or leave "
-                                     "the limit out.");
+    refuse("allocator_retain_limit",
+           "allocator is 'system', which keeps nothing. Set allocator = 'retain', or leave "
+           "the limit out.");
   }
   if (user == ConfigUser::Accelerate) return;  // the rest belongs to a trainer
   const std::string schedule = config.word("schedule");
@@ -123,8 +123,9 @@ void check_dependent(const PerformanceConfig& config, ConfigUser user) {
   if (schedule == "none") {
     for (const char* key : {"warmup_steps", "min_lr_ratio"}) {
       if (is_given(config, key)) {
-        refuse(key, "there is no schedule that it would shape. Set schedule = 'cosine' or 'one_cycle', or leave it "
-                    "out.");
+        refuse(key,
+               "there is no schedule that it would shape. Set schedule = 'cosine' or 'one_cycle', or leave it "
+               "out.");
       }
     }
   } else {
@@ -145,8 +146,9 @@ void check_dependent(const PerformanceConfig& config, ConfigUser user) {
   const std::string scaler = config.word("grad_scaler");
   const bool scales = scaler == "on" || (scaler == "auto" && config.word("precision") == "fp16");
   if (is_given(config, "nonfinite") && config.word("nonfinite") != "skip" && scales) {
-    refuse("nonfinite", "with a loss scale a step that overflows is always skipped: that is how the scale is found. "
-                        "Use nonfinite = 'skip', or grad_scaler = 'off'.");
+    refuse("nonfinite",
+           "with a loss scale a step that overflows is always skipped: that is how the scale is found. "
+           "Use nonfinite = 'skip', or grad_scaler = 'off'.");
   }
 }
 

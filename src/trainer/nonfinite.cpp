@@ -36,7 +36,8 @@ bool NonFiniteGuard::admits(const std::vector<at::Tensor>& gradients) {
   }
   if (first < 0) return true;
   OXY_CHECK(policy_ != optim::NonFinite::Raise, InvalidState, "inf or NaN in gradient ", first, " of ",
-            gradients.size(), ", in the order of the optimizer's parameters; nothing was changed. Look at the loss and "
+            gradients.size(),
+            ", in the order of the optimizer's parameters; nothing was changed. Look at the loss and "
             "inputs of this step, or use nonfinite = 'skip'.");
   ++skipped_;
   return false;

@@ -73,7 +73,12 @@ bool has_convolution(const torch::nn::Module& model) {
 
 struct Trainer::Impl {
   Impl(torch::nn::Module& m, torch::optim::Optimizer& o, LossFunction l, PerformanceConfig c)
-      : model(m), optimizer(o), loss(std::move(l)), config(std::move(c)), guard(optim::parse_nonfinite(config.word("nonfinite"))), parameters(parameters_of(o)) {
+      : model(m),
+        optimizer(o),
+        loss(std::move(l)),
+        config(std::move(c)),
+        guard(optim::parse_nonfinite(config.word("nonfinite"))),
+        parameters(parameters_of(o)) {
     resolve_vector_math();
     tail = dynamic_cast<optim::TailOptimizer*>(&optimizer);
     OXY_CHECK(!parameters.empty(), InvalidArgument, "the optimizer has no parameters. Pass model->parameters().");

@@ -238,9 +238,8 @@ HostSetting size_threads(std::optional<int> threads) {
   }
   at::set_num_threads(wanted);
   return HostSetting::applied(kName,
-                              std::to_string(now) + " -> " + std::to_string(wanted) +
-                                  " intra-op threads: " + asked + "this process may use " + std::to_string(usable) +
-                                  " cores.",
+                              std::to_string(now) + " -> " + std::to_string(wanted) + " intra-op threads: " + asked +
+                                  "this process may use " + std::to_string(usable) + " cores.",
                               "the order of some reductions changes with the number of threads.",
                               [now] { at::set_num_threads(now); });
 }

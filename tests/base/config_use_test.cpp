@@ -68,7 +68,8 @@ TEST(ConfigUseTest, WhatIsGivenAndCannotBeHonouredIsRefusedWithItsValueAndWhatTo
       PerformanceConfig config;
       config.set(field.key, other_value(field));
       ASSERT_TRUE(is_given(config, field.key)) << field.key;
-      EXPECT_THAT(said(config, user), HasSubstr(field.key + " = " + to_string(other_value(field)) + " (caller): " + why));
+      EXPECT_THAT(said(config, user),
+                  HasSubstr(field.key + " = " + to_string(other_value(field)) + " (caller): " + why));
       EXPECT_EQ(why.back(), '.');
       config.unset(field.key);
       EXPECT_EQ(said(config, user), "");
@@ -92,9 +93,9 @@ TEST(ConfigUseTest, SettingsThatLeaveEachOtherWithoutEffectAreRefused) {
   };
   EXPECT_THAT(with({{"warmup_steps", std::int64_t{5}}}), HasSubstr("no schedule"));
   EXPECT_THAT(with({{"schedule", std::string("cosine")}}), HasSubstr("needs max_steps"));
-  EXPECT_THAT(with({{"schedule", std::string("one_cycle")}, {"max_steps", std::int64_t{9}},
-                    {"warmup_steps", std::int64_t{1}}}),
-              HasSubstr("at least 2 steps"));
+  EXPECT_THAT(
+      with({{"schedule", std::string("one_cycle")}, {"max_steps", std::int64_t{9}}, {"warmup_steps", std::int64_t{1}}}),
+      HasSubstr("at least 2 steps"));
   EXPECT_THAT(with({{"early_stopping_mode", std::string("max")}}), HasSubstr("early_stopping_patience"));
   EXPECT_THAT(with({{"allocator", std::string("system")}, {"allocator_retain_limit", std::string("1GB")}}),
               HasSubstr("keeps nothing"));
@@ -108,7 +109,8 @@ TEST(ConfigUseTest, ATrainerAndItsOptimizerMayNotBeToldOtherwise) {
   EXPECT_NO_THROW(check_own_tail(config, {.clip_norm = 0.5}));
   EXPECT_THROW(check_own_tail(config, {.clip_norm = 1}), Error);
   EXPECT_THROW(check_own_tail(config, {.step_in_backward = true}), Error);
-  EXPECT_NO_THROW(check_own_tail(PerformanceConfig(), {.clip_norm = 1, .nonfinite = "raise", .step_in_backward = true}));
+  EXPECT_NO_THROW(
+      check_own_tail(PerformanceConfig(), {.clip_norm = 1, .nonfinite = "raise", .step_in_backward = true}));
   PerformanceConfig skips;
   skips.set("nonfinite", std::string("skip"));
   EXPECT_THROW(check_own_tail(skips, {.nonfinite = "raise"}), Error);

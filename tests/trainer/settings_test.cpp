@@ -39,7 +39,7 @@ std::vector<Example> data(int count) {
 /// A model, torch's own optimizer and a trainer with nothing on but what is given; SGD at a rate of 1.
 struct Training {
   explicit Training(const Settings& given, const char* level = "basic", double lr = 1.0,
-                 std::optional<optim::SGDOptions> ours = std::nullopt)
+                    std::optional<optim::SGDOptions> ours = std::nullopt)
       : config(level) {
     torch::manual_seed(0);
     model = torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::ReLU(), torch::nn::Linear(8, 3));
@@ -102,13 +102,14 @@ Example poisoned() {
 at::ScalarType output_dtype(const char* precision) {
   Training setup({{"precision", text(precision)}});
   auto seen = at::ScalarType::Undefined;
-  Trainer trainer(*setup.model, *setup.optimizer,
-                  [&](const Batch& batch) {
-                    const auto out = setup.model->forward(batch.input);
-                    seen = out.scalar_type();
-                    return torch::nn::functional::cross_entropy(out.to(at::kFloat), batch.target);
-                  },
-                  setup.config);
+  Trainer trainer(
+      *setup.model, *setup.optimizer,
+      [&](const Batch& batch) {
+        const auto out = setup.model->forward(batch.input);
+        seen = out.scalar_type();
+        return torch::nn::functional::cross_entropy(out.to(at::kFloat), batch.target);
+      },
+      setup.config);
   const auto one = data(1)[0];
   trainer.step({one.data, one.target});
   return seen;
@@ -148,8 +149,8 @@ const std::map<std::string, std::function<void()>>& effects() {
       {"channels_last",
        [] {
          torch::manual_seed(0);
-         torch::nn::Sequential model(torch::nn::Conv2d(3, 4, 3), torch::nn::AdaptiveAvgPool2d(1),
-                                     torch::nn::Flatten(), torch::nn::Linear(4, 3));
+         torch::nn::Sequential model(torch::nn::Conv2d(3, 4, 3), torch::nn::AdaptiveAvgPool2d(1), torch::nn::Flatten(),
+                                     torch::nn::Linear(4, 3));
          torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
          PerformanceConfig config("basic");
          config.set("channels_last", text("on"));
@@ -197,18 +198,20 @@ const std::map<std::string, std::function<void()>>& effects() {
        }},
       {"optimizer_state",
        [] {
-         EXPECT_THAT(Training({{"optimizer_state", text("int8")}}).line("optimizer_state"), HasSubstr("state_dtype(...)"));
+         EXPECT_THAT(Training({{"optimizer_state", text("int8")}}).line("optimizer_state"),
+                     HasSubstr("state_dtype(...)"));
        }},
       {"attention",
        [] {
          bool flash = true;
          Training setup({{"attention", text("math")}});
-         Trainer trainer(*setup.model, *setup.optimizer,
-                         [&](const Batch& batch) {
-                           flash = at::globalContext().userEnabledFlashSDP();
-                           return setup.model->forward(batch.input).square().mean();
-                         },
-                         setup.config);
+         Trainer trainer(
+             *setup.model, *setup.optimizer,
+             [&](const Batch& batch) {
+               flash = at::globalContext().userEnabledFlashSDP();
+               return setup.model->forward(batch.input).square().mean();
+             },
+             setup.config);
          trainer.step({data(1)[0].data, {}});
          EXPECT_FALSE(flash);
        }},
@@ -217,8 +220,7 @@ const std::map<std::string, std::function<void()>>& effects() {
          EXPECT_EQ(Training({{"accumulation_steps", int64_t{2}}}).moved().abs().sum().item<double>(), 0);
          EXPECT_GT(Training({}).moved().abs().sum().item<double>(), 0);
        }},
-      {"clip_norm",
-       [] { EXPECT_NEAR(Training({{"clip_norm", 0.01}}).moved().norm().item<double>(), 0.01, 1e-5); }},
+      {"clip_norm", [] { EXPECT_NEAR(Training({{"clip_norm", 0.01}}).moved().norm().item<double>(), 0.01, 1e-5); }},
       {"clip_value",
        [] {
          EXPECT_NEAR(Training({{"clip_value", 0.001}}).moved().abs().max().item<double>(), 0.001, 1e-6);
@@ -362,7 +364,8 @@ TEST(TrainerSettingsTest, EachHasAnEffectOrIsRefusedWithASentence) {
       EXPECT_THAT(error.what(), HasSubstr(refusal(field.key, ConfigUser::CppTrainer)));
     }
   }
-  const std::set<std::string> refused{"compile", "steps_planned", "tune_seconds", "memory_limit", "log_every", "monitor"};
+  const std::set<std::string> refused{"compile",      "steps_planned", "tune_seconds",
+                                      "memory_limit", "log_every",     "monitor"};
   EXPECT_EQ(effects().size() + refused.size(), PerformanceConfig::fields().size());
 }
 
@@ -381,8 +384,7 @@ TEST(TrainerSettingsTest, OneCycleFollowsTorchsFormula) {
       return to + (from - to) / 2 * (std::cos(M_PI * share) + 1);
     };
     for (int t = 0; t < kSteps - 1; ++t) {
-      const double wanted =
-          t <= rise ? cosine(start, 1, t / rise) : cosine(1, floor, (t - rise) / (kSteps - 1 - rise));
+      const double wanted = t <= rise ? cosine(start, 1, t / rise) : cosine(1, floor, (t - rise) / (kSteps - 1 - rise));
       EXPECT_NEAR(rates[static_cast<size_t>(t)], wanted, 1e-12) << "step " << t << ", warm-up " << warmup;
     }
   }
@@ -397,7 +399,8 @@ TEST(TrainerSettingsTest, WhatTheOptimizerWasToldOtherwiseIsRefused) {
     }
     return "";
   };
-  EXPECT_THAT(told({{"clip_norm", 0.5}}, optim::SGDOptions(1.0).clip_norm(1.0)), HasSubstr("clip_norm = 0.5 was given"));
+  EXPECT_THAT(told({{"clip_norm", 0.5}}, optim::SGDOptions(1.0).clip_norm(1.0)),
+              HasSubstr("clip_norm = 0.5 was given"));
   EXPECT_THAT(told({{"clip_value", 0.5}}, optim::SGDOptions(1.0).clip_value(1.0)), HasSubstr("clip_value"));
   EXPECT_THAT(told({{"ema_decay", 0.5}}, optim::SGDOptions(1.0).ema_decay(0.9)), HasSubstr("ema_decay"));
   EXPECT_THAT(told({{"nonfinite", text("raise")}}, optim::SGDOptions(1.0)), HasSubstr("nonfinite = skip"));
