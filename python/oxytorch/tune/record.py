@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..model.reach import Binding, bindings
 from ..model.snapshot import entries, has_bytes
-from ..optim.generators import rng_state
+from ..optim.generators import rng_state, set_rng_state
 from ..optim.tail import TailOptimizer
 from .batches import copied
 
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["Call", "State", "Step", "copied", "digest", "digests", "names", "take", "take_one", "value_digest"]
+__all__ = [
+    "Call", "State", "Step", "copied", "counters", "digest", "digests", "load", "names", "take", "value_digest",
+]  # fmt: skip
 
+_COUNTER = 64  # elements: a tensor of so few is a scale or a counter
+
+_PLAIN = (bool, int, float, str)
 #: How an optimizer computes, not what.
 IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable", "param_names", "initial_lr")
 
@@ -70,10 +76,13 @@ class Call:
 
 @dataclass
 class Step:
-    """A step that was taken; the run stands after it until the next one is."""
+    """A step that was taken; the run stands after it until the next one is.
+
+    Of one that is not observed, `before` is None and its calls have settings alone.
+    """
 
     index: int
-    before: State
+    before: State | None
     loss: Tensor
     calls: list[Call] = field(default_factory=list)
     rng: str = ""
@@ -84,24 +93,86 @@ class Step:
         return float(self.loss)
 
 
-def take(run: Run, roots: Sequence[tuple[str, Any]], count: int) -> Iterator[Step]:
-    """Take steps on the run's batches in turn, one each time that the next is asked for."""
+def take(
+    run: Run, roots: Sequence[tuple[str, Any]], count: int, observed: Container[int] | None = None
+) -> Iterator[Step]:
+    """Take steps on the run's batches in turn, one each time that the next is asked for; `observed`: all unless given.
+
+    An optimizer's hooks are the same for every step, so that what steps cannot tell which of them are observed.
+    """
     for index in range(count):
-        yield take_one(run, roots, index)
+        yield _take_one(run, roots, index, observed is None or index in observed)
 
 
-def take_one(run: Run, roots: Sequence[tuple[str, Any]], index: int, batch: Any = None) -> Step:
-    """Take one step and write down what it did."""
-    if batch is None:
-        batch = run.batches[index % len(run.batches)]
-    step = Step(index, State.of(run, roots), torch.zeros(()))
-    hook = run.original.register_step_pre_hook(lambda *_: step.calls.append(Call.of(run)))
+def _take_one(run: Run, roots: Sequence[tuple[str, Any]], index: int, observed: bool) -> Step:
+    step = Step(index, State.of(run, roots) if observed else None, torch.zeros(()))
+
+    def note(*_: Any) -> None:
+        step.calls.append(Call.of(run) if observed else Call([], settings(run.original)))
+
+    hook = run.original.register_step_pre_hook(note)
     try:
-        step.loss = run.step(copied(batch)).detach().clone()
+        step.loss = run.step(copied(run.batches[index % len(run.batches)])).detach().clone()
     finally:
         hook.remove()
     step.rng = rng_digest(run)
     return step
+
+
+def counters(run: Run, roots: Sequence[tuple[str, Any]]) -> dict[tuple[str, Any], Any]:
+    """Copy plain values and small tensors beside parameters, buffers and the optimizer: counters, scales, schedules."""
+    known = {id(t) for t in (*run.params, *run.model.parameters(), *run.model.buffers())}
+    tables, named = _tables(roots)
+    held: dict[tuple[str, Any], Any] = {(path, one.name): one for path, one in named if isinstance(one.value, _PLAIN)}
+    for path, table in tables:
+        for key, value in table.items():
+            if value is None or isinstance(value, _PLAIN):
+                held[path, key] = value
+            elif isinstance(value, Tensor) and _is_counter(value, known):
+                held[path, key] = value.detach().clone()
+    return held
+
+
+def load(run: Run, roots: Sequence[tuple[str, Any]], before: State, held: Mapping[tuple[str, Any], Any]) -> None:
+    """Let the run stand where a step began: parameters and buffers of `before`, random states, counters as `held`."""
+    with torch.no_grad():
+        for p, value in zip(run.params, before.params, strict=True):
+            p.copy_(value)
+        for name, buffer in run.model.named_buffers():
+            if name in before.buffers:
+                buffer.copy_(before.buffers[name])
+        for path, table in _tables(roots)[0]:
+            for key in [key for key in table if (path, key) in held]:
+                _load_counter(table, key, held[path, key])
+    for one in held.values():
+        if isinstance(one, Binding) and one.rebind is not None:
+            one.rebind()
+    set_rng_state(before.rng)
+
+
+def _tables(roots: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, Any]], list[tuple[str, Binding]]]:
+    """Attributes of objects and dicts, and names in code, that are no part of the optimizer; by path."""
+    others = [root for root in roots if root[0] != "optimizer"]
+    part = {id(entry.value) for entry in entries([root for root in roots if root[0] == "optimizer"])}
+    found = [e for e in entries(others) if e.again is None and id(e.value) not in part and "optimizer" not in e.path]
+    tables = [(e.path, e.value if e.kind == "dict" else vars(e.value)) for e in found if e.kind in ("dict", "object")]
+    code = [(e.path, one) for e in found if e.reached and e.kind == "code" for one in bindings(e.value)]
+    return tables, code
+
+
+def _is_counter(t: Tensor, known: Container[int]) -> bool:
+    return t.numel() <= _COUNTER and id(t) not in known and has_bytes(t)
+
+
+def _load_counter(table: Any, key: Any, value: Any) -> None:
+    live = table[key]
+    if not isinstance(value, Tensor):
+        if type(live) is not type(value) or live != value:
+            table[key] = value
+    elif isinstance(live, Tensor) and live.shape == value.shape:
+        live.copy_(value)
+    else:
+        table[key] = value.clone()
 
 
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -195,9 +266,8 @@ def value_digest(value: Any) -> str:
 
 def _scalars(roots: Sequence[tuple[str, Any]]) -> dict[str, str]:
     """Plain numbers that the model and what else there is keeps: counters, histories."""
-    plain = (bool, int, float, str)
     return {
         entry.path: repr(entry.value)
         for entry in entries(roots)
-        if isinstance(entry.value, plain) and "optimizer" not in entry.path
+        if isinstance(entry.value, _PLAIN) and "optimizer" not in entry.path
     }

@@ -1,11 +1,11 @@
-"""The user's own model in float64: what loss, gradients and buffers of a step should be, and how far off is allowed."""
+"""A step taken once more, as given or in float64: what loss, gradients, buffers should be, and how far off they may."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..model.snapshot import Snapshot
-from ..optim.generators import set_rng_state
-from .record import Call, State, Step, names, rng_digest
+from .record import Call, State, Step, copied, load, names, rng_digest
 from .update import clip, rms
 
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["FLOAT32", "REDUCED", "Allowance", "Errors", "Excess", "Truth", "judge", "measure", "truth"]
+__all__ = [
+    "FLOAT32", "REDUCED", "UNKNOWN", "Allowance", "Errors", "Excess", "Truth",
+    "judge", "measure", "taken_again", "truth", "unexplained",
+]  # fmt: skip
 
 _TINY = 500  # elements, up to which a tensor's own error is a matter of luck
 _LUCK = 10.0
@@ -49,25 +51,32 @@ class Allowance:
 #: Sums in another order; and products of 8 to 10 bits of mantissa.
 FLOAT32 = Allowance(tensor=3e-5, whole=1e-6, slope=3e-5, loss=1e-5)
 REDUCED = Allowance(tensor=1e-2, whole=1e-3, slope=1e-2, loss=5e-3)
+#: Where float64 cannot say how far off the step as given is itself.
+UNKNOWN = Allowance(tensor=1e-3, whole=1e-5, slope=1e-3, loss=1e-4)
+
+_MOST = 2.0  # times the largest jump of the reference that an error may be, and still be explained
 
 
 @dataclass
 class Truth:
-    """Loss, gradients as the optimizer gets them and buffers after the step, in float64; `rng` as the step left it."""
+    """Loss, gradients as the optimizer gets them and buffers after the step; `rng` as the step left it.
+
+    `dtype` is that of the loss.
+    """
 
     loss: float
     grads: list[Tensor | None]
     buffers: dict[str, Tensor]
     rng: str
+    dtype: torch.dtype
 
 
 @contextmanager
-def float64(run: Run, roots: Sequence[tuple[str, Any]]) -> Iterator[list[Call]]:
-    """The run's model in float64 while inside, its optimizer noting what it is given and stepping nothing."""
-    criterion = [("loss_fn", run.loss_fn)] if isinstance(run.loss_fn, nn.Module) else []
-    snapshot = Snapshot([*roots, *criterion])
+def _noting(run: Run) -> Iterator[list[Call]]:
+    """The optimizer noting what it is given and stepping nothing while inside."""
     calls: list[Call] = []
-    default = torch.get_default_dtype()
+    table = run.original.__dict__
+    before: dict[str, Any] = {key: table[key] for key in ("step", "_opt_called") if key in table}
 
     def note(closure: Any = None) -> Any:
         result = None
@@ -78,11 +87,25 @@ def float64(run: Run, roots: Sequence[tuple[str, Any]]) -> Iterator[list[Call]]:
         return result
 
     try:
+        table["step"] = note
+        table["_opt_called"] = True
+        yield calls
+    finally:
+        for key in ("step", "_opt_called"):
+            table.pop(key, None)
+        table.update(before)
+
+
+@contextmanager
+def _float64(run: Run, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
+    """The run's model in float64 while inside."""
+    criterion = [("loss_fn", run.loss_fn)] if isinstance(run.loss_fn, nn.Module) else []
+    snapshot = Snapshot([*roots, *criterion])
+    default = torch.get_default_dtype()
+    try:
         torch.set_default_dtype(torch.float64)
         _widen([run.model, *(root for _, root in criterion)], run.params)
-        run.original.__dict__["step"] = note
-        run.original.__dict__["_opt_called"] = True
-        yield calls
+        yield
     finally:
         torch.set_default_dtype(default)
         snapshot.restore()
@@ -107,8 +130,35 @@ def _widen(roots: Sequence[nn.Module], params: Sequence[Tensor]) -> None:
                     table[name] = convert(value)
 
 
-def truth(run: Run, roots: Sequence[tuple[str, Any]], before: State, batch: Any) -> Truth:
+Counters = Mapping[tuple[str, Any], Any]
+
+
+def taken_again(run: Run, roots: Sequence[tuple[str, Any]], before: State, batch: Any, counters: Counters) -> Truth:
+    """Take a step's forward and backward once more, from a state, with what is in force now; the run stands there then.
+
+    Without a gradient where the step called no optimizer, as one that a scaler skips.
+    """
+    with _noting(run) as calls:
+        load(run, roots, before, counters)
+        loss = run.step(copied(batch)).detach()
+        buffers = {name: b.detach().clone() for name, b in run.model.named_buffers()}
+        return Truth(float(loss), calls[0].grads if calls else [], buffers, rng_digest(run), loss.dtype)
+
+
+def truth(
+    run: Run,
+    roots: Sequence[tuple[str, Any]],
+    before: State,
+    batch: Any,
+    counters: Counters,
+    nudge: tuple[float, torch.Generator] | None = None,
+) -> Truth:
     """Compute a step's loss, gradients and buffers in float64, from a state; nothing of the run is changed.
+
+    Parameters
+    ----------
+    nudge : (float, torch.Generator), optional
+        Moves each parameter by a random part of itself, at most that large: what rounding does to the step.
 
     Raises
     ------
@@ -121,22 +171,22 @@ def truth(run: Run, roots: Sequence[tuple[str, Any]], before: State, batch: Any)
             return leaf
         return leaf.detach().double() if leaf.is_floating_point() else leaf.clone()
 
-    with float64(run, roots) as calls:
-        with torch.no_grad():
-            for p, value in zip(run.params, before.params, strict=True):
-                p.copy_(value)
-            for name, buffer in run.model.named_buffers():
-                if name in before.buffers:
-                    buffer.copy_(before.buffers[name])
-        set_rng_state(before.rng)
-        loss = run.step(tree_map(wide, batch)).detach()
-        if not calls:
-            raise RuntimeError("the optimizer was not stepped")
-        first = calls[0]
-        if loss.dtype is not torch.float64 or any(g is not None and g.dtype is not torch.float64 for g in first.grads):
-            raise RuntimeError("the step computes in a dtype of its own, whatever that of its inputs")
-        buffers = {name: b.detach().clone() for name, b in run.model.named_buffers()}
-        return Truth(float(loss), first.grads, buffers, rng_digest(run))
+    if nudge is not None:
+        before = replace(before, params=[_nudged(p, *nudge) for p in before.params])
+    with _float64(run, roots):
+        right = taken_again(run, roots, before, tree_map(wide, batch), counters)
+    if not right.grads:
+        raise RuntimeError("the optimizer was not stepped")
+    if any(t is not None and t.dtype is not torch.float64 for t in right.grads) or right.dtype is not torch.float64:
+        raise RuntimeError("the step computes in a dtype of its own, whatever that of its inputs")
+    return right
+
+
+def _nudged(value: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    if not value.is_floating_point():
+        return value
+    part = torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device)
+    return value.double() * (1 + size * (2 * part - 1))
 
 
 @dataclass
@@ -162,18 +212,29 @@ def measure(run: Run, step: Step, right: Truth, buffers: dict[str, Tensor], clip
     errors = Errors(abs(step.value - right.loss), abs(right.loss), 0.0, 0.0, {}, {})
     if not math.isfinite(step.value):
         errors.wrong.append(f"the loss is {step.value}")
-    given = step.calls[0].grads if step.calls else [None] * len(run.params)
-    given = given if clip_norm is None else clip(given, clip_norm)
+    if right.grads and step.calls:
+        given = step.calls[0].grads
+        _measure_gradients(run, given if clip_norm is None else clip(given, clip_norm), right.grads, errors)
+    elif right.grads or step.calls:
+        errors.wrong.append(f"the optimizer is {'not ' if right.grads else ''}stepped")
+    _measure_buffers(step, right, buffers, errors)
+    return errors
+
+
+def _measure_gradients(
+    run: Run, given: Sequence[Tensor | None], right: Sequence[Tensor | None], errors: Errors
+) -> None:
     along = square = 0.0
     count = 0
-    for name, grad, wanted in zip(names(run), given, right.grads, strict=True):
-        if grad is None or wanted is None:
-            if grad is not wanted:
+    for name, grad, exact in zip(names(run), given, right, strict=True):
+        if grad is None or exact is None:
+            if grad is not exact:
                 errors.wrong.append(f"{name} has {'no' if grad is None else 'a'} gradient")
             continue
-        if grad.shape != wanted.shape:
+        if grad.shape != exact.shape:
             errors.wrong.append(f"the gradient of {name} has shape {tuple(grad.shape)}")
             continue
+        wanted = exact.double()
         off = grad.double() - wanted
         if not bool(off.isfinite().all()):
             errors.wrong.append(f"the gradient of {name} is not finite")
@@ -183,8 +244,48 @@ def measure(run: Run, step: Step, right: Truth, buffers: dict[str, Tensor], clip
         count += wanted.numel()
     errors.slope = along / square if square else 0.0
     errors.whole = math.sqrt(square / max(count, 1))
-    _measure_buffers(step, right, buffers, errors)
-    return errors
+
+
+def unexplained(
+    grads: Sequence[Tensor | None], right: Truth, jumps: Sequence[Sequence[Tensor | None]]
+) -> list[Tensor | None]:
+    """Return gradients less what the reference's own jumps explain of their error.
+
+    A unit whose input is within rounding of a kink (of ReLU, of a maximum) may be on either side of it. The gradients
+    in float64 of states that differ by a rounding show which ones are, and by how much the gradient jumps there. The
+    error's part along those jumps, at most `_MOST` times the largest, is rounding; an error of another form stays as
+    large as it is, however small that is.
+    """
+    given, exact = _known(grads), _known(right.grads)
+    moves = [_known(jump) for jump in jumps]
+    shared = [i for i in given if i in exact and given[i].shape == exact[i].shape]
+    weights = {i: 1 / max(float(torch.linalg.vector_norm(exact[i])), 1e-300) for i in shared}
+
+    def vector(i: int, value: Tensor) -> Tensor:
+        return (value.double() - exact[i]).flatten() * weights[i]
+
+    count = len(jumps)
+    gram, along = torch.zeros(count, count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    for i in shared:
+        moved = torch.stack([vector(i, move[i]) for move in moves])
+        gram += (moved @ moved.t()).cpu()
+        along += (moved @ vector(i, given[i])).cpu()
+    size = float(gram.diagonal().max())
+    if not (size > 0 and math.isfinite(size) and bool(along.isfinite().all())):
+        return list(grads)
+    part = torch.linalg.solve(gram + 1e-9 * size * torch.eye(count, dtype=torch.float64), along)
+    part *= min(1.0, _MOST * math.sqrt(size / max(float(part @ gram @ part), 1e-300)))
+    left = list(grads)
+    for i in shared:
+        rest = given[i].double()
+        for share, move in zip(part.tolist(), moves, strict=True):
+            rest = rest - share * (move[i].double() - exact[i])
+        left[i] = rest
+    return left
+
+
+def _known(grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    return {i: g for i, g in enumerate(grads) if g is not None}
 
 
 def _measure_buffers(step: Step, right: Truth, buffers: dict[str, Tensor], errors: Errors) -> None:
@@ -196,9 +297,11 @@ def _measure_buffers(step: Step, right: Truth, buffers: dict[str, Tensor], error
             if not torch.equal(now, wanted):
                 errors.wrong.append(f"the buffer {name} differs")
         else:
-            change = rms(wanted - step.before.buffers[name].double()) if name in step.before.buffers else rms(wanted)
-            places = rms(wanted) * torch.finfo(now.dtype).eps
-            errors.buffers[name] = (max(rms(now.double() - wanted) - places, 0.0), change, wanted.numel())
+            exact = wanted.double()
+            start = None if step.before is None else step.before.buffers.get(name)
+            change = rms(exact if start is None else exact - start.double())
+            places = rms(exact) * torch.finfo(now.dtype).eps
+            errors.buffers[name] = (max(rms(now.double() - exact) - places, 0.0), change, exact.numel())
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ _SLOPE = 2e-4
 _ELEMENT = 1e-3
 _TIMES = 3.0  # what the step as given is off by, so many times
 _CODED = 0.05  # of a state that is kept in fewer bits than the parameter
+_ROUNDED = 1e-5  # relative: a norm of gradients that were clipped, each rounded
 _BIAS = 0.15  # of a unit in the last place
 _SAMPLE = 1 << 15  # elements
 
@@ -235,8 +236,8 @@ class UpdateJudge:
     ----------
     base : UpdateJudge, optional
         None: of the step as given itself, in which nothing is a fault. One that found nothing: as if that had no error.
-    found : list of dict
-        Of each step, by name: the changes of parameters and of their state.
+    found : dict of int to dict
+        Of each step that was judged, by name: the changes of parameters and of their state.
     faults : list of str
     notes : list of str
         What could not be judged.
@@ -246,17 +247,18 @@ class UpdateJudge:
     base: UpdateJudge | None = None
     clip_norm: float | None = None
     loose_state: bool = False
-    found: list[dict[str, Change]] = field(default_factory=list)
+    found: dict[int, dict[str, Change]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     worst: float = 0.0
     _certain: list[str] = field(default_factory=list)  # faults, whatever the step as given does
+    _clipping: dict[int, dict[str, float]] = field(default_factory=dict)  # what torch's own norm is off by moves so far
     _memory: dict[Any, Tensor] = field(default_factory=dict)
 
     def judge(self, index: int, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]]) -> None:
         """Judge the step that the run has just taken."""
         found: dict[str, Change] = {}
-        self.found.append(found)
+        self.found[index] = found
         try:
             params, held = in_float64(self.run, before, clipped(calls, self.clip_norm), settings, self._memory)
         except Refused as refused:
@@ -267,13 +269,35 @@ class UpdateJudge:
         for i, name in enumerate(names(self.run)):
             found[name] = compare(before.params[i], self.run.params[i].detach(), params[i])
             self._judge_state(index, name, before.states[i], now[i], held[i], found)
+        known = len(self.faults)
         self._hold_step(index, found)
+        if len(self.faults) > known and self.clip_norm is not None:
+            off = max(norm_error(call.grads, self.clip_norm) for call in calls)
+            if off > 0:
+                self._clipping[index] = self._moved_by(_TIMES * off, before, calls, settings, (params, held))
+                del self.faults[known:]
+                self._hold_step(index, found)
+
+    def _moved_by(
+        self, off: float, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]], right: Any
+    ) -> dict[str, float]:
+        """How far each parameter and state moves where all gradients are clipped to a norm that is off by so much."""
+        assert self.clip_norm is not None
+        scaled = [Call(_scaled(call.grads, 1 + off), call.settings) for call in clipped(calls, self.clip_norm)]
+        params, held = in_float64(self.run, before, scaled, settings)
+        moved: dict[str, float] = {}
+        for i, name in enumerate(names(self.run)):
+            moved[name] = rms(params[i] - right[0][i])
+            for key, value in held[i].items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    moved[f"{key} of {name}"] = rms(value - right[1][i][key])
+        return moved
 
     def hold_against(self, base: UpdateJudge) -> None:
         """Judge what was found once more, by what the step as given did."""
         self.base, self.worst = base, 0.0
         self.faults = list(self._certain)
-        for index, found in enumerate(self.found):
+        for index, found in self.found.items():
             self._hold_step(index, found)
 
     def _judge_state(
@@ -311,14 +335,15 @@ class UpdateJudge:
 
     def _hold(self, index: int, name: str, change: Change, key: str = "") -> None:
         base = self._of_base(index, key or name)
-        allowed = _TIMES * base.error + change.unit + _ARITHMETIC * change.size
+        clipping = self._clipping.get(index, {}).get(key or name, 0.0)
+        allowed = _TIMES * base.error + change.unit + _ARITHMETIC * change.size + clipping
         if not change.error <= allowed:
             self._fault(index, f"the update of {name} is off by {change.relative:.2g} of its size")
-        slack = _TIMES * abs(base.slope) + _SLOPE
+        slack = _TIMES * abs(base.slope) + _SLOPE + clipping / max(change.size, 1e-300)
         slack += 6 * change.unit / max(change.size * math.sqrt(max(change.count, 1)), 1e-300)
         if not abs(change.slope) <= slack:
             self._fault(index, f"the update of {name} is {1 + change.slope:.4f} times what it should be")
-        if not change.worst <= max(1.0, _TIMES * base.worst):
+        if not change.worst <= max(1.0, _TIMES * base.worst) + clipping / max(_ELEMENT * change.size, 1e-300):
             self._fault(index, f"an element of the update of {name} is off by {change.worst:.2g} times what is allowed")
         self.worst = max(self.worst, change.error / max(allowed, 1e-300) if change.error else 0.0)
 
@@ -340,9 +365,9 @@ class UpdateJudge:
     def _of_base(self, index: int, name: str) -> Change:
         if self.base is None:
             return _ANYTHING
-        if index >= len(self.base.found):
+        if not self.base.found:
             return NOTHING
-        return self.base.found[index].get(name, NOTHING)
+        return self.base.found[min(index, max(self.base.found))].get(name, NOTHING)
 
     def _be_certain(self, index: int, words: str) -> None:
         self._fault(index, words)
@@ -374,12 +399,31 @@ def clipped(calls: Sequence[Call], norm: float | None) -> Sequence[Call]:
 
 
 def clip(grads: Sequence[Tensor | None], norm: float) -> list[Tensor | None]:
-    """As `torch.nn.utils.clip_grad_norm_`, in float64, of gradients that are above the norm by more than rounding."""
-    wide = [None if g is None else g.double() for g in grads]
-    total = math.sqrt(sum(float(g.square().sum()) for g in wide if g is not None))
-    if not total > norm * (1 + 1e-4):
+    """As `torch.nn.utils.clip_grad_norm_`, in float64, of gradients that are above the norm by more than rounding.
+
+    Those that torch has clipped are above it by as much as its own norm of them is off.
+    """
+    total = _norm(grads)
+    if not total > norm * (1 + _ROUNDED + _TIMES * norm_error(grads, norm)):
         return list(grads)
-    return [None if g is None else g * (norm / (total + 1e-6)) for g in wide]
+    return _scaled(grads, norm / (total + 1e-6))
+
+
+def norm_error(grads: Sequence[Tensor | None], norm: float) -> float:
+    """How far torch's own norm of gradients is from that in float64, relative; 0 of such as are well below `norm`."""
+    total = _norm(grads)
+    if not 0.5 * norm < total < math.inf:
+        return 0.0
+    own = float(torch.nn.utils.get_total_norm([g for g in grads if g is not None]))
+    return abs(own / total - 1) if math.isfinite(own) else 0.0
+
+
+def _norm(grads: Sequence[Tensor | None]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in grads if g is not None))
+
+
+def _scaled(grads: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+    return [None if g is None else g.double() * factor for g in grads]
 
 
 def _equal(left: Any, right: Any) -> bool:

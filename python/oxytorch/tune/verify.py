@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +18,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .batches import stop_drawing, visit
-from .call import widened
 from .chance import Draws, backward_error, draws, judge_draws, still
+from .compare import Comparison, Kept, Look
 from .escrow import Escrow
 from .record import (
     State,
-    Step,
     copied,
+    counters,
     digest,
     digest_of_rng,
     digests,
@@ -33,7 +35,6 @@ from .record import (
     take,
     value_digest,
 )
-from .referee import FLOAT32, REDUCED, Errors, Excess, Truth, judge, measure, truth
 from .strategy import Kind
 from .update import UpdateJudge, rms
 
@@ -42,10 +43,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Ruling", "Verifier"]
 
-_LATER = 5  # steps beyond those asked for, since faults may act late
+_LATER = 9  # steps beyond those asked for that are compared one after the other
+_SPAN = 12  # steps after them, of which some are compared
+_DRAWN = 4  # of those, the last among them; which others is drawn once the candidate is fixed
+_WIDE = 2  # of all that are compared, taken in float64 whatever the cheap comparison says
+_KEPT_BYTES = 1 << 29  # of gradients and parameters that are kept at once, two steps at least
+_EXTRAS = 1 << 22  # elements of other tensors, up to which they are compared after each step
 _SEEDS = 3
 _BAND_LEAST = 0.01  # of the loss: the band of seeds reaches so far at least beyond the losses seen
-_SMALL = 0.02  # relative: a rounding that crosses a kink of the model may do so once
+_SMALL = 0.02  # relative: what a look at one step lets pass
 _QUOTIENT, _QUOTIENT_REDUCED = 0.01, 0.06  # of a gradient, by a difference quotient of the loss
 _DATA = 64  # batches of a changed loader that are compared
 
@@ -81,12 +87,21 @@ class _Taken:
     rng: list[str] = field(default_factory=list)
     settings: list[list[list[dict[str, Any]]]] = field(default_factory=list)
     extras: dict[int, dict[str, tuple[Tensor, float]]] = field(default_factory=dict)
-    errors: dict[int, Errors] = field(default_factory=dict)
-    kept: list[tuple[Step, dict[str, Tensor]]] = field(default_factory=list)  # for the referee: steps, buffers after
+    counters: list[dict[tuple[str, Any], Any]] = field(default_factory=list)  # before each step, of the run as given
+    kept: list[Kept] = field(default_factory=list)
 
     @property
     def values(self) -> list[float]:
         return [float(loss) for loss in self.losses]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """How many steps are taken, which of them are compared, and which of those in float64 in any case."""
+
+    count: int
+    compared: list[int]
+    wide: set[int]
 
 
 class Verifier:
@@ -94,9 +109,10 @@ class Verifier:
 
     Exact: loss, gradients, parameters, buffers, optimizer state, random states, counters after each step, bit for bit.
 
-    Tolerance: loss, gradients and buffers of steps early and late against the same model in float64, started where the
-    candidate stood, accepted where the error is at most three times that of the step as given, plus rounding in another
-    order; the update of every step against the user's own optimizer in float64, given the gradients that the candidate
+    Tolerance: loss, gradients and buffers of each step against the step as given, taken once more from where the
+    candidate stood, and, where that shows more than rounding and at steps drawn by lot, against the same model in
+    float64; accepted where the error is at most three times that of the step as given, plus rounding in another order;
+    the update of every such step against the user's own optimizer in float64, given the gradients that the candidate
     had; then the losses against the band that other random seeds and orders of batches span.
 
     Precision and trade: the same, where the yardstick of loss, gradients and buffers is stock PyTorch at that
@@ -112,9 +128,14 @@ class Verifier:
     escrow : Escrow
         Of the state that every check starts from and ends with.
     steps : int
-        Five more are taken, since some faults act late; 1 is a short look at one step, which lets small errors pass.
+        Nine more are compared, one after the other, since some faults act late or in some steps alone; then twelve are
+        taken of which four are compared, the last and others drawn once the candidate is fixed. 1 is a short look at
+        one step, which lets small errors pass.
     seed : int
-        Of the seeds that span the band.
+        Of the seeds that span the band; mixed into what is drawn.
+    drawn_by : int, optional
+        ``evidence["drawn_by"]`` of an earlier ruling, to have the same steps compared; fresh for each check unless
+        given.
 
     Attributes
     ----------
@@ -124,7 +145,7 @@ class Verifier:
         What could not be judged, and why.
     """
 
-    def __init__(self, run: Run, escrow: Escrow, *, steps: int = 3, seed: int = 0) -> None:
+    def __init__(self, run: Run, escrow: Escrow, *, steps: int = 3, seed: int = 0, drawn_by: int | None = None) -> None:
         if steps < 1:
             raise ValueError(f"steps is {steps}, expected at least 1.")
         self.run = run
@@ -132,21 +153,19 @@ class Verifier:
         self.charged = 0.0
         self.notes: list[str] = []
         self._asked = steps
-        self._count = 1 if steps == 1 else steps + _LATER
-        self._refereed = sorted({0, max(0, self._count - 2), self._count - 1})
+        self._dense = 1 if steps == 1 else steps + _LATER
+        self._count = 1 if steps == 1 else self._dense + _SPAN
         self._seed = seed
-        self._clip = run.clip_norm
+        self._drawn_by = drawn_by
         self._data = run.data
         self._roots = escrow.roots
+        self._comparison = Comparison(run, escrow.roots, lambda: self._begin(()), run.clip_norm)
         self._start: State | None = None
         self._settings = settings(run.original)
-        self._bits: list[dict[str, str]] = []
+        self._bits: list[tuple[int, dict[str, str]]] = []
         self._unstable: set[str] | None = None  # names of values, where the step as given was seen not to repeat itself
         self._given: dict[bool, _Taken] = {}  # by whether dropout is at zero
         self._updates: UpdateJudge | None = None  # of the step as given
-        self._stock: dict[tuple[bool, torch.dtype], _Taken] = {}
-        self._truths: dict[bool, Truth] = {}
-        self._no_truth = ""
         self._band: tuple[float, float] | None = None
         self._usual_draws: Draws | None = None
         self._usual_backward = 0.0
@@ -161,7 +180,7 @@ class Verifier:
                     self._reference_bits(self._count)
                 else:
                     self._reference_steps(False, self._count)
-                    self._yardstick(kind, (), False, self._count)
+                    self._comparison.usual(self._look(kind, (), False))
                     self._reference_band()
 
     def check(self, kind: Kind, steps: int | None = None) -> Ruling:
@@ -175,7 +194,8 @@ class Verifier:
         """
         wanted = self.run.in_force
         count = self._count if steps is None else min(steps, self._count)
-        evidence: dict[str, float] = {"steps": float(count)}
+        drawn_by = self._lot()
+        evidence: dict[str, float] = {"steps": float(count), "drawn_by": float(drawn_by)}
         began = time.perf_counter()
         with self._charging(), self._ending(wanted):
             try:
@@ -183,7 +203,7 @@ class Verifier:
                 if kind == "exact":
                     reason = self._exact(wanted, count)
                 else:
-                    reason = self._compared(kind, wanted, count, evidence)
+                    reason = self._compared(kind, wanted, self._drawn(count, random.Random(drawn_by)), evidence)
                 held = True
             except _Wrong as wrong:
                 held, reason = False, str(wrong)
@@ -219,11 +239,29 @@ class Verifier:
             self.escrow.restore()
         self.run.bring(wanted)
 
+    def _lot(self) -> int:
+        """What decides which steps are compared: nothing that was put in force before can know it."""
+        if self._drawn_by is not None:
+            return self._drawn_by
+        mixed = digest([os.urandom(16), str(self._seed).encode()])
+        return int(mixed, 16) % (1 << 53)  # which a float holds
+
+    def _drawn(self, count: int, lot: random.Random) -> _Steps:
+        dense = min(count, self._dense)
+        compared = list(range(dense))
+        if count > dense:
+            compared += [*sorted(lot.sample(range(dense, count - 1), min(_DRAWN, count - dense) - 1)), count - 1]
+        return _Steps(count, compared, {0, *lot.sample(compared[1:], min(_WIDE, len(compared) - 1))})
+
     # -- bits ------------------------------------------------------------------------------------------------------
 
-    def _digests(self, count: int) -> Iterator[dict[str, str]]:
-        for step in take(self.run, self._roots, count):
-            yield digests(self.run, self._roots, step)
+    def _digests(self, count: int) -> Iterator[tuple[int, dict[str, str]]]:
+        """Of everything after some steps, since what differs in state goes on to differ; of all others the loss."""
+        whole = {*range(self._asked), self._dense - 1, count - 1}
+        for step in take(self.run, self._roots, count, whole):
+            everything = step.index in whole
+            found = digests(self.run, self._roots, step) if everything else {"loss": value_digest(step.loss)}
+            yield step.index, found | {"random state": step.rng}
 
     def _reference_bits(self, count: int) -> None:
         if len(self._bits) < count:
@@ -236,7 +274,7 @@ class Verifier:
             self._unstable = set()
             self._reference_bits(self._count)
             self._begin(())
-            for again, first in zip(self._digests(self._asked), self._bits, strict=False):
+            for (_, again), (_, first) in zip(self._digests(self._count), self._bits, strict=False):
                 self._unstable |= {name for name in first if again.get(name) != first[name]}
         if self._unstable:
             self._note(
@@ -251,33 +289,33 @@ class Verifier:
         self._begin(wanted)
         taken = list(self._digests(count))
         unstable: set[str] = set()
-        for index, (first, now) in enumerate(zip(self._bits, taken, strict=False)):
+        for (index, first), (_, now) in zip(self._bits, taken, strict=False):
             if any(now.get(name) != first[name] for name in first.keys() - unstable):
                 unstable = self._find_unstable()
             for name in first:
                 if name not in unstable and now.get(name) != first[name]:
                     raise _Wrong(f"step {index + 1}: {name} {'differs' if name in now else 'is missing'}, bit for bit")
-        values = len(self._bits[0]) - len(unstable)
+        values = len(self._bits[0][1]) - len(unstable)
         if values <= len(unstable):
             raise _Wrong("the step as given does not repeat itself, so that bits prove nothing")
         left_out = f", {len(unstable)} that never repeat left out" if unstable else ""
         return f"the same bits over {count} {'step' if count == 1 else 'steps'} in {values} values{left_out}"
 
-    # -- references in float64 -------------------------------------------------------------------------------------
+    # -- references ------------------------------------------------------------------------------------------------
 
     def _reference_steps(self, quiet: bool, count: int) -> _Taken:
-        """The first steps as given, the first of them judged by the referee: how far off float32 itself is."""
+        """The steps as given."""
         known = self._given.get(quiet)
         if known is None or len(known.losses) < count:
             self._begin(())
             if self._start is None:
                 self._start = State.of(self.run, self._roots)
             with self._quiet(quiet):
-                known = self._record(None, None, count)
-                if not all(math.isfinite(value) for value in known.values):
-                    raise _Wrong(f"the loss of the step as given is not finite: {known.values}")
-            self._referee(known, quiet, 1)
+                known = self._record(None, None, _Steps(count, [], set()), counted=True)
+            if not all(math.isfinite(value) for value in known.values):
+                raise _Wrong(f"the loss of the step as given is not finite: {known.values}")
             self._given[quiet] = known
+            self._comparison.start_from(self._start, quiet, known.counters)
         return known
 
     def _reference_updates(self) -> UpdateJudge:
@@ -285,101 +323,64 @@ class Verifier:
         if self._updates is None:
             self._updates = UpdateJudge(self.run)
             self._begin(())
-            self._record(self._updates, None, self._count)
+            self._record(self._updates, None, _Steps(self._dense, list(range(self._dense)), set()))
         return self._updates
-
-    def _reference_stock(self, quiet: bool, dtype: torch.dtype, count: int) -> _Taken:
-        """Stock PyTorch at a lower precision: steps under autocast, in eager mode, all else as given."""
-        known = self._stock.get((quiet, dtype))
-        if known is None or len(known.losses) < count:
-            given = self._reference_steps(quiet, count)
-            self._begin(())
-            device = self.run.device.type
-            self.run.call.scope("stock", lambda: torch.autocast(device, dtype=dtype))
-            self.run.call.outputs("stock", widened)
-            try:
-                with self._quiet(quiet):
-                    known = self._record(None, given, count)
-            finally:
-                self.run.call.scope("stock", None)
-                self.run.call.outputs("stock", None)
-            self._stock[quiet, dtype] = known
-        return known
-
-    def _yardstick(self, kind: Kind, wanted: Sequence[str], quiet: bool, count: int) -> _Taken:
-        """How far off from float64 as many steps are with stock PyTorch at the precision of the kind."""
-        if kind == "tolerance":
-            usual = self._reference_steps(quiet, count)
-        else:
-            usual = self._reference_stock(quiet, self._dtype(wanted), count)
-        self._referee(usual, quiet, count)
-        return usual
 
     def _quiet(self, quiet: bool) -> AbstractContextManager[None]:
         return still(self.run) if quiet else nullcontext()
 
-    def _record(self, updates: UpdateJudge | None, given: _Taken | None, count: int) -> _Taken:
-        """Take the steps; return what is known of all, and the whole of those to be refereed."""
+    def _record(
+        self,
+        updates: UpdateJudge | None,
+        given: _Taken | None,
+        steps: _Steps,
+        keep: Container[int] = (),
+        counted: bool = False,
+    ) -> _Taken:
+        """Take the steps; return what is known of all, and those to be kept."""
         taken = _Taken()
-        for step in take(self.run, self._roots, count):
+        last: dict[str, tuple[Tensor, float]] = {}
+        if counted:
+            taken.counters.append(counters(self.run, self._roots))
+            last = self._extras({})
+        for step in take(self.run, self._roots, steps.count, steps.compared):
             taken.losses.append(step.loss)
             taken.rng.append(step.rng)
             taken.settings.append([call.settings for call in step.calls])
+            if counted:
+                taken.counters.append(counters(self.run, self._roots))
+                last = self._extras(last)
+                few = sum(t.numel() for t, _ in last.values()) <= _EXTRAS
+                if few or step.index in (0, self._dense - 1, steps.count - 1):
+                    taken.extras[step.index] = last
+            if step.before is None:
+                continue
             if updates is not None:
                 usual = given.settings[step.index] if given is not None else taken.settings[-1]
                 if len(usual) == len(step.calls):
                     updates.judge(step.index, step.before, step.calls, usual)
-            if step.index in self._refereed:
+                if given is not None and step.index in given.extras:
+                    taken.extras[step.index] = self._extras({})
+            if step.index in keep:
                 buffers = {name: b.detach().clone() for name, b in self.run.model.named_buffers()}
-                taken.kept.append((step, buffers))
-                taken.extras[step.index] = self._extras(step)
+                step.before = replace(step.before, states=[], extras={})  # what the update was judged by goes
+                taken.kept.append(Kept(step, step.before, buffers))
         return taken
 
-    def _extras(self, step: Step) -> dict[str, tuple[Tensor, float]]:
+    def _extras(self, before: Mapping[str, tuple[Tensor, float]]) -> dict[str, tuple[Tensor, float]]:
+        """Other tensors that steps change, and by how much they did since `before`."""
         found = {}
         for name, t in extras(self.run, self._roots):
-            before = step.before.extras.get(name)
-            same = before is not None and before.shape == t.shape
-            change = rms(t.detach().double() - before.double()) if same and before is not None else 0.0
+            old = before[name][0] if name in before else None
+            same = old is not None and old.shape == t.shape
+            change = rms(t.detach().double() - old.double()) if same and old is not None else 0.0
             found[name] = (t.detach().clone(), change)
         return found
-
-    def _referee(self, taken: _Taken, quiet: bool, count: int) -> None:
-        """Judge kept steps, up to a count, in float64 and let go of them; nothing is in force for that."""
-        waiting = [kept for kept in taken.kept if kept[0].index < count]
-        taken.kept = [kept for kept in taken.kept if kept[0].index >= count]
-        if not waiting:
-            return
-        self._begin(())
-        with self._quiet(quiet):
-            for step, buffers in waiting:
-                right = self._truth(step, quiet) if step.calls and not self._no_truth else None
-                if right is not None:
-                    taken.errors[step.index] = measure(self.run, step, right, buffers, self._clip)
-
-    def _truth(self, step: Step, quiet: bool) -> Truth | None:
-        first = step.index == 0 and quiet in self._truths and self._at_start(step.before)
-        if first:
-            return self._truths[quiet]
-        batch = self.run.batches[step.index % len(self.run.batches)]
-        try:
-            right = truth(self.run, self._roots, step.before, batch)
-        except Exception as error:  # whatever the model throws in float64
-            words = str(error).strip().splitlines()
-            self._no_truth = f"the model does not run in float64 ({words[0] if words else type(error).__name__})"
-            self._note(f"{self._no_truth}: gradients are compared with the step as given")
-            return None
-        if step.index == 0 and self._at_start(step.before):
-            self._truths[quiet] = right
-        return right
-
-    def _at_start(self, state: State) -> bool:
-        return self._start is not None and _same_values(state, self._start)
 
     def _reference_band(self) -> tuple[float, float]:
         """What the mean loss of the last steps is as given, with other orders of batches and other random numbers."""
         if self._band is None:
-            ends = [self._end(self._reference_steps(False, self._count).values)]
+            ends = [self._end(self._reference_steps(False, self._dense).values)]
             generator = torch.Generator().manual_seed(self._seed)
             for number in range(_SEEDS):
                 self._begin(())
@@ -393,45 +394,55 @@ class Verifier:
 
     def _shuffled(self, generator: torch.Generator) -> list[float]:
         losses: list[float] = []
-        while len(losses) < self._count:
-            order = torch.randperm(len(self.run.batches), generator=generator).tolist()[: self._count - len(losses)]
+        while len(losses) < self._dense:
+            order = torch.randperm(len(self.run.batches), generator=generator).tolist()[: self._dense - len(losses)]
             losses += [float(self.run.step(copied(self.run.batches[i]))) for i in order]
         return losses
 
     def _end(self, losses: list[float]) -> float:
+        losses = losses[: self._dense]
         return statistics.fmean(losses[-min(len(self.run.batches), len(losses)) :])
 
     # -- a candidate -----------------------------------------------------------------------------------------------
 
-    def _compared(self, kind: Kind, wanted: Sequence[str], count: int, evidence: dict[str, float]) -> str:
-        given = self._reference_steps(False, count)
+    def _compared(self, kind: Kind, wanted: Sequence[str], steps: _Steps, evidence: dict[str, float]) -> str:
+        given = self._reference_steps(False, steps.count)
+        chunks = self._chunks(steps.compared)
         self._begin(wanted)
         self._check_applied(kind)
         as_if_right = UpdateJudge(self.run)  # as if the step as given made no error: who holds then holds anyway
-        updates = UpdateJudge(self.run, as_if_right, self._clip, loose_state=kind == "trade")
-        taken = self._record(updates, given, count)
+        updates = UpdateJudge(self.run, as_if_right, self._comparison.clip_norm, loose_state=kind == "trade")
+        pieces = self.run.micro_batches
+        taken = observed = self._record(updates, given, steps, chunks[0])
         self._check_losses(taken, given)
         if updates.faults:
             updates.hold_against(self._reference_updates())
         self._check_steps(taken, given, updates)
+        evidence["compared"] = len(steps.compared)
         evidence["update_error"] = updates.worst
         self._check_extras(taken, given, kind)
         differs = self._check_random(taken, given)
         # Pieces of a batch draw as many numbers, for other rows.
-        quiet = differs or not self._same_draws(taken) or (self.run.micro_batches > 1 and self._draws_any(given))
+        quiet = differs or (pieces > 1 and self._draws_any(given)) or not self._same_draws(taken)
         if quiet:
+            taken.kept.clear()
+            self._reference_steps(True, steps.count)
             self._begin(wanted)
             with self._quiet(True):
-                self._reference_steps(True, count)
-                self._begin(wanted)
-                taken = self._record(None, self._given[True], count)
+                observed = self._record(None, None, steps, chunks[0])
             self._check_random_numbers(kind, wanted)
-        self._judge(kind, wanted, taken, count, quiet, evidence)
-        self._check_band(None if quiet or count == 1 else taken, evidence)
-        return self._summary(kind, count, quiet, evidence)
+        self._judge(wanted, observed, chunks, self._look(kind, wanted, quiet, steps), evidence)
+        self._check_band(None if quiet or steps.count == 1 else taken, evidence)
+        return self._summary(kind, steps, quiet, evidence)
 
-    def _summary(self, kind: Kind, count: int, quiet: bool, evidence: Mapping[str, float]) -> str:
-        words = [f"{count} step" if count == 1 else f"{count} steps"]
+    def _chunks(self, compared: list[int]) -> list[list[int]]:
+        """Cut what is compared into as much as may be kept at once; for each the steps are taken anew."""
+        each = 2 * sum(p.numel() * p.element_size() for p in self.run.params)
+        room = max(2, _KEPT_BYTES // max(each, 1))
+        return [compared[i : i + room] for i in range(0, len(compared), room)]
+
+    def _summary(self, kind: Kind, steps: _Steps, quiet: bool, evidence: Mapping[str, float]) -> str:
+        words = ["1 step" if steps.count == 1 else f"{steps.count} steps, {len(steps.compared)} of them compared"]
         if "gradient_error" in evidence:
             yardstick = "the step as given" if kind == "tolerance" else "stock autocast"
             words.append(
@@ -527,8 +538,7 @@ class Verifier:
 
     def _same_draws(self, taken: _Taken) -> bool:
         """Whether the model in float64 draws what it draws in its own dtype."""
-        right = self._truths.get(False)
-        return right is None or right.rng == taken.rng[0]
+        return self._comparison.rng_after_first() in (None, taken.rng[0])
 
     def _check_random_numbers(self, kind: Kind, wanted: Sequence[str]) -> None:
         if self.run.own_step is not None:
@@ -557,51 +567,44 @@ class Verifier:
         fine = any(word in name for name in wanted for word in ("tf32", "fp16", "float16") if "bfloat16" not in name)
         return torch.float16 if fine else torch.bfloat16
 
+    def _look(self, kind: Kind, wanted: Sequence[str], quiet: bool, steps: _Steps | None = None) -> Look:
+        dtype = None if kind == "tolerance" else self._dtype(wanted)
+        wide = set() if steps is None else steps.wide
+        return Look(dtype, quiet, wide, _SMALL if steps is not None and steps.count == 1 else 0.0)
+
     def _judge(
         self,
-        kind: Kind,
         wanted: Sequence[str],
         taken: _Taken,
-        count: int,
-        quiet: bool,
+        chunks: Sequence[list[int]],
+        look: Look,
         evidence: dict[str, float],
     ) -> None:
-        usual = self._yardstick(kind, wanted, quiet, 1)
-        self._referee(taken, quiet, count)
-        if self._no_truth:
-            self._judge_by_given(kind, taken)
-            return
-        excess = self._excess(kind, taken, usual)
-        if any(found for index, found in excess.items() if index not in usual.errors):
-            usual = self._yardstick(kind, wanted, quiet, count)  # dear, so only where it decides
-            excess = self._excess(kind, taken, usual)
-        evidence["gradient_error"] = max((e.worst for e in taken.errors.values()), default=0.0)
-        evidence["usual_error"] = max((e.worst for e in usual.errors.values()), default=0.0)
-        evidence["loss_error"] = max((e.loss / max(e.loss_size, 1e-12) for e in taken.errors.values()), default=0.0)
-        for index, found in excess.items():
-            for fault in found:
-                if not (count == 1 and fault.relative < _SMALL) and not _once(fault, excess):
-                    raise _Wrong(f"step {index + 1}: {fault.words}")
-
-    def _excess(self, kind: Kind, taken: _Taken, usual: _Taken) -> dict[int, list[Excess]]:
-        """What is further off than the yardstick at the same step, or at its first where that is not known."""
-        allowance = FLOAT32 if kind == "tolerance" else REDUCED
-        if 0 not in usual.errors:
-            return {}
-        return {i: judge(e, usual.errors.get(i, usual.errors[0]), allowance) for i, e in taken.errors.items()}
-
-    def _judge_by_given(self, kind: Kind, taken: _Taken) -> None:
-        """Without a referee: losses near those of the step as given."""
-        usual = self._given[False].values[: len(taken.losses)]
-        share = 1e-4 if kind == "tolerance" else 2e-2
-        for index, (mine, other) in enumerate(zip(taken.values, usual, strict=True)):
-            if abs(mine - other) > share * (index + 1) * max(abs(other), 1e-6):
-                raise _Wrong(f"step {index + 1}: the loss is {mine:.6g}, {other:.6g} as given")
+        comparison = self._comparison
+        comparison.errors.clear()
+        usual = comparison.usual(look)
+        if comparison.no_truth:
+            self._note(f"{comparison.no_truth}: it is compared with the step as given alone")
+        for number, chunk in enumerate(chunks):
+            if number:
+                self._begin(wanted)
+                with self._quiet(look.quiet):
+                    taken = self._record(None, None, _Steps(chunk[-1] + 1, chunk, set()), chunk)
+            fault = comparison.fault(taken.kept, look)
+            taken.kept.clear()
+            if fault is not None:
+                raise _Wrong(f"step {fault[0] + 1}: {fault[1]}")
+        errors = comparison.errors.values()
+        if errors:
+            evidence["gradient_error"] = max(e.worst for e in errors)
+            evidence["usual_error"] = usual.worst
+            evidence["loss_error"] = max(e.loss / max(e.loss_size, 1e-12) for e in errors)
+            evidence["float64_steps"] = len(errors)
 
     def _check_band(self, taken: _Taken | None, evidence: dict[str, float]) -> None:
         if taken is None:
             return
-        end, usual = self._end(taken.values), self._end(self._reference_steps(False, self._count).values)
+        end, usual = self._end(taken.values), self._end(self._reference_steps(False, self._dense).values)
         evidence |= {"end_loss": end, "given_loss": usual}
         if abs(end - usual) <= 0.5 * _BAND_LEAST * abs(usual):
             return  # inside whatever other seeds give
@@ -609,7 +612,7 @@ class Verifier:
         evidence |= {"band_low": low, "band_high": high}
         if not low <= end <= high:
             raise _Wrong(
-                f"after {self._count} steps the loss is {end:.4g}, outside of {low:.4g} to {high:.4g} that seeds span"
+                f"after {self._dense} steps the loss is {end:.4g}, outside of {low:.4g} to {high:.4g} that seeds span"
             )
 
     # -- data ------------------------------------------------------------------------------------------------------
@@ -646,28 +649,12 @@ class Verifier:
             self.notes.append(words)
 
 
-def _once(fault: Excess, excess: Mapping[int, Sequence[Excess]]) -> bool:
-    """Whether a small error is found in one refereed step alone: a rounding across a kink, such as of ReLU."""
-    if not fault.relative < _SMALL or len(excess) < 3:
-        return False
-    return sum(bool(found) for found in excess.values()) == 1
-
-
 def _same(left: Any, right: Any) -> bool:
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return bool(left == right)
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
-
-
-def _same_values(left: State, right: State) -> bool:
-    return (
-        all(_same(a, b) for a, b in zip(left.params, right.params, strict=True))
-        and left.buffers.keys() == right.buffers.keys()
-        and all(_same(left.buffers[name], b) for name, b in right.buffers.items())
-        and digest_of_rng(left.rng) == digest_of_rng(right.rng)
-    )
 
 
 def _first_change(now: Sequence[Mapping[str, Any]], usual: Sequence[Mapping[str, Any]]) -> str:

@@ -13,16 +13,22 @@ from oxytorch.tune.strategy import Kind, Strategy
 from oxytorch.tune.verify import Ruling, Verifier
 from torch import Tensor
 
+Acts = Callable[[int, Any], bool]
+
 
 @dataclass
 class Fault:
-    """A fault: what it does to a run while it is in force, as a context; `now()` says whether it acts yet."""
+    """A fault: what it does to a run while it is in force, as a context; `now()` says whether it acts in this step.
+
+    That is from step `since` on, or where `acts` says so of the number of steps that were taken and the batch.
+    """
 
     name: str
     workload: str
     kind: Kind
     since: int
     plant: Callable[[Run, Callable[[], bool]], Iterator[None]]
+    acts: Acts | None = None
 
     def strategy(self) -> type[Strategy]:
         """Return it as a class of strategy."""
@@ -33,14 +39,19 @@ class Fault:
 
             def apply(self, run: Run) -> None:
                 taken = 0
+                under_way: Any = None
 
                 def step(batch: Any) -> Tensor:
-                    nonlocal taken
+                    nonlocal taken, under_way
+                    under_way = batch
                     result = run_step(batch)
                     taken += 1
                     return result
 
-                self.context = contextmanager(fault.plant)(run, lambda: taken >= fault.since)
+                def now() -> bool:
+                    return taken >= fault.since if fault.acts is None else fault.acts(taken, under_way)
+
+                self.context = contextmanager(fault.plant)(run, now)
                 self.context.__enter__()
                 run_step = run.step
                 run.step = step  # type: ignore[method-assign]
@@ -69,6 +80,8 @@ def ruling(verifier: Verifier, strategy: type[Strategy], kind: Kind) -> Ruling:
 
 FAULTS: dict[str, Fault] = {}
 HEALTHY: dict[str, Fault] = {}
+#: Of the healthy ones those that take a minute or more each: not for every run of the tests.
+LARGE: set[str] = set()
 Plant = Callable[[Run, Callable[[], bool]], Iterator[None]]
 
 

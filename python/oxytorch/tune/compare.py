@@ -1,0 +1,232 @@
+"""Steps of a candidate against the same steps as given: each cheaply, in float64 where that decides or by lot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .call import widened
+from .chance import still
+from .record import Call, State, Step
+from .referee import (
+    FLOAT32,
+    REDUCED,
+    UNKNOWN,
+    Allowance,
+    Errors,
+    Excess,
+    Truth,
+    judge,
+    measure,
+    taken_again,
+    truth,
+    unexplained,
+)
+from .update import clip
+
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["Comparison", "Kept", "Look"]
+
+_JUMPS = 8  # states a rounding apart, whose gradients show where kinks are
+_JUMP_BYTES = 1 << 29
+_ROUNDING, _ROUNDING_REDUCED = 8 * 2.0**-23, 2.0**-8  # relative, of a parameter
+
+Counters = Mapping[tuple[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A step of a candidate with where it began, and the buffers that it left."""
+
+    step: Step
+    before: State
+    buffers: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Look:
+    """How steps are compared.
+
+    Attributes
+    ----------
+    dtype : torch.dtype, optional
+        Of the autocast that is the yardstick; None: the step as given is.
+    quiet : bool
+        With every dropout at zero.
+    wide : container of int
+        Steps that are taken in float64 whatever the cheap comparison says.
+    small : float
+        Errors below it, relative, are let pass.
+    """
+
+    dtype: torch.dtype | None
+    quiet: bool
+    wide: Container[int] = ()
+    small: float = 0.0
+
+
+@dataclass
+class Comparison:
+    """Takes each step once more, as given, from where the candidate stood; what stands out is taken in float64 too.
+
+    The step as given in float32 is a reference good to 1e-6, at the price of one step; one in float64 costs three to
+    four. So all steps are compared with the first, by bounds that float64 gave at the start, and the second decides
+    where those are exceeded, and is asked at some steps whatever the first says.
+
+    Attributes
+    ----------
+    begin : callable
+        Brings the state as held, with nothing in force.
+    clip_norm : float, optional
+        Of the run as given.
+    no_truth : str
+        Why the model does not run in float64; empty where it does.
+    errors : dict of int to Errors
+        From float64, by step, of the candidate last compared.
+    """
+
+    run: Run
+    roots: Sequence[tuple[str, Any]]
+    begin: Callable[[], None]
+    clip_norm: float | None
+    no_truth: str = ""
+    errors: dict[int, Errors] = field(default_factory=dict)
+    _start: State | None = None
+    _counters: dict[bool, Sequence[Counters]] = field(default_factory=dict)
+    _truths: dict[bool, Truth | None] = field(default_factory=dict)
+    _usual: dict[tuple[bool, torch.dtype | None], Errors] = field(default_factory=dict)
+
+    def start_from(self, start: State, quiet: bool, counters: Sequence[Counters]) -> None:
+        """Say where every check begins, and what the counters of the run as given are before each step."""
+        self._start = start
+        self._counters[quiet] = counters
+
+    def rng_after_first(self) -> str | None:
+        """Hash of the random states after the first step in float64, where there is one."""
+        right = self._first_truth(False)
+        return None if right is None else right.rng
+
+    def usual(self, look: Look) -> Errors:
+        """How far off the yardstick is itself at the start."""
+        key = (look.quiet, look.dtype)
+        if key not in self._usual:
+            right = self._first_truth(look.quiet)
+            self.begin()
+            with self._scope(look.quiet, None):
+                if right is None and look.dtype is not None:
+                    right = self._again(self._started, 0, look.quiet)
+            if right is None:
+                self._usual[key] = Errors(0.0, 0.0, 0.0, 0.0, {}, {})
+            else:
+                self._usual[key] = self._errors_of_yardstick(self._started, 0, right, look)
+        return self._usual[key]
+
+    def fault(self, kept: Sequence[Kept], look: Look) -> tuple[int, str] | None:
+        """Return the first of these steps that is further off than it may be, and how; None where none is."""
+        usual = self.usual(look)
+        allowance = REDUCED if look.dtype is not None else UNKNOWN if self.no_truth else FLOAT32
+        doubtful: dict[int, list[Excess]] = {}
+        self.begin()
+        with self._scope(look.quiet, None):
+            for one in kept:
+                again = self._again(one.before, one.step.index, look.quiet)
+                found = measure(self.run, one.step, again, one.buffers, self.clip_norm)
+                doubtful[one.step.index] = _above(judge(found, usual, allowance), look.small)
+        for one in kept:
+            index = one.step.index
+            excess = doubtful[index]
+            known = not self.no_truth and bool(one.step.calls)
+            if known and (excess or index in look.wide):
+                excess = self._by_float64(one, look, usual, allowance)
+            if excess:
+                return index, excess[0].words
+        return None
+
+    # -- a step once more ------------------------------------------------------------------------------------------
+
+    @property
+    def _started(self) -> State:
+        assert self._start is not None
+        return self._start
+
+    def _scope(self, quiet: bool, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+        """Nothing of a strategy, or stock PyTorch at a lower precision."""
+        call, device = self.run.call, self.run.device.type
+        call.scope("stock", None if dtype is None else lambda: torch.autocast(device, dtype=dtype))
+        call.outputs("stock", None if dtype is None else widened)
+        return still(self.run) if quiet else nullcontext()
+
+    def _again(self, before: State, index: int, quiet: bool) -> Truth:
+        batch = self.run.batches[index % len(self.run.batches)]
+        return taken_again(self.run, self.roots, before, batch, self._counters[quiet][index])
+
+    def _wide(self, before: State, index: int, quiet: bool, nudge: Any = None) -> Truth:
+        batch = self.run.batches[index % len(self.run.batches)]
+        with self._scope(quiet, None):
+            return truth(self.run, self.roots, before, batch, self._counters[quiet][index], nudge)
+
+    def _first_truth(self, quiet: bool) -> Truth | None:
+        if quiet not in self._truths and not self.no_truth:
+            self._truths[quiet] = None
+            self.begin()
+            try:
+                self._truths[quiet] = self._wide(self._started, 0, quiet)
+            except Exception as error:  # whatever the model throws in float64
+                words = str(error).strip().splitlines()
+                if "was not stepped" not in str(error):
+                    self.no_truth = f"the model does not run in float64 ({words[0] if words else type(error).__name__})"
+        return self._truths.get(quiet)
+
+    def _errors_of_yardstick(self, before: State, index: int, right: Truth, look: Look) -> Errors:
+        try:
+            with self._scope(look.quiet, look.dtype):
+                again = self._again(before, index, look.quiet)
+        finally:
+            self._scope(False, None)
+        loss = torch.tensor(again.loss, dtype=torch.float64)
+        step = Step(index, before, loss, [Call(again.grads, [])] if again.grads else [])
+        return measure(self.run, step, right, again.buffers, None)
+
+    # -- in float64 ------------------------------------------------------------------------------------------------
+
+    def _by_float64(self, one: Kept, look: Look, usual: Errors, allowance: Allowance) -> list[Excess]:
+        index = one.step.index
+        self.begin()
+        known = self._truths.get(look.quiet) if index == 0 else None  # every check begins with the same values
+        right = known or self._wide(one.before, index, look.quiet)
+        found = self.errors[index] = measure(self.run, one.step, right, one.buffers, self.clip_norm)
+        excess = _above(judge(found, usual, allowance), look.small)
+        if not excess:
+            return []
+        here = self._errors_of_yardstick(one.before, index, right, look)
+        excess = _above(judge(found, here, allowance), look.small)
+        if not excess or found.wrong:
+            return excess
+        return judge(self._without_kinks(one, right, look), here, allowance)
+
+    def _without_kinks(self, one: Kept, right: Truth, look: Look) -> Errors:
+        """Errors of the step less what the reference's own kinks explain."""
+        index = one.step.index
+        size = _ROUNDING if look.dtype is None else _ROUNDING_REDUCED
+        generator = torch.Generator().manual_seed(index)
+        each = 8 * sum(p.numel() for p in self.run.params)
+        count = max(2, min(_JUMPS, _JUMP_BYTES // max(each, 1)))
+        jumps = []
+        for _ in range(count):
+            self.begin()
+            jumps.append(self._wide(one.before, index, look.quiet, (size, generator)).grads)
+        given = one.step.calls[0].grads
+        given = given if self.clip_norm is None else clip(given, self.clip_norm)
+        left = Step(index, one.step.before, one.step.loss, [Call(unexplained(given, right, jumps), [])])
+        return measure(self.run, left, right, one.buffers, None)
+
+
+def _above(excess: list[Excess], small: float) -> list[Excess]:
+    return [one for one in excess if not one.relative < small]
