@@ -656,6 +656,84 @@ TEST_F(AccelerateTest, TheRefereePassesWhatIsRightAndSaysWhatIsNot) {
   }
 }
 
+/// Makes backward wrong in some steps.
+struct WrongBackward : Strategy {
+  void apply(Run& /*run*/) override { wrong = true; }
+  void revert(Run& /*run*/) override { wrong = false; }
+  static inline bool wrong = false;
+};
+
+TEST_F(AccelerateTest, TheRefereeSeesFaultsOfSomeStepsAlone) {
+  tune::register_strategy<WrongBackward>("wrong_backward", Kind::Tolerance);
+  struct Case {
+    const char* name;
+    std::function<bool(int)> acts;
+    double factor;
+  };
+  const std::vector<Case> cases{
+      {"zeroed each fifth step", [](int step) { return step % 5 == 0; }, 0},
+      {"flipped in steps 2 to 6", [](int step) { return step >= 2 && step <= 6; }, -1},
+      {"1.9 percent wrong in step 7", [](int step) { return step == 7; }, 1.019},
+      {"zeroed each tenth step", [](int step) { return step % 10 == 0; }, 0},
+      {"flipped from step 20 on", [](int step) { return step >= 20; }, -1},
+  };
+  for (const auto& one : cases) {
+    auto model = make_model();
+    auto optimizer = make_optimizer("AdamW", model);
+    int taken = 0;
+    tune::Run run(
+        *model, *optimizer,
+        [&, inner = loss_of(model)](const Batch& batch) {
+          const auto value = inner(batch);
+          if (!WrongBackward::wrong) {
+            taken = 0;
+            return value;
+          }
+          const double factor = one.acts(++taken) ? one.factor : 1;
+          return value.detach() + (value - value.detach()) * factor;
+        },
+        make_batches());
+    tune::Escrow escrow(run);
+    tune::Verifier verifier(run, escrow);
+    EXPECT_TRUE(verifier.check(Kind::Tolerance).held) << verifier.check(Kind::Tolerance).reason;
+    run.bring({"wrong_backward"});
+    const auto ruling = verifier.check(Kind::Tolerance);
+    EXPECT_FALSE(ruling.held) << one.name;
+    EXPECT_THAT(ruling.reason, HasSubstr("step ")) << one.name;
+    EXPECT_EQ(ruling.evidence.count("drawn_by"), 1U);
+  }
+}
+
+TEST_F(AccelerateTest, TheRefereeTakesTorchsOwnNormForWhatItIs) {
+  // Of a norm over millions, torch's sum in float32 is off by more than any bound of an update.
+  torch::manual_seed(0);
+  struct ManyImpl : torch::nn::Module {
+    ManyImpl() {
+      weight = register_parameter("weight", torch::randn({3'000'000}) * 1e-3);
+      sizes = register_buffer("sizes", torch::rand({3'000'000}).pow(8));
+    }
+    at::Tensor weight, sizes;
+  };
+  auto model = std::make_shared<ManyImpl>();
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3));
+  const std::vector<Batch> batches{{torch::rand({4}) + 1, torch::zeros({1})}};
+  tune::Run run(
+      *model, optimizer,
+      [model](const Batch& b) {
+        return ((model->weight * model->sizes.to(model->weight.dtype())).sum() * b.input.mean() + 1).square();
+      },
+      batches, 0.25);
+  run.step(batches[0]);
+  tune::Escrow escrow(run);
+  tune::Verifier verifier(run, escrow, {.steps = 2, .span = 0, .trajectory = 2});
+  const auto nothing = verifier.check(Kind::Tolerance);
+  EXPECT_TRUE(nothing.held) << nothing.reason;
+  run.bring({"step_tail"});
+  const auto ruling = verifier.check(Kind::Tolerance);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  run.bring({});
+}
+
 double gradient_factor = 1;
 
 struct Factor : Strategy {
