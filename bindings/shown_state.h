@@ -17,17 +17,24 @@ class ShownState {
  public:
   void remember(const py::object& state) {
     params_.clear();
+    objects_.clear();
+    held_.clear();
     places_.clear();
     if (!PyDict_Check(state.ptr())) return;
     PyObject *param = nullptr, *entries = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &param, &entries) != 0;) {
       places_[param] = params_.size();
-      Param shown{hold(param), {}};
-      each(entries, [&shown](PyObject* object) {
-        shown.objects.push_back(hold(object));
-        return true;
-      });
-      params_.push_back(std::move(shown));
+      hold(param);
+      params_.push_back({param, objects_.size(), 0});
+      if (PyDict_Check(entries)) {
+        PyObject *name = nullptr, *value = nullptr;
+        for (Py_ssize_t entry = 0; PyDict_Next(entries, &entry, &name, &value) != 0;) {
+          if (!THPVariable_Check(value)) continue;
+          objects_.push_back(hold(name));
+          objects_.push_back(hold(value));
+        }
+      }
+      params_.back().end = objects_.size();
     }
   }
 
@@ -38,7 +45,7 @@ class ShownState {
     PyObject *param = nullptr, *entries = nullptr;
     auto shown = params_.begin();
     for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &param, &entries) != 0; ++shown) {
-      if (shown->param.ptr() != param || !shown->is(entries)) return false;
+      if (shown->param != param || !is(*shown, entries)) return false;
     }
     return true;
   }
@@ -50,37 +57,39 @@ class ShownState {
     if (entries == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
     const auto found = places_.find(param.ptr());
     if (found == places_.end()) return entries == nullptr;
-    return entries != nullptr && params_[found->second].is(entries);
+    return entries != nullptr && is(params_[found->second], entries);
   }
 
  private:
-  static py::object hold(PyObject* object) { return py::reinterpret_borrow<py::object>(object); }
-
-  // Calls visit(object) for names and tensors in turn until it returns false; values of other kinds are the user's.
-  template <class Visit>
-  static bool each(PyObject* entries, Visit visit) {
-    if (!PyDict_Check(entries)) return visit(entries);
-    PyObject *name = nullptr, *value = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(entries, &at, &name, &value) != 0;) {
-      if (THPVariable_Check(value) && (!visit(name) || !visit(value))) return false;
-    }
-    return true;
-  }
-
   struct Param {
-    py::object param;
-    std::vector<py::object> objects;
-
-    [[nodiscard]] bool is(PyObject* entries) const {
-      std::size_t next = 0;
-      return each(entries,
-                  [&](PyObject* object) { return next < objects.size() && objects[next++].ptr() == object; }) &&
-             next == objects.size();
-    }
+    PyObject* param;
+    std::size_t begin, end;  // of its names and tensors, in turn, in objects_
   };
 
+  PyObject* hold(PyObject* object) {
+    held_.push_back(py::reinterpret_borrow<py::object>(object));
+    return object;
+  }
+
+  // Tensors alone count; values of other kinds are the user's.
+  [[nodiscard]] bool is(const Param& shown, PyObject* entries) const {
+    if (!PyDict_Check(entries)) return false;
+    PyObject *name = nullptr, *value = nullptr;
+    std::size_t next = shown.begin;
+    for (Py_ssize_t at = 0; PyDict_Next(entries, &at, &name, &value) != 0;) {
+      if (next < shown.end && objects_[next] == name && objects_[next + 1] == value) {
+        next += 2;
+      } else if (THPVariable_Check(value)) {
+        return false;
+      }
+    }
+    return next == shown.end;
+  }
+
   std::vector<Param> params_;                          // in the dict's order
-  std::unordered_map<PyObject*, std::size_t> places_;  // of each parameter in it
+  std::vector<PyObject*> objects_;                     // side by side, since each step reads them
+  std::vector<py::object> held_;                       // all of them, so that no address is used again
+  std::unordered_map<PyObject*, std::size_t> places_;  // of each parameter in params_
 };
 
 }  // namespace oxytorch::bindings
