@@ -30,6 +30,11 @@ OXY_API HostSetting use_host_pool(std::optional<uint64_t> retain_limit = std::nu
 /// back where the pool is out. May be applied several times; the last revert() counts.
 OXY_API HostSetting keep_host_pool();
 
+/// Gives free memory that the pool and glibc's heap only keep back to the kernel, whatever their settings: for the end
+/// of what needed much more than the steps that follow. Those fault in anew what they use. Milliseconds: not for the
+/// step path.
+OXY_API void give_back_host_memory();
+
 /// Of the process's pool; zeros where it was never in use.
 OXY_API HostPoolStats host_pool_stats();
 

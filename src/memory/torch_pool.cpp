@@ -1,5 +1,6 @@
 // The pool of host memory as torch's CPU allocator.
 #include <c10/core/CPUAllocator.h>
+#include <malloc.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -138,6 +139,16 @@ HostSetting keep_host_pool() {
   ++keepers;
   return HostSetting::applied("kept_host_pool", "The pool keeps its free pages while it is taken out.",
                               "an eighth of the memory that is available then, at most.", keep_no_longer);
+}
+
+void give_back_host_memory() {
+  const std::lock_guard lock(setting_mutex);
+  if (auto* const pool = process_pool.load()) {
+    const auto limit = pool->stats().limit_bytes;
+    pool->set_retain_limit(0);
+    pool->set_retain_limit(limit);
+  }
+  malloc_trim(0);
 }
 
 HostPoolStats host_pool_stats() {

@@ -416,27 +416,33 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
   auto run = std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::move(batches), options.clip_norm());
   std::optional<tune::CertificateStore> store;
   if (options.remember()) store.emplace(options.folder());
-  const KeptPool kept;
-  tune::Escrow escrow(*run);
-  Tuning tuning(*run, escrow, options);
   std::optional<tune::Certificate> certificate;
-  try {
-    if (store) certificate = tuning.reuse(*store);
-    if (!certificate) certificate = tuning.measure();
-  } catch (...) {
+  auto widest = tune::Kind::Exact;
+  bool may_tune_memory = false;
+  {
+    const KeptPool kept;
+    tune::Escrow escrow(*run);
+    Tuning tuning(*run, escrow, options);
+    try {
+      if (store) certificate = tuning.reuse(*store);
+      if (!certificate) certificate = tuning.measure();
+    } catch (...) {
+      tuning.bench().rewind();
+      throw;
+    }
     tuning.bench().rewind();
-    throw;
+    escrow.prove();
+    tuning.put_in_force(*certificate);
+    widest = tuning.widest(run->in_force());
+    may_tune_memory = tuning.may_tune_memory();
   }
-  tuning.bench().rewind();
-  escrow.prove();
-  tuning.put_in_force(*certificate);
+  give_back_host_memory();  // what references and snapshots took: the steps that follow do not need it
   if (const auto why = store ? store->try_put(*certificate) : ""; !why.empty()) {
     certificate->events.push_back("step 0: the plan is not stored, so the next run tunes again: " + why);
     warn(certificate->events.back());
   }
-  const auto widest = tuning.widest(run->in_force());
   return Plan(std::make_unique<Plan::Impl>(std::move(run), std::move(*certificate), std::move(store), widest,
-                                           options.seed(), tuning.may_tune_memory()));
+                                           options.seed(), may_tune_memory));
 }
 
 }  // namespace oxytorch

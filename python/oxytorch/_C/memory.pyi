@@ -8,6 +8,7 @@ import typing
 
 __all__: list[str] = [
     "HostPoolStats",
+    "give_back_host_memory",
     "host_pool_huge_page_bytes",
     "host_pool_stats",
     "keep_host_pool",
@@ -33,6 +34,11 @@ class HostPoolStats:
     def retained_bytes(self) -> int: ...
     @property
     def returned_bytes(self) -> int: ...
+
+def give_back_host_memory() -> None:
+    """
+    Gives free memory of the pool and of glibc's heap back to the kernel, whatever their settings.
+    """
 
 def host_pool_huge_page_bytes() -> int:
     """

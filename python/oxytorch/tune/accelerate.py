@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -186,8 +187,10 @@ def accelerate(
             plan.begin(
                 keep_heap=tuning.may_tune_memory,
                 moved=escrow.moved(),
-                put_required=lambda: tuning.put_required(certificate, required),
+                put_required=partial(tuning.put_required, certificate, required),
             )
+            del tuning, escrow  # references and snapshots, which the steps that follow do not need
+            plan.give_back()
         except BaseException:  # such as Ctrl-C: without a plan, nothing may stay active
             plan.revert()
             raise

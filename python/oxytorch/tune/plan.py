@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,17 @@ class Plan:
             put_required()
         self._attempt("glibc's heap is trimmed as before", self._keep_heap)
         self._attempt("the run is not watched", self._begin_watch)
+
+    def give_back(self) -> None:
+        """Let go of all that only tuning needed, once nothing else refers to it."""
+        self._attempt("memory of tuning is not given back", self._release)
+
+    def _release(self) -> None:
+        self._run.forget_idle()
+        gc.collect()
+        _C.memory.give_back_host_memory()
+        if self._run.device.type != "cpu" and torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
 
     def _begin_watch(self) -> None:
         run = self._run

@@ -61,6 +61,16 @@ class Call:
     settings: list[dict[str, Any]]
 
     @classmethod
+    def hashed(cls, run: Run) -> Call:
+        """Hash what the optimizer is about to use, one gradient at a time: nothing is copied."""
+        scale = getattr(run.original, "grad_scale", None)
+        grads: list[Any] = [
+            None if p.grad is None else value_digest(p.grad.detach() if scale is None else p.grad.detach() / scale)
+            for p in run.params
+        ]
+        return cls(grads, settings(run.original))
+
+    @classmethod
     def of(cls, run: Run) -> Call:
         """Copy what the optimizer is about to use."""
         scale = getattr(run.original, "grad_scale", None)
@@ -94,21 +104,28 @@ class Step:
 
 
 def take(
-    run: Run, roots: Sequence[tuple[str, Any]], count: int, observed: Container[int] | None = None
+    run: Run,
+    roots: Sequence[tuple[str, Any]],
+    count: int,
+    observed: Container[int] | None = None,
+    *,
+    hashed: bool = False,
 ) -> Iterator[Step]:
     """Take steps on the run's batches in turn, one each time that the next is asked for; `observed`: all unless given.
 
     An optimizer's hooks are the same for every step, so that what steps cannot tell which of them are observed.
+    `hashed` is for `digests` alone, which needs no copies.
     """
     for index in range(count):
-        yield _take_one(run, roots, index, observed is None or index in observed)
+        yield _take_one(run, roots, index, observed is None or index in observed, hashed)
 
 
-def _take_one(run: Run, roots: Sequence[tuple[str, Any]], index: int, observed: bool) -> Step:
-    step = Step(index, State.of(run, roots) if observed else None, torch.zeros(()))
+def _take_one(run: Run, roots: Sequence[tuple[str, Any]], index: int, observed: bool, hashed: bool) -> Step:
+    step = Step(index, State.of(run, roots) if observed and not hashed else None, torch.zeros(()))
+    what = Call.hashed if hashed else Call.of
 
     def note(*_: Any) -> None:
-        step.calls.append(Call.of(run) if observed else Call([], settings(run.original)))
+        step.calls.append(what(run) if observed else Call([], settings(run.original)))
 
     hook = run.original.register_step_pre_hook(note)
     try:
@@ -187,8 +204,8 @@ def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def states(run: Run) -> list[dict[str, Any]]:
-    """Copy the optimizer state of each parameter, by torch's names; codes of 8 bits are decoded."""
+def states(run: Run, *, copy: bool = True) -> list[dict[str, Any]]:
+    """Return the optimizer state of each parameter, copied, by torch's names; codes of 8 bits are decoded."""
     found = []
     if isinstance(run.optimizer, TailOptimizer):
         run.optimizer._step_tail()  # state of another format is converted before a step, not in it
@@ -197,7 +214,8 @@ def states(run: Run) -> list[dict[str, Any]]:
         if isinstance(run.optimizer, TailOptimizer) and any(key.endswith("_scale") for key in state):
             wide = run.optimizer._step_tail().decoded_state(index)
             state = {key: wide.get(key, value) for key, value in state.items() if not key.endswith("_scale")}
-        found.append({key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in state.items()})
+        tensors = {key: v.detach() for key, v in state.items() if isinstance(v, Tensor)}
+        found.append({**state, **({key: t.clone() for key, t in tensors.items()} if copy else tensors)})
     return found
 
 
@@ -247,7 +265,7 @@ def digests(run: Run, roots: Sequence[tuple[str, Any]], step: Step) -> dict[str,
         tensors |= {f"gradient of {n}{call_name}": g for n, g in zip(labels, call.grads, strict=True)}
     tensors |= {f"parameter {n}": p.detach() for n, p in zip(labels, run.params, strict=True)}
     tensors |= {f"buffer {n}": b.detach() for n, b in run.model.named_buffers()}
-    for n, state in zip(labels, states(run), strict=True):
+    for n, state in zip(labels, states(run, copy=False), strict=True):
         tensors |= {f"optimizer state {key} of {n}": value for key, value in state.items()}
     tensors |= {name: t.detach() for name, t in extras(run, roots)}
     found = {name: value_digest(value) for name, value in tensors.items()}

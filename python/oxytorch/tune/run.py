@@ -159,6 +159,10 @@ class Run:
             self._made[name] = self.strategies[name]()
         return self._made[name]
 
+    def forget_idle(self) -> None:
+        """Drop the objects of strategies that are not in force, and the copies and compiled functions they keep."""
+        self._made = dict(self._in_force)
+
     def bring(self, names: Iterable[str]) -> None:
         """Put exactly these strategies in force: others are taken back, the last first, then the missing ones applied.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .._C.memory import give_back_host_memory
 from .batches import stop_drawing, visit
 from .chance import Draws, backward_error, draws, judge_draws, still
 from .compare import Comparison, Kept, Look
@@ -237,6 +238,7 @@ class Verifier:
             self.run.bring(())
         finally:
             self.escrow.restore()
+        give_back_host_memory()  # copies that were let go would stay resident below what comes next
         self.run.bring(wanted)
 
     def _lot(self) -> int:
@@ -258,7 +260,7 @@ class Verifier:
     def _digests(self, count: int) -> Iterator[tuple[int, dict[str, str]]]:
         """Of everything after some steps, since what differs in state goes on to differ; of all others the loss."""
         whole = {*range(self._asked), self._dense - 1, count - 1}
-        for step in take(self.run, self._roots, count, whole):
+        for step in take(self.run, self._roots, count, whole, hashed=True):
             everything = step.index in whole
             found = digests(self.run, self._roots, step) if everything else {"loss": value_digest(step.loss)}
             yield step.index, found | {"random state": step.rng}
