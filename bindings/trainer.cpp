@@ -72,6 +72,9 @@ void bind_trainer(py::module_& m) {
         "Makes glibc keep freed memory for the next step, up to retain_limit bytes.");
   m.def("keep_heap", &keep_heap, py::arg("retain_limit") = std::nullopt, release_gil(),
         "Keeps glibc from trimming its heap between steps.");
+  m.def("note_heap", &note_heap, release_gil(), "Notes glibc's thresholds as those to go back to.");
+  m.def("heap_mmap_threshold", &heap_mmap_threshold, release_gil(),
+        "Bytes from which a block has a mapping of its own; None where malloc is not glibc's to ask.");
   m.def("allocator_retained_bytes", &allocator_retained_bytes, release_gil(), "Bytes held free for reuse.");
   m.def("allocator_trims", &allocator_trims, "Times that free memory was given back.");
   m.def("page_faults", &page_faults, "Page faults of this process since it started.");

@@ -49,18 +49,25 @@ OXY_API uint64_t default_retain_limit();
 /// never on the step path.
 ///
 /// Process-wide; a second call returns a setting that says so. Refused where the C library is not glibc, where
-/// another allocator is preloaded, or where GLIBC_TUNABLES or MALLOC_* in the environment already decide. glibc
-/// cannot turn its sliding threshold on again: revert() sets the values that it slides to (32 MiB, 64 MiB, 128 KiB)
-/// and gives free memory back.
+/// another allocator is preloaded, or where GLIBC_TUNABLES or MALLOC_* in the environment already decide. revert() sets
+/// the thresholds that glibc had (see note_heap()) and gives free memory back; from then on glibc does not move them
+/// by itself any more, which cannot be turned on again.
 OXY_API HostSetting tune_allocator(std::optional<uint64_t> retain_limit = std::nullopt);
 
 /// Keeps glibc from giving free memory at the end of its heap back to the kernel, and changes nothing else.
 ///
-/// How much of a step's memory is trimmed and faulted in again depends on where long-lived blocks happen to lie, and
-/// whoever allocates and frees much between steps (trials, a referee) may leave them worse: with this, a step cannot
-/// fault more than it did. Cost, limit and refusals are those of tune_allocator(), which is more: it keeps large blocks
-/// in the heap too. May be applied several times, also beside it; the last revert() restores trimming.
+/// Cost, limit, refusals and the way back are those of tune_allocator(), which is more: it takes large blocks from the
+/// heap too. May be applied several times, also beside it; the last revert() restores trimming.
 OXY_API HostSetting keep_heap(std::optional<uint64_t> retain_limit = std::nullopt);
+
+/// Notes the thresholds that glibc has now, to which the settings above go back: glibc moves them by what a program
+/// frees, so this is called after some steps of a run and before anything else (trials, a verification in float64) has
+/// freed larger blocks. Unless called, the first setting that is applied notes them. Of no effect once one was.
+OXY_API void note_heap();
+
+/// Bytes from which glibc's malloc gives a block a mapping of its own now, to a page; empty where malloc is not glibc's
+/// or the environment sets it. Takes about a millisecond: not for the step path.
+OXY_API std::optional<uint64_t> heap_mmap_threshold();
 
 /// Resident bytes that the allocator holds free for reuse, at most; empty where the C library cannot say. Takes the
 /// allocator's locks for some tens of microseconds: not for the step path.

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <fstream>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -190,12 +191,72 @@ uint64_t resident_bytes() {
 
 std::string mebibytes(uint64_t bytes) { return std::to_string(bytes / kMiB) + " MiB"; }
 
-/// The values that glibc's sliding thresholds reach, but for trimming where somebody keeps the heap.
+/// glibc's own values, and those between which it moves its thresholds by what a program frees.
+constexpr uint64_t kLeastThreshold = 128 << 10;
+constexpr uint64_t kMostThreshold = 32 * kMiB;
+constexpr int kTopPad = 128 << 10;
+
+/// The flag in front of a block that has a mapping of its own; of glibc's malloc since 1996.
+bool has_own_mapping(const void* block) {
+  size_t head = 0;
+  std::memcpy(&head, static_cast<const char*>(block) - sizeof head, sizeof head);
+  return (head & 2U) != 0;
+}
+
+/// Whether malloc would take a block of so many bytes from a mapping of its own, if its heap had none that is free.
+/// Free blocks of the heap are held until one is not found there. Empty where that is not to be had.
+std::optional<bool> maps(uint64_t bytes) {
+  constexpr size_t kMostHeld = 4096;
+  std::vector<void*> held;
+  std::optional<bool> answer;
+  while (!answer && held.size() < kMostHeld) {
+    const auto before = mallinfo2().arena;
+    void* const block = malloc(bytes);
+    if (!block) break;
+    if (has_own_mapping(block)) {
+      answer = true;
+      // Freed as it is, it would move the threshold; a page is too small for that.
+      void* const page = realloc(block, 1024);
+      free(page ? page : block);
+    } else {
+      held.push_back(block);
+      if (mallinfo2().arena > before) answer = false;
+    }
+  }
+  for (void* block : held) free(block);
+  return answer;
+}
+
+/// Bytes from which a block has its own mapping, to a page.
+std::optional<uint64_t> read_threshold() {
+  uint64_t below = kLeastThreshold - 4096, from = kMostThreshold + 4096;
+  while (from - below > 4096) {
+    const uint64_t middle = (below + from) / 2 / 4096 * 4096;
+    const auto mapped = maps(middle);
+    if (!mapped) return std::nullopt;
+    (*mapped ? from : below) = middle;
+  }
+  return std::clamp(from, kLeastThreshold, kMostThreshold);
+}
+
+/// Where the program's own steps have moved the threshold, before anything was set here.
+std::optional<uint64_t> noted_threshold;
+bool was_set = false;
+
+void note_threshold() {
+  if (!was_set) noted_threshold = read_threshold();
+}
+
+/// As glibc was left by the program itself, but for trimming where somebody keeps the heap. glibc trims above twice
+/// the threshold for mappings once it has moved that.
 void untune() {
+  const uint64_t threshold = noted_threshold.value_or(kMostThreshold);
+  const uint64_t trim = threshold > kLeastThreshold ? 2 * threshold : kLeastThreshold;
   mallopt(M_MMAP_MAX, 65536);
-  mallopt(M_MMAP_THRESHOLD, 32 << 20);
-  mallopt(M_TRIM_THRESHOLD, heaps_kept > 0 ? INT_MAX : 64 << 20);
-  mallopt(M_TOP_PAD, 128 << 10);
+  mallopt(M_MMAP_THRESHOLD, static_cast<int>(threshold));
+  mallopt(M_TRIM_THRESHOLD, heaps_kept > 0 ? INT_MAX : static_cast<int>(trim));
+  mallopt(M_TOP_PAD, kTopPad);
+  was_set = true;
   if (heaps_kept > 0) return;
   watcher().stop();
   malloc_trim(0);
@@ -227,6 +288,8 @@ HostSetting tune_allocator(std::optional<uint64_t> retain_limit) {
   std::lock_guard lock(allocator_mutex);
   if (allocator_tuned) return HostSetting::refused(kName, "already tuned in this process.");
   if (const auto reason = refusal(); !reason.empty()) return HostSetting::refused(kName, reason);
+  if (!noted_threshold) note_threshold();
+  was_set = true;
   // Older releases of glibc cap the threshold at 32 MiB: there, no block at all gets its own mapping.
   if (mallopt(M_MMAP_THRESHOLD, 1 << 30) != 1) mallopt(M_MMAP_MAX, 0);
   if (mallopt(M_TRIM_THRESHOLD, INT_MAX) != 1 || mallopt(M_TOP_PAD, 64 << 20) != 1) {
@@ -244,10 +307,11 @@ HostSetting tune_allocator(std::optional<uint64_t> retain_limit) {
 }
 
 HostSetting keep_heap(std::optional<uint64_t> retain_limit) {
-  constexpr const char* kHeap = "heap";
+  constexpr const char* kHeap = "keep_heap";
   std::lock_guard lock(allocator_mutex);
   if (const auto reason = refusal(); !reason.empty()) return HostSetting::refused(kHeap, reason);
   const uint64_t limit = limit_of(retain_limit);
+  if (!noted_threshold) note_threshold();
   ++heaps_kept;
   if (!allocator_tuned) untune();
   watcher().start(limit);
@@ -257,6 +321,16 @@ HostSetting keep_heap(std::optional<uint64_t> retain_limit) {
                                 --heaps_kept;
                                 if (!allocator_tuned) untune();
                               });
+}
+
+void note_heap() {
+  std::lock_guard lock(allocator_mutex);
+  if (refusal().empty()) note_threshold();
+}
+
+std::optional<uint64_t> heap_mmap_threshold() {
+  std::lock_guard lock(allocator_mutex);
+  return refusal().empty() ? read_threshold() : std::nullopt;
 }
 
 std::optional<uint64_t> allocator_retained_bytes() {
@@ -275,8 +349,10 @@ HostSetting tune_allocator(std::optional<uint64_t>) {
   return HostSetting::refused("allocator", "the C library is not glibc; its malloc has no such settings.");
 }
 HostSetting keep_heap(std::optional<uint64_t>) {
-  return HostSetting::refused("heap", "the C library is not glibc; its malloc has no such settings.");
+  return HostSetting::refused("keep_heap", "the C library is not glibc; its malloc has no such settings.");
 }
+void note_heap() {}
+std::optional<uint64_t> heap_mmap_threshold() { return std::nullopt; }
 std::optional<uint64_t> allocator_retained_bytes() { return std::nullopt; }
 uint64_t allocator_trims() { return 0; }
 

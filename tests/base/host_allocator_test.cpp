@@ -36,16 +36,17 @@ TEST(HostAllocatorTest, FreedMemoryIsNotFaultedInAgain) {
   EXPECT_LT(allocator_retained_bytes().value_or(0), kBytes);
 }
 
-// Blocks that glibc takes from its heap: together they are over its threshold for trimming.
+// Blocks that glibc takes from its heap wherever its thresholds are: together they are over that for trimming.
 uint64_t faults_of_a_step() {
-  constexpr size_t kBytes = 16 << 20;
+  constexpr size_t kBytes = 96 << 10;
   const auto start = page_faults();
-  std::vector<std::unique_ptr<char[]>> blocks;
-  for (int i = 0; i < 8; ++i) {
-    blocks.emplace_back(new char[kBytes]);
-    std::memset(blocks.back().get(), 1, kBytes);
+  std::vector<std::unique_ptr<char[]>> blocks(1024);
+  for (auto& block : blocks) {
+    block.reset(new char[kBytes]);
+    std::memset(block.get(), 1, kBytes);
   }
   asm volatile("" : : "r"(blocks.data()) : "memory");
+  while (!blocks.empty()) blocks.pop_back();  // the last one lies at the heap's end
   return page_faults() - start;
 }
 
@@ -70,6 +71,40 @@ TEST(HostAllocatorTest, AKeptHeapIsNotTrimmed) {
   again.revert();
   faults_of_a_step();
   EXPECT_GT(faults_of_a_step(), 10'000U);
+}
+
+void free_block(size_t bytes) {
+  auto* volatile block = new char[bytes];
+  delete[] block;
+}
+
+// Of a process of its own, whose thresholds nothing has set yet.
+int thresholds_go_back() {
+  const auto given = heap_mmap_threshold();
+  if (!given) return 0;
+  if (*given != 128 << 10) return 1;
+  free_block(5 << 20);  // a step's
+  const auto moved = heap_mmap_threshold();
+  if (!moved || *moved < 5 << 20 || *moved > (5 << 20) + 8192) return 2;
+  if (heap_mmap_threshold() != moved) return 3;  // asking moves nothing
+  note_heap();
+  free_block(20 << 20);  // a trial's
+  if (heap_mmap_threshold().value_or(0) < 20 << 20) return 4;
+  auto kept = keep_heap();
+  if (!kept.is_applied() || heap_mmap_threshold() != moved) return 5;  // it changes trimming alone
+  auto tuned = tune_allocator();
+  if (!tuned.is_applied() || heap_mmap_threshold().value_or(0) < 32 << 20) return 6;
+  tuned.revert();
+  if (heap_mmap_threshold() != moved) return 7;
+  kept.revert();
+  note_heap();
+  free_block(20 << 20);
+  return heap_mmap_threshold() == moved ? 0 : 8;
+}
+
+TEST(HostAllocatorTest, ThresholdsGoBackToThoseOfTheProgramsOwnSteps) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(std::_Exit(thresholds_go_back()), testing::ExitedWithCode(0), "");
 }
 
 TEST(HostAllocatorTest, MemoryAboveTheLimitIsGivenBack) {
