@@ -1,6 +1,7 @@
 // The native core of oxytorch.tune: duel, search, certificate, guard. Enumerations are strings in Python.
 #include "tune.h"
 
+#include <pybind11/functional.h>
 #include <pybind11/typing.h>
 
 #include <algorithm>
@@ -11,12 +12,14 @@
 #include <utility>
 
 #include "oxytorch/error.h"
+#include "oxytorch/load.h"
 #include "oxytorch/spelling.h"
 #include "oxytorch/tune/block.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/change.h"
 #include "oxytorch/tune/duel.h"
 #include "oxytorch/tune/guard.h"
+#include "oxytorch/tune/reuse.h"
 #include "oxytorch/tune/search.h"
 #include "path.h"
 
@@ -82,15 +85,16 @@ void bind_duel(py::module_& m) {
   const DuelOptions defaults;
   py::class_<DuelOptions>(m, "DuelOptions", "How sure a duel must be, and how long it may take.")
       .def(py::init([](double threshold, double confidence, double false_accept, int least_pairs, int most_pairs,
-                       double worth, double budget_seconds, double repay_steps, std::uint64_t seed) {
-             return DuelOptions{threshold, confidence,     false_accept, least_pairs, most_pairs,
-                                worth,     budget_seconds, repay_steps,  seed};
+                       double worth, double most_seconds, double budget_seconds, double repay_steps,
+                       std::uint64_t seed) {
+             return DuelOptions{threshold, confidence,   false_accept,   least_pairs, most_pairs,
+                                worth,     most_seconds, budget_seconds, repay_steps, seed};
            }),
            py::kw_only(), py::arg("threshold") = defaults.threshold, py::arg("confidence") = defaults.confidence,
            py::arg("false_accept") = defaults.false_accept, py::arg("least_pairs") = defaults.least_pairs,
            py::arg("most_pairs") = defaults.most_pairs, py::arg("worth") = defaults.worth,
-           py::arg("budget_seconds") = defaults.budget_seconds, py::arg("repay_steps") = defaults.repay_steps,
-           py::arg("seed") = defaults.seed)
+           py::arg("most_seconds") = defaults.most_seconds, py::arg("budget_seconds") = defaults.budget_seconds,
+           py::arg("repay_steps") = defaults.repay_steps, py::arg("seed") = defaults.seed)
       .def_readwrite("threshold", &DuelOptions::threshold)
       .def_readwrite("confidence", &DuelOptions::confidence)
       .def_readwrite("false_accept", &DuelOptions::false_accept)
@@ -98,7 +102,9 @@ void bind_duel(py::module_& m) {
       .def_readwrite("most_pairs", &DuelOptions::most_pairs)
       .def_readwrite("worth", &DuelOptions::worth)
       .def_static("conclusion", &DuelOptions::conclusion, py::arg("seed"), "Of everything against nothing at the end.")
+      .def_static("member", &DuelOptions::member, py::arg("seed"), "Of a remembered certificate without one of it.")
       .def_static("canary", &DuelOptions::canary, py::arg("seed"), "Of a remembered certificate.")
+      .def_readwrite("most_seconds", &DuelOptions::most_seconds)
       .def_readwrite("budget_seconds", &DuelOptions::budget_seconds)
       .def_readwrite("repay_steps", &DuelOptions::repay_steps)
       .def_readwrite("seed", &DuelOptions::seed);
@@ -127,24 +133,34 @@ void bind_duel(py::module_& m) {
 void bind_search(py::module_& m) {
   const StrategyFacts facts;
   py::class_<StrategyFacts>(m, "StrategyFacts", "What the search knows of a strategy.")
-      .def(py::init([](std::string name, Kind kind, std::string group, Names required, Names interacts,
+      .def(py::init([](std::string name, Kind kind, std::string group, Names required, Names interacts, Names part_of,
                        Names renewed_by, double expected_cost, double hopeful, double expected_speedup,
                        double update_speedup, bool update_proven) {
-             return StrategyFacts{
-                 std::move(name),       kind,          std::move(group), std::move(required), std::move(interacts),
-                 std::move(renewed_by), expected_cost, hopeful,          expected_speedup,    update_speedup,
-                 update_proven};
+             return StrategyFacts{std::move(name),
+                                  kind,
+                                  std::move(group),
+                                  std::move(required),
+                                  std::move(interacts),
+                                  std::move(part_of),
+                                  std::move(renewed_by),
+                                  expected_cost,
+                                  hopeful,
+                                  expected_speedup,
+                                  update_speedup,
+                                  update_proven};
            }),
            py::arg("name"), py::kw_only(), py::arg("kind") = facts.kind, py::arg("group") = facts.group,
            py::arg("requires") = facts.requires_, py::arg("interacts") = facts.interacts,
-           py::arg("renewed_by") = facts.renewed_by, py::arg("expected_cost") = facts.expected_cost,
-           py::arg("hopeful") = facts.hopeful, py::arg("expected_speedup") = facts.expected_speedup,
-           py::arg("update_speedup") = facts.update_speedup, py::arg("update_proven") = facts.update_proven)
+           py::arg("part_of") = facts.part_of, py::arg("renewed_by") = facts.renewed_by,
+           py::arg("expected_cost") = facts.expected_cost, py::arg("hopeful") = facts.hopeful,
+           py::arg("expected_speedup") = facts.expected_speedup, py::arg("update_speedup") = facts.update_speedup,
+           py::arg("update_proven") = facts.update_proven)
       .def_readwrite("name", &StrategyFacts::name)
       .def_readwrite("kind", &StrategyFacts::kind)
       .def_readwrite("group", &StrategyFacts::group)
       .def_readwrite("requires", &StrategyFacts::requires_)
       .def_readwrite("interacts", &StrategyFacts::interacts)
+      .def_readwrite("part_of", &StrategyFacts::part_of)
       .def_readwrite("renewed_by", &StrategyFacts::renewed_by)
       .def_readwrite("expected_cost", &StrategyFacts::expected_cost)
       .def_readwrite("hopeful", &StrategyFacts::hopeful)
@@ -154,14 +170,16 @@ void bind_search(py::module_& m) {
   const SearchOptions options;
   py::class_<SearchOptions>(m, "SearchOptions", "The run that a search is for, and what it may spend.")
       .def(py::init([](std::int64_t steps_planned, double step_seconds, double budget_seconds, double repay_steps,
-                       double conclude_steps, double cost_share, double optimizer_share, std::uint64_t seed,
-                       const DuelOptions& duel) {
-             return SearchOptions{steps_planned, step_seconds,    budget_seconds, repay_steps, conclude_steps,
-                                  cost_share,    optimizer_share, seed,           duel};
+                       double conclude_steps, double total_seconds, double used_seconds, double cost_share,
+                       double optimizer_share, std::uint64_t seed, const DuelOptions& duel) {
+             return SearchOptions{steps_planned, step_seconds, budget_seconds, repay_steps,     conclude_steps,
+                                  total_seconds, used_seconds, cost_share,     optimizer_share, seed,
+                                  duel};
            }),
            py::kw_only(), py::arg("steps_planned") = options.steps_planned,
            py::arg("step_seconds") = options.step_seconds, py::arg("budget_seconds") = options.budget_seconds,
            py::arg("repay_steps") = options.repay_steps, py::arg("conclude_steps") = options.conclude_steps,
+           py::arg("total_seconds") = options.total_seconds, py::arg("used_seconds") = options.used_seconds,
            py::arg("cost_share") = options.cost_share, py::arg("optimizer_share") = options.optimizer_share,
            py::arg("seed") = options.seed, py::arg_v("duel", options.duel, "DuelOptions()"))
       .def_static("for_run", &SearchOptions::for_run, py::arg("steps_planned"), py::arg("step_seconds"),
@@ -171,6 +189,8 @@ void bind_search(py::module_& m) {
       .def_readwrite("budget_seconds", &SearchOptions::budget_seconds)
       .def_readwrite("repay_steps", &SearchOptions::repay_steps)
       .def_readwrite("conclude_steps", &SearchOptions::conclude_steps)
+      .def_readwrite("total_seconds", &SearchOptions::total_seconds)
+      .def_readwrite("used_seconds", &SearchOptions::used_seconds)
       .def_readwrite("cost_share", &SearchOptions::cost_share)
       .def_readwrite("optimizer_share", &SearchOptions::optimizer_share)
       .def_readwrite("seed", &SearchOptions::seed)
@@ -182,16 +202,17 @@ void bind_search(py::module_& m) {
       .def_readonly("challenger", &Trial::challenger)
       .def_readonly("duel", &Trial::duel);
   py::class_<TrialOutcome>(m, "TrialOutcome", "What came of a trial.")
-      .def(py::init([](const DuelResult& duel, double cost_seconds, double spent_seconds, bool failed, bool verified,
-                       std::string reason) {
-             return TrialOutcome{duel, cost_seconds, spent_seconds, failed, verified, std::move(reason)};
+      .def(py::init([](const DuelResult& duel, double cost_seconds, double spent_seconds, bool disturbed, bool failed,
+                       bool verified, std::string reason) {
+             return TrialOutcome{duel, cost_seconds, spent_seconds, disturbed, failed, verified, std::move(reason)};
            }),
            py::arg_v("duel", DuelResult{}, "DuelResult()"), py::kw_only(), py::arg("cost_seconds") = 0.0,
-           py::arg("spent_seconds") = 0.0, py::arg("failed") = false, py::arg("verified") = true,
-           py::arg("reason") = "")
+           py::arg("spent_seconds") = 0.0, py::arg("disturbed") = false, py::arg("failed") = false,
+           py::arg("verified") = true, py::arg("reason") = "")
       .def_readwrite("duel", &TrialOutcome::duel)
       .def_readwrite("cost_seconds", &TrialOutcome::cost_seconds)
       .def_readwrite("spent_seconds", &TrialOutcome::spent_seconds)
+      .def_readwrite("disturbed", &TrialOutcome::disturbed)
       .def_readwrite("failed", &TrialOutcome::failed)
       .def_readwrite("verified", &TrialOutcome::verified)
       .def_readwrite("reason", &TrialOutcome::reason);
@@ -201,7 +222,11 @@ void bind_search(py::module_& m) {
       .def("ask", &Search::ask, "The next trial; None where there is none left.")
       .def("tell", &Search::tell, py::arg("outcome"))
       .def("skip", &Search::skip, py::arg("strategy"), py::arg("reason"))
+      .def("expect", &Search::expect, py::arg("strategy"), py::arg("speedup"),
+           "What it is likely to make of the step as it is now; ask() again.")
       .def("charge", &Search::charge, py::arg("seconds"))
+      .def("conclusion", &Search::conclusion, "How everything is measured against nothing at the end.")
+      .def("seconds_left", &Search::seconds_left, "For everything together.")
       .def("drop", &Search::drop, py::arg("strategy"), py::arg("standing"), py::arg("reason"),
            "Take out for good what turned out bad after it was accepted; ask() goes on.")
       .def("best", &Search::best, "Names in force, in the order of the strategies.")
@@ -250,6 +275,10 @@ void bind_certificate(py::module_& m) {
       .def_readwrite("level", &Certificate::level)
       .def_readwrite("created", &Certificate::created)
       .def_readwrite("steps_planned", &Certificate::steps_planned)
+      .def_readwrite("step_seconds", &Certificate::step_seconds)
+      .def_readwrite("step_spread", &Certificate::step_spread)
+      .def_readwrite("step_faults", &Certificate::step_faults)
+      .def_readwrite("disturbance", &Certificate::disturbance)
       .def_readwrite("baseline_seconds", &Certificate::baseline_seconds)
       .def_readwrite("tuned_seconds", &Certificate::tuned_seconds)
       .def_readwrite("speedup", &Certificate::speedup)
@@ -259,7 +288,9 @@ void bind_certificate(py::module_& m) {
       .def_readwrite("verification", &Certificate::verification)
       .def_readwrite("events", &Certificate::events)
       .def("accepted", &Certificate::accepted)
-      .def("repaid_after", &Certificate::repaid_after, py::arg("with_compiling") = false)
+      .def("relate", &Certificate::relate, py::arg("seconds"), py::arg("faults"),
+           "Tell what a step takes after the trials with nothing active.")
+      .def("repaid_after", &Certificate::repaid_after, py::arg("with_compiling") = true)
       .def("to_json", &Certificate::to_json)
       .def_static("from_json", &Certificate::from_json, py::arg("text"))
       .def(
@@ -279,6 +310,17 @@ void bind_certificate(py::module_& m) {
       .def("try_forget", &CertificateStore::try_forget, py::arg("key"), release_gil(),
            "As forget(), but why it failed is returned; empty where it did not.")
       .def_property_readonly("folder", &CertificateStore::folder);
+  py::class_<StepNow>(m, "StepNow", "The step as given, measured now.")
+      .def(py::init([](double seconds, double spread, bool disturbed, std::string time) {
+             return StepNow{seconds, spread, disturbed, std::move(time)};
+           }),
+           py::kw_only(), py::arg("seconds"), py::arg("spread"), py::arg("disturbed"), py::arg("time"));
+  m.def("why_not_trusted", &why_not_trusted, py::arg("certificate"), py::arg("now"),
+        "Why a remembered certificate is to be measured anew; empty where it may be trusted.");
+  m.def("worth_another_look", &worth_another_look, py::arg("certificate"),
+        "Where nothing is active by it, the strategy to try again; or empty.");
+  m.def("most_heap_speedup", &most_heap_speedup, py::arg("faults"), py::arg("step_seconds"),
+        "Most that a step can gain where freed memory is kept for the next one.");
   m.def("hardware_key", &hardware_key, py::arg("root") = "/", "The processor's part of CertificateKey.hardware.");
   m.def("allows", &allows, py::arg("level"), py::arg("kind"), "Whether a level allows a kind of change.");
 }
@@ -317,6 +359,32 @@ void bind_change(py::module_& m) {
       "Error, size, unit, slope, worst, (upwards, outwards), bias_error, ratio; see oxytorch.tune.update.Change.");
 }
 
+void bind_load(py::module_& m) {
+  py::class_<LoadSample>(m, "LoadSample", "Counters of who uses the processor, in seconds.")
+      .def(py::init([](double wall, double own, std::optional<double> busy, std::optional<double> stolen,
+                       std::optional<double> waited, std::optional<double> throttled,
+                       int cores) { return LoadSample{wall, own, busy, stolen, waited, throttled, cores}; }),
+           py::kw_only(), py::arg("wall"), py::arg("own"), py::arg("busy") = std::nullopt,
+           py::arg("stolen") = std::nullopt, py::arg("waited") = std::nullopt, py::arg("throttled") = std::nullopt,
+           py::arg("cores") = 1)
+      .def_readonly("wall", &LoadSample::wall)
+      .def_readonly("own", &LoadSample::own)
+      .def_readonly("busy", &LoadSample::busy)
+      .def_readonly("stolen", &LoadSample::stolen)
+      .def_readonly("waited", &LoadSample::waited)
+      .def_readonly("throttled", &LoadSample::throttled)
+      .def_readonly("cores", &LoadSample::cores);
+  py::class_<LoadWatch>(m, "LoadWatch", "Says of stretches of time whether other programs disturbed them.")
+      .def(py::init<>())
+      .def("begin", &LoadWatch::begin)
+      .def("end", &LoadWatch::end, "Whether the stretch since begin() was disturbed.")
+      .def_property_readonly("disturbed", &LoadWatch::disturbed, "Whether what was measured is not to be trusted.")
+      .def_property_readonly("share", &LoadWatch::share, "Of the seconds watched, the disturbed ones.")
+      .def_property_readonly("evidence", &LoadWatch::evidence);
+  m.def("read_load", &read_load, py::arg("root") = "/");
+  m.def("set_load_source", &set_load_source, py::arg("source"), "Where LoadWatch has its samples from; None: here.");
+}
+
 void bind_guard(py::module_& m) {
   const GuardOptions options;
   py::class_<GuardOptions>(m, "GuardOptions", "When a guard looks, and what it takes changes back for.")
@@ -351,6 +419,7 @@ void bind_tune(py::module_& m) {
   bind_search(m);
   bind_change(m);
   bind_guard(m);
+  bind_load(m);
 }
 
 }  // namespace oxytorch::bindings

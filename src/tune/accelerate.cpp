@@ -14,11 +14,13 @@
 
 #include "oxytorch/clock.h"
 #include "oxytorch/error.h"
+#include "oxytorch/host.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/memory.h"
 #include "oxytorch/spelling.h"
 #include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/host.h"
+#include "oxytorch/tune/reuse.h"
 #include "oxytorch/tune/search.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/tune/verify.h"
@@ -111,11 +113,6 @@ class Tuning {
 
   [[nodiscard]] const tune::CertificateKey& key() const noexcept { return key_; }
   tune::Bench& bench() noexcept { return bench_; }
-  /// Whether the allocator's settings are the tuning's to choose on this run.
-  [[nodiscard]] bool may_tune_memory() const {
-    return !offered_of({"allocator"}).empty() && !skipped_.contains("allocator");
-  }
-
   [[nodiscard]] tune::Kind widest(const Names& names) const {
     auto kind = tune::Kind::Exact;
     for (const auto& strategy : strategies_) {
@@ -129,7 +126,7 @@ class Tuning {
     auto found = store.find(key_);
     if (!found) return found;
     look();
-    if (const auto fault = canary(found->accepted()); !fault.empty()) {
+    if (const auto fault = canary(*found); !fault.empty()) {
       events_.push_back("step 0: the certificate of " + found->created + " did not hold: " + fault);
       warn(events_.back());
       return std::nullopt;
@@ -150,11 +147,13 @@ class Tuning {
     auto [updates, proven] = bench_.updates(of_optimizer, options_.seed());
     for (const auto& s : strategies_) {
       facts.push_back({s.name, s.kind, s.traits.group, offered_of(s.traits.requires_), s.traits.interacts,
-                       s.traits.renewed_by, skipped_.contains(s.name) ? 0 : run_.strategy(s.name).expected_cost(run_),
-                       s.traits.hopeful, s.traits.expected_speedup, updates[s.name], s.name == proven});
+                       s.traits.part_of, s.traits.renewed_by,
+                       skipped_.contains(s.name) ? 0 : run_.strategy(s.name).expected_cost(run_),
+                       most_speedup(s.traits), s.traits.expected_speedup, updates[s.name], s.name == proven});
     }
-    auto bounds = tune::SearchOptions::for_run(options_.steps_planned(), bench_.step_seconds(), options_.budget(),
-                                               options_.seed());
+    auto bounds =
+        tune::SearchOptions::for_run(options_.steps_planned(), bench_.fastest(), options_.budget(), options_.seed());
+    bounds.used_seconds = seconds_since(began_);
     bounds.optimizer_share = bench_.optimizer_share();
     search_.emplace(std::move(facts), bounds);
     for (const auto& [name, reason] : skipped_) search_->skip(name, reason);
@@ -191,11 +190,18 @@ class Tuning {
     return found;
   }
 
+  /// By what a step faults in, of what keeps memory; else as the strategy says.
+  double most_speedup(const tune::StrategyTraits& traits) {
+    if (traits.group != "host_memory") return traits.hopeful;
+    return std::min(traits.hopeful, tune::most_heap_speedup(bench_.faults(), bench_.step_seconds()));
+  }
+
   /// Times the step as given, and asks the strategies whether they apply to it.
   void look() {
     if (looked_) return;
     looked_ = true;
     bench_.baseline();
+    if (bench_.disturbed()) warn("the machine is busy: " + bench_.load().evidence() + '.');
     std::string everything;
     if (!std::isfinite(bench_.loss())) {
       everything = "the loss of the step as given is not finite: nothing can be verified by it.";
@@ -219,6 +225,10 @@ class Tuning {
       }
     }
     escrow_.restore();
+    const bool keeps_memory = std::any_of(strategies_.begin(), strategies_.end(), [&](const auto& s) {
+      return s.traits.group == "host_memory" && !skipped_.contains(s.name);
+    });
+    if (keeps_memory) note_heap();
   }
 
   void fail(const std::string& name, const std::string& reason) {
@@ -244,6 +254,7 @@ class Tuning {
     const auto began = Clock::now();
     try {
       std::tie(outcome.duel, outcome.cost_seconds) = bench_.duel(trial.incumbent, trial.challenger, trial.duel);
+      outcome.disturbed = bench_.disturbed();
       outcome.spent_seconds = std::max(1e-9, seconds_since(began) - outcome.cost_seconds);
       if (trial.incumbent.empty()) alone_ = {trial.challenger, outcome.duel};
       if (outcome.duel.decision != tune::Decision::Accept) return outcome;
@@ -297,13 +308,16 @@ class Tuning {
       if (chosen.empty()) return std::nullopt;
       try {
         const auto ruling = verify(chosen);
+        const bool over = search_->seconds_left() <= 0;  // then what fails is not looked into
         if (!ruling.held) {
-          drop_culprits(chosen, ruling);
+          over ? drop_all(chosen, tune::Standing::Refused, "all together were refused: " + ruling.reason)
+               : drop_culprits(chosen, ruling);
           continue;
         }
         const auto result = against_nothing(chosen);
         if (result.decision == tune::Decision::Accept) return result;
-        drop(chosen.back(), tune::Standing::Rejected, "all together did not pay: " + result.reason);
+        const std::string why = "all together did not pay: " + result.reason;
+        over ? drop_all(chosen, tune::Standing::Rejected, why) : drop(chosen.back(), tune::Standing::Rejected, why);
       } catch (const tune::SideFailed& failure) {
         drop(chosen.back(), tune::Standing::Failed, "all together failed: " + blame(failure));
       }
@@ -312,7 +326,7 @@ class Tuning {
 
   tune::DuelResult against_nothing(const Names& chosen) {
     if (chosen == alone_.first) return alone_.second;  // that was the trial by which it was accepted
-    return bench_.duel({}, chosen, tune::DuelOptions::conclusion(options_.seed() + 1)).first;
+    return bench_.duel({}, chosen, search_->conclusion()).first;
   }
 
   void drop(const std::string& name, tune::Standing standing, const std::string& reason) {
@@ -320,6 +334,10 @@ class Tuning {
     if (std::find(force.begin(), force.end(), name) == force.end()) return;  // it went with what it requires
     warn(name + " is taken back: " + reason);
     search_->drop(name, standing, reason);
+  }
+
+  void drop_all(const Names& chosen, tune::Standing standing, const std::string& reason) {
+    for (auto name = chosen.rbegin(); name != chosen.rend(); ++name) drop(*name, standing, reason);
   }
 
   /// What is refused by itself in a combination that is refused; else its last.
@@ -345,6 +363,10 @@ class Tuning {
     made.level = options_.level();
     made.created = now_utc();
     made.steps_planned = options_.steps_planned();
+    made.step_seconds = bench_.step_seconds();
+    made.step_spread = bench_.spread();
+    made.step_faults = bench_.faults();
+    if (bench_.load().disturbed()) made.disturbance = bench_.load().evidence();
     made.baseline_seconds = result ? result->incumbent : bench_.step_seconds();
     made.tuned_seconds = result ? result->challenger : bench_.step_seconds();
     if (result) made.speedup = result->speedup;
@@ -363,24 +385,53 @@ class Tuning {
       made.verification["all together, as " + std::string(tune::name(widest(chosen)))] = rulings_[chosen].reason;
     }
     made.events = events_;
+    const auto [seconds, faults] = bench_.untouched();
+    made.relate(seconds, faults);
     made.compile_seconds = compiling_;
     made.tuning_seconds = std::max(0.0, seconds_since(began_) - compiling_);
     return made;
   }
 
-  /// What is wrong with a remembered combination; empty where it holds.
-  std::string canary(const Names& names) {
+  /// What is wrong with a remembered certificate; empty where it holds.
+  std::string canary(const tune::Certificate& found) {
+    const tune::StepNow now{bench_.step_seconds(), bench_.spread(), bench_.disturbed(), now_utc()};
+    if (auto why = tune::why_not_trusted(found, now); !why.empty()) return why;
+    const auto names = found.accepted();
     for (const auto& name : names) {
       if (const auto why = skipped_.find(name); why != skipped_.end()) return name + ": " + why->second;
     }
-    if (names.empty()) return "";
     try {
+      const auto compared = [&](const Names& one, const Names& other, const tune::DuelOptions& options) {
+        return bench_.duel(one, other, options).first;
+      };
+      if (names.empty()) {
+        const auto again = tune::worth_another_look(found);
+        if (again.empty() || skipped_.contains(again)) return "";
+        const auto result = compared({}, {again}, tune::DuelOptions::canary(options_.seed()));
+        return result.decision == tune::Decision::Accept ? again + " pays now: " + result.reason : "";
+      }
       if (const auto ruling = verify_with(glance(), names); !ruling.held) return ruling.reason;
-      const auto result = bench_.duel({}, names, tune::DuelOptions::canary(options_.seed())).first;
-      return result.speedup.mid > 1 ? "" : result.reason;
+      const auto result = compared({}, names, tune::DuelOptions::canary(options_.seed()));
+      if (result.speedup.mid <= 1) return result.reason;
+      for (const auto& name : names.size() > 1 ? names : Names{}) {
+        const auto without = compared(names, rest_of(names, name), tune::DuelOptions::member(options_.seed()));
+        if (without.decision == tune::Decision::Accept)
+          return "the rest is faster without " + name + ": " + without.reason;
+      }
+      return "";
     } catch (const tune::SideFailed& failure) {
       return blame(failure);
     }
+  }
+
+  /// Without one, and without those that require it.
+  static Names rest_of(const Names& names, const std::string& without) {
+    Names rest;
+    std::copy_if(names.begin(), names.end(), std::back_inserter(rest), [&](const auto& name) {
+      const auto needs = tune::find_strategy(name).traits.requires_;
+      return name != without && std::find(needs.begin(), needs.end(), without) == needs.end();
+    });
+    return rest;
   }
 
   tune::Run& run_;
@@ -418,7 +469,6 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
   if (options.remember()) store.emplace(options.folder());
   std::optional<tune::Certificate> certificate;
   auto widest = tune::Kind::Exact;
-  bool may_tune_memory = false;
   {
     const KeptPool kept;
     tune::Escrow escrow(*run);
@@ -434,15 +484,14 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
     escrow.prove();
     tuning.put_in_force(*certificate);
     widest = tuning.widest(run->in_force());
-    may_tune_memory = tuning.may_tune_memory();
   }
   give_back_host_memory();  // what references and snapshots took: the steps that follow do not need it
   if (const auto why = store ? store->try_put(*certificate) : ""; !why.empty()) {
     certificate->events.push_back("step 0: the plan is not stored, so the next run tunes again: " + why);
     warn(certificate->events.back());
   }
-  return Plan(std::make_unique<Plan::Impl>(std::move(run), std::move(*certificate), std::move(store), widest,
-                                           options.seed(), may_tune_memory));
+  return Plan(
+      std::make_unique<Plan::Impl>(std::move(run), std::move(*certificate), std::move(store), widest, options.seed()));
 }
 
 }  // namespace oxytorch

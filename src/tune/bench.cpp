@@ -5,8 +5,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <ctime>
+#include <tuple>
 
 #include "oxytorch/clock.h"
+#include "oxytorch/host.h"
 #include "oxytorch/statistics.h"
 #include "oxytorch/tune/block.h"
 
@@ -14,6 +17,13 @@ namespace oxytorch::tune {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+/// Processor time of this thread.
+double thread_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
 
 }  // namespace
 
@@ -41,17 +51,25 @@ void Bench::rewind() {
 double Bench::baseline() {
   rewind();
   next_ = 0;
+  fresh_ = 1;  // the first step makes the optimizer's state, the second finds the memory that the first freed
   warm_up();
-  const auto median_of = [&](int steps) {
-    std::vector<double> times;
-    for (int i = 0; i < kBaselineBlocks; ++i) times.push_back(timed(steps));
-    return median(times);
-  };
   timing_updates_ = run_.device().is_cpu();  // elsewhere timing an update waits, and would lengthen the step
   updates_.clear();
-  step_seconds_ = median_of(1);
-  steps_ = block_steps(step_seconds_);
-  if (steps_ > 1) step_seconds_ = median_of(steps_);
+  load_.begin();
+  const double on_processor = thread_seconds();
+  auto [times, faults] = blocks(1);
+  const double processor_step = (thread_seconds() - on_processor) / kBaselineBlocks;
+  fastest_ = *std::min_element(times.begin(), times.end());
+  steps_ = block_steps(median(times));
+  if (steps_ > 1) std::tie(times, faults) = blocks(steps_);
+  disturbed_ = load_.end();
+  step_seconds_ = median(times);
+  const auto [least, most] = std::minmax_element(times.begin(), times.end());
+  spread_ = (*most - *least) / step_seconds_;
+  faults_ = faults;
+  fastest_ = std::min(fastest_, *least);
+  // A step that others hold up has used the processor no longer than ever.
+  if (disturbed_ && run_.device().is_cpu()) fastest_ = std::min(fastest_, std::max(processor_step, 1e-9));
   timing_updates_ = true;
   if (updates_.empty()) step();
   timing_updates_ = false;
@@ -60,11 +78,29 @@ double Bench::baseline() {
   return step_seconds_;
 }
 
+std::pair<double, double> Bench::untouched() {
+  rewind();
+  next_ = 0;
+  fresh_ = 1;
+  warm_up();
+  const auto [times, faults] = blocks(steps_);
+  rewind();
+  return {median(times), faults};
+}
+
+std::pair<std::vector<double>, double> Bench::blocks(int steps) {
+  std::vector<double> times;
+  const auto before = page_faults();
+  for (int i = 0; i < kBaselineBlocks; ++i) times.push_back(timed(steps));
+  return {times, static_cast<double>(page_faults() - before) / steps / kBaselineBlocks};
+}
+
 std::pair<DuelResult, double> Bench::duel(const Names& incumbent, const Names& challenger, const DuelOptions& options) {
   DuelOptions measured = options;
   // The duel counts one step for each block; what it may take is for all steps, those between blocks too.
   const double taken = steps_ + settle(incumbent, challenger);
   measured.budget_seconds /= taken;
+  measured.most_seconds /= taken;
   measured.repay_steps /= taken;
   Duel duel(measured);
   guarded({}, [&] { escrow_.restore(); });
@@ -72,6 +108,7 @@ std::pair<DuelResult, double> Bench::duel(const Names& incumbent, const Names& c
   const auto began = Clock::now();
   const int warm = guarded(challenger, [&] { return warm_up(); });
   const double warming = seconds_since(began);
+  load_.begin();
   for (std::size_t half = 0;; ++half) {
     const auto side = duel.next();
     if (!side) break;
@@ -79,6 +116,7 @@ std::pair<DuelResult, double> Bench::duel(const Names& incumbent, const Names& c
     next_ = half / 2 * static_cast<std::size_t>(steps_);
     duel.record(*side, guarded(*side == Side::Challenger ? challenger : incumbent, [&] { return block(); }));
   }
+  disturbed_ = load_.end();
   const auto result = duel.result();
   return {result, std::max(0.0, warming - warm * result.challenger)};
 }

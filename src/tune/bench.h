@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "oxytorch/load.h"
 #include "oxytorch/tune/duel.h"
 #include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/run.h"
@@ -26,8 +27,11 @@ class Bench {
 
   /// Takes everything back and restores the state.
   void rewind();
-  /// Median seconds of a step as given; what the step throws passes through.
+  /// Median seconds of a step as given; what the step throws passes through. To be called before anything is tried:
+  /// trials leave memory laid out otherwise than in a process that was not tuned.
   double baseline();
+  /// A step with nothing active now: seconds and page faults.
+  std::pair<double, double> untouched();
   /// How many times as fast as given the update by each of these is, and which is shown to be faster. Timed without the
   /// rest of a step they are known after a few calls, where whole steps would need dozens of pairs; the fastest then
   /// meets the one given in a duel of updates; empty where it does not win. Left out is what throws: its trial will say
@@ -59,6 +63,11 @@ class Bench {
   }
   [[nodiscard]] double loss() const noexcept { return loss_; }  ///< of the last warm-up
   [[nodiscard]] double step_seconds() const noexcept { return step_seconds_; }
+  [[nodiscard]] double spread() const noexcept { return spread_; }    ///< of its blocks, as a share
+  [[nodiscard]] double faults() const noexcept { return faults_; }    ///< page faults of that step
+  [[nodiscard]] double fastest() const noexcept { return fastest_; }  ///< least seconds of one, by the best clock
+  [[nodiscard]] LoadWatch& load() noexcept { return load_; }
+  [[nodiscard]] bool disturbed() const noexcept { return disturbed_; }                ///< the baseline or the last duel
   [[nodiscard]] double optimizer_share() const noexcept { return optimizer_share_; }  ///< of that step
 
  private:
@@ -68,6 +77,8 @@ class Bench {
   int warm_up();
   double block();
   double timed(int steps);
+  /// Seconds of each of kBaselineBlocks blocks, and page faults a step.
+  std::pair<std::vector<double>, double> blocks(int steps);
   void step();
   /// Seconds that clipping and the optimizer take, with the gradients that there are.
   double update_seconds();
@@ -77,7 +88,9 @@ class Bench {
 
   Run& run_;
   Escrow& escrow_;
-  double loss_ = 0, step_seconds_ = 0, optimizer_share_ = 0;
+  double loss_ = 0, step_seconds_ = 0, optimizer_share_ = 0, spread_ = 0, faults_ = 0, fastest_ = 0;
+  LoadWatch load_;
+  bool disturbed_ = false;
   std::vector<double> updates_;  // seconds of each step's update, while those of the baseline are timed
   bool timing_updates_ = false;
   int steps_ = 1, fresh_ = 0;

@@ -12,6 +12,7 @@
 #include "oxytorch/error.h"
 #include "oxytorch/spelling.h"
 #include "oxytorch/system.h"
+#include "tune/words.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -19,8 +20,17 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kFormat = "oxytorch-certificate";
-constexpr std::int64_t kVersion = 1;
+constexpr std::int64_t kVersion = 2;
+/// Of a page fault with its share of giving the page back: from a quiet kernel to a virtual machine.
+constexpr double kLeastFaultSeconds = 2.5e-7;
+constexpr double kMostFaultSeconds = 4e-6;
+constexpr double kFaultShare = 0.02;  // of a step
 constexpr std::size_t kLongest = std::size_t{16} << 20;
+
+/// Whether so many page faults can be seen in a step.
+bool faults_matter(double faults, double step_seconds) {
+  return faults * kLeastFaultSeconds > kFaultShare * step_seconds;
+}
 
 const std::vector<std::string>& standings() {
   static const std::vector<std::string> kNames{"accepted", "rejected", "refused", "failed", "skipped", "rolled back"};
@@ -219,6 +229,27 @@ std::vector<std::string> Certificate::accepted() const {
   return names;
 }
 
+void Certificate::relate(double seconds, double faults) {
+  const bool none = accepted().empty();
+  if (none) tuned_seconds = seconds;
+  if (!faults_matter(std::abs(faults - step_faults), seconds)) return;
+  std::string event = "step 0: with nothing active a step takes ";
+  event.append(monitor::format_seconds(seconds)).append(" and ").append(monitor::format_count(std::round(faults)));
+  event.append(" page faults after the trials; before them it took ").append(monitor::format_seconds(step_seconds));
+  event.append(" and ").append(monitor::format_count(std::round(step_faults)));
+  events.push_back(event + (none ? "" : ", which is what the speedup is held against"));
+  if (none) return;
+  const double factor = step_seconds / std::max(baseline_seconds, 1e-9);
+  baseline_seconds = step_seconds;
+  if (speedup)
+    speedup = Interval{speedup->low * factor, speedup->mid * factor, speedup->high * factor, speedup->confidence};
+}
+
+double most_heap_speedup(double faults, double step_seconds) {
+  const double share = faults * kMostFaultSeconds / std::max(step_seconds, 1e-9);
+  return share < 1 - 1.0 / 3 ? 1 / (1 - share) : 3;
+}
+
 std::optional<double> Certificate::repaid_after(bool with_compiling) const {
   const double saved = baseline_seconds - tuned_seconds;
   if (!(saved > 0)) return std::nullopt;
@@ -237,6 +268,10 @@ std::string Certificate::to_json() const {
       {"level", level},
       {"created", created},
       {"steps_planned", steps_planned},
+      {"step_seconds", tune::to_json(step_seconds)},
+      {"step_spread", tune::to_json(step_spread)},
+      {"step_faults", tune::to_json(step_faults)},
+      {"disturbance", disturbance},
       {"baseline_seconds", tune::to_json(baseline_seconds)},
       {"tuned_seconds", tune::to_json(tuned_seconds)},
       {"speedup", tune::to_json(speedup)},
@@ -263,6 +298,10 @@ Certificate Certificate::from_json(std::string_view text) {
   certificate.level = root.at("level").text();
   certificate.created = root.at("created").text();
   certificate.steps_planned = root.at("steps_planned").whole();
+  certificate.step_seconds = root.at("step_seconds").number();
+  certificate.step_spread = root.at("step_spread").number();
+  certificate.step_faults = root.at("step_faults").number();
+  certificate.disturbance = root.at("disturbance").text();
   certificate.baseline_seconds = root.at("baseline_seconds").number();
   certificate.tuned_seconds = root.at("tuned_seconds").number();
   certificate.speedup = root.at("speedup").interval();

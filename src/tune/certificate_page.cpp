@@ -75,7 +75,7 @@ std::string repaid_line(const Certificate& certificate) {
   if (const auto repaid = certificate.repaid_after()) {
     text.append("; repaid after ").append(steps(*repaid));
     if (certificate.compile_seconds > 0) {
-      text.append(", after ").append(steps(*certificate.repaid_after(true))).append(" with compiling");
+      text.append(", without compiling after ").append(steps(*certificate.repaid_after(false)));
     }
   } else {
     text.append("; nothing is saved that would repay it");
@@ -116,6 +116,10 @@ void add_sentences(Report& report, const std::vector<CertificateEntry>& entries)
 Report report_of(const Certificate& certificate, bool drawn) {
   Report report("Certificate of acceleration");
   report.subtitle(step_line(certificate) + " " + repaid_line(certificate));
+  if (!certificate.disturbance.empty()) {
+    report.paragraph("The machine was busy while this was measured: " + certificate.disturbance +
+                     ". It is not remembered; a quiet run may find otherwise.");
+  }
   report.metadata("hardware", certificate.key.hardware).metadata("torch", certificate.key.torch);
   report.metadata("model", certificate.key.model).metadata("level", certificate.level);
   report.metadata("planned", monitor::format_count(static_cast<double>(certificate.steps_planned)) + " steps");

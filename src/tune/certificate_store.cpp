@@ -65,6 +65,8 @@ std::optional<Certificate> CertificateStore::find(const CertificateKey& key) con
 }
 
 void CertificateStore::put(const Certificate& certificate) const {
+  OXY_CHECK(certificate.disturbance.empty(), InvalidState, "the machine was busy: ", certificate.disturbance,
+            "; measure again on a quiet one.");
   OXY_CHECK(!folder_.empty(), Io,
             "there is no folder for certificates: none of OXYTORCH_CACHE, XDG_CACHE_HOME and HOME "
             "is set; set OXYTORCH_CACHE.");

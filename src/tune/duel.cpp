@@ -34,8 +34,9 @@ void check(const DuelOptions& options) {
             options.most_pairs, '.');
   OXY_CHECK(options.worth > 0 && std::isfinite(options.worth), InvalidArgument,
             "what a duel is worth must be a positive ratio, for example 1.04, not ", options.worth, '.');
-  OXY_CHECK(options.budget_seconds >= 0, InvalidArgument, "the budget of a duel must be at least 0 seconds, not ",
-            options.budget_seconds, '.');
+  for (const double seconds : {options.budget_seconds, options.most_seconds}) {
+    OXY_CHECK(seconds >= 0, InvalidArgument, "the budget of a duel must be at least 0 seconds, not ", seconds, '.');
+  }
   OXY_CHECK(options.repay_steps >= 0 && std::isfinite(options.repay_steps), InvalidArgument,
             "the steps that repay a duel must be at least 0, not ", options.repay_steps, '.');
 }
@@ -166,6 +167,9 @@ struct Duel::Impl {
         return end(Decision::Reject, why + (n == looks.back() ? "." : " within the time given to it."));
       }
     }
+    if (options.most_seconds > 0 && spent >= options.most_seconds) {
+      return end(Decision::Reject, figures(interval()) + ": stopped, as tuning has taken what it may of this run.");
+    }
     if (hopeless()) {
       const Interval speedup = interval();
       std::string why = figures(speedup);
@@ -181,6 +185,10 @@ DuelOptions DuelOptions::conclusion(std::uint64_t seed) {
 }
 
 DuelOptions DuelOptions::agreement() { return {.false_accept = 0.1, .least_pairs = 5}; }
+
+DuelOptions DuelOptions::member(std::uint64_t seed) {
+  return {.threshold = 1, .false_accept = 0.04, .least_pairs = 5, .most_pairs = 5, .seed = seed};
+}
 
 DuelOptions DuelOptions::canary(std::uint64_t seed) { return {.most_pairs = 9, .seed = seed}; }
 

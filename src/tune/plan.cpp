@@ -30,9 +30,8 @@ double loss_tolerance(tune::Kind widest) {
 }  // namespace
 
 Plan::Impl::Impl(std::unique_ptr<tune::Run> r, tune::Certificate c, std::optional<tune::CertificateStore> s,
-                 tune::Kind widest, std::uint64_t seed, bool memory)
-    : run(std::move(r)), certificate(std::move(c)), store(std::move(s)), names(run->in_force()), may_keep_heap(memory) {
-  keep_heap();
+                 tune::Kind widest, std::uint64_t seed)
+    : run(std::move(r)), certificate(std::move(c)), store(std::move(s)), names(run->in_force()) {
   if (names.empty()) return;
   tune::GuardOptions options;
   options.loss_tolerance = loss_tolerance(widest);
@@ -40,18 +39,10 @@ Plan::Impl::Impl(std::unique_ptr<tune::Run> r, tune::Certificate c, std::optiona
   guard.emplace(options);
 }
 
-Plan::Impl::~Impl() { heap.revert(); }
-
-void Plan::Impl::keep_heap() {
-  const bool tuned = std::find(names.begin(), names.end(), "allocator") != names.end();
-  if (may_keep_heap && !tuned && !heap.is_applied()) heap = oxytorch::keep_heap();
-}
-
 void Plan::Impl::revert() {
   guard.reset();
   names.clear();
   run->bring({});
-  heap.revert();
 }
 
 at::Tensor Plan::Impl::step(const Batch& batch) {
@@ -126,7 +117,6 @@ void Plan::Impl::roll_back(const std::string& reason) {
   names.clear();
   log(LogLevel::Warn, "accelerate: " + event);
   run->bring({});
-  keep_heap();
   // The stored one does not hold any more: the next run is to measure anew.
   if (const auto why = store ? store->try_forget(certificate.key) : ""; !why.empty()) {
     certificate.events.push_back("step " + std::to_string(step) + ": the stored plan could not be deleted: " + why);
@@ -142,11 +132,7 @@ Plan& Plan::operator=(Plan&&) noexcept = default;
 at::Tensor Plan::step(const Batch& batch) { return impl_->step(batch); }
 std::vector<std::string> Plan::accepted() const { return impl_->names; }
 const tune::Certificate& Plan::certificate() const noexcept { return impl_->certificate; }
-std::string Plan::report() const {
-  std::string text = impl_->certificate.to_text();
-  if (impl_->heap.is_applied()) text += "Memory: " + impl_->heap.reason() + " It costs: " + impl_->heap.cost() + "\n";
-  return text;
-}
+std::string Plan::report() const { return impl_->certificate.to_text(); }
 torch::optim::Optimizer& Plan::optimizer() const noexcept { return impl_->run->optimizer(); }
 void Plan::hand_back() { impl_->run->hand_back(); }
 

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "oxytorch/host.h"
 #include "oxytorch/tune/accelerate.h"
 #include "oxytorch/tune/guard.h"
 #include "oxytorch/tune/run.h"
@@ -15,8 +14,7 @@ namespace oxytorch {
 
 struct Plan::Impl {
   Impl(std::unique_ptr<tune::Run> run, tune::Certificate certificate, std::optional<tune::CertificateStore> store,
-       tune::Kind widest, std::uint64_t seed, bool may_keep_heap);
-  ~Impl();
+       tune::Kind widest, std::uint64_t seed);
 
   at::Tensor step(const Batch& batch);
   /// Puts in force what the guard wants for the next step; false where it was taken back for good.
@@ -24,16 +22,12 @@ struct Plan::Impl {
   void compare(const Batch& batch);
   void roll_back(const std::string& reason);
   void revert();
-  /// Without the allocator, trials may have left a heap that is trimmed more than before them.
-  void keep_heap();
 
   std::unique_ptr<tune::Run> run;
   tune::Certificate certificate;
   std::optional<tune::CertificateStore> store;
   std::vector<std::string> names;  // in force but for a step now and then
   std::optional<tune::Guard> guard;
-  bool may_keep_heap = false;
-  HostSetting heap;
   int waits = 0;  // steps whose end a device is waited for, as a check times them
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 #include <set>
 #include <utility>
 
@@ -28,7 +29,9 @@ struct Item {
   Mask ties = 0;      ///< interacts, both ways
   Mask rivals = 0;    ///< others of its group
   Mask renewers = 0;  ///< renewed_by
+  Mask wholes = 0;    ///< part_of
   CertificateEntry entry;
+  bool often_pays = false;
   bool tried = false;
   bool settled = false;  ///< failed, refused or skipped: not asked for again
   int judged = 0;        ///< on the clock of changes
@@ -51,6 +54,14 @@ constexpr double kShortRun = 0.02;    // of its steps, for trials
 constexpr double kShortRepay = 0.03;  // of its steps, in which what was spent is to be repaid
 constexpr double kAgainShare = 0.5;   // of what is repaid in them, for what was on trial before
 constexpr double kLeastBudget = 3;    // seconds: some trials and looks by the referee, however short a step is
+constexpr double kTotalShare = 0.15;  // of the planned run, for everything
+constexpr double kLeastTotal = 6;     // seconds
+/// Of the planned run, in which a one-off cost is to be repaid by what is likely to be gained.
+constexpr double kLikelyShare = 0.25;
+/// Of a group with one-off costs, a gain that lets others of the group be hoped for.
+constexpr double kSpeaksFor = 1.1;
+/// A promise that gives what is exact and free of one-off costs its turn in any case.
+constexpr double kOftenPays = 1.08;
 /// Of the budget that one trial may take: a small gain that is hard to see must not keep the next from its turn.
 constexpr double kTrialShare = 0.25;
 /// Steps that may be measured in one trial where what is spent must be repaid soon: what shows only later saves less.
@@ -66,6 +77,9 @@ constexpr double kKnownLead = 0.3;
 /// An update timed by itself is the faster one where it leads by this factor: inside of a step, caches differ.
 constexpr double kClearlyFaster = 1.1;
 
+/// Groups whose gain depends on who else uses the processor.
+const std::set<std::string> kPlacesThreads{"threads", "affinity"};
+
 Interval inverse(const Interval& ratio) { return {1 / ratio.high, 1 / ratio.mid, 1 / ratio.low, ratio.confidence}; }
 
 }  // namespace
@@ -77,13 +91,14 @@ struct Search::Impl {
   double step_seconds = 0;  ///< with what is in force, as far as known
   double spent = 0;
   double paid = 0;  ///< one-off costs of trials, apart from `spent`
+  double used = 0;  ///< of all that the search may take
   int clock = 0;
   std::uint64_t trials = 0;
   std::optional<Move> pending;
   std::set<std::pair<Mask, Mask>> met;
 
   Impl(std::vector<StrategyFacts> strategies, const SearchOptions& given)
-      : options(given), step_seconds(given.step_seconds) {
+      : options(given), step_seconds(given.step_seconds), used(given.used_seconds) {
     OXY_CHECK(strategies.size() <= kMost, InvalidArgument, "a search takes up to ", kMost, " strategies, not ",
               strategies.size(), '.');
     OXY_CHECK(options.optimizer_share >= 0 && options.optimizer_share <= 1, InvalidArgument,
@@ -95,6 +110,7 @@ struct Search::Impl {
       item.entry.strategy = facts.name;
       item.entry.kind = facts.kind;
       item.entry.reason = "It was not tried.";
+      item.often_pays = facts.kind == Kind::Exact && facts.expected_cost <= 0 && facts.expected_speedup >= kOftenPays;
       item.facts = std::move(facts);
       item.facts.expected_speedup = promised(item.facts);
       items.push_back(std::move(item));
@@ -125,6 +141,9 @@ struct Search::Impl {
     }
     for (const std::string& name : item.facts.renewed_by) {
       if (const std::size_t other = index_of(name); other < items.size() && other != i) item.renewers |= bit(other);
+    }
+    for (const std::string& name : item.facts.part_of) {
+      if (const std::size_t other = index_of(name); other < items.size() && other != i) item.wholes |= bit(other);
     }
     for (const std::string& name : item.facts.interacts) {
       const std::size_t other = index_of(name);
@@ -199,6 +218,36 @@ struct Search::Impl {
 
   [[nodiscard]] bool out_of_budget() const { return options.budget_seconds > 0 && spent >= budget(); }
 
+  /// For trials: what concluding takes is kept back once there is something to conclude.
+  [[nodiscard]] double seconds_left() const {
+    if (options.total_seconds <= 0) return std::numeric_limits<double>::infinity();
+    const double kept_back =
+        force != 0 ? std::min(options.conclude_steps * step_seconds, options.total_seconds / 3) : 0;
+    return options.total_seconds - used - kept_back;
+  }
+
+  /// What is exact and often pays must not lose its turn to others that were refused after a long verification.
+  [[nodiscard]] bool has_turn(std::size_t i) const {
+    return !is_costly(i) && (!out_of_budget() || (options.repay_steps > 0 && items[i].often_pays));
+  }
+
+  /// Another one of a group with one-off costs, which has shown that little is to be gained so.
+  [[nodiscard]] std::optional<std::size_t> spoken_for(std::size_t i) const {
+    for (std::size_t j = 0; j < items.size(); ++j) {
+      const CertificateEntry& other = items[j].entry;
+      if ((items[i].rivals & bit(j)) == 0 || !is_costly(j) || !items[j].tried) continue;
+      if (other.standing == Standing::Rejected || other.standing == Standing::Refused) return j;
+      if (other.standing == Standing::Accepted && other.speedup && other.speedup->mid < kSpeaksFor) return j;
+    }
+    return std::nullopt;
+  }
+
+  /// Seconds that it is likely to save while a cost is to be repaid.
+  [[nodiscard]] double likely_saved(const Item& item) const {
+    const double gain = std::min(item.facts.expected_speedup, item.facts.hopeful);
+    return kLikelyShare * static_cast<double>(options.steps_planned) * step_seconds * (1 - 1 / std::max(1.0, gain));
+  }
+
   /// Whether what was on trial may be again: a first turn has the whole budget, a second must be repaid.
   [[nodiscard]] bool may_try_again() const {
     return options.budget_seconds <= 0 || spent < (options.repay_steps > 0 ? kAgainShare * repaid() : budget());
@@ -209,13 +258,17 @@ struct Search::Impl {
   }
 
   [[nodiscard]] bool can_afford(double cost) const {
-    return step_seconds <= 0 || cost <= 0 || paid + cost <= cost_budget();
+    return step_seconds <= 0 || cost <= 0 || (paid + cost <= cost_budget() && cost < seconds_left());
   }
 
   /// The step as given takes that; a budget of so many steps that was made of a slower one shrinks with it.
   void know_step(double seconds) {
-    if (options.repay_steps > 0 && seconds < options.step_seconds && options.budget_seconds > kLeastBudget) {
-      options.budget_seconds = std::max(kLeastBudget, options.budget_seconds * seconds / options.step_seconds);
+    const auto shrink = [&](double& bound, double least) {
+      if (bound > least) bound = std::max(least, bound * seconds / options.step_seconds);
+    };
+    if (options.repay_steps > 0 && seconds < options.step_seconds) {
+      shrink(options.budget_seconds, kLeastBudget);
+      shrink(options.total_seconds, kLeastTotal);
     }
     options.step_seconds = seconds;
   }
@@ -274,6 +327,7 @@ struct Search::Impl {
 
   /// Seconds of a trial, or outside of trials, for the account of what is on trial.
   void charge(double seconds) {
+    used += seconds;
     if (!pending || !is_costly(pending->item)) spent += seconds;
   }
 
@@ -299,28 +353,41 @@ struct Search::Impl {
 
   [[nodiscard]] std::optional<Move> forward() {
     std::optional<std::size_t> best;
-    for (std::size_t i = 0; i < items.size(); ++i) {
-      const Item& item = items[i];
-      if (item.tried || item.settled || (item.needs & ~force) != 0 || outdone(i)) continue;
-      if (!is_costly(i) && out_of_budget()) continue;
-      if (is_costly(i) && !worth_its_cost(i)) continue;
-      if (!is_costly(i) && !worth_repeating(i)) continue;
-      if (!best || rank(item) > rank(items[*best])) best = i;
+    for (const bool costly : {false, true}) {
+      for (std::size_t i = 0; i < items.size(); ++i) {
+        const Item& item = items[i];
+        if (is_costly(i) != costly || item.tried || item.settled || (item.needs & ~force) != 0 || outdone(i)) continue;
+        if ((item.wholes & force) != 0 || item.facts.hopeful <= options.duel.threshold) continue;
+        if (costly ? !worth_its_cost(i) : !has_turn(i) || !worth_repeating(i)) continue;
+        if (!best || rank(item) > rank(items[*best])) best = i;
+      }
+      if (best) return Move{*best, with(force, *best), false, true};
     }
-    if (!best) return std::nullopt;
-    return Move{*best, with(force, *best), false, true};
+    return std::nullopt;
   }
 
   /// Settles what is not.
   [[nodiscard]] bool worth_its_cost(std::size_t i) {
     Item& item = items[i];
     const std::string takes = "Turning it on takes about " + monitor::format_seconds(item.facts.expected_cost);
-    if (!can_repay(item)) {
+    const auto other = spoken_for(i);
+    if (other) {
+      item.entry.reason = "It does much the same as " + in_quotes(items[*other].facts.name) + ", which ";
+      const auto& entry = items[*other].entry;
+      item.entry.reason += entry.standing == Standing::Refused ? "was refused."
+                           : entry.speedup                     ? "gained " + ratio_text(entry.speedup->mid) + "."
+                                                               : "was rejected.";
+    } else if (!can_repay(item)) {
       item.entry.reason = takes + ", and in " + monitor::format_count(static_cast<double>(options.steps_planned)) +
                           " steps it can save " + monitor::format_seconds(most_saved(item)) + " at best.";
+    } else if (step_seconds > 0 && options.repay_steps > 0 && likely_saved(item) < item.facts.expected_cost) {
+      item.entry.reason = takes + ", and at the " + ratio_text(item.facts.expected_speedup) +
+                          " that it is likely to gain, a quarter of the planned run saves " +
+                          monitor::format_seconds(likely_saved(item)) + ".";
     } else if (!can_afford(item.facts.expected_cost)) {
-      item.entry.reason = takes + ", and " + monitor::format_seconds(std::max(0.0, cost_budget() - paid)) +
-                          " of the planned run are left for trying such.";
+      const double left = std::max(0.0, std::min(cost_budget() - paid, seconds_left()));
+      item.entry.reason =
+          takes + ", and " + monitor::format_seconds(left) + " of the planned run are left for trying such.";
     } else {
       return true;
     }
@@ -386,9 +453,10 @@ struct Search::Impl {
         trial.duel.worth = std::max(trial.duel.worth, least_gain());
         trial.duel.repay_steps = options.repay_steps;
       }
-      const double left = std::min(budget() - spent, share);
+      const double left = out_of_budget() ? share : std::min(budget() - spent, share);
       trial.duel.budget_seconds = trial.duel.budget_seconds > 0 ? std::min(trial.duel.budget_seconds, left) : left;
     }
+    if (options.total_seconds > 0) trial.duel.most_seconds = std::max(seconds_left(), 1e-9);
     return trial;
   }
 
@@ -443,9 +511,13 @@ struct Search::Impl {
   void judge(const Move& move, const TrialOutcome& outcome) {
     const DuelResult& duel = outcome.duel;
     if (outcome.failed) return reject(move, Standing::Failed, outcome.reason);
+    const std::string meanwhile = outcome.disturbed ? " Other programs used the processor meanwhile." : "";
     if (duel.decision != Decision::Accept) {
       if (duel.incumbent > 0) step_seconds = duel.incumbent;
-      return reject(move, Standing::Rejected, duel.reason);
+      return reject(move, Standing::Rejected, duel.reason + meanwhile);
+    }
+    if (outcome.disturbed && !move.removal && kPlacesThreads.contains(items[move.item].facts.group)) {
+      return reject(move, Standing::Rejected, duel.reason + meanwhile + " On an idle machine it may be slower.");
     }
     if (!outcome.verified) return reject(move, Standing::Refused, outcome.reason);
     const double saved = duel.incumbent * (1 - 1 / duel.speedup.mid);
@@ -464,6 +536,16 @@ struct Search::Impl {
 
   [[nodiscard]] std::string why_untried(std::size_t i) const {
     const Item& item = items[i];
+    if (const Mask whole = item.wholes & force; whole != 0) {
+      return "It is a part of what " + list_of(names(whole), true) + " does, which is active.";
+    }
+    if (item.facts.hopeful <= options.duel.threshold) {
+      return "It can make the step " + ratio_text(item.facts.hopeful) + " as fast at best.";
+    }
+    if (seconds_left() <= 0) {
+      return "Everything together may take " + monitor::format_seconds(options.total_seconds) +
+             " of this run, which were over before its turn.";
+    }
     if (const Mask missing = item.needs & ~force; missing != 0) {
       return "It needs " + list_of(names(missing), true) + ", which is not in force.";
     }
@@ -496,6 +578,8 @@ SearchOptions SearchOptions::for_run(std::int64_t steps_planned, double step_sec
   options.repay_steps =
       budget_seconds > 0 ? 0 : std::min(kRepaySteps, kShortRepay * static_cast<double>(steps_planned));
   options.conclude_steps = kConcludeSteps;
+  options.total_seconds =
+      2 * budget_seconds + std::max(kLeastTotal, kTotalShare * static_cast<double>(steps_planned) * step_seconds);
   return options;
 }
 
@@ -508,6 +592,7 @@ Search& Search::operator=(Search&&) noexcept = default;
 std::optional<Trial> Search::ask() {
   Impl& self = *impl_;
   if (!self.pending) {
+    if (self.seconds_left() <= 0) return std::nullopt;
     self.pending = self.forward();
     if (!self.pending && self.may_try_again()) self.pending = self.again();
     if (!self.pending && self.may_try_again()) self.pending = self.two();
@@ -521,6 +606,7 @@ void Search::tell(const TrialOutcome& outcome) {
   OXY_CHECK(impl_->pending, InvalidState, "no trial is under way; call ask() before tell().");
   const double measured = outcome.duel.pairs * (outcome.duel.incumbent + outcome.duel.challenger);
   impl_->charge(outcome.spent_seconds > 0 ? outcome.spent_seconds : measured);
+  impl_->used += outcome.cost_seconds;
   const Move move = *std::exchange(impl_->pending, std::nullopt);
   // The step as given is known better by pairs than by its first steps.
   if (impl_->force == 0 && outcome.duel.incumbent > 0) impl_->know_step(outcome.duel.incumbent);
@@ -571,6 +657,28 @@ void Search::drop(const std::string& strategy, Standing standing, std::string re
   self.step_seconds = self.options.step_seconds;  // as far as known
   self.met.clear();
   self.pending.reset();
+}
+
+void Search::expect(const std::string& strategy, double speedup) {
+  Impl& self = *impl_;
+  const std::size_t i = self.index_of(strategy);
+  OXY_CHECK(i < self.items.size(), InvalidArgument, "there is no strategy ", in_quotes(strategy), "; ",
+            did_you_mean(strategy, self.names(~Mask{0})), "name one of those given.");
+  OXY_CHECK(speedup > 0 && std::isfinite(speedup), InvalidArgument,
+            "a speedup to expect must be a positive ratio, not ", speedup, '.');
+  self.items[i].facts.expected_speedup = speedup;
+  if (self.pending && self.pending->item == i) self.pending.reset();
+}
+
+double Search::seconds_left() const { return impl_->seconds_left(); }
+
+DuelOptions Search::conclusion() const {
+  const SearchOptions& options = impl_->options;
+  auto duel = DuelOptions::conclusion(options.seed + 1);
+  if (options.total_seconds <= 0) return duel;
+  const double least = std::max(kTrialSeconds, 0.5 * options.conclude_steps * impl_->step_seconds);
+  duel.most_seconds = std::max(options.total_seconds - impl_->used, least);
+  return duel;
 }
 
 void Search::charge(double seconds) {

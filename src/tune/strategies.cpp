@@ -62,6 +62,7 @@ struct HostStrategy : Strategy {
 };
 
 HostSetting tuned_allocator() { return tune_allocator(); }
+HostSetting kept_heap() { return keep_heap(); }
 HostSetting host_pool() { return use_host_pool(); }
 HostSetting flushed_denormals() { return flush_denormals(); }
 HostSetting pinned_threads() { return pin_threads(); }
@@ -323,6 +324,14 @@ std::vector<RegisteredStrategy> own_strategies() {
            .cost = "resident memory stays at its peak, at most half of what was available "
                    "beside what is in use.",
            .expected_speedup = 1.1}),
+      own<HostStrategy<kept_heap>>(
+          "keep_heap", Exact,
+          {.group = "host_memory",
+           .interacts = {"host_pool"},
+           .part_of = {"allocator"},
+           .settle = 2,
+           .cost = "resident memory stays at its peak, at most half of what was available beside what is in use.",
+           .expected_speedup = 1.08}),
       own<HostStrategy<host_pool>>("host_pool", Exact,
                                    {.interacts = {"allocator"},
                                     .settle = 2,
@@ -370,7 +379,8 @@ std::vector<RegisteredStrategy> own_strategies() {
       own<Threads<one>>("one_thread", Tolerance,
                         {.group = "threads", .interacts = faster, .settle = 2, .expected_speedup = 1.01}),
       own<PinnedThreads>("pinned_threads", Exact,
-                         {.interacts = {"one_thread", "physical_cores"},
+                         {.group = "affinity",
+                          .interacts = {"one_thread", "physical_cores"},
                           .settle = 2,
                           .cost = "what else runs on those cores has to move."}),
       own<FlushDenormals>(

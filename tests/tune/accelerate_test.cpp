@@ -15,6 +15,8 @@
 
 #include "oxytorch/amp.h"
 #include "oxytorch/error.h"
+#include "oxytorch/host.h"
+#include "oxytorch/load.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/tune/escrow.h"
@@ -304,7 +306,11 @@ const tune::CertificateEntry& entry(const Plan& plan, const std::string& name) {
 
 class AccelerateTest : public testing::Test {
  protected:
-  void SetUp() override { plant(); }
+  void SetUp() override {
+    plant();
+    set_load_source([wall = 0.0]() mutable { return LoadSample{.wall = wall += 1}; });  // a quiet machine
+  }
+  void TearDown() override { set_load_source({}); }
 };
 
 TEST_F(AccelerateTest, KeepsWhatPaysAndRefusesALie) {
@@ -433,15 +439,18 @@ TEST_F(AccelerateTest, AcceptsNoStrategyThatDoesNothing) {
   EXPECT_LE(plan.accepted().size(), 1U);
 }
 
-TEST_F(AccelerateTest, WithoutTheAllocatorTheHeapIsKeptAsTrialsLeftIt) {
+TEST_F(AccelerateTest, WithNothingAcceptedTheProcessHasItsHeapAgain) {
   auto model = make_model();
   auto optimizer = make_optimizer("SGD", model);
-  auto plan = accelerate(*model, *optimizer, loss_of(model), make_batches(), only({"allocator"}));
-  const auto& made = entry(plan, "allocator");
-  if (made.standing != Standing::Rejected) GTEST_SKIP() << made.reason;
-  EXPECT_THAT(plan.report(), HasSubstr("Memory: the heap is not trimmed"));
-  plan.revert();
+  const auto given = heap_mmap_threshold();
+  auto plan = accelerate(*model, *optimizer, loss_of(model), make_batches(), only({"allocator", "keep_heap"}));
+  for (const auto& name : plan.accepted()) EXPECT_EQ(entry(plan, name).standing, Standing::Accepted);
   EXPECT_THAT(plan.report(), testing::Not(HasSubstr("Memory: ")));
+  plan.revert();
+  EXPECT_EQ(heap_mmap_threshold(), given);
+  auto allocator = tune_allocator();
+  EXPECT_TRUE(allocator.is_applied() || !given) << "a setting of the plan is left: " << allocator.reason();
+  allocator.revert();
 }
 
 TEST_F(AccelerateTest, TakesBackWhatDriftsDuringTheRun) {
@@ -529,6 +538,23 @@ TEST_F(AccelerateTest, AFolderThatCannotBeWrittenCostsNoPlan) {
     EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("could not be deleted")));
   }
   set_log_sink(before);
+  std::filesystem::remove_all(folder);
+}
+
+TEST_F(AccelerateTest, NothingThatWasMeasuredBesideOtherProgramsIsRemembered) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / "oxytorch_accelerate_busy";
+  std::filesystem::remove_all(folder);
+  set_load_source([wall = 0.0]() mutable {
+    wall += 1;
+    return LoadSample{.wall = wall, .busy = 2 * wall, .waited = 0.5 * wall, .cores = 2};
+  });
+  auto model = make_model();
+  auto optimizer = make_optimizer("AdamW", model);
+  auto plan = accelerate(*model, *optimizer, delayed_loss(model), make_batches(),
+                         only({"no_delay"}).remember(true).folder(folder.string()));
+  EXPECT_THAT(plan.certificate().disturbance, HasSubstr("other programs used 2.0 of its 2 cores"));
+  EXPECT_THAT(plan.report(), HasSubstr("The machine was busy"));
+  EXPECT_FALSE(tune::CertificateStore(folder.string()).find(plan.certificate().key).has_value());
   std::filesystem::remove_all(folder);
 }
 

@@ -351,5 +351,26 @@ TEST(SignTest, CenterIsTheMedianOfMeansOfTwo) {
   EXPECT_DOUBLE_EQ(center_of(std::vector<double>{1, 2, 9}), 3.5);  // 1, 1.5, 2, 5, 5.5, 9
 }
 
+TEST(Duel, OfAMemberAllPairsMustSayTheSame) {
+  for (const int odd : {-1, 3}) {
+    Duel duel(DuelOptions::member(1));
+    for (int pair = 0; const auto side = duel.next(); pair += duel.result().pairs > pair) {
+      const bool slower = pair == odd;
+      duel.record(*side, *side == Side::Challenger ? (slower ? 1.05 : 0.95) : 1);
+    }
+    EXPECT_EQ(duel.result().decision, odd < 0 ? Decision::Accept : Decision::Reject);
+    EXPECT_LE(duel.result().pairs, 5);
+  }
+}
+
+TEST(Duel, EndsAtAnyPairWhereTimeIsUp) {
+  Duel duel({.most_seconds = 7, .repay_steps = 1000});
+  while (const auto side = duel.next()) duel.record(*side, *side == Side::Challenger ? 1 : 1.5);
+  EXPECT_EQ(duel.result().decision, Decision::Reject);
+  EXPECT_EQ(duel.result().pairs, 3);
+  EXPECT_NE(duel.result().reason.find("stopped"), std::string::npos) << duel.result().reason;
+  EXPECT_THROW(Duel({.most_seconds = -1}), Error);
+}
+
 }  // namespace
 }  // namespace oxytorch::tune

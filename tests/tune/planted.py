@@ -5,14 +5,25 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from oxytorch import _C
 from oxytorch.tune import STRATEGIES, Run, Strategy
 from torch import nn
 
 MEASURE = importlib.import_module("oxytorch.tune.measure")
+
+
+@dataclass
+class LoadCounters:
+    """Seconds since a moment of their own."""
+
+    wall: float = 0.0
+    busy: float = 0.0
+    waited: float = 0.0
 
 
 class Clock:
@@ -21,11 +32,21 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.cost: dict[str, float] = {}  # seconds a step, by what makes it slow
+        self.others = 0.0  # cores that other programs use
         self._ticks = 0
+        self._looks = LoadCounters()
 
     def __call__(self) -> float:
         self._ticks += 1
         return self.now + 1e-9 * self._ticks
+
+    def load(self) -> Any:
+        """Who uses the processor, with a second from one look to the next."""
+        looks = self._looks
+        looks.wall += 1.0
+        looks.busy += self.others
+        looks.waited += self.others / 2
+        return _C.tune.LoadSample(wall=looks.wall, own=0.0, busy=looks.busy, waited=looks.waited, cores=2)
 
     def pass_step(self) -> None:
         # A little jitter, the same in each run, so that no two times are equal.
@@ -84,14 +105,18 @@ def only(*classes: type[Strategy]) -> Iterator[None]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Clock]:
     """The clock of all measuring, and a folder of its own for certificates."""
     made_clock = Clock()
     monkeypatch.setattr(MEASURE, "clock", made_clock)
+    monkeypatch.setattr(MEASURE, "thread_clock", made_clock)
+    monkeypatch.setattr(MEASURE, "page_faults", lambda: 0)
     monkeypatch.setenv("OXYTORCH_CACHE", str(tmp_path / "cache"))
     made_clock.cost["slow"] = 0.01
     made_clock.cost["rest"] = 0.01
-    return made_clock
+    _C.tune.set_load_source(made_clock.load)
+    yield made_clock
+    _C.tune.set_load_source(None)
 
 
 Make = Callable[[], torch.optim.Optimizer]

@@ -86,6 +86,13 @@ Spent explore(Search& search, const World& world, std::uint64_t seed = 1) {
   return spent;
 }
 
+/// Names of the trials in their order.
+Names tried(const Spent& spent) {
+  Names names;
+  for (const Trial& trial : spent.all) names.push_back(trial.strategy);
+  return names;
+}
+
 std::vector<StrategyFacts> cnn_strategies() {
   return {{.name = "allocator"},
           {.name = "channels_last", .kind = Kind::Tolerance, .interacts = {"bf16", "compile"}},
@@ -232,11 +239,6 @@ TEST(Search, TriesOfUpdatesTimedByThemselvesOnlyTheFastest) {
                    {.name = "slower", .group = "optimizer", .update_speedup = 0.9}},
                   {.step_seconds = 1, .optimizer_share = share});
   };
-  const auto tried = [](const Spent& spent) {
-    Names names;
-    for (const auto& trial : spent.all) names.push_back(trial.strategy);
-    return names;
-  };
   const Landscape seconds = [](const Names& on) {
     return 0.8 + 0.2 / (has(on, "fastest") ? 4 : has(on, "near") ? 3.95 : has(on, "fast") ? 2 : 1);
   };
@@ -282,7 +284,7 @@ TEST(Search, TriesWhatTakesACostAnewOnlyWhereItRepaysThatSoon) {
                     .renewed_by = {"other"},
                     .expected_cost = 30,
                     .expected_speedup = 2},
-                   {.name = "other", .expected_speedup = expected},
+                   {.name = "other", .requires_ = {"compile"}, .expected_speedup = expected},
                    {.name = "beside"}},
                   {.steps_planned = 100'000, .step_seconds = 1, .budget_seconds = 1000, .repay_steps = repay_steps});
     const Spent spent = explore(search, {.seconds = seconds, .cost = {{"compile", 30}}});
@@ -364,6 +366,7 @@ TEST(Search, LetsATrialGoOnForWhatTheRunRepays) {
 
 TEST(Search, HasAnAccountOfItsOwnForOneOffCosts) {
   const World world{.seconds = [](const Names& on) { return has(on, "null") ? 1.0 : 1.0 - 0.3 * has(on, "compile"); },
+                    .noise = 0,
                     .cost = {{"compile", 60}}};
   const std::vector<StrategyFacts> strategies{{.name = "null", .expected_speedup = 2},
                                               {.name = "compile", .expected_cost = 60}};
@@ -394,6 +397,131 @@ TEST(Search, SkipsWhatCannotRepayItselfEvenAtBest) {
   EXPECT_FALSE(search.ask().has_value());
   EXPECT_EQ(search.entries()[0].standing, Standing::Skipped);
   EXPECT_THAT(search.entries()[0].reason, HasSubstr("30"));
+}
+
+TEST(Search, TriesWhatIsFreeBeforeWhatHasACost) {
+  // As on a language model: the compiler promises most, and the allocator pays.
+  Search search({{.name = "allocator", .group = "host_memory", .expected_speedup = 1.1},
+                 {.name = "keep_heap", .group = "host_memory", .part_of = {"allocator"}, .expected_speedup = 1.08},
+                 {.name = "bf16", .kind = Kind::Precision, .expected_speedup = 2},
+                 {.name = "compile", .kind = Kind::Tolerance, .expected_cost = 16, .expected_speedup = 3},
+                 {.name = "step_tail", .kind = Kind::Tolerance}},
+                SearchOptions::for_run(10'000, 0.2, 0, 1));
+  const Spent spent = explore(search, {.seconds = [](const Names& on) { return has(on, "allocator") ? 0.14 : 0.2; }});
+  EXPECT_THAT(tried(spent), ElementsAre("bf16", "allocator", "step_tail", "compile"));
+  EXPECT_THAT(search.entries()[1].reason, HasSubstr("a part of what 'allocator' does"));
+}
+
+TEST(Search, RefusedStrategiesDoNotTakeTheTurnOfExactOnes) {
+  Search search({{.name = "bf16", .kind = Kind::Precision, .expected_speedup = 2},
+                 {.name = "null", .kind = Kind::Tolerance},
+                 {.name = "keep_heap", .expected_speedup = 1.08},
+                 {.name = "rarely", .expected_speedup = 1.02}},
+                SearchOptions::for_run(10'000, 0.2, 0, 1));
+  Names names;
+  while (const auto trial = search.ask()) {
+    names.push_back(trial->strategy);
+    EXPECT_GT(trial->duel.budget_seconds, 0);
+    search.charge(trial->strategy == "bf16" ? 13 : 0);  // verifying it takes the budget of 60 steps
+    DuelResult duel;
+    duel.decision = Decision::Accept;
+    duel.speedup = {1.4, 1.5, 1.6, 0.95};
+    search.tell({.duel = duel, .verified = false});
+  }
+  EXPECT_THAT(names, ElementsAre("bf16", "keep_heap"));
+  EXPECT_THAT(search.entries()[3].reason, HasSubstr("budget"));
+}
+
+TEST(Search, WhatCanGainNothingIsNotTried) {
+  Search search({{.name = "keep_heap", .hopeful = 1.004}}, {});
+  EXPECT_FALSE(search.ask().has_value());
+  EXPECT_THAT(search.entries()[0].reason, HasSubstr("1.004x as fast at best"));
+}
+
+TEST(Search, DoesNotTryWhatIsNotLikelyToRepayItsCost) {
+  const auto make = [] {
+    return Search({{.name = "compile", .kind = Kind::Tolerance, .expected_cost = 16, .expected_speedup = 1.3}},
+                  SearchOptions::for_run(10'000, 0.1, 0, 1));
+  };
+  Search hoped = make();
+  ASSERT_EQ(hoped.ask()->strategy, "compile");
+  hoped.expect("compile", 1.05);  // convolutions take nearly all of the step
+  EXPECT_FALSE(hoped.ask().has_value());
+  EXPECT_EQ(hoped.entries()[0].standing, Standing::Skipped);
+  EXPECT_THAT(hoped.entries()[0].reason, HasSubstr("likely"));
+  Search likely = make();
+  likely.expect("compile", 1.2);
+  EXPECT_TRUE(likely.ask().has_value());
+  EXPECT_THROW(likely.expect("compiler", 1.2), Error);
+  EXPECT_THROW(likely.expect("compile", 0), Error);
+}
+
+TEST(Search, OneOfAGroupWithCostsSpeaksForTheOthers) {
+  const auto trials = [](double compiled, const Names& wrong) {
+    Search search({{.name = "compile", .group = "compile", .expected_cost = 10, .expected_speedup = 1.5},
+                   {.name = "compile_max", .group = "compile", .expected_cost = 20, .expected_speedup = 1.4}},
+                  SearchOptions::for_run(100'000, 0.1, 0, 1));
+    const Spent spent = explore(
+        search, {.seconds = [=](const Names& on) { return on.empty() ? 0.1 : 0.1 / compiled; }, .wrong = wrong});
+    if (spent.trials == 1) {
+      EXPECT_THAT(search.entries()[1].reason, HasSubstr("much the same as 'compile'"));
+    }
+    return spent.trials;
+  };
+  EXPECT_EQ(trials(0.97, {}), 1);
+  EXPECT_EQ(trials(1.06, {}), 1);
+  EXPECT_EQ(trials(1.5, {"compile"}), 1);
+  EXPECT_EQ(trials(1.5, {}), 2);
+}
+
+TEST(Search, EverythingTogetherHasABound) {
+  const auto options = SearchOptions::for_run(400, 0.033, 0, 1);
+  EXPECT_DOUBLE_EQ(options.total_seconds, 6);
+  EXPECT_DOUBLE_EQ(SearchOptions::for_run(10'000, 0.5, 0, 1).total_seconds, 750);
+  EXPECT_DOUBLE_EQ(SearchOptions::for_run(10'000, 0.5, 20, 1).total_seconds, 790);
+  std::vector<StrategyFacts> strategies;
+  for (int i = 0; i < 20; ++i) strategies.push_back({.name = "s" + std::to_string(i), .expected_speedup = 1.2});
+  strategies.push_back({.name = "compile", .expected_cost = 5, .expected_speedup = 3});
+  // A step of 33 ms takes 2.5 s beside another program.
+  Search search(strategies, options);
+  double seconds = 0;
+  while (const auto trial = search.ask()) {
+    EXPECT_NE(trial->strategy, "compile");
+    Duel duel(trial->duel);
+    while (const auto side = duel.next()) {
+      duel.record(*side, 2.5);
+      seconds += 2.5;
+    }
+    EXPECT_EQ(duel.result().decision, Decision::Reject);
+    search.tell({.duel = duel.result()});
+  }
+  EXPECT_LE(seconds, 12);
+  EXPECT_LE(search.seconds_left(), 0);
+  EXPECT_THAT(search.entries()[19].reason, HasSubstr("Everything together may take 6"));
+  auto used = options;
+  used.used_seconds = 7;
+  Search late(strategies, used);
+  EXPECT_FALSE(late.ask().has_value());
+  Search charged(strategies, options);
+  charged.charge(6);  // a verification
+  EXPECT_FALSE(charged.ask().has_value());
+}
+
+TEST(Search, ChoosesNoThreadsBesideOtherPrograms) {
+  for (const bool disturbed : {false, true}) {
+    Search search({{.name = "one_thread", .group = "threads"}, {.name = "pool"}}, {.step_seconds = 1});
+    while (const auto trial = search.ask()) {
+      DuelResult duel;
+      duel.decision = trial->removal ? Decision::Reject : Decision::Accept;
+      duel.speedup = {1.4, 1.5, 1.6, 0.95};
+      duel.incumbent = 1.5;
+      duel.challenger = 1;
+      duel.pairs = 9;
+      search.tell({.duel = duel, .disturbed = disturbed});
+    }
+    EXPECT_EQ(search.best(), disturbed ? Names{"pool"} : (Names{"one_thread", "pool"}));
+    EXPECT_EQ(search.entries()[0].reason.find("Other programs") != std::string::npos, disturbed);
+  }
 }
 
 TEST(Search, EndsWithItsBudget) {

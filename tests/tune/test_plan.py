@@ -162,19 +162,17 @@ def test_revert_takes_everything_back_and_keeps_what_was_trained(clock: Clock) -
     assert not model._forward_hooks and clock.cost["slow"] == 0.01
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_without_the_allocator_the_heap_is_kept_as_trials_left_it(clock: Clock, allowed: bool) -> None:
-    model = Net(clock)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    options: dict[str, Any] = {} if allowed else {"config": {"allocator": "system"}}
-    plan = ox.accelerate(model, optimizer, CRITERION, batches(), strategies=["allocator"], remember=False, **options)
-    if plan.rejected["allocator"].startswith("skipped") and allowed:
-        pytest.skip(plan.rejected["allocator"])
-    assert plan.accepted == ()
-    assert ("heap" in [line.name for line in plan.report().settings]) is allowed
-    assert ("Memory: " in plan.explain()) is allowed
-    plan.revert()
-    assert "heap" not in [line.name for line in plan.report().settings] and "Memory: " not in plan.explain()
+def test_a_busy_machine_is_said_everywhere(clock: Clock) -> None:
+    clock.others = 1.0
+    case = Case(clock)
+    said = "other programs used 1.0 of its 2 cores"
+    assert said in str(case.plan) and said in case.plan.explain() and said in str(case.plan.report())
+    assert said in case.plan.certificate.to_html()
+    case.plan.revert()
+    clock.others = 0.0
+    quiet = Case(clock)
+    assert "busy" not in str(quiet.plan) + quiet.plan.explain() + str(quiet.plan.report())
+    quiet.plan.revert()
 
 
 def test_pages_and_files(clock: Clock, tmp_path: Path) -> None:

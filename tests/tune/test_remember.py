@@ -125,6 +125,71 @@ def test_one_that_was_taken_back_is_forgotten(clock: Clock) -> None:
     assert not stored()
 
 
+# -- a busy machine ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_that_was_measured_beside_other_programs_is_stored(clock: Clock) -> None:
+    clock.others = 1.0
+    said: list[str] = []
+    ox.base.set_log_sink(lambda _level, text: said.append(text))
+    try:
+        plan, _ = run_once(clock, made(clock, "slow", 0.002))
+    finally:
+        ox.base.set_log_sink(None)
+    assert not stored() and "other programs used 1.0 of its 2 cores" in plan.certificate.disturbance
+    assert any("not stored" in text and "busy" in text for text in said) and any(
+        "machine is busy" in text for text in said
+    )
+    clock.others = 0.0
+    plan, _ = run_once(clock, made(clock, "slow", 0.002))
+    assert "reused" not in events(plan) and len(stored()) == 1
+
+
+def test_what_was_found_on_a_quiet_machine_is_reused_on_a_busy_one(clock: Clock) -> None:
+    run_once(clock, made(clock, "slow", 0.002))
+    clock.others = 1.0
+    clock.cost["rest"] = 0.05  # its time tells nothing now
+    plan, _ = run_once(clock, made(clock, "slow", 0.002))
+    assert plan.accepted == ("cheaper_slow",) and "reused" in events(plan)
+    assert len(stored()) == 1
+
+
+def test_a_certificate_of_another_baseline_is_not_trusted(clock: Clock) -> None:
+    # As one that was made beside another program: nothing pays, of a step that was 75 times as long.
+    clock.cost["rest"] = 2.47
+    first, _ = run_once(clock, made(clock, "slow", 0.002))
+    assert first.accepted == () and len(stored()) == 1
+    clock.cost["rest"] = 0.01
+    plan, _ = run_once(clock, made(clock, "slow", 0.002))
+    assert plan.accepted == ("cheaper_slow",)
+    assert "as given takes 20 ms" in events(plan) and "reused" not in events(plan)
+
+
+def test_that_nothing_pays_expires(clock: Clock) -> None:
+    run_once(clock, made(clock, "slow", 0.02))
+    path, certificate = stored()[0]
+    certificate.created = "2020-01-01T00:00:00Z"
+    certificate.save(path)
+    plan, _ = run_once(clock, made(clock, "slow", 0.02))
+    assert "that nothing pays was found" in events(plan) and "reused" not in events(plan)
+
+
+def test_where_nothing_paid_the_nearest_is_tried_again(clock: Clock) -> None:
+    run_once(clock, made(clock, "slow", 0.00995))  # 1.0025 times as fast
+    assert not stored()[0][1].accepted()
+    clock.cost = {"slow": 0.01, "rest": 0.01}
+    plan, _ = run_once(clock, made(clock, "slow", 0.006))
+    assert "cheaper_slow pays now" in events(plan) and plan.accepted == ("cheaper_slow",)
+
+
+def test_one_that_hinders_the_others_is_found_on_reuse(clock: Clock) -> None:
+    # Together they still pay, and without the second the step is faster.
+    first, _ = run_once(clock, made(clock, "slow", 0.001), made(clock, "rest", 0.005))
+    assert len(first.accepted) == 2
+    plan, _ = run_once(clock, made(clock, "slow", 0.001), made(clock, "rest", 0.013))
+    assert plan.accepted == ("cheaper_slow",) and "faster without cheaper_rest" in events(plan)
+
+
 # -- the key -----------------------------------------------------------------------------------------------------------
 
 

@@ -719,4 +719,4 @@ def test_the_guide_lists_the_register() -> None:
 
 def test_names_that_strategies_refer_to_exist() -> None:
     for cls in STRATEGIES.values():
-        assert {*cls.requires, *cls.interacts} <= set(STRATEGIES), cls.name
+        assert {*cls.requires, *cls.interacts, *cls.part_of} <= set(STRATEGIES), cls.name

@@ -82,8 +82,7 @@ class OXY_API Plan {
 /// with and without each registered strategy, in turn; what is faster and passes the referee is kept. Then model,
 /// optimizer and random generators are put back, proven by hash to be bit for bit what they were, and what was accepted
 /// is put in force. A strategy that throws, does not pay or changes numbers beyond its kind is left out, with the
-/// reason in the certificate. Where the allocator was on offer and is not in force, glibc's heap is not trimmed until
-/// the plan's end (keep_heap() of oxytorch/host.h), since trials leave it laid out otherwise; report() says so.
+/// reason in the certificate.
 ///
 /// `batches` are some of the run's own, four to eight; they are kept. Model and optimizer state are held twice
 /// meanwhile, and by the referee up to five times.

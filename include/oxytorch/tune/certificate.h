@@ -52,11 +52,18 @@ struct CertificateKey {
 /// caller adds its accelerators. `root` as in oxytorch/system.h.
 OXY_API std::string hardware_key(const std::string& root = "/");
 
+/// Most that a step can gain where the memory that it frees is kept for the next one, by its page faults.
+[[nodiscard]] OXY_API double most_heap_speedup(double faults, double step_seconds);
+
 struct OXY_API Certificate {
   CertificateKey key;
   std::string level;
   std::string created;  ///< UTC, ISO 8601
   std::int64_t steps_planned = 0;
+  /// The step as given before anything was tried, as a process that is not tuned takes it: median seconds, what it
+  /// varied by as a share, and page faults.
+  double step_seconds = 0, step_spread = 0, step_faults = 0;
+  std::string disturbance;          ///< what other programs did meanwhile; empty where the machine was quiet
   double baseline_seconds = 0;      ///< median step as given
   double tuned_seconds = 0;         ///< median step with all that was accepted
   std::optional<Interval> speedup;  ///< all together, measured at the end in a duel of its own
@@ -69,8 +76,12 @@ struct OXY_API Certificate {
   bool operator==(const Certificate&) const = default;
 
   [[nodiscard]] std::vector<std::string> accepted() const;
-  /// Steps after which tuning, compiling apart or included, has been repaid; empty where nothing is saved.
-  [[nodiscard]] std::optional<double> repaid_after(bool with_compiling = false) const;
+  /// Tells what a step takes after the trials with nothing active: seconds and page faults. Where it faults others than
+  /// before them, the heap lies otherwise than in a process that was not tuned: baseline and speedup are then by
+  /// `step_seconds`, with an event that says so. Without anything accepted, `tuned_seconds` is what a step takes now.
+  void relate(double seconds, double faults);
+  /// Steps after which tuning, compiling included or apart, has been repaid; empty where nothing is saved.
+  [[nodiscard]] std::optional<double> repaid_after(bool with_compiling = true) const;
 
   /// The same bytes for the same certificate; from_json() reads it back equal.
   [[nodiscard]] std::string to_json() const;
@@ -92,7 +103,7 @@ class OXY_API CertificateStore {
  public:
   explicit CertificateStore(std::string folder = "");
   [[nodiscard]] std::optional<Certificate> find(const CertificateKey& key) const;
-  /// Makes the folder where it is missing. Error(Io).
+  /// Makes the folder where it is missing. Error(Io); Error(InvalidState) for one that was measured on a busy machine.
   void put(const Certificate& certificate) const;
   /// Nothing where there is none. Error(Io).
   void forget(const CertificateKey& key) const;

@@ -22,6 +22,7 @@ struct DuelOptions {
   int least_pairs = 9;  ///< before the first look that may accept
   int most_pairs = 40;
   double worth = 1;  ///< ratio; ends as soon as the challenger is not going to be faster than it, or than threshold
+  double most_seconds = 0;    ///< measured seconds after which it ends at any pair, as rejected; 0: no bound
   double budget_seconds = 0;  ///< measured seconds after which the duel ends at the next look; 0: no bound
   /// Above 0: out of time, it goes on to a look that costs less than the challenger, as it looks now, saves in so many
   /// steps.
@@ -33,6 +34,8 @@ struct DuelOptions {
   /// The whole step under an update that a duel by itself has shown to be faster: two equal ones have not come so far,
   /// so that the step need only agree.
   [[nodiscard]] OXY_API static DuelOptions agreement();
+  /// Whether what a remembered certificate names is faster without one of it: all of five pairs must say so.
+  [[nodiscard]] OXY_API static DuelOptions member(std::uint64_t seed);
   /// A short look at whether a remembered certificate still pays.
   [[nodiscard]] OXY_API static DuelOptions canary(std::uint64_t seed);
 };

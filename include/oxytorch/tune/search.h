@@ -21,6 +21,7 @@ struct StrategyFacts {
   std::string group = {};                   ///< at most one strategy of a group is in force; empty: alone
   std::vector<std::string> requires_ = {};  ///< tried only where all of these are in force
   std::vector<std::string> interacts = {};  ///< tried again, on or off, when one of these changed since; mutual
+  std::vector<std::string> part_of = {};    ///< not tried where one of these is active: they do all that it does
   /// Of one with an expected cost: it takes that cost anew where one of these is turned on or off. Empty: interacts.
   std::vector<std::string> renewed_by = {};
   double expected_cost = 0;  ///< seconds that turning it on takes once (compiling), before it was tried
@@ -38,7 +39,10 @@ struct SearchOptions {
   double budget_seconds = 0;            ///< for all trials together, one-off costs apart; 0: no bound
   double repay_steps = 0;     ///< trials may spend more where the saving so far repays all of it in so many steps
   double conclude_steps = 0;  ///< steps as given that verifying and measuring what is kept takes at the end
-  double cost_share = 0.1;    ///< of the planned run that one-off costs (compiling) of all trials together may take
+  /// For everything, verifying and one-off costs included; 0: no bound. Then ask() names nothing more.
+  double total_seconds = 0;
+  double used_seconds = 0;  ///< of that, before the search
+  double cost_share = 0.1;  ///< of the planned run that one-off costs (compiling) of all trials together may take
   /// Of the step as given, what its optimizer takes; 0: not known. What a strategy promises depends on it.
   double optimizer_share = 0;
   std::uint64_t seed = 0;
@@ -47,7 +51,8 @@ struct SearchOptions {
   /// What every driver of a search uses: trials may take what 60 steps take as given, at least 3 s, or what
   /// the saving so far repays within 240 steps, less 50 steps for concluding; of a short run no more than 2 % and 3 %.
   /// What was on trial before may be again while half of what is repaid is left.
-  /// `budget_seconds` above 0 is all instead.
+  /// `budget_seconds` above 0 is all instead. Everything together may take 15 % of the planned run, at least 6 s, and
+  /// twice `budget_seconds` more. `step_seconds` is the fastest step seen: a disturbed one would allow more.
   [[nodiscard]] OXY_API static SearchOptions for_run(std::int64_t steps_planned, double step_seconds,
                                                      double budget_seconds, std::uint64_t seed);
 };
@@ -67,21 +72,27 @@ struct TrialOutcome {
   double cost_seconds = 0;  ///< one-off seconds that turning it on took: compiling, warm-up
   /// All that the trial took beside that, steps that were not measured included; 0: only the duel's own count.
   double spent_seconds = 0;
+  bool disturbed = false;   ///< other programs used the processor meanwhile
   bool failed = false;      ///< it could not be applied or threw
   bool verified = true;     ///< numbers were checked and held; looked at where the duel accepted
   std::string reason = {};  ///< of a failure or a refusal by the referee
 };
 
-/// Greedy with a way back. Forward: each strategy, the most promising first and equals in the order given (the group
-/// "optimizer" promises by the optimizer's share of the step, others by the rest of it; Amdahl's law), against what
-/// is in force, in place of the one of its group: an early gain makes every later trial cheaper. Of updates that were
-/// timed by themselves only the fastest is tried, where that can be seen in the step, and the next where it failed or
-/// was refused. Then rounds over what `interacts` ties together, wherever something accepted has changed the ground
+/// Greedy with a way back. Forward: first what is free of one-off costs, so that its gain is known when it is judged
+/// whether a cost is likely to be repaid. Each strategy, the most promising first and equals in the order given (the
+/// group "optimizer" promises by the optimizer's share of the step, others by the rest of it; Amdahl's law), against
+/// what is in force, in place of the one of its group: an early gain makes every later trial cheaper. Of updates that
+/// were timed by themselves only the fastest is tried, where that can be seen in the step, and the next where it failed
+/// or was refused. Then rounds over what `interacts` ties together, wherever something accepted has changed the ground
 /// since it was judged: a rejected strategy again, an accepted one off, a rejected one in place of an accepted one, two
 /// rejected ones together. They end when nothing is left to ask or the budget is spent; no two combinations meet twice.
 /// What has an expected cost is tried outside of that budget, as far as `cost_share` goes. What would have such a cost
-/// taken anew is tried only where it promises to repay that soon. A strategy is kept only where its saving over
-/// `steps_planned` exceeds its cost. ask() and tell() alternate; ask() again before tell() names the same trial.
+/// taken anew is tried only where it promises to repay that soon. Of the planned run, a cost must be repaid within a
+/// quarter by what is likely to be gained (expect()); of a group with such costs, one that gained little or nothing
+/// speaks for the others. What is exact, free and often pays has its first turn even where refused strategies have used
+/// up the budget. A strategy is kept only where its saving over `steps_planned` exceeds its cost; a number of threads
+/// is not chosen while other programs use the processor.
+/// ask() and tell() alternate; ask() again before tell() names the same trial.
 /// Deterministic.
 class OXY_API Search {
  public:
@@ -96,6 +107,8 @@ class OXY_API Search {
   void tell(const TrialOutcome& outcome);
   /// Notes a strategy that does not apply here; it is not asked for. Error(InvalidState) where it is in force.
   void skip(const std::string& strategy, std::string reason);
+  /// What a strategy is likely to make of the step as it is now, by a look at where its time goes: ask() again.
+  void expect(const std::string& strategy, double speedup);
   /// Seconds spent outside of trials (verifying), charged to the budget.
   void charge(double seconds);
   /// Takes out for good what turned out bad after it was accepted (a longer verification refused it), with what
@@ -103,6 +116,10 @@ class OXY_API Search {
   /// Error(InvalidState) where it is not in force.
   void drop(const std::string& strategy, Standing standing, std::string reason);
 
+  /// Of `total_seconds`, what is left; infinite without that bound.
+  [[nodiscard]] double seconds_left() const;
+  /// Of everything against nothing at the end: DuelOptions::conclusion() in what is left of `total_seconds`.
+  [[nodiscard]] DuelOptions conclusion() const;
   [[nodiscard]] std::vector<std::string> best() const;  ///< the combination in force
   /// One entry a strategy: what became of it last, with reason and figures.
   [[nodiscard]] std::vector<CertificateEntry> entries() const;

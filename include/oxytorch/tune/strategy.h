@@ -59,6 +59,7 @@ struct StrategyTraits {
   std::string group = {};                   ///< at most one strategy of a group is in force
   std::vector<std::string> requires_ = {};  ///< tried only where these are in force
   std::vector<std::string> interacts = {};  ///< judged again, on or off, after one of these has been accepted
+  std::vector<std::string> part_of = {};    ///< not tried where one of these is active: they do all that it does
   /// Of one with an expected cost: it takes that cost anew where one of these is turned on or off; empty: interacts.
   std::vector<std::string> renewed_by = {};
   int settle = 1;                  ///< steps not measured after it was switched; of over 50 ms, one fewer

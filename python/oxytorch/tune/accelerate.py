@@ -62,8 +62,7 @@ def accelerate(
     Whole steps are taken on example batches with and without each strategy, in turn. Then model, optimizer and random
     generators are put back and proven to be bit for bit what they were, and what was accepted is put in force on them:
     the same loop trains on, faster. A strategy that throws, does not pay or changes numbers beyond what it claims is
-    left out, and its reason is in the plan. Where the allocator was on offer and is not in force, glibc's heap is not
-    trimmed until `plan.revert()`, since trials leave it laid out otherwise.
+    left out, and its reason is in the plan.
 
     Parameters
     ----------
@@ -185,7 +184,6 @@ def accelerate(
         try:
             tuning.put_in_force(certificate)
             plan.begin(
-                keep_heap=tuning.may_tune_memory,
                 moved=escrow.moved(),
                 put_required=partial(tuning.put_required, certificate, required),
             )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._C import tune as _native
+from .._C.trainer import page_faults
 from ..base import median
 from .batches import can_visit, stop_drawing, visit
 from .run import Run, shapes
@@ -20,6 +21,8 @@ __all__ = ["Bench", "Keeps", "SideFailed", "clock"]
 
 #: Seconds; tests put a clock of their own here.
 clock = time.perf_counter
+#: Processor seconds of this thread.
+thread_clock = time.thread_time
 
 _DRAWS = 6  # batches whose drawing is timed
 _LEAST_FETCH = 0.01  # of a step
@@ -63,6 +66,11 @@ class Bench:
         self.escrow = escrow
         self.loss: Tensor | None = None  #: of the last step
         self.step_seconds = 0.0  #: of the run as it was given
+        self.spread = 0.0  #: of the blocks that told it, as a share
+        self.faults = 0.0  #: page faults of that step
+        self.fastest = 0.0  #: least seconds of one, by the best clock
+        self.load = _native.LoadWatch()
+        self.disturbed = False  #: whether other programs used the processor during the baseline or the last duel
         self.optimizer_share = 0.0  #: of that step, what the optimizer's takes
         self._steps = 1
         self._next = 0
@@ -92,16 +100,30 @@ class Bench:
     # -- blocks --------------------------------------------------------------------------------------------------
 
     def baseline(self) -> float:
-        """Return the median seconds of a step as given; what the user's own step throws passes through."""
+        """Return the median seconds of a step as given; what the user's own step throws passes through.
+
+        To be called before anything is tried: trials leave memory laid out otherwise than in a process that was not
+        tuned.
+        """
         self.rewind()
+        self._fresh = 1  # the first step makes the optimizer's state, the second finds the memory that the first freed
         self._warm_up()
         on_host = self.run.device.type == "cpu"  # elsewhere timing an update waits, and would lengthen the step
+        self.load.begin()
         with self._updates_timed(on_host) as updates:
-            times = [self._timed(1) for _ in range(_native.BASELINE_BLOCKS)]
+            on_processor = thread_clock()
+            times, self.faults = self._blocks(1)
+            on_processor = (thread_clock() - on_processor) / len(times)
+            self.fastest = min(times)
             self._steps = _native.block_steps(median(times))
             if self._steps > 1:
-                times = [self._timed(self._steps) for _ in range(_native.BASELINE_BLOCKS)]
+                times, self.faults = self._blocks(self._steps)
+        self.disturbed = self.load.end()
         self.step_seconds = median(times)
+        self.spread = (max(times) - min(times)) / self.step_seconds
+        self.fastest = min(self.fastest, *times)
+        if self.disturbed and on_host:  # a step that others hold up has used the processor no longer than ever
+            self.fastest = min(self.fastest, max(on_processor, 1e-9))
         if not on_host:
             with self._updates_timed(True) as updates:
                 self._step(self.run.batches[0])
@@ -109,6 +131,21 @@ class Bench:
         self.optimizer_share = min(1.0, median(updates or [0.0]) / self.step_seconds)
         self.rewind()
         return self.step_seconds
+
+    def untouched(self) -> tuple[float, float]:
+        """Return the seconds and the page faults of a step with nothing active now."""
+        self.rewind()
+        self._fresh = 1
+        with self._draw():
+            self._warm_up()
+            times, faults = self._blocks(self._steps)
+        self.rewind()
+        return median(times), faults
+
+    def _blocks(self, steps: int) -> tuple[list[float], float]:
+        before = page_faults()
+        times = [self._timed(steps) for _ in range(_native.BASELINE_BLOCKS)]
+        return times, (page_faults() - before) / steps / len(times)
 
     def _look_at_data(self) -> None:
         """Time drawing batches between steps; where it takes long enough to be seen, it is part of every step."""
@@ -133,6 +170,7 @@ class Bench:
         self._drawing = run.fetch_share >= _LEAST_FETCH
         if self._drawing:
             self.step_seconds += fetching
+            self.fastest += fetching
 
     @contextmanager
     def _draw(self) -> Iterator[None]:
@@ -245,6 +283,7 @@ class Bench:
             self._steps = max(usual, _FEED_STEPS)
         taken = self._steps + self._settle(changed)
         options.budget_seconds /= taken
+        options.most_seconds /= taken
         options.repay_steps /= taken
         try:
             with self._draw():
@@ -258,6 +297,7 @@ class Bench:
         began = clock()
         warm = self.guarded(challenger, self._warm_up)
         warming = clock() - began
+        self.load.begin()
         pair = 0
         first = True
         while (side := duel.next()) is not None:
@@ -266,6 +306,7 @@ class Bench:
             names = challenger if side == "challenger" else incumbent
             duel.record(side, self.guarded(names, self._block))
             pair, first = (pair, False) if first else (pair + 1, True)
+        self.disturbed = self.load.end()
         result = duel.result()
         return result, max(0.0, warming - warm * result.challenger)
 

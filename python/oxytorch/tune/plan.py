@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import _C
 from ..base import format_duration, format_size, log, system_info
 from ..report import Report, SettingLine, write_whole
 from .asked import Asked
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 __all__ = ["Plan"]
-
-_HEAP = "Trials leave memory laid out otherwise, and trimming it could then cost more than before."
 
 #: What makes `Plan.trainer`: rooms that stand on this one put their makers here.
 MAKERS: dict[str, Callable[[Plan], Trainer]] = {}
@@ -68,17 +65,14 @@ class Plan:
         self._asked = asked
         self._watch: Watch | None = None
         self._seed = seed
-        self._may_keep_heap = False
-        self._heap: Any = None
 
     def begin(
         self,
         *,
-        keep_heap: bool = False,
         moved: Sequence[str] = (),
         put_required: Callable[[], None] | None = None,
     ) -> None:
-        """Do what follows putting the strategies in force: store the certificate, keep the heap, watch the run.
+        """Do what follows putting the strategies in force: store the certificate, watch the run.
 
         None of these is worth the plan: what fails is said in the log and in the plan's events, and left out. So is
         what was `moved`, not put back after the trials. `put_required` makes active what the settings ask for beside
@@ -90,12 +84,10 @@ class Plan:
                 f"step 0: {named} could not be held and went on during tuning: it has seen the steps of all trials. "
                 "Name what holds it with state=, or make it anew"
             )
-        self._may_keep_heap = keep_heap
         if self._store is not None and (why := self._store.try_put(self.certificate)):
             self._note(f"step 0: the plan is not stored, so the next run tunes again: {why}")
         if put_required is not None:
             put_required()
-        self._attempt("glibc's heap is trimmed as before", self._keep_heap)
         self._attempt("the run is not watched", self._begin_watch)
 
     def give_back(self) -> None:
@@ -215,8 +207,10 @@ class Plan:
             f"A step took {format_duration(made.baseline_seconds)} as given and takes "
             f"{format_duration(made.tuned_seconds)} now: {mid:.2f} times as fast ({low:.2f} to {high:.2f})."
             if self.accepted
-            else f"A step takes {format_duration(made.baseline_seconds)}; nothing was found that makes it faster."
+            else f"A step takes {format_duration(made.tuned_seconds)}; nothing was found that makes it faster."
         ]
+        if made.disturbance:
+            lines.append(f"The machine was busy while this was measured: {made.disturbance}. It is not remembered.")
         for entry in made.entries:
             lines.append(f"{entry.strategy} ({entry.kind}): {entry.standing}. {entry.reason}")
             if entry.cost and entry.standing == "accepted":
@@ -226,8 +220,6 @@ class Plan:
                 lines.append(f"  Turning it on took {once}, repaid after {entry.break_even_steps:.0f} steps.")
         lines += [f"Verified: {check}: {outcome}." for check, outcome in made.verification.items()]
         lines.append(f"Tuning took {format_duration(made.tuning_seconds)}{_repaid(made)}.")
-        if self._heap is not None:
-            lines.append(f"Memory: {self._heap.reason} {_HEAP} It costs: {self._heap.cost}")
         lines += [f"Asked for: {line.name}: {line.state}. {line.reason}" for line in self._asked_lines()]
         lines += [f"Since then: {event}." for event in made.events]
         memory = self.memory
@@ -248,12 +240,11 @@ class Plan:
             )
             for entry in made.entries
         ]
-        if self._heap is not None:
-            lines.append(SettingLine(self._heap.name, "on", f"{self._heap.reason} {_HEAP}", self._heap.cost, None))
         lines += self._asked_lines()
         timings = {"as given": made.baseline_seconds, "step": made.tuned_seconds if self.accepted else 0.0}
         counters = {"tuning_seconds": round(made.tuning_seconds, 3), "compile_seconds": round(made.compile_seconds, 3)}
-        verdict = "; ".join(made.events) or f"{self.speedup[1]:.2f} times as fast as given."
+        busy = [f"measured on a busy machine: {made.disturbance}"] if made.disturbance else []
+        verdict = "; ".join([*busy, *made.events]) or f"{self.speedup[1]:.2f} times as fast as given."
         return Report(made.level, lines, {name: value for name, value in timings.items() if value}, counters, verdict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -280,24 +271,14 @@ class Plan:
         finally:
             if self._asked is not None:
                 self._asked.revert()
-            if self._heap is not None:
-                self._heap.revert()
-                self._heap = None
             if self._gpu is not None:
                 self._gpu.revert()
 
     def _asked_lines(self) -> list[SettingLine]:
         return [] if self._asked is None else self._asked.lines()
 
-    def _keep_heap(self) -> None:
-        """Without the allocator, trials may have left a heap that is trimmed more than before them."""
-        if self._may_keep_heap and self._heap is None and "allocator" not in self._run.in_force:
-            setting = _C.trainer.keep_heap()
-            self._heap = setting if setting.is_applied else None
-
     def _taken_back(self, step: int, reason: str) -> None:
         self._watch = None
-        self._keep_heap()
         names = set(self.accepted).difference(self._run.required)
         entries = list(self.certificate.entries)
         for entry in entries:
@@ -311,13 +292,11 @@ class Plan:
 
 
 def _repaid(certificate: Any) -> str:
-    after, compiled = certificate.repaid_after(), certificate.repaid_after(True)
+    after = certificate.repaid_after()
     if after is None:
         return ""
-    text = f", repaid after {after:.0f} steps"
-    if certificate.compile_seconds > 0 and compiled is not None:
-        text += f", with {format_duration(certificate.compile_seconds)} of compiling after {compiled:.0f}"
-    return text
+    compiling = certificate.compile_seconds
+    return f"{f' and compiling {format_duration(compiling)}' if compiling > 0 else ''}, repaid after {after:.0f} steps"
 
 
 def _resident() -> int:

@@ -39,6 +39,8 @@ class Strategy:
         Tried only where these are in force.
     interacts : tuple of str
         Judged again, on or off, after one of these has been accepted.
+    part_of : tuple of str
+        Not tried where one of these is active: they do all that it does.
     renewed_by : tuple of str
         Of one with an expected cost: it takes that cost anew where one of these is turned on or off; of what interacts
         with it where empty.
@@ -62,6 +64,7 @@ class Strategy:
     group: str = ""
     requires: tuple[str, ...] = ()
     interacts: tuple[str, ...] = ()
+    part_of: tuple[str, ...] = ()
     renewed_by: tuple[str, ...] = ()
     needs_loop: bool = False
     feeds: bool = False
@@ -81,6 +84,13 @@ class Strategy:
     def revert(self, run: Run) -> None:
         """Take it back: every object, attribute and bit that `apply` touched is as before; trained values stay."""
         raise NotImplementedError
+
+    def likely_speedup(self, run: Run) -> float | None:  # noqa: ARG002
+        """Return what it is likely to make of the step as it is now, by a look at where its time goes; None: no idea.
+
+        Asked of one with an expected cost, right before its trial, with what was accepted so far active.
+        """
+        return None
 
     def expected_cost(self, run: Run) -> float:  # noqa: ARG002
         """Return the seconds that turning it on takes once, such as compiling, as far as one can tell beforehand."""
@@ -103,8 +113,8 @@ def strategy(name: str, *, kind: Kind, **attributes: Any) -> Callable[[_Class], 
     kind : {"exact", "tolerance", "precision", "trade"}
         "exact" promises the same bits, and is held to it.
     **attributes
-        Of `Strategy`: ``group``, ``requires``, ``interacts``, ``renewed_by``, ``needs_loop``, ``feeds``, ``settle``,
-        ``cost``, ``hopeful``, ``expected_speedup``.
+        Of `Strategy`: ``group``, ``requires``, ``interacts``, ``part_of``, ``renewed_by``, ``needs_loop``, ``feeds``,
+        ``settle``, ``cost``, ``hopeful``, ``expected_speedup``.
 
     Raises
     ------

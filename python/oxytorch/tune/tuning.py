@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._C import tune as _native
+from .._C.trainer import note_heap
 from ..base import format_duration, log
 from ..config import PerformanceConfig
 from ..optim.generators import rng_state, set_rng_state
@@ -54,6 +55,7 @@ class Tuning:
         self._compiles: set[str] = set()  # whose turning on is charged apart
         self._final: dict[str, tuple[Any, str]] = {}  # of strategies that failed before the search
         self._rulings: dict[tuple[tuple[str, ...], int | None], Ruling] = {}  # of strategies and a number of steps
+        self._likely: set[tuple[str, tuple[str, ...]]] = set()  # looked at for what a cost is likely to gain
         self._evidence: dict[str, dict[str, float]] = {}
         self._alone: tuple[list[str], Any] = ([], None)  # the last trial against nothing
         self._verifier: Verifier | None = None
@@ -105,11 +107,6 @@ class Tuning:
         self._skipped[name] = reason
         log("warn", f"accelerate: {name} failed and is left out: {reason}")
 
-    @property
-    def may_tune_memory(self) -> bool:
-        """Whether the allocator's settings are the tuning's to choose on this run."""
-        return "allocator" in self.run.strategies and "allocator" not in self._skipped
-
     # -- measuring -----------------------------------------------------------------------------------------------
 
     def measure(self) -> Any:
@@ -121,15 +118,42 @@ class Tuning:
 
     def _explore(self) -> None:
         while (trial := self.search.ask()) is not None:
+            if self._look_where_time_goes(trial):
+                continue
             against = ", ".join(trial.incumbent) or "nothing"
             self.say(f"{trial.strategy}{' taken away' if trial.removal else ''} against {against}")
             self.search.tell(self._try(trial))
+
+    def _look_where_time_goes(self, trial: Any) -> bool:
+        """Before a cost is paid, tell the search once what it is likely to gain; True where it is to be asked again."""
+        looked = (trial.strategy, tuple(trial.incumbent))
+        if trial.strategy not in self._compiles or looked in self._likely:
+            return False
+        self._likely.add(looked)
+        began = measure.clock()
+        try:
+            gain = self.bench.guarded(
+                trial.incumbent, lambda: self.run.strategy(trial.strategy).likely_speedup(self.run)
+            )
+        except SideFailed:  # its trial will say so
+            return False
+        self.search.charge(measure.clock() - began)
+        if gain is not None:
+            self.search.expect(trial.strategy, gain)
+        return gain is not None
 
     def _baseline(self) -> None:
         self.say("the step as it is")
         if self.bench.step_seconds == 0:
             self.bench.baseline()
+            if self.bench.disturbed:
+                log("warn", f"accelerate: the machine is busy: {self.bench.load.evidence}.")
             self._look()
+            if any(self._keeps_memory(name) for name in self.run.strategies if name not in self._skipped):
+                note_heap()
+
+    def _keeps_memory(self, name: str) -> bool:
+        return self.run.strategies[name].group == "host_memory"
 
     def _make_search(self) -> Any:
         facts = []
@@ -137,12 +161,13 @@ class Tuning:
         offered = [name for name in self.run.strategies if name not in self._skipped]
         of_optimizer = [name for name in offered if self.run.strategies[name].group == "optimizer"]
         updates, proven = self.bench.updates(of_optimizer, self.seed)
+        in_faults = _native.most_heap_speedup(self.bench.faults, self.bench.step_seconds)
         for name, cls in self.run.strategies.items():
             one = _native.StrategyFacts(
                 name,
                 kind=cls.kind,
                 group=cls.group,
-                hopeful=cls.hopeful,
+                hopeful=min(cls.hopeful, in_faults) if self._keeps_memory(name) else cls.hopeful,
                 # Of what drawing takes, half may be hidden behind the step.
                 expected_speedup=1 / (1 - self.run.fetch_share / 2) if cls.feeds else cls.expected_speedup,
                 update_speedup=updates.get(name, 0.0),
@@ -153,6 +178,7 @@ class Tuning:
             if missing and name not in self._skipped:
                 self._skipped[name] = f"needs {missing[0]}, which is not offered"
             one.requires = [other for other in cls.requires if other in self.run.strategies]
+            one.part_of = [other for other in cls.part_of if other in self.run.strategies]
             one.renewed_by = [other for other in cls.renewed_by if other in self.run.strategies]
             one.interacts = [other for other in cls.interacts if other in self.run.strategies]
             if name not in self._skipped:
@@ -163,9 +189,8 @@ class Tuning:
                 except Exception as error:
                     self._fail(name, f"expected_cost() threw {_told(error)}")
             facts.append(one)
-        options = _native.SearchOptions.for_run(
-            self.steps_planned, self.bench.step_seconds, self.budget or 0.0, self.seed
-        )
+        options = _native.SearchOptions.for_run(self.steps_planned, self.bench.fastest, self.budget or 0.0, self.seed)
+        options.used_seconds = measure.clock() - self.began
         options.optimizer_share = self.bench.optimizer_share
         search = _native.Search(facts, options)
         for name, reason in self._skipped.items():
@@ -177,6 +202,7 @@ class Tuning:
         began = measure.clock()
         try:
             outcome.duel, outcome.cost_seconds = self.bench.duel(trial.incumbent, trial.challenger, trial.duel)
+            outcome.disturbed = self.bench.disturbed
             outcome.spent_seconds = max(1e-9, measure.clock() - began - outcome.cost_seconds)
             self._alone = (list(trial.challenger), outcome.duel) if not trial.incumbent else self._alone
             if outcome.duel.decision == "accept":
@@ -238,13 +264,17 @@ class Tuning:
             last = chosen[-1]
             try:
                 ruling = self._verify(chosen)
+                suspects = chosen if self.search.seconds_left() <= 0 else [last]  # no time to look into what fails
+                if not ruling.held and len(suspects) == len(chosen):
+                    self._drop_all(suspects, "refused", f"all together were refused: {ruling.reason}")
+                    continue
                 if not ruling.held:
                     self._drop_culprits(chosen, ruling)
                     continue
                 result = self._against_nothing(chosen)
                 if result.decision == "accept":
                     return result
-                self._drop(last, "rejected", f"all together did not pay: {result.reason}")
+                self._drop_all(suspects, "rejected", f"all together did not pay: {result.reason}")
             except SideFailed as failure:
                 self._drop(last, "failed", f"all together failed: {self._blame(failure)}")
 
@@ -252,7 +282,11 @@ class Tuning:
         if chosen == self._alone[0]:
             return self._alone[1]  # that was the trial by which it was accepted
         self.say("everything against nothing")
-        return self.bench.duel((), chosen, _native.DuelOptions.conclusion(self.seed + 1))[0]
+        return self.bench.duel((), chosen, self.search.conclusion())[0]
+
+    def _drop_all(self, names: Sequence[str], standing: Any, reason: str) -> None:
+        for name in reversed(names):
+            self._drop(name, standing, reason)
 
     def _drop(self, name: str, standing: Any, reason: str) -> None:
         if name in self.search.best():  # it may have gone with what it requires
@@ -275,8 +309,11 @@ class Tuning:
         made = _native.Certificate()
         made.key = self.key
         made.level = self.settings.level
-        made.created = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        made.created = _now()
         made.steps_planned = self.steps_planned
+        made.step_seconds, made.step_spread = self.bench.step_seconds, self.bench.spread
+        made.step_faults = self.bench.faults
+        made.disturbance = self.bench.load.evidence if self.bench.load.disturbed else ""
         made.baseline_seconds = self.bench.step_seconds if result is None else result.incumbent
         made.tuned_seconds = self.bench.step_seconds if result is None else result.challenger
         if result is not None:
@@ -290,6 +327,7 @@ class Tuning:
         made.entries = entries
         made.verification = self._verification(chosen)
         made.events = self.events
+        made.relate(*self.bench.untouched())
         made.compile_seconds = self.compiling
         made.tuning_seconds = max(0.0, measure.clock() - self.began - self.compiling)
         return made
@@ -318,7 +356,7 @@ class Tuning:
             return None
         self._baseline()
         self.say("the remembered certificate")
-        fault, shown = self._canary(list(found.accepted()))
+        fault, shown = self._canary(found)
         if fault:
             self.events.append(
                 f"step 0: the certificate of {found.created} did not hold and was measured anew: {fault}"
@@ -329,23 +367,35 @@ class Tuning:
         found.verification = {**found.verification, **self._covered()}
         return found
 
-    def _canary(self, names: list[str]) -> tuple[str, str]:
-        """Return what is wrong with a remembered combination, and else what was seen."""
+    def _canary(self, found: Any) -> tuple[str, str]:
+        """Return what is wrong with a remembered certificate, and else what was seen."""
+        bench = self.bench
+        now = _native.StepNow(seconds=bench.step_seconds, spread=bench.spread, disturbed=bench.disturbed, time=_now())
+        if fault := _native.why_not_trusted(found, now):
+            return fault, ""
+        names = list(found.accepted())
         if stale := next((name for name in names if name in self._skipped or name not in self.run.strategies), ""):
             return f"{stale}: {self._skipped.get(stale, 'not offered')}", ""
-        if not names:
-            return "", "nothing pays here"
         options = _native.DuelOptions.canary(self.seed)
         try:
+            if not names:
+                again = _native.worth_another_look(found)
+                if again and again in self.run.strategies and again not in self._skipped:
+                    result, _ = self.bench.duel((), [again], options)
+                    if result.decision == "accept":
+                        return f"{again} pays now: {result.reason}", ""
+                return "", "nothing pays here"
             ruling = self._judged(names, Verifier(self.run, self.escrow, steps=1, seed=self.seed))
             if not ruling.held:
                 return ruling.reason, ""
             result, cost = self.bench.duel((), names, options)
+            self.compiling += cost
+            if not result.speedup.mid > 1.0:
+                return result.reason, ""
+            if hindrance := self._hindrance(names):
+                return hindrance, ""
         except SideFailed as failure:
             return self._blame(failure), ""
-        self.compiling += cost
-        if not result.speedup.mid > 1.0:
-            return result.reason, ""
         return "", f"canary {result.speedup.mid:.2f}x over {result.pairs} pairs, one step verified"
 
     # -- what was asked for --------------------------------------------------------------------------------------
@@ -392,6 +442,18 @@ class Tuning:
             _restand(certificate, {name}, "accepted", f"{why}; {measured}" if measured else why)
         set_rng_state(generators)
 
+    def _hindrance(self, names: list[str]) -> str:
+        """Return which of several makes the others slower, if one does; what would be compiled anew is left out."""
+        for name in names if len(names) > 1 and not self._compiles_any(names) else ():
+            rest = [other for other in names if name not in (other, *self.run.strategies[other].requires)]
+            result, _ = self.bench.duel(names, rest, _native.DuelOptions.member(self.seed))
+            if result.decision == "accept":
+                return f"the rest is faster without {name}: {result.reason}"
+        return ""
+
+    def _compiles_any(self, names: list[str]) -> bool:
+        return any(self.run.strategy(name).expected_cost(self.run) > 0 for name in names)
+
     # -- the end -------------------------------------------------------------------------------------------------
 
     def put_in_force(self, certificate: Any) -> None:
@@ -406,6 +468,10 @@ class Tuning:
         set_rng_state(generators)
         spent = format_duration(measure.clock() - self.began)
         log("info", f"accelerate: {', '.join(self.run.in_force) or 'nothing'} in force after {spent}")
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _restand(certificate: Any, names: Iterable[str], standing: Any, reason: str) -> None:

@@ -46,6 +46,22 @@ class Allocator(_HostSetting):
         return _C.trainer.tune_allocator(run.asked.get("retain_limit"))
 
 
+@strategy(
+    "keep_heap",
+    kind="exact",
+    group="host_memory",
+    part_of=("allocator",),
+    interacts=("host_pool",),
+    settle=2,
+    expected_speedup=1.08,
+)
+class KeepHeap(_HostSetting):
+    """glibc does not trim its heap between steps; blocks that have mappings of their own keep them."""
+
+    def _make(self, run: Run) -> Any:  # noqa: ARG002
+        return _C.trainer.keep_heap(None)
+
+
 @strategy("host_pool", kind="exact", interacts=("allocator",), settle=2, expected_speedup=1.3)
 class HostPool(_HostSetting):
     """A pool of huge pages under torch's CPU tensors; a tuned allocator beside it serves the scratch of operators."""

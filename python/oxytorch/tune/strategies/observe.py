@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,12 +14,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...model.snapshot import Reach, Snapshot
+from .. import measure
 from ..run import shapes
 
 if TYPE_CHECKING:
     from ..run import Run
 
-__all__ = ["Observation", "Operators", "near_denormal", "observe", "on_device", "rehearsal", "rehearse"]
+__all__ = [
+    "Observation",
+    "Operators",
+    "near_denormal",
+    "observe",
+    "on_device",
+    "operator_seconds",
+    "rehearsal",
+    "rehearse",
+]
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,39 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def uses(self, part: str) -> bool:
         """Whether an operator has this in its name."""
         return any(part in name for name in self.names)
+
+
+class _Times(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what each operator takes inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.named: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = measure.clock()
+        result = func(*args, **(kwargs or {}))
+        self.named[func._schema.name] += measure.clock() - began  # type: ignore[assignment]
+        return result
+
+
+def _forget_gradients(run: Run) -> None:
+    for parameter in run.params if run.own_step is None else ():
+        parameter.grad = None
+
+
+def operator_seconds(run: Run) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step as it is now, and of each operator in its forward and backward, by name."""
+    with rehearsal(run):
+        for _ in range(2):  # the second finds the memory of the first
+            _forget_gradients(run)
+            began = measure.clock()
+            backward(run, run.batches[0])
+            seconds = measure.clock() - began
+        _forget_gradients(run)
+        with _Times() as times:
+            backward(run, run.batches[0])
+    return max(seconds, 1e-9), dict(times.named)
 
 
 _SEEN: WeakKeyDictionary[Run, Observation] = WeakKeyDictionary()
