@@ -6,8 +6,9 @@
 
 Each start is a process of its own: one runs the plain loop, one calls `oxytorch.accelerate` first and then runs the
 same loop; plain and accelerated starts take turns. The loop's speedup is the ratio of their median steps, with an
-interval by t over the starts; the plan's is the mean of what the plans stated, with the width of their own intervals and of their
-spread over the starts. Exit status 1 where the two intervals do not meet, or a program is slower than 0.98 of plain.
+interval by t over the starts; the plan's is the mean of what the plans stated, with the width of their own intervals
+and of their spread over the starts. Exit status 1 where the two intervals do not meet, or a program is slower than
+0.98 of plain.
 """
 
 from __future__ import annotations
