@@ -131,7 +131,9 @@ class Mutations:
         return [t for t in tensors if self.pick.random() < share]
 
     def _move(self, t: Tensor) -> None:
-        moves = [m for m in MOVES.values() if m is not with_gaps or t.dtype not in (torch.int8, torch.uint8)]
+        # The reference decodes codes in the order of their memory, which the others may change.
+        coded = t.dtype in (torch.int8, torch.uint8)
+        moves = [cloned, set_to_copy, offloaded] if coded else list(MOVES.values())
         self.pick.choice(moves)(t)
 
     def move_state(self) -> None:
