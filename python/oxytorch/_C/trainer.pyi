@@ -16,7 +16,9 @@ __all__: list[str] = [
     "allocator_trims",
     "flush_denormals",
     "flush_state",
+    "heap_mmap_threshold",
     "keep_heap",
+    "note_heap",
     "page_faults",
     "pin_threads",
     "resolve_vector_math",
@@ -132,9 +134,19 @@ def flush_state() -> tuple[int, int]:
     (threads that flush denormals, threads).
     """
 
+def heap_mmap_threshold() -> int | None:
+    """
+    Bytes from which a block has a mapping of its own; None where malloc is not glibc's to ask.
+    """
+
 def keep_heap(retain_limit: typing.SupportsInt | typing.SupportsIndex | None = None) -> HostSetting:
     """
     Keeps glibc from trimming its heap between steps.
+    """
+
+def note_heap() -> None:
+    """
+    Notes glibc's thresholds as those to go back to.
     """
 
 def page_faults() -> int:

@@ -20,11 +20,14 @@ __all__: list[str] = [
     "Guard",
     "GuardOptions",
     "Interval",
+    "LoadSample",
+    "LoadWatch",
     "NativeOperators",
     "OperatorReport",
     "OwnRandom",
     "Search",
     "SearchOptions",
+    "StepNow",
     "StrategyFacts",
     "Trial",
     "TrialOutcome",
@@ -33,9 +36,14 @@ __all__: list[str] = [
     "block_steps",
     "hardware_key",
     "measure_change",
+    "most_heap_speedup",
     "native_step_differs",
+    "read_load",
+    "set_load_source",
     "settle_steps",
     "sgd_step",
+    "why_not_trusted",
+    "worth_another_look",
 ]
 
 class Interval:
@@ -80,6 +88,11 @@ class DuelOptions:
         """
         Of everything against nothing at the end.
         """
+    @staticmethod
+    def member(seed: typing.SupportsInt | typing.SupportsIndex) -> DuelOptions:
+        """
+        Of a remembered certificate without one of it.
+        """
     def __init__(
         self,
         *,
@@ -89,6 +102,7 @@ class DuelOptions:
         least_pairs: typing.SupportsInt | typing.SupportsIndex = 9,
         most_pairs: typing.SupportsInt | typing.SupportsIndex = 40,
         worth: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+        most_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         budget_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         repay_steps: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         seed: typing.SupportsInt | typing.SupportsIndex = 0,
@@ -113,6 +127,10 @@ class DuelOptions:
     def most_pairs(self) -> int: ...
     @most_pairs.setter
     def most_pairs(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def most_seconds(self) -> float: ...
+    @most_seconds.setter
+    def most_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
     @property
     def repay_steps(self) -> float: ...
     @repay_steps.setter
@@ -239,6 +257,7 @@ class Certificate:
     """
 
     created: str
+    disturbance: str
     key: CertificateKey
     level: str
     speedup: Interval | None
@@ -251,7 +270,13 @@ class Certificate:
     @typing.overload
     def __init__(self, other: Certificate) -> None: ...
     def accepted(self) -> list[str]: ...
-    def repaid_after(self, with_compiling: bool = False) -> float | None: ...
+    def relate(
+        self, seconds: typing.SupportsFloat | typing.SupportsIndex, faults: typing.SupportsFloat | typing.SupportsIndex
+    ) -> None:
+        """
+        Tell what a step takes after the trials with nothing active.
+        """
+    def repaid_after(self, with_compiling: bool = True) -> float | None: ...
     def save(self, path: str | os.PathLike[str]) -> None: ...
     def to_html(self) -> str: ...
     def to_json(self) -> str: ...
@@ -272,6 +297,18 @@ class Certificate:
     def events(self) -> list[str]: ...
     @events.setter
     def events(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    @property
+    def step_faults(self) -> float: ...
+    @step_faults.setter
+    def step_faults(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @step_seconds.setter
+    def step_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def step_spread(self) -> float: ...
+    @step_spread.setter
+    def step_spread(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
     @property
     def steps_planned(self) -> int: ...
     @steps_planned.setter
@@ -308,6 +345,19 @@ class CertificateStore:
     @property
     def folder(self) -> str: ...
 
+class StepNow:
+    """
+    The step as given, measured now.
+    """
+    def __init__(
+        self,
+        *,
+        seconds: typing.SupportsFloat | typing.SupportsIndex,
+        spread: typing.SupportsFloat | typing.SupportsIndex,
+        disturbed: bool,
+        time: str,
+    ) -> None: ...
+
 class StrategyFacts:
     """
     What the search knows of a strategy.
@@ -325,6 +375,7 @@ class StrategyFacts:
         group: str = "",
         requires: collections.abc.Sequence[str] = [],
         interacts: collections.abc.Sequence[str] = [],
+        part_of: collections.abc.Sequence[str] = [],
         renewed_by: collections.abc.Sequence[str] = [],
         expected_cost: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         hopeful: typing.SupportsFloat | typing.SupportsIndex = 3.0,
@@ -348,6 +399,10 @@ class StrategyFacts:
     def interacts(self) -> list[str]: ...
     @interacts.setter
     def interacts(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    @property
+    def part_of(self) -> list[str]: ...
+    @part_of.setter
+    def part_of(self, arg0: collections.abc.Sequence[str]) -> None: ...
     @property
     def renewed_by(self) -> list[str]: ...
     @renewed_by.setter
@@ -385,6 +440,8 @@ class SearchOptions:
         budget_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         repay_steps: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         conclude_steps: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        total_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        used_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         cost_share: typing.SupportsFloat | typing.SupportsIndex = 0.1,
         optimizer_share: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         seed: typing.SupportsInt | typing.SupportsIndex = 0,
@@ -422,6 +479,14 @@ class SearchOptions:
     def steps_planned(self) -> int: ...
     @steps_planned.setter
     def steps_planned(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def total_seconds(self) -> float: ...
+    @total_seconds.setter
+    def total_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def used_seconds(self) -> float: ...
+    @used_seconds.setter
+    def used_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
 
 class Trial:
     """
@@ -449,6 +514,7 @@ class TrialOutcome:
     What came of a trial.
     """
 
+    disturbed: bool
     duel: DuelResult
     failed: bool
     reason: str
@@ -459,6 +525,7 @@ class TrialOutcome:
         *,
         cost_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         spent_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        disturbed: bool = False,
         failed: bool = False,
         verified: bool = True,
         reason: str = "",
@@ -486,6 +553,10 @@ class Search:
         Names in force, in the order of the strategies.
         """
     def charge(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def conclusion(self) -> DuelOptions:
+        """
+        How everything is measured against nothing at the end.
+        """
     def drop(
         self,
         strategy: str,
@@ -496,6 +567,14 @@ class Search:
         Take out for good what turned out bad after it was accepted; ask() goes on.
         """
     def entries(self) -> list[CertificateEntry]: ...
+    def expect(self, strategy: str, speedup: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        What it is likely to make of the step as it is now; ask() again.
+        """
+    def seconds_left(self) -> float:
+        """
+        For everything together.
+        """
     def skip(self, strategy: str, reason: str) -> None: ...
     def tell(self, outcome: TrialOutcome) -> None: ...
 
@@ -555,6 +634,59 @@ class Guard:
     def reason(self) -> str: ...
     @property
     def step(self) -> int: ...
+
+class LoadSample:
+    """
+    Counters of who uses the processor, in seconds.
+    """
+    def __init__(
+        self,
+        *,
+        wall: typing.SupportsFloat | typing.SupportsIndex,
+        own: typing.SupportsFloat | typing.SupportsIndex,
+        busy: typing.SupportsFloat | typing.SupportsIndex | None = None,
+        stolen: typing.SupportsFloat | typing.SupportsIndex | None = None,
+        waited: typing.SupportsFloat | typing.SupportsIndex | None = None,
+        throttled: typing.SupportsFloat | typing.SupportsIndex | None = None,
+        cores: typing.SupportsInt | typing.SupportsIndex = 1,
+    ) -> None: ...
+    @property
+    def busy(self) -> float | None: ...
+    @property
+    def cores(self) -> int: ...
+    @property
+    def own(self) -> float: ...
+    @property
+    def stolen(self) -> float | None: ...
+    @property
+    def throttled(self) -> float | None: ...
+    @property
+    def waited(self) -> float | None: ...
+    @property
+    def wall(self) -> float: ...
+
+class LoadWatch:
+    """
+    Says of stretches of time whether other programs disturbed them.
+    """
+    def __init__(self) -> None: ...
+    def begin(self) -> None: ...
+    def end(self) -> bool:
+        """
+        Whether the stretch since begin() was disturbed.
+        """
+    @property
+    def disturbed(self) -> bool:
+        """
+        Whether what was measured is not to be trusted.
+        """
+    @property
+    def evidence(self) -> str: ...
+    @property
+    def share(self) -> float:
+        """
+        Of the seconds watched, the disturbed ones.
+        """
 
 class OperatorReport:
     """
@@ -638,9 +770,22 @@ def measure_change(
     Error, size, unit, slope, worst, (upwards, outwards), bias_error, ratio; see oxytorch.tune.update.Change.
     """
 
+def most_heap_speedup(
+    faults: typing.SupportsFloat | typing.SupportsIndex, step_seconds: typing.SupportsFloat | typing.SupportsIndex
+) -> float:
+    """
+    Most that a step can gain where freed memory is kept for the next one.
+    """
+
 def native_step_differs() -> str:
     """
     Why the native steps do not have the bits of this torch's; empty where they do.
+    """
+
+def read_load(root: str = "/") -> LoadSample: ...
+def set_load_source(source: collections.abc.Callable[[], LoadSample]) -> None:
+    """
+    Where LoadWatch has its samples from; None: here.
     """
 
 def settle_steps(
@@ -664,6 +809,16 @@ def sgd_step(
 ) -> None:
     """
     A step of torch.optim.SGD with the bits of its loop over CPU tensors.
+    """
+
+def why_not_trusted(certificate: Certificate, now: StepNow) -> str:
+    """
+    Why a remembered certificate is to be measured anew; empty where it may be trusted.
+    """
+
+def worth_another_look(certificate: Certificate) -> str:
+    """
+    Where nothing is active by it, the strategy to try again; or empty.
     """
 
 BASELINE_BLOCKS: int

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .. import _C
 from ..base import format_duration, format_size, log, system_info
 from ..report import Report, SettingLine, write_whole
 from .asked import Asked
