@@ -14,6 +14,7 @@
 #include "oxytorch/error.h"
 #include "oxytorch/load.h"
 #include "oxytorch/spelling.h"
+#include "oxytorch/tune/apart.h"
 #include "oxytorch/tune/block.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/change.h"
@@ -386,26 +387,53 @@ void bind_load(py::module_& m) {
 }
 
 void bind_guard(py::module_& m) {
+  m.def(
+      "gradients_apart",
+      [](const std::vector<std::optional<at::Tensor>>& with, const std::vector<std::optional<at::Tensor>>& without) {
+        const auto plain = [](const std::vector<std::optional<at::Tensor>>& all) {
+          std::vector<at::Tensor> tensors;
+          for (const auto& t : all) tensors.push_back(t.value_or(at::Tensor()));
+          return tensors;
+        };
+        const auto apart = gradients_apart(plain(with), plain(without));
+        return std::pair(apart.gradient, apart.factor);
+      },
+      py::arg("with_changes"), py::arg("without"),
+      "How far gradients are from those without changes: of the worst tensor, and of a factor common to all.");
   const GuardOptions options;
   py::class_<GuardOptions>(m, "GuardOptions", "When a guard looks, and what it takes changes back for.")
-      .def(py::init([](std::int64_t first_check, std::int64_t check_every, int pairs, double loss_tolerance,
-                       double threshold, std::uint64_t seed) {
-             return GuardOptions{first_check, check_every, pairs, loss_tolerance, threshold, seed};
+      .def(py::init([](std::int64_t first_check, std::int64_t check_every, int pairs, std::int64_t compare_every,
+                       double loss_tolerance, double gradient_tolerance, double factor_tolerance, double threshold,
+                       std::uint64_t seed) {
+             return GuardOptions{first_check,        check_every,      pairs,     compare_every, loss_tolerance,
+                                 gradient_tolerance, factor_tolerance, threshold, seed};
            }),
            py::kw_only(), py::arg("first_check") = options.first_check, py::arg("check_every") = options.check_every,
-           py::arg("pairs") = options.pairs, py::arg("loss_tolerance") = options.loss_tolerance,
-           py::arg("threshold") = options.threshold, py::arg("seed") = options.seed)
+           py::arg("pairs") = options.pairs, py::arg("compare_every") = options.compare_every,
+           py::arg("loss_tolerance") = options.loss_tolerance,
+           py::arg("gradient_tolerance") = options.gradient_tolerance,
+           py::arg("factor_tolerance") = options.factor_tolerance, py::arg("threshold") = options.threshold,
+           py::arg("seed") = options.seed)
       .def_readwrite("first_check", &GuardOptions::first_check)
       .def_readwrite("check_every", &GuardOptions::check_every)
       .def_readwrite("pairs", &GuardOptions::pairs)
+      .def_readwrite("compare_every", &GuardOptions::compare_every)
       .def_readwrite("loss_tolerance", &GuardOptions::loss_tolerance)
+      .def_readwrite("gradient_tolerance", &GuardOptions::gradient_tolerance)
+      .def_readwrite("factor_tolerance", &GuardOptions::factor_tolerance)
       .def_readwrite("threshold", &GuardOptions::threshold)
+      .def("allow", &GuardOptions::allow, py::arg("kind"))
       .def_readwrite("seed", &GuardOptions::seed);
   py::class_<Guard>(m, "Guard", "Says at each step boundary how to take the next step of a certified run.")
       .def(py::init<GuardOptions>(), py::arg_v("options", GuardOptions{}, "GuardOptions()"))
       .def("before", &Guard::before)
       .def("after", &Guard::after, py::arg("seconds"))
-      .def("compared", &Guard::compared, py::arg("loss_with"), py::arg("loss_without"))
+      .def(
+          "compared",
+          [](Guard& guard, double with, double without, double gradient, double factor) {
+            guard.compared(with, without, {gradient, factor});
+          },
+          py::arg("loss_with"), py::arg("loss_without"), py::arg("gradient") = 0.0, py::arg("factor") = 0.0)
       .def("suspicious", &Guard::suspicious)
       .def_property_readonly("reason", &Guard::reason)
       .def_property_readonly("step", &Guard::step);

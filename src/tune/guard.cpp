@@ -17,6 +17,7 @@ constexpr double kFalseRollBack = 0.006;
 constexpr int kMostDoublings = 4;
 /// A check that sees a loss goes on up to so many times its pairs, so that one bad moment does not decide.
 constexpr int kLongestCheck = 4;
+constexpr double kGapGrowth = 1.5;  // of the mean gap between two comparisons
 
 void check(const GuardOptions& options) {
   OXY_CHECK(options.first_check >= 0 && options.check_every >= 1, InvalidArgument,
@@ -26,16 +27,30 @@ void check(const GuardOptions& options) {
             "the pairs of a check must be from 1 to 250, not ", options.pairs, '.');
   OXY_CHECK(options.threshold > 0 && std::isfinite(options.threshold), InvalidArgument,
             "the threshold of a guard must be a positive ratio, for example 0.99, not ", options.threshold, '.');
-  OXY_CHECK(!std::isnan(options.loss_tolerance), InvalidArgument, "loss_tolerance must not be NaN.");
+  OXY_CHECK(options.compare_every >= 1, InvalidArgument, "compare_every must be at least 1, not ",
+            options.compare_every, '.');
+  for (const double tolerance : {options.loss_tolerance, options.gradient_tolerance, options.factor_tolerance}) {
+    OXY_CHECK(!std::isnan(tolerance), InvalidArgument, "a tolerance of a guard must not be NaN.");
+  }
 }
 
 }  // namespace
+
+void GuardOptions::allow(Kind kind) {
+  const bool exact = kind == Kind::Exact, reduced = kind >= Kind::Precision;
+  loss_tolerance = exact ? 0 : reduced ? 0.05 : 1e-3;
+  gradient_tolerance = exact ? 0 : reduced ? 0.5 : 0.1;
+  factor_tolerance = exact ? 0 : reduced ? 0.1 : 0.005;
+}
 
 struct Guard::Impl {
   GuardOptions options;
   std::int64_t step = 0;
   std::int64_t next_check;
+  std::int64_t next_comparison = 0;
+  double gap;  ///< the mean of the next one between comparisons
   int checks = 0;
+  std::uint64_t comparisons = 0;
   bool compare = false;  ///< the losses are to be compared before anything else
   bool rolled_back = false;
   bool announce = false;     ///< RollBack is the next answer
@@ -43,7 +58,18 @@ struct Guard::Impl {
   std::optional<Action> pending;
   std::string reason;
 
-  explicit Impl(const GuardOptions& given) : options(given), next_check(given.first_check) { check(options); }
+  explicit Impl(const GuardOptions& given)
+      : options(given), next_check(given.first_check), gap(static_cast<double>(given.first_check) / 2) {
+    check(options);
+    draw_comparison(0, 2);
+  }
+
+  /// The next comparison is `least` to `most` times the mean gap from here.
+  void draw_comparison(double least, double most) {
+    const double share = least + (most - least) * uniform_float(philox(options.seed, 1, comparisons++).word[0]);
+    next_comparison = step + std::max<std::int64_t>(1, std::llround(share * gap));
+    gap = std::min(std::max(gap, 1.0) * kGapGrowth, static_cast<double>(options.compare_every));
+  }
 
   void begin_check() {
     ++checks;
@@ -54,7 +80,6 @@ struct Guard::Impl {
     duel_options.most_pairs = options.pairs * kLongestCheck;
     duel_options.seed = philox(options.seed, 0, static_cast<std::uint64_t>(checks)).word[0];
     duel.emplace(duel_options);
-    compare = options.loss_tolerance >= 0;
   }
 
   void end_check() {
@@ -85,8 +110,12 @@ struct Guard::Impl {
       return Action::RollBack;
     }
     if (rolled_back) return Action::Run;
-    if (!duel && step >= next_check) begin_check();
+    if (!duel && step >= next_comparison && options.loss_tolerance >= 0) {
+      compare = true;
+      draw_comparison(0.5, 1.5);
+    }
     if (compare) return Action::CompareLosses;
+    if (!duel && step >= next_check) begin_check();
     if (!duel) return Action::Run;
     return duel->next() == Side::Challenger ? Action::RunWithout : Action::Run;
   }
@@ -115,7 +144,7 @@ void Guard::after(double seconds) {
   if (!impl_->duel->next()) impl_->end_check();
 }
 
-void Guard::compared(double with, double without) {
+void Guard::compared(double with, double without, const Apart& gradients) {
   OXY_CHECK(impl_->compare, InvalidState, "no losses are to be compared; before() says when.");
   impl_->compare = false;
   impl_->pending.reset();
@@ -123,12 +152,27 @@ void Guard::compared(double with, double without) {
     impl_->reason = "The loss is not finite without the changes either: it is the run's own.";
     return;
   }
+  const auto& options = impl_->options;
+  const std::string at = " at step " + std::to_string(impl_->step);
+  const auto refuse = [&](const std::string& what, double tolerance) {
+    impl_->roll_back(what + ", further apart than " + monitor::format_number(std::max(tolerance, 0.0)) + " allows.");
+  };
   const double distance = with == without ? 0 : std::abs(with - without) / std::max(std::abs(without), 1e-12);
-  if (distance <= std::max(impl_->options.loss_tolerance, 0.0)) return;
-  impl_->roll_back("The losses of one batch at step " + std::to_string(impl_->step) + " are " +
-                   monitor::format_number(with, 9) + " with the changes and " + monitor::format_number(without, 9) +
-                   " without, further apart than " + monitor::format_number(impl_->options.loss_tolerance) +
-                   " allows.");
+  if (!(distance <= std::max(options.loss_tolerance, 0.0))) {
+    return refuse("The losses of one batch" + at + " are " + monitor::format_number(with, 9) +
+                      " with the changes and " + monitor::format_number(without, 9) + " without",
+                  options.loss_tolerance);
+  }
+  if (!(gradients.gradient <= std::max(options.gradient_tolerance, 0.0))) {
+    return refuse("A gradient of one batch" + at + " is off by " + monitor::format_number(gradients.gradient) +
+                      " of its size with the changes",
+                  options.gradient_tolerance);
+  }
+  if (!(gradients.factor <= std::max(options.factor_tolerance, 0.0))) {
+    refuse("All gradients of one batch" + at + " are larger or smaller by " + monitor::format_number(gradients.factor) +
+               " with the changes",
+           options.factor_tolerance);
+  }
 }
 
 void Guard::suspicious() {

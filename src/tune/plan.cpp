@@ -7,10 +7,12 @@
 #include <chrono>
 #include <cmath>
 #include <optional>
+#include <random>
 #include <utility>
 
 #include "oxytorch/clock.h"
 #include "oxytorch/logging.h"
+#include "oxytorch/tune/apart.h"
 #include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/own_random.h"
 #include "tune/bench.h"
@@ -22,10 +24,11 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kCheckSteps = 100;  // a check is over by then
 
-// Relative distance of one batch's losses with and without; what is exact has the same bits.
-double loss_tolerance(tune::Kind widest) {
-  return widest == tune::Kind::Exact ? 0 : widest == tune::Kind::Tolerance ? 1e-3 : 0.05;
-}
+/// One batch's loss and gradients, with and without.
+struct Seen {
+  double loss = 0;
+  std::vector<at::Tensor> gradients;
+};
 
 }  // namespace
 
@@ -34,8 +37,9 @@ Plan::Impl::Impl(std::unique_ptr<tune::Run> r, tune::Certificate c, std::optiona
     : run(std::move(r)), certificate(std::move(c)), store(std::move(s)), names(run->in_force()) {
   if (names.empty()) return;
   tune::GuardOptions options;
-  options.loss_tolerance = loss_tolerance(widest);
-  options.seed = seed;
+  options.allow(widest);
+  // What is in force cannot know which steps are compared.
+  options.seed = seed ^ (std::uint64_t{std::random_device{}()} << 32 | std::random_device{}());
   guard.emplace(options);
 }
 
@@ -76,32 +80,36 @@ void Plan::Impl::decide(const Batch& batch) {
 }
 
 void Plan::Impl::compare(const Batch& batch) {
-  run->bring({});
   // On the CPU other threads may draw from torch's generator meanwhile: the check draws from one of its own.
   const bool on_cpu = run->device().is_cpu();
-  tune::Escrow escrow(*run, /*generators=*/!on_cpu);
+  const bool pieces = run->micro_batches() > 1;  // which draw masks for other rows
   std::optional<tune::OwnRandom> random;
   if (on_cpu) random.emplace();
-  const auto loss_with = [&](const std::vector<std::string>& wanted) {
-    run->bring(wanted);
-    const at::NoGradGuard no_grad;
-    return run->loss(batch).item<double>();
+  const auto seen = [&] {
+    tune::Escrow escrow(*run, /*generators=*/!on_cpu);
+    try {
+      Seen found;
+      if (pieces) {
+        const at::NoGradGuard no_grad;
+        found.loss = run->loss(batch).item<double>();
+      } else {
+        found.loss = run->backward(batch).item<double>();
+        for (const auto& p : run->parameters()) {
+          found.gradients.push_back(p.grad().defined() ? p.grad().clone() : at::Tensor());
+        }
+      }
+      escrow.restore();
+      return found;
+    } catch (...) {
+      escrow.restore();
+      throw;
+    }
   };
-  const auto put_back = [&] {
-    run->bring({});
-    escrow.restore();
-  };
-  try {
-    const double without = loss_with({});
-    escrow.restore();
-    if (random) random->rewind();
-    const double with = loss_with(names);
-    put_back();
-    guard->compared(with, without);
-  } catch (...) {
-    put_back();
-    throw;
-  }
+  const auto with = seen();  // as it stands: what is in force goes on, and is not put on anew for this
+  run->bring({});
+  if (random) random->rewind();
+  const auto without = seen();
+  guard->compared(with.loss, without.loss, tune::gradients_apart(with.gradients, without.gradients));
 }
 
 void Plan::Impl::roll_back(const std::string& reason) {

@@ -1,4 +1,7 @@
 /// Guard: watches a certified run and says, at a step boundary, when to look again and when to take a change back.
+///
+/// Two things are looked at. Speed: checks on a schedule, each of some steps with and without the changes. Numbers: one
+/// batch's loss and gradients with and without, at steps that are drawn, so that no fault can keep out of their way.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +11,7 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/kind.h"
 
 namespace oxytorch::tune {
 
@@ -16,15 +20,28 @@ struct GuardOptions {
   std::int64_t check_every = 2'000;  ///< steps between checks; doubled after each that held, up to 16 times
   int pairs = 9;  ///< steps with and without, live, in random order, before a check may end in RollBack; a check that
                   ///< sees a loss goes on up to four times as long, one that sees a gain ends earlier
-  double loss_tolerance = 0;  ///< largest relative distance of the losses of one batch with and without; 0: the
-                              ///< same bits; negative: compared only after suspicious()
-  double threshold = 0.99;    ///< taken back where the speedup's whole interval lies under it
+  std::int64_t compare_every = 500;  ///< steps between two comparisons in the mean, at the most: gaps are drawn, the
+                                     ///< first within first_check, and grow from there by half each
+  double loss_tolerance = 0;         ///< largest relative distance of the losses of one batch with and without; 0: the
+                                     ///< same bits; negative: compared only after suspicious()
+  double gradient_tolerance = 0;     ///< largest Apart::gradient
+  double factor_tolerance = 0;       ///< largest Apart::factor
+  double threshold = 0.99;           ///< taken back where the speedup's whole interval lies under it
   std::uint64_t seed = 0;
+
+  /// Sets the three tolerances to what a kind of change may do to a batch, rounding across kinks included.
+  OXY_API void allow(Kind kind);
 };
 
 /// What to do with the step about to be taken. CompareLosses: answer with compared(), then ask before() again.
 /// RollBack: take the changes back, then take the step; said once, Run from then on.
 enum class Action { Run, RunWithout, CompareLosses, RollBack };
+
+/// How far one batch's gradients with the changes are from those without.
+struct Apart {
+  double gradient = 0;  ///< root mean square error of the worst tensor, relative to its size
+  double factor = 0;    ///< |f - 1| of the factor f that is common to all
+};
 
 /// Driven once a step: before() says how to take it, after() reports its seconds. No step is lost: a step without the
 /// changes is the user's own step. Pure arithmetic, as Duel.
@@ -37,8 +54,8 @@ class OXY_API Guard {
 
   [[nodiscard]] Action before();
   void after(double seconds);
-  /// Answers CompareLosses: the losses of one held batch with and without the changes.
-  void compared(double with, double without);
+  /// Answers CompareLosses: the losses of one held batch with and without the changes, and how far its gradients are.
+  void compared(double with, double without, const Apart& gradients = {});
   /// A loss of the run that is not finite: the next before() is CompareLosses.
   void suspicious();
   [[nodiscard]] const std::string& reason() const noexcept;  ///< of the last RollBack, or of the last check that held

@@ -34,6 +34,7 @@ __all__: list[str] = [
     "adam_step",
     "allows",
     "block_steps",
+    "gradients_apart",
     "hardware_key",
     "measure_change",
     "most_heap_speedup",
@@ -588,18 +589,34 @@ class GuardOptions:
         first_check: typing.SupportsInt | typing.SupportsIndex = 50,
         check_every: typing.SupportsInt | typing.SupportsIndex = 2000,
         pairs: typing.SupportsInt | typing.SupportsIndex = 9,
+        compare_every: typing.SupportsInt | typing.SupportsIndex = 500,
         loss_tolerance: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        gradient_tolerance: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        factor_tolerance: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         threshold: typing.SupportsFloat | typing.SupportsIndex = 0.99,
         seed: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None: ...
+    def allow(self, kind: typing.Literal["exact", "tolerance", "precision", "trade"]) -> None: ...
     @property
     def check_every(self) -> int: ...
     @check_every.setter
     def check_every(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     @property
+    def compare_every(self) -> int: ...
+    @compare_every.setter
+    def compare_every(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def factor_tolerance(self) -> float: ...
+    @factor_tolerance.setter
+    def factor_tolerance(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
     def first_check(self) -> int: ...
     @first_check.setter
     def first_check(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def gradient_tolerance(self) -> float: ...
+    @gradient_tolerance.setter
+    def gradient_tolerance(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
     @property
     def loss_tolerance(self) -> float: ...
     @loss_tolerance.setter
@@ -628,6 +645,8 @@ class Guard:
         self,
         loss_with: typing.SupportsFloat | typing.SupportsIndex,
         loss_without: typing.SupportsFloat | typing.SupportsIndex,
+        gradient: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        factor: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     ) -> None: ...
     def suspicious(self) -> None: ...
     @property
@@ -752,6 +771,13 @@ def allows(level: str, kind: typing.Literal["exact", "tolerance", "precision", "
 def block_steps(step_seconds: typing.SupportsFloat | typing.SupportsIndex) -> int:
     """
     Steps that are measured in a row.
+    """
+
+def gradients_apart(
+    with_changes: collections.abc.Sequence[torch.Tensor | None], without: collections.abc.Sequence[torch.Tensor | None]
+) -> tuple[float, float]:
+    """
+    How far gradients are from those without changes: of the worst tensor, and of a factor common to all.
     """
 
 def hardware_key(root: str = "/") -> str:

@@ -61,6 +61,8 @@ class Run:
         Strategies that the user's settings ask for: `bring` leaves them in force.
     asked : mapping
         Settings that the user named, for strategies that have a choice.
+    given_clip : float, optional
+        What `clip_norm` was before any strategy.
     fetch_share : float
         Of a step of the loop as given, what drawing its batch from `data` takes, as measured; 0 where `data` is no
         loader or the loop is the user's.
@@ -87,6 +89,7 @@ class Run:
         self.batches = tuple(batches)
         self.own_step = step
         self.clip_norm = clip_norm
+        self.given_clip = clip_norm
         self.data = data
         self.given_data = data
         self.fetch_share = 0.0

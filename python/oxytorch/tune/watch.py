@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +15,14 @@ from .._C import tune as _native
 from ..base import log
 from . import measure
 from .escrow import Escrow
+from .record import copied, rng_digest
 from .run import Run
 from .same_draws import SameDraws
 from .strategy import Kind
+from .update import clip
 
 __all__ = ["Watch"]
 
-# Relative distance of one batch's losses with and without; what is exact has the same bits.
-_TOLERANCE: dict[Kind, float] = {"exact": 0.0, "tolerance": 1e-3, "precision": 0.05, "trade": 0.05}
 _DEVICE_LOOKS = 50  # steps between two looks at gradients that a device must be waited for
 
 
@@ -28,8 +30,10 @@ class Watch:
     """Drives a guard from the optimizer's step hooks, whoever calls ``step()``.
 
     A step lasts from one step's end to the next, so a loop of the user's own is watched as it is. At the guard's word a
-    step is taken without the strategies, the losses of a batch are compared under escrow, or the strategies are taken
-    back; always between two steps. Gradients that are not finite make it compare at once, before they are applied.
+    step is taken without the strategies, loss and gradients of a batch are compared under escrow, or the strategies are
+    taken back; always between two steps. Which steps are compared is drawn from the system's entropy and `seed`, so
+    that no fault can keep out of their way. Gradients that are not finite make it compare at once, before they are
+    applied.
 
     Parameters
     ----------
@@ -39,6 +43,11 @@ class Watch:
         The widest of theirs.
     taken_back : callable
         Called with the step and the reason once they are taken back for good.
+
+    Attributes
+    ----------
+    drawn_by : int
+        What the compared steps are drawn by.
     """
 
     def __init__(self, run: Run, kind: Kind, taken_back: Callable[[int, str], None], seed: int = 0) -> None:
@@ -47,7 +56,10 @@ class Watch:
         # Where batches come from is not the step's: an epoch that begins beside a check is drawn as the others.
         self._fed = tuple(name for name in self._names if run.strategies[name].feeds)
         self._taken_back = taken_back
-        options = _native.GuardOptions(loss_tolerance=_TOLERANCE[kind], seed=seed)
+        self._exact = kind == "exact"
+        self.drawn_by = int.from_bytes(os.urandom(6), "little") ^ seed
+        options = _native.GuardOptions(seed=self.drawn_by)
+        options.allow(kind)
         if run.own_step is not None:
             options.loss_tolerance = -1  # a step of the user's own may do more than step: not without need
         self.guard = _native.Guard(options)
@@ -139,32 +151,31 @@ class Watch:
         finally:
             self._taken_back(step, reason)
 
-    def _compare(self) -> tuple[float, float]:
-        """Losses of one batch with and without, from the same state, which is as before then."""
+    def _compare(self) -> tuple[float, ...]:
+        """Losses of one batch with and without, and how far its gradients are; all else is as before then.
+
+        What is in force comes first, as it stands: put on anew, it might begin anew.
+        """
         run = self._run
-        batch = run.batches[0] if self.batch is None else self.batch
+        # A step under way has its gradients in place, a step of the user's own may do more, pieces draw for other rows.
+        whole = not self._doubted and run.own_step is None and run.micro_batches == 1
         self._busy = True
-        run.bring(())
-        held = Escrow(run.model, run.original, *run.state, reach=run.functions, default_generators=False)
         try:
-            with held as escrow, SameDraws(run.params, own=not self._is_compiled()) as draws:
-                without = self._loss(batch)
-                escrow.restore()
+            with SameDraws(run.params, own=not self._is_compiled()) as draws:
+                together = self._seen(whole)
+                run.bring(())
                 draws.again()
-                try:
-                    run.bring(self._names)
-                    together = self._loss(batch)
-                finally:
-                    run.bring(())
+                without = self._seen(whole)
             run.bring(self._names)
         finally:
             self._busy = False
-        if draws.disturbed and math.isfinite(without) and math.isfinite(together):
+        if draws.disturbed and math.isfinite(without.loss) and math.isfinite(together.loss):
             if not self._told:
                 log("info", f"accelerate: the losses of one batch are not compared: {draws.disturbed}")
             self._told = True
-            return without, without
-        return together, without
+            return without.loss, without.loss
+        apart = _native.gradients_apart(together.values, without.values) if together.rng == without.rng else (0.0, 0.0)
+        return together.loss, without.loss, *apart
 
     def _is_compiled(self) -> bool:
         """Whether something in the step is a function of torch.compile."""
@@ -175,7 +186,29 @@ class Watch:
         by_strategy = any(run.strategies[name].group == "compile" for name in self._names)
         return compiled or own or by_strategy or run.call.was_compiled
 
-    def _loss(self, batch: Any) -> float:
-        if self._run.own_step is not None:
-            return float(self._run.step(batch))
-        return float(self._run.loss(batch).detach())
+    def _seen(self, whole: bool) -> _Seen:
+        """Loss, and of a whole step gradients, of one batch from here, with what is in force."""
+        run = self._run
+        batch = run.batches[0] if self.batch is None else self.batch
+        escrow = Escrow(run.model, run.original, *run.state, reach=run.functions, default_generators=False)
+        try:
+            if not whole:
+                return _Seen(float(run.loss(batch).detach() if run.own_step is None else run.step(batch)))
+            loss = float(run.step(copied(batch)))
+            found = [p.grad for p in run.params]
+            if self._exact:  # what the step made of them too
+                found += [p.detach() for p in run.params]
+            elif run.given_clip is not None:  # who clips in the update leaves them as they were
+                found = list(clip(found, run.given_clip))
+            return _Seen(loss, [None if t is None else t.detach().clone() for t in found], rng_digest(run))
+        finally:
+            escrow.restore()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a step showed: loss, gradients, random states afterwards."""
+
+    loss: float
+    values: Sequence[Tensor | None] = ()
+    rng: str = ""

@@ -1,0 +1,134 @@
+"""Faults that cannot act while a candidate is verified are found during the run, at steps that are drawn."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from oxytorch.tune import watch as watch_module
+from oxytorch.tune.run import Run
+from oxytorch.tune.strategy import Kind
+from oxytorch.tune.watch import Watch
+from planted_faults import HEALTHY, workload
+from planted_faults.intermittent import (
+    flip,
+    gradients,
+    larger,
+    last_layer_narrow,
+    of,
+    of_all,
+    one_bit,
+    under_autocast,
+    update,
+    zero,
+)
+from planted_faults.planting import Acts, Fault, Plant
+
+pytestmark = [
+    pytest.mark.cpu_only("watches runs on the CPU"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same steps are drawn in each run, and every step takes the same time."""
+    ticks = 0.0
+
+    def clock() -> float:
+        nonlocal ticks
+        ticks += 1.0
+        return ticks
+
+    monkeypatch.setattr(watch_module.os, "urandom", bytes)
+    monkeypatch.setattr(watch_module.measure, "clock", clock)
+
+
+def watched(name: str, fault: Fault, kind: Kind, steps: int) -> tuple[Run, list[tuple[int, str]]]:
+    """Train under watch; return the run, and the step and reason where the fault was taken back."""
+    run, _ = workload(name, torch.device("cpu"), {"planted": fault.strategy()})
+    run.bring(["planted"])
+    found: list[tuple[int, str]] = []
+    watch = Watch(run, kind, lambda step, reason: found.append((step, reason)), 3)
+    for i in range(steps):
+        run.step(run.batches[i % 4])
+        if found:
+            break
+    watch.stop()
+    return run, found
+
+
+def since(first: int, last: int = 10**9, period: int = 1) -> Acts:
+    return lambda taken, _: first <= taken <= last and taken % period == 0
+
+
+CASES: list[tuple[str, str, Kind, Acts, Plant]] = [
+    ("zeroed from step 60 on", "mlp", "tolerance", since(60), gradients(of(2, zero))),
+    ("flipped from step 100 on", "conv", "precision", since(100), under_autocast(gradients(of_all(flip)))),
+    ("2 percent large from step 80 on", "conv", "tolerance", since(80), gradients(of_all(larger(0.02)))),
+    ("a window of 600 steps", "mlp", "tolerance", since(300, 900), gradients(of(0, flip))),
+    ("each third step from step 70 on", "conv", "tolerance", since(70, period=3), gradients(of(4, zero))),
+    ("a bit each fifth step from step 50 on", "mlp", "exact", since(50, period=5), update(one_bit)),
+    ("a layer in bfloat16 from step 90 on", "mlp", "exact", since(90), last_layer_narrow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "on", "kind", "acts", "plant"), CASES, ids=[case[0] for case in CASES])
+def test_what_acts_later_is_taken_back(name: str, on: str, kind: Kind, acts: Acts, plant: Plant) -> None:
+    run, found = watched(on, Fault(name, on, kind, 0, plant, acts), kind, 6000)
+    assert len(found) == 1, name
+    assert "one batch" in found[0][1], found
+    assert run.in_force == ()
+
+
+@pytest.mark.parametrize(
+    ("title", "kind"), [("foreach", "exact"), ("step_tail", "tolerance"), ("bfloat16_autocast_conv", "precision")]
+)
+def test_healthy_strategies_stay(title: str, kind: Kind) -> None:
+    fault = HEALTHY[title]
+    run, found = watched(fault.workload, fault, kind, 2000)
+    assert not found
+    assert run.in_force == ("planted",)
+    run.bring(())
+
+
+@pytest.mark.parametrize("title", ["foreach", "step_tail"])
+def test_a_comparison_leaves_the_run_as_it_is(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(compared: bool) -> list[torch.Tensor]:
+        fault = HEALTHY[title]
+        run, _ = workload(fault.workload, torch.device("cpu"), {"planted": fault.strategy()})
+        run.bring(["planted"])
+        watch: Any = Watch(run, fault.kind, lambda *_: None, 3)
+        seen = 0
+        compare = watch._compare
+
+        def counting() -> Any:
+            nonlocal seen
+            seen += 1
+            return compare()
+
+        watch._compare = counting if compared else lambda: (1.0, 1.0)
+        for i in range(150):
+            run.step(run.batches[i % 4])
+        watch.stop()
+        assert (seen > 1) is compared
+        run.bring(())
+        return copy.deepcopy([*run.params, *run.model.buffers(), torch.get_rng_state()])
+
+    for left, right in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_which_steps_are_compared_depends_on_what_no_one_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = set()
+    for i in range(5):
+        monkeypatch.setattr(watch_module.os, "urandom", lambda count, i=i: bytes([i] * count))
+        run, _ = workload("mlp", torch.device("cpu"), {"foreach": HEALTHY["foreach"].strategy()})
+        run.bring(["foreach"])
+        watch = Watch(run, "exact", lambda *_: None)
+        drawn.add(watch.drawn_by)
+        watch.stop()
+        run.bring(())
+    assert len(drawn) == 5
