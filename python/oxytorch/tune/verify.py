@@ -258,8 +258,8 @@ class Verifier:
     # -- bits ------------------------------------------------------------------------------------------------------
 
     def _digests(self, count: int) -> Iterator[tuple[int, dict[str, str]]]:
-        """Of everything after some steps, since what differs in state goes on to differ; of all others the loss."""
-        whole = {*range(self._asked), self._dense - 1, count - 1}
+        """Of everything after the first steps and the last, since what differs in state goes on to; else of the loss."""
+        whole = {*range(self._dense), count - 1}
         for step in take(self.run, self._roots, count, whole, hashed=True):
             everything = step.index in whole
             found = digests(self.run, self._roots, step) if everything else {"loss": value_digest(step.loss)}
