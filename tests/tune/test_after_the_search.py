@@ -202,15 +202,15 @@ def patched(point: str, error: type[BaseException], monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(PLAN, "Watch", throws(error))
     elif point == "second hook":
         monkeypatch.setattr(torch.optim.Adam, "register_step_post_hook", throws(error))
-    elif point == "heap":
-        monkeypatch.setattr(Plan, "_keep_heap", throws(error))
+    elif point == "giving back":
+        monkeypatch.setattr(PLAN._C.memory, "give_back_host_memory", throws(error))
     elif point == "pool":
         kept = Kept()
         monkeypatch.setattr(Kept, "revert", throws(error))
         monkeypatch.setattr(ACCELERATE, "_memory", type("Memory", (), {"keep_host_pool": lambda: kept}))
 
 
-@pytest.mark.parametrize("point", ["watch", "second hook", "heap", "pool"])
+@pytest.mark.parametrize("point", ["watch", "second hook", "giving back", "pool"])
 def test_what_fails_after_the_search_is_said_and_left_out(
     point: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +234,7 @@ def test_what_fails_after_the_search_is_said_and_left_out(
     assert case.given_back()
 
 
-@pytest.mark.parametrize("point", ["watch", "heap", "apply", "log"])
+@pytest.mark.parametrize("point", ["watch", "giving back", "apply", "log"])
 def test_an_interrupt_after_the_search_takes_everything_back(
     point: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
