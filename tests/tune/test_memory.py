@@ -70,5 +70,7 @@ def test_what_only_tuning_needed_is_given_back(level: str, strategies: str) -> N
     # What stays: the state, the batches, code that was loaded meanwhile; not a second copy of the state.
     assert found["after"] < found["before"] + 100, found
     assert found["going"] < found["training"] + 150, found
-    if level == "basic":  # bits are hashed one tensor at a time: beside the run itself there is one snapshot
-        assert found["peak"] < 3.5 * found["training"], found
+    # Copies of large tensors are in files. Beside the run itself the verifier has one tensor's update in float64, and
+    # once the model and its gradients.
+    most = {"basic": 3.0, "advanced": 4.5}[level]
+    assert found["peak"] < most * found["training"], found

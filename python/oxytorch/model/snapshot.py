@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..optim.generators import rng_state, set_rng_state
 from ..optim.tail import TailOptimizer
+from .parking import park, rest
 from .reach import Binding, Reach, bindings, is_code, is_left_alone, of_classes, unheld
 
 __all__ = ["Entry", "Reach", "Snapshot", "entries"]
@@ -365,7 +366,7 @@ class Snapshot:
         self._tensors.append(_Tensor(tensor))
         if has_bytes(tensor):
             live = storage_bytes(tensor.detach())
-            self._memory.setdefault(tensor.untyped_storage()._cdata, (live, live.clone()))
+            self._memory.setdefault(tensor.untyped_storage()._cdata, (live, park(live)))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -377,6 +378,7 @@ class Snapshot:
         for live, held in self._memory.values():
             if not same_bits(live, held):
                 live.copy_(held)
+            rest(held)
         for restore in self._others:
             restore()
         if self._rng is not None:

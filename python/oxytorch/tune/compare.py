@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._C.memory import give_back_host_memory
+from ..model.parking import rest
 from .call import widened
 from .chance import still
 from .record import Call, State, Step
@@ -139,6 +141,8 @@ class Comparison:
                 again = self._again(one.before, one.step.index, look.quiet)
                 found = measure(self.run, one.step, again, one.buffers, self.clip_norm)
                 doubtful[one.step.index] = _above(judge(found, usual, allowance), look.small)
+                rest()
+                give_back_host_memory()
         for one in kept:
             index = one.step.index
             excess = doubtful[index]

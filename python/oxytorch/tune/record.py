@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..model.parking import park, rest
 from ..model.reach import Binding, bindings
 from ..model.snapshot import entries, has_bytes
 from ..optim.generators import rng_state, set_rng_state
@@ -45,10 +46,10 @@ class State:
     def of(cls, run: Run, roots: Sequence[tuple[str, Any]]) -> State:
         """Copy what is there now."""
         return cls(
-            [p.detach().clone() for p in run.params],
-            {name: b.detach().clone() for name, b in run.model.named_buffers()},
+            [park(p) for p in run.params],
+            {name: park(b) for name, b in run.model.named_buffers()},
             states(run),
-            {name: t.detach().clone() for name, t in extras(run, roots)},
+            {name: park(t) for name, t in extras(run, roots)},
             rng_state(run.params),
         )
 
@@ -78,8 +79,8 @@ class Call:
         def grad(p: Tensor) -> Tensor | None:
             if p.grad is None:
                 return None
-            held = p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach().clone()
-            return held if scale is None else held / scale
+            held = p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach()
+            return park(held if scale is None else held / scale)
 
         return cls([grad(p) for p in run.params], settings(run.original))
 
@@ -155,6 +156,7 @@ def load(run: Run, roots: Sequence[tuple[str, Any]], before: State, held: Mappin
     with torch.no_grad():
         for p, value in zip(run.params, before.params, strict=True):
             p.copy_(value)
+            rest(value)
         for name, buffer in run.model.named_buffers():
             if name in before.buffers:
                 buffer.copy_(before.buffers[name])
@@ -215,7 +217,7 @@ def states(run: Run, *, copy: bool = True) -> list[dict[str, Any]]:
             wide = run.optimizer._step_tail().decoded_state(index)
             state = {key: wide.get(key, value) for key, value in state.items() if not key.endswith("_scale")}
         tensors = {key: v.detach() for key, v in state.items() if isinstance(v, Tensor)}
-        found.append({**state, **({key: t.clone() for key, t in tensors.items()} if copy else tensors)})
+        found.append({**state, **({key: park(t) for key, t in tensors.items()} if copy else tensors)})
     return found
 
 

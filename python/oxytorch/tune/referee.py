@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..model.parking import park, rest
 from ..model.snapshot import Snapshot
 from .record import Call, State, Step, copied, load, names, rng_digest
 from .update import clip, rms
@@ -172,7 +173,7 @@ def truth(
         return leaf.detach().double() if leaf.is_floating_point() else leaf.clone()
 
     if nudge is not None:
-        before = replace(before, params=[_nudged(p, *nudge) for p in before.params])
+        before = replace(before, params=[park(_nudged(p, *nudge)) for p in before.params])
     with _float64(run, roots):
         right = taken_again(run, roots, before, tree_map(wide, batch), counters)
     if not right.grads:
@@ -242,6 +243,7 @@ def _measure_gradients(
         along += float((off * wanted).sum())
         square += float(wanted.square().sum())
         count += wanted.numel()
+        rest()
     errors.slope = along / square if square else 0.0
     errors.whole = math.sqrt(square / max(count, 1))
 
@@ -277,10 +279,10 @@ def unexplained(
     part *= min(1.0, _MOST * math.sqrt(size / max(float(part @ gram @ part), 1e-300)))
     left = list(grads)
     for i in shared:
-        rest = given[i].double()
+        off = given[i].double()
         for share, move in zip(part.tolist(), moves, strict=True):
-            rest = rest - share * (move[i].double() - exact[i])
-        left[i] = rest
+            off = off - share * (move[i].double() - exact[i])
+        left[i] = park(off)
     return left
 
 

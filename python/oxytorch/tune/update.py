@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .._C import tune as _native
+from .._C.memory import give_back_host_memory
+from ..model.parking import park, rest
 from ..optim.tail import TailOptimizer
 from .record import Call, State, names, states
 from .run import plain_step
@@ -29,6 +32,7 @@ _CODED = 0.05  # of a state that is kept in fewer bits than the parameter
 _ROUNDED = 1e-5  # relative: a norm of gradients that were clipped, each rounded
 _BIAS = 0.15  # of a unit in the last place
 _SAMPLE = 1 << 15  # elements
+_PIECE = 1 << 20  # elements that are stepped in float64 at once
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,9 @@ def in_float64(
     calls: Sequence[Call],
     settings: Sequence[list[dict[str, Any]]],
     memory: dict[Any, Tensor] | None = None,
+    chosen: Sequence[int] | None = None,
 ) -> Any:
-    """Step a float64 copy of the user's optimizer from a state, with the gradients given.
+    """Step a float64 copy of the user's optimizer from a state, with the gradients given; of all parameters or some.
 
     What is made is kept in `memory` and made again there by the next call: fresh memory is dearer than arithmetic.
 
@@ -162,19 +167,55 @@ def in_float64(
         Where this optimizer cannot be copied so.
     """
     memory = {} if memory is None else memory
-    params = [_wide(p, memory, i) for i, p in enumerate(before.params)]
+    params = {i: _wide(before.params[i], memory, i) for i in (range(len(before.params)) if chosen is None else chosen)}
     try:
         clone = _clone(run.original, params, before.states, settings[0] if settings else [], memory)
         for call, groups in zip(calls, settings, strict=True):
             for group, values in zip(clone.param_groups, groups, strict=True):
                 group.update(values)
-            for i, (p, grad) in enumerate(zip(params, call.grads, strict=True)):
+            for i, p in params.items():
+                grad = call.grads[i]
                 p.grad = None if grad is None else _wide(grad, memory, ("grad", i))
             with torch.no_grad():
                 plain_step(clone)
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
         raise Refused(f"{type(run.original).__name__} cannot be stepped in float64 ({error})") from error
-    return [p.detach() for p in params], [dict(clone.state.get(p) or {}) for p in params]
+    return [p.detach() for p in params.values()], [dict(clone.state.get(p) or {}) for p in params.values()]
+
+
+def _stepped(
+    run: Run,
+    before: State,
+    calls: Sequence[Call],
+    settings: Sequence[list[dict[str, Any]]],
+    memory: dict[Any, Tensor] | None = None,
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Parameters and state after the last call, one by one as `in_float64` makes them, a few at a time."""
+    pieces = _pieces(run)
+    for chosen in pieces:
+        kept = memory if len(pieces) == 1 else None  # else as much would stay as the whole takes
+        yield from zip(*in_float64(run, before, calls, settings, kept, chosen), strict=True)
+        if len(pieces) > 1:
+            rest()
+            give_back_host_memory()  # else what is let go stays resident in the heap, below what comes next
+
+
+def _pieces(run: Run) -> list[list[int]]:
+    """Parameters that are stepped together: some, where the optimizer is known to step each by itself."""
+    every = list(range(len(run.params)))
+    cls = type(run.original)
+    if not cls.__module__.startswith("torch.optim.") or cls is torch.optim.LBFGS:
+        return [every]
+    pieces: list[list[int]] = []
+    room = 0
+    for i in every:
+        size = run.params[i].numel()
+        if size > room or not pieces:
+            pieces.append([])
+            room = _PIECE
+        pieces[-1].append(i)
+        room -= size
+    return pieces
 
 
 def _wide(value: Any, memory: dict[Any, Tensor], key: Any) -> Any:
@@ -193,21 +234,21 @@ def _copy(value: Any) -> Any:
 
 def _clone(
     original: Any,
-    params: list[Tensor],
+    params: Mapping[int, Tensor],
     held: list[dict[str, Any]],
     settings: Sequence[Mapping[str, Any]],
     memory: dict[Any, Tensor],
 ) -> Any:
-    """Make an optimizer of the same class over other parameters."""
-    taken = iter(params)
+    """Make an optimizer of the same class over other parameters, by their place among all."""
+    place = count()
     groups = [
-        {**group, **values, "params": [next(taken) for _ in group["params"]]}
+        {**group, **values, "params": [params[i] for _ in group["params"] if (i := next(place)) in params]}
         for group, values in zip(original.param_groups, settings or [{}] * len(original.param_groups), strict=True)
     ]
     state = {
-        p: {k: _copy(v) if k == "step" else _wide(v, memory, (k, i)) for k, v in entries.items()}
-        for i, (p, entries) in enumerate(zip(params, held, strict=True))
-        if entries
+        p: {k: _copy(v) if k == "step" else _wide(v, memory, (k, i)) for k, v in held[i].items()}
+        for i, p in params.items()
+        if held[i]
     }
     clone: Any = object.__new__(type(original))
     if isinstance(original, TailOptimizer):
@@ -259,38 +300,41 @@ class UpdateJudge:
         """Judge the step that the run has just taken."""
         found: dict[str, Change] = {}
         self.found[index] = found
+        now = states(self.run, copy=False)
+        right = _stepped(self.run, before, clipped(calls, self.clip_norm), settings, self._memory)
         try:
-            params, held = in_float64(self.run, before, clipped(calls, self.clip_norm), settings, self._memory)
+            for i, (name, (param, held)) in enumerate(zip(names(self.run), right, strict=True)):
+                found[name] = compare(before.params[i], self.run.params[i].detach(), param)
+                self._judge_state(index, name, before.states[i], now[i], held, found)
         except Refused as refused:
+            found.clear()
             if str(refused) not in self.notes:
                 self.notes.append(str(refused))
             return
-        now = states(self.run)
-        for i, name in enumerate(names(self.run)):
-            found[name] = compare(before.params[i], self.run.params[i].detach(), params[i])
-            self._judge_state(index, name, before.states[i], now[i], held[i], found)
         known = len(self.faults)
         self._hold_step(index, found)
         if len(self.faults) > known and self.clip_norm is not None:
             off = max(norm_error(call.grads, self.clip_norm) for call in calls)
             if off > 0:
-                self._clipping[index] = self._moved_by(_TIMES * off, before, calls, settings, (params, held))
+                self._clipping[index] = self._moved_by(_TIMES * off, before, calls, settings)
                 del self.faults[known:]
                 self._hold_step(index, found)
 
     def _moved_by(
-        self, off: float, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]], right: Any
+        self, off: float, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]]
     ) -> dict[str, float]:
         """How far each parameter and state moves where all gradients are clipped to a norm that is off by so much."""
         assert self.clip_norm is not None
-        scaled = [Call(_scaled(call.grads, 1 + off), call.settings) for call in clipped(calls, self.clip_norm)]
-        params, held = in_float64(self.run, before, scaled, settings)
+        calls = clipped(calls, self.clip_norm)
+        scaled = [Call(_scaled(call.grads, 1 + off), call.settings) for call in calls]
+        right = _stepped(self.run, before, calls, settings, self._memory)
+        pairs = zip(names(self.run), _stepped(self.run, before, scaled, settings), right, strict=True)
         moved: dict[str, float] = {}
-        for i, name in enumerate(names(self.run)):
-            moved[name] = rms(params[i] - right[0][i])
-            for key, value in held[i].items():
+        for name, (param, held), (wanted, wanted_state) in pairs:
+            moved[name] = rms(param - wanted)
+            for key, value in held.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    moved[f"{key} of {name}"] = rms(value - right[1][i][key])
+                    moved[f"{key} of {name}"] = rms(value - wanted_state[key])
         return moved
 
     def hold_against(self, base: UpdateJudge) -> None:
@@ -423,7 +467,7 @@ def _norm(grads: Sequence[Tensor | None]) -> float:
 
 
 def _scaled(grads: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
-    return [None if g is None else g.double() * factor for g in grads]
+    return [None if g is None else park(g.double() * factor) for g in grads]
 
 
 def _equal(left: Any, right: Any) -> bool:
