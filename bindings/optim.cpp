@@ -150,7 +150,7 @@ class PythonTail {
 
   // torch's `state` as it is now shows what the tail holds.
   void remember(const py::object& state) { shown_.remember(state); }
-  bool holds(const py::object& state) const { return shown_.is(state); }
+  bool holds(const py::object& state) { return shown_.is(state); }
   bool holds_of(const py::object& state, const py::object& param) const { return shown_.is(state, param); }
 
   bool step(const py::list& groups, const std::optional<at::Tensor>& grad_scale,

@@ -23,13 +23,15 @@ inline std::optional<kernels::ElementType> element_type(const at::Tensor& tensor
 /// True where both have the same sizes and an element lies in the same place of both. The stride of a dimension of one
 /// element says nothing.
 inline bool same_strides(const c10::TensorImpl& tensor, const c10::TensorImpl& like) {
-  const auto sizes = tensor.sizes();
-  if (sizes != like.sizes()) return false;
+  const auto sizes = tensor.sizes(), wanted_sizes = like.sizes();
+  if (sizes.size() != wanted_sizes.size()) return false;
   const auto strides = tensor.strides(), wanted = like.strides();
+  bool same = true;
   for (std::size_t d = 0; d < sizes.size(); ++d) {
-    if (strides[d] != wanted[d] && sizes[d] != 1) return tensor.numel() == 0;
+    if (sizes[d] != wanted_sizes[d]) return false;
+    same &= strides[d] == wanted[d] || sizes[d] == 1;
   }
-  return true;
+  return same || tensor.numel() == 0;
 }
 
 /// Whether the storage holds all elements of a dense tensor: somebody may have freed or shrunk it.

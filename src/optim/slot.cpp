@@ -216,10 +216,10 @@ void lay_out_codes(const Recipe& recipe, Slot& slot, std::size_t k) {
 
 void Likeness::remember(const at::Tensor& param, const at::Tensor& grad) {
   if (!grad.defined()) return forget();
-  param_keys_ = param.key_set();
   grad_keys_ = grad.key_set();
-  param_type_ = param.dtype();
   grad_type_ = grad.dtype();
+  numel_ = static_cast<std::size_t>(param.numel());
+  grad_bytes_ = numel_ == 0 ? 0 : grad.element_size();
   device_ = param.device();
   shape_.assign(param.sizes().begin(), param.sizes().end());
   shape_.append(param.strides().begin(), param.strides().end());

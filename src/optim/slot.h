@@ -7,7 +7,6 @@
 
 #include <array>
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -27,8 +26,8 @@ struct Recipe {
   [[nodiscard]] bool counts_steps() const { return traits(algorithm).counts_steps || options.stochastic_rounding; }
 };
 
-/// What a parameter and a gradient that the kernels can read looked like when they were last checked: as long as they
-/// still do, so is what was found then.
+/// What a parameter's shape and a gradient that the kernels can read looked like when they were last checked: as long as
+/// they still do, so is what was found then.
 class Likeness {
  public:
   /// With `grad` undefined there is none that the kernels can read: nothing is like it.
@@ -36,9 +35,9 @@ class Likeness {
   void forget() noexcept { grad_keys_ = {}; }
 
   [[nodiscard]] bool of(const c10::TensorImpl& param, const c10::TensorImpl& grad) const {
-    return grad.key_set() == grad_keys_ && param.key_set() == param_keys_ && grad.dtype() == grad_type_ &&
-           param.dtype() == param_type_ && grad.device() == device_ && param.device() == device_ && shaped(param) &&
-           same_strides(grad, param) && in_storage(param) && in_storage(grad);
+    return grad.key_set() == grad_keys_ && grad.dtype() == grad_type_ && grad.device() == device_ && shaped(param) &&
+           same_strides(grad, param) &&
+           (static_cast<std::size_t>(grad.storage_offset()) + numel_) * grad_bytes_ <= grad.unsafe_storage().nbytes();
   }
 
  private:
@@ -52,44 +51,52 @@ class Likeness {
     return true;
   }
 
-  c10::DispatchKeySet param_keys_, grad_keys_;
-  caffe2::TypeMeta param_type_, grad_type_;
+  c10::DispatchKeySet grad_keys_;
+  caffe2::TypeMeta grad_type_;
   c10::Device device_ = at::kCPU;
-  c10::DimVector shape_;  // sizes, then strides
+  std::size_t numel_ = 0, grad_bytes_ = 0;  // an element's
+  c10::DimVector shape_;                    // sizes, then strides
 };
 
-/// A state tensor that a plan holds the address of, as it was when the plan was made. A tensor's memory, strides,
-/// sizes, dtype and device can all be exchanged while it stays the same object (`t.data = ...`, `set_()`, `resize_()`),
-/// so that each step compares them and takes the address anew.
-struct PlannedState {
+/// A tensor that a plan holds the address of, as it was when the plan was made. A tensor's memory, strides, sizes, dtype
+/// and device can all be exchanged while it stays the same object (`t.data = ...`, `set_()`, `resize_()`), so that each
+/// step compares them. Nothing of torch is called for it: the fields lie in the tensor and in its storage.
+struct PlannedTensor {
   c10::TensorImpl* tensor;
-  void* place;      // the pointer in the plan
-  bool like_param;  // laid out as the parameter; else a run of `numel` elements
+  const void* base;           // of the storage
+  c10::DeleterFnPtr deleter;  // of the storage; another one where it became copy-on-write
+  std::int64_t offset;
   std::int64_t numel;
+  std::size_t end;  // bytes of the storage that the elements reach up to
   c10::DispatchKeySet keys;
   caffe2::TypeMeta type;
   c10::Device device;
+  bool like_param;  // laid out as the parameter; else a run of `numel` elements
 
-  PlannedState(const at::Tensor& state, void* pointer, bool is_like_param)
-      : tensor(state.unsafeGetTensorImpl()),
-        place(pointer),
-        like_param(is_like_param),
-        numel(state.numel()),
-        keys(state.key_set()),
-        type(state.dtype()),
-        device(state.device()) {}
+  PlannedTensor(const at::Tensor& planned, bool is_like_param)
+      : tensor(planned.unsafeGetTensorImpl()),
+        base(storage().data()),
+        deleter(storage().data_ptr().get_deleter()),
+        offset(planned.storage_offset()),
+        numel(planned.numel()),
+        end(numel == 0 ? 0 : static_cast<std::size_t>(offset + numel) * planned.element_size()),
+        keys(planned.key_set()),
+        type(planned.dtype()),
+        device(planned.device()),
+        like_param(is_like_param) {}
 
-  /// False where the plan no longer describes the tensor.
-  [[nodiscard]] bool refresh(const c10::TensorImpl& param) const {
-    if (tensor->key_set() != keys || tensor->dtype() != type || tensor->device() != device ||
-        (like_param ? !same_strides(*tensor, param) : tensor->numel() != numel || !tensor->is_contiguous()) ||
-        !in_storage(*tensor)) {
-      return false;
-    }
-    void* const now = address(*tensor);
-    std::memcpy(place, &now, sizeof(now));
-    return true;
+  /// False where the plan may no longer describe the tensor.
+  [[nodiscard]] bool unchanged(const c10::TensorImpl& param) const {
+    const c10::StorageImpl& now = storage();
+    return now.data() == base && now.data_ptr().get_deleter() == deleter && now.nbytes() >= end &&
+           tensor->storage_offset() == offset && tensor->key_set() == keys && tensor->dtype() == type &&
+           tensor->device() == device &&
+           (like_param ? tensor == &param || same_strides(*tensor, param)
+                       : tensor->numel() == numel && tensor->is_contiguous());
   }
+
+ private:
+  [[nodiscard]] const c10::StorageImpl& storage() const { return *tensor->unsafe_storage().unsafeGetStorageImpl(); }
 };
 
 struct Slot {

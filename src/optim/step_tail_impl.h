@@ -32,8 +32,8 @@ struct Work {
   std::optional<kernels::StepTailPlan> plan;  // on the CPU
   std::unique_ptr<DeviceTail> tail;           // elsewhere
   std::vector<std::size_t> planned;           // slots in the order of either
-  std::vector<PlannedState> states;           // of the planned slots, one slot after the other
-  std::vector<std::size_t> states_end;        // of each planned slot
+  std::vector<PlannedTensor> held;            // parameter and state of the planned slots, one slot after the other
+  std::vector<std::size_t> held_end;          // of each planned slot
   bool served = false;                        // the device has kernels that take these tensors
   std::vector<std::size_t> others;
   std::vector<CompositeParam> composite;  // of the others, those with a gradient in this step
@@ -81,11 +81,11 @@ struct StepTail::Impl : Recipe {
   bool gather(Work& work);
   bool prepare(Work& work);
   bool bind(Work& work);
-  bool bind_native(Work& work, std::size_t at, std::size_t first_state);
+  bool bind_native(Work& work, std::size_t at, std::size_t first_held);
   bool bind_others(Work& work);
   void bind_composite(Work& work, std::size_t index, const at::Tensor& grad);
   bool inspect(Slot& slot, const at::Tensor& grad, kernels::TailTensor& native);
-  void note_states(Work& work);
+  void note_tensors(Work& work);
   [[nodiscard]] bool can_be_native(const Slot& slot) const;
   [[nodiscard]] kernels::TailTensor tail_tensor(std::size_t index) const;
   void build_plan(Work& work);

@@ -43,6 +43,7 @@ kernels::TailTensor StepTail::Impl::tail_tensor(std::size_t index) const {
   t.rows = slot.param.dim() < 2 || t.numel == 0 ? 1 : slot.param.size(0);
   t.group = static_cast<std::uint32_t>(slot.group);
   t.stream = static_cast<std::uint32_t>(index);
+  t.param = address(slot.param);
   t.type = t.grad_type = t.state_type = *element_type(slot.param);
   t.master = address_or_null<float>(s.master);
   t.residue = address_or_null<std::int8_t>(s.residue);
@@ -105,7 +106,7 @@ void StepTail::Impl::build_plan(Work& work) {
       work.others = work.members;
     }
   }
-  note_states(work);
+  note_tensors(work);
   work.composite.reserve(work.others.size());
   work.composite_index.reserve(work.others.size());
   native_groups.resize(groups.size());
@@ -113,26 +114,24 @@ void StepTail::Impl::build_plan(Work& work) {
   work.generation = generation;
 }
 
-void StepTail::Impl::note_states(Work& work) {
-  work.states.clear();
-  work.states_end.clear();
-  const std::span<kernels::TailTensor> planned = work.native();
-  for (std::size_t at = 0; at < work.planned.size(); ++at) {
-    const ParamState& s = slots[work.planned[at]].state;
-    kernels::TailTensor& t = planned[at];
-    const auto note = [&](const at::Tensor& state, auto& pointer, bool like_param = true) {
-      if (pointer != nullptr) work.states.emplace_back(state, &pointer, like_param);
+void StepTail::Impl::note_tensors(Work& work) {
+  work.held.clear();
+  work.held_end.clear();
+  for (std::size_t i : work.planned) {
+    const Slot& slot = slots[i];
+    const ParamState& s = slot.state;
+    const auto note = [&](const at::Tensor& tensor, bool like_param) {
+      if (tensor.defined()) work.held.emplace_back(tensor, like_param);
     };
+    note(slot.param, true);
     for (std::size_t k = 0; k < kMoments; ++k) {
-      note(s.moments[k], t.state[k].data);
-      note(s.scales[k], t.state[k].scale, false);
+      if (!wants(*this, slot, k)) continue;
+      note(s.moments[k], true);
+      note(s.scales[k], false);
     }
-    note(s.master, t.master);
-    note(s.residue, t.residue);
-    note(s.ema, t.ema);
-    note(s.copy, t.copy);
-    note(s.step, t.step, false);
-    work.states_end.push_back(work.states.size());
+    for (const at::Tensor* entry : {&s.master, &s.residue, &s.ema, &s.copy}) note(*entry, true);
+    note(s.step, false);
+    work.held_end.push_back(work.held.size());
   }
 }
 
@@ -175,7 +174,7 @@ bool StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTe
   return true;
 }
 
-bool StepTail::Impl::bind_native(Work& work, std::size_t at, std::size_t first_state) {
+bool StepTail::Impl::bind_native(Work& work, std::size_t at, std::size_t first_held) {
   Slot& slot = slots[work.planned[at]];
   kernels::TailTensor& native = work.native()[at];
   c10::TensorImpl& param = *slot.param.unsafeGetTensorImpl();
@@ -198,11 +197,10 @@ bool StepTail::Impl::bind_native(Work& work, std::size_t at, std::size_t first_s
   } else if (!inspect(slot, grad, native)) {
     return false;
   }
-  for (std::size_t s = first_state; s < work.states_end[at]; ++s) {
-    if (!work.states[s].refresh(param)) return false;
+  for (std::size_t t = first_held; t < work.held_end[at]; ++t) {
+    if (!work.held[t].unchanged(param)) return false;
   }
   if (slot.watched) follow_outside_writes(slot);
-  native.param = address(param);
   native.first = slot.first;
   return true;
 }
@@ -238,8 +236,8 @@ bool StepTail::Impl::bind(Work& work) {
   if (work.generation != generation) return false;
   work.composite.clear();
   work.composite_index.clear();
-  for (std::size_t at = 0, state = 0; at < work.planned.size(); state = work.states_end[at++]) {
-    if (!bind_native(work, at, state)) return false;
+  for (std::size_t at = 0, held = 0; at < work.planned.size(); held = work.held_end[at++]) {
+    if (!bind_native(work, at, held)) return false;
   }
   return bind_others(work);
 }

@@ -581,3 +581,19 @@ def test_gradients_with_the_conjugate_or_negative_bit(name: str, composite: bool
 
     for a, b in zip(trained(True), trained(False), strict=True):
         assert torch.equal(a, b)
+
+
+# ---- memory that is copied on write
+
+
+def test_copies_on_write_are_not_written() -> None:
+    params = make_params()
+    opt = oxytorch.optim.AdamW(params, lr=1e-2)
+    for p, g in zip(params, grads_of(0), strict=True):
+        p.grad = g
+    opt.step()
+    lazy = [torch._lazy_clone(t) for t in [*(p.detach() for p in params), *state_tensors(opt)]]
+    kept = [t.clone() for t in lazy]
+    opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(lazy, kept, strict=True))
+    assert all(not torch.equal(p, a) for p, a in zip(params, kept, strict=False))
