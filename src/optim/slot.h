@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "optim/algorithm.h"
@@ -26,8 +27,8 @@ struct Recipe {
   [[nodiscard]] bool counts_steps() const { return traits(algorithm).counts_steps || options.stochastic_rounding; }
 };
 
-/// What a parameter's shape and a gradient that the kernels can read looked like when they were last checked: as long as
-/// they still do, so is what was found then.
+/// What a parameter's shape and a gradient that the kernels can read looked like when they were last checked: as long
+/// as they still do, so is what was found then.
 class Likeness {
  public:
   /// With `grad` undefined there is none that the kernels can read: nothing is like it.
@@ -58,9 +59,9 @@ class Likeness {
   c10::DimVector shape_;                    // sizes, then strides
 };
 
-/// A tensor that a plan holds the address of, as it was when the plan was made. A tensor's memory, strides, sizes, dtype
-/// and device can all be exchanged while it stays the same object (`t.data = ...`, `set_()`, `resize_()`), so that each
-/// step compares them. Nothing of torch is called for it: the fields lie in the tensor and in its storage.
+/// A tensor that a plan holds the address of, as it was when the plan was made. A tensor's memory, strides, sizes,
+/// dtype and device can all be exchanged while it stays the same object (`t.data = ...`, `set_()`, `resize_()`), so
+/// that each step compares them. Nothing of torch is called for it: the fields lie in the tensor and in its storage.
 struct PlannedTensor {
   c10::TensorImpl* tensor;
   const void* base;           // of the storage
@@ -93,6 +94,12 @@ struct PlannedTensor {
            tensor->device() == device &&
            (like_param ? tensor == &param || same_strides(*tensor, param)
                        : tensor->numel() == numel && tensor->is_contiguous());
+  }
+
+  /// The memory that the elements lie in; empty for none.
+  [[nodiscard]] std::pair<std::uintptr_t, std::uintptr_t> range() const {
+    const auto start = reinterpret_cast<std::uintptr_t>(base);
+    return {start + (numel == 0 ? 0 : static_cast<std::size_t>(offset) * type.itemsize()), start + end};
   }
 
  private:

@@ -1,7 +1,10 @@
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "optim/dense.h"
 #include "optim/step_tail_impl.h"
@@ -9,6 +12,36 @@
 #include "oxytorch/logging.h"
 
 namespace oxytorch::optim {
+namespace {
+
+// True where two tensors have memory in common. Kernels take tensors together and in any order; torch one after the
+// other.
+bool overlap(const std::vector<PlannedTensor>& held) {
+  std::vector<std::pair<std::uintptr_t, std::uintptr_t>> ranges;
+  for (const PlannedTensor& t : held) {
+    if (t.numel > 0) ranges.push_back(t.range());
+  }
+  std::sort(ranges.begin(), ranges.end());
+  return std::adjacent_find(ranges.begin(), ranges.end(),
+                            [](const auto& a, const auto& b) { return b.first < a.second; }) != ranges.end();
+}
+
+// Tensors and their storages lie apart: without this the check of each waits for memory.
+inline void prefetch(const std::vector<PlannedTensor>& held, std::size_t at) {
+  constexpr std::size_t kStorage = 6, kTensor = 12, kLine = 64;
+  if (at + kTensor >= held.size()) return;
+  const auto* const tensor = reinterpret_cast<const char*>(held[at + kTensor].tensor);
+  __builtin_prefetch(tensor);
+  __builtin_prefetch(tensor + kLine);
+  __builtin_prefetch(tensor + 2 * kLine);
+  const auto* const storage =
+      reinterpret_cast<const char*>(held[at + kStorage].tensor->unsafe_storage().unsafeGetStorageImpl());
+  __builtin_prefetch(storage);
+  __builtin_prefetch(storage + sizeof(c10::StorageImpl) / 2);
+}
+
+}  // namespace
+
 bool StepTail::Impl::can_be_native(const Slot& slot) const {
   const at::Tensor& p = slot.param;
   const ParamState& s = slot.state;
@@ -94,6 +127,15 @@ void StepTail::Impl::build_plan(Work& work) {
       work.others.push_back(i);
     }
   }
+  const auto leave_to_torch = [&] {
+    work.served = false;
+    work.planned.clear();
+    work.others = work.members;
+    work.held_end.clear();
+    tensors.clear();
+  };
+  note_tensors(work);
+  if (overlap(work.held)) leave_to_torch();
   work.known.assign(tensors.size(), -1);
   work.tail.reset();
   if (device().is_cpu()) {
@@ -101,12 +143,10 @@ void StepTail::Impl::build_plan(Work& work) {
   } else if (!tensors.empty()) {
     work.tail = DeviceTail::make(*device_round.device, device_round.queue, std::move(tensors));
     if (work.tail == nullptr) {
-      work.served = false;
-      work.planned.clear();
-      work.others = work.members;
+      leave_to_torch();
+      work.held.clear();
     }
   }
-  note_tensors(work);
   work.composite.reserve(work.others.size());
   work.composite_index.reserve(work.others.size());
   native_groups.resize(groups.size());
@@ -198,6 +238,7 @@ bool StepTail::Impl::bind_native(Work& work, std::size_t at, std::size_t first_h
     return false;
   }
   for (std::size_t t = first_held; t < work.held_end[at]; ++t) {
+    prefetch(work.held, t);
     if (!work.held[t].unchanged(param)) return false;
   }
   if (slot.watched) follow_outside_writes(slot);
@@ -217,6 +258,12 @@ void StepTail::Impl::bind_composite(Work& work, std::size_t index, const at::Ten
 }
 
 bool StepTail::Impl::bind_others(Work& work) {
+  if (work.planned.empty()) {
+    // What had memory in common may have been parted.
+    for (const PlannedTensor& t : work.held) {
+      if (!t.unchanged(*t.tensor)) return false;
+    }
+  }
   for (std::size_t i : work.others) {
     Slot& slot = slots[i];
     const at::Tensor& grad = slot.param.grad();

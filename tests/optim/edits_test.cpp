@@ -141,6 +141,18 @@ TEST(Edits, ConvertCodesByIndex) {
   }
 }
 
+TEST(Edits, MemoryInCommonIsLeftToTorchsOrder) {
+  const at::Tensor memory = at::ones({300});
+  Tensors params = {memory.slice(0, 0, 200).detach().requires_grad_(), memory.slice(0, 100).detach().requires_grad_()};
+  AdamW opt(params, AdamWOptions(1e-2));
+  for (at::Tensor& p : params) p.mutable_grad() = at::ones_like(p);
+  opt.step();
+  EXPECT_FALSE(opt.tail().native());
+  params[1].set_data(params[1].detach().clone());
+  opt.step();
+  EXPECT_TRUE(opt.tail().native());
+}
+
 TEST(Edits, OfAWrongKindAreRefusedByName) {
   struct Wrong {
     std::function<void(at::Tensor)> edit;

@@ -583,6 +583,61 @@ def test_gradients_with_the_conjugate_or_negative_bit(name: str, composite: bool
         assert torch.equal(a, b)
 
 
+# ---- memory that is another tensor's too
+
+
+def _overlapping_params() -> list[nn.Parameter]:
+    memory = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    return [nn.Parameter(memory[:200]), nn.Parameter(memory[100:]), nn.Parameter(torch.ones(5))]
+
+
+def _apart() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(200, generator=generator)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("shared", ["parameters", "exp_avg", "step", "across", "later"])
+def test_memory_in_common_is_stepped_as_torch_does(shared: str) -> None:
+    """One parameter after the other, as torch's loop; kernels that take them together would race for it."""
+
+    def trained(kind: Any, **options: Any) -> tuple[Any, list[nn.Parameter]]:
+        params = _overlapping_params() if shared == "parameters" else _apart()
+        opt = kind(params, lr=1e-2, **options)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            opt.step()
+            if step != 1:
+                continue
+            first, second = opt.state[params[0]], opt.state[params[1]]
+            if shared in ("exp_avg", "step"):
+                second[shared] = first[shared]
+            elif shared == "across":
+                second["exp_avg_sq"].data = first["exp_avg_sq"].data
+            elif shared == "later":
+                params[1].data = params[0].data
+        return opt, params
+
+    mine, params = trained(oxytorch.optim.AdamW)
+    _, wanted = trained(torch.optim.AdamW, foreach=False, fused=False)
+    assert not mine._tail.native
+    for p, q in zip(params, wanted, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_memory_apart_again_is_stepped_natively() -> None:
+    params = _overlapping_params()
+    opt = oxytorch.optim.AdamW(params, lr=1e-2)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert not opt._tail.native
+    params[1].data = params[1].data.clone()
+    opt.step()
+    assert opt._tail.native
+
+
 # ---- memory that is copied on write
 
 
