@@ -175,6 +175,11 @@ class PythonTail {
     });
   }
 
+  // 8-bit codes that somebody laid out anew return to the order of their scales: what is shown next can be copied.
+  void order_codes() const {
+    for (std::size_t i = 0; i < tail_.param_count(); ++i) static_cast<void>(tail_.state(i));
+  }
+
   // torch's names; `step` comes first, as torch makes it.
   py::dict state(std::size_t index) const { return named(tail_.state(index)); }
   py::dict decoded_state(std::size_t index) const { return named(tail_.decoded_state(index)); }
@@ -278,6 +283,7 @@ void bind_optim(py::module_& m) {
       .def("grad_ready", &PythonTail::grad_ready, py::arg("index"), py::arg("param_groups"), py::arg("grad_divisor"))
       .def("set_norm_reducer", &PythonTail::set_norm_reducer, py::arg("reducer"))
       .def("state", &PythonTail::state, py::arg("index"))
+      .def("order_codes", &PythonTail::order_codes)
       .def("decoded_state", &PythonTail::decoded_state, py::arg("index"))
       .def("set_state", &PythonTail::set_state, py::arg("index"), py::arg("state"), py::arg("ema"), py::arg("copy"))
       .def("copy", &PythonTail::copy, py::arg("index"))

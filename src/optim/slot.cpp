@@ -196,6 +196,14 @@ void keep_order(const Slot& slot, std::size_t k) {
   if (!ordered.is_same(slot.state.moments[k])) exchange(slot.state.moments[k], ordered);
 }
 
+// False where the order is not known, or the codes are no longer whole.
+bool can_be_ordered(const Slot& slot, std::size_t k) {
+  const at::Tensor& codes = slot.state.moments[k];
+  return slot.state.scales[k].defined() && codes.defined() && codes.layout() == at::kStrided &&
+         slot.code_strides[k].size() == static_cast<std::size_t>(codes.dim()) && codes.sizes() == slot.param.sizes() &&
+         codes.storage().nbytes() >= bytes_needed(codes);
+}
+
 void lay_out_codes(const Recipe& recipe, Slot& slot, std::size_t k) {
   const at::Tensor &codes = slot.state.moments[k], &scales = slot.state.scales[k];
   const at::Tensor ordered = codes_in_order(slot, k);
@@ -284,7 +292,14 @@ void adopt_state(const Recipe& recipe, Slot& slot, ParamState state) {
   slot.version = -1;
   std::swap(slot.state, state);
   for (std::size_t k = 0; k < kMoments; ++k) {
-    if (slot.state.scales[k].defined()) slot.code_strides[k] = slot.state.moments[k].strides().vec();
+    // Codes that the slot holds already may have been laid out anew; their scales were not.
+    const bool held = slot.state.scales[k].defined() && state.scales[k].defined() &&
+                      slot.state.moments[k].is_same(state.moments[k]) && can_be_ordered(slot, k);
+    if (held) {
+      keep_order(slot, k);
+    } else if (slot.state.scales[k].defined()) {
+      slot.code_strides[k] = slot.state.moments[k].strides().vec();
+    }
     convert_moment(recipe, slot, k);
   }
   if (!wants_master(recipe, slot)) slot.state.master = at::Tensor();
@@ -310,6 +325,13 @@ void conform_state(const Recipe& recipe, Slot& slot) {
   }
   if (!dense) return;
   for (const at::Tensor* entry : {&state.master, &state.residue, &state.ema, &state.copy}) lay_out(slot, *entry);
+}
+
+void order_codes(const Slot& slot) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t k = 0; k < kMoments; ++k) {
+    if (can_be_ordered(slot, k)) keep_order(slot, k);
+  }
 }
 
 at::Tensor decoded_moment(const Recipe& recipe, const Slot& slot, std::size_t k) {

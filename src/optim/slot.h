@@ -138,6 +138,9 @@ void adopt_state(const Recipe& recipe, Slot& slot, ParamState state);
 /// Checks the state that the slot holds, whatever became of its tensors, and lays it out as the parameter: element by
 /// element, in the same tensor objects. Throws Error naming parameter and entry before anything is changed.
 void conform_state(const Recipe& recipe, Slot& slot);
+/// Brings 8-bit codes that somebody laid out anew back to the order of their scales, in the same tensor objects: who
+/// is shown or copies them has nothing but their strides to tell the order by.
+void order_codes(const Slot& slot);
 /// The values of an 8-bit moment, fp32.
 at::Tensor decoded_moment(const Recipe& recipe, const Slot& slot, std::size_t moment);
 

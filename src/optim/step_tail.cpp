@@ -182,7 +182,11 @@ std::size_t StepTail::group_count() const noexcept { return impl_->groups.size()
 std::size_t StepTail::param_count() const noexcept { return impl_->slots.size(); }
 const at::Tensor& StepTail::param(std::size_t index) const { return impl_->slots.at(index).param; }
 const std::string& StepTail::param_name(std::size_t index) const { return impl_->slots.at(index).name; }
-const ParamState& StepTail::state(std::size_t index) const { return impl_->slots.at(index).state; }
+const ParamState& StepTail::state(std::size_t index) const {
+  const Slot& slot = impl_->slots.at(index);
+  order_codes(slot);
+  return slot.state;
+}
 
 ParamState StepTail::decoded_state(std::size_t index) const {
   ParamState state = impl_->slots.at(index).state;

@@ -141,6 +141,32 @@ TEST(Edits, ConvertCodesByIndex) {
   }
 }
 
+TEST(Edits, CodesLaidOutAnewKeepTheirValues) {
+  Tensors params = make_params<AdamWCase>(torch::kFloat);
+  AdamW opt(params, AdamWOptions(1e-2).state_dtype(StateFormat::Int8));
+  set_grads(params, 0);
+  const std::size_t image = params.size() - 1;
+  {
+    const at::NoGradGuard no_grad;
+    at::Tensor& grad = params[image].mutable_grad();
+    grad.mul_(at::linspace(1e-3, 1, grad.numel()).view_as(grad));
+  }
+  opt.step();
+  const ParamState before = opt.tail().decoded_state(image);
+  for (const at::Tensor& codes : opt.tail().state(image).moments) {
+    if (codes.defined()) channels_last(codes);
+  }
+  opt.set_state(image, opt.tail().state(image));
+  ParamState after = opt.tail().decoded_state(image);
+  for (std::size_t k = 0; k < 2; ++k) EXPECT_TRUE(same_bits(after.moments[k], before.moments[k])) << k;
+  // As it was held by the caller all along, without asking for it anew.
+  const ParamState held = opt.tail().state(image);
+  for (std::size_t k = 0; k < 2; ++k) channels_last(held.moments[k]);
+  opt.set_state(image, held);
+  after = opt.tail().decoded_state(image);
+  for (std::size_t k = 0; k < 2; ++k) EXPECT_TRUE(same_bits(after.moments[k], before.moments[k])) << k;
+}
+
 TEST(Edits, MemoryInCommonIsLeftToTorchsOrder) {
   const at::Tensor memory = at::ones({300});
   Tensors params = {memory.slice(0, 0, 200).detach().requires_grad_(), memory.slice(0, 100).detach().requires_grad_()};

@@ -583,6 +583,98 @@ def test_gradients_with_the_conjugate_or_negative_bit(name: str, composite: bool
         assert torch.equal(a, b)
 
 
+# ---- 8-bit codes that were laid out anew before somebody reads, copies or hands them over
+
+
+def _given_back(opt: Any) -> Any:
+    tail = opt._step_tail()
+    for i in range(tail.param_count):
+        tail.set_state(i, tail.state(i), tail.ema(i), tail.copy(i))
+    return opt
+
+
+def _restored(opt: Any) -> Any:
+    opt._adopt_restored()
+    return opt
+
+
+def _loaded(opt: Any) -> Any:
+    again = oxytorch.optim.AdamW([p.detach().clone() for p in opt._params()], state_dtype="int8")
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    return again
+
+
+def _grown(opt: Any) -> Any:
+    opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    return opt
+
+
+def _regrouped(opt: Any) -> Any:
+    opt.param_groups[0]["params"] = opt.param_groups[0]["params"][:-1]
+    return opt
+
+
+def _rolled_back(opt: Any) -> Any:
+    manager = oxytorch.optim.NumericalStabilityManager(opt, "rollback")
+    manager._save()
+    for p in opt._params():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    manager._restore(manager._snapshots[-1])
+    return opt
+
+
+def _rolled_back_over_a_new_layout(opt: Any) -> Any:
+    manager = oxytorch.optim.NumericalStabilityManager(opt, "rollback")
+    manager._save()
+    for p in opt._params():
+        if p.dim() == 4:
+            p.data = p.data.contiguous(memory_format=torch.channels_last)
+        p.grad = torch.ones_like(p)
+    opt.step()
+    manager._restore(manager._snapshots[-1])
+    return opt
+
+
+def _pickled(opt: Any) -> Any:
+    return pickle.loads(pickle.dumps(opt))
+
+
+@pytest.mark.parametrize(
+    "through",
+    [
+        _given_back,
+        _restored,
+        _loaded,
+        _grown,
+        _regrouped,
+        _rolled_back,
+        _rolled_back_over_a_new_layout,
+        _pickled,
+        copy.deepcopy,
+    ],
+)
+def test_codes_laid_out_anew_keep_their_values(through: Callable[[Any], Any]) -> None:
+    params = make_params()
+    opt = oxytorch.optim.AdamW(params, lr=1e-2, state_dtype="int8")
+    for step in range(3):
+        for p, g in zip(params, grads_of(step), strict=True):
+            p.grad = g * torch.linspace(1e-3, 1, g.numel()).view_as(g)  # so that scales differ
+        opt.step()
+    before = [{k: v.clone() for k, v in opt._step_tail().decoded_state(i).items()} for i in range(2)]
+    for p in params[:2]:
+        for key in ("exp_avg", "exp_avg_sq"):
+            codes = opt.state[p][key]
+            codes.data = codes.data.contiguous(memory_format=torch.channels_last)
+    after = through(opt)
+    for i, values in enumerate(before):
+        held = after._step_tail().decoded_state(i)
+        for key in ("exp_avg", "exp_avg_sq"):
+            # A rollback over a new layout of the parameter codes once more.
+            bound = 0.01 * values[key].abs().max() if through is _rolled_back_over_a_new_layout else 0
+            assert ((held[key] - values[key]).abs() <= bound).all(), key
+
+
 # ---- memory that is another tensor's too
 
 

@@ -358,6 +358,7 @@ class Snapshot:
         elif kind == "object":
             self._containers.append((value.__dict__, dict(value.__dict__)))
             if isinstance(value, TailOptimizer):
+                value._order_codes()
                 self._others.append(_held_averages(value))
 
     def _hold_tensor(self, path: str, tensor: Tensor) -> None:

@@ -507,7 +507,13 @@ class NumericalStabilityManager:
         live = self._live()
         for name, tensor in live.items():
             kept = snapshot.tensors.get(name)
-            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            # Scales of 8-bit codes follow their order in memory.
+            if (
+                kept is None
+                or kept.shape != tensor.shape
+                or kept.dtype != tensor.dtype
+                or kept.stride() != tensor.stride()
+            ):
                 where = torch.device(self._snapshot_device or tensor.device)
                 pinned = where.type == "cpu" and tensor.device.type != "cpu"
                 snapshot.tensors[name] = torch.empty_like(tensor, device=where, pin_memory=pinned)
@@ -534,6 +540,12 @@ class NumericalStabilityManager:
         if self._tail is not None:
             self._tail._drop_unpublished(snapshot.tensors.keys())
         live = self._live()
+        for i, p in enumerate(owned):
+            # Laid out anew since then, and their scales with them.
+            for key, value in optimizer.state.get(p, {}).items():
+                kept = snapshot.tensors.get(f"state {i} {key}")
+                if kept is not None and f"{key}_scale" in optimizer.state[p] and kept.stride() != value.stride():
+                    optimizer.state[p][key] = kept.to(value.device, copy=True)
         names = [name for name in snapshot.tensors if name in live]
         torch._foreach_copy_([live[name] for name in names], [snapshot.tensors[name] for name in names])
         values = copy.deepcopy(snapshot.values)

@@ -206,10 +206,18 @@ class TailOptimizer(torch.optim.Optimizer):
         names = (*self._required_state, *self._optional_state)
         return frozenset(("step", "master", "residue", *names, *(f"{key}_scale" for key in names)))
 
+    def _order_codes(self) -> None:
+        """Undo a new layout of 8-bit codes, which their scales do not follow, before somebody reads or copies them."""
+        if self._tail is not None:
+            self._tail.order_codes()
+
     def _step_tail(self) -> _native.StepTail:
         self._follow_replaced()
         tail = self._tail
-        if tail is None or self._outdated or not tail.matches(self.param_groups):
+        if tail is None or self._outdated:
+            return self._build()
+        if not tail.matches(self.param_groups):
+            tail.order_codes()
             return self._build()
         if self._sharded is not None and not self._sharded.unmoved():
             return self._build()
@@ -240,6 +248,7 @@ class TailOptimizer(torch.optim.Optimizer):
     def _unpublished(self) -> dict[str, Tensor]:
         """Moving averages and low-precision copies by name."""
         tail = self._step_tail()
+        tail.order_codes()
         kept = [
             (f"{what} {i}", get(i))
             for i in range(tail.param_count)
@@ -320,6 +329,8 @@ class TailOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch."""
+        if hasattr(self, "_tail_options"):
+            self._order_codes()
         super().add_param_group(param_group)
         self._outdated = True
         if hasattr(self, "_tail_options") and self._works_in_backward:
@@ -333,6 +344,7 @@ class TailOptimizer(torch.optim.Optimizer):
         instead of int8, so that they can be split anew; loading them finds the same bytes again.
         """
         self._follow_replaced()
+        self._order_codes()
         result = super().state_dict()
         params = self._params()
         result["state"] = {
@@ -399,6 +411,7 @@ class TailOptimizer(torch.optim.Optimizer):
                     )
 
     def __getstate__(self) -> dict[str, Any]:
+        self._order_codes()
         return {
             **super().__getstate__(),
             "_tail_options": self._tail_options,
