@@ -14,12 +14,12 @@ namespace oxytorch {
 /// not tell is empty.
 struct LoadSample {
   double wall = 0;
-  double own = 0;                   ///< processor time of this process and of those it started
-  std::optional<double> busy;       ///< processor time of all programs, on all cores (/proc/stat)
-  std::optional<double> stolen;     ///< that the host of a virtual machine gave to others, on all cores (/proc/stat)
-  std::optional<double> waited;     ///< that threads of this process were ready and had no core (/proc/self/task)
-  std::optional<double> throttled;  ///< that the cgroup's quota held this process back
-  int cores = 1;                    ///< of the machine
+  double own = 0;                     ///< processor time of this process and of those it started
+  std::optional<double> busy = {};    ///< processor time of all programs, on all cores (/proc/stat)
+  std::optional<double> stolen = {};  ///< that the host of a virtual machine gave to others, on all cores (/proc/stat)
+  std::optional<double> waited = {};  ///< that threads of this process were ready and had no core (/proc/self/task)
+  std::optional<double> throttled = {};  ///< that the cgroup's quota held this process back
+  int cores = 1;                         ///< of the machine
 };
 
 /// Some system calls and small files: between measurements, not inside of one. `root` as in oxytorch/system.h.

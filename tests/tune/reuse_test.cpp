@@ -13,7 +13,8 @@ Certificate made(bool pays) {
   certificate.created = "2026-01-01T00:00:00Z";
   certificate.step_seconds = 0.033;
   certificate.step_spread = 0.02;
-  certificate.entries = {{.strategy = "pool", .standing = pays ? Standing::Accepted : Standing::Rejected}};
+  certificate.entries = {
+      {.strategy = "pool", .standing = pays ? Standing::Accepted : Standing::Rejected, .reason = ""}};
   return certificate;
 }
 

@@ -258,7 +258,7 @@ class Verifier:
     # -- bits ------------------------------------------------------------------------------------------------------
 
     def _digests(self, count: int) -> Iterator[tuple[int, dict[str, str]]]:
-        """Of everything after the first steps and the last, since what differs in state goes on to; else of the loss."""
+        """Hash everything after the first steps and the last one, and the loss alone after the others."""
         whole = {*range(self._dense), count - 1}
         for step in take(self.run, self._roots, count, whole, hashed=True):
             everything = step.index in whole
