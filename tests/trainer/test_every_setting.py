@@ -188,9 +188,10 @@ def trainer_threads() -> bool:
 
 
 def trainer_denormals() -> bool:
+    before = _C.trainer.flush_state()  # a trainer of another test may have left one of torch's threads flushing
     with closed(trainer(flush_denormals="on")):
         on = _C.trainer.flush_state()
-    return on[0] == on[1] and _C.trainer.flush_state()[0] == 0
+    return before[0] < on[0] == on[1] and _C.trainer.flush_state() == before
 
 
 def states(name: str, *values: dict[str, Any]) -> list[str]:
@@ -529,9 +530,10 @@ def test_deterministic_algorithms_are_taken_back_to_what_was() -> None:
 
 
 def test_a_constructor_that_refuses_takes_the_process_back() -> None:
+    before = _C.trainer.flush_state()
     with pytest.raises(ValueError, match="parameter of the model"):
         ox.Trainer(net(), torch.optim.SGD(net().parameters()), CRITERION, deterministic=True, flush_denormals="on")
-    assert not torch.are_deterministic_algorithms_enabled() and _C.trainer.flush_state()[0] == 0
+    assert not torch.are_deterministic_algorithms_enabled() and _C.trainer.flush_state() == before
 
 
 def test_a_closure_under_compile_is_refused() -> None:
@@ -585,6 +587,7 @@ def accelerated_level(clock: Clock) -> bool:
 def accelerated_process(clock: Clock) -> bool:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
+    flushing = _C.trainer.flush_state()[0]
     try:
         with only():
             plan = tuned(clock, {"threads": 1, "flush_denormals": "on", "deterministic": True, "allocator": "retain"})
@@ -595,7 +598,7 @@ def accelerated_process(clock: Clock) -> bool:
             plan.revert()
         off = (torch.get_num_threads(), _C.trainer.flush_state()[0], torch.are_deterministic_algorithms_enabled())
         told = all(f"Asked for: {n}: on" in said for n in ("threads", "flush_denormals", "deterministic"))
-        return on == (1, 1, True) and off == (2, 0, False) and told and "Asked for: allocator" in said
+        return on == (1, 1, True) and off == (2, flushing, False) and told and "Asked for: allocator" in said
     finally:
         torch.set_num_threads(before)
 
@@ -905,9 +908,10 @@ def test_settings_of_the_process_are_taken_back_where_accelerate_fails(clock: Cl
         raise KeyError("the user's own")
 
     model = Net(clock)
+    before = _C.trainer.flush_state()
     with only(), pytest.raises(KeyError, match="the user's own"):
         ox.accelerate(
             model, torch.optim.SGD(model.parameters(), lr=0.1), fails, batches(),
             config={"deterministic": True, "flush_denormals": "on"}, remember=False,
         )  # fmt: skip
-    assert not torch.are_deterministic_algorithms_enabled() and _C.trainer.flush_state()[0] == 0
+    assert not torch.are_deterministic_algorithms_enabled() and _C.trainer.flush_state() == before
