@@ -6,6 +6,7 @@ was stored after it. Each operation of the fp32 evaluation adds a rounding; `Num
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -364,6 +365,10 @@ def check_step(opt: Any, before: list[Before], grads: list[Tensor | None], scale
     wide = [None if g is None else real(g.detach()).double() / scale for g in grads]
     squares = sum((float((g * g).sum()) for g in wide if g is not None), 0.0)
     clip = 1.0 if tail["clip_norm"] is None else min(1.0, tail["clip_norm"] / (squares**0.5 + 1e-6))
+    # Clipping is by the norm that was measured; how far that may be off is held at the end.
+    norm, off = float(opt.tail_stats().grad_norm), 0.0
+    if clip < 1.0 and math.isfinite(norm) and not tail["step_in_backward"]:
+        off = min(abs(norm / squares**0.5 - 1.0), 1e-6)
     averages, copies = opt.ema_state_dict()["ema"], opt.copies()
     groups = [group for group in opt.param_groups for _ in group["params"]]
     for i, (param, group, old, g) in enumerate(zip(params_of(opt), groups, before, wide, strict=True)):
@@ -374,7 +379,7 @@ def check_step(opt: Any, before: list[Before], grads: list[Tensor | None], scale
             continue
         u = 2.0**-50 if old.weight.numel() and real(param).dtype == torch.float64 else 2.0**-24
         grad = Num(g, 0.0, u) * clip
-        grad.error = grad.error + 2 * u * grad.value.abs()  # the quotient of clip and scale, and its rounding
+        grad.error = grad.error + (2 * u + off) * grad.value.abs()  # the quotient of clip and scale, and its rounding
         if tail["clip_value"] is not None:
             grad = grad.clamp(-tail["clip_value"], tail["clip_value"])
         if tail["agc"] is not None:
