@@ -26,20 +26,6 @@ bool overlap(const std::vector<PlannedTensor>& held) {
                             [](const auto& a, const auto& b) { return b.first < a.second; }) != ranges.end();
 }
 
-// Tensors and their storages lie apart: without this the check of each waits for memory.
-inline void prefetch(const std::vector<PlannedTensor>& held, std::size_t at) {
-  constexpr std::size_t kStorage = 6, kTensor = 12, kLine = 64;
-  if (at + kTensor >= held.size()) return;
-  const auto* const tensor = reinterpret_cast<const char*>(held[at + kTensor].tensor);
-  __builtin_prefetch(tensor);
-  __builtin_prefetch(tensor + kLine);
-  __builtin_prefetch(tensor + 2 * kLine);
-  const auto* const storage =
-      reinterpret_cast<const char*>(held[at + kStorage].tensor->unsafe_storage().unsafeGetStorageImpl());
-  __builtin_prefetch(storage);
-  __builtin_prefetch(storage + sizeof(c10::StorageImpl) / 2);
-}
-
 }  // namespace
 
 bool StepTail::Impl::can_be_native(const Slot& slot) const {
@@ -238,7 +224,6 @@ bool StepTail::Impl::bind_native(Work& work, std::size_t at, std::size_t first_h
     return false;
   }
   for (std::size_t t = first_held; t < work.held_end[at]; ++t) {
-    prefetch(work.held, t);
     if (!work.held[t].unchanged(param)) return false;
   }
   if (slot.watched) follow_outside_writes(slot);
