@@ -69,6 +69,24 @@ def made(clock: Clock, what: str, seconds: float) -> type[Strategy]:
     return Cheaper
 
 
+def drifting(clock: Clock) -> Any:
+    """A faster strategy whose outputs drift from what they were once its `scale` is not 1."""
+
+    class Drifts(Strategy):
+        name = "drifts"
+        scale = 1.0
+
+        def apply(self, run: Run) -> None:
+            self.before, clock.cost["slow"] = clock.cost["slow"], 0.002
+            self.handle = run.model.register_forward_hook(lambda _m, _i, out: out * type(self).scale)
+
+        def revert(self, run: Run) -> None:
+            clock.cost["slow"] = self.before
+            self.handle.remove()
+
+    return Drifts
+
+
 class Net(nn.Module):
     """A small model whose forward takes the clock's time; dropout and a buffer make it depend on state."""
 

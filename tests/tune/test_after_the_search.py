@@ -12,9 +12,9 @@ from typing import Any
 import oxytorch as ox
 import pytest
 import torch
-from oxytorch.tune import Plan, Run, Strategy
+from oxytorch.tune import Plan, Strategy
 from oxytorch.tune.remember import stored
-from planted import Clock, Net, batches, clock, fingerprint, made, only, same
+from planted import Clock, Net, batches, clock, drifting, fingerprint, made, only, same
 from torch import nn
 
 pytestmark = pytest.mark.cpu_only("plants times and faults")
@@ -151,18 +151,7 @@ def test_without_any_folder_nothing_is_remembered_and_nothing_of_the_current_one
 def test_a_stored_plan_that_cannot_be_deleted_does_not_end_the_run(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_loop: bool
 ) -> None:
-    class Drifts(Strategy):
-        name = "drifts"
-        scale = 1.0
-
-        def apply(self, run: Run) -> None:
-            self.before, clock.cost["slow"] = clock.cost["slow"], 0.002
-            self.handle = run.model.register_forward_hook(lambda _m, _i, out: out * type(self).scale)
-
-        def revert(self, run: Run) -> None:
-            clock.cost["slow"] = self.before
-            self.handle.remove()
-
+    Drifts = drifting(clock)
     case = Case(clock, Drifts)
     plan = case.accelerate(loop="yours" if own_loop else "plan")
     path, _ = stored()[0]

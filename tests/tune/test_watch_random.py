@@ -13,9 +13,8 @@ import numpy as np
 import oxytorch as ox
 import pytest
 import torch
-from oxytorch.tune import Run, Strategy
 from oxytorch.tune.same_draws import SameDraws
-from planted import Clock, Net, batches, clock, made, only
+from planted import Clock, Net, batches, clock, drifting, made, only
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.cpu_only("plants times and faults")
@@ -197,18 +196,7 @@ def test_a_model_that_draws_from_python_beside_threads_is_not_compared(clock: Cl
 
 
 def test_what_drifts_is_still_found_beside_a_thread(clock: Clock) -> None:
-    class Drifts(Strategy):
-        name = "drifts"
-        scale = 1.0
-
-        def apply(self, run: Run) -> None:
-            self.before, clock.cost["slow"] = clock.cost["slow"], 0.002
-            self.handle = run.model.register_forward_hook(lambda _m, _i, out: out * type(self).scale)
-
-        def revert(self, run: Run) -> None:
-            clock.cost["slow"] = self.before
-            self.handle.remove()
-
+    Drifts = drifting(clock)
     model = Beside(clock)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with only(Drifts):
