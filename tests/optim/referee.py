@@ -366,8 +366,8 @@ def check_step(opt: Any, before: list[Before], grads: list[Tensor | None], scale
     squares = sum((float((g * g).sum()) for g in wide if g is not None), 0.0)
     clip = 1.0 if tail["clip_norm"] is None else min(1.0, tail["clip_norm"] / (squares**0.5 + 1e-6))
     # Clipping is by the norm that was measured; how far that may be off is held at the end.
-    norm, off = float(opt.tail_stats().grad_norm), 0.0
-    if clip < 1.0 and math.isfinite(norm) and not tail["step_in_backward"]:
+    off = 0.0
+    if clip < 1.0 and not tail["step_in_backward"] and math.isfinite(norm := float(opt.tail_stats().grad_norm)):
         off = min(abs(norm / squares**0.5 - 1.0), 1e-6)
     averages, copies = opt.ema_state_dict()["ema"], opt.copies()
     groups = [group for group in opt.param_groups for _ in group["params"]]
