@@ -32,8 +32,6 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "honest.json"
 SLOWEST = 0.98
 Program = tuple[nn.Module, torch.optim.Optimizer, Any, list[Any], dict[str, Any]]
 PROGRAMS: dict[str, Callable[[], Program]] = {}
-# 97.5 % quantiles of Student's t for 1 to 15 degrees of freedom.
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 def program(make: Callable[[], Program]) -> Callable[[], Program]:
@@ -346,13 +344,11 @@ def child(name: str, seed: int, steps: int, accelerated: bool, options: dict[str
 
 
 def over_starts(values: list[float]) -> tuple[float, float, float]:
-    """Low, mid and high of the mean ratio, by t on logarithms."""
-    logs = [math.log(value) for value in values]
-    mid = statistics.fmean(logs)
-    if len(logs) == 1:
-        return (0.0, math.exp(mid), math.inf)
-    half = T[min(len(logs) - 1, len(T)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mid - half), math.exp(mid), math.exp(mid + half)
+    """Low, mid and high of the mean ratio, by t on the starts' logarithms; one start bounds nothing."""
+    from oxytorch.base import starts_interval  # noqa: PLC0415  (a plain start is without it)
+
+    found = starts_interval(values)
+    return (0.0, found.mid, math.inf) if len(values) == 1 else (found.low, found.mid, found.high)
 
 
 def judge(name: str, starts: list[dict[str, Any]]) -> dict[str, Any]:
