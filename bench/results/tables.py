@@ -418,6 +418,24 @@ def monitor() -> str | None:
     return table(["step", "C++", "Python"], rows) + "\n\n" + source
 
 
+def honest() -> str | None:
+    """What plans state and what loops in processes of their own show."""
+    document = read("honest.json")
+    if document is None:
+        return None
+
+    def mean(low: float, mid: float, high: float) -> str:
+        return text(Interval(low, mid, high, 0.95))
+
+    rows = [
+        [row["program"].replace("_", " "), mean(*row["stated"]), mean(*row["loop"]), "yes" if row["agree"] else "no"]
+        for row in document["rows"]
+    ]
+    head = ["program", "the plan states", "the loop shows", "intervals meet"]
+    said = measured("python bench/tune/honest.py", "honest.json", document, [document["starts"]])
+    return table(head, rows) + f"\n\n{said}"
+
+
 def null_candidates() -> str | None:
     """How many candidates that do nothing were taken."""
     document = read("null_candidates.json")
@@ -452,6 +470,7 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
         "--benchmark_report_aggregates_only --benchmark_out=bench/results/kernels.json",
     ),
     "monitor": (monitor, "python bench/monitor/python_step.py --json bench/results/monitor.json"),
+    "honest": (honest, "python bench/tune/honest.py --json bench/results/honest.json"),
     "null-candidates": (
         null_candidates,
         "python bench/tune/null_candidates.py --json bench/results/null_candidates.json",

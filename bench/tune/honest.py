@@ -2,6 +2,7 @@
 
     python bench/tune/honest.py                              # all programs, 5 starts each
     python bench/tune/honest.py --programs lm_13000,cnn --starts 3
+    python bench/tune/honest.py --minutes 9 --keep           # some of them, then with the same command the next
     python bench/tune/honest.py --quick --programs mlp       # a smoke test: few steps, two starts
 
 Each start is a process of its own: one runs the plain loop, one calls `oxytorch.accelerate` first and then runs the
@@ -373,6 +374,21 @@ def judge(name: str, starts: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def write(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """The document, of what is done so far."""
+    from oxytorch.demo import machine  # noqa: PLC0415
+
+    result = {
+        "machine": machine.describe(torch.get_num_threads()),
+        "starts": arguments.starts,
+        "level": arguments.level,
+        "quick": arguments.quick,
+        "rows": sorted(rows, key=lambda row: list(PROGRAMS).index(row["program"])),
+    }
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result) + "\n")
+
+
 def main() -> int:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -383,7 +399,9 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="two starts of few steps, with a budget of 2 s: no finding"
     )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no program after this time")
     parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--keep", action="store_true", help="go on from the document: its programs count")
     parser.add_argument("--start", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.start:
@@ -396,9 +414,13 @@ def main() -> int:
     starts = arguments.starts
     if arguments.quick:
         starts, options["budget"] = 2, 2.0
-    rows = []
+    rows = json.loads(arguments.json.read_text())["rows"] if arguments.keep and arguments.json.exists() else []
+    have, began = {row["program"] for row in rows}, time.monotonic()
     print(f"{'program':20} {'plan states':>24} {'loop shows':>24}  agree  tuning")
-    for name in names:
+    for name in (name for name in names if name not in have):
+        if time.monotonic() - began > 60 * arguments.minutes:
+            print("the time is up; --keep goes on from here")
+            break
         steps = 20
         if not arguments.quick:
             steps = min(2000, max(40, round(arguments.seconds / child(name, 0, 20, False, options)["step"])))
@@ -412,20 +434,10 @@ def main() -> int:
         verdict = "yes" if row["agree"] else "NO"
         slow = "" if row["fast_enough"] else "  SLOWER THAN PLAIN"
         print(f"{name:20} {text[0]:>24} {text[1]:>24}  {verdict:5}  {row['tuning_seconds']:.1f} s{slow}", flush=True)
-    result = {
-        "programs": len(rows),
-        "agree": sum(row["agree"] for row in rows),
-        "fast_enough": sum(row["fast_enough"] for row in rows),
-        "busy_starts": sum(row["busy"] for row in rows),
-        "quick": arguments.quick,
-        "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-        "rows": rows,
-    }
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{result['agree']} of {len(rows)} agree, {result['fast_enough']} are at least {SLOWEST} of plain")
-    return int(result["agree"] < len(rows) or result["fast_enough"] < len(rows))
+        write(arguments, rows)
+    agree, fast = (sum(row[key] for row in rows) for key in ("agree", "fast_enough"))
+    print(f"{agree} of {len(rows)} agree, {fast} are at least {SLOWEST} of plain")
+    return int(min(agree, fast) < len(rows))
 
 
 if __name__ == "__main__":
