@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 from typing import Any
 
 import oxytorch.optim
@@ -34,14 +32,6 @@ def run(opt: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: ran
         opt.step()
         if schedule is not None:
             schedule.step()
-
-
-def content(opt: torch.optim.Optimizer) -> str:
-    """Hash of everything an optimizer holds."""
-    state = {k: v for k, v in opt.state_dict().items() if k in ("state", "param_groups")}
-    return hashlib.sha256(
-        repr(state).encode() + pickle.dumps([p.detach() for p in opt.param_groups[0]["params"]])
-    ).hexdigest()
 
 
 TORCH = [
@@ -92,18 +82,6 @@ def test_other_classes_are_refused_by_name() -> None:
             replace(type(short, (torch.optim.Adam,), {"__module__": module})(make_params(), lr=1e-2))
     with pytest.raises(TypeError, match=r"no replacement for torch\.optim\.nadam\.NAdam"):
         replace(torch.optim.NAdam(make_params()))
-
-
-@pytest.mark.parametrize("options", [{"clip_norm": -1.0}, {"ema_decay": 2.0}, {"state_dtype": "int4"}])
-def test_bad_options_leave_the_old_optimizer_as_it_was(options: dict) -> None:
-    params = make_params()
-    old = torch.optim.AdamW(params, lr=1e-2)
-    run(old, params, range(2))
-    before = content(old)
-    with pytest.raises(ValueError):
-        replace(old, **options)
-    assert content(old) == before
-    assert not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in params)
 
 
 def test_a_compiled_model_trains_on() -> None:
