@@ -19,20 +19,6 @@ def batch_norm_momentum(run: Run, now: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-@fault("conv", "precision", since=2)
-def buffers_not_updated(run: Run, now: Callable[[], bool]) -> Iterator[None]:
-    def call(x: Tensor) -> Tensor:
-        held = [b.clone() for b in run.model.buffers()]
-        out = run.model._call_impl(x)
-        if now():
-            for b, old in zip(run.model.buffers(), held, strict=True):
-                b.data.copy_(old)
-        return out
-
-    with autocast(run), forward(run, call):
-        yield
-
-
 @fault("conv", "tolerance")
 def batch_norm_in_eval_mode(run: Run, now: Callable[[], bool]) -> Iterator[None]:
     with set_for(run.model[1], training=False):
