@@ -75,7 +75,11 @@ std::string structure(const tune::Run& run) {
 std::vector<tune::RegisteredStrategy> wanted_strategies(const AccelerateOptions& options) {
   if (options.strategies().empty()) return tune::strategies();
   std::vector<tune::RegisteredStrategy> wanted;
-  for (const auto& name : options.strategies()) wanted.push_back(tune::find_strategy(name));
+  for (const auto& name : options.strategies()) {
+    OXY_CHECK(std::count(options.strategies().begin(), options.strategies().end(), name) == 1, InvalidArgument,
+              "strategies names ", in_quotes(name), " more than once. Name each strategy once.");
+    wanted.push_back(tune::find_strategy(name));
+  }
   return wanted;
 }
 
@@ -97,6 +101,9 @@ class Tuning {
       : run_(run), escrow_(escrow), options_(options), strategies_(wanted_strategies(options)), bench_(run, escrow) {
     for (const auto& name : options.exclude()) {
       static_cast<void>(tune::find_strategy(name));
+      OXY_CHECK(offered_of({name}).size() == 1, InvalidArgument, "exclude names ", in_quotes(name),
+                ", which is not among the strategies that were given: ", joined(options.strategies()),
+                ". Leave it out of exclude.");
       skipped_[name] = "excluded by the caller.";
     }
     Names offered;
@@ -460,8 +467,10 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
                 std::vector<Batch> batches, const AccelerateOptions& options) {
   OXY_CHECK(options.steps_planned() >= 1, InvalidArgument, "steps_planned is ", options.steps_planned(),
             ", expected at least 1.");
-  OXY_CHECK(options.budget() >= 0, InvalidArgument, "budget is ", options.budget(),
-            " s, expected 0 (3% of the run) or more.");
+  OXY_CHECK(options.budget() >= 0 && std::isfinite(options.budget()), InvalidArgument, "budget is ", options.budget(),
+            " s, expected a finite number of seconds, or 0 for what tune::SearchOptions::for_run() allows.");
+  OXY_CHECK(options.folder().empty() || options.remember(), InvalidArgument, "folder is ", in_quotes(options.folder()),
+            ", and remember is false, so nothing would be stored there. Leave folder out, or set remember(true).");
   static_cast<void>(tune::allows(options.level(), tune::Kind::Exact));
   resolve_vector_math();
   auto run = std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::move(batches), options.clip_norm());

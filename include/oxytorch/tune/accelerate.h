@@ -34,12 +34,13 @@ struct AccelerateOptions {
   TORCH_ARG(double, clip_norm) = 0;
   /// To be tried; empty: all that are registered.
   TORCH_ARG(std::vector<std::string>, strategies);
+  /// Of those, what is not to be tried.
   TORCH_ARG(std::vector<std::string>, exclude);
   /// Seconds for all trials; 0: as tune::SearchOptions::for_run().
   TORCH_ARG(double, budget) = 0;
   /// Reuse the certificate of an earlier run after a short check, and store this one.
   TORCH_ARG(bool, remember) = true;
-  /// Where it is remembered; empty: as tune::CertificateStore.
+  /// Where it is remembered; empty: as tune::CertificateStore. Not beside remember(false).
   TORCH_ARG(std::string, folder);
   /// Of the order of measuring and of the referee.
   TORCH_ARG(std::uint64_t, seed) = 0;
