@@ -405,6 +405,11 @@ struct Trainer::Impl {
     if (share != 1 && tail_divides) tail->set_grad_divisor(share);
     if (share != 1 && !tail_divides && !found.empty()) at::_foreach_mul_(found, 1 / share);
     if (clips && !found.empty()) {
+      for (at::Tensor& gradient : found) {
+        if (!gradient.is_sparse()) continue;
+        gradient.set_data(gradient.coalesce());  // a row that comes twice is clipped as the one that it is
+        gradient = gradient._values();
+      }
       if (scaler) scaler->unscale_(optimizer);
       if (clip_value > 0) {
         at::_foreach_clamp_min_(found, -clip_value);

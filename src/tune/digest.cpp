@@ -44,7 +44,8 @@ void Digest::add(std::string name, std::string_view bytes) {
 
 void Digest::add(std::string name, const at::Tensor& tensor) {
   if (!tensor.defined()) return add(std::move(name), std::string_view("undefined"));
-  const auto plain = tensor.detach().cpu().contiguous();
+  const auto dense = tensor.is_sparse() ? tensor.detach().to_dense() : tensor.detach();
+  const auto plain = dense.cpu().contiguous();
   const auto type = static_cast<std::uint64_t>(plain.scalar_type());
   const auto shape = hash_bytes(plain.sizes().data(), plain.sizes().size() * sizeof(std::int64_t), type);
   entries_.emplace_back(std::move(name), hash_bytes(plain.const_data_ptr(), plain.nbytes(), shape));

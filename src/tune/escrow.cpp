@@ -79,7 +79,9 @@ struct Escrow::Impl {
       held.tensor.detach().copy_(held.copy);
       held.tensor.set_requires_grad(held.requires_grad);
       if (!held.tensor.is_leaf()) continue;
-      if (held.gradient.defined()) held.gradient.detach().copy_(held.gradient_copy);
+      // What is written to a detached sparse tensor does not reach the one it is of.
+      auto gradient = held.gradient.defined() && !held.gradient.is_sparse() ? held.gradient.detach() : held.gradient;
+      if (gradient.defined()) gradient.copy_(held.gradient_copy);
       held.tensor.mutable_grad() = held.gradient;
     }
     snapshot->restore();

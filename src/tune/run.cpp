@@ -42,6 +42,24 @@ std::vector<Batch> split(const Batch& batch, int pieces) {
   return result;
 }
 
+/// As torch does. torch::nn::utils::clip_grad_norm_ leaves a sparse gradient as it is: it scales what data() returns,
+/// which shares no values with it. Its values are handed to that function in its place.
+void clip(const std::vector<at::Tensor>& parameters, double norm) {
+  std::vector<at::Tensor> clipped;
+  for (at::Tensor parameter : parameters) {
+    const auto& gradient = parameter.grad();
+    if (!gradient.defined() || !gradient.is_sparse()) {
+      clipped.push_back(std::move(parameter));
+      continue;
+    }
+    parameter.mutable_grad() = gradient.coalesce();
+    const auto values = parameter.grad()._values().detach();
+    clipped.push_back(values.alias());
+    clipped.back().mutable_grad() = values;
+  }
+  torch::nn::utils::clip_grad_norm_(clipped, norm);
+}
+
 }  // namespace
 
 std::int64_t rows(const Batch& batch) {
@@ -114,7 +132,7 @@ at::Tensor Run::backward(const Batch& batch) {
 }
 
 void Run::update() {
-  if (clip_norm_ > 0 && !replacement_.clips) torch::nn::utils::clip_grad_norm_(parameters_, clip_norm_);
+  if (clip_norm_ > 0 && !replacement_.clips) clip(parameters_, clip_norm_);
   if (replacement_.optimizer) {
     auto& groups = replacement_.optimizer->param_groups();
     for (std::size_t g = 0; g < groups.size(); ++g) {

@@ -69,7 +69,7 @@ HostSetting pinned_threads() { return pin_threads(); }
 
 bool near_denormal(const at::Tensor& values) {
   if (!values.defined() || !values.is_floating_point() || values.numel() == 0) return false;
-  const auto size = values.detach().abs();
+  const auto size = (values.is_sparse() ? values._values() : values).detach().abs();
   return size.gt(0).logical_and(size.lt(1e-30)).any().item<bool>();
 }
 
@@ -222,7 +222,7 @@ struct ChannelsLast : Strategy {
   static void follow(Run& run) {
     run.hand_back();
     each_state_tensor(run.original(), [](const at::Tensor& param, at::Tensor& value) {
-      if (value.sizes() == param.sizes() && value.strides() != param.strides()) {
+      if (!value.is_sparse() && value.sizes() == param.sizes() && value.strides() != param.strides()) {
         value = at::empty_like(param, value.options()).copy_(value);
       }
     });

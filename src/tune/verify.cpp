@@ -47,8 +47,10 @@ Batch as_double(const Batch& batch) {
   return {wide(batch.input), wide(batch.target)};
 }
 
+at::Tensor as_double(const at::Tensor& t) { return (t.is_sparse() ? t.to_dense() : t).detach().to(at::kDouble); }
+
 // Sums of squares in float64.
-double square_sum(const at::Tensor& t) { return t.to(at::kDouble).square().sum().item<double>(); }
+double square_sum(const at::Tensor& t) { return as_double(t).square().sum().item<double>(); }
 
 /// Distances of a candidate and of stock from a reference, of one tensor.
 struct Distance {
@@ -56,11 +58,11 @@ struct Distance {
 };
 
 Distance distance(const at::Tensor& candidate, const at::Tensor& stock, const at::Tensor& reference) {
-  const auto wide = reference.detach().to(at::kDouble);
+  const auto wide = as_double(reference);
   const double count = static_cast<double>(std::max<std::int64_t>(1, wide.numel()));
   const auto rms = [&](double sum) { return std::sqrt(sum / count); };
-  return {rms(square_sum(candidate.detach().to(at::kDouble) - wide)),
-          rms(square_sum(stock.detach().to(at::kDouble) - wide)), rms(square_sum(wide))};
+  return {rms(square_sum(as_double(candidate) - wide)), rms(square_sum(as_double(stock) - wide)),
+          rms(square_sum(wide))};
 }
 
 std::string brief(double value) {
@@ -276,11 +278,11 @@ struct Verifier::Impl {
                             Ruling& ruling) const {
     double own = 0, usual = 0, size = 0;
     for (std::size_t i = 0; i < wide.gradients.size(); ++i) {
-      const auto& w = wide.gradients[i];
-      if (!w.defined() || !stock.gradients[i].defined()) continue;
+      if (!wide.gradients[i].defined() || !stock.gradients[i].defined()) continue;
+      const auto w = as_double(wide.gradients[i]);
       size += square_sum(w);
-      own += (seen.gradients[i].to(at::kDouble) * w).sum().item<double>();
-      usual += (stock.gradients[i].to(at::kDouble) * w).sum().item<double>();
+      own += (as_double(seen.gradients[i]) * w).sum().item<double>();
+      usual += (as_double(stock.gradients[i]) * w).sum().item<double>();
     }
     if (size == 0 || !std::isfinite(usual)) return "";
     ruling.evidence["gradient_factor"] = own / size;

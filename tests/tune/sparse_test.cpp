@@ -1,0 +1,216 @@
+// Sparse gradients of embeddings, which torch's SGD and Adagrad take: they train on as in float64 by torch alone.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "oxytorch/load.h"
+#include "oxytorch/optim.h"
+#include "oxytorch/trainer.h"
+#include "oxytorch/tune/accelerate.h"
+#include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/run.h"
+#include "oxytorch/tune/strategy.h"
+#include "oxytorch/tune/verify.h"
+
+namespace oxytorch {
+namespace {
+
+using testing::ElementsAre;
+using tune::Kind;
+namespace nn = torch::nn;
+
+struct WordsImpl : nn::Module {
+  WordsImpl() {
+    table = register_module("table", nn::Embedding(nn::EmbeddingOptions(40, 6).sparse(true)));
+    head = register_module("head", nn::Linear(6, 3));
+  }
+  at::Tensor forward(const at::Tensor& words) { return head(table(words).mean(1)); }
+  nn::Embedding table{nullptr};
+  nn::Linear head{nullptr};
+};
+TORCH_MODULE(Words);
+
+Words make_model(at::ScalarType dtype = at::kFloat) {
+  torch::manual_seed(0);
+  Words model;
+  model->to(dtype);
+  return model;
+}
+
+/// With repetitions; the last ten rows never.
+std::vector<Batch> make_batches() {
+  torch::manual_seed(1);
+  std::vector<Batch> batches;
+  for (int i = 0; i < 4; ++i) batches.push_back({torch::randint(30, {5, 4}), torch::randint(3, {5})});
+  return batches;
+}
+
+struct Case {
+  const char* name;
+  std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)> make;
+};
+
+template <class Optimizer, class Options>
+Case of(const char* name, const Options& options) {
+  return {name, [options](const std::vector<at::Tensor>& params) -> std::unique_ptr<torch::optim::Optimizer> {
+            return std::make_unique<Optimizer>(params, options);
+          }};
+}
+
+const std::vector<Case>& cases() {
+  using torch::optim::SGDOptions, torch::optim::AdagradOptions;
+  static const std::vector<Case> all{
+      of<torch::optim::SGD>("SGD", SGDOptions(0.5)),
+      of<torch::optim::SGD>("SGDNesterov", SGDOptions(0.5).momentum(0.9).nesterov(true)),
+      of<torch::optim::SGD>("SGDDampening", SGDOptions(0.5).momentum(0.5).dampening(0.3)),
+      of<torch::optim::Adagrad>("Adagrad", AdagradOptions(0.5).lr_decay(0.1)),
+  };
+  return all;
+}
+
+LossFunction loss_of(const Words& model) { return supervised(model, nn::CrossEntropyLoss()); }
+
+class SparseTest : public testing::TestWithParam<Case> {
+ protected:
+  SparseTest() : optimizer(GetParam().make(model->parameters())) {}
+
+  /// What torch makes of it in float64.
+  static Words exact(int steps, double clip_norm = 0) {
+    auto wide = make_model(at::kDouble);
+    const auto stepping = GetParam().make(wide->parameters());
+    const auto batches = make_batches();
+    for (int i = 0; i < steps; ++i) {
+      stepping->zero_grad();
+      loss_of(wide)(batches[static_cast<std::size_t>(i) % 4]).backward();
+      EXPECT_TRUE(wide->table->weight.grad().is_sparse());
+      if (clip_norm > 0) {  // torch's function leaves sparse gradients as they are
+        double square = 0;
+        for (const auto& p : wide->parameters()) square += p.grad().to_dense().square().sum().item<double>();
+        const double factor = std::min(1.0, clip_norm / (std::sqrt(square) + 1e-6));
+        for (auto& p : wide->parameters()) p.mutable_grad() = p.grad() * factor;
+      }
+      stepping->step();
+    }
+    return wide;
+  }
+  void expect_as(const Words& wide) const {
+    for (std::size_t i = 0; i < model->parameters().size(); ++i) {
+      const auto off = (model->parameters()[i].to(at::kDouble) - wide->parameters()[i]).abs().max().item<double>();
+      EXPECT_LT(off, 4e-6) << GetParam().name << ", parameter " << i;
+    }
+  }
+
+  Words model = make_model();
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::vector<Batch> batches = make_batches();
+};
+
+TEST_P(SparseTest, TheTrainerTakesThem) {
+  for (const char* level : {"basic", "advanced"}) {
+    for (const double clip_norm : {0.0, 0.05}) {
+      SCOPED_TRACE(level + std::string(clip_norm > 0 ? ", clipped" : ""));
+      model = make_model();
+      optimizer = GetParam().make(model->parameters());
+      PerformanceConfig config(level);
+      config.set("precision", "fp32");
+      config.set("clip_norm", clip_norm);
+      Trainer trainer(*model, *optimizer, loss_of(model), config);
+      for (int i = 0; i < 6; ++i) trainer.step(batches[static_cast<std::size_t>(i) % 4]);
+      expect_as(exact(6, clip_norm));
+    }
+  }
+}
+
+TEST_P(SparseTest, StrategiesOfTheStepTakeThemAlsoInMidRun) {
+  for (const std::string name : {"native_step", "step_tail"}) {
+    for (const double clip_norm : {0.0, 0.05}) {
+      SCOPED_TRACE(name + (clip_norm > 0 ? ", clipped" : ""));
+      model = make_model();
+      optimizer = GetParam().make(model->parameters());
+      tune::Run run(*model, *optimizer, loss_of(model), batches, clip_norm);
+      if (!run.strategy(name).applies(run).holds) {
+        EXPECT_EQ(name, "native_step");
+        EXPECT_STREQ(GetParam().name, "Adagrad");
+        continue;
+      }
+      for (int i = 0; i < 6; ++i) {
+        run.bring(i < 2 || i > 3 ? std::vector<std::string>{} : std::vector<std::string>{name});
+        run.step(batches[static_cast<std::size_t>(i) % 4]);
+      }
+      expect_as(exact(6, clip_norm));
+    }
+  }
+}
+
+TEST_P(SparseTest, TheyAreHeldProvenAndVerified) {
+  tune::Run run(*model, *optimizer, loss_of(model), batches);
+  run.step(batches[0]);
+  ASSERT_TRUE(model->table->weight.grad().is_sparse());
+  const auto before = model->table->weight.grad().to_dense();
+  tune::Escrow escrow(run);
+  run.step(batches[1]);
+  EXPECT_NE(escrow.digest(), escrow.held());
+  escrow.restore();
+  EXPECT_EQ(escrow.digest(), escrow.held());
+  EXPECT_TRUE(at::equal(model->table->weight.grad().to_dense(), before));
+  tune::Verifier verifier(run, escrow);
+  for (const auto kind : {Kind::Exact, Kind::Tolerance}) {
+    const auto ruling = verifier.check(kind);
+    EXPECT_TRUE(ruling.held) << ruling.reason;
+  }
+  run.bring({"step_tail"});
+  const auto ruling = verifier.check(Kind::Tolerance);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+}
+
+/// Takes a delay away.
+struct NoDelay : tune::Strategy {
+  void apply(tune::Run& /*run*/) override { delayed = false; }
+  void revert(tune::Run& /*run*/) override { delayed = true; }
+  static inline bool delayed = true;
+};
+
+TEST_P(SparseTest, AccelerateTakesThem) {
+  static const bool once = [] {
+    tune::register_strategy<NoDelay>("sparse_no_delay", Kind::Exact);
+    return true;
+  }();
+  ASSERT_TRUE(once);
+  set_load_source([wall = 0.0]() mutable { return LoadSample{.wall = wall += 1}; });  // a quiet machine
+  const auto loss = [inner = loss_of(model)](const Batch& batch) {
+    if (NoDelay::delayed) std::this_thread::sleep_for(std::chrono::milliseconds(4));
+    return inner(batch);
+  };
+  const auto options = AccelerateOptions()
+                           .remember(false)
+                           .budget(20)
+                           .level("advanced")
+                           .strategies({"sparse_no_delay", "native_step", "step_tail"});
+  auto plan = accelerate(*model, *optimizer, loss, batches, options);
+  set_load_source({});
+  EXPECT_THAT(plan.accepted(), testing::Contains("sparse_no_delay"));
+  for (const auto& entry : plan.certificate().entries) {
+    EXPECT_NE(entry.standing, tune::Standing::Failed) << entry.strategy << ": " << entry.reason;
+    EXPECT_NE(entry.standing, tune::Standing::Refused) << entry.strategy << ": " << entry.reason;
+  }
+  // Long enough for the watch to compare losses and gradients.
+  for (int i = 0; i < 60; ++i) plan.step(batches[static_cast<std::size_t>(i) % 4]);
+  EXPECT_THAT(plan.accepted(), testing::Contains("sparse_no_delay")) << plan.report();
+  plan.revert();
+  EXPECT_TRUE(model->table->weight.grad().is_sparse());
+}
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, SparseTest, testing::ValuesIn(cases()),
+                         [](const auto& each) { return std::string(each.param.name); });
+
+}  // namespace
+}  // namespace oxytorch
