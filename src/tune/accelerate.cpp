@@ -4,7 +4,6 @@
 #include <torch/version.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <ctime>
 #include <map>
@@ -12,7 +11,6 @@
 #include <sstream>
 #include <typeinfo>
 
-#include "oxytorch/clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/host.h"
 #include "oxytorch/logging.h"
@@ -27,11 +25,11 @@
 #include "tune/bench.h"
 #include "tune/digest.h"
 #include "tune/plan.h"
+#include "tune/sources.h"
 
 namespace oxytorch {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using Names = std::vector<std::string>;
 
 std::string now_utc() {
@@ -160,7 +158,7 @@ class Tuning {
     }
     auto bounds =
         tune::SearchOptions::for_run(options_.steps_planned(), bench_.fastest(), options_.budget(), options_.seed());
-    bounds.used_seconds = seconds_since(began_);
+    bounds.used_seconds = tune::seconds_now() - began_;
     bounds.optimizer_share = bench_.optimizer_share();
     search_.emplace(std::move(facts), bounds);
     for (const auto& [name, reason] : skipped_) search_->skip(name, reason);
@@ -245,11 +243,11 @@ class Tuning {
   }
 
   tune::TrialOutcome outcome(const tune::Trial& trial) {
-    const auto began = Clock::now();
+    const double began = tune::seconds_now();
     auto found = tried(trial);
     const auto costly = [&](const auto& name) { return run_.strategy(name).expected_cost(run_) > 0; };
     if (costly(trial.strategy)) {
-      compiling_ += seconds_since(began);  // its trial is part of what it costs, and it says when that is repaid
+      compiling_ += tune::seconds_now() - began;  // its trial is part of what it costs, and it says when that is repaid
     } else if (std::any_of(trial.challenger.begin(), trial.challenger.end(), costly)) {
       compiling_ += found.cost_seconds;
     }
@@ -258,11 +256,11 @@ class Tuning {
 
   tune::TrialOutcome tried(const tune::Trial& trial) {
     tune::TrialOutcome outcome;
-    const auto began = Clock::now();
+    const double began = tune::seconds_now();
     try {
       std::tie(outcome.duel, outcome.cost_seconds) = bench_.duel(trial.incumbent, trial.challenger, trial.duel);
       outcome.disturbed = bench_.disturbed();
-      outcome.spent_seconds = std::max(1e-9, seconds_since(began) - outcome.cost_seconds);
+      outcome.spent_seconds = std::max(1e-9, tune::seconds_now() - began - outcome.cost_seconds);
       if (trial.incumbent.empty()) alone_ = {trial.challenger, outcome.duel};
       if (outcome.duel.decision != tune::Decision::Accept) return outcome;
       const auto ruling = verify_with(glance(), trial.challenger);
@@ -299,11 +297,11 @@ class Tuning {
   }
 
   tune::Ruling verify_with(tune::Verifier& verifier, const Names& names) {
-    const auto began = Clock::now();
+    const double began = tune::seconds_now();
     bench_.guarded({}, [&] { escrow_.restore(); });
     auto ruling = bench_.guarded(names, [&] { return verifier.check(widest(names)); });
     bench_.guarded({}, [&] { escrow_.restore(); });
-    if (search_) search_->charge(seconds_since(began));
+    if (search_) search_->charge(tune::seconds_now() - began);
     return ruling;
   }
 
@@ -395,7 +393,7 @@ class Tuning {
     const auto [seconds, faults] = bench_.untouched();
     made.relate(seconds, faults);
     made.compile_seconds = compiling_;
-    made.tuning_seconds = std::max(0.0, seconds_since(began_) - compiling_);
+    made.tuning_seconds = std::max(0.0, tune::seconds_now() - began_ - compiling_);
     return made;
   }
 
@@ -447,7 +445,7 @@ class Tuning {
   std::vector<tune::RegisteredStrategy> strategies_;
   tune::Bench bench_;
   tune::CertificateKey key_;
-  Clock::time_point began_ = Clock::now();
+  double began_ = tune::seconds_now();
   double compiling_ = 0;
   bool looked_ = false;
   Names events_;

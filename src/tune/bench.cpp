@@ -4,29 +4,13 @@
 #include <torch/types.h>
 
 #include <algorithm>
-#include <chrono>
-#include <ctime>
 #include <tuple>
 
-#include "oxytorch/clock.h"
-#include "oxytorch/host.h"
 #include "oxytorch/statistics.h"
 #include "oxytorch/tune/block.h"
+#include "tune/sources.h"
 
 namespace oxytorch::tune {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-/// Processor time of this thread.
-double thread_seconds() {
-  timespec time{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-}  // namespace
-
 void synchronize(at::Device device) {
   if (!device.is_cpu()) at::accelerator::synchronizeDevice(device.index());
 }
@@ -56,9 +40,9 @@ double Bench::baseline() {
   timing_updates_ = run_.device().is_cpu();  // elsewhere timing an update waits, and would lengthen the step
   updates_.clear();
   load_.begin();
-  const double on_processor = thread_seconds();
+  const double on_processor = thread_seconds_now();
   auto [times, faults] = blocks(1);
-  const double processor_step = (thread_seconds() - on_processor) / kBaselineBlocks;
+  const double processor_step = (thread_seconds_now() - on_processor) / kBaselineBlocks;
   fastest_ = *std::min_element(times.begin(), times.end());
   steps_ = block_steps(median(times));
   if (steps_ > 1) std::tie(times, faults) = blocks(steps_);
@@ -90,9 +74,9 @@ std::pair<double, double> Bench::untouched() {
 
 std::pair<std::vector<double>, double> Bench::blocks(int steps) {
   std::vector<double> times;
-  const auto before = page_faults();
+  const auto before = page_faults_now();
   for (int i = 0; i < kBaselineBlocks; ++i) times.push_back(timed(steps));
-  return {times, static_cast<double>(page_faults() - before) / steps / kBaselineBlocks};
+  return {times, static_cast<double>(page_faults_now() - before) / steps / kBaselineBlocks};
 }
 
 std::pair<DuelResult, double> Bench::duel(const Names& incumbent, const Names& challenger, const DuelOptions& options) {
@@ -105,9 +89,9 @@ std::pair<DuelResult, double> Bench::duel(const Names& incumbent, const Names& c
   Duel duel(measured);
   guarded({}, [&] { escrow_.restore(); });
   guarded(incumbent, [&] { warm_up(); });
-  const auto began = Clock::now();
+  const double began = seconds_now();
   const int warm = guarded(challenger, [&] { return warm_up(); });
-  const double warming = seconds_since(began);
+  const double warming = seconds_now() - began;
   load_.begin();
   for (std::size_t half = 0;; ++half) {
     const auto side = duel.next();
@@ -173,10 +157,10 @@ int Bench::warm_up() {
 
 double Bench::timed(int steps) {
   synchronize(run_.device());
-  const auto began = Clock::now();
+  const double began = seconds_now();
   for (int i = 0; i < steps; ++i) step();
   synchronize(run_.device());
-  return std::max(seconds_since(began) / steps, 1e-9);
+  return std::max((seconds_now() - began) / steps, 1e-9);
 }
 
 std::pair<std::map<std::string, double>, std::string> Bench::updates(const Names& names, std::uint64_t seed) {
@@ -222,10 +206,10 @@ bool Bench::wins(const std::string& name, std::uint64_t seed) {
 
 double Bench::update_seconds() {
   synchronize(run_.device());
-  const auto began = Clock::now();
+  const double began = seconds_now();
   run_.update();
   synchronize(run_.device());
-  return std::max(seconds_since(began), 1e-9);
+  return std::max(seconds_now() - began, 1e-9);
 }
 
 void Bench::step() {

@@ -4,23 +4,19 @@
 #include <torch/types.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <optional>
-#include <random>
 #include <utility>
 
-#include "oxytorch/clock.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/tune/apart.h"
 #include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/own_random.h"
 #include "tune/bench.h"
+#include "tune/sources.h"
 
 namespace oxytorch {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr int kCheckSteps = 100;  // a check is over by then
 
@@ -39,7 +35,7 @@ Plan::Impl::Impl(std::unique_ptr<tune::Run> r, tune::Certificate c, std::optiona
   tune::GuardOptions options;
   options.allow(widest);
   // What is in force cannot know which steps are compared.
-  options.seed = seed ^ (std::uint64_t{std::random_device{}()} << 32 | std::random_device{}());
+  options.seed = seed ^ tune::fresh_bits();
   guard.emplace(options);
 }
 
@@ -55,10 +51,10 @@ at::Tensor Plan::Impl::step(const Batch& batch) {
   if (!guard) return run->step(batch);
   const bool waited = waits > 0 || run->device().is_cpu();
   if (waited) tune::synchronize(run->device());
-  const auto began = Clock::now();
+  const double began = tune::seconds_now();
   auto loss = run->step(batch);
   if (waited) tune::synchronize(run->device());
-  guard->after(std::max(seconds_since(began), 1e-9));
+  guard->after(std::max(tune::seconds_now() - began, 1e-9));
   if (waited && !std::isfinite(loss.item<double>())) guard->suspicious();
   waits = std::max(0, waits - 1);
   return loss;

@@ -18,6 +18,7 @@
 #include "oxytorch/optim/optimizer.h"
 #include "tune/digest.h"
 #include "tune/optimizer_state.h"
+#include "tune/sources.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -133,9 +134,7 @@ struct Verifier::Impl {
   /// Drawn for each check: what was put in force before cannot know it.
   [[nodiscard]] Compared draw() const {
     Compared found;
-    std::random_device entropy;
-    const auto fresh = (std::uint64_t{entropy()} << 32 | entropy()) ^ options.seed;
-    found.drawn_by = options.drawn_by.value_or(fresh >> 11);  // which a double holds
+    found.drawn_by = options.drawn_by.value_or((fresh_bits() ^ options.seed) >> 11);  // which a double holds
     std::mt19937_64 lot(found.drawn_by);
     const auto some_of = [&](std::vector<int> all, std::size_t wanted) {
       std::shuffle(all.begin(), all.end(), lot);

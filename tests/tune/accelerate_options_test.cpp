@@ -3,15 +3,15 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <chrono>
 #include <filesystem>
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "accelerate_fixture.h"
 #include "oxytorch/error.h"
 #include "oxytorch/load.h"
 #include "oxytorch/tune/accelerate.h"
@@ -53,6 +53,7 @@ class AccelerateOptionsTest : public testing::Test {
     tune::register_strategy<Nothing>("narrows", Kind::Trade);
   }
   void SetUp() override {
+    sources.emplace(clock.sources());
     set_load_source([wall = 0.0]() mutable { return LoadSample{.wall = wall += 1}; });  // a quiet machine
     folder = (std::filesystem::path(testing::TempDir()) / "oxytorch_accelerate_options").string();
     std::filesystem::remove_all(folder);
@@ -65,6 +66,7 @@ class AccelerateOptionsTest : public testing::Test {
   }
   void TearDown() override {
     set_load_source({});
+    sources.reset();
     std::filesystem::remove_all(folder);
   }
 
@@ -75,7 +77,7 @@ class AccelerateOptionsTest : public testing::Test {
     const auto loss = [this](const Batch& batch) {
       ++steps;
       order += faster ? 'f' : '-';
-      if (!faster) std::this_thread::sleep_for(std::chrono::milliseconds(4));
+      clock.pass(faster ? 0.001 : 0.005);
       return nn::functional::cross_entropy(model->forward(batch.input), batch.target);
     };
     return accelerate(*model, *optimizer, loss, batches, options);
@@ -113,6 +115,8 @@ class AccelerateOptionsTest : public testing::Test {
     return "it was taken";
   }
 
+  accelerate_tests::Clock clock;
+  std::optional<tune::ScopedSources> sources;
   std::string folder;
   nn::Linear model{nullptr};
   std::vector<Batch> batches;

@@ -4,14 +4,13 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "accelerate_fixture.h"
 #include "oxytorch/load.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/trainer.h"
@@ -172,39 +171,31 @@ TEST_P(SparseTest, TheyAreHeldProvenAndVerified) {
   EXPECT_TRUE(ruling.held) << ruling.reason;
 }
 
-/// Takes a delay away.
-struct NoDelay : tune::Strategy {
-  void apply(tune::Run& /*run*/) override { delayed = false; }
-  void revert(tune::Run& /*run*/) override { delayed = true; }
-  static inline bool delayed = true;
-};
-
 TEST_P(SparseTest, AccelerateTakesThem) {
-  static const bool once = [] {
-    tune::register_strategy<NoDelay>("sparse_no_delay", Kind::Exact);
-    return true;
-  }();
-  ASSERT_TRUE(once);
+  accelerate_tests::plant();
+  accelerate_tests::costs.update = 0.005;
+  const tune::ScopedSources sources(accelerate_tests::clock.sources());
   set_load_source([wall = 0.0]() mutable { return LoadSample{.wall = wall += 1}; });  // a quiet machine
   const auto loss = [inner = loss_of(model)](const Batch& batch) {
-    if (NoDelay::delayed) std::this_thread::sleep_for(std::chrono::milliseconds(4));
+    accelerate_tests::pass_step();
+    if (accelerate_tests::delayed) accelerate_tests::clock.pass(0.01);
     return inner(batch);
   };
   const auto options = AccelerateOptions()
                            .remember(false)
                            .budget(20)
                            .level("advanced")
-                           .strategies({"sparse_no_delay", "native_step", "step_tail"});
+                           .strategies({"no_delay", "native_step", "paying_tail"});
   auto plan = accelerate(*model, *optimizer, loss, batches, options);
   set_load_source({});
-  EXPECT_THAT(plan.accepted(), testing::Contains("sparse_no_delay"));
+  EXPECT_THAT(plan.accepted(), testing::Contains("no_delay"));
   for (const auto& entry : plan.certificate().entries) {
     EXPECT_NE(entry.standing, tune::Standing::Failed) << entry.strategy << ": " << entry.reason;
     EXPECT_NE(entry.standing, tune::Standing::Refused) << entry.strategy << ": " << entry.reason;
   }
   // Long enough for the watch to compare losses and gradients.
   for (int i = 0; i < 60; ++i) plan.step(batches[static_cast<std::size_t>(i) % 4]);
-  EXPECT_THAT(plan.accepted(), testing::Contains("sparse_no_delay")) << plan.report();
+  EXPECT_THAT(plan.accepted(), testing::Contains("no_delay")) << plan.report();
   plan.revert();
   EXPECT_TRUE(model->table->weight.grad().is_sparse());
 }

@@ -1,0 +1,225 @@
+// The parts of accelerate(): switching strategies, and the verifier.
+#include <gmock/gmock.h>
+
+#include <functional>
+
+#include "accelerate_fixture.h"
+#include "oxytorch/amp.h"
+#include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/verify.h"
+
+namespace oxytorch::accelerate_tests {
+namespace {
+
+using testing::HasSubstr;
+
+TEST_F(AccelerateTest, TheStepTailCarriesStateBothWays) {
+  for (const auto& name : kOptimizers) {
+    if (name == "oxytorch") continue;
+    const auto batches = make_batches();
+    auto reference = make_model();
+    auto plain_optimizer = make_optimizer(name, reference);
+    tune::Run plain(*reference, *plain_optimizer, loss_of(reference), batches);
+    torch::manual_seed(5);
+    for (int i = 0; i < 9; ++i) plain.step(batches[static_cast<std::size_t>(i) % 4]);
+    auto model = make_model();
+    auto optimizer = make_optimizer(name, model);
+    tune::Run run(*model, *optimizer, loss_of(model), batches);
+    torch::manual_seed(5);
+    for (int i = 0; i < 9; ++i) {
+      run.bring(i / 3 == 1 ? std::vector<std::string>{"step_tail"} : std::vector<std::string>{});
+      run.step(batches[static_cast<std::size_t>(i) % 4]);
+    }
+    for (std::size_t i = 0; i < run.parameters().size(); ++i) {
+      // Of the bias before the normalisation the gradient is rounding alone, and these optimizers scale it up.
+      if (run.parameters()[i].is_same(model->encode->bias)) continue;
+      EXPECT_TRUE(at::allclose(run.parameters()[i], plain.parameters()[i], 1e-4, 1e-6)) << name << ' ' << i;
+    }
+  }
+}
+
+TEST_F(AccelerateTest, SwitchingWithoutAStepChangesNothing) {
+  for (const auto& name : kOptimizers) {
+    const auto batches = make_batches();
+    auto model = make_model();
+    auto optimizer = make_optimizer(name, model);
+    tune::Run run(*model, *optimizer, loss_of(model), batches);
+    for (int steps = 0; steps < 2; ++steps) {
+      const auto before = state_of(model, *optimizer);
+      if (name != "oxytorch") run.bring({"step_tail"});
+      run.bring({"physical_cores"});
+      run.bring({});
+      EXPECT_TRUE(state_of(model, *optimizer) == before) << name << " after " << steps << " steps";
+      run.step(batches[0]);
+    }
+  }
+}
+
+TEST_F(AccelerateTest, ChannelsLastGivesTheWeightsTheirMemoryBack) {
+  torch::manual_seed(0);
+  torch::nn::Sequential model(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3)), torch::nn::ReLU(),
+                              torch::nn::AdaptiveAvgPool2d(1), torch::nn::Flatten(), torch::nn::Linear(8, 2));
+  torch::optim::AdamW optimizer(model->parameters());
+  const std::vector<Batch> batches{{torch::randn({4, 3, 12, 12}), torch::randint(0, 2, {4})}};
+  tune::Run run(*model, optimizer, supervised(model, torch::nn::CrossEntropyLoss()), batches);
+  run.step(batches[0]);
+  tune::Escrow escrow(run);
+  const auto weight = model->parameters()[0];
+  const auto* const memory = weight.const_data_ptr();
+  for (const auto& names : std::vector<std::vector<std::string>>{{"channels_last"}, {"step_tail", "channels_last"}}) {
+    run.bring(names);
+    EXPECT_TRUE(weight.is_contiguous(at::MemoryFormat::ChannelsLast));
+    run.step(batches[0]);
+    run.bring({});
+    EXPECT_EQ(weight.const_data_ptr(), memory);
+    EXPECT_TRUE(weight.is_contiguous());
+    EXPECT_NE(escrow.digest(), escrow.held());
+    escrow.restore();
+    EXPECT_NO_THROW(escrow.prove());
+  }
+  tune::Verifier verifier(run, escrow);
+  run.bring({"channels_last", "step_tail"});
+  const auto ruling = verifier.check(Kind::Tolerance);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  EXPECT_EQ(run.in_force().size(), 2U);
+}
+
+TEST_F(AccelerateTest, TheRefereePassesWhatIsRightAndSaysWhatIsNot) {
+  for (const auto& name : kOptimizers) {
+    const auto batches = make_batches();
+    auto model = make_model();
+    auto optimizer = make_optimizer(name, model);
+    tune::Run run(*model, *optimizer, loss_of(model), batches, 0.5);
+    run.step(batches[0]);
+    tune::Escrow escrow(run);
+    tune::Verifier verifier(run, escrow);
+    EXPECT_TRUE(verifier.check(Kind::Exact).held) << name;
+    EXPECT_TRUE(verifier.check(Kind::Tolerance).held) << name << verifier.check(Kind::Tolerance).reason;
+    if (name != "oxytorch") {
+      run.bring({"step_tail"});
+      const auto ruling = verifier.check(Kind::Tolerance);
+      EXPECT_TRUE(ruling.held) << name << ": " << ruling.reason;
+      run.bring({});
+    }
+    run.bring({"bf16_autocast"});
+    EXPECT_FALSE(verifier.check(Kind::Tolerance).held) << name;
+    const auto ruling = verifier.check(Kind::Precision);
+    EXPECT_TRUE(ruling.held) << name << ": " << ruling.reason;
+    run.bring({});
+    EXPECT_NO_THROW(escrow.prove());
+  }
+}
+
+/// Makes backward wrong in some steps.
+struct WrongBackward : Strategy {
+  void apply(Run& /*run*/) override { wrong = true; }
+  void revert(Run& /*run*/) override { wrong = false; }
+  static inline bool wrong = false;
+};
+
+TEST_F(AccelerateTest, TheRefereeSeesFaultsOfSomeStepsAlone) {
+  tune::register_strategy<WrongBackward>("wrong_backward", Kind::Tolerance);
+  struct Case {
+    const char* name;
+    std::function<bool(int)> acts;
+    double factor;
+  };
+  const std::vector<Case> cases{
+      {"zeroed each fifth step", [](int step) { return step % 5 == 0; }, 0},
+      {"flipped in steps 2 to 6", [](int step) { return step >= 2 && step <= 6; }, -1},
+      {"1.9 percent wrong in step 7", [](int step) { return step == 7; }, 1.019},
+      {"zeroed each tenth step", [](int step) { return step % 10 == 0; }, 0},
+      {"flipped from step 20 on", [](int step) { return step >= 20; }, -1},
+  };
+  for (const auto& one : cases) {
+    auto model = make_model();
+    auto optimizer = make_optimizer("AdamW", model);
+    int taken = 0;
+    tune::Run run(
+        *model, *optimizer,
+        [&, inner = loss_of(model)](const Batch& batch) {
+          const auto value = inner(batch);
+          if (!WrongBackward::wrong) {
+            taken = 0;
+            return value;
+          }
+          const double factor = one.acts(++taken) ? one.factor : 1;
+          return value.detach() + (value - value.detach()) * factor;
+        },
+        make_batches());
+    tune::Escrow escrow(run);
+    tune::Verifier verifier(run, escrow);
+    EXPECT_TRUE(verifier.check(Kind::Tolerance).held) << verifier.check(Kind::Tolerance).reason;
+    run.bring({"wrong_backward"});
+    const auto ruling = verifier.check(Kind::Tolerance);
+    EXPECT_FALSE(ruling.held) << one.name;
+    EXPECT_THAT(ruling.reason, HasSubstr("step ")) << one.name;
+    EXPECT_EQ(ruling.evidence.count("drawn_by"), 1U);
+  }
+}
+
+TEST_F(AccelerateTest, TheRefereeTakesTorchsOwnNormForWhatItIs) {
+  // Of a norm over millions, torch's sum in float32 is off by more than any bound of an update.
+  torch::manual_seed(0);
+  struct ManyImpl : torch::nn::Module {
+    ManyImpl() {
+      weight = register_parameter("weight", torch::randn({3'000'000}) * 1e-3);
+      sizes = register_buffer("sizes", torch::rand({3'000'000}).pow(8));
+    }
+    at::Tensor weight, sizes;
+  };
+  auto model = std::make_shared<ManyImpl>();
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3));
+  const std::vector<Batch> batches{{torch::rand({4}) + 1, torch::zeros({1})}};
+  tune::Run run(
+      *model, optimizer,
+      [model](const Batch& b) {
+        return ((model->weight * model->sizes.to(model->weight.dtype())).sum() * b.input.mean() + 1).square();
+      },
+      batches, 0.25);
+  run.step(batches[0]);
+  tune::Escrow escrow(run);
+  tune::Verifier verifier(run, escrow, {.steps = 2, .span = 0, .trajectory = 2});
+  const auto nothing = verifier.check(Kind::Tolerance);
+  EXPECT_TRUE(nothing.held) << nothing.reason;
+  run.bring({"step_tail"});
+  const auto ruling = verifier.check(Kind::Tolerance);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  run.bring({});
+}
+
+double gradient_factor = 1;
+
+struct Factor : Strategy {
+  void apply(Run& run) override {
+    run.scope("autocast", [] { return std::make_shared<amp::Autocast>(at::kCPU, at::kBFloat16); });
+    gradient_factor = 1.03;
+  }
+  void revert(Run& run) override {
+    run.scope("autocast", {});
+    gradient_factor = 1;
+  }
+};
+
+TEST_F(AccelerateTest, TheRefereeSeesAFactorOnGradientsUnderBf16) {
+  const auto batches = make_batches(4, 64);
+  auto model = make_model();
+  auto optimizer = make_optimizer("AdamW", model);
+  tune::Run run(
+      *model, *optimizer,
+      [inner = loss_of(model)](const Batch& batch) {
+        const auto value = inner(batch);
+        return value.detach() + (value - value.detach()) * gradient_factor;
+      },
+      batches);
+  tune::Escrow escrow(run);
+  tune::Verifier verifier(run, escrow);
+  tune::register_strategy<Factor>("factor", Kind::Precision);
+  run.bring({"factor"});
+  const auto ruling = verifier.check(Kind::Precision);
+  EXPECT_FALSE(ruling.held);
+  EXPECT_THAT(ruling.reason, HasSubstr("gradient"));
+}
+
+}  // namespace
+}  // namespace oxytorch::accelerate_tests

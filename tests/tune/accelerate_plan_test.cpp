@@ -1,0 +1,145 @@
+// The plan that accelerate() returns: what it does during the run, leaves of the process and stores.
+#include <gmock/gmock.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "accelerate_fixture.h"
+#include "oxytorch/host.h"
+#include "oxytorch/logging.h"
+#include "oxytorch/memory.h"
+
+namespace oxytorch::accelerate_tests {
+namespace {
+
+using testing::Contains;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using tune::Standing;
+
+TEST_F(AccelerateTest, WithNothingAcceptedTheProcessHasItsHeapAgain) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("SGD", model);
+  const auto given = heap_mmap_threshold();
+  costs.faults = 100'000;  // a step that a kept heap may pay for: both are tried
+  auto plan = accelerate(*model, *optimizer, loss_of(model), make_batches(), only({"allocator", "keep_heap"}));
+  EXPECT_THAT(plan.accepted(), IsEmpty());
+  EXPECT_EQ(entry(plan, "allocator").pairs > 0, given.has_value()) << plan.report();
+  EXPECT_THAT(plan.report(), testing::Not(HasSubstr("Memory: ")));
+  plan.revert();
+  EXPECT_EQ(heap_mmap_threshold(), given);
+  auto allocator = tune_allocator();
+  EXPECT_TRUE(allocator.is_applied() || !given) << "a setting of the plan is left: " << allocator.reason();
+  allocator.revert();
+}
+
+TEST_F(AccelerateTest, TakesBackWhatDriftsDuringTheRun) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("AdamW", model);
+  const auto batches = make_batches();
+  auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches, only({"drifts"}));
+  ASSERT_THAT(plan.accepted(), ElementsAre("drifts"));
+  bad_calls = 1;
+  for (int i = 0; i < 60; ++i) plan.step(batches[0]);
+  EXPECT_THAT(plan.accepted(), IsEmpty());
+  EXPECT_EQ(entry(plan, "drifts").standing, Standing::RolledBack);
+  EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("rolled back")));
+  EXPECT_TRUE(delayed);
+}
+
+TEST_F(AccelerateTest, AChecksRandomNumbersAreItsOwn) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("SGD", model);
+  const auto batches = make_batches();
+  std::vector<std::int64_t> drawn;
+  bool listening = false;
+  LossFunction inner = delayed_loss(model);
+  // Another thread draws in the middle of each step, as one that loads data does.
+  auto plan = accelerate(
+      *model, *optimizer,
+      [&](const Batch& batch) {
+        auto loss = inner(batch);
+        if (!listening) return loss;
+        std::thread([&] { drawn.push_back(torch::randint(INT64_MAX, {1}, at::kLong).item<std::int64_t>()); }).join();
+        return loss + 0 * inner(batch);
+      },
+      batches, only({"no_delay"}));
+  ASSERT_THAT(plan.accepted(), ElementsAre("no_delay"));
+  torch::manual_seed(5);
+  listening = true;
+  for (int i = 0; i < 60; ++i) plan.step(batches[0]);
+  EXPECT_EQ(drawn.size(), 62);  // two in the check
+  std::sort(drawn.begin(), drawn.end());
+  EXPECT_EQ(std::adjacent_find(drawn.begin(), drawn.end()), drawn.end());
+  EXPECT_THAT(plan.accepted(), ElementsAre("no_delay"));
+}
+
+TEST_F(AccelerateTest, RemembersAndChecksBeforeItTrusts) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / "oxytorch_accelerate_test";
+  std::filesystem::remove_all(folder);
+  const auto options = only({"no_delay"}).remember(true).folder(folder.string());
+  const auto batches = make_batches();
+  for (const bool again : {false, true}) {
+    auto model = make_model();
+    auto optimizer = make_optimizer("AdamW", model);
+    auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches, options);
+    EXPECT_THAT(plan.accepted(), ElementsAre("no_delay"));
+    if (again) {
+      EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("reused")));
+    } else {
+      EXPECT_THAT(plan.certificate().events, IsEmpty());
+    }
+  }
+  std::filesystem::remove_all(folder);
+}
+
+TEST_F(AccelerateTest, AFolderThatCannotBeWrittenCostsNoPlan) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / "oxytorch_accelerate_no_folder";
+  std::ofstream(folder) << "a file in its place";
+  const auto batches = make_batches();
+  std::vector<std::string> said;
+  const LogSink before = set_log_sink([&](LogLevel, std::string_view text) { said.emplace_back(text); });
+  {
+    auto model = make_model();
+    auto optimizer = make_optimizer("AdamW", model);
+    auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches,
+                           only({"drifts"}).remember(true).folder(folder.string()));
+    EXPECT_THAT(plan.accepted(), ElementsAre("drifts"));
+    EXPECT_THAT(plan.certificate().events, ElementsAre(HasSubstr("not stored")));
+    EXPECT_THAT(plan.certificate().events, ElementsAre(HasSubstr(folder.string())));
+    EXPECT_THAT(plan.report(), HasSubstr("not stored"));
+    EXPECT_THAT(said, Contains(HasSubstr("not stored")));
+    // Nor does one that cannot be deleted once it does not hold any more.
+    std::filesystem::remove(folder);
+    std::filesystem::create_directories(folder / (plan.certificate().key.digest() + ".json") / "full");
+    bad_calls = 1;
+    for (int i = 0; i < 60; ++i) plan.step(batches[0]);
+    EXPECT_THAT(plan.accepted(), IsEmpty());
+    EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("could not be deleted")));
+  }
+  set_log_sink(before);
+  std::filesystem::remove_all(folder);
+}
+
+TEST_F(AccelerateTest, NothingThatWasMeasuredBesideOtherProgramsIsRemembered) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / "oxytorch_accelerate_busy";
+  std::filesystem::remove_all(folder);
+  set_load_source([wall = 0.0]() mutable {
+    wall += 1;
+    return LoadSample{.wall = wall, .busy = 2 * wall, .waited = 0.5 * wall, .cores = 2};
+  });
+  auto model = make_model();
+  auto optimizer = make_optimizer("AdamW", model);
+  auto plan = accelerate(*model, *optimizer, delayed_loss(model), make_batches(),
+                         only({"no_delay"}).remember(true).folder(folder.string()));
+  EXPECT_THAT(plan.certificate().disturbance, HasSubstr("other programs used 2.0 of its 2 cores"));
+  EXPECT_THAT(plan.report(), HasSubstr("The machine was busy"));
+  EXPECT_FALSE(tune::CertificateStore(folder.string()).find(plan.certificate().key).has_value());
+  std::filesystem::remove_all(folder);
+}
+
+}  // namespace
+}  // namespace oxytorch::accelerate_tests
