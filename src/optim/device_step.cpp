@@ -119,12 +119,12 @@ void StepTail::Impl::fill_device_groups() {
   }
 }
 
-oxy_tail_settings StepTail::Impl::device_settings(const StepInputs& in) {
+oxy_tail_settings StepTail::Impl::device_settings(const Work& work, const StepInputs& in) {
   auto& [scale, found, skip, limit] = device_round.inputs;
   oxy_tail_settings s{};
   s.size = sizeof(s);
   const auto flag = [&s](bool set, std::uint32_t bit) { s.flags |= set ? bit : 0; };
-  flag(options.zero_grads, OXY_TAIL_ZERO_GRAD);
+  flag(options.zero_grads && !work.grads_shared, OXY_TAIL_ZERO_GRAD);
   flag(options.collect_stats, OXY_TAIL_COLLECT);
   flag(options.stochastic_rounding, OXY_TAIL_STOCHASTIC);
   flag(options.nonfinite == NonFinite::Propagate, OXY_TAIL_PROPAGATE);
@@ -167,7 +167,7 @@ void StepTail::Impl::step_natively(Work& work, const StepInputs& in) {
   }
   const bool measured = measures(in);
   fill_device_groups();
-  const oxy_tail_settings settings = device_settings(in);
+  const oxy_tail_settings settings = device_settings(work, in);
   const oxy_tail_results results = device_results();
   auto* const sums = round.sums.mutable_data_ptr<double>();
   auto* const verdict = static_cast<oxy_tail_verdict*>(round.verdict.mutable_data_ptr());
@@ -203,7 +203,7 @@ void StepTail::Impl::step_natively(Work& work, const StepInputs& in) {
     run_composite(work, step);
   }
   reduce_statistics(work);
-  zero_copied_grads(work);
+  zero_other_grads(work);
 }
 
 }  // namespace oxytorch::optim

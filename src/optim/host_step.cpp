@@ -33,7 +33,7 @@ void StepTail::Impl::step_on_host(Work& work, const StepInputs& in) {
       const at::NoGradGuard no_grad;
       for (CompositeParam& p : work.composite) p.grad.zero_();
     }
-    zero_copied_grads(work);
+    zero_other_grads(work);
     return;
   }
   // Written so that a NaN norm, where it is let through, reaches every gradient as in torch.
@@ -41,6 +41,7 @@ void StepTail::Impl::step_on_host(Work& work, const StepInputs& in) {
   if (clip > 1.0) clip = 1.0;
   kernels::TailSettings settings = base_settings();
   settings.grad_multiplier = clip / scale;
+  settings.zero_grad = options.zero_grads && !work.grads_shared;
   work.plan->apply(native_groups, settings, pool);
   note_native_writes(work);
   if (options.collect_stats) collect_norms(work);
@@ -50,7 +51,7 @@ void StepTail::Impl::step_on_host(Work& work, const StepInputs& in) {
     run_composite(work, step);
   }
   reduce_statistics(work);
-  zero_copied_grads(work);
+  zero_other_grads(work);
 }
 
 kernels::TailSettings StepTail::Impl::base_settings() const {

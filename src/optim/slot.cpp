@@ -229,8 +229,7 @@ void Likeness::remember(const at::Tensor& param, const at::Tensor& grad) {
   numel_ = static_cast<std::size_t>(param.numel());
   grad_bytes_ = numel_ == 0 ? 0 : grad.element_size();
   device_ = param.device();
-  shape_.assign(param.sizes().begin(), param.sizes().end());
-  shape_.append(param.strides().begin(), param.strides().end());
+  shape_ = param.unsafeGetTensorImpl()->sizes_and_strides();
 }
 
 bool wants(const Recipe& recipe, const Slot& slot, std::size_t moment) {

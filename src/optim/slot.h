@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/DimVector.h>
 
 #include <array>
 #include <cstdint>
@@ -27,6 +26,26 @@ struct Recipe {
   [[nodiscard]] bool counts_steps() const { return traits(algorithm).counts_steps || options.stochastic_rounding; }
 };
 
+/// The same sizes and strides.
+inline bool same_shape(const c10::impl::SizesAndStrides& a, const c10::impl::SizesAndStrides& b) {
+  const std::size_t dim = a.size();
+  if (b.size() != dim) return false;
+  const std::int64_t *sizes = a.sizes_data(), *other_sizes = b.sizes_data();
+  const std::int64_t *strides = a.strides_data(), *other_strides = b.strides_data();
+  for (std::size_t d = 0; d < dim; ++d) {
+    if (sizes[d] != other_sizes[d] || strides[d] != other_strides[d]) return false;
+  }
+  return true;
+}
+
+/// same_strides() of tensors that were plain ones when their keys were last looked at, and have the same keys now.
+inline bool laid_out_alike(c10::TensorImpl& tensor, c10::TensorImpl& like) {
+  return same_shape(tensor.sizes_and_strides(), like.sizes_and_strides()) || same_strides(tensor, like);
+}
+
+/// Whether a device is one of those that its tensors' keys tell apart.
+inline bool keys_tell(c10::Device device) { return device.is_cpu(); }
+
 /// What a parameter's shape and a gradient that the kernels can read looked like when they were last checked: as long
 /// as they still do, so is what was found then.
 class Likeness {
@@ -35,28 +54,24 @@ class Likeness {
   void remember(const at::Tensor& param, const at::Tensor& grad);
   void forget() noexcept { grad_keys_ = {}; }
 
-  [[nodiscard]] bool of(const c10::TensorImpl& param, const c10::TensorImpl& grad) const {
-    return grad.key_set() == grad_keys_ && grad.dtype() == grad_type_ && grad.device() == device_ && shaped(param) &&
-           same_strides(grad, param) &&
-           (static_cast<std::size_t>(grad.storage_offset()) + numel_) * grad_bytes_ <= grad.unsafe_storage().nbytes();
+  /// The gradient's elements; null where it, or the parameter, is not as remembered.
+  [[nodiscard]] void* elements(c10::TensorImpl& param, c10::TensorImpl& grad) const {
+    if (grad.key_set() != grad_keys_ || grad.dtype() != grad_type_ ||
+        !(keys_tell(device_) || grad.device() == device_) || !same_shape(param.sizes_and_strides(), shape_)) {
+      return nullptr;
+    }
+    c10::StorageImpl& storage = *grad.unsafe_storage().unsafeGetStorageImpl();
+    const auto offset = static_cast<std::size_t>(grad.storage_offset());
+    if ((offset + numel_) * grad_bytes_ > storage.nbytes() || !laid_out_alike(grad, param)) return nullptr;
+    return numel_ == 0 ? address(grad) : static_cast<char*>(storage.mutable_data()) + offset * grad_bytes_;
   }
 
  private:
-  [[nodiscard]] bool shaped(const c10::TensorImpl& tensor) const {
-    const auto sizes = tensor.sizes(), strides = tensor.strides();
-    const std::size_t dim = sizes.size();
-    if (2 * dim != shape_.size()) return false;
-    for (std::size_t d = 0; d < dim; ++d) {
-      if (sizes[d] != shape_[d] || strides[d] != shape_[dim + d]) return false;
-    }
-    return true;
-  }
-
   c10::DispatchKeySet grad_keys_;
   caffe2::TypeMeta grad_type_;
   c10::Device device_ = at::kCPU;
   std::size_t numel_ = 0, grad_bytes_ = 0;  // an element's
-  c10::DimVector shape_;                    // sizes, then strides
+  c10::impl::SizesAndStrides shape_;
 };
 
 /// A tensor that a plan holds the address of, as it was when the plan was made. A tensor's memory, strides, sizes,
@@ -64,8 +79,9 @@ class Likeness {
 /// that each step compares them. Nothing of torch is called for it: the fields lie in the tensor and in its storage.
 struct PlannedTensor {
   c10::TensorImpl* tensor;
-  const void* base;           // of the storage
-  c10::DeleterFnPtr deleter;  // of the storage; another one where it became copy-on-write
+  const c10::StorageImpl* storage;  // looked at only while it is the tensor's
+  const void* base;                 // of the storage
+  c10::DeleterFnPtr deleter;        // of the storage; another one where it became copy-on-write
   std::int64_t offset;
   std::int64_t numel;
   std::size_t end;  // bytes of the storage that the elements reach up to
@@ -76,8 +92,9 @@ struct PlannedTensor {
 
   PlannedTensor(const at::Tensor& planned, bool is_like_param)
       : tensor(planned.unsafeGetTensorImpl()),
-        base(storage().data()),
-        deleter(storage().data_ptr().get_deleter()),
+        storage(tensor->unsafe_storage().unsafeGetStorageImpl()),
+        base(storage->data()),
+        deleter(storage->data_ptr().get_deleter()),
         offset(planned.storage_offset()),
         numel(planned.numel()),
         end(numel == 0 ? 0 : static_cast<std::size_t>(offset + numel) * planned.element_size()),
@@ -87,12 +104,13 @@ struct PlannedTensor {
         like_param(is_like_param) {}
 
   /// False where the plan may no longer describe the tensor.
-  [[nodiscard]] bool unchanged(const c10::TensorImpl& param) const {
-    const c10::StorageImpl& now = storage();
-    return now.data() == base && now.data_ptr().get_deleter() == deleter && now.nbytes() >= end &&
+  [[nodiscard]] bool unchanged(c10::TensorImpl& param) const {
+    if (tensor->unsafe_storage().unsafeGetStorageImpl() != storage) return false;
+    const at::DataPtr& memory = storage->data_ptr();
+    return memory.get() == base && memory.get_deleter() == deleter && storage->nbytes() >= end &&
            tensor->storage_offset() == offset && tensor->key_set() == keys && tensor->dtype() == type &&
-           tensor->device() == device &&
-           (like_param ? tensor == &param || same_strides(*tensor, param)
+           (keys_tell(device) || tensor->device() == device) &&
+           (like_param ? tensor == &param || laid_out_alike(*tensor, param)
                        : tensor->numel() == numel && tensor->is_contiguous());
   }
 
@@ -101,9 +119,6 @@ struct PlannedTensor {
     const auto start = reinterpret_cast<std::uintptr_t>(base);
     return {start + (numel == 0 ? 0 : static_cast<std::size_t>(offset) * type.itemsize()), start + end};
   }
-
- private:
-  [[nodiscard]] const c10::StorageImpl& storage() const { return *tensor->unsafe_storage().unsafeGetStorageImpl(); }
 };
 
 struct Slot {

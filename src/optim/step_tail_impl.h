@@ -34,6 +34,9 @@ struct Work {
   std::vector<std::size_t> planned;           // slots in the order of either
   std::vector<PlannedTensor> held;            // parameter and state of the planned slots, one slot after the other
   std::vector<std::size_t> held_end;          // of each planned slot
+  bool watched = false;                       // some slot is
+  bool grads_moved = false;                   // since they were last compared
+  bool grads_shared = false;                  // some have memory in common; known with zero_grads alone
   bool served = false;                        // the device has kernels that take these tensors
   std::vector<std::size_t> others;
   std::vector<CompositeParam> composite;  // of the others, those with a gradient in this step
@@ -81,8 +84,10 @@ struct StepTail::Impl : Recipe {
   bool gather(Work& work);
   bool prepare(Work& work);
   bool bind(Work& work);
-  bool bind_native(Work& work, std::size_t at, std::size_t first_held);
+  bool bind_native(Work& work);
+  bool bind_gradient(Work& work, std::size_t at, kernels::TailTensor& native);
   bool bind_others(Work& work);
+  void find_shared_grads(Work& work);
   void bind_composite(Work& work, std::size_t index, const at::Tensor& grad);
   bool inspect(Slot& slot, const at::Tensor& grad, kernels::TailTensor& native);
   void note_tensors(Work& work);
@@ -94,8 +99,8 @@ struct StepTail::Impl : Recipe {
   [[nodiscard]] kernels::TailGroup native_group(const GroupOptions& options) const;
   /// After the kernels ran.
   void note_native_writes(Work& work);
-  /// Gradients that were zeroed through a copy.
-  void zero_copied_grads(const Work& work);
+  /// With zero_grads: those that the kernels do not zero, or only a copy of.
+  void zero_other_grads(const Work& work);
 
   // ---- host_step.cpp: memory of the device is memory of the host, so verdict and coefficient are plain numbers
 
@@ -110,7 +115,7 @@ struct StepTail::Impl : Recipe {
   void step_on_device(Work& work, const StepInputs& in);
   void step_natively(Work& work, const StepInputs& in);
   void fill_device_groups();
-  [[nodiscard]] oxy_tail_settings device_settings(const StepInputs& in);
+  [[nodiscard]] oxy_tail_settings device_settings(const Work& work, const StepInputs& in);
   [[nodiscard]] oxy_tail_results device_results() const;
   /// The slots of work.composite as an index tensor.
   const at::Tensor& places(Work& work);

@@ -14,16 +14,30 @@
 namespace oxytorch::optim {
 namespace {
 
+using Range = std::pair<std::uintptr_t, std::uintptr_t>;
+
+bool overlap(std::vector<Range> ranges) {
+  std::erase_if(ranges, [](const Range& range) { return range.first == range.second; });
+  std::sort(ranges.begin(), ranges.end());
+  return std::adjacent_find(ranges.begin(), ranges.end(),
+                            [](const Range& a, const Range& b) { return b.first < a.second; }) != ranges.end();
+}
+
 // True where two tensors have memory in common. Kernels take tensors together and in any order; torch one after the
 // other.
 bool overlap(const std::vector<PlannedTensor>& held) {
-  std::vector<std::pair<std::uintptr_t, std::uintptr_t>> ranges;
-  for (const PlannedTensor& t : held) {
-    if (t.numel > 0) ranges.push_back(t.range());
-  }
-  std::sort(ranges.begin(), ranges.end());
-  return std::adjacent_find(ranges.begin(), ranges.end(),
-                            [](const auto& a, const auto& b) { return b.first < a.second; }) != ranges.end();
+  std::vector<Range> ranges;
+  ranges.reserve(held.size());
+  for (const PlannedTensor& t : held) ranges.push_back(t.range());
+  return overlap(std::move(ranges));
+}
+
+// What a gradient's elements lie in, or more: all of its storage where they leave gaps.
+Range range_of(const at::Tensor& grad) {
+  if (grad.layout() != at::kStrided || grad.numel() == 0) return {0, 0};
+  const bool dense = grad.is_non_overlapping_and_dense();
+  const auto start = reinterpret_cast<std::uintptr_t>(dense ? grad.const_data_ptr() : grad.storage().data());
+  return {start, start + (dense ? grad.nbytes() : grad.storage().nbytes())};
 }
 
 }  // namespace
@@ -100,11 +114,13 @@ void StepTail::Impl::build_plan(Work& work) {
   std::vector<kernels::TailTensor> tensors;
   work.planned.clear();
   work.others.clear();
+  work.watched = false;
   work.served = !options.force_composite && device_serves();
   for (std::size_t i : work.members) {
     Slot& slot = slots[i];
     slot.complete = complete(*this, slot);
     slot.watched = has_masters(slot);
+    work.watched = work.watched || slot.watched;
     slot.likeness.forget();
     if (work.served && can_be_native(slot)) {
       work.planned.push_back(i);
@@ -200,9 +216,8 @@ bool StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTe
   return true;
 }
 
-bool StepTail::Impl::bind_native(Work& work, std::size_t at, std::size_t first_held) {
+bool StepTail::Impl::bind_gradient(Work& work, std::size_t at, kernels::TailTensor& native) {
   Slot& slot = slots[work.planned[at]];
-  kernels::TailTensor& native = work.native()[at];
   c10::TensorImpl& param = *slot.param.unsafeGetTensorImpl();
   const at::Tensor& grad = param.grad();
   if (options.norm_in_backward) work.known[at] = slot.known.spend(grad);
@@ -211,23 +226,33 @@ bool StepTail::Impl::bind_native(Work& work, std::size_t at, std::size_t first_h
     return true;
   }
   if (!slot.complete) return false;
+  native.first = slot.first;
+  const void* const last = native.grad;
+  native.grad = slot.likeness.elements(param, *grad.unsafeGetTensorImpl());
+  work.grads_moved = work.grads_moved || native.grad == nullptr || native.grad != last;
+  if (native.grad != nullptr) return true;
   if (grad.is_sparse() && changes_rows_alone(*this, slot, grad)) {
     check_param(*this, slot, grad);
-    native.grad = nullptr;
     bind_composite(work, work.planned[at], grad);
     return true;
   }
-  c10::TensorImpl& source = *grad.unsafeGetTensorImpl();
-  if (slot.likeness.of(param, source)) {
-    native.grad = address(source);
-  } else if (!inspect(slot, grad, native)) {
-    return false;
+  return inspect(slot, grad, native);
+}
+
+bool StepTail::Impl::bind_native(Work& work) {
+  const std::span<kernels::TailTensor> native = work.native();
+  for (std::size_t at = 0; at < native.size(); ++at) {
+    if (!bind_gradient(work, at, native[at])) return false;
   }
-  for (std::size_t t = first_held; t < work.held_end[at]; ++t) {
-    if (!work.held[t].unchanged(param)) return false;
+  // In a loop of their own, so that the processor looks at many at once: each lies elsewhere.
+  for (std::size_t at = 0, held = 0; at < native.size(); held = work.held_end[at++]) {
+    if (native[at].grad == nullptr) continue;
+    c10::TensorImpl& param = *work.held[held].tensor;
+    for (std::size_t t = held; t < work.held_end[at]; ++t) {
+      if (!work.held[t].unchanged(param)) return false;
+    }
+    if (work.watched && slots[work.planned[at]].watched) follow_outside_writes(slots[work.planned[at]]);
   }
-  if (slot.watched) follow_outside_writes(slot);
-  native.first = slot.first;
   return true;
 }
 
@@ -263,15 +288,26 @@ bool StepTail::Impl::bind_others(Work& work) {
   return true;
 }
 
+// Zeros over a gradient must not be what another parameter's update reads.
+void StepTail::Impl::find_shared_grads(Work& work) {
+  if (!std::exchange(work.grads_moved, false) && work.composite.empty()) return;
+  std::vector<Range> ranges;
+  ranges.reserve(work.members.size());
+  for (std::size_t i : work.members) {
+    const at::Tensor& grad = slots[i].param.grad();
+    if (grad.defined()) ranges.push_back(range_of(grad));
+  }
+  work.grads_shared = overlap(std::move(ranges));
+}
+
 // Hands the plan this step's addresses; false where it no longer matches the slots.
 bool StepTail::Impl::bind(Work& work) {
   if (work.generation != generation) return false;
   work.composite.clear();
   work.composite_index.clear();
-  for (std::size_t at = 0, held = 0; at < work.planned.size(); held = work.held_end[at++]) {
-    if (!bind_native(work, at, held)) return false;
-  }
-  return bind_others(work);
+  if (!bind_native(work) || !bind_others(work)) return false;
+  if (options.zero_grads) find_shared_grads(work);
+  return true;
 }
 
 bool StepTail::Impl::gather(Work& work) {
@@ -309,15 +345,15 @@ void StepTail::Impl::note_native_writes(Work& work) {
   }
 }
 
-void StepTail::Impl::zero_copied_grads(const Work& work) {
+void StepTail::Impl::zero_other_grads(const Work& work) {
   if (!options.zero_grads) return;
   const at::NoGradGuard no_grad;
   for (std::size_t i : work.members) {
     Slot& slot = slots[i];
     const at::Tensor& grad = slot.param.grad();
-    if (grad.defined() && (slot.grad_copy.defined() || grad.is_sparse()) && !readable(grad, slot.param)) {
-      slot.param.mutable_grad().zero_();
-    }
+    if (!grad.defined()) continue;
+    const bool copied = (slot.grad_copy.defined() || grad.is_sparse()) && !readable(grad, slot.param);
+    if (copied || work.grads_shared) slot.param.mutable_grad().zero_();
   }
 }
 

@@ -179,6 +179,30 @@ TEST(Edits, MemoryInCommonIsLeftToTorchsOrder) {
   EXPECT_TRUE(opt.tail().native());
 }
 
+TEST(Edits, GradientsInCommonAreZeroedAfterAllUpdates) {
+  const at::Tensor memory = at::ones({60});
+  Tensors params, apart;
+  for (Tensors* of : {&params, &apart}) {
+    for (int i = 0; i < 3; ++i) of->push_back(at::full({20}, 1.0 + i).requires_grad_());
+  }
+  AdamW opt(params, AdamWOptions(1e-2).zero_grads(true)), reference(apart, AdamWOptions(1e-2));
+  for (int step = 0; step < 3; ++step) {
+    memory.fill_(1.0 + step);
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      params[i].mutable_grad() =
+          memory.slice(0, static_cast<std::int64_t>(10 * i), static_cast<std::int64_t>(10 * i + 20));
+      apart[i].mutable_grad() = params[i].grad().clone();
+    }
+    opt.step();
+    reference.step();
+    EXPECT_TRUE(opt.tail().native());
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      EXPECT_TRUE(same_bits(params[i], apart[i])) << i;
+      EXPECT_FALSE(params[i].grad().any().item<bool>());
+    }
+  }
+}
+
 TEST(Edits, OfAWrongKindAreRefusedByName) {
   struct Wrong {
     std::function<void(at::Tensor)> edit;
