@@ -10,6 +10,7 @@
 #include <string_view>
 #include <tuple>
 #include <utility>
+#include <variant>
 
 #include "oxytorch/error.h"
 #include "oxytorch/load.h"
@@ -326,38 +327,61 @@ void bind_certificate(py::module_& m) {
   m.def("allows", &allows, py::arg("level"), py::arg("kind"), "Whether a level allows a kind of change.");
 }
 
-/// Of dense vectors on the CPU.
-template <class T>
-Change change_of(const std::optional<at::Tensor>& before, const at::Tensor& after, const at::Tensor& wanted,
-                 double element, std::size_t sample) {
-  const auto span = []<class U>(const at::Tensor& t, U*) {
-    return std::span<const U>(t.const_data_ptr<U>(), static_cast<std::size_t>(t.numel()));
-  };
-  return measure_change<T>(before ? span(*before, static_cast<T*>(nullptr)) : std::span<const T>(),
-                           span(after, static_cast<T*>(nullptr)), span(wanted, static_cast<double*>(nullptr)), element,
-                           sample);
-}
+/// Of one dtype; `add` takes dense vectors on the CPU.
+class AnyChangeMeter {
+ public:
+  AnyChangeMeter(std::size_t count, bool wide, double element, std::size_t sample) {
+    if (wide) {
+      meter_.emplace<ChangeMeter<double>>(count, element, sample);
+    } else {
+      meter_.emplace<ChangeMeter<float>>(count, element, sample);
+    }
+  }
+
+  void add(const std::optional<at::Tensor>& before, const at::Tensor& after, const at::Tensor& wanted) {
+    for (const at::Tensor& t : {before.value_or(after), after, wanted}) {
+      OXY_CHECK(t.is_cpu() && t.dim() == 1 && t.is_contiguous(), InvalidArgument,
+                "a change is measured of dense vectors on the CPU.");
+    }
+    std::visit(
+        [&]<class T>(ChangeMeter<T>& meter) {
+          const auto span = []<class U>(const at::Tensor& t, U*) {
+            return std::span<const U>(t.const_data_ptr<U>(), static_cast<std::size_t>(t.numel()));
+          };
+          T* const of_run = nullptr;
+          meter.add(before ? span(*before, of_run) : std::span<const T>(), span(after, of_run),
+                    span(wanted, static_cast<double*>(nullptr)));
+        },
+        meter_);
+  }
+
+  bool stands_out() const {
+    return std::visit([](const auto& meter) { return meter.stands_out(); }, meter_);
+  }
+
+  Change found() const {
+    return std::visit([](const auto& meter) { return meter.found(); }, meter_);
+  }
+
+ private:
+  std::variant<ChangeMeter<float>, ChangeMeter<double>> meter_{std::in_place_type<ChangeMeter<float>>, 1, 0.0, 1};
+};
 
 void bind_change(py::module_& m) {
-  m.def(
-      "measure_change",
-      [](const std::optional<at::Tensor>& before, const at::Tensor& after, const at::Tensor& wanted, double element,
-         std::size_t sample) {
-        for (const at::Tensor& t : {before.value_or(after), after, wanted}) {
-          OXY_CHECK(t.is_cpu() && t.dim() == 1 && t.is_contiguous(), InvalidArgument,
-                    "a change is measured of dense vectors on the CPU.");
-        }
-        const auto measure = after.scalar_type() == at::kDouble ? change_of<double> : change_of<float>;
-        Change found;
-        {
-          const py::gil_scoped_release release;
-          found = measure(before, after, wanted, element, sample);
-        }
-        return std::tuple(found.error, found.size, found.unit, found.slope, found.worst,
-                          std::pair(found.upwards, found.outwards), found.bias_error, found.ratio);
-      },
-      py::arg("before"), py::arg("after"), py::arg("wanted"), py::arg("element"), py::arg("sample"),
-      "Error, size, unit, slope, worst, (upwards, outwards), bias_error, ratio; see oxytorch.tune.update.Change.");
+  py::class_<AnyChangeMeter>(m, "ChangeMeter", "Measures a vector's change that comes in slices, in order.")
+      .def(py::init<std::size_t, bool, double, std::size_t>(), py::arg("count"), py::arg("wide"), py::arg("element"),
+           py::arg("sample"))
+      .def("add", &AnyChangeMeter::add, release_gil(), py::arg("before"), py::arg("after"), py::arg("wanted"))
+      .def_property_readonly("stands_out", &AnyChangeMeter::stands_out,
+                             "Whether the slices are to be given once more: known after the last of them.")
+      .def(
+          "found",
+          [](const AnyChangeMeter& meter) {
+            const Change found = meter.found();
+            return std::tuple(found.error, found.size, found.unit, found.slope, found.worst,
+                              std::pair(found.upwards, found.outwards), found.bias_error, found.ratio);
+          },
+          "Error, size, unit, slope, worst, (upwards, outwards), bias_error, ratio; see oxytorch.tune.update.Change.");
 }
 
 void bind_load(py::module_& m) {

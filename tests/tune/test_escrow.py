@@ -13,7 +13,8 @@ import oxytorch as ox
 import pytest
 import torch
 import torch_device
-from oxytorch.tune.escrow import Escrow
+from oxytorch.tune.escrow import Escrow, gradients_away
+from oxytorch.tune.run import Run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -277,3 +278,41 @@ def test_buffers_are_written_again_where_their_memory_was_exchanged() -> None:
             weight.add_(1)
     assert weight.data_ptr() == place
     assert torch.equal(weight, held)
+
+
+def with_gradients(step: Callable[[Any], Tensor] | None = None) -> tuple[nn.Linear, Run]:
+    torch.manual_seed(0)
+    model = nn.Linear(600, 600)
+    model(torch.randn(4, 600)).square().sum().backward()
+    loss = None if step else (lambda m, b: m(b).sum())
+    return model, Run(model, torch.optim.SGD(model.parameters(), 1e-3), loss, [torch.randn(4, 600)], step=step)
+
+
+def test_gradients_that_a_step_drops_take_no_memory_and_come_back() -> None:
+    model, run = with_gradients()
+    assert model.weight.grad is not None
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    with pytest.raises(ZeroDivisionError), gradients_away(run):
+        assert model.weight.grad is None
+        assert model.bias.grad is None
+        run.step(run.batches[0])
+        raise ZeroDivisionError
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        assert torch.equal(p.grad, before[name])
+
+
+def test_gradients_that_others_refer_to_or_a_step_may_add_to_stay() -> None:
+    model, run = with_gradients()
+    mine, view = model.weight.grad, model.bias.grad.view(2, 300)  # type: ignore[union-attr]
+    with gradients_away(run):
+        assert model.weight.grad is mine
+        assert model.bias.grad is not None
+        assert model.bias.grad.data_ptr() == view.data_ptr()
+    model, run = with_gradients(lambda b: b.sum())
+    with gradients_away(run):
+        assert model.weight.grad is not None
+    model, run = with_gradients()
+    run.original.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    with gradients_away(run):
+        assert model.weight.grad is not None

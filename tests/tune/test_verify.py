@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import oxytorch as ox
 import pytest
 import torch
 import torch.nn.functional as F
+from oxytorch.tune import update
 from oxytorch.tune.escrow import Escrow
-from oxytorch.tune.record import names
+from oxytorch.tune.record import Call, names, states, take
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind, Strategy
 from oxytorch.tune.update import Change, UpdateJudge, _compare_by_torch, compare
@@ -198,6 +201,70 @@ def test_one_pass_measures_what_torch_does(dtype: torch.dtype, layout: torch.mem
             assert getattr(mine, name) == pytest.approx(value, rel=1e-6, abs=1e-12), name
     mine = compare(before.transpose(2, 3), after.contiguous().transpose(2, 3), wanted.transpose(2, 3))
     assert mine.error == pytest.approx(compare(before, after, wanted).error)
+
+
+def judged(make_optimizer: Any, piece: int, wrong: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """What is found of three steps of one large parameter, and what a norm that is off would move."""
+    monkeypatch.setattr(update, "_PIECE", piece)
+    torch.manual_seed(0)
+    model = nn.Linear(120, 700)
+    batches = [(torch.randn(8, 120), torch.randint(700, (8,)))]
+    run = Run(model, make_optimizer(model.parameters()), nn.CrossEntropyLoss(), batches)
+    judge = UpdateJudge(run)
+    moved = {}
+    for step in take(run, [("model", model), ("optimizer", run.original)], 3):
+        assert step.before is not None
+        with torch.no_grad():
+            model.weight[500, 7] += wrong
+        given = [call.settings for call in step.calls]
+        judge.judge(step.index, step.before, step.calls, given)
+        moved = judge._moved_by(0.01, step.before, states(run, copy=False), step.calls, given)
+    assert not judge.notes
+    return judge.found, moved
+
+
+SLICED = [
+    *(partial(cls, lr=1e-3) for cls in update._ELEMENTWISE),
+    partial(torch.optim.SGD, lr=1e-3, momentum=0.9, nesterov=True),
+    partial(torch.optim.AdamW, lr=1e-3, amsgrad=True),
+    *(partial(getattr(ox.optim, name), lr=1e-3) for name in ("AdamW", "SGD", "Lion", "RMSprop", "Adagrad")),
+]
+
+
+@pytest.mark.cpu_only("slices are measured on the host")
+@pytest.mark.parametrize("wrong", [0.0, 1e-2])
+@pytest.mark.parametrize("make_optimizer", SLICED, ids=lambda made: f"{made.func.__module__}.{made.func.__name__}")
+def test_a_step_is_judged_in_slices_as_at_once(
+    make_optimizer: Any, wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: list[Any] = []
+    narrow = update._slice
+
+    def counted(value: Any, at: Any) -> Any:
+        cut.append(at)
+        return narrow(value, at)
+
+    whole, whole_moved = judged(make_optimizer, 1 << 30, wrong, monkeypatch)
+    monkeypatch.setattr(update, "_slice", counted)
+    slices, slices_moved = judged(make_optimizer, 10_000, wrong, monkeypatch)
+    assert len({at for at in cut if at is not None}) == 9  # 83 rows of 120 each
+    assert [set(found) for found in slices.values()] == [set(found) for found in whole.values()]
+    for index, found in whole.items():
+        for name, change in found.items():
+            for key, value in vars(change).items():
+                got = getattr(slices[index][name], key)
+                assert got == pytest.approx(value, rel=1e-6, abs=1e-12), (index, name, key)
+    assert slices_moved == pytest.approx(whole_moved, rel=1e-6)
+    assert whole[0]["weight"].worst > 1 or not wrong
+
+
+def test_one_gradient_that_is_not_finite_keeps_the_step_of_all_together() -> None:
+    model = nn.Sequential(nn.Linear(600, 1000), nn.Linear(1000, 600))
+    run = Run(model, ox.optim.AdamW(model.parameters()), nn.MSELoss(), [(torch.zeros(1, 600), torch.zeros(1, 600))])
+    grads: list[Tensor | None] = [torch.zeros_like(p) for p in run.params]
+    assert len(update._pieces(run, [Call(grads, [])])) > 1
+    grads[0] = torch.full_like(run.params[0], float("nan"))
+    assert update._pieces(run, [Call(grads, [])]) == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adafactor])

@@ -1,4 +1,4 @@
-/// How far a tensor's change is from what it should be, in one pass over memory.
+/// How far a tensor's change is from what it should be, in one pass over memory, a slice at a time.
 #pragma once
 
 #include <algorithm>
@@ -32,13 +32,20 @@ namespace change {
 
 constexpr std::size_t kLanes = 8;  // sums in a row, so that they need not wait for each other
 
+struct Element {
+  double before, after, wanted;
+  double moved() const { return wanted - before; }
+  double off() const { return after - wanted; }
+};
+
 struct Sums {
   double change[kLanes] = {};
   double error[kLanes] = {};
   double along[kLanes] = {};
   double most[kLanes] = {};
 
-  void add(std::size_t lane, double moved, double off) {
+  void add(std::size_t lane, const Element& one) {
+    const double moved = one.moved(), off = one.off();
     change[lane] += moved * moved;
     error[lane] += off * off;
     along[lane] += off * moved;
@@ -63,62 +70,107 @@ double unit_of(double value) {
 
 }  // namespace change
 
-/// Of vectors of one length, not empty; an empty `before` stands for zeros. About `sample` elements, evenly spread, are
-/// counted in units of the last place, or all where one's error is above `element` times the size. Not finite values
-/// leave figures that are not finite. T: float or double.
+/// Measures a vector's change that comes in slices, in order. About `sample` elements, evenly spread, are counted in
+/// units of the last place; where one's error is above `element` times the size, all are, and each slice is given once
+/// more. Not finite values leave figures that are not finite. T: float or double.
 template <class T>
-Change measure_change(std::span<const T> before, std::span<const T> after, std::span<const double> wanted,
-                      double element, std::size_t sample) {
-  const std::size_t count = after.size();
-  OXY_CHECK(count > 0 && wanted.size() == count && (before.empty() || before.size() == count), InvalidArgument,
-            "a change is measured of vectors of one length above 0, not of ", before.size(), ", ", count, " and ",
-            wanted.size(), " elements.");
-  const auto start = [&](std::size_t i) { return before.empty() ? 0.0 : static_cast<double>(before[i]); };
-  const auto off = [&](std::size_t i) { return static_cast<double>(after[i]) - wanted[i]; };
-  change::Sums sums;
-  std::size_t i = 0;
-  for (; i + change::kLanes <= count; i += change::kLanes) {
-    for (std::size_t lane = 0; lane < change::kLanes; ++lane) {
-      sums.add(lane, wanted[i + lane] - start(i + lane), off(i + lane));
+class ChangeMeter {
+ public:
+  ChangeMeter(std::size_t count, double element, std::size_t sample)
+      : count_(count), element_(element), every_(std::max<std::size_t>(1, count / std::max<std::size_t>(1, sample))) {
+    OXY_CHECK(count > 0, InvalidArgument, "a change is measured of at least one element, not of none.");
+    picked_.reserve(count / every_ + 1);
+  }
+
+  /// Of vectors of one length; an empty `before` stands for zeros. Beyond `count` elements a second look begins, which
+  /// changes nothing unless `stands_out`.
+  void add(std::span<const T> before, std::span<const T> after, std::span<const double> wanted) {
+    const std::size_t size = after.size(), known = seen_ % count_;
+    OXY_CHECK(wanted.size() == size && (before.empty() || before.size() == size), InvalidArgument,
+              "a change is measured of vectors of one length, not of ", before.size(), ", ", size, " and ",
+              wanted.size(), " elements.");
+    OXY_CHECK(known + size <= count_ && seen_ + size <= 2 * count_, InvalidArgument, "a change of ", count_,
+              " elements is measured at most twice; ", seen_, " and ", size, " more were given.");
+    const auto one = [&](std::size_t i) {
+      return Element{before.empty() ? 0.0 : static_cast<double>(before[i]), static_cast<double>(after[i]), wanted[i]};
+    };
+    if (seen_ < count_) {
+      std::size_t i = 0;
+      for (; i + change::kLanes <= size; i += change::kLanes) {
+        for (std::size_t lane = 0; lane < change::kLanes; ++lane) sums_.add(lane, one(i + lane));
+      }
+      for (; i < size; ++i) sums_.add(0, one(i));
+      for (std::size_t k = (every_ - known % every_) % every_; k < size; k += every_) picked_.push_back(one(k));
+      seen_ += size;
+      if (seen_ == count_) sum_up();
+    } else {
+      for (std::size_t i = 0; stands_out_ && i < size; ++i) look(one(i));
+      seen_ += size;
     }
   }
-  for (; i < count; ++i) sums.add(0, wanted[i] - start(i), off(i));
 
-  const auto n = static_cast<double>(count);
-  const double square = change::total(sums.change), errors = change::total(sums.error);
-  Change found;
-  found.error = std::sqrt(errors / n);
-  found.size = std::sqrt(square / n);
-  found.slope = square > 0 ? change::total(sums.along) / square : 0;
-  const double most = *std::max_element(std::begin(sums.most), std::end(sums.most));
-  const bool stands_out = !std::isfinite(errors) || !(most <= element * found.size);
-  const std::size_t every = stands_out ? 1 : std::max<std::size_t>(1, count / std::max<std::size_t>(1, sample));
+  /// Whether the slices are to be given once more: known after the last of them.
+  bool stands_out() const { return stands_out_; }
 
-  std::vector<double> places;
-  places.reserve(count / every + 1);
-  double units = 0, ratios = 0, up = 0, out = 0;
-  for (std::size_t k = 0; k < count; k += every) {
-    const double value = static_cast<double>(after[k]), moved = wanted[k] - start(k), error = off(k);
-    const double unit = change::unit_of<T>(value);
-    const double place = (error - found.slope * moved) / unit;
-    const double share = std::abs(error) / (4 * unit + element * (std::abs(moved) + found.size));
-    if (!std::isnan(found.worst) && !(share <= found.worst)) found.worst = share;
-    places.push_back(place);
-    units += unit * unit;
-    ratios += std::abs(moved) / unit;
-    up += place;
-    out += value > 0 ? place : value < 0 ? -place : 0;
+  Change found() const {
+    OXY_CHECK(seen_ == (stands_out_ ? 2 : 1) * count_ || seen_ == 2 * count_, InvalidState, "of ", count_, " elements ",
+              seen_, " were given", stands_out_ ? "; one stands out, so all are to be given twice." : ".");
+    Change found = whole_;
+    const double taken = looked_.taken;
+    found.worst = looked_.worst;
+    found.unit = std::sqrt(looked_.units / taken);
+    found.ratio = looked_.ratios / taken;
+    found.upwards = looked_.up;
+    found.outwards = looked_.out / taken;
+    found.bias_error =
+        taken > 1 ? std::sqrt(looked_.spread / (taken - 1) / taken) : std::numeric_limits<double>::infinity();
+    return found;
   }
-  const auto taken = static_cast<double>(places.size());
-  found.unit = std::sqrt(units / taken);
-  found.ratio = ratios / taken;
-  found.upwards = up / taken;
-  found.outwards = out / taken;
-  double spread = 0;
-  for (const double place : places) spread += (place - found.upwards) * (place - found.upwards);
-  found.bias_error =
-      places.size() > 1 ? std::sqrt(spread / (taken - 1) / taken) : std::numeric_limits<double>::infinity();
-  return found;
-}
+
+ private:
+  using Element = change::Element;
+
+  struct Looked {
+    double taken = 0, units = 0, ratios = 0, up = 0, out = 0, spread = 0, worst = 0;  // up: the mean so far
+  };
+
+  void sum_up() {
+    const auto n = static_cast<double>(count_);
+    const double square = change::total(sums_.change), errors = change::total(sums_.error);
+    whole_.error = std::sqrt(errors / n);
+    whole_.size = std::sqrt(square / n);
+    whole_.slope = square > 0 ? change::total(sums_.along) / square : 0;
+    const double most = *std::max_element(std::begin(sums_.most), std::end(sums_.most));
+    stands_out_ = every_ > 1 && (!std::isfinite(errors) || !(most <= element_ * whole_.size));
+    if (!stands_out_) {
+      for (const Element& one : picked_) look(one);
+    }
+    picked_ = {};
+  }
+
+  void look(const Element& one) {
+    const double unit = change::unit_of<T>(one.after), moved = one.moved(), off = one.off();
+    const double place = (off - whole_.slope * moved) / unit;
+    const double share = std::abs(off) / (4 * unit + element_ * (std::abs(moved) + whole_.size));
+    if (!std::isnan(looked_.worst) && !(share <= looked_.worst)) looked_.worst = share;
+    looked_.taken += 1;
+    looked_.units += unit * unit;
+    looked_.ratios += std::abs(moved) / unit;
+    const double step = place - looked_.up;  // mean and spread in one pass, as Welford
+    looked_.up += step / looked_.taken;
+    looked_.spread += step * (place - looked_.up);
+    looked_.out += one.after > 0 ? place : one.after < 0 ? -place : 0;
+  }
+
+  std::size_t count_;
+  double element_;
+  std::size_t every_;
+  std::size_t seen_ = 0;
+  bool stands_out_ = false;
+  change::Sums sums_;
+  std::vector<Element> picked_;
+  Change whole_;
+  Looked looked_;
+};
 
 }  // namespace oxytorch::tune

@@ -14,6 +14,7 @@ __all__: list[str] = [
     "CertificateEntry",
     "CertificateKey",
     "CertificateStore",
+    "ChangeMeter",
     "Duel",
     "DuelOptions",
     "DuelResult",
@@ -36,7 +37,6 @@ __all__: list[str] = [
     "block_steps",
     "gradients_apart",
     "hardware_key",
-    "measure_change",
     "most_heap_speedup",
     "native_step_differs",
     "read_load",
@@ -579,6 +579,28 @@ class Search:
     def skip(self, strategy: str, reason: str) -> None: ...
     def tell(self, outcome: TrialOutcome) -> None: ...
 
+class ChangeMeter:
+    """
+    Measures a vector's change that comes in slices, in order.
+    """
+    def __init__(
+        self,
+        count: typing.SupportsInt | typing.SupportsIndex,
+        wide: bool,
+        element: typing.SupportsFloat | typing.SupportsIndex,
+        sample: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def add(self, before: torch.Tensor | None, after: torch.Tensor, wanted: torch.Tensor) -> None: ...
+    def found(self) -> tuple[float, float, float, float, float, tuple[float, float], float, float]:
+        """
+        Error, size, unit, slope, worst, (upwards, outwards), bias_error, ratio; see oxytorch.tune.update.Change.
+        """
+    @property
+    def stands_out(self) -> bool:
+        """
+        Whether the slices are to be given once more: known after the last of them.
+        """
+
 class GuardOptions:
     """
     When a guard looks, and what it takes changes back for.
@@ -783,17 +805,6 @@ def gradients_apart(
 def hardware_key(root: str = "/") -> str:
     """
     The processor's part of CertificateKey.hardware.
-    """
-
-def measure_change(
-    before: torch.Tensor | None,
-    after: torch.Tensor,
-    wanted: torch.Tensor,
-    element: typing.SupportsFloat | typing.SupportsIndex,
-    sample: typing.SupportsInt | typing.SupportsIndex,
-) -> tuple[float, float, float, float, float, tuple[float, float], float, float]:
-    """
-    Error, size, unit, slope, worst, (upwards, outwards), bias_error, ratio; see oxytorch.tune.update.Change.
     """
 
 def most_heap_speedup(

@@ -13,6 +13,7 @@ from torch import Tensor
 __all__ = ["park", "rest"]
 
 _LEAST = 1 << 20  # bytes; smaller copies stay in memory
+_WRITTEN = 1 << 22  # bytes that are written at once
 _FOLDERS = ("/var/tmp", None)  # the second is Python's choice, which is often a file system in memory
 
 _parked: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address
@@ -34,9 +35,16 @@ def park(tensor: Tensor) -> Tensor:
     like = torch.empty_like(tensor, device="meta")  # the layout that a clone has
     flat = torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel())
     held = flat.as_strided(like.size(), like.stride())
-    held.copy_(tensor)
     _parked[held.data_ptr()] = mapped
-    mapped.madvise(mmap.MADV_DONTNEED)
+    if tensor.is_contiguous():  # a piece at a time, so that the rest is not resident twice
+        source, count = tensor.reshape(-1), _WRITTEN // tensor.element_size()
+        for at in range(0, tensor.numel(), count):
+            flat[at : at + count].copy_(source[at : at + count])
+            start = at * tensor.element_size()
+            mapped.madvise(mmap.MADV_DONTNEED, start, min(_WRITTEN, size - start))
+    else:
+        held.copy_(tensor)
+        mapped.madvise(mmap.MADV_DONTNEED)
     return held
 
 

@@ -21,7 +21,7 @@ from ..config import PerformanceConfig
 from ..model.escrow import is_criterion
 from .asked import Asked, named_by_user
 from .batches import take
-from .escrow import Escrow
+from .escrow import Escrow, gradients_away
 from .plan import Plan
 from .remember import key
 from .run import Run, StepFunction
@@ -172,7 +172,12 @@ def accelerate(
     ]
     with asked.applied():
         made_for = key(run, settings.level, options)
-        with _line(progress) as say, _kept_pool(), Escrow(model, optimizer, *run.state, reach=run.functions) as escrow:
+        with (
+            _line(progress) as say,
+            _kept_pool(),
+            gradients_away(run),
+            Escrow(model, optimizer, *run.state, reach=run.functions) as escrow,
+        ):
             tuning = Tuning(run, escrow, settings, made_for, run_steps, budget or settings.tune_seconds, seed, say)
             tuning.skip(exclude, asked)
             try:

@@ -56,10 +56,14 @@ class State:
 
 @dataclass
 class Call:
-    """One call of the optimizer's step: the gradients that it was given, unscaled, and its groups' settings."""
+    """One call of the optimizer's step: the gradients that it was given, unscaled, and its groups' settings.
+
+    What clips in the update multiplies gradients by `factor`.
+    """
 
     grads: list[Tensor | None]
     settings: list[dict[str, Any]]
+    factor: float = 1.0
 
     @classmethod
     def hashed(cls, run: Run) -> Call:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from ..model.parking import park, rest
 from ..model.snapshot import Snapshot
 from .record import Call, State, Step, copied, load, names, rng_digest
-from .update import clip, rms
+from .update import clip_factor, rms, slices
 
 if TYPE_CHECKING:
     from .run import Run
@@ -215,7 +215,8 @@ def measure(run: Run, step: Step, right: Truth, buffers: dict[str, Tensor], clip
         errors.wrong.append(f"the loss is {step.value}")
     if right.grads and step.calls:
         given = step.calls[0].grads
-        _measure_gradients(run, given if clip_norm is None else clip(given, clip_norm), right.grads, errors)
+        factor = 1.0 if clip_norm is None else clip_factor(given, clip_norm)
+        _measure_gradients(run, given, factor, right.grads, errors)
     elif right.grads or step.calls:
         errors.wrong.append(f"the optimizer is {'not ' if right.grads else ''}stepped")
     _measure_buffers(step, right, buffers, errors)
@@ -223,8 +224,9 @@ def measure(run: Run, step: Step, right: Truth, buffers: dict[str, Tensor], clip
 
 
 def _measure_gradients(
-    run: Run, given: Sequence[Tensor | None], right: Sequence[Tensor | None], errors: Errors
+    run: Run, given: Sequence[Tensor | None], factor: float, right: Sequence[Tensor | None], errors: Errors
 ) -> None:
+    """Measure gradients times a factor, of which no more than a slice is in float64 at once."""
     along = square = 0.0
     count = 0
     for name, grad, exact in zip(names(run), given, right, strict=True):
@@ -235,14 +237,19 @@ def _measure_gradients(
         if grad.shape != exact.shape:
             errors.wrong.append(f"the gradient of {name} has shape {tuple(grad.shape)}")
             continue
-        wanted = exact.double()
-        off = grad.double() - wanted
-        if not bool(off.isfinite().all()):
+        offs = squares = 0.0
+        for cut in slices(grad.shape or (1,)):
+            wanted = (exact.narrow(*cut) if exact.dim() else exact).double()
+            off = (grad.narrow(*cut) if grad.dim() else grad).double() * factor - wanted
+            offs += float(off.square().sum())
+            squares += float(wanted.square().sum())
+            along += float((off * wanted).sum())
+        if not math.isfinite(offs):
             errors.wrong.append(f"the gradient of {name} is not finite")
-        errors.grads[name] = (rms(off), rms(wanted), wanted.numel())
-        along += float((off * wanted).sum())
-        square += float(wanted.square().sum())
-        count += wanted.numel()
+        size = max(grad.numel(), 1)
+        errors.grads[name] = (math.sqrt(offs / size), math.sqrt(squares / size), grad.numel())
+        square += squares
+        count += grad.numel()
         rest()
     errors.slope = along / square if square else 0.0
     errors.whole = math.sqrt(square / max(count, 1))

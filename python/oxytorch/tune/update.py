@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from .run import plain_step
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["Change", "UpdateJudge", "compare", "in_float64", "rms"]
+__all__ = ["Change", "UpdateJudge", "clip", "clip_factor", "compare", "in_float64", "rms", "slices"]
 
 _ARITHMETIC = 5e-5  # of the change: an optimizer that rounds beta or a bias correction to float32 is off by 1e-5
 _SLOPE = 2e-4
@@ -32,7 +32,16 @@ _CODED = 0.05  # of a state that is kept in fewer bits than the parameter
 _ROUNDED = 1e-5  # relative: a norm of gradients that were clipped, each rounded
 _BIAS = 0.15  # of a unit in the last place
 _SAMPLE = 1 << 15  # elements
-_PIECE = 1 << 20  # elements that are stepped in float64 at once
+_PIECE = 1 << 19  # elements that are stepped in float64 at once
+_FLOATS = (torch.float32, torch.float64)
+#: Of torch, what steps each element by its own gradient and state alone.
+_ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"]
+)
+_ELEMENTWISE_TAILS = ("adam", "sgd", "lion", "adagrad", "rmsprop")
+
+Cut = tuple[int, int, int]  # dimension, start, length
 
 
 @dataclass(frozen=True)
@@ -92,11 +101,27 @@ def compare(before: Tensor | None, after: Tensor, wanted: Tensor) -> Change:
         return NOTHING
     wanted = wanted.double()  # of an optimizer that makes state in float32 whatever its parameters are, too
     start = after if before is None else before
-    if after.device.type != "cpu" or after.dtype not in (torch.float32, torch.float64) or start.dtype != after.dtype:
+    if not _is_metered(after) or start.dtype != after.dtype:
         return _compare_by_torch(before, after, wanted)
-    start, now, right = _in_one_order([start, after, wanted])
-    found = _native.measure_change(None if before is None else start, now, right, _ELEMENT, _SAMPLE)
-    return Change(*found, after.numel())
+    meter = _meter(after)
+    _meet(meter, before, after, wanted)
+    if meter.stands_out:
+        _meet(meter, before, after, wanted)
+    return Change(*meter.found(), after.numel())
+
+
+def _is_metered(t: Tensor) -> bool:
+    return t.device.type == "cpu" and t.dtype in _FLOATS
+
+
+def _meter(like: Tensor) -> _native.ChangeMeter:
+    return _native.ChangeMeter(like.numel(), like.dtype is torch.float64, _ELEMENT, _SAMPLE)
+
+
+def _meet(meter: _native.ChangeMeter, before: Tensor | None, after: Tensor, wanted: Tensor) -> None:
+    """Give a meter the next slice."""
+    start, now, right = _in_one_order([after if before is None else before, after, wanted.double()])
+    meter.add(None if before is None else start, now, right)
 
 
 def _in_one_order(tensors: list[Tensor]) -> list[Tensor]:
@@ -151,8 +176,11 @@ def in_float64(
     settings: Sequence[list[dict[str, Any]]],
     memory: dict[Any, Tensor] | None = None,
     chosen: Sequence[int] | None = None,
+    cut: Cut | None = None,
 ) -> Any:
     """Step a float64 copy of the user's optimizer from a state, with the gradients given; of all parameters or some.
+
+    With `cut`, of that slice of each parameter, its gradient and what state has its shape.
 
     What is made is kept in `memory` and made again there by the next call: fresh memory is dearer than arithmetic.
 
@@ -167,15 +195,25 @@ def in_float64(
         Where this optimizer cannot be copied so.
     """
     memory = {} if memory is None else memory
-    params = {i: _wide(before.params[i], memory, i) for i in (range(len(before.params)) if chosen is None else chosen)}
+    chosen = range(len(before.params)) if chosen is None else chosen
+    params = {i: _wide(_slice(before.params[i], cut), memory, i) for i in chosen}
+    held = {
+        i: {
+            key: _slice(value, cut if isinstance(value, Tensor) and value.shape == before.params[i].shape else None)
+            for key, value in before.states[i].items()
+        }
+        for i in chosen
+    }
     try:
-        clone = _clone(run.original, params, before.states, settings[0] if settings else [], memory)
+        clone = _clone(run.original, params, held, settings[0] if settings else [], memory)
         for call, groups in zip(calls, settings, strict=True):
             for group, values in zip(clone.param_groups, groups, strict=True):
                 group.update(values)
             for i, p in params.items():
                 grad = call.grads[i]
-                p.grad = None if grad is None else _wide(grad, memory, ("grad", i))
+                p.grad = None if grad is None else _wide(_slice(grad, cut), memory, ("grad", i))
+                if p.grad is not None and call.factor != 1:
+                    p.grad *= call.factor
             with torch.no_grad():
                 plain_step(clone)
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
@@ -183,28 +221,31 @@ def in_float64(
     return [p.detach() for p in params.values()], [dict(clone.state.get(p) or {}) for p in params.values()]
 
 
-def _stepped(
-    run: Run,
-    before: State,
-    calls: Sequence[Call],
-    settings: Sequence[list[dict[str, Any]]],
-    memory: dict[Any, Tensor] | None = None,
-) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Parameters and state after the last call, one by one as `in_float64` makes them, a few at a time."""
-    pieces = _pieces(run)
-    for chosen in pieces:
-        kept = memory if len(pieces) == 1 else None  # else as much would stay as the whole takes
-        yield from zip(*in_float64(run, before, calls, settings, kept, chosen), strict=True)
-        if len(pieces) > 1:
-            rest()
-            give_back_host_memory()  # else what is let go stays resident in the heap, below what comes next
+def _slice(value: Any, cut: Cut | None) -> Any:
+    return value if cut is None else value.narrow(*cut)
 
 
-def _pieces(run: Run) -> list[list[int]]:
+def slices(shape: Sequence[int]) -> list[Cut]:
+    """Cut a shape along its longest dimension into slices of at most `_PIECE` elements, where rows are no larger."""
+    dim = max(range(len(shape)), key=lambda d: shape[d])
+    rows = max(1, _PIECE // max(1, math.prod(shape) // max(1, shape[dim])))
+    return [(dim, at, min(rows, shape[dim] - at)) for at in range(0, shape[dim], rows)]
+
+
+def _is_elementwise(optimizer: Any) -> bool:
+    if isinstance(optimizer, TailOptimizer):
+        return optimizer._algorithm in _ELEMENTWISE_TAILS and optimizer._tail_options["agc"] is None
+    return type(optimizer) in _ELEMENTWISE
+
+
+def _pieces(run: Run, calls: Sequence[Call]) -> list[list[int]]:
     """Parameters that are stepped together: some, where the optimizer is known to step each by itself."""
     every = list(range(len(run.params)))
     cls = type(run.original)
-    if not cls.__module__.startswith("torch.optim.") or cls is torch.optim.LBFGS:
+    ours = cls.__module__.startswith("oxytorch.optim.")
+    if ours and not all(_is_finite(g) for call in calls for g in call.grads if g is not None):
+        return [every]  # one that is not finite may stop the step of all
+    if not ours and (not cls.__module__.startswith("torch.optim.") or cls is torch.optim.LBFGS):
         return [every]
     pieces: list[list[int]] = []
     room = 0
@@ -216,6 +257,10 @@ def _pieces(run: Run) -> list[list[int]]:
         pieces[-1].append(i)
         room -= size
     return pieces
+
+
+def _is_finite(grad: Tensor) -> bool:
+    return grad.numel() == 0 or math.isfinite(float(torch.linalg.vector_norm(grad, math.inf)))
 
 
 def _wide(value: Any, memory: dict[Any, Tensor], key: Any) -> Any:
@@ -235,7 +280,7 @@ def _copy(value: Any) -> Any:
 def _clone(
     original: Any,
     params: Mapping[int, Tensor],
-    held: list[dict[str, Any]],
+    held: Mapping[int, dict[str, Any]],
     settings: Sequence[Mapping[str, Any]],
     memory: dict[Any, Tensor],
 ) -> Any:
@@ -301,11 +346,21 @@ class UpdateJudge:
         found: dict[str, Change] = {}
         self.found[index] = found
         now = states(self.run, copy=False)
-        right = _stepped(self.run, before, clipped(calls, self.clip_norm), settings, self._memory)
+        given = clipped(calls, self.clip_norm)
+        pieces = _pieces(self.run, calls)
+        memory = self._memory if len(pieces) == 1 else None  # else as much would stay as the whole takes
+        labels = names(self.run)
         try:
-            for i, (name, (param, held)) in enumerate(zip(names(self.run), right, strict=True)):
-                found[name] = compare(before.params[i], self.run.params[i].detach(), param)
-                self._judge_state(index, name, before.states[i], now[i], held, found)
+            for chosen in pieces:
+                if cuts := self._cuts(chosen, before, now):
+                    self._judge_slices(index, chosen[0], cuts, before, now[chosen[0]], given, settings, found)
+                else:
+                    right = zip(*in_float64(self.run, before, given, settings, memory, chosen), strict=True)
+                    for i, (param, held) in zip(chosen, right, strict=True):
+                        found[labels[i]] = compare(before.params[i], self.run.params[i].detach(), param)
+                        self._judge_state(index, labels[i], before.states[i], now[i], held, found)
+                    del right
+                _let_go(pieces)
         except Refused as refused:
             found.clear()
             if str(refused) not in self.notes:
@@ -316,26 +371,91 @@ class UpdateJudge:
         if len(self.faults) > known and self.clip_norm is not None:
             off = max(norm_error(call.grads, self.clip_norm) for call in calls)
             if off > 0:
-                self._clipping[index] = self._moved_by(_TIMES * off, before, calls, settings)
+                self._clipping[index] = self._moved_by(_TIMES * off, before, now, given, settings)
                 del self.faults[known:]
                 self._hold_step(index, found)
 
+    def _cuts(self, chosen: Sequence[int], before: State, now: Sequence[dict[str, Any]]) -> list[Cut]:
+        """How a large parameter that is stepped element by element is cut; empty where it is taken whole."""
+        param = self.run.params[chosen[0]]
+        if len(chosen) > 1 or param.numel() <= _PIECE or not _is_elementwise(self.run.original):
+            return []
+        values = [before.params[chosen[0]], *before.states[chosen[0]].values(), *now[chosen[0]].values()]
+        large = [param, *(v for v in values if isinstance(v, Tensor) and v.numel() > 1)]
+        alike = all(_is_metered(t) and t.shape == param.shape and t.dtype == param.dtype for t in large)
+        return slices(param.shape) if alike else []
+
+    def _judge_slices(
+        self,
+        index: int,
+        i: int,
+        cuts: Sequence[Cut],
+        before: State,
+        now: dict[str, Any],
+        calls: Sequence[Call],
+        settings: Sequence[list[dict[str, Any]]],
+        found: dict[str, Change],
+    ) -> None:
+        """Judge the step of one parameter, of which no more than a slice is in float64 at once."""
+        name, param = names(self.run)[i], self.run.params[i].detach()
+        changed = {"": (before.params[i], param)} | {
+            key: (before.states[i].get(key), value) for key, value in now.items() if _has_shape(value, param)
+        }
+        meters: dict[str, _native.ChangeMeter] = {}
+        squares: dict[str, float] = defaultdict(float)
+        memory: dict[Any, Tensor] = {}
+        for again in (False, True):
+            for cut in cuts:
+                (right,), (held,) = in_float64(self.run, before, calls, settings, memory, [i], cut)
+                cut_too = {"": right} | {k: v for k, v in held.items() if _has_shape(v, right) and k in changed}
+                if not meters:
+                    whole = {key: value for key, value in held.items() if key not in cut_too}
+                    self._judge_state(index, name, before.states[i], now, whole, found)
+                for key, wanted in cut_too.items():
+                    start, after = changed[key]
+                    meter = meters.setdefault(key, _meter(after))
+                    _meet(meter, None if start is None else _slice(start, cut), _slice(after, cut), wanted)
+                    if not again:
+                        squares[key] += float(torch.linalg.vector_norm(wanted, dtype=torch.float64)) ** 2
+            if not any(meter.stands_out for meter in meters.values()):
+                break
+        for key in (key for key in changed if key in meters):
+            change = Change(*meters[key].found(), param.numel())
+            if key:
+                self._find_state(index, f"{key} of {name}", change, math.sqrt(squares[key] / param.numel()), found)
+            else:
+                found[name] = change
+
     def _moved_by(
-        self, off: float, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]]
+        self,
+        off: float,
+        before: State,
+        now: Sequence[dict[str, Any]],
+        calls: Sequence[Call],
+        settings: Sequence[list[dict[str, Any]]],
     ) -> dict[str, float]:
         """How far each parameter and state moves where all gradients are clipped to a norm that is off by so much."""
-        assert self.clip_norm is not None
-        calls = clipped(calls, self.clip_norm)
-        scaled = [Call(_scaled(call.grads, 1 + off), call.settings) for call in calls]
-        right = _stepped(self.run, before, calls, settings, self._memory)
-        pairs = zip(names(self.run), _stepped(self.run, before, scaled, settings), right, strict=True)
-        moved: dict[str, float] = {}
-        for name, (param, held), (wanted, wanted_state) in pairs:
-            moved[name] = rms(param - wanted)
-            for key, value in held.items():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    moved[f"{key} of {name}"] = rms(value - wanted_state[key])
-        return moved
+        scaled = [replace(call, factor=call.factor * (1 + off)) for call in calls]
+        labels = names(self.run)
+        squares: dict[str, float] = defaultdict(float)
+        counts: dict[str, int] = defaultdict(int)
+
+        def add(name: str, moved: Tensor) -> None:
+            squares[name] += float(torch.linalg.vector_norm(moved, dtype=torch.float64)) ** 2
+            counts[name] += moved.numel()
+
+        pieces = _pieces(self.run, calls)
+        for chosen in pieces:
+            for cut in self._cuts(chosen, before, now) or (None,):
+                left = in_float64(self.run, before, scaled, settings, None, chosen, cut)
+                right = in_float64(self.run, before, calls, settings, None, chosen, cut)
+                for i, param, held, wanted, wanted_state in zip(chosen, *left, *right, strict=True):
+                    add(labels[i], param - wanted)
+                    for key, value in held.items():
+                        if isinstance(value, Tensor) and value.is_floating_point():
+                            add(f"{key} of {labels[i]}", value - wanted_state[key])
+            _let_go(pieces)
+        return {name: math.sqrt(squares[name] / max(counts[name], 1)) for name in squares}
 
     def hold_against(self, base: UpdateJudge) -> None:
         """Judge what was found once more, by what the step as given did."""
@@ -361,11 +481,14 @@ class UpdateJudge:
                 if not _equal(now[key], value):
                     self._be_certain(index, f"the optimizer's {what} is {_short(now[key])}, expected {_short(value)}")
             elif now[key].shape == value.shape:
-                found[what] = compare(before.get(key), now[key], value)
-                if self.loose_state and found[what].error > _CODED * (size := rms(value)):
-                    self._be_certain(index, f"the optimizer's {what} is off by {found[what].error:.2g}, of {size:.2g}")
+                self._find_state(index, what, compare(before.get(key), now[key], value), rms(value), found)
             else:
                 self._be_certain(index, f"the optimizer's {what} has another shape")
+
+    def _find_state(self, index: int, what: str, change: Change, size: float, found: dict[str, Change]) -> None:
+        found[what] = change
+        if self.loose_state and change.error > _CODED * size:
+            self._be_certain(index, f"the optimizer's {what} is off by {change.error:.2g}, of {size:.2g}")
 
     def _hold_step(self, index: int, found: dict[str, Change]) -> None:
         params = set(names(self.run))
@@ -435,22 +558,34 @@ def _pooled(changes: Sequence[Change], side: int) -> tuple[float, float, float]:
     return mean, error, sum(c.ratio * c.count for c in usable) / total
 
 
+def _let_go(pieces: Sequence[Any]) -> None:
+    if len(pieces) > 1:
+        rest()
+        give_back_host_memory()  # else what is let go stays resident in the heap, below what comes next
+
+
 def clipped(calls: Sequence[Call], norm: float | None) -> Sequence[Call]:
     """Clip by norm what a run's optimizer clips itself; gradients that the loop clipped stay."""
     if norm is None:
         return calls
-    return [Call(clip(call.grads, norm), call.settings) for call in calls]
+    return [replace(call, factor=clip_factor(call.grads, norm)) for call in calls]
 
 
-def clip(grads: Sequence[Tensor | None], norm: float) -> list[Tensor | None]:
+def clip_factor(grads: Sequence[Tensor | None], norm: float) -> float:
     """As `torch.nn.utils.clip_grad_norm_`, in float64, of gradients that are above the norm by more than rounding.
 
     Those that torch has clipped are above it by as much as its own norm of them is off.
     """
     total = _norm(grads)
     if not total > norm * (1 + _ROUNDED + _TIMES * norm_error(grads, norm)):
-        return list(grads)
-    return _scaled(grads, norm / (total + 1e-6))
+        return 1.0
+    return norm / (total + 1e-6)
+
+
+def clip(grads: Sequence[Tensor | None], norm: float) -> list[Tensor | None]:
+    """Gradients times `clip_factor`, in float64 where it changes them."""
+    factor = clip_factor(grads, norm)
+    return list(grads) if factor == 1 else [None if g is None else park(g.double() * factor) for g in grads]
 
 
 def norm_error(grads: Sequence[Tensor | None], norm: float) -> float:
@@ -463,11 +598,12 @@ def norm_error(grads: Sequence[Tensor | None], norm: float) -> float:
 
 
 def _norm(grads: Sequence[Tensor | None]) -> float:
-    return math.sqrt(sum(float(g.double().square().sum()) for g in grads if g is not None))
+    parts = (g.narrow(*cut) if g.dim() else g for g in grads if g is not None for cut in slices(g.shape or (1,)))
+    return math.sqrt(sum(float(part.double().square().sum()) for part in parts))
 
 
-def _scaled(grads: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
-    return [None if g is None else park(g.double() * factor) for g in grads]
+def _has_shape(value: Any, like: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == like.shape
 
 
 def _equal(left: Any, right: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .._C.memory import give_back_host_memory
+from ..model.parking import rest
 from .batches import stop_drawing, visit
 from .chance import Draws, backward_error, draws, judge_draws, still
 from .compare import Comparison, Kept, Look
@@ -33,6 +34,7 @@ from .record import (
     names,
     rng_digest,
     settings,
+    states,
     take,
     value_digest,
 )
@@ -461,13 +463,13 @@ class Verifier:
 
     def _check_applied(self, kind: Kind) -> None:
         """Putting a strategy in force changes no value."""
-        now, held = State.of(self.run, self._roots), self._start
+        held, buffers, now = self._start, dict(self.run.model.named_buffers()), states(self.run, copy=False)
         assert held is not None
-        for name, left, right in zip(names(self.run), now.params, held.params, strict=True):
+        for name, left, right in zip(names(self.run), self.run.params, held.params, strict=True):
             if not _same(left, right):
                 raise _Wrong(f"putting it in force changes the parameter {name}")
         for name, buffer in held.buffers.items():
-            if name not in now.buffers or not _same(now.buffers[name], buffer):
+            if name not in buffers or not _same(buffers[name], buffer):
                 raise _Wrong(f"putting it in force changes the buffer {name}")
         if rng_digest(self.run) != digest_of_rng(held.rng):
             raise _Wrong("putting it in force changes the state of the random generators")
@@ -475,7 +477,7 @@ class Verifier:
             change = _first_change(settings(self.run.original), self._settings)
             raise _Wrong(f"putting it in force changes the optimizer's settings: {change}")
         if kind != "trade":
-            for name, left_state, right_state in zip(names(self.run), now.states, held.states, strict=True):
+            for name, left_state, right_state in zip(names(self.run), now, held.states, strict=True):
                 for key, value in right_state.items():
                     if key not in left_state or not _same(left_state[key], value):
                         raise _Wrong(f"putting it in force changes the optimizer state {key} of {name}")
@@ -656,7 +658,9 @@ def _same(left: Any, right: Any) -> bool:
         return bool(left == right)
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
+    same = torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
+    rest(right)
+    return same
 
 
 def _first_change(now: Sequence[Mapping[str, Any]], usual: Sequence[Mapping[str, Any]]) -> str:
