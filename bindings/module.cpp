@@ -5,6 +5,7 @@
 #include "oxytorch/version.h"
 #include "tune.h"
 #include "tune_operators.h"
+#include "tune_tuner.h"
 
 namespace oxytorch::bindings {
 namespace {
@@ -62,6 +63,7 @@ PYBIND11_MODULE(_C, m) {
   bind_trainer(trainer);
   auto tune = room("tune", "Duel, search, certificate and guard.");
   bind_tune(tune);
+  bind_tuner(tune);
   bind_tune_operators(tune);
   // After trainer, which declares HostSetting.
   auto memory = room("memory", "The pool of host memory.");

@@ -1,6 +1,6 @@
 /// The orchestrator: tries what may make a training step faster on the step itself, and keeps what pays and is proven.
 /// Programs on Oxytorch::core include the headers of its decisions alone (duel.h, search.h, certificate.h, change.h,
-/// guard.h).
+/// guard.h, workload.h, tuner.h, watch.h).
 #pragma once
 
 #include "oxytorch/tune/accelerate.h"
@@ -16,4 +16,8 @@
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/search.h"
 #include "oxytorch/tune/strategy.h"
+#include "oxytorch/tune/timing.h"
+#include "oxytorch/tune/tuner.h"
 #include "oxytorch/tune/verify.h"
+#include "oxytorch/tune/watch.h"
+#include "oxytorch/tune/workload.h"

@@ -10,13 +10,13 @@
 namespace oxytorch::tune {
 
 /// Seconds since an arbitrary moment; never steps back.
-double seconds_now();
+OXY_API double seconds_now();
 /// Seconds of processor time of this thread.
-double thread_seconds_now();
+OXY_API double thread_seconds_now();
 /// Page faults of this process since it started.
-std::int64_t page_faults_now();
+OXY_API std::int64_t page_faults_now();
 /// 64 random bits of the system.
-std::uint64_t fresh_bits();
+OXY_API std::uint64_t fresh_bits();
 
 /// An empty one is the system's.
 struct Sources {

@@ -46,7 +46,7 @@ TEST_F(AccelerateTest, TakesBackWhatDriftsDuringTheRun) {
   for (int i = 0; i < 60; ++i) plan.step(batches[0]);
   EXPECT_THAT(plan.accepted(), IsEmpty());
   EXPECT_EQ(entry(plan, "drifts").standing, Standing::RolledBack);
-  EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("rolled back")));
+  EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("taken back")));
   EXPECT_TRUE(delayed);
 }
 

@@ -14,7 +14,8 @@ from oxytorch import _C
 from oxytorch.tune import STRATEGIES, Run, Strategy
 from torch import nn
 
-MEASURE = importlib.import_module("oxytorch.tune.measure")
+CLOCK = importlib.import_module("oxytorch.tune.clock")
+WORKLOAD = importlib.import_module("oxytorch.tune.workload")
 
 
 @dataclass
@@ -126,9 +127,9 @@ def only(*classes: type[Strategy]) -> Iterator[None]:
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Clock]:
     """The clock of all measuring, and a folder of its own for certificates."""
     made_clock = Clock()
-    monkeypatch.setattr(MEASURE, "clock", made_clock)
-    monkeypatch.setattr(MEASURE, "thread_clock", made_clock)
-    monkeypatch.setattr(MEASURE, "page_faults", lambda: 0)
+    monkeypatch.setattr(CLOCK, "seconds", made_clock)
+    monkeypatch.setattr(CLOCK, "thread_seconds", made_clock)
+    monkeypatch.setattr(WORKLOAD, "page_faults", lambda: 0)
     monkeypatch.setenv("OXYTORCH_CACHE", str(tmp_path / "cache"))
     made_clock.cost["slow"] = 0.01
     made_clock.cost["rest"] = 0.01

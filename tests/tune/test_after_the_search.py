@@ -207,9 +207,9 @@ def test_what_fails_after_the_search_is_said_and_left_out(
     if point == "second hook":  # the timing of updates uses hooks too, before the search
         inner = Plan.begin
 
-        def begin(self: Plan, **options: Any) -> None:
+        def begin(self: Plan, tuner: Any, **options: Any) -> None:
             patched(point, RuntimeError, monkeypatch)
-            inner(self, **options)
+            inner(self, tuner, **options)
 
         monkeypatch.setattr(Plan, "begin", begin)
     else:
@@ -233,14 +233,13 @@ def test_an_interrupt_after_the_search_takes_everything_back(
         monkeypatch.setattr(Plan, "_note", throws(KeyboardInterrupt))
         monkeypatch.setattr(PLAN, "Watch", throws(RuntimeError))
     elif point == "apply":
-        tuning = importlib.import_module("oxytorch.tune.tuning").Tuning
-        inner = tuning.put_in_force
+        inner = Plan.__init__
 
-        def put_in_force(self: Any, certificate: Any) -> None:
+        def made_plan(self: Plan, *args: Any, **named: Any) -> None:
             monkeypatch.setattr(second, "apply", throws(KeyboardInterrupt))
-            inner(self, certificate)
+            inner(self, *args, **named)
 
-        monkeypatch.setattr(tuning, "put_in_force", put_in_force)
+        monkeypatch.setattr(Plan, "__init__", made_plan)
     else:
         patched(point, KeyboardInterrupt, monkeypatch)
     with pytest.raises(KeyboardInterrupt):

@@ -10,10 +10,10 @@ import oxytorch as ox
 import pytest
 import torch
 from oxytorch.tune import Run, Strategy
-from oxytorch.tune.measure import Bench
 from oxytorch.tune.strategies.compiled import fused_speedup
 from oxytorch.tune.strategies.observe import operator_seconds
-from planted import MEASURE, Clock, Net, batches, clock, made, only
+from oxytorch.tune.workload import RunWorkload
+from planted import CLOCK, WORKLOAD, Clock, Net, batches, clock, made, only
 from torch import nn
 
 pytestmark = pytest.mark.cpu_only("plants times and faults")
@@ -97,7 +97,7 @@ def test_tuning_ends_with_its_share_of_the_run_whatever_the_noise(
     model = Net(clock)
     clock.cost["rest"] = seconds
     clock.others = 1.0
-    monkeypatch.setattr(MEASURE, "thread_clock", lambda: 0.0)  # all of it is waiting
+    monkeypatch.setattr(CLOCK, "thread_seconds", lambda: 0.0)  # all of it is waiting
     with only(made(clock, "slow", 0.002), *(no_use(number) for number in range(8))):
         plan = accelerate(model, steps_planned=400)
     assert plan.certificate.tuning_seconds + plan.certificate.compile_seconds < 6 + 20 * (seconds + 0.01)
@@ -111,24 +111,22 @@ def test_the_baseline_comes_before_anything_that_is_tried(clock: Clock, monkeypa
     events: list[str] = []
     cls = made(clock, "slow", 0.002)
     cls.group = "host_memory"
-    apply, baseline = cls.apply, Bench.baseline
+    apply, hindrance = cls.apply, RunWorkload.hindrance
 
-    def noted(self: Bench) -> float:
-        found = baseline(self)
+    def asked(self: RunWorkload) -> str:  # right after the baseline
         events.append("baseline")
-        return found
+        return hindrance(self)
 
     def applied(self: Strategy, run: Run) -> None:
         events.append("apply")
         apply(self, run)
 
-    monkeypatch.setattr(Bench, "baseline", noted)
-    monkeypatch.setattr("oxytorch.tune.tuning.note_heap", lambda: events.append("note"))
-    monkeypatch.setattr(MEASURE, "page_faults", iter(range(0, 10**9, 10**5)).__next__)
+    monkeypatch.setattr(RunWorkload, "hindrance", asked)
+    monkeypatch.setattr(WORKLOAD, "page_faults", iter(range(0, 10**9, 10**5)).__next__)
     cls.apply = applied  # type: ignore[method-assign]
     with only(cls):
         plan = accelerate(Net(clock))
-    assert events[:3] == ["baseline", "note", "apply"]
+    assert events[:2] == ["baseline", "apply"]
     assert plan.certificate.step_seconds == pytest.approx(0.02, rel=0.01)
     assert plan.certificate.step_faults > 1000
     plan.revert()
@@ -149,7 +147,7 @@ def test_what_trials_did_to_the_heap_is_no_gain(clock: Clock, monkeypatch: pytes
         faults[0] += faults[1]
         return faults[0]
 
-    monkeypatch.setattr(MEASURE, "page_faults", look)
+    monkeypatch.setattr(WORKLOAD, "page_faults", look)
     cls.apply = spoils  # type: ignore[method-assign]
     with only(cls):
         plan = accelerate(Net(clock))
@@ -180,37 +178,42 @@ model = nn.Sequential(nn.Linear(32, 2048), nn.GELU(), nn.Linear(2048, 4))
 optimizer = torch.optim.AdamW(model.parameters())
 data = [(torch.randn(1024, 32), torch.randint(4, (1024,))) for _ in range(2)]
 seen = []
-baseline = ox.tune.measure.Bench.baseline
+workload = ox.tune.workload.RunWorkload
+offers, hindrance = workload.offers, workload.hindrance
 def first(self):
     seen.append(("baseline", _C.trainer.heap_mmap_threshold()))
-    found = baseline(self)
+    return offers(self)
+def timed(self):
     seen.append(("steps", _C.trainer.heap_mmap_threshold()))
-    return found
-ox.tune.measure.Bench.baseline = first
+    return hindrance(self)
+workload.offers, workload.hindrance = first, timed
 for name in ("tune_allocator", "keep_heap"):
     def noted(*args, _real=getattr(_C.trainer, name), _name=name):
         seen.append((_name, _C.trainer.heap_mmap_threshold()))
         return _real(*args)
     setattr(_C.trainer, name, noted)
 # Where blocks happen to lie decides whether a step faults: here it does.
-ox.tune.measure.page_faults = iter(range(0, 10**12, 10**5)).__next__
+ox.tune.workload.page_faults = iter(range(0, 10**12, 10**5)).__next__
 if {fail}:  # nothing is accepted
-    ox.tune.measure.Bench.duel = (lambda real: lambda self, one, other, options: (
-        setattr(options, "threshold", 100.0), real(self, one, other, options))[1])(ox.tune.measure.Bench.duel)
+    steps = workload.steps
+    def slow(self, *args):
+        seconds, updates = steps(self, *args)
+        return seconds * (10 if self.run.in_force else 1), updates
+    workload.steps = slow
 plan = ox.accelerate(model, optimizer, nn.CrossEntropyLoss(), data, level="basic", remember=False, budget=60,
                      strategies=["allocator", "keep_heap", "host_pool"])
 names = [name for name, _ in seen]
 assert names[:2] == ["baseline", "steps"], names
 assert "tune_allocator" in names, (names, plan.rejected)
 assert "keep_heap" in names or "allocator" in plan.accepted, (names, plan.rejected)
-steps = seen[1][1]
+threshold = seen[1][1]
 entries = {{entry.strategy: entry for entry in plan.certificate.entries}}
 assert set(entries) == {{"allocator", "keep_heap", "host_pool"}}
 if {fail}:
     assert plan.accepted == (), plan.accepted
     assert entries["keep_heap"].standing == "rejected", entries["keep_heap"].reason
     assert entries["keep_heap"].speedup is not None, entries["keep_heap"].reason
-    assert _C.trainer.heap_mmap_threshold() == steps, (seen, _C.trainer.heap_mmap_threshold())
+    assert _C.trainer.heap_mmap_threshold() == threshold, (seen, _C.trainer.heap_mmap_threshold())
     assert _C.memory.host_pool_stats().limit_bytes == 0, "the pool keeps pages"
     pool = _C.memory.use_host_pool(None)
     assert pool.is_applied, pool.reason
@@ -218,7 +221,7 @@ if {fail}:
     text = plan.explain() + str(plan.report())
     assert "trimmed" not in text, text
 plan.revert()
-assert _C.trainer.heap_mmap_threshold() == steps
+assert _C.trainer.heap_mmap_threshold() == threshold
 for make in (_C.trainer.tune_allocator, _C.trainer.keep_heap):
     again = make(None)
     assert again.is_applied, again.reason

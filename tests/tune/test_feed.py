@@ -12,6 +12,7 @@ from typing import Any
 import oxytorch as ox
 import pytest
 import torch
+from oxytorch._C.tune import Certificate
 from oxytorch.tune import Run, Strategy
 from oxytorch.tune.feed import Ahead, Prefetched
 from oxytorch.tune.watch import Watch
@@ -271,15 +272,15 @@ def test_a_check_of_the_watch_leaves_the_feed_as_it_is(clock: Clock) -> None:
     classes = {cls.name: cls for cls in (Doubled, made(clock, "slow", 0.002))}
     run = Run(net, optimizer, nn.CrossEntropyLoss(), given, data=given, owns_loop=True, strategies=classes)
     run.bring(classes)
-    taken_back: list[str] = []
-    watch = Watch(run, "exact", lambda _step, reason: taken_back.append(reason))
+    certificate = Certificate()
+    watch = Watch(run, certificate)
     seen = set()
     for step in range(100):
         seen.add(run.in_force)
         assert len(run.data) == 2 * len(given)  # type: ignore[arg-type]
         run.step(given[step % len(given)])
     watch.stop()
-    assert seen == {("doubled", "cheaper_slow"), ("doubled",)} and not taken_back
+    assert seen == {("doubled", "cheaper_slow"), ("doubled",)} and not certificate.events
 
 
 def test_in_the_users_own_loop_the_loader_is_the_users(clock: Clock) -> None:

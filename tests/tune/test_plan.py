@@ -94,7 +94,7 @@ def test_what_still_pays_stays_through_a_check(clock: Clock) -> None:
     case = Case(clock)
     case.train(130)
     assert case.plan.accepted == ("turncoat",) and not case.said and clock.cost["slow"] == 0.002
-    assert "pay" in case.plan._watch.guard.reason  # a check was made
+    assert "pay" in case.plan._watch.reason  # a check was made
     case.plan.revert()
 
 

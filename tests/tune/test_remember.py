@@ -13,6 +13,7 @@ import torch
 from oxytorch import cli
 from oxytorch.tune import Plan, Run, Strategy
 from oxytorch.tune.remember import key, stored
+from oxytorch.tune.watch import Watch
 from planted import Clock, Net, batches, clock, fingerprint, made, only, same
 from torch import nn
 
@@ -119,9 +120,13 @@ def test_a_file_that_is_no_certificate_is_measured_anew(clock: Clock) -> None:
     assert plan.accepted == ("cheaper_slow",) and "reused" not in events(plan)
 
 
-def test_one_that_was_taken_back_is_forgotten(clock: Clock) -> None:
+def test_one_that_was_taken_back_is_forgotten(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = run_once(clock, made(clock, "slow", 0.002))
-    plan._taken_back(7, "for a test")
+    assert stored()
+    monkeypatch.setattr(Watch, "compare", lambda _: (1.0, 2.0, 0.0, 0.0))
+    plan._watch.doubt()
+    plan._watch._decide()
+    assert plan.accepted == () and "cheaper_slow taken back: The losses" in events(plan)
     assert not stored()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from oxytorch._C.tune import Certificate
 from oxytorch.tune import watch as watch_module
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind
@@ -37,27 +38,27 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same steps are drawn in each run, and every step takes the same time."""
     ticks = 0.0
 
-    def clock() -> float:
+    def seconds() -> float:
         nonlocal ticks
         ticks += 1.0
         return ticks
 
     monkeypatch.setattr(watch_module.os, "urandom", bytes)
-    monkeypatch.setattr(watch_module.measure, "clock", clock)
+    monkeypatch.setattr(watch_module.clock, "seconds", seconds)
 
 
-def watched(name: str, fault: Fault, kind: Kind, steps: int) -> tuple[Run, list[tuple[int, str]]]:
-    """Train under watch; return the run, and the step and reason where the fault was taken back."""
+def watched(name: str, fault: Fault, steps: int) -> tuple[Run, list[str]]:
+    """Train under watch; return the run, and the event where the fault was taken back."""
     run, _ = workload(name, torch.device("cpu"), {"planted": fault.strategy()})
     run.bring(["planted"])
-    found: list[tuple[int, str]] = []
-    watch = Watch(run, kind, lambda step, reason: found.append((step, reason)), 3)
+    certificate = Certificate()
+    watch = Watch(run, certificate, seed=3)
     for i in range(steps):
         run.step(run.batches[i % 4])
-        if found:
+        if certificate.events:
             break
     watch.stop()
-    return run, found
+    return run, certificate.events
 
 
 def since(first: int, last: int = 10**9, period: int = 1) -> Acts:
@@ -77,9 +78,9 @@ CASES: list[tuple[str, str, Kind, Acts, Plant]] = [
 
 @pytest.mark.parametrize(("name", "on", "kind", "acts", "plant"), CASES, ids=[case[0] for case in CASES])
 def test_what_acts_later_is_taken_back(name: str, on: str, kind: Kind, acts: Acts, plant: Plant) -> None:
-    run, found = watched(on, Fault(name, on, kind, 0, plant, acts), kind, 6000)
+    run, found = watched(on, Fault(name, on, kind, 0, plant, acts), 6000)
     assert len(found) == 1, name
-    assert "one batch" in found[0][1], found
+    assert "one batch" in found[0], found
     assert run.in_force == ()
 
 
@@ -88,7 +89,8 @@ def test_what_acts_later_is_taken_back(name: str, on: str, kind: Kind, acts: Act
 )
 def test_healthy_strategies_stay(title: str, kind: Kind) -> None:
     fault = HEALTHY[title]
-    run, found = watched(fault.workload, fault, kind, 2000)
+    assert fault.kind == kind
+    run, found = watched(fault.workload, fault, 2000)
     assert not found
     assert run.in_force == ("planted",)
     run.bring(())
@@ -100,19 +102,20 @@ def test_a_comparison_leaves_the_run_as_it_is(title: str, monkeypatch: pytest.Mo
         fault = HEALTHY[title]
         run, _ = workload(fault.workload, torch.device("cpu"), {"planted": fault.strategy()})
         run.bring(["planted"])
-        watch: Any = Watch(run, fault.kind, lambda *_: None, 3)
         seen = 0
-        compare = watch._compare
+        compare = Watch.compare
 
-        def counting() -> Any:
+        def counting(watch: Watch) -> Any:
             nonlocal seen
             seen += 1
-            return compare()
+            return compare(watch)
 
-        watch._compare = counting if compared else lambda: (1.0, 1.0)
-        for i in range(150):
-            run.step(run.batches[i % 4])
-        watch.stop()
+        with monkeypatch.context() as patch:
+            patch.setattr(Watch, "compare", counting if compared else lambda _: (1.0, 1.0, 0.0, 0.0))
+            watch = Watch(run, Certificate(), seed=3)
+            for i in range(150):
+                run.step(run.batches[i % 4])
+            watch.stop()
         assert (seen > 1) is compared
         run.bring(())
         return copy.deepcopy([*run.params, *run.model.buffers(), torch.get_rng_state()])
@@ -127,7 +130,7 @@ def test_which_steps_are_compared_depends_on_what_no_one_knows(monkeypatch: pyte
         monkeypatch.setattr(watch_module.os, "urandom", lambda count, i=i: bytes([i] * count))
         run, _ = workload("mlp", torch.device("cpu"), {"foreach": HEALTHY["foreach"].strategy()})
         run.bring(["foreach"])
-        watch = Watch(run, "exact", lambda *_: None)
+        watch = Watch(run, Certificate())
         drawn.add(watch.drawn_by)
         watch.stop()
         run.bring(())

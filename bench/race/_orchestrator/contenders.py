@@ -222,23 +222,24 @@ class Exhaustive(Stock):
     def search(self) -> dict[str, Any]:
         """All combinations, one after the other."""
         from oxytorch._C import memory  # noqa: PLC0415
-        from oxytorch._C.tune import DuelOptions  # noqa: PLC0415
+        from oxytorch._C.tune import DuelOptions, SideFailed, Timing  # noqa: PLC0415
         from oxytorch.tune.escrow import Escrow  # noqa: PLC0415
-        from oxytorch.tune.measure import Bench, SideFailed  # noqa: PLC0415
+        from oxytorch.tune.workload import RunWorkload  # noqa: PLC0415
 
         began = time.perf_counter()
         best: tuple[str, ...] = ()
         tried = 0
         kept = memory.keep_host_pool()  # as `accelerate` does between trials
         with Escrow(self.run.model, self.run.original) as escrow:
-            bench = Bench(self.run, escrow)
-            bench.baseline()
+            workload = RunWorkload(self.run, escrow)
+            timing = Timing(workload)
+            timing.baseline()
             for names in filter(None, self.combinations()):
                 with contextlib.suppress(SideFailed):  # One that cannot be put in force is none.
-                    result, _ = bench.duel(best, names, DuelOptions(worth=SEARCH_WORTH, seed=tried))
+                    result, _ = timing.compare(best, names, DuelOptions(worth=SEARCH_WORTH, seed=tried))
                     best = names if result.decision == "accept" else best
                     tried += 1
-            bench.recover()
+            timing.recover()
         kept.revert()
         return {"search_seconds": time.perf_counter() - began, "tried": tried, "accepted": list(best)}
 

@@ -21,19 +21,11 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/tune/kind.h"
+#include "oxytorch/tune/workload.h"
 
 namespace oxytorch::tune {
 
 class Run;
-
-/// Yes, or why not: `return true;`, `return false;` or `return "the model has no convolution.";`.
-struct Applicability {
-  Applicability(bool yes) : holds(yes) {}                     // NOLINT(google-explicit-constructor)
-  Applicability(const char* why) : reason(why) {}             // NOLINT(google-explicit-constructor)
-  Applicability(std::string why) : reason(std::move(why)) {}  // NOLINT(google-explicit-constructor)
-  bool holds = false;
-  std::string reason = "it does not apply to this run.";
-};
 
 /// An object is made for each run, so what apply() needs to remember for revert() is a member. Both are called many
 /// times in turn while the step is measured, between steps, never inside one.
@@ -52,20 +44,6 @@ class OXY_API Strategy {
   virtual void revert(Run& run) = 0;
   /// Seconds that turning it on takes once, as far as one can tell beforehand.
   [[nodiscard]] virtual double expected_cost(Run& run);
-};
-
-/// What the search knows of a strategy beside name and kind.
-struct StrategyTraits {
-  std::string group = {};                   ///< at most one strategy of a group is in force
-  std::vector<std::string> requires_ = {};  ///< tried only where these are in force
-  std::vector<std::string> interacts = {};  ///< judged again, on or off, after one of these has been accepted
-  std::vector<std::string> part_of = {};    ///< not tried where one of these is active: they do all that it does
-  /// Of one with an expected cost: it takes that cost anew where one of these is turned on or off; empty: interacts.
-  std::vector<std::string> renewed_by = {};
-  int settle = 1;                  ///< steps not measured after it was switched; of over 50 ms, one fewer
-  std::string cost = {};           ///< what it costs beside time, one sentence; empty where nothing
-  double hopeful = 3;              ///< a speedup that it cannot exceed
-  double expected_speedup = 1.05;  ///< where it pays at all; what promises most is tried first
 };
 
 struct RegisteredStrategy {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,14 +10,9 @@
 #include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/kind.h"
 #include "oxytorch/tune/run.h"
+#include "oxytorch/tune/workload.h"
 
 namespace oxytorch::tune {
-
-struct Ruling {
-  bool held = false;
-  std::string reason;
-  std::map<std::string, double> evidence;
-};
 
 struct VerifierOptions {
   int steps = 12;  ///< compared, one after the other; 1 is a look at one step, without those of `span`

@@ -24,14 +24,23 @@ __all__: list[str] = [
     "LoadSample",
     "LoadWatch",
     "NativeOperators",
+    "Offer",
     "OperatorReport",
     "OwnRandom",
+    "Requirement",
     "Search",
     "SearchOptions",
+    "SideFailed",
     "StepNow",
     "StrategyFacts",
+    "Timing",
     "Trial",
     "TrialOutcome",
+    "Tuner",
+    "TunerOptions",
+    "Watch",
+    "Watched",
+    "Workload",
     "adam_step",
     "allows",
     "block_steps",
@@ -728,6 +737,140 @@ class LoadWatch:
         """
         Of the seconds watched, the disturbed ones.
         """
+
+class Offer:
+    """
+    A strategy that a workload has.
+    """
+    def __init__(
+        self,
+        name: str,
+        *,
+        kind: typing.Literal["exact", "tolerance", "precision", "trade"],
+        group: str,
+        requires: collections.abc.Sequence[str],
+        interacts: collections.abc.Sequence[str],
+        part_of: collections.abc.Sequence[str],
+        renewed_by: collections.abc.Sequence[str],
+        settle: typing.SupportsInt | typing.SupportsIndex,
+        cost: str,
+        hopeful: typing.SupportsFloat | typing.SupportsIndex,
+        expected_speedup: typing.SupportsFloat | typing.SupportsIndex,
+        feeds: bool,
+        refused: str = "",
+    ) -> None: ...
+
+class Workload:
+    """
+    What a tuner must be given: a training step that it can take, time, change, put back and verify. See oxytorch/tune/workload.h.
+    """
+    def __init__(self) -> None: ...
+
+class Requirement:
+    """
+    A setting of the caller's that wants a strategy active.
+    """
+    def __init__(self, setting: str, strategies: collections.abc.Sequence[str]) -> None: ...
+
+class TunerOptions:
+    """
+    What a tuner is asked for.
+    """
+    def __init__(
+        self,
+        *,
+        level: str = "advanced",
+        steps_planned: typing.SupportsInt | typing.SupportsIndex = 10000,
+        budget: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        seed: typing.SupportsInt | typing.SupportsIndex = 0,
+        exclude: collections.abc.Sequence[str] = [],
+        required: collections.abc.Sequence[Requirement] = [],
+    ) -> None: ...
+
+class Tuner:
+    """
+    Finds what makes a workload's step faster, proves it, and says so in a certificate.
+    """
+    def __init__(self, workload: Workload, key: CertificateKey, options: TunerOptions) -> None: ...
+    def activate(self, certificate: Certificate) -> None:
+        """
+        Make active what it accepted; what cannot be is noted in it.
+        """
+    def activate_required(self, certificate: Certificate) -> list[str]:
+        """
+        Make active what settings ask for, and note it; the names that are.
+        """
+    def seconds(self) -> float:
+        """
+        Since it was made.
+        """
+    def tune(self, store: CertificateStore | None) -> Certificate:
+        """
+        The certificate, remembered or measured; nothing is active at the end and the state is restored.
+        """
+
+class SideFailed(Exception):
+    pass
+
+class Timing:
+    """
+    Whole steps of a workload timed under two combinations of strategies.
+    """
+    def __init__(self, workload: Workload) -> None: ...
+    def baseline(self) -> None: ...
+    def compare(
+        self, incumbent: collections.abc.Sequence[str], challenger: collections.abc.Sequence[str], options: DuelOptions
+    ) -> tuple[DuelResult, float]:
+        """
+        The result, and the seconds that turning the challenger on took once.
+        """
+    def recover(self) -> None:
+        """
+        Revert everything and restore the state.
+        """
+
+class Watched:
+    """
+    The run that a watch is over: activate(names), compare().
+    """
+    def __init__(self) -> None: ...
+
+class Watch:
+    """
+    Keeps a guard over a certified run, and takes its strategies back at its word.
+    """
+    def __init__(
+        self,
+        run: Watched,
+        certificate: Certificate,
+        store: CertificateStore,
+        *,
+        names: collections.abc.Sequence[str],
+        always: collections.abc.Sequence[str],
+        kind: typing.Literal["exact", "tolerance", "precision", "trade"],
+        drawn_by: typing.SupportsInt | typing.SupportsIndex,
+        only_when_doubted: bool,
+    ) -> None: ...
+    def after(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def before(self) -> bool:
+        """
+        Whether the watch goes on, with what is wanted for the next step active.
+        """
+    def doubt(self) -> None: ...
+    @property
+    def checks(self) -> bool:
+        """
+        Whether each step is to be timed to its end.
+        """
+    @property
+    def over(self) -> bool: ...
+    @property
+    def reason(self) -> str:
+        """
+        What the last check showed.
+        """
+    @property
+    def step(self) -> int: ...
 
 class OperatorReport:
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,3 +67,13 @@ def seed_generators(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)  # it takes no more bits
+
+
+@contextmanager
+def unmoved_generators(params: Iterable[Tensor]) -> Iterator[None]:
+    """Leave every generator at the end where it is now."""
+    state = rng_state(params)
+    try:
+        yield
+    finally:
+        set_rng_state(state)

@@ -7,7 +7,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 
 from .._C import memory as _memory
 from .._C import tune as _native
-from ..base import log
+from ..base import format_duration, log
 from ..config import PerformanceConfig
 from ..model.escrow import is_criterion
+from ..optim.generators import unmoved_generators
 from .asked import Asked, named_by_user
 from .batches import take
 from .escrow import Escrow, gradients_away
@@ -26,7 +26,7 @@ from .plan import Plan
 from .remember import key
 from .run import Run, StepFunction
 from .strategy import STRATEGIES, Strategy
-from .tuning import Tuning
+from .workload import RunWorkload
 
 __all__ = ["accelerate"]
 
@@ -142,8 +142,6 @@ def accelerate(
         )
     length = settings.steps_planned if settings.is_given("steps_planned") else settings.max_steps
     run_steps = steps_planned if steps_planned is not None else length or settings.steps_planned
-    if run_steps < 1:
-        raise ValueError(f"steps_planned is {run_steps}, expected at least 1.")
     classes = _named(strategies)
     exclude = tuple(exclude)
     asked = Asked(settings, classes, exclude)
@@ -178,21 +176,28 @@ def accelerate(
             gradients_away(run),
             Escrow(model, optimizer, *run.state, reach=run.functions) as escrow,
         ):
-            tuning = Tuning(run, escrow, settings, made_for, run_steps, budget or settings.tune_seconds, seed, say)
-            tuning.skip(exclude, asked)
-            try:
-                certificate = tuning.reuse(store) or tuning.measure()
-                required = tuning.required(certificate)
-            finally:
-                tuning.bench.recover()
+            workload = RunWorkload(run, escrow, asked, seed, say)
+            tuner = _native.Tuner(
+                workload,
+                made_for,
+                _native.TunerOptions(
+                    level=settings.level,
+                    steps_planned=run_steps,
+                    budget=budget or settings.tune_seconds,
+                    seed=seed,
+                    exclude=exclude,
+                    required=asked.requirements(),
+                ),
+            )
+            certificate = tuner.tune(store)
         plan = Plan(run, certificate, settings, store=store, seed=seed, asked=asked)
         try:
-            tuning.put_in_force(certificate)
-            plan.begin(
-                moved=escrow.moved(),
-                put_required=partial(tuning.put_required, certificate, required),
-            )
-            del tuning, escrow  # references and snapshots, which the steps that follow do not need
+            with unmoved_generators(run.params):
+                tuner.activate(certificate)
+            spent = format_duration(tuner.seconds())
+            log("info", f"accelerate: {', '.join(run.in_force) or 'nothing'} active after {spent}")
+            plan.begin(tuner, moved=escrow.moved())
+            del tuner, workload, escrow  # references and snapshots, which the steps that follow do not need
             plan.give_back()
         except BaseException:  # such as Ctrl-C: without a plan, nothing may stay active
             plan.revert()

@@ -124,6 +124,13 @@ class Asked:
         if key and (value == off or applied):
             self.skipped.setdefault(name, f"{key} is {value!r} in the configuration")
 
+    def requirements(self) -> list[_native.Requirement]:
+        """What is wanted, as the tuner takes it."""
+        return [
+            _native.Requirement(f"{setting} = {getattr(self.settings, setting)!r}", names)
+            for setting, names in self.wanted.items()
+        ]
+
     # -- the process ---------------------------------------------------------------------------------------------
 
     @property

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..base import format_duration, format_size, log, system_info
+from ..optim.generators import unmoved_generators
 from ..report import Report, SettingLine, write_whole
 from .asked import Asked
 from .run import Run
-from .strategy import widest
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -67,17 +67,12 @@ class Plan:
         self._watch: Watch | None = None
         self._seed = seed
 
-    def begin(
-        self,
-        *,
-        moved: Sequence[str] = (),
-        put_required: Callable[[], None] | None = None,
-    ) -> None:
-        """Do what follows putting the strategies in force: store the certificate, watch the run.
+    def begin(self, tuner: Any, *, moved: Sequence[str] = ()) -> None:
+        """Do what follows making the strategies active: store the certificate, watch the run.
 
         None of these is worth the plan: what fails is said in the log and in the plan's events, and left out. So is
-        what was `moved`, not put back after the trials. `put_required` makes active what the settings ask for beside
-        what the search kept; it is not stored.
+        what was `moved`, not put back after the trials. What the settings ask for beside what the search kept is made
+        active as a part of the run: it is not stored, and the watch leaves it alone.
         """
         if moved:
             named = ", ".join(moved[:6]) + (f" and {len(moved) - 6} more" if len(moved) > 6 else "")
@@ -87,8 +82,8 @@ class Plan:
             )
         if self._store is not None and (why := self._store.try_put(self.certificate)):
             self._note(f"step 0: the plan is not stored, so the next run tunes again: {why}")
-        if put_required is not None:
-            put_required()
+        with unmoved_generators(self._run.params):
+            self._run.required = tuple(tuner.activate_required(self.certificate))
         self._attempt("the run is not watched", self._begin_watch)
 
     def give_back(self) -> None:
@@ -105,8 +100,7 @@ class Plan:
     def _begin_watch(self) -> None:
         run = self._run
         if any(not run.strategies[name].feeds for name in run.in_force if name not in run.required):
-            kind = widest(run.strategies[name].kind for name in run.in_force)
-            self._watch = Watch(run, kind, self._taken_back, self._seed)
+            self._watch = Watch(run, self.certificate, self._store, self._seed)
 
     def _attempt(self, otherwise: str, work: Callable[[], None]) -> None:
         try:
@@ -277,19 +271,6 @@ class Plan:
 
     def _asked_lines(self) -> list[SettingLine]:
         return [] if self._asked is None else self._asked.lines()
-
-    def _taken_back(self, step: int, reason: str) -> None:
-        self._watch = None
-        names = set(self.accepted).difference(self._run.required)
-        entries = list(self.certificate.entries)
-        for entry in entries:
-            if entry.strategy in names:
-                entry.standing, entry.reason = "rolled back", f"step {step}: {reason}"
-        self.certificate.entries = entries
-        self._note(f"step {step}: {', '.join(sorted(names))} taken back: {reason}")
-        # It does not hold: the next run measures anew.
-        if self._store is not None and (why := self._store.try_forget(self.certificate.key)):
-            self._note(f"step {step}: the stored plan could not be deleted: {why}")
 
 
 def _repaid(certificate: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .._C import tune as _native
 from ..base import log
-from . import measure
+from . import clock
 from .escrow import Escrow
 from .record import copied, rng_digest
 from .run import Run
 from .same_draws import SameDraws
-from .strategy import Kind
+from .strategy import widest
 from .update import clip
 
 __all__ = ["Watch"]
@@ -26,10 +26,10 @@ __all__ = ["Watch"]
 _DEVICE_LOOKS = 50  # steps between two looks at gradients that a device must be waited for
 
 
-class Watch:
-    """Drives a guard from the optimizer's step hooks, whoever calls ``step()``.
+class Watch(_native.Watched):
+    """Drives the native watch from the optimizer's step hooks, whoever calls ``step()``.
 
-    A step lasts from one step's end to the next, so a loop of the user's own is watched as it is. At the guard's word a
+    A step lasts from one step's end to the next, so a loop of the user's own is watched as it is. At the watch's word a
     step is taken without the strategies, loss and gradients of a batch are compared under escrow, or the strategies are
     taken back; always between two steps. Which steps are compared is drawn from the system's entropy and `seed`, so
     that no fault can keep out of their way. Gradients that are not finite make it compare at once, before they are
@@ -39,37 +39,43 @@ class Watch:
     ----------
     run : Run
         With the strategies in force.
-    kind : Kind
-        The widest of theirs.
-    taken_back : callable
-        Called with the step and the reason once they are taken back for good.
+    certificate : oxytorch._C.tune.Certificate
+        Says what was taken back.
+    store : oxytorch._C.tune.CertificateStore, optional
+        Forgets it then.
+    seed : int
 
     Attributes
     ----------
     drawn_by : int
         What the compared steps are drawn by.
+    batch
+        That of the step under way, where the plan takes it.
     """
 
-    def __init__(self, run: Run, kind: Kind, taken_back: Callable[[int, str], None], seed: int = 0) -> None:
+    def __init__(self, run: Run, certificate: Any, store: Any = None, seed: int = 0) -> None:
+        super().__init__()
         self._run = run
-        self._names = run.in_force
-        # Where batches come from is not the step's: an epoch that begins beside a check is drawn as the others.
-        self._fed = tuple(name for name in self._names if run.strategies[name].feeds)
-        self._taken_back = taken_back
-        self._exact = kind == "exact"
+        self._names = tuple(name for name in run.in_force if name not in run.required)
+        self._kind = widest(run.strategies[name].kind for name in run.in_force)
         self.drawn_by = int.from_bytes(os.urandom(6), "little") ^ seed
-        options = _native.GuardOptions(seed=self.drawn_by)
-        options.allow(kind)
-        if run.own_step is not None:
-            options.loss_tolerance = -1  # a step of the user's own may do more than step: not without need
-        self.guard = _native.Guard(options)
+        self._watch = _native.Watch(
+            self,
+            certificate,
+            store,
+            names=self._names,
+            # Where batches come from is not the step's: an epoch that begins beside a check is drawn as the others.
+            always=[name for name in self._names if run.strategies[name].feeds],
+            kind=self._kind,
+            drawn_by=self.drawn_by,
+            only_when_doubted=run.own_step is not None,  # it may do more than step
+        )
         self._busy = False
         self._doubted = False
         self._told = False
         self._probe: Tensor | None = None
         self._last = 0.0
-        self._waits = 0
-        self.batch: Any = None  #: that of the step under way, where the plan takes it
+        self.batch: Any = None
         self._handles: list[Any] = []
         try:
             self._handles.append(run.original.register_step_pre_hook(self._before_step))
@@ -89,7 +95,17 @@ class Watch:
         """Compare the losses at the next step boundary: a loss was not finite."""
         if self._handles and not self._doubted:
             self._doubted = True
-            self.guard.suspicious()
+            self._watch.doubt()
+
+    @property
+    def step(self) -> int:
+        """Steps watched so far."""
+        return self._watch.step
+
+    @property
+    def reason(self) -> str:
+        """What the last check showed."""
+        return self._watch.reason
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
@@ -105,13 +121,13 @@ class Watch:
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._busy or not self._handles:
             return
-        if self._waits > 0:
+        if self._watch.checks:
             self._run.synchronize()
-        self.guard.after(max(measure.clock() - self._last, 1e-9))
+        self._watch.after(clock.seconds() - self._last)
         self._decide()
 
     def _finite(self) -> bool:
-        if self._run.device.type != "cpu" and self.guard.step % _DEVICE_LOOKS:
+        if self._run.device.type != "cpu" and self.step % _DEVICE_LOOKS:
             return True
         if self._probe is None:
             found = [p for p in self._run.params if p.grad is not None]
@@ -121,37 +137,26 @@ class Watch:
             return True
         return math.isfinite(float(grad.sum()))  # of a sparse one as well
 
-    # -- the guard's word ----------------------------------------------------------------------------------------
-
     def _decide(self) -> None:
-        """Do what the guard says, so that the next step is taken as it wants."""
+        """Have what is wanted for the next step active, or end."""
         try:
-            action = self.guard.before()
-            while action == "compare losses":
-                self._waits = 100  # a check is under way, and each of its steps is timed to its end
-                self.guard.compared(*self._compare())
-                action = self.guard.before()
-            if action == "roll back":
-                return self._roll_back(self.guard.reason)
-            wanted: Sequence[str] = self._fed if action == "run without" else self._names
-            if tuple(wanted) != self._run.in_force:
-                self._run.bring(wanted)
-        except Exception as error:  # the run goes on as it was given
-            return self._roll_back(f"they could not be switched: {type(error).__name__}: {error}")
-        self._waits = max(0, self._waits - 1)
-        if self._waits > 0:
+            if not self._watch.before():
+                self.stop()
+        except BaseException:
+            self.stop()
+            raise
+        if self._watch.checks:
             self._run.synchronize()
-        self._last = measure.clock()
+        self._last = clock.seconds()
 
-    def _roll_back(self, reason: str) -> None:
-        step = int(self.guard.step)
-        self.stop()
-        try:
-            self._run.bring(())
-        finally:
-            self._taken_back(step, reason)
+    # -- what the native watch asks for --------------------------------------------------------------------------
 
-    def _compare(self) -> tuple[float, ...]:
+    def activate(self, names: Sequence[str]) -> None:
+        """Put these in force, beside what the settings ask for."""
+        if tuple(names) != tuple(name for name in self._run.in_force if name not in self._run.required):
+            self._run.bring(names)
+
+    def compare(self) -> tuple[float, ...]:
         """Losses of one batch with and without, and how far its gradients are; all else is as before then.
 
         What is in force comes first, as it stands: put on anew, it might begin anew.
@@ -173,7 +178,7 @@ class Watch:
             if not self._told:
                 log("info", f"accelerate: the losses of one batch are not compared: {draws.disturbed}")
             self._told = True
-            return without.loss, without.loss
+            return without.loss, without.loss, 0.0, 0.0
         apart = _native.gradients_apart(together.values, without.values) if together.rng == without.rng else (0.0, 0.0)
         return together.loss, without.loss, *apart
 
@@ -196,7 +201,7 @@ class Watch:
                 return _Seen(float(run.loss(batch).detach() if run.own_step is None else run.step(batch)))
             loss = float(run.step(copied(batch)))
             found = [p.grad for p in run.params]
-            if self._exact:  # what the step made of them too
+            if self._kind == "exact":  # what the step made of them too
                 found += [p.detach() for p in run.params]
             elif run.given_clip is not None:  # who clips in the update leaves them as they were
                 found = list(clip(found, run.given_clip))

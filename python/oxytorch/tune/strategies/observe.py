@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...model.snapshot import Reach, Snapshot
-from .. import measure
+from .. import clock
 from ..run import shapes
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ class _Times(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.named: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        began = measure.clock()
+        began = clock.seconds()
         result = func(*args, **(kwargs or {}))
-        self.named[func._schema.name] += measure.clock() - began  # type: ignore[assignment]
+        self.named[func._schema.name] += clock.seconds() - began  # type: ignore[assignment]
         return result
 
 
@@ -100,9 +100,9 @@ def operator_seconds(run: Run) -> tuple[float, dict[str, float]]:
     with rehearsal(run):
         for _ in range(2):  # the second finds the memory of the first
             _forget_gradients(run)
-            began = measure.clock()
+            began = clock.seconds()
             backward(run, run.batches[0])
-            seconds = measure.clock() - began
+            seconds = clock.seconds() - began
         _forget_gradients(run)
         with _Times() as times:
             backward(run, run.batches[0])

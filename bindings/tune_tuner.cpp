@@ -1,0 +1,182 @@
+// The tuner, and the workload that Python code derives from. Called with the GIL held throughout.
+#include "tune_tuner.h"
+
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "oxytorch/tune/timing.h"
+#include "oxytorch/tune/tuner.h"
+#include "oxytorch/tune/watch.h"
+#include "oxytorch/tune/workload.h"
+#include "tune_words.h"
+
+namespace oxytorch::bindings {
+namespace {
+
+using namespace tune;
+
+bool is_interrupt(const py::error_already_set& error) { return !error.matches(PyExc_Exception); }
+
+/// A workload whose members are those of a Python object.
+class PythonWorkload : public Workload {
+ public:
+  std::vector<Offer> offers() override { PYBIND11_OVERRIDE_PURE(std::vector<Offer>, Workload, offers); }
+  std::string hindrance() override { PYBIND11_OVERRIDE(std::string, Workload, hindrance); }
+  Applicability applies(const std::string& strategy) override {
+    const auto answer = asked("applies")(strategy);
+    if (answer.is(py::handle(Py_True))) return true;
+    if (!py::isinstance<py::str>(answer) || py::len(answer) == 0) return "does not apply";
+    return answer.cast<std::string>();
+  }
+  double expected_cost(const std::string& strategy) override {
+    PYBIND11_OVERRIDE_PURE(double, Workload, expected_cost, strategy);
+  }
+  std::optional<double> likely_speedup(const std::string& strategy) override {
+    PYBIND11_OVERRIDE(std::optional<double>, Workload, likely_speedup, strategy);
+  }
+  Names active() override { PYBIND11_OVERRIDE_PURE(Names, Workload, active); }
+  void activate(const Names& strategies) override { PYBIND11_OVERRIDE_PURE(void, Workload, activate, strategies); }
+  void restore() override { PYBIND11_OVERRIDE_PURE(void, Workload, restore); }
+  void let_go() override { PYBIND11_OVERRIDE(void, Workload, let_go); }
+  std::map<std::string, std::string> covered() override {
+    using Covered = std::map<std::string, std::string>;
+    PYBIND11_OVERRIDE_PURE(Covered, Workload, covered);
+  }
+  std::vector<std::size_t> shapes() override { PYBIND11_OVERRIDE_PURE(std::vector<std::size_t>, Workload, shapes); }
+  StepTimes steps(std::size_t first, int count, bool updates, bool drawn) override {
+    auto [seconds, taken] = asked("steps")(first, count, updates, drawn).cast<std::pair<double, std::vector<double>>>();
+    return {seconds, std::move(taken)};
+  }
+  bool has_update() override { PYBIND11_OVERRIDE(bool, Workload, has_update); }
+  double update() override { PYBIND11_OVERRIDE_PURE(double, Workload, update); }
+  bool on_host() override { PYBIND11_OVERRIDE_PURE(bool, Workload, on_host); }
+  double drawing(double step_seconds) override { PYBIND11_OVERRIDE(double, Workload, drawing, step_seconds); }
+  void draw(bool on) override { PYBIND11_OVERRIDE(void, Workload, draw, on); }
+  Ruling verify(Kind kind, bool glance) override {
+    const auto found = asked("verify")(kind, glance);
+    return {found.attr("held").cast<bool>(), found.attr("reason").cast<std::string>(),
+            found.attr("evidence").cast<std::map<std::string, double>>()};
+  }
+  std::optional<std::string> told(const std::exception& error) override {
+    const auto* const python = dynamic_cast<const py::error_already_set*>(&error);
+    if (python == nullptr) return Workload::told(error);
+    if (is_interrupt(*python)) return std::nullopt;
+    return asked("told")(python->value()).cast<std::string>();
+  }
+  void say(const std::string& what) override { PYBIND11_OVERRIDE(void, Workload, say, what); }
+  double seconds() override { PYBIND11_OVERRIDE(double, Workload, seconds); }
+  double processor_seconds() override { PYBIND11_OVERRIDE(double, Workload, processor_seconds); }
+  double page_faults() override { PYBIND11_OVERRIDE(double, Workload, page_faults); }
+
+ private:
+  py::function asked(const char* name) const {
+    auto found = py::get_override(static_cast<const Workload*>(this), name);
+    if (!found) throw py::type_error(std::string("a workload needs a method ") + name + "().");
+    return found;
+  }
+};
+
+/// A run whose members are those of a Python object.
+class PythonWatched : public Watched {
+ public:
+  void activate(const Names& strategies) override { PYBIND11_OVERRIDE_PURE(void, Watched, activate, strategies); }
+  BothWays compare() override {
+    const auto answer = py::get_override(static_cast<const Watched*>(this), "compare")();
+    const auto [with, without, gradient, factor] = answer.cast<std::tuple<double, double, double, double>>();
+    return {with, without, {gradient, factor}};
+  }
+  std::optional<std::string> told(const std::exception& error) override {
+    const auto* const python = dynamic_cast<const py::error_already_set*>(&error);
+    if (python == nullptr) return Watched::told(error);
+    if (is_interrupt(*python)) return std::nullopt;
+    const py::str name = py::type::of(python->value()).attr("__name__");
+    return name.cast<std::string>() + ": " + py::str(python->value()).cast<std::string>();
+  }
+};
+
+void bind_watch(py::module_& m) {
+  py::class_<Watched, PythonWatched>(m, "Watched", "The run that a watch is over: activate(names), compare().")
+      .def(py::init<>());
+  py::class_<Watch>(m, "Watch", "Keeps a guard over a certified run, and takes its strategies back at its word.")
+      .def(py::init([](Watched& run, Certificate& certificate, const CertificateStore* store, Names names, Names always,
+                       Kind kind, std::uint64_t drawn_by, bool only_when_doubted) {
+             return Watch(run, certificate, store,
+                          {std::move(names), std::move(always), kind, drawn_by, only_when_doubted});
+           }),
+           py::arg("run"), py::arg("certificate"), py::arg("store").none(true), py::kw_only(), py::arg("names"),
+           py::arg("always"), py::arg("kind"), py::arg("drawn_by"), py::arg("only_when_doubted"),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
+      .def("before", &Watch::before, "Whether the watch goes on, with what is wanted for the next step active.")
+      .def("after", &Watch::after, py::arg("seconds"))
+      .def("doubt", &Watch::doubt)
+      .def_property_readonly("over", &Watch::over)
+      .def_property_readonly("checks", &Watch::checks, "Whether each step is to be timed to its end.")
+      .def_property_readonly("step", &Watch::step)
+      .def_property_readonly("reason", &Watch::reason, "What the last check showed.");
+}
+
+}  // namespace
+
+void bind_tuner(py::module_& m) {
+  py::class_<Offer>(m, "Offer", "A strategy that a workload has.")
+      .def(py::init([](std::string name, Kind kind, std::string group, Names required, Names interacts, Names part_of,
+                       Names renewed_by, int settle, std::string cost, double hopeful, double expected_speedup,
+                       bool feeds, std::string refused) {
+             return Offer{std::move(name),
+                          kind,
+                          {std::move(group), std::move(required), std::move(interacts), std::move(part_of),
+                           std::move(renewed_by), settle, std::move(cost), hopeful, expected_speedup, feeds},
+                          std::move(refused)};
+           }),
+           py::arg("name"), py::kw_only(), py::arg("kind"), py::arg("group"), py::arg("requires"), py::arg("interacts"),
+           py::arg("part_of"), py::arg("renewed_by"), py::arg("settle"), py::arg("cost"), py::arg("hopeful"),
+           py::arg("expected_speedup"), py::arg("feeds"), py::arg("refused") = "");
+  py::class_<Workload, PythonWorkload>(m, "Workload",
+                                       "What a tuner must be given: a training step that it can take, time, change, "
+                                       "put back and verify. See oxytorch/tune/workload.h.")
+      .def(py::init<>());
+  py::class_<Requirement>(m, "Requirement", "A setting of the caller's that wants a strategy active.")
+      .def(py::init([](std::string setting, Names strategies) {
+             return Requirement{std::move(setting), std::move(strategies)};
+           }),
+           py::arg("setting"), py::arg("strategies"));
+  const TunerOptions options;
+  py::class_<TunerOptions>(m, "TunerOptions", "What a tuner is asked for.")
+      .def(py::init([](std::string level, std::int64_t steps_planned, double budget, std::uint64_t seed, Names exclude,
+                       std::vector<Requirement> required) {
+             return TunerOptions{std::move(level),   steps_planned,      budget, seed,
+                                 std::move(exclude), std::move(required)};
+           }),
+           py::kw_only(), py::arg("level") = options.level, py::arg("steps_planned") = options.steps_planned,
+           py::arg("budget") = options.budget, py::arg("seed") = options.seed, py::arg("exclude") = Names(),
+           py::arg("required") = std::vector<Requirement>());
+  py::class_<Tuner>(m, "Tuner", "Finds what makes a workload's step faster, proves it, and says so in a certificate.")
+      .def(py::init<Workload&, CertificateKey, TunerOptions>(), py::arg("workload"), py::arg("key"), py::arg("options"),
+           py::keep_alive<1, 2>())
+      .def(
+          "tune",
+          [](Tuner& self, const std::optional<CertificateStore>& store) {
+            return self.tune(store ? &*store : nullptr);
+          },
+          py::arg("store"),
+          "The certificate, remembered or measured; nothing is active at the end and the state is restored.")
+      .def("activate", &Tuner::activate, py::arg("certificate"),
+           "Make active what it accepted; what cannot be is noted in it.")
+      .def("activate_required", &Tuner::activate_required, py::arg("certificate"),
+           "Make active what settings ask for, and note it; the names that are.")
+      .def("seconds", &Tuner::seconds, "Since it was made.");
+  py::register_exception<SideFailed>(m, "SideFailed");
+  py::class_<Timing>(m, "Timing", "Whole steps of a workload timed under two combinations of strategies.")
+      .def(py::init([](Workload& workload) { return Timing(workload, workload.offers()); }), py::arg("workload"),
+           py::keep_alive<1, 2>())
+      .def("baseline", &Timing::baseline)
+      .def("compare", &Timing::compare, py::arg("incumbent"), py::arg("challenger"), py::arg("options"),
+           "The result, and the seconds that turning the challenger on took once.")
+      .def("recover", &Timing::recover, "Revert everything and restore the state.");
+  bind_watch(m);
+}
+
+}  // namespace oxytorch::bindings

@@ -1,0 +1,282 @@
+"""The training step of a Python program, as the native tuner drives it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._C import tune as _native
+from .._C.trainer import page_faults
+from ..base import median
+from . import clock
+from .asked import Asked
+from .batches import can_visit, stop_drawing, visit
+from .escrow import Escrow
+from .run import Run, shapes
+from .strategy import Kind
+from .verify import Ruling, Verifier
+
+__all__ = ["RunWorkload"]
+
+_DRAWS = 6  # batches whose drawing is timed
+_NAMED = 6  # of what is not held, in a sentence
+_LONGEST = 200  # characters of what an exception says
+
+
+class RunWorkload(_native.Workload):
+    """Takes, changes, puts back and verifies the steps of a run, for a `Tuner`.
+
+    Parameters
+    ----------
+    run : Run
+    escrow : Escrow
+        Of the run's state as tuning begins.
+    asked : Asked, optional
+        What the caller's settings take out.
+    seed : int
+        Of the verifier.
+    say : callable, optional
+        Shows what is being done.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        escrow: Escrow,
+        asked: Asked | None = None,
+        seed: int = 0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self.run = run
+        self.escrow = escrow
+        self.say = say
+        self._asked = {} if asked is None else asked.skipped
+        self._seed = seed
+        self._loss: Tensor | None = None  # of the last step
+        self._verifier: Verifier | None = None
+        self._visiting = ExitStack()
+        self._drawn: dict[int, tuple[Any, Iterator[Any]]] = {}  # iterations under way, by what is iterated
+
+    # -- what may be tried ---------------------------------------------------------------------------------------
+
+    def offers(self) -> list[_native.Offer]:
+        """Every strategy of the run, with why the settings or the loop do not allow it."""
+        return [
+            _native.Offer(
+                name,
+                kind=cls.kind,
+                group=cls.group,
+                requires=cls.requires,
+                interacts=cls.interacts,
+                part_of=cls.part_of,
+                renewed_by=cls.renewed_by,
+                settle=cls.settle,
+                cost=cls.cost,
+                hopeful=cls.hopeful,
+                expected_speedup=cls.expected_speedup,
+                feeds=cls.feeds,
+                refused=self._refused(name),
+            )
+            for name, cls in self.run.strategies.items()
+        ]
+
+    def _refused(self, name: str) -> str:
+        if self.run.strategies[name].needs_loop and not self.run.owns_loop:
+            return self._asked.get(name, "it changes the loop itself: loop='plan' and plan.step(batch) allow it")
+        return self._asked.get(name, "")
+
+    def hindrance(self) -> str:
+        """Why nothing can be tried at all, by the step as given."""
+        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if processes > 1:
+            return f"one of {processes} processes, which would decide differently"
+        if self._loss is not None and not bool(torch.isfinite(self._loss).all()):
+            return f"the loss of the step as given is {float(self._loss)}: nothing can be verified by it"
+        return ""
+
+    def applies(self, name: str) -> bool | str:
+        """Ask the strategy."""
+        return self.run.strategy(name).applies(self.run)
+
+    def expected_cost(self, name: str) -> float:
+        """Ask the strategy."""
+        return self.run.strategy(name).expected_cost(self.run)
+
+    def likely_speedup(self, name: str) -> float | None:
+        """Ask the strategy."""
+        return self.run.strategy(name).likely_speedup(self.run)
+
+    # -- changes and the way back --------------------------------------------------------------------------------
+
+    def active(self) -> Sequence[str]:
+        """Names of the strategies in force."""
+        return self.run.in_force
+
+    def activate(self, names: Sequence[str]) -> None:
+        """Put exactly these in force."""
+        self.run.bring(names)
+
+    def restore(self) -> None:
+        """Put the state back, bit for bit."""
+        self.escrow.restore()
+
+    def let_go(self) -> None:
+        """Let go of what only the frames of a failure held."""
+        gc.collect()
+        if not self.on_host() and torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+    def covered(self) -> dict[str, str]:
+        """What was put back after the trials and is covered by the hash, and what is not."""
+        found = {"restored": f"{self.escrow.covers} proven by hash to be what they were"}
+        if self.escrow.unheld:
+            named = ", ".join(f"{path} ({type(value).__qualname__})" for path, value in self.escrow.unheld[:_NAMED])
+            more = f" and {len(self.escrow.unheld) - _NAMED} more" if len(self.escrow.unheld) > _NAMED else ""
+            found["not held, nor covered by the hash"] = f"{named}{more}"
+        return found
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def shapes(self) -> list[int]:
+        """Of the examples, the first of each shape."""
+        first: dict[tuple[Any, ...], int] = {}
+        for index, batch in enumerate(self.run.batches):
+            first.setdefault(shapes(batch), index)
+        return list(first.values())
+
+    def steps(self, first: int, count: int, updates: bool, drawn: bool) -> tuple[float, list[float]]:
+        """Take steps in a row; the seconds of all, and where asked for those of the optimizer's part of each."""
+        run = self.run
+        examples = run.batches
+        with self._updates_timed(updates) as taken:
+            run.synchronize()
+            began = clock.seconds()
+            for index in range(first, first + count):
+                self._loss = run.step(self._draw_one() if drawn else examples[index % len(examples)])
+            run.synchronize()
+            return clock.seconds() - began, taken
+
+    @contextmanager
+    def _updates_timed(self, wanted: bool) -> Iterator[list[float]]:
+        """Give what each step of the user's optimizer takes inside; a device is waited for before and after it."""
+        began: list[float] = []
+        taken: list[float] = []
+        if not wanted:
+            yield taken
+            return
+
+        def before(*_: Any) -> None:
+            self.run.synchronize()
+            began.append(clock.seconds())
+
+        def after(*_: Any) -> None:
+            self.run.synchronize()
+            taken.append(clock.seconds() - began[-1])
+
+        hooks = [
+            self.run.original.register_step_pre_hook(before),
+            self.run.original.register_step_post_hook(after),
+        ]
+        try:
+            yield taken
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def has_update(self) -> bool:
+        """Not of a step of the user's own."""
+        return self.run.own_step is None
+
+    def update(self) -> float:
+        """Clip and let the optimizer step; seconds."""
+        self.run.synchronize()
+        began = clock.seconds()
+        self.run.update()
+        self.run.synchronize()
+        return clock.seconds() - began
+
+    def on_host(self) -> bool:
+        """Whether it is a CPU."""
+        return self.run.device.type == "cpu"
+
+    def drawing(self, step_seconds: float) -> float:
+        """Time drawing batches between steps."""
+        run = self.run
+        if not run.owns_loop or not can_visit(run.data):
+            return 0.0
+        seconds: list[float] = []
+        with visit(run.data, run.params):
+            batches = iter(run.data)  # type: ignore[arg-type]
+            while len(seconds) < _DRAWS:
+                began = clock.seconds()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
+                seconds.append(clock.seconds() - began)
+                run.step(batch)
+                run.synchronize()
+            stop_drawing(batches)
+        fetching = median(seconds[1:] or [0.0])  # the first starts workers
+        run.fetch_share = fetching / (fetching + step_seconds)
+        return fetching
+
+    def draw(self, on: bool) -> None:
+        """Let steps draw from the run's data, of which no trace stays."""
+        if on:
+            self._visiting.enter_context(visit(self.run.given_data, self.run.params))
+            return
+        try:
+            for _, batches in self._drawn.values():
+                stop_drawing(batches)
+        finally:
+            self._drawn.clear()
+            self._visiting.close()
+
+    def _draw_one(self) -> Any:
+        """Return the next batch from the data as they are now."""
+        data: Any = self.run.data
+        _, batches = self._drawn.setdefault(id(data), (data, iter(())))
+        try:
+            return next(batches)
+        except StopIteration:  # an epoch's end
+            self._drawn[id(data)] = (data, iter(data))
+            return next(self._drawn[id(data)][1])
+
+    # -- numbers -------------------------------------------------------------------------------------------------
+
+    def verify(self, kind: Kind, glance: bool) -> Ruling:
+        """Let the verifier judge what is active; `glance`: by one step, where small errors pass."""
+        if self._verifier is None:
+            names = self.run.in_force
+            self.run.bring(())
+            self._verifier = Verifier(self.run, self.escrow, seed=self._seed)
+            self.run.bring(names)
+        return self._verifier.check(kind, 1 if glance else None)
+
+    # -- saying --------------------------------------------------------------------------------------------------
+
+    def told(self, error: BaseException) -> str:
+        """One line of an exception: a compiler's are pages."""
+        error.__traceback__ = None  # its frames hold the tensors that an out-of-memory must let go
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+    def seconds(self) -> float:
+        """Read the clock."""
+        return clock.seconds()
+
+    def processor_seconds(self) -> float:
+        """Read the processor's clock of this thread."""
+        return clock.thread_seconds()
+
+    def page_faults(self) -> float:
+        """Of this process so far."""
+        return page_faults()

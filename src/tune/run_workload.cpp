@@ -1,0 +1,88 @@
+#include "tune/run_workload.h"
+
+#include <ATen/DeviceAccelerator.h>
+#include <c10/util/Exception.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace oxytorch::tune {
+
+void synchronize(at::Device device) {
+  if (!device.is_cpu()) at::accelerator::synchronizeDevice(device.index());
+}
+
+std::vector<Offer> RunWorkload::offers() {
+  std::vector<Offer> found;
+  for (const auto& strategy : strategies_) found.push_back({strategy.name, strategy.kind, strategy.traits});
+  return found;
+}
+
+std::string RunWorkload::hindrance() {
+  return std::isfinite(loss_) ? "" : "the loss of the step as given is not finite: nothing can be verified by it";
+}
+
+std::map<std::string, std::string> RunWorkload::covered() {
+  return {{"restored",
+           "model, optimizer and random generators proven by hash to be what they were; what only the loss function "
+           "captures is not covered"}};
+}
+
+std::vector<std::size_t> RunWorkload::shapes() {
+  std::vector<std::vector<std::int64_t>> seen;
+  std::vector<std::size_t> first;
+  for (std::size_t i = 0; i < run_.batches().size(); ++i) {
+    auto shape = run_.batches()[i].input.sizes().vec();
+    if (std::find(seen.begin(), seen.end(), shape) != seen.end()) continue;
+    seen.push_back(std::move(shape));
+    first.push_back(i);
+  }
+  return first;
+}
+
+StepTimes RunWorkload::steps(std::size_t first, int count, bool updates, bool /*drawn*/) {
+  StepTimes found;
+  synchronize(run_.device());
+  const double began = seconds();
+  at::Tensor loss;
+  for (int i = 0; i < count; ++i) {
+    const auto& batch = run_.batches()[(first + static_cast<std::size_t>(i)) % run_.batches().size()];
+    loss = run_.backward(batch);  // Run::step() in its two parts
+    if (updates) {
+      found.updates.push_back(update());
+    } else {
+      run_.update();
+    }
+  }
+  synchronize(run_.device());
+  found.seconds = seconds() - began;
+  loss_ = loss.item<double>();
+  return found;
+}
+
+double RunWorkload::update() {
+  synchronize(run_.device());
+  const double began = seconds();
+  run_.update();
+  synchronize(run_.device());
+  return seconds() - began;
+}
+
+Ruling RunWorkload::verify(Kind kind, bool glance) {
+  auto& verifier = glance ? glance_ : verifier_;
+  if (!verifier) {
+    VerifierOptions options{.seed = seed_};
+    if (glance) options.steps = options.trajectory = 1;
+    verifier.emplace(run_, escrow_, options);
+  }
+  return verifier->check(kind);
+}
+
+std::optional<std::string> RunWorkload::told(const std::exception& error) {
+  const auto* const torchs = dynamic_cast<const c10::Error*>(&error);
+  if (torchs == nullptr) return Workload::told(error);
+  return Workload::told(std::runtime_error(torchs->what_without_backtrace()));
+}
+
+}  // namespace oxytorch::tune

@@ -1,0 +1,50 @@
+/// The training step of a LibTorch program, as a tuner's workload.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/run.h"
+#include "oxytorch/tune/verify.h"
+#include "oxytorch/tune/workload.h"
+
+namespace oxytorch::tune {
+
+/// Waits for a device; nothing on a CPU.
+void synchronize(at::Device device);
+
+/// Run and escrow must outlive it.
+class RunWorkload : public Workload {
+ public:
+  RunWorkload(Run& run, Escrow& escrow, std::vector<RegisteredStrategy> strategies, std::uint64_t seed)
+      : run_(run), escrow_(escrow), strategies_(std::move(strategies)), seed_(seed) {}
+
+  std::vector<Offer> offers() override;
+  std::string hindrance() override;
+  Applicability applies(const std::string& strategy) override { return run_.strategy(strategy).applies(run_); }
+  double expected_cost(const std::string& strategy) override { return run_.strategy(strategy).expected_cost(run_); }
+
+  std::vector<std::string> active() override { return run_.in_force(); }
+  void activate(const std::vector<std::string>& strategies) override { run_.bring(strategies); }
+  void restore() override { escrow_.restore(); }
+  std::map<std::string, std::string> covered() override;
+
+  std::vector<std::size_t> shapes() override;
+  StepTimes steps(std::size_t first, int count, bool updates, bool drawn) override;
+  double update() override;
+  bool on_host() override { return run_.device().is_cpu(); }
+
+  Ruling verify(Kind kind, bool glance) override;
+  std::optional<std::string> told(const std::exception& error) override;
+
+ private:
+  Run& run_;
+  Escrow& escrow_;
+  std::vector<RegisteredStrategy> strategies_;
+  std::uint64_t seed_;
+  double loss_ = 0;  // of the last step
+  std::optional<Verifier> verifier_, glance_;
+};
+
+}  // namespace oxytorch::tune

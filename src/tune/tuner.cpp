@@ -1,0 +1,553 @@
+#include "oxytorch/tune/tuner.h"
+
+#include <algorithm>
+#include <cmath>
+#include <ctime>
+#include <initializer_list>
+#include <string_view>
+
+#include "oxytorch/error.h"
+#include "oxytorch/host.h"
+#include "oxytorch/logging.h"
+#include "oxytorch/spelling.h"
+#include "oxytorch/tune/reuse.h"
+#include "oxytorch/tune/timing.h"
+#include "tune/words.h"
+
+namespace oxytorch::tune {
+namespace {
+
+constexpr std::size_t kEventsKept = 9;  // of a remembered certificate, beside that of its reuse
+
+void warn(const std::string& text) { log(LogLevel::Warn, "accelerate: " + text); }
+
+bool holds(const Names& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+std::string joined(const Names& names, const char* none) {
+  std::string text;
+  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? none : text;
+}
+
+std::string sentence(std::initializer_list<std::string_view> parts) {
+  std::string text;
+  for (const auto part : parts) text += part;
+  return text;
+}
+
+void set_standing(Certificate& certificate, const std::string& name, Standing standing, const std::string& reason) {
+  for (auto& entry : certificate.entries) {
+    if (entry.strategy != name) continue;
+    entry.standing = standing;
+    entry.reason = reason;
+  }
+}
+
+}  // namespace
+
+std::string utc_now() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  gmtime_r(&now, &parts);
+  char text[32];
+  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text;
+}
+
+struct Tuner::Impl {
+  Workload& workload;
+  CertificateKey key;
+  TunerOptions options;
+  std::vector<Offer> offers;
+  Timing timing;
+  double began;
+  bool looked = false;
+  double compiling = 0;
+  std::vector<std::string> events;
+  std::map<std::string, std::string> skipped;    // why a strategy is not tried
+  std::map<std::string, std::string> failed;     // what a strategy threw before the search
+  std::set<std::string> compiles;                // whose turning on is charged apart
+  std::set<std::pair<std::string, Names>> seen;  // looked at for what a cost is likely to gain, beside what
+  std::optional<Search> search;
+  std::pair<Names, DuelResult> alone;                             // the last trial against nothing
+  std::map<std::string, std::map<std::string, double>> evidence;  // of the look at each strategy that was faster
+  std::map<std::pair<Names, bool>, Ruling> rulings;               // of combinations; glances apart
+  std::vector<std::pair<std::string, std::string>> asked;         // strategies that settings ask for, and the sentence
+
+  Impl(Workload& w, CertificateKey k, TunerOptions o)
+      : workload(w),
+        key(std::move(k)),
+        options(std::move(o)),
+        offers(w.offers()),
+        timing(w, offers),
+        began(w.seconds()) {
+    Names known;
+    for (const auto& offer : offers) known.push_back(offer.name);
+    for (const auto& name : options.exclude) {
+      OXY_CHECK(holds(known, name), InvalidArgument, "exclude names ", in_quotes(name),
+                ", which is not among the strategies here: ", joined(known, "there are none"), '.');
+      skipped[name] = "excluded by the caller";
+    }
+    for (const auto& offer : offers) {
+      if (!offer.refused.empty()) skipped.emplace(offer.name, offer.refused);
+      if (allows(options.level, offer.kind)) continue;
+      skipped.emplace(offer.name,
+                      "level " + options.level + " does not allow the kind " + std::string(tune::name(offer.kind)));
+    }
+  }
+
+  // -- what may be tried ----------------------------------------------------------------------------------------------
+
+  [[nodiscard]] const Offer* offer_of(const std::string& name) const {
+    const auto found = std::find_if(offers.begin(), offers.end(), [&](const auto& o) { return o.name == name; });
+    return found == offers.end() ? nullptr : &*found;
+  }
+
+  [[nodiscard]] bool may_be_tried(const std::string& name) const {
+    return offer_of(name) != nullptr && !skipped.contains(name);
+  }
+
+  [[nodiscard]] bool requires_it(const std::string& name, const std::string& other) const {
+    const auto* const offer = offer_of(name);
+    return offer != nullptr && holds(offer->traits.requires_, other);
+  }
+
+  [[nodiscard]] Names offered_of(const Names& names) const {
+    Names found;
+    for (const auto& name : names) {
+      if (offer_of(name) != nullptr) found.push_back(name);
+    }
+    return found;
+  }
+
+  [[nodiscard]] Kind widest(const Names& names) const {
+    auto kind = Kind::Exact;
+    for (const auto& offer : offers) {
+      if (holds(names, offer.name)) kind = std::max(kind, offer.kind);
+    }
+    return kind;
+  }
+
+  void fail(const std::string& name, const std::string& reason) {
+    failed[name] = reason;
+    skipped[name] = reason;
+    warn(name + " failed and is left out: " + reason);
+  }
+
+  /// What a strategy's own question throws is its own failure.
+  template <class Ask>
+  void ask(const std::string& name, const char* question, const Ask& answer) {
+    std::optional<std::string> told;
+    try {
+      answer();
+    } catch (const std::exception& error) {
+      told = workload.told(error);
+      if (!told) throw;
+    }
+    if (told) fail(name, std::string(question) + " threw " + *told);
+  }
+
+  /// Times the step as given, once, and asks the strategies whether they apply to it.
+  void look() {
+    workload.say("the step as it is");
+    if (std::exchange(looked, true)) return;
+    timing.baseline();
+    if (timing.disturbed()) warn("the machine is busy: " + timing.load().evidence() + '.');
+    const auto everything = workload.hindrance();
+    if (!everything.empty()) warn("nothing was tried: " + everything + '.');
+    for (const auto& offer : offers) {
+      if (skipped.contains(offer.name)) continue;
+      if (!everything.empty()) {
+        skipped[offer.name] = everything;
+        continue;
+      }
+      const auto& needs = offer.traits.requires_;
+      const auto missing = std::find_if(needs.begin(), needs.end(), [&](const auto& n) { return !offer_of(n); });
+      if (missing != needs.end()) {
+        skipped[offer.name] = "needs " + *missing + ", which is not offered";
+        continue;
+      }
+      ask(offer.name, "applies()", [&] {
+        if (const auto answer = workload.applies(offer.name); !answer.holds) skipped[offer.name] = answer.reason;
+      });
+    }
+    const bool keeps_memory = std::any_of(offers.begin(), offers.end(), [&](const auto& offer) {
+      return offer.traits.group == "host_memory" && !skipped.contains(offer.name);
+    });
+    if (keeps_memory) note_heap();
+  }
+
+  // -- the search -----------------------------------------------------------------------------------------------------
+
+  void make_search() {
+    workload.say("each update of the optimizer by itself");
+    Names of_optimizer;
+    for (const auto& offer : offers) {
+      if (offer.traits.group == "optimizer" && !skipped.contains(offer.name)) of_optimizer.push_back(offer.name);
+    }
+    auto [updates, proven] = timing.updates(of_optimizer, options.seed);
+    const double in_faults = most_heap_speedup(timing.faults(), timing.step_seconds());
+    std::vector<StrategyFacts> facts;
+    for (const auto& [name, kind, traits, refused] : offers) {
+      StrategyFacts one{.name = name, .kind = kind, .group = traits.group};
+      one.requires_ = offered_of(traits.requires_);
+      one.interacts = offered_of(traits.interacts);
+      one.part_of = offered_of(traits.part_of);
+      one.renewed_by = offered_of(traits.renewed_by);
+      one.hopeful = traits.group == "host_memory" ? std::min(traits.hopeful, in_faults) : traits.hopeful;
+      // Of what drawing takes, half may be hidden behind the step.
+      one.expected_speedup = traits.feeds ? 1 / (1 - timing.fetch_share() / 2) : traits.expected_speedup;
+      one.update_speedup = updates[name];
+      one.update_proven = name == proven;
+      if (!skipped.contains(name)) {
+        ask(name, "expected_cost()", [&] { one.expected_cost = workload.expected_cost(name); });
+        if (one.expected_cost > 0) compiles.insert(name);
+      }
+      facts.push_back(std::move(one));
+    }
+    auto bounds = SearchOptions::for_run(options.steps_planned, timing.fastest(), options.budget, options.seed);
+    bounds.used_seconds = workload.seconds() - began;
+    bounds.optimizer_share = timing.optimizer_share();
+    search.emplace(std::move(facts), bounds);
+    for (const auto& [name, reason] : skipped) search->skip(name, reason);
+  }
+
+  void explore() {
+    while (const auto trial = search->ask()) {
+      if (expected(*trial)) continue;
+      workload.say(trial->strategy + (trial->removal ? " taken away" : "") + " against " +
+                   joined(trial->incumbent, "nothing"));
+      search->tell(outcome_of(*trial));
+    }
+  }
+
+  /// Before a cost is paid, tells the search once what it is likely to gain; true where it is to be asked again.
+  bool expected(const Trial& trial) {
+    if (!compiles.contains(trial.strategy) || !seen.emplace(trial.strategy, trial.incumbent).second) return false;
+    const double start = workload.seconds();
+    std::optional<double> gain;
+    try {
+      gain = timing.guarded(trial.incumbent, [&] { return workload.likely_speedup(trial.strategy); });
+    } catch (const SideFailed&) {  // its trial will say so
+      return false;
+    }
+    search->charge(workload.seconds() - start);
+    if (gain) search->expect(trial.strategy, *gain);
+    return gain.has_value();
+  }
+
+  TrialOutcome outcome_of(const Trial& trial) {
+    const double start = workload.seconds();
+    auto outcome = tried(trial, start);
+    const auto costly = [&](const auto& name) { return compiles.contains(name); };
+    if (costly(trial.strategy)) {
+      compiling += workload.seconds() - start;  // its trial is part of what it costs, and it says when that is repaid
+    } else if (std::any_of(trial.challenger.begin(), trial.challenger.end(), costly)) {
+      compiling += outcome.cost_seconds;
+    }
+    return outcome;
+  }
+
+  TrialOutcome tried(const Trial& trial, double start) {
+    TrialOutcome outcome;
+    try {
+      std::tie(outcome.duel, outcome.cost_seconds) = timing.compare(trial.incumbent, trial.challenger, trial.duel);
+      outcome.disturbed = timing.disturbed();
+      outcome.spent_seconds = std::max(1e-9, workload.seconds() - start - outcome.cost_seconds);
+      if (trial.incumbent.empty()) alone = {trial.challenger, outcome.duel};
+      if (outcome.duel.decision != Decision::Accept) return outcome;
+      const auto ruling = verify(trial.challenger, /*glance=*/true);
+      evidence[trial.strategy] = ruling.evidence;
+      outcome.verified = ruling.held;
+      outcome.reason = ruling.reason;
+      if (!ruling.held) warn(trial.strategy + " is refused and left out: " + ruling.reason);
+    } catch (const SideFailed& failure) {
+      outcome.failed = true;
+      outcome.reason = timing.blame(failure);
+      warn(trial.strategy + " failed and is left out: " + outcome.reason);
+    }
+    return outcome;
+  }
+
+  /// Lets the verifier judge a combination, once. A glance on the way finds what is grossly wrong before more is built
+  /// on it.
+  Ruling verify(const Names& names, bool glance = false) {
+    if (names.empty()) return {true, "nothing is active", {}};
+    if (const auto known = rulings.find({names, glance}); known != rulings.end()) return known->second;
+    const double start = workload.seconds();
+    workload.say("verifying " + joined(names, ""));
+    timing.guarded({}, [&] { workload.restore(); });
+    auto ruling = timing.guarded(names, [&] { return workload.verify(widest(names), glance); });
+    timing.guarded({}, [&] { workload.restore(); });
+    if (search) search->charge(workload.seconds() - start);
+    return rulings[{names, glance}] = std::move(ruling);
+  }
+
+  /// Searches, then verifies and measures everything against nothing; what spoils it is dropped and the search goes
+  /// on. The result of that last comparison; empty of nothing.
+  std::optional<DuelResult> conclude() {
+    while (true) {
+      explore();
+      const auto chosen = search->best();
+      if (chosen.empty()) return std::nullopt;
+      try {
+        const auto ruling = verify(chosen);
+        const bool over = search->seconds_left() <= 0;  // then what fails is not looked into
+        if (!ruling.held) {
+          over || chosen.size() == 1
+              ? drop_all(chosen, Standing::Refused, "all together were refused: " + ruling.reason)
+              : drop_culprits(chosen, ruling);
+          continue;
+        }
+        const auto result = against_nothing(chosen);
+        if (result.decision == Decision::Accept) return result;
+        drop_all(over ? chosen : Names{chosen.back()}, Standing::Rejected,
+                 "all together did not pay: " + result.reason);
+      } catch (const SideFailed& failure) {
+        drop(chosen.back(), Standing::Failed, "all together failed: " + timing.blame(failure));
+      }
+    }
+  }
+
+  DuelResult against_nothing(const Names& chosen) {
+    if (chosen == alone.first) return alone.second;  // that was the trial by which it was accepted
+    workload.say("everything against nothing");
+    return timing.compare({}, chosen, search->conclusion()).first;
+  }
+
+  void drop(const std::string& name, Standing standing, const std::string& reason) {
+    if (!holds(search->best(), name)) return;  // it went with what it requires
+    warn(name + " is taken back: " + reason);
+    search->drop(name, standing, reason);
+  }
+
+  void drop_all(const Names& chosen, Standing standing, const std::string& reason) {
+    for (auto name = chosen.rbegin(); name != chosen.rend(); ++name) drop(*name, standing, reason);
+  }
+
+  /// What is refused by itself in a combination that is refused; else its last.
+  void drop_culprits(const Names& chosen, const Ruling& together) {
+    bool found = false;
+    for (const auto& name : chosen) {
+      Names by_itself;
+      std::copy_if(chosen.begin(), chosen.end(), std::back_inserter(by_itself),
+                   [&](const auto& other) { return other == name || requires_it(name, other); });
+      const auto ruling = by_itself == chosen ? together : verify(by_itself);
+      if (ruling.held) continue;
+      found = true;
+      drop(name, Standing::Refused, ruling.reason);
+    }
+    if (!found) drop(chosen.back(), Standing::Refused, "all together were refused: " + together.reason);
+  }
+
+  Certificate measure() {
+    look();
+    make_search();
+    const auto result = conclude();
+    const auto chosen = search->best();
+    Certificate made;
+    made.key = key;
+    made.level = options.level;
+    made.created = utc_now();
+    made.steps_planned = options.steps_planned;
+    made.step_seconds = timing.step_seconds();
+    made.step_spread = timing.spread();
+    made.step_faults = timing.faults();
+    if (timing.load().disturbed()) made.disturbance = timing.load().evidence();
+    made.baseline_seconds = result ? result->incumbent : timing.step_seconds();
+    made.tuned_seconds = result ? result->challenger : timing.step_seconds();
+    if (result) made.speedup = result->speedup;
+    made.entries = search->entries();
+    for (auto& entry : made.entries) {
+      entry.cost = offer_of(entry.strategy)->traits.cost;
+      entry.evidence = evidence[entry.strategy];
+      if (const auto why = failed.find(entry.strategy); why != failed.end()) {
+        entry.standing = Standing::Failed;
+        entry.reason = why->second;
+      }
+    }
+    made.verification = workload.covered();
+    if (!chosen.empty()) {
+      const auto reason = verify(chosen).reason;
+      made.verification["all together, as " + std::string(tune::name(widest(chosen)))] =
+          reason.empty() ? "held" : reason;
+    }
+    made.events = events;
+    const auto [seconds, faults] = timing.untouched();
+    made.relate(seconds, faults);
+    made.compile_seconds = compiling;
+    made.tuning_seconds = std::max(0.0, workload.seconds() - began - compiling);
+    return made;
+  }
+
+  // -- remembering ----------------------------------------------------------------------------------------------------
+
+  std::optional<Certificate> reuse(const CertificateStore& store) {
+    auto found = store.find(key);
+    if (!found) return found;
+    look();
+    workload.say("the remembered certificate");
+    std::string shown;
+    if (const auto fault = fault_of(*found, shown); !fault.empty()) {
+      events.push_back("step 0: the certificate of " + found->created +
+                       " did not hold and was measured anew: " + fault);
+      warn(events.back());
+      return std::nullopt;
+    }
+    if (found->events.size() > kEventsKept) {
+      found->events.erase(found->events.begin(), found->events.end() - static_cast<std::ptrdiff_t>(kEventsKept));
+    }
+    found->events.push_back("step 0: reused, " + shown);
+    for (auto& [check, outcome] : workload.covered()) found->verification[check] = outcome;
+    return found;
+  }
+
+  /// What is wrong with a remembered certificate; empty where it holds, by what was `shown`.
+  std::string fault_of(const Certificate& found, std::string& shown) {
+    const StepNow now{timing.step_seconds(), timing.spread(), timing.disturbed(), utc_now()};
+    if (auto why = why_not_trusted(found, now); !why.empty()) return why;
+    const auto names = found.accepted();
+    for (const auto& name : names) {
+      if (may_be_tried(name)) continue;
+      return name + ": " + (skipped.contains(name) ? skipped[name] : "not offered");
+    }
+    const auto canary = DuelOptions::canary(options.seed);
+    try {
+      if (names.empty()) {
+        shown = "nothing pays here";
+        const auto again = worth_another_look(found);
+        if (again.empty() || !may_be_tried(again)) return "";
+        const auto result = timing.compare({}, {again}, canary).first;
+        return result.decision == Decision::Accept ? again + " pays now: " + result.reason : "";
+      }
+      if (const auto ruling = verify(names, /*glance=*/true); !ruling.held) return ruling.reason;
+      const auto [result, cost] = timing.compare({}, names, canary);
+      compiling += cost;
+      if (!(result.speedup.mid > 1)) return result.reason;
+      shown = "canary " + ratio_text(result.speedup.mid) + " over " + std::to_string(result.pairs) +
+              " pairs, one step verified";
+      return hindered_by(names);
+    } catch (const SideFailed& failure) {
+      return timing.blame(failure);
+    }
+  }
+
+  /// Which of several makes the others slower, if one does; what would be compiled anew is left out.
+  std::string hindered_by(const Names& names) {
+    const auto costly = [&](const auto& name) { return workload.expected_cost(name) > 0; };
+    if (names.size() < 2 || std::any_of(names.begin(), names.end(), costly)) return "";
+    for (const auto& name : names) {
+      Names rest;
+      std::copy_if(names.begin(), names.end(), std::back_inserter(rest),
+                   [&](const auto& other) { return other != name && !requires_it(other, name); });
+      const auto result = timing.compare(names, rest, DuelOptions::member(options.seed)).first;
+      if (result.decision == Decision::Accept) return "the rest is faster without " + name + ": " + result.reason;
+    }
+    return "";
+  }
+
+  // -- what was asked for ---------------------------------------------------------------------------------------------
+
+  /// Of what settings ask for and the search did not keep: the verifier judges it beside what was kept.
+  void judge_required(Certificate& certificate) {
+    const auto accepted = certificate.accepted();
+    Names beside = accepted;
+    for (const auto& [setting, names] : options.required) {
+      if (std::any_of(names.begin(), names.end(), [&](const auto& name) { return holds(beside, name); })) continue;
+      const auto free = std::find_if(names.begin(), names.end(), [&](const auto& name) { return may_be_tried(name); });
+      const auto& name = free == names.end() ? names.front() : *free;
+      std::string why;
+      if (free == names.end()) {
+        why = skipped.contains(name) ? skipped[name] : "not offered";
+      } else {
+        Names together = beside;
+        together.push_back(name);
+        try {
+          if (const auto ruling = verify(together); !ruling.held) why = ruling.reason;
+        } catch (const SideFailed& failure) {
+          why = timing.blame(failure);
+        }
+      }
+      if (why.empty()) {
+        beside.push_back(name);
+        asked.emplace_back(name, "asked for by " + setting + ", whatever it gains");
+      } else {
+        set_standing(certificate, name, Standing::Refused,
+                     sentence({setting, " asks for it, and it cannot be: ", why}));
+        warn(sentence({setting, " is refused: ", why}));
+      }
+    }
+  }
+
+  /// Adds one to what is active; what it threw, empty where it is.
+  std::string add(const std::string& name) {
+    try {
+      auto names = workload.active();
+      names.push_back(name);
+      workload.activate(names);
+    } catch (const std::exception& error) {
+      const auto told = workload.told(error);
+      if (!told) throw;
+      warn(name + " failed and is left out: " + *told);
+      return *told;
+    }
+    return "";
+  }
+};
+
+Tuner::Tuner(Workload& workload, CertificateKey key, TunerOptions options) {
+  OXY_CHECK(options.steps_planned >= 1, InvalidArgument, "steps_planned is ", options.steps_planned,
+            ", expected at least 1.");
+  OXY_CHECK(options.budget >= 0 && std::isfinite(options.budget), InvalidArgument, "budget is ", options.budget,
+            " s, expected a finite number of seconds, or 0 for what SearchOptions::for_run() allows.");
+  static_cast<void>(allows(options.level, Kind::Exact));
+  impl_ = std::make_unique<Impl>(workload, std::move(key), std::move(options));
+}
+Tuner::~Tuner() = default;
+
+Certificate Tuner::tune(const CertificateStore* store) {
+  Impl& all = *impl_;
+  try {
+    std::optional<Certificate> certificate;
+    if (store != nullptr) certificate = all.reuse(*store);
+    if (!certificate) certificate = all.measure();
+    all.judge_required(*certificate);
+    all.timing.rewind();
+    return std::move(*certificate);
+  } catch (...) {
+    all.timing.recover();
+    throw;
+  }
+}
+
+void Tuner::activate(Certificate& certificate) {
+  for (const auto& name : certificate.accepted()) {
+    if (const auto why = impl_->add(name); !why.empty()) {
+      set_standing(certificate, name, Standing::Failed, "could not be made active: " + why);
+    }
+  }
+}
+
+std::vector<std::string> Tuner::activate_required(Certificate& certificate) {
+  Names added;
+  for (const auto& [name, asked] : impl_->asked) {
+    if (const auto why = impl_->add(name); !why.empty()) {
+      set_standing(certificate, name, Standing::Failed, sentence({asked, "; it could not be made active: ", why}));
+      continue;
+    }
+    added.push_back(name);
+    for (auto& entry : certificate.entries) {
+      if (entry.strategy != name) continue;
+      entry.standing = Standing::Accepted;
+      entry.reason = asked + (entry.reason.empty() ? "" : "; " + entry.reason);
+    }
+  }
+  return added;
+}
+
+Kind Tuner::widest(const std::vector<std::string>& strategies) const { return impl_->widest(strategies); }
+double Tuner::seconds() const { return impl_->workload.seconds() - impl_->began; }
+
+}  // namespace oxytorch::tune

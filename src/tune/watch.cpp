@@ -1,0 +1,88 @@
+#include "oxytorch/tune/watch.h"
+
+#include <algorithm>
+
+#include "oxytorch/logging.h"
+
+namespace oxytorch::tune {
+namespace {
+
+constexpr int kCheckSteps = 100;  // a check is over by then
+
+GuardOptions guarded_by(const WatchOptions& options) {
+  GuardOptions found;
+  found.allow(options.kind);
+  found.seed = options.drawn_by;
+  if (options.only_when_doubted) found.loss_tolerance = -1;
+  return found;
+}
+
+}  // namespace
+
+Watched::~Watched() = default;
+std::optional<std::string> Watched::told(const std::exception& error) { return error.what(); }
+
+Watch::Watch(Watched& run, Certificate& certificate, const CertificateStore* store, const WatchOptions& options)
+    : run_(run), certificate_(certificate), store_(store), options_(options), guard_(guarded_by(options)) {}
+
+bool Watch::before() {
+  if (!guard_) return false;
+  std::optional<std::string> fault;
+  try {
+    auto action = guard_->before();
+    while (action == Action::CompareLosses) {
+      checks_ = kCheckSteps;
+      const auto seen = run_.compare();
+      guard_->compared(seen.with, seen.without, seen.gradients);
+      action = guard_->before();
+    }
+    if (action == Action::RollBack) {
+      fault = guard_->reason();
+    } else {
+      run_.activate(action == Action::RunWithout ? options_.always : options_.names);
+    }
+  } catch (const std::exception& error) {  // the run goes on as it was given
+    const auto told = run_.told(error);
+    if (!told) throw;
+    fault = "they could not be switched: " + *told;
+  }
+  if (fault) {
+    take_back(*fault);
+    return false;
+  }
+  checks_ = std::max(0, checks_ - 1);
+  return true;
+}
+
+void Watch::after(double seconds) {
+  if (guard_) guard_->after(std::max(seconds, 1e-9));
+}
+
+void Watch::doubt() {
+  if (guard_) guard_->suspicious();
+}
+
+void Watch::take_back(const std::string& reason) {
+  ended_ = guard_->step();
+  guard_.reset();
+  reason_ = reason;
+  const std::string at = "step " + std::to_string(ended_) + ": ";
+  const auto note = [&](const std::string& event) {
+    certificate_.events.push_back(at + event);
+    log(LogLevel::Warn, "accelerate: " + certificate_.events.back());
+  };
+  std::string named;
+  for (auto& entry : certificate_.entries) {
+    const auto& names = options_.names;
+    if (std::find(names.begin(), names.end(), entry.strategy) == names.end()) continue;
+    entry.standing = Standing::RolledBack;
+    entry.reason = at + reason;
+    named += (named.empty() ? "" : ", ") + entry.strategy;
+  }
+  note(named + " taken back: " + reason);
+  const auto why = store_ != nullptr ? store_->try_forget(certificate_.key) : "";
+  if (!why.empty()) note("the stored plan could not be deleted: " + why);
+  run_.activate({});
+}
+
+}  // namespace oxytorch::tune

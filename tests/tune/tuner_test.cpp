@@ -1,0 +1,395 @@
+// The tuner on a workload that is a table of seconds: what it decides, in which order, and that it leaves no trace.
+#include "oxytorch/tune/tuner.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+
+#include "oxytorch/error.h"
+#include "oxytorch/load.h"
+#include "oxytorch/tune/timing.h"
+#include "oxytorch/tune/watch.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using testing::Contains;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::Pair;
+
+/// What a strategy is in this world.
+struct Planted {
+  Offer offer;
+  double factor = 1;        ///< of the step's seconds while it is active
+  bool honest = true;       ///< what the verifier says of it
+  double cost = 0;          ///< one-off seconds, said and taken
+  std::string throws = {};  ///< the member that throws: "applies", "expected_cost", "apply", "step"
+};
+
+/// Interrupts are no failure of a strategy.
+struct Interrupt : std::exception {
+  [[nodiscard]] const char* what() const noexcept override { return "interrupted"; }
+};
+
+class Table : public Workload {
+ public:
+  std::map<std::string, Planted> planted;
+  std::vector<std::string> order, now, said;
+  double step_seconds = 0.02;
+  std::string everything;        ///< hindrance()
+  int calls = 0, throw_at = -1;  ///< steps taken; the one that throws
+  bool interrupt = false;        ///< what it throws then
+  int restored = 0;
+  bool moved = false;  ///< the state is not as it was
+  double time = 0;
+
+  void plant(Planted one) {
+    order.push_back(one.offer.name);
+    planted[one.offer.name] = std::move(one);
+  }
+  void plant(const std::string& name, double factor, Kind kind = Kind::Exact) {
+    plant({.offer = {.name = name, .kind = kind}, .factor = factor});
+  }
+
+  std::vector<Offer> offers() override {
+    std::vector<Offer> found;
+    for (const auto& name : order) found.push_back(planted[name].offer);
+    return found;
+  }
+  std::string hindrance() override { return everything; }
+  Applicability applies(const std::string& name) override { return throw_from(name, "applies"), true; }
+  double expected_cost(const std::string& name) override {
+    throw_from(name, "expected_cost");
+    return planted[name].cost;
+  }
+  std::vector<std::string> active() override { return now; }
+  void activate(const std::vector<std::string>& names) override {
+    std::erase_if(now, [&](const auto& name) { return std::find(names.begin(), names.end(), name) == names.end(); });
+    for (const auto& name : names) {
+      if (std::find(now.begin(), now.end(), name) != now.end()) continue;
+      throw_from(name, "apply");
+      if (planted[name].cost > 0 && paid_[name]++ == 0) time += planted[name].cost;
+      now.push_back(name);
+    }
+  }
+  void restore() override {
+    moved = false;
+    ++restored;
+  }
+  std::map<std::string, std::string> covered() override { return {{"restored", "all of it"}}; }
+  std::vector<std::size_t> shapes() override { return {0}; }
+  StepTimes steps(std::size_t first, int count, bool updates, bool /*drawn*/) override {
+    StepTimes found;
+    for (int i = 0; i < count; ++i) {
+      if (++calls == throw_at) {
+        if (interrupt) throw Interrupt();
+        throw std::runtime_error("the data ran out\nat a line that nobody wants to read");
+      }
+      for (const auto& name : now) throw_from(name, "step");
+      moved = true;
+      // A little jitter, so that no two times are equal.
+      const double jitter = 1 + 0.002 * (static_cast<double>((calls + first) * 2654435761 % 1000) / 1000 - 0.5);
+      double seconds_taken = step_seconds * jitter;
+      for (const auto& name : now) seconds_taken *= planted[name].factor;
+      found.seconds += seconds_taken;
+      if (updates) found.updates.push_back(0.1 * seconds_taken);
+    }
+    time += found.seconds;
+    return found;
+  }
+  double update() override {
+    time += 0.1 * step_seconds;
+    return 0.1 * step_seconds;
+  }
+  bool on_host() override { return true; }
+  Ruling verify(Kind kind, bool glance) override {
+    verified.emplace_back(now, glance);
+    time += step_seconds;
+    for (const auto& name : now) {
+      if (!planted[name].honest) return {false, name + " is off by half as a " + std::string(tune::name(kind)), {}};
+    }
+    return {true, "held", {{"steps", glance ? 1 : 12}}};
+  }
+  std::optional<std::string> told(const std::exception& error) override {
+    if (dynamic_cast<const Interrupt*>(&error) != nullptr) return std::nullopt;
+    return Workload::told(error);
+  }
+  void say(const std::string& what) override { said.push_back(what); }
+  double seconds() override { return time += 1e-7; }
+  double processor_seconds() override { return time; }
+  double page_faults() override { return 0; }
+
+  std::vector<std::pair<std::vector<std::string>, bool>> verified;
+
+ private:
+  void throw_from(const std::string& name, const std::string& member) {
+    if (planted[name].throws == member) throw std::runtime_error(name + " throws from " + member);
+  }
+  std::map<std::string, int> paid_;
+};
+
+class TunerTest : public testing::Test {
+ protected:
+  TunerTest() : folder_(std::filesystem::path(testing::TempDir()) / ("oxytorch_tuner_" + std::to_string(getpid()))) {
+    std::filesystem::remove_all(folder_);
+    set_load_source([this] { return LoadSample{.wall = watched_ += 1}; });
+  }
+  ~TunerTest() override {
+    set_load_source({});
+    std::filesystem::remove_all(folder_);
+  }
+
+  static const CertificateEntry& entry(const Certificate& made, const std::string& name) {
+    const auto found =
+        std::find_if(made.entries.begin(), made.entries.end(), [&](const auto& one) { return one.strategy == name; });
+    if (found == made.entries.end()) throw std::runtime_error("no entry " + name);
+    return *found;
+  }
+
+  Certificate tuned(TunerOptions options = {}, const CertificateStore* store = nullptr) {
+    return tuned(table, std::move(options), store);
+  }
+  static Certificate tuned(Table& table, TunerOptions options = {}, const CertificateStore* store = nullptr) {
+    Tuner tuner(table, {"here", "2", "model", "options"}, std::move(options));
+    auto made = tuner.tune(store);
+    EXPECT_THAT(table.now, IsEmpty());
+    EXPECT_FALSE(table.moved);
+    return made;
+  }
+
+  Table table;
+  std::filesystem::path folder_;
+
+ private:
+  double watched_ = 0;
+};
+
+TEST_F(TunerTest, KeepsWhatPaysAndSaysWhyTheRestIsNotThere) {
+  table.plant("half", 0.5);
+  table.plant("worse", 1.5);
+  table.plant("nothing", 1);
+  table.plant({.offer = {.name = "not_here", .refused = "the loop is yours"}, .factor = 0.1});
+  table.plant("rounds", 0.1, Kind::Tolerance);
+  const auto made = tuned({.level = "basic"});
+  EXPECT_THAT(made.accepted(), ElementsAre("half"));
+  EXPECT_NEAR(made.speedup->mid, 2, 0.02);
+  EXPECT_NEAR(made.baseline_seconds, 0.02, 1e-4);
+  EXPECT_NEAR(made.tuned_seconds, 0.01, 1e-4);
+  EXPECT_EQ(entry(made, "worse").standing, Standing::Rejected);
+  EXPECT_EQ(entry(made, "nothing").standing, Standing::Rejected);
+  EXPECT_EQ(entry(made, "not_here").reason, "the loop is yours");
+  EXPECT_THAT(entry(made, "rounds").reason, HasSubstr("level basic does not allow the kind tolerance"));
+  EXPECT_THAT(made.verification, Contains(Pair("all together, as exact", "held")));
+  EXPECT_THAT(made.verification, Contains(Pair("restored", "all of it")));
+  EXPECT_GT(made.tuning_seconds, 0);
+  EXPECT_THAT(table.said, Contains("half against nothing"));
+}
+
+TEST_F(TunerTest, RefusesWhatIsFastAndWrong) {
+  table.plant({.offer = {.name = "liar"}, .factor = 0.1, .honest = false});
+  table.plant("half", 0.5);
+  const auto made = tuned();
+  EXPECT_THAT(made.accepted(), ElementsAre("half"));
+  EXPECT_EQ(entry(made, "liar").standing, Standing::Refused);
+  EXPECT_THAT(entry(made, "liar").reason, HasSubstr("off by half"));
+  // A glance where it won, and all steps of what is kept.
+  EXPECT_THAT(table.verified, Contains(Pair(ElementsAre("half"), true)));
+  EXPECT_THAT(table.verified, Contains(Pair(ElementsAre("half"), false)));
+}
+
+TEST_F(TunerTest, AStrategysOwnFailureIsItsOwn) {
+  for (const char* member : {"applies", "expected_cost", "apply", "step"}) {
+    Table table;
+    table.plant({.offer = {.name = "broken"}, .factor = 0.1, .throws = member});
+    table.plant("half", 0.5);
+    const auto made = tuned(table);
+    EXPECT_THAT(made.accepted(), ElementsAre("half")) << member;
+    EXPECT_EQ(entry(made, "broken").standing, Standing::Failed) << member;
+    EXPECT_THAT(entry(made, "broken").reason, HasSubstr("broken throws from " + std::string(member)));
+  }
+}
+
+TEST_F(TunerTest, WhatTheStepThrowsPassesThroughFromWhereverItIsWithEverythingBack) {
+  const auto fill = [](Table& table) {
+    table.plant("half", 0.5);
+    table.plant({.offer = {.name = "compiled"}, .factor = 0.8, .cost = 0.5});
+  };
+  fill(table);
+  static_cast<void>(tuned());
+  const int all = table.calls;
+  ASSERT_GT(all, 50);
+  for (const bool interrupt : {false, true}) {
+    for (int point = 1; point <= all; ++point) {
+      Table table;
+      fill(table);
+      table.throw_at = point;
+      table.interrupt = interrupt;
+      Tuner tuner(table, {}, {});
+      // One throw of the step under a strategy is that strategy's failure; an interrupt is nobody's.
+      try {
+        static_cast<void>(tuner.tune(nullptr));
+        EXPECT_FALSE(interrupt) << point;
+      } catch (const Interrupt&) {
+        EXPECT_TRUE(interrupt) << point;
+      } catch (const std::runtime_error& error) {
+        EXPECT_THAT(error.what(), HasSubstr("the data ran out"));
+      }
+      EXPECT_THAT(table.now, IsEmpty()) << point;
+      EXPECT_FALSE(table.moved) << point;
+    }
+  }
+}
+
+TEST_F(TunerTest, TriesNothingWhereNothingCanBeVerified) {
+  table.plant("half", 0.5);
+  table.everything = "the loss is nan";
+  const auto made = tuned();
+  EXPECT_THAT(made.accepted(), IsEmpty());
+  EXPECT_EQ(entry(made, "half").reason, "the loss is nan");
+}
+
+TEST_F(TunerTest, ReusesWhatHoldsAndMeasuresAnewWhatDoesNot) {
+  const CertificateStore store(folder_.string());
+  table.plant("half", 0.5);
+  table.plant("less", 0.8);
+  auto made = tuned({}, &store);
+  EXPECT_THAT(made.accepted(), ElementsAre("half", "less"));
+  store.put(made);
+  const int searched = table.calls;
+  for (int run = 0; run < 15; ++run) {
+    table.calls = 0;
+    made = tuned({}, &store);
+    EXPECT_LT(table.calls, searched);
+    EXPECT_THAT(made.events.back(), HasSubstr("reused, canary"));
+    EXPECT_LE(made.events.size(), 10U);
+    store.put(made);
+  }
+  table.planted["less"].factor = 1.2;
+  made = tuned({}, &store);
+  EXPECT_THAT(made.accepted(), ElementsAre("half"));
+  EXPECT_THAT(made.events.back(), HasSubstr("did not hold and was measured anew: the rest is faster without less"));
+}
+
+TEST_F(TunerTest, MakesActiveWhatSettingsAskFor) {
+  table.plant("nothing", 1);
+  table.plant({.offer = {.name = "wrong"}, .honest = false});
+  table.plant({.offer = {.name = "absent", .refused = "not on this device"}});
+  Tuner tuner(table, {}, {.required = {{"a = 1", {"nothing"}}, {"b = 2", {"wrong"}}, {"c = 3", {"absent"}}}});
+  auto made = tuner.tune(nullptr);
+  EXPECT_THAT(made.accepted(), IsEmpty());
+  tuner.activate(made);
+  EXPECT_THAT(tuner.activate_required(made), ElementsAre("nothing"));
+  EXPECT_THAT(table.now, ElementsAre("nothing"));
+  EXPECT_THAT(entry(made, "nothing").reason, HasSubstr("asked for by a = 1, whatever it gains"));
+  EXPECT_THAT(entry(made, "wrong").reason, HasSubstr("b = 2 asks for it, and it cannot be: wrong is off"));
+  EXPECT_THAT(entry(made, "absent").reason, HasSubstr("c = 3 asks for it, and it cannot be: not on this device"));
+}
+
+TEST_F(TunerTest, NotesWhatCannotBeMadeActiveAtTheEnd) {
+  table.plant("half", 0.5);
+  table.plant("less", 0.8);
+  Tuner tuner(table, {}, {});
+  auto made = tuner.tune(nullptr);
+  table.planted["half"].throws = "apply";
+  tuner.activate(made);
+  EXPECT_THAT(table.now, ElementsAre("less"));
+  EXPECT_EQ(entry(made, "half").standing, Standing::Failed);
+  EXPECT_THAT(entry(made, "half").reason, HasSubstr("could not be made active: half throws"));
+}
+
+TEST_F(TunerTest, SaysWhatCannotBeMeant) {
+  table.plant("half", 0.5);
+  const auto make = [&](TunerOptions options) { Tuner(table, {}, std::move(options)); };
+  EXPECT_THROW(make({.exclude = {"hlaf"}}), Error);
+  EXPECT_THROW(make({.steps_planned = 0}), Error);
+  EXPECT_THROW(make({.budget = -1}), Error);
+  EXPECT_THROW(make({.level = "utlra"}), Error);
+}
+
+// -- the watch --------------------------------------------------------------------------------------------------------
+
+struct Seen : Watched {
+  std::vector<std::string> now{"half"};
+  BothWays shown{1, 1};
+  int comparisons = 0;
+  std::string throws = {};
+  void activate(const std::vector<std::string>& names) override {
+    now = names;
+    if (throws == "activate") throw std::runtime_error("a hook is in the way");
+  }
+  BothWays compare() override {
+    ++comparisons;
+    if (throws == "compare") throw std::runtime_error("the batch is gone");
+    return shown;
+  }
+};
+
+class WatchTest : public TunerTest {
+ protected:
+  WatchTest() : store(folder_.string()) {
+    made.key = {"here", "2", "model", "options"};
+    made.entries.push_back({.strategy = "half", .standing = Standing::Accepted});
+    made.entries.push_back({.strategy = "other", .standing = Standing::Rejected, .reason = "slow"});
+    store.put(made);
+  }
+  Watch watch() { return {seen, made, &store, {.names = {"half"}, .drawn_by = 7}}; }
+
+  Seen seen;
+  Certificate made;
+  CertificateStore store;
+};
+
+TEST_F(WatchTest, GoesOnWhileItHolds) {
+  auto on = watch();
+  int without = 0;
+  for (int i = 0; i < 1'000; ++i) {
+    ASSERT_TRUE(on.before());
+    without += seen.now.empty() ? 1 : 0;
+    on.after(seen.now.empty() ? 0.02 : 0.01);
+  }
+  EXPECT_GT(without, 0);
+  EXPECT_GE(seen.comparisons, 2);
+  EXPECT_THAT(made.accepted(), ElementsAre("half"));
+  EXPECT_THAT(on.reason(), HasSubstr("still pay"));
+}
+
+TEST_F(WatchTest, TakesBackWhatStopsPayingAndForgetsTheCertificate) {
+  auto on = watch();
+  int steps = 0;
+  for (; on.before(); ++steps) on.after(seen.now.empty() ? 0.01 : 0.02);
+  EXPECT_LT(steps, 200);
+  EXPECT_TRUE(on.over());
+  EXPECT_THAT(seen.now, IsEmpty());
+  EXPECT_EQ(made.entries[0].standing, Standing::RolledBack);
+  EXPECT_EQ(made.entries[1].standing, Standing::Rejected);
+  EXPECT_THAT(made.events, ElementsAre(HasSubstr("half taken back: The changes stopped paying")));
+  EXPECT_FALSE(store.find(made.key));
+  EXPECT_FALSE(on.before());
+  EXPECT_THAT(made.events, testing::SizeIs(1));
+}
+
+TEST_F(WatchTest, WhatCannotBeComparedOrSwitchedIsTakenBackOnce) {
+  for (const char* member : {"compare", "activate"}) {
+    seen.throws = member;
+    auto on = watch();
+    on.doubt();
+    if (seen.throws == "compare") {
+      EXPECT_FALSE(on.before());
+    } else {
+      EXPECT_THROW(on.before(), std::runtime_error);  // and cannot be taken back either
+    }
+    EXPECT_TRUE(on.over());
+    EXPECT_THAT(made.events.back(), HasSubstr("they could not be switched"));
+    EXPECT_FALSE(on.before());
+  }
+  EXPECT_THAT(made.events, testing::SizeIs(2));
+}
+
+}  // namespace
+}  // namespace oxytorch::tune
