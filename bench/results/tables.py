@@ -220,6 +220,15 @@ def rivals() -> str | None:
     return table(head, rows) + "\n\n" + measured(command, "orchestrator.json", document, starts_of(fair))
 
 
+def over_all_rivals() -> str | None:
+    """In the mean of the workloads, over the best rival of each."""
+    found = races("orchestrator.json")
+    fair = [] if found is None else [race for race in found[1] if race.screened and race.has(REFERENCE, TOLERANCE)]
+    if not fair:
+        return None
+    return text(geometric_mean_interval([race.ratios(race.best_rival() or REFERENCE, TOLERANCE) for race in fair]))
+
+
 def eager_best(race: Race) -> str:
     """The fastest stock loop that compiles nothing."""
     names = [name for name in race.rivals() if name.startswith(("eager", "stock")) and name != "stock compiled"]
@@ -449,6 +458,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
         rivals,
         "python bench/race/orchestrator.py --screen, then python bench/race/orchestrator.py --starts 8 --json "
         "bench/results/orchestrator.json",
+    ),
+    "over-all-rivals": (
+        over_all_rivals,
+        "python bench/race/orchestrator.py --starts 8 --json bench/results/orchestrator.json",
     ),
     "regret": (regret, "python bench/race/orchestrator.py --exhaustive --json bench/results/orchestrator_regret.json"),
     "cpp": (
