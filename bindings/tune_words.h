@@ -13,7 +13,6 @@
 #include "oxytorch/spelling.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/duel.h"
-#include "oxytorch/tune/guard.h"
 #include "oxytorch/tune/kind.h"
 
 namespace pybind11::detail {
@@ -47,15 +46,10 @@ template <>
 struct type_caster<oxytorch::tune::Kind>
     : word_caster<oxytorch::tune::Kind, "'exact'", "'tolerance'", "'precision'", "'trade'"> {};
 template <>
-struct type_caster<oxytorch::tune::Side> : word_caster<oxytorch::tune::Side, "'incumbent'", "'challenger'"> {};
-template <>
 struct type_caster<oxytorch::tune::Decision> : word_caster<oxytorch::tune::Decision, "'open'", "'accept'", "'reject'"> {
 };
 template <>
 struct type_caster<oxytorch::tune::Standing> : word_caster<oxytorch::tune::Standing, "'accepted'", "'rejected'",
                                                            "'refused'", "'failed'", "'skipped'", "'rolled back'"> {};
-template <>
-struct type_caster<oxytorch::tune::Action>
-    : word_caster<oxytorch::tune::Action, "'run'", "'run without'", "'compare losses'", "'roll back'"> {};
 
 }  // namespace pybind11::detail

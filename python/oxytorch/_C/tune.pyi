@@ -9,33 +9,22 @@ import torch
 import typing
 
 __all__: list[str] = [
-    "BASELINE_BLOCKS",
     "Certificate",
     "CertificateEntry",
     "CertificateKey",
     "CertificateStore",
     "ChangeMeter",
-    "Duel",
     "DuelOptions",
     "DuelResult",
-    "Guard",
-    "GuardOptions",
     "Interval",
     "LoadSample",
-    "LoadWatch",
     "NativeOperators",
     "Offer",
     "OperatorReport",
     "OwnRandom",
     "Requirement",
-    "Search",
-    "SearchOptions",
     "SideFailed",
-    "StepNow",
-    "StrategyFacts",
     "Timing",
-    "Trial",
-    "TrialOutcome",
     "Tuner",
     "TunerOptions",
     "Watch",
@@ -43,17 +32,12 @@ __all__: list[str] = [
     "Workload",
     "adam_step",
     "allows",
-    "block_steps",
     "gradients_apart",
     "hardware_key",
-    "most_heap_speedup",
     "native_step_differs",
     "read_load",
     "set_load_source",
-    "settle_steps",
     "sgd_step",
-    "why_not_trusted",
-    "worth_another_look",
 ]
 
 class Interval:
@@ -189,27 +173,6 @@ class DuelResult:
     def pairs(self) -> int: ...
     @pairs.setter
     def pairs(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-
-class Duel:
-    """
-    A paired, randomised, sequential comparison of two ways to take the same step.
-    """
-    def __init__(self, options: DuelOptions = ...) -> None: ...
-    def abandon(self, reason: str) -> None:
-        """
-        End it as rejected.
-        """
-    def next(self) -> typing.Literal["incumbent", "challenger"] | None:
-        """
-        The side to run now; None once it is decided.
-        """
-    def record(
-        self, side: typing.Literal["incumbent", "challenger"], seconds: typing.SupportsFloat | typing.SupportsIndex
-    ) -> None:
-        """
-        Seconds a step of the side that next() named.
-        """
-    def result(self) -> DuelResult: ...
 
 class CertificateEntry:
     """
@@ -355,239 +318,6 @@ class CertificateStore:
     @property
     def folder(self) -> str: ...
 
-class StepNow:
-    """
-    The step as given, measured now.
-    """
-    def __init__(
-        self,
-        *,
-        seconds: typing.SupportsFloat | typing.SupportsIndex,
-        spread: typing.SupportsFloat | typing.SupportsIndex,
-        disturbed: bool,
-        time: str,
-    ) -> None: ...
-
-class StrategyFacts:
-    """
-    What the search knows of a strategy.
-    """
-
-    group: str
-    kind: typing.Literal["exact", "tolerance", "precision", "trade"]
-    name: str
-    update_proven: bool
-    def __init__(
-        self,
-        name: str,
-        *,
-        kind: typing.Literal["exact", "tolerance", "precision", "trade"] = "exact",
-        group: str = "",
-        requires: collections.abc.Sequence[str] = [],
-        interacts: collections.abc.Sequence[str] = [],
-        part_of: collections.abc.Sequence[str] = [],
-        renewed_by: collections.abc.Sequence[str] = [],
-        expected_cost: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        hopeful: typing.SupportsFloat | typing.SupportsIndex = 3.0,
-        expected_speedup: typing.SupportsFloat | typing.SupportsIndex = 1.05,
-        update_speedup: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        update_proven: bool = False,
-    ) -> None: ...
-    @property
-    def expected_cost(self) -> float: ...
-    @expected_cost.setter
-    def expected_cost(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def expected_speedup(self) -> float: ...
-    @expected_speedup.setter
-    def expected_speedup(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def hopeful(self) -> float: ...
-    @hopeful.setter
-    def hopeful(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def interacts(self) -> list[str]: ...
-    @interacts.setter
-    def interacts(self, arg0: collections.abc.Sequence[str]) -> None: ...
-    @property
-    def part_of(self) -> list[str]: ...
-    @part_of.setter
-    def part_of(self, arg0: collections.abc.Sequence[str]) -> None: ...
-    @property
-    def renewed_by(self) -> list[str]: ...
-    @renewed_by.setter
-    def renewed_by(self, arg0: collections.abc.Sequence[str]) -> None: ...
-    @property
-    def requires(self) -> list[str]: ...
-    @requires.setter
-    def requires(self, arg0: collections.abc.Sequence[str]) -> None: ...
-    @property
-    def update_speedup(self) -> float: ...
-    @update_speedup.setter
-    def update_speedup(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-
-class SearchOptions:
-    """
-    The run that a search is for, and what it may spend.
-    """
-
-    duel: DuelOptions
-    @staticmethod
-    def for_run(
-        steps_planned: typing.SupportsInt | typing.SupportsIndex,
-        step_seconds: typing.SupportsFloat | typing.SupportsIndex,
-        budget_seconds: typing.SupportsFloat | typing.SupportsIndex,
-        seed: typing.SupportsInt | typing.SupportsIndex,
-    ) -> SearchOptions:
-        """
-        What every driver of a search uses.
-        """
-    def __init__(
-        self,
-        *,
-        steps_planned: typing.SupportsInt | typing.SupportsIndex = 10000,
-        step_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        budget_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        repay_steps: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        conclude_steps: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        total_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        used_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        cost_share: typing.SupportsFloat | typing.SupportsIndex = 0.1,
-        optimizer_share: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        seed: typing.SupportsInt | typing.SupportsIndex = 0,
-        duel: DuelOptions = ...,
-    ) -> None: ...
-    @property
-    def budget_seconds(self) -> float: ...
-    @budget_seconds.setter
-    def budget_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def conclude_steps(self) -> float: ...
-    @conclude_steps.setter
-    def conclude_steps(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def cost_share(self) -> float: ...
-    @cost_share.setter
-    def cost_share(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def optimizer_share(self) -> float: ...
-    @optimizer_share.setter
-    def optimizer_share(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def repay_steps(self) -> float: ...
-    @repay_steps.setter
-    def repay_steps(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def seed(self) -> int: ...
-    @seed.setter
-    def seed(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    @property
-    def step_seconds(self) -> float: ...
-    @step_seconds.setter
-    def step_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def steps_planned(self) -> int: ...
-    @steps_planned.setter
-    def steps_planned(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    @property
-    def total_seconds(self) -> float: ...
-    @total_seconds.setter
-    def total_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def used_seconds(self) -> float: ...
-    @used_seconds.setter
-    def used_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-
-class Trial:
-    """
-    Two combinations of strategies to compare.
-    """
-    @property
-    def challenger(self) -> list[str]: ...
-    @property
-    def duel(self) -> DuelOptions: ...
-    @property
-    def incumbent(self) -> list[str]: ...
-    @property
-    def removal(self) -> bool:
-        """
-        Whether it is asked if the rest is faster without it.
-        """
-    @property
-    def strategy(self) -> str:
-        """
-        The one in question.
-        """
-
-class TrialOutcome:
-    """
-    What came of a trial.
-    """
-
-    disturbed: bool
-    duel: DuelResult
-    failed: bool
-    reason: str
-    verified: bool
-    def __init__(
-        self,
-        duel: DuelResult = ...,
-        *,
-        cost_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        spent_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        disturbed: bool = False,
-        failed: bool = False,
-        verified: bool = True,
-        reason: str = "",
-    ) -> None: ...
-    @property
-    def cost_seconds(self) -> float: ...
-    @cost_seconds.setter
-    def cost_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def spent_seconds(self) -> float: ...
-    @spent_seconds.setter
-    def spent_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-
-class Search:
-    """
-    Which combination of strategies to try next.
-    """
-    def __init__(self, strategies: collections.abc.Sequence[StrategyFacts], options: SearchOptions = ...) -> None: ...
-    def ask(self) -> Trial | None:
-        """
-        The next trial; None where there is none left.
-        """
-    def best(self) -> list[str]:
-        """
-        Names in force, in the order of the strategies.
-        """
-    def charge(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    def conclusion(self) -> DuelOptions:
-        """
-        How everything is measured against nothing at the end.
-        """
-    def drop(
-        self,
-        strategy: str,
-        standing: typing.Literal["accepted", "rejected", "refused", "failed", "skipped", "rolled back"],
-        reason: str,
-    ) -> None:
-        """
-        Take out for good what turned out bad after it was accepted; ask() goes on.
-        """
-    def entries(self) -> list[CertificateEntry]: ...
-    def expect(self, strategy: str, speedup: typing.SupportsFloat | typing.SupportsIndex) -> None:
-        """
-        What it is likely to make of the step as it is now; ask() again.
-        """
-    def seconds_left(self) -> float:
-        """
-        For everything together.
-        """
-    def skip(self, strategy: str, reason: str) -> None: ...
-    def tell(self, outcome: TrialOutcome) -> None: ...
-
 class ChangeMeter:
     """
     Measures a vector's change that comes in slices, in order.
@@ -609,81 +339,6 @@ class ChangeMeter:
         """
         Whether the slices are to be given once more: known after the last of them.
         """
-
-class GuardOptions:
-    """
-    When a guard looks, and what it takes changes back for.
-    """
-    def __init__(
-        self,
-        *,
-        first_check: typing.SupportsInt | typing.SupportsIndex = 50,
-        check_every: typing.SupportsInt | typing.SupportsIndex = 2000,
-        pairs: typing.SupportsInt | typing.SupportsIndex = 9,
-        compare_every: typing.SupportsInt | typing.SupportsIndex = 500,
-        loss_tolerance: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        gradient_tolerance: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        factor_tolerance: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        threshold: typing.SupportsFloat | typing.SupportsIndex = 0.99,
-        seed: typing.SupportsInt | typing.SupportsIndex = 0,
-    ) -> None: ...
-    def allow(self, kind: typing.Literal["exact", "tolerance", "precision", "trade"]) -> None: ...
-    @property
-    def check_every(self) -> int: ...
-    @check_every.setter
-    def check_every(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    @property
-    def compare_every(self) -> int: ...
-    @compare_every.setter
-    def compare_every(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    @property
-    def factor_tolerance(self) -> float: ...
-    @factor_tolerance.setter
-    def factor_tolerance(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def first_check(self) -> int: ...
-    @first_check.setter
-    def first_check(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    @property
-    def gradient_tolerance(self) -> float: ...
-    @gradient_tolerance.setter
-    def gradient_tolerance(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def loss_tolerance(self) -> float: ...
-    @loss_tolerance.setter
-    def loss_tolerance(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    @property
-    def pairs(self) -> int: ...
-    @pairs.setter
-    def pairs(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    @property
-    def seed(self) -> int: ...
-    @seed.setter
-    def seed(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    @property
-    def threshold(self) -> float: ...
-    @threshold.setter
-    def threshold(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-
-class Guard:
-    """
-    Says at each step boundary how to take the next step of a certified run.
-    """
-    def __init__(self, options: GuardOptions = ...) -> None: ...
-    def after(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    def before(self) -> typing.Literal["run", "run without", "compare losses", "roll back"]: ...
-    def compared(
-        self,
-        loss_with: typing.SupportsFloat | typing.SupportsIndex,
-        loss_without: typing.SupportsFloat | typing.SupportsIndex,
-        gradient: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        factor: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    ) -> None: ...
-    def suspicious(self) -> None: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def step(self) -> int: ...
 
 class LoadSample:
     """
@@ -714,29 +369,6 @@ class LoadSample:
     def waited(self) -> float | None: ...
     @property
     def wall(self) -> float: ...
-
-class LoadWatch:
-    """
-    Says of stretches of time whether other programs disturbed them.
-    """
-    def __init__(self) -> None: ...
-    def begin(self) -> None: ...
-    def end(self) -> bool:
-        """
-        Whether the stretch since begin() was disturbed.
-        """
-    @property
-    def disturbed(self) -> bool:
-        """
-        Whether what was measured is not to be trusted.
-        """
-    @property
-    def evidence(self) -> str: ...
-    @property
-    def share(self) -> float:
-        """
-        Of the seconds watched, the disturbed ones.
-        """
 
 class Offer:
     """
@@ -933,11 +565,6 @@ def allows(level: str, kind: typing.Literal["exact", "tolerance", "precision", "
     Whether a level allows a kind of change.
     """
 
-def block_steps(step_seconds: typing.SupportsFloat | typing.SupportsIndex) -> int:
-    """
-    Steps that are measured in a row.
-    """
-
 def gradients_apart(
     with_changes: collections.abc.Sequence[torch.Tensor | None], without: collections.abc.Sequence[torch.Tensor | None]
 ) -> tuple[float, float]:
@@ -950,13 +577,6 @@ def hardware_key(root: str = "/") -> str:
     The processor's part of CertificateKey.hardware.
     """
 
-def most_heap_speedup(
-    faults: typing.SupportsFloat | typing.SupportsIndex, step_seconds: typing.SupportsFloat | typing.SupportsIndex
-) -> float:
-    """
-    Most that a step can gain where freed memory is kept for the next one.
-    """
-
 def native_step_differs() -> str:
     """
     Why the native steps do not have the bits of this torch's; empty where they do.
@@ -966,13 +586,6 @@ def read_load(root: str = "/") -> LoadSample: ...
 def set_load_source(source: collections.abc.Callable[[], LoadSample]) -> None:
     """
     Where LoadWatch has its samples from; None: here.
-    """
-
-def settle_steps(
-    wanted: typing.SupportsInt | typing.SupportsIndex, step_seconds: typing.SupportsFloat | typing.SupportsIndex
-) -> int:
-    """
-    Of these steps after a switch, those that are needed.
     """
 
 def sgd_step(
@@ -990,15 +603,3 @@ def sgd_step(
     """
     A step of torch.optim.SGD with the bits of its loop over CPU tensors.
     """
-
-def why_not_trusted(certificate: Certificate, now: StepNow) -> str:
-    """
-    Why a remembered certificate is to be measured anew; empty where it may be trusted.
-    """
-
-def worth_another_look(certificate: Certificate) -> str:
-    """
-    Where nothing is active by it, the strategy to try again; or empty.
-    """
-
-BASELINE_BLOCKS: int
