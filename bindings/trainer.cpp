@@ -79,6 +79,8 @@ void bind_trainer(py::module_& m) {
   m.def("allocator_trims", &allocator_trims, "Times that free memory was given back.");
   m.def("page_faults", &page_faults, "Page faults of this process since it started.");
   m.def("flush_denormals", &flush_denormals, release_gil(), "Takes denormals as zero on every intra-op thread.");
+  m.def("set_flush_denormals", &set_flush_denormals, py::arg("flush"), release_gil(),
+        "torch.set_flush_denormal() of every intra-op thread, not of the calling thread alone.");
   m.def("use_deterministic_algorithms", &use_deterministic_algorithms, release_gil(),
         "Turns on torch's deterministic algorithms; the last revert() restores what was before.");
   m.def("pin_threads", &pin_threads, release_gil(), "Keeps each intra-op worker on a core of its own.");

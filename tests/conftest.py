@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests" / "device"))
 sys.path.append(str(ROOT / "tests" / "tune"))  # planted: strategies and a clock for more than one room
 import torch_device  # noqa: E402
+from oxytorch import _C  # noqa: E402
 
 DEVICE = torch_device.chosen()  # torch must know it before anything runs on it
 
@@ -47,9 +48,12 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def denormals() -> Iterator[None]:
-    """A trainer flushes them for the whole process; the next test has them back."""
+    """A trainer flushes them for the whole process; the next test has them back, on torch's workers too."""
     yield
-    torch.set_flush_denormal(False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(threads, 2))  # a worker that waits now runs again in a later test
+    _C.trainer.set_flush_denormals(False)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -113,6 +113,10 @@ FlushState flush_state() {
   return {flushing.load(), at::get_num_threads()};
 }
 
+void set_flush_denormals(bool flush) {
+  on_each_thread([&](size_t /*thread*/) { at::globalContext().setFlushDenormal(flush); });
+}
+
 HostSetting flush_denormals() {
   constexpr const char* kName = "flush_denormals";
   if (at::in_parallel_region()) return HostSetting::refused(kName, kInsideRegion);
@@ -121,10 +125,8 @@ HostSetting flush_denormals() {
     return HostSetting::refused(kName, "all " + std::to_string(before.threads) + " threads flush denormals already.");
   }
   auto previous = std::make_shared<std::vector<char>>(static_cast<size_t>(before.threads));
-  on_each_thread([&](size_t thread) {
-    (*previous)[thread] = this_thread_flushes() ? 1 : 0;
-    at::globalContext().setFlushDenormal(true);
-  });
+  on_each_thread([&](size_t thread) { (*previous)[thread] = this_thread_flushes() ? 1 : 0; });
+  set_flush_denormals(true);
   const auto after = flush_state();
   if (after.flushing != after.threads) {
     return HostSetting::refused(kName, "this processor cannot flush denormals: " + std::to_string(after.flushing) +
@@ -133,9 +135,14 @@ HostSetting flush_denormals() {
   return HostSetting::applied(
       kName, "denormal numbers are taken as zero on all " + std::to_string(after.threads) + " intra-op threads.",
       "numbers below 1.2e-38 become zero.", [previous] {
+        // Fewer threads may be asked for by now: the workers that wait meanwhile get their mode back too.
+        const int now = at::get_num_threads();
+        const int most = std::max(now, static_cast<int>(previous->size()));
+        if (most != now) at::set_num_threads(most);
         on_each_thread([&](size_t thread) {
           at::globalContext().setFlushDenormal(thread < previous->size() && (*previous)[thread] != 0);
         });
+        if (most != now) at::set_num_threads(now);
       });
 }
 

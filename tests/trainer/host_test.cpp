@@ -44,6 +44,18 @@ TEST(FlushDenormalsTest, ThreadsMadeLaterFlushToo) {
   setting.revert();
 }
 
+TEST(FlushDenormalsTest, WorkersThatWaitWhileItIsTakenBackFollowToo) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(before + 1);
+  auto setting = flush_denormals();
+  at::set_num_threads(1);
+  setting.revert();
+  EXPECT_EQ(at::get_num_threads(), 1);
+  at::set_num_threads(before + 1);
+  EXPECT_EQ(flush_state().flushing, 0);
+  at::set_num_threads(before);
+}
+
 TEST(FlushDenormalsTest, BackwardRunsWhereDenormalsAreFlushed) {
   auto setting = flush_denormals();
   auto x = at::full({1 << 20}, 0.5F).requires_grad_();

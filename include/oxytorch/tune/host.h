@@ -45,6 +45,9 @@ struct FlushState {
 };
 OXY_API FlushState flush_state();
 
+/// torch.set_flush_denormal() of every intra-op thread; torch's own is of the calling thread alone.
+OXY_API void set_flush_denormals(bool flush);
+
 /// Has MKL choose its kernel for each vector function that torch calls, in float32 and float64, from this thread.
 ///
 /// MKL chooses at a function's first call. Where the intra-op threads make that call together, one of them may take a

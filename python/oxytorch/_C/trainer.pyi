@@ -22,6 +22,7 @@ __all__: list[str] = [
     "page_faults",
     "pin_threads",
     "resolve_vector_math",
+    "set_flush_denormals",
     "size_threads",
     "tune_allocator",
     "use_deterministic_algorithms",
@@ -162,6 +163,11 @@ def pin_threads() -> HostSetting:
 def resolve_vector_math() -> list[str]:
     """
     Has MKL choose its kernels of torch's vector functions from this thread; returns what it called, as 'sqrt.float32'.
+    """
+
+def set_flush_denormals(flush: bool) -> None:
+    """
+    torch.set_flush_denormal() of every intra-op thread, not of the calling thread alone.
     """
 
 def size_threads(threads: typing.SupportsInt | typing.SupportsIndex | None = None) -> HostSetting:
