@@ -6,6 +6,7 @@
 #include "tune.h"
 #include "tune_operators.h"
 #include "tune_tuner.h"
+#include "tune_verdict.h"
 
 namespace oxytorch::bindings {
 namespace {
@@ -64,6 +65,7 @@ PYBIND11_MODULE(_C, m) {
   auto tune = room("tune", "Duel, search, certificate and guard.");
   bind_tune(tune);
   bind_tuner(tune);
+  bind_verdict(tune);
   bind_tune_operators(tune);
   // After trainer, which declares HostSetting.
   auto memory = room("memory", "The pool of host memory.");

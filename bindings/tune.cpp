@@ -231,16 +231,20 @@ void bind_load(py::module_& m) {
   m.def("set_load_source", &set_load_source, py::arg("source"), "Where LoadWatch has its samples from; None: here.");
 }
 
+using Gradients = std::vector<std::optional<at::Tensor>>;
+
+/// None is undefined.
+std::vector<at::Tensor> tensors_of(const Gradients& all) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& t : all) tensors.push_back(t.value_or(at::Tensor()));
+  return tensors;
+}
+
 void bind_guard(py::module_& m) {
   m.def(
       "gradients_apart",
-      [](const std::vector<std::optional<at::Tensor>>& with, const std::vector<std::optional<at::Tensor>>& without) {
-        const auto plain = [](const std::vector<std::optional<at::Tensor>>& all) {
-          std::vector<at::Tensor> tensors;
-          for (const auto& t : all) tensors.push_back(t.value_or(at::Tensor()));
-          return tensors;
-        };
-        const auto apart = gradients_apart(plain(with), plain(without));
+      [](const Gradients& with, const Gradients& without) {
+        const auto apart = gradients_apart(tensors_of(with), tensors_of(without));
         return std::pair(apart.gradient, apart.factor);
       },
       py::arg("with_changes"), py::arg("without"),

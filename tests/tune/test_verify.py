@@ -300,5 +300,5 @@ def test_rounding_may_be_less_biased_than_as_given(
         return UpdateJudge(run, base, found={0: dict.fromkeys(names(run), change)})
 
     judged = judge(mine, judge(usual, None))
-    judged._hold_bias(0, judged.found[0])
+    judged._hold_step(0, judged.found[0])
     assert bool(judged.faults) is wrong

@@ -16,8 +16,7 @@ namespace oxytorch::tune {
 
 struct VerifierOptions {
   int steps = 12;  ///< compared, one after the other; 1 is a look at one step, without those of `span`
-  int span = 12;   ///< steps after them, of which `drawn` are compared: the last, and others that are drawn anew for
-  int drawn = 4;   ///< each check, once the candidate is fixed
+  int span = 12;   ///< steps after them, of which draw_steps() has four compared
   int trajectory = 8;      ///< steps whose losses are held to the band of seeds
   int seeds = 3;           ///< runs as given with another seed and order of batches; they span the band
   std::uint64_t seed = 0;  ///< mixed into what is drawn
@@ -27,8 +26,9 @@ struct VerifierOptions {
 /// Exact: after all steps the digest of everything (gradients, state, generators included) and every loss are the same
 /// bits. Otherwise, for each compared step of the candidate, from the state that it had then:
 ///  - loss, every gradient and every buffer against the same step as given, and where that shows more than rounding,
-///  and
-///    at two steps that are drawn, against the step computed in float64; and
+///    and at two steps that are drawn, against the step computed in float64; of gradients that are further off, what
+///    lies along the jumps that float64 itself makes across kinks within rounding is taken away first
+///    (oxytorch/tune/kinks.h); and
 ///  - every parameter after the update against the float64 update from the candidate's own gradients,
 /// each accepted where the root mean square error is at most three times that of stock torch at the same precision
 /// (under torch's own bf16 autocast for Precision), plus a floor relative to the value (the rule of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._C import tune as _native
 from ..model.escrow import tensors_in
 from ..optim.generators import rng_state, set_rng_state
 
@@ -25,7 +25,6 @@ _DROPOUTS = (
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
 )  # fmt: skip
 _DRAWS = 24
-_SURE = 4.5  # standard errors
 _RISE = 0.03  # of the loss, on either side
 
 
@@ -87,23 +86,7 @@ def draws(run: Run) -> Draws:
 
 def judge_draws(found: Draws, usual: Draws) -> str:
     """Return what is wrong with what was drawn, against the step as given; empty where nothing."""
-    if len(set(usual.losses)) > 2 and len(set(found.losses)) < len(set(usual.losses)) / 2:
-        return f"random numbers repeat: {len(set(found.losses))} different losses in {_DRAWS} draws of one batch"
-    shift, error = _apart(found.losses, usual.losses)
-    if abs(shift) > _SURE * error + 1e-6 * abs(statistics.fmean(usual.losses)):
-        return f"with random numbers the loss is {shift:+.3g} in the mean, {abs(shift) / error:.1f} standard errors"
-    if found.spreads and usual.spreads:
-        shift, error = _apart(found.spreads, usual.spreads)
-        if abs(shift) > _SURE * error:
-            ratio = statistics.fmean(found.spreads) / max(statistics.fmean(usual.spreads), 1e-300)
-            return f"random numbers make the outputs' variance {ratio:.2f} times what it is as given"
-    return ""
-
-
-def _apart(found: list[float], usual: list[float]) -> tuple[float, float]:
-    """Difference of the means, and its standard error."""
-    error = math.sqrt((statistics.variance(found) + statistics.variance(usual)) / len(found))
-    return statistics.fmean(found) - statistics.fmean(usual), max(error, 1e-300)
+    return _native.draws_fault(found.losses, found.spreads, usual.losses, usual.spreads)
 
 
 def backward_error(run: Run) -> float:

@@ -10,25 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._C import tune as _native
 from .._C.memory import give_back_host_memory
 from ..model.parking import rest
 from .call import widened
 from .chance import still
 from .record import Call, State, Step
-from .referee import (
-    FLOAT32,
-    REDUCED,
-    UNKNOWN,
-    Allowance,
-    Errors,
-    Excess,
-    Truth,
-    judge,
-    measure,
-    taken_again,
-    truth,
-    unexplained,
-)
+from .referee import Truth, measure, taken_again, truth, unexplained
 from .update import clip
 
 if TYPE_CHECKING:
@@ -90,7 +78,7 @@ class Comparison:
         Of the run as given.
     no_truth : str
         Why the model does not run in float64; empty where it does.
-    errors : dict of int to Errors
+    errors : dict of int to ValueErrors
         From float64, by step, of the candidate last compared.
     """
 
@@ -99,11 +87,11 @@ class Comparison:
     begin: Callable[[], None]
     clip_norm: float | None
     no_truth: str = ""
-    errors: dict[int, Errors] = field(default_factory=dict)
+    errors: dict[int, _native.ValueErrors] = field(default_factory=dict)
     _start: State | None = None
     _counters: dict[bool, Sequence[Counters]] = field(default_factory=dict)
     _truths: dict[bool, Truth | None] = field(default_factory=dict)
-    _usual: dict[tuple[bool, torch.dtype | None], Errors] = field(default_factory=dict)
+    _usual: dict[tuple[bool, torch.dtype | None], _native.ValueErrors] = field(default_factory=dict)
 
     def start_from(self, start: State, quiet: bool, counters: Sequence[Counters]) -> None:
         """Say where every check begins, and what the counters of the run as given are before each step."""
@@ -115,7 +103,7 @@ class Comparison:
         right = self._first_truth(False)
         return None if right is None else right.rng
 
-    def usual(self, look: Look) -> Errors:
+    def usual(self, look: Look) -> _native.ValueErrors:
         """How far off the yardstick is itself at the start."""
         key = (look.quiet, look.dtype)
         if key not in self._usual:
@@ -125,7 +113,7 @@ class Comparison:
                 if right is None and look.dtype is not None:
                     right = self._again(self._started, 0, look.quiet)
             if right is None:
-                self._usual[key] = Errors(0.0, 0.0, 0.0, 0.0, {}, {})
+                self._usual[key] = _native.ValueErrors()
             else:
                 self._usual[key] = self._errors_of_yardstick(self._started, 0, right, look)
         return self._usual[key]
@@ -133,14 +121,14 @@ class Comparison:
     def fault(self, kept: Sequence[Kept], look: Look) -> tuple[int, str] | None:
         """Return the first of these steps that is further off than it may be, and how; None where none is."""
         usual = self.usual(look)
-        allowance = REDUCED if look.dtype is not None else UNKNOWN if self.no_truth else FLOAT32
-        doubtful: dict[int, list[Excess]] = {}
+        allowance = "reduced" if look.dtype is not None else "unknown" if self.no_truth else "float32"
+        doubtful: dict[int, list[_native.Excess]] = {}
         self.begin()
         with self._scope(look.quiet, None):
             for one in kept:
                 again = self._again(one.before, one.step.index, look.quiet)
                 found = measure(self.run, one.step, again, one.buffers, self.clip_norm)
-                doubtful[one.step.index] = _above(judge(found, usual, allowance), look.small)
+                doubtful[one.step.index] = _above(_native.values_beyond(found, usual, allowance), look.small)
                 rest()
                 give_back_host_memory()
         for one in kept:
@@ -188,7 +176,7 @@ class Comparison:
                     self.no_truth = f"the model does not run in float64 ({words[0] if words else type(error).__name__})"
         return self._truths.get(quiet)
 
-    def _errors_of_yardstick(self, before: State, index: int, right: Truth, look: Look) -> Errors:
+    def _errors_of_yardstick(self, before: State, index: int, right: Truth, look: Look) -> _native.ValueErrors:
         try:
             with self._scope(look.quiet, look.dtype):
                 again = self._again(before, index, look.quiet)
@@ -200,22 +188,24 @@ class Comparison:
 
     # -- in float64 ------------------------------------------------------------------------------------------------
 
-    def _by_float64(self, one: Kept, look: Look, usual: Errors, allowance: Allowance) -> list[Excess]:
+    def _by_float64(
+        self, one: Kept, look: Look, usual: _native.ValueErrors, allowance: str
+    ) -> list[_native.Excess]:
         index = one.step.index
         self.begin()
         known = self._truths.get(look.quiet) if index == 0 else None  # every check begins with the same values
         right = known or self._wide(one.before, index, look.quiet)
         found = self.errors[index] = measure(self.run, one.step, right, one.buffers, self.clip_norm)
-        excess = _above(judge(found, usual, allowance), look.small)
+        excess = _above(_native.values_beyond(found, usual, allowance), look.small)
         if not excess:
             return []
         here = self._errors_of_yardstick(one.before, index, right, look)
-        excess = _above(judge(found, here, allowance), look.small)
+        excess = _above(_native.values_beyond(found, here, allowance), look.small)
         if not excess or found.wrong:
             return excess
-        return judge(self._without_kinks(one, right, look), here, allowance)
+        return _native.values_beyond(self._without_kinks(one, right, look), here, allowance)
 
-    def _without_kinks(self, one: Kept, right: Truth, look: Look) -> Errors:
+    def _without_kinks(self, one: Kept, right: Truth, look: Look) -> _native.ValueErrors:
         """Errors of the step less what the reference's own kinks explain."""
         index = one.step.index
         size = _ROUNDING if look.dtype is None else _ROUNDING_REDUCED
@@ -232,5 +222,5 @@ class Comparison:
         return measure(self.run, left, right, one.buffers, None)
 
 
-def _above(excess: list[Excess], small: float) -> list[Excess]:
+def _above(excess: list[_native.Excess], small: float) -> list[_native.Excess]:
     return [one for one in excess if not one.relative < small]

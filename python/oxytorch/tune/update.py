@@ -24,13 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Change", "UpdateJudge", "clip", "clip_factor", "compare", "in_float64", "rms", "slices"]
 
-_ARITHMETIC = 5e-5  # of the change: an optimizer that rounds beta or a bias correction to float32 is off by 1e-5
-_SLOPE = 2e-4
 _ELEMENT = 1e-3
 _TIMES = 3.0  # what the step as given is off by, so many times
 _CODED = 0.05  # of a state that is kept in fewer bits than the parameter
-_ROUNDED = 1e-5  # relative: a norm of gradients that were clipped, each rounded
-_BIAS = 0.15  # of a unit in the last place
 _SAMPLE = 1 << 15  # elements
 _PIECE = 1 << 19  # elements that are stepped in float64 at once
 _FLOATS = (torch.float32, torch.float64)
@@ -491,50 +487,34 @@ class UpdateJudge:
             self._be_certain(index, f"the optimizer's {what} is off by {change.error:.2g}, of {size:.2g}")
 
     def _hold_step(self, index: int, found: dict[str, Change]) -> None:
+        if self.base is None or not found:  # of the step as given itself nothing is a fault
+            return
+        known = self.base.found
+        base = known[min(index, max(known))] if known else {}
+        clipping = self._clipping.get(index, {})
+        words, worst = _native.update_faults(self._named(found), self._named(base), clipping, self.loose_state)
+        self.worst = max(self.worst, worst)
+        for one in words:
+            self._fault(index, one)
+
+    def _named(self, changes: Mapping[str, Change]) -> list[_native.NamedChange]:
         params = set(names(self.run))
-        for key, change in found.items():
-            if key in params:
-                self._hold(index, key, change)
-            elif not self.loose_state:
-                self._hold(index, f"optimizer state {key}", change, key)
-        if found:
-            self._hold_bias(index, found)
-
-    def _hold(self, index: int, name: str, change: Change, key: str = "") -> None:
-        base = self._of_base(index, key or name)
-        clipping = self._clipping.get(index, {}).get(key or name, 0.0)
-        allowed = _TIMES * base.error + change.unit + _ARITHMETIC * change.size + clipping
-        if not change.error <= allowed:
-            self._fault(index, f"the update of {name} is off by {change.relative:.2g} of its size")
-        slack = _TIMES * abs(base.slope) + _SLOPE + clipping / max(change.size, 1e-300)
-        slack += 6 * change.unit / max(change.size * math.sqrt(max(change.count, 1)), 1e-300)
-        if not abs(change.slope) <= slack:
-            self._fault(index, f"the update of {name} is {1 + change.slope:.4f} times what it should be")
-        if not change.worst <= max(1.0, _TIMES * base.worst) + clipping / max(_ELEMENT * change.size, 1e-300):
-            self._fault(index, f"an element of the update of {name} is off by {change.worst:.2g} times what is allowed")
-        self.worst = max(self.worst, change.error / max(allowed, 1e-300) if change.error else 0.0)
-
-    def _hold_bias(self, index: int, found: dict[str, Change]) -> None:
-        """Rounding errors have mean zero; of all parameters together, so that little is seen."""
-        own = [found[name] for name in names(self.run)]
-        base = [self._of_base(index, name) for name in names(self.run)]
-        for side, word in enumerate(("upwards", "outwards from zero")):
-            mean, error, ratio = _pooled(own, side)
-            usual, _, _ = _pooled(base, side)
-            slack = 8 * error + _BIAS + 5e-7 * ratio
-            # The step as given may be biased itself; one that is less so is no fault.
-            if math.isfinite(usual) and not min(usual, 0.0) - slack <= mean <= max(usual, 0.0) + slack:
-                self._fault(
-                    index,
-                    f"rounding is biased: {mean:+.2f} of the last place {word} in the mean, {usual:+.2f} as given",
-                )
-
-    def _of_base(self, index: int, name: str) -> Change:
-        if self.base is None:
-            return _ANYTHING
-        if not self.base.found:
-            return NOTHING
-        return self.base.found[min(index, max(self.base.found))].get(name, NOTHING)
+        return [
+            _native.NamedChange(
+                name,
+                c.error,
+                c.size,
+                c.unit,
+                c.slope,
+                c.worst,
+                *c.bias,
+                bias_error=c.bias_error,
+                ratio=c.ratio,
+                count=c.count,
+                state=name not in params,
+            )
+            for name, c in changes.items()
+        ]
 
     def _be_certain(self, index: int, words: str) -> None:
         self._fault(index, words)
@@ -542,20 +522,6 @@ class UpdateJudge:
 
     def _fault(self, index: int, words: str) -> None:
         self.faults.append(f"step {index + 1}: {words}")
-
-
-_ANYTHING = Change(math.inf, 0.0, 0.0, math.inf, math.inf, (math.inf, math.inf), 0.0, 0.0, 0)
-
-
-def _pooled(changes: Sequence[Change], side: int) -> tuple[float, float, float]:
-    count = sum(c.count for c in changes)
-    if count == 0 or any(math.isinf(c.bias[side]) for c in changes):
-        return (math.inf if changes and math.isinf(changes[0].bias[side]) else 0.0), 0.0, 0.0
-    usable = [c for c in changes if math.isfinite(c.bias_error)]
-    total = max(sum(c.count for c in usable), 1)
-    mean = sum(c.bias[side] * c.count for c in usable) / total
-    error = math.sqrt(sum((c.bias_error * c.count) ** 2 for c in usable)) / total
-    return mean, error, sum(c.ratio * c.count for c in usable) / total
 
 
 def _let_go(pieces: Sequence[Any]) -> None:
@@ -572,14 +538,8 @@ def clipped(calls: Sequence[Call], norm: float | None) -> Sequence[Call]:
 
 
 def clip_factor(grads: Sequence[Tensor | None], norm: float) -> float:
-    """As `torch.nn.utils.clip_grad_norm_`, in float64, of gradients that are above the norm by more than rounding.
-
-    Those that torch has clipped are above it by as much as its own norm of them is off.
-    """
-    total = _norm(grads)
-    if not total > norm * (1 + _ROUNDED + _TIMES * norm_error(grads, norm)):
-        return 1.0
-    return norm / (total + 1e-6)
+    """Return by what `torch.nn.utils.clip_grad_norm_` multiplies, in float64; see oxytorch/tune/measure.h."""
+    return _native.clip_factor(list(grads), norm)
 
 
 def clip(grads: Sequence[Tensor | None], norm: float) -> list[Tensor | None]:
@@ -590,16 +550,7 @@ def clip(grads: Sequence[Tensor | None], norm: float) -> list[Tensor | None]:
 
 def norm_error(grads: Sequence[Tensor | None], norm: float) -> float:
     """How far torch's own norm of gradients is from that in float64, relative; 0 of such as are well below `norm`."""
-    total = _norm(grads)
-    if not 0.5 * norm < total < math.inf:
-        return 0.0
-    own = float(torch.nn.utils.get_total_norm([g for g in grads if g is not None]))
-    return abs(own / total - 1) if math.isfinite(own) else 0.0
-
-
-def _norm(grads: Sequence[Tensor | None]) -> float:
-    parts = (g.narrow(*cut) if g.dim() else g for g in grads if g is not None for cut in slices(g.shape or (1,)))
-    return math.sqrt(sum(float(part.double().square().sum()) for part in parts))
+    return _native.norm_error(list(grads), norm)
 
 
 def _has_shape(value: Any, like: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import statistics
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .._C import tune as _native
 from .._C.memory import give_back_host_memory
 from ..model.parking import rest
 from .batches import stop_drawing, visit
@@ -47,15 +47,11 @@ if TYPE_CHECKING:
 __all__ = ["Ruling", "Verifier"]
 
 _LATER = 9  # steps beyond those asked for that are compared one after the other
-_SPAN = 12  # steps after them, of which some are compared
-_DRAWN = 4  # of those, the last among them; which others is drawn once the candidate is fixed
-_WIDE = 2  # of all that are compared, taken in float64 whatever the cheap comparison says
+_SPAN = 12  # steps after them, of which the last and some that are drawn are compared
 _KEPT_BYTES = 1 << 29  # of gradients and parameters that are kept at once, two steps at least
 _EXTRAS = 1 << 22  # elements of other tensors, up to which they are compared after each step
 _SEEDS = 3
-_BAND_LEAST = 0.01  # of the loss: the band of seeds reaches so far at least beyond the losses seen
 _SMALL = 0.02  # relative: what a look at one step lets pass
-_QUOTIENT, _QUOTIENT_REDUCED = 0.01, 0.06  # of a gradient, by a difference quotient of the loss
 _DATA = 64  # batches of a changed loader that are compared
 
 
@@ -206,7 +202,7 @@ class Verifier:
                 if kind == "exact":
                     reason = self._exact(wanted, count)
                 else:
-                    reason = self._compared(kind, wanted, self._drawn(count, random.Random(drawn_by)), evidence)
+                    reason = self._compared(kind, wanted, _Steps(count, *_native.draw_steps(count, self._dense, drawn_by)), evidence)
                 held = True
             except _Wrong as wrong:
                 held, reason = False, str(wrong)
@@ -249,13 +245,6 @@ class Verifier:
             return self._drawn_by
         mixed = digest([os.urandom(16), str(self._seed).encode()])
         return int(mixed, 16) % (1 << 53)  # which a float holds
-
-    def _drawn(self, count: int, lot: random.Random) -> _Steps:
-        dense = min(count, self._dense)
-        compared = list(range(dense))
-        if count > dense:
-            compared += [*sorted(lot.sample(range(dense, count - 1), min(_DRAWN, count - dense) - 1)), count - 1]
-        return _Steps(count, compared, {0, *lot.sample(compared[1:], min(_WIDE, len(compared) - 1))})
 
     # -- bits ------------------------------------------------------------------------------------------------------
 
@@ -390,10 +379,7 @@ class Verifier:
                 self._begin(())
                 torch.manual_seed(self._seed + number + 1)
                 ends.append(self._end(self._shuffled(generator)))
-            spread = max(ends) - min(ends)
-            middle = statistics.fmean(ends)
-            margin = spread + _BAND_LEAST * abs(middle)
-            self._band = (min(ends) - margin, max(ends) + margin)
+            self._band = _native.band_of(ends)
         return self._band
 
     def _shuffled(self, generator: torch.Generator) -> list[float]:
@@ -525,15 +511,8 @@ class Verifier:
     def _check_random(self, taken: _Taken, given: _Taken) -> bool:
         """Whether the candidate draws other random numbers; none, or more than none, where it should not, is wrong."""
         assert self._start is not None
-        mine = usual = digest_of_rng(self._start.rng)
-        for index, (now, as_given) in enumerate(zip(taken.rng, given.rng, strict=False)):
-            if as_given != usual and now == mine:
-                raise _Wrong(
-                    f"step {index + 1}: the random generators stand still, so random numbers repeat or are not drawn"
-                )
-            if as_given == usual and now != mine:
-                raise _Wrong(f"step {index + 1}: random numbers are drawn where the step as given draws none")
-            mine, usual = now, as_given
+        if words := _native.generators_fault(digest_of_rng(self._start.rng), taken.rng, given.rng):
+            raise _Wrong(words)
         return taken.rng != given.rng[: len(taken.rng)]
 
     def _draws_any(self, given: _Taken) -> bool:
@@ -558,7 +537,7 @@ class Verifier:
             raise _Wrong(words)
         self._begin(wanted)
         error = backward_error(self.run)
-        if not error <= 3 * self._usual_backward + (_QUOTIENT if kind == "tolerance" else _QUOTIENT_REDUCED):
+        if not error <= _native.quotient_allowance(kind, self._usual_backward):
             raise _Wrong(
                 f"with random numbers the gradient is off by {error:.2g} from the difference quotient of the loss: "
                 "backward may see other ones than forward did"
@@ -610,7 +589,7 @@ class Verifier:
             return
         end, usual = self._end(taken.values), self._end(self._reference_steps(False, self._dense).values)
         evidence |= {"end_loss": end, "given_loss": usual}
-        if abs(end - usual) <= 0.5 * _BAND_LEAST * abs(usual):
+        if _native.in_any_band(end, usual):
             return  # inside whatever other seeds give
         low, high = self._reference_band()
         evidence |= {"band_low": low, "band_high": high}

@@ -1,0 +1,169 @@
+// Verdicts: what is right passes, what is wrong by little more than rounding does not, and the sentence says what.
+#include "oxytorch/tune/verdict.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include "oxytorch/random.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::SizeIs;
+
+ValueErrors right() {
+  return {.loss = 1e-7,
+          .loss_size = 1,
+          .slope = 1e-7,
+          .whole = 0.1,
+          .gradients = {{"a", 1e-7, 0.1, 10'000}, {"b", 1e-8, 1e-9, 100}},
+          .buffers = {{"mean", 1e-9, 0.01, 10}}};
+}
+
+TEST(VerdictTest, RoundingIsWithinWhatIsAllowed) {
+  EXPECT_THAT(values_beyond(right(), {}, kFloat32), IsEmpty());
+  EXPECT_NEAR(right().worst(), 1e-6, 1e-9) << "a gradient that cancels is held against all of them";
+}
+
+TEST(VerdictTest, EachPartIsHeld) {
+  const auto beyond = [](const auto& change, const Allowance& allowance = kFloat32) {
+    auto errors = right();
+    change(errors);
+    const auto found = values_beyond(errors, {}, allowance);
+    return found.empty() ? std::string() : found.front().words;
+  };
+  EXPECT_EQ(beyond([](auto& e) { e.loss = 2e-5; }), "the loss is off by 2e-05");
+  EXPECT_EQ(beyond([](auto& e) { e.slope = -0.019; }), "gradients are 0.9810 times what they should be");
+  EXPECT_EQ(beyond([](auto& e) { e.gradients[0].error = 1e-3; }),
+            "the gradient of a is off by 0.01 of its size, 0 as given");
+  EXPECT_EQ(beyond([](auto& e) { e.buffers[0].error = 1e-3; }), "the buffer mean is off by 0.1 of its size, 0 as given");
+  EXPECT_EQ(beyond([](auto& e) { e.wrong = {"b has no gradient"}; }), "b has no gradient");
+  EXPECT_THAT(beyond([](auto& e) { e.loss = std::numeric_limits<double>::quiet_NaN(); }), HasSubstr("the loss"));
+  EXPECT_EQ(beyond([](auto& e) { e.gradients[0].error = 1e-3; }, kReduced), "");
+}
+
+TEST(VerdictTest, TheYardsticksOwnErrorIsAllowedThreeTimesAndOfFewElementsTen) {
+  auto usual = right();
+  usual.gradients = {{"a", 1e-3, 0.1, 10'000}, {"b", 1e-3, 1e-9, 100}};
+  auto found = right();
+  found.gradients[0].error = 2.9e-3;
+  found.gradients[1].error = 9e-3;
+  EXPECT_THAT(values_beyond(found, usual, kFloat32), IsEmpty());
+  found.gradients[0].error = 3.1e-3;
+  found.gradients[1].error = 1.1e-2;
+  EXPECT_THAT(values_beyond(found, usual, kFloat32), SizeIs(2));
+}
+
+NamedChange update(const char* name, bool state = false) {
+  return {name, {.error = 1e-9, .size = 1e-3, .unit = 1e-9, .bias_error = 1e-3, .ratio = 100}, 10'000, state};
+}
+
+TEST(VerdictTest, UpdatesAreHeldByErrorFactorElementAndBias) {
+  const auto faults = [](const auto& change, std::vector<NamedChange> base = {}, bool loose = false) {
+    std::vector<NamedChange> found{update("weight"), update("average", true)};
+    change(found);
+    return update_faults(found, base, {}, loose).words;
+  };
+  EXPECT_THAT(faults([](auto&) {}), IsEmpty());
+  EXPECT_THAT(faults([](auto& f) { f[0].change.error = 1e-6; }),
+              ElementsAre("the update of weight is off by 0.001 of its size"));
+  EXPECT_THAT(faults([](auto& f) { f[0].change.slope = 0.01; }),
+              ElementsAre("the update of weight is 1.0100 times what it should be"));
+  EXPECT_THAT(faults([](auto& f) { f[0].change.worst = 1.5; }),
+              ElementsAre("an element of the update of weight is off by 1.5 times what is allowed"));
+  EXPECT_THAT(faults([](auto& f) { f[1].change.error = 1e-6; }),
+              ElementsAre("the update of optimizer state average is off by 0.001 of its size"));
+  EXPECT_THAT(faults([](auto& f) { f[1].change.error = 1e-6; }, {}, /*loose=*/true), IsEmpty());
+  EXPECT_THAT(faults([](auto& f) { f[0].change.upwards = 0.4; }),
+              ElementsAre("rounding is biased: +0.40 of the last place upwards in the mean, +0.00 as given"));
+  EXPECT_THAT(faults([](auto& f) { f[0].change.outwards = -0.4; }), ElementsAre(HasSubstr("outwards from zero")));
+  // What the step as given errs is allowed three times, and a bias of its own once.
+  auto base = update("weight");
+  base.change.error = 1e-6;
+  base.change.upwards = 0.5;
+  EXPECT_THAT(faults(
+                  [](auto& f) {
+                    f[0].change.error = 2.9e-6;
+                    f[0].change.upwards = 0.4;
+                  },
+                  {base}),
+              IsEmpty());
+  EXPECT_THAT(faults([](auto& f) { f[0].change.upwards = -0.4; }, {base}), SizeIs(1));
+}
+
+TEST(VerdictTest, WhatClippingMovesIsAllowed) {
+  auto found = update("weight");
+  found.change.error = 1e-6;
+  EXPECT_THAT(update_faults(std::vector{found}, {}, {{"weight", 1e-6}}, false).words, IsEmpty());
+  EXPECT_GT(update_faults(std::vector{found}, {}, {}, false).worst, 1);
+}
+
+TEST(VerdictTest, RandomNumbersThatRepeatOrAreOthersAreSeen) {
+  PhiloxStream random(3);
+  const auto some = [&](double mean, double spread) {
+    Draws found;
+    for (int i = 0; i < 24; ++i) {
+      found.losses.push_back(mean + spread * (random.uniform_double() - 0.5));
+      found.spreads.push_back(spread * (1 + 0.1 * random.uniform_double()));
+    }
+    return found;
+  };
+  const auto usual = some(1, 0.1);
+  EXPECT_EQ(draws_fault(some(1, 0.1), usual), "");
+  EXPECT_THAT(draws_fault(some(1.1, 0.1), usual), HasSubstr("standard errors"));
+  EXPECT_THAT(draws_fault(some(1, 0.05), usual), HasSubstr("variance 0.5"));
+  auto same = some(1, 0.1);
+  std::fill(same.losses.begin(), same.losses.end(), 1.0);
+  EXPECT_EQ(draws_fault(same, usual), "random numbers repeat: 1 different losses in 24 draws of one batch");
+}
+
+TEST(VerdictTest, GeneratorsMoveWhereTheyMoveAsGiven) {
+  EXPECT_EQ(generators_fault("0", {"a", "b"}, {"1", "2"}), "");
+  EXPECT_EQ(generators_fault("0", {"0", "0"}, {"0", "0"}), "");
+  EXPECT_THAT(generators_fault("0", {"a", "a"}, {"1", "2"}), HasSubstr("step 2: the random generators stand still"));
+  EXPECT_THAT(generators_fault("0", {"a"}, {"0"}), HasSubstr("draws none"));
+}
+
+TEST(VerdictTest, TheBandIsAsWideAsSeedsAndAHundredth) {
+  const std::vector<double> ends{2, 2.1, 1.9};
+  const auto band = band_of(ends);
+  EXPECT_NEAR(band.low, 1.9 - 0.2 - 0.02, 1e-12);
+  EXPECT_NEAR(band.high, 2.1 + 0.2 + 0.02, 1e-12);
+  EXPECT_TRUE(in_any_band(2.009, 2));
+  EXPECT_FALSE(in_any_band(2.011, 2));
+}
+
+TEST(VerdictTest, ComparedStepsAreDrawn) {
+  std::set<std::vector<int>> seen;
+  std::set<int> ever, wide;
+  for (std::uint64_t by = 0; by < 300; ++by) {
+    const auto steps = draw_steps(24, 12, by);
+    ASSERT_THAT(steps.compared, SizeIs(16));
+    ASSERT_TRUE(std::is_sorted(steps.compared.begin(), steps.compared.end()));
+    for (int i = 0; i < 12; ++i) ASSERT_EQ(steps.compared[static_cast<std::size_t>(i)], i);
+    ASSERT_EQ(steps.compared.back(), 23);
+    ASSERT_THAT(steps.wide, SizeIs(3));
+    ASSERT_TRUE(steps.wide.contains(0));
+    seen.insert(steps.compared);
+    ever.insert(steps.compared.begin(), steps.compared.end());
+    wide.insert(steps.wide.begin(), steps.wide.end());
+    ASSERT_EQ(draw_steps(24, 12, by).compared, steps.compared);
+  }
+  EXPECT_GT(seen.size(), 100U);
+  EXPECT_THAT(ever, SizeIs(24));
+  EXPECT_THAT(wide, SizeIs(24));
+  EXPECT_THAT(draw_steps(1, 12, 5).compared, ElementsAre(0));
+  EXPECT_THAT(draw_steps(1, 12, 5).wide, ElementsAre(0));
+  EXPECT_THAT(draw_steps(14, 12, 5).compared, SizeIs(14));
+}
+
+}  // namespace
+}  // namespace oxytorch::tune
