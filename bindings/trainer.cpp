@@ -65,6 +65,7 @@ void bind_trainer(py::module_& m) {
                           "A setting of the host process: what was done or why not, and the way back.")
       .def_property_readonly("name", &HostSetting::name)
       .def_property_readonly("is_applied", &HostSetting::is_applied, "True from a successful apply until revert().")
+      .def_property_readonly("is_in_effect", &HostSetting::is_in_effect, "Applied here, or found so.")
       .def_property_readonly("reason", &HostSetting::reason, "What was done, or why nothing was.")
       .def_property_readonly("cost", &HostSetting::cost, "What it costs; empty where nothing was done.")
       .def("revert", &HostSetting::revert, release_gil(), "Takes the setting back.");

@@ -15,13 +15,16 @@ namespace oxytorch {
 /// One setting and its state. Movable. Destruction leaves the setting as it is; revert() takes it back.
 class OXY_API HostSetting {
  public:
-  /// A setting that was refused, or needed no change.
   static HostSetting refused(std::string name, std::string reason);
+  /// What it would bring about is so already, by somebody else: there is nothing to take back.
+  static HostSetting unchanged(std::string name, std::string reason);
   static HostSetting applied(std::string name, std::string reason, std::string cost, std::function<void()> undo);
 
   [[nodiscard]] const std::string& name() const noexcept { return name_; }
   /// True from a successful apply until revert().
   [[nodiscard]] bool is_applied() const noexcept { return applied_; }
+  /// Applied here, or found so.
+  [[nodiscard]] bool is_in_effect() const noexcept { return applied_ || unchanged_; }
   /// One sentence: what was done, or why nothing was.
   [[nodiscard]] const std::string& reason() const noexcept { return reason_; }
   /// One sentence: what it costs; empty where nothing was done.
@@ -34,6 +37,7 @@ class OXY_API HostSetting {
   std::string reason_;
   std::string cost_;
   bool applied_ = false;
+  bool unchanged_ = false;
   std::function<void()> undo_;
 };
 

@@ -79,7 +79,8 @@ class OXY_API Trainer {
   bool flush();
 
   /// Trains over `loader` (a range of things with `data` and `target`) until `epochs` or `max_steps` optimizer steps,
-  /// the settings' max_steps or early stopping. 0 is no bound; one of them is needed. A window of batches that is
+  /// the settings' max_steps or early stopping. 0 is no bound; one of them is needed. Both count in total, with those
+  /// of earlier calls and of a run that was loaded; an epoch that was broken off is begun anew. A window of batches that is
   /// unfinished at the end of an epoch is stepped with, averaged over the batches it has. Early stopping goes by what
   /// `validate` returns after each epoch, or by the mean training loss; with early_stopping_restore_best the weights of
   /// its best epoch are back at the end, unless a signal ended it. SIGTERM and SIGINT end it after the step in
@@ -96,6 +97,7 @@ class OXY_API Trainer {
   }
 
   [[nodiscard]] int64_t global_step() const noexcept;  ///< optimizer steps taken
+  [[nodiscard]] int64_t epoch() const noexcept;        ///< epochs finished
   [[nodiscard]] int64_t batches() const noexcept;      ///< batches seen, those of failed steps excluded
 
   /// Puts the averaged weights into the model until the returned guard ends. InvalidState where none are kept.

@@ -34,6 +34,12 @@ HostSetting HostSetting::refused(std::string name, std::string reason) {
   return setting;
 }
 
+HostSetting HostSetting::unchanged(std::string name, std::string reason) {
+  auto setting = refused(std::move(name), std::move(reason));
+  setting.unchanged_ = true;
+  return setting;
+}
+
 HostSetting HostSetting::applied(std::string name, std::string reason, std::string cost, std::function<void()> undo) {
   auto setting = refused(std::move(name), std::move(reason));
   setting.cost_ = std::move(cost);
@@ -286,7 +292,7 @@ std::string cost_of(uint64_t limit) {
 
 HostSetting tune_allocator(std::optional<uint64_t> retain_limit) {
   std::lock_guard lock(allocator_mutex);
-  if (allocator_tuned) return HostSetting::refused(kName, "already tuned in this process.");
+  if (allocator_tuned) return HostSetting::unchanged(kName, "already tuned in this process.");
   if (const auto reason = refusal(); !reason.empty()) return HostSetting::refused(kName, reason);
   if (!noted_threshold) note_threshold();
   was_set = true;

@@ -114,7 +114,7 @@ void keep_no_longer() {
 HostSetting use_host_pool(std::optional<uint64_t> retain_limit) {
   std::lock_guard lock(setting_mutex);
   const auto* current = c10::GetCPUAllocator();
-  if (current == &pool_allocator()) return HostSetting::refused(kName, "already in use in this process.");
+  if (current == &pool_allocator()) return HostSetting::unchanged(kName, "already in use in this process.");
   if (current != c10::GetDefaultCPUAllocator() || !current->raw_deleter())
     return HostSetting::refused(kName, "another allocator than torch's own serves CPU tensors.");
   if (strict_accounting())

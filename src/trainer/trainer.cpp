@@ -137,8 +137,8 @@ struct Trainer::Impl {
 
   void host_settings() {
     const auto keep = [this](HostSetting setting, const char* otherwise) {
-      // Another trainer of this process may have applied it.
-      const bool on = setting.is_applied() || setting.reason().find("already") != std::string::npos;
+      // A number of threads that stays as it is is torch's own choice.
+      const bool on = setting.is_applied() || (setting.is_in_effect() && std::string_view(otherwise) != "off");
       add({setting.name(), on ? "on" : otherwise, setting.reason(), setting.cost(), {}});
       host.push_back(std::move(setting));
     };
@@ -462,7 +462,7 @@ struct Trainer::Impl {
   std::optional<EarlyStopping> stopping;
   std::vector<HostSetting> host;
   std::vector<SettingLine> lines;
-  int64_t accumulate = 1, micro = 0, step_count = 0, batch_count = 0;
+  int64_t accumulate = 1, micro = 0, step_count = 0, batch_count = 0, epoch = 0;
   double clip_norm = 0, clip_value = 0, ema_decay = 0;
   at::ScalarType dtype = at::kFloat;
   bool channels_last = false, math_attention = false, measured_math = false, ready = false, stopping_loaded = false;
@@ -513,12 +513,12 @@ FitResult Trainer::run_fit(const Feed& feed, int64_t epochs, int64_t max_steps,
   ProgressLine line(self.config.word("progress"), max_steps);
   self.model.train();
   if (all_steps()) result.stop_reason = "max_steps";
-  for (int64_t epoch = 0; (epochs == 0 || epoch < epochs) && result.stop_reason.empty(); ++epoch) {
+  for (; (epochs == 0 || self.epoch < epochs) && result.stop_reason.empty(); ++self.epoch) {
     at::Tensor total;
     int64_t seen = 0;
     feed([&](const Batch& batch) {
       const auto loss = step(batch).to(at::kFloat);
-      line.show(epoch, self.step_count, loss);
+      line.show(self.epoch, self.step_count, loss);
       total = total.defined() ? total + loss : loss;
       ++seen;
       if (const char* name = StopSignals::received()) result.stop_reason = name;
@@ -545,6 +545,7 @@ FitResult Trainer::run_fit(const Feed& feed, int64_t epochs, int64_t max_steps,
 }
 
 int64_t Trainer::global_step() const noexcept { return impl_->step_count; }
+int64_t Trainer::epoch() const noexcept { return impl_->epoch; }
 int64_t Trainer::batches() const noexcept { return impl_->batch_count; }
 const std::vector<SettingLine>& Trainer::settings() const noexcept { return impl_->lines; }
 
@@ -571,7 +572,8 @@ void Trainer::save(torch::serialize::OutputArchive& archive) const {
   self.optimizer.save(optimizer);
   archive.write("model", model);
   archive.write("optimizer", optimizer);
-  archive.write("counters", torch::tensor({self.step_count, self.batch_count, static_cast<int64_t>(self.ready)}));
+  archive.write("counters", torch::tensor({self.step_count, self.batch_count, static_cast<int64_t>(self.ready),
+                                           self.epoch}));
   archive.write("decisions", torch::tensor({static_cast<int64_t>(self.dtype), static_cast<int64_t>(self.channels_last),
                                             static_cast<int64_t>(self.math_attention) +
                                                 static_cast<int64_t>(self.math_attention && self.measured_math)}));
@@ -645,6 +647,7 @@ void Trainer::load(torch::serialize::InputArchive& archive) {
   }
   self.step_count = counters[0].item<int64_t>();
   self.batch_count = counters[1].item<int64_t>();
+  self.epoch = counters.numel() > 3 ? counters[3].item<int64_t>() : 0;  // archives of before have no epochs
   self.abandon();
   std::vector<at::Tensor> generators;
   for (at::Tensor state; archive.try_read("generator" + std::to_string(generators.size()), state);) {

@@ -122,7 +122,7 @@ HostSetting flush_denormals() {
   if (at::in_parallel_region()) return HostSetting::refused(kName, kInsideRegion);
   const auto before = flush_state();
   if (before.flushing == before.threads) {
-    return HostSetting::refused(kName, "all " + std::to_string(before.threads) + " threads flush denormals already.");
+    return HostSetting::unchanged(kName, "all " + std::to_string(before.threads) + " threads flush denormals already.");
   }
   auto previous = std::make_shared<std::vector<char>>(static_cast<size_t>(before.threads));
   on_each_thread([&](size_t thread) { (*previous)[thread] = this_thread_flushes() ? 1 : 0; });
@@ -231,7 +231,7 @@ HostSetting size_threads(std::optional<int> threads) {
     for (const char* variable : {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}) {
       const char* value = std::getenv(variable);
       if (value && *value && now <= usable) {
-        return HostSetting::refused(
+        return HostSetting::unchanged(
             kName, std::to_string(now) + " intra-op threads: unchanged, " + variable + "=" + value + " asks for them.");
       }
     }
@@ -240,8 +240,8 @@ HostSetting size_threads(std::optional<int> threads) {
   const std::string asked =
       threads.value_or(0) > usable ? std::to_string(*threads) + " were asked for, and " : std::string();
   if (now == wanted) {
-    return HostSetting::refused(kName, std::to_string(now) + " intra-op threads: unchanged, " + asked +
-                                           "this process may use " + std::to_string(usable) + " cores.");
+    return HostSetting::unchanged(kName, std::to_string(now) + " intra-op threads: unchanged, " + asked +
+                                             "this process may use " + std::to_string(usable) + " cores.");
   }
   at::set_num_threads(wanted);
   return HostSetting::applied(kName,

@@ -30,7 +30,9 @@ TEST(HostAllocatorTest, FreedMemoryIsNotFaultedInAgain) {
   for (int i = 0; i < 8; ++i) touch(kBytes);
   EXPECT_LT(page_faults() - start, kBytes / 4096) << "eight blocks took the faults of one or more";
   EXPECT_GE(allocator_retained_bytes().value_or(0), kBytes);
-  EXPECT_FALSE(tune_allocator().is_applied()) << "a second call has nothing to do";
+  const auto again = tune_allocator();
+  EXPECT_FALSE(again.is_applied()) << "a second call has nothing to do";
+  EXPECT_TRUE(again.is_in_effect());
   setting.revert();
   EXPECT_FALSE(setting.is_applied());
   EXPECT_LT(allocator_retained_bytes().value_or(0), kBytes);
@@ -125,6 +127,7 @@ TEST(HostAllocatorTest, TheEnvironmentIsObeyed) {
   unsetenv("MALLOC_TOP_PAD_");
   EXPECT_FALSE(kept.is_applied());
   EXPECT_FALSE(setting.is_applied());
+  EXPECT_FALSE(setting.is_in_effect());
   EXPECT_NE(setting.reason().find("MALLOC_TOP_PAD_"), std::string::npos) << setting.reason();
 }
 

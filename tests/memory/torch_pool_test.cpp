@@ -50,7 +50,9 @@ TEST(TorchPoolTest, GoesInAndOutManyTimesWithTensorsAlive) {
   for (int i = 0; i < 50; ++i) {
     auto setting = use_host_pool(64 << 20);
     ASSERT_TRUE(setting.is_applied()) << setting.reason();
-    EXPECT_FALSE(use_host_pool().is_applied()) << "a second call has nothing to do";
+    const auto again = use_host_pool();
+    EXPECT_FALSE(again.is_applied()) << "a second call has nothing to do";
+    EXPECT_TRUE(again.is_in_effect());
     alive.push_back(at::full({1 << 16}, i, at::kFloat));
     EXPECT_TRUE(pooled(alive.back()));
     alive.push_back(at::full({4}, i, at::kFloat));

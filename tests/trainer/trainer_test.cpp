@@ -322,6 +322,47 @@ TEST(TrainerTest, AnArchiveContinuesTheRunToTheBit) {
   first.revert_host_settings();
 }
 
+TEST(TrainerTest, AnAllocatorThatTheEnvironmentDecidesIsReportedAsRefused) {
+  setenv("MALLOC_TOP_PAD_", "1048576", 1);
+  auto model = make_model();
+  optim::AdamW optimizer(model->parameters());
+  const Trainer trainer(*model, optimizer, loss_of(model), settings({{"allocator", std::string("retain")}}));
+  unsetenv("MALLOC_TOP_PAD_");
+  const auto& lines = trainer.settings();
+  const auto line = std::find_if(lines.begin(), lines.end(), [](const auto& one) { return one.name == "allocator"; });
+  ASSERT_NE(line, lines.end());
+  EXPECT_EQ(line->state, "refused") << line->reason;
+}
+
+TEST(TrainerTest, FitCountsEpochsInTotalThroughSavingAndLoading) {
+  auto loader = make_loader(5);
+  auto model = make_model();
+  optim::AdamW optimizer(model->parameters());
+  Trainer trainer(*model, optimizer, loss_of(model), exact());
+  EXPECT_EQ(trainer.fit(loader, 2).steps, 10);
+  EXPECT_EQ(trainer.epoch(), 2);
+  EXPECT_EQ(trainer.fit(loader, 2).steps, 0);
+  std::stringstream stream;
+  {
+    torch::serialize::OutputArchive archive;
+    trainer.save(archive);
+    archive.save_to(stream);
+  }
+  auto other = make_model();
+  optim::AdamW other_optimizer(other->parameters());
+  Trainer resumed(*other, other_optimizer, loss_of(other), exact());
+  torch::serialize::InputArchive archive;
+  archive.load_from(stream);
+  resumed.load(archive);
+  EXPECT_EQ(resumed.epoch(), 2);
+  const auto result = resumed.fit(loader, 3);
+  EXPECT_EQ(result.steps, 5);
+  EXPECT_EQ(result.losses.size(), 1);
+  EXPECT_EQ(resumed.epoch(), 3);
+  EXPECT_EQ(resumed.fit(loader, 9, 17).stop_reason, "max_steps");
+  EXPECT_EQ(resumed.epoch(), 3) << "an epoch that was broken off is not finished";
+}
+
 TEST(TrainerTest, FitStopsForEachReason) {
   auto loader = make_loader(5);
   const auto run = [&](PerformanceConfig config, int64_t epochs, int64_t steps) {

@@ -68,7 +68,7 @@ class Preparation:
     def _host_line(self, setting: Any, gain: float | None = None) -> None:
         self._host.append(setting)
         # Another trainer of this process may have applied it.
-        state = "on" if setting.is_applied or "already" in setting.reason else "refused"
+        state = "on" if setting.is_in_effect else "refused"
         self.lines.append(SettingLine(setting.name, state, setting.reason, setting.cost, gain))
 
     def _apply_allocator(self) -> None:

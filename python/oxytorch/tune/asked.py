@@ -158,19 +158,14 @@ class Asked:
 
     def _add(self, setting: Any) -> None:
         self.host.append(setting)
-        if not _holds(setting):
+        if not setting.is_in_effect:
             log("warn", f"accelerate: {setting.name} was asked for and is left out: {setting.reason}")
 
     def lines(self) -> list[SettingLine]:
         """Return a line for a report of each setting of the process that was asked for."""
-        return [SettingLine(s.name, "on" if _holds(s) else "refused", s.reason, s.cost) for s in self.host]
+        return [SettingLine(s.name, "on" if s.is_in_effect else "refused", s.reason, s.cost) for s in self.host]
 
     def revert(self) -> None:
         """Take the settings of the process back."""
         while self.host:
             self.host.pop().revert()
-
-
-def _holds(setting: Any) -> bool:
-    """Whether it is so, applied here or found so."""
-    return setting.is_applied or "unchanged" in setting.reason or "already" in setting.reason
