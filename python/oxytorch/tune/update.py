@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .._C import tune as _native
-from .._C.memory import give_back_host_memory
 from ..model.parking import park, rest
 from ..optim.tail import TailOptimizer
 from .record import Call, State, names, states
@@ -165,12 +164,40 @@ class Refused(Exception):
     """The float64 optimizer could not be made or stepped; the message says why."""
 
 
+class Workspace:
+    """Memory for float64 copies that each piece of a step uses anew: fresh memory is dearer than arithmetic."""
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.float64)
+        self._used = 0
+
+    def begin(self) -> None:
+        """Let what was copied before be written over."""
+        self._used = 0
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy, of floating-point numbers in float64, with the strides that a clone has; no tensor: itself."""
+        if not isinstance(value, Tensor):
+            return value
+        value, size = value.detach(), value.numel()
+        plain = value.layout is torch.strided and value.device.type == "cpu" and type(value) is Tensor
+        if not plain or not value.is_floating_point() or size < _SAMPLE:
+            return value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+        if self._used + size > self._flat.numel():  # what was copied already keeps the memory that it is in
+            self._flat = torch.empty(self._used + 2 * size, dtype=torch.float64)
+            self._used = 0
+        like = torch.empty_like(value, device="meta")
+        held = self._flat.as_strided(like.size(), like.stride(), self._used)
+        self._used += size
+        return held.copy_(value)
+
+
 def in_float64(
     run: Run,
     before: State,
     calls: Sequence[Call],
     settings: Sequence[list[dict[str, Any]]],
-    memory: dict[Any, Tensor] | None = None,
+    memory: Workspace | None = None,
     chosen: Sequence[int] | None = None,
     cut: Cut | None = None,
 ) -> Any:
@@ -178,21 +205,20 @@ def in_float64(
 
     With `cut`, of that slice of each parameter, its gradient and what state has its shape.
 
-    What is made is kept in `memory` and made again there by the next call: fresh memory is dearer than arithmetic.
-
     Returns
     -------
     (list of Tensor, list of dict)
-        Parameters and state after the last call.
+        Parameters and state after the last call, in `memory` until that is used again.
 
     Raises
     ------
     Refused
         Where this optimizer cannot be copied so.
     """
-    memory = {} if memory is None else memory
+    memory = Workspace() if memory is None else memory
+    memory.begin()
     chosen = range(len(before.params)) if chosen is None else chosen
-    params = {i: _wide(_slice(before.params[i], cut), memory, i) for i in chosen}
+    params = {i: memory.copy(_slice(before.params[i], cut)) for i in chosen}
     held = {
         i: {
             key: _slice(value, cut if isinstance(value, Tensor) and value.shape == before.params[i].shape else None)
@@ -207,7 +233,7 @@ def in_float64(
                 group.update(values)
             for i, p in params.items():
                 grad = call.grads[i]
-                p.grad = None if grad is None else _wide(_slice(grad, cut), memory, ("grad", i))
+                p.grad = None if grad is None else memory.copy(_slice(grad, cut))
                 if p.grad is not None and call.factor != 1:
                     p.grad *= call.factor
             with torch.no_grad():
@@ -259,16 +285,6 @@ def _is_finite(grad: Tensor) -> bool:
     return grad.numel() == 0 or math.isfinite(float(torch.linalg.vector_norm(grad, math.inf)))
 
 
-def _wide(value: Any, memory: dict[Any, Tensor], key: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    held = memory.get(key)
-    if held is not None and held.shape == value.shape and held.stride() == value.stride():
-        return held.copy_(value.detach())
-    memory[key] = value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
-    return memory[key]
-
-
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -278,7 +294,7 @@ def _clone(
     params: Mapping[int, Tensor],
     held: Mapping[int, dict[str, Any]],
     settings: Sequence[Mapping[str, Any]],
-    memory: dict[Any, Tensor],
+    memory: Workspace,
 ) -> Any:
     """Make an optimizer of the same class over other parameters, by their place among all."""
     place = count()
@@ -287,7 +303,7 @@ def _clone(
         for group, values in zip(original.param_groups, settings or [{}] * len(original.param_groups), strict=True)
     ]
     state = {
-        p: {k: _copy(v) if k == "step" else _wide(v, memory, (k, i)) for k, v in held[i].items()}
+        p: {k: _copy(v) if k == "step" else memory.copy(v) for k, v in held[i].items()}
         for i, p in params.items()
         if held[i]
     }
@@ -335,7 +351,7 @@ class UpdateJudge:
     worst: float = 0.0
     _certain: list[str] = field(default_factory=list)  # faults, whatever the step as given does
     _clipping: dict[int, dict[str, float]] = field(default_factory=dict)  # what torch's own norm is off by moves so far
-    _memory: dict[Any, Tensor] = field(default_factory=dict)
+    _memory: Workspace = field(default_factory=Workspace)
 
     def judge(self, index: int, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]]) -> None:
         """Judge the step that the run has just taken."""
@@ -344,19 +360,19 @@ class UpdateJudge:
         now = states(self.run, copy=False)
         given = clipped(calls, self.clip_norm)
         pieces = _pieces(self.run, calls)
-        memory = self._memory if len(pieces) == 1 else None  # else as much would stay as the whole takes
         labels = names(self.run)
         try:
             for chosen in pieces:
                 if cuts := self._cuts(chosen, before, now):
                     self._judge_slices(index, chosen[0], cuts, before, now[chosen[0]], given, settings, found)
                 else:
-                    right = zip(*in_float64(self.run, before, given, settings, memory, chosen), strict=True)
+                    right = zip(*in_float64(self.run, before, given, settings, self._memory, chosen), strict=True)
                     for i, (param, held) in zip(chosen, right, strict=True):
                         found[labels[i]] = compare(before.params[i], self.run.params[i].detach(), param)
                         self._judge_state(index, labels[i], before.states[i], now[i], held, found)
                     del right
-                _let_go(pieces)
+                if len(pieces) > 1:
+                    rest()
         except Refused as refused:
             found.clear()
             if str(refused) not in self.notes:
@@ -399,10 +415,9 @@ class UpdateJudge:
         }
         meters: dict[str, _native.ChangeMeter] = {}
         squares: dict[str, float] = defaultdict(float)
-        memory: dict[Any, Tensor] = {}
         for again in (False, True):
             for cut in cuts:
-                (right,), (held,) = in_float64(self.run, before, calls, settings, memory, [i], cut)
+                (right,), (held,) = in_float64(self.run, before, calls, settings, self._memory, [i], cut)
                 cut_too = {"": right} | {k: v for k, v in held.items() if _has_shape(v, right) and k in changed}
                 if not meters:
                     whole = {key: value for key, value in held.items() if key not in cut_too}
@@ -440,17 +455,18 @@ class UpdateJudge:
             squares[name] += float(torch.linalg.vector_norm(moved, dtype=torch.float64)) ** 2
             counts[name] += moved.numel()
 
-        pieces = _pieces(self.run, calls)
+        pieces, other = _pieces(self.run, calls), Workspace()
         for chosen in pieces:
             for cut in self._cuts(chosen, before, now) or (None,):
-                left = in_float64(self.run, before, scaled, settings, None, chosen, cut)
-                right = in_float64(self.run, before, calls, settings, None, chosen, cut)
+                left = in_float64(self.run, before, scaled, settings, other, chosen, cut)
+                right = in_float64(self.run, before, calls, settings, self._memory, chosen, cut)
                 for i, param, held, wanted, wanted_state in zip(chosen, *left, *right, strict=True):
                     add(labels[i], param - wanted)
                     for key, value in held.items():
                         if isinstance(value, Tensor) and value.is_floating_point():
                             add(f"{key} of {labels[i]}", value - wanted_state[key])
-            _let_go(pieces)
+            if len(pieces) > 1:
+                rest()
         return {name: math.sqrt(squares[name] / max(counts[name], 1)) for name in squares}
 
     def hold_against(self, base: UpdateJudge) -> None:
@@ -522,12 +538,6 @@ class UpdateJudge:
 
     def _fault(self, index: int, words: str) -> None:
         self.faults.append(f"step {index + 1}: {words}")
-
-
-def _let_go(pieces: Sequence[Any]) -> None:
-    if len(pieces) > 1:
-        rest()
-        give_back_host_memory()  # else what is let go stays resident in the heap, below what comes next
 
 
 def clipped(calls: Sequence[Call], norm: float | None) -> Sequence[Call]:
