@@ -16,10 +16,10 @@ enum class ConfigUser {
   Trainer,               ///< oxytorch.Trainer of Python
   Accelerate,            ///< oxytorch.accelerate
   PerformanceOptimizer,  ///< its trainer takes the steps, one batch or micro-batch at a time
-  PlanStep,              ///< the same where plan.step() takes whole steps: loop="plan" or step=
+  OwnStep,               ///< the same where the user's own function takes whole steps: step=
 };
 
-/// "cpp_trainer", "trainer", "accelerate", "performance_optimizer" or "plan_step"; Error(InvalidArgument) for another.
+/// "cpp_trainer", "trainer", "accelerate", "performance_optimizer" or "own_step"; Error(InvalidArgument) for another.
 OXY_API ConfigUser parse_config_user(std::string_view name);
 
 /// Why `user` can do nothing with `key`, and what to do instead, as the end of a sentence; empty where it honours it.

@@ -187,7 +187,7 @@ class PerformanceConfig:
 
         Parameters
         ----------
-        user : {"trainer", "accelerate", "performance_optimizer", "plan_step"}
+        user : {"trainer", "accelerate", "performance_optimizer", "own_step"}
             What takes this configuration; the last is `PerformanceOptimizer` with ``loop="plan"`` or ``step=``.
 
         Raises

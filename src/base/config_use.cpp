@@ -16,7 +16,7 @@ constexpr std::array<std::pair<const char*, ConfigUser>, kUsers> kNames{
      {"trainer", ConfigUser::Trainer},
      {"accelerate", ConfigUser::Accelerate},
      {"performance_optimizer", ConfigUser::PerformanceOptimizer},
-     {"plan_step", ConfigUser::PlanStep}}};
+     {"own_step", ConfigUser::OwnStep}}};
 
 /// One row: the setting, why each user cannot honour it ("": it does), and a value that asks for nothing there.
 struct Row {
@@ -32,8 +32,8 @@ constexpr std::array<const char*, kUsers> all(const char* sentence) {
 }
 
 /// Of settings that belong to the training loop, which is the user's beside accelerate().
-constexpr std::array<const char*, kUsers> loop_only(const char* sentence, const char* plan_step = "") {
-  return {"", "", sentence, "", plan_step};
+constexpr std::array<const char*, kUsers> loop_only(const char* sentence, const char* own_step = "") {
+  return {"", "", sentence, "", own_step};
 }
 
 constexpr const char* kTuneOnly =
@@ -44,9 +44,9 @@ constexpr const char* kTuneOnlyCpp =
 constexpr const char* kYourLoop =
     "accelerate() leaves the loop to you, so nothing would use it. Do it in your loop, or use "
     "PerformanceOptimizer(...).prepare(...), whose trainer does.";
-constexpr const char* kPlanStep =
-    "plan.step(batch) takes each step as a whole and does not do it. Leave out loop=\"plan\" and step=, so that the "
-    "trainer takes the steps, or do it in your own step=.";
+constexpr const char* kOwnStep =
+    "step= is called once a batch and does all of a step itself. Do it in there, or leave step= out and give loss_fn, so "
+    "that the trainer takes the steps.";
 
 /// Every setting has a row; a test compares them with PerformanceConfig::fields().
 constexpr Row kRows[] = {
@@ -64,15 +64,15 @@ constexpr Row kRows[] = {
     {"accumulation_steps",
      loop_only("accelerate() measures a step of one batch. Give step=, one call of which takes a whole window, or use "
                "PerformanceOptimizer(...).prepare(...), whose trainer accumulates.",
-               kPlanStep)},
+               kOwnStep)},
     {"clip_norm", kHonoured},
     {"clip_value",
      loop_only("the step that accelerate() measures can clip by clip_norm alone. Give step=, which clips as your loop "
                "does, or use PerformanceOptimizer(...).prepare(...), whose trainer clips.",
-               kPlanStep)},
-    {"ema_decay", loop_only(kYourLoop, kPlanStep)},
-    {"nonfinite", loop_only(kYourLoop, kPlanStep), "propagate"},
-    {"grad_scaler", loop_only(kYourLoop, kPlanStep), "off"},
+               kOwnStep)},
+    {"ema_decay", loop_only(kYourLoop)},
+    {"nonfinite", loop_only(kYourLoop, kOwnStep), "propagate"},
+    {"grad_scaler", loop_only(kYourLoop, kOwnStep), "off"},
     {"schedule", loop_only(kYourLoop)},
     {"warmup_steps", loop_only(kYourLoop)},
     {"min_lr_ratio", loop_only(kYourLoop)},

@@ -11,7 +11,7 @@ namespace {
 using testing::HasSubstr;
 
 constexpr ConfigUser kUsers[] = {ConfigUser::CppTrainer, ConfigUser::Trainer, ConfigUser::Accelerate,
-                                 ConfigUser::PerformanceOptimizer, ConfigUser::PlanStep};
+                                 ConfigUser::PerformanceOptimizer, ConfigUser::OwnStep};
 
 std::string said(const PerformanceConfig& config, ConfigUser user) {
   try {
@@ -43,7 +43,7 @@ TEST(ConfigUseTest, EverySettingHasARowForEveryUser) {
     for (const auto user : kUsers) EXPECT_NO_THROW(refusal(field.key, user)) << field.key;
   }
   EXPECT_THROW(refusal("preicsion", ConfigUser::Trainer), Error);
-  EXPECT_EQ(parse_config_user("plan_step"), ConfigUser::PlanStep);
+  EXPECT_EQ(parse_config_user("own_step"), ConfigUser::OwnStep);
   EXPECT_THROW(parse_config_user("nobody"), Error);
 }
 

@@ -54,7 +54,7 @@ REFUSED = {
     "trainer": NOT_YET | {"steps_planned", "tune_seconds"},
     "accelerate": NOT_YET | LOOP,
     "performance_optimizer": NOT_YET,
-    "plan_step": NOT_YET | {"accumulation_steps", "clip_value", "ema_decay", "nonfinite", "grad_scaler"},
+    "own_step": NOT_YET | {"accumulation_steps", "clip_value", "nonfinite", "grad_scaler"},
     "cpp_trainer": NOT_YET | {"steps_planned", "tune_seconds", "compile"},
 }
 
@@ -78,9 +78,23 @@ def calls(user: str, config: Any) -> Any:
         return ox.Trainer(model, optimizer, CRITERION, config)
     if user == "accelerate":
         return ox.accelerate(model, optimizer, CRITERION, batches(), config=config, strategies=[], remember=False)
-    loop: Any = {"performance_optimizer": "yours", "plan_step": "plan"}[user]
     prepare = ox.PerformanceOptimizer(config).prepare
-    return prepare(model, optimizer, batches(), CRITERION, loop=loop, strategies=[], remember=False)
+    if user == "own_step":
+        return prepare(model, optimizer, batches(), step=own_step(model, optimizer), strategies=[], remember=False)
+    return prepare(model, optimizer, batches(), CRITERION, strategies=[], remember=False)
+
+
+def own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """A step of the user's own."""
+
+    def step(batch: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = CRITERION(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
 
 
 @pytest.mark.parametrize(
@@ -388,8 +402,8 @@ def test_the_options_of_the_trainer() -> None:
 def test_settings_that_leave_each_other_without_effect_are_refused(settings: dict[str, Any], said: str) -> None:
     if settings.get("nonfinite") == "propagate":
         settings = {**settings, "level": "advanced"}
-    for user in ("trainer", "performance_optimizer", "plan_step", "cpp_trainer"):
-        if user == "plan_step" and "nonfinite" in settings:
+    for user in ("trainer", "performance_optimizer", "own_step", "cpp_trainer"):
+        if user == "own_step" and "nonfinite" in settings:
             continue  # refused there as it is
         with pytest.raises(ValueError, match=said):
             ox.PerformanceConfig(**settings).check(user)
@@ -797,14 +811,15 @@ def test_the_options_of_the_performance_optimizer() -> None:
                 ox.PerformanceOptimizer(settings).prepare(model, optimizer, batches(), CRITERION, **options)
 
 
+@pytest.mark.parametrize("loop", ["yours", "plan"])
 @pytest.mark.parametrize("key", sorted(LOOP))
-def test_the_trainer_of_a_plan_honours_what_belongs_to_the_loop(key: str) -> None:
+def test_the_trainer_of_a_plan_honours_what_belongs_to_the_loop(key: str, loop: Any) -> None:
     """What these do in a trainer is shown above; here it is a plan's trainer that has them."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = {"level": "basic", **WITH.get(key, {}), key: GIVEN[key]}
     with only():
-        run = ox.PerformanceOptimizer(config).prepare(model, optimizer, batches(), CRITERION, remember=False)
+        run = ox.PerformanceOptimizer(config).prepare(model, optimizer, batches(), CRITERION, loop=loop, remember=False)
     assert run.settings.to_dict()[key] == GIVEN[key]
     assert run.trainer.config.to_dict()[key] == GIVEN[key]
     if key == "accumulation_steps":
@@ -814,7 +829,74 @@ def test_the_trainer_of_a_plan_honours_what_belongs_to_the_loop(key: str) -> Non
     if key == "nonfinite":
         with pytest.raises(RuntimeError, match="inf or NaN"):
             run.trainer.step(poisoned())
+    if key == "ema_decay":
+        trained(run.trainer, run.step if loop == "plan" else run.trainer.step)
     run.revert()
+
+
+def trained(trainer: ox.Trainer, step: Any) -> None:
+    """Take a step; the average is then between the weights of before and those of now."""
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    step(batches(1)[0])
+    now = [p.detach().clone() for p in trainer.model.parameters()]
+    decay = trainer.settings.ema_decay
+    with trainer.ema_weights():
+        for p, old, new in zip(trainer.model.parameters(), before, now, strict=True):
+            assert not torch.equal(p, old)
+            torch.testing.assert_close(p.detach(), decay * old + (1 - decay) * new)
+
+
+def test_a_step_of_the_users_own_moves_the_average_and_the_schedule() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"level": "basic", "ema_decay": 0.5, "schedule": "cosine", "max_steps": 4}
+    with only():
+        run = ox.PerformanceOptimizer(config).prepare(
+            model, optimizer, batches(), step=own_step(model, optimizer), remember=False
+        )
+    trained(run.trainer, run.trainer.step)
+    assert run.trainer.global_step == 1 and optimizer.param_groups[0]["lr"] < 0.1
+    run.revert()
+
+
+@pytest.mark.parametrize("loop", ["yours", "plan"])
+def test_windows_of_a_plan_are_those_of_a_plain_loop(loop: Any) -> None:
+    reference, model = net(), net()
+    data = batches(7)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for start in range(0, 7, 3):
+        plain.zero_grad()
+        for x, y in data[start : start + 3]:
+            (CRITERION(reference(x), y) / len(data[start : start + 3])).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        plain.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"level": "basic", "accumulation_steps": 3, "clip_norm": 0.05}
+    with only():
+        run = ox.PerformanceOptimizer(config).prepare(model, optimizer, data, CRITERION, loop=loop, remember=False)
+    for batch in data:
+        (run.step if loop == "plan" else run.trainer.step)(batch)
+    run.trainer.flush()
+    assert run.trainer.global_step == 3
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    run.revert()
+
+
+def test_a_trainer_is_made_on_a_plan_of_accelerate() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with only():
+        plan = ox.accelerate(model, optimizer, CRITERION, batches(), remember=False)
+    with pytest.raises(AttributeError, match="plan=plan"):
+        _ = plan.trainer
+    trainer = ox.Trainer(model, optimizer, CRITERION, {"accumulation_steps": 2}, plan=plan)
+    before = [p.detach().clone() for p in model.parameters()]
+    plan.step(batches(1)[0])
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    plan.step(batches(1)[0])
+    assert trainer.global_step == 1
+    plan.revert()
 
 
 def test_a_seed_of_the_configuration_seeds_the_run_of_a_plan() -> None:

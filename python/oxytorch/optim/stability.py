@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from .._C import optim as _native
 from ..base import log
 from .generators import generator_states, set_generator_states
 from .origin import Origin, nan_origin
-from .tail import TailOptimizer
+
+if TYPE_CHECKING:
+    from .tail import TailOptimizer
 
 __all__ = ["NumericalStabilityManager", "Recovery", "StabilityEvent"]
 
@@ -185,7 +187,7 @@ class NumericalStabilityManager:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if not params:
             raise ValueError("the optimizer has no parameters.")
-        self._tail = optimizer if isinstance(optimizer, TailOptimizer) else None
+        self._tail = cast("TailOptimizer", optimizer) if hasattr(optimizer, "tail_stats") else None
         if self._tail is not None and policy != "warn":
             self._refuse(self._tail)
         self.optimizer = optimizer

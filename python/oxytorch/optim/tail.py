@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from torch import Tensor
 from .._C import optim as _native
 from . import sharded
 from .options import TailOptions, TailStats, native_options, with_defaults
-
-if TYPE_CHECKING:
-    from .stability import Recovery
+from .stability import Recovery
 
 __all__ = ["TailOptimizer"]
 
@@ -442,8 +440,6 @@ class TailOptimizer(torch.optim.Optimizer):
         if self._tail_options["nonfinite"] != "rollback":
             raise AttributeError(f'this {type(self).__name__} was not made with nonfinite="rollback".')
         if self._recovery is None:
-            from .stability import Recovery  # noqa: PLC0415 (it stands on this module)
-
             self._recovery = Recovery(self)
         return self._recovery
 

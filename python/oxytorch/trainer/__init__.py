@@ -6,7 +6,7 @@ from ..report import Report, SettingLine
 from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult
 from .performance_optimizer import PerformanceOptimizer
-from .step_graph import StepGraph
+from ..step_graph import StepGraph
 from .trainer import Trainer
 
 __all__ = [

@@ -219,7 +219,7 @@ def run_fit(
     first_step = trainer.global_step
     trainer._stop_reason = None
     trainer.model.train()
-    planned = _planned(loader, epochs, max_steps, trainer._accumulate)
+    planned = _planned(loader, epochs, max_steps, trainer.settings.accumulate)
     for listener in listeners:
         listener.on_fit_start(trainer)
     with _Signals() as signals, _Bar(_shows_bar(trainer, progress), planned) as bar:

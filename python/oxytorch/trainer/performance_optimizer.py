@@ -15,18 +15,11 @@ from ..config import PerformanceConfig
 from ..model.escrow import call, scalar_loss
 from ..optim.generators import seed_generators
 from ..tune.accelerate import accelerate
-from ..tune.plan import MAKERS, Plan
+from ..tune.plan import Plan
 from .settings import check_arguments
 from .trainer import Trainer
 
-__all__ = ["PerformanceOptimizer", "planned_trainer"]
-
-# What a plan has decided or done, and its trainer leaves alone: level basic decides nothing.
-_DECIDED = (
-    *("precision", "channels_last", "threads", "flush_denormals", "allocator", "allocator_retain_limit", "step_tail"),
-    *("optimizer_state", "attention", "compile", "deterministic", "seed", "steps_planned", "tune_seconds"),
-)
-
+__all__ = ["PerformanceOptimizer"]
 
 class PerformanceOptimizer:
     """Prepares a training run: what `oxytorch.accelerate` does, under a configuration, with a trainer on the result.
@@ -98,11 +91,10 @@ class PerformanceOptimizer:
             Before anything ran, for a setting that neither the search nor the trainer can honour.
         """
         own_step = options.get("step") is not None
-        whole_steps = own_step or options.get("loop") == "plan"
         settings = PerformanceConfig.of(self.config)
         if options.get("level") is not None:
             settings.set("level", options.pop("level"))
-        settings.check("plan_step" if whole_steps else "performance_optimizer")
+        settings.check("own_step" if own_step else "performance_optimizer")
         made: dict[str, Any] = {"scheduler": scheduler, "checkpointer": checkpointer, "callbacks": [*callbacks]}
         check_arguments(settings, optimizer, monitor=self.monitor, **made)
         if self.gpu is not None:
@@ -125,7 +117,9 @@ class PerformanceOptimizer:
         plan._gpu = self.gpu
         plan._monitor = self.monitor
         try:
-            plan._trainer = planned_trainer(plan, **made)
+            plan._trainer = Trainer(
+                plan.model, plan.optimizer, plan.run.loss_fn, settings, monitor=plan.monitor, plan=plan, **made
+            )
         except BaseException:
             plan.revert()
             raise
@@ -148,48 +142,3 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
             "or a function of (model, batch)."
         )
     return scalar_loss(loss)
-
-
-def planned_trainer(plan: Plan, **keywords: Any) -> Trainer:
-    """Return a trainer on a plan's objects that leaves alone what the plan has decided."""
-    settings = plan.settings.copy()
-    settings.set("level", "basic")
-    for key in _DECIDED:
-        settings.reset(key)
-    run = plan._run
-    kind = _PlanTrainer if run.owns_loop or run.own_step is not None else Trainer
-    trainer = kind(
-        plan.model,
-        plan.optimizer,
-        run.loss_fn,
-        settings,
-        monitor=plan.monitor,
-        calibrate=False,
-        **keywords,
-        allocator="system",
-        clip_norm=0 if kind is _PlanTrainer else run.clip_norm or 0,
-    )
-    if isinstance(trainer, _PlanTrainer):
-        trainer.plan = plan
-    return trainer
-
-
-class _PlanTrainer(Trainer):
-    """Steps through the plan, whose strategies may have changed the loop itself."""
-
-    _user = "plan_step"
-    plan: Plan
-
-    def _take(self, batch: Any) -> torch.Tensor:
-        with self._phase("step"):
-            loss = self.plan.step(batch)
-        if self.monitor is not None:
-            self.monitor.scalar("loss", loss)
-        self.batches += 1
-        self.global_step += 1
-        if self._step_scheduler is not None:
-            self._step_scheduler.step()
-        return loss
-
-
-MAKERS["trainer"] = planned_trainer

@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import _C
 from ..config import PerformanceConfig
 from .fit import Callback
+
+if TYPE_CHECKING:
+    from ..tune.plan import Plan
+
+# What a plan has decided or done, and its trainer leaves alone: level basic decides nothing.
+_DECIDED = (
+    *("precision", "channels_last", "threads", "flush_denormals", "allocator", "allocator_retain_limit", "step_tail"),
+    *("optimizer_state", "attention", "compile", "deterministic", "seed", "steps_planned", "tune_seconds"),
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,19 @@ def resolve(
         seed=None if c["seed"] == "auto" else c["seed"],
         deterministic=c["deterministic"],
     )
+
+
+def beside(plan: Plan, config: PerformanceConfig | Mapping[str, Any] | str | os.PathLike[str]) -> PerformanceConfig:
+    """Return a configuration for a trainer on a plan, without what the plan has decided."""
+    settings = PerformanceConfig.of(config).copy()
+    settings.set("level", "basic")
+    for key in _DECIDED:
+        settings.reset(key)
+    settings.set("allocator", "system")
+    settings.set("clip_norm", 0)  # the plan's step clips
+    if (plan.run.owns_loop or plan.run.own_step is not None) and not settings.is_given("nonfinite"):
+        settings.set("nonfinite", "propagate")  # looking at all gradients is no part of the step that was measured
+    return settings
 
 
 def check_arguments(

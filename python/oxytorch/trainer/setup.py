@@ -376,10 +376,6 @@ class Preparation:
 
     # -- later ---------------------------------------------------------------------------------------------------
 
-    def after_step(self) -> None:
-        """Tell schedulers that the optimizer has stepped: of one that was replaced or left a step out they warn."""
-        self.original._opt_called = True  # type: ignore[attr-defined]
-
     def after_load(self) -> None:
         """Share groups and state again: loading makes new ones."""
         if self.original is not self.optimizer:

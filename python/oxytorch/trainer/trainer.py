@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from operator import getitem, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,21 +18,20 @@ from ..config import PerformanceConfig
 from ..model.escrow import is_criterion, scalar_loss
 from ..optim.generators import rng_state, set_rng_state
 from ..report import Report, SettingLine
+from ..step import TrainingStep, no_phase
 from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult, run_fit
-from .settings import Settings, check_arguments, resolve
+from .settings import Settings, beside, check_arguments, resolve
 from .setup import Preparation
+
+if TYPE_CHECKING:
+    from ..tune.plan import Plan
 
 __all__ = ["Trainer"]
 
 LossFunction = Callable[..., torch.Tensor]
-_NO_PHASE: AbstractContextManager[None] = nullcontext()
 _FORMAT = 1
 _DIV_FACTOR = 25.0  # of a cycle: its peak over its first rate, as in torch
-
-
-def _no_phase(_name: str) -> AbstractContextManager[Any]:
-    return _NO_PHASE
 
 
 class _ForwardScope:
@@ -93,6 +92,9 @@ class Trainer:
     calibrate
         True: settings that are "auto" and may not pay are timed on the first batch (forward and backward only, without
         a trace in weights, buffers, gradients or random generators) and kept where they pay. False: by the hardware.
+    plan : Plan, optional
+        Of `oxytorch.accelerate`, on the same model and optimizer: its steps are taken, and ``plan.step`` does what
+        this trainer's settings say as well. What the plan has decided is not decided again.
     **overrides
         Keys of the configuration, such as ``accumulation_steps=4`` or ``clip_norm=1.0``.
 
@@ -107,8 +109,6 @@ class Trainer:
         For a setting that a trainer cannot honour. None is dropped without a word.
     """
 
-    _user = "trainer"
-
     def __init__(
         self,
         model: nn.Module,
@@ -121,6 +121,7 @@ class Trainer:
         checkpointer: Any = None,
         callbacks: Iterable[Callback | Callable[[Trainer, torch.Tensor], object]] = (),
         calibrate: bool = True,
+        plan: Plan | None = None,
         **overrides: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -130,14 +131,19 @@ class Trainer:
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, expected a callable, a criterion or None.")
         self.settings: Settings
-        self.config, self.settings = resolve(config, overrides, self._user)
+        self._plan = plan
+        user = "trainer"
+        if plan is not None:
+            user = "performance_optimizer" if plan.run.own_step is None else "own_step"
+            config = beside(plan, config)
+        self.config, self.settings = resolve(config, overrides, user)
         self.callbacks = list(callbacks)
         check_arguments(
             self.config, optimizer, scheduler=scheduler, monitor=monitor, checkpointer=checkpointer,
             callbacks=self.callbacks,
         )  # fmt: skip
         self.model = model
-        self.calibrate = calibrate
+        self.calibrate = calibrate and plan is None
         self.monitor = monitor
         self.checkpointer = checkpointer
         self.loss_fn = loss_fn
@@ -146,13 +152,10 @@ class Trainer:
             mode = None if self.settings.compile == "default" else self.settings.compile
             self._module = torch.compile(model, mode=mode)
         self._criterion = loss_fn is not None and is_criterion(loss_fn)
-        self.global_step = 0  #: optimizer steps taken
         self.batches = 0  #: batches seen, those of failed steps excluded
-        self._micro = 0
-        self._accumulate = self.settings.accumulate
         self._scope = _ForwardScope()
         self._channels_last = False
-        self._phase: Callable[[str], AbstractContextManager[Any]] = monitor.phase if monitor else _no_phase
+        self._phase: Callable[[str], AbstractContextManager[Any]] = monitor.phase if monitor else no_phase
         self._seconds = [0.0, 0.0, 0.0, 0.0]  # data, forward, backward, tail
         self._timed = 0
         self._faults: tuple[int, int] | None = None
@@ -174,23 +177,42 @@ class Trainer:
         """Take what was prepared into use."""
         self.optimizer: torch.optim.Optimizer = self._preparation.optimizer
         self.has_tail: bool = hasattr(self.optimizer, "tail_stats")
-        self._open_window: Callable[[], AbstractContextManager[None]] | None = getattr(
-            self.optimizer, "accumulate", None
-        )
-        self._clips_separately = any(
-            limit is not None for limit in (self._preparation.separate_clip, self._preparation.separate_clip_value)
-        )
         self._params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._watch()
-        self.scaler: GradScaler | None = None
-        self._ema: list[torch.Tensor] | None = None
-        if self.settings.ema_decay is not None and not self._preparation.tail_ema:
-            self._ema = [p.detach().clone() for p in self._params]
         self.scheduler = scheduler if scheduler is not None else self._make_schedule()
-        self._step_scheduler = (
-            None if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else self.scheduler
-        )
+        self._engine = self._make_engine()
         self._ready = False
+
+    def _make_engine(self) -> TrainingStep:
+        """What takes the steps, under these settings."""
+        prepared, s = self._preparation, self.settings
+        if self._plan is None:
+            engine = TrainingStep(self.model, self.optimizer, self.loss_fn, clip_norm=prepared.separate_clip)
+            engine.given, engine.keeps_gradients = prepared.original, False
+        else:
+            engine = self._plan.run
+        engine.compute, engine.scope, engine.phase = self.compute_loss, self._scope, self._phase
+        engine.accumulation, engine.clip_value, engine.guard = s.accumulate, prepared.separate_clip_value, prepared.guard
+        if s.ema_decay is not None and not prepared.tail_ema:
+            engine.ema_decay, engine.average = s.ema_decay, [p.detach().clone() for p in self._params]
+        plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        engine.scheduler = None if plateau else self.scheduler
+        return engine
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken."""
+        return self._engine.taken
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """Of the loss, where there is one."""
+        scaler: GradScaler | None = self._engine.scaler
+        return scaler
+
+    @scaler.setter
+    def scaler(self, scaler: GradScaler | None) -> None:
+        self._engine.scaler = scaler
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -225,40 +247,17 @@ class Trainer:
     def _take(self, batch: Any) -> torch.Tensor:
         if not all(map(is_, map(getitem, self._owners, self._keys), self._watched)):
             self._name_the_stranger()
-        clock = time.perf_counter
-        start = clock()
-        try:
-            with self._phase("forward"), self._scope:
-                loss = self.compute_loss(batch)
-            scalar_loss(loss)
-            forward = clock()
-            # An optimizer that works in backward must not take a sum that is not complete.
-            window = self._open_window if self._micro + 1 < self._accumulate else None
-            with self._phase("backward"), _NO_PHASE if window is None else window():
-                scaled = loss if self._accumulate == 1 else loss / self._accumulate
-                if self.scaler is not None:
-                    scaled = self.scaler.scale(scaled)
-                scaled.backward()  # type: ignore[no-untyped-call]
-            backward = clock()
-            self._micro += 1
-            if self._micro >= self._accumulate:
-                with self._phase("tail"):
-                    self._apply(self._micro)
-        except BaseException:
-            self._abandon()
-            raise
+        loss = self._engine.take(batch) if self._plan is None else self._plan.step(batch)
         if self.monitor is not None:
-            self.monitor.scalar("loss", loss.detach())
+            self.monitor.scalar("loss", loss)
         self.batches += 1
         if self.batches == 3:
             self._faults = (int(_C.trainer.page_faults()), self.batches)
         if self.batches > 1:
-            seconds = self._seconds
-            seconds[1] += forward - start
-            seconds[2] += backward - forward
-            seconds[3] += clock() - backward
+            for phase, seconds in enumerate(self._engine.seconds, 1):
+                self._seconds[phase] += seconds
             self._timed += 1
-        return loss.detach()
+        return loss
 
     def flush(self) -> bool:
         """Step the optimizer with the batches of an unfinished window, averaged over their actual number.
@@ -268,14 +267,7 @@ class Trainer:
         bool
             False where no batch was waiting.
         """
-        if self._micro == 0:
-            return False
-        try:
-            self._apply(self._micro)
-        except BaseException:
-            self._abandon()
-            raise
-        return True
+        return self._engine.flush()
 
     def compute_loss(self, batch: Any) -> torch.Tensor:
         """Return the loss of a batch, or of a closure, under the settings in force outside (no autocast here)."""
@@ -299,62 +291,6 @@ class Trainer:
                 "Pass loss_fn(model, batch) for another shape."
             )
         return self.loss_fn(self._module(batch[0]), batch[1])
-
-    def _apply(self, count: int) -> None:
-        """Step with `count` batches, and begin a new window; gradients that are not admitted are left out."""
-        if self._admitted():
-            self._update(count)
-        for p in self._params:
-            p.grad = None
-        self._micro = 0
-        self.global_step += 1
-        self._preparation.after_step()
-        if self._step_scheduler is not None:
-            self._step_scheduler.step()
-
-    def _admitted(self) -> bool:
-        guard = self._preparation.guard
-        if guard is None or self.scaler is not None:  # under a scale what is not finite is skipped by its own rule
-            return True
-        return bool(guard.admits([p.grad for p in self._params if p.grad is not None]))
-
-    def _update(self, count: int) -> None:
-        optimizer: Any = self.optimizer
-        # The losses were divided by the whole window; an unfinished one has had a share of it.
-        share = count / self._accumulate
-        divisor = optimizer.grad_divisor if self.has_tail else 1.0
-        if share != 1.0:
-            if self.has_tail and not self._clips_separately:
-                optimizer.grad_divisor = divisor * share
-            else:
-                torch._foreach_mul_([p.grad for p in self._params if p.grad is not None], 1 / share)
-        try:
-            if self._clips_separately:
-                if self.scaler is not None:
-                    self.scaler.unscale_(optimizer)
-                if self._preparation.separate_clip_value is not None:
-                    nn.utils.clip_grad_value_(self._params, self._preparation.separate_clip_value)
-                if self._preparation.separate_clip is not None:
-                    nn.utils.clip_grad_norm_(self._params, self._preparation.separate_clip)
-            if self.scaler is not None:
-                self.scaler.step(optimizer)
-                self.scaler.update()
-            else:
-                optimizer.step()
-        finally:
-            if self.has_tail:
-                optimizer.grad_divisor = divisor
-        if self._ema is not None and self.settings.ema_decay is not None:
-            with torch.no_grad():
-                torch._foreach_lerp_(self._ema, self._params, 1 - self.settings.ema_decay)
-
-    def _abandon(self) -> None:
-        """Leave no trace of a failed window: its gradients are dropped."""
-        for p in self._params:
-            p.grad = None
-        self._micro = 0
-        if self.scaler is not None:
-            self.scaler.abandon()
 
     def _watch(self) -> None:
         mine = {id(p) for p in self._params}
@@ -484,7 +420,8 @@ class Trainer:
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
         """Put the averaged weights into the model for the scope, and the trained ones back after it."""
-        if self._ema is None:
+        average = self._engine.average
+        if average is None:
             if not self._preparation.tail_ema:
                 raise RuntimeError("no average is kept: set ema_decay, for example 0.999.")
             optimizer: Any = self.optimizer
@@ -493,7 +430,7 @@ class Trainer:
             return
         with torch.no_grad():
             own = [p.detach().clone() for p in self._params]
-            torch._foreach_copy_(self._params, self._ema)
+            torch._foreach_copy_(self._params, average)
         try:
             yield
         finally:
@@ -503,7 +440,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that a bit-for-bit continuation needs; tensors are shared, so save before the next step."""
         optimizer: Any = self.optimizer
-        ema: Any = self._ema
+        ema: Any = self._engine.average
         if ema is None and self._preparation.tail_ema:
             ema = optimizer.ema_state_dict()
         return {
@@ -516,11 +453,11 @@ class Trainer:
             "counters": {
                 "global_step": self.global_step,
                 "batches": self.batches,
-                "micro": self._micro,
+                "micro": self._engine.micro,
                 "epoch": self.epoch,
                 "batch_in_epoch": self.batch_in_epoch,
             },
-            "gradients": [p.grad for p in self._params] if self._micro else None,
+            "gradients": [p.grad for p in self._params] if self._engine.micro else None,
             "rng": rng_state(self._params),
             "epoch_rng": self.resume_rng,
             "decisions": self._preparation.decisions(),
@@ -546,15 +483,15 @@ class Trainer:
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if state["ema"] is not None:
-            if self._ema is not None:
-                torch._foreach_copy_(self._ema, state["ema"])
+            if self._engine.average is not None:
+                torch._foreach_copy_(self._engine.average, state["ema"])
             elif self._preparation.tail_ema:
                 optimizer: Any = self.optimizer
                 optimizer.load_ema_state_dict(state["ema"])
         counters = state["counters"]
-        self.global_step = counters["global_step"]
+        self._engine.taken = counters["global_step"]
         self.batches = counters["batches"]
-        self._micro = counters["micro"]
+        self._engine.micro = counters["micro"]
         self.epoch = counters["epoch"]
         self.batch_in_epoch = counters["batch_in_epoch"]
         gradients = state["gradients"] or [None] * len(self._params)

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan"]
 
-#: What makes `Plan.trainer`: rooms that stand on this one put their makers here.
-MAKERS: dict[str, Callable[[Plan], Trainer]] = {}
-
 
 class Plan:
     """A training run with what pays in force, and the certificate that says so. ``str(plan)`` is a table.
@@ -115,6 +112,11 @@ class Plan:
     # -- the run -------------------------------------------------------------------------------------------------
 
     @property
+    def run(self) -> Run:
+        """The training run, with what is active on it."""
+        return self._run
+
+    @property
     def model(self) -> nn.Module:
         """The user's model."""
         return self._run.model
@@ -133,10 +135,10 @@ class Plan:
         """Take one whole training step; return the detached loss."""
         watch = self._watch
         if watch is None:
-            return self._run.step(batch)
+            return self._run.take(batch)
         watch.batch = batch
         try:
-            loss = self._run.step(batch)
+            loss = self._run.take(batch)
         finally:
             watch.batch = None
         if loss.device.type == "cpu" and not bool(torch.isfinite(loss).all()):
@@ -145,9 +147,12 @@ class Plan:
 
     @property
     def trainer(self) -> Trainer:
-        """An `oxytorch.Trainer` on what was accepted, which decides nothing again; made when first asked for."""
+        """The `oxytorch.Trainer` that `PerformanceOptimizer.prepare` made on this plan."""
         if self._trainer is None:
-            self._trainer = MAKERS["trainer"](self)
+            raise AttributeError(
+                "this plan has no trainer: it is of accelerate(), which leaves the loop to you. Make one by "
+                "oxytorch.Trainer(model, optimizer, loss_fn, plan=plan), or call PerformanceOptimizer(...).prepare(...)."
+            )
         return self._trainer
 
     @property

@@ -11,17 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..model.escrow import is_criterion, scalar_loss
+from ..step import StepFunction, TrainingStep
 from .batches import tensors
 from .call import Call
 from .strategy import STRATEGIES, Strategy
 
 __all__ = ["Run"]
 
-StepFunction = Callable[[Any], Tensor]
 
-
-class Run:
+class Run(TrainingStep):
     """What a strategy gets: the user's objects, one whole training step, and the places where it may be changed.
 
     Parameters
@@ -54,7 +52,8 @@ class Run:
     whole_step : callable, optional
         Takes a whole step in place of the eager one; for strategies with ``needs_loop``.
     original : torch.optim.Optimizer
-        The user's optimizer object; `optimizer` is the one that steps now.
+        The user's optimizer object; `optimizer` is the one that steps now. Other attributes are those of
+        `TrainingStep`.
     given_data : iterable, optional
         What `data` was before any strategy.
     required : tuple of str
@@ -82,13 +81,8 @@ class Run:
         state: Iterable[Any] = (),
         strategies: Mapping[str, type[Strategy]] = STRATEGIES,
     ) -> None:
-        self.model = model
-        self.original = optimizer
-        self.optimizer = optimizer
-        self.loss_fn = loss_fn
+        super().__init__(model, optimizer, loss_fn, own_step=step, clip_norm=clip_norm)
         self.batches = tuple(batches)
-        self.own_step = step
-        self.clip_norm = clip_norm
         self.given_clip = clip_norm
         self.data = data
         self.given_data = data
@@ -100,10 +94,7 @@ class Run:
         self.functions = {"step": step, "loss_fn": loss_fn}  # code that is the user's, and may reach more
         self.call = Call(model)
         self.micro_batches = 1
-        self.whole_step: StepFunction | None = None
-        self.params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = next((p.device for p in self.params), torch.device("cpu"))
-        self._criterion = loss_fn is not None and is_criterion(loss_fn)
         self.strategies = dict(strategies)
         self._made: dict[str, Strategy] = {}
         self._in_force: dict[str, Strategy] = {}
@@ -113,36 +104,11 @@ class Run:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def loss(self, batch: Any) -> Tensor:
-        """Return the loss of a batch under what is in force; TypeError or ValueError where it is no scalar tensor."""
-        assert self.loss_fn is not None
-        if self._criterion:
-            return scalar_loss(self.loss_fn(self.model(batch[0]), batch[1]))
-        return scalar_loss(self.loss_fn(self.model, batch))
-
-    def step(self, batch: Any) -> Tensor:
-        """Take one whole training step; return the detached loss."""
-        return self._eager_step(batch) if self.whole_step is None else self.whole_step(batch)
-
-    def _eager_step(self, batch: Any) -> Tensor:
-        if self.own_step is not None:
-            return scalar_loss(self.own_step(batch)).detach()
-        self.original.zero_grad()
-        pieces = [batch] if self.micro_batches == 1 else split(batch, self.micro_batches)
-        total: Tensor | None = None
-        for piece in pieces:
-            loss = self.loss(piece) if len(pieces) == 1 else self.loss(piece) * (rows(piece) / rows(batch))
-            loss.backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
-        self.update()
-        assert total is not None
-        return total
-
-    def update(self) -> None:
-        """Clip the gradients and let the optimizer step."""
-        if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
-        self.original.step()
+    def pieces(self, batch: Any) -> list[tuple[Any, float]]:
+        """What of a batch goes through forward together, and its share of the rows."""
+        if self.micro_batches == 1 or callable(batch):
+            return [(batch, 1.0)]
+        return [(piece, rows(piece) / rows(batch)) for piece in split(batch, self.micro_batches)]
 
     def synchronize(self) -> None:
         """Wait until an accelerator has done what it was given."""

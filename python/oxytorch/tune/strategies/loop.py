@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ...step_graph import StepGraph as Graph
 from ..batches import is_nest
 from ..run import rows
 from ..strategy import Strategy, strategy
@@ -96,8 +97,6 @@ class StepGraph(Strategy):
         return True
 
     def apply(self, run: Run) -> None:
-        from ...trainer.step_graph import StepGraph as Graph  # noqa: PLC0415  (the trainer stands on this room)
-
         graphs: dict[Any, Graph] = {}
 
         def whole_step(batch: Any) -> Tensor:
@@ -110,7 +109,7 @@ class StepGraph(Strategy):
                 whole = list(leaves)
                 for i, tensor in zip(where, tensors, strict=True):
                     whole[i] = tensor
-                return run._eager_step(tree_unflatten(whole, spec))
+                return run.eager_step(tree_unflatten(whole, spec))
 
             if key not in graphs:
                 graphs[key] = Graph(step, run.model, run.optimizer, recorder=type(self)._recorder)

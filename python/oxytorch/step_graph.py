@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from .. import _C
+from . import _C
 
 Stateful: TypeAlias = Tensor | nn.Module | Optimizer | GradScaler
 
