@@ -115,7 +115,7 @@ class OXY_API Trainer {
   [[nodiscard]] std::string report_json() const;
 
   /// Takes back the settings of the process: allocator, threads, denormals, deterministic algorithms.
-  void revert_host_settings();
+  void revert();
 
  private:
   using Feed = std::function<void(const std::function<bool(Batch)>&)>;

@@ -700,7 +700,7 @@ std::string Trainer::report_json() const {
   return out.str();
 }
 
-void Trainer::revert_host_settings() {
+void Trainer::revert() {
   for (auto setting = impl_->host.rbegin(); setting != impl_->host.rend(); ++setting) setting->revert();
 }
 

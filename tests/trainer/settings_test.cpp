@@ -55,7 +55,7 @@ struct Training {
     trainer = std::make_unique<Trainer>(*model, *optimizer, supervised(model, torch::nn::CrossEntropyLoss()), config);
   }
   ~Training() {
-    if (trainer) trainer->revert_host_settings();
+    if (trainer) trainer->revert();
   }
   Training(const Training&) = delete;
   Training& operator=(const Training&) = delete;
@@ -157,7 +157,7 @@ const std::map<std::string, std::function<void()>>& effects() {
          Trainer trainer(*model, optimizer, supervised(model, torch::nn::CrossEntropyLoss()), config);
          trainer.step({torch::randn({2, 3, 6, 6}), torch::zeros({2}, at::kLong)});
          EXPECT_TRUE(model->parameters()[0].is_contiguous(at::MemoryFormat::ChannelsLast));
-         trainer.revert_host_settings();
+         trainer.revert();
        }},
       {"threads",
        [] {
@@ -453,7 +453,7 @@ TEST(TrainerSettingsTest, FiniteGradientsWhoseNormOverflowsAreSteppedWith) {
   const auto before = model->weight.detach().clone();
   trainer.step({torch::full({1, 2}, 3e38F), {}});
   EXPECT_GT((model->weight - before).abs().min().item<double>(), 0);
-  trainer.revert_host_settings();
+  trainer.revert();
 }
 
 }  // namespace

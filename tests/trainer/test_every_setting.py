@@ -176,7 +176,7 @@ def closed(made_trainer: ox.Trainer) -> Iterator[ox.Trainer]:
     try:
         yield made_trainer
     finally:
-        made_trainer.close()
+        made_trainer.revert()
 
 
 def trainer_level() -> bool:
@@ -226,7 +226,7 @@ def limit_asked(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> lis
 
 
 def trainer_limit(monkeypatch: pytest.MonkeyPatch) -> bool:
-    asked = limit_asked(monkeypatch, lambda: trainer(calibrate=False, allocator_retain_limit="64MiB").close())
+    asked = limit_asked(monkeypatch, lambda: trainer(calibrate=False, allocator_retain_limit="64MiB").revert())
     return asked == [64 << 20]
 
 
@@ -235,7 +235,7 @@ def trainer_state() -> bool:
     optimizer = torch.optim.AdamW(model.parameters())
     chosen = ox.Trainer(model, optimizer, CRITERION, optimizer_state="int8", calibrate=False, **EXACT)
     chosen.step(batches(1)[0])
-    chosen.close()
+    chosen.revert()
     return chosen.optimizer.state[next(model.parameters())]["exp_avg"].dtype == torch.int8
 
 
@@ -433,7 +433,7 @@ def test_what_an_optimizer_of_ours_was_told_otherwise_is_refused(own: Any, setti
         agreed = {key: own[key] for key in settings if own[key] != "rollback"}
         chosen = ox.Trainer(model, optimizer, CRITERION, calibrate=False, **EXACT, **agreed)
         chosen.step(batches(1)[0])
-        chosen.close()
+        chosen.revert()
 
 
 @pytest.mark.parametrize("option", ["clip_norm", "clip_value", "ema_decay"])
@@ -462,7 +462,7 @@ def test_what_comes_with_the_level_yields_to_the_optimizers_own() -> None:
     assert "raise" in chosen.report()["nonfinite"].reason
     with pytest.raises(RuntimeError, match="inf or NaN"):
         chosen.step(poisoned())
-    chosen.close()
+    chosen.revert()
 
 
 @pytest.mark.parametrize("flag", ["norm_in_backward", "step_in_backward"])
@@ -488,7 +488,7 @@ def test_a_step_that_is_not_finite_is_left_out_whatever_the_optimizer(name: str)
             ends[-1] += [p.detach().clone() for p in model.parameters()]
         assert chosen.report().counters.get("skipped", 0) == len(data) - 2
         assert chosen.report()["nonfinite"].state == "on"
-        chosen.close()
+        chosen.revert()
     for a, b in zip(*ends, strict=True):
         assert torch.equal(a, b)
 
@@ -535,9 +535,9 @@ def test_deterministic_algorithms_are_taken_back_to_what_was() -> None:
     try:
         first, second = trainer(deterministic=True), trainer(deterministic=True)
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        first.close()
+        first.revert()
         assert not torch.is_deterministic_algorithms_warn_only_enabled(), "the second still wants them"
-        second.close()
+        second.revert()
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)

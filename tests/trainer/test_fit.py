@@ -310,9 +310,9 @@ trainer = Trainer(model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEn
 assert denormal() == 0.0
 again = Trainer(model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), calibrate=False)
 assert again.report()["flush_denormals"].state == "on"
-again.close()
+again.revert()
 assert denormal() == 0.0, "the settings of the first trainer stay"
-trainer.close()
+trainer.revert()
 assert denormal() > 0.0
 """
 

@@ -90,7 +90,7 @@ TEST(TrainerTest, BasicKeepsEveryBitOfThePlainLoop) {
   for (const auto& batch : batches) trainer.step(batch);
   expect_equal(weights(reference), weights(model));
   EXPECT_EQ(trainer.global_step(), 20);
-  trainer.revert_host_settings();
+  trainer.revert();
 }
 
 TEST(TrainerTest, CalibrationLeavesNoTrace) {
@@ -109,7 +109,7 @@ TEST(TrainerTest, CalibrationLeavesNoTrace) {
       // The second run must take the same attention path; this model has none, so any path is the same.
     }
     ends.push_back(weights(model));
-    trainer.revert_host_settings();
+    trainer.revert();
   }
   expect_equal(ends[0], ends[1]);
 }
@@ -144,7 +144,7 @@ TEST(TrainerTest, AccumulationDividesByTheBatchesThereWere) {
   for (size_t i = 0; i < 2; ++i) {
     EXPECT_TRUE(at::allclose(reference->parameters()[i], model->parameters()[i], 1e-5, 1e-6));
   }
-  trainer.revert_host_settings();
+  trainer.revert();
 }
 
 TEST(TrainerTest, AccumulationUnderHalfPrecisionEqualsTheLoopWrittenByHand) {
@@ -192,7 +192,7 @@ TEST(TrainerTest, AccumulationUnderHalfPrecisionEqualsTheLoopWrittenByHand) {
         EXPECT_TRUE(at::allclose(reference->parameters()[i], model->parameters()[i], 2e-6 * loose, 3e-7 * loose))
             << "parameter " << i << " after " << count << " batches";
       }
-      trainer.revert_host_settings();
+      trainer.revert();
     }
   }
 }
@@ -216,7 +216,7 @@ TEST(TrainerTest, AStepThatFailsAfterUnscalingCanBeTakenAgain) {
   lr.lr(rate);
   trainer.step(batches[2]);
   EXPECT_EQ(trainer.global_step(), 2);
-  trainer.revert_host_settings();
+  trainer.revert();
 }
 
 TEST(TrainerTest, ClipAndAverageFollowTheirFormulas) {
@@ -246,7 +246,7 @@ TEST(TrainerTest, ClipAndAverageFollowTheirFormulas) {
     for (size_t i = 0; i < average.size(); ++i) EXPECT_TRUE(at::allclose(inside[i], average[i], 1e-5, 1e-6));
   }
   expect_equal(own, weights(model));
-  trainer.revert_host_settings();
+  trainer.revert();
 }
 
 TEST(TrainerTest, AFailingLossLeavesNoHalfStep) {
@@ -273,7 +273,7 @@ TEST(TrainerTest, AFailingLossLeavesNoHalfStep) {
   EXPECT_EQ(trainer.global_step(), 0) << "the window starts anew";
   trainer.step(batches[3]);
   EXPECT_EQ(trainer.global_step(), 1);
-  trainer.revert_host_settings();
+  trainer.revert();
 }
 
 TEST(TrainerTest, ALossThatIsNoScalarIsRefused) {
@@ -282,7 +282,7 @@ TEST(TrainerTest, ALossThatIsNoScalarIsRefused) {
   Trainer trainer(*model, optimizer, [&](const Batch& batch) { return model->forward(batch.input); }, exact());
   EXPECT_THROW(trainer.step(make_batches(1)[0]), Error);
   EXPECT_THROW(Trainer(*model, optimizer, nullptr, exact({{"schedule", std::string("cosine")}})), Error);
-  trainer.revert_host_settings();
+  trainer.revert();
 }
 
 TEST(TrainerTest, ClippingOfAnOptimizerThatStepsInBackwardIsRefused) {
@@ -319,7 +319,7 @@ TEST(TrainerTest, AnArchiveContinuesTheRunToTheBit) {
   expect_equal(weights(whole), weights(resumed));
   EXPECT_EQ(whole_optimizer.param_groups()[0].options().get_lr(),
             resumed_optimizer.param_groups()[0].options().get_lr());
-  first.revert_host_settings();
+  first.revert();
 }
 
 TEST(TrainerTest, AnAllocatorThatTheEnvironmentDecidesIsReportedAsRefused) {
@@ -393,7 +393,7 @@ TEST(TrainerTest, MaxStepsReachedByTheLastWindowOfAnEpochIsTheEnd) {
   EXPECT_EQ(trainer.batches(), 5) << "no batch of another epoch was taken";
   EXPECT_EQ(trainer.fit(loader, 9, 2).steps, 0);
   EXPECT_EQ(trainer.batches(), 5);
-  trainer.revert_host_settings();
+  trainer.revert();
 }
 
 TEST(TrainerTest, EarlyStoppingGoesByTheValidationAndBringsTheBestWeightsBack) {
@@ -414,7 +414,7 @@ TEST(TrainerTest, EarlyStoppingGoesByTheValidationAndBringsTheBestWeightsBack) {
     EXPECT_EQ(result.stop_reason, "early_stopping");
     EXPECT_EQ(result.validations, std::vector<double>({0.1, 0.5, 0.4, 0.3}));
     expect_equal(weights(model), seen[restore ? 1 : 3]);
-    trainer.revert_host_settings();
+    trainer.revert();
   }
 }
 
@@ -453,7 +453,7 @@ TEST(TrainerTest, HalfPrecisionScalesInsideTheTail) {
   const auto after = weights(model);
   for (size_t i = 0; i < model->parameters().size(); ++i) EXPECT_TRUE(at::equal(before[i], after[i]));
   EXPECT_EQ(optimizer.tail_stats().skipped.item<int64_t>(), 1);
-  trainer.revert_host_settings();
+  trainer.revert();
 }
 
 TEST(TrainerTest, ReportNamesEachSetting) {
@@ -467,7 +467,7 @@ TEST(TrainerTest, ReportNamesEachSetting) {
     EXPECT_THAT(text, ::testing::HasSubstr(name));
   }
   EXPECT_THAT(trainer.report_json(), ::testing::StartsWith("{\"level\": \"advanced\""));
-  trainer.revert_host_settings();
+  trainer.revert();
 }
 
 }  // namespace

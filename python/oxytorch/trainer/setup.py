@@ -400,7 +400,7 @@ class Preparation:
         self.lines = [line for line in self.lines if line.name != "grad_scaler"]
         self._make_scaler()
 
-    def revert_host(self) -> None:
+    def revert(self) -> None:
         """Take back what was set in the process."""
         for setting in reversed(self._host):
             setting.revert()

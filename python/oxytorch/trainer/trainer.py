@@ -170,7 +170,7 @@ class Trainer:
         try:
             self._assemble(scheduler)
         except BaseException:
-            self._preparation.revert_host()
+            self._preparation.revert()
             raise
 
     def _assemble(self, scheduler: Any) -> None:
@@ -562,9 +562,9 @@ class Trainer:
         optimizer: Any = self.optimizer
         return int(optimizer.tail_stats().skipped) if self.has_tail and self.global_step else 0
 
-    def close(self) -> None:
+    def revert(self) -> None:
         """Take back the settings of the process: allocator, threads, denormals, deterministic algorithms."""
-        self._preparation.revert_host()
+        self._preparation.revert()
 
 
 def _samples(batch: Any) -> int:
