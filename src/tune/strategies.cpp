@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -262,14 +263,25 @@ struct Attention : Strategy {
   void revert(Run& run) override { run.scope("attention", {}); }
 };
 
+/// A batch in pieces that fit the caches, gradients averaged over them: the same batch size for the optimizer.
+template <int Pieces>
 struct Split : Strategy {
   Applicability applies(Run& run) override {
-    if (rows(run.batches().front()) >= 2 * kPieces) return true;
-    return "the batch has too few rows to be cut.";
+    for (const auto& module : run.model().modules()) {
+      const bool looks_at_all = module->as<torch::nn::BatchNorm1d>() != nullptr ||
+                                module->as<torch::nn::BatchNorm2d>() != nullptr ||
+                                module->as<torch::nn::BatchNorm3d>() != nullptr;
+      if (looks_at_all && module->is_training()) return "batch normalisation looks at the whole batch";
+    }
+    for (const auto& batch : run.batches()) {
+      if (rows(batch) % Pieces == 0 && rows(batch) > 0) continue;
+      return "batches of " + std::to_string(rows(batch)) + " cannot be cut into " + std::to_string(Pieces) +
+             " equal pieces";
+    }
+    return true;
   }
-  void apply(Run& run) override { run.set_micro_batches(kPieces); }
+  void apply(Run& run) override { run.set_micro_batches(Pieces); }
   void revert(Run& run) override { run.set_micro_batches(1); }
-  static constexpr int kPieces = 2;
 };
 
 // -- CUDA -------------------------------------------------------------------------------------------------------------
@@ -314,6 +326,7 @@ RegisteredStrategy own(const char* name, Kind kind, StrategyTraits traits) {
 std::vector<RegisteredStrategy> own_strategies() {
   using enum Kind;
   const std::vector<std::string> faster = {"allocator", "host_pool", "bf16_autocast", "channels_last", "step_tail"};
+  const StrategyTraits split{.group = "split", .interacts = faster, .hopeful = 1.5};
   const std::string squares = "memory grows with the square of the sequence length.";
   return {
       own<HostStrategy<tuned_allocator>>(
@@ -386,7 +399,9 @@ std::vector<RegisteredStrategy> own_strategies() {
       own<FlushDenormals>(
           "flush_denormals", Tolerance,
           {.interacts = {"one_thread", "physical_cores"}, .cost = "numbers below 1.2e-38 become zero.", .hopeful = 10}),
-      own<Split>("split_batch", Tolerance, {.interacts = {"allocator", "host_pool"}, .hopeful = 1.3}),
+      own<Split<2>>("split_2", Tolerance, split),
+      own<Split<4>>("split_4", Tolerance, split),
+      own<Split<8>>("split_8", Tolerance, split),
   };
 }
 
