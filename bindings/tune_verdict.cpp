@@ -42,7 +42,8 @@ void bind_values(py::module_& m) {
       .def_readonly("whole", &ValueErrors::whole)
       .def_readonly("wrong", &ValueErrors::wrong, "What is missing, of another shape or not finite.")
       .def_property_readonly("worst", &ValueErrors::worst, "Largest error of a gradient, relative.");
-  py::class_<ValueMeter>(m, "ValueMeter", "Measures loss, gradients and buffers of one step, one tensor after the other.")
+  py::class_<ValueMeter>(m, "ValueMeter",
+                         "Measures loss, gradients and buffers of one step, one tensor after the other.")
       .def(py::init<double, double>(), py::arg("loss"), py::arg("right"))
       .def(
           "gradient",
@@ -89,15 +90,16 @@ void bind_values(py::module_& m) {
 
 void bind_updates(py::module_& m) {
   py::class_<NamedChange>(m, "NamedChange", "The change of a parameter or of its optimizer state in one step.")
-      .def(py::init([](std::string name, double error, double size, double unit, double slope, double worst,
-                       double upwards, double outwards, double bias_error, double ratio, std::int64_t count,
-                       bool state) {
-             return NamedChange{
-                 std::move(name), {error, size, unit, slope, worst, upwards, outwards, bias_error, ratio}, count, state};
-           }),
-           py::arg("name"), py::arg("error"), py::arg("size"), py::arg("unit"), py::arg("slope"), py::arg("worst"),
-           py::arg("upwards"), py::arg("outwards"), py::arg("bias_error"), py::arg("ratio"), py::arg("count"),
-           py::arg("state"));
+      .def(
+          py::init([](std::string name, double error, double size, double unit, double slope, double worst,
+                      double upwards, double outwards, double bias_error, double ratio, std::int64_t count,
+                      bool state) {
+            return NamedChange{
+                std::move(name), {error, size, unit, slope, worst, upwards, outwards, bias_error, ratio}, count, state};
+          }),
+          py::arg("name"), py::arg("error"), py::arg("size"), py::arg("unit"), py::arg("slope"), py::arg("worst"),
+          py::arg("upwards"), py::arg("outwards"), py::arg("bias_error"), py::arg("ratio"), py::arg("count"),
+          py::arg("state"));
   m.def(
       "update_faults",
       [](const std::vector<NamedChange>& found, const std::vector<NamedChange>& base,
@@ -108,8 +110,7 @@ void bind_updates(py::module_& m) {
       py::arg("found"), py::arg("base"), py::arg("clipping"), py::arg("loose_state"),
       "What of one step's update is further off than it may be, and the largest error over what is allowed.");
   m.def(
-      "clip_factor",
-      [](const Gradients& gradients, double norm) { return clip_factor(tensors_of(gradients), norm); },
+      "clip_factor", [](const Gradients& gradients, double norm) { return clip_factor(tensors_of(gradients), norm); },
       release_gil(), py::arg("gradients"), py::arg("norm"),
       "By what gradients are multiplied where they are clipped by norm; 1 where they are not above it.");
   m.def(
@@ -127,7 +128,8 @@ void bind_verdict(py::module_& m) {
       "draws_fault",
       [](std::vector<double> losses, std::vector<double> spreads, std::vector<double> usual_losses,
          std::vector<double> usual_spreads) {
-        return draws_fault({std::move(losses), std::move(spreads)}, {std::move(usual_losses), std::move(usual_spreads)});
+        return draws_fault({std::move(losses), std::move(spreads)},
+                           {std::move(usual_losses), std::move(usual_spreads)});
       },
       py::arg("losses"), py::arg("spreads"), py::arg("usual_losses"), py::arg("usual_spreads"),
       "What is wrong with random numbers that were drawn, against the step as given; empty where nothing.");

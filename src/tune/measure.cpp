@@ -132,8 +132,8 @@ void ValueMeter::buffer(const std::string& name, const at::Tensor& given, const 
   const auto change = before.defined() ? exact - wide(dense(before)) : exact;
   const auto count = exact.numel();
   const double places = rms(product(exact, exact), count) * epsilon(given.scalar_type());
-  errors_.buffers.push_back({name, std::max(rms(product(off, off), count) - places, 0.0),
-                             rms(product(change, change), count), count});
+  errors_.buffers.push_back(
+      {name, std::max(rms(product(off, off), count) - places, 0.0), rms(product(change, change), count), count});
 }
 
 ValueErrors ValueMeter::found() const {

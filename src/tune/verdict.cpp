@@ -99,8 +99,7 @@ std::vector<Excess> values_beyond(const ValueErrors& found, const ValueErrors& u
     excess.push_back({text("the loss is off by %.2g", found.loss / size), found.loss / size});
   }
   if (!(std::abs(found.slope) <= kTimes * std::abs(usual.slope) + allowance.slope)) {
-    excess.push_back(
-        {text("gradients are %.4f times what they should be", 1 + found.slope), std::abs(found.slope)});
+    excess.push_back({text("gradients are %.4f times what they should be", 1 + found.slope), std::abs(found.slope)});
   }
   const auto hold = [&](const char* kind, const auto& mine, const auto& theirs, double floor) {
     for (const auto& one : mine) {
@@ -109,10 +108,10 @@ std::vector<Excess> values_beyond(const ValueErrors& found, const ValueErrors& u
       const double times = one.count <= kFew ? kLuck : kTimes;
       if (one.error <= times * base + allowance.tensor * one.size + floor) continue;
       const double relative = one.error / std::max(one.size, kTiny);
-      excess.push_back({"the " + std::string(kind) + ' ' + one.name +
-                            text(" is off by %.2g of its size, %.2g as given", relative,
-                                 base / std::max(one.size, kTiny)),
-                        relative});
+      excess.push_back(
+          {"the " + std::string(kind) + ' ' + one.name +
+               text(" is off by %.2g of its size, %.2g as given", relative, base / std::max(one.size, kTiny)),
+           relative});
     }
   };
   hold("gradient of", found.gradients, usual.gradients, allowance.whole * found.whole);
@@ -186,7 +185,7 @@ std::string draws_fault(const Draws& found, const Draws& usual) {
   if (!found.spreads.empty() && !usual.spreads.empty()) {
     const auto [wider, unsure] = apart(found.spreads, usual.spreads);
     if (std::abs(wider) > kSure * unsure) {
-      return text("random numbers make the outputs' variance %.2f times what it is as given",
+      return text("random numbers make the %s' variance %.2f times what it is as given", found.spread_of,
                   mean_of(found.spreads) / std::max(mean_of(usual.spreads), kTiny));
     }
   }
@@ -226,13 +225,12 @@ bool in_any_band(double end, double usual) { return std::abs(end - usual) <= 0.5
 ComparedSteps draw_steps(int count, int dense, std::uint64_t drawn_by) {
   PhiloxStream random(drawn_by);
   const auto some_of = [&](std::vector<int> all, int wanted) {
-    const auto most = std::min(wanted, static_cast<int>(all.size()));
-    for (int i = 0; i < most; ++i) {  // the first of a shuffle
-      const auto left = static_cast<double>(static_cast<int>(all.size()) - i);
-      std::swap(all[static_cast<std::size_t>(i)],
-                all[static_cast<std::size_t>(i + static_cast<int>(random.uniform_double() * left))]);
+    const auto most = std::min(static_cast<std::size_t>(wanted), all.size());
+    for (std::size_t i = 0; i < most; ++i) {  // the first of a shuffle
+      const auto left = static_cast<double>(all.size() - i);
+      std::swap(all[i], all[i + static_cast<std::size_t>(random.uniform_double() * left)]);
     }
-    all.resize(static_cast<std::size_t>(most));
+    all.resize(most);
     std::sort(all.begin(), all.end());
     return all;
   };

@@ -4,6 +4,7 @@
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/rnn.h>
+#include <torch/serialize/output-archive.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <map>
 #include <optional>
 #include <random>
+#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -36,7 +38,8 @@ constexpr std::size_t kKept = 4;  // steps of a candidate that are held at once;
 constexpr double kJumps = 8;      // states a rounding apart, whose gradients show where kinks are
 constexpr double kJumpBytes = 1 << 29;
 constexpr double kRounding = 8 * 0x1p-23, kRoundingReduced = 0x1p-8;  // relative, of a parameter
-constexpr double kSmall = 0.02;                                      // relative: what a look at one step lets pass
+constexpr double kSmall = 0.02;                                       // relative: what a look at one step lets pass
+constexpr double kKeptByTrade = 0.1;  // of optimizer state that a trade holds in a lower precision, relative
 constexpr int kDraws = 24;
 constexpr double kRise = 0.03;  // of the loss, on either side of a difference quotient
 
@@ -239,8 +242,8 @@ struct Verifier::Impl {
     return known ? found : std::map<std::string, at::Tensor>();
   }
 
-  /// Takes the candidate through its steps without a break; what it stood on before those of `keep` is kept. Returns the
-  /// losses of all steps and the states of the generators after each.
+  /// Takes the candidate through its steps without a break; what it stood on before those of `keep` is kept. Returns
+  /// the losses of all steps and the states of the generators after each.
   Given observe(const std::vector<int>& keep, std::vector<Observed>& seen,
                 std::vector<std::unique_ptr<Escrow>>& before) {
     Given all;
@@ -462,14 +465,46 @@ struct Verifier::Impl {
     if (!faults.words.empty()) throw Wrong{"step " + std::to_string(step + 1) + ": " + faults.words.front()};
   }
 
-  // -- what all steps show ----------------------------------------------------------------------------------------------
+  // -- what all steps show
+  // ----------------------------------------------------------------------------------------------
+
+  /// All that no strategy may change by being made active, the optimizer's state apart.
+  [[nodiscard]] std::string values_now() const {
+    Digest digest;
+    for (const auto& p : run.parameters()) digest.add("parameter", p);
+    for (const auto& b : run.model().buffers()) digest.add("buffer", b);
+    for (const auto& group : run.original().param_groups()) {
+      std::ostringstream options;
+      torch::serialize::OutputArchive archive;
+      group.options().serialize(archive);
+      archive.save_to(options);
+      digest.add("options", options.str());
+    }
+    return digest.text() + generators_now();
+  }
 
   void judge_applied(Kind kind, const std::vector<std::string>& names) {
     escrow.restore();
+    const auto states = states_now();
+    const auto values = values_now();
     run.bring(names);
-    const bool same = kind == Kind::Trade || escrow.digest() == escrow.held();
+    const bool trades = kind == Kind::Trade;
+    const bool same = trades ? values_now() == values : escrow.digest() == escrow.held();
+    const auto now = trades ? states_now() : states;
     run.bring({});
     if (!same) throw Wrong{"making it active changes weights, optimizer state or random generators"};
+    if (!trades) return;
+    for (const auto& [name, before] : states) {  // it may be held in a lower precision
+      const auto found = now.find(name);
+      if (found == now.end()) throw Wrong{"making it active loses the optimizer's " + name};
+      const auto wide = before.to(at::kDouble);
+      const double size = wide.norm().item<double>();
+      const double change = (found->second.to(at::kDouble) - wide).norm().item<double>();
+      if (!(change <= kKeptByTrade * size)) {
+        throw Wrong{"making it active changes the optimizer's " + name + " by " + brief(change / size) +
+                    " of its size"};
+      }
+    }
   }
 
   void judge_losses(const Given& found) {
@@ -510,11 +545,26 @@ struct Verifier::Impl {
     return draws && (differs || pieces);
   }
 
-  /// Losses of one batch, each time with the next random numbers.
+  /// Losses of one batch, each time with the next random numbers, and how far gradients are apart, two by two: of masks
+  /// at another rate the mean loss may be the same.
   Draws draw_losses() {
-    const at::NoGradGuard no_grad;
-    Draws found;
-    for (int i = 0; i < kDraws; ++i) found.losses.push_back(number(run.loss(batch(0))));
+    Draws found{.spread_of = "gradients"};
+    Tensors before;
+    for (int i = 0; i < kDraws; ++i) {
+      found.losses.push_back(number(run.backward(batch(0))));
+      if (i % 2 == 0) {
+        before = gradients(run.parameters());
+        continue;
+      }
+      double square = 0;
+      for (std::size_t k = 0; k < before.size(); ++k) {
+        const auto& now = run.parameters()[k].grad();
+        if (!now.defined() || !before[k].defined()) continue;
+        const auto change = now.is_sparse() ? (now - before[k]).to_dense() : now - before[k];
+        square += change.detach().to(at::kDouble).square().sum().item<double>();
+      }
+      found.spreads.push_back(square / 2);
+    }
     return found;
   }
 
@@ -522,7 +572,10 @@ struct Verifier::Impl {
   /// recomputation in backward with masks of its own is off by as much as masks matter.
   double backward_error() {
     const auto random = optim::generator_states(run.device());
-    const double there = number(run.backward(batch(0)));
+    run.original().zero_grad();
+    const auto whole = run.loss(batch(0));  // not in pieces, as the ends below
+    whole.backward();
+    const double there = number(whole.detach());
     Tensors moved, directions;
     double square = 0;
     for (const auto& p : run.parameters()) {
@@ -562,7 +615,8 @@ struct Verifier::Impl {
     }
   }
 
-  // -- trajectories -----------------------------------------------------------------------------------------------------
+  // -- trajectories
+  // -----------------------------------------------------------------------------------------------------
 
   /// The mean loss over the last half of a trajectory; `seed` 0 is the run as given.
   double trajectory(std::uint64_t seed) {
@@ -607,7 +661,8 @@ struct Verifier::Impl {
                 ", outside of " + brief(band.low) + " to " + brief(band.high) + " that seeds span"};
   }
 
-  // -- all of it --------------------------------------------------------------------------------------------------------
+  // -- all of it
+  // --------------------------------------------------------------------------------------------------------
 
   /// Judges the compared steps of the candidate, as much as may be held at once; `look` at each of them.
   template <class Look>
@@ -651,10 +706,11 @@ struct Verifier::Impl {
       const Still still(run.model());
       escrow.restore();
       const auto here = generators_now();
-      run.loss(batch(0));
+      static_cast<void>(run.loss(batch(0)));
       if (generators_now() != here) {
-        throw Wrong{"it draws other random numbers than the step as given, by functions that are no modules, so that "
-                    "its gradients cannot be compared"};
+        throw Wrong{
+            "it draws other random numbers than the step as given, by functions that are no modules, so that "
+            "its gradients cannot be compared"};
       }
       std::array<std::optional<ValueErrors>, 2> loud;
       usual_.swap(loud);
@@ -691,8 +747,8 @@ struct Verifier::Impl {
   std::optional<std::pair<std::string, Tensors>> reference;
   bool repeats = true;
   std::optional<Given> given;
-  std::string start;     // of the random generators
-  std::string no_truth;  // why the model does not run in float64
+  std::string start;                                 // of the random generators
+  std::string no_truth;                              // why the model does not run in float64
   std::array<std::optional<ValueErrors>, 2> usual_;  // of the step as given, and of stock torch at lower precision
   std::vector<double> ends;  // of trajectories as given: of the run's own seed, then of others where they decide
 };

@@ -15,7 +15,8 @@ using testing::ElementsAre;
 using testing::IsEmpty;
 
 double rms(const at::Tensor& t) {
-  return std::sqrt(t.to(at::kDouble).square().sum().item<double>() / static_cast<double>(std::max<std::int64_t>(1, t.numel())));
+  return std::sqrt(t.to(at::kDouble).square().sum().item<double>() /
+                   static_cast<double>(std::max<std::int64_t>(1, t.numel())));
 }
 
 class MeasureTest : public testing::Test {
@@ -24,9 +25,9 @@ class MeasureTest : public testing::Test {
 };
 
 TEST_F(MeasureTest, GradientsAreMeasuredAsAtOnce) {
-  const std::vector<at::Tensor> shapes{torch::randn({}),           torch::randn({0}),        torch::randn({3, 5}),
-                                       torch::randn({7, 4}).t(),   torch::randn({1, 1 << 20}), torch::randn({1300, 900}),
-                                       torch::randn({900, 1300}).t()};
+  const std::vector<at::Tensor> shapes{
+      torch::randn({}),           torch::randn({0}),         torch::randn({3, 5}),         torch::randn({7, 4}).t(),
+      torch::randn({1, 1 << 20}), torch::randn({1300, 900}), torch::randn({900, 1300}).t()};
   for (const auto type : {at::kFloat, at::kBFloat16, at::kDouble}) {
     for (const auto& given : shapes) {
       const auto mine = given.to(type);
@@ -63,11 +64,11 @@ TEST_F(MeasureTest, WhatIsMissingIsSaid) {
   meter.stepped(true, true);
   meter.stepped(true, false);
   meter.stepped(false, true);
-  EXPECT_THAT(meter.found().wrong,
-              ElementsAre("the loss is nan", "a has no gradient", "b has a gradient",
-                          "the gradient of c has another shape", "the gradient of d is not finite",
-                          "the buffer f is missing", "the buffer g is of another shape", "the buffer h differs",
-                          "the optimizer is stepped", "the optimizer is not stepped"));
+  EXPECT_THAT(
+      meter.found().wrong,
+      ElementsAre("the loss is nan", "a has no gradient", "b has a gradient", "the gradient of c has another shape",
+                  "the gradient of d is not finite", "the buffer f is missing", "the buffer g is of another shape",
+                  "the buffer h differs", "the optimizer is stepped", "the optimizer is not stepped"));
 }
 
 TEST_F(MeasureTest, SparseGradientsAreDense) {

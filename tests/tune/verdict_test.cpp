@@ -44,7 +44,8 @@ TEST(VerdictTest, EachPartIsHeld) {
   EXPECT_EQ(beyond([](auto& e) { e.slope = -0.019; }), "gradients are 0.9810 times what they should be");
   EXPECT_EQ(beyond([](auto& e) { e.gradients[0].error = 1e-3; }),
             "the gradient of a is off by 0.01 of its size, 0 as given");
-  EXPECT_EQ(beyond([](auto& e) { e.buffers[0].error = 1e-3; }), "the buffer mean is off by 0.1 of its size, 0 as given");
+  EXPECT_EQ(beyond([](auto& e) { e.buffers[0].error = 1e-3; }),
+            "the buffer mean is off by 0.1 of its size, 0 as given");
   EXPECT_EQ(beyond([](auto& e) { e.wrong = {"b has no gradient"}; }), "b has no gradient");
   EXPECT_THAT(beyond([](auto& e) { e.loss = std::numeric_limits<double>::quiet_NaN(); }), HasSubstr("the loss"));
   EXPECT_EQ(beyond([](auto& e) { e.gradients[0].error = 1e-3; }, kReduced), "");

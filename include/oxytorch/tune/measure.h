@@ -36,9 +36,9 @@ class OXY_API ValueMeter {
 [[nodiscard]] OXY_API NamedChange measured_change(std::string name, const at::Tensor& before, const at::Tensor& after,
                                                   const at::Tensor& wanted, bool state);
 
-/// By what gradients are multiplied where they are clipped by norm, as torch's clip_grad_norm_ does, in float64; 1 where
-/// they are not above the norm by more than rounding: those that torch has clipped are above it by as much as its own
-/// norm of them is off.
+/// By what gradients are multiplied where they are clipped by norm, as torch's clip_grad_norm_ does, in float64; 1
+/// where they are not above the norm by more than rounding: those that torch has clipped are above it by as much as its
+/// own norm of them is off.
 [[nodiscard]] OXY_API double clip_factor(const std::vector<at::Tensor>& gradients, double norm);
 
 /// How far torch's own norm of gradients is from that in float64, relative; 0 of such as are well below `norm`.

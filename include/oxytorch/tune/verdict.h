@@ -72,9 +72,7 @@ struct NamedChange {
   bool state = false;  ///< of the optimizer's state
 
   /// Error against the size of the change, or the last place where the change is smaller.
-  [[nodiscard]] double relative() const noexcept {
-    return change.error / std::max({change.size, change.unit, 1e-300});
-  }
+  [[nodiscard]] double relative() const noexcept { return change.error / std::max({change.size, change.unit, 1e-300}); }
 };
 
 struct UpdateFaults {
@@ -84,16 +82,17 @@ struct UpdateFaults {
 
 /// What of one step's update is further off than three times what the step as given is (`base`; a name that is missing
 /// there made no error), a unit in the last place and float32's own arithmetic allow: its error, a factor on it, one
-/// element, a bias of its rounding. `clipping`: how far each moves by what torch's own norm is off by. State is not held
-/// where it is kept in fewer bits (`loose_state`).
+/// element, a bias of its rounding. `clipping`: how far each moves by what torch's own norm is off by. State is not
+/// held where it is kept in fewer bits (`loose_state`).
 [[nodiscard]] OXY_API UpdateFaults update_faults(std::span<const NamedChange> found, std::span<const NamedChange> base,
                                                  const std::map<std::string, double>& clipping, bool loose_state);
 
 // -- random numbers ---------------------------------------------------------------------------------------------------
 
-/// Losses of one batch with other random numbers each time, and how far the outputs are from their mean.
+/// Losses of one batch with other random numbers each time, and how far outputs or gradients are from their mean.
 struct Draws {
-  std::vector<double> losses, spreads;
+  std::vector<double> losses = {}, spreads = {};
+  const char* spread_of = "outputs";
 };
 
 /// What is wrong with what was drawn, against the step as given; empty where nothing.

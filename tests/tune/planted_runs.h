@@ -1,0 +1,191 @@
+/// The training runs that faults are planted in, and the places where a fault reaches into them.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/run.h"
+#include "oxytorch/tune/verify.h"
+
+namespace oxytorch::planted {
+
+namespace F = torch::nn::functional;
+
+/// Whether a fault acts, by the number of updates taken before and the batch under way.
+using Acts = std::function<bool(int taken, const Batch& batch)>;
+
+/// A block of a language model with dropout and tied weights; its fields are what faults change.
+struct AttentionImpl : torch::nn::Module {
+  explicit AttentionImpl(std::int64_t vocabulary = 31, std::int64_t width = 32) {
+    table = register_module("table", torch::nn::Embedding(vocabulary, width));
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
+    qkv = register_module("qkv", torch::nn::Linear(width, 3 * width));
+    out = register_module("out", torch::nn::Linear(width, width));
+    up = register_module("up", torch::nn::Linear(width, 2 * width));
+    down = register_module("down", torch::nn::Linear(2 * width, width));
+    drop = register_module("drop", torch::nn::Dropout(0.1));
+  }
+  at::Tensor masked(const at::Tensor& x) {
+    if (!own_rate) return drop(x);
+    const double rate = drop->options.p() > 0 ? *own_rate : 0;  // switched off with dropout
+    return x * (torch::rand(x.sizes(), x.options().dtype(at::kFloat)) >= rate) / (1 - rate);
+  }
+  at::Tensor forward(const at::Tensor& tokens) {
+    auto x = table(tokens);
+    const auto rows = x.size(0), length = x.size(1), width = x.size(2);
+    const auto parts = qkv(norm(x)).view({rows, length, 3, 4, width / 4}).permute({2, 0, 3, 1, 4});
+    const auto mixed = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, causal);
+    x = x + masked(out(mixed.transpose(1, 2).reshape({rows, length, width})));
+    const auto weight = stale_up.defined() ? stale_up + (up->weight - up->weight.detach()) : up->weight;
+    const auto hidden = at::gelu(at::linear(x, weight, up->bias));
+    x = x + masked(down(detached ? hidden.detach() : hidden));
+    return at::linear(x, untied.defined() ? untied : table->weight);
+  }
+  torch::nn::Embedding table{nullptr};
+  torch::nn::LayerNorm norm{nullptr};
+  torch::nn::Linear qkv{nullptr}, out{nullptr}, up{nullptr}, down{nullptr};
+  torch::nn::Dropout drop{nullptr};
+  bool causal = true, detached = false;
+  std::optional<double> own_rate;
+  at::Tensor untied, stale_up;
+};
+TORCH_MODULE(Attention);
+
+/// What a fault replaces while it is active; nothing set is the run as given.
+struct Reach {
+  std::function<at::Tensor(const at::Tensor& x)> model;
+  std::function<at::Tensor(const at::Tensor& out)> outputs;
+  std::function<at::Tensor(const Batch& batch)> loss;  ///< of a whole batch, in place of model and criterion
+  std::function<void()> after_loss;
+  std::function<void(torch::optim::Optimizer& own)> step;
+  bool clips = false;  ///< by itself: the run does not
+};
+
+struct Bench {
+  std::shared_ptr<torch::nn::Module> model;
+  std::function<at::Tensor(const at::Tensor& x)> forward;
+  std::function<at::Tensor(const at::Tensor& out, const at::Tensor& target)> criterion;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::vector<Batch> batches;
+  double clip_norm = 0;
+  Reach reach = {};
+  int taken = 0;  ///< updates since the fault became active
+  Batch under_way = {};
+
+  std::unique_ptr<tune::Run> run = {};
+  std::unique_ptr<tune::Escrow> escrow = {};
+  std::unique_ptr<tune::Verifier> verifier = {};
+
+  [[nodiscard]] const at::Tensor& parameter(std::size_t i) const { return run->parameters()[i]; }
+  [[nodiscard]] at::Tensor plain_loss(const Batch& batch) {
+    auto out = reach.model ? reach.model(batch.input) : forward(batch.input);
+    return criterion(reach.outputs ? reach.outputs(out) : out, batch.target);
+  }
+  [[nodiscard]] at::Tensor loss(const Batch& batch) {
+    under_way = batch;
+    auto value = reach.loss ? reach.loss(batch) : plain_loss(batch);
+    if (reach.after_loss) reach.after_loss();
+    return value;
+  }
+  /// Begins the run: `warm` steps, then its escrow and its verifier.
+  void start(int warm) {
+    run =
+        std::make_unique<tune::Run>(*model, *optimizer, [this](const Batch& b) { return loss(b); }, batches, clip_norm);
+    for (int i = 0; i < warm; ++i) run->step(batches[static_cast<std::size_t>(i) % batches.size()]);
+    escrow = std::make_unique<tune::Escrow>(*run);
+    verifier = std::make_unique<tune::Verifier>(*run, *escrow);
+  }
+};
+
+inline at::Tensor cross_entropy(const at::Tensor& out, const at::Tensor& target) {
+  return F::cross_entropy(out.dim() == 3 ? out.flatten(0, 1) : out, target.flatten());
+}
+
+/// Of a Sequential of any modules.
+template <class Model>
+void take_model(Bench& bench, Model model) {
+  bench.model = model.ptr();
+  bench.forward = [model](const at::Tensor& x) mutable { return model->forward(x); };
+}
+
+/// Batch norm, two parameter groups, clipping.
+inline Bench mlp() {
+  Bench bench;
+  take_model(bench, torch::nn::Sequential(torch::nn::Linear(16, 24), torch::nn::BatchNorm1d(24), torch::nn::Tanh(),
+                                          torch::nn::Linear(24, 24), torch::nn::Tanh(), torch::nn::Linear(24, 5)));
+  std::vector<at::Tensor> matrices, others;
+  for (const auto& p : bench.model->parameters()) (p.dim() > 1 ? matrices : others).push_back(p);
+  const auto options = [](double decay) {
+    return std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(3e-3).weight_decay(decay));
+  };
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(matrices, options(0.1));
+  groups.emplace_back(others, options(0));
+  bench.optimizer = std::make_unique<torch::optim::AdamW>(groups, torch::optim::AdamWOptions(3e-3));
+  for (int i = 0; i < 4; ++i) bench.batches.push_back({torch::randn({31, 16}), torch::randint(0, 5, {31})});
+  bench.criterion = cross_entropy;
+  bench.clip_norm = 0.5;
+  return bench;
+}
+
+/// Convolutions and momentum.
+inline Bench conv() {
+  using namespace torch::nn;
+  Bench bench;
+  take_model(bench, Sequential(Conv2d(Conv2dOptions(3, 8, 3).padding(1)), BatchNorm2d(8), ReLU(), MaxPool2d(2),
+                               Conv2d(Conv2dOptions(8, 8, 3).padding(1)), BatchNorm2d(8), ReLU(), AdaptiveAvgPool2d(2),
+                               Flatten(), Linear(32, 4)));
+  bench.optimizer = std::make_unique<torch::optim::SGD>(
+      bench.model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).nesterov(true).weight_decay(1e-3));
+  for (int i = 0; i < 4; ++i) bench.batches.push_back({torch::randn({16, 3, 12, 12}), torch::randint(0, 4, {16})});
+  bench.criterion = cross_entropy;
+  return bench;
+}
+
+/// Attention, tied weights, dropout.
+inline Bench gpt() {
+  Bench bench;
+  take_model(bench, Attention());
+  bench.optimizer = std::make_unique<torch::optim::AdamW>(bench.model->parameters(),
+                                                          torch::optim::AdamWOptions(1e-3).betas({0.8, 0.95}));
+  for (int i = 0; i < 4; ++i) {
+    bench.batches.push_back({torch::randint(0, 31, {8, 12}), torch::randint(0, 31, {8, 12})});
+  }
+  bench.criterion = cross_entropy;
+  return bench;
+}
+
+/// Steps the user's optimizer as the fault has it.
+class PlantedOptimizer : public torch::optim::Optimizer {
+ public:
+  PlantedOptimizer(torch::optim::Optimizer& own, Bench& bench)
+      : Optimizer(groups_of(own), own.defaults().clone()), own_(own), bench_(bench) {}
+  at::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    if (bench_.reach.step) {
+      bench_.reach.step(own_);
+    } else {
+      own_.step();
+    }
+    ++bench_.taken;
+    return {};
+  }
+
+ private:
+  static std::vector<torch::optim::OptimizerParamGroup> groups_of(torch::optim::Optimizer& own) {
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    for (const auto& g : own.param_groups()) groups.emplace_back(g.params(), g.options().clone());
+    return groups;
+  }
+  torch::optim::Optimizer& own_;
+  Bench& bench_;
+};
+
+}  // namespace oxytorch::planted
