@@ -93,7 +93,7 @@ class ModelOptimizer:
         example : Any
             One batch of the size that is used: shares of time are those of this batch.
         loss_fn : callable, optional
-            Without it the mean square of the floating-point outputs stands in for the loss.
+            Without it the mean squared distance of the floating-point outputs from a fixed wave stands in for the loss.
 
         Returns
         -------
