@@ -436,8 +436,13 @@ struct Tuner::Impl {
 
   /// Which of several makes the others slower, if one does; what would be compiled anew is left out.
   std::string hindered_by(const Names& names) {
-    const auto costly = [&](const auto& name) { return workload.expected_cost(name) > 0; };
-    if (names.size() < 2 || std::any_of(names.begin(), names.end(), costly)) return "";
+    for (const auto& name : names) {
+      double cost = 0;
+      ask(name, "expected_cost()", [&] { cost = workload.expected_cost(name); });
+      if (skipped.contains(name)) return skipped[name];
+      if (cost > 0) return "";
+    }
+    if (names.size() < 2) return "";
     for (const auto& name : names) {
       Names rest;
       std::copy_if(names.begin(), names.end(), std::back_inserter(rest),

@@ -276,6 +276,20 @@ TEST_F(TunerTest, ReusesWhatHoldsAndMeasuresAnewWhatDoesNot) {
   EXPECT_THAT(made.events.back(), HasSubstr("did not hold and was measured anew: the rest is faster without less"));
 }
 
+TEST_F(TunerTest, ARememberedStrategyThatThrowsIsLeftOut) {
+  for (const char* member : {"applies", "expected_cost", "apply", "step"}) {
+    Table table;
+    const CertificateStore store((folder_ / member).string());
+    table.plant("half", 0.5);
+    table.plant("less", 0.8);
+    store.put(tuned(table, {}, &store));
+    table.planted["less"].throws = member;
+    const auto made = tuned(table, {}, &store);
+    EXPECT_THAT(made.accepted(), ElementsAre("half")) << member;
+    EXPECT_EQ(entry(made, "less").standing, Standing::Failed) << member;
+  }
+}
+
 TEST_F(TunerTest, MakesActiveWhatSettingsAskFor) {
   table.plant("nothing", 1);
   table.plant({.offer = {.name = "wrong"}, .honest = false});
@@ -334,7 +348,7 @@ class WatchTest : public TunerTest {
  protected:
   WatchTest() : store(folder_.string()) {
     made.key = {"here", "2", "model", "options"};
-    made.entries.push_back({.strategy = "half", .standing = Standing::Accepted});
+    made.entries.push_back({.strategy = "half", .standing = Standing::Accepted, .reason = ""});
     made.entries.push_back({.strategy = "other", .standing = Standing::Rejected, .reason = "slow"});
     store.put(made);
   }
