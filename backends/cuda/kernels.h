@@ -2,6 +2,7 @@
 #pragma once
 
 #include "oxytorch/backend.h"
+#include "oxytorch/backend_kernels.h"
 
 namespace oxytorch::backend::cuda {
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <vector>
+#include "oxytorch/backend_kernels.h"
 
 #include "backends/sim/queue.h"
 #include "backends/tail/device_tail.h"

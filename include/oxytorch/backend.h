@@ -153,7 +153,7 @@ typedef struct oxy_queue_options {
   void* native_handle; /* read with OXY_QUEUE_WRAP_NATIVE, for example torch's current stream */
 } oxy_queue_options;
 
-/* Native kernels: oxytorch/backend_kernels.h, which this header includes. */
+/* Native kernels: oxytorch/backend_kernels.h, which includes this header. */
 typedef struct oxy_kernels oxy_kernels;
 
 typedef struct oxy_backend {
@@ -221,7 +221,5 @@ typedef oxy_status (*oxy_backend_configure_fn)(const char* settings);
 #ifdef __cplusplus
 }
 #endif
-
-#include "oxytorch/backend_kernels.h"
 
 #endif /* OXYTORCH_BACKEND_H_ */

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "oxytorch/backend/device.h"
+#include "oxytorch/backend_kernels.h"
 #include "oxytorch/kernels/step_tail.h"
 
 namespace oxytorch::optim {

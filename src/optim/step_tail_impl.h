@@ -13,6 +13,7 @@
 #include "optim/composite.h"
 #include "optim/device_tail.h"
 #include "optim/slot.h"
+#include "oxytorch/backend_kernels.h"
 #include "oxytorch/kernels/step_tail.h"
 #include "oxytorch/optim/step_tail.h"
 

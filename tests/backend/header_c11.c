@@ -1,4 +1,5 @@
 #include "oxytorch/backend.h"
+#include "oxytorch/backend_kernels.h"
 
 _Static_assert(__STDC_VERSION__ == 201112L, "compiled as C11");
 _Static_assert(sizeof(oxy_status) == 4 && sizeof(oxy_memory) == 4 && sizeof(oxy_copy) == 4, "fixed widths");

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "oxytorch/backend_kernels.h"
 #include "suite.h"
 
 namespace conformance {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <random>
 #include <vector>
+#include "oxytorch/backend_kernels.h"
 
 #include "suite.h"
 

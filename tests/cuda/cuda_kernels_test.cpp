@@ -10,6 +10,7 @@
 
 #include "fake_cards.h"
 #include "oxytorch/backend/device.h"
+#include "oxytorch/backend_kernels.h"
 #include "oxytorch/kernels/step_tail.h"
 
 namespace {

@@ -8,6 +8,7 @@
 
 #include "oxytorch/backend/registry.h"
 #include "oxytorch/backend/sim.h"
+#include "oxytorch/backend_kernels.h"
 #include "oxytorch/kernels/step_tail.h"
 
 struct oxy_tail_s {
