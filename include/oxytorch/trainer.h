@@ -80,11 +80,11 @@ class OXY_API Trainer {
 
   /// Trains over `loader` (a range of things with `data` and `target`) until `epochs` or `max_steps` optimizer steps,
   /// the settings' max_steps or early stopping. 0 is no bound; one of them is needed. Both count in total, with those
-  /// of earlier calls and of a run that was loaded; an epoch that was broken off is begun anew. A window of batches that is
-  /// unfinished at the end of an epoch is stepped with, averaged over the batches it has. Early stopping goes by what
-  /// `validate` returns after each epoch, or by the mean training loss; with early_stopping_restore_best the weights of
-  /// its best epoch are back at the end, unless a signal ended it. SIGTERM and SIGINT end it after the step in
-  /// progress; the handlers of before are put back.
+  /// of earlier calls and of a run that was loaded; an epoch that was broken off is begun anew. A window of batches
+  /// that is unfinished at the end of an epoch is stepped with, averaged over the batches it has. Early stopping goes
+  /// by what `validate` returns after each epoch, or by the mean training loss; with early_stopping_restore_best the
+  /// weights of its best epoch are back at the end, unless a signal ended it. SIGTERM and SIGINT end it after the step
+  /// in progress; the handlers of before are put back.
   template <class Loader>
   FitResult fit(Loader& loader, int64_t epochs, int64_t max_steps = 0, const std::function<double()>& validate = {}) {
     return run_fit(

@@ -290,7 +290,8 @@ class TrainingStep:
 
     def _count(self) -> None:
         self.taken += 1
-        self.given._opt_called = True  # type: ignore[attr-defined]  (of a step that was left out schedulers warn)
+        if hasattr(self.given.step, "_wrapped_by_lr_sched"):  # of a step that was left out its scheduler would warn
+            self.given._opt_called = True  # type: ignore[attr-defined]
         if self.scheduler is not None:
             self.scheduler.step()
 

@@ -45,7 +45,8 @@ constexpr const char* kYourLoop =
     "accelerate() leaves the loop to you, so nothing would use it. Do it in your loop, or use "
     "PerformanceOptimizer(...).prepare(...), whose trainer does.";
 constexpr const char* kOwnStep =
-    "step= is called once a batch and does all of a step itself. Do it in there, or leave step= out and give loss_fn, so "
+    "step= is called once a batch and does all of a step itself. Do it in there, or leave step= out and give loss_fn, "
+    "so "
     "that the trainer takes the steps.";
 
 /// Every setting has a row; a test compares them with PerformanceConfig::fields().

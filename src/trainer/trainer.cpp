@@ -572,8 +572,8 @@ void Trainer::save(torch::serialize::OutputArchive& archive) const {
   self.optimizer.save(optimizer);
   archive.write("model", model);
   archive.write("optimizer", optimizer);
-  archive.write("counters", torch::tensor({self.step_count, self.batch_count, static_cast<int64_t>(self.ready),
-                                           self.epoch}));
+  archive.write("counters",
+                torch::tensor({self.step_count, self.batch_count, static_cast<int64_t>(self.ready), self.epoch}));
   archive.write("decisions", torch::tensor({static_cast<int64_t>(self.dtype), static_cast<int64_t>(self.channels_last),
                                             static_cast<int64_t>(self.math_attention) +
                                                 static_cast<int64_t>(self.math_attention && self.measured_math)}));

@@ -345,7 +345,7 @@ def test_the_trainer_honours(key: str, capfd: pytest.CaptureFixture[str], monkey
 
 
 def test_the_options_of_the_trainer() -> None:
-    shown = {"scheduler", "monitor", "checkpointer", "callbacks", "calibrate"}
+    shown = {"scheduler", "monitor", "checkpointer", "callbacks", "calibrate", "plan"}
     keywords = [p.name for p in inspect.signature(ox.Trainer).parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert set(keywords) == shown
     model = net()

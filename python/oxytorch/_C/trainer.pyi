@@ -108,6 +108,11 @@ class HostSetting:
         True from a successful apply until revert().
         """
     @property
+    def is_in_effect(self) -> bool:
+        """
+        Applied here, or found so.
+        """
+    @property
     def name(self) -> str: ...
     @property
     def reason(self) -> str:

@@ -16,8 +16,10 @@ __all__: list[str] = [
     "ChangeMeter",
     "DuelOptions",
     "DuelResult",
+    "Excess",
     "Interval",
     "LoadSample",
+    "NamedChange",
     "NativeOperators",
     "Offer",
     "OperatorReport",
@@ -27,17 +29,30 @@ __all__: list[str] = [
     "Timing",
     "Tuner",
     "TunerOptions",
+    "ValueErrors",
+    "ValueMeter",
     "Watch",
     "Watched",
     "Workload",
     "adam_step",
     "allows",
+    "band_of",
+    "clip_factor",
+    "draw_steps",
+    "draws_fault",
+    "generators_fault",
     "gradients_apart",
     "hardware_key",
+    "in_any_band",
     "native_step_differs",
+    "norm_error",
+    "quotient_allowance",
     "read_load",
     "set_load_source",
     "sgd_step",
+    "unexplained",
+    "update_faults",
+    "values_beyond",
 ]
 
 class Interval:
@@ -504,6 +519,85 @@ class Watch:
     @property
     def step(self) -> int: ...
 
+class ValueErrors:
+    """
+    How far one step was from what it should be.
+    """
+    def __init__(self) -> None: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def loss_size(self) -> float: ...
+    @property
+    def slope(self) -> float: ...
+    @property
+    def whole(self) -> float: ...
+    @property
+    def worst(self) -> float:
+        """
+        Largest error of a gradient, relative.
+        """
+    @property
+    def wrong(self) -> list[str]:
+        """
+        What is missing, of another shape or not finite.
+        """
+
+class ValueMeter:
+    """
+    Measures loss, gradients and buffers of one step, one tensor after the other.
+    """
+    def __init__(
+        self, loss: typing.SupportsFloat | typing.SupportsIndex, right: typing.SupportsFloat | typing.SupportsIndex
+    ) -> None: ...
+    def buffer(
+        self, name: str, given: torch.Tensor | None, right: torch.Tensor, before: torch.Tensor | None
+    ) -> None: ...
+    def found(self) -> ValueErrors: ...
+    def gradient(
+        self,
+        name: str,
+        given: torch.Tensor | None,
+        factor: typing.SupportsFloat | typing.SupportsIndex,
+        right: torch.Tensor | None,
+    ) -> None: ...
+    def stepped(self, given: bool, right: bool) -> None:
+        """
+        Whether the optimizer is stepped on one side alone.
+        """
+
+class Excess:
+    """
+    Something beyond what is allowed.
+    """
+    @property
+    def relative(self) -> float:
+        """
+        The error against the size of what it should be.
+        """
+    @property
+    def words(self) -> str: ...
+
+class NamedChange:
+    """
+    The change of a parameter or of its optimizer state in one step.
+    """
+    def __init__(
+        self,
+        name: str,
+        error: typing.SupportsFloat | typing.SupportsIndex,
+        size: typing.SupportsFloat | typing.SupportsIndex,
+        unit: typing.SupportsFloat | typing.SupportsIndex,
+        slope: typing.SupportsFloat | typing.SupportsIndex,
+        worst: typing.SupportsFloat | typing.SupportsIndex,
+        upwards: typing.SupportsFloat | typing.SupportsIndex,
+        outwards: typing.SupportsFloat | typing.SupportsIndex,
+        bias_error: typing.SupportsFloat | typing.SupportsIndex,
+        ratio: typing.SupportsFloat | typing.SupportsIndex,
+        count: typing.SupportsInt | typing.SupportsIndex,
+        state: bool,
+    ) -> None: ...
+
 class OperatorReport:
     """
     What became of one native operator.
@@ -565,6 +659,42 @@ def allows(level: str, kind: typing.Literal["exact", "tolerance", "precision", "
     Whether a level allows a kind of change.
     """
 
+def band_of(ends: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> tuple[float, float]:
+    """
+    Between which losses seeds end, of those that were seen.
+    """
+
+def clip_factor(
+    gradients: collections.abc.Sequence[torch.Tensor | None], norm: typing.SupportsFloat | typing.SupportsIndex
+) -> float:
+    """
+    By what gradients are multiplied where they are clipped by norm; 1 where they are not above it.
+    """
+
+def draw_steps(
+    count: typing.SupportsInt | typing.SupportsIndex,
+    dense: typing.SupportsInt | typing.SupportsIndex,
+    drawn_by: typing.SupportsInt | typing.SupportsIndex,
+) -> tuple[list[int], set[int]]:
+    """
+    Steps that are compared, and those in float64.
+    """
+
+def draws_fault(
+    losses: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    spreads: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    usual_losses: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    usual_spreads: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+) -> str:
+    """
+    What is wrong with random numbers that were drawn, against the step as given; empty where nothing.
+    """
+
+def generators_fault(start: str, found: collections.abc.Sequence[str], usual: collections.abc.Sequence[str]) -> str:
+    """
+    Whether generators stand still where they move as given, or the reverse; empty where neither.
+    """
+
 def gradients_apart(
     with_changes: collections.abc.Sequence[torch.Tensor | None], without: collections.abc.Sequence[torch.Tensor | None]
 ) -> tuple[float, float]:
@@ -577,9 +707,30 @@ def hardware_key(root: str = "/") -> str:
     The processor's part of CertificateKey.hardware.
     """
 
+def in_any_band(
+    end: typing.SupportsFloat | typing.SupportsIndex, usual: typing.SupportsFloat | typing.SupportsIndex
+) -> bool:
+    """
+    So near to the end as given that no seeds need to be run.
+    """
+
 def native_step_differs() -> str:
     """
     Why the native steps do not have the bits of this torch's; empty where they do.
+    """
+
+def norm_error(
+    gradients: collections.abc.Sequence[torch.Tensor | None], norm: typing.SupportsFloat | typing.SupportsIndex
+) -> float:
+    """
+    How far torch's own norm of gradients is from that in float64, relative.
+    """
+
+def quotient_allowance(
+    kind: typing.Literal["exact", "tolerance", "precision", "trade"], usual: typing.SupportsFloat | typing.SupportsIndex
+) -> float:
+    """
+    How far a gradient may be from a difference quotient of the loss, relative.
     """
 
 def read_load(root: str = "/") -> LoadSample: ...
@@ -602,4 +753,28 @@ def sgd_step(
 ) -> None:
     """
     A step of torch.optim.SGD with the bits of its loop over CPU tensors.
+    """
+
+def unexplained(
+    given: collections.abc.Sequence[torch.Tensor | None],
+    right: collections.abc.Sequence[torch.Tensor | None],
+    jumps: collections.abc.Sequence[collections.abc.Sequence[torch.Tensor | None]],
+) -> list[torch.Tensor | None]:
+    """
+    Gradients less what the reference's own jumps explain of their error; see oxytorch/tune/kinks.h.
+    """
+
+def update_faults(
+    found: collections.abc.Sequence[NamedChange],
+    base: collections.abc.Sequence[NamedChange],
+    clipping: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex],
+    loose_state: bool,
+) -> tuple[list[str], float]:
+    """
+    What of one step's update is further off than it may be, and the largest error over what is allowed.
+    """
+
+def values_beyond(found: ValueErrors, usual: ValueErrors, allowance: str) -> list[Excess]:
+    """
+    What is further off than the yardstick's own error and the allowance ('float32', 'reduced' or 'unknown') explain.
     """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..report import Report, SettingLine
+from ..step_graph import StepGraph
 from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult
 from .performance_optimizer import PerformanceOptimizer
-from ..step_graph import StepGraph
 from .trainer import Trainer
 
 __all__ = [

@@ -21,6 +21,7 @@ from .trainer import Trainer
 
 __all__ = ["PerformanceOptimizer"]
 
+
 class PerformanceOptimizer:
     """Prepares a training run: what `oxytorch.accelerate` does, under a configuration, with a trainer on the result.
 

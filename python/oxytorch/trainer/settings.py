@@ -109,7 +109,6 @@ def beside(plan: Plan, config: PerformanceConfig | Mapping[str, Any] | str | os.
     for key in _DECIDED:
         settings.reset(key)
     settings.set("allocator", "system")
-    settings.set("clip_norm", 0)  # the plan's step clips
     if (plan.run.owns_loop or plan.run.own_step is not None) and not settings.is_given("nonfinite"):
         settings.set("nonfinite", "propagate")  # looking at all gradients is no part of the step that was measured
     return settings

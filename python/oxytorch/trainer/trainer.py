@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import getitem, is_
@@ -192,7 +191,11 @@ class Trainer:
         else:
             engine = self._plan.run
         engine.compute, engine.scope, engine.phase = self.compute_loss, self._scope, self._phase
-        engine.accumulation, engine.clip_value, engine.guard = s.accumulate, prepared.separate_clip_value, prepared.guard
+        engine.accumulation, engine.clip_value, engine.guard = (
+            s.accumulate,
+            prepared.separate_clip_value,
+            prepared.guard,
+        )
         if s.ema_decay is not None and not prepared.tail_ema:
             engine.ema_decay, engine.average = s.ema_decay, [p.detach().clone() for p in self._params]
         plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)

@@ -19,12 +19,13 @@ from ..base import format_duration, log
 from ..config import PerformanceConfig
 from ..model.escrow import is_criterion
 from ..optim.generators import unmoved_generators
+from ..step import StepFunction
 from .asked import Asked, named_by_user
 from .batches import take
 from .escrow import Escrow, gradients_away
 from .plan import Plan
 from .remember import key
-from .run import Run, StepFunction
+from .run import Run
 from .strategy import STRATEGIES, Strategy
 from .workload import RunWorkload
 

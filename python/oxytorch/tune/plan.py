@@ -151,7 +151,8 @@ class Plan:
         if self._trainer is None:
             raise AttributeError(
                 "this plan has no trainer: it is of accelerate(), which leaves the loop to you. Make one by "
-                "oxytorch.Trainer(model, optimizer, loss_fn, plan=plan), or call PerformanceOptimizer(...).prepare(...)."
+                "oxytorch.Trainer(model, optimizer, loss_fn, plan=plan), or call "
+                "PerformanceOptimizer(...).prepare(...)."
             )
         return self._trainer
 
