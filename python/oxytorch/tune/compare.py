@@ -188,9 +188,7 @@ class Comparison:
 
     # -- in float64 ------------------------------------------------------------------------------------------------
 
-    def _by_float64(
-        self, one: Kept, look: Look, usual: _native.ValueErrors, allowance: str
-    ) -> list[_native.Excess]:
+    def _by_float64(self, one: Kept, look: Look, usual: _native.ValueErrors, allowance: str) -> list[_native.Excess]:
         index = one.step.index
         self.begin()
         known = self._truths.get(look.quiet) if index == 0 else None  # every check begins with the same values

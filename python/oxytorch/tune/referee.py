@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Truth", "measure", "taken_again", "truth", "unexplained"]
 
+
 @dataclass
 class Truth:
     """Loss, gradients as the optimizer gets them and buffers after the step; `rng` as the step left it.

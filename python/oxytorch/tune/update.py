@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._C import tune as _native
+from .._C.memory import give_back_host_memory
 from ..model.parking import park, rest
 from ..optim.tail import TailOptimizer
 from .record import Call, State, names, states
@@ -371,8 +372,7 @@ class UpdateJudge:
                         found[labels[i]] = compare(before.params[i], self.run.params[i].detach(), param)
                         self._judge_state(index, labels[i], before.states[i], now[i], held, found)
                     del right
-                if len(pieces) > 1:
-                    rest()
+                _let_go(pieces)
         except Refused as refused:
             found.clear()
             if str(refused) not in self.notes:
@@ -465,8 +465,7 @@ class UpdateJudge:
                     for key, value in held.items():
                         if isinstance(value, Tensor) and value.is_floating_point():
                             add(f"{key} of {labels[i]}", value - wanted_state[key])
-            if len(pieces) > 1:
-                rest()
+            _let_go(pieces)
         return {name: math.sqrt(squares[name] / max(counts[name], 1)) for name in squares}
 
     def hold_against(self, base: UpdateJudge) -> None:
@@ -538,6 +537,12 @@ class UpdateJudge:
 
     def _fault(self, index: int, words: str) -> None:
         self.faults.append(f"step {index + 1}: {words}")
+
+
+def _let_go(pieces: Sequence[Any]) -> None:
+    if len(pieces) > 1:
+        rest()
+        give_back_host_memory()  # else what is let go stays resident in the heap, below what comes next
 
 
 def clipped(calls: Sequence[Call], norm: float | None) -> Sequence[Call]:

@@ -202,7 +202,9 @@ class Verifier:
                 if kind == "exact":
                     reason = self._exact(wanted, count)
                 else:
-                    reason = self._compared(kind, wanted, _Steps(count, *_native.draw_steps(count, self._dense, drawn_by)), evidence)
+                    reason = self._compared(
+                        kind, wanted, _Steps(count, *_native.draw_steps(count, self._dense, drawn_by)), evidence
+                    )
                 held = True
             except _Wrong as wrong:
                 held, reason = False, str(wrong)
