@@ -225,7 +225,7 @@ def imports(path: Path, *, at_once: bool = False) -> set[str]:
             # What is imported may be a module of a package, or a name in it.
             inner = {alias.name: file_of(f"{module}.{alias.name}") for alias in node.names}
             found.update(f"{module}.{name}" for name, file in inner.items() if file is not None or module == "oxytorch")
-            if any(file is None for file in inner.values()):
+            if any(file is None and (module, name) != ("oxytorch", "_C") for name, file in inner.items()):
                 found.add(module)
     return found
 
