@@ -46,8 +46,7 @@ constexpr const char* kYourLoop =
     "PerformanceOptimizer(...).prepare(...), whose trainer does.";
 constexpr const char* kOwnStep =
     "step= is called once a batch and does all of a step itself. Do it in there, or leave step= out and give loss_fn, "
-    "so "
-    "that the trainer takes the steps.";
+    "so that the trainer takes the steps.";
 
 /// Every setting has a row; a test compares them with PerformanceConfig::fields().
 constexpr Row kRows[] = {

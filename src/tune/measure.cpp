@@ -18,7 +18,6 @@ namespace {
 constexpr std::int64_t kPiece = 1 << 19;  // elements in float64 at once
 constexpr double kElement = 1e-3;
 constexpr std::size_t kSample = 1 << 15;
-constexpr double kTimes = 3;
 constexpr double kRounded = 1e-5;  // relative: a norm of gradients that were clipped, each rounded
 
 at::Tensor dense(const at::Tensor& t) { return (t.is_sparse() ? t.to_dense() : t).detach(); }

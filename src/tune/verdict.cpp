@@ -13,7 +13,6 @@
 namespace oxytorch::tune {
 namespace {
 
-constexpr double kTimes = 3;  // what the yardstick is off by, so many times
 constexpr std::int64_t kFew = 500;
 constexpr double kLuck = 10;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();

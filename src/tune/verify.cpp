@@ -484,20 +484,23 @@ struct Verifier::Impl {
   }
 
   void judge_applied(Kind kind, const std::vector<std::string>& names) {
-    escrow.restore();
-    const auto states = states_now();
-    const auto values = values_now();
-    run.bring(names);
     const bool trades = kind == Kind::Trade;
+    std::map<std::string, at::Tensor> before, after;
+    std::string values;
+    escrow.restore();
+    if (trades) {  // its state may be held in a lower precision, so it is looked at apart
+      before = states_now();
+      values = values_now();
+    }
+    run.bring(names);
     const bool same = trades ? values_now() == values : escrow.digest() == escrow.held();
-    const auto now = trades ? states_now() : states;
+    if (trades) after = states_now();
     run.bring({});
     if (!same) throw Wrong{"making it active changes weights, optimizer state or random generators"};
-    if (!trades) return;
-    for (const auto& [name, before] : states) {  // it may be held in a lower precision
-      const auto found = now.find(name);
-      if (found == now.end()) throw Wrong{"making it active loses the optimizer's " + name};
-      const auto wide = before.to(at::kDouble);
+    for (const auto& [name, held] : before) {
+      const auto found = after.find(name);
+      if (found == after.end()) throw Wrong{"making it active loses the optimizer's " + name};
+      const auto wide = held.to(at::kDouble);
       const double size = wide.norm().item<double>();
       const double change = (found->second.to(at::kDouble) - wide).norm().item<double>();
       if (!(change <= kKeptByTrade * size)) {

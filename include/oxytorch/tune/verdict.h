@@ -16,6 +16,9 @@
 
 namespace oxytorch::tune {
 
+/// An error may be so many times what the yardstick is off by.
+inline constexpr double kTimes = 3;
+
 // -- loss, gradients, buffers -----------------------------------------------------------------------------------------
 
 /// What is allowed beside three times the error of the yardstick, relative to the value.
