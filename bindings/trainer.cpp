@@ -3,8 +3,8 @@
 #include "bindings.h"
 
 #include "oxytorch/host.h"
+#include "oxytorch/optim/nonfinite.h"
 #include "oxytorch/trainer/early_stopping.h"
-#include "oxytorch/trainer/nonfinite.h"
 #include "oxytorch/trainer/step_graph.h"
 #include "oxytorch/tune/host.h"
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "oxytorch/optim/nan_origin.h"
+#include "oxytorch/optim/nonfinite.h"
 #include "oxytorch/optim/optimizer.h"
 #include "oxytorch/optim/optimizers.h"
 #include "oxytorch/optim/schedule.h"

@@ -1,5 +1,5 @@
-/// The training step for C++ programs: accumulate, autocast, backward, step tail, schedule; and an account of what
-/// was on.
+/// The training loop for C++ programs: the step of oxytorch/tune/training_step.h under a configuration (accumulate,
+/// autocast, backward, step tail, average, schedule), and an account of what was on.
 ///
 /// ```cpp
 /// oxytorch::optim::AdamW optimizer(model->parameters(), oxytorch::optim::AdamWOptions(1e-3).clip_norm(1.0));
@@ -30,6 +30,8 @@
 #include "oxytorch/tune/host.h"
 
 namespace oxytorch {
+
+class Plan;
 
 /// One line of a trainer's report.
 struct SettingLine {
@@ -66,6 +68,11 @@ class OXY_API Trainer {
           PerformanceConfig config = PerformanceConfig("advanced"));
   Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, std::string_view level)
       : Trainer(model, optimizer, std::move(loss), PerformanceConfig(level)) {}
+  /// Takes the steps of a plan of accelerate(), which must outlive it; Plan::step() then does what this configuration
+  /// says as well: accumulation, clip_value, ema_decay, nonfinite where it was given, grad_scaler, the schedule. What
+  /// the plan has decided is not decided again, and what concerns the process is left as it is. InvalidArgument for a
+  /// clip_norm that is not the plan's.
+  explicit Trainer(Plan& plan, PerformanceConfig config = PerformanceConfig("basic"));
   ~Trainer();
   Trainer(Trainer&&) noexcept;
   Trainer& operator=(Trainer&&) noexcept;
@@ -73,7 +80,8 @@ class OXY_API Trainer {
   /// Takes one batch through forward and backward, and the optimizer once a window of `accumulation_steps` is full.
   /// Returns the detached loss of this batch, not read on the host.
   at::Tensor step(const Batch& batch);
-  /// The same for a loop of another shape; settings are then decided by the hardware, not by timing.
+  /// The same for a loop of another shape; settings are then decided by the hardware, not by timing. Of a plan it is
+  /// taken with what is active, and not watched.
   at::Tensor step(const std::function<at::Tensor()>& closure);
   /// Steps with the batches of an unfinished window, averaged over their actual number; false where none waited.
   bool flush();
@@ -109,7 +117,7 @@ class OXY_API Trainer {
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
-  [[nodiscard]] const std::vector<SettingLine>& settings() const noexcept;
+  [[nodiscard]] const std::vector<SettingLine>& settings() const;
   /// Settings, times of the phases of a step and counters as a table.
   [[nodiscard]] std::string report() const;
   [[nodiscard]] std::string report_json() const;

@@ -19,6 +19,7 @@
 #include "oxytorch/tune/search.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/tune/timing.h"
+#include "oxytorch/tune/training_step.h"
 #include "oxytorch/tune/tuner.h"
 #include "oxytorch/tune/verdict.h"
 #include "oxytorch/tune/verify.h"

@@ -40,14 +40,20 @@ void Plan::Impl::revert() {
 }
 
 at::Tensor Plan::Impl::step(const Batch& given) {
-  batch = &given;
-  if (!watch || !watch->before()) return run->step(given);
+  // What is compared is a window of batches, which begins and ends with all of its strategies or none.
+  if (run->waiting() == 0) {
+    batch = &given;
+    watched = watch && watch->before();
+    window_seconds = 0;
+  }
+  if (!watched || !watch) return run->take(given);
   const bool waited = watch->checks() || run->device().is_cpu();
   if (waited) tune::synchronize(run->device());
   const double began = tune::seconds_now();
-  auto loss = run->step(given);
+  auto loss = run->take(given);
   if (waited) tune::synchronize(run->device());
-  watch->after(tune::seconds_now() - began);
+  window_seconds += tune::seconds_now() - began;
+  if (run->waiting() == 0) watch->after(window_seconds);
   if (waited && !std::isfinite(loss.item<double>())) watch->doubt();
   return loss;
 }

@@ -26,7 +26,9 @@ struct Plan::Impl : tune::Watched {
   tune::Certificate certificate;
   std::optional<tune::CertificateStore> store;
   std::optional<tune::Watch> watch;
-  const Batch* batch = nullptr;  // of the step under way
+  const Batch* batch = nullptr;  // of the window under way, the first; valid while it is taken
+  bool watched = false;          // the window under way
+  double window_seconds = 0;
 };
 
 }  // namespace oxytorch

@@ -7,9 +7,11 @@
 #include <thread>
 
 #include "accelerate_fixture.h"
+#include "oxytorch/error.h"
 #include "oxytorch/host.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/memory.h"
+#include "oxytorch/trainer.h"
 
 namespace oxytorch::accelerate_tests {
 namespace {
@@ -48,6 +50,69 @@ TEST_F(AccelerateTest, TakesBackWhatDriftsDuringTheRun) {
   EXPECT_EQ(entry(plan, "drifts").standing, Standing::RolledBack);
   EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("taken back")));
   EXPECT_TRUE(delayed);
+}
+
+TEST_F(AccelerateTest, ATrainerOnAPlanAccumulatesAveragesAndSchedulesInItsSteps) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("SGD", model);
+  const auto batches = make_batches();
+  auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches, only({"no_delay", "throws"}).clip_norm(1.0));
+  ASSERT_THAT(plan.accepted(), ElementsAre("no_delay"));
+  PerformanceConfig config("basic");
+  for (const auto& [key, value] : std::vector<std::pair<const char*, ConfigValue>>{
+           {"accumulation_steps", std::int64_t{2}}, {"ema_decay", 0.5}, {"schedule", std::string("cosine")}}) {
+    config.set(key, value);
+  }
+  config.set("max_steps", std::int64_t{10});
+  config.set("clip_norm", 0.5);
+  try {
+    Trainer other(plan, config);
+    ADD_FAILURE() << "clipping that the plan does not do was dropped";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("clip_norm = 0.5"));
+  }
+  config.unset("clip_norm");
+  Trainer trainer(plan, config);
+  const auto weights = [&] { return model->head->weight.detach().clone(); };
+  const auto before = weights();
+  const double rate = optimizer->param_groups()[0].options().get_lr();
+  plan.step(batches[0]);
+  EXPECT_TRUE(at::equal(weights(), before));
+  EXPECT_EQ(trainer.global_step(), 0);
+  trainer.step(batches[1]);
+  const auto after = weights();
+  EXPECT_FALSE(at::equal(after, before));
+  EXPECT_EQ(trainer.global_step(), 1);
+  EXPECT_LT(optimizer->param_groups()[0].options().get_lr(), rate);
+  {
+    const auto guard = trainer.ema_weights();
+    EXPECT_TRUE(at::allclose(weights(), (before + after) / 2, 1e-5, 1e-7));
+  }
+  EXPECT_TRUE(at::equal(weights(), after));
+  std::vector<std::string> lines;
+  for (const auto& line : trainer.settings()) lines.push_back(line.name + ": " + line.state);
+  EXPECT_THAT(lines, testing::IsSupersetOf({"no_delay: on", "throws: refused", "grad_scaler: off"}));
+}
+
+TEST_F(AccelerateTest, AWindowHasAllOfItsStrategiesOrNone) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("SGD", model);
+  const auto batches = make_batches();
+  auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches, only({"no_delay"}));
+  ASSERT_THAT(plan.accepted(), ElementsAre("no_delay"));
+  PerformanceConfig config("basic");
+  config.set("accumulation_steps", std::int64_t{2});
+  Trainer trainer(plan, config);
+  int without = 0;
+  for (int window = 0; window < 120; ++window) {
+    plan.step(batches[0]);
+    const bool first = delayed;  // as it was during the step
+    plan.step(batches[1]);
+    EXPECT_EQ(first, delayed) << "window " << window;
+    without += static_cast<int>(first);
+  }
+  EXPECT_GT(without, 0) << "the plan was not checked";
+  EXPECT_THAT(plan.accepted(), ElementsAre("no_delay"));
 }
 
 TEST_F(AccelerateTest, AChecksRandomNumbersAreItsOwn) {

@@ -54,9 +54,10 @@ class OXY_API Plan {
   Plan(Plan&&) noexcept;
   Plan& operator=(Plan&&) noexcept;
 
-  /// One whole training step; the detached loss. Now and then a step is taken without the strategies, to compare; where
-  /// they no longer pay, or the losses of one batch are further apart than their kind allows, they are taken back, said
-  /// once in the log and in certificate().events. What the step throws passes through.
+  /// One batch of the run, as oxytorch/tune/training_step.h says; the detached loss. Without a Trainer on this plan that
+  /// is a whole training step. Now and then a step is taken without the strategies, to compare; where they no longer
+  /// pay, or the losses of one batch are further apart than their kind allows, they are taken back, said once in the
+  /// log and in certificate().events. What the step throws passes through, and its gradients are dropped.
   at::Tensor step(const Batch& batch);
 
   [[nodiscard]] std::vector<std::string> accepted() const;  ///< in force
@@ -72,6 +73,7 @@ class OXY_API Plan {
   void revert();
 
  private:
+  friend class Trainer;
   friend OXY_API Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
                                  std::vector<Batch> batches, const AccelerateOptions& options);
   struct Impl;

@@ -1,4 +1,4 @@
-#include "oxytorch/trainer/nonfinite.h"
+#include "oxytorch/optim/nonfinite.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_norm.h>

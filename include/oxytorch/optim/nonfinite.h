@@ -1,4 +1,4 @@
-/// What a trainer does with a step whose gradients hold inf or NaN where the optimizer does not look itself: the
+/// What a training run does with a step whose gradients hold inf or NaN where the optimizer does not look itself: the
 /// optimizers of oxytorch::optim have the policy inside, a loss scaler skips by its own rule.
 #pragma once
 
