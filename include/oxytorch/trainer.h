@@ -4,7 +4,7 @@
 /// ```cpp
 /// oxytorch::optim::AdamW optimizer(model->parameters(), oxytorch::optim::AdamWOptions(1e-3).clip_norm(1.0));
 /// oxytorch::Trainer trainer(*model, optimizer, oxytorch::supervised(model, torch::nn::CrossEntropyLoss()));
-/// for (auto& batch : *loader) trainer.step({batch.data, batch.target});
+/// for (auto& example : *loader) trainer.step(example);
 /// std::cout << trainer.report();
 /// ```
 #pragma once
@@ -86,19 +86,19 @@ class OXY_API Trainer {
   /// Steps with the batches of an unfinished window, averaged over their actual number; false where none waited.
   bool flush();
 
-  /// Trains over `loader` (a range of things with `data` and `target`) until `epochs` or `max_steps` optimizer steps,
-  /// the settings' max_steps or early stopping. 0 is no bound; one of them is needed. Both count in total, with those
-  /// of earlier calls and of a run that was loaded; an epoch that was broken off is begun anew. A window of batches
-  /// that is unfinished at the end of an epoch is stepped with, averaged over the batches it has. Early stopping goes
-  /// by what `validate` returns after each epoch, or by the mean training loss; with early_stopping_restore_best the
-  /// weights of its best epoch are back at the end, unless a signal ended it. SIGTERM and SIGINT end it after the step
-  /// in progress; the handlers of before are put back.
+  /// Trains over `loader` (a range of batches, or of what a Batch is made of, such as torch's examples) until `epochs`
+  /// or `max_steps` optimizer steps, the settings' max_steps or early stopping. 0 is no bound; one of them is needed.
+  /// Both count in total, with those of earlier calls and of a run that was loaded; an epoch that was broken off is
+  /// begun anew. A window of batches that is unfinished at the end of an epoch is stepped with, averaged over the
+  /// batches it has. Early stopping goes by what `validate` returns after each epoch, or by the mean training loss;
+  /// with early_stopping_restore_best the weights of its best epoch are back at the end, unless a signal ended it.
+  /// SIGTERM and SIGINT end it after the step in progress; the handlers of before are put back.
   template <class Loader>
   FitResult fit(Loader& loader, int64_t epochs, int64_t max_steps = 0, const std::function<double()>& validate = {}) {
     return run_fit(
-        [&loader](const std::function<bool(Batch)>& take) {
-          for (auto& example : loader) {
-            if (!take({example.data, example.target})) return;
+        [&loader](const std::function<bool(const Batch&)>& take) {
+          for (auto&& example : loader) {
+            if (!take(Batch(example))) return;
           }
         },
         epochs, max_steps, validate);
@@ -126,7 +126,7 @@ class OXY_API Trainer {
   void revert();
 
  private:
-  using Feed = std::function<void(const std::function<bool(Batch)>&)>;
+  using Feed = std::function<void(const std::function<bool(const Batch&)>&)>;
   FitResult run_fit(const Feed& feed, int64_t epochs, int64_t max_steps, const std::function<double()>& validate);
   struct Impl;
   std::unique_ptr<Impl> impl_;

@@ -244,14 +244,7 @@ struct Trainer::Impl {
       if (parameter.dim() == 4) parameter.set_data(parameter.data().contiguous(format));
     }
     channels_last = on;
-    tune::TrainingStep::Transform change;
-    if (on) {
-      change = [](const Batch& batch) {
-        if (batch.input.dim() != 4) return batch;
-        return Batch{batch.input.contiguous(at::MemoryFormat::ChannelsLast), batch.target};
-      };
-    }
-    engine.inputs("channels_last", std::move(change));
+    engine.inputs("channels_last", on ? tune::TrainingStep::Transform(tune::channels_last) : nullptr);
   }
 
   /// A tail that has stepped holds its parameters' memory, so their layout stays.

@@ -39,8 +39,7 @@ std::string structure(const tune::Run& run) {
   text << c10::demangle(typeid(run.original()).name()) << ' ' << run.clip_norm() << '\n';
   for (const auto& group : run.original().param_groups()) text << group.params().size() << '\n';
   for (const auto& batch : run.batches()) {
-    describe(batch.input);
-    describe(batch.target);
+    for (const auto& tensor : batch.tensors()) describe(tensor);
   }
   tune::Digest digest;
   digest.add("structure", std::string_view(text.str()));

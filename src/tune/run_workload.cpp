@@ -30,12 +30,12 @@ std::map<std::string, std::string> RunWorkload::covered() {
 }
 
 std::vector<std::size_t> RunWorkload::shapes() {
-  std::vector<std::vector<std::int64_t>> seen;
+  std::vector<std::vector<std::vector<std::int64_t>>> seen;
   std::vector<std::size_t> first;
   for (std::size_t i = 0; i < run_.batches().size(); ++i) {
-    auto shape = run_.batches()[i].input.sizes().vec();
-    if (std::find(seen.begin(), seen.end(), shape) != seen.end()) continue;
-    seen.push_back(std::move(shape));
+    auto found = tune::shapes(run_.batches()[i]);
+    if (std::find(seen.begin(), seen.end(), found) != seen.end()) continue;
+    seen.push_back(std::move(found));
     first.push_back(i);
   }
   return first;

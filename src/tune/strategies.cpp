@@ -203,10 +203,7 @@ struct ChannelsLast : Strategy {
       parameter.set_data(parameter.variable_data().contiguous(at::MemoryFormat::ChannelsLast));
     }
     follow(run);
-    run.inputs("channels_last", [](const Batch& batch) {
-      if (batch.input.dim() != 4) return batch;
-      return Batch{batch.input.contiguous(at::MemoryFormat::ChannelsLast), batch.target};
-    });
+    run.inputs("channels_last", channels_last);
   }
   // The weights go back to the memory that they came from, where others may look at them.
   void revert(Run& run) override {

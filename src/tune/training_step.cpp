@@ -62,24 +62,7 @@ void set_entry(std::vector<std::pair<std::string, Value>>& table, const std::str
   if (value) table.emplace_back(name, std::move(value));
 }
 
-std::vector<Batch> split(const Batch& batch, int pieces) {
-  const auto count = rows(batch);
-  const auto part = [&](const at::Tensor& t, std::int64_t low, std::int64_t high) {
-    return t.defined() && t.dim() > 0 && t.size(0) == count ? t.slice(0, low, high) : t;
-  };
-  std::vector<Batch> result;
-  for (std::int64_t i = 0; i < pieces; ++i) {
-    const auto low = count * i / pieces, high = count * (i + 1) / pieces;
-    if (low < high) result.push_back({part(batch.input, low, high), part(batch.target, low, high)});
-  }
-  return result;
-}
-
 }  // namespace
-
-std::int64_t rows(const Batch& batch) {
-  return batch.input.defined() && batch.input.dim() > 0 ? batch.input.size(0) : 1;
-}
 
 TrainingStep::TrainingStep(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
                            double clip_norm)

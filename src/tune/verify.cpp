@@ -63,8 +63,7 @@ Tensors gradients(const Tensors& parameters) {
 }
 
 Batch as_double(const Batch& batch) {
-  const auto wide = [](const at::Tensor& t) { return t.defined() && t.is_floating_point() ? t.to(at::kDouble) : t; };
-  return {wide(batch.input), wide(batch.target)};
+  return batch.map([](const at::Tensor& t) { return t.is_floating_point() ? t.to(at::kDouble) : t; });
 }
 
 double number(const at::Tensor& loss) { return loss.to(at::kDouble).item<double>(); }

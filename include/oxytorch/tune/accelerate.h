@@ -3,7 +3,7 @@
 /// ```cpp
 /// auto plan = oxytorch::accelerate(*model, optimizer, oxytorch::supervised(model, torch::nn::CrossEntropyLoss()),
 ///                                  {first, second, third, fourth});
-/// for (auto& batch : *loader) plan.step({batch.data, batch.target});
+/// for (auto& example : *loader) plan.step(example);
 /// std::cout << plan.report();
 /// ```
 #pragma once

@@ -151,7 +151,4 @@ class OXY_API TrainingStep {
   optim::TailOptimizer* tail_ = nullptr;  // the one that steps now, where it is of oxytorch::optim
 };
 
-/// Rows of a batch: the size of its input's first dimension.
-[[nodiscard]] OXY_API std::int64_t rows(const Batch& batch);
-
 }  // namespace oxytorch::tune
