@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "oxytorch/config.h"
+#include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/timing.h"
 #include "oxytorch/tune/tuner.h"
 #include "oxytorch/tune/watch.h"
@@ -143,6 +145,14 @@ void bind_tuner(py::module_& m) {
              return Requirement{std::move(setting), std::move(strategies)};
            }),
            py::arg("setting"), py::arg("strategies"));
+  m.def(
+      "asked_of",
+      [](const PerformanceConfig& config, const std::vector<Offer>& offers, const Names& excluded) {
+        auto asked = asked_of(config, offers, excluded);
+        return std::pair(std::move(asked.skipped), std::move(asked.required));
+      },
+      py::arg("config"), py::arg("offers"), py::arg("excluded"),
+      "Why strategies are not tried, by name, and what is to be active whatever it gains.");
   const TunerOptions options;
   py::class_<TunerOptions>(m, "TunerOptions", "What a tuner is asked for.")
       .def(py::init([](std::string level, std::int64_t steps_planned, double budget, std::uint64_t seed, Names exclude,

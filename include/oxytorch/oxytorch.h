@@ -26,6 +26,7 @@
 #include "oxytorch/statistics.h"
 #include "oxytorch/system.h"
 #include "oxytorch/trainer.h"
+#include "oxytorch/trainer/performance_optimizer.h"
 #include "oxytorch/tune.h"
 #include "oxytorch/units.h"
 #include "oxytorch/version.h"

@@ -1,9 +1,10 @@
 /// The orchestrator: tries what may make a training step faster on the step itself, and keeps what pays and is proven.
-/// Programs on Oxytorch::core include the headers of its decisions alone (duel.h, search.h, certificate.h, change.h,
-/// guard.h, workload.h, tuner.h, watch.h).
+/// Programs on Oxytorch::core include the headers of its decisions alone (asked.h, duel.h, search.h, certificate.h,
+/// change.h, guard.h, workload.h, tuner.h, watch.h).
 #pragma once
 
 #include "oxytorch/tune/accelerate.h"
+#include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/batch.h"
 #include "oxytorch/tune/block.h"
 #include "oxytorch/tune/certificate.h"

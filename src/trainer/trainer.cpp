@@ -16,10 +16,10 @@
 #include "oxytorch/error.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/optim/schedule.h"
-#include "oxytorch/system.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/training_step.h"
 #include "trainer/calibrate.h"
+#include "trainer/check_optimizer.h"
 #include "trainer/progress.h"
 #include "trainer/stop_signals.h"
 #include "tune/attention.h"
@@ -43,16 +43,21 @@ std::string quoted(const std::string& text) {
   return out.str();
 }
 
-/// Refuses what contradicts the options of an optimizer of oxytorch::optim; returns what of clip_norm is not left to
-/// it.
 double checked_clip(const PerformanceConfig& config, const torch::optim::Optimizer& optimizer) {
   check_settings(config, ConfigUser::CppTrainer);
-  const auto* const tail = dynamic_cast<const optim::TailOptimizer*>(&optimizer);
-  if (tail == nullptr) return config.number("clip_norm");
-  const auto& own = tail->tail().options();
-  check_own_tail(config, {own.clip_norm, own.clip_value, own.ema_decay, optim::name(own.nonfinite),
-                          own.norm_in_backward, own.step_in_backward});
-  return own.clip_norm > 0 ? 0 : config.number("clip_norm");
+  return check_optimizer(config, optimizer);
+}
+
+/// For a trainer on a plan: without what the plan has decided.
+PerformanceConfig beside(PerformanceConfig config) {
+  OXY_CHECK(!is_given(config, "compile"), NotSupported, "compile = ", to_string(config.get("compile")), ": ",
+            refusal("compile", ConfigUser::CppTrainer));
+  for (const char* key :
+       {"precision", "channels_last", "threads", "flush_denormals", "allocator", "allocator_retain_limit", "step_tail",
+        "optimizer_state", "attention", "deterministic", "seed", "steps_planned", "tune_seconds"}) {
+    config.unset(key);
+  }
+  return config;
 }
 
 std::unique_ptr<optim::Schedule> make_schedule(const PerformanceConfig& config, torch::optim::Optimizer& optimizer) {
@@ -89,6 +94,15 @@ bool has_convolution(const torch::nn::Module& model) {
 
 }  // namespace
 
+double check_optimizer(const PerformanceConfig& config, const torch::optim::Optimizer& optimizer) {
+  const auto* const tail = dynamic_cast<const optim::TailOptimizer*>(&optimizer);
+  if (tail == nullptr) return config.number("clip_norm");
+  const auto& own = tail->tail().options();
+  check_own_tail(config, {own.clip_norm, own.clip_value, own.ema_decay, optim::name(own.nonfinite),
+                          own.norm_in_backward, own.step_in_backward});
+  return own.clip_norm > 0 ? 0 : config.number("clip_norm");
+}
+
 struct Trainer::Impl {
   Impl(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, PerformanceConfig c)
       : config(std::move(c)),
@@ -106,14 +120,13 @@ struct Trainer::Impl {
   }
 
   Impl(Plan::Impl& p, PerformanceConfig c)
-      : config(std::move(c)),
+      : config(beside(std::move(c))),
         plan(&p),
         engine(*p.run),
         tail(dynamic_cast<optim::TailOptimizer*>(&engine.original())),
         ready(true) {
-    checked_clip(config, engine.original());
-    OXY_CHECK(!is_given(config, "clip_norm") || config.number("clip_norm") == engine.clip_norm(), InvalidArgument,
-              "clip_norm = ", config.number("clip_norm"),
+    const double clip_norm = checked_clip(config, engine.original());  // 0 where the optimizer itself clips
+    OXY_CHECK(clip_norm == 0 || clip_norm == engine.clip_norm(), InvalidArgument, "clip_norm = ", clip_norm,
               " was given to the trainer, and the step of its plan clips at ", engine.clip_norm(),
               " (0: not at all). Give it to accelerate(), whose trials then clip too.");
     // Looking at all gradients is no part of the step that was measured, unless it was asked for.
@@ -170,9 +183,7 @@ struct Trainer::Impl {
     };
     if (config.flag("deterministic")) keep(use_deterministic_algorithms(), "refused");
     if (config.word("allocator") != "system") {
-      keep(tune_allocator(config.is_auto("allocator_retain_limit") ? std::nullopt
-                                                                   : std::optional<uint64_t>(retain_limit())),
-           "refused");
+      keep(tune_allocator(retain_limit_of(config)), "refused");
     } else {
       add({"allocator", "off", "the system's settings were asked for.", "", {}});
     }
@@ -187,10 +198,6 @@ struct Trainer::Impl {
     } else {
       add({"flush_denormals", "off", "denormal numbers keep their value.", "", {}});
     }
-  }
-
-  [[nodiscard]] uint64_t retain_limit() const {
-    return config.size("allocator_retain_limit").resolve(read_memory().limit.value_or(0));
   }
 
   void add_tail_line() {
@@ -222,6 +229,9 @@ struct Trainer::Impl {
                                                        : "refused",
            std::string(tune::name(entry.standing)) + ": " + entry.reason, on ? entry.cost : "",
            entry.speedup ? std::optional(entry.speedup->mid) : std::nullopt});
+    }
+    for (const auto& setting : plan->named.all()) {
+      add({setting.name(), setting.is_in_effect() ? "on" : "refused", setting.reason(), setting.cost(), {}});
     }
     lines.insert(lines.end(), loop_lines.begin(), loop_lines.end());
   }
@@ -586,8 +596,10 @@ std::string Trainer::report() const {
   self.renew_lines();
   std::ostringstream out;
   out << "Oxytorch trainer, level " << self.config.level() << '\n' << std::fixed << std::setprecision(2);
+  std::size_t width = 16;
+  for (const auto& line : self.lines) width = std::max(width, line.name.size() + 2);
   for (const auto& line : self.lines) {
-    out << std::left << std::setw(16) << line.name << std::setw(9) << line.state;
+    out << std::left << std::setw(static_cast<int>(width)) << line.name << std::setw(9) << line.state;
     if (line.gain) out << *line.gain << "x  ";
     out << line.reason << (line.cost.empty() ? "" : " Cost: " + line.cost) << '\n';
   }

@@ -3,12 +3,17 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <utility>
 
+#include "oxytorch/logging.h"
+#include "oxytorch/system.h"
 #include "oxytorch/tune/apart.h"
+#include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/host.h"
 #include "oxytorch/tune/own_random.h"
 #include "tune/run_workload.h"
 #include "tune/sources.h"
@@ -24,19 +29,52 @@ struct Seen {
 
 }  // namespace
 
+std::optional<std::uint64_t> retain_limit_of(const PerformanceConfig& config) {
+  if (config.is_auto("allocator_retain_limit")) return std::nullopt;
+  return config.size("allocator_retain_limit").resolve(read_memory().limit.value_or(0));
+}
+
+NamedSettings::NamedSettings(const PerformanceConfig& config) : NamedSettings() {
+  const auto named = [&](const char* key, const char* word) {
+    return tune::is_named(config, key) && config.get(key) == ConfigValue(std::string(word));
+  };
+  if (config.flag("deterministic")) add(use_deterministic_algorithms());
+  const auto threads = config.integer("threads");
+  if (threads && tune::is_named(config, "threads")) add(size_threads(static_cast<int>(*threads)));
+  if (named("flush_denormals", "on")) add(flush_denormals());
+  if (named("allocator", "retain")) add(tune_allocator(retain_limit_of(config)));
+}
+
+void NamedSettings::add(HostSetting setting) {
+  if (!setting.is_in_effect()) {
+    log(LogLevel::Warn, "accelerate: " + setting.name() + " was asked for and is left out: " + setting.reason());
+  }
+  settings_.push_back(std::move(setting));
+}
+
+void NamedSettings::revert() {
+  for (auto setting = settings_.rbegin(); setting != settings_.rend(); ++setting) setting->revert();
+}
+
 Plan::Impl::Impl(std::unique_ptr<tune::Run> r, tune::Certificate c, std::optional<tune::CertificateStore> s,
-                 tune::Kind widest, std::uint64_t seed)
-    : run(std::move(r)), certificate(std::move(c)), store(std::move(s)) {
-  if (run->in_force().empty()) return;
+                 tune::Kind widest, std::uint64_t seed, NamedSettings n)
+    : named(std::move(n)), run(std::move(r)), certificate(std::move(c)), store(std::move(s)) {
+  auto names = run->in_force();
+  std::erase_if(names, [&](const auto& name) {
+    return std::find(run->required.begin(), run->required.end(), name) != run->required.end();
+  });
+  if (names.empty()) return;
   // What is active cannot know which steps are compared.
   const auto drawn_by = seed ^ tune::fresh_bits();
-  const tune::WatchOptions options{.names = run->in_force(), .kind = widest, .drawn_by = drawn_by};
+  const tune::WatchOptions options{.names = std::move(names), .kind = widest, .drawn_by = drawn_by};
   watch.emplace(*this, certificate, store ? &*store : nullptr, options);
 }
 
 void Plan::Impl::revert() {
   watch.reset();
+  run->required.clear();
   run->bring({});
+  named.revert();
 }
 
 at::Tensor Plan::Impl::step(const Batch& given) {
@@ -99,7 +137,7 @@ Plan& Plan::operator=(Plan&&) noexcept = default;
 at::Tensor Plan::step(const Batch& batch) { return impl_->step(batch); }
 std::vector<std::string> Plan::accepted() const {
   const bool active = impl_->watch && !impl_->watch->over();
-  return active ? impl_->certificate.accepted() : std::vector<std::string>();
+  return active ? impl_->certificate.accepted() : impl_->run->required;
 }
 const tune::Certificate& Plan::certificate() const noexcept { return impl_->certificate; }
 std::string Plan::report() const { return impl_->certificate.to_text(); }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 #include "oxytorch/error.h"
@@ -26,6 +27,7 @@ Run::Run(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunct
 
 Run::~Run() {
   try {
+    required.clear();
     bring({});
   } catch (const std::exception& error) {
     log(LogLevel::Error, std::string("a strategy could not be taken back: ") + error.what());
@@ -38,10 +40,13 @@ Strategy& Run::strategy(const std::string& name) {
   return *made;
 }
 
-void Run::bring(const std::vector<std::string>& names) {
+void Run::bring(const std::vector<std::string>& given) {
   const auto holds = [](const std::vector<std::string>& all, const std::string& name) {
     return std::find(all.begin(), all.end(), name) != all.end();
   };
+  auto names = required;
+  std::copy_if(given.begin(), given.end(), std::back_inserter(names),
+               [&](const auto& name) { return !holds(required, name); });
   std::exception_ptr failure;
   for (std::size_t i = in_force_.size(); i-- > 0;) {
     const std::string name = in_force_[i];

@@ -13,9 +13,17 @@ void synchronize(at::Device device) {
   if (!device.is_cpu()) at::accelerator::synchronizeDevice(device.index());
 }
 
-std::vector<Offer> RunWorkload::offers() {
+std::vector<Offer> offers_of(const std::vector<RegisteredStrategy>& strategies) {
   std::vector<Offer> found;
-  for (const auto& strategy : strategies_) found.push_back({strategy.name, strategy.kind, strategy.traits});
+  for (const auto& strategy : strategies) found.push_back({strategy.name, strategy.kind, strategy.traits});
+  return found;
+}
+
+std::vector<Offer> RunWorkload::offers() {
+  auto found = offers_of(strategies_);
+  for (auto& offer : found) {
+    if (const auto why = refused_.find(offer.name); why != refused_.end()) offer.refused = why->second;
+  }
   return found;
 }
 

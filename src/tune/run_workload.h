@@ -1,7 +1,9 @@
 /// The training step of a LibTorch program, as a tuner's workload.
 #pragma once
 
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "oxytorch/tune/escrow.h"
@@ -14,11 +16,15 @@ namespace oxytorch::tune {
 /// Waits for a device; nothing on a CPU.
 void synchronize(at::Device device);
 
+[[nodiscard]] std::vector<Offer> offers_of(const std::vector<RegisteredStrategy>& strategies);
+
 /// Run and escrow must outlive it.
 class RunWorkload : public Workload {
  public:
-  RunWorkload(Run& run, Escrow& escrow, std::vector<RegisteredStrategy> strategies, std::uint64_t seed)
-      : run_(run), escrow_(escrow), strategies_(std::move(strategies)), seed_(seed) {}
+  /// `refused`: of strategies that settings do not allow, why.
+  RunWorkload(Run& run, Escrow& escrow, std::vector<RegisteredStrategy> strategies, std::uint64_t seed,
+              std::map<std::string, std::string> refused = {})
+      : run_(run), escrow_(escrow), strategies_(std::move(strategies)), refused_(std::move(refused)), seed_(seed) {}
 
   std::vector<Offer> offers() override;
   std::string hindrance() override;
@@ -42,6 +48,7 @@ class RunWorkload : public Workload {
   Run& run_;
   Escrow& escrow_;
   std::vector<RegisteredStrategy> strategies_;
+  std::map<std::string, std::string> refused_;
   std::uint64_t seed_;
   double loss_ = 0;  // of the last step
   std::optional<Verifier> verifier_, glance_;

@@ -50,11 +50,11 @@ auto forward_of(Run& run) {
 // -- the host ---------------------------------------------------------------------------------------------------------
 
 /// A setting of the process that is made anew each time.
-template <HostSetting (*Make)()>
+template <HostSetting (*Make)(const Run&)>
 struct HostStrategy : Strategy {
   Applicability applies(Run& run) override { return on_cpu(run); }
-  void apply(Run& /*run*/) override {
-    auto made = Make();
+  void apply(Run& run) override {
+    auto made = Make(run);
     OXY_CHECK(made.is_applied(), NotSupported, made.reason());
     setting = std::move(made);
   }
@@ -62,11 +62,11 @@ struct HostStrategy : Strategy {
   std::optional<HostSetting> setting;
 };
 
-HostSetting tuned_allocator() { return tune_allocator(); }
-HostSetting kept_heap() { return keep_heap(); }
-HostSetting host_pool() { return use_host_pool(); }
-HostSetting flushed_denormals() { return flush_denormals(); }
-HostSetting pinned_threads() { return pin_threads(); }
+HostSetting tuned_allocator(const Run& run) { return tune_allocator(run.retain_limit); }
+HostSetting kept_heap(const Run& /*run*/) { return keep_heap(); }
+HostSetting host_pool(const Run& /*run*/) { return use_host_pool(); }
+HostSetting flushed_denormals(const Run& /*run*/) { return flush_denormals(); }
+HostSetting pinned_threads(const Run& /*run*/) { return pin_threads(); }
 
 bool near_denormal(const at::Tensor& values) {
   if (!values.defined() || !values.is_floating_point() || values.numel() == 0) return false;
@@ -237,7 +237,8 @@ struct Bf16Autocast : Strategy {
       return "no parameter is float32.";
     }
     const auto support = amp::hardware_support(run.device().type(), at::kBFloat16);
-    if (support.native) return true;
+    const auto asked = run.asked.find("precision");
+    if (support.native || (asked != run.asked.end() && asked->second == "bf16")) return true;
     return support.reason;
   }
   void apply(Run& run) override {

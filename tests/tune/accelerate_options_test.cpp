@@ -183,6 +183,32 @@ TEST_F(AccelerateOptionsTest, EachHasAnEffect) {
          }
          folder = first;
        }},
+      {"config",
+       [&] {
+         PerformanceConfig config("basic");
+         EXPECT_THAT(reason(only({"rounds"}).config(config), "rounds"), HasSubstr("level basic does not allow"));
+         config.set("clip_norm", 1e-3);
+         EXPECT_NEAR(moved(only({"nothing"}).config(config)), 0.5e-3, 1e-5);
+         EXPECT_NEAR(moved(only({"nothing"}).config(config).clip_norm(2e-3)), 1e-3, 1e-5);
+         config.set("max_steps", std::int64_t{10});
+         EXPECT_EQ(plan(only({"nothing"}).config(config)).certificate().steps_planned, 10);
+         config.set("steps_planned", std::int64_t{20});
+         EXPECT_EQ(plan(only({"nothing"}).config(config)).certificate().steps_planned, 20);
+         EXPECT_EQ(plan(only({"nothing"}).config(config).steps_planned(30)).certificate().steps_planned, 30);
+         config.set("threads", std::string("keep"));
+         EXPECT_THAT(reason(only({"one_thread"}).config(config), "one_thread"), HasSubstr("threads is 'keep'"));
+         auto shows = config;
+         shows.set("progress", std::string("on"));
+         EXPECT_THROW(plan(only({"nothing"}).config(shows)), Error);
+         const int before = at::get_num_threads();
+         {
+           config.set("threads", std::int64_t{1});
+           const auto made = plan(only({"one_thread"}).config(config));
+           EXPECT_EQ(at::get_num_threads(), 1);
+           EXPECT_EQ(made.certificate().entries.at(0).reason, "threads is 1 in the configuration");
+         }
+         EXPECT_EQ(at::get_num_threads(), before);
+       }},
       {"seed",
        [&] {
          const auto measured = [&](std::uint64_t seed) {  // which side each of the first steps of its trial is on
@@ -210,6 +236,7 @@ TEST_F(AccelerateOptionsTest, EachHasAnEffect) {
     double budget;
     bool remember;
     std::string folder;
+    std::optional<PerformanceConfig> config;
     std::uint64_t seed;
   };
   static_assert(sizeof(AccelerateOptions) == sizeof(Fields));
@@ -234,6 +261,7 @@ TEST_F(AccelerateOptionsTest, WhatCannotBeMeantIsRefusedBeforeAStep) {
       {only({"faster"}).budget(-1), {"budget is -1"}},
       {only({"faster"}).budget(kNaN), {"budget is nan"}},
       {only({"faster"}).budget(kInfinity), {"budget is inf"}},
+      {only({"faster"}).config(PerformanceConfig("basic")).level("ultra"), {"level is 'ultra'", "config is 'basic'"}},
       {only({"faster"}).folder("/somewhere"), {"folder is '/somewhere'", "remember(true)"}},
   };
   for (const auto& row : rows) {

@@ -14,10 +14,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "oxytorch/api.h"
+#include "oxytorch/config.h"
 #include "oxytorch/statistics.h"
 #include "oxytorch/tune/batch.h"
 #include "oxytorch/tune/certificate.h"
@@ -42,6 +44,11 @@ struct AccelerateOptions {
   TORCH_ARG(bool, remember) = true;
   /// Where it is remembered; empty: as tune::CertificateStore. Not beside remember(false).
   TORCH_ARG(std::string, folder);
+  /// Settings of the run, whose level counts then. What is named in it is honoured: precision, channels_last,
+  /// attention, allocator, threads, flush_denormals, deterministic by value, "off" by leaving out; clip_norm,
+  /// steps_planned or max_steps, tune_seconds and seed where the option beside is left alone. What belongs to a
+  /// training loop is Error(NotSupported): see PerformanceOptimizer.
+  TORCH_ARG(std::optional<PerformanceConfig>, config);
   /// Of the order of measuring and of the referee.
   TORCH_ARG(std::uint64_t, seed) = 0;
 };
@@ -54,10 +61,10 @@ class OXY_API Plan {
   Plan(Plan&&) noexcept;
   Plan& operator=(Plan&&) noexcept;
 
-  /// One batch of the run, as oxytorch/tune/training_step.h says; the detached loss. Without a Trainer on this plan that
-  /// is a whole training step. Now and then a step is taken without the strategies, to compare; where they no longer
-  /// pay, or the losses of one batch are further apart than their kind allows, they are taken back, said once in the
-  /// log and in certificate().events. What the step throws passes through, and its gradients are dropped.
+  /// One batch of the run, as oxytorch/tune/training_step.h says; the detached loss. Without a Trainer on this plan
+  /// that is a whole training step. Now and then a step is taken without the strategies, to compare; where they no
+  /// longer pay, or the losses of one batch are further apart than their kind allows, they are taken back, said once in
+  /// the log and in certificate().events. What the step throws passes through, and its gradients are dropped.
   at::Tensor step(const Batch& batch);
 
   [[nodiscard]] std::vector<std::string> accepted() const;  ///< in force

@@ -4,8 +4,10 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +31,11 @@ class OXY_API Run : public TrainingStep {
 
   [[nodiscard]] const std::vector<std::string>& in_force() const noexcept { return in_force_; }
   [[nodiscard]] Strategy& strategy(const std::string& name);
+  /// Strategies that the caller's settings ask for: bring() leaves them in force, and puts them first.
+  std::vector<std::string> required;
+  /// Settings that the caller named by a word, for strategies that have a choice.
+  std::map<std::string, std::string> asked;
+  std::optional<std::uint64_t> retain_limit;  ///< bytes that the allocator may keep; empty: its own choice
   /// Puts exactly these in force: others are taken back, the last first, then the missing ones applied. Where one
   /// cannot be applied, those of this call are taken back again and its exception passes through. Where one cannot be
   /// taken back, the others are, nothing is applied, and its exception passes through.

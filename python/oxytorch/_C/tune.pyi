@@ -5,6 +5,7 @@ Duel, search, certificate and guard.
 from __future__ import annotations
 import collections.abc
 import os
+import oxytorch._C.base
 import torch
 import typing
 
@@ -36,6 +37,7 @@ __all__: list[str] = [
     "Workload",
     "adam_step",
     "allows",
+    "asked_of",
     "band_of",
     "clip_factor",
     "draw_steps",
@@ -657,6 +659,15 @@ def adam_step(
 def allows(level: str, kind: typing.Literal["exact", "tolerance", "precision", "trade"]) -> bool:
     """
     Whether a level allows a kind of change.
+    """
+
+def asked_of(
+    config: oxytorch._C.base.PerformanceConfig,
+    offers: collections.abc.Sequence[Offer],
+    excluded: collections.abc.Sequence[str],
+) -> tuple[dict[str, str], list[Requirement]]:
+    """
+    Why strategies are not tried, by name, and what is to be active whatever it gains.
     """
 
 def band_of(ends: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> tuple[float, float]:

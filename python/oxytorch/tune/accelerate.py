@@ -187,7 +187,7 @@ def accelerate(
                     budget=budget or settings.tune_seconds,
                     seed=seed,
                     exclude=exclude,
-                    required=asked.requirements(),
+                    required=asked.required,
                 ),
             )
             certificate = tuner.tune(store)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from .._C import tune as _native
+
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["KINDS", "STRATEGIES", "Kind", "Strategy", "strategy", "widest"]
+__all__ = ["KINDS", "STRATEGIES", "Kind", "Strategy", "offer", "strategy", "widest"]
 
 Kind = Literal["exact", "tolerance", "precision", "trade"]
 KINDS: tuple[Kind, ...] = ("exact", "tolerance", "precision", "trade")
@@ -95,6 +97,25 @@ class Strategy:
     def expected_cost(self, run: Run) -> float:  # noqa: ARG002
         """Return the seconds that turning it on takes once, such as compiling, as far as one can tell beforehand."""
         return 0.0
+
+
+def offer(name: str, cls: type[Strategy], refused: str = "") -> _native.Offer:
+    """Return what the tuner knows of a strategy; `refused`: why settings or the loop do not allow it."""
+    return _native.Offer(
+        name,
+        kind=cls.kind,
+        group=cls.group,
+        requires=cls.requires,
+        interacts=cls.interacts,
+        part_of=cls.part_of,
+        renewed_by=cls.renewed_by,
+        settle=cls.settle,
+        cost=cls.cost,
+        hopeful=cls.hopeful,
+        expected_speedup=cls.expected_speedup,
+        feeds=cls.feeds,
+        refused=refused,
+    )
 
 
 #: Registered classes by name; of two that promise as much, the first is tried first.

@@ -18,7 +18,7 @@ from .asked import Asked
 from .batches import can_visit, stop_drawing, visit
 from .escrow import Escrow
 from .run import Run, shapes
-from .strategy import Kind
+from .strategy import Kind, offer
 from .verify import Ruling, Verifier
 
 __all__ = ["RunWorkload"]
@@ -67,24 +67,7 @@ class RunWorkload(_native.Workload):
 
     def offers(self) -> list[_native.Offer]:
         """Every strategy of the run, with why the settings or the loop do not allow it."""
-        return [
-            _native.Offer(
-                name,
-                kind=cls.kind,
-                group=cls.group,
-                requires=cls.requires,
-                interacts=cls.interacts,
-                part_of=cls.part_of,
-                renewed_by=cls.renewed_by,
-                settle=cls.settle,
-                cost=cls.cost,
-                hopeful=cls.hopeful,
-                expected_speedup=cls.expected_speedup,
-                feeds=cls.feeds,
-                refused=self._refused(name),
-            )
-            for name, cls in self.run.strategies.items()
-        ]
+        return [offer(name, cls, self._refused(name)) for name, cls in self.run.strategies.items()]
 
     def _refused(self, name: str) -> str:
         if self.run.strategies[name].needs_loop and not self.run.owns_loop:

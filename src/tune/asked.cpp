@@ -1,0 +1,134 @@
+#include "oxytorch/tune/asked.h"
+
+#include <algorithm>
+#include <utility>
+#include <variant>
+
+#include "oxytorch/error.h"
+
+namespace oxytorch::tune {
+namespace {
+
+/// The setting that a strategy or a group of them is of, and the value that takes it out.
+struct Key {
+  const char* name;
+  const char* setting;
+  const char* off;
+};
+constexpr Key kKeys[] = {
+    {"host_memory", "allocator", "system"},
+    {"host_pool", "allocator", "system"},
+    {"threads", "threads", "keep"},
+    {"affinity", "threads", "keep"},
+    {"flush_denormals", "flush_denormals", "off"},
+    {"layout", "channels_last", "off"},
+    {"attention", "attention", "default"},
+    {"precision", "precision", "fp32"},
+    {"step_tail", "step_tail", "off"},
+    {"int8_state", "optimizer_state", "fp32"},
+    {"compile", "compile", "off"},
+};
+
+/// A value is what these strategies do, the first that applies; the others of their group are something else.
+struct Meaning {
+  const char* setting;
+  const char* value;
+  std::vector<std::string> strategies;
+};
+const std::vector<Meaning>& meanings() {
+  static const std::vector<Meaning> all{
+      {"precision", "bf16", {"bf16_autocast"}},
+      {"channels_last", "on", {"channels_last", "channels_last_3d"}},
+      {"attention", "math", {"math_attention", "math_attention_bf16"}},
+      {"step_tail", "on", {"step_tail", "int8_state"}},
+      {"optimizer_state", "int8", {"int8_state"}},
+      {"compile", "default", {"compile", "compile_dynamic"}},
+      {"compile", "max-autotune", {"compile_max_autotune"}},
+  };
+  return all;
+}
+
+/// A value that no strategy can bring about, and what can.
+constexpr Key kNothing[] = {
+    {"float16 needs a loss scale in the loop. Use a Trainer with precision = 'fp16', or 'bf16'", "precision", "fp16"},
+    {"give the optimizer state_dtype='bf16' before (oxytorch.optim.replace), or use 'int8'", "optimizer_state", "bf16"},
+};
+
+bool holds(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+bool is(const PerformanceConfig& config, const char* key, const char* word) {
+  return is_named(config, key) && config.get(key) == ConfigValue(std::string(word));
+}
+
+/// The strategies of a value that may be tried.
+std::vector<std::string> allowed_of(const Meaning& meaning, const PerformanceConfig& config,
+                                    const std::vector<Offer>& offers, const std::vector<std::string>& excluded) {
+  std::vector<std::string> allowed;
+  bool here = false;
+  for (const auto& name : meaning.strategies) {
+    for (const auto& offer : offers) {
+      if (offer.name != name || holds(excluded, name)) continue;
+      here = true;
+      if (allows(config.level(), offer.kind)) allowed.push_back(name);
+    }
+  }
+  OXY_CHECK(
+      !allowed.empty(), InvalidArgument, meaning.setting, " = '", meaning.value, "' was asked for, and ",
+      here ? "level '" + config.level() + "' does not allow it" : meaning.strategies.front() + " is not to be tried",
+      ". Change the one or the other, or leave ", meaning.setting, " at its default.");
+  return allowed;
+}
+
+const Key* key_of(const Offer& offer) {
+  const auto named = [](const std::string& name) {
+    const auto* found =
+        std::find_if(std::begin(kKeys), std::end(kKeys), [&](const Key& key) { return key.name == name; });
+    return found == std::end(kKeys) ? nullptr : found;
+  };
+  if (const auto* own = named(offer.name)) return own;
+  return named(offer.kind == Kind::Precision ? "precision" : offer.traits.group);
+}
+
+}  // namespace
+
+bool is_named(const PerformanceConfig& config, std::string_view key) {
+  return config.source(key) != ConfigSource::Level;
+}
+
+Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers,
+               const std::vector<std::string>& excluded) {
+  Asked found;
+  for (const auto& [why, setting, value] : kNothing) {
+    OXY_CHECK(!is(config, setting, value), NotSupported, setting, " = '", value,
+              "': accelerate() has no strategy for it; ", why, '.');
+  }
+  const auto because = [&](const char* setting) {
+    return std::string(setting) + " is " + to_string(config.get(setting)) + " in the configuration";
+  };
+  for (const auto& meaning : meanings()) {
+    if (!is(config, meaning.setting, meaning.value)) continue;
+    auto allowed = allowed_of(meaning, config, offers, excluded);
+    const auto first =
+        std::find_if(offers.begin(), offers.end(), [&](const Offer& o) { return o.name == allowed.front(); });
+    for (const auto& offer : offers) {
+      if (offer.traits.group != first->traits.group || holds(meaning.strategies, offer.name)) continue;
+      found.skipped.emplace(offer.name, because(meaning.setting));
+    }
+    found.required.push_back({std::string(meaning.setting) + " = '" + meaning.value + "'", std::move(allowed)});
+  }
+  for (const auto& offer : offers) {
+    const auto* key = key_of(offer);
+    if (key == nullptr || !is_named(config, key->setting)) continue;
+    // Of settings of the process the value that was given is applied, and nothing else is to be found out.
+    const bool applied =
+        (offer.traits.group == "threads" && std::holds_alternative<std::int64_t>(config.get(key->setting))) ||
+        (offer.name == "flush_denormals" && is(config, "flush_denormals", "on")) ||
+        (offer.name == "allocator" && is(config, "allocator", "retain"));
+    if (applied || is(config, key->setting, key->off)) found.skipped.emplace(offer.name, because(key->setting));
+  }
+  return found;
+}
+
+}  // namespace oxytorch::tune
