@@ -1,10 +1,80 @@
 #include "oxytorch/memory.h"
 
+#include <pybind11/stl.h>
+
+#include <utility>
+
 #include "bindings.h"
 
 namespace oxytorch::bindings {
+namespace {
+
+using Count = std::optional<std::int64_t>;
+
+void bind_batch_search(py::module_& m) {
+  py::class_<BatchTrial>(m, "BatchTrial", "One batch size, as it ran.")
+      .def(py::init([](std::int64_t size, bool fits, std::optional<std::uint64_t> peak_bytes,
+                       std::optional<double> step_seconds, std::string reason) {
+             return BatchTrial{size, fits, peak_bytes, step_seconds, std::move(reason)};
+           }),
+           py::arg("size"), py::arg("fits"), py::arg("peak_bytes"), py::arg("step_seconds"), py::arg("reason"))
+      .def_readonly("size", &BatchTrial::size, "Samples in the batch.")
+      .def_readonly("fits", &BatchTrial::fits, "Whether its steps ran within the limit, headroom left.")
+      .def_readonly("peak_bytes", &BatchTrial::peak_bytes,
+                    "Most memory in use during the steps; None where they ran out of it.")
+      .def_readonly("step_seconds", &BatchTrial::step_seconds,
+                    "Median of the steps after the first; None where they ran out of memory.")
+      .def_readonly("reason", &BatchTrial::reason, "Why it does not fit; empty where it does.")
+      .def_property_readonly("samples_per_second", &BatchTrial::samples_per_second, "0 where it did not run.");
+  py::class_<BatchPlan>(m, "BatchPlan", "What batch sizes take and give. Every size in it has been run.")
+      .def(py::init([](std::int64_t largest, std::int64_t fastest, std::vector<BatchTrial> trials,
+                       std::uint64_t limit_bytes, double headroom, Count samples, Count current) {
+             return BatchPlan{largest, fastest, std::move(trials), limit_bytes, headroom, samples, current};
+           }),
+           py::arg("largest"), py::arg("fastest"), py::arg("trials"), py::arg("limit_bytes"), py::arg("headroom"),
+           py::arg("samples") = std::nullopt, py::arg("current") = std::nullopt)
+      .def_readonly("largest", &BatchPlan::largest, "The largest size that ran within the limit with headroom left.")
+      .def_readonly("fastest", &BatchPlan::fastest, "The smallest size within 2 % of the most samples a second.")
+      .def_readonly("trials", &BatchPlan::trials, "By size.")
+      .def_readonly("limit_bytes", &BatchPlan::limit_bytes)
+      .def_readonly("headroom", &BatchPlan::headroom, "Share of the limit that is left free.")
+      .def_readonly("samples", &BatchPlan::samples, "In an epoch, where given.")
+      .def_readonly("current", &BatchPlan::current, "The batch size of today, where given.")
+      .def("split", &BatchPlan::split, py::arg("batch"),
+           "Return (samples a piece, pieces) that make up exactly `batch` with the fewest pieces that fit.\n\n"
+           "Accumulating gradients over the pieces keeps the batch, and so the updates, as they are. ValueError for a "
+           "batch under 1.")
+      .def("table", &BatchPlan::table, "Return the sizes as a table, and what another batch size does to convergence.");
+  const BatchSearchOptions defaults;
+  py::class_<BatchSearch>(m, "BatchSearch", "Which batch sizes to run; see oxytorch/memory/batch_search.h.")
+      .def(py::init([](std::uint64_t limit, std::uint64_t base, std::int64_t start, std::int64_t most,
+                       std::int64_t multiple, double headroom, double resolution, bool curve) {
+             return BatchSearch({start, most, multiple, headroom, resolution, curve}, limit, base);
+           }),
+           py::arg("limit"), py::arg("base"), py::kw_only(), py::arg("start") = defaults.start,
+           py::arg("most") = defaults.most, py::arg("multiple") = defaults.multiple,
+           py::arg("headroom") = defaults.headroom, py::arg("resolution") = defaults.resolution,
+           py::arg("curve") = defaults.curve)
+      .def("next", &BatchSearch::next, "The size to run next; None where the search is over.")
+      .def(
+          "ran",
+          [](BatchSearch& search, std::uint64_t peak, const std::vector<double>& seconds) {
+            search.ran(peak, seconds);
+          },
+          py::arg("peak_bytes"), py::arg("step_seconds"))
+      .def("ran_out", &BatchSearch::ran_out, py::arg("why"))
+      .def("plan", &BatchSearch::plan, py::arg("samples"), py::arg("current"));
+  m.def("says_out_of_memory", &says_out_of_memory, py::arg("message"),
+        "Whether an error says that there was no memory.");
+  m.def("cap_host_memory", &cap_host_memory, py::arg("limit"),
+        "Has allocations fail that would take this process beyond so many resident bytes, until reverted.");
+  m.def("reset_host_peak", &reset_host_peak, "Begins the peak of resident memory anew.");
+}
+
+}  // namespace
 
 void bind_memory(py::module_& m) {
+  bind_batch_search(m);
   py::class_<HostPoolStats>(m, "HostPoolStats", "Bytes and counts of the pool of host memory.")
       .def_readonly("live_bytes", &HostPoolStats::live_bytes)
       .def_readonly("peak_bytes", &HostPoolStats::peak_bytes)

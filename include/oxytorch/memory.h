@@ -6,6 +6,8 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/host.h"
+#include "oxytorch/memory/batch_search.h"
+#include "oxytorch/memory/host_cap.h"
 #include "oxytorch/memory/host_pool.h"
 
 namespace oxytorch {

@@ -6,6 +6,7 @@
 #include "oxytorch/tune/accelerate.h"
 #include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/batch.h"
+#include "oxytorch/tune/batch_size.h"
 #include "oxytorch/tune/block.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/change.h"

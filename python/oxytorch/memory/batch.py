@@ -2,127 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import math
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from ..base import format_size, median, parse_size, system_info
+from .._C import memory as _native
+from ..base import parse_size, system_info
 from ..model.snapshot import Reach, Snapshot
 
 __all__ = ["BatchPlan", "BatchTrial", "batch_curve", "largest_batch", "release_cache", "set_memory_fraction"]
 
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "alloc_failed")
-_SLOWER = 1.02  # a doubled batch must give so many times the samples a second to be worth another doubling
-
-
-@dataclass(frozen=True)
-class BatchTrial:
-    """One batch size, as it ran."""
-
-    size: int
-    """Samples in the batch."""
-    fits: bool
-    """Whether its steps ran within the limit, headroom left."""
-    peak_bytes: int | None
-    """Most memory in use during the steps; None where they ran out of it."""
-    step_seconds: float | None
-    """Median of the steps after the first; None where they ran out of memory."""
-    reason: str
-    """Why it does not fit; empty where it does."""
-
-    @property
-    def samples_per_second(self) -> float:
-        """Samples a second; 0 where it did not run."""
-        return self.size / self.step_seconds if self.step_seconds else 0.0
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """What batch sizes take and give. Every size in it has been run."""
-
-    largest: int
-    """The largest size that ran within the limit with headroom left."""
-    fastest: int
-    """The smallest size within 2 % of the most samples a second."""
-    trials: tuple[BatchTrial, ...]
-    """By size."""
-    limit_bytes: int
-    headroom: float
-    """Share of the limit that is left free."""
-    samples: int | None
-    """In an epoch, where given."""
-    current: int | None
-    """The batch size of today, where given."""
-
-    def split(self, batch: int) -> tuple[int, int]:
-        """Return (samples a piece, pieces) that make up exactly `batch` with the fewest pieces that fit.
-
-        Accumulating gradients over the pieces keeps the batch, and so the updates, as they are.
-
-        Raises
-        ------
-        ValueError
-            For a batch under 1.
-        """
-        if batch < 1:
-            raise ValueError(f"batch is {batch}, expected at least 1.")
-        pieces = next(n for n in range(1, batch + 1) if batch % n == 0 and batch // n <= self.largest)
-        return batch // pieces, pieces
-
-    def table(self) -> str:
-        """Return the sizes as a table, and what another batch size does to convergence."""
-        heads = ["batch", "fits", "peak", "step", "samples/s"]
-        if self.samples:
-            heads.append("updates/epoch")
-        rows = [heads]
-        for trial in self.trials:
-            ran = trial.step_seconds is not None
-            row = [
-                str(trial.size),
-                "yes" if trial.fits else "no",
-                format_size(trial.peak_bytes) if trial.peak_bytes is not None else "-",
-                f"{1e3 * trial.step_seconds:.4g} ms" if trial.step_seconds is not None else "-",
-                f"{trial.samples_per_second:.4g}" if ran else "-",
-            ]
-            if self.samples:
-                row.append(str(math.ceil(self.samples / trial.size)))
-            rows.append(row)
-        widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        lines += [f"{trial.size}: {trial.reason}" for trial in self.trials if trial.reason]
-        lines.append(
-            f"Limit {format_size(self.limit_bytes)}, {self.headroom:.0%} of it left free. Largest that ran: "
-            f"{self.largest}; fastest: {self.fastest}."
-        )
-        return "\n".join([*lines, self._convergence()])
-
-    def _convergence(self) -> str:
-        if self.current is None or self.current == self.fastest:
-            change = (
-                "A batch k times as large makes 1/k as many updates an epoch, with a k-th of the gradient's variance"
-            )
-        else:
-            ratio = self.fastest / self.current
-            change = (
-                f"A batch of {self.fastest} in place of {self.current} makes {1 / ratio:.3g} times as many updates an "
-                f"epoch, with {1 / ratio:.3g} times the gradient's variance"
-            )
-        return (
-            f"{change}: the run converges otherwise, and may need more epochs. Learning rates are commonly scaled with "
-            "the batch (SGD) or with its square root (Adam); nothing was changed here. split(batch) keeps the batch by "
-            "accumulating over pieces that fit."
-        )
+BatchPlan = _native.BatchPlan
+BatchTrial = _native.BatchTrial
 
 
 class _Memory(Protocol):
@@ -156,28 +51,21 @@ class _Host:
 
     def release(self) -> None:
         gc.collect()
-        with suppress(AttributeError):  # glibc's
-            ctypes.CDLL(None).malloc_trim(0)
+        _native.give_back_host_memory()
 
     def begin(self) -> None:
-        with suppress(OSError):  # without the right to, the peak is that of the process since it began
-            Path("/proc/self/clear_refs").write_text("5")
+        _native.reset_host_peak()
 
     def peak(self) -> int:
         return int(system_info()["memory"]["peak_resident"])
 
     @contextmanager
     def capped(self, limit: int) -> Iterator[None]:
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-        mapped = int(fields["VmData"].split()[0]) * 1024
-        room = max(0, limit - int(system_info()["memory"]["resident"]))
-        cap = mapped + room if before[0] == resource.RLIM_INFINITY else min(mapped + room, before[0])
-        resource.setrlimit(resource.RLIMIT_DATA, (cap, before[1]))
+        cap = _native.cap_host_memory(limit)
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
+            cap.revert()
 
     def synchronize(self) -> None:
         """Nothing is in flight."""
@@ -229,98 +117,64 @@ def _memory_of(device: torch.device | str | None) -> _Memory:
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and bool(_native.says_out_of_memory(str(error)))
 
 
-class _Bench:
-    """Runs sizes, each from the same state and leaving it as it was."""
-
-    def __init__(
-        self,
-        step: Callable[[Any], Any],
-        make_batch: Callable[[int], Any],
-        limit: int | str | None,
-        headroom: float,
-        state: Sequence[Any] | None,
-        device: torch.device | str | None,
-        steps: int,
-    ) -> None:
-        if not 0 <= headroom < 1:
-            raise ValueError(f"headroom is {headroom}, expected a share from 0 up to but not including 1.")
-        if steps < 1:
-            raise ValueError(f"steps is {steps}, expected at least 1.")
-        self.step, self.make_batch, self.steps = step, make_batch, steps
-        self.memory = _memory_of(device)
-        total = self.memory.total()
-        self.limit = total if limit is None else min(parse_size(limit, total), total)
-        self.headroom = headroom
-        self.usable = int(self.limit * (1 - headroom))
-        named = [("step", Reach(step))] if state is None else [(f"state[{i}]", one) for i, one in enumerate(state)]
-        self.snapshot = Snapshot(named)
-        self.trials: dict[int, BatchTrial] = {}
-        self.memory.release()
-        self.memory.begin()
-        self.base = self.memory.peak()
-
-    def run(self, size: int) -> BatchTrial:
-        if size not in self.trials:
-            try:
-                self.trials[size] = self._run(size)
-            finally:
-                self.snapshot.restore()
-                self.memory.release()
-        return self.trials[size]
-
-    def _run(self, size: int) -> BatchTrial:
-        self.memory.begin()
-        times: list[float] = []
+def _searched(
+    step: Callable[[Any], Any],
+    make_batch: Callable[[int], Any],
+    limit: int | str | None,
+    state: Sequence[Any] | None,
+    device: torch.device | str | None,
+    steps: int,
+    samples: int | None,
+    current: int | None,
+    **options: Any,
+) -> BatchPlan:
+    """Run the sizes that the native search names, each from the same state and leaving it as it was."""
+    if steps < 1:
+        raise ValueError(f"steps is {steps}, expected at least 1.")
+    memory = _memory_of(device)
+    total = memory.total()
+    usable = total if limit is None else min(parse_size(limit, total), total)
+    named = [("step", Reach(step))] if state is None else [(f"state[{i}]", one) for i, one in enumerate(state)]
+    snapshot = Snapshot(named)
+    memory.release()
+    memory.begin()
+    search = _native.BatchSearch(usable, memory.peak(), **options)
+    while (size := search.next()) is not None:
         try:
-            with self.memory.capped(self.limit):
-                batch = self.make_batch(size)
-                for _ in range(self.steps + 1):
-                    began = time.perf_counter()
-                    self.step(batch)
-                    self.memory.synchronize()
-                    times.append(time.perf_counter() - began)
-        except Exception as error:
-            if not _is_out_of_memory(error):
-                raise
-            error.__traceback__ = None  # its frames hold tensors
-            return BatchTrial(size, False, None, None, f"ran out of memory ({str(error).splitlines()[0][:120]})")
-        peak = self.memory.peak()
-        fits = peak <= self.usable
-        over = f"took {format_size(peak)}, over the {format_size(self.usable)} that may be used"
-        return BatchTrial(size, fits, peak, median(times[1:]), "" if fits else over)
-
-    def predicted(self, size: int) -> float:
-        """Peak of a size not run yet, bytes: on from the largest that fits, as steeply as memory has grown so far."""
-        known = sorted((t.size, t.peak_bytes) for t in self.trials.values() if t.fits and t.peak_bytes is not None)
-        points = [(0, self.base), *known]
-        slope = max((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points))
-        return points[-1][1] + max(0.0, slope) * (size - points[-1][0])
-
-    def first(self, start: int) -> BatchTrial:
-        trial = self.run(start)
-        if not trial.fits:
-            raise torch.OutOfMemoryError(
-                f"a batch of {start} {trial.reason}, of a limit of {format_size(self.limit)}; raise limit=, or start= "
-                "from a smaller batch."
-            )
-        return trial
-
-    def plan(self, samples: int | None, current: int | None) -> BatchPlan:
-        trials = tuple(self.trials[size] for size in sorted(self.trials))
-        fit = [trial for trial in trials if trial.fits]
-        most = max(trial.samples_per_second for trial in fit)
-        fastest = next(trial.size for trial in fit if trial.samples_per_second * _SLOWER >= most)
-        return BatchPlan(fit[-1].size, fastest, trials, self.limit, self.headroom, samples, current)
+            found = _run(step, make_batch, size, memory, usable, steps)
+        finally:
+            snapshot.restore()
+            memory.release()
+        if isinstance(found, str):
+            search.ran_out(found)
+        else:
+            search.ran(*found)
+    return search.plan(samples, current)
 
 
-def _checked(start: int, most: int, multiple: int) -> None:
-    if multiple < 1 or start < 1 or start % multiple != 0:
-        raise ValueError(f"start is {start} and multiple {multiple}; start must be a positive multiple of multiple.")
-    if most < start:
-        raise ValueError(f"most is {most}, expected at least start, which is {start}.")
+def _run(
+    step: Callable[[Any], Any], make_batch: Callable[[int], Any], size: int, memory: _Memory, limit: int, steps: int
+) -> tuple[int, list[float]] | str:
+    """Return the peak and the seconds of each timed step; or what said that there was no memory."""
+    memory.begin()
+    times: list[float] = []
+    try:
+        with memory.capped(limit):
+            batch = make_batch(size)
+            for _ in range(steps + 1):
+                began = time.perf_counter()
+                step(batch)
+                memory.synchronize()
+                times.append(time.perf_counter() - began)
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        error.__traceback__ = None  # its frames hold tensors
+        return str(error)
+    return memory.peak(), times[1:]
 
 
 def largest_batch(
@@ -397,35 +251,10 @@ def largest_batch(
     >>> plan = largest_batch(train, lambda n: (torch.randn(n, 3, 64, 64), torch.randint(10, (n,))), limit="2GB")
     >>> print(plan.table())
     """
-    _checked(start, most, multiple)
-    bench = _Bench(step, make_batch, limit, headroom, state, device, steps)
-    bench.first(start)
-    good, bad = start, (most // multiple + 1) * multiple
-    refused = guided = False
-    while bad - good > max(multiple, int(good * resolution) // multiple * multiple):
-        size = good + _stride(bench, good, multiple, refused, guided, bad - good)
-        guided = not guided
-        if bench.run(min(size, bad - multiple)).fits:
-            good = min(size, bad - multiple)
-        else:
-            bad, refused = min(size, bad - multiple), True
-    return bench.plan(samples, current)
-
-
-def _stride(bench: _Bench, good: int, multiple: int, refused: bool, guided: bool, room: int) -> int:
-    """Return how far beyond `good` to try: to where memory is predicted to end, or else where the bounds close fast.
-
-    The prediction has every second turn: alone it would creep where memory grows in jumps.
-    """
-    ahead = bench.predicted(good)
-    slope = bench.predicted(good + 1) - ahead
-    reach = (bench.usable - ahead) / slope if slope > 0 else math.inf
-    if not refused and reach >= good:
-        return good  # doubled
-    whole = int(min(reach, room)) // multiple * multiple
-    if not guided and multiple <= whole < room:
-        return whole
-    return max(multiple, (room // 2 if refused else good // 8) // multiple * multiple)
+    return _searched(
+        step, make_batch, limit, state, device, steps, samples, current,
+        start=start, most=most, multiple=multiple, headroom=headroom, resolution=resolution,
+    )  # fmt: skip
 
 
 def batch_curve(
@@ -448,18 +277,10 @@ def batch_curve(
     behind (nothing) are those of `largest_batch`; `largest` is the largest size that was run, not the largest that
     would fit.
     """
-    _checked(start, most, 1)
-    bench = _Bench(step, make_batch, limit, headroom, state, device, steps)
-    best = bench.first(start).samples_per_second
-    size, idle = start, 0
-    while idle < 2 and 2 * size <= most and bench.predicted(2 * size) <= bench.usable:
-        size *= 2
-        trial = bench.run(size)
-        if not trial.fits:
-            break
-        idle = idle + 1 if trial.samples_per_second < _SLOWER * best else 0
-        best = max(best, trial.samples_per_second)
-    return bench.plan(samples, current)
+    return _searched(
+        step, make_batch, limit, state, device, steps, samples, current,
+        start=start, most=most, headroom=headroom, curve=True,
+    )  # fmt: skip
 
 
 def set_memory_fraction(fraction: float, device: torch.device | str | None = None) -> None:

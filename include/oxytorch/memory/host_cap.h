@@ -1,0 +1,19 @@
+/// A cap on the memory of this process, and its peak.
+#pragma once
+
+#include <cstdint>
+
+#include "oxytorch/api.h"
+#include "oxytorch/host.h"
+
+namespace oxytorch {
+
+/// Has allocations fail that would take this process beyond `limit` resident bytes (RLIMIT_DATA), so that it gets an
+/// error in place of being killed. A cap that is lower already stays. revert() puts the limit of before back. Refused
+/// where the kernel does not tell what is in use.
+OXY_API HostSetting cap_host_memory(std::uint64_t limit);
+
+/// Begins the peak of read_memory() anew; without the right to, it stays that since the process began.
+OXY_API void reset_host_peak();
+
+}  // namespace oxytorch

@@ -1,0 +1,111 @@
+// Batch sizes found by running the program's own step, under a real cap, leaving nothing behind.
+#include "oxytorch/tune/batch_size.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <torch/torch.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "oxytorch/error.h"
+#include "oxytorch/system.h"
+
+namespace oxytorch {
+namespace {
+
+namespace nn = torch::nn;
+
+class BatchSizeTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!read_memory().resident) GTEST_SKIP() << "the kernel does not tell what is in use";
+    step();
+  }
+  void step() {
+    optimizer.zero_grad();
+    const auto batch = make(8);
+    nn::functional::cross_entropy(model->forward(batch.input), batch.target).backward();
+    optimizer.step();
+  }
+  static Batch make(std::int64_t n) { return {torch::randn({n, 512}), torch::randint(10, {n})}; }
+  [[nodiscard]] LossFunction loss() const { return supervised(model, nn::CrossEntropyLoss()); }
+  /// All that must be as before.
+  [[nodiscard]] std::vector<at::Tensor> state() const {
+    std::vector<at::Tensor> all{at::detail::getDefaultCPUGenerator().get_state()};
+    for (const auto& p : model->parameters()) {
+      const auto& averages =
+          static_cast<const torch::optim::AdamWParamState&>(*optimizer.state().at(p.unsafeGetTensorImpl()));
+      for (const auto& t :
+           {p.detach(), p.grad(), averages.exp_avg(), averages.exp_avg_sq(), torch::tensor(averages.step())}) {
+        all.push_back(t.clone());
+      }
+    }
+    for (const auto& b : model->buffers()) all.push_back(b.clone());
+    return all;
+  }
+  void expect_unchanged(const std::vector<at::Tensor>& held) const {
+    const auto now = state();
+    ASSERT_EQ(now.size(), held.size());
+    for (std::size_t i = 0; i < now.size(); ++i) EXPECT_TRUE(at::equal(now[i], held[i])) << "tensor " << i;
+  }
+  static std::string limit(std::uint64_t beside) { return std::to_string(*read_memory().resident + beside); }
+
+  nn::Sequential model = [] {
+    torch::manual_seed(0);
+    return nn::Sequential(nn::Linear(512, 2048), nn::ReLU(), nn::BatchNorm1d(2048), nn::Dropout(0.1),
+                          nn::Linear(2048, 10));
+  }();
+  torch::optim::AdamW optimizer{model->parameters(), torch::optim::AdamWOptions(1e-3)};
+};
+
+TEST_F(BatchSizeTest, TheLargestIsFoundUnderACapAndLeavesNoTrace) {
+  rlimit before{}, after{};
+  getrlimit(RLIMIT_DATA, &before);
+  const auto held = state();
+  const auto plan = largest_batch(
+      *model, optimizer, loss(), make,
+      BatchSizeOptions().limit(limit(64U << 20)).start(8).most(8192).steps(1).resolution(0.1).current(16));
+  getrlimit(RLIMIT_DATA, &after);
+  EXPECT_EQ(before.rlim_cur, after.rlim_cur);
+  expect_unchanged(held);
+  EXPECT_GE(plan.largest, 8);
+  EXPECT_LT(plan.largest, 8192);
+  for (const auto& trial : plan.trials) {
+    if (trial.fits) EXPECT_LE(static_cast<double>(*trial.peak_bytes), 0.9 * static_cast<double>(plan.limit_bytes));
+    EXPECT_EQ(trial.fits, trial.reason.empty());
+  }
+  EXPECT_EQ(plan.current, 16);
+}
+
+TEST_F(BatchSizeTest, TheCurveRunsEachSizeAndSaysItsRate) {
+  const auto held = state();
+  const auto plan = batch_curve(*model, optimizer, loss(), make, BatchSizeOptions().start(8).most(32).steps(2));
+  expect_unchanged(held);
+  std::vector<std::int64_t> sizes;
+  for (const auto& trial : plan.trials) {
+    sizes.push_back(trial.size);
+    EXPECT_GT(trial.samples_per_second(), 0);
+  }
+  EXPECT_THAT(sizes, testing::ElementsAre(8, 16, 32));
+}
+
+TEST_F(BatchSizeTest, WhatAStepThrowsPassesThroughWithEverythingBack) {
+  const auto held = state();
+  const auto inner = loss();
+  const LossFunction broken = [&](const Batch& batch) {
+    auto value = inner(batch);
+    if (batch.input.size(0) > 8) throw std::domain_error("the user's own");
+    return value;
+  };
+  EXPECT_THROW(static_cast<void>(largest_batch(*model, optimizer, broken, make, BatchSizeOptions().start(8).most(64))),
+               std::domain_error);
+  expect_unchanged(held);
+  EXPECT_THROW(static_cast<void>(largest_batch(*model, optimizer, loss(), make, BatchSizeOptions().steps(0))), Error);
+  EXPECT_THROW(static_cast<void>(largest_batch(*model, optimizer, loss(), nullptr)), Error);
+}
+
+}  // namespace
+}  // namespace oxytorch
