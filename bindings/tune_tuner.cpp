@@ -130,7 +130,8 @@ void bind_tuner(py::module_& m) {
              return Offer{std::move(name),
                           kind,
                           {std::move(group), std::move(required), std::move(interacts), std::move(part_of),
-                           std::move(renewed_by), settle, std::move(cost), hopeful, expected_speedup, feeds},
+                           std::move(renewed_by), settle, std::move(cost), hopeful, expected_speedup, feeds,
+                           /*needs_loop=*/false},  // Python's workload refuses them itself
                           std::move(refused)};
            }),
            py::arg("name"), py::kw_only(), py::arg("kind"), py::arg("group"), py::arg("requires"), py::arg("interacts"),

@@ -120,8 +120,9 @@ tune::CertificateKey key_of(const tune::Run& run, const AccelerateOptions& optio
     if (std::find(left_out.begin(), left_out.end(), strategy.name) == left_out.end()) offered += ' ' + strategy.name;
   }
   return {tune::hardware_key() + ", " + run.device().str(), TORCH_VERSION, structure(run),
-          "C++, level " + options.level() + ", steps " + std::to_string(options.steps_planned()) + ", strategies" +
-              offered + (options.config() ? ", settings" + named_text(*options.config()) : "")};
+          "C++, level " + options.level() + (options.loop() == "plan" ? "" : ", loop " + options.loop()) + ", steps " +
+              std::to_string(options.steps_planned()) + ", strategies" + offered +
+              (options.config() ? ", settings" + named_text(*options.config()) : "")};
 }
 
 }  // namespace
@@ -131,12 +132,15 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
   const auto options = settled(given);
   OXY_CHECK(options.folder().empty() || options.remember(), InvalidArgument, "folder is ", in_quotes(options.folder()),
             ", and remember is false, so nothing would be stored there. Leave folder out, or set remember(true).");
+  OXY_CHECK(options.loop() == "plan" || options.loop() == "yours", InvalidArgument, "loop is ",
+            in_quotes(options.loop()), ", expected 'plan' or 'yours'.");
   for (const auto& name : options.exclude()) static_cast<void>(tune::find_strategy(name));
   auto strategies = wanted_strategies(options);
   tune::Asked asked;
   if (options.config()) asked = tune::asked_of(*options.config(), tune::offers_of(strategies), options.exclude());
   resolve_vector_math();
   auto run = std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::move(batches), options.clip_norm());
+  run->owns_loop = options.loop() == "plan";
   if (options.config()) name_settings(*options.config(), *run);
   NamedSettings named = options.config() ? NamedSettings(*options.config()) : NamedSettings();
   std::optional<tune::CertificateStore> store;

@@ -96,6 +96,16 @@ at::Tensor Plan::Impl::step(const Batch& given) {
   return loss;
 }
 
+void Plan::Impl::update() {
+  run->update();
+  if (!watch) return;
+  if (watch->checks() || run->device().is_cpu()) tune::synchronize(run->device());
+  if (updated) watch->after(tune::seconds_now() - *updated);
+  batch = &run->batches()[updates++ % run->batches().size()];  // the loop keeps its own to itself
+  updated.reset();
+  if (watch->before()) updated = tune::seconds_now();
+}
+
 tune::BothWays Plan::Impl::compare() {
   // On the CPU other threads may draw from torch's generator meanwhile: the check draws from one of its own.
   const bool on_cpu = run->device().is_cpu();
@@ -135,6 +145,9 @@ Plan::Plan(Plan&&) noexcept = default;
 Plan& Plan::operator=(Plan&&) noexcept = default;
 
 at::Tensor Plan::step(const Batch& batch) { return impl_->step(batch); }
+at::Tensor Plan::loss(const Batch& batch) { return impl_->run->loss(batch); }
+std::shared_ptr<void> Plan::scope() const { return impl_->run->enter(); }
+void Plan::update() { impl_->update(); }
 std::vector<std::string> Plan::accepted() const {
   const bool active = impl_->watch && !impl_->watch->over();
   return active ? impl_->certificate.accepted() : impl_->run->required;

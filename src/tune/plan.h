@@ -40,6 +40,7 @@ struct Plan::Impl : tune::Watched {
        tune::Kind widest, std::uint64_t seed, NamedSettings named);
 
   at::Tensor step(const Batch& batch);
+  void update();
   void revert();
 
   void activate(const std::vector<std::string>& strategies) override { run->bring(strategies); }
@@ -53,6 +54,8 @@ struct Plan::Impl : tune::Watched {
   const Batch* batch = nullptr;  // of the window under way, the first; valid while it is taken
   bool watched = false;          // the window under way
   double window_seconds = 0;
+  std::optional<double> updated;  // when the last update() of a watched loop of the caller's ended
+  std::size_t updates = 0;
 };
 
 }  // namespace oxytorch

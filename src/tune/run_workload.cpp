@@ -22,7 +22,11 @@ std::vector<Offer> offers_of(const std::vector<RegisteredStrategy>& strategies) 
 std::vector<Offer> RunWorkload::offers() {
   auto found = offers_of(strategies_);
   for (auto& offer : found) {
-    if (const auto why = refused_.find(offer.name); why != refused_.end()) offer.refused = why->second;
+    if (const auto why = refused_.find(offer.name); why != refused_.end()) {
+      offer.refused = why->second;
+    } else if (offer.traits.needs_loop && !run_.owns_loop) {
+      offer.refused = "it changes how a batch is stepped with: loop 'plan' and Plan::step() allow it";
+    }
   }
   return found;
 }

@@ -324,7 +324,7 @@ RegisteredStrategy own(const char* name, Kind kind, StrategyTraits traits) {
 std::vector<RegisteredStrategy> own_strategies() {
   using enum Kind;
   const std::vector<std::string> faster = {"allocator", "host_pool", "bf16_autocast", "channels_last", "step_tail"};
-  const StrategyTraits split{.group = "split", .interacts = faster, .hopeful = 1.5};
+  const StrategyTraits split{.group = "split", .interacts = faster, .hopeful = 1.5, .needs_loop = true};
   const std::string squares = "memory grows with the square of the sequence length.";
   return {
       own<HostStrategy<tuned_allocator>>(

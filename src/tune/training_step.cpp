@@ -56,6 +56,17 @@ std::vector<at::Tensor> values_of_gradients(const std::vector<at::Tensor>& param
   return found;
 }
 
+/// Scopes, left the last first.
+struct Entered {
+  Entered() = default;
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
+  ~Entered() {
+    while (!scopes.empty()) scopes.pop_back();
+  }
+  std::vector<std::shared_ptr<void>> scopes;
+};
+
 template <class Value>
 void set_entry(std::vector<std::pair<std::string, Value>>& table, const std::string& name, Value value) {
   std::erase_if(table, [&](const auto& entry) { return entry.first == name; });
@@ -85,14 +96,15 @@ torch::optim::Optimizer& TrainingStep::optimizer() const noexcept {
 
 // -- forward and backward ---------------------------------------------------------------------------------------------
 
+std::shared_ptr<void> TrainingStep::enter() const {
+  auto entered = std::make_shared<Entered>();
+  for (const auto& [name, enter] : scopes_) entered->scopes.push_back(enter());
+  return entered;
+}
+
 template <class Function>
 at::Tensor TrainingStep::under_scopes(const Function& compute) const {
-  struct Entered {
-    std::vector<std::shared_ptr<void>> scopes;
-    ~Entered() {
-      while (!scopes.empty()) scopes.pop_back();
-    }
-  } entered;
+  Entered entered;
   for (const auto& [name, enter] : scopes_) entered.scopes.push_back(enter());
   auto value = compute();
   OXY_CHECK(value.defined() && value.numel() == 1, InvalidArgument, "the loss ",

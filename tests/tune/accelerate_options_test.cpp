@@ -147,6 +147,12 @@ TEST_F(AccelerateOptionsTest, EachHasAnEffect) {
          EXPECT_GT(moved(only({"nothing"})), 1e-2);
          EXPECT_NEAR(moved(only({"nothing"}).clip_norm(1e-3)), 0.5e-3, 1e-5);  // at a learning rate of 0.5
        }},
+      {"loop",
+       [&] {
+         EXPECT_THAT(reason(only({"split_2"}).loop("yours"), "split_2"), HasSubstr("how a batch is stepped with"));
+         EXPECT_THAT(reason(only({"split_2"}).loop("plan"), "split_2"), Not(HasSubstr("how a batch is stepped with")));
+         EXPECT_THAT(plan(only({"faster"}).loop("yours")).accepted(), ElementsAre("faster"));
+       }},
       {"strategies",
        [&] {
          const auto made = plan(only({"nothing", "faster"}));
@@ -232,6 +238,7 @@ TEST_F(AccelerateOptionsTest, EachHasAnEffect) {
     std::string level;
     std::int64_t steps_planned;
     double clip_norm;
+    std::string loop;
     std::vector<std::string> strategies, exclude;
     double budget;
     bool remember;
@@ -262,6 +269,7 @@ TEST_F(AccelerateOptionsTest, WhatCannotBeMeantIsRefusedBeforeAStep) {
       {only({"faster"}).budget(kNaN), {"budget is nan"}},
       {only({"faster"}).budget(kInfinity), {"budget is inf"}},
       {only({"faster"}).config(PerformanceConfig("basic")).level("ultra"), {"level is 'ultra'", "config is 'basic'"}},
+      {only({"faster"}).loop("mine"), {"loop is 'mine'", "'plan' or 'yours'"}},
       {only({"faster"}).folder("/somewhere"), {"folder is '/somewhere'", "remember(true)"}},
   };
   for (const auto& row : rows) {

@@ -115,6 +115,79 @@ TEST_F(AccelerateTest, AWindowHasAllOfItsStrategiesOrNone) {
   EXPECT_THAT(plan.accepted(), ElementsAre("no_delay"));
 }
 
+/// A loop of one's own: two batches a step, a second loss beside the first.
+template <class Loss, class Update>
+void own_loop(Tied& model, torch::optim::Optimizer& optimizer, int steps, const Loss& loss, const Update& update) {
+  const auto batches = make_batches();
+  for (int i = 0; i < steps; ++i) {
+    if (i == 2) optimizer.param_groups()[0].options().set_lr(5e-3);
+    optimizer.zero_grad();
+    torch::manual_seed(i);
+    (loss(batches[0]) / 2).backward();
+    (loss(batches[1]) / 2 + 1e-3 * model->head->weight.square().sum()).backward();
+    update();
+  }
+}
+
+TEST_F(AccelerateTest, ALoopOfOnesOwnTakesItsStepsWithWhatIsActive) {
+  costs.update = 0.02;
+  for (const double clip_norm : {0.0, 0.05}) {
+    auto reference = make_model(), model = make_model();
+    auto plain = make_optimizer("SGD", reference), optimizer = make_optimizer("SGD", model);
+    auto plan = accelerate(*model, *optimizer, loss_of(model), make_batches(),
+                           only({"paying_tail", "split_2"}).loop("yours").clip_norm(clip_norm));
+    ASSERT_THAT(plan.accepted(), ElementsAre("paying_tail")) << plan.report();
+    EXPECT_THAT(entry(plan, "split_2").reason, HasSubstr("Plan::step()"));
+    own_loop(model, *optimizer, 5, [&](const Batch& batch) { return plan.loss(batch); }, [&] { plan.update(); });
+    plan.revert();
+    auto stock = loss_of(reference);
+    own_loop(reference, *plain, 5, stock, [&] {
+      if (clip_norm > 0) torch::nn::utils::clip_grad_norm_(distinct(reference), clip_norm);
+      plain->step();
+    });
+    for (std::size_t i = 0; i < distinct(model).size(); ++i) {
+      EXPECT_TRUE(at::allclose(distinct(model)[i], distinct(reference)[i], 1e-4, 1e-5)) << "parameter " << i;
+    }
+  }
+}
+
+TEST_F(AccelerateTest, ALoopOfOnesOwnIsWatched) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("AdamW", model);
+  auto plan = accelerate(*model, *optimizer, delayed_loss(model), make_batches(), only({"drifts"}).loop("yours"));
+  ASSERT_THAT(plan.accepted(), ElementsAre("drifts"));
+  const auto train = [&](int steps) {
+    own_loop(model, *optimizer, steps, [&](const Batch& batch) { return plan.loss(batch); }, [&] { plan.update(); });
+  };
+  train(150);
+  EXPECT_THAT(plan.accepted(), ElementsAre("drifts")) << "the checks held";
+  bad_calls = 1;
+  train(600);
+  EXPECT_THAT(plan.accepted(), IsEmpty());
+  EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("taken back")));
+  EXPECT_TRUE(delayed);
+}
+
+TEST_F(AccelerateTest, AForwardOfAnotherShapeRunsInThePlansScope) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("SGD", model);
+  PerformanceConfig config("advanced");
+  config.set("precision", std::string("bf16"));
+  auto plan = accelerate(*model, *optimizer, loss_of(model), make_batches(),
+                         only({"bf16_autocast"}).loop("yours").config(config));
+  const auto batch = make_batches(1)[0];
+  const auto dtype = [&] { return model->forward(batch.input).scalar_type(); };
+  EXPECT_EQ(dtype(), at::kFloat);
+  {
+    const auto scope = plan.scope();
+    EXPECT_EQ(dtype(), at::kBFloat16);
+  }
+  EXPECT_EQ(dtype(), at::kFloat);
+  plan.revert();
+  const auto scope = plan.scope();
+  EXPECT_EQ(dtype(), at::kFloat);
+}
+
 TEST_F(AccelerateTest, AChecksRandomNumbersAreItsOwn) {
   auto model = make_model();
   auto optimizer = make_optimizer("SGD", model);

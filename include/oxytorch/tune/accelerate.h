@@ -34,6 +34,9 @@ struct AccelerateOptions {
   TORCH_ARG(std::int64_t, steps_planned) = 10'000;
   /// Largest global norm of the gradients; 0: no clipping. The step does it.
   TORCH_ARG(double, clip_norm) = 0;
+  /// Who takes the steps: "plan", by Plan::step(); or "yours", by Plan::loss() or Plan::scope(), and Plan::update().
+  /// What changes how a batch is stepped with (split_2 and its like) is then not tried.
+  TORCH_ARG(std::string, loop) = "plan";
   /// To be tried; empty: all that are registered.
   TORCH_ARG(std::vector<std::string>, strategies);
   /// Of those, what is not to be tried.
@@ -53,8 +56,18 @@ struct AccelerateOptions {
   TORCH_ARG(std::uint64_t, seed) = 0;
 };
 
-/// A training run with what pays in force. Model and optimizer stay the caller's and must outlive it; its end is a
-/// revert(). Movable. Not for use from several threads at once.
+/// A training run with what pays in force. A program that keeps its own loop leaves out step():
+///
+/// ```cpp
+/// for (auto& example : *loader) {
+///   optimizer.zero_grad();
+///   plan.loss(example).backward();  // or a forward of another shape, with `auto scope = plan.scope();` around it
+///   plan.update();                  // in the place of clipping and optimizer.step()
+/// }
+/// ```
+///
+/// Model and optimizer stay the caller's and must outlive it; its end is a revert(). Movable. Not for use from several
+/// threads at once.
 class OXY_API Plan {
  public:
   ~Plan();
@@ -66,6 +79,15 @@ class OXY_API Plan {
   /// longer pay, or the losses of one batch are further apart than their kind allows, they are taken back, said once in
   /// the log and in certificate().events. What the step throws passes through, and its gradients are dropped.
   at::Tensor step(const Batch& batch);
+
+  /// The loss of a batch under what is active, with its graph, for a loop of one's own.
+  [[nodiscard]] at::Tensor loss(const Batch& batch);
+  /// What is active around a forward, until the returned guard ends; keep backward outside of it. Inputs are not laid
+  /// out otherwise then, as loss() does.
+  [[nodiscard]] std::shared_ptr<void> scope() const;
+  /// Clips and lets the optimizer step with the gradients that there are, and looks at the run as step() does, by the
+  /// time from one update to the next.
+  void update();
 
   [[nodiscard]] std::vector<std::string> accepted() const;  ///< in force
   [[nodiscard]] Interval speedup() const;  ///< seconds as given over seconds now; ones where nothing is in force

@@ -35,6 +35,7 @@ class OXY_API Run : public TrainingStep {
   std::vector<std::string> required;
   /// Settings that the caller named by a word, for strategies that have a choice.
   std::map<std::string, std::string> asked;
+  bool owns_loop = true;  ///< the plan takes the steps, so that a strategy may change how a batch is stepped with
   std::optional<std::uint64_t> retain_limit;  ///< bytes that the allocator may keep; empty: its own choice
   /// Puts exactly these in force: others are taken back, the last first, then the missing ones applied. Where one
   /// cannot be applied, those of this call are taken back again and its exception passes through. Where one cannot be

@@ -71,6 +71,8 @@ class OXY_API TrainingStep {
   /// The loss under what is active, with its graph. Error(InvalidArgument) where it is no scalar, Error(InvalidState)
   /// without a loss function.
   [[nodiscard]] at::Tensor loss(const Batch& batch) const;
+  /// Enters the scopes, for a forward that is not the loss function's; they are left as what it returns ends.
+  [[nodiscard]] std::shared_ptr<void> enter() const;
   /// Zeroes gradients, then forward and backward; the detached loss.
   at::Tensor backward(const Batch& batch);
   /// Clips and lets the optimizer step. Learning rates set on the user's optimizer count.

@@ -40,6 +40,7 @@ struct StrategyTraits {
   double hopeful = 3;              ///< a speedup that it cannot exceed
   double expected_speedup = 1.05;  ///< where it pays at all; what promises most is tried first
   bool feeds = false;              ///< it changes what batches are drawn from, and nothing of the step
+  bool needs_loop = false;         ///< it changes how a batch is stepped with, so the plan must take the steps
 };
 
 /// A strategy that a workload has.
