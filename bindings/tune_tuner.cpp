@@ -157,13 +157,14 @@ void bind_tuner(py::module_& m) {
   const TunerOptions options;
   py::class_<TunerOptions>(m, "TunerOptions", "What a tuner is asked for.")
       .def(py::init([](std::string level, std::int64_t steps_planned, double budget, std::uint64_t seed, Names exclude,
-                       std::vector<Requirement> required) {
-             return TunerOptions{std::move(level),   steps_planned,      budget, seed,
-                                 std::move(exclude), std::move(required)};
+                       std::vector<Requirement> required, double total, double total_share) {
+             return TunerOptions{std::move(level),   steps_planned,       budget, seed,
+                                 std::move(exclude), std::move(required), total,  total_share};
            }),
            py::kw_only(), py::arg("level") = options.level, py::arg("steps_planned") = options.steps_planned,
            py::arg("budget") = options.budget, py::arg("seed") = options.seed, py::arg("exclude") = Names(),
-           py::arg("required") = std::vector<Requirement>());
+           py::arg("required") = std::vector<Requirement>(), py::arg("total") = options.total,
+           py::arg("total_share") = options.total_share);
   py::class_<Tuner>(m, "Tuner", "Finds what makes a workload's step faster, proves it, and says so in a certificate.")
       .def(py::init<Workload&, CertificateKey, TunerOptions>(), py::arg("workload"), py::arg("key"), py::arg("options"),
            py::keep_alive<1, 2>())

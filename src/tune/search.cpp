@@ -222,7 +222,8 @@ struct Search::Impl {
   [[nodiscard]] double seconds_left() const {
     if (options.total_seconds <= 0) return std::numeric_limits<double>::infinity();
     const double kept_back =
-        force != 0 ? std::min(options.conclude_steps * step_seconds, options.total_seconds / 3) : 0;
+        force != 0 ? std::min(options.conclude_steps * step_seconds, options.conclude_share * options.total_seconds)
+                   : 0;
     return options.total_seconds - used - kept_back;
   }
 

@@ -17,6 +17,9 @@
 namespace oxytorch::tune {
 namespace {
 
+// Where everything has to end in time, for verifying and measuring what is kept: steps at their fastest, and a share.
+constexpr double kConcludeSteps = 200;
+constexpr double kConcludeShare = 0.6;
 constexpr std::size_t kEventsKept = 9;  // of a remembered certificate, beside that of its reuse
 
 void warn(const std::string& text) { log(LogLevel::Warn, "accelerate: " + text); }
@@ -208,6 +211,12 @@ struct Tuner::Impl {
       facts.push_back(std::move(one));
     }
     auto bounds = SearchOptions::for_run(options.steps_planned, timing.fastest(), options.budget, options.seed);
+    if (options.total > 0) {
+      const double planned = static_cast<double>(options.steps_planned) * timing.fastest();
+      bounds.total_seconds = std::max(options.total, options.total_share * planned);
+      bounds.conclude_steps = kConcludeSteps;
+      bounds.conclude_share = kConcludeShare;
+    }
     bounds.used_seconds = workload.seconds() - began;
     bounds.optimizer_share = timing.optimizer_share();
     search.emplace(std::move(facts), bounds);
@@ -507,6 +516,10 @@ Tuner::Tuner(Workload& workload, CertificateKey key, TunerOptions options) {
             ", expected at least 1.");
   OXY_CHECK(options.budget >= 0 && std::isfinite(options.budget), InvalidArgument, "budget is ", options.budget,
             " s, expected a finite number of seconds, or 0 for what SearchOptions::for_run() allows.");
+  OXY_CHECK(options.total >= 0 && std::isfinite(options.total), InvalidArgument, "total is ", options.total,
+            " s, expected a finite number of seconds, or 0 for what SearchOptions::for_run() allows.");
+  OXY_CHECK(options.total_share >= 0 && options.total_share <= 1, InvalidArgument, "total_share is ",
+            options.total_share, ", expected a share of the planned run between 0 and 1.");
   static_cast<void>(allows(options.level, Kind::Exact));
   impl_ = std::make_unique<Impl>(workload, std::move(key), std::move(options));
 }

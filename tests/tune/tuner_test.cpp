@@ -290,6 +290,18 @@ TEST_F(TunerTest, ARememberedStrategyThatThrowsIsLeftOut) {
   }
 }
 
+TEST_F(TunerTest, EndsWithTheSecondsForEverything) {
+  for (int i = 0; i < 30; ++i) table.plant("equal " + std::to_string(i), 1);
+  table.step_seconds = 0.002;
+  tuned({.total = 1});
+  EXPECT_LT(table.time, 1.1);
+  const auto most = table.time;
+  table.time = 0;
+  tuned({.total = 1, .total_share = 0.1});  // of 10,000 steps of 2 ms
+  EXPECT_GT(table.time, most);
+  EXPECT_LT(table.time, 2.1);
+}
+
 TEST_F(TunerTest, MakesActiveWhatSettingsAskFor) {
   table.plant("nothing", 1);
   table.plant({.offer = {.name = "wrong"}, .honest = false});
@@ -323,6 +335,8 @@ TEST_F(TunerTest, SaysWhatCannotBeMeant) {
   EXPECT_THROW(make({.exclude = {"hlaf"}}), Error);
   EXPECT_THROW(make({.steps_planned = 0}), Error);
   EXPECT_THROW(make({.budget = -1}), Error);
+  EXPECT_THROW(make({.total = -1}), Error);
+  EXPECT_THROW(make({.total = 1, .total_share = 2}), Error);
   EXPECT_THROW(make({.level = "utlra"}), Error);
 }
 

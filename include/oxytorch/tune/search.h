@@ -37,8 +37,9 @@ struct SearchOptions {
   std::int64_t steps_planned = 10'000;  ///< length of the run over which a one-off cost must be repaid
   double step_seconds = 0;              ///< of the step as it was given; needed to judge repayment
   double budget_seconds = 0;            ///< for all trials together, one-off costs apart; 0: no bound
-  double repay_steps = 0;     ///< trials may spend more where the saving so far repays all of it in so many steps
-  double conclude_steps = 0;  ///< steps as given that verifying and measuring what is kept takes at the end
+  double repay_steps = 0;           ///< trials may spend more where the saving so far repays all of it in so many steps
+  double conclude_steps = 0;        ///< steps as given that verifying and measuring what is kept takes at the end
+  double conclude_share = 1.0 / 3;  ///< of total_seconds, what is kept back for that at most
   /// For everything, verifying and one-off costs included; 0: no bound. Then ask() names nothing more.
   double total_seconds = 0;
   double used_seconds = 0;  ///< of that, before the search

@@ -40,6 +40,10 @@ struct TunerOptions {
   std::uint64_t seed = 0;
   std::vector<std::string> exclude = {};
   std::vector<Requirement> required = {};
+  /// Seconds for everything, verifying included, or this share of the planned run where that is more; 0: as
+  /// SearchOptions::for_run(). What is under way when they are over is concluded.
+  double total = 0;
+  double total_share = 0;
 };
 
 /// One tuning of one workload. Not for use from several threads at once.

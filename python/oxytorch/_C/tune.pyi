@@ -434,6 +434,8 @@ class TunerOptions:
         seed: typing.SupportsInt | typing.SupportsIndex = 0,
         exclude: collections.abc.Sequence[str] = [],
         required: collections.abc.Sequence[Requirement] = [],
+        total: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        total_share: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     ) -> None: ...
 
 class Tuner:
