@@ -142,18 +142,18 @@ void bind_tuner(py::module_& m) {
                                        "put back and verify. See oxytorch/tune/workload.h.")
       .def(py::init<>());
   py::class_<Requirement>(m, "Requirement", "A setting of the caller's that wants a strategy active.")
-      .def(py::init([](std::string setting, Names strategies) {
-             return Requirement{std::move(setting), std::move(strategies)};
-           }),
-           py::arg("setting"), py::arg("strategies"));
+      .def_readonly("setting", &Requirement::setting)
+      .def_readonly("strategies", &Requirement::strategies, "Any one of these satisfies it; the first that applies.");
   m.def(
       "asked_of",
-      [](const PerformanceConfig& config, const std::vector<Offer>& offers, const Names& excluded) {
-        auto asked = asked_of(config, offers, excluded);
-        return std::pair(std::move(asked.skipped), std::move(asked.required));
+      [](const PerformanceConfig& config, const std::vector<Offer>& offers, const Names& excluded, bool by_trainer) {
+        auto asked = asked_of(config, offers, excluded, by_trainer ? AskedBy::Trainer : AskedBy::Loop);
+        return std::tuple(std::move(asked.skipped), std::move(asked.required), std::move(asked.refused));
       },
-      py::arg("config"), py::arg("offers"), py::arg("excluded"),
-      "Why strategies are not tried, by name, and what is to be active whatever it gains.");
+      py::arg("config"), py::arg("offers"), py::arg("excluded"), py::kw_only(), py::arg("by_trainer"),
+      "Why strategies are not tried, by name; what is to be active whatever it gains; why settings are ruled out.");
+  m.def("setting_of", &setting_of, py::arg("name"), py::arg("kind"), py::arg("group"),
+        "The setting that a strategy belongs to; empty where there is none.");
   const TunerOptions options;
   py::class_<TunerOptions>(m, "TunerOptions", "What a tuner is asked for.")
       .def(py::init([](std::string level, std::int64_t steps_planned, double budget, std::uint64_t seed, Names exclude,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,12 +12,17 @@ from torch import Tensor, nn
 
 from .model.escrow import is_criterion, scalar_loss
 
-__all__ = ["StepFunction", "TrainingStep", "no_phase"]
+__all__ = ["StepFunction", "TrainingStep", "is_closure", "no_phase"]
 
 StepFunction = Callable[[Any], Tensor]
 Phase = Callable[[str], AbstractContextManager[Any]]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def is_closure(batch: Any) -> bool:
+    """Whether it is a function that returns the loss, in the place of a batch; some classes of batches are callable."""
+    return callable(batch) and not hasattr(batch, "__getitem__")
 
 
 def no_phase(_name: str) -> AbstractContextManager[Any]:
@@ -36,6 +41,8 @@ class TrainingStep:
     3. once the window is full: `guard` looks at the gradients, they are unscaled and clipped by value and norm, the
        optimizer steps, the moving average follows, the scheduler steps.
 
+    An optimizer of oxytorch.optim that a strategy has put in place does some of 3 inside of its own step.
+
     What throws in it leaves no trace of the window.
 
     Parameters
@@ -43,7 +50,8 @@ class TrainingStep:
     model : torch.nn.Module
     optimizer : torch.optim.Optimizer
     loss_fn : callable, optional
-        ``loss_fn(model, batch)``, or a criterion, and then a batch is (inputs, targets).
+        ``loss_fn(model, batch)``, or a criterion, and then a batch is (inputs, targets). A batch may also be a closure
+        that returns the loss.
     own_step : callable, optional
         The user's own step: takes a batch, does all of zero_grad, forward, backward and optimizer step, returns the
         loss. Then a window is one batch, and clipping, guard and scale are the function's.
@@ -56,8 +64,6 @@ class TrainingStep:
         may have put behind it.
     given : torch.optim.Optimizer
         The user's object, which schedulers look at.
-    compute : callable
-        The loss of a batch in `take`; `loss` unless set.
     scope : context manager
         Around forward and loss; entered anew each time.
     phase : callable
@@ -66,8 +72,12 @@ class TrainingStep:
         Batches of a window.
     micro, taken : int
         Batches of the window so far, and optimizer steps.
-    scaler, guard, scheduler, clip_value, ema_decay
+    scaler, scheduler, clip_value, ema_decay
         What `take` does beside; None where it does not.
+    guard : NonFiniteGuard, optional
+        Looks at the gradients before they are used, where the optimizer does not; its policy is `nonfinite`.
+    skipped : int
+        Steps that optimizers which were in place for a while have left out.
     average : list of Tensor, optional
         The moving average of each parameter, where the optimizer does not keep it.
     keeps_gradients : bool
@@ -94,7 +104,6 @@ class TrainingStep:
         self.loss_fn = loss_fn
         self.own_step = own_step
         self.clip_norm = clip_norm
-        self.compute: Callable[[Any], Tensor] = self.loss
         self.scope: AbstractContextManager[Any] = _NOTHING
         self.phase: Phase = no_phase
         self.whole_step: StepFunction | None = None
@@ -105,21 +114,43 @@ class TrainingStep:
         self.clip_value: float | None = None
         self.scaler: Any = None
         self.guard: Any = None
+        self.nonfinite = "propagate"
+        self.skipped = 0
         self.scheduler: Any = None
         self.ema_decay: float | None = None
         self.average: list[Tensor] | None = None
         self.keeps_gradients = True
+        self._is_to_follow = False
         self.seconds = (0.0, 0.0, 0.0)
         self._criterion = loss_fn is not None and is_criterion(loss_fn)
 
     # -- the least that trains -----------------------------------------------------------------------------------
 
     def loss(self, batch: Any) -> Tensor:
-        """Return the loss of a batch under what is active; TypeError or ValueError where it is no scalar tensor."""
+        """Return the loss of a batch, or of a closure, under what is active.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where it is no scalar tensor, or the batch does not fit.
+        """
+        if is_closure(batch):
+            return scalar_loss(batch())
+        self.check(batch)
         assert self.loss_fn is not None
         if self._criterion:
             return scalar_loss(self.loss_fn(self.model(batch[0]), batch[1]))
         return scalar_loss(self.loss_fn(self.model, batch))
+
+    def check(self, batch: Any) -> None:
+        """Refuse a batch that the loss cannot be of, with TypeError."""
+        if self.loss_fn is None:
+            raise TypeError("there is no loss_fn: give one, or pass step() a closure that returns the loss.")
+        if self._criterion and not (isinstance(batch, Sequence) and len(batch) == 2):
+            raise TypeError(
+                f"the loss is a criterion, so a batch is (inputs, targets); this one is a {type(batch).__name__}. "
+                "Pass loss_fn(model, batch) for another shape."
+            )
 
     def step(self, batch: Any) -> Tensor:
         """Take one whole step on one batch; return the detached loss."""
@@ -130,14 +161,15 @@ class TrainingStep:
         if self.own_step is not None:
             return scalar_loss(self.own_step(batch)).detach()
         self.original.zero_grad()
-        loss = self._backward(batch, self.loss)
+        loss = self._backward(batch)
         self.update()
         return loss
 
     def update(self) -> None:
-        """Clip the gradients and let the optimizer step."""
-        self._clip()
-        self.original.step()
+        """Look at the gradients, clip them and let the optimizer step."""
+        if self._admitted():
+            self._clip()
+            self.original.step()
 
     def pieces(self, batch: Any) -> list[tuple[Any, float]]:
         """What of a batch goes through forward together, and its share of the rows."""
@@ -146,7 +178,6 @@ class TrainingStep:
     def _backward(
         self,
         batch: Any,
-        compute: Callable[[Any], Tensor],
         *,
         scaler: Any = None,
         phase: Phase = no_phase,
@@ -161,7 +192,7 @@ class TrainingStep:
         for place, (piece, share) in enumerate(pieces, 1):
             began = clock()
             with phase("forward"), self.scope:
-                loss = scalar_loss(compute(piece))
+                loss = self.loss(piece)
             between = clock()
             if share != 1.0:
                 loss = loss * share
@@ -192,10 +223,11 @@ class TrainingStep:
     def take(self, batch: Any) -> Tensor:
         """Take one batch, and the optimizer once the window is full; return the batch's detached loss."""
         if self.own_step is not None or (self.whole_step is not None and self._is_least()):
+            self._is_to_follow = self.average is not None
             with self.phase("step"):
                 loss = self.step(batch)
             self.seconds = (0.0, 0.0, 0.0)
-            self._average()
+            self.follow()
             self._count()
             return loss
         if self.micro == 0 and self.keeps_gradients:
@@ -204,7 +236,6 @@ class TrainingStep:
         try:
             loss = self._backward(
                 batch,
-                self.compute,
                 scaler=self.scaler,
                 phase=self.phase,
                 batches=self.accumulation,
@@ -242,16 +273,20 @@ class TrainingStep:
     def _apply(self) -> None:
         """Step with the batches of the window; gradients that are not admitted are left out."""
         if self._admitted():
+            self._is_to_follow = self.average is not None
             self._step_optimizer()
-            self._average()
+            self.follow()
         if not self.keeps_gradients:
             self._drop_gradients()
         self.micro = 0
         self._count()
 
+    def is_plain(self) -> bool:
+        """Whether a step of the run is, but for `guard` and what follows it, one batch and no more than `step`."""
+        return self.accumulation == 1 and self.clip_value is None and self.scaler is None
+
     def _is_least(self) -> bool:
-        """Whether a step of the run is, but for what follows it, no more than `step`."""
-        return self.accumulation == 1 and self.clip_value is None and self.scaler is None and self.guard is None
+        return self.is_plain() and self.guard is None
 
     def _admitted(self) -> bool:
         if self.guard is None or self.scaler is not None:  # under a scale what is not finite is skipped by its own rule
@@ -272,7 +307,8 @@ class TrainingStep:
                 torch._foreach_mul_([p.grad for p in self.params if p.grad is not None], 1 / share)
         try:
             if self.scaler is None:
-                self.update()
+                self._clip()
+                self.original.step()
                 return
             if clips:
                 self.scaler.unscale_(optimizer)
@@ -283,10 +319,16 @@ class TrainingStep:
             if has_tail:
                 optimizer.grad_divisor = divisor
 
-    def _average(self) -> None:
-        if self.average is not None and self.ema_decay is not None:
+    def follow(self) -> None:
+        """Move the average after the step that is being taken, once.
+
+        Whoever takes the average over at the end of a step, as hooks of the optimizer may, calls this first; a step in
+        which the optimizer kept it has moved it already.
+        """
+        if self._is_to_follow and self.average is not None and self.ema_decay is not None:
             with torch.no_grad():
                 torch._foreach_lerp_(self.average, self.params, 1 - self.ema_decay)
+        self._is_to_follow = False
 
     def _count(self) -> None:
         self.taken += 1

@@ -144,9 +144,11 @@ std::vector<ConfigField> make_fields() {
   fields.push_back(integer("steps_planned", 1, 10'000,
                            "Length of the run over which a change that costs something once, such as compiling, must "
                            "repay it before it is kept."));
-  fields.push_back(number("tune_seconds", 0, kInfinity, true, 0,
-                          "Seconds for trying what makes a step faster, compiling apart; 0 is what 60 steps take, at "
-                          "least 3 s, or what the saving repays within 240; of a short run 2 %."));
+  fields.push_back(
+      number("tune_seconds", 0, kInfinity, true, 0,
+             "Seconds for trying what makes a step faster, compiling apart; 0 is what 60 steps take, at "
+             "least 3 s, or what the saving repays within 240; of a short run 2 %. A Trainer takes 1 s for "
+             "everything, or 2 % of the run."));
   fields.push_back(integer("early_stopping_patience", 0, 0,
                            "Evaluations without improvement after which training stops; 0 is off."));
   fields.push_back(number("early_stopping_min_delta", 0, kInfinity, true, 0,

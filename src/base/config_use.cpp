@@ -37,10 +37,8 @@ constexpr std::array<const char*, kUsers> loop_only(const char* sentence, const 
 }
 
 constexpr const char* kTuneOnly =
-    "a Trainer does not search, so nothing would use it. Give it to oxytorch.accelerate or PerformanceOptimizer, or "
-    "leave it out; calibrate=False turns the Trainer's own short timing off.";
-constexpr const char* kTuneOnlyCpp =
-    "a Trainer does not search, so nothing would use it. Give AccelerateOptions to accelerate(), or leave it out.";
+    "oxytorch::Trainer does not search, so nothing would use it. Give AccelerateOptions to accelerate(), or leave it "
+    "out.";
 constexpr const char* kYourLoop =
     "accelerate() leaves the loop to you, so nothing would use it. Do it in your loop, or use "
     "PerformanceOptimizer(...).prepare(...), whose trainer does.";
@@ -77,8 +75,8 @@ constexpr Row kRows[] = {
     {"warmup_steps", loop_only(kYourLoop)},
     {"min_lr_ratio", loop_only(kYourLoop)},
     {"max_steps", kHonoured},
-    {"steps_planned", {kTuneOnlyCpp, kTuneOnly, "", "", ""}},
-    {"tune_seconds", {kTuneOnlyCpp, kTuneOnly, "", "", ""}},
+    {"steps_planned", {kTuneOnly, "", "", "", ""}},
+    {"tune_seconds", {kTuneOnly, "", "", "", ""}},
     {"early_stopping_patience", loop_only(kYourLoop)},
     {"early_stopping_min_delta", loop_only(kYourLoop)},
     {"early_stopping_mode", loop_only(kYourLoop)},

@@ -58,9 +58,19 @@ bool holds(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-bool is(const PerformanceConfig& config, const char* key, const char* word) {
-  return is_named(config, key) && config.get(key) == ConfigValue(std::string(word));
-}
+/// A configuration, and which of its values count as named.
+struct Settings {
+  const PerformanceConfig& config;
+  AskedBy by;
+
+  bool is_named(const char* key) const { return tune::is_named(config, key, by); }
+  bool is(const char* key, const char* word) const {
+    return is_named(key) && config.get(key) == ConfigValue(std::string(word));
+  }
+  std::string because(const char* key) const {
+    return std::string(key) + " is " + to_string(config.get(key)) + " in the configuration";
+  }
+};
 
 /// The strategies of a value that may be tried.
 std::vector<std::string> allowed_of(const Meaning& meaning, const PerformanceConfig& config,
@@ -81,52 +91,85 @@ std::vector<std::string> allowed_of(const Meaning& meaning, const PerformanceCon
   return allowed;
 }
 
-const Key* key_of(const Offer& offer) {
+const Key* key_of(const std::string& strategy, Kind kind, const std::string& group) {
   const auto named = [](const std::string& name) {
     const auto* found =
         std::find_if(std::begin(kKeys), std::end(kKeys), [&](const Key& key) { return key.name == name; });
     return found == std::end(kKeys) ? nullptr : found;
   };
-  if (const auto* own = named(offer.name)) return own;
-  return named(offer.kind == Kind::Precision ? "precision" : offer.traits.group);
+  if (const auto* own = named(strategy)) return own;
+  return named(kind == Kind::Precision ? "precision" : group);
 }
 
-}  // namespace
-
-bool is_named(const PerformanceConfig& config, std::string_view key) {
-  return config.source(key) != ConfigSource::Level;
-}
-
-Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers,
-               const std::vector<std::string>& excluded) {
-  Asked found;
+/// What a loop asks for is tried like the rest, and kept whatever it gains.
+void require_in_loop(const Settings& settings, const std::vector<Offer>& offers,
+                     const std::vector<std::string>& excluded, Asked& found) {
   for (const auto& [why, setting, value] : kNothing) {
-    OXY_CHECK(!is(config, setting, value), NotSupported, setting, " = '", value,
+    OXY_CHECK(!settings.is(setting, value), NotSupported, setting, " = '", value,
               "': accelerate() has no strategy for it; ", why, '.');
   }
-  const auto because = [&](const char* setting) {
-    return std::string(setting) + " is " + to_string(config.get(setting)) + " in the configuration";
-  };
   for (const auto& meaning : meanings()) {
-    if (!is(config, meaning.setting, meaning.value)) continue;
-    auto allowed = allowed_of(meaning, config, offers, excluded);
+    if (!settings.is(meaning.setting, meaning.value)) continue;
+    auto allowed = allowed_of(meaning, settings.config, offers, excluded);
     const auto first =
         std::find_if(offers.begin(), offers.end(), [&](const Offer& o) { return o.name == allowed.front(); });
     for (const auto& offer : offers) {
       if (offer.traits.group != first->traits.group || holds(meaning.strategies, offer.name)) continue;
-      found.skipped.emplace(offer.name, because(meaning.setting));
+      found.skipped.emplace(offer.name, settings.because(meaning.setting));
     }
-    found.required.push_back({std::string(meaning.setting) + " = '" + meaning.value + "'", std::move(allowed)});
+    found.required.push_back({meaning.setting, meaning.value, std::move(allowed)});
+  }
+}
+
+/// What a trainer asks for, what says more of the optimizer before step_tail, which it is too.
+void require_in_trainer(const Settings& settings, Asked& found) {
+  auto& required = found.required;
+  for (const auto& meaning : meanings()) {
+    if (settings.is(meaning.setting, meaning.value)) {
+      required.push_back({meaning.setting, meaning.value, meaning.strategies});
+    }
+  }
+  if (settings.is("optimizer_state", "bf16")) required.push_back({"optimizer_state", "bf16", {"step_tail"}});
+  const auto of_state = [](const Requirement& one) { return one.setting == "optimizer_state"; };
+  if (settings.is("step_tail", "off") && std::erase_if(required, of_state) != 0) {
+    found.refused.emplace("optimizer_state", "step_tail is 'off'.");
+  }
+  std::stable_partition(required.begin(), required.end(), [](const auto& one) { return one.setting != "step_tail"; });
+}
+
+}  // namespace
+
+bool is_named(const PerformanceConfig& config, std::string_view key, AskedBy by) {
+  if (by == AskedBy::Trainer) return config.get(key) != ConfigValue(std::string("auto"));
+  return config.source(key) != ConfigSource::Level;
+}
+
+std::string_view setting_of(const std::string& name, Kind kind, const std::string& group) {
+  const auto* key = key_of(name, kind, group);
+  return key == nullptr ? "" : key->setting;
+}
+
+Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers,
+               const std::vector<std::string>& excluded, AskedBy by) {
+  Asked found;
+  const Settings settings{config, by};
+  if (by == AskedBy::Trainer) {
+    require_in_trainer(settings, found);
+  } else {
+    require_in_loop(settings, offers, excluded, found);
   }
   for (const auto& offer : offers) {
-    const auto* key = key_of(offer);
-    if (key == nullptr || !is_named(config, key->setting)) continue;
+    const auto* key = key_of(offer.name, offer.kind, offer.traits.group);
+    if (key == nullptr || !settings.is_named(key->setting)) continue;
     // Of settings of the process the value that was given is applied, and nothing else is to be found out.
     const bool applied =
         (offer.traits.group == "threads" && std::holds_alternative<std::int64_t>(config.get(key->setting))) ||
-        (offer.name == "flush_denormals" && is(config, "flush_denormals", "on")) ||
-        (offer.name == "allocator" && is(config, "allocator", "retain"));
-    if (applied || is(config, key->setting, key->off)) found.skipped.emplace(offer.name, because(key->setting));
+        (offer.name == "flush_denormals" && settings.is("flush_denormals", "on")) ||
+        (offer.name == "allocator" && settings.is("allocator", "retain"));
+    const bool scaled = settings.is(key->setting, "fp16");  // by the loop itself
+    if (applied || scaled || settings.is(key->setting, key->off)) {
+      found.skipped.emplace(offer.name, settings.because(key->setting));
+    }
   }
   return found;
 }

@@ -468,7 +468,8 @@ struct Tuner::Impl {
   void judge_required(Certificate& certificate) {
     const auto accepted = certificate.accepted();
     Names beside = accepted;
-    for (const auto& [setting, names] : options.required) {
+    for (const auto& [key, value, names] : options.required) {
+      const auto setting = std::string(key).append(" = '").append(value).append("'");
       if (std::any_of(names.begin(), names.end(), [&](const auto& name) { return holds(beside, name); })) continue;
       const auto free = std::find_if(names.begin(), names.end(), [&](const auto& name) { return may_be_tried(name); });
       const auto& name = free == names.end() ? names.front() : *free;

@@ -125,6 +125,7 @@ def test_the_trainer_follows_the_cpu_and_reads_nothing(kind: str, device: torch.
         trainer = Trainer(
             model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4), nn.CrossEntropyLoss(), precision="fp32",
             channels_last="off", accumulation_steps=2, clip_norm=1.0, ema_decay=0.9, schedule="cosine", max_steps=9,
+            step_tail="on", calibrate=False,
         )  # fmt: skip
         data = batches(kind, where)
         seen = [trainer.step(batch) for batch in data[:2]]

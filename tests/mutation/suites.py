@@ -69,10 +69,9 @@ _FIRST = {
     "python/oxytorch/tune/watch.py": ("tests/tune/test_plan.py", "tests/tune/test_watch_random.py"),
     "python/oxytorch/tune/strategies/feed.py": ("tests/tune/test_feed.py", "tests/tune/test_strategies.py"),
     "python/oxytorch/tune/strategies/optimizer.py": ("tests/tune/test_native_step.py", "tests/tune/test_strategies.py"),
-    "python/oxytorch/trainer/calibrate.py": ("tests/amp/test_amp.py", "tests/trainer/test_fit.py"),
+    "python/oxytorch/trainer/decisions.py": ("tests/trainer/test_auto.py", "tests/trainer/test_fit.py"),
     "python/oxytorch/trainer/early_stopping.py": ("tests/trainer/test_fit.py",),
     "python/oxytorch/trainer/settings.py": ("tests/trainer/test_step.py",),
-    "python/oxytorch/trainer/setup.py": ("tests/trainer/test_step.py", "tests/trainer/test_fit.py"),
     "python/oxytorch/trainer/trainer.py": ("tests/trainer/test_step.py", "tests/trainer/test_fit.py"),
 }
 # C++ of the torch side: the programs whose tests are of this file.

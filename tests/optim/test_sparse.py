@@ -140,7 +140,8 @@ def test_rows_of_other_dtypes_are_rounded_once(dtype: torch.dtype) -> None:
 def test_the_trainer_takes_them(name: str, options: dict[str, Any], level: str) -> None:
     model = make_model()
     opt = getattr(torch.optim, name)(model.parameters(), **options)
-    trainer = ox.Trainer(model, opt, loss_of, level, calibrate=False, precision="fp32")
+    tail = "off" if level == "basic" else "on"
+    trainer = ox.Trainer(model, opt, loss_of, level, calibrate=False, precision="fp32", step_tail=tail)
     for step in range(5):
         trainer.step(batch_of(step))
     assert_as_exact(model, of_torch(name, options))

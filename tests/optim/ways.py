@@ -51,7 +51,7 @@ class Way:
         if way == "replace":
             self.new = oxytorch.optim.replace(self.opt)
         elif way == "Trainer":
-            self.trainer = ox.Trainer(self.model, self.opt, loss_of, "advanced", calibrate=False, precision="fp32")
+            self.trainer = ox.Trainer(self.model, self.opt, loss_of, step_tail="on", calibrate=False, precision="fp32")
             assert self.trainer.has_tail
         else:
             self.run = Run(self.model, self.opt, loss_of, [])

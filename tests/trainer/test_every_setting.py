@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +52,7 @@ LOOP = {
     "early_stopping_restore_best",
 }  # fmt: skip
 REFUSED = {
-    "trainer": NOT_YET | {"steps_planned", "tune_seconds"},
+    "trainer": NOT_YET,
     "accelerate": NOT_YET | LOOP,
     "performance_optimizer": NOT_YET,
     "own_step": NOT_YET | {"accumulation_steps", "clip_value", "nonfinite", "grad_scaler"},
@@ -123,7 +124,8 @@ def trainer(**settings: Any) -> ox.Trainer:
     model = settings.pop("model", None) or net()
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.pop("lr", 1.0))
     level = settings.pop("level", "basic")
-    return ox.Trainer(model, optimizer, settings.pop("loss_fn", CRITERION), level, **{**EXACT, **settings})
+    settings = {**EXACT, "calibrate": False, **settings}  # what is named, and nothing else
+    return ox.Trainer(model, optimizer, settings.pop("loss_fn", CRITERION), level, **settings)
 
 
 def moved(made_trainer: ox.Trainer, batch: Any = None) -> torch.Tensor:
@@ -148,27 +150,33 @@ def poisoned() -> tuple[torch.Tensor, torch.Tensor]:
     return x * float("nan"), y
 
 
-def attention_flag(path: str) -> bool:
-    seen: list[bool] = []
-
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        seen.append(torch.backends.cuda.flash_sdp_enabled())
-        return CRITERION(model(batch[0]), batch[1])
-
-    trainer(loss_fn=loss_fn, attention=path).step(batches(1)[0])
+def seen_inside(look: Callable[[torch.Tensor], Any], **settings: Any) -> Any:
+    """What is found in the model's forward in a step."""
+    seen: list[Any] = []
+    model = net()
+    model[0].register_forward_hook(lambda _m, _i, out: seen.append(look(out)))
+    with closed(trainer(model=model, **settings)) as one:
+        one.step(batches(1)[0])
     return seen[-1]
+
+
+def attention_flag(path: str) -> bool:
+    return bool(seen_inside(lambda _: torch.backends.cuda.flash_sdp_enabled(), attention=path))
 
 
 def output_dtype(precision: str) -> torch.dtype:
-    seen: list[torch.dtype] = []
+    found: torch.dtype = seen_inside(lambda out: out.dtype, precision=precision)
+    return found
 
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        out = model(batch[0])
-        seen.append(out.dtype)
-        return CRITERION(out.float(), batch[1])
 
-    trainer(loss_fn=loss_fn, precision=precision).step(batches(1)[0])
-    return seen[-1]
+def compiled_with(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Each mode hands the model's forward to the compiler, with options of its own."""
+    options: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **given: (options.append(given), function)[1])
+    for mode in ("off", "default", "max-autotune"):
+        with closed(trainer(compile=mode)) as one:
+            one.step(batches(1)[0])
+    return len(options) == 2 and options[0] != options[1]
 
 
 @contextmanager
@@ -179,15 +187,49 @@ def closed(made_trainer: ox.Trainer) -> Iterator[ox.Trainer]:
         made_trainer.revert()
 
 
-def trainer_level() -> bool:
-    with closed(trainer(level="advanced")) as other:
-        return type(trainer().optimizer) is torch.optim.SGD and type(other.optimizer) is ox.optim.SGD
+def decided(clock: Clock, **settings: Any) -> ox.Trainer:
+    """A trainer that has seen its first batch."""
+    model = Net(clock)
+    chosen = ox.Trainer(model, torch.optim.Adam(model.parameters(), lr=1e-2), CRITERION, settings)
+    chosen.step(batches(1)[0])
+    return chosen
+
+
+def on_with(clock: Clock, name: str, **settings: Any) -> bool:
+    """Whether a trainer decides for a strategy."""
+    with closed(decided(clock, **settings)) as chosen:
+        return any(line.name == name and line.state == "on" for line in chosen.report().settings)
+
+
+def trainer_level(clock: Clock) -> bool:
+    with only(planted(clock, "rounds", kind="tolerance", seconds=0.001)):
+        return not on_with(clock, "rounds", level="basic") and on_with(clock, "rounds", level="advanced")
+
+
+def trainer_plans(clock: Clock) -> bool:
+    """What costs something once is kept where the planned run repays it."""
+    costly = made(clock, "slow", 0.002)
+    costly.expected_cost = lambda self, run: 0.5  # type: ignore[method-assign]
+    with only(costly):
+        return not on_with(clock, costly.name, steps_planned=20) and on_with(clock, costly.name, steps_planned=10_000)
+
+
+def trainer_tunes_for(clock: Clock) -> bool:
+    found = []
+    for seconds in (0.3, 20.0):
+        with only(made(clock, "slow", 0.002), made(clock, "rest", 0.002)):
+            names = ("cheaper_slow", "cheaper_rest")
+            found.append(sum(on_with(clock, name, tune_seconds=seconds) for name in names))
+    return found[0] < found[1] == 2
 
 
 def trainer_layout() -> bool:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    trainer(model=model, channels_last="on").step((torch.randn(2, 3, 6, 6), torch.zeros(2, dtype=torch.long)))
-    return model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    chosen = trainer(model=model, channels_last="on")
+    chosen.step((torch.randn(2, 3, 6, 6), torch.zeros(2, dtype=torch.long)))
+    on = model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    chosen.revert()
+    return on and not model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def trainer_threads() -> bool:
@@ -211,7 +253,7 @@ def trainer_denormals() -> bool:
 def states(name: str, *values: dict[str, Any]) -> list[str]:
     found = []
     for value in values:
-        with closed(trainer(calibrate=False, **value)) as one:
+        with closed(trainer(**value)) as one:
             one.step(batches(1)[0])
             found.append(one.report()[name].state)
     return found
@@ -226,7 +268,7 @@ def limit_asked(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> lis
 
 
 def trainer_limit(monkeypatch: pytest.MonkeyPatch) -> bool:
-    asked = limit_asked(monkeypatch, lambda: trainer(calibrate=False, allocator_retain_limit="64MiB").revert())
+    asked = limit_asked(monkeypatch, lambda: trainer(allocator="retain", allocator_retain_limit="64MiB").revert())
     return asked == [64 << 20]
 
 
@@ -235,8 +277,9 @@ def trainer_state() -> bool:
     optimizer = torch.optim.AdamW(model.parameters())
     chosen = ox.Trainer(model, optimizer, CRITERION, optimizer_state="int8", calibrate=False, **EXACT)
     chosen.step(batches(1)[0])
+    inside = chosen.optimizer.state[next(model.parameters())]["exp_avg"].dtype
     chosen.revert()
-    return chosen.optimizer.state[next(model.parameters())]["exp_avg"].dtype == torch.int8
+    return (inside, optimizer.state[next(model.parameters())]["exp_avg"].dtype) == (torch.int8, torch.float32)
 
 
 def trainer_average() -> bool:
@@ -311,7 +354,7 @@ TRAINER: dict[str, Callable[..., Any]] = {
     "step_tail": lambda: type(trainer(step_tail="on").optimizer) is ox.optim.SGD,
     "optimizer_state": trainer_state,
     "attention": lambda: (attention_flag("math"), attention_flag("default")) == (False, True),
-    "compile": lambda: trainer(compile="default")._module is not trainer()._module,
+    "compile": compiled_with,
     "accumulation_steps": lambda: float(moved(trainer(accumulation_steps=2)).abs().sum()) == 0,
     "clip_norm": lambda: abs(float(moved(trainer(clip_norm=0.01)).norm()) - 0.01) < 1e-5,
     "clip_value": lambda: abs(float(moved(trainer(clip_value=0.001)).abs().max()) - 0.001) < 1e-6,
@@ -322,6 +365,8 @@ TRAINER: dict[str, Callable[..., Any]] = {
     "warmup_steps": lambda: rates(schedule="cosine", max_steps=7, warmup_steps=2)[0] == pytest.approx(0.1 / 3),
     "min_lr_ratio": lambda: min(rates(schedule="cosine", max_steps=7, min_lr_ratio=0.5)) > 0.05,
     "max_steps": lambda: trainer(max_steps=3).fit(batches(5), progress=False).steps == 3,
+    "steps_planned": trainer_plans,
+    "tune_seconds": trainer_tunes_for,
     "early_stopping_patience": lambda: stopped([1.0, 2.0, 3.0], early_stopping_patience=1)[0] == 2,
     "early_stopping_min_delta": lambda: (
         stopped([3.0, 2.0, 1.0], early_stopping_patience=1)[0] == 3
@@ -338,14 +383,13 @@ TRAINER: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("key", list(TRAINER))
-def test_the_trainer_honours(key: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_honours(key: str, request: pytest.FixtureRequest) -> None:
     shows = TRAINER[key]
-    fixtures = {"capfd": capfd, "monkeypatch": monkeypatch}
-    assert shows(**{name: fixtures[name] for name in inspect.signature(shows).parameters})
+    assert shows(**{name: request.getfixturevalue(name) for name in inspect.signature(shows).parameters})
 
 
 def test_the_options_of_the_trainer() -> None:
-    shown = {"scheduler", "monitor", "checkpointer", "callbacks", "calibrate", "plan"}
+    shown = {"scheduler", "monitor", "checkpointer", "callbacks", "calibrate", "plan"}  # plan: below
     keywords = [p.name for p in inspect.signature(ox.Trainer).parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert set(keywords) == shown
     model = net()
@@ -365,19 +409,22 @@ def test_the_options_of_the_trainer() -> None:
             ox.Trainer(model, optimizer, CRITERION, "basic", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="schedule = 'cosine' and a scheduler were given"):
         ox.Trainer(model, optimizer, CRITERION, schedule="cosine", max_steps=5, scheduler=scheduler)
-    timed: list[int] = []
+    calls = itertools.count()  # which no trial can put back
 
     def counted(net: nn.Module, batch: Any) -> torch.Tensor:
-        timed.append(1)
+        next(calls)
         return CRITERION(net(batch[0]), batch[1])
 
     for calibrate in (False, True):
-        timed.clear()
         convolved = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Flatten(), nn.Linear(6, 3))
         step = torch.optim.SGD(convolved.parameters(), lr=0.1)
+        before = next(calls)
         with closed(ox.Trainer(convolved, step, counted, calibrate=calibrate, precision="fp32")) as one:
             one.step((torch.randn(5, 1, 2, 3), batches(1)[0][1]))
-        assert (len(timed) > 1) == calibrate
+        assert (next(calls) - before > 2) == calibrate
+    for key in ("tune_seconds", "steps_planned"):
+        with pytest.raises(ValueError, match=f"{key} = .*calibrate=False tries nothing"):
+            ox.Trainer(model, optimizer, CRITERION, calibrate=False, **{key: 3})
 
 
 # -- contradictions --------------------------------------------------------------------------------------------------
@@ -443,7 +490,7 @@ def test_what_the_optimizer_and_the_trainer_agree_on_is_done_once(option: str) -
     for own, given in (({option: value}, {option: value}), ({}, {option: value}), ({option: value}, {})):
         model = net()
         optimizer = ox.optim.SGD(model.parameters(), lr=1.0, **own)
-        chosen = ox.Trainer(model, optimizer, CRITERION, "basic", **EXACT, **given)
+        chosen = ox.Trainer(model, optimizer, CRITERION, "basic", calibrate=False, **EXACT, **given)
         for batch in batches(3):
             chosen.step(batch)
         ends.append([p.detach().clone() for p in model.parameters()])
@@ -473,14 +520,18 @@ def test_clip_value_comes_too_late_for_an_optimizer_that_works_in_backward(flag:
         ox.Trainer(model, optimizer, CRITERION, clip_value=0.5)
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adadelta", "RAdam"])
-def test_a_step_that_is_not_finite_is_left_out_whatever_the_optimizer(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "tail"),
+    [("SGD", "on"), ("AdamW", "on"), ("SGD", "off"), ("AdamW", "off"), ("Adadelta", "on"), ("RAdam", "on")],
+)
+def test_a_step_that_is_not_finite_is_left_out_whatever_the_optimizer(name: str, tail: str) -> None:
     """Replaced or not: weights, state and averages are as if the batch had not been there."""
     ends = []
     for data in ([batches(2)[0], poisoned(), batches(2)[1]], batches(2)):
         model = net()
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
-        chosen = ox.Trainer(model, optimizer, CRITERION, calibrate=False, ema_decay=0.5, **EXACT)
+        chosen = ox.Trainer(model, optimizer, CRITERION, calibrate=False, ema_decay=0.5, step_tail=tail, **EXACT)
+        assert chosen.has_tail == (tail == "on" and name in ("SGD", "AdamW"))
         for batch in data:
             chosen.step(batch)
         ends.append([p.detach().clone() for p in model.parameters()])
@@ -496,8 +547,9 @@ def test_a_step_that_is_not_finite_is_left_out_whatever_the_optimizer(name: str)
 def test_finite_gradients_whose_norm_overflows_are_stepped_with() -> None:
     model = nn.Linear(2, 1, bias=False)
     chosen = ox.Trainer(
-        model, torch.optim.SGD(model.parameters(), lr=1e-30), lambda m, x: m(x).sum(), "basic", nonfinite="skip"
-    )
+        model, torch.optim.SGD(model.parameters(), lr=1e-30), lambda m, x: m(x).sum(), "basic", nonfinite="skip",
+        calibrate=False,
+    )  # fmt: skip
     assert float(moved(chosen, torch.full((1, 2), 3e38)).abs().min()) > 0
 
 
@@ -514,7 +566,7 @@ def test_one_cycle_is_torchs_with_the_shape_that_was_asked_for(warmup: int, leas
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     chosen = ox.Trainer(
         model, optimizer, CRITERION, "basic", schedule="one_cycle", max_steps=20, warmup_steps=warmup,
-        min_lr_ratio=least,
+        min_lr_ratio=least, calibrate=False,
     )  # fmt: skip
     seen = []
     for batch in batches(19):

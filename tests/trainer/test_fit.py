@@ -33,6 +33,7 @@ def build(level: str = "advanced", **options: Any) -> Trainer:
         DEVICE
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options.setdefault("step_tail", "off" if level == "basic" else "on")
     return Trainer(model, optimizer, nn.CrossEntropyLoss(), level, calibrate=False, **options)
 
 
@@ -253,7 +254,7 @@ def test_evaluate_is_the_mean_loss_in_eval_mode() -> None:
     value = trainer.evaluate(loader)
     assert trainer.model.training
     trainer.model.eval()
-    with torch.no_grad(), trainer._scope:
+    with torch.no_grad():
         losses = [float(nn.functional.cross_entropy(trainer.model(x), y)) for x, y in loader]
     assert value == pytest.approx(sum(losses) / len(losses))
 
@@ -289,7 +290,7 @@ def test_report(tmp_path: Path) -> None:
 def test_unknown_optimizers_are_kept_and_said_so() -> None:
     model = nn.Linear(12, 5, device=DEVICE)
     optimizer = torch.optim.Rprop(model.parameters())
-    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), calibrate=False)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), calibrate=False, step_tail="on")
     assert trainer.optimizer is optimizer
     line = trainer.report()["step_tail"]
     assert line.state == "refused"
@@ -306,9 +307,10 @@ def denormal():
 
 
 model = torch.nn.Linear(12, 5)
-trainer = Trainer(model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), calibrate=False)
+given = {"flush_denormals": "on", "calibrate": False}
+trainer = Trainer(model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), **given)
 assert denormal() == 0.0
-again = Trainer(model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), calibrate=False)
+again = Trainer(model, torch.optim.AdamW(model.parameters()), torch.nn.CrossEntropyLoss(), **given)
 assert again.report()["flush_denormals"].state == "on"
 again.revert()
 assert denormal() == 0.0, "the settings of the first trainer stay"

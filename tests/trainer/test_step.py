@@ -1,4 +1,4 @@
-"""One training step: same weights as a plain loop, no host read, no trace of calibration or of failure."""
+"""One training step: same weights as a plain loop, no host read, no trace of trials or of failure."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from torch import nn
 DEVICE = torch_device.chosen()
 
 EXACT: dict[str, Any] = {"precision": "fp32", "channels_last": "off", "attention": "default"}
+# What is named alone, and of the optimizer all that the step tail does.
+TAIL: dict[str, Any] = {**EXACT, "step_tail": "on", "calibrate": False}
+
+
+def named(level: str) -> dict[str, Any]:
+    """No trial; the step tail but at basic."""
+    return {**EXACT, "calibrate": False} if level == "basic" else TAIL
 
 
 def cnn() -> nn.Module:
@@ -79,29 +86,24 @@ def test_basic_keeps_every_bit_of_the_plain_loop(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cnn", "mlp"])
-def test_calibration_leaves_no_trace(kind: str) -> None:
+def test_trials_leave_no_trace(kind: str) -> None:
+    """A run that decided by trials, and one that was told: the same bits."""
     data = batches(kind, 20)
     runs = []
+    decided: dict[str, Any] = {}
     for calibrate in (True, False):
         model = make(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), calibrate=calibrate)
+        if not calibrate:
+            state = trainer.state_dict()
+            trainer.load_state_dict({**state, "decisions": decided})
         torch.manual_seed(5)
-        trainer = Trainer(model, optim.AdamW(model.parameters(), lr=1e-2), nn.CrossEntropyLoss(), calibrate=calibrate)
-        if calibrate:
-            trainer.step(data[0])
-            decided = trainer._preparation.decisions()
-            first = trainer
-        else:
-            options = {
-                "precision": decided["precision"],
-                "channels_last": "on" if decided["channels_last"] else "off",
-                "attention": decided["attention"],
-            }
-            trainer = Trainer(model, trainer.optimizer, nn.CrossEntropyLoss(), calibrate=False, **options)
-            trainer.step(data[0])
-            first = trainer
-        for batch in data[1:]:
-            first.step(batch)
+        for batch in data:
+            trainer.step(batch)
+        decided = trainer.state_dict()["decisions"]
         runs.append(weights(model))
+        trainer.revert()
     for a, b in zip(*runs, strict=True):
         assert torch.equal(a, b)
 
@@ -113,7 +115,7 @@ def test_advanced_stays_near_the_plain_loop() -> None:
     plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), data, clip=1.0)
     torch.manual_seed(5)
     trainer = Trainer(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), nn.CrossEntropyLoss(), clip_norm=1.0, **EXACT
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), nn.CrossEntropyLoss(), clip_norm=1.0, **TAIL
     )
     for batch in data:
         trainer.step(batch)
@@ -131,8 +133,9 @@ def test_accumulation_divides_by_the_batches_there_were(level: str) -> None:
     big = [(torch.cat([x for x, _ in part]), torch.cat([y for _, y in part])) for part in (data[:4], data[4:])]
     plain(reference, torch.optim.SGD(reference.parameters(), lr=0.5), big)
     trainer = Trainer(
-        model, torch.optim.SGD(model.parameters(), lr=0.5), nn.CrossEntropyLoss(), level, accumulation_steps=4, **EXACT
-    )
+        model, torch.optim.SGD(model.parameters(), lr=0.5), nn.CrossEntropyLoss(), level, accumulation_steps=4,
+        **named(level),
+    )  # fmt: skip
     for batch in data:
         trainer.step(batch)
     assert trainer.global_step == 1
@@ -173,7 +176,7 @@ def test_accumulation_equals_the_loop_written_by_hand(level: str, half: bool, co
         net[2].p = 0.0
     scaler = accumulate(nets[0], torch.optim.SGD(nets[0].parameters(), lr=0.5, momentum=0.9, fused=half), data, 4, half)
     optimizer = torch.optim.SGD(nets[1].parameters(), lr=0.5, momentum=0.9, fused=half)
-    settings = {**EXACT, "precision": "fp16" if half else "fp32"}
+    settings = {**named(level), "precision": "fp16" if half else "fp32"}
     trainer = Trainer(nets[1], optimizer, nn.CrossEntropyLoss(), level, accumulation_steps=4, **settings)
     trainer.fit(data, epochs=1, progress=False)
     assert trainer.global_step == -(-count // 4)
@@ -222,7 +225,7 @@ def test_no_host_read_on_the_step_path(precision: str) -> None:
     model = make("mlp")
     trainer = Trainer(
         model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), clip_norm=1.0, ema_decay=0.9,
-        precision=precision, max_steps=100, schedule="cosine", accumulation_steps=2,
+        precision=precision, max_steps=100, schedule="cosine", accumulation_steps=2, step_tail="on", calibrate=False,
     )  # fmt: skip
     for batch in data[:3]:
         trainer.step(batch)
@@ -239,7 +242,9 @@ def test_no_host_read_on_the_step_path(precision: str) -> None:
 
 def test_fp16_skips_what_overflows_and_backs_off() -> None:
     model = make("mlp")
-    trainer = Trainer(model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), precision="fp16")
+    trainer = Trainer(
+        model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), **{**TAIL, "precision": "fp16"}
+    )
     (x, y), (x2, y2) = batches("mlp", 2)
     trainer.step((x, y))
     assert trainer.scaler is not None
@@ -253,7 +258,7 @@ def test_a_scheduler_of_the_replaced_optimizer_works_on(recwarn: pytest.Warnings
     model = make("mlp")
     old = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(old, 2, 0.5)
-    trainer = Trainer(model, old, nn.CrossEntropyLoss(), calibrate=False)
+    trainer = Trainer(model, old, nn.CrossEntropyLoss(), calibrate=False, step_tail="on")
     rates = []
     for batch in batches("mlp", 5):
         trainer.step(batch)
@@ -278,7 +283,7 @@ def test_state_of_the_replaced_optimizer_is_carried_over() -> None:
     plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), data)
     old = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plain(model, old, data[:5])
-    trainer = Trainer(model, old, nn.CrossEntropyLoss(), **EXACT)
+    trainer = Trainer(model, old, nn.CrossEntropyLoss(), **TAIL)
     for batch in data[5:]:
         trainer.step(batch)
     for a, b in zip(weights(reference), weights(model), strict=True):
@@ -325,8 +330,9 @@ def test_schedules_from_the_configuration_are_torchs(schedule: str) -> None:
 def test_ema_is_the_running_average(level: str) -> None:
     model = make("mlp")
     trainer = Trainer(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), nn.CrossEntropyLoss(), level, ema_decay=0.9, **EXACT
-    )
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), nn.CrossEntropyLoss(), level, ema_decay=0.9,
+        **named(level),
+    )  # fmt: skip
     average = [p.detach().clone() for p in model.parameters()]
     for batch in batches("mlp", 6):
         trainer.step(batch)
@@ -455,7 +461,7 @@ def test_attention_takes_the_math_path_on_request_only() -> None:
         model = Net().to(DEVICE)
         trainer = Trainer(
             model, torch.optim.AdamW(model.parameters()), lambda m, b: m(b).square().mean(), attention=path,
-            precision="fp32",
+            precision="fp32", calibrate=False,
         )  # fmt: skip
         trainer.step(x)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -21,6 +21,7 @@ import oxytorch as ox
 def now(name):
     return int(re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) / 1024
 
+base = now("VmRSS")
 torch.manual_seed(0)
 width = int(sys.argv[3])
 layers = [nn.Linear(256, width), nn.ReLU(), *(m for _ in range(3) for m in (nn.Linear(width, width), nn.ReLU()))]
@@ -34,7 +35,6 @@ def step(batch):
     criterion(model(batch[0]), batch[1]).backward()
     optimizer.step()
 
-base = now("VmRSS")
 for batch in batches:
     step(batch)
 training = now("VmHWM") - base
@@ -53,7 +53,7 @@ print(json.dumps(dict(training=training, before=before, peak=peak, after=after, 
 
 
 def measured(level: str, strategies: str, width: int) -> dict[str, float]:
-    """MiB beside what the process had before it trained, parameters among it."""
+    """MiB beside what the process had before it made the model."""
     command = [sys.executable, "-c", PROGRAM, level, strategies, str(width)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -79,5 +79,5 @@ def test_what_only_tuning_needed_is_given_back(level: str, strategies: str, widt
     assert found["after"] < found["before"] + 60, found
     assert found["going"] < found["training"] + 100, found
     # Copies of large tensors are in files, as are gradients as given. Beside the run itself the verifier has slices of
-    # a tensor's update in float64, and once the model and its gradients.
-    assert found["peak"] < {"basic": 1.8, "advanced": 2.0}[level] * found["training"], found
+    # a tensor's update in float64, and once the model and its gradients; a candidate on trial (foreach) has its own.
+    assert found["peak"] < {"basic": 1.7, "advanced": 2.0}[level] * found["training"], found

@@ -306,7 +306,7 @@ TEST_F(TunerTest, MakesActiveWhatSettingsAskFor) {
   table.plant("nothing", 1);
   table.plant({.offer = {.name = "wrong"}, .honest = false});
   table.plant({.offer = {.name = "absent", .refused = "not on this device"}});
-  Tuner tuner(table, {}, {.required = {{"a = 1", {"nothing"}}, {"b = 2", {"wrong"}}, {"c = 3", {"absent"}}}});
+  Tuner tuner(table, {}, {.required = {{"a", "1", {"nothing"}}, {"b", "2", {"wrong"}}, {"c", "3", {"absent"}}}});
   auto made = tuner.tune(nullptr);
   EXPECT_THAT(made.accepted(), IsEmpty());
   tuner.activate(made);

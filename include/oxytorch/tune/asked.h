@@ -14,17 +14,26 @@
 
 namespace oxytorch::tune {
 
+/// Whose configuration it is.
+enum class AskedBy {
+  Loop,    ///< one that accelerate() is to speed up: named is what a file or the caller gave
+  Trainer  ///< one of our own: named is every value but "auto", and is put in force at any level, without a trial
+};
+
 struct Asked {
   std::map<std::string, std::string> skipped;  ///< strategy -> why it is not tried
   std::vector<Requirement> required;           ///< those of a setting that was given by value
+  std::map<std::string, std::string> refused;  ///< setting -> why another setting rules it out
 };
 
-/// A file or the caller gave it, be it the level's default.
-[[nodiscard]] OXY_API bool is_named(const PerformanceConfig& config, std::string_view key);
+[[nodiscard]] OXY_API bool is_named(const PerformanceConfig& config, std::string_view key, AskedBy by = AskedBy::Loop);
 
-/// `excluded`: names that the caller does not want tried. Error(NotSupported) for a value that no strategy brings
-/// about; Error(InvalidArgument) for one whose strategies are all excluded, not offered or above the level.
+/// `excluded`: names that the caller does not want tried. For a loop, Error(NotSupported) for a value that no strategy
+/// brings about; Error(InvalidArgument) for one whose strategies are all excluded, not offered or above the level.
 [[nodiscard]] OXY_API Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers,
-                                     const std::vector<std::string>& excluded);
+                                     const std::vector<std::string>& excluded, AskedBy by = AskedBy::Loop);
+
+/// The setting that a strategy belongs to; empty where there is none.
+[[nodiscard]] OXY_API std::string_view setting_of(const std::string& name, Kind kind, const std::string& group);
 
 }  // namespace oxytorch::tune

@@ -29,7 +29,8 @@ namespace oxytorch::tune {
 
 /// A setting of the caller's that wants a strategy active whatever it gains.
 struct Requirement {
-  std::string setting;                  ///< for the sentence: "precision = 'bf16'"
+  std::string setting;                  ///< "precision"
+  std::string value;                    ///< "bf16"
   std::vector<std::string> strategies;  ///< any one of these satisfies it; the first that may be tried is taken
 };
 

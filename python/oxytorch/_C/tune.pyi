@@ -51,6 +51,7 @@ __all__: list[str] = [
     "quotient_allowance",
     "read_load",
     "set_load_source",
+    "setting_of",
     "sgd_step",
     "unexplained",
     "update_faults",
@@ -419,7 +420,13 @@ class Requirement:
     """
     A setting of the caller's that wants a strategy active.
     """
-    def __init__(self, setting: str, strategies: collections.abc.Sequence[str]) -> None: ...
+    @property
+    def setting(self) -> str: ...
+    @property
+    def strategies(self) -> list[str]:
+        """
+        Any one of these satisfies it; the first that applies.
+        """
 
 class TunerOptions:
     """
@@ -667,9 +674,11 @@ def asked_of(
     config: oxytorch._C.base.PerformanceConfig,
     offers: collections.abc.Sequence[Offer],
     excluded: collections.abc.Sequence[str],
-) -> tuple[dict[str, str], list[Requirement]]:
+    *,
+    by_trainer: bool,
+) -> tuple[dict[str, str], list[Requirement], dict[str, str]]:
     """
-    Why strategies are not tried, by name, and what is to be active whatever it gains.
+    Why strategies are not tried, by name; what is to be active whatever it gains; why settings are ruled out.
     """
 
 def band_of(ends: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> tuple[float, float]:
@@ -750,6 +759,11 @@ def read_load(root: str = "/") -> LoadSample: ...
 def set_load_source(source: collections.abc.Callable[[], LoadSample]) -> None:
     """
     Where LoadWatch has its samples from; None: here.
+    """
+
+def setting_of(name: str, kind: typing.Literal["exact", "tolerance", "precision", "trade"], group: str) -> str:
+    """
+    The setting that a strategy belongs to; empty where there is none.
     """
 
 def sgd_step(

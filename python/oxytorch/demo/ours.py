@@ -36,6 +36,7 @@ class Ours:
             scheduler=schedule,
             clip_norm=recipe.clip_norm,
             ema_decay=recipe.ema_decay,
+            steps_planned=steps,
             **options,
         )
 

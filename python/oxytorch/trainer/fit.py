@@ -220,6 +220,7 @@ def run_fit(
     trainer._stop_reason = None
     trainer.model.train()
     planned = _planned(loader, epochs, max_steps, trainer.settings.accumulate)
+    trainer._decisions.steps = planned
     for listener in listeners:
         listener.on_fit_start(trainer)
     with _Signals() as signals, _Bar(_shows_bar(trainer, progress), planned) as bar:

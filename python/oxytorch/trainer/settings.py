@@ -23,19 +23,10 @@ _DECIDED = (
 
 @dataclass(frozen=True)
 class Settings:
-    """One trainer's settings; names and meanings are those of ``PerformanceConfig``, 0 and "none" become None."""
+    """What a trainer itself does; names and meanings are those of ``PerformanceConfig``, 0 and "none" become None."""
 
     level: str
     precision: str
-    channels_last: str
-    threads: str | int
-    flush_denormals: str
-    allocator: str
-    allocator_retain_limit: str
-    step_tail: str
-    optimizer_state: str | None
-    attention: str
-    compile: str
     accumulate: int
     clip_norm: float | None
     clip_value: float | None
@@ -52,7 +43,6 @@ class Settings:
     early_stopping_restore_best: bool
     progress: str
     seed: int | None
-    deterministic: bool
 
 
 def resolve(
@@ -73,15 +63,6 @@ def resolve(
     return chosen, Settings(
         level=c["level"],
         precision=c["precision"],
-        channels_last=c["channels_last"],
-        threads=c["threads"],
-        flush_denormals=c["flush_denormals"],
-        allocator=c["allocator"],
-        allocator_retain_limit=c["allocator_retain_limit"],
-        step_tail=c["step_tail"],
-        optimizer_state=None if c["optimizer_state"] == "auto" else c["optimizer_state"],
-        attention=c["attention"],
-        compile=c["compile"],
         accumulate=c["accumulation_steps"],
         clip_norm=c["clip_norm"] or None,
         clip_value=c["clip_value"] or None,
@@ -98,7 +79,6 @@ def resolve(
         early_stopping_restore_best=c["early_stopping_restore_best"],
         progress=c["progress"],
         seed=None if c["seed"] == "auto" else c["seed"],
-        deterministic=c["deterministic"],
     )
 
 

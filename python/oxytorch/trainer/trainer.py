@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from operator import getitem, is_
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,15 @@ from torch import nn
 from .. import _C
 from ..amp import GradScaler
 from ..config import PerformanceConfig
-from ..model.escrow import is_criterion, scalar_loss
-from ..optim.generators import rng_state, set_rng_state
-from ..report import Report, SettingLine
-from ..step import TrainingStep, no_phase
+from ..optim.generators import rng_state, seed_generators, set_rng_state
+from ..report import Report
+from ..step import is_closure, no_phase
+from ..tune.accelerate import earlier_plan
+from ..tune.run import Run
+from .decisions import Decisions
 from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult, run_fit
 from .settings import Settings, beside, check_arguments, resolve
-from .setup import Preparation
 
 if TYPE_CHECKING:
     from ..tune.plan import Plan
@@ -33,46 +34,18 @@ _FORMAT = 1
 _DIV_FACTOR = 25.0  # of a cycle: its peak over its first rate, as in torch
 
 
-class _ForwardScope:
-    """Autocast and the attention path of one forward; reused for each step."""
-
-    __slots__ = ("_flash", "_reduced", "attention", "autocast")
-
-    def __init__(self) -> None:
-        self.autocast: torch.autocast | None = None
-        self.attention = "default"  # or "math", or "math_bf16": the math path without its detour through float32
-        self._flash = True
-        self._reduced = False
-
-    def __enter__(self) -> None:
-        if self.autocast is not None:
-            self.autocast.__enter__()  # type: ignore[no-untyped-call]
-        if self.attention != "default":
-            flags = torch.backends.cuda
-            self._flash = flags.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-            self._reduced = flags.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
-            flags.enable_flash_sdp(False)
-            flags.allow_fp16_bf16_reduction_math_sdp(self.attention == "math_bf16")
-
-    def __exit__(self, *exc: Any) -> None:
-        if self.attention != "default":
-            torch.backends.cuda.enable_flash_sdp(self._flash)
-            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(self._reduced)
-        if self.autocast is not None:
-            self.autocast.__exit__(*exc)
-
-
 class Trainer:
     """Runs training steps under a performance configuration.
 
     Parameters
     ----------
     model
-        The module to train. It is changed in place only in ways that the report names (memory layout).
+        The module to train. It is changed in place only in ways that the report names (memory layout). What an earlier
+        trainer or plan has put in force on it is taken back.
     optimizer
-        Any ``torch.optim.Optimizer`` over the model's parameters. From level ``advanced`` on, ``torch.optim.AdamW`` and
-        ``SGD`` are replaced by those of ``oxytorch.optim``: hyperparameters, groups and state are carried over and
-        stay shared, so a scheduler made for the old one works on. ``trainer.optimizer`` is the one in use.
+        Any ``torch.optim.Optimizer`` over the model's parameters. From level ``advanced`` on one of ``oxytorch.optim``
+        may step in its place: hyperparameters, groups and state are carried over and stay shared, so a scheduler made
+        for the given one works on. ``trainer.optimizer`` is the one in use.
     loss_fn
         ``loss_fn(model, batch)`` returning a scalar tensor; or a criterion (a module or a function of
         ``torch.nn.functional``), and then a batch is ``(inputs, targets)``. ``None`` where only closures are used.
@@ -89,8 +62,9 @@ class Trainer:
     callbacks
         ``Callback`` objects, or callables of ``(trainer, loss)`` called after each step of ``fit``.
     calibrate
-        True: settings that are "auto" and may not pay are timed on the first batch (forward and backward only, without
-        a trace in weights, buffers, gradients or random generators) and kept where they pay. False: by the hardware.
+        True: what is on "auto" is decided on the first batch by what `oxytorch.accelerate` does, in a second or 2 % of
+        the planned run: tried on whole steps, verified, kept where it pays, without a trace of the trials. False:
+        nothing is tried, and what is on "auto" stays as it is.
     plan : Plan, optional
         Of `oxytorch.accelerate`, on the same model and optimizer: its steps are taken, and ``plan.step`` does what
         this trainer's settings say as well. What the plan has decided is not decided again.
@@ -130,12 +104,24 @@ class Trainer:
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, expected a callable, a criterion or None.")
         self.settings: Settings
-        self._plan = plan
         user = "trainer"
         if plan is not None:
+            _check_plan(plan, model, optimizer, loss_fn)
             user = "performance_optimizer" if plan.run.own_step is None else "own_step"
             config = beside(plan, config)
         self.config, self.settings = resolve(config, overrides, user)
+        clip = 0.0 if plan is None else plan.run.given_clip or 0.0
+        if plan is not None and self.config.is_given("clip_norm") and self.config.clip_norm != clip:
+            raise ValueError(
+                f"clip_norm = {self.config.clip_norm:g} ({self.config.origin('clip_norm')}): the step of the plan was "
+                f"measured with clip_norm = {clip:g}. Give it to accelerate(), and leave it out here."
+            )
+        for key in () if calibrate else ("steps_planned", "tune_seconds"):
+            if self.config.is_given(key):
+                raise ValueError(
+                    f"{key} = {getattr(self.config, key):g} ({self.config.origin(key)}): calibrate=False tries nothing,"
+                    " and so it would have no effect. Leave out one of them."
+                )
         self.callbacks = list(callbacks)
         check_arguments(
             self.config, optimizer, scheduler=scheduler, monitor=monitor, checkpointer=checkpointer,
@@ -146,15 +132,8 @@ class Trainer:
         self.monitor = monitor
         self.checkpointer = checkpointer
         self.loss_fn = loss_fn
-        self._module: Callable[..., Any] = model
-        if self.settings.compile != "off":
-            mode = None if self.settings.compile == "default" else self.settings.compile
-            self._module = torch.compile(model, mode=mode)
-        self._criterion = loss_fn is not None and is_criterion(loss_fn)
+        self._compiles = self.config.compile != "off"
         self.batches = 0  #: batches seen, those of failed steps excluded
-        self._scope = _ForwardScope()
-        self._channels_last = False
-        self._phase: Callable[[str], AbstractContextManager[Any]] = monitor.phase if monitor else no_phase
         self._seconds = [0.0, 0.0, 0.0, 0.0]  # data, forward, backward, tail
         self._timed = 0
         self._faults: tuple[int, int] | None = None
@@ -165,57 +144,67 @@ class Trainer:
         self._stopping: EarlyStopping | None = None
         self._stopping_loaded = False
 
-        self._preparation = Preparation(self, optimizer)
-        try:
-            self._assemble(scheduler)
-        except BaseException:
-            self._preparation.revert()
-            raise
-
-    def _assemble(self, scheduler: Any) -> None:
-        """Take what was prepared into use."""
-        self.optimizer: torch.optim.Optimizer = self._preparation.optimizer
-        self.has_tail: bool = hasattr(self.optimizer, "tail_stats")
-        self._params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.settings.seed is not None:
+            seed_generators(self.settings.seed)
+        self._run = plan.run if plan is not None else self._own_run(optimizer)
+        self._params = self._run.params
         self._watch()
         self.scheduler = scheduler if scheduler is not None else self._make_schedule()
-        self._engine = self._make_engine()
-        self._ready = False
+        self._equip()
+        self._decisions = Decisions(self._run, self.config, calibrate=calibrate, plan=plan)
+        if plan is None:
+            self._run.keeps_gradients = False
+            with self._decisions.asked.applied():
+                self._decisions.bring_named()
 
-    def _make_engine(self) -> TrainingStep:
-        """What takes the steps, under these settings."""
-        prepared, s = self._preparation, self.settings
-        if self._plan is None:
-            engine = TrainingStep(self.model, self.optimizer, self.loss_fn, clip_norm=prepared.separate_clip)
-            engine.given, engine.keeps_gradients = prepared.original, False
-        else:
-            engine = self._plan.run
-        engine.compute, engine.scope, engine.phase = self.compute_loss, self._scope, self._phase
-        engine.accumulation, engine.clip_value, engine.guard = (
-            s.accumulate,
-            prepared.separate_clip_value,
-            prepared.guard,
-        )
-        if s.ema_decay is not None and not prepared.tail_ema:
-            engine.ema_decay, engine.average = s.ema_decay, [p.detach().clone() for p in self._params]
+    def _own_run(self, optimizer: torch.optim.Optimizer) -> Run:
+        """The run of a trainer that is given no plan."""
+        if (earlier := earlier_plan(self.model)) is not None:
+            earlier.run.required = ()
+            earlier.withdraw()
+        own = getattr(optimizer, "_tail_options", {})  # one of oxytorch.optim does what it was made to do itself
+        clip_norm = self.settings.clip_norm if own.get("clip_norm") is None else None
+        return Run(self.model, optimizer, self.loss_fn, (), clip_norm=clip_norm, owns_loop=True)
+
+    def _equip(self) -> None:
+        """Let the step do what these settings say beside."""
+        run, s = self._run, self.settings
+        own = getattr(run.original, "_tail_options", {})
+        device = run.device.type
+        run.phase = self.monitor.phase if self.monitor else no_phase
+        run.accumulation = s.accumulate
+        run.clip_value = s.clip_value if own.get("clip_value") is None else None
+        if s.precision == "fp16":
+            run.scope = torch.autocast(device, dtype=torch.float16)
+        if s.grad_scaler == "on" or (s.grad_scaler == "auto" and s.precision == "fp16"):
+            run.scaler = GradScaler(device)
+        run.nonfinite = "propagate" if own else s.nonfinite
+        self._guard = run.guard = None if run.nonfinite == "propagate" else _C.trainer.NonFiniteGuard(run.nonfinite)
+        if s.ema_decay is not None and own.get("ema_decay") is None:
+            run.ema_decay, run.average = s.ema_decay, [p.detach().clone() for p in self._params]
         plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        engine.scheduler = None if plateau else self.scheduler
-        return engine
+        run.scheduler = None if plateau else self.scheduler
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer in use: the given one, or one of oxytorch.optim that steps in its place."""
+        return self._run.optimizer
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether the optimizer in use is one of oxytorch.optim."""
+        return hasattr(self.optimizer, "tail_stats")
 
     @property
     def global_step(self) -> int:
         """Optimizer steps taken."""
-        return self._engine.taken
+        return self._run.taken
 
     @property
     def scaler(self) -> GradScaler | None:
         """Of the loss, where there is one."""
-        scaler: GradScaler | None = self._engine.scaler
+        scaler: GradScaler | None = self._run.scaler
         return scaler
-
-    @scaler.setter
-    def scaler(self, scaler: GradScaler | None) -> None:
-        self._engine.scaler = scaler
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -239,9 +228,15 @@ class Trainer:
         TypeError, ValueError
             Where the loss is not a scalar tensor, or the batch does not fit the criterion.
         """
-        if not self._ready:
-            self._preparation.first_step(batch)
-            self._ready = True
+        if self._compiles and is_closure(batch):
+            raise NotImplementedError(
+                f"compile = {self.config.compile!r} compiles the model that loss_fn is given, and a closure calls the "
+                "model itself. Give loss_fn, or call model.compile() and leave compile at 'off'."
+            )
+        if not self._decisions.are_made:
+            before = self._skipped_by_guard()
+            self._decisions.begin(batch)
+            self._run.skipped -= self._skipped_by_guard() - before  # in trials
         if self.monitor is None:
             return self._take(batch)
         with self.monitor.step(samples=_samples(batch)):
@@ -250,14 +245,14 @@ class Trainer:
     def _take(self, batch: Any) -> torch.Tensor:
         if not all(map(is_, map(getitem, self._owners, self._keys), self._watched)):
             self._name_the_stranger()
-        loss = self._engine.take(batch) if self._plan is None else self._plan.step(batch)
+        loss = self._decisions.plan.step(batch)
         if self.monitor is not None:
             self.monitor.scalar("loss", loss)
         self.batches += 1
         if self.batches == 3:
             self._faults = (int(_C.trainer.page_faults()), self.batches)
         if self.batches > 1:
-            for phase, seconds in enumerate(self._engine.seconds, 1):
+            for phase, seconds in enumerate(self._run.seconds, 1):
                 self._seconds[phase] += seconds
             self._timed += 1
         return loss
@@ -270,30 +265,12 @@ class Trainer:
         bool
             False where no batch was waiting.
         """
-        return self._engine.flush()
+        return self._run.flush()
 
     def compute_loss(self, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch, or of a closure, under the settings in force outside (no autocast here)."""
-        if callable(batch) and not isinstance(batch, torch.Tensor):
-            if self._module is not self.model:
-                raise NotImplementedError(
-                    f"compile = {self.settings.compile!r} compiles the model that loss_fn is given, and a closure "
-                    "calls the model itself. Give loss_fn, or call model.compile() and leave compile at 'off'."
-                )
-            result: torch.Tensor = batch()
-            return result
-        if self.loss_fn is None:
-            raise TypeError("this trainer has no loss_fn: pass step() a closure that returns the loss.")
-        if self._channels_last:
-            batch = _to_channels_last(batch)
-        if not self._criterion:
-            return self.loss_fn(self._module, batch)
-        if not isinstance(batch, Sequence) or len(batch) != 2:
-            raise TypeError(
-                f"the loss is a criterion, so a batch is (inputs, targets); this one is a {type(batch).__name__}. "
-                "Pass loss_fn(model, batch) for another shape."
-            )
-        return self.loss_fn(self._module(batch[0]), batch[1])
+        """Return the loss of a batch, or of a closure, under what is in force."""
+        with self._run.scope:
+            return self._run.loss(batch)
 
     def _watch(self) -> None:
         mine = {id(p) for p in self._params}
@@ -408,8 +385,7 @@ class Trainer:
         try:
             with torch.no_grad():
                 for batch in loader:
-                    with self._scope:
-                        loss = scalar_loss(self.compute_loss(batch)).detach().float()
+                    loss = self.compute_loss(batch).detach().float()
                     total = loss if total is None else total + loss
                     count += 1
         finally:
@@ -423,9 +399,9 @@ class Trainer:
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
         """Put the averaged weights into the model for the scope, and the trained ones back after it."""
-        average = self._engine.average
+        average = self._run.average
         if average is None:
-            if not self._preparation.tail_ema:
+            if not self._tail_averages():
                 raise RuntimeError("no average is kept: set ema_decay, for example 0.999.")
             optimizer: Any = self.optimizer
             with optimizer.ema_weights():
@@ -440,11 +416,15 @@ class Trainer:
             with torch.no_grad():
                 torch._foreach_copy_(self._params, own)
 
+    def _tail_averages(self) -> bool:
+        """Whether the optimizer in use keeps the average."""
+        return getattr(self.optimizer, "_tail_options", {}).get("ema_decay") is not None
+
     def state_dict(self) -> dict[str, Any]:
         """Return all that a bit-for-bit continuation needs; tensors are shared, so save before the next step."""
         optimizer: Any = self.optimizer
-        ema: Any = self._engine.average
-        if ema is None and self._preparation.tail_ema:
+        ema: Any = self._run.average
+        if ema is None and self._tail_averages():
             ema = optimizer.ema_state_dict()
         return {
             "format": _FORMAT,
@@ -456,14 +436,14 @@ class Trainer:
             "counters": {
                 "global_step": self.global_step,
                 "batches": self.batches,
-                "micro": self._engine.micro,
+                "micro": self._run.micro,
                 "epoch": self.epoch,
                 "batch_in_epoch": self.batch_in_epoch,
             },
-            "gradients": [p.grad for p in self._params] if self._engine.micro else None,
+            "gradients": [p.grad for p in self._params] if self._run.micro else None,
             "rng": rng_state(self._params),
             "epoch_rng": self.resume_rng,
-            "decisions": self._preparation.decisions(),
+            "decisions": self._decisions.state(),
             "early_stopping": None if self._stopping is None else self._stopping.state_dict(),
         }
 
@@ -477,24 +457,18 @@ class Trainer:
         """
         if state.get("format") != _FORMAT:
             raise ValueError(f"this is no trainer state of format {_FORMAT}: format is {state.get('format')!r}.")
-        self.model.load_state_dict(state["model"])
-        self._preparation.restore(state["decisions"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._preparation.after_load()
+        with self._decisions.loading(state["decisions"]):
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        if state["ema"] is not None:
-            if self._engine.average is not None:
-                torch._foreach_copy_(self._engine.average, state["ema"])
-            elif self._preparation.tail_ema:
-                optimizer: Any = self.optimizer
-                optimizer.load_ema_state_dict(state["ema"])
+        self._load_averages(state["ema"])
         counters = state["counters"]
-        self._engine.taken = counters["global_step"]
+        self._run.taken = counters["global_step"]
         self.batches = counters["batches"]
-        self._engine.micro = counters["micro"]
+        self._run.micro = counters["micro"]
         self.epoch = counters["epoch"]
         self.batch_in_epoch = counters["batch_in_epoch"]
         gradients = state["gradients"] or [None] * len(self._params)
@@ -507,7 +481,18 @@ class Trainer:
             self._stopping_loaded = True
         self.resume_rng = state["epoch_rng"]
         set_rng_state(state["rng"])
-        self._ready = True
+
+    def _load_averages(self, averages: Any) -> None:
+        """Take over averages of a state, whoever kept them then and keeps them now."""
+        if averages is None:
+            return
+        by_place: dict[int, torch.Tensor] = averages["ema"] if isinstance(averages, dict) else dict(enumerate(averages))
+        if self._run.average is not None:
+            for place, average in by_place.items():
+                self._run.average[place].copy_(average)
+        elif self._tail_averages():
+            optimizer: Any = self.optimizer
+            optimizer.load_ema_state_dict({"ema": by_place})
 
     def _make_schedule(self) -> Any:
         s = self.settings
@@ -555,19 +540,20 @@ class Trainer:
             counters["page_faults_per_batch"] = round(faults / (self.batches - self._faults[1]), 1)
         if skipped := self._skipped():
             counters["skipped"] = skipped
-        lines: list[SettingLine] = self._preparation.lines
-        return Report(self.settings.level, list(lines), timings, counters, verdict)
+        return Report(self.settings.level, self._decisions.lines(), timings, counters, verdict)
 
     def _skipped(self) -> int:
         """Steps left out because a gradient was not finite, those of an optimizer of oxytorch.optim all told."""
-        if self._preparation.guard is not None:
-            return int(self._preparation.guard.skipped)
+        skipped = self._run.skipped + self._skipped_by_guard()
         optimizer: Any = self.optimizer
-        return int(optimizer.tail_stats().skipped) if self.has_tail and self.global_step else 0
+        return skipped + (int(optimizer.tail_stats().skipped) if self.has_tail and self.global_step else 0)
+
+    def _skipped_by_guard(self) -> int:
+        return 0 if self._guard is None else int(self._guard.skipped)
 
     def revert(self) -> None:
-        """Take back the settings of the process: allocator, threads, denormals, deterministic algorithms."""
-        self._preparation.revert()
+        """Take back what this trainer has put in force: on the model, the optimizer and the process."""
+        self._decisions.revert()
 
 
 def _samples(batch: Any) -> int:
@@ -577,12 +563,13 @@ def _samples(batch: Any) -> int:
     return len(batch) if isinstance(batch, torch.Tensor) and batch.dim() > 0 else 0
 
 
-def _to_channels_last(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        wanted = batch.dim() == 4 and batch.is_floating_point()
-        return batch.contiguous(memory_format=torch.channels_last) if wanted else batch
-    if type(batch) in (tuple, list):
-        return type(batch)(_to_channels_last(item) for item in batch)
-    if type(batch) is dict:
-        return {key: _to_channels_last(item) for key, item in batch.items()}
-    return batch
+def _check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any) -> None:
+    """Refuse a plan that is of another run."""
+    pairs = (
+        ("model", model, plan.model),
+        ("optimizer", optimizer, plan.optimizer),
+        ("loss_fn", loss_fn, plan.run.loss_fn),
+    )
+    for name, given, own in pairs:
+        if given is not own and not (name == "loss_fn" and given is None):
+            raise ValueError(f"plan is of another {name}. Give the {name} that it was made of, or leave plan out.")

@@ -1,4 +1,7 @@
-"""`accelerate`: tries strategies on the user's own step, keeps what pays and is proven, and leaves no other trace."""
+"""`accelerate`: tries strategies on the user's own step, keeps what pays and is proven, and leaves no other trace.
+
+`tuned` does so to a run; `accelerate` and `oxytorch.Trainer` both call it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -17,10 +20,9 @@ from .._C import memory as _memory
 from .._C import tune as _native
 from ..base import format_duration, log
 from ..config import PerformanceConfig
-from ..model.escrow import is_criterion
 from ..optim.generators import unmoved_generators
 from ..step import StepFunction
-from .asked import Asked, named_by_user
+from .asked import Asked
 from .batches import take
 from .escrow import Escrow, gradients_away
 from .plan import Plan
@@ -29,7 +31,7 @@ from .run import Run
 from .strategy import STRATEGIES, Strategy
 from .workload import RunWorkload
 
-__all__ = ["accelerate"]
+__all__ = ["accelerate", "earlier_plan", "planned_steps", "tuned", "untuned"]
 
 _EXAMPLES = 4  # batches that trials run on
 
@@ -136,16 +138,11 @@ def accelerate(
         progress = settings.progress == "on"
     params = [p for group in optimizer.param_groups for p in group["params"]]
     examples, data = take(batches, _EXAMPLES, params)
-    if step is None and is_criterion(loss_fn) and not (isinstance(examples[0], tuple | list) and len(examples[0]) == 2):
-        raise TypeError(
-            f"the loss is a criterion, so a batch is (inputs, targets); this one is a {type(examples[0]).__name__}."
-            " Pass loss_fn(model, batch) for another shape, and a list of batches."
-        )
-    length = settings.steps_planned if settings.is_given("steps_planned") else settings.max_steps
-    run_steps = steps_planned if steps_planned is not None else length or settings.steps_planned
     classes = _named(strategies)
     exclude = tuple(exclude)
     asked = Asked(settings, classes, exclude)
+    if (earlier := earlier_plan(model)) is not None:
+        earlier.revert()  # its strategies and its watch would run inside of the trials
     run = Run(
         model,
         optimizer,
@@ -158,24 +155,78 @@ def accelerate(
         state=state,
         strategies=classes,
     )
-    if (earlier := _PLANS.get(id(model))) is not None and earlier.model is model:
-        earlier.revert()  # its strategies and its watch would run inside of the trials
-    run.asked = {**named_by_user(settings), "retain_limit": asked.retain_limit}
-    store = _native.CertificateStore(remember if isinstance(remember, str) else "") if remember else None
-    named = [name for name in classes if name not in set(exclude)]
+    if step is None:
+        run.check(examples[0])
+    run.asked = {**asked.named, "retain_limit": asked.retain_limit}
+    run_steps = steps_planned if steps_planned is not None else planned_steps(settings)
     options = [
-        f"strategies {' '.join(named)}",
+        f"strategies {' '.join(name for name in classes if name not in set(exclude))}",
         f"loop {loop}",
         f"steps {run_steps}",
-        f"settings {named_by_user(settings)}",
+        f"settings {asked.named}",
     ]
-    with asked.applied():
+    with asked.applied(), _line(progress) as say:
+        return tuned(
+            run,
+            settings,
+            asked,
+            steps_planned=run_steps,
+            budget=budget or settings.tune_seconds,
+            seed=seed,
+            exclude=exclude,
+            options=options,
+            store=_native.CertificateStore(remember if isinstance(remember, str) else "") if remember else None,
+            say=say,
+        )
+
+
+def tuned(
+    run: Run,
+    settings: PerformanceConfig,
+    asked: Asked,
+    *,
+    steps_planned: int,
+    budget: float = 0.0,
+    total: float = 0.0,
+    total_share: float = 0.0,
+    seed: int = 0,
+    exclude: Sequence[str] = (),
+    options: Sequence[str] = (),
+    store: Any = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Try, measure, verify; the plan of a run with what pays in force on it.
+
+    Parameters
+    ----------
+    run : Run
+        With its example batches, and in force what is the step as given.
+    settings : PerformanceConfig
+        Of which the level counts here.
+    asked : Asked
+        What the settings take out and require; its settings of the process are applied.
+    steps_planned, budget, total, total_share, seed, exclude
+        Of `TunerOptions`.
+    options : sequence of str
+        What else decides which strategies are kept, for the certificate's key.
+    store : CertificateStore, optional
+        Reused from and stored to.
+    say : callable
+        Shows what is being done.
+
+    Raises
+    ------
+    Exception
+        What the step as given throws, and KeyboardInterrupt, after everything is restored.
+    """
+    given = run.required
+    average, run.average = run.average, None  # trials move none
+    try:
         made_for = key(run, settings.level, options)
         with (
-            _line(progress) as say,
             _kept_pool(),
             gradients_away(run),
-            Escrow(model, optimizer, *run.state, reach=run.functions) as escrow,
+            Escrow(run.model, run.original, *run.state, reach=run.functions) as escrow,
         ):
             workload = RunWorkload(run, escrow, asked, seed, say)
             tuner = _native.Tuner(
@@ -183,28 +234,54 @@ def accelerate(
                 made_for,
                 _native.TunerOptions(
                     level=settings.level,
-                    steps_planned=run_steps,
-                    budget=budget or settings.tune_seconds,
+                    steps_planned=steps_planned,
+                    budget=budget,
+                    total=total,
+                    total_share=total_share,
                     seed=seed,
                     exclude=exclude,
                     required=asked.required,
                 ),
             )
             certificate = tuner.tune(store)
-        plan = Plan(run, certificate, settings, store=store, seed=seed, asked=asked)
-        try:
-            with unmoved_generators(run.params):
-                tuner.activate(certificate)
-            spent = format_duration(tuner.seconds())
-            log("info", f"accelerate: {', '.join(run.in_force) or 'nothing'} active after {spent}")
-            plan.begin(tuner, moved=escrow.moved())
-            del tuner, workload, escrow  # references and snapshots, which the steps that follow do not need
-            plan.give_back()
-        except BaseException:  # such as Ctrl-C: without a plan, nothing may stay active
-            plan.revert()
-            raise
-    _PLANS[id(model)] = plan
+    finally:
+        run.average = average
+    plan = Plan(run, certificate, settings, asked, store=store, seed=seed)
+    try:
+        with unmoved_generators(run.params):
+            tuner.activate(certificate)
+        spent = format_duration(tuner.seconds())
+        log("info", f"accelerate: {', '.join(run.in_force) or 'nothing'} active after {spent}")
+        plan.begin(tuner, moved=escrow.moved())
+        del tuner, workload, escrow  # references and snapshots, which the steps that follow do not need
+        plan.give_back()
+    except BaseException:  # such as Ctrl-C: without a plan, nothing may stay active
+        run.required = given
+        plan.withdraw()
+        raise
+    _PLANS[id(run.model)] = plan
     return plan
+
+
+def untuned(run: Run, settings: PerformanceConfig, asked: Asked) -> Plan:
+    """Return the plan of a run on which nothing was tried."""
+    certificate = _native.Certificate()
+    certificate.level = settings.level
+    plan = Plan(run, certificate, settings, asked)
+    _PLANS[id(run.model)] = plan
+    return plan
+
+
+def earlier_plan(model: Any) -> Plan | None:
+    """Return the last plan of a model, where it still lives."""
+    found = _PLANS.get(id(model))
+    return found if found is not None and found.model is model else None
+
+
+def planned_steps(settings: PerformanceConfig, otherwise: int | None = None) -> int:
+    """Return the length of the run, as far as the settings say it; `otherwise` where they do not."""
+    length = settings.steps_planned if settings.is_given("steps_planned") else settings.max_steps
+    return length or otherwise or settings.steps_planned
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""What a configuration asks of `accelerate`: settings of the process, strategies taken out, strategies put in."""
+"""What a configuration asks for by name: settings of the process, strategies taken out, strategies put in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import _C
 from .._C import tune as _native
@@ -13,9 +13,17 @@ from ..config import PerformanceConfig
 from ..report import SettingLine
 from .strategy import Strategy, offer
 
-__all__ = ["Asked", "named_by_user"]
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["Asked", "named_by_user", "put", "setting_of"]
 
 Classes = Mapping[str, type[Strategy]]
+
+
+def setting_of(name: str, cls: type[Strategy]) -> str:
+    """Return the setting that a strategy belongs to; empty where there is none."""
+    return _native.setting_of(name, cls.kind, cls.group)
 
 
 def named_by_user(settings: PerformanceConfig) -> dict[str, Any]:
@@ -33,13 +41,20 @@ class Asked:
         Classes on offer by name.
     excluded : iterable of str
         Names that the caller does not want tried.
+    by_trainer : bool
+        A trainer asks: every value but "auto" counts as named, those that come with the level too; what is named is
+        put in force by `bring`, at any level, and nothing else of its kind is tried.
 
     Attributes
     ----------
+    named : dict
+        Settings that were named, and their values.
     skipped : dict
         Why strategies are not tried.
     required : list of Requirement
         By setting, the strategies of which one is put in force whatever it gains.
+    refused : dict
+        By setting, why `bring` could put none of them in force.
     host : list
         Settings of the process that are applied, to be taken back in the reverse order.
 
@@ -51,12 +66,43 @@ class Asked:
         For one whose strategies are all excluded, not offered or above the level.
     """
 
-    def __init__(self, settings: PerformanceConfig, strategies: Classes, excluded: Iterable[str]) -> None:
+    def __init__(
+        self,
+        settings: PerformanceConfig,
+        strategies: Classes,
+        excluded: Iterable[str] = (),
+        *,
+        by_trainer: bool = False,
+    ) -> None:
         self.settings = settings
+        self.named = {k: v for k, v in settings if v != "auto"} if by_trainer else named_by_user(settings)
         self.host: list[Any] = []
-        self._named = named_by_user(settings)
         offers = [offer(name, cls) for name, cls in strategies.items()]
-        self.skipped, self.required = _native.asked_of(settings._native, offers, list(excluded))
+        self.skipped, self.required, self.refused = _native.asked_of(
+            settings._native, offers, list(excluded), by_trainer=by_trainer
+        )
+
+    # -- strategies without a trial ------------------------------------------------------------------------------
+
+    def bring(self, run: Run) -> None:
+        """Put in force what is wanted and can be, for good and without a trial; its kind is not tried then."""
+        run.asked = {**self.named, "retain_limit": self.retain_limit}
+        for key, names in [(one.setting, one.strategies) for one in self.required]:
+            if any(name in run.in_force for name in names):
+                continue
+            whys: list[str] = []
+            for name in names:
+                if not (why := put(run, name, ask=True)):
+                    break
+                whys.append(why)
+            else:
+                self.refused[key] = "; ".join(whys) + "."
+                continue
+            for other, cls in run.strategies.items():
+                if other == name or (cls.group and cls.group == run.strategies[name].group):
+                    self.skipped.setdefault(other, f"{key} is {self.named[key]!r} in the configuration")
+        self.required = []
+        run.required = run.in_force
 
     # -- the process ---------------------------------------------------------------------------------------------
 
@@ -72,11 +118,11 @@ class Asked:
         try:
             if self.settings.deterministic:
                 self._add(_C.trainer.use_deterministic_algorithms())
-            if isinstance(threads := self._named.get("threads"), int):
+            if isinstance(threads := self.named.get("threads"), int):
                 self._add(_C.trainer.size_threads(threads))
-            if self._named.get("flush_denormals") == "on":
+            if self.named.get("flush_denormals") == "on":
                 self._add(_C.trainer.flush_denormals())
-            if self._named.get("allocator") == "retain":
+            if self.named.get("allocator") == "retain":
                 self._add(_C.trainer.tune_allocator(self.retain_limit))
             yield
         except BaseException:
@@ -96,3 +142,17 @@ class Asked:
         """Take the settings of the process back."""
         while self.host:
             self.host.pop().revert()
+
+
+def put(run: Run, name: str, *, ask: bool = False) -> str:
+    """Put one more strategy in force, where `ask` only if it says that it applies; why it is not, empty where it is."""
+    if name not in run.strategies:
+        return f"there is no strategy {name}"
+    try:
+        applies = run.strategy(name).applies(run) if ask else True
+        if applies is not True:
+            return applies or f"{name} does not apply"
+        run.bring([*run.in_force, name])
+    except Exception as error:  # whatever it throws, the run goes on without it
+        return f"{name}: {type(error).__name__}: {error}"
+    return ""

@@ -14,6 +14,7 @@ from .. import _C
 from ..base import format_duration, format_size, log, system_info
 from ..optim.generators import unmoved_generators
 from ..report import Report, SettingLine, write_whole
+from ..step import is_closure
 from .asked import Asked
 from .run import Run
 from .watch import Watch
@@ -40,6 +41,8 @@ class Plan:
         The user's own objects.
     certificate : oxytorch._C.tune.Certificate
     settings : PerformanceConfig
+    asked : Asked
+        What the settings ask for by name.
     """
 
     def __init__(
@@ -47,20 +50,20 @@ class Plan:
         run: Run,
         certificate: Any,
         settings: PerformanceConfig,
+        asked: Asked,
         *,
         store: Any = None,
         seed: int = 0,
-        asked: Asked | None = None,
     ) -> None:
         self.certificate = certificate
         self.settings = settings
+        self.asked = asked
         self._run = run
         self._store = store
         self._resident = _resident()
         self._trainer: Trainer | None = None
         self._monitor: PerformanceMonitor | None = None
         self._gpu: GPUConfig | None = None
-        self._asked = asked
         self._watch: Watch | None = None
         self._seed = seed
 
@@ -80,7 +83,7 @@ class Plan:
         if self._store is not None and (why := self._store.try_put(self.certificate)):
             self._note(f"step 0: the plan is not stored, so the next run tunes again: {why}")
         with unmoved_generators(self._run.params):
-            self._run.required = tuple(tuner.activate_required(self.certificate))
+            self._run.required += tuple(tuner.activate_required(self.certificate))
         self._attempt("the run is not watched", self._begin_watch)
 
     def give_back(self) -> None:
@@ -96,7 +99,7 @@ class Plan:
 
     def _begin_watch(self) -> None:
         run = self._run
-        if any(not run.strategies[name].feeds for name in run.in_force if name not in run.required):
+        if any(not run.strategies[name].feeds for name in run.beside_required):
             self._watch = Watch(run, self.certificate, self._store, self._seed)
 
     def _attempt(self, otherwise: str, work: Callable[[], None]) -> None:
@@ -136,7 +139,7 @@ class Plan:
         watch = self._watch
         if watch is None:
             return self._run.take(batch)
-        watch.batch = batch
+        watch.batch = None if is_closure(batch) else batch  # which may draw the next one
         try:
             loss = self._run.take(batch)
         finally:
@@ -221,7 +224,7 @@ class Plan:
                 lines.append(f"  Turning it on took {once}, repaid after {entry.break_even_steps:.0f} steps.")
         lines += [f"Verified: {check}: {outcome}." for check, outcome in made.verification.items()]
         lines.append(f"Tuning took {format_duration(made.tuning_seconds)}{_repaid(made)}.")
-        lines += [f"Asked for: {line.name}: {line.state}. {line.reason}" for line in self._asked_lines()]
+        lines += [f"Asked for: {line.name}: {line.state}. {line.reason}" for line in self.asked.lines()]
         lines += [f"Since then: {event}." for event in made.events]
         memory = self.memory
         lines.append(f"Resident memory: {format_size(memory['now'])}, at its peak {format_size(memory['peak'])}.")
@@ -241,7 +244,7 @@ class Plan:
             )
             for entry in made.entries
         ]
-        lines += self._asked_lines()
+        lines += self.asked.lines()
         timings = {"as given": made.baseline_seconds, "step": made.tuned_seconds if self.accepted else 0.0}
         counters = {"tuning_seconds": round(made.tuning_seconds, 3), "compile_seconds": round(made.compile_seconds, 3)}
         busy = [f"measured on a busy machine: {made.disturbance}"] if made.disturbance else []
@@ -263,20 +266,20 @@ class Plan:
 
     def revert(self) -> None:
         """Take everything back: objects and settings are as before `accelerate`; what was trained since stays."""
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
         self._run.required = ()
         try:
-            self._run.bring(())
+            self.withdraw()
         finally:
-            if self._asked is not None:
-                self._asked.revert()
+            self.asked.revert()
             if self._gpu is not None:
                 self._gpu.revert()
 
-    def _asked_lines(self) -> list[SettingLine]:
-        return [] if self._asked is None else self._asked.lines()
+    def withdraw(self) -> None:
+        """Take back what was found to pay; what settings ask for stays."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        self._run.bring(())
 
 
 def _repaid(certificate: Any) -> str:

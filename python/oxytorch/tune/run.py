@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..step import StepFunction, TrainingStep
+from ..step import StepFunction, TrainingStep, is_closure
 from .batches import tensors
 from .call import Call
 from .strategy import STRATEGIES, Strategy
@@ -58,6 +58,8 @@ class Run(TrainingStep):
         What `data` was before any strategy.
     required : tuple of str
         Strategies that the user's settings ask for: `bring` leaves them in force.
+    tail_options : mapping
+        Of `oxytorch.optim.replace`, for what is put in the place of the user's optimizer.
     asked : mapping
         Settings that the user named, for strategies that have a choice.
     given_clip : float, optional
@@ -88,6 +90,7 @@ class Run(TrainingStep):
         self.given_data = data
         self.fetch_share = 0.0
         self.required: tuple[str, ...] = ()
+        self.tail_options: Mapping[str, Any] = {}
         self.asked: Mapping[str, Any] = {}
         self.owns_loop = owns_loop
         self.state = tuple(state)
@@ -106,7 +109,7 @@ class Run(TrainingStep):
 
     def pieces(self, batch: Any) -> list[tuple[Any, float]]:
         """What of a batch goes through forward together, and its share of the rows."""
-        if self.micro_batches == 1 or callable(batch):
+        if self.micro_batches == 1 or is_closure(batch):
             return [(batch, 1.0)]
         return [(piece, rows(piece) / rows(batch)) for piece in split(batch, self.micro_batches)]
 
@@ -121,6 +124,11 @@ class Run(TrainingStep):
     def in_force(self) -> tuple[str, ...]:
         """Names of the strategies in force."""
         return tuple(self._in_force)
+
+    @property
+    def beside_required(self) -> tuple[str, ...]:
+        """Names of the strategies in force that the settings do not ask for."""
+        return tuple(name for name in self._in_force if name not in self.required)
 
     def strategy(self, name: str) -> Strategy:
         """Return this run's object of a registered strategy."""

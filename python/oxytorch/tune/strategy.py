@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from .._C import tune as _native
@@ -99,13 +99,16 @@ class Strategy:
         return 0.0
 
 
-def offer(name: str, cls: type[Strategy], refused: str = "") -> _native.Offer:
-    """Return what the tuner knows of a strategy; `refused`: why settings or the loop do not allow it."""
+def offer(name: str, cls: type[Strategy], refused: str = "", *, active: Sequence[str] = ()) -> _native.Offer:
+    """Return what the tuner knows of a strategy.
+
+    `refused`: why settings or the loop do not allow it. `active`: what is active in any case and need not be required.
+    """
     return _native.Offer(
         name,
         kind=cls.kind,
         group=cls.group,
-        requires=cls.requires,
+        requires=[one for one in cls.requires if one not in active],
         interacts=cls.interacts,
         part_of=cls.part_of,
         renewed_by=cls.renewed_by,

@@ -56,7 +56,7 @@ class Watch(_native.Watched):
     def __init__(self, run: Run, certificate: Any, store: Any = None, seed: int = 0) -> None:
         super().__init__()
         self._run = run
-        self._names = tuple(name for name in run.in_force if name not in run.required)
+        self._names = run.beside_required
         self._kind = widest(run.strategies[name].kind for name in run.in_force)
         self.drawn_by = int.from_bytes(os.urandom(6), "little") ^ seed
         self._watch = _native.Watch(
@@ -153,7 +153,7 @@ class Watch(_native.Watched):
 
     def activate(self, names: Sequence[str]) -> None:
         """Put these in force, beside what the settings ask for."""
-        if tuple(names) != tuple(name for name in self._run.in_force if name not in self._run.required):
+        if tuple(names) != self._run.beside_required:
             self._run.bring(names)
 
     def compare(self) -> tuple[float, ...]:
@@ -195,7 +195,9 @@ class Watch(_native.Watched):
         """Loss, and of a whole step gradients, of one batch from here, with what is in force."""
         run = self._run
         batch = run.batches[0] if self.batch is None else self.batch
-        escrow = Escrow(run.model, run.original, *run.state, reach=run.functions, default_generators=False)
+        # The moving average may be kept by what steps in the place of the user's optimizer.
+        tail = [run.optimizer] if run.ema_decay is not None and run.average is None else []
+        escrow = Escrow(run.model, run.original, *tail, *run.state, reach=run.functions, default_generators=False)
         try:
             if not whole:
                 return _Seen(float(run.loss(batch).detach() if run.own_step is None else run.step(batch)))

@@ -67,7 +67,8 @@ class RunWorkload(_native.Workload):
 
     def offers(self) -> list[_native.Offer]:
         """Every strategy of the run, with why the settings or the loop do not allow it."""
-        return [offer(name, cls, self._refused(name)) for name, cls in self.run.strategies.items()]
+        active = self.run.required
+        return [offer(name, cls, self._refused(name), active=active) for name, cls in self.run.strategies.items()]
 
     def _refused(self, name: str) -> str:
         if self.run.strategies[name].needs_loop and not self.run.owns_loop:
@@ -98,8 +99,8 @@ class RunWorkload(_native.Workload):
     # -- changes and the way back --------------------------------------------------------------------------------
 
     def active(self) -> Sequence[str]:
-        """Names of the strategies in force."""
-        return self.run.in_force
+        """Names of the strategies in force, but for those that are a part of the step as given."""
+        return self.run.beside_required
 
     def activate(self, names: Sequence[str]) -> None:
         """Put exactly these in force."""

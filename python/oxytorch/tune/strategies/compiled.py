@@ -84,6 +84,9 @@ class _Compile(Strategy):
         if surroundings in self._functions:
             run.call.function(self._call(run, random))
             return
+        if not run.batches:  # the first step compiles
+            run.call.function(self._call(run, random))
+            return
         breaks = _graph_breaks()
         start = time.perf_counter()
         run.call.function(self._call(run, random))

@@ -90,6 +90,8 @@ class StepGraph(Strategy):
     def applies(self, run: Run) -> bool | str:
         if run.own_step is not None:
             return "the user's own step may read the device"
+        if not run.is_plain():  # a guard is taken along by the step tail
+            return "a step is several batches, clips by value or has a loss scale"
         if not all(is_nest(batch) for batch in run.batches):
             return "a batch is an object whose tensors cannot be exchanged"
         if run.device.type == "cpu" and self._recorder is None:

@@ -55,6 +55,13 @@ class Observation:
         return any(part in name for name in self.operators)
 
 
+class Unknown(Observation):
+    """Of a run that cannot be looked at."""
+
+    def uses(self, part: str) -> bool:  # noqa: ARG002
+        return True
+
+
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which operators run inside."""
 
@@ -113,7 +120,12 @@ _SEEN: WeakKeyDictionary[Run, Observation] = WeakKeyDictionary()
 
 
 def observe(run: Run) -> Observation:
-    """Return what a forward and backward on the first batch does; looked at once a run."""
+    """Return what a forward and backward on the first batch does; looked at once a run.
+
+    Of a run without batches nothing is known: it may use any operator.
+    """
+    if not run.batches:
+        return Unknown(frozenset(), random=True, tiny=True)
     if run not in _SEEN:
         with rehearsal(run), torch.compiler.set_stance("force_eager"), Operators() as watch:
             backward(run, run.batches[0])

@@ -119,7 +119,11 @@ class Fused(_Flag):
 
 
 class _Tail(Strategy):
-    """The optimizer of oxytorch.optim in place of torch's."""
+    """The optimizer of oxytorch.optim in place of torch's, with what of the step it can do by itself.
+
+    Where the loop is the plan's that is clipping, the look at the gradients and the moving average; in the user's own
+    loop they stay where they are.
+    """
 
     _options: ClassVar[dict[str, Any]] = {}
 
@@ -134,9 +138,33 @@ class _Tail(Strategy):
         return True
 
     def apply(self, run: Run) -> None:
-        run.replace_optimizer(optim.replace(run.original, nonfinite="propagate", **self._options))
+        run.follow()
+        names = ("clip_norm", "guard", "average") if run.owns_loop and run.own_step is None else ()
+        taken = {name: getattr(run, name) for name in names if getattr(run, name) is not None}
+        options: dict[str, Any] = {"nonfinite": "propagate", **run.tail_options, **self._options}
+        if "clip_norm" in taken:
+            options["clip_norm"] = run.clip_norm
+        if "guard" in taken:
+            options["nonfinite"] = run.nonfinite
+        if "average" in taken:
+            options["ema_decay"] = run.ema_decay
+        tail = optim.replace(run.original, **options)
+        if "average" in taken:
+            tail.load_ema_state_dict({"ema": dict(enumerate(taken["average"]))})
+        run.replace_optimizer(tail)
+        for name in taken:
+            setattr(run, name, None)
+        self._taken = taken
 
     def revert(self, run: Run) -> None:
+        tail: Any = run.optimizer
+        if "average" in self._taken:
+            averages = tail.ema_state_dict()["ema"]
+            self._taken["average"] = [averages[i].to(p.dtype) for i, p in enumerate(run.params)]
+        if "guard" in self._taken and run.taken:
+            run.skipped += int(tail.tail_stats().skipped)
+        for name, value in self._taken.items():
+            setattr(run, name, value)
         run.replace_optimizer(None)
         # Where gradients are sparse torch keeps, and with Nesterov's step needs, the momentum sparse too.
         tables = {id(m.weight) for m in run.model.modules() if getattr(m, "sparse", False) and hasattr(m, "weight")}
@@ -151,16 +179,6 @@ class _Tail(Strategy):
 )
 class StepTail(_Tail):
     """The whole optimizer step as one native call; state stays in torch's format."""
-
-    def apply(self, run: Run) -> None:
-        # Clipping is part of the call where the loop is the plan's; in the user's own loop it stays where it is.
-        clip = run.clip_norm if run.owns_loop and run.own_step is None else None
-        run.replace_optimizer(optim.replace(run.original, nonfinite="propagate", clip_norm=clip))
-        self._clip, run.clip_norm = run.clip_norm, None if clip is not None else run.clip_norm
-
-    def revert(self, run: Run) -> None:
-        super().revert(run)
-        run.clip_norm = self._clip
 
 
 @strategy(

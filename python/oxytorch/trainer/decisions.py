@@ -1,0 +1,263 @@
+"""What a trainer's settings came to: what is named at once, what is on "auto" by the tuner at the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..amp import hardware_support
+from ..config import PerformanceConfig
+from ..optim.tail import TailOptimizer
+from ..report import SettingLine
+from ..step import is_closure
+from ..tune.accelerate import planned_steps, tuned, untuned
+from ..tune.asked import Asked, put, setting_of
+from ..tune.batches import copied
+from ..tune.plan import Plan
+from ..tune.run import Run
+
+__all__ = ["Decisions"]
+
+_SECONDS = 1.0  # for everything that is tried at the first batch, or
+_SHARE = 0.02  # of the planned run, where that is more
+# Put in force once tuning is over: the verifier's references are the optimizer as given and code that is not compiled.
+_LATE = ("optimizer", "compile")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LINES = ("allocator", "threads", "flush_denormals", "precision", "channels_last", "attention")
+# Strategies by what states of earlier versions say of a setting.
+_EARLIER = {
+    ("precision", "bf16"): "bf16_autocast",
+    ("channels_last", True): "channels_last",
+    ("attention", "math"): "math_attention",
+    ("attention", "math_bf16"): "math_attention_bf16",
+}
+
+
+class Decisions:
+    """Brings the settings of a trainer about on its run, and says what came of each.
+
+    Parameters
+    ----------
+    run : Run
+    config : PerformanceConfig
+    calibrate : bool
+        Whether anything may be tried.
+    plan : Plan, optional
+        That of the run, where it has one: nothing is decided again.
+
+    Attributes
+    ----------
+    plan : Plan
+        What is in force on the run, and why.
+    are_made : bool
+        Whether the first batch has been seen.
+    steps : int, optional
+        Of the run, where the settings do not say it and something else does.
+    """
+
+    def __init__(self, run: Run, config: PerformanceConfig, *, calibrate: bool, plan: Plan | None = None) -> None:
+        self.run = run
+        self._config = config if plan is None else plan.settings
+        self._calibrate = calibrate
+        self.steps: int | None = None
+        self._is_of_plan = self.are_made = plan is not None
+        self._why = 'on "auto", and nothing of it was tried.' if plan else "it is decided at the first batch."
+        self._not_resumed: list[str] = []
+        if plan is None:
+            self.asked = Asked(config, run.strategies, by_trainer=True)
+            plan = untuned(run, config, self.asked)
+        else:
+            self.asked = plan.asked
+        self.plan = plan
+
+    def bring_named(self) -> None:
+        """Put in force what is named, without a trial."""
+        if self._config.optimizer_state == "bf16":
+            self.run.tail_options = {"state_dtype": "bf16"}
+        self.asked.bring(self.run)
+
+    def begin(self, batch: Any) -> None:
+        """Let the tuner decide what is on "auto", where trials on this batch are possible."""
+        run, config = self.run, self._config
+        self._why = self._hindrance(batch)
+        if not self._why:
+            try:
+                run.batches = (copied(batch),)
+            except TypeError as error:
+                self._why = str(error)
+        if self._why:
+            self.are_made = True
+            return
+        named = run.required
+        run.required = tuple(name for name in named if run.strategies[name].group not in _LATE)
+        try:
+            run.bring(())
+            self.plan = tuned(
+                run,
+                config,
+                self.asked,
+                steps_planned=planned_steps(config, otherwise=self.steps),
+                total=config.tune_seconds or _SECONDS,
+                total_share=0.0 if config.tune_seconds else _SHARE,
+                seed=config.seed if isinstance(config.seed, int) else 0,
+                # One batch does not tell how the loss of others is made up of that of their rows.
+                exclude=[name for name, cls in run.strategies.items() if cls.group == "split"],
+            )
+        except BaseException:
+            run.required, run.batches = named, ()
+            run.bring(())
+            raise
+        found = run.beside_required
+        run.required = named
+        run.bring(found)
+        self._why = "nothing of it applies here."
+        self.are_made = True
+
+    def _hindrance(self, batch: Any) -> str:
+        """Why nothing may be tried on this batch; empty where nothing speaks against it."""
+        if not self._calibrate:
+            return 'on "auto", and calibrate=False tries nothing.'
+        if is_closure(batch):
+            return "the first batch is a closure, which trials may not call."
+        if hasattr(batch, "__next__"):
+            return "the first batch is an iterator, which trials may not draw from."
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.run.params):
+            return "a parameter has a hook that acts in backward, and trials may not call it."
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return "each process of a distributed run might decide otherwise."
+        if any(is_lazy(p) for p in self.run.model.parameters()):
+            return "a parameter is lazy and has no value yet."
+        return ""
+
+    # -- continued runs ------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What was decided, for a continued run to use again."""
+        return {"active": list(self.run.beside_required)}
+
+    @contextmanager
+    def loading(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, model and optimizer are as given; then what was named is in force, and what an earlier run had found.
+
+        Layouts, and formats of the optimizer's state, follow what was loaded.
+        """
+        if self._is_of_plan:
+            yield
+            return
+        named, self.run.required = self.run.required, ()
+        try:
+            self.plan.withdraw()
+            yield
+        finally:
+            self.run.required = named
+            self.run.bring(())
+        found = state.get("active")
+        if found is None:
+            found = [_EARLIER[setting] for setting in state.items() if setting in _EARLIER]
+            if self._config.step_tail == "auto":
+                found.append("step_tail")
+        self._not_resumed = [why for name in found if name not in named and (why := put(self.run, name))]
+        self._why = "the run that is continued here had none of it."
+        self.are_made = True
+
+    def revert(self) -> None:
+        """Take back what was put in force here."""
+        if not self._is_of_plan:
+            self.plan.revert()
+
+    # -- report --------------------------------------------------------------------------------------------------
+
+    def lines(self) -> list[SettingLine]:
+        """Return a line a setting, and one for each strategy in force that no setting names."""
+        run = self.run
+        host = {line.name: line for line in self.asked.lines()}
+        lines = [host.pop(key) if key in host else self._line(key) for key in _LINES]
+        if self._config.compile != "off":
+            lines.append(self._line("compile"))
+        lines += [*self._of_the_optimizer(), *host.values()]
+        free = [name for name in run.in_force if not setting_of(name, run.strategies[name])]
+        lines += [SettingLine(name, "on", *self._account([name])) for name in free]
+        lines += [SettingLine("decisions", "refused", why) for why in self._not_resumed]
+        return [*lines, self._nonfinite(), self._scaler()]
+
+    def _line(self, key: str) -> SettingLine:
+        run, value = self.run, getattr(self._config, key)
+        active = [name for name in run.in_force if setting_of(name, run.strategies[name]) == key]
+        if key == "precision" and value in _DTYPES and (active or value == "fp16"):
+            native, why = hardware_support(run.device, _DTYPES[value])
+            cost = "products are rounded to 16 bits." + ("" if native else f" Slow here: {why}")
+            return SettingLine(key, "on", f"{value} autocast was asked for.", cost)
+        if active:
+            return SettingLine(key, "on", *self._account(active))
+        if key in self.asked.refused:
+            return SettingLine(key, "refused", self.asked.refused[key])
+        if value != "auto":
+            return SettingLine(key, "off", f"{value!r} was asked for ({self._config.origin(key)}).")
+        known = (e for e in self.plan.certificate.entries if e.strategy in run.strategies)
+        tried = [e for e in known if setting_of(e.strategy, run.strategies[e.strategy]) == key]
+        if tried:
+            return SettingLine(key, "refused", " ".join(f"{e.strategy}: {_sentence(e.reason)}" for e in tried))
+        return SettingLine(key, "off", self._why)
+
+    def _account(self, names: Sequence[str]) -> tuple[str, str, float | None]:
+        """Reason, cost and gain of what is in force."""
+        entries = {e.strategy: e for e in self.plan.certificate.entries if e.standing == "accepted"}
+        reasons, gains = [], []
+        for name in names:
+            why = "asked for." if name in self.run.required else "found by the run that is continued here."
+            if name in entries:
+                why = _sentence(entries[name].reason)
+                gains += [entries[name].speedup.mid] if entries[name].speedup is not None else []
+            reasons.append(f"{name}: {why}")
+        costs = (_sentence(self.run.strategy(name).cost) for name in names)
+        return " ".join(reasons), " ".join(filter(None, costs)), gains[0] if gains else None
+
+    def _of_the_optimizer(self) -> Iterator[SettingLine]:
+        run, wanted = self.run, self._config.optimizer_state
+        tail = run.optimizer if isinstance(run.optimizer, TailOptimizer) else None
+        state = "fp32" if tail is None else tail._tail_options["state_dtype"] or "fp32"
+        if isinstance(run.original, TailOptimizer):
+            yield SettingLine("step_tail", "on", "the optimizer is one of oxytorch.optim already.")
+        elif tail is not None:
+            names = [name for name in ("step_tail", "int8_state") if name in run.in_force]
+            said = "clip, update and average are one native call; groups and state stay shared with torch's object."
+            reason, _, gain = self._account(names)
+            yield SettingLine("step_tail", "on", f"{reason} {said[0].upper()}{said[1:]}", gain=gain)
+        else:
+            yield self._line("step_tail")
+        if state != "fp32" and (tail is not run.original or state == wanted):
+            cost = "averages are rounded; see decision 6 in the documentation."
+            yield SettingLine("optimizer_state", "on", f"the optimizer's running averages are kept as {state}.", cost)
+        elif wanted not in ("auto", state):
+            why = self.asked.refused.get("optimizer_state", "the optimizer was not replaced.")
+            if isinstance(run.original, TailOptimizer):
+                why = "give the oxytorch optimizer its state_dtype."
+            yield SettingLine("optimizer_state", "refused", f"the optimizer's state stays as it is; {why}")
+
+    def _nonfinite(self) -> SettingLine:
+        run = self.run
+        if isinstance(run.original, TailOptimizer):
+            policy, reason = run.original._tail_options["nonfinite"], "the optimizer itself looks at the gradients."
+        elif run.nonfinite == "propagate":
+            return SettingLine("nonfinite", "off", "a gradient that is not finite is stepped with.")
+        elif run.guard is None:
+            policy, reason = run.nonfinite, "the step tail looks at the gradients."
+        else:
+            reason = f"{run.nonfinite}: the gradients are looked at before {type(run.original).__name__} steps."
+            return SettingLine("nonfinite", "on", reason, "their norms, and one host read a step.")
+        return SettingLine("nonfinite", "off" if policy == "propagate" else "on", f"{policy}: {reason}")
+
+    def _scaler(self) -> SettingLine:
+        if self.run.scaler is None:
+            return SettingLine("grad_scaler", "off", "only float16 needs a loss scale.")
+        inside = isinstance(self.run.optimizer, TailOptimizer)
+        where = "inside the step tail" if inside else "by torch, with one host read a step"
+        return SettingLine("grad_scaler", "on", f"unscale, check and skip happen {where}.")
+
+
+def _sentence(text: str) -> str:
+    return text if not text or text.endswith(".") else f"{text}."
