@@ -33,8 +33,8 @@ class Bench:
     """One workload with its verifier and what the rivals compare with."""
 
     def __init__(self, name: str) -> None:
-        self.run, self.escrow = workload(name, torch.device("cpu"), {})
-        self.verifier = Verifier(self.run, self.escrow)
+        self.run, self.snapshot = workload(name, torch.device("cpu"), {})
+        self.verifier = Verifier(self.run, self.snapshot)
         began = time.perf_counter()
         self.run.step(self.run.batches[0])
         self.run.step(self.run.batches[1])
@@ -45,7 +45,7 @@ class Bench:
         """Look at the run, from the state as held."""
         wanted = self.run.in_force
         self.run.bring(())
-        self.escrow.restore()
+        self.snapshot.restore()
         self.run.bring(wanted)
         return look(self.run)
 
@@ -59,8 +59,8 @@ class Bench:
             ruling = self.verifier.check(fault.kind)
         finally:
             self.run.bring(())
-            self.escrow.restore()
-        self.escrow.prove()
+            self.snapshot.restore()
+        self.snapshot.prove()
         steps = ruling.evidence["seconds"] / self.step_seconds
         return {**found, OURS: not ruling.held, "reason": ruling.reason, "steps": round(steps, 1)}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .model.escrow import is_criterion, scalar_loss
+from .model.loss import is_criterion, scalar_loss
 
 __all__ = ["StepFunction", "TrainingStep", "is_closure", "no_phase"]
 

@@ -16,8 +16,8 @@
 #include "oxytorch/memory.h"
 #include "oxytorch/spelling.h"
 #include "oxytorch/tune/asked.h"
-#include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/host.h"
+#include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/tune/tuner.h"
 #include "tune/digest.h"
@@ -149,9 +149,9 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
   auto widest = tune::Kind::Exact;
   {
     const KeptPool kept;
-    tune::Escrow escrow(*run);
+    tune::Snapshot snapshot(*run);
     auto key = key_of(*run, options, strategies);
-    tune::RunWorkload workload(*run, escrow, std::move(strategies), options.seed(), std::move(asked.skipped));
+    tune::RunWorkload workload(*run, snapshot, std::move(strategies), options.seed(), std::move(asked.skipped));
     tune::Tuner tuner(workload, std::move(key),
                       {.level = options.level(),
                        .steps_planned = options.steps_planned(),
@@ -160,7 +160,7 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
                        .exclude = options.exclude(),
                        .required = std::move(asked.required)});
     certificate = tuner.tune(store ? &*store : nullptr);
-    escrow.prove();
+    snapshot.prove();
     tuner.activate(*certificate);
     run->required = tuner.activate_required(*certificate);
     widest = tuner.widest(run->in_force());

@@ -13,8 +13,8 @@
 #include "oxytorch/memory.h"
 #include "oxytorch/memory/host_cap.h"
 #include "oxytorch/system.h"
-#include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/run.h"
+#include "oxytorch/tune/snapshot.h"
 #include "oxytorch/units.h"
 
 namespace oxytorch {
@@ -56,9 +56,9 @@ BatchPlan searched(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
   const auto memory = read_memory();
   const auto total = memory.resident.value_or(0) + memory.available.value_or(0);
   const auto limit = options.limit().empty() ? total : std::min(Size::parse(options.limit()).resolve(total), total);
-  tune::Escrow escrow(run);
+  tune::Snapshot snapshot(run);
   const auto rewind = [&] {
-    escrow.restore();
+    snapshot.restore();
     give_back_host_memory();
     reset_host_peak();
   };
@@ -88,7 +88,7 @@ BatchPlan searched(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
       search.ran_out(why);
     }
   }
-  escrow.prove();
+  snapshot.prove();
   return search.plan(options.samples(), options.current());
 }
 

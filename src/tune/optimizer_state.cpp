@@ -134,7 +134,7 @@ bool each_state_tensor(torch::optim::Optimizer& optimizer,
   return true;
 }
 
-struct OptimizerSnapshot::Impl {
+struct HeldOptimizer::Impl {
   torch::optim::Optimizer& optimizer;
   optim::TailOptimizer* tail;
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
@@ -144,7 +144,7 @@ struct OptimizerSnapshot::Impl {
   std::array<at::Tensor, 7> stats;
 };
 
-OptimizerSnapshot::OptimizerSnapshot(torch::optim::Optimizer& optimizer)
+HeldOptimizer::HeldOptimizer(torch::optim::Optimizer& optimizer)
     : impl_(std::make_unique<Impl>(
           Impl{optimizer, dynamic_cast<optim::TailOptimizer*>(&optimizer), {}, {}, {}, {}, {}})) {
   auto& self = *impl_;
@@ -163,9 +163,9 @@ OptimizerSnapshot::OptimizerSnapshot(torch::optim::Optimizer& optimizer)
   for (auto& value : self.stats) value = value.defined() ? value.clone() : value;
 }
 
-OptimizerSnapshot::~OptimizerSnapshot() = default;
+HeldOptimizer::~HeldOptimizer() = default;
 
-void OptimizerSnapshot::restore() const {
+void HeldOptimizer::restore() const {
   const auto& self = *impl_;
   auto& groups = self.optimizer.param_groups();
   OXY_CHECK(groups.size() == self.options.size(), InvalidState, "the optimizer had ", self.options.size(),

@@ -24,13 +24,13 @@ bool each_entry(torch::optim::OptimizerParamState& state, const EachTensor& tens
 bool each_state_tensor(torch::optim::Optimizer& optimizer,
                        const std::function<void(const at::Tensor& param, at::Tensor& value)>& visit);
 
-/// State and options of an optimizer, held aside.
-class OptimizerSnapshot {
+/// The optimizer's part of a Snapshot: its state and options.
+class HeldOptimizer {
  public:
-  explicit OptimizerSnapshot(torch::optim::Optimizer& optimizer);
-  ~OptimizerSnapshot();
-  OptimizerSnapshot(const OptimizerSnapshot&) = delete;
-  OptimizerSnapshot& operator=(const OptimizerSnapshot&) = delete;
+  explicit HeldOptimizer(torch::optim::Optimizer& optimizer);
+  ~HeldOptimizer();
+  HeldOptimizer(const HeldOptimizer&) = delete;
+  HeldOptimizer& operator=(const HeldOptimizer&) = delete;
   void restore() const;
 
  private:

@@ -12,9 +12,9 @@
 #include "oxytorch/system.h"
 #include "oxytorch/tune/apart.h"
 #include "oxytorch/tune/asked.h"
-#include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/own_random.h"
+#include "oxytorch/tune/snapshot.h"
 #include "tune/run_workload.h"
 #include "tune/sources.h"
 
@@ -113,7 +113,7 @@ tune::BothWays Plan::Impl::compare() {
   std::optional<tune::OwnRandom> random;
   if (on_cpu) random.emplace();
   const auto seen = [&] {
-    tune::Escrow escrow(*run, /*generators=*/!on_cpu);
+    tune::Snapshot snapshot(*run, /*generators=*/!on_cpu);
     try {
       Seen found;
       if (pieces) {
@@ -125,10 +125,10 @@ tune::BothWays Plan::Impl::compare() {
           found.gradients.push_back(p.grad().defined() ? p.grad().clone() : at::Tensor());
         }
       }
-      escrow.restore();
+      snapshot.restore();
       return found;
     } catch (...) {
-      escrow.restore();
+      snapshot.restore();
       throw;
     }
   };

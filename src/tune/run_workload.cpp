@@ -86,7 +86,7 @@ Ruling RunWorkload::verify(Kind kind, bool glance) {
   if (!verifier) {
     VerifierOptions options{.seed = seed_};
     if (glance) options.steps = options.trajectory = 1;
-    verifier.emplace(run_, escrow_, options);
+    verifier.emplace(run_, snapshot_, options);
   }
   return verifier->check(kind);
 }

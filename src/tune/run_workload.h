@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/run.h"
+#include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/verify.h"
 #include "oxytorch/tune/workload.h"
 
@@ -18,13 +18,13 @@ void synchronize(at::Device device);
 
 [[nodiscard]] std::vector<Offer> offers_of(const std::vector<RegisteredStrategy>& strategies);
 
-/// Run and escrow must outlive it.
+/// Run and snapshot must outlive it.
 class RunWorkload : public Workload {
  public:
   /// `refused`: of strategies that settings do not allow, why.
-  RunWorkload(Run& run, Escrow& escrow, std::vector<RegisteredStrategy> strategies, std::uint64_t seed,
+  RunWorkload(Run& run, Snapshot& snapshot, std::vector<RegisteredStrategy> strategies, std::uint64_t seed,
               std::map<std::string, std::string> refused = {})
-      : run_(run), escrow_(escrow), strategies_(std::move(strategies)), refused_(std::move(refused)), seed_(seed) {}
+      : run_(run), snapshot_(snapshot), strategies_(std::move(strategies)), refused_(std::move(refused)), seed_(seed) {}
 
   std::vector<Offer> offers() override;
   std::string hindrance() override;
@@ -33,7 +33,7 @@ class RunWorkload : public Workload {
 
   std::vector<std::string> active() override { return run_.in_force(); }
   void activate(const std::vector<std::string>& strategies) override { run_.bring(strategies); }
-  void restore() override { escrow_.restore(); }
+  void restore() override { snapshot_.restore(); }
   std::map<std::string, std::string> covered() override;
 
   std::vector<std::size_t> shapes() override;
@@ -46,7 +46,7 @@ class RunWorkload : public Workload {
 
  private:
   Run& run_;
-  Escrow& escrow_;
+  Snapshot& snapshot_;
   std::vector<RegisteredStrategy> strategies_;
   std::map<std::string, std::string> refused_;
   std::uint64_t seed_;

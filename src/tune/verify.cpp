@@ -158,7 +158,7 @@ struct Given {
 }  // namespace
 
 struct Verifier::Impl {
-  Impl(Run& r, Escrow& e, VerifierOptions o) : run(r), escrow(e), options(o) {
+  Impl(Run& r, Snapshot& s, VerifierOptions o) : run(r), snapshot(s), options(o) {
     std::map<const void*, std::string> known;
     for (const auto& item : run.model().named_parameters()) known[item.value().unsafeGetTensorImpl()] = item.key();
     for (std::size_t i = 0; i < run.parameters().size(); ++i) {
@@ -184,12 +184,12 @@ struct Verifier::Impl {
   // -- exact --------------------------------------------------------------------------------------------------------
 
   std::pair<std::string, Tensors> steps_with(const std::vector<std::string>& names) {
-    escrow.restore();
+    snapshot.restore();
     run.bring(names);
     Tensors losses;
     for (int i = 0; i < count(); ++i) losses.push_back(copied(run.step(batch(i))));
     run.bring({});
-    return {escrow.digest(), losses};
+    return {snapshot.digest(), losses};
   }
 
   std::string exact(const std::vector<std::string>& names) {
@@ -244,12 +244,12 @@ struct Verifier::Impl {
   /// Takes the candidate through its steps without a break; what it stood on before those of `keep` is kept. Returns
   /// the losses of all steps and the states of the generators after each.
   Given observe(const std::vector<int>& keep, std::vector<Observed>& seen,
-                std::vector<std::unique_ptr<Escrow>>& before) {
+                std::vector<std::unique_ptr<Snapshot>>& before) {
     Given all;
-    escrow.restore();
+    snapshot.restore();
     for (int i = 0; i <= keep.back(); ++i) {
       const bool kept = std::find(keep.begin(), keep.end(), i) != keep.end();
-      if (kept) before.push_back(std::make_unique<Escrow>(run));
+      if (kept) before.push_back(std::make_unique<Snapshot>(run));
       auto now = forward_backward(batch(i));
       run.update();
       all.losses.push_back(now.loss);
@@ -265,8 +265,8 @@ struct Verifier::Impl {
   const Given& as_given() {
     if (!given) {
       std::vector<Observed> seen;
-      std::vector<std::unique_ptr<Escrow>> before;
-      escrow.restore();
+      std::vector<std::unique_ptr<Snapshot>> before;
+      snapshot.restore();
       start = generators_now();
       given = observe({count() - 1}, seen, before);
       for (const auto& loss : given->losses) {
@@ -277,7 +277,7 @@ struct Verifier::Impl {
   }
 
   /// The step as given in float64; each parameter moved by a random part of itself first, at most `nudge` large.
-  Observed in_float64(int step, Escrow& before, double nudge = 0, std::mt19937_64* random = nullptr) {
+  Observed in_float64(int step, Snapshot& before, double nudge = 0, std::mt19937_64* random = nullptr) {
     before.restore();
     const InDouble scope(run);
     if (random != nullptr) {
@@ -326,28 +326,28 @@ struct Verifier::Impl {
   const ValueErrors& usual(Kind kind) {
     auto& known = usual_[kind >= Kind::Precision];
     if (known) return *known;
-    escrow.restore();
+    snapshot.restore();
     const auto buffers = copies(run.model().buffers());
     std::optional<Observed> right;
     try {
-      right = in_float64(0, escrow);
+      right = in_float64(0, snapshot);
     } catch (const c10::Error& error) {
       const std::string text = error.what_without_backtrace();
       no_truth = "the model does not run in float64 (" + text.substr(0, text.find('\n')) + ")";
     }
-    escrow.restore();
+    snapshot.restore();
     if (!right && kind >= Kind::Precision) right = forward_backward(batch(0));
     known.emplace();
     if (right) {
-      escrow.restore();
+      snapshot.restore();
       known = measure(yardstick(kind, 0), *right, buffers);
     }
-    escrow.restore();
+    snapshot.restore();
     return *known;
   }
 
   /// Gradients in float64 of states a rounding apart.
-  std::vector<Tensors> jumps(int step, Kind kind, Escrow& before) {
+  std::vector<Tensors> jumps(int step, Kind kind, Snapshot& before) {
     double bytes = 0;
     for (const auto& p : run.parameters()) bytes += 8 * static_cast<double>(p.numel());
     const auto some = static_cast<int>(std::clamp(kJumpBytes / std::max(bytes, 1.0), 2.0, kJumps));
@@ -362,7 +362,7 @@ struct Verifier::Impl {
 
   /// The step as given in its own precision is a reference good to 1e-6 at the price of one step; float64 costs three
   /// to four, and decides where the first shows more than rounding.
-  void judge_values(int step, Kind kind, const Observed& seen, Escrow& before, bool wide, Ruling& ruling) {
+  void judge_values(int step, Kind kind, const Observed& seen, Snapshot& before, bool wide, Ruling& ruling) {
     const auto& base = usual(kind);
     const auto& allowance = kind >= Kind::Precision ? kReduced : no_truth.empty() ? kFloat32 : kUnknown;
     const auto beyond = [&](const ValueErrors& found, const ValueErrors& of) {
@@ -417,7 +417,7 @@ struct Verifier::Impl {
   }
 
   /// What a step changed, against the update in float64 from its own gradients. `wrong`: state that is missing.
-  std::vector<NamedChange> changes(const Observed& seen, Escrow& before, std::vector<std::string>* wrong) {
+  std::vector<NamedChange> changes(const Observed& seen, Snapshot& before, std::vector<std::string>* wrong) {
     before.restore();
     const auto origin = copies(run.parameters());
     const auto states = states_now();
@@ -446,7 +446,7 @@ struct Verifier::Impl {
     return found;
   }
 
-  void judge_update(int step, Kind kind, const Observed& seen, Escrow& before, Ruling& ruling) {
+  void judge_update(int step, Kind kind, const Observed& seen, Snapshot& before, Ruling& ruling) {
     std::vector<std::string> wrong;
     const auto found = changes(seen, before, &wrong);
     const bool loose = kind == Kind::Trade;
@@ -486,13 +486,13 @@ struct Verifier::Impl {
     const bool trades = kind == Kind::Trade;
     std::map<std::string, at::Tensor> before, after;
     std::string values;
-    escrow.restore();
+    snapshot.restore();
     if (trades) {  // its state may be held in a lower precision, so it is looked at apart
       before = states_now();
       values = values_now();
     }
     run.bring(names);
-    const bool same = trades ? values_now() == values : escrow.digest() == escrow.held();
+    const bool same = trades ? values_now() == values : snapshot.digest() == snapshot.held();
     if (trades) after = states_now();
     run.bring({});
     if (!same) throw Wrong{"making it active changes weights, optimizer state or random generators"};
@@ -540,7 +540,7 @@ struct Verifier::Impl {
     if (const auto why = generators_fault(start, found.generators, all); !why.empty()) throw Wrong{why};
     const bool draws = all.front() != start;
     const bool differs = !std::equal(found.generators.begin(), found.generators.end(), all.begin());
-    escrow.restore();
+    snapshot.restore();
     run.bring(names);
     const bool pieces = run.micro_batches() > 1;  // of a batch draw as many numbers, for other rows
     run.bring({});
@@ -601,7 +601,7 @@ struct Verifier::Impl {
 
   void judge_random_numbers(Kind kind, const std::vector<std::string>& names) {
     const auto with = [&](const std::vector<std::string>& active, const auto& look) {
-      escrow.restore();
+      snapshot.restore();
       run.bring(active);
       const auto found = look();
       run.bring({});
@@ -622,7 +622,7 @@ struct Verifier::Impl {
 
   /// The mean loss over the last half of a trajectory; `seed` 0 is the run as given.
   double trajectory(std::uint64_t seed) {
-    escrow.restore();
+    snapshot.restore();
     std::vector<std::size_t> order(static_cast<std::size_t>(options.trajectory));
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i % run.batches().size();
     if (seed != 0) {
@@ -642,7 +642,7 @@ struct Verifier::Impl {
 
   void judge_trajectory(const std::vector<std::string>& names, Ruling& ruling) {
     if (ends.empty()) ends.push_back(trajectory(0));
-    escrow.restore();
+    snapshot.restore();
     run.bring(names);
     const double reached = trajectory(0);
     run.bring({});
@@ -674,13 +674,13 @@ struct Verifier::Impl {
           steps.compared.begin() + static_cast<std::ptrdiff_t>(at),
           steps.compared.begin() + static_cast<std::ptrdiff_t>(std::min(at + kKept, steps.compared.size())));
       std::vector<Observed> seen;
-      std::vector<std::unique_ptr<Escrow>> before;
-      escrow.restore();
+      std::vector<std::unique_ptr<Snapshot>> before;
+      snapshot.restore();
       run.bring(names);
       observe(keep, seen, before);
       run.bring({});
       for (std::size_t k = 0; k < keep.size(); ++k) look(keep[k], seen[k], *before[k]);
-      escrow.restore();
+      snapshot.restore();
     }
   }
 
@@ -691,22 +691,22 @@ struct Verifier::Impl {
     ruling.evidence["compared"] = static_cast<double>(steps.compared.size());
     judge_applied(kind, names);
     std::vector<Observed> none;
-    std::vector<std::unique_ptr<Escrow>> no_state;
-    escrow.restore();
+    std::vector<std::unique_ptr<Snapshot>> no_state;
+    snapshot.restore();
     run.bring(names);
     const auto taken = observe({count() - 1}, none, no_state);
     run.bring({});
     no_state.clear();
     judge_losses(taken);
     const bool quiet = draws_others(taken, names);
-    each_compared(names, steps, [&](int step, const Observed& seen, Escrow& before) {
+    each_compared(names, steps, [&](int step, const Observed& seen, Snapshot& before) {
       judge_update(step, kind, seen, before, ruling);
       if (!quiet) judge_values(step, kind, seen, before, steps.wide.contains(step), ruling);
     });
     if (quiet) {
       judge_random_numbers(kind, names);
       const Still still(run.model());
-      escrow.restore();
+      snapshot.restore();
       const auto here = generators_now();
       static_cast<void>(run.loss(batch(0)));
       if (generators_now() != here) {
@@ -716,7 +716,7 @@ struct Verifier::Impl {
       }
       std::array<std::optional<ValueErrors>, 2> loud;
       usual_.swap(loud);
-      each_compared(names, steps, [&](int step, const Observed& seen, Escrow& before) {
+      each_compared(names, steps, [&](int step, const Observed& seen, Snapshot& before) {
         judge_values(step, kind, seen, before, steps.wide.contains(step), ruling);
       });
       usual_.swap(loud);
@@ -743,7 +743,7 @@ struct Verifier::Impl {
   }
 
   Run& run;
-  Escrow& escrow;
+  Snapshot& snapshot;
   VerifierOptions options;
   std::vector<std::string> labels, buffer_labels;
   std::optional<std::pair<std::string, Tensors>> reference;
@@ -755,8 +755,8 @@ struct Verifier::Impl {
   std::vector<double> ends;  // of trajectories as given: of the run's own seed, then of others where they decide
 };
 
-Verifier::Verifier(Run& run, Escrow& escrow, VerifierOptions options)
-    : impl_(std::make_unique<Impl>(run, escrow, options)) {
+Verifier::Verifier(Run& run, Snapshot& snapshot, VerifierOptions options)
+    : impl_(std::make_unique<Impl>(run, snapshot, options)) {
   OXY_CHECK(options.steps > 0 && options.trajectory > 0 && options.seeds > 0, InvalidArgument,
             "steps, trajectory and seeds must be at least 1; they are ", options.steps, ", ", options.trajectory,
             " and ", options.seeds, ".");
@@ -771,12 +771,12 @@ Ruling Verifier::check(Kind kind) {
     self.run.bring({});
     auto ruling = self.check(kind, names);
     self.run.bring({});
-    self.escrow.restore();
+    self.snapshot.restore();
     self.run.bring(names);
     return ruling;
   } catch (...) {
     self.run.bring({});
-    self.escrow.restore();
+    self.snapshot.restore();
     throw;
   }
 }

@@ -5,7 +5,7 @@
 
 #include "accelerate_fixture.h"
 #include "oxytorch/amp.h"
-#include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/verify.h"
 
 namespace oxytorch::accelerate_tests {
@@ -63,7 +63,7 @@ TEST_F(AccelerateTest, ChannelsLastGivesTheWeightsTheirMemoryBack) {
   const std::vector<Batch> batches{{torch::randn({4, 3, 12, 12}), torch::randint(0, 2, {4})}};
   tune::Run run(*model, optimizer, supervised(model, torch::nn::CrossEntropyLoss()), batches);
   run.step(batches[0]);
-  tune::Escrow escrow(run);
+  tune::Snapshot snapshot(run);
   const auto weight = model->parameters()[0];
   const auto* const memory = weight.const_data_ptr();
   for (const auto& names : std::vector<std::vector<std::string>>{{"channels_last"}, {"step_tail", "channels_last"}}) {
@@ -73,11 +73,11 @@ TEST_F(AccelerateTest, ChannelsLastGivesTheWeightsTheirMemoryBack) {
     run.bring({});
     EXPECT_EQ(weight.const_data_ptr(), memory);
     EXPECT_TRUE(weight.is_contiguous());
-    EXPECT_NE(escrow.digest(), escrow.held());
-    escrow.restore();
-    EXPECT_NO_THROW(escrow.prove());
+    EXPECT_NE(snapshot.digest(), snapshot.held());
+    snapshot.restore();
+    EXPECT_NO_THROW(snapshot.prove());
   }
-  tune::Verifier verifier(run, escrow);
+  tune::Verifier verifier(run, snapshot);
   run.bring({"channels_last", "step_tail"});
   const auto ruling = verifier.check(Kind::Tolerance);
   EXPECT_TRUE(ruling.held) << ruling.reason;
@@ -91,8 +91,8 @@ TEST_F(AccelerateTest, TheRefereePassesWhatIsRightAndSaysWhatIsNot) {
     auto optimizer = make_optimizer(name, model);
     tune::Run run(*model, *optimizer, loss_of(model), batches, 0.5);
     run.step(batches[0]);
-    tune::Escrow escrow(run);
-    tune::Verifier verifier(run, escrow);
+    tune::Snapshot snapshot(run);
+    tune::Verifier verifier(run, snapshot);
     EXPECT_TRUE(verifier.check(Kind::Exact).held) << name;
     EXPECT_TRUE(verifier.check(Kind::Tolerance).held) << name << verifier.check(Kind::Tolerance).reason;
     if (name != "oxytorch") {
@@ -106,7 +106,7 @@ TEST_F(AccelerateTest, TheRefereePassesWhatIsRightAndSaysWhatIsNot) {
     const auto ruling = verifier.check(Kind::Precision);
     EXPECT_TRUE(ruling.held) << name << ": " << ruling.reason;
     run.bring({});
-    EXPECT_NO_THROW(escrow.prove());
+    EXPECT_NO_THROW(snapshot.prove());
   }
 }
 
@@ -147,8 +147,8 @@ TEST_F(AccelerateTest, TheRefereeSeesFaultsOfSomeStepsAlone) {
           return value.detach() + (value - value.detach()) * factor;
         },
         make_batches());
-    tune::Escrow escrow(run);
-    tune::Verifier verifier(run, escrow);
+    tune::Snapshot snapshot(run);
+    tune::Verifier verifier(run, snapshot);
     EXPECT_TRUE(verifier.check(Kind::Tolerance).held) << verifier.check(Kind::Tolerance).reason;
     run.bring({"wrong_backward"});
     const auto ruling = verifier.check(Kind::Tolerance);
@@ -178,8 +178,8 @@ TEST_F(AccelerateTest, TheRefereeTakesTorchsOwnNormForWhatItIs) {
       },
       batches, 0.25);
   run.step(batches[0]);
-  tune::Escrow escrow(run);
-  tune::Verifier verifier(run, escrow, {.steps = 2, .span = 0, .trajectory = 2});
+  tune::Snapshot snapshot(run);
+  tune::Verifier verifier(run, snapshot, {.steps = 2, .span = 0, .trajectory = 2});
   const auto nothing = verifier.check(Kind::Tolerance);
   EXPECT_TRUE(nothing.held) << nothing.reason;
   run.bring({"step_tail"});
@@ -212,8 +212,8 @@ TEST_F(AccelerateTest, TheRefereeSeesAFactorOnGradientsUnderBf16) {
         return value.detach() + (value - value.detach()) * gradient_factor;
       },
       batches);
-  tune::Escrow escrow(run);
-  tune::Verifier verifier(run, escrow);
+  tune::Snapshot snapshot(run);
+  tune::Verifier verifier(run, snapshot);
   tune::register_strategy<Factor>("factor", Kind::Precision);
   run.bring({"factor"});
   const auto ruling = verifier.check(Kind::Precision);

@@ -174,8 +174,8 @@ TEST(BatchTest, StrategiesAndTheVerifierTakeAStructOfTheUsersOwn) {
   std::vector<Batch> batches;
   for (const auto& one : sentences(4)) batches.emplace_back(one);
   tune::Run run(*model, optimizer, loss_of(model), batches);
-  tune::Escrow escrow(run);
-  tune::Verifier verifier(run, escrow);
+  tune::Snapshot snapshot(run);
+  tune::Verifier verifier(run, snapshot);
   run.bring({"split_2"});
   const auto ruling = verifier.check(tune::Kind::Tolerance);
   EXPECT_TRUE(ruling.held) << ruling.reason;

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "oxytorch/error.h"
-#include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/run.h"
+#include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/tune/verify.h"
 
@@ -105,8 +105,8 @@ Ruling ruled(const std::string& strategy) {
   std::vector<Batch> batches;
   for (int i = 0; i < 4; ++i) batches.push_back({torch::randn({6, 8}), torch::randint(3, {6})});
   Run run(*model, optimizer, supervised(model, nn::CrossEntropyLoss()), batches);
-  Escrow escrow(run);
-  Verifier verifier(run, escrow);
+  Snapshot snapshot(run);
+  Verifier verifier(run, snapshot);
   run.bring({strategy});
   const auto ruling = verifier.check(Kind::Tolerance);
   run.bring({});

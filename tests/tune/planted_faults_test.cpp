@@ -761,8 +761,8 @@ class PlantedTest : public testing::Test {
     auto found = bench_->verifier->check(kind);
     EXPECT_EQ(run.in_force(), std::vector<std::string>{strategy}) << "it is left active";
     run.bring({});
-    bench_->escrow->restore();
-    EXPECT_NO_THROW(bench_->escrow->prove());
+    bench_->snapshot->restore();
+    EXPECT_NO_THROW(bench_->snapshot->prove());
     return found;
   }
   static std::string registered(const std::string& name, Kind kind, const Acts& acts, const Plant& plant) {

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/run.h"
+#include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/verify.h"
 
 namespace oxytorch::planted {
@@ -81,7 +81,7 @@ struct Bench {
   Batch under_way = {};
 
   std::unique_ptr<tune::Run> run = {};
-  std::unique_ptr<tune::Escrow> escrow = {};
+  std::unique_ptr<tune::Snapshot> snapshot = {};
   std::unique_ptr<tune::Verifier> verifier = {};
 
   [[nodiscard]] const at::Tensor& parameter(std::size_t i) const { return run->parameters()[i]; }
@@ -95,13 +95,13 @@ struct Bench {
     if (reach.after_loss) reach.after_loss();
     return value;
   }
-  /// Begins the run: `warm` steps, then its escrow and its verifier.
+  /// Begins the run: `warm` steps, then its snapshot and its verifier.
   void start(int warm) {
     run =
         std::make_unique<tune::Run>(*model, *optimizer, [this](const Batch& b) { return loss(b); }, batches, clip_norm);
     for (int i = 0; i < warm; ++i) run->step(batches[static_cast<std::size_t>(i) % batches.size()]);
-    escrow = std::make_unique<tune::Escrow>(*run);
-    verifier = std::make_unique<tune::Verifier>(*run, *escrow);
+    snapshot = std::make_unique<tune::Snapshot>(*run);
+    verifier = std::make_unique<tune::Verifier>(*run, *snapshot);
   }
 };
 

@@ -15,8 +15,8 @@
 #include "oxytorch/optim.h"
 #include "oxytorch/trainer.h"
 #include "oxytorch/tune/accelerate.h"
-#include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/run.h"
+#include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/tune/verify.h"
 
@@ -155,13 +155,13 @@ TEST_P(SparseTest, TheyAreHeldProvenAndVerified) {
   run.step(batches[0]);
   ASSERT_TRUE(model->table->weight.grad().is_sparse());
   const auto before = model->table->weight.grad().to_dense();
-  tune::Escrow escrow(run);
+  tune::Snapshot snapshot(run);
   run.step(batches[1]);
-  EXPECT_NE(escrow.digest(), escrow.held());
-  escrow.restore();
-  EXPECT_EQ(escrow.digest(), escrow.held());
+  EXPECT_NE(snapshot.digest(), snapshot.held());
+  snapshot.restore();
+  EXPECT_EQ(snapshot.digest(), snapshot.held());
   EXPECT_TRUE(at::equal(model->table->weight.grad().to_dense(), before));
-  tune::Verifier verifier(run, escrow);
+  tune::Verifier verifier(run, snapshot);
   for (const auto kind : {Kind::Exact, Kind::Tolerance}) {
     const auto ruling = verifier.check(kind);
     EXPECT_TRUE(ruling.held) << ruling.reason;

@@ -10,9 +10,9 @@
 
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
-#include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/run.h"
+#include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/tune/verify.h"
 
@@ -88,13 +88,13 @@ TEST_P(ExactStrategyTest, PassesTheRefereeAsWhatItClaims) {
   const std::string name = GetParam();
   EXPECT_EQ(tune::find_strategy(name).kind, tune::Kind::Exact);
   auto training = Training::full();
-  tune::Escrow escrow(training.run);
-  tune::Verifier verifier(training.run, escrow);
+  tune::Snapshot snapshot(training.run);
+  tune::Verifier verifier(training.run, snapshot);
   training.run.bring({name});
   const auto ruling = verifier.check(tune::Kind::Exact);
   EXPECT_TRUE(ruling.held) << ruling.reason;
   training.run.bring({});
-  EXPECT_NO_THROW(escrow.prove());
+  EXPECT_NO_THROW(snapshot.prove());
 }
 
 INSTANTIATE_TEST_SUITE_P(Host, ExactStrategyTest, testing::Values("host_pool", "native_operators", "native_step"),

@@ -9,7 +9,7 @@ import oxytorch.tune.verify as verify_module
 import pytest
 import torch
 import torch.nn.functional as F
-from oxytorch.tune.escrow import Escrow
+from oxytorch.model.snapshot import Snapshot
 from oxytorch.tune.referee import Truth, unexplained
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def check(run: Run, plant: Callable[[Run], Iterator[None]], kind: Kind = "tolerance", **options: Any) -> Ruling:
-    return ruling(Verifier(run, Escrow(run.model, run.original), **options), strategy(plant), kind)
+    return ruling(Verifier(run, Snapshot.of(run.model, run.original), **options), strategy(plant), kind)
 
 
 def in_step(number: int, change: Callable[[Run], None]) -> Callable[[Run], Iterator[None]]:
@@ -71,7 +71,7 @@ def test_a_fault_in_one_step_alone_is_found_in_that_step(number: int) -> None:
 
 def test_steps_in_between_are_drawn_anew_for_each_check_and_can_be_drawn_again() -> None:
     run = make(torch.device("cpu"))
-    verifier = Verifier(run, Escrow(run.model, run.original))
+    verifier = Verifier(run, Snapshot.of(run.model, run.original))
     found = [ruling(verifier, strategy(in_step(17, zero_one)), "tolerance") for _ in range(30)]
     drawn = {int(one.evidence["drawn_by"]) for one in found}
     assert len(drawn) == 30
@@ -199,7 +199,7 @@ def test_what_a_loop_counts_is_as_it_was_in_that_step() -> None:
         loop = Counting()
         batches = [(torch.randn(12, 8), torch.randint(3, (12,))) for _ in range(4)]
         run = Run(loop.model, loop.optimizer, None, batches, step=loop)
-        return ruling(Verifier(run, Escrow(run.model, run.original, _Holder(loop))), strategy(plant), "tolerance")
+        return ruling(Verifier(run, Snapshot.of(run.model, run.original, _Holder(loop))), strategy(plant), "tolerance")
 
     found = judged(nothing)
     assert found.held, found.reason

@@ -15,8 +15,8 @@ import numpy as np
 import oxytorch as ox
 import pytest
 import torch
+from oxytorch.model.snapshot import Snapshot
 from oxytorch.tune import Plan
-from oxytorch.tune.escrow import Escrow
 from planted import Clock, Net, batches, clock, fingerprint, made, only, same
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
@@ -312,8 +312,8 @@ def test_libraries_constants_and_helpers_are_not_named(clock: Clock) -> None:
             log.debug("%s %s %s %s", pattern, where, sentinel, range(3))
         return np.float32(nn.functional.relu(batch))
 
-    with Escrow(nn.Linear(2, 2), None, reach={"step": step}) as escrow:
-        assert escrow.unheld == [] and escrow.covers == "model, optimizer and random generators"
+    with Snapshot.of(nn.Linear(2, 2), None, reach={"step": step}) as snapshot:
+        assert snapshot.unheld == [] and snapshot.covers == "model, optimizer and random generators"
 
 
 def test_the_proof_of_the_model_does_not_fail_for_what_another_thread_changes(clock: Clock) -> None:
@@ -323,12 +323,12 @@ def test_the_proof_of_the_model_does_not_fail_for_what_another_thread_changes(cl
     def step(batch: Any) -> Any:
         return beside
 
-    escrow = Escrow(model, None, reach={"step": step})
+    snapshot = Snapshot.of(model, None, reach={"step": step})
     beside["seconds"] = 5
-    escrow.prove()
-    assert escrow.moved() == ["step.beside['seconds']"]
-    escrow.restore()
-    assert beside["seconds"] == 0 and escrow.moved() == []
+    snapshot.prove()
+    assert snapshot.moved() == ["step.beside['seconds']"]
+    snapshot.restore()
+    assert beside["seconds"] == 0 and snapshot.moved() == []
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------

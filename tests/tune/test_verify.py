@@ -11,8 +11,8 @@ import oxytorch as ox
 import pytest
 import torch
 import torch.nn.functional as F
+from oxytorch.model.snapshot import Snapshot
 from oxytorch.tune import update
-from oxytorch.tune.escrow import Escrow
 from oxytorch.tune.record import Call, names, states, take
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind, Strategy
@@ -45,7 +45,7 @@ def strategy(plant: Callable[[Run], Iterator[None]]) -> type[Strategy]:
 
 
 def check(run: Run, plant: Callable[[Run], Iterator[None]], kind: Kind, steps: int = 3) -> Ruling:
-    return ruling(Verifier(run, Escrow(run.model, run.original), steps=steps), strategy(plant), kind)
+    return ruling(Verifier(run, Snapshot.of(run.model, run.original), steps=steps), strategy(plant), kind)
 
 
 def nothing(_: Run) -> Iterator[None]:
@@ -65,8 +65,8 @@ def test_nothing_passes_as_every_kind(kind: Kind, steps: int, device: torch.devi
 
 def test_references_are_made_once(device: torch.device) -> None:
     run = make(device)
-    escrow = Escrow(run.model, run.original)
-    verifier = Verifier(run, escrow)
+    snapshot = Snapshot.of(run.model, run.original)
+    verifier = Verifier(run, snapshot)
     taken = 0
     plain = run.step
 
@@ -77,7 +77,7 @@ def test_references_are_made_once(device: torch.device) -> None:
 
     run.step = step  # type: ignore[method-assign]
     verifier.reference(["tolerance", "exact"])
-    escrow.prove()
+    snapshot.prove()
     assert verifier.charged > 0
     made, taken = taken, 0
     assert made < 90
@@ -112,11 +112,11 @@ def test_an_interrupt_passes_and_everything_is_back(device: torch.device) -> Non
             raise KeyboardInterrupt
 
     run.original.register_step_pre_hook(interrupt)
-    with Escrow(run.model, run.original) as escrow:
-        verifier = Verifier(run, escrow)
+    with Snapshot.of(run.model, run.original) as snapshot:
+        verifier = Verifier(run, snapshot)
         with pytest.raises(KeyboardInterrupt):
             verifier.check("tolerance")
-        escrow.prove()
+        snapshot.prove()
 
 
 def test_a_model_that_float64_cannot_run_is_judged_by_its_losses_and_says_so(device: torch.device) -> None:

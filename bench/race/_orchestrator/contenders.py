@@ -223,15 +223,15 @@ class Exhaustive(Stock):
         """All combinations, one after the other."""
         from oxytorch._C import memory  # noqa: PLC0415
         from oxytorch._C.tune import DuelOptions, SideFailed, Timing  # noqa: PLC0415
-        from oxytorch.tune.escrow import Escrow  # noqa: PLC0415
+        from oxytorch.model.snapshot import Snapshot  # noqa: PLC0415
         from oxytorch.tune.workload import RunWorkload  # noqa: PLC0415
 
         began = time.perf_counter()
         best: tuple[str, ...] = ()
         tried = 0
         kept = memory.keep_host_pool()  # as `accelerate` does between trials
-        with Escrow(self.run.model, self.run.original) as escrow:
-            workload = RunWorkload(self.run, escrow)
+        with Snapshot.of(self.run.model, self.run.original) as snapshot:
+            workload = RunWorkload(self.run, snapshot)
             timing = Timing(workload)
             timing.baseline()
             for names in filter(None, self.combinations()):

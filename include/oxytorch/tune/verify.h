@@ -7,9 +7,9 @@
 #include <string>
 
 #include "oxytorch/api.h"
-#include "oxytorch/tune/escrow.h"
 #include "oxytorch/tune/kind.h"
 #include "oxytorch/tune/run.h"
+#include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/workload.h"
 
 namespace oxytorch::tune {
@@ -37,10 +37,10 @@ struct VerifierOptions {
 /// An optimizer class that torch does not know is refereed by itself from the same gradients.
 class OXY_API Verifier {
  public:
-  Verifier(Run& run, Escrow& escrow, VerifierOptions options = {});
+  Verifier(Run& run, Snapshot& snapshot, VerifierOptions options = {});
   ~Verifier();
 
-  /// Checks what is in force; leaves it in force and the state as in escrow. An exception of the candidate passes
+  /// Checks what is in force; leaves it in force and the state as in the snapshot. An exception of the candidate passes
   /// through, with everything taken back.
   [[nodiscard]] Ruling check(Kind kind);
 

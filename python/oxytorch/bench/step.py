@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..demo import serve
-from ..model.escrow import outputs_and_loss
+from ..model.loss import outputs_and_loss
 
 __all__ = ["CALIBRATION", "load", "main"]
 

@@ -12,7 +12,8 @@ import torch
 
 from .._C import memory as _native
 from ..base import parse_size, system_info
-from ..model.snapshot import Reach, Snapshot
+from ..model.reach import Reach
+from ..model.snapshot import Snapshot
 
 __all__ = ["BatchPlan", "BatchTrial", "batch_curve", "largest_batch", "release_cache", "set_memory_fraction"]
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .escrow import Escrow, Loss, outputs_and_loss, untouched
 from .finding import Advice
+from .loss import Loss, outputs_and_loss
 from .rules import RULES, Step
+from .snapshot import Snapshot, untouched
 from .watch import Watch, key_of, saved_bytes
 
 
@@ -23,8 +24,8 @@ def read(model: nn.Module, example: Any, loss_fn: Loss | None, rules: Iterable[s
     notes: list[str] = []
     if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):
         raise ValueError("the model has lazy parameters: run it once on an example, so that they have shapes")
-    with untouched(model) as escrow, torch.enable_grad():
-        step = _observe(model, example, loss_fn, escrow, notes)
+    with untouched(model) as snapshot, torch.enable_grad():
+        step = _observe(model, example, loss_fn, snapshot, notes)
         findings = [finding for name in wanted for finding in RULES[name](step)]
     spent: Counter[str] = Counter()
     for op in step.watch.ops:
@@ -49,9 +50,9 @@ def _run(model: nn.Module, example: Any, loss_fn: Loss | None) -> bool:
     return True
 
 
-def _observe(model: nn.Module, example: Any, loss_fn: Loss | None, escrow: Escrow, notes: list[str]) -> Step:
+def _observe(model: nn.Module, example: Any, loss_fn: Loss | None, snapshot: Snapshot, notes: list[str]) -> Step:
     def fresh() -> None:
-        escrow.restore()
+        snapshot.restore()
         for parameter in model.parameters():
             parameter.grad = None
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Interval, format_duration, format_size, paired_ratio_interval
-from .escrow import call, tensors_in, untouched
+from .loss import call, tensors_in
+from .snapshot import untouched
 
 __all__ = ["Comparison"]
 

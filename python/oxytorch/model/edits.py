@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.utils.checkpoint import checkpoint
 
-from .escrow import untouched
 from .rules import Step, norms_after
+from .snapshot import untouched
 from .watch import Watch
 
 __all__ = ["EDITS", "Edit", "Refusal", "make"]

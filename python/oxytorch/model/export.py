@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from .compare import error_between, seconds_and_outputs
-from .escrow import tensors_in, untouched
+from .loss import tensors_in
+from .snapshot import untouched
 
 __all__ = ["Exported", "export"]
 

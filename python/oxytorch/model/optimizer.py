@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_map
 
 from . import advise
 from .edits import Edit, Refusal, make
-from .escrow import Loss, outputs_and_loss, tensors_in, untouched
 from .finding import Advice
+from .loss import Loss, outputs_and_loss, tensors_in
+from .snapshot import untouched
 
 __all__ = ["ModelOptimizer", "Outcome"]
 

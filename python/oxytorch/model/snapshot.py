@@ -1,194 +1,41 @@
-"""A copy of an object graph that training changes (modules, optimizers, tensors, containers), put back bit for bit."""
+"""A copy of what training changes, put back bit for bit, and proven by hash to be back where that is asked for."""
 
 from __future__ import annotations
 
 import copy
-import enum
+import pickle
 import random
-import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..optim.generators import rng_state, set_rng_state
 from ..optim.tail import TailOptimizer
+from .graph import (
+    OF_TORCH,
+    TENSOR_HOOKS,
+    Entry,
+    bindings_of,
+    bytes_of,
+    content,
+    digest,
+    entries,
+    generator_state,
+    has_bytes,
+    slot_values,
+    stateful,
+    storage_bytes,
+)  # fmt: skip
 from .parking import park, rest
-from .reach import Binding, Reach, bindings, is_code, is_left_alone, of_classes, unheld
+from .reach import Reach, position, unheld
 
-__all__ = ["Entry", "Reach", "Snapshot", "entries"]
+__all__ = ["Snapshot", "untouched"]
 
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
-_OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Dataset, torch.jit.ScriptFunction)
-_OF_TORCH = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, Sampler, DataLoader)
-_FOREIGN = ("torch", "numpy", "builtins", "threading", "logging", "weakref", "_thread", "pybind11_builtins")
-_DATA = ("dataset", "data_source")  # what a loader or sampler only reads
-_NATIVE = ("_tail", "_loaded_ema", "_built_params", "_outdated")  # how a step tail keeps what it keeps
-_LONG = 1000  # values in a container of plain ones that are held and compared together
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One object of the graph: `kind` says how it is held; `again` is its earlier place where it was met before.
-
-    `reached` is it by code alone, see `Reach`: no other root holds it.
-    """
-
-    path: str
-    value: Any
-    kind: str
-    again: int | None = None
-    reached: bool = False
-
-
-def entries(roots: Iterable[tuple[str, Any]]) -> Iterator[Entry]:
-    """Walk everything that the roots hold, each object once, in an order that depends on the graph alone."""
-    seen: dict[int, int] = {}
-    keep: list[Any] = []  # ids stay unique while their objects live
-    stack = [(path, value, False) for path, value in roots][::-1]
-    while stack:
-        path, value, reached = stack.pop()
-        if isinstance(value, Reach):
-            value, reached = value.function, True
-        kind = _kind_reached(value) if reached else _kind(value)
-        if kind in ("scalar", "opaque"):
-            yield Entry(path, value, kind, None, reached)
-            continue
-        if id(value) in seen:
-            yield Entry(path, value, kind, seen[id(value)], reached)
-            continue
-        seen[id(value)] = len(seen)
-        keep.append(value)
-        yield Entry(path, value, kind, None, reached)
-        inside = _children(path, value, kind)
-        if reached:
-            inside += [(f"{path}.{one.name}", one.value) for one in _bindings(value, kind) if not one.is_empty]
-        stack.extend((name, item, reached) for name, item in reversed(inside))
-
-
-def _bindings(value: Any, kind: str) -> list[Binding]:
-    """What code that is met by `Reach` refers to."""
-    return bindings(value) if kind == "code" else of_classes(value) if kind in ("object", "slots") else []
-
-
-def _kind_reached(value: Any) -> str:
-    if is_code(value):
-        return "code"
-    kind = _kind(value)
-    if kind == "object" and not isinstance(value, _OF_TORCH) and is_left_alone(value):
-        return "opaque"
-    return "stateful" if kind == "opaque" and not isinstance(value, type) and stateful(value) else kind
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, _SCALARS):
-        return "scalar"
-    if isinstance(value, Tensor):
-        return "tensor"
-    for kind, types in (("dict", dict), ("sequence", list | deque), ("tuple", tuple), ("set", set)):
-        if isinstance(value, types):
-            return kind
-    if isinstance(value, bytearray):
-        return "sequence"
-    if isinstance(value, torch.Generator | random.Random) or _numpy_random(value):
-        return "generator"
-    if _numpy_array(value):
-        return "array"
-    if isinstance(value, _OPAQUE):
-        return "opaque"
-    if not hasattr(value, "__dict__"):
-        return "slots" if _slots(value) else "opaque"
-    foreign = type(value).__module__.partition(".")[0] in _FOREIGN
-    return "opaque" if foreign and not isinstance(value, _OF_TORCH) else "object"
-
-
-def _children(path: str, value: Any, kind: str) -> list[tuple[str, Any]]:
-    if kind == "tensor":
-        return _of_tensor(path, value)
-    if kind == "dict":
-        return [
-            (f"{path}[{i if isinstance(key, Tensor) else repr(key)}]", item)
-            for i, (key, item) in enumerate(value.items())
-        ]
-    if kind in ("sequence", "tuple") and not isinstance(value, bytearray):
-        return [] if flat(value) else [(f"{path}[{i}]", item) for i, item in enumerate(value)]
-    if kind == "slots":
-        return [(f"{path}.{name}", item) for name, item in _slot_values(value).items()]
-    if kind == "object":
-        skip = _DATA if isinstance(value, DataLoader | Sampler) else ()
-        native = isinstance(value, TailOptimizer)
-        found = {key: item for key, item in vars(value).items() if key not in skip and not (native and key in _NATIVE)}
-        inside = [(f"{path}.{key}", item) for key, item in found.items()]
-        if native:
-            inside += [(f"{path}.ema[{i}]", t) for i, t in enumerate(value._averages())]
-            inside += [(f"{path}.copies[{i}]", t) for i, t in enumerate(_copies(value))]
-        return inside
-    return []
-
-
-def _slots(value: Any) -> list[str]:
-    """Names of the slots of an object of a class that is neither Python's nor torch's."""
-    tops = {cls: cls.__module__.partition(".")[0] for cls in type(value).__mro__}
-    classes = [cls for cls, top in tops.items() if top not in _FOREIGN and top not in sys.stdlib_module_names]
-    slots = [cls.__dict__.get("__slots__", ()) for cls in classes]
-    return [name for names in slots for name in ([names] if isinstance(names, str) else names) if name[:2] != "__"]
-
-
-def _slot_values(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
-
-
-def flat(value: Any) -> bool:
-    """Whether a long container holds nothing but plain values, which are then no entries of their own."""
-    return len(value) > _LONG and all(isinstance(item, _SCALARS) for item in value)
-
-
-def _copies(optimizer: TailOptimizer) -> list[Tensor | None]:
-    tail = optimizer._tail
-    return [] if tail is None else [tail.copy(i) for i in range(tail.param_count)]
-
-
-def _of_tensor(path: str, tensor: Tensor) -> list[tuple[str, Any]]:
-    inside: list[tuple[str, Any]] = []
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        inside += [(f"{path}.{name}", getattr(tensor, name)) for name in names]
-    if tensor.is_leaf:
-        inside.append((f"{path}.grad", tensor.grad))
-    if tensor.__dict__:
-        inside.append((f"{path}.__dict__", tensor.__dict__))
-    return inside + [
-        (f"{path}.{name}", found) for name in _TENSOR_HOOKS if (found := getattr(tensor, name)) is not None
-    ]
-
-
-def _numpy_random(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
-
-
-def _numpy_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject
-
-
-def has_bytes(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own: not a wrapper of tensors, not meta, not lazy."""
-    if hasattr(tensor, "__tensor_flatten__") or nn.parameter.is_lazy(tensor):
-        return False
-    return tensor.layout is torch.strided and tensor.device.type != "meta"
-
-
-def storage_bytes(tensor: Tensor) -> Tensor:
-    """Return all bytes of the memory that a tensor is a view of."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+_NAMED = 6  # of what code reaches, in a sentence
 
 
 def _words(data: Tensor) -> Tensor:
@@ -198,15 +45,6 @@ def _words(data: Tensor) -> Tensor:
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two byte tensors are the same; NaN is a pattern like any other."""
     return torch.equal(_words(left), _words(right))
-
-
-def generator_state(generator: Any) -> Any:
-    """Return the state of a generator object of torch, Python or numpy."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
 
 
 def _set_generator_state(generator: Any, state: Any) -> None:
@@ -227,7 +65,7 @@ class _Tensor:
         self.grad = tensor.grad if tensor.is_leaf else None
         self.requires_grad = tensor.requires_grad
         self.attributes = dict(tensor.__dict__)
-        self.hooks = {name: getattr(tensor, name) for name in _TENSOR_HOOKS}
+        self.hooks = {name: getattr(tensor, name) for name in TENSOR_HOOKS}
 
     def restore(self) -> None:
         tensor, data = self.tensor, self.data
@@ -276,7 +114,7 @@ def _restore_container(live: Any, held: Any) -> None:
 
 
 class Snapshot:
-    """Holds everything that the roots reach and that training may change, and puts it back.
+    """Holds everything that the roots reach and that training may change, puts it back, and proves it by hash if asked.
 
     Held are tensors (values, memory, layout, gradient, flags, hooks, each memory once however many views it has),
     dicts, lists, sets, deques, numpy arrays, generators, the attributes of modules, optimizers, schedulers, scalers,
@@ -285,15 +123,21 @@ class Snapshot:
     cells, bound objects, defaults, attributes, the globals that it names, and so on from there. Out of reach: what only
     a data set, a running iterator, a file or another library's native object holds; `unheld` names those.
 
+    As a context manager it restores at the end, whatever was thrown inside, and proves that where it is hashed.
+
     Parameters
     ----------
-    roots : list of (str, object)
-        Names for error messages, and objects.
+    roots : iterable of (str, object)
+        Names for error messages, and objects; None is left out.
+    hashed : bool
+        Whether to hash the state when it is taken, which `prove` and `moved` compare with. It reads every byte once.
     default_generators : bool
         Whether to hold torch's, Python's and numpy's default generators; False where other threads draw from them.
 
     Attributes
     ----------
+    held : str
+        Digest of the state when it was taken; empty where it is not hashed.
     reached : list of str
         Places of modules, optimizers, generators and the like that are held by a `Reach` alone.
     unheld : list of (str, object)
@@ -303,10 +147,17 @@ class Snapshot:
     ------
     ValueError
         For a lazy parameter or buffer, which has no value yet.
+
+    Examples
+    --------
+    >>> with Snapshot.of(model, optimizer, scaler):
+    ...     train(10)
     """
 
-    def __init__(self, roots: list[tuple[str, Any]], *, default_generators: bool = True) -> None:
-        self.roots = roots
+    def __init__(
+        self, roots: Iterable[tuple[str, Any]], *, hashed: bool = False, default_generators: bool = True
+    ) -> None:
+        self.roots = roots = [(name, root) for name, root in roots if root is not None]
         self._tensors: list[_Tensor] = []
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}
         self._containers: list[tuple[Any, Any]] = []
@@ -323,6 +174,38 @@ class Snapshot:
         self._others += [_held_state(root) for _, root in roots if stateful(root)]
         self.params = params
         self._rng = rng_state(params) if default_generators else None
+        self._positions = [position(value) for _, value in self.unheld] if hashed else []
+        self._held, self._held_by_code = self._parts() if hashed else ([], [])
+        self.held = _total([*self._held, *self._held_by_code]) if hashed else ""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *others: Any,
+        reach: Mapping[str, Callable[..., Any] | None] | None = None,
+        hashed: bool = True,
+        default_generators: bool = True,
+    ) -> Snapshot:
+        """Take one of a training run.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+        optimizer : torch.optim.Optimizer
+        *others
+            GradScaler, schedulers, loaders, ``torch.Generator``, anything with ``state_dict`` and ``load_state_dict``.
+        reach : mapping of str to callable
+            Functions by name: what their closures, objects, defaults and globals reach is held too.
+        """
+        named = [
+            ("model", model),
+            ("optimizer", optimizer),
+            *((f"others[{i}]", other) for i, other in enumerate(others)),
+            *((name, None if function is None else Reach(function)) for name, function in (reach or {}).items()),
+        ]
+        return cls(named, hashed=hashed, default_generators=default_generators)
 
     def _note(self, entry: Entry) -> None:
         """Note what code alone reaches."""
@@ -331,13 +214,13 @@ class Snapshot:
         value = entry.value
         if entry.kind == "opaque" and unheld(value) and all(value is not other for _, other in self.unheld):
             self.unheld.append((entry.path, value))
-        trains = entry.kind in ("generator", "stateful") or isinstance(value, (*_OF_TORCH, Tensor))
+        trains = entry.kind in ("generator", "stateful") or isinstance(value, (*OF_TORCH, Tensor))
         if isinstance(value, nn.Module):
             trains = any(True for _ in (*value.parameters(), *value.buffers()))
         within = any(entry.path.startswith((f"{path}.", f"{path}[")) for path in self.reached)
         if trains and not within:
             self.reached.append(entry.path)
-        self._others += [one.rebind for one in _bindings(value, entry.kind) if one.rebind is not None]
+        self._others += [one.rebind for one in bindings_of(value, entry.kind) if one.rebind is not None]
 
     def _hold(self, entry: Entry) -> None:
         value, kind = entry.value, entry.kind
@@ -385,6 +268,74 @@ class Snapshot:
         if self._rng is not None:
             set_rng_state(self._rng)
 
+    def digest(self) -> str:
+        """Hash the present state: values, layouts, containers, random states; 32 hexadecimal digits."""
+        own, by_code = self._parts()
+        return _total([*own, *by_code])
+
+    def prove(self) -> None:
+        """Check that the present state is the one held.
+
+        Raises
+        ------
+        RuntimeError
+            Names the first thing that is not as it was; also where the snapshot is not hashed.
+        """
+        if not self.held:
+            raise RuntimeError("this snapshot has no hash to compare with; take it with hashed=True.")
+        now, _ = self._parts()
+        if now == self._held:
+            return
+        pairs = zip(now, self._held, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(now), len(self._held)))
+        place = (self._held if at < len(self._held) else now)[at][0]
+        raise RuntimeError(
+            f"the training state was not restored: {place} is not as it was. Something outside of the snapshot's reach "
+            "changes it; the model and optimizer may have been trained on."
+        )
+
+    def moved(self) -> list[str]:
+        """Return what code reaches and is not as it was: what is not held went on, or something else changes it."""
+        now, held = dict(self._parts()[1]), dict(self._held_by_code)
+        went_on = [
+            f"{path} ({type(value).__qualname__})"
+            for (path, value), before in zip(self.unheld, self._positions, strict=True)
+            if position(value) != before
+        ]
+        return went_on + [path for path in held if now.get(path) != held[path]]
+
+    @property
+    def covers(self) -> str:
+        """What the hash is of, in words."""
+        text = "model, optimizer and random generators"
+        if not self.reached:
+            return text
+        more = f" and {len(self.reached) - _NAMED} more" if len(self.reached) > _NAMED else ""
+        return f"{text}, and what only your functions reach ({', '.join(self.reached[:_NAMED])}{more})"
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+        if self.held:
+            self.prove()
+
+    def _parts(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """Path and hash of every object of the graph, in order; apart what code alone reaches."""
+        states = [(f"{name}.state_dict()", root.state_dict()) for name, root in self.roots if stateful(root)]
+        memory: dict[int, int] = {}
+        own: list[tuple[str, str]] = []
+        by_code: list[tuple[str, str]] = []
+        roots = sorted([*self.roots, *states], key=lambda root: isinstance(root[1], Reach))  # code comes last
+        for entry in entries(roots):
+            (by_code if entry.reached else own).append((entry.path, digest(content(entry, memory))))
+        if self._rng is not None:
+            own += ((f"random state of {name}", digest([state])) for name, state in _random_states(self.params))
+        return own, by_code
+
 
 def _held_averages(optimizer: TailOptimizer) -> Callable[[], None]:
     """Averages that the native tail made since are forgotten; those that were are held as tensors."""
@@ -399,20 +350,14 @@ def _held_averages(optimizer: TailOptimizer) -> Callable[[], None]:
     return restore
 
 
-def stateful(root: Any) -> bool:
-    """Whether a root is held by what it gives out itself: no object of torch that is walked."""
-    known = isinstance(root, (*_OF_TORCH, torch.Generator))
-    return not known and all(callable(getattr(root, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def _held_slots(value: Any) -> Callable[[], None]:
-    held = _slot_values(value)
+    held = slot_values(value)
 
     def restore() -> None:
         for name, item in held.items():
             if getattr(value, name, None) is not item:
                 object.__setattr__(value, name, item)
-        for name in _slot_values(value).keys() - held.keys():
+        for name in slot_values(value).keys() - held.keys():
             object.__delattr__(value, name)
 
     return restore
@@ -421,3 +366,25 @@ def _held_slots(value: Any) -> Callable[[], None]:
 def _held_state(root: Any) -> Callable[[], None]:
     state = copy.deepcopy(root.state_dict())
     return lambda: root.load_state_dict(copy.deepcopy(state))
+
+
+def _random_states(params: list[Tensor]) -> list[tuple[str, bytes]]:
+    state = rng_state(params)
+    named = {f"torch on {device}": bytes_of(bits) for device, bits in state.pop("torch").items()}
+    return [*named.items(), *((name, pickle.dumps(value)) for name, value in state.items())]
+
+
+def _total(parts: list[tuple[str, str]]) -> str:
+    return digest(f"{path} {found}\n".encode() for path, found in parts)[:32]
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[Snapshot]:
+    """Run anything on the model inside; at the end, or when the body throws, the model is what it was.
+
+    Gradients are empty inside.
+    """
+    with Snapshot.of(model, hashed=False) as snapshot:
+        for parameter in model.parameters():
+            parameter.grad = None
+        yield snapshot

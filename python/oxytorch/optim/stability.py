@@ -62,9 +62,11 @@ class StabilityEvent:
         return f"step {self.step}: {self.kind} {self.value:.4g} (limit {self.limit:.4g}), {self.action}"
 
 
+# No `model.snapshot.Snapshot`: that one is taken a few times, walks every object and waits for the device. This one is
+# written again every few steps of the run, into buffers that it keeps, by copies that wait for nothing.
 @dataclass
-class _Snapshot:
-    """Training state after a step. Buffers are kept and written again."""
+class _RollbackPoint:
+    """Named tensors and values of training after a step."""
 
     step: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -205,8 +207,8 @@ class NumericalStabilityManager:
         self._max_rollbacks = max_rollbacks
         self._snapshot_device = snapshot_device
         self._group = process_group
-        self._free = [_Snapshot() for _ in range(keep)] if policy == "rollback" else []
-        self._snapshots: list[_Snapshot] = []  # oldest first
+        self._free = [_RollbackPoint() for _ in range(keep)] if policy == "rollback" else []
+        self._snapshots: list[_RollbackPoint] = []  # oldest first
         self._events: deque[StabilityEvent] = deque(maxlen=10_000)
         self._spikes = 0
         self._step = 0
@@ -529,7 +531,7 @@ class NumericalStabilityManager:
             self._attempts = 0
 
     @torch.no_grad()
-    def _restore(self, snapshot: _Snapshot) -> None:
+    def _restore(self, snapshot: _RollbackPoint) -> None:
         optimizer = self.optimizer
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         for i, p in enumerate(owned):

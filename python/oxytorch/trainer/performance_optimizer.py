@@ -12,7 +12,7 @@ from torch import nn
 from .._C.base import setting_refusal
 from ..accelerator import GPUConfig
 from ..config import PerformanceConfig
-from ..model.escrow import call, scalar_loss
+from ..model.loss import call, scalar_loss
 from ..optim.generators import seed_generators
 from ..tune.accelerate import accelerate
 from ..tune.plan import Plan

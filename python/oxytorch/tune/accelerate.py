@@ -20,11 +20,12 @@ from .._C import memory as _memory
 from .._C import tune as _native
 from ..base import format_duration, log
 from ..config import PerformanceConfig
+from ..model.snapshot import Snapshot
 from ..optim.generators import unmoved_generators
 from ..step import StepFunction
 from .asked import Asked
 from .batches import take
-from .escrow import Escrow, gradients_away
+from .gradients import gradients_away
 from .plan import Plan
 from .remember import key
 from .run import Run
@@ -226,9 +227,9 @@ def tuned(
         with (
             _kept_pool(),
             gradients_away(run),
-            Escrow(run.model, run.original, *run.state, reach=run.functions) as escrow,
+            Snapshot.of(run.model, run.original, *run.state, reach=run.functions) as snapshot,
         ):
-            workload = RunWorkload(run, escrow, asked, seed, say)
+            workload = RunWorkload(run, snapshot, asked, seed, say)
             tuner = _native.Tuner(
                 workload,
                 made_for,
@@ -252,8 +253,8 @@ def tuned(
             tuner.activate(certificate)
         spent = format_duration(tuner.seconds())
         log("info", f"accelerate: {', '.join(run.in_force) or 'nothing'} active after {spent}")
-        plan.begin(tuner, moved=escrow.moved())
-        del tuner, workload, escrow  # references and snapshots, which the steps that follow do not need
+        plan.begin(tuner, moved=snapshot.moved())
+        del tuner, workload, snapshot  # references and snapshots, which the steps that follow do not need
         plan.give_back()
     except BaseException:  # such as Ctrl-C: without a plan, nothing may stay active
         run.required = given

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..model.snapshot import entries
+from ..model.graph import entries
 from ..optim.generators import rng_state, set_rng_state
 
 __all__ = ["can_visit", "copied", "is_nest", "stop_drawing", "take", "tensors", "visit"]

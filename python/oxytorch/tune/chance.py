@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._C import tune as _native
-from ..model.escrow import tensors_in
+from ..model.loss import tensors_in
 from ..optim.generators import rng_state, set_rng_state
 
 if TYPE_CHECKING:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..model.graph import digest, entries, has_bytes
 from ..model.parking import park, rest
 from ..model.reach import Binding, bindings
-from ..model.snapshot import entries, has_bytes
 from ..optim.generators import rng_state, set_rng_state
 from ..optim.tail import TailOptimizer
 from .batches import copied
@@ -252,14 +251,6 @@ def digest_of_rng(state: Mapping[str, Any]) -> str:
     """Hash what `rng_state` returned."""
     rest = {key: value for key, value in state.items() if key != "torch"}
     return digest([*(bits.cpu().numpy().data for bits in state["torch"].values()), pickle.dumps(rest)])
-
-
-def digest(parts: Iterable[Any]) -> str:
-    """Hash bytes."""
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()
 
 
 def digests(run: Run, roots: Sequence[tuple[str, Any]], step: Step) -> dict[str, str]:

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from .._C import tune as _native
 from .._C.memory import give_back_host_memory
 from ..model.parking import rest
+from ..model.snapshot import Snapshot
 from .batches import stop_drawing, visit
 from .chance import Draws, backward_error, draws, judge_draws, still
 from .compare import Comparison, Kept, Look
-from .escrow import Escrow
 from .record import (
     State,
     copied,
@@ -124,7 +124,7 @@ class Verifier:
     ----------
     run : Run
         With nothing in force.
-    escrow : Escrow
+    snapshot : Snapshot
         Of the state that every check starts from and ends with.
     steps : int
         Nine more are compared, one after the other, since some faults act late or in some steps alone; then twelve are
@@ -144,11 +144,13 @@ class Verifier:
         What could not be judged, and why.
     """
 
-    def __init__(self, run: Run, escrow: Escrow, *, steps: int = 3, seed: int = 0, drawn_by: int | None = None) -> None:
+    def __init__(
+        self, run: Run, snapshot: Snapshot, *, steps: int = 3, seed: int = 0, drawn_by: int | None = None
+    ) -> None:
         if steps < 1:
             raise ValueError(f"steps is {steps}, expected at least 1.")
         self.run = run
-        self.escrow = escrow
+        self.snapshot = snapshot
         self.charged = 0.0
         self.notes: list[str] = []
         self._asked = steps
@@ -157,8 +159,8 @@ class Verifier:
         self._seed = seed
         self._drawn_by = drawn_by
         self._data = run.data
-        self._roots = escrow.roots
-        self._comparison = Comparison(run, escrow.roots, lambda: self._begin(()), run.clip_norm)
+        self._roots = snapshot.roots
+        self._comparison = Comparison(run, snapshot.roots, lambda: self._begin(()), run.clip_norm)
         self._start: State | None = None
         self._settings = settings(run.original)
         self._bits: list[tuple[int, dict[str, str]]] = []
@@ -237,7 +239,7 @@ class Verifier:
         try:
             self.run.bring(())
         finally:
-            self.escrow.restore()
+            self.snapshot.restore()
         give_back_host_memory()  # copies that were let go would stay resident below what comes next
         self.run.bring(wanted)
 

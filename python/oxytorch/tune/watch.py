@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .._C import tune as _native
 from ..base import log
+from ..model.snapshot import Snapshot
 from . import clock
-from .escrow import Escrow
 from .record import copied, rng_digest
 from .run import Run
 from .same_draws import SameDraws
@@ -30,8 +30,8 @@ class Watch(_native.Watched):
     """Drives the native watch from the optimizer's step hooks, whoever calls ``step()``.
 
     A step lasts from one step's end to the next, so a loop of the user's own is watched as it is. At the watch's word a
-    step is taken without the strategies, loss and gradients of a batch are compared under escrow, or the strategies are
-    taken back; always between two steps. Which steps are compared is drawn from the system's entropy and `seed`, so
+    step is taken without the strategies, loss and gradients of a batch are compared from a snapshot, or the strategies
+    are taken back; always between two steps. Which steps are compared is drawn from the system's entropy and `seed`, so
     that no fault can keep out of their way. Gradients that are not finite make it compare at once, before they are
     applied.
 
@@ -197,7 +197,9 @@ class Watch(_native.Watched):
         batch = run.batches[0] if self.batch is None else self.batch
         # The moving average may be kept by what steps in the place of the user's optimizer.
         tail = [run.optimizer] if run.ema_decay is not None and run.average is None else []
-        escrow = Escrow(run.model, run.original, *tail, *run.state, reach=run.functions, default_generators=False)
+        snapshot = Snapshot.of(
+            run.model, run.original, *tail, *run.state, reach=run.functions, hashed=False, default_generators=False
+        )
         try:
             if not whole:
                 return _Seen(float(run.loss(batch).detach() if run.own_step is None else run.step(batch)))
@@ -209,7 +211,7 @@ class Watch(_native.Watched):
                 found = list(clip(found, run.given_clip))
             return _Seen(loss, [None if t is None else t.detach().clone() for t in found], rng_digest(run))
         finally:
-            escrow.restore()
+            snapshot.restore()
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 from .._C import tune as _native
 from .._C.trainer import page_faults
 from ..base import median
+from ..model.snapshot import Snapshot
 from . import clock
 from .asked import Asked
 from .batches import can_visit, stop_drawing, visit
-from .escrow import Escrow
 from .run import Run, shapes
 from .strategy import Kind, offer
 from .verify import Ruling, Verifier
@@ -34,7 +34,7 @@ class RunWorkload(_native.Workload):
     Parameters
     ----------
     run : Run
-    escrow : Escrow
+    snapshot : Snapshot
         Of the run's state as tuning begins.
     asked : Asked, optional
         What the caller's settings take out.
@@ -47,14 +47,14 @@ class RunWorkload(_native.Workload):
     def __init__(
         self,
         run: Run,
-        escrow: Escrow,
+        snapshot: Snapshot,
         asked: Asked | None = None,
         seed: int = 0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__()
         self.run = run
-        self.escrow = escrow
+        self.snapshot = snapshot
         self.say = say
         self._asked = {} if asked is None else asked.skipped
         self._seed = seed
@@ -108,7 +108,7 @@ class RunWorkload(_native.Workload):
 
     def restore(self) -> None:
         """Put the state back, bit for bit."""
-        self.escrow.restore()
+        self.snapshot.restore()
 
     def let_go(self) -> None:
         """Let go of what only the frames of a failure held."""
@@ -118,10 +118,10 @@ class RunWorkload(_native.Workload):
 
     def covered(self) -> dict[str, str]:
         """What was put back after the trials and is covered by the hash, and what is not."""
-        found = {"restored": f"{self.escrow.covers} proven by hash to be what they were"}
-        if self.escrow.unheld:
-            named = ", ".join(f"{path} ({type(value).__qualname__})" for path, value in self.escrow.unheld[:_NAMED])
-            more = f" and {len(self.escrow.unheld) - _NAMED} more" if len(self.escrow.unheld) > _NAMED else ""
+        found = {"restored": f"{self.snapshot.covers} proven by hash to be what they were"}
+        if self.snapshot.unheld:
+            named = ", ".join(f"{path} ({type(value).__qualname__})" for path, value in self.snapshot.unheld[:_NAMED])
+            more = f" and {len(self.snapshot.unheld) - _NAMED} more" if len(self.snapshot.unheld) > _NAMED else ""
             found["not held, nor covered by the hash"] = f"{named}{more}"
         return found
 
@@ -240,7 +240,7 @@ class RunWorkload(_native.Workload):
         if self._verifier is None:
             names = self.run.in_force
             self.run.bring(())
-            self._verifier = Verifier(self.run, self.escrow, seed=self._seed)
+            self._verifier = Verifier(self.run, self.snapshot, seed=self._seed)
             self.run.bring(names)
         return self._verifier.check(kind, 1 if glance else None)
 

@@ -73,8 +73,8 @@ def ruling(verifier: Verifier, strategy: type[Strategy], kind: Kind) -> Ruling:
         assert run.in_force == ("planted",), "it is left in force"
     finally:
         run.bring([])
-        verifier.escrow.restore()
-        verifier.escrow.prove()
+        verifier.snapshot.restore()
+        verifier.snapshot.prove()
     return found
 
 

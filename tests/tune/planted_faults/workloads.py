@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from oxytorch.tune.escrow import Escrow
+from oxytorch.model.snapshot import Snapshot
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Strategy
 from torch import Tensor, nn
@@ -138,8 +138,8 @@ WORKLOADS: dict[str, Callable[[torch.device], Run]] = {
 }  # fmt: skip
 
 
-def workload(name: str, device: torch.device, strategies: dict[str, type[Strategy]]) -> tuple[Run, Escrow]:
-    """Make a run that has trained a few steps, and its escrow."""
+def workload(name: str, device: torch.device, strategies: dict[str, type[Strategy]]) -> tuple[Run, Snapshot]:
+    """Make a run that has trained a few steps, and its snapshot."""
     torch.manual_seed(1)
     run = WORKLOADS[name](device)
     run.strategies = dict(strategies)
@@ -148,7 +148,7 @@ def workload(name: str, device: torch.device, strategies: dict[str, type[Strateg
             run.step(batch)
     loop = getattr(run, "loop", None)
     others = (loop.scaler, loop.schedule, _Holder(loop.average)) if loop is not None else ()
-    return run, Escrow(run.model, run.original, *others)
+    return run, Snapshot.of(run.model, run.original, *others)
 
 
 class _Holder:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...model.snapshot import Reach, Snapshot
+from ...model.reach import Reach
+from ...model.snapshot import Snapshot
 from .. import clock
 from ..run import shapes
 

@@ -1,4 +1,4 @@
-#include "oxytorch/tune/escrow.h"
+#include "oxytorch/tune/snapshot.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/types.h>
@@ -29,11 +29,11 @@ struct Mode {
 
 }  // namespace
 
-struct Escrow::Impl {
+struct Snapshot::Impl {
   Impl(Run& r, bool random) : run(r), holds_random(random) {
     if (random) generators = optim::generator_states(r.device());
     run.hand_back();
-    snapshot = std::make_unique<OptimizerSnapshot>(run.original());
+    optimizer = std::make_unique<HeldOptimizer>(run.original());
     std::unordered_set<const void*> seen;
     const auto hold = [&](const std::string& name, const at::Tensor& tensor) {
       if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) return;
@@ -84,7 +84,7 @@ struct Escrow::Impl {
       if (gradient.defined()) gradient.copy_(held.gradient_copy);
       held.tensor.mutable_grad() = held.gradient;
     }
-    snapshot->restore();
+    optimizer->restore();
     // train() reaches the children too: they come after their parents.
     for (const auto& mode : modes) {
       if (mode.module->is_training() != mode.training) mode.module->train(mode.training);
@@ -96,20 +96,20 @@ struct Escrow::Impl {
   Run& run;
   bool holds_random;
   std::vector<HeldTensor> tensors;
-  std::unique_ptr<OptimizerSnapshot> snapshot;
+  std::unique_ptr<HeldOptimizer> optimizer;
   std::vector<Mode> modes;
   std::vector<at::Tensor> generators;
   Digest taken;
   std::string text;
 };
 
-Escrow::Escrow(Run& run, bool generators) : impl_(std::make_unique<Impl>(run, generators)) {}
-Escrow::~Escrow() = default;
-void Escrow::restore() { impl_->restore(); }
-std::string Escrow::digest() const { return impl_->present().text(); }
-const std::string& Escrow::held() const noexcept { return impl_->text; }
+Snapshot::Snapshot(Run& run, bool generators) : impl_(std::make_unique<Impl>(run, generators)) {}
+Snapshot::~Snapshot() = default;
+void Snapshot::restore() { impl_->restore(); }
+std::string Snapshot::digest() const { return impl_->present().text(); }
+const std::string& Snapshot::held() const noexcept { return impl_->text; }
 
-void Escrow::prove() const {
+void Snapshot::prove() const {
   const auto differs = impl_->taken.first_difference(impl_->present());
   OXY_CHECK(differs.empty(), Internal, "after restoring, the ", differs,
             " is not what it was before tuning. A strategy changed it and did not take that back.");

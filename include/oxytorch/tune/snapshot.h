@@ -1,4 +1,4 @@
-/// Escrow: all that a training step may write, held aside, put back bit for bit, and proven to be back.
+/// Snapshot: all that a training step may write, held aside, put back bit for bit, and proven to be back.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@ namespace oxytorch::tune {
 /// change the layout of a tensor, its values are what counts. The run must outlive it.
 ///
 /// An optimizer class that torch does not know is held by what its state and options serialise.
-class OXY_API Escrow {
+class OXY_API Snapshot {
  public:
   /// Without `generators` random states are neither held nor put back: other threads may draw from them meanwhile.
-  explicit Escrow(Run& run, bool generators = true);
-  ~Escrow();
-  Escrow(const Escrow&) = delete;
-  Escrow& operator=(const Escrow&) = delete;
+  explicit Snapshot(Run& run, bool generators = true);
+  ~Snapshot();
+  Snapshot(const Snapshot&) = delete;
+  Snapshot& operator=(const Snapshot&) = delete;
 
   void restore();
   /// 16 hexadecimal digits over the present state.

@@ -1,15 +1,12 @@
-"""Runs a model and leaves it as it was: values, buffers, gradients, attributes, hooks, modes and random states."""
+"""Calls a model on an example, and what its loss is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from .snapshot import Snapshot
 
 Loss = Callable[..., Any]
 
@@ -87,25 +84,3 @@ def tensors_in(value: Any) -> list[Tensor]:
     elif hasattr(value, "__dataclass_fields__"):
         value = [getattr(value, name) for name in value.__dataclass_fields__]
     return [t for item in value for t in tensors_in(item)] if isinstance(value, tuple | list) else []
-
-
-class Escrow(Snapshot):
-    """Holds a copy of everything of a model that a step may change, and puts it back; see `Snapshot`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__([("model", model)])
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[Escrow]:
-    """Run anything on the model inside; at the end, or when the body throws, the model is what it was.
-
-    Gradients are empty inside.
-    """
-    escrow = Escrow(model)
-    for parameter in model.parameters():
-        parameter.grad = None
-    try:
-        yield escrow
-    finally:
-        escrow.restore()

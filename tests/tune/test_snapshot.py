@@ -1,4 +1,4 @@
-"""Whatever is done to a training run inside an escrow, afterwards every bit is as before, and the hash says so."""
+"""Whatever is done to a training run inside a snapshot, afterwards every bit is as before, and the hash says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import oxytorch as ox
 import pytest
 import torch
 import torch_device
-from oxytorch.tune.escrow import Escrow, gradients_away
+from oxytorch.model.snapshot import Snapshot
+from oxytorch.tune.gradients import gradients_away
 from oxytorch.tune.run import Run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -126,20 +127,20 @@ def test_training_leaves_no_trace(name: str, kind: str, trained: int, device: to
     optimizer = OPTIMIZERS[kind](params)
     train(model, optimizer, trained)
     fresh = len(optimizer.state) == 0
-    escrow = Escrow(model, optimizer)
-    assert escrow.digest() == escrow.held
+    snapshot = Snapshot.of(model, optimizer)
+    assert snapshot.digest() == snapshot.held
     first = train(model, optimizer)
-    changed = escrow.digest()
-    assert changed != escrow.held
+    changed = snapshot.digest()
+    assert changed != snapshot.held
     with pytest.raises(RuntimeError, match="is not as it was"):
-        escrow.prove()
-    escrow.restore()
-    escrow.prove()
+        snapshot.prove()
+    snapshot.restore()
+    snapshot.prove()
     assert (len(optimizer.state) == 0) == fresh
     assert same(train(model, optimizer), first)
-    assert escrow.digest() == changed, "the same steps lead to the same state"
-    escrow.restore()
-    escrow.prove()
+    assert snapshot.digest() == changed, "the same steps lead to the same state"
+    snapshot.restore()
+    snapshot.prove()
 
 
 def test_the_proof_notices_each_kind_of_change(device: torch.device) -> None:
@@ -198,22 +199,22 @@ def test_the_proof_notices_each_kind_of_change(device: torch.device) -> None:
     ]
     if scaler is not None:
         changes += [lambda: scaler.scale(torch.ones(1)), lambda: scaler._per_optimizer_states[1]]
-    escrow = Escrow(model, optimizer, scaler, scheduler, loader)
+    snapshot = Snapshot.of(model, optimizer, scaler, scheduler, loader)
     for number, change in enumerate(changes):
         change()
         with pytest.raises(RuntimeError, match="is not as it was"):
-            escrow.prove()
-        escrow.restore()
-        escrow.prove()
-        assert escrow.digest() == escrow.held, f"change {number}"
+            snapshot.prove()
+        snapshot.restore()
+        snapshot.prove()
+        assert snapshot.digest() == snapshot.held, f"change {number}"
 
 
 def test_the_proof_names_what_differs() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    escrow = Escrow(model, torch.optim.SGD(model.parameters(), 0.1))
+    snapshot = Snapshot.of(model, torch.optim.SGD(model.parameters(), 0.1))
     model[1].running_mean[0] = 1
     with pytest.raises(RuntimeError, match=r"model\._modules\['1'\]\._buffers\['running_mean'\]"):
-        escrow.prove()
+        snapshot.prove()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
@@ -222,16 +223,16 @@ def test_a_step_that_breaks_off_is_undone(error: type[BaseException]) -> None:
     model = nn.Sequential(nn.Linear(6, 6), Stateful(), nn.Dropout(0.5))
     optimizer = ox.optim.AdamW(model.parameters())
     train(model, optimizer, 1)
-    before = Escrow(model, optimizer).held
+    before = Snapshot.of(model, optimizer).held
 
     def fail(_: Tensor) -> None:
         raise error("in backward")
 
-    with pytest.raises(error), Escrow(model, optimizer):
+    with pytest.raises(error), Snapshot.of(model, optimizer):
         train(model, optimizer)
         model[0].weight.register_hook(fail)
         train(model, optimizer)
-    assert Escrow(model, optimizer).held == before
+    assert Snapshot.of(model, optimizer).held == before
 
 
 def test_others_are_held_by_what_they_give_out() -> None:
@@ -248,31 +249,41 @@ def test_others_are_held_by_what_they_give_out() -> None:
             self.at = state["at"]
 
     model, loader = nn.Linear(2, 2), Loader()
-    with Escrow(model, None, loader, None) as escrow:
+    with Snapshot.of(model, None, loader, None) as snapshot:
         loader.at = 7
         with pytest.raises(RuntimeError, match=r"others\[0\]"):
-            escrow.prove()
+            snapshot.prove()
     assert loader.at == 0
+
+
+def test_one_without_a_hash_restores_and_proves_nothing() -> None:
+    model = nn.Linear(2, 2)
+    bias = model.bias.detach().clone()
+    with Snapshot.of(model, hashed=False) as snapshot, torch.no_grad():
+        model.bias.add_(1)
+        with pytest.raises(RuntimeError, match="hashed=True"):
+            snapshot.prove()
+    assert snapshot.held == "" and torch.equal(model.bias, bias)
 
 
 def test_nothing_is_written_where_bits_are_the_same() -> None:
     model = nn.Linear(4, 4)
-    escrow = Escrow(model)
+    snapshot = Snapshot.of(model)
     versions = [p._version for p in model.parameters()]
-    escrow.restore()
+    snapshot.restore()
     assert [p._version for p in model.parameters()] == versions
 
 
 def test_a_lazy_model_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match="run the model once"):
-        Escrow(nn.LazyLinear(3))
+        Snapshot.of(nn.LazyLinear(3))
 
 
 def test_buffers_are_written_again_where_their_memory_was_exchanged() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     weight = model[0].weight
     held, place = weight.detach().clone(), weight.data_ptr()
-    with Escrow(model):
+    with Snapshot.of(model):
         weight.data = weight.data.to(memory_format=torch.channels_last)
         with torch.no_grad():
             weight.add_(1)
