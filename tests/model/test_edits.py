@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import oxytorch as ox
 import pytest
 import torch
 from oxytorch.model import edits
+from oxytorch.model.change import Change
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,6 +26,10 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
+def cnn_3d() -> nn.Module:
+    return nn.Sequential(nn.Conv3d(2, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 27, 3))
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +43,7 @@ class Attention(nn.Module):
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 LABELLED = IMAGES, torch.tensor([0, 1, 2, 3, 0, 1])
+VOLUMES = torch.randn(3, 2, 4, 4, 4, generator=torch.Generator().manual_seed(1))
 TOKENS = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -50,6 +57,7 @@ def bits(model: nn.Module) -> list[Any]:
 
 CASES = [
     ("channels_last", cnn, LABELLED, True),
+    ("channels_last_3d", cnn_3d, VOLUMES, True),
     ("drop_bias_before_norm", cnn, LABELLED, True),
     ("drop_bias_before_norm", cnn, IMAGES, True),  # the loss that stands in for one is not constant behind a norm
     ("fuse_conv_bn", cnn, IMAGES, False),
@@ -120,6 +128,18 @@ def test_training_between_apply_and_revert_is_kept() -> None:
         torch.testing.assert_close(edited[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_a_copy_of_an_edited_model_computes_with_its_own_weights() -> None:
+    model, tuner = Attention(), ox.model.ModelOptimizer()
+    (outcome,) = tuner.apply(model, "sdpa:math", TOKENS)
+    assert outcome.applied, outcome
+    model.eval()
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(copied(TOKENS), model(TOKENS))
+    with torch.no_grad():
+        copied.out.weight.zero_()
+    assert torch.equal(copied(TOKENS), copied.out.bias.expand(2, 16, 32))
+
+
 def test_checkpointing_keeps_less_for_backward() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.2)) for _ in range(3)))
     example, kept = torch.randn(64, 64), []
@@ -139,6 +159,8 @@ def test_checkpointing_keeps_less_for_backward() -> None:
 
 REFUSED = [
     ("channels_last", Attention, TOKENS, "no 2-D convolution"),
+    ("channels_last_3d", cnn, IMAGES, "no 3-D convolution"),
+    ("sdpa:cudnn", Attention, TOKENS, "no such kernel on cpu"),
     ("fuse_conv_bn", cnn, IMAGES, "in training mode"),
     ("drop_bias_before_norm", Attention, TOKENS, "no layer with a bias"),
     ("checkpoint:7", cnn, IMAGES, "no module '7'"),
@@ -159,20 +181,20 @@ def test_an_edit_that_does_not_fit_is_refused_with_its_reason(
     assert bits(model) == before
 
 
-class Wrong(edits.Edit):
+class Wrong(Change):
     """Changes the function a little, or breaks the model."""
 
-    def apply(self, model: Any, run: Any) -> None:
-        self.model, self.own = model, model[5].weight.data
-        model[5].weight.data = self.own * 1.001 if "little" in self.name else self.own[:, 1:]
+    def apply(self, run: Any) -> None:
+        self.own = run.model[5].weight.data
+        run.model[5].weight.data = self.own * 1.001 if "little" in self.name else self.own[:, 1:]
 
-    def revert(self) -> None:
-        self.model[5].weight.data = self.own
+    def revert(self, run: Any) -> None:
+        run.model[5].weight.data = self.own
 
 
 @pytest.mark.parametrize(("exact", "name"), [(True, "wrong:little"), (False, "wrong:little"), (False, "wrong:shape")])
 def test_an_edit_that_changes_the_function_is_undone(monkeypatch: Any, exact: bool, name: str) -> None:
-    monkeypatch.setattr(Wrong, "exact", exact)
+    monkeypatch.setattr(Wrong, "kind", "exact" if exact else "tolerance")
     monkeypatch.setitem(edits.EDITS, "wrong", Wrong)
     model = cnn()
     before = bits(model)

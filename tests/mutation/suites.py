@@ -57,7 +57,7 @@ _FIRST = {
     "python/oxytorch/optim/sharded.py": ("tests/optim/test_distributed.py",),
     "python/oxytorch/optim/tail.py": ("tests/optim/test_state.py", "tests/optim/test_bad_input.py"),
     "python/oxytorch/tune/batches.py": ("tests/tune/test_feed.py", "tests/tune/test_accelerate.py"),
-    "python/oxytorch/tune/call.py": ("tests/tune/test_strategies.py",),
+    "python/oxytorch/model/call.py": ("tests/tune/test_strategies.py",),
     "python/oxytorch/tune/chance.py": ("tests/tune/test_verify.py",),
     "python/oxytorch/tune/measure.py": ("tests/tune/test_accelerate.py",),
     "python/oxytorch/tune/record.py": ("tests/tune/test_verify.py", "tests/tune/test_planted_faults.py"),

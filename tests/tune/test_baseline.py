@@ -10,8 +10,8 @@ import oxytorch as ox
 import pytest
 import torch
 from oxytorch.tune import Run, Strategy
+from oxytorch.tune.observe import operator_seconds
 from oxytorch.tune.strategies.compiled import fused_speedup
-from oxytorch.tune.strategies.observe import operator_seconds
 from oxytorch.tune.workload import RunWorkload
 from planted import CLOCK, WORKLOAD, Clock, Net, batches, clock, made, only
 from torch import nn

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 from oxytorch import _C
-from oxytorch.tune import STRATEGIES, Run, Strategy
-from oxytorch.tune.strategies import compiled, observe
+from oxytorch.model import ModelOptimizer
+from oxytorch.model.edits import EDITS
+from oxytorch.tune import STRATEGIES, Run, Strategy, observe
+from oxytorch.tune.strategies import compiled
+from oxytorch.tune.strategy import strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -461,6 +464,84 @@ def test_everything_cheap_together_and_in_any_order(tail: tuple[str, ...]) -> No
     assert anatomy(run).keys() >= before.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("channels_last", "channels_last"),
+        ("channels_last_3d", "channels_last_3d"),
+        ("math_attention", "sdpa:math"),
+        ("math_attention_bf16", "sdpa:math"),
+        ("flash_attention", "sdpa:flash"),
+        ("efficient_attention", "sdpa:efficient"),
+        ("cudnn_attention", "sdpa:cudnn"),
+    ],
+)
+def test_what_a_model_is_edited_by_is_what_is_tried(name: str, edit: str) -> None:
+    assert issubclass(STRATEGIES[name], EDITS[edit])
+    assert STRATEGIES[name].apply is EDITS[edit].apply and STRATEGIES[name].revert is EDITS[edit].revert
+
+
+def test_an_edit_is_a_strategy_as_it_is() -> None:
+    strategy("no_bias", kind="tolerance")(EDITS["drop_bias_before_norm"])
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        batches = [(torch.randn(8, 6), torch.randint(2, (8,)))]
+        run = Run(model, torch.optim.SGD(model.parameters(), 0.1), F.cross_entropy, batches)
+        bias, expected = model[0].bias, run.loss(batches[0]).item()
+        assert run.strategy("no_bias").applies(run) is True
+        run.bring(["no_bias"])
+        assert model[0].bias is None
+        assert run.loss(batches[0]).item() == pytest.approx(expected, rel=1e-5)
+        run.bring([])
+        assert model[0].bias is bias
+    finally:
+        del STRATEGIES["no_bias"]
+
+
+def test_an_edit_and_strategies_of_one_model_do_not_take_each_other_away() -> None:
+    run, tuner = make("conv"), ModelOptimizer()
+    images, seen = run.batches[0][0], []
+    handle = run.model.register_forward_pre_hook(
+        lambda _, args: seen.append((args[0].is_contiguous(), torch.is_autocast_enabled("cpu")))
+    )
+
+    def entered() -> tuple[bool, bool]:
+        run.model(images)
+        return seen[-1]
+
+    assert entered() == (True, False)
+    for first in ("edit", "strategy"):
+        if first == "strategy":
+            run.bring(["bf16_autocast"])
+        (outcome,) = tuner.apply(run.model, "channels_last", run.batches[0], run.loss_fn)
+        assert outcome.applied, outcome
+        run.bring(["bf16_autocast"])
+        assert entered() == (False, True)
+        run.bring([])
+        assert entered() == (False, False)
+        run.bring(["bf16_autocast"])
+        tuner.revert()
+        assert entered() == (True, True)
+        run.bring([])
+        assert entered() == (True, False)
+    assert "_compiled_call_impl" not in vars(run.model)
+    handle.remove()
+
+
+def test_what_the_user_compiled_meanwhile_is_kept() -> None:
+    run = make("conv")
+    run.bring(["bf16_autocast"])
+    run.bring([])
+    assert not run.call.was_compiled
+    run.model.compile(backend="eager")
+    own = run.model._compiled_call_impl
+    run.bring(["bf16_autocast"])
+    assert run.call.was_compiled and run.model._compiled_call_impl is not own
+    run.bring([])
+    assert run.model._compiled_call_impl is own
+
+
 def test_channels_last_takes_the_optimizers_state_along() -> None:
     run = make("conv")
     train(run)
@@ -480,7 +561,7 @@ def test_channels_last_of_three_dimensions() -> None:
     batches = [(torch.randn(2, 2, 4, 4, 4), torch.tensor([0, 1]))]
     run = Run(model, torch.optim.SGD(model.parameters(), 0.1), F.cross_entropy, batches)
     expected = run.loss(batches[0]).item()
-    assert run.strategy("channels_last").applies(run) == "no weight has 4 dimensions"
+    assert run.strategy("channels_last").applies(run) == "the model has no 2-D convolution"
     assert run.strategy("channels_last_3d").applies(run) is True
     run.bring(["channels_last_3d"])
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last_3d)  # type: ignore[operator]

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from oxytorch import _C
-from oxytorch.tune import STRATEGIES, Run
-from oxytorch.tune.strategies import attention, observe, precision
+from oxytorch.tune import STRATEGIES, Run, observe
+from oxytorch.tune import run as run_module
+from oxytorch.tune.strategies import precision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -265,7 +266,7 @@ def card_that_takes_the_efficient_kernel(patch: pytest.MonkeyPatch) -> None:
     """As `card`, and torch's own choice is the memory-efficient kernel."""
     card(patch)
     seen = observe.Observation(frozenset({"aten::_scaled_dot_product_efficient_attention"}), random=True, tiny=False)
-    patch.setattr(attention, "observe", lambda run: seen)
+    patch.setattr(run_module, "observe", lambda run: seen)
 
 
 def quick_compiler(patch: pytest.MonkeyPatch) -> None:

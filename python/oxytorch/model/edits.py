@@ -1,182 +1,223 @@
-"""Edits that keep the function a model computes, each with its way back."""
+"""Edits that keep the function a model computes, each with its way back.
+
+Which of them are strategies for speed, tried by `oxytorch.accelerate` too, is decided in ``oxytorch.tune.strategies``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from .change import Change, Subject
 from .rules import Step, norms_after
 from .snapshot import untouched
 from .watch import Watch
 
-__all__ = ["EDITS", "Edit", "Refusal", "make"]
-
-Run = Callable[[], Any]
+__all__ = ["EDITS", "make"]
 
 
-class Refusal(ValueError):
-    """An edit does not fit this model; the message says why."""
+class ChannelsLast(Change):
+    """Images and the weights of 2-D convolutions with channels innermost.
 
-
-class Edit:
-    """One edit: `apply` changes the model or raises `Refusal` with nothing changed, `revert` undoes it bit for bit.
-
-    Attributes
-    ----------
-    name : str
-    exact : bool
-        Whether outputs and gradients stay the same bit for bit.
-    inference : bool
-        Whether the edit is for evaluation only, without gradients.
-    note : str
-        What the user should know once it is applied.
-    moved : set of str
-        Results that the edit moves on purpose, such as ``"buffer norm.running_mean"``.
+    Gradients and what an optimizer keeps lie as their weights do.
     """
 
-    exact: ClassVar[bool] = False
-    inference: ClassVar[bool] = False
-    note = ""
+    kind = "tolerance"
+    cost = "a second copy of the convolutions' weights and their optimizer state is kept while it may be taken back."
+    dims: ClassVar[int] = 4
+    layout: ClassVar[torch.memory_format] = torch.channels_last
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.moved: set[str] = set()
+    def __init__(self) -> None:
+        self._spare: dict[int, tuple[Tensor, Tensor]] = {}
+        self._strides: list[tuple[Tensor, tuple[int, ...]]] = []
 
-    def apply(self, model: nn.Module, run: Run) -> None:
-        """Change the model; `run` runs its step forward once."""
-        raise NotImplementedError
+    def applies(self, run: Subject) -> bool | str:
+        """See `Change.applies`."""
+        if _own_weights(run.model, self.dims) and run.uses("convolution"):
+            return True
+        return f"the model has no {self.dims - 2}-D convolution"
 
-    def revert(self) -> None:
-        """Undo it."""
-        raise NotImplementedError
+    def apply(self, run: Subject) -> None:
+        """See `Change.apply`."""
+        weights = _own_weights(run.model, self.dims)
+        self._strides = [(p, p.stride()) for p in weights]
+        for p in weights:
+            last = torch.empty(p.shape, dtype=p.dtype, device="meta").to(memory_format=self.layout).stride()
+            self._lay_out(run, p, last)
+        run.call.inputs(self, self._convert)
 
+    def revert(self, run: Subject) -> None:
+        """See `Change.revert`."""
+        run.call.inputs(self, None)
+        for p, strides in self._strides:
+            self._lay_out(run, p, strides)
 
-class ChannelsLast(Edit):
-    """Holds the weights of 2-D convolutions, and the images that go in, in channels_last."""
+    def _convert(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def last(leaf: Any) -> Any:
+            image = isinstance(leaf, Tensor) and leaf.dim() == self.dims and leaf.is_floating_point()
+            return leaf.contiguous(memory_format=self.layout) if image else leaf
 
-    note = "the model's image inputs are taken to channels_last on entry."
+        if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
+            return (last(args[0]),), kwargs
+        return tree_map(last, (args, kwargs))  # type: ignore[no-any-return]
 
-    def apply(self, model: nn.Module, run: Run) -> None:  # noqa: ARG002
-        """See `Edit.apply`."""
-        if not any(isinstance(m, nn.Conv2d | nn.ConvTranspose2d) for m in model.modules()):
-            raise Refusal("the model has no 2-D convolution.")
-        self._own = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dim() == 4]
-        for tensor, data in self._own:
-            tensor.data = data.contiguous(memory_format=torch.channels_last)
-        self._hook = model.register_forward_pre_hook(self._enter, with_kwargs=True)
+    def _lay_out(self, run: Subject, param: Tensor, strides: tuple[int, ...]) -> None:
+        kept = [v for v in run.state_of(param).values() if isinstance(v, Tensor) and v.shape == param.shape]
+        for tensor in (param, *kept):
+            self._swap(tensor, strides)
+        if param.grad is not None and param.grad.stride() != strides:
+            param.grad.data = _strided(param.grad, strides).copy_(param.grad)
 
-    @staticmethod
-    def _enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return torch.utils._pytree.tree_map(_last, (args, kwargs))
-
-    def revert(self) -> None:
-        """See `Edit.revert`."""
-        self._hook.remove()
-        for tensor, data in self._own:
-            data.copy_(tensor.data)  # training may have gone on
-            tensor.data = data
-
-
-def _last(value: Any) -> Any:
-    images = isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point()
-    return value.contiguous(memory_format=torch.channels_last) if images else value
-
-
-class _Forward:
-    """Replaces `forward` of one module object and puts the former back."""
-
-    def __init__(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._module = module
-        self._own = module.__dict__.get("forward")
-        module.forward = make(module.forward)
-
-    def undo(self) -> None:
-        """Put the former back."""
-        if self._own is None:
-            del self._module.__dict__["forward"]
-        else:
-            self._module.__dict__["forward"] = self._own
+    def _swap(self, tensor: Tensor, strides: tuple[int, ...]) -> None:
+        """Give a tensor other strides in a memory of its own, which waits while the tensor is in the other one."""
+        if tensor.stride() == strides:
+            return
+        _, data = self._spare.pop(id(tensor), (tensor, None))
+        if data is None or data.stride() != strides or data.dtype != tensor.dtype:
+            data = _strided(tensor, strides)
+        data.copy_(tensor.data)
+        self._spare[id(tensor)] = (tensor, tensor.data)
+        tensor.data = data
 
 
-class Attention(Edit):
-    """Chooses the kernel of scaled_dot_product_attention for the whole model: ``sdpa:math``, ``sdpa:flash`` ..."""
-
-    _KERNELS: ClassVar[dict[str, SDPBackend]] = {
-        "math": SDPBackend.MATH,
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-    }
-
-    def apply(self, model: nn.Module, run: Run) -> None:
-        """See `Edit.apply`."""
-        kernel = self._KERNELS.get(self.name.partition(":")[2])
-        if kernel is None:
-            raise Refusal(f"there are sdpa:{', sdpa:'.join(self._KERNELS)}.")
-        with Watch(model) as watch, torch.no_grad(), untouched(model):
-            run()
-        if not any("scaled_dot_product" in op.name or op.name == "_safe_softmax" for op in watch.ops):
-            raise Refusal("the model does not call scaled_dot_product_attention.")
-
-        def under(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def with_kernel(*args: Any, **kwargs: Any) -> Any:
-                with sdpa_kernel(kernel):
-                    return forward(*args, **kwargs)
-
-            return with_kernel
-
-        self._forward = _Forward(model, under)
-
-    def revert(self) -> None:
-        """See `Edit.revert`."""
-        self._forward.undo()
+def _strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
 
 
-class Checkpoint(Edit):
+def _own_weights(model: nn.Module, dims: int) -> list[Tensor]:
+    """Parameters of so many dimensions that share their memory with no other tensor."""
+    return [
+        p
+        for p in model.parameters()
+        if p.dim() == dims
+        and p.layout is torch.strided
+        and p.is_floating_point()
+        and not hasattr(p, "__tensor_flatten__")
+        and p.untyped_storage().nbytes() == p.numel() * p.element_size()
+    ]
+
+
+class ChannelsLast3d(ChannelsLast):
+    """Volumes and the weights of 3-D convolutions with channels innermost."""
+
+    dims = 5
+    layout = torch.channels_last_3d
+
+
+class Attention(Change):
+    """Chooses the kernel of scaled_dot_product_attention for the whole model; the backward follows."""
+
+    kind = "tolerance"
+    backend: ClassVar[SDPBackend | None] = None
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+
+    def applies(self, run: Subject) -> bool | str:
+        """See `Change.applies`."""
+        if self.backend is None:
+            return f"there are {', '.join(name for name in EDITS if name.startswith('sdpa:'))}"
+        if run.device.type not in self.devices:
+            return f"there is no such kernel on {run.device.type}"
+        if run.uses("scaled_dot_product") or run.uses("_safe_softmax"):
+            return True
+        return "the model does not call scaled_dot_product_attention"
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return what is entered around forward."""
+        assert self.backend is not None
+        return sdpa_kernel([self.backend])
+
+    def apply(self, run: Subject) -> None:
+        """See `Change.apply`."""
+        run.call.scope(self, self.scope)
+
+    def revert(self, run: Subject) -> None:
+        """See `Change.revert`."""
+        run.call.scope(self, None)
+
+
+class MathAttention(Attention):
+    """Attention as two matrix products and a softmax."""
+
+    backend = SDPBackend.MATH
+    cost = "memory grows with the square of the sequence length."
+
+
+class FlashAttention(Attention):
+    """The flash kernel, which never holds all scores."""
+
+    backend = SDPBackend.FLASH_ATTENTION
+
+
+class EfficientAttention(Attention):
+    """The memory-efficient kernel, for dtypes and masks that flash attention does not take."""
+
+    backend = SDPBackend.EFFICIENT_ATTENTION
+    devices = ("cuda",)
+
+
+class CudnnAttention(Attention):
+    """cuDNN's fused kernel."""
+
+    backend = SDPBackend.CUDNN_ATTENTION
+    devices = ("cuda",)
+
+
+class Checkpoint(Change):
     """``checkpoint:NAME``: the block keeps its inputs alone and runs forward again in backward."""
 
-    exact = True
-    note = "forward of the block runs twice in training."
+    cost = "forward of the block runs twice in training."
 
-    def apply(self, model: nn.Module, run: Run) -> None:  # noqa: ARG002
-        """See `Edit.apply`."""
+    def applies(self, run: Subject) -> bool | str:
+        """See `Change.applies`."""
         name = self.name.partition(":")[2]
-        block = dict(model.named_modules()).get(name)
+        block = dict(run.model.named_modules()).get(name)
         if block is None or not name:
-            raise Refusal(f"the model has no module {name!r}; named_modules() lists them.")
+            return f"the model has no module {name!r}; named_modules() lists them"
         if isinstance(block, nn.ModuleList | nn.ModuleDict):
-            raise Refusal(f"{name!r} is a {type(block).__name__}, which has no forward; name its children.")
+            return f"{name!r} is a {type(block).__name__}, which has no forward; name its children"
         counting = [n for n, m in block.named_modules(prefix=name) if getattr(m, "track_running_stats", False) is True]
-        if counting:
-            raise Refusal(f"{counting[0]!r} keeps running statistics, which a second forward would update twice.")
+        return (
+            f"{counting[0]!r} keeps running statistics, which a second forward would update twice" if counting else True
+        )
 
-        def under(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def twice(*args: Any, **kwargs: Any) -> Any:
-                if not torch.is_grad_enabled():
-                    return forward(*args, **kwargs)
-                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    def apply(self, run: Subject) -> None:
+        """See `Change.apply`."""
+        self._block = run.model.get_submodule(self.name.partition(":")[2])
+        self._own = self._block.__dict__.get("forward")
+        forward: Callable[..., Any] = self._block.forward
 
-            return twice
+        def twice(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-        self._forward = _Forward(block, under)
+        self._block.forward = twice
 
-    def revert(self) -> None:
-        """See `Edit.revert`."""
-        self._forward.undo()
+    def revert(self, run: Subject) -> None:  # noqa: ARG002
+        """See `Change.revert`."""
+        if self._own is None:
+            del self._block.__dict__["forward"]
+        else:
+            self._block.__dict__["forward"] = self._own
 
 
-def _pairs(model: nn.Module, run: Run) -> list[tuple[str, nn.Module, str, nn.Module]]:
+Pair = tuple[str, nn.Module, str, nn.Module]
+
+
+def _pairs(run: Subject) -> list[Pair]:
     """(name, layer, name, normalisation) in traced order, where each of the two runs once."""
-    watch = Watch(model)
-    with untouched(model), torch.no_grad(), watch:
-        run()
-    step = Step(model, watch, 0.0, has_backward=False)
+    watch = Watch(run.model)
+    with untouched(run.model), torch.no_grad(), watch:
+        run.forward()
+    step = Step(run.model, watch, 0.0, has_backward=False)
     found = []
     for source, norm in norms_after(step):
         layer, behind = step.module(source.module), step.module(norm.module)
@@ -186,25 +227,33 @@ def _pairs(model: nn.Module, run: Run) -> list[tuple[str, nn.Module, str, nn.Mod
     return found
 
 
-class FuseConvBn(Edit):
+class FuseConvBn(Change):
     """Folds batch normalisation into the convolution or linear layer before it; evaluation only."""
 
+    kind = "tolerance"
     inference = True
-    note = "for inference: training needs revert() first."
+    cost = "for inference: training needs revert() first."
 
-    def apply(self, model: nn.Module, run: Run) -> None:
-        """See `Edit.apply`."""
-        if model.training:
-            raise Refusal("the model is in training mode; folding is for inference: call model.eval() first.")
-        pairs = [p for p in _pairs(model, run) if isinstance(p[3], nn.modules.batchnorm._BatchNorm)]
-        pairs = [p for p in pairs if p[3].track_running_stats and isinstance(p[1], nn.Linear | nn.modules.conv._ConvNd)]
-        if not pairs:
-            raise Refusal("no batch normalisation with running statistics follows a convolution or linear layer alone.")
+    def applies(self, run: Subject) -> bool | str:
+        """See `Change.applies`."""
+        if run.model.training:
+            return "the model is in training mode; folding is for inference: call model.eval() first"
+        if self._foldable(run):
+            return True
+        return "no batch normalisation with running statistics follows a convolution or linear layer alone"
+
+    @staticmethod
+    def _foldable(run: Subject) -> list[Pair]:
+        pairs = [p for p in _pairs(run) if isinstance(p[3], nn.modules.batchnorm._BatchNorm)]
+        return [p for p in pairs if p[3].track_running_stats and isinstance(p[1], nn.Linear | nn.modules.conv._ConvNd)]
+
+    def apply(self, run: Subject) -> None:
+        """See `Change.apply`."""
         self._own: list[tuple[nn.Module, str, nn.Module]] = []
-        for name, layer, behind, norm in pairs:
+        for name, layer, behind, norm in self._foldable(run):
             fuse: Any = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval
-            self._put(model, name, fuse(layer, norm))
-            self._put(model, behind, nn.Identity().eval())
+            self._put(run.model, name, fuse(layer, norm))
+            self._put(run.model, behind, nn.Identity().eval())
 
     def _put(self, model: nn.Module, name: str, module: nn.Module) -> None:
         owner, _, last = name.rpartition(".")
@@ -212,58 +261,79 @@ class FuseConvBn(Edit):
         self._own.append((parent, last, parent._modules[last]))  # type: ignore[arg-type]
         parent._modules[last] = module
 
-    def revert(self) -> None:
-        """See `Edit.revert`."""
+    def revert(self, run: Subject) -> None:  # noqa: ARG002
+        """See `Change.revert`."""
         for parent, name, module in reversed(self._own):
             parent._modules[name] = module
 
 
-class DropBias(Edit):
-    """Takes away biases right before batch normalisation, and takes them out of the running mean."""
+class DropBias(Change):
+    """Takes away biases right before batch normalisation, and takes them out of the running mean.
 
-    note = "an optimizer made before still holds the biases, which get no gradient any more."
+    No strategy of a training run: its optimizer, its checkpoints and whoever compares its gradients would miss
+    parameters that they know.
+    """
 
-    def apply(self, model: nn.Module, run: Run) -> None:
-        """See `Edit.apply`."""
-        self._own: list[tuple[nn.Module, nn.Parameter, Tensor, Tensor, Tensor]] = []
-        for name, layer, behind, norm in _pairs(model, run):
-            bias = getattr(layer, "bias", None)
-            if bias is None or not isinstance(norm, nn.modules.batchnorm._BatchNorm):
-                continue
+    kind = "tolerance"
+    cost = "an optimizer made before still holds the biases, which get no gradient any more."
+
+    def applies(self, run: Subject) -> bool | str:
+        """See `Change.applies`."""
+        found = self._biased(run)
+        for name, _, _, norm in found:
             if not norm.track_running_stats or norm.running_mean is None:
-                raise Refusal(f"the normalisation behind {name!r} keeps no running mean to move the bias into.")
-            self.moved.add(f"buffer {behind}.running_mean")
-            self._own.append((layer, bias, norm.running_mean, norm.running_mean.clone(), norm.running_mean))
-        if not self._own:
-            raise Refusal("no layer with a bias feeds a batch normalisation alone.")
-        for index, (layer, bias, mean, before, _) in enumerate(self._own):
+                return f"the normalisation behind {name!r} keeps no running mean to move the bias into"
+        return True if found else "no layer with a bias feeds a batch normalisation alone"
+
+    @staticmethod
+    def _biased(run: Subject) -> list[Pair]:
+        pairs = [p for p in _pairs(run) if isinstance(p[3], nn.modules.batchnorm._BatchNorm)]
+        return [p for p in pairs if getattr(p[1], "bias", None) is not None]
+
+    def apply(self, run: Subject) -> None:
+        """See `Change.apply`."""
+        found = self._biased(run)
+        self.moved = {f"buffer {behind}.running_mean" for _, _, behind, _ in found}
+        self._own: list[tuple[nn.Module, nn.Parameter, Tensor, Tensor, Tensor]] = []
+        for _, layer, _, norm in found:
+            bias: Any = layer.bias
+            mean: Any = norm.running_mean
+            before = mean.clone()
             mean.sub_(bias.detach())
             layer._parameters["bias"] = None
-            self._own[index] = (layer, bias, mean, before, mean.clone())
+            self._own.append((layer, bias, mean, before, mean.clone()))
 
-    def revert(self) -> None:
-        """See `Edit.revert`."""
+    def revert(self, run: Subject) -> None:  # noqa: ARG002
+        """See `Change.revert`."""
         for layer, bias, mean, before, after in self._own:
             layer._parameters["bias"] = bias
             # The running mean of before where no training came between, else the present one with the bias.
             mean.copy_(before if torch.equal(mean, after) else mean + bias.detach())
 
 
-EDITS: dict[str, type[Edit]] = {
+#: By name; of one with an argument behind a colon, by what is before it.
+EDITS: dict[str, type[Change]] = {
     "channels_last": ChannelsLast,
+    "channels_last_3d": ChannelsLast3d,
     "sdpa": Attention,
+    "sdpa:math": MathAttention,
+    "sdpa:flash": FlashAttention,
+    "sdpa:efficient": EfficientAttention,
+    "sdpa:cudnn": CudnnAttention,
     "checkpoint": Checkpoint,
     "fuse_conv_bn": FuseConvBn,
     "drop_bias_before_norm": DropBias,
 }
 
 
-def make(name: str) -> Edit:
+def make(name: str) -> Change:
     """The edit of a name, which may have an argument behind a colon."""
-    kind = EDITS.get(name.partition(":")[0])
+    kind = EDITS.get(name) or EDITS.get(name.partition(":")[0])
     if kind is None:
         raise ValueError(
-            f"no edit is called {name!r}; there are channels_last, sdpa:KERNEL, checkpoint:MODULE, fuse_conv_bn and "
-            "drop_bias_before_norm"
+            f"no edit is called {name!r}; there are channels_last, channels_last_3d, sdpa:KERNEL, checkpoint:MODULE, "
+            "fuse_conv_bn and drop_bias_before_norm"
         )
-    return kind(name)
+    edit = kind()
+    edit.name = name
+    return edit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from . import advise
-from .edits import Edit, Refusal, make
+from .call import Call
+from .change import Change
+from .edits import make
 from .finding import Advice
 from .loss import Loss, outputs_and_loss, tensors_in
 from .snapshot import untouched
+from .watch import Watch
 
 __all__ = ["ModelOptimizer", "Outcome"]
 
@@ -79,7 +82,7 @@ class ModelOptimizer:
     def __init__(self, rules: Iterable[str] | None = None) -> None:
         self._rules = None if rules is None else list(rules)
         advise._chosen(self._rules)
-        self._applied: list[tuple[nn.Module, Edit]] = []
+        self._applied: list[tuple[_Example, Change]] = []
 
     def advise(self, model: nn.Module, example: Any, loss_fn: Loss | None = None) -> Advice:
         """Return what was found, largest share of the step's time first.
@@ -117,6 +120,7 @@ class ModelOptimizer:
 
         ============================  =====================================================================
         ``channels_last``             weights of convolutions, and images on entry, in channels_last
+        ``channels_last_3d``          the same of 3-D convolutions and volumes
         ``sdpa:KERNEL``               kernel of attention: ``math``, ``flash``, ``efficient``, ``cudnn``
         ``checkpoint:MODULE``         the block runs forward again in backward; bit for bit
         ``fuse_conv_bn``              batch normalisation folded into the layer before; evaluation mode only
@@ -138,27 +142,26 @@ class ModelOptimizer:
             For a name that is no edit; nothing is applied then.
         """
         chosen = [make(name) for name in ([edits] if isinstance(edits, str) else edits)]
-        return [self._apply(model, edit, example, loss_fn) for edit in chosen]
+        return [self._apply(_Example(model, example, loss_fn), edit) for edit in chosen]
 
-    def _apply(self, model: nn.Module, edit: Edit, example: Any, loss_fn: Loss | None) -> Outcome:
-        before = _results(model, example, loss_fn, edit.inference)
-        reference = None if edit.exact else _double(model, example, loss_fn, edit.inference)
+    def _apply(self, run: _Example, edit: Change) -> Outcome:
+        if (fits := edit.applies(run)) is not True:
+            return Outcome(edit.name, False, f"{fits}.")
+        before = _results(run.model, run.example, run.loss_fn, edit.inference)
+        reference = None if edit.kind == "exact" else _double(run.model, run.example, run.loss_fn, edit.inference)
+        edit.apply(run)
         try:
-            edit.apply(model, lambda: outputs_and_loss(model, example, loss_fn))
-        except Refusal as refusal:
-            return Outcome(edit.name, False, str(refusal))
-        try:
-            after = _results(model, example, loss_fn, edit.inference)
+            after = _results(run.model, run.example, run.loss_fn, edit.inference)
             outcome = _judge(edit, before, after, reference)
         except Exception as error:  # an edit that breaks the model is undone, whatever it broke
             outcome = Outcome(edit.name, False, f"the model does not run with it: {type(error).__name__}: {error}")
         except BaseException:
-            edit.revert()
+            edit.revert(run)
             raise
         if outcome.applied:
-            self._applied.append((model, edit))
+            self._applied.append((run, edit))
         else:
-            edit.revert()
+            edit.revert(run)
         return outcome
 
     def revert(self, model: nn.Module | None = None) -> list[str]:
@@ -166,9 +169,10 @@ class ModelOptimizer:
 
         Weights that were trained since keep their values.
         """
-        undone = [pair for pair in reversed(self._applied) if model is None or pair[0] is model]
+        undone = [pair for pair in reversed(self._applied) if model is None or pair[0].model is model]
         for pair in undone:
-            pair[1].revert()
+            run, edit = pair
+            edit.revert(run)
             self._applied.remove(pair)
         return [edit.name for _, edit in undone]
 
@@ -176,6 +180,28 @@ class ModelOptimizer:
     def applied(self) -> list[str]:
         """Names of the edits in force."""
         return [edit.name for _, edit in self._applied]
+
+
+class _Example:
+    """A model and an example: what an edit sees where there is no training run."""
+
+    def __init__(self, model: nn.Module, example: Any, loss_fn: Loss | None) -> None:
+        self.model = model
+        self.example = example
+        self.loss_fn = loss_fn
+        self.call = Call.of(model)
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def forward(self) -> Any:
+        return outputs_and_loss(self.model, self.example, self.loss_fn)
+
+    def uses(self, part: str) -> bool:
+        with Watch(self.model) as watch, torch.no_grad(), untouched(self.model):
+            self.forward()
+        return any(part in op.name for op in watch.ops)
+
+    def state_of(self, param: Tensor) -> Mapping[str, Any]:  # noqa: ARG002
+        return {}
 
 
 Results = dict[str, Tensor]
@@ -212,12 +238,12 @@ def _distance(left: Tensor, right: Tensor) -> float:
     return difference / scale if scale else difference
 
 
-def _judge(edit: Edit, before: Results, after: Results, reference: Results | None) -> Outcome:
-    if edit.exact:
+def _judge(edit: Change, before: Results, after: Results, reference: Results | None) -> Outcome:
+    if edit.kind == "exact":
         moved = [n for n in before if n not in after or not torch.equal(before[n], after[n])]
         if moved:
             return Outcome(edit.name, False, f"{moved[0]} is not the same bit for bit ({len(moved)} of {len(before)}).")
-        return Outcome(edit.name, True, f"{len(before)} results are the same bit for bit. {edit.note}".strip())
+        return Outcome(edit.name, True, f"{len(before)} results are the same bit for bit. {edit.cost}".strip())
     common = [name for name in before if name in after and name not in edit.moved]
     referee = {
         n: (_distance(before[n], reference[n]), _distance(after[n], reference[n]))
@@ -231,9 +257,9 @@ def _judge(edit: Edit, before: Results, after: Results, reference: Results | Non
         was, now = (max(e[i] for e in referee.values()) for i in (0, 1))
         held = all(b <= _TIMES * a + _SLACK for a, b in referee.values())
         text = f"against float64 {worst} is off by {referee[worst][1]:.1e}, before by {referee[worst][0]:.1e}"
-        return Outcome(edit.name, held, f"{text}. {edit.note if held else ''}".strip(), was, now)
+        return Outcome(edit.name, held, f"{text}. {edit.cost if held else ''}".strip(), was, now)
     far = {n: _distance(after[n], before[n]) for n in common}
     worst = max(far, key=lambda n: far[n])
     held = far[worst] <= _PLAIN
     text = f"{worst} is within {far[worst]:.1e} of before (float64 could not judge)"
-    return Outcome(edit.name, held, f"{text}. {edit.note if held else ''}".strip())
+    return Outcome(edit.name, held, f"{text}. {edit.cost if held else ''}".strip())

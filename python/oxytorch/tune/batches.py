@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..model.graph import entries
 from ..optim.generators import rng_state, set_rng_state
 
-__all__ = ["can_visit", "copied", "is_nest", "stop_drawing", "take", "tensors", "visit"]
+__all__ = ["can_visit", "copied", "is_nest", "shapes", "stop_drawing", "take", "tensors", "visit"]
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -138,3 +138,8 @@ def _generators(loader: Any) -> list[torch.Generator]:
     )
     found = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
     return list(found.values())
+
+
+def shapes(batch: Any) -> tuple[Any, ...]:
+    """Return the shape of each tensor of a batch."""
+    return tuple(tuple(tensor.shape) for tensor in tensors(batch))

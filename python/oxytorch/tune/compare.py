@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .._C import tune as _native
 from .._C.memory import give_back_host_memory
+from ..model.call import widened
 from ..model.parking import rest
-from .call import widened
 from .chance import still
 from .record import Call, State, Step
 from .referee import Truth, measure, taken_again, truth, unexplained

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..model.call import Call
 from ..step import StepFunction, TrainingStep, is_closure
 from .batches import tensors
-from .call import Call
+from .observe import observe
 from .strategy import STRATEGIES, Strategy
 
 __all__ = ["Run"]
@@ -95,7 +96,7 @@ class Run(TrainingStep):
         self.owns_loop = owns_loop
         self.state = tuple(state)
         self.functions = {"step": step, "loss_fn": loss_fn}  # code that is the user's, and may reach more
-        self.call = Call(model)
+        self.call = Call.of(model)
         self.micro_batches = 1
         self.device = next((p.device for p in self.params), torch.device("cpu"))
         self.strategies = dict(strategies)
@@ -112,6 +113,18 @@ class Run(TrainingStep):
         if self.micro_batches == 1 or is_closure(batch):
             return [(batch, 1.0)]
         return [(piece, rows(piece) / rows(batch)) for piece in split(batch, self.micro_batches)]
+
+    def forward(self) -> Tensor:
+        """Run forward and loss on the first batch, under what is in force."""
+        return self.loss(self.batches[0])
+
+    def uses(self, part: str) -> bool:
+        """Whether a step has an operator with this in its name; any, where there is no batch to look at."""
+        return observe(self).uses(part)
+
+    def state_of(self, param: Tensor) -> Mapping[str, Any]:
+        """Return what the user's optimizer keeps of a parameter."""
+        return self.original.state.get(param) or {}
 
     def synchronize(self) -> None:
         """Wait until an accelerator has done what it was given."""
@@ -231,11 +244,6 @@ def plain_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
 def rows(batch: Any) -> int:
     """Return the size of the first dimension of a batch's first tensor."""
     return next(int(t.shape[0]) for t in tensors(batch) if t.dim() > 0)
-
-
-def shapes(batch: Any) -> tuple[Any, ...]:
-    """Return the shape of each tensor of a batch."""
-    return tuple(tuple(tensor.shape) for tensor in tensors(batch))
 
 
 def split(batch: Any, pieces: int) -> list[Any]:

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._C import tune as _native
+from ..model.change import KINDS, Change, Kind, widest
 
 if TYPE_CHECKING:
     from .run import Run
 
 __all__ = ["KINDS", "STRATEGIES", "Kind", "Strategy", "offer", "strategy", "widest"]
 
-Kind = Literal["exact", "tolerance", "precision", "trade"]
-KINDS: tuple[Kind, ...] = ("exact", "tolerance", "precision", "trade")
 
+class Strategy(Change):
+    """A change to a training run that may make its step faster, and what the tuner has to know of it.
 
-def widest(kinds: Iterable[Kind]) -> Kind:
-    """Return the kind that may do most to the numbers; "exact" of none."""
-    return KINDS[max((KINDS.index(kind) for kind in kinds), default=0)]
-
-
-class Strategy:
-    """One change to a training run that may make its step faster, with its way back.
-
-    A subclass, or any class with these three methods, is registered by the decorator `strategy`. An object is made for
-    each run, so what `apply` needs to remember for `revert` goes on ``self``. Both are called many times in turn while
-    the step is measured: what is dear (a compiled function, a copy of the weights in another layout) is made once
-    and kept. They run between steps, never inside one.
+    A subclass, or any class with ``apply`` and ``revert``, such as an edit of a model, is registered by the decorator
+    `strategy`. An object is made for each run, so what `apply` needs to remember for `revert` goes on ``self``. Both
+    are called many times in turn while the step is measured: expensive objects (a compiled function, a copy of the
+    weights in another layout) are created once and kept. They run between steps, never inside one.
 
     Attributes
     ----------
-    name : str
-        What the report and the configuration call it.
-    kind : {"exact", "tolerance", "precision", "trade"}
-        What it may do to the numbers, and so how it is verified; a claim that the referee checks.
+    name, kind, cost
+        See `Change`.
     group : str
         At most one strategy of a group is in force.
     requires : tuple of str
@@ -52,8 +43,6 @@ class Strategy:
         It changes what batches are drawn from, ``run.data``, and nothing of the step.
     settle : int
         Steps that are not measured after it was switched; one fewer where a step lasts over 50 ms.
-    cost : str
-        What it costs beside time, one sentence; empty where nothing.
     hopeful : float
         A speedup that it cannot exceed: where even that cannot repay `expected_cost`, it is not tried.
     expected_speedup : float
@@ -61,8 +50,6 @@ class Strategy:
         feeds follows from the time that drawing takes.
     """
 
-    name: str = ""
-    kind: Kind = "exact"
     group: str = ""
     requires: tuple[str, ...] = ()
     interacts: tuple[str, ...] = ()
@@ -71,21 +58,8 @@ class Strategy:
     needs_loop: bool = False
     feeds: bool = False
     settle: int = 1
-    cost: str = ""
     hopeful: float = 3.0
     expected_speedup: float = 1.05
-
-    def applies(self, run: Run) -> bool | str:  # noqa: ARG002
-        """Return True, or why it is not for this run (False is "does not apply"). Must change nothing."""
-        return True
-
-    def apply(self, run: Run) -> None:
-        """Put it in force, whole or not at all: what it throws makes it a failed strategy, reported once."""
-        raise NotImplementedError
-
-    def revert(self, run: Run) -> None:
-        """Take it back: every object, attribute and bit that `apply` touched is as before; trained values stay."""
-        raise NotImplementedError
 
     def likely_speedup(self, run: Run) -> float | None:  # noqa: ARG002
         """Return what it is likely to make of the step as it is now, by a look at where its time goes; None: no idea.
@@ -163,6 +137,7 @@ def strategy(name: str, *, kind: Kind, **attributes: Any) -> Callable[[_Class], 
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}.")
     known = {key for key in vars(Strategy) if not key.startswith("_") and not callable(getattr(Strategy, key))}
+    known.add("cost")
     if unknown := set(attributes) - known:
         raise ValueError(f"a strategy has no attribute {sorted(unknown)[0]!r}; there are {', '.join(sorted(known))}.")
 

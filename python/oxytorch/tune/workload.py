@@ -16,8 +16,8 @@ from ..base import median
 from ..model.snapshot import Snapshot
 from . import clock
 from .asked import Asked
-from .batches import can_visit, stop_drawing, visit
-from .run import Run, shapes
+from .batches import can_visit, shapes, stop_drawing, visit
+from .run import Run
 from .strategy import Kind, offer
 from .verify import Ruling, Verifier
 

@@ -1,4 +1,4 @@
-"""Strategies of scaled dot-product attention: which of torch's kernels computes it."""
+"""Strategies of scaled dot-product attention: edits of a model that choose its kernel, tried on its training step."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
+from ...model import edits
 from ..strategy import Strategy, strategy
-from .observe import observe
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ...model.change import Subject
 
 __all__: list[str] = []
 
@@ -26,44 +26,23 @@ _KERNELS = {
 _INTERACTS = ("bf16_autocast", "compile", "allocator", "host_pool")
 
 
-class _Attention(Strategy):
-    """One kernel in forward; its backward follows."""
+class _Tried(edits.Attention, Strategy):
+    """Not where it would change nothing."""
 
-    _backend = SDPBackend.MATH
-    _devices: tuple[str, ...] = ("cpu", "cuda")
-
-    def applies(self, run: Run) -> bool | str:
-        if run.device.type not in self._devices:
-            return f"there is no such kernel on {run.device.type}"
-        seen = observe(run)
-        if not any(seen.uses(name) for name in _KERNELS.values()):
+    def applies(self, run: Subject) -> bool | str:
+        if not any(run.uses(name) for name in _KERNELS.values()):
             return "the model calls no attention kernel of torch's"
-        if self._backend in _KERNELS and seen.uses(_KERNELS[self._backend]):
+        if self.backend in _KERNELS and run.uses(_KERNELS[self.backend]):
             return "it is torch's own choice here"
-        return True
-
-    @contextmanager
-    def _scope(self) -> Iterator[None]:
-        with sdpa_kernel([self._backend]):
-            yield
-
-    def apply(self, run: Run) -> None:
-        run.call.scope("attention", self._scope)
-
-    def revert(self, run: Run) -> None:
-        run.call.scope("attention", None)
+        return super().applies(run)
 
 
-@strategy(
-    "math_attention",
-    kind="tolerance",
-    expected_speedup=1.1,
-    group="attention",
-    interacts=_INTERACTS,
-    cost="memory grows with the square of the sequence length.",
-)
-class MathAttention(_Attention):
-    """Attention as two matrix products and a softmax."""
+def _offer(name: str, edit: type[edits.Attention], expected_speedup: float = Strategy.expected_speedup) -> None:
+    tried = type(edit.__name__, (_Tried, edit), {"__doc__": edit.__doc__})
+    strategy(name, kind="tolerance", group="attention", interacts=_INTERACTS, expected_speedup=expected_speedup)(tried)
+
+
+_offer("math_attention", edits.MathAttention, 1.1)  # the order of trials
 
 
 @strategy(
@@ -75,38 +54,20 @@ class MathAttention(_Attention):
     interacts=_INTERACTS,
     cost="scores are rounded to bfloat16; memory grows with the square of the sequence length.",
 )
-class MathAttentionBFloat16(_Attention):
+class MathAttentionBFloat16(_Tried, edits.MathAttention):
     """Attention as two matrix products and a softmax that stay in bfloat16 all the way."""
 
     @contextmanager
-    def _scope(self) -> Iterator[None]:
+    def scope(self) -> Iterator[None]:
         before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
         try:
-            with sdpa_kernel([self._backend]):
+            with super().scope():
                 yield
         finally:
             torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
-@strategy("flash_attention", kind="tolerance", group="attention", interacts=_INTERACTS)
-class FlashAttention(_Attention):
-    """The flash kernel, which never holds all scores."""
-
-    _backend = SDPBackend.FLASH_ATTENTION
-
-
-@strategy("efficient_attention", kind="tolerance", group="attention", interacts=_INTERACTS)
-class EfficientAttention(_Attention):
-    """The memory-efficient kernel, for dtypes and masks that flash attention does not take."""
-
-    _backend = SDPBackend.EFFICIENT_ATTENTION
-    _devices = ("cuda",)
-
-
-@strategy("cudnn_attention", kind="tolerance", group="attention", interacts=_INTERACTS)
-class CudnnAttention(_Attention):
-    """cuDNN's fused kernel."""
-
-    _backend = SDPBackend.CUDNN_ATTENTION
-    _devices = ("cuda",)
+_offer("flash_attention", edits.FlashAttention)
+_offer("efficient_attention", edits.EfficientAttention)
+_offer("cudnn_attention", edits.CudnnAttention)

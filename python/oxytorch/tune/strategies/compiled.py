@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..run import shapes
+from ..batches import shapes
+from ..observe import observe, on_device, operator_seconds, rehearse
 from ..strategy import Strategy, strategy
-from .observe import observe, on_device, operator_seconds, rehearse
 
 if TYPE_CHECKING:
     from ..run import Run

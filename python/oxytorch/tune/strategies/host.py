@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ... import _C
 from ...memory import use_host_pool
+from ..observe import near_denormal, observe, on_device
 from ..strategy import Strategy, strategy
-from .observe import near_denormal, observe, on_device
 
 if TYPE_CHECKING:
     from ..run import Run

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...step_graph import StepGraph as Graph
 from ..batches import is_nest
+from ..observe import observe
 from ..run import rows
 from ..strategy import Strategy, strategy
-from .observe import observe
 
 if TYPE_CHECKING:
     from ..run import Run

@@ -11,9 +11,9 @@ from torch import Tensor
 from ... import optim
 from ...optim.tail import TailOptimizer
 from ..native_step import CLASSES, differs, native_step
+from ..observe import on_device
 from ..run import plain_step
 from ..strategy import Strategy, strategy
-from .observe import on_device
 
 if TYPE_CHECKING:
     from ..run import Run

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...amp import hardware_support
-from ..call import widened
+from ...model.call import widened
+from ..observe import on_device
 from ..strategy import Strategy, strategy
-from .observe import on_device
 
 if TYPE_CHECKING:
     from ..run import Run

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...model.reach import Reach
-from ...model.snapshot import Snapshot
-from .. import clock
-from ..run import shapes
+from ..model.reach import Reach
+from ..model.snapshot import Snapshot
+from . import clock
+from .batches import shapes
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from .run import Run
 
 __all__ = [
     "Observation",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,9 @@ class Call:
     or a compiled one), then transforms of the outputs. It takes the place that ``Module.compile`` uses, so pickling,
     ``deepcopy``, ``state_dict`` and hooks are as before, and scopes stand outside of the compiled part.
 
-    While nothing is registered the module is called as ever: nothing is installed.
+    While nothing is registered the module is called as ever: nothing is installed. Each change goes by a name, or by an
+    object of its own. All who change the same module share one `Call`, see `of`: of two, the second to be installed
+    would take the first away when it goes.
 
     Parameters
     ----------
@@ -33,26 +36,34 @@ class Call:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._own: Callable[..., Any] | None = model._compiled_call_impl
-        self._scopes: dict[str, Factory] = {}
-        self._inputs: dict[str, Transform] = {}
-        self._outputs: dict[str, Callable[[Any], Any]] = {}
+        self._own: Callable[..., Any] | None = None  # what was there when it was installed
+        self._scopes: dict[Hashable, Factory] = {}
+        self._inputs: dict[Hashable, Transform] = {}
+        self._outputs: dict[Hashable, Callable[[Any], Any]] = {}
         self._function: Callable[..., Any] | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Call:
+        """Return the module's `Call`."""
+        call = _CALLS.get(id(model))
+        if call is None:
+            call = _CALLS[id(model)] = cls(model)
+        return call
 
     @property
     def was_compiled(self) -> bool:
         """Whether ``model.compile()`` had been called on the module."""
-        return self._own is not None
+        return (self._own if self._is_installed() else self._model._compiled_call_impl) is not None
 
-    def scope(self, name: str, factory: Factory | None) -> None:
+    def scope(self, name: Hashable, factory: Factory | None) -> None:
         """Enter ``factory()`` around each forward; None takes it away."""
         self._set(self._scopes, name, factory)
 
-    def inputs(self, name: str, transform: Transform | None) -> None:
+    def inputs(self, name: Hashable, transform: Transform | None) -> None:
         """Change (args, kwargs) on the way in; None takes it away."""
         self._set(self._inputs, name, transform)
 
-    def outputs(self, name: str, transform: Callable[[Any], Any] | None) -> None:
+    def outputs(self, name: Hashable, transform: Callable[[Any], Any] | None) -> None:
         """Change what the model returns; None takes it away."""
         self._set(self._outputs, name, transform)
 
@@ -61,15 +72,22 @@ class Call:
         self._function = function
         self._install()
 
-    def _set(self, table: dict[str, Any], name: str, value: Any) -> None:
+    def _set(self, table: dict[Hashable, Any], name: Hashable, value: Any) -> None:
         if value is None:
             table.pop(name, None)
         else:
             table[name] = value
         self._install()
 
+    def _is_installed(self) -> bool:
+        return self._model._compiled_call_impl == self._run
+
     def _install(self) -> None:
-        if self._scopes or self._inputs or self._outputs or self._function:
+        is_wanted = bool(self._scopes or self._inputs or self._outputs or self._function)
+        if is_wanted == self._is_installed():
+            return
+        if is_wanted:
+            self._own = self._model._compiled_call_impl
             self._model._compiled_call_impl = self._run
         elif self._own is not None:
             self._model._compiled_call_impl = self._own
@@ -87,6 +105,9 @@ class Call:
         for restore in self._outputs.values():
             result = restore(result)
         return result
+
+
+_CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by id of the module, which its Call keeps alive
 
 
 def widened(result: Any) -> Any:
