@@ -64,6 +64,10 @@ void bind_accelerator(py::module_& m) {
             });
           },
           py::arg("runtime"));
+  m.def("set_float32_precision", &accelerator::set_float32_precision, py::arg("backend"), py::arg("operations"),
+        py::arg("value"),
+        "Sets torch's fp32_precision of operations (\"matmul\", \"conv\", \"rnn\") of \"cuda\" or \"mkldnn\", exactly "
+        "undone.");
   m.def("to_text", &accelerator::to_text, py::arg("report"));
 }
 

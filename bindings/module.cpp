@@ -58,8 +58,6 @@ PYBIND11_MODULE(_C, m) {
   bind_optim_stability(optim);
   auto amp = room("amp", "Mixed precision.");
   bind_amp(amp);
-  auto accelerator = room("accelerator", "Settings of the accelerator.");
-  bind_accelerator(accelerator);
   auto trainer = room("trainer", "Host settings and the training step.");
   bind_trainer(trainer);
   auto tune = room("tune", "Duel, search, certificate and guard.");
@@ -68,6 +66,8 @@ PYBIND11_MODULE(_C, m) {
   bind_verdict(tune);
   bind_tune_operators(tune);
   // After trainer, which declares HostSetting.
+  auto accelerator = room("accelerator", "Settings of the accelerator.");
+  bind_accelerator(accelerator);
   auto memory = room("memory", "The pool of host memory.");
   bind_memory(memory);
 }

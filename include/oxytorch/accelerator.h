@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "oxytorch/api.h"
+#include "oxytorch/host.h"
 #include "oxytorch/system.h"
 
 namespace oxytorch::accelerator {
@@ -47,17 +48,17 @@ class OXY_API Applied {
   [[nodiscard]] const std::vector<FieldReport>& report() const noexcept { return report_; }
   /// True where every field was applied.
   [[nodiscard]] bool complete() const;
-  [[nodiscard]] bool in_force() const noexcept { return !undo_.empty(); }
+  [[nodiscard]] bool in_force() const noexcept { return !settings_.empty(); }
   /// Puts everything back to what it was, in reverse order; each setting is tried even where another fails, and the
   /// first failure is thrown at the end. A second call does nothing.
   void revert();
   /// Leaves the settings in force for the rest of the process.
-  void keep() { undo_.clear(); }
+  void keep() { settings_.clear(); }
 
  private:
   friend struct GPUConfig;
   std::vector<FieldReport> report_;
-  std::vector<std::function<void()>> undo_;
+  std::vector<HostSetting> settings_;
 };
 
 /// Fields that are empty leave torch's setting alone. Settings are those of the whole process, but for the autocast
@@ -110,6 +111,11 @@ struct OXY_API GPUConfig {
   /// The fields that are set, as text.
   [[nodiscard]] std::map<std::string, std::string> values() const;
 };
+
+/// Sets torch's fp32_precision of operations ("matmul", "conv", "rnn") of "cuda" or "mkldnn", and of no other
+/// operation. The way back is exact: what was inherited is inherited again.
+OXY_API HostSetting set_float32_precision(const std::string& backend, const std::vector<std::string>& operations,
+                                          const std::string& value);
 
 /// The report for a reader, one line a field.
 OXY_API std::string to_text(const std::vector<FieldReport>& report);

@@ -1,6 +1,9 @@
 #include "accelerator/float32_precision.h"
 
 #include <algorithm>
+#include <string>
+
+#include "oxytorch/accelerator.h"
 
 namespace oxytorch::accelerator {
 namespace {
@@ -41,7 +44,7 @@ std::optional<Precision> stored_precision(Backend backend, Op op) {
   return alone;
 }
 
-std::function<void()> set_precision(Backend backend, const std::vector<Op>& ops, Precision value) {
+HostSetting set_precision(Backend backend, const std::vector<Op>& ops, Precision value) {
   auto& context = at::globalContext();
   struct Stored {
     Op op;
@@ -68,9 +71,16 @@ std::function<void()> set_precision(Backend backend, const std::vector<Op>& ops,
   for (const Stored& one : before) {
     if (std::find(ops.begin(), ops.end(), one.op) != ops.end()) context.setFloat32Precision(backend, one.op, value);
   }
-  return [backend, before] {
+  return HostSetting::applied("float32_precision", "float32 products are rounded as asked for.", "", [backend, before] {
     for (const Stored& one : before) at::globalContext().setFloat32Precision(backend, one.op, one.value);
-  };
+  });
+}
+
+HostSetting set_float32_precision(const std::string& backend, const std::vector<std::string>& operations,
+                                  const std::string& value) {
+  std::vector<Op> ops;
+  for (const auto& operation : operations) ops.push_back(at::str2op(operation));
+  return set_precision(at::str2backend(backend), ops, at::str2precision(value));
 }
 
 }  // namespace oxytorch::accelerator

@@ -7,17 +7,18 @@
 
 #include <ATen/Context.h>
 
-#include <functional>
 #include <optional>
 #include <vector>
+
+#include "oxytorch/host.h"
 
 namespace oxytorch::accelerator {
 
 /// Empty: unwritten.
 std::optional<at::Float32Precision> stored_precision(at::Float32Backend backend, at::Float32Op op);
 
-/// Sets operations of one backend, and no other operation, to `value`; gives the exact way back.
-std::function<void()> set_precision(at::Float32Backend backend, const std::vector<at::Float32Op>& ops,
-                                    at::Float32Precision value);
+/// Sets operations of one backend, and no other operation, to `value`; the way back is exact.
+HostSetting set_precision(at::Float32Backend backend, const std::vector<at::Float32Op>& ops,
+                          at::Float32Precision value);
 
 }  // namespace oxytorch::accelerator

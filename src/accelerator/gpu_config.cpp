@@ -109,8 +109,8 @@ std::optional<std::string> variable(const char* name) {
 class Applier {
  public:
   Applier(const GPUConfig& config, const DeviceRuntime& runtime, const CpuFeatures& cpu,
-          std::vector<FieldReport>& report, std::vector<std::function<void()>>& undo)
-      : config_(config), runtime_(runtime), cpu_(cpu), report_(report), undo_(undo) {
+          std::vector<FieldReport>& report, std::vector<HostSetting>& settings)
+      : config_(config), runtime_(runtime), cpu_(cpu), report_(report), settings_(settings) {
     // Asking libtorch initialises CUDA, after which `devices` would come too late.
     if (runtime.device_count) {
       devices_ = runtime.device_count();
@@ -146,13 +146,14 @@ class Applier {
   template <class Set, class Undo, class Read>
   void put(const char* field, const std::string& wanted, const std::string& before, const Set& set, Undo undo,
            const Read& read, std::string reason) {
-    undo_.emplace_back(undo);
+    settings_.push_back(HostSetting::applied(field, reason, "", std::move(undo)));
     set();
     const std::string now = read();
     const bool applied = now == wanted;
     if (!applied) {
-      undo_.pop_back();
-      undo();
+      HostSetting refused = std::move(settings_.back());
+      settings_.pop_back();
+      refused.revert();
       reason = "torch kept " + now + " when it was set to " + wanted + ".";
     }
     report_.push_back({field, wanted, before, applied ? now : before, applied, std::move(reason)});
@@ -259,10 +260,10 @@ class Applier {
       return joined(words);
     };
     // Shared, since the way back is known only once it is set.
-    const auto back = std::make_shared<std::function<void()>>([] {});
+    const auto set = std::make_shared<HostSetting>(HostSetting::unchanged(field, ""));
     put(
-        field, *wanted, read(), [&] { *back = accelerator::set_precision(backend, ops, at::str2precision(*wanted)); },
-        [back] { (*back)(); }, read,
+        field, *wanted, read(), [&] { *set = accelerator::set_precision(backend, ops, at::str2precision(*wanted)); },
+        [set] { set->revert(); }, read,
         std::string(*wanted == "tf32"   ? "fp32 products keep 10 bits of mantissa and fp32's range"
                     : *wanted == "bf16" ? "fp32 products are computed in bf16 and summed in fp32"
                                         : "fp32 products are fp32's own") +
@@ -376,7 +377,7 @@ class Applier {
   const DeviceRuntime& runtime_;
   const CpuFeatures& cpu_;
   std::vector<FieldReport>& report_;
-  std::vector<std::function<void()>>& undo_;
+  std::vector<HostSetting>& settings_;
   int devices_ = 0;
   std::string device_;
 };
@@ -390,8 +391,8 @@ Applied& Applied::operator=(Applied&& other) noexcept {
     } catch (...) {  // as in the destructor
     }
     report_ = std::move(other.report_);
-    undo_ = std::move(other.undo_);
-    other.undo_.clear();
+    settings_ = std::move(other.settings_);
+    other.settings_.clear();
   }
   return *this;
 }
@@ -408,11 +409,11 @@ bool Applied::complete() const {
 }
 
 void Applied::revert() {
-  const auto undo = std::exchange(undo_, {});
+  auto settings = std::exchange(settings_, {});
   std::exception_ptr first;
-  for (auto step = undo.rbegin(); step != undo.rend(); ++step) {
+  for (auto setting = settings.rbegin(); setting != settings.rend(); ++setting) {
     try {
-      (*step)();
+      setting->revert();
     } catch (...) {
       if (!first) first = std::current_exception();
     }
@@ -468,7 +469,7 @@ void GPUConfig::check() const {
 Applied GPUConfig::apply(const DeviceRuntime& runtime, const CpuFeatures& cpu) const {
   check();
   Applied applied;  // its destructor puts everything back if a setter throws
-  Applier(*this, runtime, cpu, applied.report_, applied.undo_).run();
+  Applier(*this, runtime, cpu, applied.report_, applied.settings_).run();
   return applied;
 }
 

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "optim/generators.h"
+#include "oxytorch/accelerator.h"
 #include "oxytorch/amp.h"
 #include "oxytorch/error.h"
 #include "oxytorch/host.h"
@@ -289,19 +290,12 @@ Applicability on_cuda(const Run& run) {
   return "the model is not on a CUDA device.";
 }
 
-struct Tf32 : Strategy {
+HostSetting tf32(const Run& /*run*/) {
+  return accelerator::set_float32_precision("cuda", {"matmul", "conv", "rnn"}, "tf32");
+}
+
+struct Tf32 : HostStrategy<tf32> {
   Applicability applies(Run& run) override { return on_cuda(run); }
-  void apply(Run& /*run*/) override {
-    products = at::globalContext().allowTF32CuBLAS();
-    convolutions = at::globalContext().allowTF32CuDNN();
-    at::globalContext().setAllowTF32CuBLAS(true);
-    at::globalContext().setAllowTF32CuDNN(true);
-  }
-  void revert(Run& /*run*/) override {
-    at::globalContext().setAllowTF32CuBLAS(products);
-    at::globalContext().setAllowTF32CuDNN(convolutions);
-  }
-  bool products = false, convolutions = false;
 };
 
 struct CudnnBenchmark : Strategy {

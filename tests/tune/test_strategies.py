@@ -529,6 +529,21 @@ def test_an_edit_and_strategies_of_one_model_do_not_take_each_other_away() -> No
     handle.remove()
 
 
+@pytest.mark.parametrize("name", ["tf32", "onednn_bf16"])
+def test_a_precision_that_is_inherited_is_so_afterwards(name: str) -> None:
+    run = make("conv")
+    backend = {"tf32": "cuda", "onednn_bf16": "mkldnn"}[name]
+    try:
+        torch._C._set_fp32_precision_setter("generic", "all", "ieee")
+        run.bring([name])
+        assert torch._C._get_fp32_precision_getter(backend, "matmul") == name[-4:]
+        run.bring([])
+        torch._C._set_fp32_precision_setter("generic", "all", "tf32")
+        assert torch._C._get_fp32_precision_getter(backend, "matmul") == "tf32"
+    finally:
+        torch._C._set_fp32_precision_setter("generic", "all", "none")
+
+
 def test_what_the_user_compiled_meanwhile_is_kept() -> None:
     run = make("conv")
     run.bring(["bf16_autocast"])

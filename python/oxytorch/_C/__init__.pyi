@@ -10,9 +10,9 @@ from . import machine
 from . import monitor
 from . import optim
 from . import amp
-from . import accelerator
 from . import trainer
 from . import tune
+from . import accelerator
 from . import memory
 
 __all__: list[str] = [

@@ -4,9 +4,10 @@ Settings of the accelerator.
 
 from __future__ import annotations
 import collections.abc
+import oxytorch._C.trainer
 import typing
 
-__all__: list[str] = ["Applied", "DeviceRuntime", "FieldReport", "GPUConfig", "to_text"]
+__all__: list[str] = ["Applied", "DeviceRuntime", "FieldReport", "GPUConfig", "set_float32_precision", "to_text"]
 
 class FieldReport:
     """
@@ -91,5 +92,12 @@ class GPUConfig:
     def threads(self) -> int | None: ...
     @threads.setter
     def threads(self, arg0: typing.SupportsInt | typing.SupportsIndex | None) -> None: ...
+
+def set_float32_precision(
+    backend: str, operations: collections.abc.Sequence[str], value: str
+) -> oxytorch._C.trainer.HostSetting:
+    """
+    Sets torch's fp32_precision of operations ("matmul", "conv", "rnn") of "cuda" or "mkldnn", exactly undone.
+    """
 
 def to_text(report: collections.abc.Sequence[FieldReport]) -> str: ...

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..._C.accelerator import set_float32_precision
 from ...amp import hardware_support
 from ...model.call import widened
 from ..observe import on_device
@@ -60,13 +61,10 @@ class _Float32Precision(Strategy):
     _value = ""
 
     def apply(self, run: Run) -> None:  # noqa: ARG002
-        self._before = [torch._C._get_fp32_precision_getter(self._backend, op) for op in self._operations]
-        for op in self._operations:
-            torch._C._set_fp32_precision_setter(self._backend, op, self._value)
+        self._setting = set_float32_precision(self._backend, self._operations, self._value)
 
     def revert(self, run: Run) -> None:  # noqa: ARG002
-        for op, value in zip(self._operations, self._before, strict=True):
-            torch._C._set_fp32_precision_setter(self._backend, op, value)
+        self._setting.revert()
 
 
 @strategy(
