@@ -1,5 +1,6 @@
 // Steps of torch's optimizers, element by element as its loop over tensors rounds them; compiled once for each
-// instruction set.
+// instruction set. Not by update_rule-inl.h, which rounds less often: what promises torch's bits has to round as torch
+// does.
 #if defined(OXYTORCH_KERNELS_OPTIMIZER_LOOP_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef OXYTORCH_KERNELS_OPTIMIZER_LOOP_INL
 #undef OXYTORCH_KERNELS_OPTIMIZER_LOOP_INL

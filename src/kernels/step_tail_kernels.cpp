@@ -3,6 +3,7 @@
 // Only sets with a fused multiply-add are built, plus a scalar one that uses std::fma, so that all give the same bits.
 // A chunk goes through in sections that stay in the first cache level. The rules work on fp32 alone: in the caller's
 // memory where it is fp32, else in a section of scratch that is decoded before and encoded after.
+#include "kernels/device/rules.h"
 #include "kernels/step_tail_table.h"
 #include "oxytorch/error.h"
 
@@ -201,6 +202,48 @@ HWY_INLINE V sign(V value) {
 }
 HWY_INLINE V lerp(V from, V to, float weight) { return fma(set(weight), hn::Sub(to, from), from); }
 
+using Number = V;
+HWY_INLINE V add(V a, V b) { return hn::Add(a, b); }
+HWY_INLINE V multiply(V a, V b) { return hn::Mul(a, b); }
+HWY_INLINE V divide(V a, V b) { return hn::Div(a, b); }
+HWY_INLINE V negate(V value) { return hn::Neg(value); }
+HWY_INLINE V root(V value) { return hn::Sqrt(value); }
+
+#define OXY_UPDATE_RULE HWY_INLINE
+#include "kernels/update_rule-inl.h"
+#undef OXY_UPDATE_RULE
+
+constexpr device::Family family_of(Rule rule) {
+  switch (rule) {
+    case Rule::Sgd: return device::Family::Sgd;
+    case Rule::Lion: return device::Family::Lion;
+    case Rule::Adagrad: return device::Family::Adagrad;
+    case Rule::RmsProp: return device::Family::RmsProp;
+    default: return device::Family::Adam;
+  }
+}
+
+// The state of one vector of a section.
+template <Rule kRule, bool kInt8>
+struct VectorState {
+  const RuleSection& section;
+  float* const (&to)[3];
+  std::int64_t at;
+
+  template <int kIndex>
+  HWY_INLINE bool has() const {
+    return to[kIndex] != nullptr;
+  }
+  template <int kIndex>
+  HWY_INLINE V get() const {
+    return load_state<kRule, kInt8, kIndex>(section, at);
+  }
+  template <int kIndex>
+  HWY_INLINE void put(V value) const {
+    store(value, to[kIndex] + at);
+  }
+};
+
 template <Rule kRule, bool kInt8, bool kSums>
 void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nesterov, bool first) {
   // A copy: the compiler then knows that stores cannot change the coefficients.
@@ -209,11 +252,7 @@ void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nes
   constexpr int kVectors = kBlock / kLanes;
   V params[kVectors], updates[kVectors];
   for (int j = 0; j < kVectors; ++j) params[j] = updates[j] = hn::Zero(F32());
-  const bool adds_decay = c.weight_decay != 0;
-  const bool shrinks = c.decay != 0;
-  float* const state0 = s.state[0];
-  float* const state1 = s.state[1];
-  float* const state2 = s.state[2];
+  float* const to[3] = {s.state[0], s.state[1], s.state[2]};
   for (std::int64_t i = 0; i < s.count; i += kLanes) {
     // A section ahead: the arithmetic of one then hides the way of the next from memory.
     if (s.more) {
@@ -225,52 +264,8 @@ void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nes
     const V old = weight;
     if (keeps) store(weight, s.before + i);
     V grad = hn::Mul(load(s.grad + i), set(c.grad_multiplier));
-    if (adds_decay) grad = fma(set(c.weight_decay), weight, grad);
-    if (shrinks) weight = fma(set(-c.decay), weight, weight);
-    if constexpr (kRule == Rule::AdamW || kRule == Rule::Adam) {
-      const V average = lerp(load_state<kRule, kInt8, 0>(s, i), grad, c.one_minus_beta1);
-      const V kept = hn::Mul(set(c.beta2), load_state<kRule, kInt8, 1>(s, i));
-      V square = fma(hn::Mul(set(c.one_minus_beta2), grad), grad, kept);
-      store(average, state0 + i);
-      store(square, state1 + i);
-      if (state2 != nullptr) {
-        square = not_below(square, load_state<kRule, kInt8, 2>(s, i));
-        store(square, state2 + i);
-      }
-      const V denominator = fma(hn::Sqrt(square), set(c.inv_sqrt_correction2), set(c.eps));
-      weight = fma(set(-c.step_size), hn::Div(average, denominator), weight);
-    } else if constexpr (kRule == Rule::Sgd) {
-      if (state0 != nullptr) {
-        const V moved = first ? hn::Zero(F32()) : hn::Mul(set(c.momentum), load_state<kRule, kInt8, 0>(s, i));
-        const V buffer = fma(set(c.one_minus_dampening), grad, moved);
-        store(buffer, state0 + i);
-        grad = nesterov ? fma(set(c.momentum), buffer, grad) : buffer;
-      }
-      weight = fma(set(-c.step_size), grad, weight);
-    } else if constexpr (kRule == Rule::Lion) {
-      const V average = load_state<kRule, kInt8, 0>(s, i);
-      store(lerp(average, grad, c.one_minus_beta2), state0 + i);
-      weight = fma(set(-c.step_size), sign(lerp(average, grad, c.one_minus_beta1)), weight);
-    } else if constexpr (kRule == Rule::Adagrad) {
-      const V sum = fma(grad, grad, load_state<kRule, kInt8, 1>(s, i));
-      store(sum, state1 + i);
-      weight = fma(set(-c.step_size), hn::Div(grad, hn::Add(hn::Sqrt(sum), set(c.eps))), weight);
-    } else {
-      const V kept = hn::Mul(set(c.beta2), load_state<kRule, kInt8, 1>(s, i));
-      V square = fma(hn::Mul(set(c.one_minus_beta2), grad), grad, kept);
-      store(square, state1 + i);
-      if (state2 != nullptr) {
-        const V average = lerp(load_state<kRule, kInt8, 2>(s, i), grad, c.one_minus_beta2);
-        store(average, state2 + i);
-        square = not_below(fma(hn::Neg(average), average, square), hn::Zero(F32()));
-      }
-      V change = hn::Div(grad, hn::Add(hn::Sqrt(square), set(c.eps)));
-      if (state0 != nullptr) {
-        change = fma(set(c.momentum), load_state<kRule, kInt8, 0>(s, i), change);
-        store(change, state0 + i);
-      }
-      weight = fma(set(-c.step_size), change, weight);
-    }
+    const VectorState<kRule, kInt8> state{s, to, i};
+    weight = updated<family_of(kRule)>(c, weight, grad, state, first, nesterov);
     store(weight, s.weight + i);
     if constexpr (kSums) {
       const int j = static_cast<int>(i / kLanes) % kVectors;

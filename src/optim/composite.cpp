@@ -82,6 +82,9 @@ class Update {
                                   : at::full({}, g_.lr, p_.param.options().dtype(type).requires_grad(false));
   }
 
+  // The rules of kernels/update_rule-inl.h once more, in operators: devices, dtypes and complex numbers without kernels
+  // have nothing else.
+
   at::Tensor sgd(const at::Tensor& old, at::Tensor grad) const {
     if (g_.weight_decay != 0) grad = grad.add(old, g_.weight_decay);
     if (g_.momentum != 0) {

@@ -24,6 +24,9 @@ namespace {
 using at::Tensor;
 
 // -- torch's own operators, in the order of its loops ----------------------------------------------------------------
+//
+// The second copy of kernels/optimizer_loop-inl.h, for tensors that the kernels do not take: other dtypes and layouts,
+// whose terms round in ways that only torch's operators know.
 
 Tensor directed(const Tensor& grad, const Tensor& param, bool maximize, double weight_decay) {
   Tensor result = maximize ? grad.neg() : grad;

@@ -330,7 +330,8 @@ struct Apply {
     for (int j = 0; j < 4; ++j) {
       if (c.clip_value != 0) t.grad[j] = limit(t.grad[j], c.clip_value);
       t.before[j] = t.weight[j];
-      t.weight[j] = step_element<kFamily>(job.coefficients, t.weight[j], t.grad[j], t.state[j], has);
+      t.weight[j] = updated<kFamily>(job.coefficients.value, t.weight[j], t.grad[j], PresentState(t.state[j], has),
+                                     job.coefficients.first != 0, job.coefficients.nesterov != 0);
     }
   }
 
