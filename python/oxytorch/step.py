@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .model.loss import is_criterion, scalar_loss
+from .model.loss import is_criterion, loss_of, scalar_loss
 
 __all__ = ["StepFunction", "TrainingStep", "is_closure", "no_phase"]
 
@@ -140,7 +140,7 @@ class TrainingStep:
         assert self.loss_fn is not None
         if self._criterion:
             return scalar_loss(self.loss_fn(self.model(batch[0]), batch[1]))
-        return scalar_loss(self.loss_fn(self.model, batch))
+        return loss_of(self.loss_fn, self.model, batch)
 
     def check(self, batch: Any) -> None:
         """Refuse a batch that the loss cannot be of, with TypeError."""

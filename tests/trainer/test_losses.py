@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -154,3 +155,51 @@ def test_a_closure_of_the_step_tail_may_return_what_torchs_may() -> None:
             return loss, "more"
 
         assert optimizer.step(closure)[1] == "more"  # type: ignore[index]
+
+
+F = nn.functional
+SMOOTH = functools.partial(F.cross_entropy, label_smoothing=0.1)
+TWO_TENSORS: dict[str, Callable[..., Any]] = {
+    "lambda": lambda outputs, targets: F.cross_entropy(outputs, targets, label_smoothing=0.1),
+    "operators": lambda outputs, targets: ((outputs - F.one_hot(targets, 3)) ** 2).mean(),
+    "method": lambda outputs, targets: outputs.log_softmax(1).gather(1, targets[:, None]).neg().mean(),
+    "partial": functools.partial(lambda scale, outputs, targets: scale * F.cross_entropy(outputs, targets), 2.0),
+}
+
+
+@pytest.mark.parametrize(
+    "taker", [t for t in TAKERS if t not in (by_closure, by_own_step)], ids=lambda taker: taker.__name__
+)
+def test_a_function_of_torch_with_arguments_is_a_criterion(taker: Callable[..., None]) -> None:
+    model = Wrong()
+    taker(model, torch.optim.SGD(model.parameters(), lr=0.1), SMOOTH)
+
+
+def test_such_a_function_trains_as_in_the_loop_written_by_hand() -> None:
+    model, plain = Wrong(), Wrong()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    trainer = ox.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), SMOOTH, config="basic", calibrate=False)
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        SMOOTH(plain(x), y).backward()
+        optimizer.step()
+        trainer.step((x, y))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", list(TWO_TENSORS))
+@pytest.mark.parametrize("taker", [by_step, by_accelerate, by_advise], ids=lambda taker: taker.__name__)
+def test_a_function_of_outputs_and_targets_is_told_what_to_pass(taker: Callable[..., None], kind: str) -> None:
+    model = Wrong()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(TypeError, match=r"lambda model, batch: loss_fn\(model\(batch\[0\]\), batch\[1\]\)"):
+        taker(model, torch.optim.SGD(model.parameters(), lr=0.1), TWO_TENSORS[kind])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_an_error_of_the_model_itself_is_passed_through() -> None:
+    model = Wrong()
+    model.forward = lambda x: model.absent(2 * x)  # type: ignore[method-assign,operator]
+    with pytest.raises(AttributeError, match="absent") as caught:
+        by_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch[0]).mean())
+    assert "outputs, targets" not in str(caught.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,12 @@ Loss = Callable[..., Any]
 
 
 def is_criterion(loss_fn: object) -> bool:
-    """Whether a loss takes (outputs, targets); else it takes (model, batch)."""
+    """Whether a loss takes (outputs, targets): a module, or a function of torch.nn.functional, in partial() or not.
+
+    Any other takes (model, batch).
+    """
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
     return isinstance(loss_fn, nn.Module) or getattr(loss_fn, "__module__", "") == "torch.nn.functional"
 
 
@@ -35,6 +42,30 @@ def scalar_loss(loss: object) -> Tensor:
     return loss
 
 
+def loss_of(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:
+    """Return ``loss_fn(model, batch)``.
+
+    Raises
+    ------
+    TypeError
+        Where it throws because it takes the model for outputs, or the batch for targets.
+    TypeError, ValueError
+        Where the loss is no scalar tensor.
+    """
+    try:
+        loss = loss_fn(model, batch)
+    except (TypeError, AttributeError) as error:
+        calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_locals.get("self") is model]
+        in_model = any(frame.f_code.co_name in ("forward", "_wrapped_call_impl") for frame in calls)
+        if in_model or not any(type(taken).__name__ in str(error) for taken in (model, batch)):
+            raise
+        raise TypeError(
+            f"loss_fn is called as loss_fn(model, batch), which failed: {error}. If it takes (outputs, targets), pass "
+            "lambda model, batch: loss_fn(model(batch[0]), batch[1])."
+        ) from error
+    return scalar_loss(loss)
+
+
 def call(model: nn.Module, example: Any) -> Any:
     """Return the outputs for an example: a dict is keywords, a list or tuple are positions, else one argument."""
     if isinstance(example, dict):
@@ -55,7 +86,7 @@ def outputs_and_loss(model: nn.Module, example: Any, loss_fn: Loss | None) -> tu
         floats = [t for t in tensors_in(outputs) if t.is_floating_point() and t.requires_grad]
         return outputs, sum((stand_in_loss(t) for t in floats), torch.zeros(())) if floats else None
     if not is_criterion(loss_fn):
-        loss = scalar_loss(loss_fn(model, example))
+        loss = loss_of(loss_fn, model, example)
         return loss, loss
     if not isinstance(example, tuple | list) or len(example) != 2:
         raise TypeError(
