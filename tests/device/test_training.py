@@ -139,6 +139,44 @@ def test_the_trainer_follows_the_cpu_and_reads_nothing(kind: str, device: torch.
     assert losses[str(device)] == pytest.approx(losses["cpu"], rel=1e-4 if device.type == "cuda" else 1e-6)
 
 
+class Movable:
+    """A batch of another class, which moves by itself as Hugging Face's do."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def to(self, device: torch.device) -> Movable:
+        return Movable(self.x.to(device), self.y.to(device))
+
+
+NESTS: dict[str, tuple[Any, Any]] = {
+    "pair": (lambda x, y: (x, y), lambda batch: batch),
+    "dict": (lambda x, y: {"in": {"x": x, "name": "a"}, "out": [y, 3]}, lambda b: (b["in"]["x"], b["out"][0])),
+    "object": (Movable, lambda batch: (batch.x, batch.y)),
+    "nested object": (lambda x, y: [Movable(x, y), None], lambda batch: (batch[0].x, batch[0].y)),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_the_trainer_takes_batches_to_the_model(nest: str, device: torch.device) -> None:
+    pack, unpack = NESTS[nest]
+    losses = []
+    for where in ("cpu", device):
+        model = make("mlp", where)
+
+        def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+            x, y = unpack(batch)
+            return functional.cross_entropy(model(x), y)
+
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, calibrate=False)
+        data = [pack(*batch) for batch in batches("mlp", "cpu")]
+        seen = [trainer.step(batch) for batch in data]
+        assert {loss.device.type for loss in seen} == {torch.device(where).type}
+        assert all(tensor.device.type == "cpu" for tensor in unpack(data[0]))
+        losses.append([*torch.stack(seen).tolist(), trainer.evaluate(data)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4 if device.type == "cuda" else 1e-6)
+
+
 def test_bf16_needs_no_scaler(device: torch.device) -> None:
     model = make("gpt", device)
     trainer = Trainer(

@@ -16,7 +16,7 @@ import torch
 import torch_device
 from oxytorch.trainer import Callback, EarlyStopping, FitResult, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 DEVICE = torch_device.chosen()
 
@@ -323,3 +323,31 @@ def test_close_takes_the_process_settings_back() -> None:
     subprocess.run(
         [sys.executable, "-c", CLOSE], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     )
+
+
+@pytest.mark.parametrize("in_batches", [False, True], ids=["sampler", "batch_sampler"])
+def test_a_sampler_that_shuffles_by_epoch_is_told_each(in_batches: bool) -> None:
+    data = [(torch.full((6,), float(i)), torch.tensor(0)) for i in range(24)]
+
+    def loader() -> Any:
+        sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=1, seed=5)  # type: ignore[arg-type,var-annotated]
+        if in_batches:
+            return DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False))  # type: ignore[arg-type]
+        return DataLoader(data, batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+
+    by_hand, seen = loader(), []
+    sampler = by_hand.batch_sampler.sampler
+    wanted = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        wanted += [x[:, 0].tolist() for x, _ in by_hand]
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(batch[0][:, 0].tolist())
+        return model(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    model = nn.Linear(6, 2)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), loss_fn, calibrate=False)
+    trainer.fit(loader(), epochs=3, progress=False)
+    assert seen == wanted
+    assert wanted[:3] != wanted[3:6]

@@ -130,6 +130,15 @@ def _epoch_rng(trainer: Trainer, loader: Any) -> dict[str, Any]:
     return state
 
 
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tell samplers that shuffle by the epoch, such as DistributedSampler, which one begins."""
+    batches = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    for owner in {id(owner): owner for owner in owners}.values():
+        if callable(tell := getattr(owner, "set_epoch", None)):
+            tell(epoch)
+
+
 def _start_epoch(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Any]:
     """Return the epoch's iterator; after a resume, the one of the epoch broken off, moved to where it was."""
     if trainer.batch_in_epoch == 0 or trainer.resume_rng is None:
@@ -228,6 +237,7 @@ def run_fit(
             began = time.monotonic()
             total: torch.Tensor | None = None
             seen = 0
+            _set_epoch(loader, trainer.epoch)
             iterator = _start_epoch(trainer, loader)
             ended = True
             while True:

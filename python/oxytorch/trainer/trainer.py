@@ -18,6 +18,7 @@ from ..optim.generators import rng_state, seed_generators, set_rng_state
 from ..report import Report
 from ..step import is_closure, no_phase
 from ..tune.accelerate import earlier_plan
+from ..tune.batches import on_device
 from ..tune.run import Run
 from .decisions import Decisions
 from .early_stopping import EarlyStopping
@@ -148,6 +149,7 @@ class Trainer:
             seed_generators(self.settings.seed)
         self._run = plan.run if plan is not None else self._own_run(optimizer)
         self._params = self._run.params
+        self._is_on_one_device = len({p.device for p in model.parameters()}) == 1
         self._watch()
         self.scheduler = scheduler if scheduler is not None else self._make_schedule()
         self._equip()
@@ -214,7 +216,8 @@ class Trainer:
         Parameters
         ----------
         batch
-            What ``loss_fn`` takes; or a closure without arguments that returns the loss.
+            What ``loss_fn`` takes, taken to the model's device where that is one; or a closure without arguments that
+            returns the loss.
 
         Returns
         -------
@@ -233,6 +236,7 @@ class Trainer:
                 f"compile = {self.config.compile!r} compiles the model that loss_fn is given, and a closure calls the "
                 "model itself. Give loss_fn, or call model.compile() and leave compile at 'off'."
             )
+        batch = self._here(batch)
         if not self._decisions.are_made:
             before = self._skipped_by_guard()
             self._decisions.begin(batch)
@@ -270,7 +274,13 @@ class Trainer:
     def compute_loss(self, batch: Any) -> torch.Tensor:
         """Return the loss of a batch, or of a closure, under what is in force."""
         with self._run.scope:
-            return self._run.loss(batch)
+            return self._run.loss(self._here(batch))
+
+    def _here(self, batch: Any) -> Any:
+        """Return a batch on the model's device; as it is where the model lies on several, and knows by itself."""
+        if self._is_on_one_device and not is_closure(batch):
+            return on_device(batch, self._params[0].device)
+        return batch
 
     def _watch(self) -> None:
         mine = {id(p) for p in self._params}
@@ -319,6 +329,7 @@ class Trainer:
         Parameters
         ----------
         loader
+            Of its sampler, and of itself, ``set_epoch(epoch)`` is called before each epoch, where there is one.
             Yields batches; iterated once an epoch.
         epochs
             Epochs in total, those of a resumed run included. Default 1, or no bound where ``max_steps`` is given.

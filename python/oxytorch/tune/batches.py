@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..model.graph import entries
 from ..optim.generators import rng_state, set_rng_state
 
-__all__ = ["can_visit", "copied", "is_nest", "shapes", "stop_drawing", "take", "tensors", "visit"]
+__all__ = ["can_visit", "copied", "is_nest", "on_device", "shapes", "stop_drawing", "take", "tensors", "visit"]
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -73,6 +73,27 @@ def _copied(leaf: Any) -> Any:
             f"a batch holds a {type(leaf).__qualname__}, which cannot be copied ({type(error).__name__}: {error}), and "
             "a trial may change it. Make it copyable by copy.deepcopy, or give batches of tensors and containers."
         ) from error
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device, and whatever else in it has a ``to()``; itself where it is there.
+
+    From pinned memory the host does not wait for the copy.
+    """
+
+    def is_there(leaf: Any) -> bool:
+        return leaf.device == device if isinstance(leaf, Tensor) else device.type == "cpu" or not _moves(leaf)
+
+    def moved(leaf: Any) -> Any:
+        if is_there(leaf):
+            return leaf
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf.to(device)
+
+    return batch if all(map(is_there, tree_leaves(batch))) else tree_map(moved, batch)
+
+
+def _moves(leaf: Any) -> bool:
+    return not isinstance(leaf, _VALUES) and callable(getattr(leaf, "to", None))
 
 
 def is_nest(batch: Any) -> bool:
