@@ -32,7 +32,6 @@ TORCH_FLOOR = 3
 BESIDE_ROOMS = {
     "src": set(),
     "tests": {
-        "conformance",
         "cuda",
         "device",
         "demo",
