@@ -312,9 +312,9 @@ TEST_F(TunerTest, MakesActiveWhatSettingsAskFor) {
   tuner.activate(made);
   EXPECT_THAT(tuner.activate_required(made), ElementsAre("nothing"));
   EXPECT_THAT(table.now, ElementsAre("nothing"));
-  EXPECT_THAT(entry(made, "nothing").reason, HasSubstr("asked for by a = 1, whatever it gains"));
-  EXPECT_THAT(entry(made, "wrong").reason, HasSubstr("b = 2 asks for it, and it cannot be: wrong is off"));
-  EXPECT_THAT(entry(made, "absent").reason, HasSubstr("c = 3 asks for it, and it cannot be: not on this device"));
+  EXPECT_THAT(entry(made, "nothing").reason, HasSubstr("asked for by a = '1', whatever it gains"));
+  EXPECT_THAT(entry(made, "wrong").reason, HasSubstr("b = '2' asks for it, and it cannot be: wrong is off"));
+  EXPECT_THAT(entry(made, "absent").reason, HasSubstr("c = '3' asks for it, and it cannot be: not on this device"));
 }
 
 TEST_F(TunerTest, NotesWhatCannotBeMadeActiveAtTheEnd) {
