@@ -242,14 +242,14 @@ class TailLoop : public Loop {
   oxytorch::optim::AdamW optimizer_;
 };
 
-// Oxytorch's trainer: it decides precision and host settings, and says why in its report.
+// Oxytorch's trainer: on its first batch it tries what makes the step faster, and says why in its report.
 class TrainerLoop : public Loop {
  public:
   TrainerLoop(Gpt model, int64_t steps)
       : model_(std::move(model)),
         steps_(steps),
         optimizer_(model_->parameters(), tail_options()),
-        trainer_(*model_, optimizer_, [this](const Batch& batch) { return loss_of(model_, batch); }) {}
+        trainer_(*model_, optimizer_, [this](const Batch& batch) { return loss_of(model_, batch); }, planned(steps)) {}
 
   StepTimes step(const Batch& batch) override {
     StepTimes times;
@@ -267,6 +267,13 @@ class TrainerLoop : public Loop {
   [[nodiscard]] std::string report_json() const override { return trainer_.report_json(); }
 
  private:
+  // What is found must pay within the run.
+  static oxytorch::PerformanceConfig planned(int64_t steps) {
+    oxytorch::PerformanceConfig config("advanced");
+    config.set("steps_planned", steps);
+    return config;
+  }
+
   Gpt model_;
   int64_t steps_, done_ = 0;
   oxytorch::optim::AdamW optimizer_;

@@ -16,9 +16,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -27,20 +29,11 @@
 #include "oxytorch/trainer/early_stopping.h"
 #include "oxytorch/trainer/step_graph.h"
 #include "oxytorch/tune/batch.h"
-#include "oxytorch/tune/host.h"
+#include "oxytorch/tune/setting_lines.h"
 
 namespace oxytorch {
 
 class Plan;
-
-/// One line of a trainer's report.
-struct SettingLine {
-  std::string name;
-  std::string state;  ///< "on", "off" (not asked for) or "refused" (asked for, and not done)
-  std::string reason;
-  std::string cost;
-  std::optional<double> gain;  ///< time of forward and backward without it over the time with it, where measured
-};
 
 /// How a call of `fit` ended.
 struct FitResult {
@@ -50,13 +43,24 @@ struct FitResult {
   std::vector<double> validations = {};  ///< what `validate` returned, where one was given
 };
 
+struct TrainerOptions {
+  /// Whether anything may be tried: without, what is "auto" stays as it is, and two runs are alike to the bit.
+  bool calibrate = true;
+};
+
 /// Runs training steps under a PerformanceConfig.
 ///
 /// Model and optimizer are borrowed and must outlive the trainer. With an optimizer of oxytorch::optim nothing on the
 /// step path reads the device on the host; another optimizer is served too, with one host read a step under float16 or
 /// where `nonfinite` is not "propagate".
-/// Settings that are "auto" and may not pay (bf16, channels_last, the attention path) are timed on the first batch,
-/// forward and backward only, and kept where they pay; weights, buffers, gradients and the CPU generator are put back.
+///
+/// What is named is in force from the start, at any level. What is "auto" is decided on the first batch by what
+/// accelerate() does: whole steps with and without each change, verified, within a second or 2 % of the planned run
+/// (tune_seconds says another number). Model, optimizer, gradients and generators are put back, bit for bit, before the
+/// first step is taken; what the loss function reaches beside them is not, and it is called some hundreds of times.
+/// Nothing is tried where the first batch is a closure, or a parameter has a hook that acts in backward. The run is
+/// watched then, as that of a plan: on a CPU each step reads the loss. Where processes of a distributed run must decide
+/// alike, give calibrate = false. The end of a trainer is a revert().
 /// Not for use from several threads at once.
 ///
 /// Errors: NotSupported for a setting that was given and cannot be honoured, InvalidArgument for settings that
@@ -65,9 +69,10 @@ struct FitResult {
 class OXY_API Trainer {
  public:
   Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
-          PerformanceConfig config = PerformanceConfig("advanced"));
-  Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, std::string_view level)
-      : Trainer(model, optimizer, std::move(loss), PerformanceConfig(level)) {}
+          PerformanceConfig config = PerformanceConfig("advanced"), TrainerOptions options = {});
+  Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, std::string_view level,
+          TrainerOptions options = {})
+      : Trainer(model, optimizer, std::move(loss), PerformanceConfig(level), options) {}
   /// Takes the steps of a plan of accelerate(), which must outlive it; Plan::step() then does what this configuration
   /// says as well: accumulation, clip_value, ema_decay, nonfinite where it was given, grad_scaler, the schedule. What
   /// the plan has decided is not decided again, and what concerns the process is left as it is. InvalidArgument for a
@@ -80,8 +85,8 @@ class OXY_API Trainer {
   /// Takes one batch through forward and backward, and the optimizer once a window of `accumulation_steps` is full.
   /// Returns the detached loss of this batch, not read on the host.
   at::Tensor step(const Batch& batch);
-  /// The same for a loop of another shape; settings are then decided by the hardware, not by timing. Of a plan it is
-  /// taken with what is active, and not watched.
+  /// The same for a loop of another shape: taken with what is active, and not watched. Where it is the first, nothing
+  /// is tried.
   at::Tensor step(const std::function<at::Tensor()>& closure);
   /// Steps with the batches of an unfinished window, averaged over their actual number; false where none waited.
   bool flush();
@@ -92,16 +97,19 @@ class OXY_API Trainer {
   /// begun anew. A window of batches that is unfinished at the end of an epoch is stepped with, averaged over the
   /// batches it has. Early stopping goes by what `validate` returns after each epoch, or by the mean training loss;
   /// with early_stopping_restore_best the weights of its best epoch are back at the end, unless a signal ended it.
+  /// Where the settings do not say how long the run is, the trials go by these bounds and the size of `loader`.
   /// SIGTERM and SIGINT end it after the step in progress; the handlers of before are put back.
   template <class Loader>
   FitResult fit(Loader& loader, int64_t epochs, int64_t max_steps = 0, const std::function<double()>& validate = {}) {
+    int64_t length = 0;
+    if constexpr (requires { std::size(loader); }) length = static_cast<int64_t>(std::size(loader));
     return run_fit(
         [&loader](const std::function<bool(const Batch&)>& take) {
           for (auto&& example : loader) {
             if (!take(Batch(example))) return;
           }
         },
-        epochs, max_steps, validate);
+        length, epochs, max_steps, validate);
   }
 
   [[nodiscard]] int64_t global_step() const noexcept;  ///< optimizer steps taken
@@ -122,12 +130,14 @@ class OXY_API Trainer {
   [[nodiscard]] std::string report() const;
   [[nodiscard]] std::string report_json() const;
 
-  /// Takes back the settings of the process: allocator, threads, denormals, deterministic algorithms.
+  /// Takes back what is in force on the model, the optimizer and the process; of a plan, Plan::revert() does. What was
+  /// trained stays, and steps go on as given.
   void revert();
 
  private:
   using Feed = std::function<void(const std::function<bool(const Batch&)>&)>;
-  FitResult run_fit(const Feed& feed, int64_t epochs, int64_t max_steps, const std::function<double()>& validate);
+  FitResult run_fit(const Feed& feed, int64_t length, int64_t epochs, int64_t max_steps,
+                    const std::function<double()>& validate);
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

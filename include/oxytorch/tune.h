@@ -1,6 +1,6 @@
 /// The orchestrator: tries what may make a training step faster on the step itself, and keeps what pays and is proven.
 /// Programs on Oxytorch::core include the headers of its decisions alone (asked.h, duel.h, search.h, certificate.h,
-/// change.h, guard.h, workload.h, tuner.h, watch.h).
+/// change.h, guard.h, setting_lines.h, workload.h, tuner.h, watch.h).
 #pragma once
 
 #include "oxytorch/tune/accelerate.h"
@@ -18,6 +18,7 @@
 #include "oxytorch/tune/measure.h"
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/search.h"
+#include "oxytorch/tune/setting_lines.h"
 #include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/tune/timing.h"

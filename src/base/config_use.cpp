@@ -36,9 +36,6 @@ constexpr std::array<const char*, kUsers> loop_only(const char* sentence, const 
   return {"", "", sentence, "", own_step};
 }
 
-constexpr const char* kTuneOnly =
-    "oxytorch::Trainer does not search, so nothing would use it. Give AccelerateOptions to accelerate(), or leave it "
-    "out.";
 constexpr const char* kYourLoop =
     "accelerate() leaves the loop to you, so nothing would use it. Do it in your loop, or use "
     "PerformanceOptimizer(...).prepare(...), whose trainer does.";
@@ -75,8 +72,8 @@ constexpr Row kRows[] = {
     {"warmup_steps", loop_only(kYourLoop)},
     {"min_lr_ratio", loop_only(kYourLoop)},
     {"max_steps", kHonoured},
-    {"steps_planned", {kTuneOnly, "", "", "", ""}},
-    {"tune_seconds", {kTuneOnly, "", "", "", ""}},
+    {"steps_planned", kHonoured},
+    {"tune_seconds", kHonoured},
     {"early_stopping_patience", loop_only(kYourLoop)},
     {"early_stopping_min_delta", loop_only(kYourLoop)},
     {"early_stopping_mode", loop_only(kYourLoop)},

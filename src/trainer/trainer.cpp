@@ -18,19 +18,13 @@
 #include "oxytorch/optim/schedule.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/training_step.h"
-#include "trainer/calibrate.h"
 #include "trainer/check_optimizer.h"
+#include "trainer/decisions.h"
 #include "trainer/progress.h"
 #include "trainer/stop_signals.h"
-#include "tune/attention.h"
-#include "tune/plan.h"
 
 namespace oxytorch {
 namespace {
-
-constexpr double kPays = 0.97;      // a setting is kept where it takes less than this share of the time without it
-constexpr double kDrift = 0.05;     // and moves the first loss by less than this
-constexpr double kPatience = 10.0;  // seconds of one step above which nothing is measured
 
 std::string quoted(const std::string& text) {
   std::ostringstream out;
@@ -43,8 +37,14 @@ std::string quoted(const std::string& text) {
   return out.str();
 }
 
-double checked_clip(const PerformanceConfig& config, const torch::optim::Optimizer& optimizer) {
+double checked_clip(const PerformanceConfig& config, const torch::optim::Optimizer& optimizer,
+                    const TrainerOptions& options = {}) {
   check_settings(config, ConfigUser::CppTrainer);
+  for (const char* key : {"steps_planned", "tune_seconds"}) {
+    OXY_CHECK(options.calibrate || !is_given(config, key), InvalidArgument, key, " = ", to_string(config.get(key)),
+              " (", config.origin(key),
+              "): calibrate = false tries nothing, and so it would have no effect. Leave out ", "one of them.");
+  }
   return check_optimizer(config, optimizer);
 }
 
@@ -87,9 +87,21 @@ std::unique_ptr<optim::Schedule> make_schedule(const PerformanceConfig& config, 
   return std::make_unique<optim::CosineAnnealing>(optimizer, steps, floor);
 }
 
-bool has_convolution(const torch::nn::Module& model) {
-  const auto parameters = model.parameters();
-  return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.dim() == 4; });
+/// The strategies that the saved run had found.
+std::vector<std::string> found_in(torch::serialize::InputArchive& archive) {
+  std::vector<std::string> found;
+  if (c10::IValue names; archive.try_read("active", names)) {
+    for (const auto& name : names.toListRef()) found.push_back(name.toStringRef());
+    return found;
+  }
+  at::Tensor before;  // archives of before say what of three settings was on
+  archive.read("decisions", before);
+  if (before[0].item<int64_t>() == static_cast<int64_t>(at::kBFloat16)) found.emplace_back("bf16_autocast");
+  if (before[1].item<int64_t>() != 0) found.emplace_back("channels_last");
+  if (const auto math = before[2].item<int64_t>(); math != 0) {
+    found.emplace_back(math == 2 ? "math_attention_bf16" : "math_attention");
+  }
+  return found;
 }
 
 }  // namespace
@@ -104,27 +116,29 @@ double check_optimizer(const PerformanceConfig& config, const torch::optim::Opti
 }
 
 struct Trainer::Impl {
-  Impl(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, PerformanceConfig c)
+  Impl(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, PerformanceConfig c,
+       const TrainerOptions& options)
       : config(std::move(c)),
-        own(std::make_unique<tune::TrainingStep>(model, optimizer, std::move(loss), checked_clip(config, optimizer))),
-        engine(*own),
+        decisions(model, optimizer, std::move(loss), checked_clip(config, optimizer, options), config,
+                  options.calibrate),
+        engine(*decisions.plan().run),
         tail(dynamic_cast<optim::TailOptimizer*>(&optimizer)) {
     resolve_vector_math();
     engine.keeps_gradients = false;
     if (!tail) engine.guard = NonFiniteGuard(optim::parse_nonfinite(config.word("nonfinite")));
+    if (config.word("precision") == "fp16") {
+      engine.scope("autocast",
+                   [device = engine.device().type()] { return std::make_shared<amp::Autocast>(device, at::kHalf); });
+    }
     set_loop();
     if (const auto seed = config.integer("seed")) torch::manual_seed(static_cast<std::uint64_t>(*seed));
-    host_settings();
-    add_tail_line();
-    add_nonfinite_line();
   }
 
-  Impl(Plan::Impl& p, PerformanceConfig c)
+  Impl(Plan::Impl& plan, PerformanceConfig c)
       : config(beside(std::move(c))),
-        plan(&p),
-        engine(*p.run),
-        tail(dynamic_cast<optim::TailOptimizer*>(&engine.original())),
-        ready(true) {
+        decisions(plan, config),
+        engine(*plan.run),
+        tail(dynamic_cast<optim::TailOptimizer*>(&engine.original())) {
     const double clip_norm = checked_clip(config, engine.original());  // 0 where the optimizer itself clips
     OXY_CHECK(clip_norm == 0 || clip_norm == engine.clip_norm(), InvalidArgument, "clip_norm = ", clip_norm,
               " was given to the trainer, and the step of its plan clips at ", engine.clip_norm(),
@@ -134,12 +148,7 @@ struct Trainer::Impl {
       engine.guard = NonFiniteGuard(optim::parse_nonfinite(config.word("nonfinite")));
     }
     set_loop();
-    make_scaler();
-    add_nonfinite_line();
-    loop_lines = lines;
   }
-
-  void add(SettingLine line) { lines.push_back(std::move(line)); }
 
   /// What belongs to the loop; what an optimizer of oxytorch::optim does itself is left to it.
   void set_loop() {
@@ -149,6 +158,12 @@ struct Trainer::Impl {
     engine.average.clear();
     if (const double decay = config.number("ema_decay"); decay > 0 && does.ema_decay <= 0) engine.keep_average(decay);
     engine.schedule = make_schedule(config, engine.original());
+    const auto scaler = config.word("grad_scaler");
+    if (scaler == "on" || (scaler == "auto" && config.word("precision") == "fp16")) {
+      amp::GradScalerOptions options;
+      options.device = engine.device();
+      engine.scaler = std::make_unique<amp::GradScaler>(options);
+    }
     if (const auto patience = config.integer("early_stopping_patience").value_or(0); patience > 0) {
       stopping.emplace(EarlyStoppingOptions{.patience = patience,
                                             .min_delta = config.number("early_stopping_min_delta"),
@@ -157,216 +172,30 @@ struct Trainer::Impl {
     }
   }
 
-  void add_nonfinite_line() {
+  [[nodiscard]] SettingLine nonfinite_line() const {
     const auto policy = tail ? tail->tail().options().nonfinite : engine.guard.policy();
     const std::string name = optim::name(policy);
     const char* state = policy == optim::NonFinite::Propagate ? "off" : "on";
-    if (tail) {
-      add({"nonfinite", state, name + ": the optimizer itself looks at the gradients.", "", {}});
-    } else if (policy == optim::NonFinite::Propagate) {
-      add({"nonfinite", state, "a gradient that is not finite is stepped with.", "", {}});
-    } else {
-      add({"nonfinite",
-           state,
-           name + ": the gradients are looked at before the optimizer steps.",
-           "their norms, and one host read a step.",
-           {}});
+    if (tail) return {"nonfinite", state, name + ": the optimizer itself looks at the gradients."};
+    if (policy == optim::NonFinite::Propagate) {
+      return {"nonfinite", state, "a gradient that is not finite is stepped with."};
     }
+    return {"nonfinite", state, name + ": the gradients are looked at before the optimizer steps.",
+            "their norms, and one host read a step."};
   }
 
-  void host_settings() {
-    const auto keep = [this](HostSetting setting, const char* otherwise) {
-      // A number of threads that stays as it is is torch's own choice.
-      const bool on = setting.is_applied() || (setting.is_in_effect() && std::string_view(otherwise) != "off");
-      add({setting.name(), on ? "on" : otherwise, setting.reason(), setting.cost(), {}});
-      host.push_back(std::move(setting));
-    };
-    if (config.flag("deterministic")) keep(use_deterministic_algorithms(), "refused");
-    if (config.word("allocator") != "system") {
-      keep(tune_allocator(retain_limit_of(config)), "refused");
-    } else {
-      add({"allocator", "off", "the system's settings were asked for.", "", {}});
-    }
-    if (config.get("threads") == ConfigValue(std::string("keep"))) {
-      add({"threads", "off", "torch's own number of intra-op threads was asked for.", "", {}});
-    } else {
-      const auto wanted = config.integer("threads");
-      keep(size_threads(wanted ? std::optional<int>(static_cast<int>(*wanted)) : std::nullopt), "off");
-    }
-    if (config.word("flush_denormals") != "off") {
-      keep(flush_denormals(), "refused");
-    } else {
-      add({"flush_denormals", "off", "denormal numbers keep their value.", "", {}});
-    }
+  [[nodiscard]] SettingLine scaler_line() const {
+    if (!engine.scaler) return {"grad_scaler", "off", "only float16 needs a loss scale."};
+    const bool inside = dynamic_cast<optim::TailOptimizer*>(&engine.optimizer()) != nullptr;
+    return {"grad_scaler", "on",
+            inside ? "unscale, check and skip happen inside the step tail."
+                   : "unscaled by torch's op, with one host read a step."};
   }
 
-  void add_tail_line() {
-    if (tail) {
-      add({"step_tail", "on", "the optimizer is one of oxytorch::optim.", "", {}});
-    } else if (config.word("step_tail") == "off") {
-      add({"step_tail", "off", "the optimizer steps as torch does.", "", {}});
-    } else {
-      add({"step_tail", "refused", "the optimizer is torch's own; oxytorch::optim::replace() takes it over.", "", {}});
-    }
-    if (config.word("optimizer_state") != "auto") {
-      add({"optimizer_state",
-           "refused",
-           "a C++ optimizer's state is chosen where it is made: give its options state_dtype(...).",
-           "",
-           {}});
-    }
-  }
-
-  /// Of a plan: its strategies as they stand now.
   void renew_lines() {
-    if (plan == nullptr) return;
-    lines.clear();
-    for (const auto& entry : plan->certificate.entries) {
-      const bool on = entry.standing == tune::Standing::Accepted;
-      add({entry.strategy,
-           on                                          ? "on"
-           : entry.standing == tune::Standing::Skipped ? "off"
-                                                       : "refused",
-           std::string(tune::name(entry.standing)) + ": " + entry.reason, on ? entry.cost : "",
-           entry.speedup ? std::optional(entry.speedup->mid) : std::nullopt});
-    }
-    for (const auto& setting : plan->named.all()) {
-      add({setting.name(), setting.is_in_effect() ? "on" : "refused", setting.reason(), setting.cost(), {}});
-    }
-    lines.insert(lines.end(), loop_lines.begin(), loop_lines.end());
-  }
-
-  // -- settings of the step ------------------------------------------------------------------------------------------
-
-  void set_precision(at::ScalarType wanted) {
-    dtype = wanted;
-    tune::TrainingStep::Scope autocast;
-    if (dtype != at::kFloat) {
-      autocast = [device = engine.device().type(), wanted] { return std::make_shared<amp::Autocast>(device, wanted); };
-    }
-    engine.scope("autocast", std::move(autocast));
-  }
-
-  void set_layout(bool on) {
-    if (on == channels_last) return;
-    const auto format = on ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
-    for (auto& parameter : engine.model().parameters()) {
-      if (parameter.dim() == 4) parameter.set_data(parameter.data().contiguous(format));
-    }
-    channels_last = on;
-    engine.inputs("channels_last", on ? tune::TrainingStep::Transform(tune::channels_last) : nullptr);
-  }
-
-  /// A tail that has stepped holds its parameters' memory, so their layout stays.
-  [[nodiscard]] bool may_change_layout() const {
-    return has_convolution(engine.model()) && !(tail && tail->tail_stats().grad_norm.defined());
-  }
-
-  void set_attention(bool math) {
-    math_attention = math;
-    tune::TrainingStep::Scope path;
-    if (math) path = [this] { return std::make_shared<tune::MathAttention>(measured_math && dtype == at::kBFloat16); };
-    engine.scope("attention", std::move(path));
-  }
-
-  void keep(const char* name, const std::string& what, const calibrate::Trial& trial,
-            const std::function<void(bool)>& flip) {
-    std::ostringstream took;
-    took << std::setprecision(3) << "forward and backward take " << trial.without * 1e3 << " ms without and "
-         << trial.with * 1e3 << " ms with it (" << trial.rounds << " pairs on the first batch).";
-    const bool kept = trial.drift <= kDrift && trial.ratio() < kPays;
-    flip(kept);
-    const auto reason = trial.drift > kDrift ? what + " moved the first loss by more than 5%."
-                        : kept               ? what + ": " + took.str()
-                                             : what + " does not pay here: " + took.str();
-    add({name, kept ? "on" : "refused", reason, kept ? "sums and products are rounded differently." : "",
-         1 / trial.ratio()});
-  }
-
-  void first_step(const Batch* batch) {
-    ready = true;
-    const auto advice = amp::recommend_dtype(engine.device().type());
-    const auto precision = config.word("precision");
-    const bool try_bf16 = precision == "auto" && advice.dtype == at::kBFloat16;
-    const bool try_layout = config.word("channels_last") == "auto" && may_change_layout();
-    bool try_math = config.word("attention") == "auto";
-    bool measure = batch && engine.device().is_cpu() && (try_bf16 || try_layout || try_math);
-    if (measure) {
-      calibrate::Escrow escrow(engine.model(), engine.parameters());
-      const auto compute = [&] { return engine.loss(*batch); };
-      measure = calibrate::once(escrow, compute).first <= kPatience;
-      const auto decide = [&](const char* name, const char* what, const std::function<void(bool)>& flip) {
-        keep(name, what, calibrate::compare(escrow, compute, flip), flip);
-      };
-      if (measure && try_bf16) {
-        decide("precision", "bf16 autocast", [this](bool on) { set_precision(on ? at::kBFloat16 : at::kFloat); });
-      }
-      if (measure && try_layout) decide("channels_last", "channels_last", [this](bool on) { set_layout(on); });
-      try_math = try_math && measure && tune::uses_flash(compute);
-      measured_math = try_math;
-      if (try_math) decide("attention", "the math path", [this](bool on) { set_attention(on); });
-    }
-    if (!(measure && try_bf16)) precision_by_rule(precision, advice);
-    if (!(measure && try_layout)) layout_by_rule();
-    if (!(measure && try_math)) attention_by_rule();
-    make_scaler();
-  }
-
-  void precision_by_rule(const std::string& precision, const amp::DtypeAdvice& advice) {
-    set_precision(precision == "auto"   ? advice.dtype
-                  : precision == "bf16" ? at::kBFloat16
-                  : precision == "fp16" ? at::kHalf
-                                        : at::kFloat);
-    const bool on = dtype != at::kFloat;
-    if (precision == "auto") {
-      add({"precision", on ? "on" : "refused", "not measured; by the hardware: " + advice.reason, "", {}});
-    } else {
-      const auto support = amp::hardware_support(engine.device().type(), dtype);
-      add({"precision", on ? "on" : "off", precision + " was asked for.", support.native ? "" : support.reason, {}});
-    }
-  }
-
-  void layout_by_rule() {
-    const auto wanted = config.word("channels_last");
-    const bool convolves = may_change_layout();
-    set_layout(convolves && wanted != "off");
-    if (wanted == "off") {
-      add({"channels_last", "off", "the model's own layout was asked for.", "", {}});
-    } else if (!convolves) {
-      add({"channels_last",
-           "refused",
-           "the model has no 2-D convolution, or its optimizer has already stepped.",
-           "",
-           {}});
-    } else {
-      add({"channels_last", "on", "convolutions run best so; not measured.", "sums are rounded in another order.", {}});
-    }
-  }
-
-  void attention_by_rule() {
-    set_attention(config.word("attention") == "math");
-    add({"attention",
-         math_attention ? "on" : "off",
-         math_attention ? "the math path was asked for." : "torch's own choice of kernel stands.",
-         "",
-         {}});
-  }
-
-  void make_scaler() {
-    const auto wanted = config.word("grad_scaler");
-    if (wanted == "on" || (wanted == "auto" && dtype == at::kHalf)) {
-      amp::GradScalerOptions options;
-      options.device = engine.device();
-      engine.scaler = std::make_unique<amp::GradScaler>(options);
-      add({"grad_scaler",
-           "on",
-           tail ? "unscale, check and skip happen inside the step tail."
-                : "unscaled by torch's op, with one host read a step.",
-           "",
-           {}});
-    } else {
-      add({"grad_scaler", "off", "only float16 needs a loss scale.", "", {}});
-    }
+    lines = decisions.lines();
+    lines.push_back(nonfinite_line());
+    lines.push_back(scaler_line());
   }
 
   at::Tensor counted(at::Tensor loss) {
@@ -388,22 +217,19 @@ struct Trainer::Impl {
   }
 
   PerformanceConfig config;
-  std::unique_ptr<tune::TrainingStep> own;  // where there is no plan
-  Plan::Impl* plan = nullptr;
+  Decisions decisions;
   tune::TrainingStep& engine;
   optim::TailOptimizer* tail;  // the caller's optimizer, where it is one of oxytorch::optim
   std::optional<EarlyStopping> stopping;
-  std::vector<HostSetting> host;
-  std::vector<SettingLine> lines, loop_lines;
+  std::vector<SettingLine> lines;
   int64_t batch_count = 0, epoch = 0;
-  at::ScalarType dtype = at::kFloat;
-  bool channels_last = false, math_attention = false, measured_math = false, ready = false, stopping_loaded = false;
+  bool stopping_loaded = false;
   std::array<double, 3> seconds{};
 };
 
 Trainer::Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
-                 PerformanceConfig config)
-    : impl_(std::make_unique<Impl>(model, optimizer, std::move(loss), std::move(config))) {}
+                 PerformanceConfig config, TrainerOptions options)
+    : impl_(std::make_unique<Impl>(model, optimizer, std::move(loss), std::move(config), options)) {}
 Trainer::Trainer(Plan& plan, PerformanceConfig config)
     : impl_(std::make_unique<Impl>(*plan.impl_, std::move(config))) {}
 Trainer::~Trainer() = default;
@@ -414,18 +240,18 @@ at::Tensor Trainer::step(const Batch& batch) {
   auto& self = *impl_;
   OXY_CHECK(self.engine.has_loss(), InvalidState,
             "this trainer has no loss function. Pass one, or step with a closure.");
-  if (!self.ready) self.first_step(&batch);
-  return self.counted(self.plan ? self.plan->step(batch) : self.engine.take(batch));
+  if (!self.decisions.are_made()) self.decisions.begin(&batch);
+  return self.counted(self.decisions.plan().step(batch));
 }
 
 at::Tensor Trainer::step(const std::function<at::Tensor()>& closure) {
-  if (!impl_->ready) impl_->first_step(nullptr);
+  if (!impl_->decisions.are_made()) impl_->decisions.begin(nullptr);
   return impl_->counted(impl_->engine.take(closure));
 }
 
 bool Trainer::flush() { return impl_->engine.flush(); }
 
-FitResult Trainer::run_fit(const Feed& feed, int64_t epochs, int64_t max_steps,
+FitResult Trainer::run_fit(const Feed& feed, int64_t length, int64_t epochs, int64_t max_steps,
                            const std::function<double()>& validate) {
   auto& self = *impl_;
   if (max_steps == 0) max_steps = self.config.integer("max_steps").value_or(0);
@@ -434,6 +260,10 @@ FitResult Trainer::run_fit(const Feed& feed, int64_t epochs, int64_t max_steps,
   auto& model = self.engine.model();
   const auto first = global_step();
   const auto all_steps = [&] { return max_steps > 0 && global_step() >= max_steps; };
+  const auto windows = (length + self.engine.accumulation - 1) / self.engine.accumulation;
+  const auto by_epochs = epochs * windows;
+  self.decisions.steps =
+      by_epochs > 0 && max_steps > 0 ? std::min(by_epochs, max_steps) : std::max(by_epochs, max_steps);
   self.restart_early_stopping();
   StopSignals signals;
   ProgressLine line(self.config.word("progress"), max_steps);
@@ -505,11 +335,11 @@ void Trainer::save(torch::serialize::OutputArchive& archive) const {
   engine.original().save(optimizer);
   archive.write("model", model);
   archive.write("optimizer", optimizer);
-  archive.write("counters",
-                torch::tensor({engine.taken(), self.batch_count, static_cast<int64_t>(self.ready), self.epoch}));
-  archive.write("decisions", torch::tensor({static_cast<int64_t>(self.dtype), static_cast<int64_t>(self.channels_last),
-                                            static_cast<int64_t>(self.math_attention) +
-                                                static_cast<int64_t>(self.math_attention && self.measured_math)}));
+  archive.write("counters", torch::tensor({engine.taken(), self.batch_count,
+                                           static_cast<int64_t>(self.decisions.are_made()), self.epoch}));
+  c10::List<std::string> found;
+  for (const auto& name : self.decisions.found()) found.push_back(name);
+  archive.write("active", c10::IValue(std::move(found)));
   const auto generators = optim::generator_states(engine.device());
   for (size_t i = 0; i < generators.size(); ++i) archive.write("generator" + std::to_string(i), generators[i]);
   archive.write("ema_count", torch::tensor(static_cast<int64_t>(engine.average.size())));
@@ -539,26 +369,15 @@ void Trainer::load(torch::serialize::InputArchive& archive) {
     archive.read(name, value);
     return value;
   };
-  const auto decisions = read("decisions");
   const auto counters = read("counters");
-  if (counters[2].item<int64_t>() != 0 && self.plan == nullptr) {  // a plan has decided itself
-    self.set_precision(static_cast<at::ScalarType>(decisions[0].item<int64_t>()));
-    self.set_layout(decisions[1].item<int64_t>() != 0);
-    self.measured_math = decisions[2].item<int64_t>() == 2;
-    self.set_attention(decisions[2].item<int64_t>() != 0);
-    const std::string why = "as the run that is continued here had decided.";
-    self.add({"precision", self.dtype == at::kFloat ? "off" : "on", why, "", {}});
-    self.add({"channels_last", self.channels_last ? "on" : "off", why, "", {}});
-    self.add({"attention", self.math_attention ? "on" : "off", why, "", {}});
-    if (!self.ready) self.make_scaler();
-    self.ready = true;
-  }
-  torch::serialize::InputArchive model, optimizer;
-  archive.read("model", model);
-  engine.model().load(model);
-  archive.read("optimizer", optimizer);
-  engine.original().load(optimizer);
-  engine.renew_replacement();
+  self.decisions.while_as_given([&] {
+    torch::serialize::InputArchive model, optimizer;
+    archive.read("model", model);
+    engine.model().load(model);
+    archive.read("optimizer", optimizer);
+    engine.original().load(optimizer);
+  });
+  if (counters[2].item<int64_t>() != 0) self.decisions.resume(found_in(archive));
   OXY_CHECK(read("ema_count").item<int64_t>() == static_cast<int64_t>(engine.average.size()), InvalidArgument,
             "the archive has another number of averaged weights. Load it with the same ema_decay setting.");
   for (size_t i = 0; i < engine.average.size(); ++i) engine.average[i].copy_(read("ema" + std::to_string(i)));
@@ -639,8 +458,6 @@ std::string Trainer::report_json() const {
   return out.str();
 }
 
-void Trainer::revert() {
-  for (auto setting = impl_->host.rbegin(); setting != impl_->host.rend(); ++setting) setting->revert();
-}
+void Trainer::revert() { impl_->decisions.revert(); }
 
 }  // namespace oxytorch

@@ -174,4 +174,36 @@ Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers
   return found;
 }
 
+void bring(Asked& asked, const PerformanceConfig& config, const std::vector<Offer>& offers,
+           const std::function<bool(const std::string&)>& is_active,
+           const std::function<std::string(const std::string&)>& put) {
+  const Settings settings{config, AskedBy::Trainer};
+  const auto offered = [&](const std::string& name) {
+    const auto found = std::find_if(offers.begin(), offers.end(), [&](const Offer& o) { return o.name == name; });
+    return found == offers.end() ? nullptr : &*found;
+  };
+  for (const auto& [setting, value, names] : std::exchange(asked.required, {})) {
+    if (std::any_of(names.begin(), names.end(), is_active)) continue;
+    const Offer* brought = nullptr;
+    std::string whys;
+    for (const auto& name : names) {
+      const auto* const offer = offered(name);  // a language has not all of them
+      const auto why = offer != nullptr ? put(name) : name == names.front() ? "there is no strategy " + name : "";
+      if (offer != nullptr && why.empty()) {
+        brought = offer;
+        break;
+      }
+      whys += (whys.empty() || why.empty() ? "" : "; ") + why;
+    }
+    if (brought == nullptr) {
+      asked.refused[setting] = whys.ends_with('.') ? whys : whys + '.';
+      continue;
+    }
+    for (const auto& offer : offers) {
+      const bool alike = !offer.traits.group.empty() && offer.traits.group == brought->traits.group;
+      if (alike || offer.name == brought->name) asked.skipped.emplace(offer.name, settings.because(setting.c_str()));
+    }
+  }
+}
+
 }  // namespace oxytorch::tune

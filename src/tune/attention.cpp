@@ -2,11 +2,7 @@
 
 #include <ATen/Context.h>
 
-#include "tune/observe.h"
-
 namespace oxytorch::tune {
-
-bool uses_flash(const std::function<at::Tensor()>& forward) { return calls(forward, {"flash_attention"}); }
 
 MathAttention::MathAttention(bool reduced)
     : flash_before_(at::globalContext().userEnabledFlashSDP()),

@@ -1,20 +1,26 @@
 #include "tune/plan.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Type.h>
 #include <torch/types.h>
+#include <torch/version.h>
 
-#include <algorithm>
 #include <cmath>
 #include <optional>
+#include <sstream>
+#include <typeinfo>
 #include <utility>
+#include <variant>
 
+#include "oxytorch/config_use.h"
 #include "oxytorch/logging.h"
+#include "oxytorch/memory.h"
 #include "oxytorch/system.h"
 #include "oxytorch/tune/apart.h"
-#include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/own_random.h"
 #include "oxytorch/tune/snapshot.h"
+#include "tune/digest.h"
 #include "tune/run_workload.h"
 #include "tune/sources.h"
 
@@ -27,20 +33,52 @@ struct Seen {
   std::vector<at::Tensor> gradients;
 };
 
-}  // namespace
+/// Module classes, shapes, dtypes, optimizer and shapes of the batches.
+std::string structure(const tune::Run& run) {
+  std::ostringstream text;
+  const auto describe = [&](const at::Tensor& t) {
+    if (t.defined()) text << t.sizes() << ' ' << t.scalar_type() << ' ' << t.device() << '\n';
+  };
+  text << run.model().name() << '\n';
+  for (const auto& item : run.model().named_modules("", /*include_self=*/false)) {
+    text << item.key() << ' ' << item.value()->name() << '\n';
+  }
+  for (const auto& item : run.model().named_parameters()) describe(item.value());
+  for (const auto& item : run.model().named_buffers()) describe(item.value());
+  text << c10::demangle(typeid(run.original()).name()) << ' ' << run.clip_norm() << '\n';
+  for (const auto& group : run.original().param_groups()) text << group.params().size() << '\n';
+  for (const auto& batch : run.batches()) {
+    for (const auto& tensor : batch.tensors()) describe(tensor);
+  }
+  tune::Digest digest;
+  digest.add("structure", std::string_view(text.str()));
+  return digest.text();
+}
 
+/// Trials of the host pool find its pages again.
+struct KeptPool {
+  KeptPool() = default;
+  KeptPool(const KeptPool&) = delete;
+  KeptPool& operator=(const KeptPool&) = delete;
+  ~KeptPool() { setting.revert(); }
+  HostSetting setting = keep_host_pool();
+};
+
+/// What allocator_retain_limit says, in bytes; empty where it is left to the allocator.
 std::optional<std::uint64_t> retain_limit_of(const PerformanceConfig& config) {
   if (config.is_auto("allocator_retain_limit")) return std::nullopt;
   return config.size("allocator_retain_limit").resolve(read_memory().limit.value_or(0));
 }
 
-NamedSettings::NamedSettings(const PerformanceConfig& config) : NamedSettings() {
+}  // namespace
+
+NamedSettings::NamedSettings(const PerformanceConfig& config, tune::AskedBy by) : NamedSettings() {
   const auto named = [&](const char* key, const char* word) {
-    return tune::is_named(config, key) && config.get(key) == ConfigValue(std::string(word));
+    return tune::is_named(config, key, by) && config.get(key) == ConfigValue(std::string(word));
   };
   if (config.flag("deterministic")) add(use_deterministic_algorithms());
   const auto threads = config.integer("threads");
-  if (threads && tune::is_named(config, "threads")) add(size_threads(static_cast<int>(*threads)));
+  if (threads && tune::is_named(config, "threads", by)) add(size_threads(static_cast<int>(*threads)));
   if (named("flush_denormals", "on")) add(flush_denormals());
   if (named("allocator", "retain")) add(tune_allocator(retain_limit_of(config)));
 }
@@ -53,27 +91,69 @@ void NamedSettings::add(HostSetting setting) {
 }
 
 void NamedSettings::revert() {
-  for (auto setting = settings_.rbegin(); setting != settings_.rend(); ++setting) setting->revert();
+  for (; !settings_.empty(); settings_.pop_back()) settings_.back().revert();
 }
 
-Plan::Impl::Impl(std::unique_ptr<tune::Run> r, tune::Certificate c, std::optional<tune::CertificateStore> s,
-                 tune::Kind widest, std::uint64_t seed, NamedSettings n)
-    : named(std::move(n)), run(std::move(r)), certificate(std::move(c)), store(std::move(s)) {
-  auto names = run->in_force();
-  std::erase_if(names, [&](const auto& name) {
-    return std::find(run->required.begin(), run->required.end(), name) != run->required.end();
-  });
-  if (names.empty()) return;
-  // What is active cannot know which steps are compared.
-  const auto drawn_by = seed ^ tune::fresh_bits();
-  const tune::WatchOptions options{.names = std::move(names), .kind = widest, .drawn_by = drawn_by};
-  watch.emplace(*this, certificate, store ? &*store : nullptr, options);
+void name_settings(const PerformanceConfig& config, tune::AskedBy by, tune::Run& run) {
+  for (const auto& field : PerformanceConfig::fields()) {
+    const auto value = config.get(field.key);
+    const auto* const word = std::get_if<std::string>(&value);
+    if (word != nullptr && tune::is_named(config, field.key, by)) run.asked.emplace(field.key, *word);
+  }
+  run.retain_limit = retain_limit_of(config);
+}
+
+std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise) {
+  const auto planned = config.integer("steps_planned").value_or(AccelerateOptions().steps_planned());
+  if (is_given(config, "steps_planned")) return planned;
+  const auto length = config.integer("max_steps").value_or(0);
+  return length > 0 ? length : otherwise > 0 ? otherwise : planned;
+}
+
+Plan::Impl::Impl(std::unique_ptr<tune::Run> r, NamedSettings n, std::optional<tune::CertificateStore> s)
+    : named(std::move(n)), run(std::move(r)), store(std::move(s)) {}
+
+void Plan::Impl::tune(Trials trials) {
+  const auto seed = trials.options.seed;
+  tune::WatchOptions watching;
+  {
+    const KeptPool kept;
+    tune::Snapshot snapshot(*run);
+    tune::CertificateKey key{tune::hardware_key() + ", " + run->device().str(), TORCH_VERSION, structure(*run),
+                             std::move(trials.key)};
+    tune::RunWorkload workload(*run, snapshot, std::move(trials.strategies), seed, std::move(trials.skipped));
+    tune::Tuner tuner(workload, std::move(key), std::move(trials.options));
+    auto found = tuner.tune(store ? &*store : nullptr);
+    snapshot.prove();
+    tuner.activate(found);
+    watching.names = run->beside_required();
+    const auto added = tuner.activate_required(found);
+    run->required.insert(run->required.end(), added.begin(), added.end());
+    watching.kind = tuner.widest(run->in_force());
+    certificate = std::move(found);
+  }
+  give_back_host_memory();  // what references and snapshots took: the steps that follow do not need it
+  if (const auto why = store ? store->try_put(certificate) : ""; !why.empty()) {
+    certificate.events.push_back("step 0: the plan is not stored, so the next run tunes again: " + why);
+    log(LogLevel::Warn, "accelerate: " + certificate.events.back());
+  }
+  if (watching.names.empty()) return;
+  watching.drawn_by = seed ^ tune::fresh_bits();  // what is active cannot know which steps are compared
+  watch.emplace(*this, certificate, store ? &*store : nullptr, watching);
+}
+
+std::vector<std::string> Plan::Impl::found() const {
+  return watch && !watch->over() ? watch->names() : run->beside_required();
+}
+
+void Plan::Impl::withdraw() {
+  watch.reset();
+  run->bring({});
 }
 
 void Plan::Impl::revert() {
-  watch.reset();
   run->required.clear();
-  run->bring({});
+  withdraw();
   named.revert();
 }
 
@@ -91,7 +171,10 @@ at::Tensor Plan::Impl::step(const Batch& given) {
   auto loss = run->take(given);
   if (waited) tune::synchronize(run->device());
   window_seconds += tune::seconds_now() - began;
-  if (run->waiting() == 0) watch->after(window_seconds);
+  if (run->waiting() == 0) {
+    watch->after(window_seconds);
+    watched = false;  // the next window may begin with a closure, unseen
+  }
   if (waited && !std::isfinite(loss.item<double>())) watch->doubt();
   return loss;
 }

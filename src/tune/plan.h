@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,7 +11,10 @@
 #include "oxytorch/config.h"
 #include "oxytorch/host.h"
 #include "oxytorch/tune/accelerate.h"
+#include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/run.h"
+#include "oxytorch/tune/strategy.h"
+#include "oxytorch/tune/tuner.h"
 #include "oxytorch/tune/watch.h"
 
 namespace oxytorch {
@@ -19,7 +23,7 @@ namespace oxytorch {
 class NamedSettings {
  public:
   NamedSettings() = default;
-  explicit NamedSettings(const PerformanceConfig& config);
+  explicit NamedSettings(const PerformanceConfig& config, tune::AskedBy by = tune::AskedBy::Loop);
   NamedSettings(NamedSettings&&) noexcept = default;
   NamedSettings& operator=(NamedSettings&&) = delete;
   ~NamedSettings() { revert(); }
@@ -32,16 +36,33 @@ class NamedSettings {
   std::vector<HostSetting> settings_;
 };
 
-/// What allocator_retain_limit says, in bytes; empty where it is left to the allocator.
-std::optional<std::uint64_t> retain_limit_of(const PerformanceConfig& config);
+/// Tells a run's strategies what was named for them.
+void name_settings(const PerformanceConfig& config, tune::AskedBy by, tune::Run& run);
 
+/// The length of the run, as far as a configuration says it; `otherwise`, where that is above 0, where it does not.
+std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise = 0);
+
+/// What is tried on a run, with its batches and with what is in force as the step as given.
+struct Trials {
+  std::vector<tune::RegisteredStrategy> strategies;
+  std::map<std::string, std::string> skipped;  ///< of them, why they are not tried
+  tune::TunerOptions options;
+  std::string key;  ///< what decides which strategies are kept, for the certificate's key
+};
+
+/// A plan on which nothing was tried takes steps too: what is in force on its run, unwatched.
 struct Plan::Impl : tune::Watched {
-  Impl(std::unique_ptr<tune::Run> run, tune::Certificate certificate, std::optional<tune::CertificateStore> store,
-       tune::Kind widest, std::uint64_t seed, NamedSettings named);
+  Impl(std::unique_ptr<tune::Run> run, NamedSettings named, std::optional<tune::CertificateStore> store = {});
 
+  /// Tries, measures, verifies; puts in force what pays, and what options require, and watches it. What the step as
+  /// given throws passes through, with everything restored. accelerate() and Trainer both call it.
+  void tune(Trials trials);
   at::Tensor step(const Batch& batch);
   void update();
   void revert();
+  /// Found to pay, also while a step is taken without it, to compare; and what an earlier run had found.
+  [[nodiscard]] std::vector<std::string> found() const;
+  void withdraw();  ///< takes back what was found to pay; what settings ask for stays
 
   void activate(const std::vector<std::string>& strategies) override { run->bring(strategies); }
   tune::BothWays compare() override;

@@ -5,25 +5,13 @@
 #include <iterator>
 #include <utility>
 
-#include "oxytorch/error.h"
 #include "oxytorch/logging.h"
 
 namespace oxytorch::tune {
-namespace {
-
-/// A step can go without one, by closures; trials cannot.
-LossFunction present(LossFunction loss) {
-  OXY_CHECK(loss, InvalidArgument, "there is no loss function. Pass one, for example supervised(model, criterion).");
-  return loss;
-}
-
-}  // namespace
 
 Run::Run(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, std::vector<Batch> batches,
          double clip_norm)
-    : TrainingStep(model, optimizer, present(std::move(loss)), clip_norm), batches_(std::move(batches)) {
-  OXY_CHECK(!batches_.empty(), InvalidArgument, "there is no batch. Pass some of the run's own, four to eight.");
-}
+    : TrainingStep(model, optimizer, std::move(loss), clip_norm), batches_(std::move(batches)) {}
 
 Run::~Run() {
   try {
@@ -38,6 +26,13 @@ Strategy& Run::strategy(const std::string& name) {
   auto& made = strategies_[name];
   if (!made) made = find_strategy(name).make();
   return *made;
+}
+
+std::vector<std::string> Run::beside_required() const {
+  auto names = in_force_;
+  std::erase_if(names,
+                [&](const auto& name) { return std::find(required.begin(), required.end(), name) != required.end(); });
+  return names;
 }
 
 void Run::bring(const std::vector<std::string>& given) {

@@ -22,6 +22,9 @@ std::vector<Offer> offers_of(const std::vector<RegisteredStrategy>& strategies) 
 std::vector<Offer> RunWorkload::offers() {
   auto found = offers_of(strategies_);
   for (auto& offer : found) {
+    std::erase_if(offer.traits.requires_, [&](const auto& name) {  // is met in any case
+      return std::find(run_.required.begin(), run_.required.end(), name) != run_.required.end();
+    });
     if (const auto why = refused_.find(offer.name); why != refused_.end()) {
       offer.refused = why->second;
     } else if (offer.traits.needs_loop && !run_.owns_loop) {

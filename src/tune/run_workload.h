@@ -31,7 +31,8 @@ class RunWorkload : public Workload {
   Applicability applies(const std::string& strategy) override { return run_.strategy(strategy).applies(run_); }
   double expected_cost(const std::string& strategy) override { return run_.strategy(strategy).expected_cost(run_); }
 
-  std::vector<std::string> active() override { return run_.in_force(); }
+  /// But for those that are a part of the step as given.
+  std::vector<std::string> active() override { return run_.beside_required(); }
   void activate(const std::vector<std::string>& strategies) override { run_.bring(strategies); }
   void restore() override { snapshot_.restore(); }
   std::map<std::string, std::string> covered() override;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string_view>
 
 #include "optim/generators.h"
 #include "oxytorch/accelerator.h"
@@ -46,6 +47,11 @@ auto forward_of(Run& run) {
     optim::set_generator_states(run.device(), generators);
     return loss;
   };
+}
+
+/// Of a run without batches nothing is known: it may call any operator.
+bool may_call(Run& run, const std::vector<std::string_view>& names) {
+  return run.batches().empty() || calls(forward_of(run), names);
 }
 
 // -- the host ---------------------------------------------------------------------------------------------------------
@@ -117,7 +123,7 @@ int one() { return 1; }
 struct Operators : Strategy {
   Applicability applies(Run& run) override {
     if (auto here = on_cpu(run); !here.holds) return here;
-    if (calls(forward_of(run), {"max_pool2d_with_indices", "native_batch_norm", "bernoulli_"})) return true;
+    if (may_call(run, {"max_pool2d_with_indices", "native_batch_norm", "bernoulli_"})) return true;
     return "the model has neither max pooling nor batch normalisation nor dropout.";
   }
   void apply(Run& /*run*/) override {
@@ -177,7 +183,9 @@ struct Tail : Strategy {
     optim::TailOptions tail;
     tail.clip_norm = run.clip_norm();
     tail.nonfinite = optim::NonFinite::Propagate;
-    tail.state_dtype = Format;
+    const auto asked = run.asked.find("optimizer_state");
+    const bool bf16 = Format == optim::StateFormat::Auto && asked != run.asked.end() && asked->second == "bf16";
+    tail.state_dtype = bf16 ? optim::StateFormat::BFloat16 : Format;
     return tail;
   }
 };
@@ -253,7 +261,7 @@ template <bool Reduced>
 struct Attention : Strategy {
   Applicability applies(Run& run) override {
     if (auto here = on_cpu(run); !here.holds) return here;
-    if (uses_flash(forward_of(run))) return true;
+    if (may_call(run, {"flash_attention"})) return true;
     return "the model calls no flash attention.";
   }
   void apply(Run& run) override {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <utility>
 
 #include "oxytorch/error.h"
 #include "oxytorch/spelling.h"
@@ -33,6 +34,16 @@ void register_strategy(RegisteredStrategy strategy) {
   OXY_CHECK(std::none_of(known.all.begin(), known.all.end(), [&](const auto& s) { return s.name == strategy.name; }),
             InvalidArgument, "a strategy '", strategy.name, "' is registered already; choose another name.");
   known.all.push_back(std::move(strategy));
+}
+
+ScopedStrategies::ScopedStrategies(std::vector<RegisteredStrategy> only) : others_(std::move(only)) {
+  const std::scoped_lock lock(the_register().mutex);
+  the_register().all.swap(others_);
+}
+
+ScopedStrategies::~ScopedStrategies() {
+  const std::scoped_lock lock(the_register().mutex);
+  the_register().all.swap(others_);
 }
 
 std::vector<RegisteredStrategy> strategies() {

@@ -39,7 +39,7 @@ std::vector<Example> data(int count) {
 /// A model, torch's own optimizer and a trainer with nothing on but what is given; SGD at a rate of 1.
 struct Training {
   explicit Training(const Settings& given, const char* level = "basic", double lr = 1.0,
-                    std::optional<optim::SGDOptions> ours = std::nullopt)
+                    std::optional<optim::SGDOptions> ours = std::nullopt, bool calibrate = false)
       : config(level) {
     torch::manual_seed(0);
     model = torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::ReLU(), torch::nn::Linear(8, 3));
@@ -52,7 +52,8 @@ struct Training {
     } else {
       optimizer = std::make_unique<torch::optim::SGD>(model->parameters(), torch::optim::SGDOptions(lr));
     }
-    trainer = std::make_unique<Trainer>(*model, *optimizer, supervised(model, torch::nn::CrossEntropyLoss()), config);
+    trainer = std::make_unique<Trainer>(*model, *optimizer, supervised(model, torch::nn::CrossEntropyLoss()), config,
+                                        TrainerOptions{.calibrate = calibrate});
   }
   ~Training() {
     if (trainer) trainer->revert();
@@ -102,14 +103,13 @@ Example poisoned() {
 at::ScalarType output_dtype(const char* precision) {
   Training setup({{"precision", text(precision)}});
   auto seen = at::ScalarType::Undefined;
-  Trainer trainer(
-      *setup.model, *setup.optimizer,
-      [&](const Batch& batch) {
-        const auto out = setup.model->forward(batch.input);
-        seen = out.scalar_type();
-        return torch::nn::functional::cross_entropy(out.to(at::kFloat), batch.target);
-      },
-      setup.config);
+  Trainer trainer(*setup.model, *setup.optimizer,
+                  [&](const Batch& batch) {
+                    const auto out = setup.model->forward(batch.input);
+                    seen = out.scalar_type();
+                    return torch::nn::functional::cross_entropy(out.to(at::kFloat), batch.target);
+                  },
+                  setup.config, {.calibrate = false});
   const auto one = data(1)[0];
   trainer.step({one.data, one.target});
   return seen;
@@ -139,7 +139,10 @@ const std::map<std::string, std::function<void()>>& effects() {
       {"level",
        [] {
          EXPECT_THAT(Training({}).line("step_tail"), HasSubstr("off"));
-         EXPECT_THAT(Training({}, "advanced").line("step_tail"), HasSubstr("refused"));
+         Training setup({}, "advanced");
+         EXPECT_THAT(setup.line("step_tail"), HasSubstr("decided at the first batch"));
+         setup.moved();
+         EXPECT_THAT(setup.line("step_tail"), HasSubstr("calibrate = false"));
        }},
       {"precision",
        [] {
@@ -154,10 +157,12 @@ const std::map<std::string, std::function<void()>>& effects() {
          torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
          PerformanceConfig config("basic");
          config.set("channels_last", text("on"));
-         Trainer trainer(*model, optimizer, supervised(model, torch::nn::CrossEntropyLoss()), config);
+         Trainer trainer(*model, optimizer, supervised(model, torch::nn::CrossEntropyLoss()), config,
+                         {.calibrate = false});
          trainer.step({torch::randn({2, 3, 6, 6}), torch::zeros({2}, at::kLong)});
          EXPECT_TRUE(model->parameters()[0].is_contiguous(at::MemoryFormat::ChannelsLast));
          trainer.revert();
+         EXPECT_TRUE(model->parameters()[0].is_contiguous());
        }},
       {"threads",
        [] {
@@ -185,7 +190,7 @@ const std::map<std::string, std::function<void()>>& effects() {
        }},
       {"allocator_retain_limit",
        [] {
-         Training setup({{"allocator_retain_limit", text("64MiB")}});
+         Training setup({{"allocator", text("retain")}, {"allocator_retain_limit", text("64MiB")}});
          std::string costs;
          for (const auto& line : setup.trainer->settings()) costs += line.name == "allocator" ? line.cost : "";
          // Where the environment decides, nothing is applied and the line says so.
@@ -193,25 +198,37 @@ const std::map<std::string, std::function<void()>>& effects() {
        }},
       {"step_tail",
        [] {
-         EXPECT_THAT(Training({{"step_tail", text("on")}}).line("step_tail"), HasSubstr("oxytorch::optim::replace()"));
-         EXPECT_THAT(Training({{"step_tail", text("off")}}, "advanced").line("step_tail"), HasSubstr("off"));
+         Training on({{"step_tail", text("on")}, {"clip_norm", 0.01}}), off({{"step_tail", text("off")}}, "advanced");
+         EXPECT_THAT(on.line("step_tail"), testing::StartsWith("on: step_tail: asked for. Clip and update are one"));
+         EXPECT_NEAR(on.moved().norm().item<double>(), 0.01, 1e-5);
+         EXPECT_THAT(off.line("step_tail"), testing::StartsWith("off: "));
+         on.trainer->revert();
+         EXPECT_THAT(on.line("step_tail"), testing::StartsWith("off: "));
        }},
       {"optimizer_state",
        [] {
-         EXPECT_THAT(Training({{"optimizer_state", text("int8")}}).line("optimizer_state"),
-                     HasSubstr("state_dtype(...)"));
+         for (const char* format : {"bf16", "int8"}) {
+           Training basic({{"optimizer_state", text(format)}});
+           EXPECT_THAT(basic.line("optimizer_state"), HasSubstr("step_tail is 'off'"));
+           Training setup({{"optimizer_state", text(format)}}, "advanced");
+           EXPECT_THAT(setup.line("optimizer_state"), HasSubstr(std::string("on: the optimizer's running averages are "
+                                                                            "kept as ") +
+                                                                format));
+           Training ours({{"optimizer_state", text(format)}}, "basic", 1.0, optim::SGDOptions(1.0));
+           EXPECT_THAT(ours.line("optimizer_state"), testing::StartsWith("refused"));
+           EXPECT_THAT(ours.line("optimizer_state"), HasSubstr("state_dtype(...)"));
+         }
        }},
       {"attention",
        [] {
          bool flash = true;
          Training setup({{"attention", text("math")}});
-         Trainer trainer(
-             *setup.model, *setup.optimizer,
-             [&](const Batch& batch) {
-               flash = at::globalContext().userEnabledFlashSDP();
-               return setup.model->forward(batch.input).square().mean();
-             },
-             setup.config);
+         Trainer trainer(*setup.model, *setup.optimizer,
+                         [&](const Batch& batch) {
+                           flash = at::globalContext().userEnabledFlashSDP();
+                           return setup.model->forward(batch.input).square().mean();
+                         },
+                         setup.config, {.calibrate = false});
          trainer.step({data(1)[0].data, {}});
          EXPECT_FALSE(flash);
        }},
@@ -283,6 +300,25 @@ const std::map<std::string, std::function<void()>>& effects() {
          Training setup({{"max_steps", int64_t{3}}});
          auto loader = data(5);
          EXPECT_EQ(setup.trainer->fit(loader, 0).steps, 3);
+       }},
+      {"steps_planned",
+       [] {
+         const auto refused = [](const Settings& given) -> std::string {
+           try {
+             Training setup(given);
+           } catch (const Error& error) {
+             return error.what();
+           }
+           return "";
+         };
+         EXPECT_THAT(refused({{"steps_planned", int64_t{5}}}), HasSubstr("calibrate = false tries nothing"));
+         EXPECT_THAT(refused({{"tune_seconds", 0.5}}), HasSubstr("calibrate = false tries nothing"));
+       }},
+      {"tune_seconds",
+       [] {  // the rest is in auto_test.cpp
+         Training setup({{"tune_seconds", 0.05}, {"steps_planned", int64_t{100}}}, "basic", 1.0, std::nullopt, true);
+         setup.moved();
+         EXPECT_THAT(setup.line("allocator"), Not(HasSubstr("decided at the first batch")));
        }},
       {"early_stopping_patience", [] { EXPECT_EQ(epochs_until_stop({1, 2, 3}, {}), 2); }},
       {"early_stopping_min_delta",
@@ -364,8 +400,7 @@ TEST(TrainerSettingsTest, EachHasAnEffectOrIsRefusedWithASentence) {
       EXPECT_THAT(error.what(), HasSubstr(refusal(field.key, ConfigUser::CppTrainer)));
     }
   }
-  const std::set<std::string> refused{"compile",      "steps_planned", "tune_seconds",
-                                      "memory_limit", "log_every",     "monitor"};
+  const std::set<std::string> refused{"compile", "memory_limit", "log_every", "monitor"};
   EXPECT_EQ(effects().size() + refused.size(), PerformanceConfig::fields().size());
 }
 
@@ -449,7 +484,8 @@ TEST(TrainerSettingsTest, FiniteGradientsWhoseNormOverflowsAreSteppedWith) {
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-30));
   PerformanceConfig config("basic");
   config.set("nonfinite", text("skip"));
-  Trainer trainer(*model, optimizer, [&](const Batch& batch) { return model->forward(batch.input).sum(); }, config);
+  Trainer trainer(*model, optimizer, [&](const Batch& batch) { return model->forward(batch.input).sum(); }, config,
+                  {.calibrate = false});
   const auto before = model->weight.detach().clone();
   trainer.step({torch::full({1, 2}, 3e38F), {}});
   EXPECT_GT((model->weight - before).abs().min().item<double>(), 0);

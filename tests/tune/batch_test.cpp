@@ -199,6 +199,7 @@ TEST(BatchTest, TheTrainerTakesAStructOfTheUsersOwn) {
   }
   PerformanceConfig config("basic");
   config.set("precision", std::string("fp32"));
+  config.set("tune_seconds", 0.2);
   Trainer trainer(*model, optimizer, loss_of(model), config);
   EXPECT_EQ(trainer.fit(loader, 1).steps, 3);
   for (std::size_t i = 0; i < model->parameters().size(); ++i) {

@@ -103,6 +103,7 @@ class OXY_API Plan {
 
  private:
   friend class Trainer;
+  friend class Decisions;
   friend OXY_API Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
                                  std::vector<Batch> batches, const AccelerateOptions& options);
   struct Impl;

@@ -2,6 +2,7 @@
 /// gains. One table for both languages.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
@@ -23,7 +24,7 @@ enum class AskedBy {
 struct Asked {
   std::map<std::string, std::string> skipped;  ///< strategy -> why it is not tried
   std::vector<Requirement> required;           ///< those of a setting that was given by value
-  std::map<std::string, std::string> refused;  ///< setting -> why another setting rules it out
+  std::map<std::string, std::string> refused;  ///< setting -> why it cannot be, by another one or bring()
 };
 
 [[nodiscard]] OXY_API bool is_named(const PerformanceConfig& config, std::string_view key, AskedBy by = AskedBy::Loop);
@@ -32,6 +33,13 @@ struct Asked {
 /// brings about; Error(InvalidArgument) for one whose strategies are all excluded, not offered or above the level.
 [[nodiscard]] OXY_API Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers,
                                      const std::vector<std::string>& excluded, AskedBy by = AskedBy::Loop);
+
+/// Puts in force what a trainer's settings require, for good and without a trial: of each requirement the first that
+/// `put` can, unless one `is_active` already. Others of its kind are then skipped; where none can be, the setting is
+/// refused. `put` returns why it cannot, empty where it has.
+OXY_API void bring(Asked& asked, const PerformanceConfig& config, const std::vector<Offer>& offers,
+                   const std::function<bool(const std::string&)>& is_active,
+                   const std::function<std::string(const std::string&)>& put);
 
 /// The setting that a strategy belongs to; empty where there is none.
 [[nodiscard]] OXY_API std::string_view setting_of(const std::string& name, Kind kind, const std::string& group);

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "oxytorch/api.h"
@@ -21,15 +22,18 @@ namespace oxytorch::tune {
 /// Model and optimizer are borrowed and must outlive the run. Not for use from several threads at once.
 class OXY_API Run : public TrainingStep {
  public:
-  /// Error(InvalidArgument) without a loss function, a batch or a parameter.
+  /// Without batches nothing can be tried on it. Error(InvalidArgument) as TrainingStep.
   Run(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, std::vector<Batch> batches,
       double clip_norm = 0);
   /// Takes back what is in force.
   ~Run() override;
 
   [[nodiscard]] const std::vector<Batch>& batches() const noexcept { return batches_; }
+  void set_batches(std::vector<Batch> batches) { batches_ = std::move(batches); }
 
   [[nodiscard]] const std::vector<std::string>& in_force() const noexcept { return in_force_; }
+  /// In force, and not asked for by the caller's settings.
+  [[nodiscard]] std::vector<std::string> beside_required() const;
   [[nodiscard]] Strategy& strategy(const std::string& name);
   /// Strategies that the caller's settings ask for: bring() leaves them in force, and puts them first.
   std::vector<std::string> required;

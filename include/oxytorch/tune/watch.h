@@ -57,6 +57,8 @@ class OXY_API Watch {
   void after(double seconds);
   /// A loss or gradients were not finite: before() compares.
   void doubt();
+  /// What is watched, also while a step is taken without it; or was, where it is over.
+  [[nodiscard]] const std::vector<std::string>& names() const noexcept { return options_.names; }
   [[nodiscard]] bool over() const noexcept { return !guard_; }
   /// A check is under way: a device is to be waited for before and after each step, so that times mean something.
   [[nodiscard]] bool checks() const noexcept { return checks_ > 0; }

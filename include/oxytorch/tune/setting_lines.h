@@ -1,0 +1,50 @@
+/// The lines of a trainer's report: what came of each setting, and why. One set of sentences for both languages.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "oxytorch/api.h"
+#include "oxytorch/config.h"
+#include "oxytorch/tune/certificate.h"
+#include "oxytorch/tune/workload.h"
+
+namespace oxytorch {
+
+/// One line of a trainer's report.
+struct SettingLine {
+  std::string name;
+  std::string state;  ///< "on", "off" (not asked for) or "refused" (asked for, and not done)
+  std::string reason;
+  std::string cost = {};
+  std::optional<double> gain = {};  ///< seconds of a step without it over those with it, where measured
+};
+
+namespace tune {
+
+/// What the lines are made of. The configuration and the certificate must outlive it.
+struct OXY_API SettingLines {
+  const PerformanceConfig& config;
+  const Certificate& certificate;
+  std::vector<Offer> offers;                   ///< of all strategies that there are
+  std::map<std::string, std::string> refused;  ///< as Asked::refused
+  std::vector<std::string> active;             ///< strategies in force
+  std::vector<std::string> required;           ///< of those, the ones that settings ask for
+  std::string untried;                         ///< why what is "auto" was not tried
+  std::string slow;  ///< why the hardware does not multiply the precision that was asked for; empty where it does
+
+  /// Of a setting that strategies bring about: precision, channels_last, allocator ...
+  [[nodiscard]] SettingLine of(const std::string& setting) const;
+  /// Of what is in force, whatever it is called.
+  [[nodiscard]] SettingLine active_as(const std::string& name, const std::vector<std::string>& strategies) const;
+  /// Of what is in force and belongs to no setting.
+  [[nodiscard]] std::vector<SettingLine> beside_settings() const;
+
+ private:
+  [[nodiscard]] std::string setting_of(const std::string& strategy) const;
+};
+
+}  // namespace tune
+}  // namespace oxytorch

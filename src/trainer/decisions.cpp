@@ -1,0 +1,262 @@
+#include "trainer/decisions.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "oxytorch/amp.h"
+#include "oxytorch/optim/optimizer.h"
+#include "oxytorch/tune/strategy.h"
+#include "tune/run_workload.h"
+
+namespace oxytorch {
+namespace {
+
+constexpr double kSeconds = 1.0;  // for everything that is tried at the first batch, or
+constexpr double kShare = 0.02;   // of the planned run, where that is more
+
+bool holds(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+std::vector<std::string> names_of_group(const std::string& group) {
+  std::vector<std::string> names;
+  for (const auto& strategy : tune::strategies()) {
+    if (strategy.traits.group == group) names.push_back(strategy.name);
+  }
+  return names;
+}
+
+/// Puts one more in force, where `ask` only if it says that it applies; why it is not, empty where it is.
+std::string put(tune::Run& run, const std::string& name, bool ask) {
+  try {
+    auto& strategy = run.strategy(name);
+    if (ask) {
+      if (const auto answer = strategy.applies(run); !answer.holds) return answer.reason;
+    }
+    auto names = run.in_force();
+    names.push_back(name);
+    run.bring(names);
+  } catch (const c10::Error& error) {  // whatever it throws, the run goes on without it
+    return name + ": " + error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return name + ": " + error.what();
+  }
+  return "";
+}
+
+bool has_hook(const at::Tensor& parameter) {
+  namespace impl = torch::autograd::impl;
+  return impl::get_autograd_meta(parameter) != nullptr && impl::post_acc_grad_hooks(parameter) != nullptr;
+}
+
+SettingLine line_of(const HostSetting& setting) {
+  return {setting.name(), setting.is_in_effect() ? "on" : "refused", setting.reason(), setting.cost()};
+}
+
+}  // namespace
+
+Decisions::Decisions(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, double clip_norm,
+                     const PerformanceConfig& config, bool calibrate)
+    : config_(config),
+      calibrate_(calibrate),
+      own_(std::make_unique<Plan::Impl>(
+          std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::vector<Batch>(), clip_norm),
+          NamedSettings(config, tune::AskedBy::Trainer))),
+      plan_(*own_),
+      untried_("it is decided at the first batch.") {
+  auto& run = *plan_.run;
+  plan_.certificate.level = config.level();
+  name_settings(config, tune::AskedBy::Trainer, run);
+  const auto offers = tune::offers_of(tune::strategies());
+  asked_ = tune::asked_of(config, offers, {}, tune::AskedBy::Trainer);
+  tune::bring(
+      asked_, config, offers, [&](const auto& name) { return holds(run.in_force(), name); },
+      [&](const auto& name) { return put(run, name, /*ask=*/true); });
+  run.required = run.in_force();
+}
+
+Decisions::Decisions(Plan::Impl& plan, const PerformanceConfig& config)
+    : config_(config), plan_(plan), are_made_(true) {}
+
+std::string Decisions::hindrance(const Batch* batch) const {
+  if (!calibrate_) return "on \"auto\", and calibrate = false tries nothing.";
+  if (batch == nullptr) return "the first batch is a closure, which trials may not call.";
+  const auto& parameters = plan_.run->parameters();
+  if (std::any_of(parameters.begin(), parameters.end(), has_hook)) {
+    return "a parameter has a hook that acts in backward, and trials may not call it.";
+  }
+  return "";
+}
+
+void Decisions::begin(const Batch* batch) {
+  untried_ = hindrance(batch);
+  if (!untried_.empty()) {
+    are_made_ = true;
+    return;
+  }
+  auto& run = *plan_.run;
+  // The verifier's references are the optimizer as given, so what is named of it joins once tuning is over.
+  const auto named = run.required;
+  const auto late = names_of_group("optimizer");
+  std::erase_if(run.required, [&](const auto& name) { return holds(late, name); });
+  const double seconds = config_.number("tune_seconds");
+  try {
+    run.bring({});
+    run.set_batches(
+        {batch->map([](const at::Tensor& t) { return t.detach().clone().requires_grad_(t.requires_grad()); })});
+    plan_.tune({.strategies = tune::strategies(),
+                .skipped = asked_.skipped,
+                .options = {.level = config_.level(),
+                            .steps_planned = planned_steps(config_, steps),
+                            .seed = static_cast<std::uint64_t>(config_.integer("seed").value_or(0)),
+                            // One batch does not tell how the loss of others is made up of that of their rows.
+                            .exclude = names_of_group("split"),
+                            .total = seconds > 0 ? seconds : kSeconds,
+                            .total_share = seconds > 0 ? 0 : kShare},
+                .key = "C++, trainer"});
+  } catch (...) {
+    run.set_batches({});
+    run.required = named;
+    plan_.withdraw();
+    throw;
+  }
+  const auto found = run.beside_required();
+  run.set_batches({});
+  run.required = named;
+  run.bring(found);
+  untried_ = "nothing of it applies here.";
+  are_made_ = true;
+}
+
+// -- continued runs ---------------------------------------------------------------------------------------------------
+
+void Decisions::while_as_given(const std::function<void()>& load) {
+  auto& run = *plan_.run;
+  if (!own_) {
+    load();
+    run.renew_replacement();
+    return;
+  }
+  const auto named = std::exchange(run.required, {});
+  try {
+    plan_.withdraw();
+    load();
+  } catch (...) {
+    run.required = named;
+    run.bring({});
+    throw;
+  }
+  run.required = named;
+  run.bring({});
+}
+
+void Decisions::resume(const std::vector<std::string>& found) {
+  if (!own_) return;
+  auto& run = *plan_.run;
+  not_resumed_.clear();
+  for (const auto& name : found) {
+    if (holds(run.required, name)) continue;
+    if (auto why = put(run, name, /*ask=*/false); !why.empty()) not_resumed_.push_back(std::move(why));
+  }
+  untried_ = "the run that is continued here had none of it.";
+  are_made_ = true;
+}
+
+void Decisions::revert() {
+  if (own_) plan_.revert();
+}
+
+// -- report -----------------------------------------------------------------------------------------------------------
+
+std::vector<SettingLine> Decisions::lines() const {
+  if (!own_) return lines_of_plan();
+  const auto& run = *plan_.run;
+  auto active = run.required;
+  for (auto& name : plan_.found()) active.push_back(std::move(name));
+  tune::SettingLines made_of{.config = config_,
+                             .certificate = plan_.certificate,
+                             .offers = tune::offers_of(tune::strategies()),
+                             .refused = asked_.refused,
+                             .active = std::move(active),
+                             .required = run.required,
+                             .untried = untried_};
+  const auto precision = config_.word("precision");
+  if (precision == "bf16" || precision == "fp16") {
+    const auto dtype = precision == "bf16" ? at::kBFloat16 : at::kHalf;
+    const auto support = amp::hardware_support(run.device().type(), dtype);
+    if (!support.native) made_of.slow = support.reason;
+  }
+  std::vector<SettingLine> host, lines;
+  for (const auto& setting : plan_.named.all()) host.push_back(line_of(setting));
+  for (const char* key : {"allocator", "threads", "flush_denormals", "precision", "channels_last", "attention"}) {
+    const auto applied = std::find_if(host.begin(), host.end(), [&](const auto& line) { return line.name == key; });
+    if (applied == host.end()) {
+      lines.push_back(made_of.of(key));
+    } else {
+      lines.push_back(std::move(*applied));
+      host.erase(applied);
+    }
+  }
+  add_optimizer(made_of, lines);
+  lines.insert(lines.end(), host.begin(), host.end());
+  const auto beside = made_of.beside_settings();
+  lines.insert(lines.end(), beside.begin(), beside.end());
+  for (const auto& why : not_resumed_) lines.push_back({"decisions", "refused", why});
+  return lines;
+}
+
+void Decisions::add_optimizer(const tune::SettingLines& made_of, std::vector<SettingLine>& lines) const {
+  const auto& run = *plan_.run;
+  const auto* const tail = dynamic_cast<const optim::TailOptimizer*>(&run.optimizer());
+  const bool own = tail != nullptr && &run.optimizer() == &run.original();
+  if (own) {
+    lines.push_back({"step_tail", "on", "the optimizer is one of oxytorch::optim."});
+  } else if (tail != nullptr) {
+    std::vector<std::string> names;
+    for (const char* name : {"step_tail", "int8_state"}) {
+      if (holds(run.in_force(), name)) names.emplace_back(name);
+    }
+    auto line = made_of.active_as("step_tail", names);
+    line.reason += " Clip and update are one native call.";
+    line.cost.clear();  // that of the state has a line of its own
+    lines.push_back(std::move(line));
+  } else {
+    lines.push_back(made_of.of("step_tail"));
+  }
+  const auto wanted = config_.word("optimizer_state");
+  const std::string has = tail == nullptr ? "fp32" : optim::name(tail->tail().options().state_dtype);
+  const bool reduced = has == "bf16" || has == "int8";
+  if (reduced && (!own || has == wanted)) {
+    lines.push_back({"optimizer_state", "on", "the optimizer's running averages are kept as " + has + ".",
+                     "averages are rounded; see decision 6 in the documentation."});
+  } else if (wanted != "auto" && wanted != (reduced ? has : "fp32")) {
+    const auto why = made_of.refused.find("optimizer_state");
+    lines.push_back({"optimizer_state", "refused",
+                     "the optimizer's state stays as it is; " + (own ? "give its options state_dtype(...)."
+                                                                 : why != made_of.refused.end()
+                                                                     ? why->second
+                                                                     : "the optimizer was not replaced.")});
+  }
+}
+
+/// Its strategies as they stand now.
+std::vector<SettingLine> Decisions::lines_of_plan() const {
+  std::vector<SettingLine> lines;
+  for (const auto& entry : plan_.certificate.entries) {
+    const bool on = entry.standing == tune::Standing::Accepted;
+    lines.push_back({entry.strategy,
+                     on                                          ? "on"
+                     : entry.standing == tune::Standing::Skipped ? "off"
+                                                                 : "refused",
+                     std::string(tune::name(entry.standing)) + ": " + entry.reason, on ? entry.cost : "",
+                     entry.speedup ? std::optional(entry.speedup->mid) : std::nullopt});
+  }
+  for (const auto& setting : plan_.named.all()) lines.push_back(line_of(setting));
+  return lines;
+}
+
+}  // namespace oxytorch
