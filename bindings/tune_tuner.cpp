@@ -1,14 +1,19 @@
 // The tuner, and the workload that Python code derives from. Called with the GIL held throughout.
 #include "tune_tuner.h"
 
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <functional>
+#include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "oxytorch/config.h"
 #include "oxytorch/tune/asked.h"
+#include "oxytorch/tune/setting_lines.h"
 #include "oxytorch/tune/timing.h"
 #include "oxytorch/tune/tuner.h"
 #include "oxytorch/tune/watch.h"
@@ -19,6 +24,11 @@ namespace oxytorch::bindings {
 namespace {
 
 using namespace tune;
+
+using Texts = std::map<std::string, std::string>;
+using LineParts = std::tuple<std::string, std::string, std::string, std::string, std::optional<double>>;
+
+LineParts parts(const SettingLine& line) { return {line.name, line.state, line.reason, line.cost, line.gain}; }
 
 bool is_interrupt(const py::error_already_set& error) { return !error.matches(PyExc_Exception); }
 
@@ -152,8 +162,50 @@ void bind_tuner(py::module_& m) {
       },
       py::arg("config"), py::arg("offers"), py::arg("excluded"), py::kw_only(), py::arg("by_trainer"),
       "Why strategies are not tried, by name; what is to be active whatever it gains; why settings are ruled out.");
-  m.def("setting_of", &setting_of, py::arg("name"), py::arg("kind"), py::arg("group"),
-        "The setting that a strategy belongs to; empty where there is none.");
+  m.def(
+      "bring",
+      [](const PerformanceConfig& config, const std::vector<Offer>& offers, Texts skipped,
+         std::vector<Requirement> required, Texts refused, const std::function<bool(const std::string&)>& is_active,
+         const std::function<std::string(const std::string&)>& put) {
+        Asked asked{std::move(skipped), std::move(required), std::move(refused)};
+        bring(asked, config, offers, is_active, put);
+        return std::pair(std::move(asked.skipped), std::move(asked.refused));
+      },
+      py::arg("config"), py::arg("offers"), py::arg("skipped"), py::arg("required"), py::arg("refused"),
+      py::arg("is_active"), py::arg("put"),
+      "Puts in force what a trainer's settings require, by put(), which says why it cannot; skipped and refused then.");
+  py::class_<SettingLines>(m, "SettingLines", "What the lines of a trainer's report are made of.")
+      .def(py::init([](const PerformanceConfig& config, const Certificate& certificate, std::vector<Offer> offers,
+                       Texts refused, Names active, Names required, std::string untried, std::string slow) {
+             return SettingLines{config,
+                                 certificate,
+                                 std::move(offers),
+                                 std::move(refused),
+                                 std::move(active),
+                                 std::move(required),
+                                 std::move(untried),
+                                 std::move(slow)};
+           }),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::kw_only(), py::arg("config"), py::arg("certificate"),
+           py::arg("offers"), py::arg("refused"), py::arg("active"), py::arg("required"), py::arg("untried"),
+           py::arg("slow") = "")
+      .def(
+          "of", [](const SettingLines& self, const std::string& setting) { return parts(self.of(setting)); },
+          py::arg("setting"), "Name, state, reason, cost and gain of a setting that strategies bring about.")
+      .def(
+          "active_as",
+          [](const SettingLines& self, const std::string& name, const Names& strategies) {
+            return parts(self.active_as(name, strategies));
+          },
+          py::arg("name"), py::arg("strategies"), "The same of what is in force, whatever it is called.")
+      .def(
+          "beside_settings",
+          [](const SettingLines& self) {
+            std::vector<LineParts> found;
+            for (const auto& line : self.beside_settings()) found.push_back(parts(line));
+            return found;
+          },
+          "The same of each that is in force and belongs to no setting.");
   const TunerOptions options;
   py::class_<TunerOptions>(m, "TunerOptions", "What a tuner is asked for.")
       .def(py::init([](std::string level, std::int64_t steps_planned, double budget, std::uint64_t seed, Names exclude,

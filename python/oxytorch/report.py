@@ -28,7 +28,7 @@ class SettingLine:
     cost
         What it costs; empty where nothing.
     gain
-        Time of forward and backward without the setting over the time with it; ``None`` where not measured.
+        Seconds of a step without the setting over those with it; ``None`` where not measured.
     """
 
     name: str

@@ -243,6 +243,19 @@ def test_a_continued_run_decides_as_before_without_a_trial(clock: Clock) -> None
     assert "continued" in second.report()["cheaper_slow"].reason
 
 
+def test_a_state_saved_between_compared_steps_has_what_was_found(clock: Clock) -> None:
+    seen = set()
+    with only(made(clock, "slow", 0.002)):
+        one = trainer(clock)
+        for batch in batches(4) * 30:
+            one.step(batch)
+            seen.add(clock.cost["slow"])
+            assert one.state_dict()["decisions"] == {"active": ["cheaper_slow"]}
+            assert "cheaper_slow" in on(one)
+        one.revert()
+    assert seen == {0.002, 0.01}
+
+
 def test_decisions_of_earlier_versions_are_understood(clock: Clock) -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(12, 3))
     batch = (torch.randn(5, 1, 2, 3), batches(1)[0][1])
@@ -311,7 +324,7 @@ def test_what_stops_paying_is_taken_back(clock: Clock) -> None:
         cheaper.apply = lambda self, run: (setattr(self, "before", 0.01), clock.cost.update(slow=0.05))  # type: ignore[method-assign,assignment]
         for batch in batches(4) * 100:
             one.step(batch)
-            if clock.cost["slow"] == 0.01:
+            if "cheaper_slow" not in on(one):
                 break
     assert clock.cost["slow"] == 0.01 and "cheaper_slow" not in on(one)
 
@@ -325,9 +338,9 @@ def test_what_drifts_is_taken_back(clock: Clock) -> None:
         drifts.scale = 1.5
         for batch in batches(4) * 200:
             one.step(batch)
-            if not one._run.in_force:
+            if "drifts" not in on(one):
                 break
-    assert one._run.in_force == ()
+    assert one._run.in_force == () and "drifts" not in on(one)
 
 
 def test_the_moving_average_is_not_moved_by_trials_or_checks(clock: Clock) -> None:

@@ -26,6 +26,7 @@ __all__: list[str] = [
     "OperatorReport",
     "OwnRandom",
     "Requirement",
+    "SettingLines",
     "SideFailed",
     "Timing",
     "Tuner",
@@ -39,6 +40,7 @@ __all__: list[str] = [
     "allows",
     "asked_of",
     "band_of",
+    "bring",
     "clip_factor",
     "draw_steps",
     "draws_fault",
@@ -51,7 +53,6 @@ __all__: list[str] = [
     "quotient_allowance",
     "read_load",
     "set_load_source",
-    "setting_of",
     "sgd_step",
     "unexplained",
     "update_faults",
@@ -428,6 +429,37 @@ class Requirement:
         Any one of these satisfies it; the first that applies.
         """
 
+class SettingLines:
+    """
+    What the lines of a trainer's report are made of.
+    """
+    def __init__(
+        self,
+        *,
+        config: oxytorch._C.base.PerformanceConfig,
+        certificate: Certificate,
+        offers: collections.abc.Sequence[Offer],
+        refused: collections.abc.Mapping[str, str],
+        active: collections.abc.Sequence[str],
+        required: collections.abc.Sequence[str],
+        untried: str,
+        slow: str = "",
+    ) -> None: ...
+    def active_as(
+        self, name: str, strategies: collections.abc.Sequence[str]
+    ) -> tuple[str, str, str, str, float | None]:
+        """
+        The same of what is in force, whatever it is called.
+        """
+    def beside_settings(self) -> list[tuple[str, str, str, str, float | None]]:
+        """
+        The same of each that is in force and belongs to no setting.
+        """
+    def of(self, setting: str) -> tuple[str, str, str, str, float | None]:
+        """
+        Name, state, reason, cost and gain of a setting that strategies bring about.
+        """
+
 class TunerOptions:
     """
     What a tuner is asked for.
@@ -686,6 +718,19 @@ def band_of(ends: collections.abc.Sequence[typing.SupportsFloat | typing.Support
     Between which losses seeds end, of those that were seen.
     """
 
+def bring(
+    config: oxytorch._C.base.PerformanceConfig,
+    offers: collections.abc.Sequence[Offer],
+    skipped: collections.abc.Mapping[str, str],
+    required: collections.abc.Sequence[Requirement],
+    refused: collections.abc.Mapping[str, str],
+    is_active: collections.abc.Callable[[str], bool],
+    put: collections.abc.Callable[[str], str],
+) -> tuple[dict[str, str], dict[str, str]]:
+    """
+    Puts in force what a trainer's settings require, by put(), which says why it cannot; skipped and refused then.
+    """
+
 def clip_factor(
     gradients: collections.abc.Sequence[torch.Tensor | None], norm: typing.SupportsFloat | typing.SupportsIndex
 ) -> float:
@@ -759,11 +804,6 @@ def read_load(root: str = "/") -> LoadSample: ...
 def set_load_source(source: collections.abc.Callable[[], LoadSample]) -> None:
     """
     Where LoadWatch has its samples from; None: here.
-    """
-
-def setting_of(name: str, kind: typing.Literal["exact", "tolerance", "precision", "trade"], group: str) -> str:
-    """
-    The setting that a strategy belongs to; empty where there is none.
     """
 
 def sgd_step(

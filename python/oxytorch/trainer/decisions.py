@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from .._C import tune as _native
 from ..amp import hardware_support
 from ..config import PerformanceConfig
 from ..optim.tail import TailOptimizer
 from ..report import SettingLine
 from ..step import is_closure
 from ..tune.accelerate import planned_steps, tuned, untuned
-from ..tune.asked import Asked, put, setting_of
+from ..tune.asked import Asked, put
 from ..tune.batches import copied
 from ..tune.plan import Plan
 from ..tune.run import Run
+from ..tune.strategy import offer
 
 __all__ = ["Decisions"]
 
@@ -137,7 +139,7 @@ class Decisions:
 
     def state(self) -> dict[str, Any]:
         """What was decided, for a continued run to use again."""
-        return {"active": list(self.run.beside_required)}
+        return {"active": list(self.plan.found)}
 
     @contextmanager
     def loading(self, state: Mapping[str, Any]) -> Iterator[None]:
@@ -173,50 +175,36 @@ class Decisions:
 
     def lines(self) -> list[SettingLine]:
         """Return a line a setting, and one for each strategy in force that no setting names."""
-        run = self.run
+        made_of = self._made_of()
         host = {line.name: line for line in self.asked.lines()}
-        lines = [host.pop(key) if key in host else self._line(key) for key in _LINES]
+        lines = [host.pop(key) if key in host else SettingLine(*made_of.of(key)) for key in _LINES]
         if self._config.compile != "off":
-            lines.append(self._line("compile"))
-        lines += [*self._of_the_optimizer(), *host.values()]
-        free = [name for name in run.in_force if not setting_of(name, run.strategies[name])]
-        lines += [SettingLine(name, "on", *self._account([name])) for name in free]
+            lines.append(SettingLine(*made_of.of("compile")))
+        lines += [*self._of_the_optimizer(made_of), *host.values()]
+        lines += [SettingLine(*parts) for parts in made_of.beside_settings()]
         lines += [SettingLine("decisions", "refused", why) for why in self._not_resumed]
         return [*lines, self._nonfinite(), self._scaler()]
 
-    def _line(self, key: str) -> SettingLine:
-        run, value = self.run, getattr(self._config, key)
-        active = [name for name in run.in_force if setting_of(name, run.strategies[name]) == key]
-        if key == "precision" and value in _DTYPES and (active or value == "fp16"):
-            native, why = hardware_support(run.device, _DTYPES[value])
-            cost = "products are rounded to 16 bits." + ("" if native else f" Slow here: {why}")
-            return SettingLine(key, "on", f"{value} autocast was asked for.", cost)
-        if active:
-            return SettingLine(key, "on", *self._account(active))
-        if key in self.asked.refused:
-            return SettingLine(key, "refused", self.asked.refused[key])
-        if value != "auto":
-            return SettingLine(key, "off", f"{value!r} was asked for ({self._config.origin(key)}).")
-        known = (e for e in self.plan.certificate.entries if e.strategy in run.strategies)
-        tried = [e for e in known if setting_of(e.strategy, run.strategies[e.strategy]) == key]
-        if tried:
-            return SettingLine(key, "refused", " ".join(f"{e.strategy}: {_sentence(e.reason)}" for e in tried))
-        return SettingLine(key, "off", self._why)
+    def _made_of(self) -> Any:
+        run, slow = self.run, ""
+        if (dtype := _DTYPES.get(self._config.precision)) is not None:
+            native, why = hardware_support(run.device, dtype)
+            slow = "" if native else why
+        # What one costs may be known once it is in force.
+        active = [*run.required, *self.plan.found]
+        known: Mapping[str, Any] = {**run.strategies, **{name: run.strategy(name) for name in active}}
+        return _native.SettingLines(
+            config=self._config._native,
+            certificate=self.plan.certificate,
+            offers=[offer(name, known[name]) for name in run.strategies],
+            refused=self.asked.refused,
+            active=active,
+            required=run.required,
+            untried=self._why,
+            slow=slow,
+        )
 
-    def _account(self, names: Sequence[str]) -> tuple[str, str, float | None]:
-        """Reason, cost and gain of what is in force."""
-        entries = {e.strategy: e for e in self.plan.certificate.entries if e.standing == "accepted"}
-        reasons, gains = [], []
-        for name in names:
-            why = "asked for." if name in self.run.required else "found by the run that is continued here."
-            if name in entries:
-                why = _sentence(entries[name].reason)
-                gains += [entries[name].speedup.mid] if entries[name].speedup is not None else []
-            reasons.append(f"{name}: {why}")
-        costs = (_sentence(self.run.strategy(name).cost) for name in names)
-        return " ".join(reasons), " ".join(filter(None, costs)), gains[0] if gains else None
-
-    def _of_the_optimizer(self) -> Iterator[SettingLine]:
+    def _of_the_optimizer(self, made_of: Any) -> Iterator[SettingLine]:
         run, wanted = self.run, self._config.optimizer_state
         tail = run.optimizer if isinstance(run.optimizer, TailOptimizer) else None
         state = "fp32" if tail is None else tail._tail_options["state_dtype"] or "fp32"
@@ -225,10 +213,10 @@ class Decisions:
         elif tail is not None:
             names = [name for name in ("step_tail", "int8_state") if name in run.in_force]
             said = "clip, update and average are one native call; groups and state stay shared with torch's object."
-            reason, _, gain = self._account(names)
-            yield SettingLine("step_tail", "on", f"{reason} {said[0].upper()}{said[1:]}", gain=gain)
+            line = SettingLine(*made_of.active_as("step_tail", names))
+            yield SettingLine("step_tail", "on", f"{line.reason} {said[0].upper()}{said[1:]}", gain=line.gain)
         else:
-            yield self._line("step_tail")
+            yield SettingLine(*made_of.of("step_tail"))
         if state != "fp32" and (tail is not run.original or state == wanted):
             cost = "averages are rounded; see decision 6 in the documentation."
             yield SettingLine("optimizer_state", "on", f"the optimizer's running averages are kept as {state}.", cost)
@@ -257,7 +245,3 @@ class Decisions:
         inside = isinstance(self.run.optimizer, TailOptimizer)
         where = "inside the step tail" if inside else "by torch, with one host read a step"
         return SettingLine("grad_scaler", "on", f"unscale, check and skip happen {where}.")
-
-
-def _sentence(text: str) -> str:
-    return text if not text or text.endswith(".") else f"{text}."

@@ -16,14 +16,9 @@ from .strategy import Strategy, offer
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["Asked", "named_by_user", "put", "setting_of"]
+__all__ = ["Asked", "named_by_user", "put"]
 
 Classes = Mapping[str, type[Strategy]]
-
-
-def setting_of(name: str, cls: type[Strategy]) -> str:
-    """Return the setting that a strategy belongs to; empty where there is none."""
-    return _native.setting_of(name, cls.kind, cls.group)
 
 
 def named_by_user(settings: PerformanceConfig) -> dict[str, Any]:
@@ -87,20 +82,15 @@ class Asked:
     def bring(self, run: Run) -> None:
         """Put in force what is wanted and can be, for good and without a trial; its kind is not tried then."""
         run.asked = {**self.named, "retain_limit": self.retain_limit}
-        for key, names in [(one.setting, one.strategies) for one in self.required]:
-            if any(name in run.in_force for name in names):
-                continue
-            whys: list[str] = []
-            for name in names:
-                if not (why := put(run, name, ask=True)):
-                    break
-                whys.append(why)
-            else:
-                self.refused[key] = "; ".join(whys) + "."
-                continue
-            for other, cls in run.strategies.items():
-                if other == name or (cls.group and cls.group == run.strategies[name].group):
-                    self.skipped.setdefault(other, f"{key} is {self.named[key]!r} in the configuration")
+        self.skipped, self.refused = _native.bring(
+            self.settings._native,
+            [offer(name, cls) for name, cls in run.strategies.items()],
+            self.skipped,
+            self.required,
+            self.refused,
+            is_active=lambda name: name in run.in_force,
+            put=lambda name: put(run, name, ask=True),
+        )
         self.required = []
         run.required = run.in_force
 

@@ -183,6 +183,11 @@ class Plan:
         return tuple(self.certificate.accepted())
 
     @property
+    def found(self) -> tuple[str, ...]:
+        """What was found to pay, also while a step is taken without it; or what the run that is continued had found."""
+        return (self._watch.names if self._watch is not None else ()) or self._run.beside_required
+
+    @property
     def rejected(self) -> dict[str, str]:
         """Why each of the others is not, by name."""
         return {

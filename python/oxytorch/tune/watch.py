@@ -85,6 +85,11 @@ class Watch(_native.Watched):
             self.stop()
             raise
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is watched, also while a step is taken without it; nothing once it is over."""
+        return self._names if self._handles else ()
+
     def stop(self) -> None:
         """Watch no longer."""
         for handle in self._handles:
