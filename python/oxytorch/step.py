@@ -5,17 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .model.loss import is_criterion, loss_of, scalar_loss
+from .optim.slot import OptimizerSlot
 
-__all__ = ["StepFunction", "TrainingStep", "is_closure", "no_phase"]
+__all__ = ["Loss", "Losses", "Models", "Optimizers", "StepFunction", "TrainingStep", "is_closure", "listed", "no_phase"]
 
 StepFunction = Callable[[Any], Tensor]
 Phase = Callable[[str], AbstractContextManager[Any]]
+Models = nn.Module | Sequence[nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+Loss = Callable[..., Tensor] | nn.Module
+Losses = Loss | Sequence[Loss] | None
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -28,6 +33,20 @@ def is_closure(batch: Any) -> bool:
 def no_phase(_name: str) -> AbstractContextManager[Any]:
     """Time nothing."""
     return _NOTHING
+
+
+class _Models(nn.Module):
+    """Several models as one, to be walked: what they hold is named ``model[0].weight`` and so on."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for number, model in enumerate(models):
+            self.add_module(f"model[{number}]", model)
+
+
+def listed(given: Any) -> tuple[Any, ...]:
+    """Return what was given as a list, or alone."""
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
 class TrainingStep:
@@ -45,13 +64,17 @@ class TrainingStep:
 
     What throws in it leaves no trace of the window.
 
+    With several optimizers `take` does what `step` does: a window is one batch. One loss is of all of them: their
+    gradients are dropped, forward, loss, backward, and each clips its own and steps. Of several losses there is one for
+    each optimizer, and all that is done for the first one, its step too, before the next one begins.
+
     Parameters
     ----------
-    model : torch.nn.Module
-    optimizer : torch.optim.Optimizer
-    loss_fn : callable, optional
-        ``loss_fn(model, batch)``, or a criterion, and then a batch is (inputs, targets). A batch may also be a closure
-        that returns the loss.
+    model : torch.nn.Module or list of them
+    optimizer : torch.optim.Optimizer or list of them
+    loss_fn : callable or list of them, optional
+        ``loss_fn(model, batch)``, `model` being what was given, or a criterion, and then a batch is (inputs, targets).
+        A batch may also be a closure that returns the loss, where there is one loss.
     own_step : callable, optional
         The user's own step: takes a batch, does all of zero_grad, forward, backward and optimizer step, returns the
         loss. Then a window is one batch, and clipping, guard and scale are the function's.
@@ -59,11 +82,15 @@ class TrainingStep:
 
     Attributes
     ----------
-    original : torch.optim.Optimizer
-        The optimizer object that is stepped; `optimizer` is the one that does the work, which `Run.replace_optimizer`
-        may have put behind it.
-    given : torch.optim.Optimizer
-        The user's object, which schedulers look at.
+    model : torch.nn.Module
+        Of several models one that holds them, to walk what they hold; it is not called.
+    models : tuple of torch.nn.Module
+    slots : tuple of OptimizerSlot
+        Of each optimizer the object that is stepped, and the one that does the work.
+    original, optimizer : torch.optim.Optimizer
+        Those of the first slot.
+    params : list of Tensor
+        Of all optimizers, in their order.
     scope : context manager
         Around forward and loss; entered anew each time.
     phase : callable
@@ -90,24 +117,27 @@ class TrainingStep:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., Tensor] | nn.Module | None,
+        model: Models,
+        optimizer: Optimizers,
+        loss_fn: Losses,
         *,
         own_step: StepFunction | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        self.model = model
-        self.original = optimizer
-        self.optimizer = optimizer
-        self.given = optimizer
+        self.given_models = model
+        self.given_optimizers = optimizer
+        self.models: tuple[nn.Module, ...] = listed(model)
+        self.model: nn.Module = model if isinstance(model, nn.Module) else _Models(self.models)
+        optimizers = listed(optimizer)
+        named = [f"optimizer[{i}]" if len(optimizers) > 1 else "" for i in range(len(optimizers))]
+        self.slots = tuple(map(OptimizerSlot, optimizers, named))
         self.loss_fn = loss_fn
         self.own_step = own_step
         self.clip_norm = clip_norm
         self.scope: AbstractContextManager[Any] = _NOTHING
         self.phase: Phase = no_phase
         self.whole_step: StepFunction | None = None
-        self.params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self.params: list[Tensor] = [p for slot in self.slots for p in slot.params]
         self.accumulation = 1
         self.micro = 0
         self.taken = 0
@@ -122,30 +152,49 @@ class TrainingStep:
         self.keeps_gradients = True
         self._is_to_follow = False
         self.seconds = (0.0, 0.0, 0.0)
-        self._criterion = loss_fn is not None and is_criterion(loss_fn)
+        self._criterion = len(self.losses) == 1 and is_criterion(self.losses[0])
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """What `loss_fn` lists, or it alone."""
+        return () if self.loss_fn is None else listed(self.loss_fn)
+
+    @property
+    def original(self) -> torch.optim.Optimizer:
+        """The first optimizer object that is stepped."""
+        return self.slots[0].original
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one that does its work."""
+        return self.slots[0].optimizer
 
     # -- the least that trains -----------------------------------------------------------------------------------
 
-    def loss(self, batch: Any) -> Tensor:
-        """Return the loss of a batch, or of a closure, under what is active.
+    def loss(self, batch: Any, number: int | None = None) -> Tensor:
+        """Return the loss of a batch, or of a closure, under what is active; of several that `number`, or their sum.
 
         Raises
         ------
         TypeError, ValueError
             Where it is no scalar tensor, or the batch does not fit.
         """
-        if is_closure(batch):
+        if len(self.losses) > 1 and number is None:
+            return cast(Tensor, sum(self.loss(batch, i) for i in range(len(self.losses))))
+        if len(self.losses) <= 1 and is_closure(batch):
             return scalar_loss(batch())
         self.check(batch)
-        assert self.loss_fn is not None
+        loss_fn = self.losses[number or 0]
         if self._criterion:
-            return scalar_loss(self.loss_fn(self.model(batch[0]), batch[1]))
-        return loss_of(self.loss_fn, self.model, batch)
+            return scalar_loss(loss_fn(self.model(batch[0]), batch[1]))
+        return loss_of(loss_fn, self.given_models, batch)
 
     def check(self, batch: Any) -> None:
         """Refuse a batch that the loss cannot be of, with TypeError."""
-        if self.loss_fn is None:
+        if not self.losses:
             raise TypeError("there is no loss_fn: give one, or pass step() a closure that returns the loss.")
+        if len(self.losses) > 1 and is_closure(batch):
+            raise TypeError(f"a closure returns one loss, and there are {len(self.losses)}: pass step() a batch.")
         if self._criterion and not (isinstance(batch, Sequence) and len(batch) == 2):
             raise TypeError(
                 f"the loss is a criterion, so a batch is (inputs, targets); this one is a {type(batch).__name__}. "
@@ -160,16 +209,25 @@ class TrainingStep:
         """`step` without `whole_step`."""
         if self.own_step is not None:
             return scalar_loss(self.own_step(batch)).detach()
-        self.original.zero_grad()
-        loss = self._backward(batch)
-        self.update()
+        if len(self.losses) <= 1:
+            return self._part(batch, None, self.slots)
+        parts = [self._part(batch, number, (slot,)) for number, slot in enumerate(self.slots)]
+        return cast(Tensor, sum(parts))
+
+    def _part(self, batch: Any, number: int | None, slots: Sequence[OptimizerSlot]) -> Tensor:
+        """Do all that is done for one of several losses, or for the only one; return it, detached."""
+        for slot in slots:
+            slot.original.zero_grad()
+        loss = self._backward(batch, number)
+        self.update(slots)
         return loss
 
-    def update(self) -> None:
-        """Look at the gradients, clip them and let the optimizer step."""
+    def update(self, slots: Sequence[OptimizerSlot] | None = None) -> None:
+        """Look at the gradients, clip those of each optimizer and let it step; of all optimizers unless given."""
         if self._admitted():
-            self._clip()
-            self.original.step()
+            for slot in self.slots if slots is None else slots:
+                self._clip(slot.params)
+                slot.original.step()
 
     def pieces(self, batch: Any) -> list[tuple[Any, float]]:
         """What of a batch goes through forward together, and its share of the rows."""
@@ -178,6 +236,7 @@ class TrainingStep:
     def _backward(
         self,
         batch: Any,
+        number: int | None = None,
         *,
         scaler: Any = None,
         phase: Phase = no_phase,
@@ -192,7 +251,7 @@ class TrainingStep:
         for place, (piece, share) in enumerate(pieces, 1):
             began = clock()
             with phase("forward"), self.scope:
-                loss = self.loss(piece)
+                loss = self.loss(piece) if number is None else self.loss(piece, number)
             between = clock()
             if share != 1.0:
                 loss = loss * share
@@ -212,20 +271,26 @@ class TrainingStep:
         accumulate = getattr(self.optimizer, "accumulate", None) if more else None
         return _NOTHING if accumulate is None else accumulate()
 
-    def _clip(self) -> None:
+    def _clip(self, params: Sequence[Tensor]) -> None:
         if self.clip_value is not None:
-            nn.utils.clip_grad_value_(self.params, self.clip_value)
+            nn.utils.clip_grad_value_(params, self.clip_value)
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.params, self.clip_norm)
+            nn.utils.clip_grad_norm_(params, self.clip_norm)
 
     # -- the step of the run -------------------------------------------------------------------------------------
 
     def take(self, batch: Any) -> Tensor:
         """Take one batch, and the optimizer once the window is full; return the batch's detached loss."""
-        if self.own_step is not None or (self.whole_step is not None and self._is_least()):
+        several = len(self.slots) > 1
+        if self.own_step is not None or several or (self.whole_step is not None and self._is_least()):
             self._is_to_follow = self.average is not None
-            with self.phase("step"):
-                loss = self.step(batch)
+            try:
+                with self.phase("step"):
+                    loss = self.step(batch)
+            except BaseException:
+                if several and self.own_step is None:
+                    self.abandon()
+                raise
             self.seconds = (0.0, 0.0, 0.0)
             self.follow()
             self._count()
@@ -307,12 +372,12 @@ class TrainingStep:
                 torch._foreach_mul_([p.grad for p in self.params if p.grad is not None], 1 / share)
         try:
             if self.scaler is None:
-                self._clip()
+                self._clip(self.params)
                 self.original.step()
                 return
             if clips:
                 self.scaler.unscale_(optimizer)
-                self._clip()
+                self._clip(self.params)
             self.scaler.step(optimizer)
             self.scaler.update()
         finally:
@@ -332,8 +397,8 @@ class TrainingStep:
 
     def _count(self) -> None:
         self.taken += 1
-        if hasattr(self.given.step, "_wrapped_by_lr_sched"):  # of a step that was left out its scheduler would warn
-            self.given._opt_called = True  # type: ignore[attr-defined]
+        if hasattr(self.original.step, "_wrapped_by_lr_sched"):  # of a step that was left out its scheduler would warn
+            self.original._opt_called = True  # type: ignore[attr-defined]
         if self.scheduler is not None:
             self.scheduler.step()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from weakref import WeakValueDictionary
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["Call", "widened"]
+__all__ = ["Call", "Calls", "widened"]
 
 Factory = Callable[[], AbstractContextManager[Any]]
 Transform = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -108,6 +108,33 @@ class Call:
 
 
 _CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by id of the module, which its Call keeps alive
+
+
+class Calls:
+    """The ways into several models, changed alike."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+
+    @property
+    def was_compiled(self) -> bool:
+        """Whether ``model.compile()`` had been called on one of them."""
+        return any(call.was_compiled for call in self._calls)
+
+    def scope(self, name: Hashable, factory: Factory | None) -> None:
+        """See `Call.scope`."""
+        for call in self._calls:
+            call.scope(name, factory)
+
+    def inputs(self, name: Hashable, transform: Transform | None) -> None:
+        """See `Call.inputs`."""
+        for call in self._calls:
+            call.inputs(name, transform)
+
+    def outputs(self, name: Hashable, transform: Callable[[Any], Any] | None) -> None:
+        """See `Call.outputs`."""
+        for call in self._calls:
+            call.outputs(name, transform)
 
 
 def widened(result: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ def scalar_loss(loss: object) -> Tensor:
     return loss
 
 
-def loss_of(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:
-    """Return ``loss_fn(model, batch)``.
+def loss_of(loss_fn: Loss, model: nn.Module | Sequence[nn.Module], batch: Any) -> Tensor:
+    """Return ``loss_fn(model, batch)``, or of a list of models.
 
     Raises
     ------
@@ -57,7 +57,8 @@ def loss_of(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:
     except (TypeError, AttributeError) as error:
         calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_locals.get("self") is model]
         in_model = any(frame.f_code.co_name in ("forward", "_wrapped_call_impl") for frame in calls)
-        if in_model or not any(type(taken).__name__ in str(error) for taken in (model, batch)):
+        is_one = isinstance(model, nn.Module)
+        if not is_one or in_model or not any(type(taken).__name__ in str(error) for taken in (model, batch)):
             raise
         raise TypeError(
             f"loss_fn is called as loss_fn(model, batch), which failed: {error}. If it takes (outputs, targets), pass "

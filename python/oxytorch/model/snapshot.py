@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -181,8 +181,8 @@ class Snapshot:
     @classmethod
     def of(
         cls,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *others: Any,
         reach: Mapping[str, Callable[..., Any] | None] | None = None,
         hashed: bool = True,
@@ -192,16 +192,16 @@ class Snapshot:
 
         Parameters
         ----------
-        model : torch.nn.Module
-        optimizer : torch.optim.Optimizer
+        model : torch.nn.Module or list of them
+        optimizer : torch.optim.Optimizer or list of them
         *others
             GradScaler, schedulers, loaders, ``torch.Generator``, anything with ``state_dict`` and ``load_state_dict``.
         reach : mapping of str to callable
             Functions by name: what their closures, objects, defaults and globals reach is held too.
         """
         named = [
-            ("model", model),
-            ("optimizer", optimizer),
+            *_numbered("model", model),
+            *_numbered("optimizer", optimizer),
             *((f"others[{i}]", other) for i, other in enumerate(others)),
             *((name, None if function is None else Reach(function)) for name, function in (reach or {}).items()),
         ]
@@ -376,6 +376,11 @@ def _random_states(params: list[Tensor]) -> list[tuple[str, bytes]]:
 
 def _total(parts: list[tuple[str, str]]) -> str:
     return digest(f"{path} {found}\n".encode() for path, found in parts)[:32]
+
+
+def _numbered(name: str, given: Any) -> list[tuple[str, Any]]:
+    several = isinstance(given, list | tuple)
+    return [(f"{name}[{i}]", one) for i, one in enumerate(given)] if several else [(name, given)]
 
 
 @contextmanager

@@ -91,6 +91,12 @@ class PerformanceOptimizer:
         ValueError, NotImplementedError
             Before anything ran, for a setting that neither the search nor the trainer can honour.
         """
+        for name, given in (("model", model), ("optimizer", optimizer)):
+            if isinstance(given, list | tuple):
+                raise TypeError(
+                    f"{name} is a {type(given).__name__}: plan.trainer takes one model and one optimizer. Give several "
+                    "to oxytorch.accelerate, whose plan.step(batch) takes their steps."
+                )
         own_step = options.get("step") is not None
         settings = PerformanceConfig.of(self.config)
         if options.get("level") is not None:
@@ -118,9 +124,7 @@ class PerformanceOptimizer:
         plan._gpu = self.gpu
         plan._monitor = self.monitor
         try:
-            plan._trainer = Trainer(
-                plan.model, plan.optimizer, plan.run.loss_fn, settings, monitor=plan.monitor, plan=plan, **made
-            )
+            plan._trainer = Trainer(model, optimizer, loss, settings, monitor=plan.monitor, plan=plan, **made)
         except BaseException:
             plan.revert()
             raise

@@ -576,6 +576,11 @@ def _samples(batch: Any) -> int:
 
 def _check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any) -> None:
     """Refuse a plan that is of another run."""
+    if len(plan.run.models) > 1 or len(plan.run.slots) > 1:
+        raise ValueError(
+            "plan is of several models or optimizers, which a Trainer does not take. Keep a loop of your own, or call "
+            "plan.step(batch) in it."
+        )
     pairs = (
         ("model", model, plan.model),
         ("optimizer", optimizer, plan.optimizer),

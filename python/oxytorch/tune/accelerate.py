@@ -14,15 +14,16 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._C import memory as _memory
 from .._C import tune as _native
 from ..base import format_duration, log
 from ..config import PerformanceConfig
+from ..model.loss import is_criterion
 from ..model.snapshot import Snapshot
 from ..optim.generators import unmoved_generators
-from ..step import StepFunction
+from ..step import Losses, Models, Optimizers, StepFunction, listed
 from .asked import Asked
 from .batches import take
 from .gradients import gradients_away
@@ -42,9 +43,9 @@ _PLANS: WeakValueDictionary[int, Plan] = WeakValueDictionary()  # in force, by i
 
 
 def accelerate(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: Callable[..., Tensor] | nn.Module | None,
+    model: Models,
+    optimizer: Optimizers,
+    loss_fn: Losses,
     batches: Iterable[Any],
     *,
     level: str | None = None,
@@ -71,9 +72,13 @@ def accelerate(
     Parameters
     ----------
     model, optimizer
-        Stay yours; `plan.revert()` takes everything back. An earlier plan of this model is taken back first.
-    loss_fn : callable
+        Stay yours; `plan.revert()` takes everything back. An earlier plan of this model is taken back first. Either may
+        be a list: each strategy acts on all models, or on all optimizers that it fits, and all of them are verified.
+    loss_fn : callable or list of callable
         ``loss_fn(model, batch)``; or a criterion, and then a batch is (inputs, targets). None where `step` is given.
+        Where `model` is a list, so is the first argument. With several optimizers one loss is stepped by all of them; a
+        list has a loss for each, and a step does for one after the other: its ``zero_grad``, loss, backward, clip and
+        step. The loss of the step is their sum then, so that one that is not finite shows.
     batches : sequence, loader or iterator
         A few are taken. A loader is left at its position; of an iterator, the taken ones come again from `plan.data`.
     level : {"advanced", "basic", "ultra"}
@@ -96,7 +101,8 @@ def accelerate(
         The loop's own step for loops of another shape: takes a batch, does zero_grad, forward, backward and
         optimizer step, returns the loss.
     clip_norm : float, optional
-        Of the step that is tried: the loop's own clipping belongs to it. Not beside `step`, which clips itself.
+        Of the step that is tried: the loop's own clipping belongs to it. Not beside `step`, which clips itself. Each
+        optimizer's gradients are clipped by themselves.
     loop : {"yours", "plan"}
         Whether steps are taken by your loop or by `plan.step(batch)`, which allows strategies that change the loop.
     state : iterable
@@ -124,6 +130,18 @@ def accelerate(
         For a setting of `config` that cannot be honoured; nothing was run then.
     Exception
         What the step as given throws, and KeyboardInterrupt, after everything is restored.
+
+    Examples
+    --------
+    A GAN: two models, two optimizers, and a loss for each of them.
+
+    >>> def loss_of_d(models, batch):
+    ...     g, d = models
+    ...     return d(g(batch[1]).detach()).mean() - d(batch[0]).mean()
+    >>> def loss_of_g(models, batch):
+    ...     g, d = models
+    ...     return -d(g(batch[1])).mean()
+    >>> plan = ox.accelerate([g, d], [optimizer_d, optimizer_g], [loss_of_d, loss_of_g], batches)
     """
     settings = _settings(config, level)
     settings.check("accelerate")
@@ -137,13 +155,15 @@ def accelerate(
     seed = seed if seed is not None else settings.seed if isinstance(settings.seed, int) else 0
     if progress is None and settings.progress != "auto":
         progress = settings.progress == "on"
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    models, optimizers = listed(model), listed(optimizer)
+    params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     examples, data = take(batches, _EXAMPLES, params)
     classes = _named(strategies)
     exclude = tuple(exclude)
     asked = Asked(settings, classes, exclude)
-    if (earlier := earlier_plan(model)) is not None:
-        earlier.revert()  # its strategies and its watch would run inside of the trials
+    for one in models:
+        if (earlier := earlier_plan(one)) is not None:
+            earlier.revert()  # its strategies and its watch would run inside of the trials
     run = Run(
         model,
         optimizer,
@@ -227,7 +247,7 @@ def tuned(
         with (
             _kept_pool(),
             gradients_away(run),
-            Snapshot.of(run.model, run.original, *run.state, reach=run.functions) as snapshot,
+            Snapshot.of(run.given_models, run.given_optimizers, *run.state, reach=run.functions) as snapshot,
         ):
             workload = RunWorkload(run, snapshot, asked, seed, say)
             tuner = _native.Tuner(
@@ -260,7 +280,7 @@ def tuned(
         run.required = given
         plan.withdraw()
         raise
-    _PLANS[id(run.model)] = plan
+    _PLANS.update({id(model): plan for model in run.models})
     return plan
 
 
@@ -274,9 +294,9 @@ def untuned(run: Run, settings: PerformanceConfig, asked: Asked) -> Plan:
 
 
 def earlier_plan(model: Any) -> Plan | None:
-    """Return the last plan of a model, where it still lives."""
+    """Return the last plan of a model, alone or among others, where it still lives."""
     found = _PLANS.get(id(model))
-    return found if found is not None and found.model is model else None
+    return found if found is not None and any(one is model for one in found.run.models) else None
 
 
 def planned_steps(settings: PerformanceConfig, otherwise: int | None = None) -> int:
@@ -296,21 +316,52 @@ def _settings(config: Any, level: str | None) -> PerformanceConfig:
 
 
 def _check(model: Any, optimizer: Any, loss_fn: Any, step: Any, loop: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module.")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
-    if step is None and not callable(loss_fn):
-        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, expected a callable or a criterion; or pass step=.")
+    _check_each("model", model, nn.Module, "a torch.nn.Module")
+    _check_each("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    if step is None:
+        _check_losses(model, len(listed(optimizer)), loss_fn)
     if step is not None and not callable(step):
         raise TypeError(f"step is a {type(step).__name__}, expected a callable that takes a batch.")
     if loop not in ("yours", "plan"):
         raise ValueError(f"loop is {loop!r}, expected 'yours' or 'plan'.")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if step is None and closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{type(optimizer).__name__}.step() needs a closure. Pass step=, a function that takes a batch, "
-            "calls optimizer.step(closure) and returns the loss."
+    for one in listed(optimizer) if step is None else ():
+        closure = inspect.signature(type(one).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{type(one).__name__}.step() needs a closure. Pass step=, a function that takes a batch, "
+                "calls optimizer.step(closure) and returns the loss."
+            )
+
+
+def _check_each(name: str, given: Any, kind: type, expected: str) -> None:
+    several = isinstance(given, list | tuple)
+    if several and not given:
+        raise ValueError(f"{name} is an empty {type(given).__name__}, expected at least one.")
+    places: dict[int, str] = {}
+    for number, one in enumerate(listed(given)):
+        place = f"{name}[{number}]" if several else name
+        if not isinstance(one, kind):
+            raise TypeError(f"{place} is a {type(one).__name__}, expected {expected}.")
+        if id(one) in places:
+            raise ValueError(f"{place} is the same object as {places[id(one)]}: give each {name} once.")
+        places[id(one)] = place
+
+
+def _check_losses(model: Any, optimizers: int, loss_fn: Any) -> None:
+    several = isinstance(loss_fn, list | tuple)
+    for number, loss in enumerate(listed(loss_fn)):
+        place = f"loss_fn[{number}]" if several else "loss_fn"
+        if not callable(loss):
+            raise TypeError(f"{place} is a {type(loss).__name__}, expected a callable or a criterion; or pass step=.")
+        if is_criterion(loss) and (several or isinstance(model, list | tuple)):
+            raise TypeError(
+                f"{place} is a criterion, {getattr(loss, '__name__', type(loss).__name__)}, which does not say whose "
+                "outputs it takes. Give loss_fn(models, batch), a function that calls the models and returns the loss."
+            )
+    if several and len(loss_fn) != optimizers:
+        raise ValueError(
+            f"loss_fn is a list of {len(loss_fn)}, and optimizers are {optimizers}: give one loss for each, in the "
+            "order in which they step, or one loss that all of them step by."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,20 +92,28 @@ def judge_draws(found: Draws, usual: Draws) -> str:
 def backward_error(run: Run) -> float:
     """How far the gradient is from the difference quotient of the loss with the same random numbers, relative.
 
-    A recomputation in backward with masks of its own is off by as much as masks matter. Parameters are moved.
+    A recomputation in backward with masks of its own is off by as much as masks matter. Parameters are moved. Of
+    several losses the worst: each by the parameters of its own optimizer, since it may hold the others fixed.
     """
+    if len(run.losses) <= 1:
+        return _backward_error(run, None, run.params)
+    return max(_backward_error(run, number, slot.params) for number, slot in enumerate(run.slots))
+
+
+def _backward_error(run: Run, number: int | None, params: Sequence[Tensor]) -> float:
     batch = run.batches[0]
     state = rng_state(run.params)
 
     def loss() -> Tensor:
         set_rng_state(state)
-        return run.loss(batch)
+        return run.loss(batch) if number is None else run.loss(batch, number)
 
-    run.original.zero_grad()
+    for slot in run.slots:
+        slot.original.zero_grad()
     there = loss()
     there.backward()  # type: ignore[no-untyped-call]
-    grads = [p.grad.detach().clone() for p in run.params if p.grad is not None]
-    moved = [p for p in run.params if p.grad is not None]
+    moved = list({id(p): p for p in params if p.grad is not None}.values())
+    grads = [p.grad.detach().clone() for p in moved if p.grad is not None]
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
     if norm == 0:
         return 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from ..model.call import widened
 from ..model.parking import rest
 from .chance import still
 from .record import Call, State, Step
-from .referee import Truth, measure, taken_again, truth, unexplained
+from .referee import Truth, compared, measure, taken_again, truth, unexplained
 from .update import clip
 
 if TYPE_CHECKING:
@@ -89,14 +89,16 @@ class Comparison:
     no_truth: str = ""
     errors: dict[int, _native.ValueErrors] = field(default_factory=dict)
     _start: State | None = None
+    _first: dict[bool, Sequence[Call]] = field(default_factory=dict)  # calls of the first step as given
     _counters: dict[bool, Sequence[Counters]] = field(default_factory=dict)
     _truths: dict[bool, Truth | None] = field(default_factory=dict)
     _usual: dict[tuple[bool, torch.dtype | None], _native.ValueErrors] = field(default_factory=dict)
 
-    def start_from(self, start: State, quiet: bool, counters: Sequence[Counters]) -> None:
-        """Say where every check begins, and what the counters of the run as given are before each step."""
+    def start_from(self, start: State, quiet: bool, counters: Sequence[Counters], first: Sequence[Call]) -> None:
+        """Say where every check begins, what the counters of the run as given are before each step, its first calls."""
         self._start = start
         self._counters[quiet] = counters
+        self._first[quiet] = first
 
     def rng_after_first(self) -> str | None:
         """Hash of the random states after the first step in float64, where there is one."""
@@ -111,11 +113,11 @@ class Comparison:
             self.begin()
             with self._scope(look.quiet, None):
                 if right is None and look.dtype is not None:
-                    right = self._again(self._started, 0, look.quiet)
+                    right = self._again(self._started, 0, look.quiet, self._first[look.quiet])
             if right is None:
                 self._usual[key] = _native.ValueErrors()
             else:
-                self._usual[key] = self._errors_of_yardstick(self._started, 0, right, look)
+                self._usual[key] = self._errors_of_yardstick(self._started, 0, right, look, self._first[look.quiet])
         return self._usual[key]
 
     def fault(self, kept: Sequence[Kept], look: Look) -> tuple[int, str] | None:
@@ -126,7 +128,7 @@ class Comparison:
         self.begin()
         with self._scope(look.quiet, None):
             for one in kept:
-                again = self._again(one.before, one.step.index, look.quiet)
+                again = self._again(one.before, one.step.index, look.quiet, one.step.calls)
                 found = measure(self.run, one.step, again, one.buffers, self.clip_norm)
                 doubtful[one.step.index] = _above(_native.values_beyond(found, usual, allowance), look.small)
                 rest()
@@ -155,35 +157,37 @@ class Comparison:
         call.outputs("stock", None if dtype is None else widened)
         return still(self.run) if quiet else nullcontext()
 
-    def _again(self, before: State, index: int, quiet: bool) -> Truth:
+    def _again(self, before: State, index: int, quiet: bool, taken: Sequence[Call]) -> Truth:
         batch = self.run.batches[index % len(self.run.batches)]
-        return taken_again(self.run, self.roots, before, batch, self._counters[quiet][index])
+        return taken_again(self.run, self.roots, before, batch, self._counters[quiet][index], taken)
 
-    def _wide(self, before: State, index: int, quiet: bool, nudge: Any = None) -> Truth:
+    def _wide(self, before: State, index: int, quiet: bool, taken: Sequence[Call], nudge: Any = None) -> Truth:
         batch = self.run.batches[index % len(self.run.batches)]
         with self._scope(quiet, None):
-            return truth(self.run, self.roots, before, batch, self._counters[quiet][index], nudge)
+            return truth(self.run, self.roots, before, batch, self._counters[quiet][index], taken, nudge)
 
     def _first_truth(self, quiet: bool) -> Truth | None:
         if quiet not in self._truths and not self.no_truth:
             self._truths[quiet] = None
             self.begin()
             try:
-                self._truths[quiet] = self._wide(self._started, 0, quiet)
+                self._truths[quiet] = self._wide(self._started, 0, quiet, self._first[quiet])
             except Exception as error:  # whatever the model throws in float64
                 words = str(error).strip().splitlines()
                 if "was not stepped" not in str(error):
                     self.no_truth = f"the model does not run in float64 ({words[0] if words else type(error).__name__})"
         return self._truths.get(quiet)
 
-    def _errors_of_yardstick(self, before: State, index: int, right: Truth, look: Look) -> _native.ValueErrors:
+    def _errors_of_yardstick(
+        self, before: State, index: int, right: Truth, look: Look, taken: Sequence[Call]
+    ) -> _native.ValueErrors:
         try:
             with self._scope(look.quiet, look.dtype):
-                again = self._again(before, index, look.quiet)
+                again = self._again(before, index, look.quiet, taken)
         finally:
             self._scope(False, None)
         loss = torch.tensor(again.loss, dtype=torch.float64)
-        step = Step(index, before, loss, [Call(again.grads, [])] if again.grads else [])
+        step = Step(index, before, loss, again.calls)
         return measure(self.run, step, right, again.buffers, None)
 
     # -- in float64 ------------------------------------------------------------------------------------------------
@@ -191,13 +195,14 @@ class Comparison:
     def _by_float64(self, one: Kept, look: Look, usual: _native.ValueErrors, allowance: str) -> list[_native.Excess]:
         index = one.step.index
         self.begin()
-        known = self._truths.get(look.quiet) if index == 0 else None  # every check begins with the same values
-        right = known or self._wide(one.before, index, look.quiet)
+        alone = index == 0 and len(self.run.slots) == 1  # every check begins with the same values
+        known = self._truths.get(look.quiet) if alone else None
+        right = known or self._wide(one.before, index, look.quiet, one.step.calls)
         found = self.errors[index] = measure(self.run, one.step, right, one.buffers, self.clip_norm)
         excess = _above(_native.values_beyond(found, usual, allowance), look.small)
         if not excess:
             return []
-        here = self._errors_of_yardstick(one.before, index, right, look)
+        here = self._errors_of_yardstick(one.before, index, right, look, one.step.calls)
         excess = _above(_native.values_beyond(found, here, allowance), look.small)
         if not excess or found.wrong:
             return excess
@@ -213,10 +218,12 @@ class Comparison:
         jumps = []
         for _ in range(count):
             self.begin()
-            jumps.append(self._wide(one.before, index, look.quiet, (size, generator)).grads)
-        given = one.step.calls[0].grads
-        given = given if self.clip_norm is None else clip(given, self.clip_norm)
-        left = Step(index, one.step.before, one.step.loss, [Call(unexplained(given, right, jumps), [])])
+            jumps.append(self._wide(one.before, index, look.quiet, one.step.calls, (size, generator)).grads)
+        calls = compared(self.run, one.step.calls)
+        norm = self.clip_norm
+        given = [grad for call in calls for grad in (call.grads if norm is None else clip(call.grads, norm))]
+        smooth = replace(right, grads=unexplained(given, right, jumps))
+        left = Step(index, one.step.before, one.step.loss, smooth.calls)
         return measure(self.run, left, right, one.buffers, None)
 
 

@@ -25,9 +25,9 @@ def gradients_away(run: Run) -> Iterator[None]:
 
     A step of the user's own may add to them, and what somebody else refers to would not be let go: those stay.
     """
-    optimizer = run.original
-    plain = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
-    going = [p for p in run.params if run.own_step is None and plain and _may_go(p)]
+    plain = all(_has_plain_zero_grad(slot.original) for slot in run.slots)
+    params = {id(p): p for p in run.params}.values()
+    going = [p for p in params if run.own_step is None and plain and _may_go(p)]
     held = [(p, park(p.grad)) for p in going if p.grad is not None]
     try:
         for p, _ in held:
@@ -37,6 +37,10 @@ def gradients_away(run: Run) -> Iterator[None]:
         for p, grad in held:
             p.grad = grad.clone()
             rest(grad)
+
+
+def _has_plain_zero_grad(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
 def _may_go(param: Tensor) -> bool:

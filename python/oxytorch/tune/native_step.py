@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .run import plain_step
+from ..optim.slot import plain_step
 
 __all__ = ["CLASSES", "differs", "native_step"]
 

@@ -144,7 +144,7 @@ def rehearsal(run: Run) -> Iterator[None]:
     """Run steps inside; afterwards model, optimizer and generators are what they were."""
     roots: list[tuple[str, Any]] = [("model", run.model), *((f"state[{i}]", one) for i, one in enumerate(run.state))]
     if run.own_step is not None:
-        roots.append(("optimizer", run.original))
+        roots += [("optimizer", slot.original) for slot in run.slots]
     roots += [(name, Reach(function)) for name, function in run.functions.items() if function is not None]
     held = Snapshot(roots)
     if run.own_step is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _C
 from ..base import format_duration, format_size, log, system_info
@@ -38,7 +38,7 @@ class Plan:
     Attributes
     ----------
     model, optimizer
-        The user's own objects.
+        The user's own objects; lists where lists were given.
     certificate : oxytorch._C.tune.Certificate
     settings : PerformanceConfig
     asked : Asked
@@ -120,14 +120,14 @@ class Plan:
         return self._run
 
     @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-        return self._run.model
+    def model(self) -> Any:
+        """The user's model, or the list of them."""
+        return self._run.given_models
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer; where another one steps in its place, through it."""
-        return self._run.original
+    def optimizer(self) -> Any:
+        """The user's optimizer, or the list of them; where another one steps in its place, through it."""
+        return self._run.given_optimizers
 
     @property
     def data(self) -> Iterable[Any]:

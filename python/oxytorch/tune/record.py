@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ..model.graph import digest, entries, has_bytes
 from ..model.parking import park, rest
 from ..model.reach import Binding, bindings
 from ..optim.generators import rng_state, set_rng_state
+from ..optim.slot import OptimizerSlot
 from ..optim.tail import TailOptimizer
 from .batches import copied
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 __all__ = [
-    "Call", "State", "Step", "copied", "counters", "digest", "digests", "load", "names", "take", "value_digest",
+    "Call", "State", "Step", "copied", "counters", "digest", "digests", "load", "names", "own", "take", "value_digest",
 ]  # fmt: skip
 
 _COUNTER = 64  # elements: a tensor of so few is a scale or a counter
@@ -55,37 +56,41 @@ class State:
 
 @dataclass
 class Call:
-    """One call of the optimizer's step: the gradients that it was given, unscaled, and its groups' settings.
+    """One call of an optimizer's step: the gradients that it was given, unscaled, and its groups' settings.
 
-    What clips in the update multiplies gradients by `factor`.
+    What clips in the update multiplies gradients by `factor`. `which` of the run's optimizers it is; gradients are in
+    the order of the run's parameters, of which another optimizer's have None. Of several optimizers `after` is what the
+    step left in the parameters of this one.
     """
 
     grads: list[Tensor | None]
     settings: list[dict[str, Any]]
     factor: float = 1.0
+    which: int = 0
+    after: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def hashed(cls, run: Run) -> Call:
+    def hashed(cls, run: Run, which: int = 0) -> Call:
         """Hash what the optimizer is about to use, one gradient at a time: nothing is copied."""
-        scale = getattr(run.original, "grad_scale", None)
-        grads: list[Any] = [
-            None if p.grad is None else value_digest(p.grad.detach() if scale is None else p.grad.detach() / scale)
-            for p in run.params
-        ]
-        return cls(grads, settings(run.original))
+        return cls._made(run, which, value_digest)
 
     @classmethod
-    def of(cls, run: Run) -> Call:
+    def of(cls, run: Run, which: int = 0) -> Call:
         """Copy what the optimizer is about to use."""
-        scale = getattr(run.original, "grad_scale", None)
+        return cls._made(run, which, lambda grad: park(grad.to_dense() if grad.is_sparse else grad))
 
-        def grad(p: Tensor) -> Tensor | None:
-            if p.grad is None:
-                return None
-            held = p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach()
-            return park(held if scale is None else held / scale)
-
-        return cls([grad(p) for p in run.params], settings(run.original))
+    @classmethod
+    def _made(cls, run: Run, which: int, keep: Callable[[Tensor], Any]) -> Call:
+        original = run.slots[which].original
+        scale = getattr(original, "grad_scale", None)
+        mine = own(run, which)
+        grads: list[Any] = [
+            keep(p.grad.detach() if scale is None else p.grad.detach() / scale)
+            if i in mine and p.grad is not None
+            else None
+            for i, p in enumerate(run.params)
+        ]
+        return cls(grads, settings(original), which=which)
 
 
 @dataclass
@@ -127,15 +132,24 @@ def take(
 def _take_one(run: Run, roots: Sequence[tuple[str, Any]], index: int, observed: bool, hashed: bool) -> Step:
     step = Step(index, State.of(run, roots) if observed and not hashed else None, torch.zeros(()))
     what = Call.hashed if hashed else Call.of
+    several = len(run.slots) > 1 and observed and not hashed
 
-    def note(*_: Any) -> None:
-        step.calls.append(what(run) if observed else Call([], settings(run.original)))
+    def watch(which: int, slot: OptimizerSlot) -> list[Any]:
+        def note(*_: Any) -> None:
+            step.calls.append(what(run, which) if observed else Call([], settings(slot.original), which=which))
 
-    hook = run.original.register_step_pre_hook(note)
+        def note_left(*_: Any) -> None:
+            step.calls[-1].after = [park(p) for p in slot.params]
+
+        hooks = [slot.original.register_step_pre_hook(note)]
+        return [*hooks, slot.original.register_step_post_hook(note_left)] if several else hooks
+
+    hooks = [hook for which, slot in enumerate(run.slots) for hook in watch(which, slot)]
     try:
         step.loss = run.step(copied(run.batches[index % len(run.batches)])).detach().clone()
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     step.rng = rng_digest(run)
     return step
 
@@ -174,8 +188,8 @@ def load(run: Run, roots: Sequence[tuple[str, Any]], before: State, held: Mappin
 
 def _tables(roots: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, Any]], list[tuple[str, Binding]]]:
     """Attributes of objects and dicts, and names in code, that are no part of the optimizer; by path."""
-    others = [root for root in roots if root[0] != "optimizer"]
-    part = {id(entry.value) for entry in entries([root for root in roots if root[0] == "optimizer"])}
+    others = [root for root in roots if root[0].partition("[")[0] != "optimizer"]
+    part = {id(entry.value) for entry in entries([root for root in roots if root[0].partition("[")[0] == "optimizer"])}
     found = [e for e in entries(others) if e.again is None and id(e.value) not in part and "optimizer" not in e.path]
     tables = [(e.path, e.value if e.kind == "dict" else vars(e.value)) for e in found if e.kind in ("dict", "object")]
     code = [(e.path, one) for e in found if e.reached and e.kind == "code" for one in bindings(e.value)]
@@ -197,6 +211,12 @@ def _load_counter(table: Any, key: Any, value: Any) -> None:
         table[key] = value.clone()
 
 
+def own(run: Run, which: int) -> range:
+    """Places of an optimizer's parameters among those of the run."""
+    begin = sum(len(slot.params) for slot in run.slots[:which])
+    return range(begin, begin + len(run.slots[which].params))
+
+
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Hyperparameters of each group, without what says only how to compute."""
     return [
@@ -211,23 +231,26 @@ def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def states(run: Run, *, copy: bool = True) -> list[dict[str, Any]]:
     """Return the optimizer state of each parameter, copied, by torch's names; codes of 8 bits are decoded."""
-    found = []
-    if isinstance(run.optimizer, TailOptimizer):
-        run.optimizer._step_tail()  # state of another format is converted before a step, not in it
-    for index, p in enumerate(run.params):
-        state = run.original.state.get(p) or {}
-        if isinstance(run.optimizer, TailOptimizer) and any(key.endswith("_scale") for key in state):
-            wide = run.optimizer._step_tail().decoded_state(index)
+    return [state for slot in run.slots for state in _states(slot, copy)]
+
+
+def _states(slot: OptimizerSlot, copy: bool) -> Iterator[dict[str, Any]]:
+    tail = slot.optimizer._step_tail() if isinstance(slot.optimizer, TailOptimizer) else None
+    # With it, state of another format is converted before a step, not in it.
+    for index, p in enumerate(slot.params):
+        state = slot.original.state.get(p) or {}
+        if tail is not None and any(key.endswith("_scale") for key in state):
+            wide = tail.decoded_state(index)
             state = {key: wide.get(key, value) for key, value in state.items() if not key.endswith("_scale")}
         tensors = {key: v.detach() for key, v in state.items() if isinstance(v, Tensor)}
-        found.append({**state, **({key: park(t) for key, t in tensors.items()} if copy else tensors)})
-    return found
+        yield {**state, **({key: park(t) for key, t in tensors.items()} if copy else tensors)}
 
 
 def extras(run: Run, roots: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     """Floating-point tensors that a step may change and that are no parameter, buffer, gradient or optimizer state."""
     known = {id(t) for t in (*run.params, *run.model.parameters(), *run.model.buffers())}
-    known |= {id(v) for state in run.original.state.values() for v in state.values() if isinstance(v, Tensor)}
+    states = [state for slot in run.slots for state in slot.original.state.values()]
+    known |= {id(v) for state in states for v in state.values() if isinstance(v, Tensor)}
     for entry in entries(roots):
         t = entry.value
         if entry.kind != "tensor" or entry.again is not None or id(t) in known or not has_bytes(t):
@@ -237,9 +260,14 @@ def extras(run: Run, roots: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Te
 
 
 def names(run: Run) -> list[str]:
-    """Names of the optimizer's parameters."""
+    """Names of the optimizers' parameters; a second optimizer of one is named with it."""
     known = {id(p): name for name, p in run.model.named_parameters()}
-    return [known.get(id(p), f"parameter {i}") for i, p in enumerate(run.params)]
+    found: list[str] = []
+    for slot in run.slots:
+        each = [known.get(id(p), f"parameter {len(found) + i}") for i, p in enumerate(slot.params)]
+        others = set(found)
+        found += [f"{name} in {slot.name}" if name in others else name for name in each]
+    return found
 
 
 def rng_digest(run: Run) -> str:
@@ -258,15 +286,23 @@ def digests(run: Run, roots: Sequence[tuple[str, Any]], step: Step) -> dict[str,
     labels = names(run)
     tensors: dict[str, Any] = {"loss": step.loss}
     for number, call in enumerate(step.calls):
-        call_name = f" in call {number + 1} of the optimizer" if number else ""
-        tensors |= {f"gradient of {n}{call_name}": g for n, g in zip(labels, call.grads, strict=True)}
+        mine = own(run, call.which)
+        again = sum(earlier.which == call.which for earlier in step.calls[:number])
+        call_name = f" in call {again + 1} of the optimizer" if again else ""
+        tensors |= {f"gradient of {labels[i]}{call_name}": call.grads[i] for i in mine}
     tensors |= {f"parameter {n}": p.detach() for n, p in zip(labels, run.params, strict=True)}
     tensors |= {f"buffer {n}": b.detach() for n, b in run.model.named_buffers()}
     for n, state in zip(labels, states(run, copy=False), strict=True):
         tensors |= {f"optimizer state {key} of {n}": value for key, value in state.items()}
     tensors |= {name: t.detach() for name, t in extras(run, roots)}
     found = {name: value_digest(value) for name, value in tensors.items()}
-    return {**found, **_scalars(roots), "random state": step.rng, "calls of the optimizer": str(len(step.calls))}
+    return {**found, **_scalars(roots), "random state": step.rng, "calls of the optimizer": _called(run, step)}
+
+
+def _called(run: Run, step: Step) -> str:
+    if len(run.slots) == 1:
+        return str(len(step.calls))
+    return ", ".join(run.slots[call.which].name for call in step.calls)
 
 
 def value_digest(value: Any) -> str:

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 from .._C import tune as _native
 from ..model.parking import park, rest
 from ..model.snapshot import Snapshot
-from .record import Call, State, Step, copied, load, names, rng_digest
+from ..optim.slot import OptimizerSlot
+from .record import Call, State, Step, copied, load, names, own, rng_digest
 from .update import clip_factor
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ __all__ = ["Truth", "measure", "taken_again", "truth", "unexplained"]
 
 @dataclass
 class Truth:
-    """Loss, gradients as the optimizer gets them and buffers after the step; `rng` as the step left it.
+    """Loss, gradients as the optimizers get them and buffers after the step; `rng` as the step left it.
 
-    `dtype` is that of the loss.
+    `dtype` is that of the loss. Gradients are those of one call of an optimizer after the other, `which` says of which.
     """
 
     loss: float
@@ -35,37 +36,60 @@ class Truth:
     buffers: dict[str, Tensor]
     rng: str
     dtype: torch.dtype
+    which: Sequence[int] = (0,)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The gradients, by the calls of the optimizers."""
+        each = len(self.grads) // max(len(self.which), 1)
+        return [Call(self.grads[i * each :][:each], [], which=one) for i, one in enumerate(self.which) if each]
 
 
 @contextmanager
-def _noting(run: Run) -> Iterator[list[Call]]:
-    """The optimizer noting what it is given and stepping nothing while inside."""
-    calls: list[Call] = []
-    table = run.original.__dict__
-    before: dict[str, Any] = {key: table[key] for key in ("step", "_opt_called") if key in table}
+def _noting(run: Run, taken: Sequence[Call]) -> Iterator[list[Call]]:
+    """The optimizers noting what they are given while inside; none steps.
 
-    def note(closure: Any = None) -> Any:
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        calls.append(Call.of(run))
-        return result
+    Of several, each leaves in its parameters what it left in the calls that were `taken`: what the next one is given
+    depends on that.
+    """
+    calls: list[Call] = []
+    befores: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def noting(which: int, slot: OptimizerSlot) -> Any:
+        def note(closure: Any = None) -> Any:
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            calls.append(Call.of(run, which))
+            same = taken[len(calls) - 1] if len(calls) <= len(taken) else None
+            if same is not None and same.which == which and same.after:
+                with torch.no_grad():
+                    for p, value in zip(slot.params, same.after, strict=True):
+                        p.copy_(value)
+                        rest(value)
+            return result
+
+        return note
 
     try:
-        table["step"] = note
-        table["_opt_called"] = True
+        for which, slot in enumerate(run.slots):
+            table = slot.original.__dict__
+            befores.append((table, {key: table[key] for key in ("step", "_opt_called") if key in table}))
+            table["step"] = noting(which, slot)
+            table["_opt_called"] = True
         yield calls
     finally:
-        for key in ("step", "_opt_called"):
-            table.pop(key, None)
-        table.update(before)
+        for table, before in befores:
+            for key in ("step", "_opt_called"):
+                table.pop(key, None)
+            table.update(before)
 
 
 @contextmanager
 def _float64(run: Run, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
     """The run's model in float64 while inside."""
-    criterion = [("loss_fn", run.loss_fn)] if isinstance(run.loss_fn, nn.Module) else []
+    criterion = [("loss_fn", loss) for loss in run.losses if isinstance(loss, nn.Module)]
     snapshot = Snapshot([*roots, *criterion])
     default = torch.get_default_dtype()
     try:
@@ -99,16 +123,32 @@ def _widen(roots: Sequence[nn.Module], params: Sequence[Tensor]) -> None:
 Counters = Mapping[tuple[str, Any], Any]
 
 
-def taken_again(run: Run, roots: Sequence[tuple[str, Any]], before: State, batch: Any, counters: Counters) -> Truth:
+def taken_again(
+    run: Run,
+    roots: Sequence[tuple[str, Any]],
+    before: State,
+    batch: Any,
+    counters: Counters,
+    taken: Sequence[Call] = (),
+) -> Truth:
     """Take a step's forward and backward once more, from a state, with what is in force now; the run stands there then.
 
-    Without a gradient where the step called no optimizer, as one that a scaler skips.
+    Without a gradient where the step called no optimizer, as one that a scaler skips. `taken` are the calls of
+    optimizers in that step, of which several are followed from one to the next.
     """
-    with _noting(run) as calls:
+    with _noting(run, taken) as calls:
         load(run, roots, before, counters)
         loss = run.step(copied(batch)).detach()
         buffers = {name: b.detach().clone() for name, b in run.model.named_buffers()}
-        return Truth(float(loss), calls[0].grads if calls else [], buffers, rng_digest(run), loss.dtype)
+        judged = compared(run, calls)
+        grads = [grad for call in judged for grad in call.grads]
+        which = [call.which for call in judged]
+        return Truth(float(loss), grads, buffers, rng_digest(run), loss.dtype, which)
+
+
+def compared(run: Run, calls: list[Call]) -> list[Call]:
+    """Calls whose gradients are judged: where one optimizer steps again from where it is, later ones are not known."""
+    return calls[:1] if len(run.slots) == 1 else calls
 
 
 def truth(
@@ -117,12 +157,15 @@ def truth(
     before: State,
     batch: Any,
     counters: Counters,
+    taken: Sequence[Call] = (),
     nudge: tuple[float, torch.Generator] | None = None,
 ) -> Truth:
     """Compute a step's loss, gradients and buffers in float64, from a state; nothing of the run is changed.
 
     Parameters
     ----------
+    taken : sequence of Call
+        See `taken_again`.
     nudge : (float, torch.Generator), optional
         Moves each parameter by a random part of itself, at most that large: what rounding does to the step.
 
@@ -139,8 +182,9 @@ def truth(
 
     if nudge is not None:
         before = replace(before, params=[park(_nudged(p, *nudge)) for p in before.params])
+        taken = [replace(call, after=[park(_nudged(p, *nudge)) for p in call.after]) for call in taken]
     with _float64(run, roots):
-        right = taken_again(run, roots, before, tree_map(wide, batch), counters)
+        right = taken_again(run, roots, before, tree_map(wide, batch), counters, taken)
     if not right.grads:
         raise RuntimeError("the optimizer was not stepped")
     if any(t is not None and t.dtype is not torch.float64 for t in right.grads) or right.dtype is not torch.float64:
@@ -160,14 +204,15 @@ def measure(
 ) -> _native.ValueErrors:
     """Measure a step, and the buffers that it left, against the truth."""
     meter = _native.ValueMeter(step.value, right.loss)
-    if right.grads and step.calls:
-        given = step.calls[0].grads
-        factor = 1.0 if clip_norm is None else clip_factor(given, clip_norm)
-        for name, grad, exact in zip(names(run), given, right.grads, strict=True):
-            meter.gradient(name, grad, factor, exact)
+    labels = names(run)
+    given = compared(run, step.calls)
+    for mine, exact in zip(given, right.calls, strict=False):
+        factor = 1.0 if clip_norm is None else clip_factor(mine.grads, clip_norm)
+        for i in own(run, mine.which) if mine.which == exact.which else ():
+            meter.gradient(labels[i], mine.grads[i], factor, exact.grads[i])
             rest()
-    else:
-        meter.stepped(bool(step.calls), bool(right.grads))
+    if [call.which for call in given] != [call.which for call in right.calls]:
+        meter.stepped(len(given) >= len(right.calls), len(given) < len(right.calls))
     for name, wanted in right.buffers.items():
         before = None if step.before is None else step.before.buffers.get(name)
         meter.buffer(name, buffers.get(name), wanted, before)

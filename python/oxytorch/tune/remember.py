@@ -61,14 +61,18 @@ def _structure(run: Run) -> Iterator[str]:
         yield f"parameter {name} {numbers.setdefault(id(p), len(numbers))} {_tensor(p)} {p.requires_grad}"
     for name, buffer in run.model.named_buffers():
         yield f"buffer {name} {_tensor(buffer)}"
-    optimizer = run.original
-    yield f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    for group in optimizer.param_groups:
-        kinds = {name: _setting(value) for name, value in sorted(group.items()) if name not in ("params", "initial_lr")}
-        yield f"group {len(group['params'])} {kinds}"
+    for optimizer in (slot.original for slot in run.slots):
+        yield f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        for group in optimizer.param_groups:
+            kinds = {
+                name: _setting(value) for name, value in sorted(group.items()) if name not in ("params", "initial_lr")
+            }
+            yield f"group {len(group['params'])} {kinds}"
+            if len(run.slots) > 1:
+                yield f"of {[numbers.get(id(p)) for p in group['params']]}"
     for shape in sorted({_batch(batch) for batch in run.batches}):
         yield f"batch {shape}"
-    for function in (run.loss_fn, run.own_step):
+    for function in (*(run.losses or (None,)), run.own_step):
         yield f"calls {getattr(function, '__qualname__', None) or type(function).__qualname__}"
     yield f"clips {run.clip_norm is not None}"
 

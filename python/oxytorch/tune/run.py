@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..model.call import Call
-from ..step import StepFunction, TrainingStep, is_closure
+from ..model.call import Call, Calls
+from ..optim.slot import plain_step
+from ..step import Losses, Models, Optimizers, StepFunction, TrainingStep, is_closure
 from .batches import tensors
 from .observe import observe
 from .strategy import STRATEGIES, Strategy
 
-__all__ = ["Run"]
+__all__ = ["Run", "plain_step"]
 
 
 class Run(TrainingStep):
@@ -25,10 +25,10 @@ class Run(TrainingStep):
 
     Parameters
     ----------
-    model : torch.nn.Module
-    optimizer : torch.optim.Optimizer
-    loss_fn : callable
-        ``loss_fn(model, batch)``, or a criterion, and then a batch is (inputs, targets).
+    model : torch.nn.Module or list of them
+    optimizer : torch.optim.Optimizer or list of them
+    loss_fn : callable or list of them
+        See `TrainingStep`.
     batches : sequence
         Some batches of the run, kept.
     step : callable, optional
@@ -46,15 +46,14 @@ class Run(TrainingStep):
 
     Attributes
     ----------
-    call : Call
-        Scopes around forward, transforms of inputs and outputs, a compiled function.
+    calls : tuple of Call
+        Of each model: scopes around forward, transforms of inputs and outputs, a compiled function.
+    call : Call or Calls
+        Of all models at once; its `function` is for one model.
     micro_batches : int
         Pieces that a batch is cut into, gradients averaged over them; for strategies with ``needs_loop``.
     whole_step : callable, optional
         Takes a whole step in place of the eager one; for strategies with ``needs_loop``.
-    original : torch.optim.Optimizer
-        The user's optimizer object; `optimizer` is the one that steps now. Other attributes are those of
-        `TrainingStep`.
     given_data : iterable, optional
         What `data` was before any strategy.
     required : tuple of str
@@ -68,13 +67,17 @@ class Run(TrainingStep):
     fetch_share : float
         Of a step of the loop as given, what drawing its batch from `data` takes, as measured; 0 where `data` is no
         loader or the loop is the user's.
+    last : OptimizerSlot
+        The one that steps last in a step: with its step one ends and the next one begins.
+
+    Other attributes are those of `TrainingStep`.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., Tensor] | nn.Module | None,
+        model: Models,
+        optimizer: Optimizers,
+        loss_fn: Losses,
         batches: Sequence[Any],
         *,
         step: StepFunction | None = None,
@@ -95,16 +98,17 @@ class Run(TrainingStep):
         self.asked: Mapping[str, Any] = {}
         self.owns_loop = owns_loop
         self.state = tuple(state)
-        self.functions = {"step": step, "loss_fn": loss_fn}  # code that is the user's, and may reach more
-        self.call = Call.of(model)
+        several = isinstance(loss_fn, list | tuple)
+        losses = {f"loss_fn[{i}]" if several else "loss_fn": loss for i, loss in enumerate(self.losses)}
+        self.functions = {"step": step, **losses}  # code that is the user's, and may reach more
+        self.calls = tuple(Call.of(one) for one in self.models)
+        self.call = self.calls[0] if len(self.calls) == 1 else Calls(self.calls)
+        self.last = self.slots[-1]
         self.micro_batches = 1
         self.device = next((p.device for p in self.params), torch.device("cpu"))
         self.strategies = dict(strategies)
         self._made: dict[str, Strategy] = {}
         self._in_force: dict[str, Strategy] = {}
-        self._stands_in: Callable[[Callable[[], Any] | None], Any] | None = None
-        self._delegate: Any = None
-        self._step_before: dict[str, Any] = {}
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -123,8 +127,9 @@ class Run(TrainingStep):
         return observe(self).uses(part)
 
     def state_of(self, param: Tensor) -> Mapping[str, Any]:
-        """Return what the user's optimizer keeps of a parameter."""
-        return self.original.state.get(param) or {}
+        """Return what the user's optimizers keep of a parameter."""
+        kept = [(slot.name, slot.original.state.get(param) or {}) for slot in self.slots]
+        return {f"{name} {key}".lstrip(): value for name, state in kept for key, value in state.items()}
 
     def synchronize(self) -> None:
         """Wait until an accelerator has done what it was given."""
@@ -186,59 +191,12 @@ class Run(TrainingStep):
     # -- the optimizer -------------------------------------------------------------------------------------------
 
     def replace_step(self, step: Callable[[Callable[[], Any] | None], Any] | None) -> None:
-        """Let ``step(closure)`` do what the user's optimizer object does when stepped; None: itself again.
-
-        Its hooks fire, and learning-rate schedulers made before or meanwhile see it step.
-        """
-        own = self.original
-        if step is None:
-            if self._delegate is not None and own.__dict__.get("step") is self._delegate:
-                del own.__dict__["step"]
-                own.__dict__.update(self._step_before)
-            self._stands_in, self._delegate = None, None
-            return
-        self._stands_in = step
-        if self._delegate is None:
-            self._step_before = {key: own.__dict__[key] for key in ("step",) if key in own.__dict__}
-            self._delegate = MethodType(self._delegated(own.step), own)
-            own.step = self._delegate  # type: ignore[method-assign]
-
-    def _delegated(self, before: Any) -> Callable[..., Any]:
-        def stepped(own: Any, closure: Callable[[], Any] | None = None) -> Any:
-            own._opt_called = True
-            # A scheduler made meanwhile goes on calling this function after it was taken back.
-            return plain_step(own, closure) if self._stands_in is None else self._stands_in(closure)
-
-        delegated = torch.optim.Optimizer.profile_hook_step(stepped)
-        if hasattr(before, "_wrapped_by_lr_sched"):  # its scheduler looks for the mark
-            delegated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        return delegated
+        """See `OptimizerSlot.replace_step`; of the first optimizer."""
+        self.slots[0].replace_step(step)
 
     def replace_optimizer(self, replacement: torch.optim.Optimizer | None) -> None:
-        """Let `replacement` do the steps of the user's optimizer object; None: itself again, with torch's own state.
-
-        `replacement` was made by `oxytorch.optim.replace`, so both share param_groups and state: schedulers, printouts
-        and ``state_dict()`` of the user's object hold, edits of either are followed, and a loop that calls its
-        ``step()`` goes through the replacement.
-        """
-        own = self.original
-        if self.optimizer is not own:
-            for method in ("state_dict", "load_state_dict"):
-                own.__dict__.pop(method, None)
-            self.optimizer = own
-            self.replace_step(None)
-        if replacement is None:
-            return
-        self.optimizer = replacement
-        own.state_dict = replacement.state_dict  # type: ignore[method-assign]
-        own.load_state_dict = replacement.load_state_dict  # type: ignore[method-assign]
-        self.replace_step(lambda closure: plain_step(replacement, closure))
-
-
-def plain_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """Step as the optimizer's class does, without the hooks around it."""
-    step = type(optimizer).step
-    return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, closure)
+        """See `OptimizerSlot.replace_optimizer`; of the first optimizer."""
+        self.slots[0].replace_optimizer(replacement)
 
 
 def rows(batch: Any) -> int:

@@ -15,9 +15,9 @@ from torch import Tensor
 from .._C import tune as _native
 from .._C.memory import give_back_host_memory
 from ..model.parking import park, rest
+from ..optim.slot import OptimizerSlot, plain_step
 from ..optim.tail import TailOptimizer
-from .record import Call, State, names, states
-from .run import plain_step
+from .record import Call, State, names, own, states
 
 if TYPE_CHECKING:
     from .run import Run
@@ -219,7 +219,11 @@ def in_float64(
     memory = Workspace() if memory is None else memory
     memory.begin()
     chosen = range(len(before.params)) if chosen is None else chosen
-    params = {i: memory.copy(_slice(before.params[i], cut)) for i in chosen}
+    copies: dict[int, Tensor] = {}  # a parameter of two optimizers is one
+    for i in chosen:
+        if id(run.params[i]) not in copies:
+            copies[id(run.params[i])] = memory.copy(_slice(before.params[i], cut))
+    params = {i: copies[id(run.params[i])] for i in chosen}
     held = {
         i: {
             key: _slice(value, cut if isinstance(value, Tensor) and value.shape == before.params[i].shape else None)
@@ -227,21 +231,36 @@ def in_float64(
         }
         for i in chosen
     }
+    stepped = list(zip(calls, settings, strict=True))
+    after: dict[int, dict[str, Any]] = {}
+    clones: dict[int, Any] = {}
+    mine = {which: [i for i in own(run, which) if i in params] for which in range(len(run.slots))}
+    which = 0
     try:
-        clone = _clone(run.original, params, held, settings[0] if settings else [], memory)
-        for call, groups in zip(calls, settings, strict=True):
-            for group, values in zip(clone.param_groups, groups, strict=True):
+        for which, places in mine.items():
+            if places:
+                first = next((groups for call, groups in stepped if call.which == which), [])
+                of_it = {i: params[i] for i in places}
+                clones[which] = _clone(run.slots[which].original, own(run, which).start, of_it, held, first, memory)
+        for call, groups in stepped:
+            which = call.which
+            if which not in clones:
+                continue
+            for group, values in zip(clones[which].param_groups, groups, strict=True):
                 group.update(values)
-            for i, p in params.items():
-                grad = call.grads[i]
+            for i in mine[which]:
+                p, grad = params[i], call.grads[i]
                 p.grad = None if grad is None else memory.copy(_slice(grad, cut))
                 if p.grad is not None and call.factor != 1:
                     p.grad *= call.factor
             with torch.no_grad():
-                plain_step(clone)
+                plain_step(clones[which])
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
-        raise Refused(f"{type(run.original).__name__} cannot be stepped in float64 ({error})") from error
-    return [p.detach() for p in params.values()], [dict(clone.state.get(p) or {}) for p in params.values()]
+        name = type(run.slots[which].original).__name__
+        raise Refused(f"{name} cannot be stepped in float64 ({error})") from error
+    for which, clone in clones.items():
+        after |= {i: dict(clone.state.get(params[i]) or {}) for i in mine[which]}
+    return [params[i].detach() for i in chosen], [after[i] for i in chosen]
 
 
 def _slice(value: Any, cut: Cut | None) -> Any:
@@ -263,10 +282,17 @@ def _is_elementwise(optimizer: Any) -> bool:
 
 def _pieces(run: Run, calls: Sequence[Call]) -> list[list[int]]:
     """Parameters that are stepped together: some, where the optimizer is known to step each by itself."""
-    every = list(range(len(run.params)))
-    cls = type(run.original)
+    if len({id(p) for p in run.params}) < len(run.params):  # one of two optimizers, which follow each other
+        return [list(range(len(run.params)))]
+    slots = enumerate(run.slots)
+    return [piece for which, slot in slots for piece in _pieces_of(run, slot, list(own(run, which)), calls)]
+
+
+def _pieces_of(run: Run, slot: OptimizerSlot, every: list[int], calls: Sequence[Call]) -> list[list[int]]:
+    cls = type(slot.original)
     ours = cls.__module__.startswith("oxytorch.optim.")
-    if ours and not all(_is_finite(g) for call in calls for g in call.grads if g is not None):
+    grads = [call.grads[i] for call in calls for i in every]
+    if ours and not all(_is_finite(g) for g in grads if g is not None):
         return [every]  # one that is not finite may stop the step of all
     if not ours and (not cls.__module__.startswith("torch.optim.") or cls is torch.optim.LBFGS):
         return [every]
@@ -292,13 +318,14 @@ def _copy(value: Any) -> Any:
 
 def _clone(
     original: Any,
+    begin: int,
     params: Mapping[int, Tensor],
     held: Mapping[int, dict[str, Any]],
     settings: Sequence[Mapping[str, Any]],
     memory: Workspace,
 ) -> Any:
-    """Make an optimizer of the same class over other parameters, by their place among all."""
-    place = count()
+    """Make an optimizer of the same class over other parameters, by their place among all; its own `begin` there."""
+    place = count(begin)
     groups = [
         {**group, **values, "params": [params[i] for _ in group["params"] if (i := next(place)) in params]}
         for group, values in zip(original.param_groups, settings or [{}] * len(original.param_groups), strict=True)
@@ -320,8 +347,8 @@ def _clone(
             {"defaults": original.defaults, "state": state, "param_groups": groups, "_tail_options": options}
         )
         return clone
-    own = {k: v for k, v in vars(original).items() if k not in ("step", "zero_grad", "state_dict", "load_state_dict")}
-    clone.__dict__.update(own)
+    methods = ("step", "zero_grad", "state_dict", "load_state_dict")
+    clone.__dict__.update({k: v for k, v in vars(original).items() if k not in methods})
     clone.param_groups = groups
     clone.state = defaultdict(dict, state)
     return clone
@@ -390,7 +417,8 @@ class UpdateJudge:
     def _cuts(self, chosen: Sequence[int], before: State, now: Sequence[dict[str, Any]]) -> list[Cut]:
         """How a large parameter that is stepped element by element is cut; empty where it is taken whole."""
         param = self.run.params[chosen[0]]
-        if len(chosen) > 1 or param.numel() <= _PIECE or not _is_elementwise(self.run.original):
+        slot = next(slot for which, slot in enumerate(self.run.slots) if chosen[0] in own(self.run, which))
+        if len(chosen) > 1 or param.numel() <= _PIECE or not _is_elementwise(slot.original):
             return []
         values = [before.params[chosen[0]], *before.states[chosen[0]].values(), *now[chosen[0]].values()]
         large = [param, *(v for v in values if isinstance(v, Tensor) and v.numel() > 1)]

@@ -20,10 +20,12 @@ from .._C import tune as _native
 from .._C.memory import give_back_host_memory
 from ..model.parking import rest
 from ..model.snapshot import Snapshot
+from ..optim.slot import OptimizerSlot
 from .batches import stop_drawing, visit
 from .chance import Draws, backward_error, draws, judge_draws, still
 from .compare import Comparison, Kept, Look
 from .record import (
+    Call,
     State,
     copied,
     counters,
@@ -85,6 +87,8 @@ class _Taken:
     losses: list[Tensor] = field(default_factory=list)
     rng: list[str] = field(default_factory=list)
     settings: list[list[list[dict[str, Any]]]] = field(default_factory=list)
+    which: list[list[int]] = field(default_factory=list)  # of the optimizers, in the order in which they stepped
+    first: list[Call] = field(default_factory=list)  # of several optimizers, in the first step, without gradients
     extras: dict[int, dict[str, tuple[Tensor, float]]] = field(default_factory=dict)
     counters: list[dict[tuple[str, Any], Any]] = field(default_factory=list)  # before each step, of the run as given
     kept: list[Kept] = field(default_factory=list)
@@ -162,7 +166,7 @@ class Verifier:
         self._roots = snapshot.roots
         self._comparison = Comparison(run, snapshot.roots, lambda: self._begin(()), run.clip_norm)
         self._start: State | None = None
-        self._settings = settings(run.original)
+        self._settings = [settings(slot.original) for slot in run.slots]
         self._bits: list[tuple[int, dict[str, str]]] = []
         self._unstable: set[str] | None = None  # names of values, where the step as given was seen not to repeat itself
         self._given: dict[bool, _Taken] = {}  # by whether dropout is at zero
@@ -308,11 +312,12 @@ class Verifier:
             if self._start is None:
                 self._start = State.of(self.run, self._roots)
             with self._quiet(quiet):
-                known = self._record(None, None, _Steps(count, [], set()), counted=True)
+                observed = [0] if len(self.run.slots) > 1 else []
+                known = self._record(None, None, _Steps(count, observed, set()), counted=True)
             if not all(math.isfinite(value) for value in known.values):
                 raise _Wrong(f"the loss of the step as given is not finite: {known.values}")
             self._given[quiet] = known
-            self._comparison.start_from(self._start, quiet, known.counters)
+            self._comparison.start_from(self._start, quiet, known.counters, known.first)
         return known
 
     def _reference_updates(self) -> UpdateJudge:
@@ -344,6 +349,9 @@ class Verifier:
             taken.losses.append(step.loss)
             taken.rng.append(step.rng)
             taken.settings.append([call.settings for call in step.calls])
+            taken.which.append([call.which for call in step.calls])
+            if step.index == 0:
+                taken.first = [replace(call, grads=[]) for call in step.calls]
             if counted:
                 taken.counters.append(counters(self.run, self._roots))
                 last = self._extras(last)
@@ -431,7 +439,8 @@ class Verifier:
 
     def _chunks(self, compared: list[int]) -> list[list[int]]:
         """Cut what is compared into as much as may be kept at once; for each the steps are taken anew."""
-        each = 2 * sum(p.numel() * p.element_size() for p in self.run.params)
+        copies = 2 if len(self.run.slots) == 1 else 3
+        each = copies * sum(p.numel() * p.element_size() for p in self.run.params)
         room = max(2, _KEPT_BYTES // max(each, 1))
         return [compared[i : i + room] for i in range(0, len(compared), room)]
 
@@ -463,9 +472,10 @@ class Verifier:
                 raise _Wrong(f"putting it in force changes the buffer {name}")
         if rng_digest(self.run) != digest_of_rng(held.rng):
             raise _Wrong("putting it in force changes the state of the random generators")
-        if settings(self.run.original) != self._settings:
-            change = _first_change(settings(self.run.original), self._settings)
-            raise _Wrong(f"putting it in force changes the optimizer's settings: {change}")
+        for slot, usual in zip(self.run.slots, self._settings, strict=True):
+            if (found := settings(slot.original)) != usual:
+                change = _first_change(found, usual)
+                raise _Wrong(f"putting it in force changes the settings of {_called(slot)}: {change}")
         if kind != "trade":
             for name, left_state, right_state in zip(names(self.run), now, held.states, strict=True):
                 for key, value in right_state.items():
@@ -487,12 +497,20 @@ class Verifier:
                 raise _Wrong(f"the loss is computed in {dtype}: every one is a number of that dtype")
 
     def _check_steps(self, taken: _Taken, given: _Taken, updates: UpdateJudge) -> None:
+        slots = self.run.slots
         for index, (mine, usual) in enumerate(zip(taken.settings, given.settings, strict=False)):
-            if len(mine) != len(usual):
-                raise _Wrong(f"step {index + 1}: the optimizer steps {len(mine)} times, {len(usual)} as given")
-            if mine != usual:
-                found = next(_first_change(a, b) for a, b in zip(mine, usual, strict=True) if a != b)
-                raise _Wrong(f"step {index + 1}: the optimizer steps with other settings: {found}")
+            which, wanted = taken.which[index], given.which[index]
+            for place, slot in enumerate(slots):
+                times, as_given = which.count(place), wanted.count(place)
+                if times != as_given:
+                    raise _Wrong(f"step {index + 1}: {_called(slot)} steps {times} times, {as_given} as given")
+            if which != wanted:
+                order = ", ".join(slots[place].name for place in which)
+                raise _Wrong(f"step {index + 1}: the optimizers step in another order: {order}")
+            for place, a, b in zip(which, mine, usual, strict=True):
+                if a != b:
+                    words = f"{_called(slots[place])} steps with other settings: {_first_change(a, b)}"
+                    raise _Wrong(f"step {index + 1}: {words}")
         if updates.faults:
             raise _Wrong(updates.faults[0])
         for words in updates.notes:
@@ -644,6 +662,10 @@ def _same(left: Any, right: Any) -> bool:
     same = torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
     rest(right)
     return same
+
+
+def _called(slot: OptimizerSlot) -> str:
+    return slot.name or "the optimizer"
 
 
 def _first_change(now: Sequence[Mapping[str, Any]], usual: Sequence[Mapping[str, Any]]) -> str:

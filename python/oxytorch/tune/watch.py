@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from .._C import tune as _native
 from ..base import log
 from ..model.snapshot import Snapshot
+from ..optim.slot import OptimizerSlot
 from . import clock
 from .record import copied, rng_digest
 from .run import Run
@@ -73,13 +75,14 @@ class Watch(_native.Watched):
         self._busy = False
         self._doubted = False
         self._told = False
-        self._probe: Tensor | None = None
+        self._probes: dict[OptimizerSlot, Tensor] = {}
         self._last = 0.0
         self.batch: Any = None
         self._handles: list[Any] = []
         try:
-            self._handles.append(run.original.register_step_pre_hook(self._before_step))
-            self._handles.append(run.original.register_step_post_hook(self._after_step))
+            for slot in run.slots:
+                self._handles.append(slot.original.register_step_pre_hook(partial(self._before_step, slot)))
+            self._handles.append(run.last.original.register_step_post_hook(self._after_step))
             self._decide()
         except BaseException:
             self.stop()
@@ -114,13 +117,13 @@ class Watch(_native.Watched):
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
-    def _before_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._busy or not self._handles or self._doubted or self._finite():
+    def _before_step(self, slot: OptimizerSlot, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._busy or not self._handles or self._doubted or self._finite(slot):
             return
         self.doubt()
         self._decide()
         if not self._handles:  # they were to blame: what they made is not applied
-            for p in self._run.params:
+            for p in slot.params:
                 p.grad = None
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -131,13 +134,15 @@ class Watch(_native.Watched):
         self._watch.after(clock.seconds() - self._last)
         self._decide()
 
-    def _finite(self) -> bool:
+    def _finite(self, slot: OptimizerSlot) -> bool:
         if self._run.device.type != "cpu" and self.step % _DEVICE_LOOKS:
             return True
-        if self._probe is None:
-            found = [p for p in self._run.params if p.grad is not None]
-            self._probe = min(found, key=lambda p: p.numel(), default=None)
-        grad = None if self._probe is None else self._probe.grad
+        if slot not in self._probes:
+            found = [p for p in slot.params if p.grad is not None]
+            if not found:
+                return True
+            self._probes[slot] = min(found, key=lambda p: p.numel())
+        grad = self._probes[slot].grad
         if grad is None:
             return True
         return math.isfinite(float(grad.sum()))  # of a sparse one as well
@@ -190,7 +195,7 @@ class Watch(_native.Watched):
     def _is_compiled(self) -> bool:
         """Whether something in the step is a function of torch.compile."""
         run = self._run
-        functions = (run.own_step, run.loss_fn, *(module._compiled_call_impl for module in run.model.modules()))
+        functions = (run.own_step, *run.losses, *(module._compiled_call_impl for module in run.model.modules()))
         compiled = any(hasattr(f, "_torchdynamo_orig_callable") for f in functions)
         own = any(type(module).__name__ == "OptimizedModule" for module in run.model.modules())
         by_strategy = any(run.strategies[name].group == "compile" for name in self._names)
@@ -202,21 +207,32 @@ class Watch(_native.Watched):
         batch = run.batches[0] if self.batch is None else self.batch
         # The moving average may be kept by what steps in the place of the user's optimizer.
         tail = [run.optimizer] if run.ema_decay is not None and run.average is None else []
-        snapshot = Snapshot.of(
-            run.model, run.original, *tail, *run.state, reach=run.functions, hashed=False, default_generators=False
-        )
+        roots = (run.given_models, run.given_optimizers, *tail, *run.state)
+        snapshot = Snapshot.of(*roots, reach=run.functions, hashed=False, default_generators=False)
+        given: list[Tensor | None] = []
+        several = run.slots if len(run.slots) > 1 else ()  # of which one's loss may add to another's gradients
+        hooks = [slot.original.register_step_pre_hook(partial(self._keep_gradients, slot, given)) for slot in several]
         try:
             if not whole:
                 return _Seen(float(run.loss(batch).detach() if run.own_step is None else run.step(batch)))
             loss = float(run.step(copied(batch)))
-            found = [p.grad for p in run.params]
+            if not several:
+                self._keep_gradients(run.slots[0], given)
             if self._kind == "exact":  # what the step made of them too
-                found += [p.detach() for p in run.params]
-            elif run.given_clip is not None:  # who clips in the update leaves them as they were
-                found = list(clip(found, run.given_clip))
-            return _Seen(loss, [None if t is None else t.detach().clone() for t in found], rng_digest(run))
+                given += [p.detach().clone() for p in run.params]
+            return _Seen(loss, given, rng_digest(run))
         finally:
+            for hook in hooks:
+                hook.remove()
             snapshot.restore()
+
+    def _keep_gradients(self, slot: OptimizerSlot, given: list[Tensor | None], *_: Any) -> None:
+        found: Sequence[Tensor | None] = [p.grad for p in slot.params]
+        if (
+            self._kind != "exact" and self._run.given_clip is not None
+        ):  # who clips in the update leaves them as they were
+            found = clip(found, self._run.given_clip)
+        given += [None if t is None else t.detach().clone() for t in found]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .._C import tune as _native
 from .._C.trainer import page_faults
 from ..base import median
 from ..model.snapshot import Snapshot
+from ..optim.slot import OptimizerSlot
 from . import clock
 from .asked import Asked
 from .batches import can_visit, shapes, stop_drawing, visit
@@ -138,22 +140,25 @@ class RunWorkload(_native.Workload):
         """Take steps in a row; the seconds of all, and where asked for those of the optimizer's part of each."""
         run = self.run
         examples = run.batches
-        with self._updates_timed(updates) as taken:
+        with self._updates_timed(updates) as parts:
             run.synchronize()
             began = clock.seconds()
             for index in range(first, first + count):
                 self._loss = run.step(self._draw_one() if drawn else examples[index % len(examples)])
             run.synchronize()
-            return clock.seconds() - began, taken
+            seconds = clock.seconds() - began
+        each = len(parts) // count
+        even = len(run.slots) > 1 and each * count == len(parts)  # as many calls in each step
+        return seconds, [sum(parts[i : i + each]) for i in range(0, len(parts), each)] if even and each else parts
 
     @contextmanager
     def _updates_timed(self, wanted: bool) -> Iterator[list[float]]:
-        """Give what each step of the user's optimizer takes inside; a device is waited for before and after it."""
+        """Give what each step of the user's optimizers takes inside; a device is waited for before and after it.
+
+        Which of several steps last in a step is noted.
+        """
         began: list[float] = []
         taken: list[float] = []
-        if not wanted:
-            yield taken
-            return
 
         def before(*_: Any) -> None:
             self.run.synchronize()
@@ -163,15 +168,21 @@ class RunWorkload(_native.Workload):
             self.run.synchronize()
             taken.append(clock.seconds() - began[-1])
 
-        hooks = [
-            self.run.original.register_step_pre_hook(before),
-            self.run.original.register_step_post_hook(after),
-        ]
+        hooks: list[Any] = []
+        for slot in self.run.slots:
+            if wanted:
+                hooks.append(slot.original.register_step_pre_hook(before))
+                hooks.append(slot.original.register_step_post_hook(after))
+            if len(self.run.slots) > 1:
+                hooks.append(slot.original.register_step_post_hook(partial(self._note_last, slot)))
         try:
             yield taken
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _note_last(self, slot: OptimizerSlot, *_: Any) -> None:
+        self.run.last = slot
 
     def has_update(self) -> bool:
         """Not of a step of the user's own."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..batches import shapes
 from ..observe import observe, on_device, operator_seconds, rehearse
@@ -58,10 +59,10 @@ class _Compile(Strategy):
     _usual_seconds = 20.0  # on two cores, where no compile of this mode was ever timed on this machine
 
     def __init__(self) -> None:
-        self._functions: dict[tuple[str, ...], Callable[..., Any]] = {}
+        self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def applies(self, run: Run) -> bool | str:
-        if hasattr(run.model, "_orig_mod") or run.call.was_compiled:
+        if any(hasattr(model, "_orig_mod") for model in run.models) or run.call.was_compiled:
             return "the model is compiled already"
         return True
 
@@ -81,20 +82,18 @@ class _Compile(Strategy):
     def apply(self, run: Run) -> None:
         random = observe(run).random  # before the function is in place
         surroundings = self._surroundings(run)
-        if surroundings in self._functions:
-            run.call.function(self._call(run, random))
-            return
-        if not run.batches:  # the first step compiles
-            run.call.function(self._call(run, random))
+        known = any(key[1:] == surroundings for key in self._functions)
+        for model, call in zip(run.models, run.calls, strict=True):
+            call.function(self._call(run, model, random))
+        if known or not run.batches:  # without a batch the first step compiles
             return
         breaks = _graph_breaks()
         start = time.perf_counter()
-        run.call.function(self._call(run, random))
         try:
             rehearse(run)
         except BaseException:
-            run.call.function(None)
-            self._functions.pop(surroundings, None)
+            self.revert(run)
+            self._functions = {key: made for key, made in self._functions.items() if key[1:] != surroundings}
             raise
         seconds = time.perf_counter() - start
         _write_record(self._key(run), seconds)
@@ -106,23 +105,22 @@ class _Compile(Strategy):
             self.cost += f"; {number} graph breaks, such as: {first}"
 
     def revert(self, run: Run) -> None:
-        run.call.function(None)
+        for call in run.calls:
+            call.function(None)
 
-    def _call(self, run: Run, random: bool) -> Callable[..., Any]:
+    def _call(self, run: Run, model: nn.Module, random: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            surroundings = self._surroundings(run)
-            if surroundings not in self._functions:
-                self._functions[surroundings] = self._compiled(run, random)
-            return self._functions[surroundings](*args, **kwargs)
+            key = (model, *self._surroundings(run))
+            if key not in self._functions:
+                self._functions[key] = self._compiled(model, random)
+            return self._functions[key](*args, **kwargs)
 
         return call
 
     def _surroundings(self, run: Run) -> tuple[str, ...]:
         return tuple(name for name in _TRACED if name in run.in_force)
 
-    def _compiled(self, run: Run, random: bool) -> Callable[..., Any]:
-        model = run.model
-
+    def _compiled(self, model: nn.Module, random: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -207,8 +205,8 @@ class CompileReduceOverhead(_Compile):
     def applies(self, run: Run) -> bool | str:
         return super().applies(run) if (where := on_device(run, "cuda")) is True else where
 
-    def _call(self, run: Run, random: bool) -> Callable[..., Any]:
-        inner = super()._call(run, random)
+    def _call(self, run: Run, model: nn.Module, random: bool) -> Callable[..., Any]:
+        inner = super()._call(run, model, random)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]

@@ -157,7 +157,7 @@ class FlushDenormals(_HostSetting):
     def applies(self, run: Run) -> bool | str:
         if (where := super().applies(run)) is not True:
             return where
-        state = (value for entries in run.original.state.values() for value in entries.values())
+        state = (v for slot in run.slots for entries in slot.original.state.values() for v in entries.values())
         if any(isinstance(value, Tensor) and near_denormal(value) for value in state) or observe(run).tiny:
             return True
         return "neither gradients nor the optimizer's state hold numbers near the denormal ones"

@@ -35,6 +35,8 @@ class _Split(Strategy):
     def applies(self, run: Run) -> bool | str:
         if run.own_step is not None:
             return "the user's own step is called whole"
+        if len(run.losses) > 1:
+            return "there are several losses, of which one may use what another made of the whole batch"
         if not all(is_nest(batch) for batch in run.batches):
             return "a batch is an object that cannot be cut into pieces"
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in run.model.modules()):
@@ -90,6 +92,8 @@ class StepGraph(Strategy):
     def applies(self, run: Run) -> bool | str:
         if run.own_step is not None:
             return "the user's own step may read the device"
+        if len(run.slots) > 1:
+            return "a recording is of the step of one optimizer"
         if not run.is_plain():  # a guard is taken along by the step tail
             return "a step is several batches, clips by value or has a loss scale"
         if not all(is_nest(batch) for batch in run.batches):

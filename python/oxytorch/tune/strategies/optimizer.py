@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from ... import optim
+from ...optim.slot import OptimizerSlot, plain_step
 from ...optim.tail import TailOptimizer
 from ..native_step import CLASSES, differs, native_step
 from ..observe import on_device
-from ..run import plain_step
 from ..strategy import Strategy, strategy
 
 if TYPE_CHECKING:
@@ -36,42 +36,82 @@ def _told(own: torch.optim.Optimizer) -> str:
     return ""
 
 
-@strategy("native_step", kind="exact", group="optimizer", hopeful=1.8, expected_speedup=1.15)
-class NativeStep(Strategy):
-    """Adam, AdamW and SGD in one native pass over each tensor, each term rounded as torch's loop rounds it."""
+class _OfOptimizers(Strategy):
+    """Acts on each optimizer of the run that it fits."""
+
+    def __init__(self) -> None:
+        self._taken: list[OptimizerSlot] = []
+
+    def fits(self, run: Run, slot: OptimizerSlot) -> bool | str:
+        """Return True, or why it is not for this one."""
+        raise NotImplementedError
+
+    def put(self, run: Run, slot: OptimizerSlot) -> None:
+        """Put it in force on one, whole or not at all."""
+        raise NotImplementedError
+
+    def take_back(self, run: Run, slot: OptimizerSlot) -> None:  # noqa: ARG002
+        """Let the optimizer itself step again."""
+        slot.replace_step(None)
 
     def applies(self, run: Run) -> bool | str:
-        own = run.original
-        if (where := on_device(run, "cpu")) is not True:
-            return where
-        if type(own) not in CLASSES:
-            return f"there is no native step of {type(own).__name__}"
-        return told if (told := _told(own)) else True
+        whys = [(slot.name, self.fits(run, slot)) for slot in run.slots]
+        if any(why is True for _, why in whys):
+            return True
+        return "; ".join(f"{name}: {why}" if name else str(why) for name, why in whys)
 
     def apply(self, run: Run) -> None:
-        own = run.original
-        if reason := differs(own):
-            raise RuntimeError(reason)
-        run.replace_step(lambda closure: native_step(own, closure))
+        try:
+            for slot in run.slots:
+                if len(run.slots) == 1 or self.fits(run, slot) is True:
+                    self.put(run, slot)
+                    self._taken.append(slot)
+        except BaseException:
+            self.revert(run)
+            raise
 
     def revert(self, run: Run) -> None:
-        run.replace_step(None)
+        failure: Exception | None = None
+        while self._taken:
+            try:
+                self.take_back(run, self._taken.pop())
+            except Exception as error:  # noqa: PERF203  (the others are taken back all the same)
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
-class _Flag(Strategy):
+@strategy("native_step", kind="exact", group="optimizer", hopeful=1.8, expected_speedup=1.15)
+class NativeStep(_OfOptimizers):
+    """Adam, AdamW and SGD in one native pass over each tensor, each term rounded as torch's loop rounds it."""
+
+    def fits(self, run: Run, slot: OptimizerSlot) -> bool | str:
+        if (where := on_device(run, "cpu")) is not True:
+            return where
+        if type(slot.original) not in CLASSES:
+            return f"there is no native step of {type(slot.original).__name__}"
+        return _told(slot.original) or True
+
+    def put(self, run: Run, slot: OptimizerSlot) -> None:  # noqa: ARG002
+        own = slot.original
+        if reason := differs(own):
+            raise RuntimeError(reason)
+        slot.replace_step(lambda closure: native_step(own, closure))
+
+
+class _Flag(_OfOptimizers):
     """torch's own other implementation of the step: flags of the groups, set while it steps and at no other time."""
 
     _flag = ""
     _classes: tuple[type, ...] = ()
 
-    def applies(self, run: Run) -> bool | str:
-        own = run.original
-        if type(own) not in self._classes:
-            return f"{type(own).__name__} has no {self._flag} step"
-        return told if (told := _told(own)) else True
+    def fits(self, run: Run, slot: OptimizerSlot) -> bool | str:  # noqa: ARG002
+        if type(slot.original) not in self._classes:
+            return f"{type(slot.original).__name__} has no {self._flag} step"
+        return _told(slot.original) or True
 
-    def apply(self, run: Run) -> None:
-        own = run.original
+    def put(self, run: Run, slot: OptimizerSlot) -> None:  # noqa: ARG002
+        own = slot.original
 
         def step(closure: Callable[[], Any] | None) -> Any:
             before = [{key: group.get(key) for key in ("foreach", "fused")} for group in own.param_groups]
@@ -86,10 +126,7 @@ class _Flag(Strategy):
                 for name in set(own.__dict__) - attributes:
                     del own.__dict__[name]
 
-        run.replace_step(step)
-
-    def revert(self, run: Run) -> None:
-        run.replace_step(None)
+        slot.replace_step(step)
 
 
 @strategy("foreach", kind="exact", group="optimizer", hopeful=1.3, expected_speedup=1.01)
@@ -99,10 +136,10 @@ class Foreach(_Flag):
     _flag = "foreach"
     _classes = _TORCH
 
-    def applies(self, run: Run) -> bool | str:
+    def fits(self, run: Run, slot: OptimizerSlot) -> bool | str:
         if run.device.type != "cpu":
             return "it is torch's own choice there"
-        return super().applies(run)
+        return super().fits(run, slot)
 
 
 @strategy("fused", kind="tolerance", group="optimizer", hopeful=1.5, expected_speedup=1.1)
@@ -112,34 +149,36 @@ class Fused(_Flag):
     _flag = "fused"
     _classes = _FUSED
 
-    def applies(self, run: Run) -> bool | str:
-        if any(not p.is_floating_point() for p in run.params):
+    def fits(self, run: Run, slot: OptimizerSlot) -> bool | str:
+        if any(not p.is_floating_point() for p in slot.params):
             return "the fused step takes floating-point parameters only"
-        return super().applies(run)
+        return super().fits(run, slot)
 
 
-class _Tail(Strategy):
+class _Tail(_OfOptimizers):
     """The optimizer of oxytorch.optim in place of torch's, with what of the step it can do by itself.
 
     Where the loop is the plan's that is clipping, the look at the gradients and the moving average; in the user's own
-    loop they stay where they are.
+    loop, and with several optimizers, they stay where they are.
     """
 
     _options: ClassVar[dict[str, Any]] = {}
 
-    def applies(self, run: Run) -> bool | str:
-        if isinstance(run.original, TailOptimizer):
+    def fits(self, run: Run, slot: OptimizerSlot) -> bool | str:  # noqa: ARG002
+        own = slot.original
+        if isinstance(own, TailOptimizer):
             return "the optimizer is one of oxytorch.optim already"
-        name = type(run.original).__name__
-        if getattr(torch.optim, name, None) is not type(run.original) or not hasattr(optim, name):
+        name = type(own).__name__
+        if getattr(torch.optim, name, None) is not type(own) or not hasattr(optim, name):
             return f"oxytorch.optim has nothing of the state format of {name}"
-        if any(group.get("differentiable") for group in run.original.param_groups):
+        if any(group.get("differentiable") for group in own.param_groups):
             return "a differentiable step was asked for"
         return True
 
-    def apply(self, run: Run) -> None:
+    def put(self, run: Run, slot: OptimizerSlot) -> None:
         run.follow()
-        names = ("clip_norm", "guard", "average") if run.owns_loop and run.own_step is None else ()
+        alone = run.owns_loop and run.own_step is None and len(run.slots) == 1
+        names = ("clip_norm", "guard", "average") if alone else ()
         taken = {name: getattr(run, name) for name in names if getattr(run, name) is not None}
         options: dict[str, Any] = {"nonfinite": "propagate", **run.tail_options, **self._options}
         if "clip_norm" in taken:
@@ -148,30 +187,30 @@ class _Tail(Strategy):
             options["nonfinite"] = run.nonfinite
         if "average" in taken:
             options["ema_decay"] = run.ema_decay
-        tail = optim.replace(run.original, **options)
+        tail = optim.replace(slot.original, **options)
         if "average" in taken:
             tail.load_ema_state_dict({"ema": dict(enumerate(taken["average"]))})
-        run.replace_optimizer(tail)
+        slot.replace_optimizer(tail)
         for name in taken:
             setattr(run, name, None)
-        self._taken = taken
+        self._of_run = taken
 
-    def revert(self, run: Run) -> None:
-        tail: Any = run.optimizer
-        if "average" in self._taken:
+    def take_back(self, run: Run, slot: OptimizerSlot) -> None:
+        tail: Any = slot.optimizer
+        if "average" in self._of_run:
             averages = tail.ema_state_dict()["ema"]
-            self._taken["average"] = [averages[i].to(p.dtype) for i, p in enumerate(run.params)]
-        if "guard" in self._taken and run.taken:
+            self._of_run["average"] = [averages[i].to(p.dtype) for i, p in enumerate(run.params)]
+        if "guard" in self._of_run and run.taken:
             run.skipped += int(tail.tail_stats().skipped)
-        for name, value in self._taken.items():
+        for name, value in self._of_run.items():
             setattr(run, name, value)
-        run.replace_optimizer(None)
+        slot.replace_optimizer(None)
         # Where gradients are sparse torch keeps, and with Nesterov's step needs, the momentum sparse too.
         tables = {id(m.weight) for m in run.model.modules() if getattr(m, "sparse", False) and hasattr(m, "weight")}
-        for param in run.params:
-            momentum = (run.original.state.get(param) or {}).get("momentum_buffer")
+        for param in slot.params:
+            momentum = (slot.original.state.get(param) or {}).get("momentum_buffer")
             if id(param) in tables and isinstance(momentum, Tensor) and not momentum.is_sparse:
-                run.original.state[param]["momentum_buffer"] = momentum.to_sparse(1)
+                slot.original.state[param]["momentum_buffer"] = momentum.to_sparse(1)
 
 
 @strategy(
@@ -193,28 +232,33 @@ class Int8State(_Tail):
 
     _options: ClassVar[dict[str, Any]] = {"state_dtype": "int8"}
 
-    def applies(self, run: Run) -> bool | str:
-        if not isinstance(run.original, torch.optim.Adam):
-            return f"{type(run.original).__name__} is not Adam or AdamW"
-        return super().applies(run)
+    def __init__(self) -> None:
+        super().__init__()
+        self._wide: dict[OptimizerSlot, dict[Tensor, dict[str, Any]]] = {}
+        self._steps: dict[OptimizerSlot, dict[Tensor, Tensor]] = {}
 
-    def apply(self, run: Run) -> None:
-        own = run.original
-        self._wide = {param: dict(entries) for param, entries in own.state.items()}
-        self._steps = {param: entries["step"].clone() for param, entries in self._wide.items() if entries}
-        super().apply(run)
+    def fits(self, run: Run, slot: OptimizerSlot) -> bool | str:
+        if not isinstance(slot.original, torch.optim.Adam):
+            return f"{type(slot.original).__name__} is not Adam or AdamW"
+        return super().fits(run, slot)
 
-    def revert(self, run: Run) -> None:
-        tail: Any = run.optimizer
+    def put(self, run: Run, slot: OptimizerSlot) -> None:
+        wide = {param: dict(entries) for param, entries in slot.original.state.items()}
+        self._wide[slot] = wide
+        self._steps[slot] = {param: entries["step"].clone() for param, entries in wide.items() if entries}
+        super().put(run, slot)
+
+    def take_back(self, run: Run, slot: OptimizerSlot) -> None:
+        own, tail = slot.original, cast(Any, slot.optimizer)
         decoded = {
-            param: (tail._step_tail().decoded_state(index), run.original.state[param]["step"])
+            param: (tail._step_tail().decoded_state(index), own.state[param]["step"])
             for index, param in enumerate(tail._params())
-            if run.original.state.get(param)
+            if own.state.get(param)
         }
-        super().revert(run)
+        super().take_back(run, slot)
         for param, (averages, step) in decoded.items():
-            entries: dict[str, Any] = self._wide.get(param) or {}
-            untrained = entries and torch.equal(step, self._steps[param])
+            entries: dict[str, Any] = self._wide[slot].get(param) or {}
+            untrained = entries and torch.equal(step, self._steps[slot][param])
             fresh: dict[str, Tensor] = {"step": step.clone()}
             for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
                 if name in averages:
@@ -223,5 +267,5 @@ class Int8State(_Tail):
                 if name in entries:
                     entries[name].copy_(value)
                     fresh[name] = entries[name]
-            run.original.state[param].clear()
-            run.original.state[param].update(fresh)
+            own.state[param].clear()
+            own.state[param].update(fresh)

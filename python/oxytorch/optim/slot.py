@@ -1,0 +1,97 @@
+"""An optimizer of the user's, and what steps in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["OptimizerSlot", "plain_step"]
+
+Closure = Callable[[], Any]
+
+
+class OptimizerSlot:
+    """One optimizer of a training step, which another one may do the work of.
+
+    Parameters
+    ----------
+    original : torch.optim.Optimizer
+        The user's object, which is stepped.
+    name : str
+        What messages call it, such as "optimizer[1]"; empty where there is one only.
+
+    Attributes
+    ----------
+    optimizer : torch.optim.Optimizer
+        The one that does the work.
+    params : list of Tensor
+        Its parameters, in its order.
+    """
+
+    def __init__(self, original: torch.optim.Optimizer, name: str = "") -> None:
+        self.original = original
+        self.optimizer = original
+        self.name = name
+        self.params: list[Tensor] = [p for group in original.param_groups for p in group["params"]]
+        self._stands_in: Callable[[Closure | None], Any] | None = None
+        self._delegate: Any = None
+        self._step_before: dict[str, Any] = {}
+
+    def replace_step(self, step: Callable[[Closure | None], Any] | None) -> None:
+        """Let ``step(closure)`` do what the user's optimizer object does when stepped; None: itself again.
+
+        Its hooks fire, and learning-rate schedulers made before or meanwhile see it step.
+        """
+        own = self.original
+        if step is None:
+            if self._delegate is not None and own.__dict__.get("step") is self._delegate:
+                del own.__dict__["step"]
+                own.__dict__.update(self._step_before)
+            self._stands_in, self._delegate = None, None
+            return
+        self._stands_in = step
+        if self._delegate is None:
+            self._step_before = {key: own.__dict__[key] for key in ("step",) if key in own.__dict__}
+            self._delegate = MethodType(self._delegated(own.step), own)
+            own.step = self._delegate  # type: ignore[method-assign]
+
+    def _delegated(self, before: Any) -> Callable[..., Any]:
+        def stepped(own: Any, closure: Closure | None = None) -> Any:
+            own._opt_called = True
+            # A scheduler made meanwhile goes on calling this function after it was taken back.
+            return plain_step(own, closure) if self._stands_in is None else self._stands_in(closure)
+
+        delegated = torch.optim.Optimizer.profile_hook_step(stepped)
+        if hasattr(before, "_wrapped_by_lr_sched"):  # its scheduler looks for the mark
+            delegated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        return delegated
+
+    def replace_optimizer(self, replacement: torch.optim.Optimizer | None) -> None:
+        """Let `replacement` do the steps of the user's optimizer object; None: itself again, with torch's own state.
+
+        `replacement` was made by `oxytorch.optim.replace`, so both share param_groups and state: schedulers, printouts
+        and ``state_dict()`` of the user's object hold, edits of either are followed, and a loop that calls its
+        ``step()`` goes through the replacement.
+        """
+        own = self.original
+        if self.optimizer is not own:
+            for method in ("state_dict", "load_state_dict"):
+                own.__dict__.pop(method, None)
+            self.optimizer = own
+            self.replace_step(None)
+        if replacement is None:
+            return
+        self.optimizer = replacement
+        own.state_dict = replacement.state_dict  # type: ignore[method-assign]
+        own.load_state_dict = replacement.load_state_dict  # type: ignore[method-assign]
+        self.replace_step(lambda closure: plain_step(replacement, closure))
+
+
+def plain_step(optimizer: Any, closure: Closure | None = None) -> Any:
+    """Step as the optimizer's class does, without the hooks around it."""
+    step = type(optimizer).step
+    return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, closure)
