@@ -208,13 +208,13 @@ void bind_tuner(py::module_& m) {
           "The same of each that is in force and belongs to no setting.");
   const TunerOptions options;
   py::class_<TunerOptions>(m, "TunerOptions", "What a tuner is asked for.")
-      .def(py::init([](std::string level, std::int64_t steps_planned, double budget, std::uint64_t seed, Names exclude,
+      .def(py::init([](std::string level, std::int64_t steps_planned, double tune_seconds, std::uint64_t seed, Names exclude,
                        std::vector<Requirement> required, double total, double total_share) {
-             return TunerOptions{std::move(level),   steps_planned,       budget, seed,
+             return TunerOptions{std::move(level),   steps_planned,       tune_seconds, seed,
                                  std::move(exclude), std::move(required), total,  total_share};
            }),
            py::kw_only(), py::arg("level") = options.level, py::arg("steps_planned") = options.steps_planned,
-           py::arg("budget") = options.budget, py::arg("seed") = options.seed, py::arg("exclude") = Names(),
+           py::arg("tune_seconds") = options.tune_seconds, py::arg("seed") = options.seed, py::arg("exclude") = Names(),
            py::arg("required") = std::vector<Requirement>(), py::arg("total") = options.total,
            py::arg("total_share") = options.total_share);
   py::class_<Tuner>(m, "Tuner", "Finds what makes a workload's step faster, proves it, and says so in a certificate.")

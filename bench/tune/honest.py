@@ -413,7 +413,7 @@ def main() -> int:
     options: dict[str, Any] = {"level": arguments.level}
     starts = arguments.starts
     if arguments.quick:
-        starts, options["budget"] = 2, 2.0
+        starts, options["tune_seconds"] = 2, 2.0
     rows = json.loads(arguments.json.read_text())["rows"] if arguments.keep and arguments.json.exists() else []
     have, began = {row["program"] for row in rows}, time.monotonic()
     print(f"{'program':20} {'plan states':>24} {'loop shows':>24}  agree  tuning")

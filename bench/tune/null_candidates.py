@@ -42,7 +42,7 @@ def offer(first: int, count: int, width: int) -> list[Any]:
         batches,
         strategies=[null(first + i) for i in range(count)],
         remember=False,
-        budget=1e9,
+        tune_seconds=1e9,
         seed=first,
     )
     plan.revert()

@@ -14,7 +14,7 @@ PreparedRun PerformanceOptimizer::prepare(torch::nn::Module& model, torch::optim
                                           AccelerateOptions options) const {
   OXY_CHECK(!options.config(), InvalidArgument,
             "the options of prepare() have a config. Give it to PerformanceOptimizer, which searches under its own.");
-  OXY_CHECK(options.level() == AccelerateOptions().level() || options.level() == config_.level(), InvalidArgument,
+  OXY_CHECK(options.level().empty() || options.level() == config_.level(), InvalidArgument,
             "the options of prepare() have level ", in_quotes(options.level()), ", and the configuration has ",
             in_quotes(config_.level()), ". Give the level to PerformanceOptimizer.");
   OXY_CHECK(!is_given(config_, "compile"), NotSupported, "compile = ", to_string(config_.get("compile")), ": ",

@@ -150,6 +150,15 @@ struct Trainer::Impl {
     set_loop();
   }
 
+  /// A batch with its tensors where the model is; as it is where the model lies on several devices, and knows by itself.
+  [[nodiscard]] Batch on_device(const Batch& batch) const {
+    const auto device = engine.device();
+    const auto is_there = [&](const at::Tensor& tensor) { return tensor.device() == device; };
+    if (std::ranges::all_of(batch.tensors(), is_there)) return batch;
+    if (!std::ranges::all_of(engine.model().parameters(), is_there)) return batch;
+    return batch.map([&](const at::Tensor& tensor) { return tensor.to(device, /*non_blocking=*/true); });
+  }
+
   /// What belongs to the loop; what an optimizer of oxytorch::optim does itself is left to it.
   void set_loop() {
     const auto does = tail ? tail->tail().options() : optim::TailOptions();
@@ -240,8 +249,9 @@ at::Tensor Trainer::step(const Batch& batch) {
   auto& self = *impl_;
   OXY_CHECK(self.engine.has_loss(), InvalidState,
             "this trainer has no loss function. Pass one, or step with a closure.");
-  if (!self.decisions.are_made()) self.decisions.begin(&batch);
-  return self.counted(self.decisions.plan().step(batch));
+  const auto here = self.on_device(batch);
+  if (!self.decisions.are_made()) self.decisions.begin(&here);
+  return self.counted(self.decisions.plan().step(here));
 }
 
 at::Tensor Trainer::step(const std::function<at::Tensor()>& closure) {

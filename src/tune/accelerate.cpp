@@ -29,11 +29,10 @@ std::vector<tune::RegisteredStrategy> wanted_strategies(const AccelerateOptions&
 
 /// Options with what a configuration says in the place of those that were left alone.
 AccelerateOptions settled(AccelerateOptions options) {
-  if (!options.config()) return options;
+  if (!options.config()) return options.level().empty() ? options.level("advanced") : options;
+  if (!options.level().empty()) options.config()->set("level", options.level());
   const auto& config = *options.config();
   const AccelerateOptions untouched;
-  OXY_CHECK(options.level() == untouched.level() || options.level() == config.level(), InvalidArgument, "level is ",
-            in_quotes(options.level()), ", and that of config is ", in_quotes(config.level()), ". Give one of them.");
   OXY_CHECK(!is_given(config, "compile"), NotSupported, "compile = ", to_string(config.get("compile")), ": ",
             refusal("compile", ConfigUser::CppTrainer));
   OXY_CHECK(!is_given(config, "progress"), NotSupported, "progress = ", to_string(config.get("progress")),
@@ -42,7 +41,7 @@ AccelerateOptions settled(AccelerateOptions options) {
   options.level(config.level());
   if (options.steps_planned() == untouched.steps_planned()) options.steps_planned(planned_steps(config));
   if (options.clip_norm() == 0) options.clip_norm(config.number("clip_norm"));
-  if (options.budget() == 0) options.budget(config.number("tune_seconds"));
+  if (options.tune_seconds() == 0) options.tune_seconds(config.number("tune_seconds"));
   if (options.seed() == 0) options.seed(static_cast<std::uint64_t>(config.integer("seed").value_or(0)));
   return options;
 }
@@ -96,7 +95,7 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
               .skipped = std::move(asked.skipped),
               .options = {.level = options.level(),
                           .steps_planned = options.steps_planned(),
-                          .budget = options.budget(),
+                          .tune_seconds = options.tune_seconds(),
                           .seed = options.seed(),
                           .exclude = options.exclude(),
                           .required = std::move(asked.required)},

@@ -210,7 +210,7 @@ struct Tuner::Impl {
       }
       facts.push_back(std::move(one));
     }
-    auto bounds = SearchOptions::for_run(options.steps_planned, timing.fastest(), options.budget, options.seed);
+    auto bounds = SearchOptions::for_run(options.steps_planned, timing.fastest(), options.tune_seconds, options.seed);
     if (options.total > 0) {
       const double planned = static_cast<double>(options.steps_planned) * timing.fastest();
       bounds.total_seconds = std::max(options.total, options.total_share * planned);
@@ -515,7 +515,7 @@ struct Tuner::Impl {
 Tuner::Tuner(Workload& workload, CertificateKey key, TunerOptions options) {
   OXY_CHECK(options.steps_planned >= 1, InvalidArgument, "steps_planned is ", options.steps_planned,
             ", expected at least 1.");
-  OXY_CHECK(options.budget >= 0 && std::isfinite(options.budget), InvalidArgument, "budget is ", options.budget,
+  OXY_CHECK(options.tune_seconds >= 0 && std::isfinite(options.tune_seconds), InvalidArgument, "tune_seconds is ", options.tune_seconds,
             " s, expected a finite number of seconds, or 0 for what SearchOptions::for_run() allows.");
   OXY_CHECK(options.total >= 0 && std::isfinite(options.total), InvalidArgument, "total is ", options.total,
             " s, expected a finite number of seconds, or 0 for what SearchOptions::for_run() allows.");

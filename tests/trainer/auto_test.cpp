@@ -164,7 +164,9 @@ TEST_F(TrainerAutoTest, TrialsChangeNoBitAndWhatIsExactNoneEither) {
   ASSERT_EQ(tuned.size(), expected.size());
   for (std::size_t i = 0; i < tuned.size(); ++i) {
     ASSERT_EQ(tuned[i].defined(), expected[i].defined()) << i;
-    if (tuned[i].defined()) EXPECT_TRUE(at::equal(tuned[i], expected[i])) << i;
+    if (tuned[i].defined()) {
+      EXPECT_TRUE(at::equal(tuned[i], expected[i])) << i;
+    }
   }
 }
 
@@ -343,7 +345,9 @@ TEST_F(TrainerAutoTest, AContinuedRunDecidesAsBeforeWithoutATrial) {
   const auto resumed = weights();
   ASSERT_EQ(whole.size(), resumed.size());
   for (std::size_t i = 0; i < whole.size(); ++i) {
-    if (whole[i].defined()) EXPECT_TRUE(at::equal(whole[i], resumed[i])) << i;
+    if (whole[i].defined()) {
+      EXPECT_TRUE(at::equal(whole[i], resumed[i])) << i;
+    }
   }
 }
 

@@ -46,7 +46,7 @@ class PerformanceOptimizerTest : public testing::Test {
               dtype = out.scalar_type();
               return nn::functional::cross_entropy(out.to(at::kFloat), batch.target);
             },
-            AccelerateOptions().strategies(std::move(strategies)).remember(false).budget(0.05));
+            AccelerateOptions().strategies(std::move(strategies)).remember(false).tune_seconds(0.05));
   }
   void refused(const Settings& given, ErrorCode code, const char* says) {
     calls = 0;

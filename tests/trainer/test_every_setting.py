@@ -623,7 +623,7 @@ def planted(clock: Clock, name: str, group: str = "", kind: Any = "exact", secon
 def tuned(clock: Clock, config: dict[str, Any] | None = None, **options: Any) -> Any:
     model = Net(clock)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    arguments = {"remember": False, "budget": 2.0, **options}
+    arguments = {"remember": False, "tune_seconds": 2.0, **options}
     return ox.accelerate(model, optimizer, CRITERION, batches(), config=config, **arguments)
 
 
@@ -753,7 +753,7 @@ def kept(clock: Clock, config: dict[str, Any] | None = None, **options: Any) -> 
 
 def tunes_for(clock: Clock) -> bool:
     with only(made(clock, "slow", 0.002), made(clock, "rest", 0.002)):
-        little, enough = (kept(clock, {"tune_seconds": seconds}, budget=None) for seconds in (1e-4, 5.0))
+        little, enough = (kept(clock, {"tune_seconds": seconds}, tune_seconds=None) for seconds in (1e-4, 5.0))
     return (len(little), len(enough)) == (1, 2)
 
 
@@ -795,7 +795,7 @@ def test_the_options_of_accelerate(clock: Clock, tmp_path: Any) -> None:
     keywords = [p.name for p in inspect.signature(ox.accelerate).parameters.values() if p.kind is p.KEYWORD_ONLY]
     shown = {
         "level", "steps_planned", "config", "strategies", "exclude", "step", "clip_norm", "loop", "state", "remember",
-        "budget", "seed", "progress",
+        "tune_seconds", "seed", "progress",
     }  # fmt: skip
     assert set(keywords) == shown  # config, level, seed and progress: above
     one, other = made(clock, "slow", 0.002), made(clock, "rest", 0.002)
@@ -818,7 +818,7 @@ def test_the_options_of_accelerate(clock: Clock, tmp_path: Any) -> None:
         assert kept(clock, loop="plan", strategies=["in_the_loop"]) == ("in_the_loop",)
         assert "loop='plan'" in tuned(clock, strategies=["in_the_loop"]).rejected["in_the_loop"]
         assert tuned(clock, steps_planned=123, strategies=[]).certificate.steps_planned == 123
-        assert len(kept(clock, budget=1e-4, strategies=["cheaper_slow", "cheaper_rest"])) == 1
+        assert len(kept(clock, tune_seconds=1e-4, strategies=["cheaper_slow", "cheaper_rest"])) == 1
         events = []
         for _ in range(2):
             plan = tuned(clock, remember=str(tmp_path), strategies=["cheaper_rest"])

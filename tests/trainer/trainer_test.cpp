@@ -75,6 +75,23 @@ PerformanceConfig exact(std::initializer_list<std::pair<const char*, ConfigValue
   return config;
 }
 
+TEST(TrainerTest, BatchesAreTakenToTheModel) {
+  auto model = make_model();
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  std::vector<at::Device> seen;
+  const auto loss = [&](const Batch& batch) {
+    const auto& pair = batch.as<std::vector<at::Tensor>>();
+    for (const auto& tensor : pair) seen.push_back(tensor.device());
+    return torch::nn::functional::cross_entropy(model->forward(pair[0]), pair[1]);
+  };
+  Trainer trainer(*model, optimizer, loss, exact(), kUntuned);
+  const std::vector<at::Tensor> here{torch::randn({8, 6}), torch::randint(0, 3, {8})};
+  const auto value = trainer.step(Batch(here));
+  EXPECT_THAT(seen, testing::Each(model->parameters().front().device()));
+  EXPECT_EQ(value.device(), seen.front());
+  EXPECT_TRUE(here.front().device().is_cpu());
+}
+
 TEST(TrainerTest, BasicKeepsEveryBitOfThePlainLoop) {
   const auto batches = make_batches(20);
   auto reference = make_model();

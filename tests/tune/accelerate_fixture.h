@@ -346,7 +346,7 @@ inline LossFunction delayed_loss(Tied model) {
 }
 
 inline AccelerateOptions only(std::vector<std::string> strategies) {
-  return AccelerateOptions().strategies(std::move(strategies)).remember(false).budget(20);
+  return AccelerateOptions().strategies(std::move(strategies)).remember(false).tune_seconds(20);
 }
 
 inline const tune::CertificateEntry& entry(const Plan& plan, const std::string& name) {

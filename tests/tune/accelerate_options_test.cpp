@@ -71,7 +71,7 @@ class AccelerateOptionsTest : public testing::Test {
   }
 
   static AccelerateOptions only(std::vector<std::string> names) {
-    return AccelerateOptions().strategies(std::move(names)).remember(false).budget(20);
+    return AccelerateOptions().strategies(std::move(names)).remember(false).tune_seconds(20);
   }
   Plan plan(const AccelerateOptions& options) {
     const auto loss = [this](const Batch& batch) {
@@ -165,10 +165,10 @@ TEST_F(AccelerateOptionsTest, EachHasAnEffect) {
          EXPECT_THAT(plan(only({"faster"})).accepted(), ElementsAre("faster"));
          EXPECT_THAT(reason(only({"faster"}).exclude({"faster"}), "faster"), HasSubstr("excluded by the caller"));
        }},
-      {"budget",
+      {"tune_seconds",
        [&] {
          // The first of those that may pay has its turn whatever is left.
-         EXPECT_THAT(reason(only({"faster", "nothing"}).budget(1e-9), "nothing"), HasSubstr("budget"));
+         EXPECT_THAT(reason(only({"faster", "nothing"}).tune_seconds(1e-9), "nothing"), HasSubstr("budget"));
          EXPECT_THAT(reason(only({"faster", "nothing"}), "nothing"), Not(HasSubstr("budget")));
        }},
       {"remember",
@@ -193,6 +193,7 @@ TEST_F(AccelerateOptionsTest, EachHasAnEffect) {
        [&] {
          PerformanceConfig config("basic");
          EXPECT_THAT(reason(only({"rounds"}).config(config), "rounds"), HasSubstr("level basic does not allow"));
+         EXPECT_THAT(reason(only({"rounds"}).config(config).level("advanced"), "rounds"), Not(HasSubstr("level")));
          config.set("clip_norm", 1e-3);
          EXPECT_NEAR(moved(only({"nothing"}).config(config)), 0.5e-3, 1e-5);
          EXPECT_NEAR(moved(only({"nothing"}).config(config).clip_norm(2e-3)), 1e-3, 1e-5);
@@ -240,7 +241,7 @@ TEST_F(AccelerateOptionsTest, EachHasAnEffect) {
     double clip_norm;
     std::string loop;
     std::vector<std::string> strategies, exclude;
-    double budget;
+    double tune_seconds;
     bool remember;
     std::string folder;
     std::optional<PerformanceConfig> config;
@@ -265,10 +266,10 @@ TEST_F(AccelerateOptionsTest, WhatCannotBeMeantIsRefusedBeforeAStep) {
       {only({"faster", "nothing", "faster"}), {"strategies names 'faster' more than once"}},
       {only({"faster"}).exclude({"nothin"}), {"'nothin'", "'nothing'"}},
       {only({"faster"}).exclude({"nothing"}), {"exclude names 'nothing'", "not among the strategies"}},
-      {only({"faster"}).budget(-1), {"budget is -1"}},
-      {only({"faster"}).budget(kNaN), {"budget is nan"}},
-      {only({"faster"}).budget(kInfinity), {"budget is inf"}},
-      {only({"faster"}).config(PerformanceConfig("basic")).level("ultra"), {"level is 'ultra'", "config is 'basic'"}},
+      {only({"faster"}).tune_seconds(-1), {"tune_seconds is -1"}},
+      {only({"faster"}).tune_seconds(kNaN), {"tune_seconds is nan"}},
+      {only({"faster"}).tune_seconds(kInfinity), {"tune_seconds is inf"}},
+      {only({"faster"}).config(PerformanceConfig("basic")).level("bold"), {"bold", "basic", "ultra"}},
       {only({"faster"}).loop("mine"), {"loop is 'mine'", "'plan' or 'yours'"}},
       {only({"faster"}).folder("/somewhere"), {"folder is '/somewhere'", "remember(true)"}},
   };

@@ -140,7 +140,7 @@ TEST_F(AccelerateTest, BasicTrainsToTheSameBits) {
     torch::manual_seed(7);
     costs.allocator = 0.005;
     auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches,
-                           AccelerateOptions().level("basic").remember(false).budget(20).clip_norm(1.0).exclude(
+                           AccelerateOptions().level("basic").remember(false).tune_seconds(20).clip_norm(1.0).exclude(
                                {"throws", "throws_later", "leaves_dirt", "drifts"}));
     EXPECT_THAT(plan.accepted(), UnorderedElementsAre("host_pool", "no_delay")) << name << plan.report();
     for (int i = 0; i < 12; ++i) plan.step(batches[static_cast<std::size_t>(i) % 4]);
@@ -154,7 +154,7 @@ TEST_F(AccelerateTest, AcceptsNoStrategyThatDoesNothing) {
   auto optimizer = make_optimizer("SGD", model);
   std::vector<std::string> nulls;
   for (int i = 0; i < 12; ++i) nulls.push_back("null_" + std::to_string(i));
-  auto plan = accelerate(*model, *optimizer, loss_of(model), make_batches(), only(nulls).budget(20));
+  auto plan = accelerate(*model, *optimizer, loss_of(model), make_batches(), only(nulls).tune_seconds(20));
   // At most 1 in 100 is accepted: two of twelve are far outside of that.
   EXPECT_LE(plan.accepted().size(), 1U);
 }

@@ -218,7 +218,7 @@ TEST(BatchTest, ACertificateIsOfTheShapesOfEveryTensor) {
     std::vector<Batch> batches;
     for (const auto& one : sentences(2, length)) batches.emplace_back(one);
     const auto plan = accelerate(*model, optimizer, loss_of(model), batches,
-                                 AccelerateOptions().strategies({"tf32"}).remember(false).budget(0.1));
+                                 AccelerateOptions().strategies({"tf32"}).remember(false).tune_seconds(0.1));
     keys.push_back(plan.certificate().key.model);
   }
   EXPECT_EQ(keys[0], keys[2]);

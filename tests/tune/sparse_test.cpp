@@ -184,7 +184,7 @@ TEST_P(SparseTest, AccelerateTakesThem) {
   };
   const auto options = AccelerateOptions()
                            .remember(false)
-                           .budget(20)
+                           .tune_seconds(20)
                            .level("advanced")
                            .strategies({"no_delay", "native_step", "paying_tail"});
   auto plan = accelerate(*model, *optimizer, loss, batches, options);

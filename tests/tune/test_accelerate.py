@@ -307,7 +307,7 @@ def test_the_same_loop_trains_the_same_weights_at_level_basic(monkeypatch: pytes
     ours = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 3))
     theirs = copy.deepcopy(ours)
     expected = train(theirs, plain := adam(theirs), 80)
-    plan = ox.accelerate(ours, optimizer := adam(ours), CRITERION, batches(), level="basic", budget=1.0)
+    plan = ox.accelerate(ours, optimizer := adam(ours), CRITERION, batches(), level="basic", tune_seconds=1.0)
     try:
         assert train(ours, optimizer, 80) == expected
         assert same(fingerprint(ours, optimizer)[0], fingerprint(theirs, plain)[0])
@@ -616,7 +616,7 @@ def test_models_of_every_shape_train_on_as_if_nothing_had_been(
 
     plain = run(*build())
     model, optimizer, loss_fn, data = build()
-    plan = ox.accelerate(model, optimizer, loss_fn, data, level="basic", budget=0.5)
+    plan = ox.accelerate(model, optimizer, loss_fn, data, level="basic", tune_seconds=0.5)
     before = [id(p) for p in model.parameters()]
     try:
         assert same(plain, run(model, optimizer, loss_fn, data))

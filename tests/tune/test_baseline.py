@@ -200,7 +200,7 @@ if {fail}:  # nothing is accepted
         seconds, updates = steps(self, *args)
         return seconds * (10 if self.run.in_force else 1), updates
     workload.steps = slow
-plan = ox.accelerate(model, optimizer, nn.CrossEntropyLoss(), data, level="basic", remember=False, budget=60,
+plan = ox.accelerate(model, optimizer, nn.CrossEntropyLoss(), data, level="basic", remember=False, tune_seconds=60,
                      strategies=["allocator", "keep_heap", "host_pool"])
 names = [name for name, _ in seen]
 assert names[:2] == ["baseline", "steps"], names

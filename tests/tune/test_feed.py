@@ -241,7 +241,7 @@ def test_a_slow_loader_is_drawn_ahead_and_the_run_is_the_same() -> None:
         torch.manual_seed(7)
         before = torch.get_rng_state(), data.generator.get_state()
         plan = ox.accelerate(
-            net, optimizer, nn.CrossEntropyLoss(), data, strategies=names, loop="plan", remember=False, budget=60
+            net, optimizer, nn.CrossEntropyLoss(), data, strategies=names, loop="plan", remember=False, tune_seconds=60
         )
         assert torch.equal(torch.get_rng_state(), before[0])
         assert torch.equal(data.generator.get_state(), before[1])

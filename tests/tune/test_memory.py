@@ -41,7 +41,7 @@ training = now("VmHWM") - base
 before = now("VmRSS") - base
 Path("/proc/self/clear_refs").write_text("5")
 names = sys.argv[2].split(",")
-options = dict(level=sys.argv[1], strategies=names, budget=2, remember=False)
+options = dict(level=sys.argv[1], strategies=names, tune_seconds=2, remember=False)
 plan = ox.accelerate(model, optimizer, criterion, batches, **options)
 after = now("VmRSS") - base
 peak = now("VmHWM") - base

@@ -334,7 +334,7 @@ TEST_F(TunerTest, SaysWhatCannotBeMeant) {
   const auto make = [&](TunerOptions options) { Tuner(table, {}, std::move(options)); };
   EXPECT_THROW(make({.exclude = {"hlaf"}}), Error);
   EXPECT_THROW(make({.steps_planned = 0}), Error);
-  EXPECT_THROW(make({.budget = -1}), Error);
+  EXPECT_THROW(make({.tune_seconds = -1}), Error);
   EXPECT_THROW(make({.total = -1}), Error);
   EXPECT_THROW(make({.total = 1, .total_share = 2}), Error);
   EXPECT_THROW(make({.level = "utlra"}), Error);

@@ -28,8 +28,8 @@ namespace oxytorch {
 
 struct AccelerateOptions {
   /// "basic" allows what changes no bit; "advanced" what is rounded differently, bf16 included; "ultra" 8-bit state
-  /// too.
-  TORCH_ARG(std::string, level) = "advanced";
+  /// too. Empty: that of config, else "advanced".
+  TORCH_ARG(std::string, level);
   /// Length of the run, over which what turning a strategy on costs must be repaid.
   TORCH_ARG(std::int64_t, steps_planned) = 10'000;
   /// Largest global norm of the gradients; 0: no clipping. The step does it.
@@ -42,12 +42,12 @@ struct AccelerateOptions {
   /// Of those, what is not to be tried.
   TORCH_ARG(std::vector<std::string>, exclude);
   /// Seconds for all trials; 0: as tune::SearchOptions::for_run().
-  TORCH_ARG(double, budget) = 0;
+  TORCH_ARG(double, tune_seconds) = 0;
   /// Reuse the certificate of an earlier run after a short check, and store this one.
   TORCH_ARG(bool, remember) = true;
   /// Where it is remembered; empty: as tune::CertificateStore. Not beside remember(false).
   TORCH_ARG(std::string, folder);
-  /// Settings of the run, whose level counts then. What is named in it is honoured: precision, channels_last,
+  /// Settings of the run. What is named in it is honoured: precision, channels_last,
   /// attention, allocator, threads, flush_denormals, deterministic by value, "off" by leaving out; clip_norm,
   /// steps_planned or max_steps, tune_seconds and seed where the option beside is left alone. What belongs to a
   /// training loop is Error(NotSupported): see PerformanceOptimizer.

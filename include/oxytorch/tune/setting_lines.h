@@ -33,7 +33,7 @@ struct OXY_API SettingLines {
   std::vector<std::string> active;             ///< strategies in force
   std::vector<std::string> required;           ///< of those, the ones that settings ask for
   std::string untried;                         ///< why what is "auto" was not tried
-  std::string slow;  ///< why the hardware does not multiply the precision that was asked for; empty where it does
+  std::string slow = {};  ///< why the hardware does not multiply the precision that was asked for; empty where it does
 
   /// Of a setting that strategies bring about: precision, channels_last, allocator ...
   [[nodiscard]] SettingLine of(const std::string& setting) const;

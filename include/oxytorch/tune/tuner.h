@@ -37,7 +37,7 @@ struct Requirement {
 struct TunerOptions {
   std::string level = "advanced";
   std::int64_t steps_planned = 10'000;
-  double budget = 0;  ///< seconds for all trials; 0: as SearchOptions::for_run()
+  double tune_seconds = 0;  ///< seconds for all trials; 0: as SearchOptions::for_run()
   std::uint64_t seed = 0;
   std::vector<std::string> exclude = {};
   std::vector<Requirement> required = {};

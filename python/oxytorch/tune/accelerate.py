@@ -58,7 +58,7 @@ def accelerate(
     loop: Literal["yours", "plan"] = "yours",
     state: Iterable[Any] = (),
     remember: bool | str = True,
-    budget: float | None = None,
+    tune_seconds: float | None = None,
     seed: int | None = None,
     progress: bool | None = None,
 ) -> Plan:
@@ -110,7 +110,7 @@ def accelerate(
         by themselves (closures, bound objects, globals that they name) is found and held without being named here.
     remember : bool or str
         Reuse the certificate of an earlier run after a short check, and store this one; a text is the folder.
-    budget : float, optional
+    tune_seconds : float, optional
         Seconds for all trials, compiling apart. Unless given: what 60 steps take, at least 3 s, or
         what the saving so far repays within 240 steps with what verifying it all takes; of a short run 2 %.
     seed : int, optional
@@ -192,7 +192,7 @@ def accelerate(
             settings,
             asked,
             steps_planned=run_steps,
-            budget=budget or settings.tune_seconds,
+            tune_seconds=tune_seconds or settings.tune_seconds,
             seed=seed,
             exclude=exclude,
             options=options,
@@ -207,7 +207,7 @@ def tuned(
     asked: Asked,
     *,
     steps_planned: int,
-    budget: float = 0.0,
+    tune_seconds: float = 0.0,
     total: float = 0.0,
     total_share: float = 0.0,
     seed: int = 0,
@@ -226,7 +226,7 @@ def tuned(
         Of which the level counts here.
     asked : Asked
         What the settings take out and require; its settings of the process are applied.
-    steps_planned, budget, total, total_share, seed, exclude
+    steps_planned, tune_seconds, total, total_share, seed, exclude
         Of `TunerOptions`.
     options : sequence of str
         What else decides which strategies are kept, for the certificate's key.
@@ -256,7 +256,7 @@ def tuned(
                 _native.TunerOptions(
                     level=settings.level,
                     steps_planned=steps_planned,
-                    budget=budget,
+                    tune_seconds=tune_seconds,
                     total=total,
                     total_share=total_share,
                     seed=seed,
