@@ -194,10 +194,6 @@ struct Tail : Strategy {
 
 struct ChannelsLast : Strategy {
   Applicability applies(Run& run) override {
-    const auto* const tail = dynamic_cast<optim::TailOptimizer*>(&run.original());
-    if (tail != nullptr && tail->tail_stats().grad_norm.defined()) {
-      return "the optimizer has stepped already and holds its parameters' memory.";
-    }
     const auto all = run.model().parameters();
     if (std::none_of(all.begin(), all.end(), [](const at::Tensor& p) { return p.dim() == 4; })) {
       return "the model has no 2-D convolution.";

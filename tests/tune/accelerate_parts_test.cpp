@@ -84,6 +84,52 @@ TEST_F(AccelerateTest, ChannelsLastGivesTheWeightsTheirMemoryBack) {
   EXPECT_EQ(run.in_force().size(), 2U);
 }
 
+TEST_F(AccelerateTest, ChannelsLastIsForOptimizersOfOursTooAlsoInMidRun) {
+  namespace nn = torch::nn;
+  using Made = std::unique_ptr<torch::optim::Optimizer>;
+  const auto make = [](int kind, const std::vector<at::Tensor>& parameters) -> Made {
+    const optim::AdamWOptions adam(1e-2);
+    if (kind == 0) return std::make_unique<optim::AdamW>(parameters, optim::AdamWOptions(adam).ema_decay(0.9));
+    if (kind == 1) return std::make_unique<optim::SGD>(parameters, optim::SGDOptions(1e-2).momentum(0.9));
+    return std::make_unique<optim::AdamW>(parameters, optim::AdamWOptions(adam).state_dtype(optim::StateFormat::Int8));
+  };
+  const std::vector<Batch> batches{{torch::randn({4, 3, 12, 12}), torch::randint(0, 2, {4})}};
+  for (const int kind : {0, 1, 2}) {
+    SCOPED_TRACE(kind);
+    std::vector<at::Tensor> ends;
+    for (const bool switches : {false, true}) {
+      torch::manual_seed(0);
+      nn::Sequential model(nn::Conv2d(nn::Conv2dOptions(3, 8, 3)), nn::ReLU(), nn::AdaptiveAvgPool2d(1), nn::Flatten(),
+                           nn::Linear(8, 2));
+      const auto optimizer = make(kind, model->parameters());
+      tune::Run run(*model, *optimizer, supervised(model, nn::CrossEntropyLoss()), batches);
+      for (int i = 0; i < 8; ++i) {
+        run.bring(switches && i % 4 > 1 ? std::vector<std::string>{"channels_last"} : std::vector<std::string>{});
+        run.step(batches[0]);
+        if (!switches || i != 1) continue;
+        EXPECT_TRUE(run.strategy("channels_last").applies(run).holds);
+        tune::Escrow escrow(run);
+        run.bring({"channels_last"});
+        run.step(batches[0]);
+        run.bring({});
+        EXPECT_NE(escrow.digest(), escrow.held());
+        escrow.restore();
+        EXPECT_NO_THROW(escrow.prove());
+        tune::Verifier verifier(run, escrow);
+        run.bring({"channels_last"});
+        const auto ruling = verifier.check(Kind::Tolerance);
+        EXPECT_EQ(ruling.held, kind != 2) << ruling.reason << " (8-bit state shares its scales with other neighbours)";
+        run.bring({});
+        EXPECT_NO_THROW(escrow.prove());
+      }
+      run.bring({});
+      ends.push_back(torch::nn::utils::parameters_to_vector(model->parameters()).detach());
+    }
+    const double loose = kind == 2 ? 2000 : 1;
+    EXPECT_TRUE(at::allclose(ends[0], ends[1], 1e-4, 1e-5 * loose)) << (ends[0] - ends[1]).abs().max();
+  }
+}
+
 TEST_F(AccelerateTest, TheRefereePassesWhatIsRightAndSaysWhatIsNot) {
   for (const auto& name : kOptimizers) {
     const auto batches = make_batches();
