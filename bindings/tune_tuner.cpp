@@ -208,10 +208,10 @@ void bind_tuner(py::module_& m) {
           "The same of each that is in force and belongs to no setting.");
   const TunerOptions options;
   py::class_<TunerOptions>(m, "TunerOptions", "What a tuner is asked for.")
-      .def(py::init([](std::string level, std::int64_t steps_planned, double tune_seconds, std::uint64_t seed, Names exclude,
-                       std::vector<Requirement> required, double total, double total_share) {
+      .def(py::init([](std::string level, std::int64_t steps_planned, double tune_seconds, std::uint64_t seed,
+                       Names exclude, std::vector<Requirement> required, double total, double total_share) {
              return TunerOptions{std::move(level),   steps_planned,       tune_seconds, seed,
-                                 std::move(exclude), std::move(required), total,  total_share};
+                                 std::move(exclude), std::move(required), total,        total_share};
            }),
            py::kw_only(), py::arg("level") = options.level, py::arg("steps_planned") = options.steps_planned,
            py::arg("tune_seconds") = options.tune_seconds, py::arg("seed") = options.seed, py::arg("exclude") = Names(),

@@ -82,8 +82,8 @@ class OXY_API Trainer {
   Trainer(Trainer&&) noexcept;
   Trainer& operator=(Trainer&&) noexcept;
 
-  /// Takes one batch to the model's device, through forward and backward, and the optimizer once a window of `accumulation_steps` is full.
-  /// Returns the detached loss of this batch, not read on the host.
+  /// Takes one batch to the model's device, through forward and backward, and the optimizer once a window of
+  /// `accumulation_steps` is full. Returns the detached loss of this batch, not read on the host.
   at::Tensor step(const Batch& batch);
   /// The same for a loop of another shape: taken with what is active, and not watched. Where it is the first, nothing
   /// is tried.

@@ -150,7 +150,8 @@ struct Trainer::Impl {
     set_loop();
   }
 
-  /// A batch with its tensors where the model is; as it is where the model lies on several devices, and knows by itself.
+  /// A batch with its tensors where the model is; as it is where the model lies on several devices, and knows by
+  /// itself.
   [[nodiscard]] Batch on_device(const Batch& batch) const {
     const auto device = engine.device();
     const auto is_there = [&](const at::Tensor& tensor) { return tensor.device() == device; };

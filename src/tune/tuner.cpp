@@ -515,7 +515,8 @@ struct Tuner::Impl {
 Tuner::Tuner(Workload& workload, CertificateKey key, TunerOptions options) {
   OXY_CHECK(options.steps_planned >= 1, InvalidArgument, "steps_planned is ", options.steps_planned,
             ", expected at least 1.");
-  OXY_CHECK(options.tune_seconds >= 0 && std::isfinite(options.tune_seconds), InvalidArgument, "tune_seconds is ", options.tune_seconds,
+  OXY_CHECK(options.tune_seconds >= 0 && std::isfinite(options.tune_seconds), InvalidArgument, "tune_seconds is ",
+            options.tune_seconds,
             " s, expected a finite number of seconds, or 0 for what SearchOptions::for_run() allows.");
   OXY_CHECK(options.total >= 0 && std::isfinite(options.total), InvalidArgument, "total is ", options.total,
             " s, expected a finite number of seconds, or 0 for what SearchOptions::for_run() allows.");

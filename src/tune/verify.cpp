@@ -760,6 +760,7 @@ Verifier::Verifier(Run& run, Snapshot& snapshot, VerifierOptions options)
   OXY_CHECK(options.steps > 0 && options.trajectory > 0 && options.seeds > 0, InvalidArgument,
             "steps, trajectory and seeds must be at least 1; they are ", options.steps, ", ", options.trajectory,
             " and ", options.seeds, ".");
+  OXY_CHECK(!run.batches().empty(), InvalidArgument, "the run has no batch to verify by. Give it some of its own.");
   OXY_CHECK(options.span >= 0, InvalidArgument, "span must not be negative; it is ", options.span, ".");
 }
 Verifier::~Verifier() = default;

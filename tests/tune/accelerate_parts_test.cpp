@@ -5,6 +5,7 @@
 
 #include "accelerate_fixture.h"
 #include "oxytorch/amp.h"
+#include "oxytorch/error.h"
 #include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/verify.h"
 
@@ -108,19 +109,19 @@ TEST_F(AccelerateTest, ChannelsLastIsForOptimizersOfOursTooAlsoInMidRun) {
         run.step(batches[0]);
         if (!switches || i != 1) continue;
         EXPECT_TRUE(run.strategy("channels_last").applies(run).holds);
-        tune::Escrow escrow(run);
+        tune::Snapshot snapshot(run);
         run.bring({"channels_last"});
         run.step(batches[0]);
         run.bring({});
-        EXPECT_NE(escrow.digest(), escrow.held());
-        escrow.restore();
-        EXPECT_NO_THROW(escrow.prove());
-        tune::Verifier verifier(run, escrow);
+        EXPECT_NE(snapshot.digest(), snapshot.held());
+        snapshot.restore();
+        EXPECT_NO_THROW(snapshot.prove());
+        tune::Verifier verifier(run, snapshot);
         run.bring({"channels_last"});
         const auto ruling = verifier.check(Kind::Tolerance);
         EXPECT_EQ(ruling.held, kind != 2) << ruling.reason << " (8-bit state shares its scales with other neighbours)";
         run.bring({});
-        EXPECT_NO_THROW(escrow.prove());
+        EXPECT_NO_THROW(snapshot.prove());
       }
       run.bring({});
       ends.push_back(torch::nn::utils::parameters_to_vector(model->parameters()).detach());
@@ -128,6 +129,18 @@ TEST_F(AccelerateTest, ChannelsLastIsForOptimizersOfOursTooAlsoInMidRun) {
     const double loose = kind == 2 ? 2000 : 1;
     EXPECT_TRUE(at::allclose(ends[0], ends[1], 1e-4, 1e-5 * loose)) << (ends[0] - ends[1]).abs().max();
   }
+}
+
+TEST_F(AccelerateTest, WithoutABatchOrALossNothingIsTried) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("SGD", model);
+  EXPECT_THROW(static_cast<void>(accelerate(*model, *optimizer, loss_of(model), {}, only({"no_delay"}))), Error);
+  EXPECT_THROW(static_cast<void>(accelerate(*model, *optimizer, nullptr, make_batches(), only({"no_delay"}))), Error);
+  tune::Run run(*model, *optimizer, loss_of(model), {});
+  run.take(make_batches()[0]);
+  EXPECT_EQ(run.taken(), 1);
+  tune::Snapshot snapshot(run);
+  EXPECT_THROW(tune::Verifier(run, snapshot), Error);
 }
 
 TEST_F(AccelerateTest, TheRefereePassesWhatIsRightAndSaysWhatIsNot) {

@@ -178,7 +178,9 @@ def test_what_cannot_be_done_to_several_losses_says_so() -> None:
 
 def accelerate(models: Any, optimizers: Any, loss_fn: Any = None, data: Any = None, **options: Any) -> ox.tune.Plan:
     data = batches() if data is None else data
-    return ox.accelerate(models, optimizers, loss_fn, data, **{"remember": False, "tune_seconds": 0.2, "seed": 1, **options})
+    return ox.accelerate(
+        models, optimizers, loss_fn, data, **{"remember": False, "tune_seconds": 0.2, "seed": 1, **options}
+    )
 
 
 @pytest.mark.parametrize("loop", ["yours", "plan"])

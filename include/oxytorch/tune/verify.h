@@ -37,6 +37,7 @@ struct VerifierOptions {
 /// An optimizer class that torch does not know is refereed by itself from the same gradients.
 class OXY_API Verifier {
  public:
+  /// Error(InvalidArgument) for options out of range, and for a run without batches.
   Verifier(Run& run, Snapshot& snapshot, VerifierOptions options = {});
   ~Verifier();
 

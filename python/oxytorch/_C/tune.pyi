@@ -469,7 +469,7 @@ class TunerOptions:
         *,
         level: str = "advanced",
         steps_planned: typing.SupportsInt | typing.SupportsIndex = 10000,
-        budget: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        tune_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         seed: typing.SupportsInt | typing.SupportsIndex = 0,
         exclude: collections.abc.Sequence[str] = [],
         required: collections.abc.Sequence[Requirement] = [],
