@@ -66,11 +66,16 @@ void Timing::recover() {
   workload_.let_go();
 }
 
-void Timing::baseline() {
+bool Timing::baseline(const std::function<bool(double)>& is_short) {
   rewind();
   next_ = 0;
   fresh_ = 1;  // the first step makes the optimizer's state, the second finds the memory that the first freed
   warm_up();
+  if (is_short && !is_short(last_)) {
+    step_seconds_ = fastest_ = last_;
+    rewind();
+    return false;
+  }
   std::vector<double> updates;
   auto* const on_host = workload_.on_host() ? &updates : nullptr;
   load_.begin();
@@ -99,6 +104,7 @@ void Timing::baseline() {
     }
   }
   rewind();
+  return true;
 }
 
 std::pair<double, double> Timing::untouched() {
@@ -195,7 +201,7 @@ double Timing::block() {
 int Timing::warm_up() {
   int count = 0;
   for (const auto first : workload_.shapes()) {
-    workload_.steps(first, 1, /*updates=*/false, /*drawn=*/false);
+    last_ = std::max(workload_.steps(first, 1, /*updates=*/false, /*drawn=*/false).seconds, kLeast);
     next_ = first + 1;
     ++count;
   }
@@ -207,7 +213,7 @@ double Timing::timed(int steps, std::vector<double>* updates) {
   const auto times = workload_.steps(next_, steps, updates != nullptr, drawn_);
   next_ += static_cast<std::size_t>(steps);
   if (updates != nullptr) updates->insert(updates->end(), times.updates.begin(), times.updates.end());
-  return std::max(times.seconds / steps, kLeast);
+  return last_ = std::max(times.seconds / steps, kLeast);
 }
 
 std::pair<std::map<std::string, double>, std::string> Timing::updates(const Names& names, std::uint64_t seed) {

@@ -20,6 +20,8 @@ namespace {
 // Where everything has to end in time, for verifying and measuring what is kept: steps at their fastest, and a share.
 constexpr double kConcludeSteps = 200;
 constexpr double kConcludeShare = 0.6;
+/// That all of tuning takes at the very least: warming up, the baseline, one trial, a look at the numbers.
+constexpr double kLeastSteps = 30;
 constexpr std::size_t kEventsKept = 9;  // of a remembered certificate, beside that of its reuse
 
 void warn(const std::string& text) { log(LogLevel::Warn, "accelerate: " + text); }
@@ -67,6 +69,7 @@ struct Tuner::Impl {
   Timing timing;
   double began;
   bool looked = false;
+  bool goes_on = true;  // a few steps take less than the seconds for everything
   double compiling = 0;
   std::vector<std::string> events;
   std::map<std::string, std::string> skipped;    // why a strategy is not tried
@@ -152,13 +155,23 @@ struct Tuner::Impl {
     if (told) fail(name, std::string(question) + " threw " + *told);
   }
 
+  /// Where `options.total` bounds the run.
+  [[nodiscard]] double seconds_for_everything(double step) const {
+    return std::max(options.total, options.total_share * static_cast<double>(options.steps_planned) * step);
+  }
+
   /// Times the step as given, once, and asks the strategies whether they apply to it.
   void look() {
     workload.say("the step as it is");
     if (std::exchange(looked, true)) return;
-    timing.baseline();
+    goes_on = timing.baseline(
+        [&](double step) { return options.total <= 0 || kLeastSteps * step <= seconds_for_everything(step); });
     if (timing.disturbed()) warn("the machine is busy: " + timing.load().evidence() + '.');
-    const auto everything = workload.hindrance();
+    const auto everything = goes_on ? workload.hindrance()
+                                     : "a step takes " + monitor::format_seconds(timing.step_seconds()) +
+                                           ", and everything together may take " +
+                                           monitor::format_seconds(seconds_for_everything(timing.step_seconds())) +
+                                           " of this run";
     if (!everything.empty()) warn("nothing was tried: " + everything + '.');
     for (const auto& offer : offers) {
       if (skipped.contains(offer.name)) continue;
@@ -212,8 +225,7 @@ struct Tuner::Impl {
     }
     auto bounds = SearchOptions::for_run(options.steps_planned, timing.fastest(), options.tune_seconds, options.seed);
     if (options.total > 0) {
-      const double planned = static_cast<double>(options.steps_planned) * timing.fastest();
-      bounds.total_seconds = std::max(options.total, options.total_share * planned);
+      bounds.total_seconds = seconds_for_everything(timing.fastest());
       bounds.conclude_steps = kConcludeSteps;
       bounds.conclude_share = kConcludeShare;
     }
@@ -384,7 +396,7 @@ struct Tuner::Impl {
           reason.empty() ? "held" : reason;
     }
     made.events = events;
-    const auto [seconds, faults] = timing.untouched();
+    const auto [seconds, faults] = goes_on ? timing.untouched() : std::pair(timing.step_seconds(), timing.faults());
     made.relate(seconds, faults);
     made.compile_seconds = compiling;
     made.tuning_seconds = std::max(0.0, workload.seconds() - began - compiling);

@@ -302,6 +302,16 @@ TEST_F(TunerTest, EndsWithTheSecondsForEverything) {
   EXPECT_LT(table.time, 2.1);
 }
 
+TEST_F(TunerTest, TriesNothingWhereAFewStepsTakeTheSecondsForEverything) {
+  table.plant("half", 0.5);
+  table.step_seconds = 0.1;
+  const auto made = tuned({.total = 1});
+  EXPECT_LT(table.time, 0.5);
+  EXPECT_THAT(made.accepted(), IsEmpty());
+  EXPECT_THAT(entry(made, "half").reason, HasSubstr("a step takes 100 ms, and everything together may take 1 s"));
+  EXPECT_THAT(tuned({.total = 1, .total_share = 0.1}).accepted(), ElementsAre("half"));  // of 10,000 steps
+}
+
 TEST_F(TunerTest, MakesActiveWhatSettingsAskFor) {
   table.plant("nothing", 1);
   table.plant({.offer = {.name = "wrong"}, .honest = false});

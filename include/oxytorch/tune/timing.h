@@ -2,6 +2,7 @@
 /// for.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
@@ -36,8 +37,9 @@ class OXY_API Timing {
   /// As rewind(), after something threw: another failure is no news.
   void recover();
   /// Times a step as given; what it throws passes through. To be called before anything is tried: trials leave memory
-  /// laid out otherwise than in a process that was not tuned.
-  void baseline();
+  /// laid out otherwise than in a process that was not tuned. `is_short(seconds)`, where given, is asked of the last
+  /// step of the warm-up; where it says no, that is all that is timed, and the answer is false.
+  bool baseline(const std::function<bool(double)>& is_short = {});
   /// Seconds and page faults of a step with nothing active now.
   std::pair<double, double> untouched();
   /// How many times as fast as given the update by each of these is, and which is shown to be faster. Timed without
@@ -101,6 +103,7 @@ class OXY_API Timing {
   bool drawing_ = false;  // drawing a batch takes long enough to be a part of every step
   bool drawn_ = false;    // steps draw theirs now
   int steps_ = 1, fresh_ = 0;
+  double last_ = 0;  // seconds of a step in the last block
   std::size_t next_ = 0;
 };
 
