@@ -167,11 +167,11 @@ struct Tuner::Impl {
     goes_on = timing.baseline(
         [&](double step) { return options.total <= 0 || kLeastSteps * step <= seconds_for_everything(step); });
     if (timing.disturbed()) warn("the machine is busy: " + timing.load().evidence() + '.');
-    const auto everything = goes_on ? workload.hindrance()
-                                     : "a step takes " + monitor::format_seconds(timing.step_seconds()) +
-                                           ", and everything together may take " +
-                                           monitor::format_seconds(seconds_for_everything(timing.step_seconds())) +
-                                           " of this run";
+    const auto everything =
+        goes_on
+            ? workload.hindrance()
+            : "a step takes " + monitor::format_seconds(timing.step_seconds()) + ", and everything together may take " +
+                  monitor::format_seconds(seconds_for_everything(timing.step_seconds())) + " of this run";
     if (!everything.empty()) warn("nothing was tried: " + everything + '.');
     for (const auto& offer : offers) {
       if (skipped.contains(offer.name)) continue;
