@@ -173,7 +173,7 @@ void bind_tuner(py::module_& m) {
       },
       py::arg("config"), py::arg("offers"), py::arg("skipped"), py::arg("required"), py::arg("refused"),
       py::arg("is_active"), py::arg("put"),
-      "Puts in force what a trainer's settings require, by put(), which says why it cannot; skipped and refused then.");
+      "Makes active what a trainer's settings require, by put(), which says why it cannot; skipped and refused then.");
   py::class_<SettingLines>(m, "SettingLines", "What the lines of a trainer's report are made of.")
       .def(py::init([](const PerformanceConfig& config, const Certificate& certificate, std::vector<Offer> offers,
                        Texts refused, Names active, Names required, std::string untried, std::string slow) {
@@ -197,7 +197,7 @@ void bind_tuner(py::module_& m) {
           [](const SettingLines& self, const std::string& name, const Names& strategies) {
             return parts(self.active_as(name, strategies));
           },
-          py::arg("name"), py::arg("strategies"), "The same of what is in force, whatever it is called.")
+          py::arg("name"), py::arg("strategies"), "The same of what is active, whatever it is called.")
       .def(
           "beside_settings",
           [](const SettingLines& self) {
@@ -205,7 +205,7 @@ void bind_tuner(py::module_& m) {
             for (const auto& line : self.beside_settings()) found.push_back(parts(line));
             return found;
           },
-          "The same of each that is in force and belongs to no setting.");
+          "The same of each that is active and belongs to no setting.");
   const TunerOptions options;
   py::class_<TunerOptions>(m, "TunerOptions", "What a tuner is asked for.")
       .def(py::init([](std::string level, std::int64_t steps_planned, double tune_seconds, std::uint64_t seed,
@@ -216,7 +216,12 @@ void bind_tuner(py::module_& m) {
            py::kw_only(), py::arg("level") = options.level, py::arg("steps_planned") = options.steps_planned,
            py::arg("tune_seconds") = options.tune_seconds, py::arg("seed") = options.seed, py::arg("exclude") = Names(),
            py::arg("required") = std::vector<Requirement>(), py::arg("total") = options.total,
-           py::arg("total_share") = options.total_share);
+           py::arg("total_share") = options.total_share)
+      .def_readonly("seed", &TunerOptions::seed);
+  m.def("planned_steps", &planned_steps, py::arg("config"), py::arg("otherwise") = 0,
+        "Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.");
+  m.def("tuning_of_trainer", &tuning_of_trainer, py::arg("config"), py::arg("length"), py::arg("offers"),
+        "What a trainer asks of a tuner at its first batch. See oxytorch/tune/asked.h.");
   py::class_<Tuner>(m, "Tuner", "Finds what makes a workload's step faster, proves it, and says so in a certificate.")
       .def(py::init<Workload&, CertificateKey, TunerOptions>(), py::arg("workload"), py::arg("key"), py::arg("options"),
            py::keep_alive<1, 2>())

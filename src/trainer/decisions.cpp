@@ -10,17 +10,13 @@
 #include "oxytorch/amp.h"
 #include "oxytorch/optim/optimizer.h"
 #include "oxytorch/tune/strategy.h"
+#include "tune/names.h"
 #include "tune/run_workload.h"
 
 namespace oxytorch {
 namespace {
 
-constexpr double kSeconds = 1.0;  // for everything that is tried at the first batch, or
-constexpr double kShare = 0.02;   // of the planned run, where that is more
-
-bool holds(const std::vector<std::string>& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
+using tune::holds;
 
 std::vector<std::string> names_of_group(const std::string& group) {
   std::vector<std::string> names;
@@ -103,20 +99,13 @@ void Decisions::begin(const Batch* batch) {
   const auto named = run.required;
   const auto late = names_of_group("optimizer");
   std::erase_if(run.required, [&](const auto& name) { return holds(late, name); });
-  const double seconds = config_.number("tune_seconds");
   try {
     run.bring({});
     run.set_batches(
         {batch->map([](const at::Tensor& t) { return t.detach().clone().requires_grad_(t.requires_grad()); })});
     plan_.tune({.strategies = tune::strategies(),
                 .skipped = asked_.skipped,
-                .options = {.level = config_.level(),
-                            .steps_planned = planned_steps(config_, steps),
-                            .seed = static_cast<std::uint64_t>(config_.integer("seed").value_or(0)),
-                            // One batch does not tell how the loss of others is made up of that of their rows.
-                            .exclude = names_of_group("split"),
-                            .total = seconds > 0 ? seconds : kSeconds,
-                            .total_share = seconds > 0 ? 0 : kShare},
+                .options = tune::tuning_of_trainer(config_, steps, tune::offers_of(tune::strategies())),
                 .key = "C++, trainer"});
   } catch (...) {
     run.set_batches({});

@@ -39,7 +39,7 @@ AccelerateOptions settled(AccelerateOptions options) {
             ": accelerate() shows none in C++. Leave it out, or use PerformanceOptimizer, whose trainer does.");
   check_settings(config, ConfigUser::Accelerate);
   options.level(config.level());
-  if (options.steps_planned() == untouched.steps_planned()) options.steps_planned(planned_steps(config));
+  if (options.steps_planned() == untouched.steps_planned()) options.steps_planned(tune::planned_steps(config));
   if (options.clip_norm() == 0) options.clip_norm(config.number("clip_norm"));
   if (options.tune_seconds() == 0) options.tune_seconds(config.number("tune_seconds"));
   if (options.seed() == 0) options.seed(static_cast<std::uint64_t>(config.integer("seed").value_or(0)));

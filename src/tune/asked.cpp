@@ -4,7 +4,9 @@
 #include <utility>
 #include <variant>
 
+#include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
+#include "tune/names.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -54,9 +56,8 @@ constexpr Key kNothing[] = {
     {"give the optimizer state_dtype='bf16' before (oxytorch.optim.replace), or use 'int8'", "optimizer_state", "bf16"},
 };
 
-bool holds(const std::vector<std::string>& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
+constexpr double kTrainerSeconds = 1.0;
+constexpr double kTrainerShare = 0.02;  // of the planned run
 
 /// A configuration, and which of its values count as named.
 struct Settings {
@@ -142,6 +143,26 @@ void require_in_trainer(const Settings& settings, Asked& found) {
 bool is_named(const PerformanceConfig& config, std::string_view key, AskedBy by) {
   if (by == AskedBy::Trainer) return config.get(key) != ConfigValue(std::string("auto"));
   return config.source(key) != ConfigSource::Level;
+}
+
+std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise) {
+  const auto planned = config.integer("steps_planned").value_or(TunerOptions().steps_planned);
+  if (is_given(config, "steps_planned")) return planned;
+  const auto length = config.integer("max_steps").value_or(0);
+  return length > 0 ? length : otherwise > 0 ? otherwise : planned;
+}
+
+TunerOptions tuning_of_trainer(const PerformanceConfig& config, std::int64_t length, const std::vector<Offer>& offers) {
+  const double seconds = config.number("tune_seconds");
+  TunerOptions options{.level = config.level(),
+                       .steps_planned = planned_steps(config, length),
+                       .seed = static_cast<std::uint64_t>(config.integer("seed").value_or(0)),
+                       .total = seconds > 0 ? seconds : kTrainerSeconds,
+                       .total_share = seconds > 0 ? 0 : kTrainerShare};
+  for (const auto& offer : offers) {
+    if (offer.traits.group == "split") options.exclude.push_back(offer.name);
+  }
+  return options;
 }
 
 std::string_view setting_of(const std::string& name, Kind kind, const std::string& group) {

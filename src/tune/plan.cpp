@@ -103,13 +103,6 @@ void name_settings(const PerformanceConfig& config, tune::AskedBy by, tune::Run&
   run.retain_limit = retain_limit_of(config);
 }
 
-std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise) {
-  const auto planned = config.integer("steps_planned").value_or(AccelerateOptions().steps_planned());
-  if (is_given(config, "steps_planned")) return planned;
-  const auto length = config.integer("max_steps").value_or(0);
-  return length > 0 ? length : otherwise > 0 ? otherwise : planned;
-}
-
 Plan::Impl::Impl(std::unique_ptr<tune::Run> r, NamedSettings n, std::optional<tune::CertificateStore> s)
     : named(std::move(n)), run(std::move(r)), store(std::move(s)) {}
 

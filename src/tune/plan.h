@@ -39,9 +39,6 @@ class NamedSettings {
 /// Tells a run's strategies what was named for them.
 void name_settings(const PerformanceConfig& config, tune::AskedBy by, tune::Run& run);
 
-/// The length of the run, as far as a configuration says it; `otherwise`, where that is above 0, where it does not.
-std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise = 0);
-
 /// What is tried on a run, with its batches and with what is in force as the step as given.
 struct Trials {
   std::vector<tune::RegisteredStrategy> strategies;

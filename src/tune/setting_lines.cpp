@@ -4,13 +4,10 @@
 
 #include "oxytorch/spelling.h"
 #include "oxytorch/tune/asked.h"
+#include "tune/names.h"
 
 namespace oxytorch::tune {
 namespace {
-
-bool holds(const std::vector<std::string>& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
 
 std::string sentence(const std::string& text) { return text.empty() || text.ends_with('.') ? text : text + '.'; }
 

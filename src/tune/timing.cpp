@@ -5,6 +5,7 @@
 #include "oxytorch/logging.h"
 #include "oxytorch/statistics.h"
 #include "oxytorch/tune/block.h"
+#include "tune/names.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -35,10 +36,6 @@ class Drawing {
   Workload& workload_;
   bool& drawn_;
 };
-
-bool holds(const Names& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
 
 }  // namespace
 

@@ -12,6 +12,7 @@
 #include "oxytorch/spelling.h"
 #include "oxytorch/tune/reuse.h"
 #include "oxytorch/tune/timing.h"
+#include "tune/names.h"
 #include "tune/words.h"
 
 namespace oxytorch::tune {
@@ -25,10 +26,6 @@ constexpr double kLeastSteps = 30;
 constexpr std::size_t kEventsKept = 9;  // of a remembered certificate, beside that of its reuse
 
 void warn(const std::string& text) { log(LogLevel::Warn, "accelerate: " + text); }
-
-bool holds(const Names& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
 
 std::string joined(const Names& names, const char* none) {
   std::string text;

@@ -2,6 +2,7 @@
 /// gains. One table for both languages.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <string>
@@ -18,7 +19,7 @@ namespace oxytorch::tune {
 /// Whose configuration it is.
 enum class AskedBy {
   Loop,    ///< one that accelerate() is to speed up: named is what a file or the caller gave
-  Trainer  ///< one of our own: named is every value but "auto", and is put in force at any level, without a trial
+  Trainer  ///< one of our own: named is every value but "auto", and is made active at any level, without a trial
 };
 
 struct Asked {
@@ -40,6 +41,15 @@ struct Asked {
 OXY_API void bring(Asked& asked, const PerformanceConfig& config, const std::vector<Offer>& offers,
                    const std::function<bool(const std::string&)>& is_active,
                    const std::function<std::string(const std::string&)>& put);
+
+/// Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.
+[[nodiscard]] OXY_API std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise = 0);
+
+/// What a trainer asks of a tuner at its first batch: `tune_seconds` for everything, or a second, or 2 % of the planned
+/// run where that is more. `length` of the run, where the configuration does not say it; 0: not known. Strategies that
+/// cut a batch are excluded: one batch does not tell how the loss of others is made up of that of their rows.
+[[nodiscard]] OXY_API TunerOptions tuning_of_trainer(const PerformanceConfig& config, std::int64_t length,
+                                                     const std::vector<Offer>& offers);
 
 /// The setting that a strategy belongs to; empty where there is none.
 [[nodiscard]] OXY_API std::string_view setting_of(const std::string& name, Kind kind, const std::string& group);

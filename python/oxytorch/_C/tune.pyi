@@ -50,10 +50,12 @@ __all__: list[str] = [
     "in_any_band",
     "native_step_differs",
     "norm_error",
+    "planned_steps",
     "quotient_allowance",
     "read_load",
     "set_load_source",
     "sgd_step",
+    "tuning_of_trainer",
     "unexplained",
     "update_faults",
     "values_beyond",
@@ -449,11 +451,11 @@ class SettingLines:
         self, name: str, strategies: collections.abc.Sequence[str]
     ) -> tuple[str, str, str, str, float | None]:
         """
-        The same of what is in force, whatever it is called.
+        The same of what is active, whatever it is called.
         """
     def beside_settings(self) -> list[tuple[str, str, str, str, float | None]]:
         """
-        The same of each that is in force and belongs to no setting.
+        The same of each that is active and belongs to no setting.
         """
     def of(self, setting: str) -> tuple[str, str, str, str, float | None]:
         """
@@ -476,6 +478,8 @@ class TunerOptions:
         total: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         total_share: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     ) -> None: ...
+    @property
+    def seed(self) -> int: ...
 
 class Tuner:
     """
@@ -728,7 +732,7 @@ def bring(
     put: collections.abc.Callable[[str], str],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """
-    Puts in force what a trainer's settings require, by put(), which says why it cannot; skipped and refused then.
+    Makes active what a trainer's settings require, by put(), which says why it cannot; skipped and refused then.
     """
 
 def clip_factor(
@@ -793,6 +797,13 @@ def norm_error(
     How far torch's own norm of gradients is from that in float64, relative.
     """
 
+def planned_steps(
+    config: oxytorch._C.base.PerformanceConfig, otherwise: typing.SupportsInt | typing.SupportsIndex = 0
+) -> int:
+    """
+    Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.
+    """
+
 def quotient_allowance(
     kind: typing.Literal["exact", "tolerance", "precision", "trade"], usual: typing.SupportsFloat | typing.SupportsIndex
 ) -> float:
@@ -820,6 +831,15 @@ def sgd_step(
 ) -> None:
     """
     A step of torch.optim.SGD with the bits of its loop over CPU tensors.
+    """
+
+def tuning_of_trainer(
+    config: oxytorch._C.base.PerformanceConfig,
+    length: typing.SupportsInt | typing.SupportsIndex,
+    offers: collections.abc.Sequence[Offer],
+) -> TunerOptions:
+    """
+    What a trainer asks of a tuner at its first batch. See oxytorch/tune/asked.h.
     """
 
 def unexplained(

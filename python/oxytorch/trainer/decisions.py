@@ -15,7 +15,7 @@ from ..config import PerformanceConfig
 from ..optim.tail import TailOptimizer
 from ..report import SettingLine
 from ..step import is_closure
-from ..tune.accelerate import planned_steps, tuned, untuned
+from ..tune.accelerate import tuned, untuned
 from ..tune.asked import Asked, put
 from ..tune.batches import copied
 from ..tune.plan import Plan
@@ -24,8 +24,6 @@ from ..tune.strategy import offer
 
 __all__ = ["Decisions"]
 
-_SECONDS = 1.0  # for everything that is tried at the first batch, or
-_SHARE = 0.02  # of the planned run, where that is more
 # Put in force once tuning is over: the verifier's references are the optimizer as given and code that is not compiled.
 _LATE = ("optimizer", "compile")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,12 +100,9 @@ class Decisions:
                 run,
                 config,
                 self.asked,
-                steps_planned=planned_steps(config, otherwise=self.steps),
-                total=config.tune_seconds or _SECONDS,
-                total_share=0.0 if config.tune_seconds else _SHARE,
-                seed=config.seed if isinstance(config.seed, int) else 0,
-                # One batch does not tell how the loss of others is made up of that of their rows.
-                exclude=[name for name, cls in run.strategies.items() if cls.group == "split"],
+                _native.tuning_of_trainer(
+                    config._native, self.steps or 0, [offer(name, cls) for name, cls in run.strategies.items()]
+                ),
             )
         except BaseException:
             run.required, run.batches = named, ()

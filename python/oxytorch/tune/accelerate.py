@@ -33,7 +33,7 @@ from .run import Run
 from .strategy import STRATEGIES, Strategy
 from .workload import RunWorkload
 
-__all__ = ["accelerate", "earlier_plan", "planned_steps", "tuned", "untuned"]
+__all__ = ["accelerate", "earlier_plan", "tuned", "untuned"]
 
 _EXAMPLES = 4  # batches that trials run on
 
@@ -179,8 +179,8 @@ def accelerate(
     if step is None:
         run.check(examples[0])
     run.asked = {**asked.named, "retain_limit": asked.retain_limit}
-    run_steps = steps_planned if steps_planned is not None else planned_steps(settings)
-    options = [
+    run_steps = steps_planned if steps_planned is not None else _native.planned_steps(settings._native)
+    decided_by = [
         f"strategies {' '.join(name for name in classes if name not in set(exclude))}",
         f"loop {loop}",
         f"steps {run_steps}",
@@ -191,11 +191,15 @@ def accelerate(
             run,
             settings,
             asked,
-            steps_planned=run_steps,
-            tune_seconds=tune_seconds or settings.tune_seconds,
-            seed=seed,
-            exclude=exclude,
-            options=options,
+            _native.TunerOptions(
+                level=settings.level,
+                steps_planned=run_steps,
+                tune_seconds=tune_seconds or settings.tune_seconds,
+                seed=seed,
+                exclude=exclude,
+                required=asked.required,
+            ),
+            decided_by=decided_by,
             store=_native.CertificateStore(remember if isinstance(remember, str) else "") if remember else None,
             say=say,
         )
@@ -205,14 +209,9 @@ def tuned(
     run: Run,
     settings: PerformanceConfig,
     asked: Asked,
+    options: _native.TunerOptions,
     *,
-    steps_planned: int,
-    tune_seconds: float = 0.0,
-    total: float = 0.0,
-    total_share: float = 0.0,
-    seed: int = 0,
-    exclude: Sequence[str] = (),
-    options: Sequence[str] = (),
+    decided_by: Sequence[str] = (),
     store: Any = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Plan:
@@ -223,12 +222,11 @@ def tuned(
     run : Run
         With its example batches, and in force what is the step as given.
     settings : PerformanceConfig
-        Of which the level counts here.
+        Those of the plan, of which the level counts here.
     asked : Asked
-        What the settings take out and require; its settings of the process are applied.
-    steps_planned, tune_seconds, total, total_share, seed, exclude
-        Of `TunerOptions`.
-    options : sequence of str
+        What the settings take out; its settings of the process are applied.
+    options : TunerOptions
+    decided_by : sequence of str
         What else decides which strategies are kept, for the certificate's key.
     store : CertificateStore, optional
         Reused from and stored to.
@@ -243,31 +241,18 @@ def tuned(
     given = run.required
     average, run.average = run.average, None  # trials move none
     try:
-        made_for = key(run, settings.level, options)
+        made_for = key(run, settings.level, decided_by)
         with (
             _kept_pool(),
             gradients_away(run),
             Snapshot.of(run.given_models, run.given_optimizers, *run.state, reach=run.functions) as snapshot,
         ):
-            workload = RunWorkload(run, snapshot, asked, seed, say)
-            tuner = _native.Tuner(
-                workload,
-                made_for,
-                _native.TunerOptions(
-                    level=settings.level,
-                    steps_planned=steps_planned,
-                    tune_seconds=tune_seconds,
-                    total=total,
-                    total_share=total_share,
-                    seed=seed,
-                    exclude=exclude,
-                    required=asked.required,
-                ),
-            )
+            workload = RunWorkload(run, snapshot, asked, options.seed, say)
+            tuner = _native.Tuner(workload, made_for, options)
             certificate = tuner.tune(store)
     finally:
         run.average = average
-    plan = Plan(run, certificate, settings, asked, store=store, seed=seed)
+    plan = Plan(run, certificate, settings, asked, store=store, seed=options.seed)
     try:
         with unmoved_generators(run.params):
             tuner.activate(certificate)
@@ -280,16 +265,20 @@ def tuned(
         run.required = given
         plan.withdraw()
         raise
-    _PLANS.update({id(model): plan for model in run.models})
-    return plan
+    return _noted(plan)
 
 
 def untuned(run: Run, settings: PerformanceConfig, asked: Asked) -> Plan:
     """Return the plan of a run on which nothing was tried."""
     certificate = _native.Certificate()
     certificate.level = settings.level
-    plan = Plan(run, certificate, settings, asked)
-    _PLANS[id(run.model)] = plan
+    return _noted(Plan(run, certificate, settings, asked))
+
+
+def _noted(plan: Plan) -> Plan:
+    """Note a plan as the last one of its models."""
+    for model in plan.run.models:
+        _PLANS[id(model)] = plan
     return plan
 
 
@@ -297,12 +286,6 @@ def earlier_plan(model: Any) -> Plan | None:
     """Return the last plan of a model, alone or among others, where it still lives."""
     found = _PLANS.get(id(model))
     return found if found is not None and any(one is model for one in found.run.models) else None
-
-
-def planned_steps(settings: PerformanceConfig, otherwise: int | None = None) -> int:
-    """Return the length of the run, as far as the settings say it; `otherwise` where they do not."""
-    length = settings.steps_planned if settings.is_given("steps_planned") else settings.max_steps
-    return length or otherwise or settings.steps_planned
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
