@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..optim.generators import rng_state, set_rng_state
+from ..tune.batches import drawn_by, generators
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -119,23 +120,16 @@ class _Bar:
             self._progress.update(self._task, completed=done, description=text)
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    found = [getattr(loader, "generator", None), getattr(getattr(loader, "sampler", None), "generator", None)]
-    return [g for g in found if isinstance(g, torch.Generator)]
-
-
 def _epoch_rng(trainer: Trainer, loader: Any) -> dict[str, Any]:
     state = rng_state(trainer._params)
-    state["loader"] = [g.get_state() for g in _generators(loader)]
+    state["loader"] = [g.get_state() for g in generators(loader)]
     return state
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
     """Tell samplers that shuffle by the epoch, such as DistributedSampler, which one begins."""
-    batches = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    for owner in {id(owner): owner for owner in owners}.values():
-        if callable(tell := getattr(owner, "set_epoch", None)):
+    for one in drawn_by(loader):
+        if callable(tell := getattr(one, "set_epoch", None)):
             tell(epoch)
 
 
@@ -147,7 +141,7 @@ def _start_epoch(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Any]:
         return iter(loader)
     here = rng_state(trainer._params)
     set_rng_state(trainer.resume_rng)
-    for generator, state in zip(_generators(loader), trainer.resume_rng.get("loader", []), strict=False):
+    for generator, state in zip(generators(loader), trainer.resume_rng.get("loader", []), strict=False):
         generator.set_state(state)
     iterator = iter(loader)
     for seen in range(trainer.batch_in_epoch):

@@ -15,7 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..model.graph import entries
 from ..optim.generators import rng_state, set_rng_state
 
-__all__ = ["can_visit", "copied", "is_nest", "on_device", "shapes", "stop_drawing", "take", "tensors", "visit"]
+__all__ = [
+    "can_visit", "copied", "drawn_by", "generators", "is_nest", "on_device", "shapes", "stop_drawing", "take",
+    "tensors", "visit",
+]  # fmt: skip
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -119,7 +122,7 @@ def can_visit(data: Any) -> bool:
 def visit(loader: Any, params: Sequence[Tensor]) -> Iterator[None]:
     """Iterate a loader anew inside; afterwards its position, generators and workers are as before."""
     held = rng_state(params)
-    generators = [(generator, generator.get_state()) for generator in _generators(loader)]
+    states = [(generator, generator.get_state()) for generator in generators(loader)]
     resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     position = loader.state_dict() if resumable else None
     attributes = getattr(loader, "__dict__", {})
@@ -133,7 +136,7 @@ def visit(loader: Any, params: Sequence[Tensor]) -> Iterator[None]:
             attributes["_iterator"] = workers
         if resumable:
             loader.load_state_dict(position)
-        for generator, state in generators:
+        for generator, state in states:
             generator.set_state(state)
         set_rng_state(held)
 
@@ -151,14 +154,17 @@ def _peek(loader: Any, count: int, params: Sequence[Tensor]) -> list[Any]:
         return list(islice(iter(loader), count))
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    owners = (
-        loader,
-        getattr(loader, "sampler", None),
-        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-    )
-    found = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
-    return list(found.values())
+def drawn_by(loader: Any) -> list[Any]:
+    """Return what decides the order of a loader's batches, each once: itself and its samplers."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    return list({id(one): one for one in found if one is not None}.values())
+
+
+def generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers draw from, each once."""
+    found = {id(g): g for g in (getattr(one, "generator", None) for one in drawn_by(loader))}
+    return [g for g in found.values() if isinstance(g, torch.Generator)]
 
 
 def shapes(batch: Any) -> tuple[Any, ...]:
