@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import oxytorch as ox
 import torch
 from oxytorch.model.snapshot import Snapshot
+from oxytorch.optim.slot import OptimizerSlot
+from oxytorch.optim.slot import plain_step as plain_optimizer_step
 from oxytorch.tune import Run, Strategy
 from oxytorch.tune.verify import Ruling, Verifier
 from torch import Tensor, nn
@@ -139,56 +140,50 @@ def wrong_output(which: int, factor: float) -> type[Strategy]:
     return Fault
 
 
+def stepping(which: int, make: Callable[[OptimizerSlot], Callable[[Any], Any]]) -> type[Strategy]:
+    """A fault in what one optimizer does when it is stepped."""
+
+    class Fault(PlantedFault):
+        def apply(self, run: Run) -> None:
+            run.slots[which].replace_step(make(run.slots[which]))
+
+        def revert(self, run: Run) -> None:
+            run.slots[which].replace_step(None)
+
+    return Fault
+
+
 def wrong_update(which: int, factor: float) -> type[Strategy]:
     """The optimizer steps too far, with the settings that it should have."""
 
-    class Fault(PlantedFault):
-        def apply(self, run: Run) -> None:
-            own = run.slots[which].original
+    def make(slot: OptimizerSlot) -> Callable[[Any], Any]:
+        def step(closure: Any) -> Any:
+            before = [p.detach().clone() for p in slot.params]
+            result = plain_optimizer_step(slot.original, closure)
+            with torch.no_grad():
+                for p, old in zip(slot.params, before, strict=True):
+                    p.copy_(old + factor * (p - old))
+            return result
 
-            def step(closure: Any) -> Any:
-                before = [p.detach().clone() for p in run.slots[which].params]
-                result = ox.optim.slot.plain_step(own, closure)
-                with torch.no_grad():
-                    for p, old in zip(run.slots[which].params, before, strict=True):
-                        p.copy_(old + factor * (p - old))
-                return result
+        return step
 
-            run.slots[which].replace_step(step)
-
-        def revert(self, run: Run) -> None:
-            run.slots[which].replace_step(None)
-
-    return Fault
+    return stepping(which, make)
 
 
 def wrong_state(which: int, factor: float) -> type[Strategy]:
-    class Fault(PlantedFault):
-        def apply(self, run: Run) -> None:
-            own = run.slots[which].original
+    def make(slot: OptimizerSlot) -> Callable[[Any], Any]:
+        def step(closure: Any) -> Any:
+            result = plain_optimizer_step(slot.original, closure)
+            slot.original.state[slot.params[0]]["exp_avg_sq"].mul_(factor)
+            return result
 
-            def step(closure: Any) -> Any:
-                result = ox.optim.slot.plain_step(own, closure)
-                own.state[run.slots[which].params[0]]["exp_avg_sq"].mul_(factor)
-                return result
+        return step
 
-            run.slots[which].replace_step(step)
-
-        def revert(self, run: Run) -> None:
-            run.slots[which].replace_step(None)
-
-    return Fault
+    return stepping(which, make)
 
 
 def no_step(which: int, _factor: float) -> type[Strategy]:
-    class Fault(PlantedFault):
-        def apply(self, run: Run) -> None:
-            run.slots[which].replace_step(lambda _closure: None)
-
-        def revert(self, run: Run) -> None:
-            run.slots[which].replace_step(None)
-
-    return Fault
+    return stepping(which, lambda _slot: lambda _closure: None)
 
 
 def wrong_buffer(_which: int, factor: float) -> type[Strategy]:

@@ -228,9 +228,8 @@ class Watch(_native.Watched):
 
     def _keep_gradients(self, slot: OptimizerSlot, given: list[Tensor | None], *_: Any) -> None:
         found: Sequence[Tensor | None] = [p.grad for p in slot.params]
-        if (
-            self._kind != "exact" and self._run.given_clip is not None
-        ):  # who clips in the update leaves them as they were
+        # Who clips in the update leaves them as they were.
+        if self._kind != "exact" and self._run.given_clip is not None:
             found = clip(found, self._run.given_clip)
         given += [None if t is None else t.detach().clone() for t in found]
 
