@@ -30,9 +30,9 @@ void bind_accelerator(py::module_& m) {
       .def_readwrite("memory_fraction", &DeviceRuntime::memory_fraction)
       .def_readwrite("set_memory_fraction", &DeviceRuntime::set_memory_fraction)
       .def_readwrite("set_variable", &DeviceRuntime::set_variable);
-  py::class_<Applied, std::shared_ptr<Applied>>(m, "Applied", "Settings in force.")
+  py::class_<Applied, std::shared_ptr<Applied>>(m, "Applied", "Active settings.")
       .def("report", &Applied::report)
-      .def("in_force", &Applied::in_force)
+      .def("active", &Applied::active)
       .def("revert", &Applied::revert);
   py::class_<GPUConfig>(m, "GPUConfig", "The native configuration; see oxytorch.GPUConfig.")
       .def(py::init<>())
@@ -57,7 +57,7 @@ void bind_accelerator(py::module_& m) {
       .def(
           "apply",
           [](const GPUConfig& config, const DeviceRuntime& runtime) {
-            // What Python dropped stays in force, as torch's own setters do; only revert() takes it back.
+            // What Python dropped stays active, as torch's own setters do; only revert() takes it back.
             return std::shared_ptr<Applied>(new Applied(config.apply(runtime)), [](Applied* applied) {
               applied->keep();
               delete applied;

@@ -1,4 +1,4 @@
-/// What every file of bindings/ shares: torch's own pybind11 and the list of rooms.
+/// What every file of bindings/ shares: torch's own pybind11 and the list of modules.
 #pragma once
 
 #include <torch/extension.h>

@@ -42,33 +42,33 @@ PYBIND11_MODULE(_C, m) {
   });
   // A bad OXYTORCH_ISA is told here, not in the middle of the first step.
   static_cast<void>(active_isa());
-  const auto room = [&m](const char* name, const char* doc) { return m.def_submodule(name, doc); };
-  auto base = room("base", "Configuration, units, machine facts, statistics.");
+  const auto submodule = [&m](const char* name, const char* doc) { return m.def_submodule(name, doc); };
+  auto base = submodule("base", "Configuration, units, machine facts, statistics.");
   bind_base(base);
-  auto backend = room("backend", "Device backends and their registry.");
+  auto backend = submodule("backend", "Device backends and their registry.");
   bind_backend(backend);
-  auto environment = room("environment", "The registry of environment variables and its judge.");
+  auto environment = submodule("environment", "The registry of environment variables and its judge.");
   bind_environment(environment);
-  auto machine = room("machine", "The host, the cluster and the hardware table.");
+  auto machine = submodule("machine", "The host, the cluster and the hardware table.");
   bind_machine(machine);
-  auto monitor = room("monitor", "Step and phase times, reports.");
+  auto monitor = submodule("monitor", "Step and phase times, reports.");
   bind_monitor(monitor);
-  auto optim = room("optim", "The step tail.");
+  auto optim = submodule("optim", "The step tail.");
   bind_optim(optim);
   bind_optim_stability(optim);
-  auto amp = room("amp", "Mixed precision.");
+  auto amp = submodule("amp", "Mixed precision.");
   bind_amp(amp);
-  auto trainer = room("trainer", "Host settings and the training step.");
+  auto trainer = submodule("trainer", "Host settings and the training step.");
   bind_trainer(trainer);
-  auto tune = room("tune", "Duel, search, certificate and guard.");
+  auto tune = submodule("tune", "Paired test, search, certificate and guard.");
   bind_tune(tune);
   bind_tuner(tune);
   bind_verdict(tune);
   bind_tune_operators(tune);
   // After trainer, which declares HostSetting.
-  auto accelerator = room("accelerator", "Settings of the accelerator.");
+  auto accelerator = submodule("accelerator", "Settings of the accelerator.");
   bind_accelerator(accelerator);
-  auto memory = room("memory", "The pool of host memory.");
+  auto memory = submodule("memory", "The pool of host memory.");
   bind_memory(memory);
 }
 

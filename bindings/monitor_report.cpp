@@ -4,7 +4,7 @@
 namespace oxytorch::bindings {
 namespace {
 
-using namespace monitor;  // NOLINT(google-build-using-namespace): every name of the room is used here
+using namespace monitor;  // NOLINT(google-build-using-namespace): every name of the module is used here
 using Path = std::optional<PathArgument>;
 using Numbers = py::typing::Iterable<py::float_>;
 using Rows = py::typing::Iterable<py::typing::Iterable<py::object>>;

@@ -197,7 +197,7 @@ class PythonTail {
       put(names[k] + std::string("_scale"), s.scales[k]);
     }
     put("master", s.master);
-    put("residue", s.residue);
+    put("low_bits", s.low_bits);
     return result;
   }
 
@@ -216,7 +216,7 @@ class PythonTail {
       s.scales[k] = get(names[k] + std::string("_scale"));
     }
     s.master = get("master");
-    s.residue = get("residue");
+    s.low_bits = get("low_bits");
     s.ema = ema.value_or(at::Tensor());
     s.copy = copy.value_or(at::Tensor());
     tail_.set_state(index, std::move(s));

@@ -17,7 +17,7 @@
 #include "oxytorch/tune/apart.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/change.h"
-#include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/paired_test.h"
 #include "oxytorch/tune/guard.h"
 #include "path.h"
 #include "tune_words.h"
@@ -28,7 +28,7 @@ namespace {
 using namespace tune;
 using Names = std::vector<std::string>;
 
-void bind_duel(py::module_& m) {
+void bind_paired_test(py::module_& m) {
   py::class_<Interval>(m, "Interval",
                        "An estimate with the interval that holds the true value in `confidence` of cases.")
       .def(py::init<double, double, double, double>(), py::arg("low"), py::arg("mid"), py::arg("high"),
@@ -37,12 +37,12 @@ void bind_duel(py::module_& m) {
       .def_readwrite("mid", &Interval::mid)
       .def_readwrite("high", &Interval::high)
       .def_readwrite("confidence", &Interval::confidence);
-  const DuelOptions defaults;
-  py::class_<DuelOptions>(m, "DuelOptions", "How sure a duel must be, and how long it may take.")
+  const PairedTestOptions defaults;
+  py::class_<PairedTestOptions>(m, "PairedTestOptions", "How sure a paired test must be, and how long it may take.")
       .def(py::init([](double threshold, double confidence, double false_accept, int least_pairs, int most_pairs,
                        double worth, double most_seconds, double budget_seconds, double repay_steps,
                        std::uint64_t seed) {
-             return DuelOptions{threshold, confidence,   false_accept,   least_pairs, most_pairs,
+             return PairedTestOptions{threshold, confidence,   false_accept,   least_pairs, most_pairs,
                                 worth,     most_seconds, budget_seconds, repay_steps, seed};
            }),
            py::kw_only(), py::arg("threshold") = defaults.threshold, py::arg("confidence") = defaults.confidence,
@@ -50,45 +50,45 @@ void bind_duel(py::module_& m) {
            py::arg("most_pairs") = defaults.most_pairs, py::arg("worth") = defaults.worth,
            py::arg("most_seconds") = defaults.most_seconds, py::arg("budget_seconds") = defaults.budget_seconds,
            py::arg("repay_steps") = defaults.repay_steps, py::arg("seed") = defaults.seed)
-      .def_readwrite("threshold", &DuelOptions::threshold)
-      .def_readwrite("confidence", &DuelOptions::confidence)
-      .def_readwrite("false_accept", &DuelOptions::false_accept)
-      .def_readwrite("least_pairs", &DuelOptions::least_pairs)
-      .def_readwrite("most_pairs", &DuelOptions::most_pairs)
-      .def_readwrite("worth", &DuelOptions::worth)
-      .def_static("conclusion", &DuelOptions::conclusion, py::arg("seed"), "Of everything against nothing at the end.")
-      .def_static("member", &DuelOptions::member, py::arg("seed"), "Of a remembered certificate without one of it.")
-      .def_static("canary", &DuelOptions::canary, py::arg("seed"), "Of a remembered certificate.")
-      .def_readwrite("most_seconds", &DuelOptions::most_seconds)
-      .def_readwrite("budget_seconds", &DuelOptions::budget_seconds)
-      .def_readwrite("repay_steps", &DuelOptions::repay_steps)
-      .def_readwrite("seed", &DuelOptions::seed);
-  py::class_<DuelResult>(m, "DuelResult", "What a duel has shown; speedup is incumbent over challenger.")
+      .def_readwrite("threshold", &PairedTestOptions::threshold)
+      .def_readwrite("confidence", &PairedTestOptions::confidence)
+      .def_readwrite("false_accept", &PairedTestOptions::false_accept)
+      .def_readwrite("least_pairs", &PairedTestOptions::least_pairs)
+      .def_readwrite("most_pairs", &PairedTestOptions::most_pairs)
+      .def_readwrite("worth", &PairedTestOptions::worth)
+      .def_static("conclusion", &PairedTestOptions::conclusion, py::arg("seed"), "Of everything against nothing at the end.")
+      .def_static("member", &PairedTestOptions::member, py::arg("seed"), "Of a remembered certificate without one of it.")
+      .def_static("canary", &PairedTestOptions::canary, py::arg("seed"), "Of a remembered certificate.")
+      .def_readwrite("most_seconds", &PairedTestOptions::most_seconds)
+      .def_readwrite("budget_seconds", &PairedTestOptions::budget_seconds)
+      .def_readwrite("repay_steps", &PairedTestOptions::repay_steps)
+      .def_readwrite("seed", &PairedTestOptions::seed);
+  py::class_<PairedTestResult>(m, "PairedTestResult", "What a paired test has shown; speedup is incumbent over challenger.")
       .def(py::init<>())
-      .def_readwrite("decision", &DuelResult::decision)
-      .def_readwrite("speedup", &DuelResult::speedup)
-      .def_readwrite("incumbent", &DuelResult::incumbent, "Median seconds a step.")
-      .def_readwrite("challenger", &DuelResult::challenger, "Median seconds a step.")
-      .def_readwrite("pairs", &DuelResult::pairs)
-      .def_readwrite("p_value", &DuelResult::p_value)
-      .def_readwrite("reason", &DuelResult::reason);
+      .def_readwrite("decision", &PairedTestResult::decision)
+      .def_readwrite("speedup", &PairedTestResult::speedup)
+      .def_readwrite("incumbent", &PairedTestResult::incumbent, "Median seconds a step.")
+      .def_readwrite("challenger", &PairedTestResult::challenger, "Median seconds a step.")
+      .def_readwrite("pairs", &PairedTestResult::pairs)
+      .def_readwrite("p_value", &PairedTestResult::p_value)
+      .def_readwrite("reason", &PairedTestResult::reason);
 }
 
 void bind_certificate(py::module_& m) {
   py::class_<CertificateEntry>(m, "CertificateEntry", "What became of one strategy. Containers are copied in and out.")
       .def(py::init<>())
-      .def(py::init([](std::string strategy, Kind kind, Standing standing, std::string reason) {
+      .def(py::init([](std::string strategy, Kind kind, Status status, std::string reason) {
              CertificateEntry entry;
              entry.strategy = std::move(strategy);
              entry.kind = kind;
-             entry.standing = standing;
+             entry.status = status;
              entry.reason = std::move(reason);
              return entry;
            }),
-           py::arg("strategy"), py::arg("kind"), py::arg("standing"), py::arg("reason"))
+           py::arg("strategy"), py::arg("kind"), py::arg("status"), py::arg("reason"))
       .def_readwrite("strategy", &CertificateEntry::strategy)
       .def_readwrite("kind", &CertificateEntry::kind)
-      .def_readwrite("standing", &CertificateEntry::standing)
+      .def_readwrite("status", &CertificateEntry::status)
       .def_readwrite("reason", &CertificateEntry::reason)
       .def_readwrite("cost", &CertificateEntry::cost)
       .def_readwrite("speedup", &CertificateEntry::speedup)
@@ -254,7 +254,7 @@ void bind_guard(py::module_& m) {
 }  // namespace
 
 void bind_tune(py::module_& m) {
-  bind_duel(m);
+  bind_paired_test(m);
   bind_certificate(m);
   bind_change(m);
   bind_guard(m);

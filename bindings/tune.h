@@ -1,4 +1,4 @@
-/// The room of the tuner.
+/// The module of the tuner.
 #pragma once
 
 #include "bindings.h"

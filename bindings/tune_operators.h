@@ -1,4 +1,4 @@
-/// The native operators, a part of the tuner's room.
+/// The native operators, a part of the tuner's module.
 #pragma once
 
 #include "bindings.h"

@@ -135,17 +135,17 @@ void bind_watch(py::module_& m) {
 void bind_tuner(py::module_& m) {
   py::class_<Offer>(m, "Offer", "A strategy that a workload has.")
       .def(py::init([](std::string name, Kind kind, std::string group, Names required, Names interacts, Names part_of,
-                       Names renewed_by, int settle, std::string cost, double hopeful, double expected_speedup,
+                       Names renewed_by, int settle, std::string cost, double max_speedup, double expected_speedup,
                        bool feeds, std::string refused) {
              return Offer{std::move(name),
                           kind,
                           {std::move(group), std::move(required), std::move(interacts), std::move(part_of),
-                           std::move(renewed_by), settle, std::move(cost), hopeful, expected_speedup, feeds,
+                           std::move(renewed_by), settle, std::move(cost), max_speedup, expected_speedup, feeds,
                            /*needs_loop=*/false},  // Python's workload refuses them itself
                           std::move(refused)};
            }),
            py::arg("name"), py::kw_only(), py::arg("kind"), py::arg("group"), py::arg("requires"), py::arg("interacts"),
-           py::arg("part_of"), py::arg("renewed_by"), py::arg("settle"), py::arg("cost"), py::arg("hopeful"),
+           py::arg("part_of"), py::arg("renewed_by"), py::arg("settle"), py::arg("cost"), py::arg("max_speedup"),
            py::arg("expected_speedup"), py::arg("feeds"), py::arg("refused") = "");
   py::class_<Workload, PythonWorkload>(m, "Workload",
                                        "What a tuner must be given: a training step that it can take, time, change, "
@@ -163,12 +163,12 @@ void bind_tuner(py::module_& m) {
       py::arg("config"), py::arg("offers"), py::arg("excluded"), py::kw_only(), py::arg("by_trainer"),
       "Why strategies are not tried, by name; what is to be active whatever it gains; why settings are ruled out.");
   m.def(
-      "bring",
+      "activate",
       [](const PerformanceConfig& config, const std::vector<Offer>& offers, Texts skipped,
          std::vector<Requirement> required, Texts refused, const std::function<bool(const std::string&)>& is_active,
          const std::function<std::string(const std::string&)>& put) {
         Asked asked{std::move(skipped), std::move(required), std::move(refused)};
-        bring(asked, config, offers, is_active, put);
+        activate(asked, config, offers, is_active, put);
         return std::pair(std::move(asked.skipped), std::move(asked.refused));
       },
       py::arg("config"), py::arg("offers"), py::arg("skipped"), py::arg("required"), py::arg("refused"),

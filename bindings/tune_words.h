@@ -12,7 +12,7 @@
 #include "oxytorch/error.h"
 #include "oxytorch/spelling.h"
 #include "oxytorch/tune/certificate.h"
-#include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/paired_test.h"
 #include "oxytorch/tune/kind.h"
 
 namespace pybind11::detail {
@@ -49,7 +49,7 @@ template <>
 struct type_caster<oxytorch::tune::Decision> : word_caster<oxytorch::tune::Decision, "'open'", "'accept'", "'reject'"> {
 };
 template <>
-struct type_caster<oxytorch::tune::Standing> : word_caster<oxytorch::tune::Standing, "'accepted'", "'rejected'",
+struct type_caster<oxytorch::tune::Status> : word_caster<oxytorch::tune::Status, "'accepted'", "'rejected'",
                                                            "'refused'", "'failed'", "'skipped'", "'rolled back'"> {};
 
 }  // namespace pybind11::detail

@@ -1,4 +1,4 @@
-# Compiler settings and the functions by which each room joins the build.
+# Compiler settings and the functions by which each module joins the build.
 include(GNUInstallDirs)
 # All that is installed for C++ also goes into the wheel, where libraries are in lib/ whatever the machine's habit is.
 set(CMAKE_INSTALL_DEFAULT_COMPONENT_NAME wheel)
@@ -44,17 +44,17 @@ if(OXYTORCH_COVERAGE)
   target_link_options(oxytorch_flags INTERFACE --coverage)
 endif()
 
-# oxytorch_room(<core|torch> FILE...): add a room's sources to the torch-free or to the torch library.
-function(oxytorch_room floor)
-  if(floor STREQUAL "torch" AND NOT OXYTORCH_TORCH)
+# oxytorch_module(<core|torch> FILE...): add a module's sources to the torch-free or to the torch library.
+function(oxytorch_module layer)
+  if(layer STREQUAL "torch" AND NOT OXYTORCH_TORCH)
     return()
   endif()
-  if(floor STREQUAL "core")
+  if(layer STREQUAL "core")
     set(target oxytorch_core)
-  elseif(floor STREQUAL "torch")
+  elseif(layer STREQUAL "torch")
     set(target oxytorch)
   else()
-    message(FATAL_ERROR "oxytorch_room: floor is 'core' or 'torch', not '${floor}'")
+    message(FATAL_ERROR "oxytorch_module: layer is 'core' or 'torch', not '${layer}'")
   endif()
   foreach(file IN LISTS ARGN)
     target_sources(${target} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/${file}")
@@ -63,26 +63,26 @@ endfunction()
 
 # oxytorch_test(<name> <core|torch> FILE... [DEVICES DEVICE...]): a GoogleTest program named <name>, one ctest entry per
 # test on the CPU, and one entry for the whole program on each device (tests/device/torch_device.h).
-function(oxytorch_test name floor)
-  if(floor STREQUAL "torch" AND NOT OXYTORCH_TORCH)
+function(oxytorch_test name layer)
+  if(layer STREQUAL "torch" AND NOT OXYTORCH_TORCH)
     return()
   endif()
   cmake_parse_arguments(PARSE_ARGV 2 test "" "" DEVICES)
   add_executable(${name} ${test_UNPARSED_ARGUMENTS})
   target_link_libraries(${name} PRIVATE oxytorch_flags GTest::gtest GTest::gmock GTest::gtest_main)
-  if(floor STREQUAL "torch")
+  if(layer STREQUAL "torch")
     # No precompiled header: for one or two units it costs more than it saves.
     target_link_libraries(${name} PRIVATE oxytorch oxytorch_torch_device OpenMP::OpenMP_CXX)
   else()
     target_link_libraries(${name} PRIVATE oxytorch_core)
   endif()
-  get_filename_component(room ${CMAKE_CURRENT_SOURCE_DIR} NAME)
+  get_filename_component(module ${CMAKE_CURRENT_SOURCE_DIR} NAME)
   include(GoogleTest)
-  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 PROPERTIES LABELS "${room};${floor}")
+  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 PROPERTIES LABELS "${module};${layer}")
   foreach(device IN LISTS test_DEVICES)
     add_test(NAME ${name}.${device} COMMAND ${name})
     set_tests_properties(${name}.${device} PROPERTIES ENVIRONMENT OXYTORCH_DEVICE=${device}
-                                                      LABELS "${room};${floor};device")
+                                                      LABELS "${module};${layer};device")
   endforeach()
 endfunction()
 

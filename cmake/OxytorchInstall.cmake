@@ -4,14 +4,14 @@ include(CMakePackageConfigHelpers)
 
 set(OXYTORCH_CMAKE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/Oxytorch)
 
-# Headers of floors 3 and up; the rest must compile with no torch on the machine.
-set(OXYTORCH_TORCH_ROOMS accelerator optim amp memory model checkpoint distributed tune trainer oxytorch)
+# Headers of layers 3 and up; the rest must compile with no torch on the machine.
+set(OXYTORCH_TORCH_MODULES accelerator optim amp memory model checkpoint distributed tune trainer oxytorch)
 file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/include/oxytorch/*.h)
 set(core_headers ${PROJECT_BINARY_DIR}/include/oxytorch/version.h)
 set(torch_headers "")
 foreach(header IN LISTS headers)
-  string(REGEX REPLACE "^oxytorch/([^/.]+).*" "\\1" room ${header})
-  if(room IN_LIST OXYTORCH_TORCH_ROOMS)
+  string(REGEX REPLACE "^oxytorch/([^/.]+).*" "\\1" module ${header})
+  if(module IN_LIST OXYTORCH_TORCH_MODULES)
     list(APPEND torch_headers ${PROJECT_SOURCE_DIR}/include/${header})
   else()
     list(APPEND core_headers ${PROJECT_SOURCE_DIR}/include/${header})

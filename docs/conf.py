@@ -36,7 +36,7 @@ suppress_warnings = ["duplicate_declaration.cpp"]
 
 
 def find_file_by_path(filename, parser, project_info, index, matches) -> None:  # type: ignore[no-untyped-def]
-    """Find a file of Doxygen's by its path; breathe's own search knows bare names only, and rooms share some."""
+    """Find a file of Doxygen's by its path; breathe's own search knows bare names only, and modules share some."""
     for compound in index.file_compounds:
         if compound.name == filename.rsplit("/", 1)[-1]:
             for found in parser.parse_compound(compound.refid, project_info).root.compounddef:

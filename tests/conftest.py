@@ -1,4 +1,4 @@
-"""What tests of several rooms share."""
+"""What tests of several modules share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 sys.path.append(str(ROOT / "tests" / "device"))
-sys.path.append(str(ROOT / "tests" / "tune"))  # planted: strategies and a clock for more than one room
+sys.path.append(str(ROOT / "tests" / "tune"))  # planted: strategies and a clock for more than one module
 import torch_device  # noqa: E402
 from oxytorch import _C  # noqa: E402
 

@@ -140,12 +140,12 @@ bool own_card_lost(const Snapshot& snapshot) {
 
 // ---- the table
 
-struct Standing {
+struct Readiness {
   const oxy_backend* torch = nullptr;  // null: unusable
   std::string reason;
 };
 
-Standing standing() {
+Readiness readiness() {
   if (forked()) return {nullptr, "this process was forked from one that used the hpu backend"};
   const TorchHalf half = torch_half();
   const std::shared_ptr<const Snapshot> facts = Sampler::instance().facts();
@@ -173,7 +173,7 @@ const oxy_backend* usable_torch() {
 // What every call but score asks first (F2, F4).
 oxy_status ready(std::int32_t index, const oxy_backend*& torch, bool lost_too = false) {
   torch = forked() ? nullptr : usable_torch();
-  if (torch == nullptr) return fail(OXY_INVALID_STATE, "%s", standing().reason.c_str());
+  if (torch == nullptr) return fail(OXY_INVALID_STATE, "%s", readiness().reason.c_str());
   if (index != 0) {
     return fail(OXY_INVALID_ARGUMENT, "there is no hpu device %d; a process has one HPU, number 0", index);
   }
@@ -191,7 +191,7 @@ std::int32_t score(const char** reason, std::int32_t* devices) {
   const char* text = "the hpu backend failed while it looked for cards";
   bool usable = false;
   guarded([&]() -> oxy_status {
-    const Standing now = standing();
+    const Readiness now = readiness();
     text = keep(now.reason);
     usable = now.torch != nullptr;
     return OXY_OK;

@@ -64,7 +64,7 @@ class SimDevice {
   std::vector<std::shared_ptr<QueueState>> queues_;
 };
 
-/// The settings in force. Read on every call, so they are atomics.
+/// The active settings. Read on every call, so they are atomics.
 struct Settings {
   std::atomic<int> devices{1};
   std::atomic<std::uint64_t> memory_bytes{0};

@@ -52,9 +52,9 @@ oxy_status check_shape(const oxy_tail_tensor& t, std::uint32_t index) {
     return fail(OXY_INVALID_ARGUMENT, "tensor %u of the step tail names type %u for its state; there is no such type",
                 index, t.state_type);
   }
-  if (t.residue != nullptr && t.type != OXY_BF16) {
+  if (t.low_bits != nullptr && t.type != OXY_BF16) {
     return fail(OXY_INVALID_ARGUMENT,
-                "tensor %u of the step tail has a residue but is not OXY_BF16; only such a parameter has one", index);
+                "tensor %u of the step tail has low_bits but is not OXY_BF16; only such a parameter has them", index);
   }
   return OXY_OK;
 }

@@ -87,8 +87,8 @@ struct Workload {
       if (seven) {
         t.type = t.grad_type = ElementType::BF16;
         t.param = array(2 * n);
-        t.residue = static_cast<std::int8_t*>(array(n));
-        split_weights(values, static_cast<std::uint16_t*>(t.param), t.residue);
+        t.low_bits = static_cast<std::int8_t*>(array(n));
+        split_weights(values, static_cast<std::uint16_t*>(t.param), t.low_bits);
         t.grad = array(2 * n);
         std::copy_n(static_cast<std::uint16_t*>(t.param), n, static_cast<std::uint16_t*>(t.grad));
       } else {

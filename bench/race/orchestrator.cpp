@@ -125,7 +125,7 @@ std::string verdicts(const oxytorch::Plan& plan) {
   std::ostringstream rejected;
   for (const auto& name : plan.accepted()) accepted << (accepted.tellp() > 0 ? ", " : "") << std::quoted(name);
   for (const auto& entry : plan.certificate().entries) {
-    if (entry.standing == oxytorch::tune::Standing::Accepted) continue;
+    if (entry.status == oxytorch::tune::Status::Accepted) continue;
     rejected << (rejected.tellp() > 0 ? ", " : "") << std::quoted(entry.strategy) << ": " << std::quoted(entry.reason);
   }
   return R"("accepted": [)" + accepted.str() + R"(], "rejected": {)" + rejected.str() + "}";

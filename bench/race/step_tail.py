@@ -317,7 +317,7 @@ def training_contenders(name: str, autocast: bool) -> list[Contender]:
 def seven_byte_layout(sizes: list[int]) -> list[tuple[str, float, float | None]]:
     """Bytes of a parameter in the 7-byte layout, gradient included, after steps with all that usually forbids it.
 
-    bf16 weights and gradients, an 8-bit residue, 8-bit moments; clipping, a scaler, two micro-batches a step. The
+    bf16 weights and gradients, 8 low bits, 8-bit moments; clipping, a scaler, two micro-batches a step. The
     tensors are those a user can reach; what the process grew by holds the rest.
     """
     our_contender([32], dtype=torch.bfloat16).run()  # What the first optimizer imports is not the layout's.

@@ -46,8 +46,8 @@ def offer(first: int, count: int, width: int) -> list[Any]:
         seed=first,
     )
     plan.revert()
-    # A candidate taken by its own duel counts, also where the closing one against nothing dropped it.
-    return [entry for entry in plan.certificate.entries if entry.standing != "skipped"]
+    # A candidate taken by its own paired test counts, also where the closing one against nothing dropped it.
+    return [entry for entry in plan.certificate.entries if entry.status != "skipped"]
 
 
 def main() -> int:
@@ -63,7 +63,7 @@ def main() -> int:
     while len(entries) < arguments.candidates:
         left = arguments.candidates - len(entries)
         entries += offer(len(entries), min(arguments.a_call, left), arguments.width)
-    taken = [entry for entry in entries if entry.standing == "accepted" or "all together" in entry.reason]
+    taken = [entry for entry in entries if entry.status == "accepted" or "all together" in entry.reason]
     result = {
         "candidates": len(entries),
         "accepted": len(taken),

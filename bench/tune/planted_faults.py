@@ -26,7 +26,7 @@ from oxytorch.tune.run import Run
 from oxytorch.tune.verify import Verifier
 from planted_faults import FAULTS, HEALTHY, Fault, workload
 
-OURS = "float64 referee"
+OURS = "float64 verifier"
 
 
 class Bench:
@@ -43,29 +43,29 @@ class Bench:
 
     def of(self, look: Callable[[Run], Any]) -> Any:
         """Look at the run, from the state as held."""
-        wanted = self.run.in_force
-        self.run.bring(())
+        wanted = self.run.active
+        self.run.set_active(())
         self.snapshot.restore()
-        self.run.bring(wanted)
+        self.run.set_active(wanted)
         return look(self.run)
 
     def caught(self, fault: Fault) -> dict[str, Any]:
         """Return by check whether it refuses this, and our reason."""
         self.run.strategies = {fault.name: fault.strategy()}
         self.run._made.clear()
-        self.run.bring([fault.name])
+        self.run.set_active([fault.name])
         try:
             found: dict[str, Any] = {name: self.refuses(name) for name in RIVALS}
             ruling = self.verifier.check(fault.kind)
         finally:
-            self.run.bring(())
+            self.run.set_active(())
             self.snapshot.restore()
         self.snapshot.prove()
         steps = ruling.evidence["seconds"] / self.step_seconds
         return {**found, OURS: not ruling.held, "reason": ruling.reason, "steps": round(steps, 1)}
 
     def refuses(self, name: str) -> bool:
-        """Whether a rival's check refuses what is in force; a step that throws is refused by all that look."""
+        """Whether a rival's check refuses what is active; a step that throws is refused by all that look."""
         look, accepts = RIVALS[name]
         try:
             return not accepts(self.of(look), self.usual[name])

@@ -37,7 +37,7 @@ struct DeviceRuntime {
   std::function<void(const std::string&, const std::optional<std::string>&)> set_variable = {};
 };
 
-/// Settings in force; takes them back when it ends, unless keep() was called. Movable.
+/// Active settings; takes them back when it ends, unless keep() was called. Movable.
 class OXY_API Applied {
  public:
   Applied() = default;
@@ -48,11 +48,11 @@ class OXY_API Applied {
   [[nodiscard]] const std::vector<FieldReport>& report() const noexcept { return report_; }
   /// True where every field was applied.
   [[nodiscard]] bool complete() const;
-  [[nodiscard]] bool in_force() const noexcept { return !settings_.empty(); }
+  [[nodiscard]] bool active() const noexcept { return !settings_.empty(); }
   /// Puts everything back to what it was, in reverse order; each setting is tried even where another fails, and the
   /// first failure is thrown at the end. A second call does nothing.
   void revert();
-  /// Leaves the settings in force for the rest of the process.
+  /// Leaves the settings active for the rest of the process.
   void keep() { settings_.clear(); }
 
  private:

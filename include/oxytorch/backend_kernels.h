@@ -15,7 +15,7 @@
  *      the host is copied before it returns.
  *  K3  One round: tail_configure if something changed, tail_measure, tail_judge, tail_apply, on one queue. One tail is
  *      used by one thread at a time.
- *  K4  A round whose verdict is to skip changes no byte of parameters, master weights, residues, copies, state,
+ *  K4  A round whose verdict is to skip changes no byte of parameters, master weights, low bits, copies, state,
  * averages and counts; gradients are zeroed if asked for.
  */
 #ifndef OXYTORCH_BACKEND_KERNELS_H_
@@ -50,7 +50,7 @@ typedef struct oxy_tail_tensor {
   void* param;
   void* grad; /* NULL: takes no part in the round */
   float* master;
-  int8_t* residue;
+  int8_t* low_bits;
   void* copy;
   void* state[3];
   uint16_t* scale[3]; /* of Int8 state */

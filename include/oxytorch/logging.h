@@ -21,14 +21,14 @@ OXY_API const char* name(LogLevel level) noexcept;
 /// The level named by `text`; Error(InvalidArgument) with the nearest name for another text.
 OXY_API LogLevel parse_log_level(std::string_view text);
 
-/// The level in force: messages below it are dropped.
+/// The active level: messages below it are dropped.
 OXY_API LogLevel log_level() noexcept;
 OXY_API void set_log_level(LogLevel level) noexcept;
 
 /// True where a message of this level would be written; guards work that is only for the log.
 OXY_API bool logs(LogLevel level) noexcept;
 
-/// Writes one message, if its level is in force. Level Off is never written.
+/// Writes one message, if its level is active. Level Off is never written.
 OXY_API void log(LogLevel level, std::string_view message);
 
 /// As log(), once per `key` and process; returns whether this call was the first. A dropped message counts as said.

@@ -1,4 +1,4 @@
-/// The monitor room: step and phase times with nothing on the step path but clock reads and stores into memory
+/// The monitor module: step and phase times with nothing on the step path but clock reads and stores into memory
 /// taken beforehand, sinks that receive the finished steps, and reports to read.
 #pragma once
 

@@ -1,4 +1,4 @@
-/// Every room at once. It reaches LibTorch: a program on Oxytorch::core includes the rooms that it needs.
+/// Every module at once. It reaches LibTorch: a program on Oxytorch::core includes the modules that it needs.
 #pragma once
 
 #include "oxytorch/accelerator.h"

@@ -54,7 +54,7 @@ struct TrainerOptions {
 /// step path reads the device on the host; another optimizer is served too, with one host read a step under float16 or
 /// where `nonfinite` is not "propagate".
 ///
-/// What is named is in force from the start, at any level. What is "auto" is decided on the first batch by what
+/// What is named is active from the start, at any level. What is "auto" is decided on the first batch by what
 /// accelerate() does: whole steps with and without each change, verified, within a second or 2 % of the planned run
 /// (tune_seconds says another number). Model, optimizer, gradients and generators are put back, bit for bit, before the
 /// first step is taken; what the loss function reaches beside them is not, and it is called some hundreds of times.
@@ -130,7 +130,7 @@ class OXY_API Trainer {
   [[nodiscard]] std::string report() const;
   [[nodiscard]] std::string report_json() const;
 
-  /// Takes back what is in force on the model, the optimizer and the process; of a plan, Plan::revert() does. What was
+  /// Takes back what is active on the model, the optimizer and the process; of a plan, Plan::revert() does. What was
   /// trained stays, and steps go on as given.
   void revert();
 

@@ -1,5 +1,5 @@
 /// The orchestrator: tries what may make a training step faster on the step itself, and keeps what pays and is proven.
-/// Programs on Oxytorch::core include the headers of its decisions alone (asked.h, duel.h, search.h, certificate.h,
+/// Programs on Oxytorch::core include the headers of its decisions alone (asked.h, paired_test.h, search.h, certificate.h,
 /// change.h, guard.h, setting_lines.h, workload.h, tuner.h, watch.h).
 #pragma once
 
@@ -10,7 +10,7 @@
 #include "oxytorch/tune/block.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/change.h"
-#include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/paired_test.h"
 #include "oxytorch/tune/guard.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/kind.h"

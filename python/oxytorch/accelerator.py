@@ -173,7 +173,7 @@ class GPUConfig:
         return _Native.presets()
 
     def apply(self, strict: bool = False) -> Report:
-        """Set each field, read it back, and say what became of it; in force until `revert`.
+        """Set each field, read it back, and say what became of it; active until `revert`.
 
         Parameters
         ----------
@@ -188,10 +188,10 @@ class GPUConfig:
         Raises
         ------
         RuntimeError
-            Where this configuration is in force already, or by `strict`.
+            Where this configuration is active already, or by `strict`.
         """
         if self._applied is not None:
-            raise RuntimeError("this GPUConfig is in force already; revert() it first.")
+            raise RuntimeError("this GPUConfig is active already; revert() it first.")
         applied = self._make().apply(_runtime())
         report = Report(applied.report())
         if strict and not report.complete:
@@ -202,7 +202,7 @@ class GPUConfig:
         return report
 
     def revert(self) -> None:
-        """Put back everything that `apply` changed to what it was; does nothing where it is not in force."""
+        """Put back everything that `apply` changed to what it was; does nothing where it is not active."""
         applied, self._applied = self._applied, None
         if applied is not None:
             applied.revert()

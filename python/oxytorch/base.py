@@ -209,7 +209,7 @@ def system_info() -> dict[str, Any]:
 
 
 def log_level() -> str:
-    """Return the level in force; ``"warn"`` unless ``OXYTORCH_LOG`` or `set_log_level` says otherwise."""
+    """Return the active level; ``"warn"`` unless ``OXYTORCH_LOG`` or `set_log_level` says otherwise."""
     return _native.log_level()
 
 
@@ -219,7 +219,7 @@ def set_log_level(level: str) -> None:
 
 
 def log(level: str, message: str) -> None:
-    """Write one message to Oxytorch's log, if its level is in force."""
+    """Write one message to Oxytorch's log, if its level is active."""
     _native.log(level, message)
 
 

@@ -159,7 +159,7 @@ class Linter {
         }
         continue;
       }
-      // What is replaced was in force until now.
+      // What is replaced was active until now.
       if (const auto before = set_.find(one.name); before != set_.end()) judge_one(set_, before->second);
       apply(one);
     }

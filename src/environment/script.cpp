@@ -521,7 +521,7 @@ class Reader {
     }
   }
 
-  /// A line `#SBATCH ...`: options of the job, in force for all that follows.
+  /// A line `#SBATCH ...`: options of the job, active for all that follows.
   void sbatch_line() {
     line_start_ = false;
     if (!text_.substr(at_).starts_with("#SBATCH")) return;

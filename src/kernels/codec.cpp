@@ -19,12 +19,12 @@ void decode_state(StateCode code, const void* codes, const std::uint16_t* scales
   table().decode_state(code, codes, scales, count_of(values), values.data());
 }
 
-void split_weights(std::span<const float> values, std::uint16_t* bf16, std::int8_t* residues) {
-  table().split_weights(values.data(), count_of(values), bf16, residues);
+void split_weights(std::span<const float> values, std::uint16_t* bf16, std::int8_t* low_bits) {
+  table().split_weights(values.data(), count_of(values), bf16, low_bits);
 }
 
-void join_weights(const std::uint16_t* bf16, const std::int8_t* residues, std::span<float> values) {
-  table().join_weights(bf16, residues, count_of(values), values.data());
+void join_weights(const std::uint16_t* bf16, const std::int8_t* low_bits, std::span<float> values) {
+  table().join_weights(bf16, low_bits, count_of(values), values.data());
 }
 
 std::uint16_t rounding_bits(std::uint64_t seed, std::uint32_t stream, RoundingOperand operand, std::uint32_t step,

@@ -158,15 +158,15 @@ HWY_INLINE void store(V value, Half* to, const std::uint16_t*) {
 }
 #endif
 
-// A weight as bf16 and residue.
-HWY_INLINE V load(const Bf16* from, const std::int8_t* residue) {
+// A weight as bf16 and low bits.
+HWY_INLINE V load(const Bf16* from, const std::int8_t* low_bits) {
   const VU high = hn::PromoteTo(U32(), hn::LoadU(U16(), &from->bits));
-  const VU low = hn::BitCast(U32(), hn::PromoteTo(I32(), hn::LoadU(I8(), residue)));
+  const VU low = hn::BitCast(U32(), hn::PromoteTo(I32(), hn::LoadU(I8(), low_bits)));
   const VU magnitude = hn::Add(hn::ShiftLeft<8>(hn::And(high, set_bits(0x7FFF))), low);
   return float_of(hn::Or(hn::ShiftLeft<8>(magnitude), hn::ShiftLeft<16>(hn::And(high, set_bits(0x8000)))));
 }
 template <bool kStochastic>
-HWY_INLINE void store(V value, Bf16* to, std::int8_t* residue, const std::uint16_t* random) {
+HWY_INLINE void store(V value, Bf16* to, std::int8_t* low_bits, const std::uint16_t* random) {
   const VU bits = bits_of(value);
   const auto is_number = hn::RebindMask(U32(), hn::Eq(value, value));
   const VU magnitude = hn::IfThenElse(is_number, hn::And(bits, set_bits(0x7FFFFFFF)), set_bits(0x7FC00000));
@@ -175,7 +175,7 @@ HWY_INLINE void store(V value, Bf16* to, std::int8_t* residue, const std::uint16
   const VU high = hn::ShiftRight<8>(hn::Add(whole, set_bits(0x80)));
   const VU low = hn::Sub(whole, hn::ShiftLeft<8>(high));
   store_low16(hn::Or(high, hn::And(hn::ShiftRight<16>(bits), set_bits(0x8000))), &to->bits);
-  hn::StoreU(hn::DemoteTo(I8(), hn::BitCast(I32(), low)), I8(), residue);
+  hn::StoreU(hn::DemoteTo(I8(), hn::BitCast(I32(), low)), I8(), low_bits);
 }
 
 // 8-bit state. Both curves share their form: y = bits >> kShift, plus what maps 1 to 1.
@@ -341,26 +341,26 @@ void encode(const float* from, std::int64_t count, T* to, const std::uint16_t* r
   }
 }
 
-[[maybe_unused]] void join(const Bf16* from, const std::int8_t* residue, std::int64_t count, float* to) {
+[[maybe_unused]] void join(const Bf16* from, const std::int8_t* low_bits, std::int64_t count, float* to) {
   std::int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(load(from + i, residue + i), to + i);
+  for (; i + kLanes <= count; i += kLanes) store(load(from + i, low_bits + i), to + i);
   if (i < count) {
     Bf16 high[kLanes] = {};
     std::int8_t low[kLanes] = {};
     float wide[kLanes];
     const auto left = static_cast<std::size_t>(count - i);
     std::memcpy(high, from + i, left * sizeof(Bf16));
-    std::memcpy(low, residue + i, left);
+    std::memcpy(low, low_bits + i, left);
     store(load(high, low), wide);
     std::memcpy(to + i, wide, left * sizeof(float));
   }
 }
 
 template <bool kStochastic>
-void split(const float* from, std::int64_t count, Bf16* to, std::int8_t* residue, const std::uint16_t* random) {
+void split(const float* from, std::int64_t count, Bf16* to, std::int8_t* low_bits, const std::uint16_t* random) {
   std::int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes)
-    store<kStochastic>(load(from + i), to + i, residue + i, advance<kStochastic>(random, i));
+    store<kStochastic>(load(from + i), to + i, low_bits + i, advance<kStochastic>(random, i));
   if (i < count) {
     float wide[kLanes] = {};
     Bf16 high[kLanes];
@@ -369,7 +369,7 @@ void split(const float* from, std::int64_t count, Bf16* to, std::int8_t* residue
     std::memcpy(wide, from + i, left * sizeof(float));
     store<kStochastic>(load(wide), high, low, advance<kStochastic>(random, i));
     std::memcpy(to + i, high, left * sizeof(Bf16));
-    std::memcpy(residue + i, low, left);
+    std::memcpy(low_bits + i, low, left);
   }
 }
 

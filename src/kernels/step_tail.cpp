@@ -60,8 +60,8 @@ void check_types(const TailTensor& tensor, std::size_t index) {
     OXY_CHECK(type != ElementType::Int8, InvalidType, "tensor ", index,
               " of the step tail names Int8 for its parameter, gradient or copy; that type is for state alone.");
   }
-  OXY_CHECK(tensor.residue == nullptr || tensor.type == ElementType::BF16, InvalidType, "tensor ", index,
-            " of the step tail has a residue but is not BF16; only a BF16 parameter has one.");
+  OXY_CHECK(tensor.low_bits == nullptr || tensor.type == ElementType::BF16, InvalidType, "tensor ", index,
+            " of the step tail has low_bits but is not BF16; only a BF16 parameter has them.");
 }
 
 }  // namespace
@@ -70,7 +70,7 @@ std::int64_t step_bytes(const TailTensor& tensor, const TailSettings& settings, 
   const std::int64_t param = bytes_of(tensor.type, tensor.numel);
   const std::int64_t grad = bytes_of(tensor.grad_type, tensor.numel);
   std::int64_t weights = 2 * param;
-  if (tensor.residue != nullptr) weights += 2 * tensor.numel;
+  if (tensor.low_bits != nullptr) weights += 2 * tensor.numel;
   if (tensor.master != nullptr) weights = 8 * tensor.numel + param;
   std::int64_t bytes = weights + grad;
   for (const TailState& state : tensor.state) {

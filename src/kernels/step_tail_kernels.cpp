@@ -132,7 +132,7 @@ auto with_array(const void* data, ElementType type, F&& f) {
 template <class F>
 auto with_weights(const TailTensor& tensor, F&& f) {
   if (tensor.master != nullptr) return f(Plain<float>{tensor.master});
-  if (tensor.residue != nullptr) return f(Split{static_cast<const Bf16*>(tensor.param), tensor.residue});
+  if (tensor.low_bits != nullptr) return f(Split{static_cast<const Bf16*>(tensor.param), tensor.low_bits});
   return with_array(tensor.param, tensor.type, f);
 }
 
@@ -442,10 +442,10 @@ class ChunkRun {
   // Leaves in `weight` the weights as they were stored.
   void write_narrow_weights(float* weight) {
     const bool stochastic = is_random(tensor_.type, RoundingOperand::Param);
-    if (tensor_.residue != nullptr) {
+    if (tensor_.low_bits != nullptr) {
       Bf16* const high = static_cast<Bf16*>(tensor_.param) + at_;
-      stochastic ? split<true>(weight, count_, high, tensor_.residue + at_, scratch_.random)
-                 : split<false>(weight, count_, high, tensor_.residue + at_, nullptr);
+      stochastic ? split<true>(weight, count_, high, tensor_.low_bits + at_, scratch_.random)
+                 : split<false>(weight, count_, high, tensor_.low_bits + at_, nullptr);
     } else {
       stochastic ? write<true>(weight, tensor_.param, tensor_.type) : write<false>(weight, tensor_.param, tensor_.type);
     }
@@ -571,12 +571,12 @@ void decode_array(StateCode code, const void* codes, const std::uint16_t* scales
                             : decode_state<StateCode::Unsigned>(bytes, scales, count, values);
 }
 
-void split_array(const float* values, std::int64_t count, std::uint16_t* bf16, std::int8_t* residues) {
-  split<false>(values, count, reinterpret_cast<Bf16*>(bf16), residues, nullptr);
+void split_array(const float* values, std::int64_t count, std::uint16_t* bf16, std::int8_t* low_bits) {
+  split<false>(values, count, reinterpret_cast<Bf16*>(bf16), low_bits, nullptr);
 }
 
-void join_array(const std::uint16_t* bf16, const std::int8_t* residues, std::int64_t count, float* values) {
-  join(reinterpret_cast<const Bf16*>(bf16), residues, count, values);
+void join_array(const std::uint16_t* bf16, const std::int8_t* low_bits, std::int64_t count, float* values) {
+  join(reinterpret_cast<const Bf16*>(bf16), low_bits, count, values);
 }
 
 }  // namespace

@@ -39,8 +39,8 @@ struct KernelTable {
   void (*encode_state)(StateCode code, const float* values, std::int64_t count, void* codes, std::uint16_t* scales);
   void (*decode_state)(StateCode code, const void* codes, const std::uint16_t* scales, std::int64_t count,
                        float* values);
-  void (*split_weights)(const float* values, std::int64_t count, std::uint16_t* bf16, std::int8_t* residues);
-  void (*join_weights)(const std::uint16_t* bf16, const std::int8_t* residues, std::int64_t count, float* values);
+  void (*split_weights)(const float* values, std::int64_t count, std::uint16_t* bf16, std::int8_t* low_bits);
+  void (*join_weights)(const std::uint16_t* bf16, const std::int8_t* low_bits, std::int64_t count, float* values);
 };
 
 /// The table of `isa`, which must be supported.

@@ -36,13 +36,13 @@ void each_entry(Algorithm algorithm, State& state, Visit visit) {
     visit(std::string(names[k]) + "_scale", state.scales[k]);
   }
   visit("master", state.master);
-  visit("residue", state.residue);
+  visit("low_bits", state.low_bits);
   visit("ema", state.ema);
   visit("copy", state.copy);
 }
 
 bool torch_could_carry_on(const ParamState& state) {
-  return !state.master.defined() && !state.residue.defined() &&
+  return !state.master.defined() && !state.low_bits.defined() &&
          std::none_of(state.scales.begin(), state.scales.end(), [](const at::Tensor& t) { return t.defined(); });
 }
 

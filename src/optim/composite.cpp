@@ -195,10 +195,10 @@ class Update {
     if (p_.state->master.defined()) {
       assign(p_.state->master, updated);
       assign(param, updated);
-    } else if (p_.state->residue.defined()) {
-      const auto [weights, residues] = split_weights(updated, param, stochastic);
+    } else if (p_.state->low_bits.defined()) {
+      const auto [weights, low_bits] = split_weights(updated, param, stochastic);
       assign(param, weights);
-      assign(p_.state->residue, residues);
+      assign(p_.state->low_bits, low_bits);
     } else if (stochastic && param.scalar_type() == at::kBFloat16) {
       assign(param, round_bf16(updated, param, *stochastic));
     } else {
@@ -292,7 +292,7 @@ at::ScalarType wide_type(const at::Tensor& tensor) noexcept {
 at::Tensor best_weights(const at::Tensor& param, const ParamState& state) {
   if (state.master.defined()) return state.master;
   const at::Tensor real = as_real(param);
-  if (state.residue.defined()) return join_weights(real, state.residue);
+  if (state.low_bits.defined()) return join_weights(real, state.low_bits);
   return real.to(compute_type(real.scalar_type()));
 }
 

@@ -40,7 +40,7 @@ oxy_tail_tensor as_given(const kernels::TailTensor& t) {
   given.param = t.param;
   given.grad = t.grad;
   given.master = t.master;
-  given.residue = t.residue;
+  given.low_bits = t.low_bits;
   given.copy = t.copy;
   for (int k = 0; k < 3; ++k) {
     given.state[k] = t.state[k].data;

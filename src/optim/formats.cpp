@@ -126,19 +126,19 @@ std::pair<at::Tensor, at::Tensor> split_weights(const at::Tensor& values, const 
                : at::full({}, 0x80, magnitude.options());
   const at::Tensor m = at::bitwise_right_shift(magnitude.add(added), at::Scalar(8));
   const at::Tensor upper = at::bitwise_right_shift(m.add(0x80), at::Scalar(8));
-  const at::Tensor residue = m.sub(at::bitwise_left_shift(upper, at::Scalar(8))).to(at::kChar);
+  const at::Tensor low_bits = m.sub(at::bitwise_left_shift(upper, at::Scalar(8))).to(at::kChar);
   const at::Tensor sign = bits.bitwise_and(std::int64_t{0x80000000});
   const at::Tensor weight = float_of(at::bitwise_left_shift(upper, at::Scalar(16)).bitwise_or(sign)).to(at::kBFloat16);
-  return {laid_out_as(weight, like), laid_out_as(residue, like)};
+  return {laid_out_as(weight, like), laid_out_as(low_bits, like)};
 }
 
-at::Tensor join_weights(const at::Tensor& weights, const at::Tensor& residues) {
-  // The weights may be a strided view; the residues are dense.
-  const at::Tensor bits = bits_of(flat_like(weights, residues)).to(at::kLong).bitwise_and(std::int64_t{0xFFFFFFFF});
+at::Tensor join_weights(const at::Tensor& weights, const at::Tensor& low_bits) {
+  // The weights may be a strided view; the low bits are dense.
+  const at::Tensor bits = bits_of(flat_like(weights, low_bits)).to(at::kLong).bitwise_and(std::int64_t{0xFFFFFFFF});
   const at::Tensor upper = at::bitwise_right_shift(bits.bitwise_and(kSignBit), at::Scalar(8));
-  const at::Tensor m = upper.add(in_memory_order(residues)).clamp_min(0);
+  const at::Tensor m = upper.add(in_memory_order(low_bits)).clamp_min(0);
   const at::Tensor sign = bits.bitwise_and(std::int64_t{0x80000000});
-  return laid_out_as(float_of(at::bitwise_left_shift(m, at::Scalar(8)).bitwise_or(sign)), residues);
+  return laid_out_as(float_of(at::bitwise_left_shift(m, at::Scalar(8)).bitwise_or(sign)), low_bits);
 }
 
 }  // namespace oxytorch::optim

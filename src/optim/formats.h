@@ -35,10 +35,10 @@ at::Tensor decode_int8(const at::Tensor& codes, const at::Tensor& scales, kernel
 /// A bf16 tensor, laid out as `like`.
 at::Tensor round_bf16(const at::Tensor& values, const at::Tensor& like, const Rounding& rounding);
 
-/// bf16 weights and int8 residues, laid out as `like`.
+/// bf16 weights and int8 low bits, laid out as `like`.
 std::pair<at::Tensor, at::Tensor> split_weights(const at::Tensor& values, const at::Tensor& like,
                                                 const std::optional<Rounding>& rounding);
 /// fp32, laid out as `weights`.
-at::Tensor join_weights(const at::Tensor& weights, const at::Tensor& residues);
+at::Tensor join_weights(const at::Tensor& weights, const at::Tensor& low_bits);
 
 }  // namespace oxytorch::optim

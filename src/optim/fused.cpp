@@ -23,7 +23,7 @@ bool can_be_fused(const CompositeStep& step, const CompositeParam& p) {
   const TailOptions& o = step.options;
   if (algorithm != Algorithm::Adam && algorithm != Algorithm::SGD) return false;
   if (o.clip_value > 0 || o.agc > 0 || o.stochastic_rounding || p.state->master.defined() ||
-      p.state->residue.defined()) {
+      p.state->low_bits.defined()) {
     return false;
   }
   if (!p.param.is_cuda() || p.grad.is_sparse() || p.param.is_complex() || !p.param.is_non_overlapping_and_dense() ||

@@ -245,7 +245,7 @@ void TailOptimizer::load(InputArchive& archive) {
   }
   for (std::size_t i = 0; i < read.states.size(); ++i) {
     ParamState& state = read.states[i];
-    const bool had_master = state.master.defined(), had_residue = state.residue.defined();
+    const bool had_master = state.master.defined(), had_low_bits = state.low_bits.defined();
     OXY_CHECK(!state.ema.defined() || options_.ema_decay != 0, InvalidArgument,
               "the archive has a moving average of parameter ", i,
               ", and this optimizer keeps none; give it an ema_decay.");
@@ -254,7 +254,7 @@ void TailOptimizer::load(InputArchive& archive) {
     if (state.copy.defined() && state.copy.scalar_type() != options_.copy_dtype) state.copy = at::Tensor();
     loaded->set_state(i, std::move(state));
     OXY_CHECK(
-        (!had_master || loaded->state(i).master.defined()) && (!had_residue || loaded->state(i).residue.defined()),
+        (!had_master || loaded->state(i).master.defined()) && (!had_low_bits || loaded->state(i).low_bits.defined()),
         InvalidArgument, "the archive has ", had_master ? "fp32" : "int8", " master weights of parameter ", i,
         ", and this optimizer keeps ", name(options_.master_weights), "; give it the same master_weights.");
   }

@@ -21,7 +21,7 @@ bool wants_master(const Recipe& recipe, const Slot& slot) {
   return recipe.options.master_weights == MasterFormat::Float32 && is_16_bit(slot.type);
 }
 
-bool wants_residue(const Recipe& recipe, const Slot& slot) {
+bool wants_low_bits(const Recipe& recipe, const Slot& slot) {
   return recipe.options.master_weights == MasterFormat::Int8 && slot.type == at::kBFloat16;
 }
 
@@ -37,7 +37,7 @@ at::ScalarType moment_type(const Recipe& recipe, const Slot& slot) {
     case StateFormat::Int8: return at::kChar;
     case StateFormat::Auto: break;
   }
-  return wants_master(recipe, slot) || wants_residue(recipe, slot) ? at::kFloat : slot.type;
+  return wants_master(recipe, slot) || wants_low_bits(recipe, slot) ? at::kFloat : slot.type;
 }
 
 at::Tensor empty_like_param(const Slot& slot, at::ScalarType type) {
@@ -105,7 +105,7 @@ void check_state(const Slot& slot, const at::Tensor& t, const char* what) {
             " is on ", t.device(), "; the parameter is on ", slot.param.device(), ".");
 }
 
-// Codes and residues are read in the order of memory.
+// Codes and low bits are read in the order of memory.
 void check_dense(const Slot& slot, const at::Tensor& t, const std::string& what) {
   OXY_CHECK(t.is_non_overlapping_and_dense(), InvalidArgument, "state '", what, "' of parameter ", slot.name,
             " is a view with strides ", t.strides(),
@@ -146,12 +146,12 @@ void check_entries(const Recipe& recipe, const Slot& slot, const ParamState& sta
   check_floating(slot, state.ema, "ema");
   check_state(slot, state.master, "master");
   check_floating(slot, state.master, "master");
-  check_state(slot, state.residue, "residue");
+  check_state(slot, state.low_bits, "low_bits");
   check_state(slot, state.copy, "copy");
-  if (state.residue.defined()) {
-    OXY_CHECK(state.residue.scalar_type() == at::kChar, InvalidType, "state 'residue' of parameter ", slot.name,
-              " is of dtype ", state.residue.scalar_type(), "; it must be int8.");
-    check_dense(slot, state.residue, "residue");
+  if (state.low_bits.defined()) {
+    OXY_CHECK(state.low_bits.scalar_type() == at::kChar, InvalidType, "state 'low_bits' of parameter ", slot.name,
+              " is of dtype ", state.low_bits.scalar_type(), "; it must be int8.");
+    check_dense(slot, state.low_bits, "low_bits");
   }
   OXY_CHECK(
       !state.copy.defined() || !recipe.options.copy_dtype || state.copy.scalar_type() == *recipe.options.copy_dtype,
@@ -222,7 +222,7 @@ void lay_out_codes(const Recipe& recipe, Slot& slot, std::size_t k) {
 
 }  // namespace
 
-void Likeness::remember(const at::Tensor& param, const at::Tensor& grad) {
+void TensorSignature::remember(const at::Tensor& param, const at::Tensor& grad) {
   if (!grad.defined()) return forget();
   grad_keys_ = grad.key_set();
   grad_type_ = grad.dtype();
@@ -242,7 +242,7 @@ bool complete(const Recipe& recipe, const Slot& slot) {
     if (wants(recipe, slot, k) && !state.moments[k].defined()) return false;
   }
   return (!recipe.counts_steps() || state.step.defined()) && (!wants_master(recipe, slot) || state.master.defined()) &&
-         (!wants_residue(recipe, slot) || state.residue.defined()) &&
+         (!wants_low_bits(recipe, slot) || state.low_bits.defined()) &&
          (!wants_copy(recipe, slot) || state.copy.defined()) && (recipe.options.ema_decay == 0 || state.ema.defined());
 }
 
@@ -256,8 +256,8 @@ void create_state(const Recipe& recipe, Slot& slot) {
   }
   if (wants_master(recipe, slot) && !state.master.defined())
     state.master = empty_like_param(slot, at::kFloat).copy_(slot.param);
-  if (wants_residue(recipe, slot) && !state.residue.defined())
-    state.residue = empty_like_param(slot, at::kChar).zero_();
+  if (wants_low_bits(recipe, slot) && !state.low_bits.defined())
+    state.low_bits = empty_like_param(slot, at::kChar).zero_();
   for (std::size_t k = 0; k < kMoments; ++k) {
     if (!wants(recipe, slot, k) || state.moments[k].defined()) continue;
     const double start =
@@ -302,7 +302,7 @@ void adopt_state(const Recipe& recipe, Slot& slot, ParamState state) {
     convert_moment(recipe, slot, k);
   }
   if (!wants_master(recipe, slot)) slot.state.master = at::Tensor();
-  if (!wants_residue(recipe, slot)) slot.state.residue = at::Tensor();
+  if (!wants_low_bits(recipe, slot)) slot.state.low_bits = at::Tensor();
   if (slot.state.master.defined() && slot.state.master.scalar_type() != at::kFloat) {
     slot.state.master = empty_like_param(slot, at::kFloat).copy_(slot.state.master);
   }
@@ -323,7 +323,7 @@ void conform_state(const Recipe& recipe, Slot& slot) {
     }
   }
   if (!dense) return;
-  for (const at::Tensor* entry : {&state.master, &state.residue, &state.ema, &state.copy}) lay_out(slot, *entry);
+  for (const at::Tensor* entry : {&state.master, &state.low_bits, &state.ema, &state.copy}) lay_out(slot, *entry);
 }
 
 void order_codes(const Slot& slot) {
@@ -349,7 +349,7 @@ void follow_outside_writes(Slot& slot) {
     const at::Tensor& master = slot.state.master;
     master.copy_(at::where(master.to(slot.type).eq(slot.param), master, slot.param));
   } else if (last != -1 && version != last) {
-    slot.state.residue.zero_();
+    slot.state.low_bits.zero_();
   }
 }
 
@@ -372,7 +372,7 @@ void check_formats(const Recipe& recipe, const at::Tensor& p, const std::string&
             p.scalar_type(), "), which stochastic rounding does not serve. Use an optimizer of its own.");
   OXY_CHECK(recipe.options.master_weights != MasterFormat::Int8 || p.scalar_type() != at::kHalf, NotSupported,
             "parameter ", label,
-            " is float16; 8-bit residues (master_weights=\"int8\") extend bfloat16. Use bfloat16 or "
+            " is float16; 8 low bits (master_weights=\"int8\") extend bfloat16. Use bfloat16 or "
             "master_weights=\"fp32\".");
 }
 
@@ -382,7 +382,7 @@ bool changes_rows_alone(const Recipe& recipe, const Slot& slot, const at::Tensor
   const ParamState& s = slot.state;
   return recipe.algorithm == Algorithm::SGD && g.momentum == 0 && g.weight_decay == 0 && grad.sparse_dim() == 1 &&
          !slot.param.is_complex() && o.agc == 0 && !o.collect_stats && !o.zero_grads && !o.stochastic_rounding &&
-         !s.master.defined() && !s.residue.defined() && !s.ema.defined() && !s.copy.defined();
+         !s.master.defined() && !s.low_bits.defined() && !s.ema.defined() && !s.copy.defined();
 }
 
 void check_param(const Recipe& recipe, const Slot& slot, const at::Tensor& grad) {

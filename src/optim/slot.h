@@ -48,7 +48,7 @@ inline bool keys_tell(c10::Device device) { return device.is_cpu(); }
 
 /// What a parameter's shape and a gradient that the kernels can read looked like when they were last checked: as long
 /// as they still do, so is what was found then.
-class Likeness {
+class TensorSignature {
  public:
   /// With `grad` undefined there is none that the kernels can read: nothing is like it.
   void remember(const at::Tensor& param, const at::Tensor& grad);
@@ -124,7 +124,7 @@ struct PlannedTensor {
 struct Slot {
   // What each step looks at comes first.
   at::Tensor param;
-  Likeness likeness = {};
+  TensorSignature signature = {};
   std::size_t group;
   bool first = true;          // SGD: the momentum buffer holds nothing yet
   bool complete = false;      // has all its state
@@ -159,7 +159,7 @@ void order_codes(const Slot& slot);
 /// The values of an 8-bit moment, fp32.
 at::Tensor decoded_moment(const Recipe& recipe, const Slot& slot, std::size_t moment);
 
-inline bool has_masters(const Slot& slot) { return slot.state.master.defined() || slot.state.residue.defined(); }
+inline bool has_masters(const Slot& slot) { return slot.state.master.defined() || slot.state.low_bits.defined(); }
 /// The master weights of elements that somebody wrote since our last step follow what was written.
 void follow_outside_writes(Slot& slot);
 void note_own_write(Slot& slot);

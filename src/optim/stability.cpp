@@ -239,7 +239,7 @@ struct NumericalStabilityManager::Impl {
           *live[k] = kept[k]->defined() ? kept[k]->clone() : at::Tensor();
         }
       }
-      // Also where every tensor was written in place: masters and residues belong to the weights that came back.
+      // Also where every tensor was written in place: masters and low bits belong to the weights that came back.
       to.set_state(i, std::move(state));
     }
     for (std::size_t i = 0; i < snapshot.tensors.size(); ++i) at::Tensor(tensors[i]).copy_(snapshot.tensors[i]);

@@ -64,7 +64,7 @@ bool StepTail::Impl::can_be_native(const Slot& slot) const {
   }
   if (s.step.defined() && (s.step.device() != p.device() || s.step.scalar_type() != at::kFloat)) return false;
   return absent_or_like(s.ema, at::kFloat, p) && absent_or_like(s.master, at::kFloat, p) &&
-         absent_or_like(s.residue, at::kChar, p) &&
+         absent_or_like(s.low_bits, at::kChar, p) &&
          (!s.copy.defined() || (element_type(s.copy) && same_layout(s.copy, p)));
 }
 
@@ -79,7 +79,7 @@ kernels::TailTensor StepTail::Impl::tail_tensor(std::size_t index) const {
   t.param = address(slot.param);
   t.type = t.grad_type = t.state_type = *element_type(slot.param);
   t.master = address_or_null<float>(s.master);
-  t.residue = address_or_null<std::int8_t>(s.residue);
+  t.low_bits = address_or_null<std::int8_t>(s.low_bits);
   t.ema = address_or_null<float>(s.ema);
   t.copy = address_or_null<void>(s.copy);
   if (s.copy.defined()) t.copy_type = *element_type(s.copy);
@@ -121,7 +121,7 @@ void StepTail::Impl::build_plan(Work& work) {
     slot.complete = complete(*this, slot);
     slot.watched = has_masters(slot);
     work.watched = work.watched || slot.watched;
-    slot.likeness.forget();
+    slot.signature.forget();
     if (work.served && can_be_native(slot)) {
       work.planned.push_back(i);
       tensors.push_back(tail_tensor(i));
@@ -171,7 +171,7 @@ void StepTail::Impl::note_tensors(Work& work) {
       note(s.moments[k], true);
       note(s.scales[k], false);
     }
-    for (const at::Tensor* entry : {&s.master, &s.residue, &s.ema, &s.copy}) note(*entry, true);
+    for (const at::Tensor* entry : {&s.master, &s.low_bits, &s.ema, &s.copy}) note(*entry, true);
     note(s.step, false);
     work.held_end.push_back(work.held.size());
   }
@@ -201,7 +201,7 @@ bool StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTe
   if (!can_be_native(slot)) return false;
   const at::Tensor* source = &grad;
   if (!readable(grad, slot.param)) {
-    slot.likeness.forget();
+    slot.signature.forget();
     const at::NoGradGuard no_grad;
     if (!slot.grad_copy.defined() || slot.grad_copy.strides() != slot.param.strides()) {
       slot.grad_copy = at::empty_like(slot.param, {}, at::MemoryFormat::Preserve);
@@ -209,7 +209,7 @@ bool StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTe
     slot.grad_copy.copy_(grad.is_sparse() ? grad.to_dense() : grad);
     source = &slot.grad_copy;
   } else {
-    slot.likeness.remember(slot.param, grad);
+    slot.signature.remember(slot.param, grad);
   }
   native.grad = address(*source);
   native.grad_type = *element_type(*source);
@@ -228,7 +228,7 @@ bool StepTail::Impl::bind_gradient(Work& work, std::size_t at, kernels::TailTens
   if (!slot.complete) return false;
   native.first = slot.first;
   const void* const last = native.grad;
-  native.grad = slot.likeness.elements(param, *grad.unsafeGetTensorImpl());
+  native.grad = slot.signature.elements(param, *grad.unsafeGetTensorImpl());
   work.grads_moved = work.grads_moved || native.grad == nullptr || native.grad != last;
   if (native.grad != nullptr) return true;
   if (grad.is_sparse() && changes_rows_alone(*this, slot, grad)) {

@@ -26,16 +26,16 @@ std::vector<std::string> names_of_group(const std::string& group) {
   return names;
 }
 
-/// Puts one more in force, where `ask` only if it says that it applies; why it is not, empty where it is.
+/// Makes one more active, where `ask` only if it says that it applies; why it is not, empty where it is.
 std::string put(tune::Run& run, const std::string& name, bool ask) {
   try {
     auto& strategy = run.strategy(name);
     if (ask) {
       if (const auto answer = strategy.applies(run); !answer.holds) return answer.reason;
     }
-    auto names = run.in_force();
+    auto names = run.active();
     names.push_back(name);
-    run.bring(names);
+    run.set_active(names);
   } catch (const c10::Error& error) {  // whatever it throws, the run goes on without it
     return name + ": " + error.what_without_backtrace();
   } catch (const std::exception& error) {
@@ -69,10 +69,10 @@ Decisions::Decisions(torch::nn::Module& model, torch::optim::Optimizer& optimize
   name_settings(config, tune::AskedBy::Trainer, run);
   const auto offers = tune::offers_of(tune::strategies());
   asked_ = tune::asked_of(config, offers, {}, tune::AskedBy::Trainer);
-  tune::bring(
-      asked_, config, offers, [&](const auto& name) { return holds(run.in_force(), name); },
+  tune::activate(
+      asked_, config, offers, [&](const auto& name) { return holds(run.active(), name); },
       [&](const auto& name) { return put(run, name, /*ask=*/true); });
-  run.required = run.in_force();
+  run.required = run.active();
 }
 
 Decisions::Decisions(Plan::Impl& plan, const PerformanceConfig& config)
@@ -100,7 +100,7 @@ void Decisions::begin(const Batch* batch) {
   const auto late = names_of_group("optimizer");
   std::erase_if(run.required, [&](const auto& name) { return holds(late, name); });
   try {
-    run.bring({});
+    run.set_active({});
     run.set_batches(
         {batch->map([](const at::Tensor& t) { return t.detach().clone().requires_grad_(t.requires_grad()); })});
     plan_.tune({.strategies = tune::strategies(),
@@ -116,7 +116,7 @@ void Decisions::begin(const Batch* batch) {
   const auto found = run.beside_required();
   run.set_batches({});
   run.required = named;
-  run.bring(found);
+  run.set_active(found);
   untried_ = "nothing of it applies here.";
   are_made_ = true;
 }
@@ -136,11 +136,11 @@ void Decisions::while_as_given(const std::function<void()>& load) {
     load();
   } catch (...) {
     run.required = named;
-    run.bring({});
+    run.set_active({});
     throw;
   }
   run.required = named;
-  run.bring({});
+  run.set_active({});
 }
 
 void Decisions::resume(const std::vector<std::string>& found) {
@@ -207,7 +207,7 @@ void Decisions::add_optimizer(const tune::SettingLines& made_of, std::vector<Set
   } else if (tail != nullptr) {
     std::vector<std::string> names;
     for (const char* name : {"step_tail", "int8_state"}) {
-      if (holds(run.in_force(), name)) names.emplace_back(name);
+      if (holds(run.active(), name)) names.emplace_back(name);
     }
     auto line = made_of.active_as("step_tail", names);
     line.reason += " Clip and update are one native call.";
@@ -236,12 +236,12 @@ void Decisions::add_optimizer(const tune::SettingLines& made_of, std::vector<Set
 std::vector<SettingLine> Decisions::lines_of_plan() const {
   std::vector<SettingLine> lines;
   for (const auto& entry : plan_.certificate.entries) {
-    const bool on = entry.standing == tune::Standing::Accepted;
+    const bool on = entry.status == tune::Status::Accepted;
     lines.push_back({entry.strategy,
                      on                                          ? "on"
-                     : entry.standing == tune::Standing::Skipped ? "off"
+                     : entry.status == tune::Status::Skipped ? "off"
                                                                  : "refused",
-                     std::string(tune::name(entry.standing)) + ": " + entry.reason, on ? entry.cost : "",
+                     std::string(tune::name(entry.status)) + ": " + entry.reason, on ? entry.cost : "",
                      entry.speedup ? std::optional(entry.speedup->mid) : std::nullopt});
   }
   for (const auto& setting : plan_.named.all()) lines.push_back(line_of(setting));

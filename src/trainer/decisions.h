@@ -21,7 +21,7 @@ namespace oxytorch {
 /// Brings the settings of a trainer about on its run, and says what came of each.
 class Decisions {
  public:
-  /// Of a trainer of one's own: puts in force what is named, without a trial.
+  /// Of a trainer of one's own: makes active what is named, without a trial.
   Decisions(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, double clip_norm,
             const PerformanceConfig& config, bool calibrate);
   /// Of a trainer on a plan: nothing is decided again.
@@ -29,7 +29,7 @@ class Decisions {
   Decisions(const Decisions&) = delete;
   Decisions& operator=(const Decisions&) = delete;
 
-  /// What is in force on the run, and why.
+  /// What is active on the run, and why.
   [[nodiscard]] Plan::Impl& plan() const noexcept { return plan_; }
   /// Whether the first batch has been seen.
   [[nodiscard]] bool are_made() const noexcept { return are_made_; }
@@ -40,11 +40,11 @@ class Decisions {
   /// What was found, for a continued run to use again.
   [[nodiscard]] std::vector<std::string> found() const { return plan_.found(); }
   /// Calls `load` with model and optimizer as given: layouts, and formats of the optimizer's state, follow what is
-  /// loaded. Then what is named is in force again.
+  /// loaded. Then what is named is active again.
   void while_as_given(const std::function<void()>& load);
-  /// Puts in force what an earlier run had found; nothing is tried any more.
+  /// Makes active what an earlier run had found; nothing is tried any more.
   void resume(const std::vector<std::string>& found);
-  /// Takes back what was put in force here.
+  /// Takes back what was made active here.
   void revert();
 
   [[nodiscard]] std::vector<SettingLine> lines() const;

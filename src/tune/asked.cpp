@@ -195,7 +195,7 @@ Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers
   return found;
 }
 
-void bring(Asked& asked, const PerformanceConfig& config, const std::vector<Offer>& offers,
+void activate(Asked& asked, const PerformanceConfig& config, const std::vector<Offer>& offers,
            const std::function<bool(const std::string&)>& is_active,
            const std::function<std::string(const std::string&)>& put) {
   const Settings settings{config, AskedBy::Trainer};

@@ -32,7 +32,7 @@ bool faults_matter(double faults, double step_seconds) {
   return faults * kLeastFaultSeconds > kFaultShare * step_seconds;
 }
 
-const std::vector<std::string>& standings() {
+const std::vector<std::string>& statuses() {
   static const std::vector<std::string> kNames{"accepted", "rejected", "refused", "failed", "skipped", "rolled back"};
   return kNames;
 }
@@ -56,7 +56,7 @@ Json to_json(const CertificateEntry& entry) {
   for (const auto& [what, value] : entry.evidence) evidence[what] = to_json(value);
   return {{"strategy", entry.strategy},
           {"kind", name(entry.kind)},
-          {"standing", name(entry.standing)},
+          {"status", name(entry.status)},
           {"reason", entry.reason},
           {"cost", entry.cost},
           {"speedup", to_json(entry.speedup)},
@@ -140,7 +140,7 @@ CertificateEntry read_entry(const Node& node) {
   CertificateEntry entry;
   entry.strategy = node.at("strategy").text();
   entry.kind = node.at("kind").word(parse_kind);
-  entry.standing = node.at("standing").word(parse_standing);
+  entry.status = node.at("status").word(parse_status);
   entry.reason = node.at("reason").text();
   entry.cost = node.at("cost").text();
   entry.speedup = node.at("speedup").interval();
@@ -165,23 +165,23 @@ Json parse(std::string_view text) {
 
 }  // namespace
 
-std::string_view name(Standing standing) noexcept {
-  switch (standing) {
-    case Standing::Accepted: return "accepted";
-    case Standing::Rejected: return "rejected";
-    case Standing::Refused: return "refused";
-    case Standing::Failed: return "failed";
-    case Standing::Skipped: return "skipped";
-    case Standing::RolledBack: break;
+std::string_view name(Status status) noexcept {
+  switch (status) {
+    case Status::Accepted: return "accepted";
+    case Status::Rejected: return "rejected";
+    case Status::Refused: return "refused";
+    case Status::Failed: return "failed";
+    case Status::Skipped: return "skipped";
+    case Status::RolledBack: break;
   }
   return "rolled back";
 }
 
-Standing parse_standing(std::string_view text) {
-  const auto found = std::find(standings().begin(), standings().end(), text);
-  OXY_CHECK(found != standings().end(), InvalidArgument, "unknown standing ", in_quotes(text), "; ",
-            did_you_mean(text, standings()), "use ", list_of(standings(), true), '.');
-  return static_cast<Standing>(found - standings().begin());
+Status parse_status(std::string_view text) {
+  const auto found = std::find(statuses().begin(), statuses().end(), text);
+  OXY_CHECK(found != statuses().end(), InvalidArgument, "unknown standing ", in_quotes(text), "; ",
+            did_you_mean(text, statuses()), "use ", list_of(statuses(), true), '.');
+  return static_cast<Status>(found - statuses().begin());
 }
 
 std::string CertificateKey::digest() const {
@@ -224,7 +224,7 @@ std::string hardware_key(const std::string& root) {
 std::vector<std::string> Certificate::accepted() const {
   std::vector<std::string> names;
   for (const CertificateEntry& entry : entries) {
-    if (entry.standing == Standing::Accepted) names.push_back(entry.strategy);
+    if (entry.status == Status::Accepted) names.push_back(entry.strategy);
   }
   return names;
 }

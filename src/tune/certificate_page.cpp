@@ -20,19 +20,19 @@ monitor::Table table_of(const std::vector<CertificateEntry>& entries) {
   table.title = "What was tried";
   table.columns = {{"strategy"},
                    {"kind"},
-                   {"standing"},
+                   {"status"},
                    {"speedup", Align::Right},
                    {"interval"},
                    {"pairs", Align::Right},
                    {"one-off", Align::Right},
                    {"repaid after", Align::Right}};
   for (const CertificateEntry& entry : entries) {
-    if (entry.standing == Standing::Skipped) continue;
+    if (entry.status == Status::Skipped) continue;
     const auto& speedup = entry.speedup;
     Cell strategy(entry.strategy);
-    strategy.strong = entry.standing == Standing::Accepted;
+    strategy.strong = entry.status == Status::Accepted;
     table.rows.push_back(
-        {strategy, Cell(std::string(name(entry.kind))), Cell(std::string(name(entry.standing))),
+        {strategy, Cell(std::string(name(entry.kind))), Cell(std::string(name(entry.status))),
          speedup ? Cell(ratio_text(speedup->mid), speedup->mid) : Cell(""),
          speedup ? Cell(monitor::format_fixed(speedup->low, 3) + " to " + monitor::format_fixed(speedup->high, 3))
                  : Cell(""),
@@ -87,7 +87,7 @@ std::string repaid_line(const Certificate& certificate) {
 void add_skipped(Report& report, const std::vector<CertificateEntry>& entries) {
   std::vector<std::pair<std::string, std::string>> reasons;  // in the order of their first strategy
   for (const CertificateEntry& entry : entries) {
-    if (entry.standing != Standing::Skipped) continue;
+    if (entry.status != Status::Skipped) continue;
     auto found = std::ranges::find(reasons, entry.reason, &std::pair<std::string, std::string>::first);
     if (found == reasons.end()) found = reasons.insert(found, {entry.reason, ""});
     found->second.append(found->second.empty() ? "" : ", ").append(entry.strategy);
@@ -101,8 +101,8 @@ void add_skipped(Report& report, const std::vector<CertificateEntry>& entries) {
 
 void add_sentences(Report& report, const std::vector<CertificateEntry>& entries) {
   for (const CertificateEntry& entry : entries) {
-    if (entry.standing == Standing::Skipped) continue;
-    std::string text = entry.strategy + " (" + std::string(name(entry.standing)) + "): " + entry.reason;
+    if (entry.status == Status::Skipped) continue;
+    std::string text = entry.strategy + " (" + std::string(name(entry.status)) + "): " + entry.reason;
     if (!entry.cost.empty()) text.append(" Costs: ").append(entry.cost);
     const char* before = " Evidence: ";
     for (const auto& [what, value] : entry.evidence) {

@@ -54,7 +54,7 @@ struct Guard::Impl {
   bool compare = false;  ///< the losses are to be compared before anything else
   bool rolled_back = false;
   bool announce = false;     ///< RollBack is the next answer
-  std::optional<Duel> duel;  ///< the check under way: is a step without the changes faster?
+  std::optional<PairedTest> paired_test;  ///< the check under way: is a step without the changes faster?
   std::optional<Action> pending;
   std::string reason;
 
@@ -73,18 +73,18 @@ struct Guard::Impl {
 
   void begin_check() {
     ++checks;
-    DuelOptions duel_options;
-    duel_options.threshold = 1 / options.threshold;
-    duel_options.false_accept = kFalseRollBack / (static_cast<double>(checks) * (checks + 1));
-    duel_options.least_pairs = options.pairs;
-    duel_options.most_pairs = options.pairs * kLongestCheck;
-    duel_options.seed = philox(options.seed, 0, static_cast<std::uint64_t>(checks)).word[0];
-    duel.emplace(duel_options);
+    PairedTestOptions paired_test_options;
+    paired_test_options.threshold = 1 / options.threshold;
+    paired_test_options.false_accept = kFalseRollBack / (static_cast<double>(checks) * (checks + 1));
+    paired_test_options.least_pairs = options.pairs;
+    paired_test_options.most_pairs = options.pairs * kLongestCheck;
+    paired_test_options.seed = philox(options.seed, 0, static_cast<std::uint64_t>(checks)).word[0];
+    paired_test.emplace(paired_test_options);
   }
 
   void end_check() {
-    const DuelResult result = duel->result();
-    duel.reset();
+    const PairedTestResult result = paired_test->result();
+    paired_test.reset();
     const Interval ratio = result.speedup;  // with over without
     const Interval speedup{1 / ratio.high, 1 / ratio.mid, 1 / ratio.low, ratio.confidence};
     const std::string figures =
@@ -101,7 +101,7 @@ struct Guard::Impl {
     reason = std::move(why);
     rolled_back = announce = true;
     compare = false;
-    duel.reset();
+    paired_test.reset();
   }
 
   Action decide() {
@@ -110,14 +110,14 @@ struct Guard::Impl {
       return Action::RollBack;
     }
     if (rolled_back) return Action::Run;
-    if (!duel && step >= next_comparison && options.loss_tolerance >= 0) {
+    if (!paired_test && step >= next_comparison && options.loss_tolerance >= 0) {
       compare = true;
       draw_comparison(0.5, 1.5);
     }
     if (compare) return Action::CompareLosses;
-    if (!duel && step >= next_check) begin_check();
-    if (!duel) return Action::Run;
-    return duel->next() == Side::Challenger ? Action::RunWithout : Action::Run;
+    if (!paired_test && step >= next_check) begin_check();
+    if (!paired_test) return Action::Run;
+    return paired_test->next() == Side::Challenger ? Action::RunWithout : Action::Run;
   }
 };
 
@@ -139,9 +139,9 @@ void Guard::after(double seconds) {
             seconds, " s.");
   const Action taken = *std::exchange(impl_->pending, std::nullopt);
   ++impl_->step;
-  if (!impl_->duel) return;
-  impl_->duel->record(taken == Action::RunWithout ? Side::Challenger : Side::Incumbent, seconds);
-  if (!impl_->duel->next()) impl_->end_check();
+  if (!impl_->paired_test) return;
+  impl_->paired_test->record(taken == Action::RunWithout ? Side::Challenger : Side::Incumbent, seconds);
+  if (!impl_->paired_test->next()) impl_->end_check();
 }
 
 void Guard::compared(double with, double without, const Apart& gradients) {

@@ -67,7 +67,7 @@ void each_native_entry(optim::ParamState& state, Visit visit) {
   for (auto& moment : state.moments) visit("moment", moment);
   for (auto& scale : state.scales) visit("scale", scale);
   visit("master", state.master);
-  visit("residue", state.residue);
+  visit("low_bits", state.low_bits);
   visit("ema", state.ema);
   visit("copy", state.copy);
 }

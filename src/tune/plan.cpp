@@ -122,7 +122,7 @@ void Plan::Impl::tune(Trials trials) {
     watching.names = run->beside_required();
     const auto added = tuner.activate_required(found);
     run->required.insert(run->required.end(), added.begin(), added.end());
-    watching.kind = tuner.widest(run->in_force());
+    watching.kind = tuner.widest(run->active());
     certificate = std::move(found);
   }
   give_back_host_memory();  // what references and snapshots took: the steps that follow do not need it
@@ -141,7 +141,7 @@ std::vector<std::string> Plan::Impl::found() const {
 
 void Plan::Impl::withdraw() {
   watch.reset();
-  run->bring({});
+  run->set_active({});
 }
 
 void Plan::Impl::revert() {
@@ -209,7 +209,7 @@ tune::BothWays Plan::Impl::compare() {
     }
   };
   const auto with = seen();  // as it stands: what is active goes on, and is not put on anew for this
-  run->bring({});
+  run->set_active({});
   if (random) random->rewind();
   const auto without = seen();
   return {with.loss, without.loss, tune::gradients_apart(with.gradients, without.gradients)};

@@ -39,7 +39,7 @@ class NamedSettings {
 /// Tells a run's strategies what was named for them.
 void name_settings(const PerformanceConfig& config, tune::AskedBy by, tune::Run& run);
 
-/// What is tried on a run, with its batches and with what is in force as the step as given.
+/// What is tried on a run, with its batches and with what is active as the step as given.
 struct Trials {
   std::vector<tune::RegisteredStrategy> strategies;
   std::map<std::string, std::string> skipped;  ///< of them, why they are not tried
@@ -47,11 +47,11 @@ struct Trials {
   std::string key;  ///< what decides which strategies are kept, for the certificate's key
 };
 
-/// A plan on which nothing was tried takes steps too: what is in force on its run, unwatched.
+/// A plan on which nothing was tried takes steps too: what is active on its run, unwatched.
 struct Plan::Impl : tune::Watched {
   Impl(std::unique_ptr<tune::Run> run, NamedSettings named, std::optional<tune::CertificateStore> store = {});
 
-  /// Tries, measures, verifies; puts in force what pays, and what options require, and watches it. What the step as
+  /// Tries, measures, verifies; makes active what pays, and what options require, and watches it. What the step as
   /// given throws passes through, with everything restored. accelerate() and Trainer both call it.
   void tune(Trials trials);
   at::Tensor step(const Batch& batch);
@@ -61,7 +61,7 @@ struct Plan::Impl : tune::Watched {
   [[nodiscard]] std::vector<std::string> found() const;
   void withdraw();  ///< takes back what was found to pay; what settings ask for stays
 
-  void activate(const std::vector<std::string>& strategies) override { run->bring(strategies); }
+  void activate(const std::vector<std::string>& strategies) override { run->set_active(strategies); }
   tune::BothWays compare() override;
 
   NamedSettings named;  // first, so that it outlives the run

@@ -56,7 +56,7 @@ std::string worth_another_look(const Certificate& certificate) {
   if (!certificate.accepted().empty()) return "";
   const CertificateEntry* best = nullptr;
   for (const CertificateEntry& entry : certificate.entries) {
-    if (entry.standing != Standing::Rejected || !entry.speedup || entry.cost_seconds > 1) continue;
+    if (entry.status != Status::Rejected || !entry.speedup || entry.cost_seconds > 1) continue;
     if (entry.speedup->high > 1 && (best == nullptr || entry.speedup->high > best->speedup->high)) best = &entry;
   }
   return best == nullptr ? "" : best->strategy;

@@ -16,7 +16,7 @@ Run::Run(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunct
 Run::~Run() {
   try {
     required.clear();
-    bring({});
+    set_active({});
   } catch (const std::exception& error) {
     log(LogLevel::Error, std::string("a strategy could not be taken back: ") + error.what());
   }
@@ -29,13 +29,13 @@ Strategy& Run::strategy(const std::string& name) {
 }
 
 std::vector<std::string> Run::beside_required() const {
-  auto names = in_force_;
+  auto names = active_;
   std::erase_if(names,
                 [&](const auto& name) { return std::find(required.begin(), required.end(), name) != required.end(); });
   return names;
 }
 
-void Run::bring(const std::vector<std::string>& given) {
+void Run::set_active(const std::vector<std::string>& given) {
   const auto holds = [](const std::vector<std::string>& all, const std::string& name) {
     return std::find(all.begin(), all.end(), name) != all.end();
   };
@@ -43,10 +43,10 @@ void Run::bring(const std::vector<std::string>& given) {
   std::copy_if(given.begin(), given.end(), std::back_inserter(names),
                [&](const auto& name) { return !holds(required, name); });
   std::exception_ptr failure;
-  for (std::size_t i = in_force_.size(); i-- > 0;) {
-    const std::string name = in_force_[i];
+  for (std::size_t i = active_.size(); i-- > 0;) {
+    const std::string name = active_[i];
     if (holds(names, name)) continue;
-    in_force_.erase(in_force_.begin() + static_cast<std::ptrdiff_t>(i));
+    active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
     try {
       strategy(name).revert(*this);
     } catch (...) {  // the others are taken back all the same
@@ -57,14 +57,14 @@ void Run::bring(const std::vector<std::string>& given) {
   std::vector<std::string> added;
   try {
     for (const auto& name : names) {
-      if (holds(in_force_, name)) continue;
+      if (holds(active_, name)) continue;
       strategy(name).apply(*this);
-      in_force_.push_back(name);
+      active_.push_back(name);
       added.push_back(name);
     }
   } catch (...) {
     while (!added.empty()) {
-      in_force_.pop_back();
+      active_.pop_back();
       strategy(added.back()).revert(*this);
       added.pop_back();
     }

@@ -36,7 +36,7 @@ struct Item {
   bool settled = false;  ///< failed, refused or skipped: not asked for again
   int judged = 0;        ///< on the clock of changes
   int changed = 0;       ///< when it was last turned on or off
-  double spent = 0;      ///< of the search when it was last turned on
+  double elapsed = 0;      ///< of the search when it was last turned on
 };
 
 struct Move {
@@ -53,7 +53,7 @@ constexpr double kConcludeSteps = 50;
 constexpr double kShortRun = 0.02;    // of its steps, for trials
 constexpr double kShortRepay = 0.03;  // of its steps, in which what was spent is to be repaid
 constexpr double kAgainShare = 0.5;   // of what is repaid in them, for what was on trial before
-constexpr double kLeastBudget = 3;    // seconds: some trials and looks by the referee, however short a step is
+constexpr double kLeastBudget = 3;    // seconds: some trials and looks by the verifier, however short a step is
 constexpr double kTotalShare = 0.15;  // of the planned run, for everything
 constexpr double kLeastTotal = 6;     // seconds
 /// Of the planned run, in which a one-off cost is to be repaid by what is likely to be gained.
@@ -88,8 +88,8 @@ struct Search::Impl {
   std::vector<Item> items;
   SearchOptions options;
   Mask force = 0;
-  double step_seconds = 0;  ///< with what is in force, as far as known
-  double spent = 0;
+  double step_seconds = 0;  ///< with what is active, as far as known
+  double elapsed = 0;
   double paid = 0;  ///< one-off costs of trials, apart from `spent`
   double used = 0;  ///< of all that the search may take
   int clock = 0;
@@ -116,7 +116,7 @@ struct Search::Impl {
       items.push_back(std::move(item));
     }
     for (std::size_t i = 0; i < items.size(); ++i) tie(i);
-    static_cast<void>(Duel(options.duel));  // checks them
+    static_cast<void>(PairedTest(options.paired_test));  // checks them
   }
 
   /// By where the step's time goes.
@@ -171,7 +171,7 @@ struct Search::Impl {
     return list;
   }
 
-  [[nodiscard]] bool in_force(std::size_t i) const { return (force & bit(i)) != 0; }
+  [[nodiscard]] bool active(std::size_t i) const { return (force & bit(i)) != 0; }
 
   /// `mask` without those whose requirements it lacks.
   [[nodiscard]] Mask sound(Mask mask) const {
@@ -194,7 +194,7 @@ struct Search::Impl {
 
   /// Most seconds that it can save over the run, were it as good as it can be.
   [[nodiscard]] double most_saved(const Item& item) const {
-    return step_seconds * (1 - 1 / std::max(1.0, item.facts.hopeful)) * static_cast<double>(options.steps_planned);
+    return step_seconds * (1 - 1 / std::max(1.0, item.facts.max_speedup)) * static_cast<double>(options.steps_planned);
   }
 
   [[nodiscard]] bool can_repay(const Item& item) const {
@@ -216,7 +216,7 @@ struct Search::Impl {
     return options.repay_steps * saved - options.conclude_steps * options.step_seconds;
   }
 
-  [[nodiscard]] bool out_of_budget() const { return options.budget_seconds > 0 && spent >= budget(); }
+  [[nodiscard]] bool out_of_budget() const { return options.budget_seconds > 0 && elapsed >= budget(); }
 
   /// For trials: what concluding takes is kept back once there is something to conclude.
   [[nodiscard]] double seconds_left() const {
@@ -237,21 +237,21 @@ struct Search::Impl {
     for (std::size_t j = 0; j < items.size(); ++j) {
       const CertificateEntry& other = items[j].entry;
       if ((items[i].rivals & bit(j)) == 0 || !is_costly(j) || !items[j].tried) continue;
-      if (other.standing == Standing::Rejected || other.standing == Standing::Refused) return j;
-      if (other.standing == Standing::Accepted && other.speedup && other.speedup->mid < kSpeaksFor) return j;
+      if (other.status == Status::Rejected || other.status == Status::Refused) return j;
+      if (other.status == Status::Accepted && other.speedup && other.speedup->mid < kSpeaksFor) return j;
     }
     return std::nullopt;
   }
 
   /// Seconds that it is likely to save while a cost is to be repaid.
   [[nodiscard]] double likely_saved(const Item& item) const {
-    const double gain = std::min(item.facts.expected_speedup, item.facts.hopeful);
+    const double gain = std::min(item.facts.expected_speedup, item.facts.max_speedup);
     return kLikelyShare * static_cast<double>(options.steps_planned) * step_seconds * (1 - 1 / std::max(1.0, gain));
   }
 
   /// Whether what was on trial may be again: a first turn has the whole budget, a second must be repaid.
   [[nodiscard]] bool may_try_again() const {
-    return options.budget_seconds <= 0 || spent < (options.repay_steps > 0 ? kAgainShare * repaid() : budget());
+    return options.budget_seconds <= 0 || elapsed < (options.repay_steps > 0 ? kAgainShare * repaid() : budget());
   }
 
   [[nodiscard]] double cost_budget() const {
@@ -274,12 +274,12 @@ struct Search::Impl {
     options.step_seconds = seconds;
   }
 
-  /// What is in force, took a one-off cost and has to take it again for a change of this strategy: seconds in all.
+  /// What is active, took a one-off cost and has to take it again for a change of this strategy: seconds in all.
   [[nodiscard]] double repeated_cost(std::size_t i) const {
     double cost = 0;
     const Mask changed = bit(i) | (items[i].rivals & force);
     for (std::size_t j = 0; j < items.size(); ++j) {
-      if (j == i || !in_force(j) || !is_costly(j) || (items[i].rivals & bit(j)) != 0) continue;
+      if (j == i || !active(j) || !is_costly(j) || (items[i].rivals & bit(j)) != 0) continue;
       const Mask renewers = items[j].facts.renewed_by.empty() ? items[j].ties : items[j].renewers;
       if ((renewers & changed) != 0) cost += items[j].entry.cost_seconds;
     }
@@ -299,7 +299,7 @@ struct Search::Impl {
     if (item.facts.update_speedup <= 0 || options.optimizer_share <= 0 || step_seconds <= 0) return 0;
     double now = 1;
     for (std::size_t j = 0; j < items.size(); ++j) {
-      if ((item.rivals & bit(j)) != 0 && in_force(j)) now = std::max(now, items[j].facts.update_speedup);
+      if ((item.rivals & bit(j)) != 0 && active(j)) now = std::max(now, items[j].facts.update_speedup);
     }
     const double update = options.optimizer_share * options.step_seconds;
     const double saved = update * (1 / now - 1 / item.facts.update_speedup);
@@ -307,7 +307,7 @@ struct Search::Impl {
   }
 
   /// What a trial must gain to be gone through with.
-  [[nodiscard]] double least_gain() const { return options.repay_steps > 0 ? kWorth : options.duel.threshold; }
+  [[nodiscard]] double least_gain() const { return options.repay_steps > 0 ? kWorth : options.paired_test.threshold; }
 
   /// Another of its group whose update is clearly faster by itself, and which nothing speaks against.
   [[nodiscard]] std::optional<std::size_t> faster_update(std::size_t i) const {
@@ -322,14 +322,14 @@ struct Search::Impl {
 
   /// Whether its update, timed by itself, leaves no hope for the step.
   [[nodiscard]] bool outdone(std::size_t i) const {
-    const double gain = in_force(i) ? 0 : update_gain(items[i]);
+    const double gain = active(i) ? 0 : update_gain(items[i]);
     return faster_update(i).has_value() || (gain > 0 && gain <= least_gain());
   }
 
   /// Seconds of a trial, or outside of trials, for the account of what is on trial.
   void charge(double seconds) {
     used += seconds;
-    if (!pending || !is_costly(pending->item)) spent += seconds;
+    if (!pending || !is_costly(pending->item)) elapsed += seconds;
   }
 
   [[nodiscard]] bool fresh(Mask challenger) const {
@@ -358,7 +358,7 @@ struct Search::Impl {
       for (std::size_t i = 0; i < items.size(); ++i) {
         const Item& item = items[i];
         if (is_costly(i) != costly || item.tried || item.settled || (item.needs & ~force) != 0 || outdone(i)) continue;
-        if ((item.wholes & force) != 0 || item.facts.hopeful <= options.duel.threshold) continue;
+        if ((item.wholes & force) != 0 || item.facts.max_speedup <= options.paired_test.threshold) continue;
         if (costly ? !worth_its_cost(i) : !has_turn(i) || !worth_repeating(i)) continue;
         if (!best || rank(item) > rank(items[*best])) best = i;
       }
@@ -375,7 +375,7 @@ struct Search::Impl {
     if (other) {
       item.entry.reason = "It does much the same as " + in_quotes(items[*other].facts.name) + ", which ";
       const auto& entry = items[*other].entry;
-      item.entry.reason += entry.standing == Standing::Refused ? "was refused."
+      item.entry.reason += entry.status == Status::Refused ? "was refused."
                            : entry.speedup                     ? "gained " + ratio_text(entry.speedup->mid) + "."
                                                                : "was rejected.";
     } else if (!can_repay(item)) {
@@ -402,8 +402,8 @@ struct Search::Impl {
       const Item& item = items[i];
       if (!item.tried || item.settled || !stale(item) || !worth_repeating(i) || outdone(i)) continue;
       // What others could make of it at most would leave it worth having.
-      if (in_force(i) && item.entry.speedup && item.entry.speedup->low > kInterplay) continue;
-      const Move move{i, in_force(i) ? sound(force & ~bit(i)) : with(force, i), in_force(i), true};
+      if (active(i) && item.entry.speedup && item.entry.speedup->low > kInterplay) continue;
+      const Move move{i, active(i) ? sound(force & ~bit(i)) : with(force, i), active(i), true};
       if (fresh(move.challenger) && (move.removal || can_repay(item))) return move;
     }
     return std::nullopt;
@@ -413,13 +413,13 @@ struct Search::Impl {
   [[nodiscard]] std::optional<Move> two() const {
     for (std::size_t i = 0; i < items.size(); ++i) {
       const Item& item = items[i];
-      if (!item.tried || item.settled || in_force(i) || !can_repay(item) || !worth_repeating(i)) continue;
+      if (!item.tried || item.settled || active(i) || !can_repay(item) || !worth_repeating(i)) continue;
       for (std::size_t j = 0; j < items.size(); ++j) {
         const Item& other = items[j];
         if ((item.ties & bit(j)) == 0 || (item.rivals & bit(j)) != 0 || other.settled || !other.tried) continue;
         Move move{i, 0, false, false};
         double hoped = kInterplay * hope(item);
-        if (in_force(j)) {
+        if (active(j)) {
           move.challenger = with(sound(force & ~bit(j)), i);
           hoped /= other.entry.speedup ? other.entry.speedup->low : 1;
         } else {
@@ -427,8 +427,8 @@ struct Search::Impl {
           move.challenger = with(with(force, i), j);
           hoped *= hope(other);
         }
-        const bool turned_on = (move.challenger & bit(i)) != 0 && (in_force(j) || (move.challenger & bit(j)) != 0);
-        if (turned_on && hoped > options.duel.threshold && fresh(move.challenger)) return move;
+        const bool turned_on = (move.challenger & bit(i)) != 0 && (active(j) || (move.challenger & bit(j)) != 0);
+        if (turned_on && hoped > options.paired_test.threshold && fresh(move.challenger)) return move;
       }
     }
     return std::nullopt;
@@ -436,14 +436,14 @@ struct Search::Impl {
 
   [[nodiscard]] Trial trial() const {
     Trial trial{items[pending->item].facts.name, pending->removal, names(force), names(pending->challenger),
-                options.duel};
+                options.paired_test};
     const Item& item = items[pending->item];
     if (item.facts.update_proven && (item.rivals & force) == 0 && pending->alone && !pending->removal) {
-      const DuelOptions agreement = DuelOptions::agreement();
-      trial.duel.false_accept = std::max(trial.duel.false_accept, agreement.false_accept);
-      trial.duel.least_pairs = std::min(trial.duel.least_pairs, agreement.least_pairs);
+      const PairedTestOptions agreement = PairedTestOptions::agreement();
+      trial.paired_test.false_accept = std::max(trial.paired_test.false_accept, agreement.false_accept);
+      trial.paired_test.least_pairs = std::min(trial.paired_test.least_pairs, agreement.least_pairs);
     }
-    trial.duel.seed = philox(options.seed, 0, trials).word[0];
+    trial.paired_test.seed = philox(options.seed, 0, trials).word[0];
     if (options.budget_seconds > 0 && !is_costly(pending->item)) {
       double share = kTrialShare * budget();
       if (options.repay_steps > 0 && step_seconds > 0) {
@@ -451,26 +451,26 @@ struct Search::Impl {
         const double promised = 1 - 1 / std::max(1.0, items[pending->item].facts.expected_speedup);
         share = std::max(share, kTrialShare * options.repay_steps * promised * step_seconds);
         share = std::min(share, std::max(kTrialSteps * step_seconds, kTrialSeconds));
-        trial.duel.worth = std::max(trial.duel.worth, least_gain());
-        trial.duel.repay_steps = options.repay_steps;
+        trial.paired_test.worth = std::max(trial.paired_test.worth, least_gain());
+        trial.paired_test.repay_steps = options.repay_steps;
       }
-      const double left = out_of_budget() ? share : std::min(budget() - spent, share);
-      trial.duel.budget_seconds = trial.duel.budget_seconds > 0 ? std::min(trial.duel.budget_seconds, left) : left;
+      const double left = out_of_budget() ? share : std::min(budget() - elapsed, share);
+      trial.paired_test.budget_seconds = trial.paired_test.budget_seconds > 0 ? std::min(trial.paired_test.budget_seconds, left) : left;
     }
-    if (options.total_seconds > 0) trial.duel.most_seconds = std::max(seconds_left(), 1e-9);
+    if (options.total_seconds > 0) trial.paired_test.most_seconds = std::max(seconds_left(), 1e-9);
     return trial;
   }
 
   /// A rejected removal, and what a trial of two found wanting, leave every entry as it was.
-  void reject(const Move& move, Standing standing, std::string reason) {
+  void reject(const Move& move, Status status, std::string reason) {
     if (move.removal || !move.alone) return;
     CertificateEntry& entry = items[move.item].entry;
-    entry.standing = standing;
+    entry.status = status;
     entry.reason = std::move(reason);
-    items[move.item].settled = standing != Standing::Rejected;
+    items[move.item].settled = status != Status::Rejected;
   }
 
-  void accept(const Move& move, const DuelResult& duel) {
+  void accept(const Move& move, const PairedTestResult& paired_test) {
     ++clock;
     const Mask off = force & ~move.challenger;
     const Mask on = move.challenger & ~force;
@@ -478,19 +478,19 @@ struct Search::Impl {
       CertificateEntry& entry = items[i].entry;
       if (((on | off) & bit(i)) != 0) items[i].changed = clock;
       if ((on & bit(i)) != 0) {
-        entry.standing = Standing::Accepted;
-        entry.reason = duel.reason;
+        entry.status = Status::Accepted;
+        entry.reason = paired_test.reason;
         items[i].judged = clock;
-        items[i].spent = spent;
+        items[i].elapsed = elapsed;
         if (const Mask beside = on & ~bit(i); beside != 0) {
           entry.reason += " Together with " + list_of(names(beside), true) + ".";
         }
         if (off != 0) entry.reason += " In place of " + list_of(names(off), true) + ".";
       } else if ((off & bit(i)) != 0) {
-        entry.standing = Standing::Rejected;
-        entry.reason = on != 0 ? "It was in force until " + list_of(names(on), true) + " in its place was faster: "
-                               : "It was in force until the rest was faster without it: ";
-        entry.reason += duel.reason;
+        entry.status = Status::Rejected;
+        entry.reason = on != 0 ? "It was active until " + list_of(names(on), true) + " in its place was faster: "
+                               : "It was active until the rest was faster without it: ";
+        entry.reason += paired_test.reason;
         entry.break_even_steps.reset();
       }
     }
@@ -503,35 +503,35 @@ struct Search::Impl {
     item.tried = true;
     item.judged = clock;
     if (is_costly(move.item) || repeated_cost(move.item) > 0) paid += outcome.cost_seconds;
-    if (!move.alone || outcome.duel.pairs == 0) return;
-    item.entry.pairs = outcome.duel.pairs;
-    item.entry.speedup = move.removal ? inverse(outcome.duel.speedup) : outcome.duel.speedup;
+    if (!move.alone || outcome.paired_test.pairs == 0) return;
+    item.entry.pairs = outcome.paired_test.pairs;
+    item.entry.speedup = move.removal ? inverse(outcome.paired_test.speedup) : outcome.paired_test.speedup;
     if (!move.removal) item.entry.cost_seconds = std::max(item.entry.cost_seconds, outcome.cost_seconds);
   }
 
   void judge(const Move& move, const TrialOutcome& outcome) {
-    const DuelResult& duel = outcome.duel;
-    if (outcome.failed) return reject(move, Standing::Failed, outcome.reason);
+    const PairedTestResult& paired_test = outcome.paired_test;
+    if (outcome.failed) return reject(move, Status::Failed, outcome.reason);
     const std::string meanwhile = outcome.disturbed ? " Other programs used the processor meanwhile." : "";
-    if (duel.decision != Decision::Accept) {
-      if (duel.incumbent > 0) step_seconds = duel.incumbent;
-      return reject(move, Standing::Rejected, duel.reason + meanwhile);
+    if (paired_test.decision != Decision::Accept) {
+      if (paired_test.incumbent > 0) step_seconds = paired_test.incumbent;
+      return reject(move, Status::Rejected, paired_test.reason + meanwhile);
     }
     if (outcome.disturbed && !move.removal && kPlacesThreads.contains(items[move.item].facts.group)) {
-      return reject(move, Standing::Rejected, duel.reason + meanwhile + " On an idle machine it may be slower.");
+      return reject(move, Status::Rejected, paired_test.reason + meanwhile + " On an idle machine it may be slower.");
     }
-    if (!outcome.verified) return reject(move, Standing::Refused, outcome.reason);
-    const double saved = duel.incumbent * (1 - 1 / duel.speedup.mid);
+    if (!outcome.verified) return reject(move, Status::Refused, outcome.reason);
+    const double saved = paired_test.incumbent * (1 - 1 / paired_test.speedup.mid);
     const double steps = outcome.cost_seconds / saved;
     if (!move.removal && steps > static_cast<double>(options.steps_planned)) {
       items[move.item].entry.break_even_steps = steps;
-      return reject(move, Standing::Rejected,
-                    duel.reason + " Its " + monitor::format_seconds(outcome.cost_seconds) + " are repaid after " +
+      return reject(move, Status::Rejected,
+                    paired_test.reason + " Its " + monitor::format_seconds(outcome.cost_seconds) + " are repaid after " +
                         monitor::format_count(std::ceil(steps)) + " steps, and " +
                         monitor::format_count(static_cast<double>(options.steps_planned)) + " are planned.");
     }
-    accept(move, duel);
-    step_seconds = duel.challenger;
+    accept(move, paired_test);
+    step_seconds = paired_test.challenger;
     if (!move.removal && outcome.cost_seconds > 0) items[move.item].entry.break_even_steps = steps;
   }
 
@@ -540,15 +540,15 @@ struct Search::Impl {
     if (const Mask whole = item.wholes & force; whole != 0) {
       return "It is a part of what " + list_of(names(whole), true) + " does, which is active.";
     }
-    if (item.facts.hopeful <= options.duel.threshold) {
-      return "It can make the step " + ratio_text(item.facts.hopeful) + " as fast at best.";
+    if (item.facts.max_speedup <= options.paired_test.threshold) {
+      return "It can make the step " + ratio_text(item.facts.max_speedup) + " as fast at best.";
     }
     if (seconds_left() <= 0) {
       return "Everything together may take " + monitor::format_seconds(options.total_seconds) +
              " of this run, which were over before its turn.";
     }
     if (const Mask missing = item.needs & ~force; missing != 0) {
-      return "It needs " + list_of(names(missing), true) + ", which is not in force.";
+      return "It needs " + list_of(names(missing), true) + ", which is not active.";
     }
     if (item.facts.update_speedup > 0 && outdone(i)) {
       std::string why =
@@ -561,7 +561,7 @@ struct Search::Impl {
     }
     if (!is_costly(i) && !worth_repeating(i)) {
       return "Trying it would take " + monitor::format_seconds(repeated_cost(i)) +
-             " of one-off costs of what is in force again.";
+             " of one-off costs of what is active again.";
     }
     if (out_of_budget()) {
       return "The budget of " + monitor::format_seconds(budget()) + " was spent before its turn.";
@@ -605,12 +605,12 @@ std::optional<Trial> Search::ask() {
 
 void Search::tell(const TrialOutcome& outcome) {
   OXY_CHECK(impl_->pending, InvalidState, "no trial is under way; call ask() before tell().");
-  const double measured = outcome.duel.pairs * (outcome.duel.incumbent + outcome.duel.challenger);
-  impl_->charge(outcome.spent_seconds > 0 ? outcome.spent_seconds : measured);
+  const double measured = outcome.paired_test.pairs * (outcome.paired_test.incumbent + outcome.paired_test.challenger);
+  impl_->charge(outcome.elapsed_seconds > 0 ? outcome.elapsed_seconds : measured);
   impl_->used += outcome.cost_seconds;
   const Move move = *std::exchange(impl_->pending, std::nullopt);
   // The step as given is known better by pairs than by its first steps.
-  if (impl_->force == 0 && outcome.duel.incumbent > 0) impl_->know_step(outcome.duel.incumbent);
+  if (impl_->force == 0 && outcome.paired_test.incumbent > 0) impl_->know_step(outcome.paired_test.incumbent);
   impl_->met.insert(std::minmax(impl_->force, move.challenger));
   impl_->note(move, outcome);
   impl_->judge(move, outcome);
@@ -621,19 +621,19 @@ void Search::skip(const std::string& strategy, std::string reason) {
   const std::size_t i = self.index_of(strategy);
   OXY_CHECK(i < self.items.size(), InvalidArgument, "there is no strategy ", in_quotes(strategy), " to skip; ",
             did_you_mean(strategy, self.names(~Mask{0})), "skip one of those given.");
-  OXY_CHECK(!self.in_force(i), InvalidState, "strategy ", in_quotes(strategy), " is in force; it cannot be skipped.");
+  OXY_CHECK(!self.active(i), InvalidState, "strategy ", in_quotes(strategy), " is active; it cannot be skipped.");
   Item& item = self.items[i];
   item.settled = true;
-  item.entry.standing = Standing::Skipped;
+  item.entry.status = Status::Skipped;
   item.entry.reason = std::move(reason);
   if (self.pending && (self.pending->challenger & bit(i)) != 0) self.pending.reset();
 }
 
-void Search::drop(const std::string& strategy, Standing standing, std::string reason) {
+void Search::drop(const std::string& strategy, Status status, std::string reason) {
   Impl& self = *impl_;
   const std::size_t i = self.index_of(strategy);
-  OXY_CHECK(i < self.items.size() && self.in_force(i), InvalidState, "strategy ", in_quotes(strategy),
-            " is not in force; only what is can be dropped.");
+  OXY_CHECK(i < self.items.size() && self.active(i), InvalidState, "strategy ", in_quotes(strategy),
+            " is not active; only what is can be dropped.");
   Item& dropped = self.items[i];
   const Mask rest = self.sound(self.force & ~bit(i));
   const int since = dropped.changed;
@@ -642,7 +642,7 @@ void Search::drop(const std::string& strategy, Standing standing, std::string re
     Item& item = self.items[j];
     if (j != i && (self.force & ~rest & bit(j)) != 0) {
       item.changed = self.clock;
-      item.entry.standing = Standing::Rejected;
+      item.entry.status = Status::Rejected;
       item.entry.reason = "It needs " + in_quotes(strategy) + ", which was taken back.";
       item.tried = false;
     }
@@ -650,11 +650,11 @@ void Search::drop(const std::string& strategy, Standing standing, std::string re
     if ((self.force & bit(j)) == 0 && !item.settled && item.judged >= since) item.tried = false;
   }
   dropped.settled = true;
-  dropped.entry.standing = standing;
+  dropped.entry.status = status;
   dropped.entry.reason = std::move(reason);
   dropped.entry.break_even_steps.reset();
   self.force = rest;
-  self.spent = std::min(self.spent, dropped.spent);
+  self.elapsed = std::min(self.elapsed, dropped.elapsed);
   self.step_seconds = self.options.step_seconds;  // as far as known
   self.met.clear();
   self.pending.reset();
@@ -673,13 +673,13 @@ void Search::expect(const std::string& strategy, double speedup) {
 
 double Search::seconds_left() const { return impl_->seconds_left(); }
 
-DuelOptions Search::conclusion() const {
+PairedTestOptions Search::conclusion() const {
   const SearchOptions& options = impl_->options;
-  auto duel = DuelOptions::conclusion(options.seed + 1);
-  if (options.total_seconds <= 0) return duel;
+  auto paired_test = PairedTestOptions::conclusion(options.seed + 1);
+  if (options.total_seconds <= 0) return paired_test;
   const double least = std::max(kTrialSeconds, 0.5 * options.conclude_steps * impl_->step_seconds);
-  duel.most_seconds = std::max(options.total_seconds - impl_->used, least);
-  return duel;
+  paired_test.most_seconds = std::max(options.total_seconds - impl_->used, least);
+  return paired_test;
 }
 
 void Search::charge(double seconds) {

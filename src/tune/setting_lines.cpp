@@ -30,7 +30,7 @@ SettingLine SettingLines::active_as(const std::string& name, const std::vector<s
   for (const auto& strategy : strategies) {
     std::string why = holds(required, strategy) ? "asked for." : "found by the run that is continued here.";
     for (const auto& entry : certificate.entries) {
-      if (entry.strategy != strategy || entry.standing != Standing::Accepted) continue;
+      if (entry.strategy != strategy || entry.status != Status::Accepted) continue;
       why = sentence(entry.reason);
       if (entry.speedup && !line.gain) line.gain = entry.speedup->mid;
     }

@@ -322,7 +322,7 @@ RegisteredStrategy own(const char* name, Kind kind, StrategyTraits traits) {
 std::vector<RegisteredStrategy> own_strategies() {
   using enum Kind;
   const std::vector<std::string> faster = {"allocator", "host_pool", "bf16_autocast", "channels_last", "step_tail"};
-  const StrategyTraits split{.group = "split", .interacts = faster, .hopeful = 1.5, .needs_loop = true};
+  const StrategyTraits split{.group = "split", .interacts = faster, .max_speedup = 1.5, .needs_loop = true};
   const std::string squares = "memory grows with the square of the sequence length.";
   return {
       own<HostStrategy<tuned_allocator>>(
@@ -347,12 +347,12 @@ std::vector<RegisteredStrategy> own_strategies() {
                                     .cost = "resident memory stays at its peak; free pages above half of what was "
                                             "available are given back.",
                                     .expected_speedup = 1.3}),
-      own<Operators>("native_operators", Exact, {.hopeful = 2, .expected_speedup = 1.2}),
+      own<Operators>("native_operators", Exact, {.max_speedup = 2, .expected_speedup = 1.2}),
       own<Bf16Autocast>("bf16_autocast", Precision,
                         {.group = "precision",
                          .interacts = {"channels_last", "allocator", "host_pool"},
                          .cost = "products are rounded to bfloat16; weights and their gradients stay float32.",
-                         .hopeful = 8,
+                         .max_speedup = 8,
                          .expected_speedup = 2}),
       own<ChannelsLast>("channels_last", Tolerance,
                         {.group = "layout",
@@ -375,15 +375,15 @@ std::vector<RegisteredStrategy> own_strategies() {
                  .cost = "inputs of float32 products keep 10 bits of their mantissa.",
                  .expected_speedup = 1.5}),
       own<CudnnBenchmark>("cudnn_benchmark", Tolerance, {.interacts = {"channels_last", "bf16_autocast"}, .settle = 3}),
-      own<NativeStep>("native_step", Exact, {.group = "optimizer", .hopeful = 1.8, .expected_speedup = 1.15}),
+      own<NativeStep>("native_step", Exact, {.group = "optimizer", .max_speedup = 1.8, .expected_speedup = 1.15}),
       own<Tail<optim::StateFormat::Auto>>(
           "step_tail", Tolerance,
-          {.group = "optimizer", .interacts = {"channels_last"}, .hopeful = 1.8, .expected_speedup = 1.2}),
+          {.group = "optimizer", .interacts = {"channels_last"}, .max_speedup = 1.8, .expected_speedup = 1.2}),
       own<Tail<optim::StateFormat::Int8>>("int8_state", Trade,
                                           {.group = "optimizer",
                                            .interacts = {"channels_last"},
                                            .cost = "the optimizer's running averages are rounded to 8 bits.",
-                                           .hopeful = 1.8}),
+                                           .max_speedup = 1.8}),
       own<Threads<physical_cores>>("physical_cores", Tolerance, {.group = "threads", .interacts = faster, .settle = 2}),
       own<Threads<one>>("one_thread", Tolerance,
                         {.group = "threads", .interacts = faster, .settle = 2, .expected_speedup = 1.01}),
@@ -394,7 +394,7 @@ std::vector<RegisteredStrategy> own_strategies() {
                           .cost = "what else runs on those cores has to move."}),
       own<FlushDenormals>(
           "flush_denormals", Tolerance,
-          {.interacts = {"one_thread", "physical_cores"}, .cost = "numbers below 1.2e-38 become zero.", .hopeful = 10}),
+          {.interacts = {"one_thread", "physical_cores"}, .cost = "numbers below 1.2e-38 become zero.", .max_speedup = 10}),
       own<Split<2>>("split_2", Tolerance, split),
       own<Split<4>>("split_4", Tolerance, split),
       own<Split<8>>("split_8", Tolerance, split),

@@ -127,7 +127,7 @@ std::vector<double> Timing::blocks(int steps, std::vector<double>* updates) {
   return times;
 }
 
-std::pair<DuelResult, double> Timing::compare(const Names& incumbent, const Names& challenger, DuelOptions options) {
+std::pair<PairedTestResult, double> Timing::compare(const Names& incumbent, const Names& challenger, PairedTestOptions options) {
   const int usual = steps_;
   for (const auto& [name, traits] : traits_) {
     if (traits.feeds && holds(incumbent, name) != holds(challenger, name)) steps_ = std::max(usual, kFeedSteps);
@@ -142,7 +142,7 @@ std::pair<DuelResult, double> Timing::compare(const Names& incumbent, const Name
   options.budget_seconds /= taken;
   options.most_seconds /= taken;
   options.repay_steps /= taken;
-  Duel duel(options);
+  PairedTest paired_test(options);
   const Drawing drawing(workload_, drawing_, drawn_);
   guarded({}, [&] { workload_.restore(); });
   guarded(incumbent, [&] { warm_up(); });
@@ -151,14 +151,14 @@ std::pair<DuelResult, double> Timing::compare(const Names& incumbent, const Name
   const double warming = workload_.seconds() - began;
   load_.begin();
   for (std::size_t half = 0;; ++half) {
-    const auto side = duel.next();
+    const auto side = paired_test.next();
     if (!side) break;
     // Both sides of a pair take the same batches.
     next_ = half / 2 * static_cast<std::size_t>(steps_);
-    duel.record(*side, guarded(*side == Side::Challenger ? challenger : incumbent, [&] { return block(); }));
+    paired_test.record(*side, guarded(*side == Side::Challenger ? challenger : incumbent, [&] { return block(); }));
   }
   disturbed_ = load_.end();
-  const auto result = duel.result();
+  const auto result = paired_test.result();
   return {result, std::max(0.0, warming - warm * result.challenger)};
 }
 
@@ -235,16 +235,16 @@ std::pair<std::map<std::string, double>, std::string> Timing::updates(const Name
 }
 
 bool Timing::wins(const std::string& name, std::uint64_t seed) {
-  Duel duel(DuelOptions::canary(seed));
+  PairedTest paired_test(PairedTestOptions::canary(seed));
   try {
-    while (const auto side = duel.next()) {
+    while (const auto side = paired_test.next()) {
       const auto names = *side == Side::Challenger ? Names{name} : Names{};
-      duel.record(*side, guarded(names, [&] { return update_seconds(1); }));
+      paired_test.record(*side, guarded(names, [&] { return update_seconds(1); }));
     }
   } catch (const SideFailed&) {
     return false;
   }
-  return duel.result().decision == Decision::Accept;
+  return paired_test.result().decision == Decision::Accept;
 }
 
 double Timing::update_seconds(int count) {

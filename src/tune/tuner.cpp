@@ -39,10 +39,10 @@ std::string sentence(std::initializer_list<std::string_view> parts) {
   return text;
 }
 
-void set_standing(Certificate& certificate, const std::string& name, Standing standing, const std::string& reason) {
+void set_status(Certificate& certificate, const std::string& name, Status status, const std::string& reason) {
   for (auto& entry : certificate.entries) {
     if (entry.strategy != name) continue;
-    entry.standing = standing;
+    entry.status = status;
     entry.reason = reason;
   }
 }
@@ -74,7 +74,7 @@ struct Tuner::Impl {
   std::set<std::string> compiles;                // whose turning on is charged apart
   std::set<std::pair<std::string, Names>> seen;  // looked at for what a cost is likely to gain, beside what
   std::optional<Search> search;
-  std::pair<Names, DuelResult> alone;                             // the last trial against nothing
+  std::pair<Names, PairedTestResult> alone;                             // the last trial against nothing
   std::map<std::string, std::map<std::string, double>> evidence;  // of the look at each strategy that was faster
   std::map<std::pair<Names, bool>, Ruling> rulings;               // of combinations; glances apart
   std::vector<std::pair<std::string, std::string>> asked;         // strategies that settings ask for, and the sentence
@@ -209,7 +209,7 @@ struct Tuner::Impl {
       one.interacts = offered_of(traits.interacts);
       one.part_of = offered_of(traits.part_of);
       one.renewed_by = offered_of(traits.renewed_by);
-      one.hopeful = traits.group == "host_memory" ? std::min(traits.hopeful, in_faults) : traits.hopeful;
+      one.max_speedup = traits.group == "host_memory" ? std::min(traits.max_speedup, in_faults) : traits.max_speedup;
       // Of what drawing takes, half may be hidden behind the step.
       one.expected_speedup = traits.feeds ? 1 / (1 - timing.fetch_share() / 2) : traits.expected_speedup;
       one.update_speedup = updates[name];
@@ -271,11 +271,11 @@ struct Tuner::Impl {
   TrialOutcome tried(const Trial& trial, double start) {
     TrialOutcome outcome;
     try {
-      std::tie(outcome.duel, outcome.cost_seconds) = timing.compare(trial.incumbent, trial.challenger, trial.duel);
+      std::tie(outcome.paired_test, outcome.cost_seconds) = timing.compare(trial.incumbent, trial.challenger, trial.paired_test);
       outcome.disturbed = timing.disturbed();
-      outcome.spent_seconds = std::max(1e-9, workload.seconds() - start - outcome.cost_seconds);
-      if (trial.incumbent.empty()) alone = {trial.challenger, outcome.duel};
-      if (outcome.duel.decision != Decision::Accept) return outcome;
+      outcome.elapsed_seconds = std::max(1e-9, workload.seconds() - start - outcome.cost_seconds);
+      if (trial.incumbent.empty()) alone = {trial.challenger, outcome.paired_test};
+      if (outcome.paired_test.decision != Decision::Accept) return outcome;
       const auto ruling = verify(trial.challenger, /*glance=*/true);
       evidence[trial.strategy] = ruling.evidence;
       outcome.verified = ruling.held;
@@ -305,7 +305,7 @@ struct Tuner::Impl {
 
   /// Searches, then verifies and measures everything against nothing; what spoils it is dropped and the search goes
   /// on. The result of that last comparison; empty of nothing.
-  std::optional<DuelResult> conclude() {
+  std::optional<PairedTestResult> conclude() {
     while (true) {
       explore();
       const auto chosen = search->best();
@@ -315,34 +315,34 @@ struct Tuner::Impl {
         const bool over = search->seconds_left() <= 0;  // then what fails is not looked into
         if (!ruling.held) {
           over || chosen.size() == 1
-              ? drop_all(chosen, Standing::Refused, "all together were refused: " + ruling.reason)
+              ? drop_all(chosen, Status::Refused, "all together were refused: " + ruling.reason)
               : drop_culprits(chosen, ruling);
           continue;
         }
         const auto result = against_nothing(chosen);
         if (result.decision == Decision::Accept) return result;
-        drop_all(over ? chosen : Names{chosen.back()}, Standing::Rejected,
+        drop_all(over ? chosen : Names{chosen.back()}, Status::Rejected,
                  "all together did not pay: " + result.reason);
       } catch (const SideFailed& failure) {
-        drop(chosen.back(), Standing::Failed, "all together failed: " + timing.blame(failure));
+        drop(chosen.back(), Status::Failed, "all together failed: " + timing.blame(failure));
       }
     }
   }
 
-  DuelResult against_nothing(const Names& chosen) {
+  PairedTestResult against_nothing(const Names& chosen) {
     if (chosen == alone.first) return alone.second;  // that was the trial by which it was accepted
     workload.say("everything against nothing");
     return timing.compare({}, chosen, search->conclusion()).first;
   }
 
-  void drop(const std::string& name, Standing standing, const std::string& reason) {
+  void drop(const std::string& name, Status status, const std::string& reason) {
     if (!holds(search->best(), name)) return;  // it went with what it requires
     warn(name + " is taken back: " + reason);
-    search->drop(name, standing, reason);
+    search->drop(name, status, reason);
   }
 
-  void drop_all(const Names& chosen, Standing standing, const std::string& reason) {
-    for (auto name = chosen.rbegin(); name != chosen.rend(); ++name) drop(*name, standing, reason);
+  void drop_all(const Names& chosen, Status status, const std::string& reason) {
+    for (auto name = chosen.rbegin(); name != chosen.rend(); ++name) drop(*name, status, reason);
   }
 
   /// What is refused by itself in a combination that is refused; else its last.
@@ -355,9 +355,9 @@ struct Tuner::Impl {
       const auto ruling = by_itself == chosen ? together : verify(by_itself);
       if (ruling.held) continue;
       found = true;
-      drop(name, Standing::Refused, ruling.reason);
+      drop(name, Status::Refused, ruling.reason);
     }
-    if (!found) drop(chosen.back(), Standing::Refused, "all together were refused: " + together.reason);
+    if (!found) drop(chosen.back(), Status::Refused, "all together were refused: " + together.reason);
   }
 
   Certificate measure() {
@@ -382,7 +382,7 @@ struct Tuner::Impl {
       entry.cost = offer_of(entry.strategy)->traits.cost;
       entry.evidence = evidence[entry.strategy];
       if (const auto why = failed.find(entry.strategy); why != failed.end()) {
-        entry.standing = Standing::Failed;
+        entry.status = Status::Failed;
         entry.reason = why->second;
       }
     }
@@ -431,7 +431,7 @@ struct Tuner::Impl {
       if (may_be_tried(name)) continue;
       return name + ": " + (skipped.contains(name) ? skipped[name] : "not offered");
     }
-    const auto canary = DuelOptions::canary(options.seed);
+    const auto canary = PairedTestOptions::canary(options.seed);
     try {
       if (names.empty()) {
         shown = "nothing pays here";
@@ -465,7 +465,7 @@ struct Tuner::Impl {
       Names rest;
       std::copy_if(names.begin(), names.end(), std::back_inserter(rest),
                    [&](const auto& other) { return other != name && !requires_it(other, name); });
-      const auto result = timing.compare(names, rest, DuelOptions::member(options.seed)).first;
+      const auto result = timing.compare(names, rest, PairedTestOptions::member(options.seed)).first;
       if (result.decision == Decision::Accept) return "the rest is faster without " + name + ": " + result.reason;
     }
     return "";
@@ -498,7 +498,7 @@ struct Tuner::Impl {
         beside.push_back(name);
         asked.emplace_back(name, "asked for by " + setting + ", whatever it gains");
       } else {
-        set_standing(certificate, name, Standing::Refused,
+        set_status(certificate, name, Status::Refused,
                      sentence({setting, " asks for it, and it cannot be: ", why}));
         warn(sentence({setting, " is refused: ", why}));
       }
@@ -554,7 +554,7 @@ Certificate Tuner::tune(const CertificateStore* store) {
 void Tuner::activate(Certificate& certificate) {
   for (const auto& name : certificate.accepted()) {
     if (const auto why = impl_->add(name); !why.empty()) {
-      set_standing(certificate, name, Standing::Failed, "could not be made active: " + why);
+      set_status(certificate, name, Status::Failed, "could not be made active: " + why);
     }
   }
 }
@@ -563,13 +563,13 @@ std::vector<std::string> Tuner::activate_required(Certificate& certificate) {
   Names added;
   for (const auto& [name, asked] : impl_->asked) {
     if (const auto why = impl_->add(name); !why.empty()) {
-      set_standing(certificate, name, Standing::Failed, sentence({asked, "; it could not be made active: ", why}));
+      set_status(certificate, name, Status::Failed, sentence({asked, "; it could not be made active: ", why}));
       continue;
     }
     added.push_back(name);
     for (auto& entry : certificate.entries) {
       if (entry.strategy != name) continue;
-      entry.standing = Standing::Accepted;
+      entry.status = Status::Accepted;
       entry.reason = asked + (entry.reason.empty() ? "" : "; " + entry.reason);
     }
   }

@@ -185,10 +185,10 @@ struct Verifier::Impl {
 
   std::pair<std::string, Tensors> steps_with(const std::vector<std::string>& names) {
     snapshot.restore();
-    run.bring(names);
+    run.set_active(names);
     Tensors losses;
     for (int i = 0; i < count(); ++i) losses.push_back(copied(run.step(batch(i))));
-    run.bring({});
+    run.set_active({});
     return {snapshot.digest(), losses};
   }
 
@@ -491,10 +491,10 @@ struct Verifier::Impl {
       before = states_now();
       values = values_now();
     }
-    run.bring(names);
+    run.set_active(names);
     const bool same = trades ? values_now() == values : snapshot.digest() == snapshot.held();
     if (trades) after = states_now();
-    run.bring({});
+    run.set_active({});
     if (!same) throw Wrong{"making it active changes weights, optimizer state or random generators"};
     for (const auto& [name, held] : before) {
       const auto found = after.find(name);
@@ -541,9 +541,9 @@ struct Verifier::Impl {
     const bool draws = all.front() != start;
     const bool differs = !std::equal(found.generators.begin(), found.generators.end(), all.begin());
     snapshot.restore();
-    run.bring(names);
+    run.set_active(names);
     const bool pieces = run.micro_batches() > 1;  // of a batch draw as many numbers, for other rows
-    run.bring({});
+    run.set_active({});
     return draws && (differs || pieces);
   }
 
@@ -602,9 +602,9 @@ struct Verifier::Impl {
   void judge_random_numbers(Kind kind, const std::vector<std::string>& names) {
     const auto with = [&](const std::vector<std::string>& active, const auto& look) {
       snapshot.restore();
-      run.bring(active);
+      run.set_active(active);
       const auto found = look();
-      run.bring({});
+      run.set_active({});
       return found;
     };
     const auto losses = [&] { return draw_losses(); };
@@ -643,9 +643,9 @@ struct Verifier::Impl {
   void judge_trajectory(const std::vector<std::string>& names, Ruling& ruling) {
     if (ends.empty()) ends.push_back(trajectory(0));
     snapshot.restore();
-    run.bring(names);
+    run.set_active(names);
     const double reached = trajectory(0);
-    run.bring({});
+    run.set_active({});
     ruling.evidence["end_loss"] = reached;
     ruling.evidence["given_loss"] = ends.front();
     if (in_any_band(reached, ends.front())) return;
@@ -676,9 +676,9 @@ struct Verifier::Impl {
       std::vector<Observed> seen;
       std::vector<std::unique_ptr<Snapshot>> before;
       snapshot.restore();
-      run.bring(names);
+      run.set_active(names);
       observe(keep, seen, before);
-      run.bring({});
+      run.set_active({});
       for (std::size_t k = 0; k < keep.size(); ++k) look(keep[k], seen[k], *before[k]);
       snapshot.restore();
     }
@@ -693,9 +693,9 @@ struct Verifier::Impl {
     std::vector<Observed> none;
     std::vector<std::unique_ptr<Snapshot>> no_state;
     snapshot.restore();
-    run.bring(names);
+    run.set_active(names);
     const auto taken = observe({count() - 1}, none, no_state);
-    run.bring({});
+    run.set_active({});
     no_state.clear();
     judge_losses(taken);
     const bool quiet = draws_others(taken, names);
@@ -767,16 +767,16 @@ Verifier::~Verifier() = default;
 
 Ruling Verifier::check(Kind kind) {
   auto& self = *impl_;
-  const auto names = self.run.in_force();
+  const auto names = self.run.active();
   try {
-    self.run.bring({});
+    self.run.set_active({});
     auto ruling = self.check(kind, names);
-    self.run.bring({});
+    self.run.set_active({});
     self.snapshot.restore();
-    self.run.bring(names);
+    self.run.set_active(names);
     return ruling;
   } catch (...) {
-    self.run.bring({});
+    self.run.set_active({});
     self.snapshot.restore();
     throw;
   }

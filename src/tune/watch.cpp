@@ -75,7 +75,7 @@ void Watch::take_back(const std::string& reason) {
   for (auto& entry : certificate_.entries) {
     const auto& names = options_.names;
     if (std::find(names.begin(), names.end(), entry.strategy) == names.end()) continue;
-    entry.standing = Standing::RolledBack;
+    entry.status = Status::RolledBack;
     entry.reason = at + reason;
     named += (named.empty() ? "" : ", ") + entry.strategy;
   }

@@ -1,4 +1,4 @@
-/// Figures as the sentences of duels, certificates and guards write them.
+/// Figures as the sentences of paired tests, certificates and guards write them.
 #pragma once
 
 #include <string>

@@ -122,7 +122,7 @@ TEST(GPUConfig, SetsReadsBackAndReverts) {
     EXPECT_NE(stored_state(), before);
     applied.revert();
     EXPECT_EQ(stored_state(), before);
-    EXPECT_FALSE(applied.in_force());
+    EXPECT_FALSE(applied.active());
   }
   EXPECT_EQ(stored_state(), before);
   { const auto applied = everything().apply({}, amx()); }  // the end of the scope reverts

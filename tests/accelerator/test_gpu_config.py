@@ -136,7 +136,7 @@ def test_cpu_precision_where_the_processor_has_it() -> None:
 def test_apply_stays_until_revert() -> None:
     config = ox.GPUConfig(cudnn_benchmark=True)
     config.apply()
-    with pytest.raises(RuntimeError, match="in force already"):
+    with pytest.raises(RuntimeError, match="active already"):
         config.apply()
     config.revert()
     assert not torch.backends.cudnn.benchmark

@@ -181,10 +181,10 @@ TEST(SplitWeights, AreWithinTheirBoundAndBf16IsNearest) {
     const ScopedIsa scope(isa);
     const std::vector<float> values = floats_over_the_range();
     std::vector<std::uint16_t> bf16(values.size());
-    std::vector<std::int8_t> residues(values.size());
-    split_weights(values, bf16.data(), residues.data());
+    std::vector<std::int8_t> low_bits(values.size());
+    split_weights(values, bf16.data(), low_bits.data());
     std::vector<float> joined(values.size());
-    join_weights(bf16.data(), residues.data(), joined);
+    join_weights(bf16.data(), low_bits.data(), joined);
     for (std::size_t i = 0; i < values.size(); ++i) {
       const float x = values[i];
       if (std::isnan(x)) {
@@ -209,10 +209,10 @@ TEST(SplitWeights, AreWithinTheirBoundAndBf16IsNearest) {
     }
     // What was joined splits into the same bytes.
     std::vector<std::uint16_t> again(values.size());
-    std::vector<std::int8_t> residues_again(values.size());
-    split_weights(joined, again.data(), residues_again.data());
+    std::vector<std::int8_t> low_bits_again(values.size());
+    split_weights(joined, again.data(), low_bits_again.data());
     EXPECT_EQ(again, bf16);
-    EXPECT_EQ(residues_again, residues);
+    EXPECT_EQ(low_bits_again, low_bits);
   }
 }
 

@@ -34,7 +34,7 @@ oxy_tail_tensor as_device(const TailTensor& t, std::uint32_t stream) {
   d.param = t.param;
   d.grad = t.grad;
   d.master = t.master;
-  d.residue = t.residue;
+  d.low_bits = t.low_bits;
   d.copy = t.copy;
   for (int k = 0; k < 3; ++k) {
     d.state[k] = t.state[k].data;
@@ -256,7 +256,7 @@ void expect_same(const std::vector<Parameter>& device, const std::vector<Paramet
     EXPECT_TRUE(d.grad == h.grad) << "grad";
     EXPECT_TRUE(d.copy == h.copy) << "copy";
     EXPECT_TRUE(d.state0 == h.state0 && d.state1 == h.state1 && d.state2 == h.state2) << "state";
-    EXPECT_TRUE(d.master == h.master && d.residue == h.residue) << "master";
+    EXPECT_TRUE(d.master == h.master && d.low_bits == h.low_bits) << "master";
     EXPECT_EQ(d.ema, h.ema);
     EXPECT_EQ(d.step, h.step);
     if (testing::Test::HasFailure()) return;
@@ -302,7 +302,7 @@ TEST_P(DeviceStepTail, HasTheBitsOfTheProcessor) {
   const auto [rule, type, state_type] = GetParam();
   std::size_t turn = 0;
   for (const Options& options : kOptions) {
-    if (options.residue && type != BF16) continue;
+    if (options.low_bits && type != BF16) continue;
     SCOPED_TRACE(options.name);
     std::vector<Round> rounds(3, round_of(options));
     rounds[1].settings.collect = false;
@@ -583,8 +583,8 @@ TEST_F(DeviceTailRefuses, TensorsThatNoTailCanHave) {
   EXPECT_EQ(changed([](auto& t) { t.grad_type = OXY_F64; }), OXY_INVALID_ARGUMENT);
   EXPECT_EQ(changed([](auto& t) { t.copy_type = 9; }), OXY_INVALID_ARGUMENT);
   EXPECT_EQ(changed([](auto& t) { t.state_type = OXY_F64; }), OXY_INVALID_ARGUMENT);
-  std::int8_t residue = 0;
-  EXPECT_EQ(changed([&](auto& t) { t.type = OXY_F32, t.residue = &residue; }), OXY_INVALID_ARGUMENT);
+  std::int8_t low_bits = 0;
+  EXPECT_EQ(changed([&](auto& t) { t.type = OXY_F32, t.low_bits = &low_bits; }), OXY_INVALID_ARGUMENT);
 }
 
 TEST_F(DeviceTailRefuses, ConfigurationsWithASentenceForEach) {

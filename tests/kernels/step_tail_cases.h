@@ -105,7 +105,7 @@ struct Array {
 struct Options {
   const char* name;
   bool master = false;
-  bool residue = false;
+  bool low_bits = false;
   bool copy = false;
   bool third_state = false;  // amsgrad, centered
   bool stochastic = false;
@@ -118,8 +118,8 @@ inline constexpr Options kOptions[] = {
     kPlain,
     {.name = "third", .copy = true, .third_state = true},
     {.name = "master", .master = true, .copy = true, .clip_value = 2e-3},
-    {.name = "residue", .residue = true, .copy = true},
-    {.name = "residue_stochastic", .residue = true, .stochastic = true, .agc = 1e-2},
+    {.name = "low_bits", .low_bits = true, .copy = true},
+    {.name = "low_bits_stochastic", .low_bits = true, .stochastic = true, .agc = 1e-2},
     {.name = "stochastic", .third_state = true, .stochastic = true, .clip_value = 3e-3},
     {.name = "agc", .agc = 5e-3},
 };
@@ -143,7 +143,7 @@ struct Parameter {
         state2(c.state_type, c.options.third_state && has_third(c.rule) ? n : 0,
                c.rule == Rule::RmsProp ? StateCode::Signed : StateCode::Unsigned),
         master(c.options.master ? n : 0),
-        residue(c.options.residue ? n : 0),
+        low_bits(c.options.low_bits ? n : 0),
         ema(n),
         step(3) {}
   static bool has_third(Rule rule) { return rule == Rule::AdamW || rule == Rule::Adam || rule == Rule::RmsProp; }
@@ -152,7 +152,7 @@ struct Parameter {
     t.param = param.data();
     t.grad = grad.data();
     t.master = master.empty() ? nullptr : master.data();
-    t.residue = residue.empty() ? nullptr : residue.data();
+    t.low_bits = low_bits.empty() ? nullptr : low_bits.data();
     t.copy = copy.data();
     t.state[0] = state0.state();
     t.state[1] = state1.state();
@@ -173,8 +173,8 @@ struct Parameter {
   [[nodiscard]] std::vector<float> weights() const {
     if (!master.empty()) return master;
     std::vector<float> result = param.values();
-    if (!residue.empty()) {
-      join_weights(reinterpret_cast<const std::uint16_t*>(param.bytes.data()), residue.data(), result);
+    if (!low_bits.empty()) {
+      join_weights(reinterpret_cast<const std::uint16_t*>(param.bytes.data()), low_bits.data(), result);
     }
     return result;
   }
@@ -184,7 +184,7 @@ struct Parameter {
   std::int64_t rows;
   Array param, grad, copy, state0, state1, state2;
   std::vector<float> master;
-  std::vector<std::int8_t> residue;
+  std::vector<std::int8_t> low_bits;
   std::vector<float> ema;
   float step;
 };
@@ -212,8 +212,8 @@ inline std::vector<Parameter> make(const Case& c, unsigned seed, std::span<const
     const std::vector<float> weights = draw(n, 1, false);
     p.param.set(weights);
     if (c.options.master) p.master = weights;
-    if (c.options.residue) {
-      split_weights(weights, reinterpret_cast<std::uint16_t*>(p.param.bytes.data()), p.residue.data());
+    if (c.options.low_bits) {
+      split_weights(weights, reinterpret_cast<std::uint16_t*>(p.param.bytes.data()), p.low_bits.data());
     }
     p.grad.set(draw(n, 1e-2, false));
     if (p.state0.size() > 0) p.state0.set(draw(n, 1e-2, false));

@@ -144,7 +144,7 @@ void check_state(const Case& c, const Array& now, const std::vector<double>& exp
 double weight_bound(const Case& c, double magnitude) {
   const bool stochastic = c.options.stochastic && c.type == BF16;
   if (c.type == F32 || c.options.master) return 4 * ulp(magnitude, F32);
-  if (c.options.residue) return (stochastic ? 2 : 1) * std::ldexp(magnitude, -16) + 4 * ulp(magnitude, F32);
+  if (c.options.low_bits) return (stochastic ? 2 : 1) * std::ldexp(magnitude, -16) + 4 * ulp(magnitude, F32);
   return (stochastic ? 1 : 0.5) * ulp(magnitude, c.type) + 4 * ulp(magnitude, F32);
 }
 
@@ -191,7 +191,7 @@ void check_against_fp64(const Case& c) {
       if (c.options.copy) {
         ASSERT_LE(std::abs(now.copy.at(i) - updated[i]), 0.5 * ulp(updated[i], now.copy.type)) << i;
       }
-      if (c.options.master || c.options.residue) {
+      if (c.options.master || c.options.low_bits) {
         ASSERT_LE(std::abs(now.param.at(i) - updated[i]), 0.5 * ulp(updated[i], c.type)) << i;
       }
     }
@@ -238,7 +238,7 @@ class StepTail : public testing::TestWithParam<std::tuple<Rule, ElementType, Ele
   void for_options(F&& check) {
     const auto [rule, type, state_type] = GetParam();
     for (const Options& options : kOptions) {
-      if (options.residue && type != BF16) continue;
+      if (options.low_bits && type != BF16) continue;
       SCOPED_TRACE(options.name);
       check(Case{rule, type, state_type, options});
       if (HasFailure()) return;
@@ -365,7 +365,7 @@ TEST(StepTail, LeavesTensorsWithoutGradientAlone) {
 TEST(StepTail, StatisticsAreTheNormsOfParameterAndUpdate) {
   for (const Options& options : {kOptions[0], kOptions[2], kOptions[3], kOptions[5]}) {
     for (ElementType type : {F32, BF16}) {
-      if (options.residue && type == F32) continue;
+      if (options.low_bits && type == F32) continue;
       auto parameters = make({Rule::AdamW, type, F32, options}, 5);
       const auto before = parameters;
       std::vector<TailTensor> views;
@@ -441,8 +441,8 @@ TEST(StepTailLion, DoesNotMoveWhereTheAverageIsZeroOrNaN) {
 TEST(StepTailStochastic, AddsTheDocumentedBitsBelowTheCut) {
   constexpr std::size_t kCount = 20000;
   const Case narrow{Rule::AdamW, BF16, F32, {.name = "", .stochastic = true}};
-  for (bool with_residue : {false, true}) {
-    Parameter p({narrow.rule, BF16, F32, {.name = "", .residue = with_residue, .stochastic = true}}, F32, kCount, 1);
+  for (bool with_low_bits : {false, true}) {
+    Parameter p({narrow.rule, BF16, F32, {.name = "", .low_bits = with_low_bits, .stochastic = true}}, F32, kCount, 1);
     Parameter wide({narrow.rule, F32, F32, kPlain}, F32, kCount, 1);
     std::mt19937 random(8);
     std::normal_distribution<float> normal;
@@ -454,7 +454,7 @@ TEST(StepTailStochastic, AddsTheDocumentedBitsBelowTheCut) {
     for (Parameter* each : {&p, &wide}) {
       each->param.set(start);
       each->grad.set(grad);
-      std::fill(each->residue.begin(), each->residue.end(), 0);
+      std::fill(each->low_bits.begin(), each->low_bits.end(), 0);
       each->ema.clear();
     }
     const TailGroup g = group_of(Rule::AdamW);
@@ -472,7 +472,7 @@ TEST(StepTailStochastic, AddsTheDocumentedBitsBelowTheCut) {
       const std::uint16_t r =
           rounding_bits(settings.seed, kCount, RoundingOperand::Param, 4, static_cast<std::int64_t>(i));
       const std::uint32_t expected =
-          with_residue ? (bits + (r >> 8)) & 0xFFFFFF00U : (bits + std::uint32_t{r}) & 0xFFFF0000U;
+          with_low_bits ? (bits + (r >> 8)) & 0xFFFFFF00U : (bits + std::uint32_t{r}) & 0xFFFF0000U;
       ASSERT_EQ(std::bit_cast<std::uint32_t>(stored[i]), expected) << i;
     }
   }
@@ -564,7 +564,7 @@ TEST(StepTail, CountsItsBytes) {
   settings.agc = 1;
   EXPECT_EQ(step_bytes(view, settings, false), 460);  // gradient and weights once more
 
-  Parameter seven({Rule::AdamW, BF16, Int8, {.name = "", .residue = true}}, BF16, 64, 1);
+  Parameter seven({Rule::AdamW, BF16, Int8, {.name = "", .low_bits = true}}, BF16, 64, 1);
   view = seven.view();
   view.ema = nullptr;
   // Weight 3 bytes twice, gradient 2, two states of 1 + 2/32 twice.
@@ -589,9 +589,9 @@ TEST(StepTail, RefusesTensorsThatItCannotServe) {
   refused([](TailTensor& t) { t.type = Int8; });
   refused([](TailTensor& t) { t.grad_type = Int8; });
   refused([](TailTensor& t) { t.copy_type = Int8; });
-  std::int8_t residue[10];
-  refused([&](TailTensor& t) { t.residue = residue; });
-  EXPECT_THROW(sum_squares(residue, Int8, 10, {}), Error);
+  std::int8_t low_bits[10];
+  refused([&](TailTensor& t) { t.low_bits = low_bits; });
+  EXPECT_THROW(sum_squares(low_bits, Int8, 10, {}), Error);
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ _FIRST = {
     "python/oxytorch/tune/chance.py": ("tests/tune/test_verify.py",),
     "python/oxytorch/tune/measure.py": ("tests/tune/test_accelerate.py",),
     "python/oxytorch/tune/record.py": ("tests/tune/test_verify.py", "tests/tune/test_planted_faults.py"),
-    "python/oxytorch/tune/referee.py": ("tests/tune/test_verify.py", "tests/tune/test_planted_faults.py"),
+    "python/oxytorch/tune/verifier.py": ("tests/tune/test_verify.py", "tests/tune/test_planted_faults.py"),
     "python/oxytorch/tune/run.py": ("tests/tune/test_replace.py", "tests/tune/test_strategies.py"),
     "python/oxytorch/tune/strategy.py": ("tests/tune/test_plan.py", "tests/tune/test_strategies.py"),
     "python/oxytorch/tune/tuning.py": ("tests/tune/test_accelerate.py",),
@@ -90,7 +90,7 @@ _PROGRAMS = {
 def _torch_free(root: Path, path: str) -> bool:
     """Whether a source of a module belongs to the library that needs no torch; a header, where its source does."""
     lists = root / "/".join(path.split("/")[:2]) / "CMakeLists.txt"
-    core = " ".join(re.findall(r"oxytorch_room\(core([^)]*)\)", lists.read_text())).split()
+    core = " ".join(re.findall(r"oxytorch_module\(core([^)]*)\)", lists.read_text())).split()
     name = Path(path).name
     return "src/kernels/" in path or name in core or name.replace(".h", ".cpp") in core or name == "words.h"
 

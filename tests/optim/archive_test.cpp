@@ -153,9 +153,9 @@ TEST(Archive, RefusesToLoseWhatTheOptimizerDoesNotKeep) {
     return said;
   };
   const auto masters = [](auto o) { return o.master_weights(MasterFormat::Float32); };
-  const auto residues = [](auto o) { return o.master_weights(MasterFormat::Int8); };
+  const auto low_bits = [](auto o) { return o.master_weights(MasterFormat::Int8); };
   EXPECT_THAT(message(masters, kPlain), HasSubstr("fp32 master weights of parameter 0, and this optimizer keeps none"));
-  EXPECT_THAT(message(residues, masters), HasSubstr("int8 master weights"));
+  EXPECT_THAT(message(low_bits, masters), HasSubstr("int8 master weights"));
   EXPECT_THAT(message([](auto o) { return o.ema_decay(0.9); }, kPlain), HasSubstr("give it an ema_decay"));
   EXPECT_EQ(message(kPlain, masters), "no error");
 }

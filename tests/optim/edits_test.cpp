@@ -66,7 +66,7 @@ Tensors state_of(const TailOptimizer& optimizer) {
   Tensors all;
   for (std::size_t i = 0; i < optimizer.tail().param_count(); ++i) {
     const ParamState& s = optimizer.tail().state(i);
-    for (const auto& t : {s.step, s.master, s.residue, s.ema, s.copy}) all.push_back(t);
+    for (const auto& t : {s.step, s.master, s.low_bits, s.ema, s.copy}) all.push_back(t);
     for (std::size_t k = 0; k < s.moments.size(); ++k) {
       all.push_back(s.moments[k]);
       all.push_back(s.scales[k]);
@@ -123,7 +123,7 @@ TEST(Edits, ConvertCodesByIndex) {
   opt.step();
   const std::size_t image = params.size() - 1;
   const ParamState before = opt.tail().decoded_state(image);
-  const at::Tensor residue = opt.tail().state(image).residue.clone();
+  const at::Tensor low_bits = opt.tail().state(image).low_bits.clone();
   {
     const at::NoGradGuard no_grad;
     channels_last(params[image]);
@@ -134,7 +134,7 @@ TEST(Edits, ConvertCodesByIndex) {
   opt.step();
   const ParamState after = opt.tail().decoded_state(image);
   EXPECT_TRUE(opt.tail().state(image).moments[0].is_contiguous(at::MemoryFormat::ChannelsLast));
-  EXPECT_TRUE(same_bits(opt.tail().state(image).residue, residue));
+  EXPECT_TRUE(same_bits(opt.tail().state(image).low_bits, low_bits));
   for (std::size_t k = 0; k < 2; ++k) {
     const double largest = before.moments[k].abs().max().item<double>();
     EXPECT_LE((after.moments[k] - before.moments[k]).abs().max().item<double>(), 0.03 * largest) << k;
@@ -249,7 +249,7 @@ ParamState plain_copy(const ParamState& state) {
     copy.scales[k] = plain_copy(state.scales[k]);
   }
   copy.master = plain_copy(state.master);
-  copy.residue = plain_copy(state.residue);
+  copy.low_bits = plain_copy(state.low_bits);
   copy.ema = plain_copy(state.ema);
   copy.copy = plain_copy(state.copy);
   return copy;

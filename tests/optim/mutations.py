@@ -173,7 +173,7 @@ class Mutations:
             for i, a in enumerate(held)
             for b in held[i + 1 :]
             if a.shape == b.shape and a.dtype == b.dtype and self.opt.state[a].keys() == self.opt.state[b].keys()
-            if not {"master", "residue"} & self.opt.state[a].keys()  # the weights' own
+            if not {"master", "low_bits"} & self.opt.state[a].keys()  # the weights' own
         ]
         if not pairs:
             return

@@ -80,7 +80,7 @@ std::vector<at::Tensor> contents(const optim::StepTail& tail) {
   for (std::size_t i = 0; i < tail.param_count(); ++i) {
     const optim::ParamState& s = tail.state(i);
     for (const at::Tensor& t : {tail.param(i).detach(), s.step, s.moments[0], s.moments[1], s.moments[2], s.scales[0],
-                                s.scales[1], s.scales[2], s.master, s.residue, s.ema, s.copy}) {
+                                s.scales[1], s.scales[2], s.master, s.low_bits, s.ema, s.copy}) {
       if (t.defined()) found.push_back(t.cpu().clone());
     }
   }

@@ -159,7 +159,7 @@ inline Tensors everything(const Tensors& params, const TailOptimizer& optimizer)
   for (const auto& p : params) add(p);
   for (std::size_t i = 0; i < optimizer.tail().param_count(); ++i) {
     const ParamState& s = optimizer.tail().state(i);
-    for (const auto& t : {s.step, s.master, s.residue, s.ema, s.copy}) add(t);
+    for (const auto& t : {s.step, s.master, s.low_bits, s.ema, s.copy}) add(t);
     for (std::size_t k = 0; k < s.moments.size(); ++k) {
       add(s.moments[k]);
       add(s.scales[k]);
@@ -211,7 +211,7 @@ struct Trial {
 
 inline constexpr auto kPlain = [](auto options) { return options; };
 
-// Each for every optimizer: 8-bit state with residues, stochastic rounding, masters, adaptive clipping.
+// Each for every optimizer: 8-bit state with low bits, stochastic rounding, masters, adaptive clipping.
 struct Format {
   const char* name;
   torch::Dtype dtype;

@@ -60,7 +60,7 @@ kernels::TailTensor as_here(std::int32_t device, const oxy_tail_tensor& t) {
   here.param = at(device, t.param);
   here.grad = at(device, t.grad);
   here.master = at(device, t.master);
-  here.residue = at(device, t.residue);
+  here.low_bits = at(device, t.low_bits);
   here.copy = at(device, t.copy);
   for (int k = 0; k < 3; ++k) here.state[k] = {at(device, t.state[k]), at(device, t.scale[k])};
   here.ema = at(device, t.ema);

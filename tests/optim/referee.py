@@ -215,10 +215,10 @@ def check_stored(stored: Tensor, want: Num, stochastic: bool, what: str) -> None
     assert not (now.isnan() & want.error.isfinite()).any(), f"{what}: NaN"
 
 
-def join(weight: Tensor, residue: Tensor) -> Tensor:
-    """bf16 weight and residue as fp64."""
+def join(weight: Tensor, low_bits: Tensor) -> Tensor:
+    """bf16 weight and low bits as fp64."""
     bits = weight.view(torch.int16).to(torch.int64) & 0xFFFF
-    magnitude = (((bits & 0x7FFF) << 8) + residue.to(torch.int64)) << 8
+    magnitude = (((bits & 0x7FFF) << 8) + low_bits.to(torch.int64)) << 8
     return magnitude.to(torch.int32).view(torch.float32).double() * torch.where(bits >= 0x8000, -1.0, 1.0)
 
 
@@ -240,8 +240,8 @@ def weights_of(param: Tensor, state: dict[str, Tensor]) -> Tensor:
     """The weights at their best precision, fp64."""
     if "master" in state:
         return state["master"].double()
-    if "residue" in state:
-        return join(param.detach(), state["residue"])
+    if "low_bits" in state:
+        return join(param.detach(), state["low_bits"])
     return real(param.detach()).double()
 
 
@@ -405,10 +405,10 @@ def check_step(opt: Any, before: list[Before], grads: list[Tensor | None], scale
         if "master" in state:
             check_stored(state["master"], want, False, f"{what} master")
             assert torch.equal(param, state["master"].to(param.dtype)), f"{what} is not its master rounded"
-        elif "residue" in state:
+        elif "low_bits" in state:
             unit = 2.0**-15 if stochastic else 2.0**-16
             away = (best - want.value).abs() - want.error - unit * (want.value.abs() + want.error) * 1.0001
-            assert (away <= 2.0**-126).all(), f"{what} residue"
+            assert (away <= 2.0**-126).all(), f"{what} low bits"
             assert ((param.double() - best).abs() <= 0.5 * ulp(best, torch.bfloat16)).all(), f"{what} is not to nearest"
         else:
             check_stored(real(param), want, stochastic and param.dtype == torch.bfloat16, what)

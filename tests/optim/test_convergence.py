@@ -79,9 +79,9 @@ def test_narrow_layouts_end_within_seed_noise(
     runs = [trained(seed, dtype, **options) for seed in SEEDS]
     for _, optimizer in runs:
         assert all(state["exp_avg"].dtype == torch.int8 for state in optimizer.state.values())
-        assert all(("residue" in state) == ("master_weights" in options) for state in optimizer.state.values())
+        assert all(("low_bits" in state) == ("master_weights" in options) for state in optimizer.state.values())
     assert above(reference, [loss for loss, _ in runs]) < 0.5
 
 
-def test_bf16_weights_without_a_residue_do_not(reference: list[float]) -> None:
+def test_bf16_weights_without_low_bits_do_not(reference: list[float]) -> None:
     assert above(reference, [trained(seed, torch.bfloat16)[0] for seed in SEEDS]) > 1.0

@@ -102,11 +102,11 @@ def numbers(opt) -> dict[str, torch.Tensor]:
     for i, p in enumerate(opt._params()):
         found |= {f"{key}{i}": t for key, t in opt.state[p].items()}
     found = {key: t.cpu() for key, t in found.items()}
-    # Neighbouring weights may have far apart residues: what counts is the weight that both make.
+    # Neighbouring weights may have far apart low bits: what counts is the weight that both make.
     for i in range(len(opt._params())):
-        if f"residue{i}" in found:
+        if f"low bits{i}" in found:
             bits = found[f"param{i}"].view(torch.int16).int()
-            magnitude = ((bits & 0x7FFF) << 8) + found.pop(f"residue{i}").int()
+            magnitude = ((bits & 0x7FFF) << 8) + found.pop(f"low bits{i}").int()
             found[f"weight{i}"] = (magnitude << 8).view(torch.float32) * torch.where(bits < 0, -1, 1)
     return found
 

@@ -378,7 +378,7 @@ def test_codes_and_low_bits_are_converted_by_index(name: str, edit: Edit) -> Non
             p.grad = g
         opt.step()
     before = [moments_of(name, opt.state[p]) for p in params]
-    low = [opt.state[p]["residue"].clone() for p in params]
+    low = [opt.state[p]["low_bits"].clone() for p in params]
     weights = [p.detach().clone() for p in params]
     edit(opt, list(params))
     for group in opt.param_groups:
@@ -388,7 +388,7 @@ def test_codes_and_low_bits_are_converted_by_index(name: str, edit: Edit) -> Non
     before_steps = [opt._step_tail().decoded_state(i) for i in range(len(params))]
     opt.step()
     for p, old, given, bits, weight in zip(params, before, before_steps, low, weights, strict=True):
-        assert torch.equal(p, weight) and torch.equal(opt.state[p]["residue"], bits)
+        assert torch.equal(p, weight) and torch.equal(opt.state[p]["low_bits"], bits)
         for key, value in old.items():
             torch.testing.assert_close(given[key].double(), value, rtol=1e-6, atol=0)
             group = next(g for g in opt.param_groups if any(q is p for q in g["params"]))

@@ -157,7 +157,7 @@ def test_strategies_of_the_step_take_them_also_in_mid_run(name: str, options: di
     run = Run(model, opt, loss_of, [])
     for step in range(5):
         if step in (2, 4):
-            run.bring([strategy] if step == 2 else [])
+            run.set_active([strategy] if step == 2 else [])
         backward(model, opt, step)
         opt.step()
     assert_as_exact(model, of_torch(name, options))

@@ -330,7 +330,7 @@ def test_weights_loaded_after_a_step_win(name: str, tail: str, composite: bool) 
             p.copy_(value), q.copy_(value)
     state = copy.deepcopy(opt.state_dict())
     for entry in state["state"].values():
-        entry.pop("master", None), entry.pop("residue", None)
+        entry.pop("master", None), entry.pop("low_bits", None)
     fresh.load_state_dict(state)
     run(opt, range(3, 5)), run(fresh, range(3, 5))
     assert all(torch.equal(p, q) for p, q in zip(params_of(opt), params_of(fresh), strict=True))

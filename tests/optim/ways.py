@@ -55,7 +55,7 @@ class Way:
             assert self.trainer.has_tail
         else:
             self.run = Run(self.model, self.opt, loss_of, [])
-            self.run.bring([way])
+            self.run.set_active([way])
 
     @property
     def stepping(self) -> Any:

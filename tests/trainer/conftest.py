@@ -1,4 +1,4 @@
-"""Trainers put settings of the process in force; the next test finds it as it was."""
+"""Trainers make settings of the process active; the next test finds it as it was."""
 
 from __future__ import annotations
 

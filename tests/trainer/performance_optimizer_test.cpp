@@ -138,7 +138,7 @@ TEST_F(PerformanceOptimizerTest, SettingsOfTheProcessAndTheAcceleratorAreTakenBa
   {
     auto run = prepared({});
     EXPECT_EQ(at::get_num_threads(), 1);
-    EXPECT_TRUE(run.gpu.in_force());
+    EXPECT_TRUE(run.gpu.active());
   }
   EXPECT_EQ(at::get_num_threads(), 2) << "its end takes everything back";
   at::set_num_threads(before);

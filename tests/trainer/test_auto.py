@@ -63,7 +63,7 @@ class Lie(Strategy):
         run.call.outputs("lie", None)
 
 
-def test_what_pays_is_in_force_from_the_first_step_and_told(clock: Clock) -> None:
+def test_what_pays_is_active_from_the_first_step_and_told(clock: Clock) -> None:
     dearer = made(clock, "rest", 0.02)
     dearer.group, dearer.kind = "layout", "tolerance"
     with only(made(clock, "slow", 0.002), dearer):
@@ -284,9 +284,9 @@ def test_the_step_tail_takes_the_average_and_the_guard_and_hands_them_back(clock
         torch.manual_seed(4)
         for index, batch in enumerate([*batches(3), poisoned, *batches(3), poisoned, *batches(2)]):
             if moves:
-                run.bring(["step_tail"] if index % 4 else [])
+                run.set_active(["step_tail"] if index % 4 else [])
                 kept = (run.guard is not None, run.average is not None, run.clip_norm)
-                assert kept == ((False, False, None) if run.in_force else (True, True, 0.5))
+                assert kept == ((False, False, None) if run.active else (True, True, 0.5))
             one.step(batch)
         assert one.report().counters["skipped"] == 2 and one.report()["nonfinite"].state == "on"
         with one.ema_weights():
@@ -334,13 +334,13 @@ def test_what_drifts_is_taken_back(clock: Clock) -> None:
     with only(drifts):
         one = trainer(clock)
         one.step(batches(1)[0])
-        assert one._run.in_force == ("drifts",)
+        assert one._run.active == ("drifts",)
         drifts.scale = 1.5
         for batch in batches(4) * 200:
             one.step(batch)
             if "drifts" not in on(one):
                 break
-    assert one._run.in_force == () and "drifts" not in on(one)
+    assert one._run.active == () and "drifts" not in on(one)
 
 
 def test_the_moving_average_is_not_moved_by_trials_or_checks(clock: Clock) -> None:
@@ -366,7 +366,7 @@ def test_the_moving_average_is_not_moved_by_trials_or_checks(clock: Clock) -> No
         for batch in batches(4) * 30:  # the watch compares one of the first 50 steps, and takes some without
             one.step(batch)
             torch._foreach_lerp_(reference, [p.detach() for p in model.parameters()], 0.1)
-        assert one._run.in_force == ("step_tail",) and one._run.average is None and clock.cost["slow"] == 0.002
+        assert one._run.active == ("step_tail",) and one._run.average is None and clock.cost["slow"] == 0.002
         with one.ema_weights():
             for a, b in zip(reference, model.parameters(), strict=True):
                 torch.testing.assert_close(a, b.detach(), rtol=1e-4, atol=1e-6)

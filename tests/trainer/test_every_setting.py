@@ -614,7 +614,7 @@ def test_a_closure_under_compile_is_refused() -> None:
 
 
 def planted(clock: Clock, name: str, group: str = "", kind: Any = "exact", seconds: float = 0.02) -> type[Strategy]:
-    """A strategy of that name that makes the step slower, so that nothing but a setting puts it in force."""
+    """A strategy of that name that makes the step slower, so that nothing but a setting makes it active."""
     one = made(clock, "slow", seconds)
     one.name, one.group, one.kind = name, group or name, kind
     return one
@@ -628,7 +628,7 @@ def tuned(clock: Clock, config: dict[str, Any] | None = None, **options: Any) ->
 
 
 def forced(clock: Clock, key: str, value: Any, name: str, group: str, kind: Any, level: str = "advanced") -> bool:
-    """In force where asked for, beside nothing else of its group; not in force otherwise; gone after revert()."""
+    """Active where asked for, beside nothing else of its group; not active otherwise; gone after revert()."""
     other = made(clock, "rest", 0.001)
     other.name, other.group, other.kind = f"other_{group}", group, "exact"
     with only(planted(clock, name, group, kind), other):
@@ -1024,17 +1024,17 @@ def test_the_watch_leaves_alone_what_was_asked_for(clock: Clock) -> None:
         plan = tuned(clock, {"channels_last": "on"}, steps_planned=100_000)
         assert set(plan.accepted) == {"channels_last", "cheaper_rest"}
         cheaper.apply = lambda self, run: clock.cost.update(rest=0.05)  # type: ignore[method-assign]
-        plan._run.bring(())
-        assert plan._run.in_force == ("channels_last",)
-        plan._run.bring(["cheaper_rest"])
+        plan._run.set_active(())
+        assert plan._run.active == ("channels_last",)
+        plan._run.set_active(["cheaper_rest"])
         for batch in batches(4) * 100:
             plan.step(batch)
             if plan.certificate.events:
                 break
         assert "cheaper_rest" in plan.certificate.events[-1] and "channels_last" not in plan.certificate.events[-1]
-        assert plan._run.in_force == ("channels_last",) and plan.accepted == ("channels_last",)
+        assert plan._run.active == ("channels_last",) and plan.accepted == ("channels_last",)
         plan.revert()
-    assert plan._run.in_force == () and clock.cost["slow"] == 0.01
+    assert plan._run.active == () and clock.cost["slow"] == 0.01
 
 
 def test_settings_of_the_process_are_taken_back_where_accelerate_fails(clock: Clock) -> None:

@@ -28,7 +28,7 @@ TEST_F(AccelerateTest, TheStepTailCarriesStateBothWays) {
     tune::Run run(*model, *optimizer, loss_of(model), batches);
     torch::manual_seed(5);
     for (int i = 0; i < 9; ++i) {
-      run.bring(i / 3 == 1 ? std::vector<std::string>{"step_tail"} : std::vector<std::string>{});
+      run.set_active(i / 3 == 1 ? std::vector<std::string>{"step_tail"} : std::vector<std::string>{});
       run.step(batches[static_cast<std::size_t>(i) % 4]);
     }
     for (std::size_t i = 0; i < run.parameters().size(); ++i) {
@@ -47,9 +47,9 @@ TEST_F(AccelerateTest, SwitchingWithoutAStepChangesNothing) {
     tune::Run run(*model, *optimizer, loss_of(model), batches);
     for (int steps = 0; steps < 2; ++steps) {
       const auto before = state_of(model, *optimizer);
-      if (name != "oxytorch") run.bring({"step_tail"});
-      run.bring({"physical_cores"});
-      run.bring({});
+      if (name != "oxytorch") run.set_active({"step_tail"});
+      run.set_active({"physical_cores"});
+      run.set_active({});
       EXPECT_TRUE(state_of(model, *optimizer) == before) << name << " after " << steps << " steps";
       run.step(batches[0]);
     }
@@ -68,10 +68,10 @@ TEST_F(AccelerateTest, ChannelsLastGivesTheWeightsTheirMemoryBack) {
   const auto weight = model->parameters()[0];
   const auto* const memory = weight.const_data_ptr();
   for (const auto& names : std::vector<std::vector<std::string>>{{"channels_last"}, {"step_tail", "channels_last"}}) {
-    run.bring(names);
+    run.set_active(names);
     EXPECT_TRUE(weight.is_contiguous(at::MemoryFormat::ChannelsLast));
     run.step(batches[0]);
-    run.bring({});
+    run.set_active({});
     EXPECT_EQ(weight.const_data_ptr(), memory);
     EXPECT_TRUE(weight.is_contiguous());
     EXPECT_NE(snapshot.digest(), snapshot.held());
@@ -79,10 +79,10 @@ TEST_F(AccelerateTest, ChannelsLastGivesTheWeightsTheirMemoryBack) {
     EXPECT_NO_THROW(snapshot.prove());
   }
   tune::Verifier verifier(run, snapshot);
-  run.bring({"channels_last", "step_tail"});
+  run.set_active({"channels_last", "step_tail"});
   const auto ruling = verifier.check(Kind::Tolerance);
   EXPECT_TRUE(ruling.held) << ruling.reason;
-  EXPECT_EQ(run.in_force().size(), 2U);
+  EXPECT_EQ(run.active().size(), 2U);
 }
 
 TEST_F(AccelerateTest, ChannelsLastIsForOptimizersOfOursTooAlsoInMidRun) {
@@ -105,25 +105,25 @@ TEST_F(AccelerateTest, ChannelsLastIsForOptimizersOfOursTooAlsoInMidRun) {
       const auto optimizer = make(kind, model->parameters());
       tune::Run run(*model, *optimizer, supervised(model, nn::CrossEntropyLoss()), batches);
       for (int i = 0; i < 8; ++i) {
-        run.bring(switches && i % 4 > 1 ? std::vector<std::string>{"channels_last"} : std::vector<std::string>{});
+        run.set_active(switches && i % 4 > 1 ? std::vector<std::string>{"channels_last"} : std::vector<std::string>{});
         run.step(batches[0]);
         if (!switches || i != 1) continue;
         EXPECT_TRUE(run.strategy("channels_last").applies(run).holds);
         tune::Snapshot snapshot(run);
-        run.bring({"channels_last"});
+        run.set_active({"channels_last"});
         run.step(batches[0]);
-        run.bring({});
+        run.set_active({});
         EXPECT_NE(snapshot.digest(), snapshot.held());
         snapshot.restore();
         EXPECT_NO_THROW(snapshot.prove());
         tune::Verifier verifier(run, snapshot);
-        run.bring({"channels_last"});
+        run.set_active({"channels_last"});
         const auto ruling = verifier.check(Kind::Tolerance);
         EXPECT_EQ(ruling.held, kind != 2) << ruling.reason << " (8-bit state shares its scales with other neighbours)";
-        run.bring({});
+        run.set_active({});
         EXPECT_NO_THROW(snapshot.prove());
       }
-      run.bring({});
+      run.set_active({});
       ends.push_back(torch::nn::utils::parameters_to_vector(model->parameters()).detach());
     }
     const double loose = kind == 2 ? 2000 : 1;
@@ -143,7 +143,7 @@ TEST_F(AccelerateTest, WithoutABatchOrALossNothingIsTried) {
   EXPECT_THROW(tune::Verifier(run, snapshot), Error);
 }
 
-TEST_F(AccelerateTest, TheRefereePassesWhatIsRightAndSaysWhatIsNot) {
+TEST_F(AccelerateTest, TheVerifierPassesWhatIsRightAndSaysWhatIsNot) {
   for (const auto& name : kOptimizers) {
     const auto batches = make_batches();
     auto model = make_model();
@@ -155,16 +155,16 @@ TEST_F(AccelerateTest, TheRefereePassesWhatIsRightAndSaysWhatIsNot) {
     EXPECT_TRUE(verifier.check(Kind::Exact).held) << name;
     EXPECT_TRUE(verifier.check(Kind::Tolerance).held) << name << verifier.check(Kind::Tolerance).reason;
     if (name != "oxytorch") {
-      run.bring({"step_tail"});
+      run.set_active({"step_tail"});
       const auto ruling = verifier.check(Kind::Tolerance);
       EXPECT_TRUE(ruling.held) << name << ": " << ruling.reason;
-      run.bring({});
+      run.set_active({});
     }
-    run.bring({"bf16_autocast"});
+    run.set_active({"bf16_autocast"});
     EXPECT_FALSE(verifier.check(Kind::Tolerance).held) << name;
     const auto ruling = verifier.check(Kind::Precision);
     EXPECT_TRUE(ruling.held) << name << ": " << ruling.reason;
-    run.bring({});
+    run.set_active({});
     EXPECT_NO_THROW(snapshot.prove());
   }
 }
@@ -176,7 +176,7 @@ struct WrongBackward : Strategy {
   static inline bool wrong = false;
 };
 
-TEST_F(AccelerateTest, TheRefereeSeesFaultsOfSomeStepsAlone) {
+TEST_F(AccelerateTest, TheVerifierSeesFaultsOfSomeStepsAlone) {
   tune::register_strategy<WrongBackward>("wrong_backward", Kind::Tolerance);
   struct Case {
     const char* name;
@@ -209,7 +209,7 @@ TEST_F(AccelerateTest, TheRefereeSeesFaultsOfSomeStepsAlone) {
     tune::Snapshot snapshot(run);
     tune::Verifier verifier(run, snapshot);
     EXPECT_TRUE(verifier.check(Kind::Tolerance).held) << verifier.check(Kind::Tolerance).reason;
-    run.bring({"wrong_backward"});
+    run.set_active({"wrong_backward"});
     const auto ruling = verifier.check(Kind::Tolerance);
     EXPECT_FALSE(ruling.held) << one.name;
     EXPECT_THAT(ruling.reason, HasSubstr("step ")) << one.name;
@@ -217,7 +217,7 @@ TEST_F(AccelerateTest, TheRefereeSeesFaultsOfSomeStepsAlone) {
   }
 }
 
-TEST_F(AccelerateTest, TheRefereeTakesTorchsOwnNormForWhatItIs) {
+TEST_F(AccelerateTest, TheVerifierTakesTorchsOwnNormForWhatItIs) {
   // Of a norm over millions, torch's sum in float32 is off by more than any bound of an update.
   torch::manual_seed(0);
   struct ManyImpl : torch::nn::Module {
@@ -241,10 +241,10 @@ TEST_F(AccelerateTest, TheRefereeTakesTorchsOwnNormForWhatItIs) {
   tune::Verifier verifier(run, snapshot, {.steps = 2, .span = 0, .trajectory = 2});
   const auto nothing = verifier.check(Kind::Tolerance);
   EXPECT_TRUE(nothing.held) << nothing.reason;
-  run.bring({"step_tail"});
+  run.set_active({"step_tail"});
   const auto ruling = verifier.check(Kind::Tolerance);
   EXPECT_TRUE(ruling.held) << ruling.reason;
-  run.bring({});
+  run.set_active({});
 }
 
 double gradient_factor = 1;
@@ -260,7 +260,7 @@ struct Factor : Strategy {
   }
 };
 
-TEST_F(AccelerateTest, TheRefereeSeesAFactorOnGradientsUnderBf16) {
+TEST_F(AccelerateTest, TheVerifierSeesAFactorOnGradientsUnderBf16) {
   const auto batches = make_batches(4, 64);
   auto model = make_model();
   auto optimizer = make_optimizer("AdamW", model);
@@ -274,7 +274,7 @@ TEST_F(AccelerateTest, TheRefereeSeesAFactorOnGradientsUnderBf16) {
   tune::Snapshot snapshot(run);
   tune::Verifier verifier(run, snapshot);
   tune::register_strategy<Factor>("factor", Kind::Precision);
-  run.bring({"factor"});
+  run.set_active({"factor"});
   const auto ruling = verifier.check(Kind::Precision);
   EXPECT_FALSE(ruling.held);
   EXPECT_THAT(ruling.reason, HasSubstr("gradient"));

@@ -20,7 +20,7 @@ using testing::Contains;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
-using tune::Standing;
+using tune::Status;
 
 TEST_F(AccelerateTest, WithNothingAcceptedTheProcessHasItsHeapAgain) {
   auto model = make_model();
@@ -47,7 +47,7 @@ TEST_F(AccelerateTest, TakesBackWhatDriftsDuringTheRun) {
   bad_calls = 1;
   for (int i = 0; i < 60; ++i) plan.step(batches[0]);
   EXPECT_THAT(plan.accepted(), IsEmpty());
-  EXPECT_EQ(entry(plan, "drifts").standing, Standing::RolledBack);
+  EXPECT_EQ(entry(plan, "drifts").status, Status::RolledBack);
   EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("taken back")));
   EXPECT_TRUE(delayed);
 }

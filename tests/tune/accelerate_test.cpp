@@ -15,7 +15,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::UnorderedElementsAre;
-using tune::Standing;
+using tune::Status;
 
 TEST_F(AccelerateTest, KeepsWhatPaysAndRefusesALie) {
   auto model = make_model();
@@ -25,8 +25,8 @@ TEST_F(AccelerateTest, KeepsWhatPaysAndRefusesALie) {
   auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches, only({"throws", "lie", "no_delay"}));
   EXPECT_THAT(plan.accepted(), ElementsAre("no_delay"));
   EXPECT_GT(plan.speedup().low, 1);
-  EXPECT_EQ(entry(plan, "lie").standing, Standing::Refused) << entry(plan, "lie").reason;
-  EXPECT_EQ(entry(plan, "throws").standing, Standing::Failed);
+  EXPECT_EQ(entry(plan, "lie").status, Status::Refused) << entry(plan, "lie").reason;
+  EXPECT_EQ(entry(plan, "throws").status, Status::Failed);
   EXPECT_THAT(entry(plan, "throws").reason, HasSubstr("it was planted"));
   EXPECT_THAT(plan.report(), HasSubstr("no_delay"));
   EXPECT_FALSE(delayed);
@@ -43,9 +43,9 @@ TEST_F(AccelerateTest, RefusesAWrongLearningRateAndStaleGradients) {
     const auto batches = make_batches();
     auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches, only({"faster_rate", "stale_gradients"}));
     EXPECT_THAT(plan.accepted(), IsEmpty()) << optimizer_name;
-    EXPECT_EQ(entry(plan, "faster_rate").standing, Standing::Refused) << entry(plan, "faster_rate").reason;
+    EXPECT_EQ(entry(plan, "faster_rate").status, Status::Refused) << entry(plan, "faster_rate").reason;
     EXPECT_THAT(entry(plan, "faster_rate").reason, HasSubstr("update"));
-    EXPECT_EQ(entry(plan, "stale_gradients").standing, Standing::Refused) << entry(plan, "stale_gradients").reason;
+    EXPECT_EQ(entry(plan, "stale_gradients").status, Status::Refused) << entry(plan, "stale_gradients").reason;
   }
 }
 
@@ -64,8 +64,8 @@ TEST_F(AccelerateTest, LeavesOutWhatThrowsOrChangesWeights) {
   const auto batches = make_batches();
   const auto before = state_of(model, *optimizer);
   auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches, only({"throws_later", "leaves_dirt"}));
-  EXPECT_EQ(entry(plan, "throws_later").standing, Standing::Failed);
-  EXPECT_EQ(entry(plan, "leaves_dirt").standing, Standing::Failed);
+  EXPECT_EQ(entry(plan, "throws_later").status, Status::Failed);
+  EXPECT_EQ(entry(plan, "leaves_dirt").status, Status::Failed);
   EXPECT_TRUE(state_of(model, *optimizer) == before);
 }
 

@@ -96,11 +96,11 @@ TEST(AskedTest, WhatNothingBringsAboutIsRefused) {
               HasSubstr("math_attention is not to be tried"));
 }
 
-/// What bring() puts in force, where only `possible` can be.
+/// What activate() makes active, where only `possible` can be.
 struct Brought {
   Brought(const PerformanceConfig& config, const std::vector<std::string>& possible)
       : asked(asked_of(config, offers(), {}, AskedBy::Trainer)) {
-    bring(
+    activate(
         asked, config, offers(),
         [&](const std::string& name) { return std::find(active.begin(), active.end(), name) != active.end(); },
         [&](const std::string& name) -> std::string {
@@ -144,9 +144,9 @@ TEST(SettingLinesTest, SayWhatCameOfEachSetting) {
   config.set("threads", std::string("keep"));
   Certificate certificate;
   certificate.entries = {
-      {.strategy = "step_tail", .standing = Standing::Rejected, .reason = "1.00x"},
-      {.strategy = "native_step", .standing = Standing::Rejected, .reason = "1.01x"},
-      {.strategy = "of_ones_own", .standing = Standing::Accepted, .reason = "2x", .speedup = Interval{1.9, 2, 2.1, 1}}};
+      {.strategy = "step_tail", .status = Status::Rejected, .reason = "1.00x"},
+      {.strategy = "native_step", .status = Status::Rejected, .reason = "1.01x"},
+      {.strategy = "of_ones_own", .status = Status::Accepted, .reason = "2x", .speedup = Interval{1.9, 2, 2.1, 1}}};
   SettingLines lines{.config = config,
                      .certificate = certificate,
                      .offers = offers(),

@@ -176,7 +176,7 @@ TEST(BatchTest, StrategiesAndTheVerifierTakeAStructOfTheUsersOwn) {
   tune::Run run(*model, optimizer, loss_of(model), batches);
   tune::Snapshot snapshot(run);
   tune::Verifier verifier(run, snapshot);
-  run.bring({"split_2"});
+  run.set_active({"split_2"});
   const auto ruling = verifier.check(tune::Kind::Tolerance);
   EXPECT_TRUE(ruling.held) << ruling.reason;
   EXPECT_GT(ruling.evidence.at("float64_steps"), 0) << "the batch was not taken in float64";

@@ -36,7 +36,7 @@ Certificate example() {
   certificate.compile_seconds = 14.25;
   certificate.entries = {{.strategy = "allocator",
                           .kind = Kind::Exact,
-                          .standing = Standing::Accepted,
+                          .status = Status::Accepted,
                           .reason = "1.446x (1.430 to 1.461) over 9 pairs, p = 0.002: faster.",
                           .cost = "Resident memory stays at its peak.",
                           .speedup = Interval{1.43, 1.446, 1.461, 0.95},
@@ -46,7 +46,7 @@ Certificate example() {
                           .evidence = {{"steps_identical", 5}, {"gradient_error", 0}}},
                          {.strategy = "compile <default>",
                           .kind = Kind::Tolerance,
-                          .standing = Standing::Failed,
+                          .status = Status::Failed,
                           .reason = "It threw \"no compiler\" \xF0\x9F\x94\xA5 & more."}};
   certificate.verification = {{"trajectory", "inside the band of 5 seeds"}};
   certificate.events = {"step 50: the changes still pay"};

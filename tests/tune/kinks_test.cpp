@@ -107,9 +107,9 @@ Ruling ruled(const std::string& strategy) {
   Run run(*model, optimizer, supervised(model, nn::CrossEntropyLoss()), batches);
   Snapshot snapshot(run);
   Verifier verifier(run, snapshot);
-  run.bring({strategy});
+  run.set_active({strategy});
   const auto ruling = verifier.check(Kind::Tolerance);
-  run.bring({});
+  run.set_active({});
   return ruling;
 }
 

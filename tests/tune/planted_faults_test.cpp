@@ -757,10 +757,10 @@ class PlantedTest : public testing::Test {
   /// The verifier's ruling on what is active then; the run is left as it was.
   tune::Ruling ruling(const std::string& strategy, Kind kind) {
     auto& run = *bench_->run;
-    run.bring({strategy});
+    run.set_active({strategy});
     auto found = bench_->verifier->check(kind);
-    EXPECT_EQ(run.in_force(), std::vector<std::string>{strategy}) << "it is left active";
-    run.bring({});
+    EXPECT_EQ(run.active(), std::vector<std::string>{strategy}) << "it is left active";
+    run.set_active({});
     bench_->snapshot->restore();
     EXPECT_NO_THROW(bench_->snapshot->prove());
     return found;

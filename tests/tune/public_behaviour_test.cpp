@@ -231,9 +231,9 @@ template <class Model>
 std::string difference(const std::string& strategy, int optimizer) {
   Readings<Model> plain(optimizer), mine(optimizer);
   if (!mine.run->strategy(strategy).applies(*mine.run).holds) return "does not apply";
-  mine.run->bring({strategy});
+  mine.run->set_active({strategy});
   const auto found = mine.everything();
-  mine.run->bring({});
+  mine.run->set_active({});
   const auto wanted = plain.everything();
   for (std::size_t i = 0; i < std::min(found.size(), wanted.size()); ++i) {
     if (found[i] != wanted[i]) return wanted[i].first;

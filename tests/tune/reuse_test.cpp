@@ -14,7 +14,7 @@ Certificate made(bool pays) {
   certificate.step_seconds = 0.033;
   certificate.step_spread = 0.02;
   certificate.entries = {
-      {.strategy = "pool", .standing = pays ? Standing::Accepted : Standing::Rejected, .reason = ""}};
+      {.strategy = "pool", .status = pays ? Status::Accepted : Status::Rejected, .reason = ""}};
   return certificate;
 }
 
@@ -63,7 +63,7 @@ TEST(Reuse, WhereNothingIsActiveTheNearestIsTriedAgain) {
   EXPECT_EQ(worth_another_look(certificate), "");
   const auto rejected = [](const char* name, double high, double cost) {
     return CertificateEntry{.strategy = name,
-                            .standing = Standing::Rejected,
+                            .status = Status::Rejected,
                             .reason = "",
                             .speedup = Interval{0.9, 0.95, high, 0.95},
                             .cost_seconds = cost};
@@ -71,7 +71,7 @@ TEST(Reuse, WhereNothingIsActiveTheNearestIsTriedAgain) {
   certificate.entries = {rejected("slower", 0.97, 0), rejected("near", 1.02, 0), rejected("nearer", 1.04, 0),
                          rejected("compile", 1.2, 16)};
   EXPECT_EQ(worth_another_look(certificate), "nearer");
-  certificate.entries[0].standing = Standing::Accepted;
+  certificate.entries[0].status = Status::Accepted;
   EXPECT_EQ(worth_another_look(certificate), "");
 }
 

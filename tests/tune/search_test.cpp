@@ -38,7 +38,7 @@ struct World {
   double noise = 0.02;
   std::map<std::string, double> cost = {};  ///< one-off seconds
   Names broken = {};                        ///< fail
-  Names wrong = {};                         ///< the referee finds other numbers
+  Names wrong = {};                         ///< the verifier finds other numbers
 };
 
 struct Spent {
@@ -66,13 +66,13 @@ Spent explore(Search& search, const World& world, std::uint64_t seed = 1) {
     if (outcome.failed) {
       outcome.reason = "it threw";
     } else {
-      Duel duel(trial->duel);
+      PairedTest paired_test(trial->paired_test);
       const double times[] = {world.seconds(trial->incumbent), world.seconds(trial->challenger)};
-      while (const auto side = duel.next()) {
-        duel.record(*side, times[static_cast<int>(*side)] * std::exp(world.noise * normal(random)));
+      while (const auto side = paired_test.next()) {
+        paired_test.record(*side, times[static_cast<int>(*side)] * std::exp(world.noise * normal(random)));
         ++spent.steps;
       }
-      outcome.duel = duel.result();
+      outcome.paired_test = paired_test.result();
       outcome.verified = !either(world.wrong);
       if (!outcome.verified) outcome.reason = "the loss differs";
       for (const std::string& name : trial->challenger) {
@@ -143,13 +143,13 @@ TEST(Search, LeavesEveryStrategyWithAReason) {
     entries[entry.strategy] = entry;
   }
   EXPECT_EQ(entries.size(), 6);
-  EXPECT_EQ(entries["allocator"].standing, Standing::Accepted);
+  EXPECT_EQ(entries["allocator"].status, Status::Accepted);
   EXPECT_TRUE(entries["allocator"].speedup->contains(1 / 0.47));
-  EXPECT_EQ(entries["bf16"].standing, Standing::Failed);
+  EXPECT_EQ(entries["bf16"].status, Status::Failed);
   EXPECT_EQ(entries["bf16"].reason, "it threw");
-  EXPECT_EQ(entries["channels_last"].standing, Standing::Refused);
+  EXPECT_EQ(entries["channels_last"].status, Status::Refused);
   EXPECT_EQ(entries["channels_last"].reason, "the loss differs");
-  EXPECT_EQ(entries["math_attention"].standing, Standing::Rejected);
+  EXPECT_EQ(entries["math_attention"].status, Status::Rejected);
   EXPECT_THAT(search.best(), Not(Contains("channels_last")));
 }
 
@@ -175,7 +175,7 @@ TEST(Search, TriesWhatRequiresAnotherOnlyBesideIt) {
   const Spent spent = explore(bad, {.seconds = seconds(1.2)});
   EXPECT_THAT(spent.best, IsEmpty());
   EXPECT_EQ(spent.trials, 1);
-  EXPECT_EQ(bad.entries()[0].standing, Standing::Skipped);
+  EXPECT_EQ(bad.entries()[0].status, Status::Skipped);
   EXPECT_THAT(bad.entries()[0].reason, HasSubstr("'base'"));
 }
 
@@ -201,11 +201,11 @@ TEST(Search, GoesOnWithoutWhatIsDropped) {
   Search search({{.name = "lie", .expected_speedup = 2}, {.name = "honest"}, {.name = "needy", .requires_ = {"lie"}}},
                 {.step_seconds = 1, .budget_seconds = 90});
   EXPECT_THAT(explore(search, world).best, ElementsAre("lie", "needy"));
-  EXPECT_THROW(search.drop("honest", Standing::Refused, ""), Error);
-  search.drop("lie", Standing::Refused, "step 7 is wrong");
+  EXPECT_THROW(search.drop("honest", Status::Refused, ""), Error);
+  search.drop("lie", Status::Refused, "step 7 is wrong");
   EXPECT_THAT(search.best(), IsEmpty());
   EXPECT_THAT(explore(search, world).best, ElementsAre("honest"));
-  EXPECT_EQ(search.entries()[0].standing, Standing::Refused);
+  EXPECT_EQ(search.entries()[0].status, Status::Refused);
   EXPECT_EQ(search.entries()[0].reason, "step 7 is wrong");
   EXPECT_THAT(search.entries()[2].reason, HasSubstr("'lie'"));
 }
@@ -269,9 +269,9 @@ TEST(Search, OfAnUpdateThatWasProvenTheStepNeedOnlyAgree) {
       explore(search, {.seconds = [](const Names& on) { return has(on, "proven") ? 0.85 : 1; }, .noise = 0.005});
   ASSERT_EQ(spent.all.size(), 2U);
   EXPECT_EQ(spent.all[0].strategy, "proven");
-  EXPECT_EQ(spent.all[0].duel.false_accept, DuelOptions::agreement().false_accept);
+  EXPECT_EQ(spent.all[0].paired_test.false_accept, PairedTestOptions::agreement().false_accept);
   EXPECT_EQ(search.entries()[0].pairs, 5);
-  EXPECT_EQ(spent.all[1].duel.false_accept, DuelOptions{}.false_accept);
+  EXPECT_EQ(spent.all[1].paired_test.false_accept, PairedTestOptions{}.false_accept);
 }
 
 TEST(Search, TriesWhatTakesACostAnewOnlyWhereItRepaysThatSoon) {
@@ -340,15 +340,15 @@ TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
 
 TEST(Search, LetsNoTrialTakeMoreThanAQuarterOfTheBudget) {
   Search search({{.name = "one"}}, {.step_seconds = 1, .budget_seconds = 100});
-  EXPECT_DOUBLE_EQ(search.ask()->duel.budget_seconds, 25);
+  EXPECT_DOUBLE_EQ(search.ask()->paired_test.budget_seconds, 25);
 }
 
 TEST(Search, GivesATrialTimeByWhatItPromises) {
   const auto seconds = [](double expected) {
     Search search({{.name = "one", .expected_speedup = expected}},
                   {.step_seconds = 1, .budget_seconds = 40, .repay_steps = 200});
-    EXPECT_GT(search.ask()->duel.worth, 1);
-    return search.ask()->duel.budget_seconds;
+    EXPECT_GT(search.ask()->paired_test.worth, 1);
+    return search.ask()->paired_test.budget_seconds;
   };
   EXPECT_DOUBLE_EQ(seconds(1.05), 10);
   EXPECT_DOUBLE_EQ(seconds(2), 25);
@@ -358,7 +358,7 @@ TEST(Search, GivesATrialTimeByWhatItPromises) {
 TEST(Search, LetsATrialGoOnForWhatTheRunRepays) {
   const auto repay = [](double repay_steps) {
     Search search({{.name = "one"}}, {.step_seconds = 1, .budget_seconds = 40, .repay_steps = repay_steps});
-    return search.ask()->duel.repay_steps;
+    return search.ask()->paired_test.repay_steps;
   };
   EXPECT_DOUBLE_EQ(repay(200), 200);
   EXPECT_DOUBLE_EQ(repay(0), 0);
@@ -383,7 +383,7 @@ TEST(Search, KeepsOnlyWhatRepaysItsCost) {
                     .cost = {{"compile", 30}}};
   Search brief({{.name = "compile"}}, {.steps_planned = 1000, .step_seconds = 0.1});
   EXPECT_THAT(explore(brief, world).best, IsEmpty());  // saves 20 s
-  EXPECT_EQ(brief.entries()[0].standing, Standing::Rejected);
+  EXPECT_EQ(brief.entries()[0].status, Status::Rejected);
   EXPECT_NEAR(brief.entries()[0].break_even_steps.value(), 1500, 100);
   Search lasting({{.name = "compile"}}, {.steps_planned = 2000, .step_seconds = 0.1});
   EXPECT_THAT(explore(lasting, world).best, ElementsAre("compile"));
@@ -392,10 +392,10 @@ TEST(Search, KeepsOnlyWhatRepaysItsCost) {
 }
 
 TEST(Search, SkipsWhatCannotRepayItselfEvenAtBest) {
-  Search search({{.name = "compile", .expected_cost = 30, .hopeful = 1.25}},
+  Search search({{.name = "compile", .expected_cost = 30, .max_speedup = 1.25}},
                 {.steps_planned = 1000, .step_seconds = 0.1});
   EXPECT_FALSE(search.ask().has_value());
-  EXPECT_EQ(search.entries()[0].standing, Standing::Skipped);
+  EXPECT_EQ(search.entries()[0].status, Status::Skipped);
   EXPECT_THAT(search.entries()[0].reason, HasSubstr("30"));
 }
 
@@ -421,19 +421,19 @@ TEST(Search, RefusedStrategiesDoNotTakeTheTurnOfExactOnes) {
   Names names;
   while (const auto trial = search.ask()) {
     names.push_back(trial->strategy);
-    EXPECT_GT(trial->duel.budget_seconds, 0);
+    EXPECT_GT(trial->paired_test.budget_seconds, 0);
     search.charge(trial->strategy == "bf16" ? 13 : 0);  // verifying it takes the budget of 60 steps
-    DuelResult duel;
-    duel.decision = Decision::Accept;
-    duel.speedup = {1.4, 1.5, 1.6, 0.95};
-    search.tell({.duel = duel, .verified = false});
+    PairedTestResult paired_test;
+    paired_test.decision = Decision::Accept;
+    paired_test.speedup = {1.4, 1.5, 1.6, 0.95};
+    search.tell({.paired_test = paired_test, .verified = false});
   }
   EXPECT_THAT(names, ElementsAre("bf16", "keep_heap"));
   EXPECT_THAT(search.entries()[3].reason, HasSubstr("budget"));
 }
 
 TEST(Search, WhatCanGainNothingIsNotTried) {
-  Search search({{.name = "keep_heap", .hopeful = 1.004}}, {});
+  Search search({{.name = "keep_heap", .max_speedup = 1.004}}, {});
   EXPECT_FALSE(search.ask().has_value());
   EXPECT_THAT(search.entries()[0].reason, HasSubstr("1.004x as fast at best"));
 }
@@ -447,7 +447,7 @@ TEST(Search, DoesNotTryWhatIsNotLikelyToRepayItsCost) {
   ASSERT_EQ(hoped.ask()->strategy, "compile");
   hoped.expect("compile", 1.05);  // convolutions take nearly all of the step
   EXPECT_FALSE(hoped.ask().has_value());
-  EXPECT_EQ(hoped.entries()[0].standing, Standing::Skipped);
+  EXPECT_EQ(hoped.entries()[0].status, Status::Skipped);
   EXPECT_THAT(hoped.entries()[0].reason, HasSubstr("likely"));
   Search likely = make();
   likely.expect("compile", 1.2);
@@ -487,13 +487,13 @@ TEST(Search, EverythingTogetherHasABound) {
   double seconds = 0;
   while (const auto trial = search.ask()) {
     EXPECT_NE(trial->strategy, "compile");
-    Duel duel(trial->duel);
-    while (const auto side = duel.next()) {
-      duel.record(*side, 2.5);
+    PairedTest paired_test(trial->paired_test);
+    while (const auto side = paired_test.next()) {
+      paired_test.record(*side, 2.5);
       seconds += 2.5;
     }
-    EXPECT_EQ(duel.result().decision, Decision::Reject);
-    search.tell({.duel = duel.result()});
+    EXPECT_EQ(paired_test.result().decision, Decision::Reject);
+    search.tell({.paired_test = paired_test.result()});
   }
   EXPECT_LE(seconds, 12);
   EXPECT_LE(search.seconds_left(), 0);
@@ -511,13 +511,13 @@ TEST(Search, ChoosesNoThreadsBesideOtherPrograms) {
   for (const bool disturbed : {false, true}) {
     Search search({{.name = "one_thread", .group = "threads"}, {.name = "pool"}}, {.step_seconds = 1});
     while (const auto trial = search.ask()) {
-      DuelResult duel;
-      duel.decision = trial->removal ? Decision::Reject : Decision::Accept;
-      duel.speedup = {1.4, 1.5, 1.6, 0.95};
-      duel.incumbent = 1.5;
-      duel.challenger = 1;
-      duel.pairs = 9;
-      search.tell({.duel = duel, .disturbed = disturbed});
+      PairedTestResult paired_test;
+      paired_test.decision = trial->removal ? Decision::Reject : Decision::Accept;
+      paired_test.speedup = {1.4, 1.5, 1.6, 0.95};
+      paired_test.incumbent = 1.5;
+      paired_test.challenger = 1;
+      paired_test.pairs = 9;
+      search.tell({.paired_test = paired_test, .disturbed = disturbed});
     }
     EXPECT_EQ(search.best(), disturbed ? Names{"pool"} : (Names{"one_thread", "pool"}));
     EXPECT_EQ(search.entries()[0].reason.find("Other programs") != std::string::npos, disturbed);
@@ -542,7 +542,7 @@ TEST(Search, DoesTheSameForTheSameSeed) {
     Search search(cnn_strategies(), {.step_seconds = 0.4, .seed = 3});
     Names list;
     for (const Trial& trial : explore(search, {.seconds = cnn, .noise = 0.1}).all) {
-      list.push_back(trial.strategy + std::to_string(trial.duel.seed) + std::to_string(trial.challenger.size()));
+      list.push_back(trial.strategy + std::to_string(trial.paired_test.seed) + std::to_string(trial.challenger.size()));
     }
     return list;
   };
@@ -551,11 +551,11 @@ TEST(Search, DoesTheSameForTheSameSeed) {
 
 TEST(Search, NamesTheSameTrialUntilItIsTold) {
   Search search(cnn_strategies(), {});
-  EXPECT_EQ(search.ask()->duel.seed, search.ask()->duel.seed);
+  EXPECT_EQ(search.ask()->paired_test.seed, search.ask()->paired_test.seed);
   search.skip("allocator", "no glibc");
   EXPECT_EQ(search.ask()->strategy, "channels_last");
   EXPECT_EQ(search.entries()[0].reason, "no glibc");
-  EXPECT_EQ(search.entries()[0].standing, Standing::Skipped);
+  EXPECT_EQ(search.entries()[0].status, Status::Skipped);
 }
 
 TEST(Search, RefusesWhatDoesNotFitTogether) {

@@ -104,7 +104,7 @@ def verifier_of(run: Run) -> Verifier:
 
 def ruling_on(run: Run, names: Sequence[str], kind: Any) -> Ruling:
     verifier = verifier_of(run)
-    run.bring(names)
+    run.set_active(names)
     return verifier.check(kind)
 
 
@@ -240,10 +240,10 @@ def unique(models: Models) -> list[Tensor]:
 
 
 def trained(run: Run, names: Sequence[str]) -> list[Tensor]:
-    run.bring(names)
+    run.set_active(names)
     for batch in run.batches:
         run.step(batch)
-    run.bring(())
+    run.set_active(())
     return state(run.models, [slot.original for slot in run.slots])
 
 

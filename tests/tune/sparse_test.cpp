@@ -143,7 +143,7 @@ TEST_P(SparseTest, StrategiesOfTheStepTakeThemAlsoInMidRun) {
         continue;
       }
       for (int i = 0; i < 6; ++i) {
-        run.bring(i < 2 || i > 3 ? std::vector<std::string>{} : std::vector<std::string>{name});
+        run.set_active(i < 2 || i > 3 ? std::vector<std::string>{} : std::vector<std::string>{name});
         run.step(batches[static_cast<std::size_t>(i) % 4]);
       }
       expect_as(exact(6, clip_norm));
@@ -167,7 +167,7 @@ TEST_P(SparseTest, TheyAreHeldProvenAndVerified) {
     const auto ruling = verifier.check(kind);
     EXPECT_TRUE(ruling.held) << ruling.reason;
   }
-  run.bring({"step_tail"});
+  run.set_active({"step_tail"});
   const auto ruling = verifier.check(Kind::Tolerance);
   EXPECT_TRUE(ruling.held) << ruling.reason;
 }
@@ -191,8 +191,8 @@ TEST_P(SparseTest, AccelerateTakesThem) {
   set_load_source({});
   EXPECT_THAT(plan.accepted(), testing::Contains("no_delay"));
   for (const auto& entry : plan.certificate().entries) {
-    EXPECT_NE(entry.standing, tune::Standing::Failed) << entry.strategy << ": " << entry.reason;
-    EXPECT_NE(entry.standing, tune::Standing::Refused) << entry.strategy << ": " << entry.reason;
+    EXPECT_NE(entry.status, tune::Status::Failed) << entry.strategy << ": " << entry.reason;
+    EXPECT_NE(entry.status, tune::Status::Refused) << entry.strategy << ": " << entry.reason;
   }
   // Long enough for the watch to compare losses and gradients.
   for (int i = 0; i < 60; ++i) plan.step(batches[static_cast<std::size_t>(i) % 4]);

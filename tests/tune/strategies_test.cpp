@@ -1,4 +1,4 @@
-// The library's own strategies: what each is tried on, and that a run with it in force has the bits that it promises.
+// The library's own strategies: what each is tried on, and that a run with it active has the bits that it promises.
 #include <c10/core/CPUAllocator.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -71,29 +71,29 @@ void expect_same(const std::vector<at::Tensor>& got, const std::vector<at::Tenso
 
 class ExactStrategyTest : public testing::TestWithParam<const char*> {};
 
-TEST_P(ExactStrategyTest, KeepsEveryBitInForceAndSwitched) {
+TEST_P(ExactStrategyTest, KeepsEveryBitActiveAndSwitched) {
   const std::string name = GetParam();
   const auto plain = Training::full().train();
   auto steady = Training::full();
   ASSERT_TRUE(steady.run.strategy(name).applies(steady.run).holds);
-  expect_same(steady.train([&](int) { steady.run.bring({name}); }), plain);
-  EXPECT_THAT(steady.run.in_force(), ElementsAre(name));
+  expect_same(steady.train([&](int) { steady.run.set_active({name}); }), plain);
+  EXPECT_THAT(steady.run.active(), ElementsAre(name));
   auto switched = Training::full();
-  const auto in_turn = [&](int i) { switched.run.bring(i % 2 == 0 ? std::vector{name} : std::vector<std::string>{}); };
-  steady.run.bring({});
+  const auto in_turn = [&](int i) { switched.run.set_active(i % 2 == 0 ? std::vector{name} : std::vector<std::string>{}); };
+  steady.run.set_active({});
   expect_same(switched.train(in_turn), plain);
 }
 
-TEST_P(ExactStrategyTest, PassesTheRefereeAsWhatItClaims) {
+TEST_P(ExactStrategyTest, IsVerifiedAsWhatItClaims) {
   const std::string name = GetParam();
   EXPECT_EQ(tune::find_strategy(name).kind, tune::Kind::Exact);
   auto training = Training::full();
   tune::Snapshot snapshot(training.run);
   tune::Verifier verifier(training.run, snapshot);
-  training.run.bring({name});
+  training.run.set_active({name});
   const auto ruling = verifier.check(tune::Kind::Exact);
   EXPECT_TRUE(ruling.held) << ruling.reason;
-  training.run.bring({});
+  training.run.set_active({});
   EXPECT_NO_THROW(snapshot.prove());
 }
 
@@ -112,13 +112,13 @@ std::vector<at::Tensor> stepped(const Options& options, bool natively) {
                        torch::optim::OptimizerParamGroup(model[2]->parameters(), std::move(second))},
                       options);
   tune::Run run(*model, optimizer, supervised(model, nn::CrossEntropyLoss()), batches);
-  if (natively) run.bring({"native_step"});
+  if (natively) run.set_active({"native_step"});
   std::vector<at::Tensor> trace;
   for (int i = 0; i < 6; ++i) {
     optimizer.param_groups()[0].options().set_lr(0.01 / (i + 1));
     trace.push_back(run.step(batches.front()).clone());
   }
-  if (natively) run.bring({});
+  if (natively) run.set_active({});
   trace.push_back(run.step(batches.front()).clone());
   for (const auto& parameter : model->parameters()) trace.push_back(parameter.detach().clone());
   return trace;
@@ -151,11 +151,11 @@ TEST(StrategiesTest, HostPoolServesTheStepAndLeaves) {
   auto training = Training::full();
   auto* const torchs = c10::GetCPUAllocator();
   const auto before = host_pool_stats();
-  training.train([&](int) { training.run.bring({"host_pool"}); });
+  training.train([&](int) { training.run.set_active({"host_pool"}); });
   EXPECT_NE(c10::GetCPUAllocator(), torchs);
   const auto after = host_pool_stats();
   EXPECT_GT(after.hits + after.misses, before.hits + before.misses);
-  training.run.bring({});
+  training.run.set_active({});
   EXPECT_EQ(c10::GetCPUAllocator(), torchs);
 }
 
@@ -164,13 +164,13 @@ TEST(StrategiesTest, HostPoolSaysThatItIsInUse) {
   auto own = use_host_pool();
   ASSERT_TRUE(own.is_applied()) << own.reason();
   try {
-    training.run.bring({"host_pool"});
+    training.run.set_active({"host_pool"});
     ADD_FAILURE() << "the caller's own pool was not seen";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::NotSupported);
     EXPECT_THAT(error.what(), HasSubstr("already in use"));
   }
-  EXPECT_THAT(training.run.in_force(), IsEmpty());
+  EXPECT_THAT(training.run.active(), IsEmpty());
   EXPECT_TRUE(own.is_applied());
   own.revert();
 }
@@ -193,14 +193,14 @@ TEST(StrategiesTest, NativeOperatorsComeAndGo) {
     others.install();
     return others.installed();
   };
-  training.run.bring({"native_operators"});
+  training.run.set_active({"native_operators"});
   EXPECT_THAT(installed_elsewhere(), IsEmpty()) << "the strategy holds them all";
-  training.run.bring({});
+  training.run.set_active({});
   EXPECT_EQ(installed_elsewhere(), tune::NativeOperators::names());
   tune::NativeOperators own;
   own.install();
-  EXPECT_THROW(training.run.bring({"native_operators"}), Error);
-  EXPECT_THAT(training.run.in_force(), IsEmpty());
+  EXPECT_THROW(training.run.set_active({"native_operators"}), Error);
+  EXPECT_THAT(training.run.active(), IsEmpty());
 }
 
 }  // namespace

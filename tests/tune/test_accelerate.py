@@ -105,7 +105,7 @@ def test_keeps_what_pays_and_says_why_the_rest_is_not_there(clock: Clock) -> Non
     assert set(plan.rejected) == {"slower", "no_use"}
     low, mid, high = plan.speedup
     assert low <= mid <= high and mid == pytest.approx(20 / 12, rel=0.01)
-    assert clock.cost["slow"] == 0.002  # in force
+    assert clock.cost["slow"] == 0.002  # active
     assert "cheaper_slow" in str(plan) and "no_use" in plan.explain()
     plan.revert()
     assert clock.cost == {"slow": 0.01, "rest": 0.01}
@@ -153,7 +153,7 @@ def test_of_several_updates_the_fastest_by_itself_is_tried(clock: Clock, fastest
         plan = accelerate(model, optimizer)
     assert plan.accepted == (kept,)
     assert "by itself" in plan.rejected["slow"]
-    # Of what a duel of updates has shown, the step need only agree.
+    # Of what a paired test of updates has shown, the step need only agree.
     assert {entry.strategy: entry.pairs for entry in plan.certificate.entries}[kept] == 5
     if fastest_throws:
         assert plan.rejected["fastest"].startswith("failed")
@@ -357,7 +357,7 @@ def calls_of_a_whole_run(clock: Clock) -> int:
 def test_a_model_that_throws_at_any_call_leaves_no_trace(clock: Clock) -> None:
     whole = calls_of_a_whole_run(clock)
     assert whole > 50
-    # Every call near the start, where baseline and first duel are, and a spread over the rest.
+    # Every call near the start, where baseline and first paired test are, and a spread over the rest.
     for at in [*range(1, 40), *range(40, whole + 1, 7)]:
         model = planted_model(clock, Raises(RuntimeError("planted"), at))
         optimizer = adam(model)

@@ -51,7 +51,7 @@ def test_nothing_is_compiled_that_is_not_likely_to_pay(clock: Clock, gain: float
         apply(self, run)
 
     def likely(self: Strategy, run: Run) -> float | None:
-        seen.append(tuple(run.in_force))
+        seen.append(tuple(run.active))
         return gain
 
     cls.apply = counted  # type: ignore[method-assign]

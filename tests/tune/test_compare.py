@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oxytorch.model.snapshot import Snapshot
-from oxytorch.tune.referee import Truth, unexplained
+from oxytorch.tune.reference import Truth, unexplained
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind
 from oxytorch.tune.update import clip, norm_error

@@ -112,12 +112,12 @@ def test_a_strategy_is_exact_and_goes_back(name: str) -> None:
     usual = batches_of(data)
     end = torch.get_rng_state()
     data.generator.manual_seed(3)
-    run.bring([name])
+    run.set_active([name])
     assert run.data is not data
     torch.manual_seed(5)
     assert same(batches_of(run.data), usual)
     assert torch.equal(torch.get_rng_state(), end)
-    run.bring(())
+    run.set_active(())
     assert run.data is data
 
 
@@ -179,7 +179,7 @@ def test_workers_draw_in_other_processes() -> None:
 
     run = run_of(DataLoader(Processes(), batch_size=4))
     assert all((y == os.getpid()).all() for _, y in run.given_data or ())
-    run.bring(["loader_workers"])
+    run.set_active(["loader_workers"])
     assert all((y != os.getpid()).all() for _, y in run.data or ())
 
 
@@ -247,7 +247,7 @@ def test_a_slow_loader_is_drawn_ahead_and_the_run_is_the_same() -> None:
         assert torch.equal(data.generator.get_state(), before[1])
         for name in names:  # measured: with a machine that is busy, perhaps for nothing
             entry = next(entry for entry in plan.certificate.entries if entry.strategy == name)
-            assert entry.pairs > 0 or entry.standing == "accepted", entry.reason
+            assert entry.pairs > 0 or entry.status == "accepted", entry.reason
         losses.append(train(plan, 2))
         assert threads() == 0
         plan.revert()
@@ -271,12 +271,12 @@ def test_a_check_of_the_watch_leaves_the_feed_as_it_is(clock: Clock) -> None:
     given = batches()
     classes = {cls.name: cls for cls in (Doubled, made(clock, "slow", 0.002))}
     run = Run(net, optimizer, nn.CrossEntropyLoss(), given, data=given, owns_loop=True, strategies=classes)
-    run.bring(classes)
+    run.set_active(classes)
     certificate = Certificate()
     watch = Watch(run, certificate)
     seen = set()
     for step in range(100):
-        seen.add(run.in_force)
+        seen.add(run.active)
         assert len(run.data) == 2 * len(given)  # type: ignore[arg-type]
         run.step(given[step % len(given)])
     watch.stop()

@@ -43,7 +43,7 @@ class Turncoat(Strategy):
 
 
 class Case:
-    """A run with a turncoat in force."""
+    """A run with a turncoat active."""
 
     def __init__(self, clock: Clock, **options: Any) -> None:
         self.turncoat = type("Turncoat", (Turncoat,), {"clock": clock})
@@ -84,8 +84,8 @@ def test_what_stops_paying_is_taken_back_at_a_step_boundary(clock: Clock, own_lo
     case.train(40, own_loop)
     assert case.plan.accepted == ("turncoat",) and not case.said
     case.turncoat.seconds = 0.05
-    case.plan._run.bring(())
-    case.plan._run.bring(["turncoat"])
+    case.plan._run.set_active(())
+    case.plan._run.set_active(["turncoat"])
     case.train(120, own_loop)
     case.taken_back(clock, "stopped paying")
 

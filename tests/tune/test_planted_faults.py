@@ -11,7 +11,7 @@ from oxytorch.tune.verify import Ruling, Verifier
 from planted_faults import FAULTS, HEALTHY, LARGE, Fault, workload
 
 pytestmark = [
-    pytest.mark.cpu_only("the referee of these is the CPU's float64"),
+    pytest.mark.cpu_only("the verifier of these is the CPU's float64"),
     pytest.mark.usefixtures("one_thread"),
 ]
 

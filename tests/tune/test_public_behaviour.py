@@ -263,13 +263,13 @@ def difference(strategy: str | type[Strategy], model: str, optimizer: int) -> st
         return None
     for readings in (plain, mine):
         readings.hooks("added before")
-    mine.run.bring([name])
+    mine.run.set_active([name])
     try:
         found = mine.everything()
     except RuntimeError as error:
         return f"it throws: {error}"
     finally:
-        mine.run.bring([])
+        mine.run.set_active([])
     return first_difference(found, plain.everything())
 
 

@@ -39,7 +39,7 @@ def run_once(clock: Clock, *classes: type[Strategy], rows: int = 5, **options: A
     with only(*classes):
         plan = ox.accelerate(model, optimizer, CRITERION, batches(rows=rows), **options)
     assert same(before, fingerprint(model, optimizer))
-    plan._run.bring(())
+    plan._run.set_active(())
     return plan, steps[0]
 
 

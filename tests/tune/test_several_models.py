@@ -44,7 +44,7 @@ def test_an_exact_strategy_gives_the_bits_of_the_plain_loop(way: str, name: str)
     usual = [float(plain_step(models, optimizers, batch)) for batch in batches(6)]
     run = run_of(way)
     assert run.strategy(name).applies(run) is True
-    run.bring([name])
+    run.set_active([name])
     assert all("step" in vars(slot.original) for slot in run.slots)
     assert [float(run.step(batch)) for batch in batches(6)] == usual
     assert_same(state(run.models, [slot.original for slot in run.slots]), state(models, optimizers))
@@ -57,14 +57,14 @@ def test_a_strategy_is_verified_on_both(way: str, name: str) -> None:
     before = state(run.models, [slot.original for slot in run.slots])
     ruling = ruling_on(run, [name], run.strategies[name].kind)
     assert ruling.held, ruling.reason
-    run.bring(())
+    run.set_active(())
     assert_same(state(run.models, [slot.original for slot in run.slots]), before)
     assert not any("step" in vars(slot.original) for slot in run.slots)
 
 
 def test_autocast_and_the_layout_act_on_each_model() -> None:
     run = run_of()
-    run.bring(["bf16_autocast", "channels_last"])
+    run.set_active(["bf16_autocast", "channels_last"])
     for model in run.models:
         first = next(m for m in model.modules() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d))
         seen: list[tuple[Tensor, Tensor]] = []
@@ -77,7 +77,7 @@ def test_autocast_and_the_layout_act_on_each_model() -> None:
         hook.remove()
         assert seen[0][0].is_contiguous(memory_format=torch.channels_last)
         assert seen[0][1].dtype is torch.bfloat16
-    run.bring(())
+    run.set_active(())
     assert not any("_compiled_call_impl" in vars(model) for model in run.models)
 
 
@@ -98,15 +98,15 @@ def test_each_model_is_compiled_for_itself(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "compile", compile)
     run = run_of()
     usual = float(run.loss(run.batches[0]).detach())
-    run.bring(["compile"])
+    run.set_active(["compile"])
     called.clear()
     assert float(run.loss(run.batches[0]).detach()) == pytest.approx(usual, rel=1e-6)
     assert len(made) == 2
     assert sorted(called) == [0, 0, 0, 1, 1]  # the discriminator thrice, the generator twice
-    run.bring(())
-    run.bring(["compile"])
+    run.set_active(())
+    run.set_active(["compile"])
     assert len(made) == 2
-    run.bring(())
+    run.set_active(())
     assert not any("_compiled_call_impl" in vars(model) for model in run.models)
 
 
@@ -157,10 +157,10 @@ def test_a_strategy_acts_on_the_optimizers_that_it_fits() -> None:
     of_g = torch.optim.Adadelta(models[0].parameters())
     run = Run(models, [of_d, of_g], LOSSES, batches())
     assert run.strategy("native_step").applies(run) is True
-    run.bring(["native_step"])
+    run.set_active(["native_step"])
     assert "step" in vars(of_d)
     assert "step" not in vars(of_g)
-    run.bring(())
+    run.set_active(())
     assert "step" not in vars(of_d)
     other = Run(models, [torch.optim.Adadelta(m.parameters()) for m in models], LOSSES, batches())
     why = other.strategy("native_step").applies(other)
@@ -199,7 +199,7 @@ def test_a_gan_is_accelerated_and_reverted(way: str, loop: Any) -> None:
     assert_same(state(models, optimizers), before)
     assert plan.model is models
     assert plan.optimizer is optimizers
-    assert set(plan.run.in_force) == {"step_tail", "channels_last"}, plan.explain()
+    assert set(plan.run.active) == {"step_tail", "channels_last"}, plan.explain()
     assert all("step" in vars(optimizer) for optimizer in optimizers)
     for batch in batches(6):
         usual = plain_step(plain, others, batch)
@@ -216,9 +216,9 @@ def test_a_gan_is_accelerated_and_reverted(way: str, loop: Any) -> None:
 def test_an_earlier_plan_of_one_of_the_models_is_taken_back() -> None:
     models, optimizers = gan()
     first = accelerate(models, optimizers, LOSSES, config={"channels_last": "on"}, strategies=["channels_last"])
-    assert first.run.in_force == ("channels_last",)
+    assert first.run.active == ("channels_last",)
     accelerate(models[1], optimizers[0], lambda d, batch: F.softplus(-d(batch[0])).mean(), strategies=[])
-    assert first.run.in_force == ()
+    assert first.run.active == ()
 
 
 def test_a_step_that_throws_drops_the_gradients_of_all() -> None:
@@ -265,7 +265,7 @@ def test_the_watch_sees_a_loss_of_the_second_optimizer_drift() -> None:
             self.hook.remove()
 
     run = Run(models, optimizers, LOSSES, batches(), strategies={"drifts": Drifts})
-    run.bring(["drifts"])
+    run.set_active(["drifts"])
     certificate = ox._C.tune.Certificate()
     watch = ox.tune.watch.Watch(run, certificate)
     apart = watch.compare()
@@ -273,7 +273,7 @@ def test_the_watch_sees_a_loss_of_the_second_optimizer_drift() -> None:
     factor[0] = 2.0
     apart = watch.compare()
     assert max(apart[2:]) > 0.3
-    assert run.in_force == ("drifts",)
+    assert run.active == ("drifts",)
     watch.stop()
 
 
@@ -319,13 +319,13 @@ def test_gradients_that_are_not_finite_are_those_of_one_optimizer() -> None:
                 hook.remove()
 
     run = Run(models, optimizers, LOSSES, batches(), strategies={"infinite": Infinite})
-    run.bring(["infinite"])
+    run.set_active(["infinite"])
     watch = ox.tune.watch.Watch(run, ox._C.tune.Certificate())
     run.step(batches()[0])
     before = [p.detach().clone() for p in models[0].parameters()]
     Infinite.bad = True
     run.step(batches()[1])
-    assert run.in_force == ()
+    assert run.active == ()
     assert all(bool(p.isfinite().all()) for m in models for p in m.parameters())
     del before, watch
 

@@ -215,9 +215,9 @@ def test_numbers_are_of_the_kind_that_it_claims(name: str, model: str) -> None:
     workload = WORKLOADS[model]
     with workload.around():
         run, plain = workload.run(), workload.run()
-        run.bring(workload.needed(name))
+        run.set_active(workload.needed(name))
         losses = losses_of(run)
-        run.bring([])
+        run.set_active([])
         got, expected = outcome(run, losses), outcome(plain, losses_of(plain))
         kind = STRATEGIES[name].kind
         if kind == "exact":
@@ -239,8 +239,8 @@ def test_reverting_leaves_everything_as_it_was(name: str, model: str, steps: int
         train(run, run.batches[:steps]) if steps else None
         before, settings = anatomy(run), process()
         for _ in range(3):
-            run.bring(workload.needed(name))
-            run.bring([])
+            run.set_active(workload.needed(name))
+            run.set_active([])
             assert anatomy(run) == before
             assert process() == settings
 
@@ -255,9 +255,9 @@ def test_training_goes_on_through_switching(name: str, model: str) -> None:
         torch.manual_seed(2)
         losses = []
         for i, batch in enumerate(run.batches):
-            run.bring(workload.needed(name) if i % 2 else [])
+            run.set_active(workload.needed(name) if i % 2 else [])
             losses.append(run.step(batch).clone())
-        run.bring([])
+        run.set_active([])
         expected = outcome(plain, losses_of(plain, plain.batches))
         got = outcome(run, losses)
         assert [id(p) for p in run.params] == identities
@@ -279,7 +279,7 @@ def test_copies_and_files_of_the_model_know_nothing_of_it(name: str, model: str)
     workload = WORKLOADS[model]
     with workload.around():
         run, plain = workload.run(), workload.run().model
-        run.bring(workload.needed(name))
+        run.set_active(workload.needed(name))
         for twin in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
             assert {n: set(m.__dict__) for n, m in twin.named_modules()} == {
                 n: set(m.__dict__) for n, m in plain.named_modules()
@@ -287,7 +287,7 @@ def test_copies_and_files_of_the_model_know_nothing_of_it(name: str, model: str)
             assert repr(twin) == repr(plain)
             for key, value in plain.state_dict().items():
                 assert torch.equal(twin.state_dict()[key], value)
-        run.bring([])
+        run.set_active([])
 
 
 @pytest.mark.parametrize(("name", "model"), CELLS)
@@ -305,13 +305,13 @@ def test_a_failure_on_the_way_in_leaves_nothing_behind(name: str, model: str) ->
 
         run.strategies["bad"] = Bad
         with pytest.raises(MemoryError):
-            run.bring([*workload.needed(name), "bad"])
-        assert run.in_force == ()
+            run.set_active([*workload.needed(name), "bad"])
+        assert run.active == ()
         assert anatomy(run) == before
         assert process() == settings
 
 
-# What each shows while it is in force: a strategy that did nothing would keep every number, too.
+# What each shows while it is active: a strategy that did nothing would keep every number, too.
 SHOWS = {
     "native_step": "operators", "foreach": "operators", "fused": "operators", "step_tail": "operators",
     "int8_state": "operators", "math_attention": "operators", "math_attention_bf16": "products",
@@ -337,7 +337,7 @@ IMPLEMENTATION = {"foreach": "_foreach_", "fused": "_fused_adam"}
 
 def test_every_strategy_is_known_to_show_something() -> None:
     tried = {name for name, _ in CELLS}
-    assert tried <= {*SHOWS, *SHOWN_ELSEWHERE}, "say by what one sees that it is in force"
+    assert tried <= {*SHOWS, *SHOWN_ELSEWHERE}, "say by what one sees that it is active"
     assert all((Path(__file__).resolve().parents[2] / file).exists() for file in SHOWN_ELSEWHERE.values())
 
 
@@ -373,21 +373,21 @@ def shown(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "model"), [cell for cell in CELLS if cell[0] in SHOWS])
-def test_what_is_in_force_shows(name: str, model: str) -> None:
+def test_what_is_active_shows(name: str, model: str) -> None:
     workload = WORKLOADS[model]
     with workload.around():
         run = workload.run()
         run.step(run.batches[0])
         before = shown(run)
-        run.bring([one for one in workload.needed(name) if one != name])
+        run.set_active([one for one in workload.needed(name) if one != name])
         without = shown(run)
-        run.bring(workload.needed(name))
+        run.set_active(workload.needed(name))
         within = shown(run)
         key = SHOWS[name]
         assert within[key] != without[key], within[key]
         if name in IMPLEMENTATION:
             assert any(IMPLEMENTATION[name] in operator for operator in within["operators"])
-        run.bring([])
+        run.set_active([])
         assert shown(run)[key] == before[key]
 
 
@@ -403,17 +403,17 @@ def test_attention_may_use_the_kernel_of_its_name_alone(name: str, model: str) -
     workload = WORKLOADS[model]
     with workload.around():
         run = workload.run()
-        run.bring([name])
+        run.set_active([name])
         ALLOWED.clear()
         run.step(run.batches[0])
         assert set(ALLOWED) == {CARD[name]}
-        run.bring([])
+        run.set_active([])
         ALLOWED.clear()
         run.step(run.batches[0])
         assert set(ALLOWED) == {(True, True, True, True)}
 
 
-def test_settings_of_a_card_are_on_while_they_are_in_force() -> None:
+def test_settings_of_a_card_are_on_while_they_are_active() -> None:
     workload = WORKLOADS["card"]
 
     def found() -> list[Any]:
@@ -422,31 +422,31 @@ def test_settings_of_a_card_are_on_while_they_are_in_force() -> None:
 
     with workload.around():
         run, before = workload.run(), found()
-        run.bring(["tf32", "cudnn_benchmark"])
+        run.set_active(["tf32", "cudnn_benchmark"])
         assert found() == ["tf32", "tf32", "tf32", True] != before
-        run.bring([])
+        run.set_active([])
         assert found() == before
 
 
-def test_onednn_is_told_to_multiply_in_bfloat16_while_it_is_in_force() -> None:
+def test_onednn_is_told_to_multiply_in_bfloat16_while_it_is_active() -> None:
     def found() -> list[str]:
         return [torch._C._get_fp32_precision_getter("mkldnn", op) for op in ("matmul", "conv", "rnn")]
 
     run, before = make("conv"), found()
-    run.bring(["onednn_bf16"])
+    run.set_active(["onednn_bf16"])
     assert found() == ["bf16", "bf16", "bf16"] != before
-    run.bring([])
+    run.set_active([])
     assert found() == before
 
 
 def test_a_step_that_throws_leaves_no_flag_set() -> None:
     run = make("conv")
-    run.bring(["bf16_autocast", "fused"])
+    run.set_active(["bf16_autocast", "fused"])
     with pytest.raises(RuntimeError):
         run.model(torch.randn(2, 5, 8, 8))
     assert not torch.is_autocast_enabled("cpu")
     assert run.original.param_groups[0]["fused"] is None
-    run.bring([])
+    run.set_active([])
 
 
 @pytest.mark.parametrize("tail", [(), ("step_tail",)])
@@ -455,11 +455,11 @@ def test_everything_cheap_together_and_in_any_order(tail: tuple[str, ...]) -> No
     before = anatomy(run)
     names = [*tail, "channels_last", "bf16_autocast"]
     for order in (names, names[::-1], names[1:] + names[:1]):
-        run.bring(order)
+        run.set_active(order)
         train(run)
-        run.bring(order[1:])
+        run.set_active(order[1:])
         train(run)
-        run.bring([])
+        run.set_active([])
         assert all(t.is_contiguous() for t in run.params)
     assert anatomy(run).keys() >= before.keys()
 
@@ -490,10 +490,10 @@ def test_an_edit_is_a_strategy_as_it_is() -> None:
         run = Run(model, torch.optim.SGD(model.parameters(), 0.1), F.cross_entropy, batches)
         bias, expected = model[0].bias, run.loss(batches[0]).item()
         assert run.strategy("no_bias").applies(run) is True
-        run.bring(["no_bias"])
+        run.set_active(["no_bias"])
         assert model[0].bias is None
         assert run.loss(batches[0]).item() == pytest.approx(expected, rel=1e-5)
-        run.bring([])
+        run.set_active([])
         assert model[0].bias is bias
     finally:
         del STRATEGIES["no_bias"]
@@ -513,17 +513,17 @@ def test_an_edit_and_strategies_of_one_model_do_not_take_each_other_away() -> No
     assert entered() == (True, False)
     for first in ("edit", "strategy"):
         if first == "strategy":
-            run.bring(["bf16_autocast"])
+            run.set_active(["bf16_autocast"])
         (outcome,) = tuner.apply(run.model, "channels_last", run.batches[0], run.loss_fn)
         assert outcome.applied, outcome
-        run.bring(["bf16_autocast"])
+        run.set_active(["bf16_autocast"])
         assert entered() == (False, True)
-        run.bring([])
+        run.set_active([])
         assert entered() == (False, False)
-        run.bring(["bf16_autocast"])
+        run.set_active(["bf16_autocast"])
         tuner.revert()
         assert entered() == (True, True)
-        run.bring([])
+        run.set_active([])
         assert entered() == (True, False)
     assert "_compiled_call_impl" not in vars(run.model)
     handle.remove()
@@ -535,9 +535,9 @@ def test_a_precision_that_is_inherited_is_so_afterwards(name: str) -> None:
     backend = {"tf32": "cuda", "onednn_bf16": "mkldnn"}[name]
     try:
         torch._C._set_fp32_precision_setter("generic", "all", "ieee")
-        run.bring([name])
+        run.set_active([name])
         assert torch._C._get_fp32_precision_getter(backend, "matmul") == name[-4:]
-        run.bring([])
+        run.set_active([])
         torch._C._set_fp32_precision_setter("generic", "all", "tf32")
         assert torch._C._get_fp32_precision_getter(backend, "matmul") == "tf32"
     finally:
@@ -546,28 +546,28 @@ def test_a_precision_that_is_inherited_is_so_afterwards(name: str) -> None:
 
 def test_what_the_user_compiled_meanwhile_is_kept() -> None:
     run = make("conv")
-    run.bring(["bf16_autocast"])
-    run.bring([])
+    run.set_active(["bf16_autocast"])
+    run.set_active([])
     assert not run.call.was_compiled
     run.model.compile(backend="eager")
     own = run.model._compiled_call_impl
-    run.bring(["bf16_autocast"])
+    run.set_active(["bf16_autocast"])
     assert run.call.was_compiled and run.model._compiled_call_impl is not own
-    run.bring([])
+    run.set_active([])
     assert run.model._compiled_call_impl is own
 
 
 def test_channels_last_takes_the_optimizers_state_along() -> None:
     run = make("conv")
     train(run)
-    run.bring(["channels_last"])
+    run.set_active(["channels_last"])
     weight = run.model.body[0].weight  # type: ignore[index, union-attr]
     assert weight.is_contiguous(memory_format=torch.channels_last)
     for key in ("exp_avg", "exp_avg_sq"):
         assert run.original.state[weight][key].stride() == weight.stride()  # type: ignore[index]
     run.step(run.batches[0])
     assert weight.grad.stride() == weight.stride()  # type: ignore[union-attr]
-    run.bring([])
+    run.set_active([])
 
 
 def test_channels_last_of_three_dimensions() -> None:
@@ -578,10 +578,10 @@ def test_channels_last_of_three_dimensions() -> None:
     expected = run.loss(batches[0]).item()
     assert run.strategy("channels_last").applies(run) == "the model has no 2-D convolution"
     assert run.strategy("channels_last_3d").applies(run) is True
-    run.bring(["channels_last_3d"])
+    run.set_active(["channels_last_3d"])
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last_3d)  # type: ignore[operator]
     assert run.loss(batches[0]).item() == pytest.approx(expected, rel=1e-6)
-    run.bring([])
+    run.set_active([])
     assert model[0].weight.is_contiguous()  # type: ignore[operator]
 
 
@@ -591,10 +591,10 @@ def test_denormals_are_flushed_only_where_there_may_be_some() -> None:
     assert "near the denormal" in str(run.strategy("flush_denormals").applies(run))
     run.original.state[run.params[0]]["exp_avg"].view(-1)[0] = 1e-40
     assert run.strategy("flush_denormals").applies(run) is True
-    run.bring(["flush_denormals"])
+    run.set_active(["flush_denormals"])
     flushing, threads = _C.trainer.flush_state()
     assert flushing == threads
-    run.bring([])
+    run.set_active([])
 
 
 def test_autocast_returns_float32_of_any_nest() -> None:
@@ -607,9 +607,9 @@ def test_autocast_returns_float32_of_any_nest() -> None:
 
     model = Two(4, 4)
     run = Run(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, b: m(b)["y"].sum(), [torch.randn(2, 4)])
-    run.bring(["bf16_autocast"])
+    run.set_active(["bf16_autocast"])
     result = model(torch.randn(2, 4))
-    run.bring([])
+    run.set_active([])
     assert result["y"].dtype is torch.float32
     assert [result["more"][0].dtype, result["more"][1][0].dtype, result["more"][1][1]] == [
         torch.float64,
@@ -631,12 +631,12 @@ def test_clipping_moves_into_the_tail_where_the_loop_is_the_plans() -> None:
         make("stateful", clip_norm=0.05),
         make("stateful"),
     )
-    run.bring(["step_tail"])
+    run.set_active(["step_tail"])
     assert run.clip_norm is None
     for a, b, unclipped in zip(train(run)[3:], train(plain)[3:], train(free)[3:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
         assert float((b - unclipped).abs().max()) > 1e-4
-    run.bring([])
+    run.set_active([])
     assert run.clip_norm == 0.05
 
 
@@ -644,10 +644,10 @@ def test_clipping_moves_into_the_tail_where_the_loop_is_the_plans() -> None:
 def test_torchs_other_steps_leave_no_flag_in_checkpoints(strategy: str) -> None:
     run = make("stateful")
     groups = run.original.state_dict()["param_groups"]
-    run.bring([strategy])
+    run.set_active([strategy])
     train(run)
     assert run.original.state_dict()["param_groups"] == groups
-    run.bring([])
+    run.set_active([])
     told = copy.deepcopy(run.original)
     told.param_groups[0]["fused"] = True
     run = Run(run.model, told, F.cross_entropy, run.batches)
@@ -657,12 +657,12 @@ def test_torchs_other_steps_leave_no_flag_in_checkpoints(strategy: str) -> None:
 def test_int8_state_comes_back_wide() -> None:
     run, plain = make("stateful"), make("stateful")
     train(run), train(plain)
-    run.bring(["int8_state"])
+    run.set_active(["int8_state"])
     train(run), train(plain)
     assert any(
         value.dtype is torch.uint8 or value.dtype is torch.int8 for value in run.original.state[run.params[0]].values()
     )
-    run.bring([])
+    run.set_active([])
     for p, q in zip(run.params, plain.params, strict=True):
         for key, value in plain.original.state[q].items():
             mine = run.original.state[p][key]
@@ -687,24 +687,24 @@ def test_compiling_runs_first_keeps_masks_and_leaves_no_trace() -> None:
     assert strategy.applies(run) is True
     assert strategy.expected_cost(run) == 20.0
     before, settings = anatomy(run), process()
-    run.bring(["compile"])
+    run.set_active(["compile"])
     assert "compiling took" in strategy.cost
     assert len(strategy._functions) == 1  # type: ignore[attr-defined]
     made = torch._dynamo.utils.counters["stats"]
     once = made["unique_graphs"]
-    run.bring([])
+    run.set_active([])
     assert anatomy(run) == before
     assert process() == settings
-    run.bring(["compile"])
+    run.set_active(["compile"])
     losses = losses_of(run)
     assert_within("transformer", "tolerance", outcome(run, losses))  # dropout drew the same masks
     assert made["unique_graphs"] == once
     assert pickle.loads(pickle.dumps(run.model)) is not None
     assert strategy.expected_cost(run) != 20.0
-    run.bring(["compile", "math_attention"])
+    run.set_active(["compile", "math_attention"])
     run.step(run.batches[0])
     assert made["unique_graphs"] == once + 1  # attention is in the graph
-    run.bring([])
+    run.set_active([])
 
 
 def test_compiling_that_fails_is_a_failed_strategy_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -716,8 +716,8 @@ def test_compiling_that_fails_is_a_failed_strategy_and_nothing_else(monkeypatch:
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
     with pytest.raises(Exception, match="no C\\+\\+ compiler"):
-        run.bring(["compile"])
-    assert run.in_force == ()
+        run.set_active(["compile"])
+    assert run.active == ()
     assert anatomy(run) == before
     assert process() == settings
     train(run)
@@ -757,14 +757,14 @@ def test_pieces_of_a_batch_make_the_same_step(pieces: int) -> None:
 
     run, plain = build(), build()
     assert run.strategy(f"split_{pieces}").applies(run) is True
-    run.bring([f"split_{pieces}"])
+    run.set_active([f"split_{pieces}"])
     calls: list[Any] = []
     handle = run.model.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[0]))
     for a, b in zip(train(run), train(plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     assert calls == [8 // pieces] * pieces * 3
     handle.remove()
-    run.bring([])
+    run.set_active([])
     assert run.micro_batches == 1
 
 
@@ -790,11 +790,11 @@ def test_a_whole_step_is_recorded_and_replayed(monkeypatch: pytest.MonkeyPatch) 
     assert strategy.applies(run) == "a CPU has no graphs"
     monkeypatch.setattr(type(strategy), "_recorder", Recorder)
     assert strategy.applies(run) is True
-    run.bring(["step_graph"])  # the native tail is no operator, so this recorder would miss it
+    run.set_active(["step_graph"])  # the native tail is no operator, so this recorder would miss it
     for i in range(9):
         torch.testing.assert_close(run.step(run.batches[i % 3]), plain.step(plain.batches[i % 3]), rtol=1e-5, atol=1e-6)
     assert strategy.graph.replays > 3  # type: ignore[attr-defined]
-    run.bring([])
+    run.set_active([])
     assert run.whole_step is None
     for p, q in zip(run.params, plain.params, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

@@ -108,7 +108,7 @@ def test_an_interrupt_passes_and_everything_is_back(device: torch.device) -> Non
     def interrupt(*_: Any) -> None:
         nonlocal count
         count += 1
-        if count == 11:  # of the candidate's, after 8 of the reference and before the referee
+        if count == 11:  # of the candidate's, after 8 of the reference and before the verifier
             raise KeyboardInterrupt
 
     run.original.register_step_pre_hook(interrupt)

@@ -50,7 +50,7 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
 def watched(name: str, fault: Fault, steps: int) -> tuple[Run, list[str]]:
     """Train under watch; return the run, and the event where the fault was taken back."""
     run, _ = workload(name, torch.device("cpu"), {"planted": fault.strategy()})
-    run.bring(["planted"])
+    run.set_active(["planted"])
     certificate = Certificate()
     watch = Watch(run, certificate, seed=3)
     for i in range(steps):
@@ -81,7 +81,7 @@ def test_what_acts_later_is_taken_back(name: str, on: str, kind: Kind, acts: Act
     run, found = watched(on, Fault(name, on, kind, 0, plant, acts), 6000)
     assert len(found) == 1, name
     assert "one batch" in found[0], found
-    assert run.in_force == ()
+    assert run.active == ()
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_healthy_strategies_stay(title: str, kind: Kind) -> None:
     assert fault.kind == kind
     run, found = watched(fault.workload, fault, 2000)
     assert not found
-    assert run.in_force == ("planted",)
-    run.bring(())
+    assert run.active == ("planted",)
+    run.set_active(())
 
 
 @pytest.mark.parametrize("title", ["foreach", "step_tail"])
@@ -101,7 +101,7 @@ def test_a_comparison_leaves_the_run_as_it_is(title: str, monkeypatch: pytest.Mo
     def trained(compared: bool) -> list[torch.Tensor]:
         fault = HEALTHY[title]
         run, _ = workload(fault.workload, torch.device("cpu"), {"planted": fault.strategy()})
-        run.bring(["planted"])
+        run.set_active(["planted"])
         seen = 0
         compare = Watch.compare
 
@@ -117,7 +117,7 @@ def test_a_comparison_leaves_the_run_as_it_is(title: str, monkeypatch: pytest.Mo
                 run.step(run.batches[i % 4])
             watch.stop()
         assert (seen > 1) is compared
-        run.bring(())
+        run.set_active(())
         return copy.deepcopy([*run.params, *run.model.buffers(), torch.get_rng_state()])
 
     for left, right in zip(trained(True), trained(False), strict=True):
@@ -129,9 +129,9 @@ def test_which_steps_are_compared_depends_on_what_no_one_knows(monkeypatch: pyte
     for i in range(5):
         monkeypatch.setattr(watch_module.os, "urandom", lambda count, i=i: bytes([i] * count))
         run, _ = workload("mlp", torch.device("cpu"), {"foreach": HEALTHY["foreach"].strategy()})
-        run.bring(["foreach"])
+        run.set_active(["foreach"])
         watch = Watch(run, Certificate())
         drawn.add(watch.drawn_by)
         watch.stop()
-        run.bring(())
+        run.set_active(())
     assert len(drawn) == 5

@@ -85,7 +85,7 @@ TEST_P(TrainingStepTest, WindowsAverageAndClippingAreThoseOfAPlainLoop) {
   run.accumulation = 3;
   run.clip_value = 0.02;
   run.keep_average(0.75);
-  run.bring(active());
+  run.set_active(active());
   for (std::size_t i = 0; i < 7; ++i) {
     EXPECT_EQ(run.waiting(), static_cast<std::int64_t>(i % 3));
     const double whole = loss_of(model)(batches[i]).item<double>();
@@ -96,7 +96,7 @@ TEST_P(TrainingStepTest, WindowsAverageAndClippingAreThoseOfAPlainLoop) {
   EXPECT_TRUE(run.flush());
   EXPECT_FALSE(run.flush());
   EXPECT_EQ(run.taken(), 3);
-  run.bring({});
+  run.set_active({});
   expect_close(weights(model), weights(reference));
   expect_close(run.average, wanted_average);
 }
@@ -116,7 +116,7 @@ TEST_P(TrainingStepTest, WhatThrowsLeavesNoTraceOfTheWindow) {
       },
       batches);
   run.accumulation = 2;
-  run.bring(active());
+  run.set_active(active());
   run.take(batches[0]);
   fails = true;
   EXPECT_THROW(run.take(batches[1]), std::domain_error);
@@ -137,7 +137,7 @@ TEST_P(TrainingStepTest, AStepThatIsNotFiniteIsLeftOutOfWeightsAndAverage) {
   tune::Run run(*model, optimizer, loss_of(model), batches);
   run.guard = NonFiniteGuard(optim::NonFinite::Skip);
   run.keep_average(0.5);
-  run.bring(active());
+  run.set_active(active());
   run.take(batches[0]);
   const auto before = weights(model);
   const auto average = run.average.front().clone();

@@ -181,8 +181,8 @@ TEST_F(TunerTest, KeepsWhatPaysAndSaysWhyTheRestIsNotThere) {
   EXPECT_NEAR(made.speedup->mid, 2, 0.02);
   EXPECT_NEAR(made.baseline_seconds, 0.02, 1e-4);
   EXPECT_NEAR(made.tuned_seconds, 0.01, 1e-4);
-  EXPECT_EQ(entry(made, "worse").standing, Standing::Rejected);
-  EXPECT_EQ(entry(made, "nothing").standing, Standing::Rejected);
+  EXPECT_EQ(entry(made, "worse").status, Status::Rejected);
+  EXPECT_EQ(entry(made, "nothing").status, Status::Rejected);
   EXPECT_EQ(entry(made, "not_here").reason, "the loop is yours");
   EXPECT_THAT(entry(made, "rounds").reason, HasSubstr("level basic does not allow the kind tolerance"));
   EXPECT_THAT(made.verification, Contains(Pair("all together, as exact", "held")));
@@ -196,7 +196,7 @@ TEST_F(TunerTest, RefusesWhatIsFastAndWrong) {
   table.plant("half", 0.5);
   const auto made = tuned();
   EXPECT_THAT(made.accepted(), ElementsAre("half"));
-  EXPECT_EQ(entry(made, "liar").standing, Standing::Refused);
+  EXPECT_EQ(entry(made, "liar").status, Status::Refused);
   EXPECT_THAT(entry(made, "liar").reason, HasSubstr("off by half"));
   // A glance where it won, and all steps of what is kept.
   EXPECT_THAT(table.verified, Contains(Pair(ElementsAre("half"), true)));
@@ -210,7 +210,7 @@ TEST_F(TunerTest, AStrategysOwnFailureIsItsOwn) {
     table.plant("half", 0.5);
     const auto made = tuned(table);
     EXPECT_THAT(made.accepted(), ElementsAre("half")) << member;
-    EXPECT_EQ(entry(made, "broken").standing, Standing::Failed) << member;
+    EXPECT_EQ(entry(made, "broken").status, Status::Failed) << member;
     EXPECT_THAT(entry(made, "broken").reason, HasSubstr("broken throws from " + std::string(member)));
   }
 }
@@ -286,7 +286,7 @@ TEST_F(TunerTest, ARememberedStrategyThatThrowsIsLeftOut) {
     table.planted["less"].throws = member;
     const auto made = tuned(table, {}, &store);
     EXPECT_THAT(made.accepted(), ElementsAre("half")) << member;
-    EXPECT_EQ(entry(made, "less").standing, Standing::Failed) << member;
+    EXPECT_EQ(entry(made, "less").status, Status::Failed) << member;
   }
 }
 
@@ -335,7 +335,7 @@ TEST_F(TunerTest, NotesWhatCannotBeMadeActiveAtTheEnd) {
   table.planted["half"].throws = "apply";
   tuner.activate(made);
   EXPECT_THAT(table.now, ElementsAre("less"));
-  EXPECT_EQ(entry(made, "half").standing, Standing::Failed);
+  EXPECT_EQ(entry(made, "half").status, Status::Failed);
   EXPECT_THAT(entry(made, "half").reason, HasSubstr("could not be made active: half throws"));
 }
 
@@ -372,8 +372,8 @@ class WatchTest : public TunerTest {
  protected:
   WatchTest() : store(folder_.string()) {
     made.key = {"here", "2", "model", "options"};
-    made.entries.push_back({.strategy = "half", .standing = Standing::Accepted, .reason = ""});
-    made.entries.push_back({.strategy = "other", .standing = Standing::Rejected, .reason = "slow"});
+    made.entries.push_back({.strategy = "half", .status = Status::Accepted, .reason = ""});
+    made.entries.push_back({.strategy = "other", .status = Status::Rejected, .reason = "slow"});
     store.put(made);
   }
   Watch watch() { return {seen, made, &store, {.names = {"half"}, .drawn_by = 7}}; }
@@ -404,8 +404,8 @@ TEST_F(WatchTest, TakesBackWhatStopsPayingAndForgetsTheCertificate) {
   EXPECT_LT(steps, 200);
   EXPECT_TRUE(on.over());
   EXPECT_THAT(seen.now, IsEmpty());
-  EXPECT_EQ(made.entries[0].standing, Standing::RolledBack);
-  EXPECT_EQ(made.entries[1].standing, Standing::Rejected);
+  EXPECT_EQ(made.entries[0].status, Status::RolledBack);
+  EXPECT_EQ(made.entries[1].status, Status::Rejected);
   EXPECT_THAT(made.events, ElementsAre(HasSubstr("half taken back: The changes stopped paying")));
   EXPECT_FALSE(store.find(made.key));
   EXPECT_FALSE(on.before());

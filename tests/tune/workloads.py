@@ -189,7 +189,7 @@ class Workload:
         return run
 
     def needed(self, name: str) -> list[str]:
-        """What is put in force for a strategy: what it requires, and itself."""
+        """What is made active for a strategy: what it requires, and itself."""
         return [*(one for one in STRATEGIES[name].requires if one not in self.without), name]
 
     def applies(self, run: Run, name: str) -> bool:

@@ -199,7 +199,7 @@ class Ours(Stock):
 class Exhaustive(Stock):
     """The fastest of all combinations of the strategies that `oxytorch.accelerate` tries.
 
-    Each meets the best so far in the duel by which `accelerate` decides, so both are as sure; nothing is verified.
+    Each meets the best so far in the paired test by which `accelerate` decides, so both are as sure; nothing is verified.
     Compiling is left out: each combination would be compiled anew. So are the numbers of threads.
     """
 
@@ -216,13 +216,13 @@ class Exhaustive(Stock):
             with restored(given):
                 found.write_text(json.dumps(self.search()), encoding="utf-8")
         said: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
-        self.run.bring(said["accepted"])
+        self.run.set_active(said["accepted"])
         return said
 
     def search(self) -> dict[str, Any]:
         """All combinations, one after the other."""
         from oxytorch._C import memory  # noqa: PLC0415
-        from oxytorch._C.tune import DuelOptions, SideFailed, Timing  # noqa: PLC0415
+        from oxytorch._C.tune import PairedTestOptions, SideFailed, Timing  # noqa: PLC0415
         from oxytorch.model.snapshot import Snapshot  # noqa: PLC0415
         from oxytorch.tune.workload import RunWorkload  # noqa: PLC0415
 
@@ -235,8 +235,8 @@ class Exhaustive(Stock):
             timing = Timing(workload)
             timing.baseline()
             for names in filter(None, self.combinations()):
-                with contextlib.suppress(SideFailed):  # One that cannot be put in force is none.
-                    result, _ = timing.compare(best, names, DuelOptions(worth=SEARCH_WORTH, seed=tried))
+                with contextlib.suppress(SideFailed):  # One that cannot be made active is none.
+                    result, _ = timing.compare(best, names, PairedTestOptions(worth=SEARCH_WORTH, seed=tried))
                     best = names if result.decision == "accept" else best
                     tried += 1
             timing.recover()

@@ -40,12 +40,12 @@ inline constexpr double kStateRelativeError = 0.0158;
 OXY_API void encode_state(StateCode code, std::span<const float> values, void* codes, std::uint16_t* scales);
 OXY_API void decode_state(StateCode code, const void* codes, const std::uint16_t* scales, std::span<float> values);
 
-/// SplitWeight: a weight of 24 bits (sign, 8 exponent and 15 mantissa bits) in a bf16 and a residue byte.
+/// SplitWeight: a weight of 24 bits (sign, 8 exponent and 15 mantissa bits) in a bf16 and a byte of low bits.
 ///
 /// The fp32 magnitude bits are rounded to a multiple of 2^8: m. bf16 = (m + 0x80) >> 8, which is the weight to nearest
-/// bf16, and residue = m - (bf16 << 8) in [-128, 127]. Joined, the weight is within 2^-16 of the fp32 one, relatively.
-OXY_API void split_weights(std::span<const float> values, std::uint16_t* bf16, std::int8_t* residues);
-OXY_API void join_weights(const std::uint16_t* bf16, const std::int8_t* residues, std::span<float> values);
+/// bf16, and low bits = m - (bf16 << 8) in [-128, 127]. Joined, the weight is within 2^-16 of the fp32 one, relatively.
+OXY_API void split_weights(std::span<const float> values, std::uint16_t* bf16, std::int8_t* low_bits);
+OXY_API void join_weights(const std::uint16_t* bf16, const std::int8_t* low_bits, std::span<float> values);
 
 /// What a random piece is for; part of the Philox counter.
 enum class RoundingOperand : std::uint32_t { Param = 0, State0 = 1, State1 = 2, State2 = 3 };

@@ -150,7 +150,7 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   /// The layout of torch::optim's archives: the class of the same name loads it, and this loads that class's.
   ///
   /// Also saved, under names that torch ignores: averages and copies. What torch could not carry on from (8-bit state,
-  /// master weights, residues, maximize) makes its class refuse the archive. Options of the tail are not saved.
+  /// master weights, low bits, maximize) makes its class refuse the archive. Options of the tail are not saved.
   void save(torch::serialize::OutputArchive& archive) const override;
 
   /// State is converted where this optimizer keeps it in another format. Throws Error(InvalidArgument), changing

@@ -52,11 +52,11 @@ struct AccelerateOptions {
   /// steps_planned or max_steps, tune_seconds and seed where the option beside is left alone. What belongs to a
   /// training loop is Error(NotSupported): see PerformanceOptimizer.
   TORCH_ARG(std::optional<PerformanceConfig>, config);
-  /// Of the order of measuring and of the referee.
+  /// Of the order of measuring and of the verifier.
   TORCH_ARG(std::uint64_t, seed) = 0;
 };
 
-/// A training run with what pays in force. A program that keeps its own loop leaves out step():
+/// A training run in which what pays is active. A program that keeps its own loop leaves out step():
 ///
 /// ```cpp
 /// for (auto& example : *loader) {
@@ -89,8 +89,8 @@ class OXY_API Plan {
   /// time from one update to the next.
   void update();
 
-  [[nodiscard]] std::vector<std::string> accepted() const;  ///< in force
-  [[nodiscard]] Interval speedup() const;  ///< seconds as given over seconds now; ones where nothing is in force
+  [[nodiscard]] std::vector<std::string> accepted() const;  ///< active
+  [[nodiscard]] Interval speedup() const;  ///< seconds as given over seconds now; ones where nothing is active
   [[nodiscard]] const tune::Certificate& certificate() const noexcept;
   [[nodiscard]] std::string report() const;  ///< the certificate as a table
 
@@ -112,13 +112,13 @@ class OXY_API Plan {
 };
 
 /// Makes a training step (zero_grad, loss, backward, clip, optimizer step) faster: whole steps are taken on `batches`
-/// with and without each registered strategy, in turn; what is faster and passes the referee is kept. Then model,
+/// with and without each registered strategy, in turn; what is faster and passes the verifier is kept. Then model,
 /// optimizer and random generators are put back, proven by hash to be bit for bit what they were, and what was accepted
-/// is put in force. A strategy that throws, does not pay or changes numbers beyond its kind is left out, with the
+/// is made active. A strategy that throws, does not pay or changes numbers beyond its kind is left out, with the
 /// reason in the certificate.
 ///
 /// `batches` are some of the run's own, four to eight; they are kept. Model and optimizer state are held twice
-/// meanwhile, and by the referee up to five times.
+/// meanwhile, and by the verifier up to five times.
 ///
 /// Errors: InvalidArgument for options that cannot be meant, before anything ran. What the step as given throws passes
 /// through, with everything restored.

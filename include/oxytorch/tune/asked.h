@@ -25,7 +25,7 @@ enum class AskedBy {
 struct Asked {
   std::map<std::string, std::string> skipped;  ///< strategy -> why it is not tried
   std::vector<Requirement> required;           ///< those of a setting that was given by value
-  std::map<std::string, std::string> refused;  ///< setting -> why it cannot be, by another one or bring()
+  std::map<std::string, std::string> refused;  ///< setting -> why it cannot be, by another one or activate()
 };
 
 [[nodiscard]] OXY_API bool is_named(const PerformanceConfig& config, std::string_view key, AskedBy by = AskedBy::Loop);
@@ -35,10 +35,10 @@ struct Asked {
 [[nodiscard]] OXY_API Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers,
                                      const std::vector<std::string>& excluded, AskedBy by = AskedBy::Loop);
 
-/// Puts in force what a trainer's settings require, for good and without a trial: of each requirement the first that
+/// Makes active what a trainer's settings require, for good and without a trial: of each requirement the first that
 /// `put` can, unless one `is_active` already. Others of its kind are then skipped; where none can be, the setting is
 /// refused. `put` returns why it cannot, empty where it has.
-OXY_API void bring(Asked& asked, const PerformanceConfig& config, const std::vector<Offer>& offers,
+OXY_API void activate(Asked& asked, const PerformanceConfig& config, const std::vector<Offer>& offers,
                    const std::function<bool(const std::string&)>& is_active,
                    const std::function<std::string(const std::string&)>& put);
 

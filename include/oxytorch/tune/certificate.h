@@ -14,26 +14,26 @@
 
 namespace oxytorch::tune {
 
-/// Accepted: in force. Rejected: does not pay (measured). Refused: the referee found other numbers. Failed: could not
-/// be applied or threw; the original is in force. Skipped: does not apply here, is not allowed at this level, or cannot
-/// be repaid. RolledBack: was in force and was taken back during the run.
-enum class Standing { Accepted, Rejected, Refused, Failed, Skipped, RolledBack };
+/// Accepted: active. Rejected: does not pay (measured). Refused: the verifier found other numbers. Failed: could not
+/// be applied or threw; the original is active. Skipped: does not apply here, is not allowed at this level, or cannot
+/// be repaid. RolledBack: was active and was taken back during the run.
+enum class Status { Accepted, Rejected, Refused, Failed, Skipped, RolledBack };
 /// "accepted", "rejected", "refused", "failed", "skipped", "rolled back".
-OXY_API std::string_view name(Standing standing) noexcept;
+OXY_API std::string_view name(Status status) noexcept;
 /// Error(InvalidArgument) with the nearest word for another text.
-OXY_API Standing parse_standing(std::string_view text);
+OXY_API Status parse_status(std::string_view text);
 
 struct CertificateEntry {
   std::string strategy;
   Kind kind = Kind::Exact;
-  Standing standing = Standing::Skipped;
+  Status status = Status::Skipped;
   std::string reason;                    ///< one sentence, with the figures
   std::string cost = {};                 ///< what it costs, one sentence; empty where nothing
   std::optional<Interval> speedup = {};  ///< without over with, where measured
   int pairs = 0;
   double cost_seconds = 0;                      ///< one-off
   std::optional<double> break_even_steps = {};  ///< steps after which the one-off cost is repaid
-  std::map<std::string, double> evidence = {};  ///< figures of the referee: "gradient_error", "steps_identical" ...
+  std::map<std::string, double> evidence = {};  ///< figures of the verifier: "gradient_error", "steps_identical" ...
   bool operator==(const CertificateEntry&) const = default;
 };
 
@@ -66,7 +66,7 @@ struct OXY_API Certificate {
   std::string disturbance;          ///< what other programs did meanwhile; empty where the machine was quiet
   double baseline_seconds = 0;      ///< median step as given
   double tuned_seconds = 0;         ///< median step with all that was accepted
-  std::optional<Interval> speedup;  ///< all together, measured at the end in a duel of its own
+  std::optional<Interval> speedup;  ///< all together, measured at the end in a paired test of its own
   double tuning_seconds = 0;        ///< everything but compiling
   double compile_seconds = 0;       ///< of what takes a one-off cost: that cost, also anew, and its trials
   std::vector<CertificateEntry> entries;

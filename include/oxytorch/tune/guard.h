@@ -10,7 +10,7 @@
 #include <string>
 
 #include "oxytorch/api.h"
-#include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/paired_test.h"
 #include "oxytorch/tune/kind.h"
 
 namespace oxytorch::tune {
@@ -44,7 +44,7 @@ struct Apart {
 };
 
 /// Driven once a step: before() says how to take it, after() reports its seconds. No step is lost: a step without the
-/// changes is the user's own step. Pure arithmetic, as Duel.
+/// changes is the user's own step. Pure arithmetic, as PairedTest.
 class OXY_API Guard {
  public:
   explicit Guard(GuardOptions options = {});

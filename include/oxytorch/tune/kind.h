@@ -8,8 +8,8 @@
 namespace oxytorch::tune {
 
 /// Exact: no bit of loss, weights, buffers, optimizer state or random state changes.
-/// Tolerance: sums and products are rounded in another order, at the same precision; refereed in float64.
-/// Precision: fewer bits (bf16, fp16, TF32); refereed against stock PyTorch at the same precision.
+/// Tolerance: sums and products are rounded in another order, at the same precision; verified in float64.
+/// Precision: fewer bits (bf16, fp16, TF32); verified against stock PyTorch at the same precision.
 /// Trade: something is given up and stated (8-bit optimizer state, memory for time); by request alone.
 enum class Kind { Exact, Tolerance, Precision, Trade };
 

@@ -25,31 +25,31 @@ class OXY_API Run : public TrainingStep {
   /// Without batches nothing can be tried on it. Error(InvalidArgument) as TrainingStep.
   Run(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, std::vector<Batch> batches,
       double clip_norm = 0);
-  /// Takes back what is in force.
+  /// Takes back what is active.
   ~Run() override;
 
   [[nodiscard]] const std::vector<Batch>& batches() const noexcept { return batches_; }
   void set_batches(std::vector<Batch> batches) { batches_ = std::move(batches); }
 
-  [[nodiscard]] const std::vector<std::string>& in_force() const noexcept { return in_force_; }
-  /// In force, and not asked for by the caller's settings.
+  [[nodiscard]] const std::vector<std::string>& active() const noexcept { return active_; }
+  /// Active, and not asked for by the caller's settings.
   [[nodiscard]] std::vector<std::string> beside_required() const;
   [[nodiscard]] Strategy& strategy(const std::string& name);
-  /// Strategies that the caller's settings ask for: bring() leaves them in force, and puts them first.
+  /// Strategies that the caller's settings ask for: set_active() leaves them active, and puts them first.
   std::vector<std::string> required;
   /// Settings that the caller named by a word, for strategies that have a choice.
   std::map<std::string, std::string> asked;
   bool owns_loop = true;  ///< the plan takes the steps, so that a strategy may change how a batch is stepped with
   std::optional<std::uint64_t> retain_limit;  ///< bytes that the allocator may keep; empty: its own choice
-  /// Puts exactly these in force: others are taken back, the last first, then the missing ones applied. Where one
+  /// Makes exactly these active: others are taken back, the last first, then the missing ones applied. Where one
   /// cannot be applied, those of this call are taken back again and its exception passes through. Where one cannot be
   /// taken back, the others are, nothing is applied, and its exception passes through.
-  void bring(const std::vector<std::string>& names);
+  void set_active(const std::vector<std::string>& names);
 
  private:
   std::vector<Batch> batches_;
   std::map<std::string, std::unique_ptr<Strategy>> strategies_;
-  std::vector<std::string> in_force_;
+  std::vector<std::string> active_;
 };
 
 }  // namespace oxytorch::tune

@@ -9,7 +9,7 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/tune/certificate.h"
-#include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/paired_test.h"
 #include "oxytorch/tune/kind.h"
 
 namespace oxytorch::tune {
@@ -18,18 +18,18 @@ namespace oxytorch::tune {
 struct StrategyFacts {
   std::string name;
   Kind kind = Kind::Exact;
-  std::string group = {};                   ///< at most one strategy of a group is in force; empty: alone
-  std::vector<std::string> requires_ = {};  ///< tried only where all of these are in force
+  std::string group = {};                   ///< at most one strategy of a group is active; empty: alone
+  std::vector<std::string> requires_ = {};  ///< tried only where all of these are active
   std::vector<std::string> interacts = {};  ///< tried again, on or off, when one of these changed since; mutual
   std::vector<std::string> part_of = {};    ///< not tried where one of these is active: they do all that it does
   /// Of one with an expected cost: it takes that cost anew where one of these is turned on or off. Empty: interacts.
   std::vector<std::string> renewed_by = {};
   double expected_cost = 0;  ///< seconds that turning it on takes once (compiling), before it was tried
-  double hopeful = 3;  ///< speedup that it cannot exceed; where even that cannot repay expected_cost, it is skipped
+  double max_speedup = 3;  ///< speedup that it cannot exceed; where even that cannot repay expected_cost, it is skipped
   double expected_speedup = 1.05;  ///< where it pays at all; what promises most is tried first
   /// Of the group "optimizer": how many times as fast as given its update was, timed by itself; 0: not timed.
   double update_speedup = 0;
-  /// That was shown by a duel of the two updates: of the whole step it is then enough that it agrees.
+  /// That was shown by a paired test of the two updates: of the whole step it is then enough that it agrees.
   bool update_proven = false;
 };
 
@@ -47,7 +47,7 @@ struct SearchOptions {
   /// Of the step as given, what its optimizer takes; 0: not known. What a strategy promises depends on it.
   double optimizer_share = 0;
   std::uint64_t seed = 0;
-  DuelOptions duel = {};  ///< of each trial; seed and what is left of the budget are filled in
+  PairedTestOptions paired_test = {};  ///< of each trial; seed and what is left of the budget are filled in
 
   /// What every driver of a search uses: trials may take what 60 steps take as given, at least 3 s, or what
   /// the saving so far repays within 240 steps, less 50 steps for concluding; of a short run no more than 2 % and 3 %.
@@ -58,31 +58,31 @@ struct SearchOptions {
                                                      double budget_seconds, std::uint64_t seed);
 };
 
-/// One trial: both combinations run the same batches, in the order that its duel asks for.
+/// One trial: both combinations run the same batches, in the order that its paired test asks for.
 struct Trial {
   std::string strategy;                ///< the one in question
   bool removal = false;                ///< true: is it still worth having?
-  std::vector<std::string> incumbent;  ///< names in force, in the order of the strategies given
+  std::vector<std::string> incumbent;  ///< active names, in the order of the strategies given
   std::vector<std::string> challenger;
-  DuelOptions duel;
+  PairedTestOptions paired_test;
 };
 
 /// What came of a trial. A removal is accepted where the rest is faster without the strategy.
 struct TrialOutcome {
-  DuelResult duel;
+  PairedTestResult paired_test;
   double cost_seconds = 0;  ///< one-off seconds that turning it on took: compiling, warm-up
-  /// All that the trial took beside that, steps that were not measured included; 0: only the duel's own count.
-  double spent_seconds = 0;
+  /// All that the trial took beside that, steps that were not measured included; 0: only the paired test's own count.
+  double elapsed_seconds = 0;
   bool disturbed = false;   ///< other programs used the processor meanwhile
   bool failed = false;      ///< it could not be applied or threw
-  bool verified = true;     ///< numbers were checked and held; looked at where the duel accepted
-  std::string reason = {};  ///< of a failure or a refusal by the referee
+  bool verified = true;     ///< numbers were checked and held; looked at where the paired test accepted
+  std::string reason = {};  ///< of a failure or a refusal by the verifier
 };
 
 /// Greedy with a way back. Forward: first what is free of one-off costs, so that its gain is known when it is judged
 /// whether a cost is likely to be repaid. Each strategy, the most promising first and equals in the order given (the
 /// group "optimizer" promises by the optimizer's share of the step, others by the rest of it; Amdahl's law), against
-/// what is in force, in place of the one of its group: an early gain makes every later trial cheaper. Of updates that
+/// what is active, in place of the one of its group: an early gain makes every later trial cheaper. Of updates that
 /// were timed by themselves only the fastest is tried, where that can be seen in the step, and the next where it failed
 /// or was refused. Then rounds over what `interacts` ties together, wherever something accepted has changed the ground
 /// since it was judged: a rejected strategy again, an accepted one off, a rejected one in place of an accepted one, two
@@ -106,7 +106,7 @@ class OXY_API Search {
   [[nodiscard]] std::optional<Trial> ask();
   /// Of the trial that ask() named; Error(InvalidState) where there is none.
   void tell(const TrialOutcome& outcome);
-  /// Notes a strategy that does not apply here; it is not asked for. Error(InvalidState) where it is in force.
+  /// Notes a strategy that does not apply here; it is not asked for. Error(InvalidState) where it is active.
   void skip(const std::string& strategy, std::string reason);
   /// What a strategy is likely to make of the step as it is now, by a look at where its time goes: ask() again.
   void expect(const std::string& strategy, double speedup);
@@ -114,14 +114,14 @@ class OXY_API Search {
   void charge(double seconds);
   /// Takes out for good what turned out bad after it was accepted (a longer verification refused it), with what
   /// requires it. What was judged beside it is judged again, with the budget as it was before: ask() goes on.
-  /// Error(InvalidState) where it is not in force.
-  void drop(const std::string& strategy, Standing standing, std::string reason);
+  /// Error(InvalidState) where it is not active.
+  void drop(const std::string& strategy, Status status, std::string reason);
 
   /// Of `total_seconds`, what is left; infinite without that bound.
   [[nodiscard]] double seconds_left() const;
   /// Of everything against nothing at the end: DuelOptions::conclusion() in what is left of `total_seconds`.
-  [[nodiscard]] DuelOptions conclusion() const;
-  [[nodiscard]] std::vector<std::string> best() const;  ///< the combination in force
+  [[nodiscard]] PairedTestOptions conclusion() const;
+  [[nodiscard]] std::vector<std::string> best() const;  ///< the active combination
   /// One entry a strategy: what became of it last, with reason and figures.
   [[nodiscard]] std::vector<CertificateEntry> entries() const;
 

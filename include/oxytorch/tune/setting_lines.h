@@ -30,16 +30,16 @@ struct OXY_API SettingLines {
   const Certificate& certificate;
   std::vector<Offer> offers;                   ///< of all strategies that there are
   std::map<std::string, std::string> refused;  ///< as Asked::refused
-  std::vector<std::string> active;             ///< strategies in force
+  std::vector<std::string> active;             ///< active strategies
   std::vector<std::string> required;           ///< of those, the ones that settings ask for
   std::string untried;                         ///< why what is "auto" was not tried
   std::string slow = {};  ///< why the hardware does not multiply the precision that was asked for; empty where it does
 
   /// Of a setting that strategies bring about: precision, channels_last, allocator ...
   [[nodiscard]] SettingLine of(const std::string& setting) const;
-  /// Of what is in force, whatever it is called.
+  /// Of what is active, whatever it is called.
   [[nodiscard]] SettingLine active_as(const std::string& name, const std::vector<std::string>& strategies) const;
-  /// Of what is in force and belongs to no setting.
+  /// Of what is active and belongs to no setting.
   [[nodiscard]] std::vector<SettingLine> beside_settings() const;
 
  private:

@@ -38,7 +38,7 @@ class OXY_API Strategy {
 
   /// Must change nothing.
   [[nodiscard]] virtual Applicability applies(Run& run);
-  /// Puts it in force, whole or not at all: what it throws makes it a failed strategy, reported once.
+  /// Makes it active, whole or not at all: what it throws makes it a failed strategy, reported once.
   virtual void apply(Run& run) = 0;
   /// Takes it back: all that apply() touched is as before; trained values stay. Must not throw.
   virtual void revert(Run& run) = 0;
@@ -56,7 +56,7 @@ struct RegisteredStrategy {
 /// Error(InvalidArgument) for a name that is taken or empty. From any thread.
 OXY_API void register_strategy(RegisteredStrategy strategy);
 
-/// `T` is a Strategy that needs no arguments. `kind` is a claim that the referee checks.
+/// `T` is a Strategy that needs no arguments. `kind` is a claim that the verifier checks.
 template <class T>
 void register_strategy(std::string name, Kind kind, StrategyTraits traits = {}) {
   register_strategy({std::move(name), kind, std::move(traits), [] { return std::make_unique<T>(); }});

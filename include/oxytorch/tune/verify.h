@@ -34,14 +34,14 @@ struct VerifierOptions {
 /// (under torch's own bf16 autocast for Precision), plus a floor relative to the value (the rule of
 /// torch._dynamo.utils.same). A common factor on all gradients is looked for apart, as it hides in bf16's rounding.
 /// Then the mean loss at the end of a trajectory must lie inside the band that seeds span.
-/// An optimizer class that torch does not know is refereed by itself from the same gradients.
+/// An optimizer class that torch does not know is verified by itself from the same gradients.
 class OXY_API Verifier {
  public:
   /// Error(InvalidArgument) for options out of range, and for a run without batches.
   Verifier(Run& run, Snapshot& snapshot, VerifierOptions options = {});
   ~Verifier();
 
-  /// Checks what is in force; leaves it in force and the state as in the snapshot. An exception of the candidate passes
+  /// Checks what is active; leaves it active and the state as in the snapshot. An exception of the candidate passes
   /// through, with everything taken back.
   [[nodiscard]] Ruling check(Kind kind);
 

@@ -1,5 +1,5 @@
 """
-Duel, search, certificate and guard.
+Paired test, search, certificate and guard.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__: list[str] = [
     "CertificateKey",
     "CertificateStore",
     "ChangeMeter",
-    "DuelOptions",
-    "DuelResult",
+    "PairedTestOptions",
+    "PairedTestResult",
     "Excess",
     "Interval",
     "LoadSample",
@@ -40,7 +40,7 @@ __all__: list[str] = [
     "allows",
     "asked_of",
     "band_of",
-    "bring",
+    "activate",
     "clip_factor",
     "draw_steps",
     "draws_fault",
@@ -89,22 +89,22 @@ class Interval:
     @mid.setter
     def mid(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
 
-class DuelOptions:
+class PairedTestOptions:
     """
-    How sure a duel must be, and how long it may take.
+    How sure a paired test must be, and how long it may take.
     """
     @staticmethod
-    def canary(seed: typing.SupportsInt | typing.SupportsIndex) -> DuelOptions:
+    def canary(seed: typing.SupportsInt | typing.SupportsIndex) -> PairedTestOptions:
         """
         Of a remembered certificate.
         """
     @staticmethod
-    def conclusion(seed: typing.SupportsInt | typing.SupportsIndex) -> DuelOptions:
+    def conclusion(seed: typing.SupportsInt | typing.SupportsIndex) -> PairedTestOptions:
         """
         Of everything against nothing at the end.
         """
     @staticmethod
-    def member(seed: typing.SupportsInt | typing.SupportsIndex) -> DuelOptions:
+    def member(seed: typing.SupportsInt | typing.SupportsIndex) -> PairedTestOptions:
         """
         Of a remembered certificate without one of it.
         """
@@ -163,9 +163,9 @@ class DuelOptions:
     @worth.setter
     def worth(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
 
-class DuelResult:
+class PairedTestResult:
     """
-    What a duel has shown; speedup is incumbent over challenger.
+    What a paired test has shown; speedup is incumbent over challenger.
     """
 
     decision: typing.Literal["open", "accept", "reject"]
@@ -204,7 +204,7 @@ class CertificateEntry:
     kind: typing.Literal["exact", "tolerance", "precision", "trade"]
     reason: str
     speedup: Interval | None
-    standing: typing.Literal["accepted", "rejected", "refused", "failed", "skipped", "rolled back"]
+    status: typing.Literal["accepted", "rejected", "refused", "failed", "skipped", "rolled back"]
     strategy: str
     @typing.overload
     def __init__(self) -> None: ...
@@ -213,7 +213,7 @@ class CertificateEntry:
         self,
         strategy: str,
         kind: typing.Literal["exact", "tolerance", "precision", "trade"],
-        standing: typing.Literal["accepted", "rejected", "refused", "failed", "skipped", "rolled back"],
+        status: typing.Literal["accepted", "rejected", "refused", "failed", "skipped", "rolled back"],
         reason: str,
     ) -> None: ...
     @property
@@ -407,7 +407,7 @@ class Offer:
         renewed_by: collections.abc.Sequence[str],
         settle: typing.SupportsInt | typing.SupportsIndex,
         cost: str,
-        hopeful: typing.SupportsFloat | typing.SupportsIndex,
+        max_speedup: typing.SupportsFloat | typing.SupportsIndex,
         expected_speedup: typing.SupportsFloat | typing.SupportsIndex,
         feeds: bool,
         refused: str = "",
@@ -513,8 +513,8 @@ class Timing:
     def __init__(self, workload: Workload) -> None: ...
     def baseline(self, arg0: collections.abc.Callable[[typing.SupportsFloat | typing.SupportsIndex], bool]) -> bool: ...
     def compare(
-        self, incumbent: collections.abc.Sequence[str], challenger: collections.abc.Sequence[str], options: DuelOptions
-    ) -> tuple[DuelResult, float]:
+        self, incumbent: collections.abc.Sequence[str], challenger: collections.abc.Sequence[str], options: PairedTestOptions
+    ) -> tuple[PairedTestResult, float]:
         """
         The result, and the seconds that turning the challenger on took once.
         """
@@ -722,7 +722,7 @@ def band_of(ends: collections.abc.Sequence[typing.SupportsFloat | typing.Support
     Between which losses seeds end, of those that were seen.
     """
 
-def bring(
+def activate(
     config: oxytorch._C.base.PerformanceConfig,
     offers: collections.abc.Sequence[Offer],
     skipped: collections.abc.Mapping[str, str],

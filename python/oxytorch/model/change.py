@@ -74,7 +74,7 @@ class Change:
         return True
 
     def apply(self, run: Any) -> None:
-        """Put it in force, whole or not at all: what it throws makes it a failed one, reported once."""
+        """Make it active, whole or not at all: what it throws makes it a failed one, reported once."""
         raise NotImplementedError
 
     def revert(self, run: Any) -> None:

@@ -38,7 +38,7 @@ class TailOptions(TypedDict, total=False):
     copy_dtype : {None, "bf16", "fp16"} or torch.dtype
         Also keep the weights rounded to this dtype, written in the same pass; see ``copies()``.
     stochastic_rounding : bool
-        Round bf16 parameters without masters, 8-bit residues, bf16 and int8 state up or down at random, unbiased.
+        Round bf16 parameters without masters, 8 low bits, bf16 and int8 state up or down at random, unbiased.
     seed : int
         Of the stochastic rounding. The bits depend on seed, parameter, step and element alone, not on the device.
     norm_in_backward : bool

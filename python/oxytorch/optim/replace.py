@@ -124,7 +124,7 @@ _FOREIGN: dict[str, _Foreign] = {
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _FUSED_ADAM,
 }
 
-# Why classes whose name promises an algorithm of this room are no such thing.
+# Why classes whose name promises an algorithm of this module are no such thing.
 _DIFFERENT = {
     "transformers.optimization.AdamW": (
         "it adds eps before the bias correction and decays the weights after the update; "
@@ -132,7 +132,7 @@ _DIFFERENT = {
     ),
     **{
         f"bitsandbytes.optim.{module}8bit": "its codes cannot be converted without loss; "
-        "build the optimizer of this room with state_dtype='int8' in its place"
+        "build the optimizer of this module with state_dtype='int8' in its place"
         for module in ("adam.Adam", "adamw.AdamW", "lion.Lion")
     },
 }

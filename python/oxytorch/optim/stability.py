@@ -365,7 +365,7 @@ class NumericalStabilityManager:
         return list(self._events)
 
     def report(self) -> str:
-        """Counts of what happened, the limits in force, and the last events. Off the CPU this waits for the device."""
+        """Counts of what happened, the active limits, and the last events. Off the CPU this waits for the device."""
         events = self.events
         kinds = {kind: sum(event.kind == kind for event in events) for kind in dict.fromkeys(e.kind for e in events)}
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())

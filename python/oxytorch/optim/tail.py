@@ -202,7 +202,7 @@ class TailOptimizer(torch.optim.Optimizer):
     def _entries(self) -> frozenset[str]:
         """Names of all that the tail may keep in torch's `state`."""
         names = (*self._required_state, *self._optional_state)
-        return frozenset(("step", "master", "residue", *names, *(f"{key}_scale" for key in names)))
+        return frozenset(("step", "master", "low_bits", *names, *(f"{key}_scale" for key in names)))
 
     def _order_codes(self) -> None:
         """Undo a new layout of 8-bit codes, which their scales do not follow, before somebody reads or copies them."""
@@ -263,7 +263,7 @@ class TailOptimizer(torch.optim.Optimizer):
             self._outdated = True
 
     def _adopt_restored(self) -> None:
-        """Take parameters and state as they were just written: masters and residues belong to these weights."""
+        """Take parameters and state as they were just written: masters and low bits belong to these weights."""
         tail = self._step_tail()
         for i, param in enumerate(self._built_params):
             self._give_state(tail, i, param, tail.ema(i), tail.copy(i))
@@ -338,7 +338,7 @@ class TailOptimizer(torch.optim.Optimizer):
         """State and hyperparameters exactly as the torch optimizer of the same name would give them.
 
         Where `state_dtype` is ``"int8"`` each average has its scales beside it as ``"<name>_scale"``; with master
-        weights there is an entry ``"master"`` or ``"residue"``. Averages of sharded parameters are given in fp32
+        weights there is an entry ``"master"`` or ``"low_bits"``. Averages of sharded parameters are given in fp32
         instead of int8, so that they can be split anew; loading them finds the same bytes again.
         """
         self._follow_replaced()

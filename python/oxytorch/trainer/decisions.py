@@ -24,7 +24,7 @@ from ..tune.strategy import offer
 
 __all__ = ["Decisions"]
 
-# Put in force once tuning is over: the verifier's references are the optimizer as given and code that is not compiled.
+# Made active once tuning is over: the verifier's references are the optimizer as given and code that is not compiled.
 _LATE = ("optimizer", "compile")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LINES = ("allocator", "threads", "flush_denormals", "precision", "channels_last", "attention")
@@ -52,7 +52,7 @@ class Decisions:
     Attributes
     ----------
     plan : Plan
-        What is in force on the run, and why.
+        What is active on the run, and why.
     are_made : bool
         Whether the first batch has been seen.
     steps : int, optional
@@ -74,11 +74,11 @@ class Decisions:
             self.asked = plan.asked
         self.plan = plan
 
-    def bring_named(self) -> None:
-        """Put in force what is named, without a trial."""
+    def activate_named(self) -> None:
+        """Make active what is named, without a trial."""
         if self._config.optimizer_state == "bf16":
             self.run.tail_options = {"state_dtype": "bf16"}
-        self.asked.bring(self.run)
+        self.asked.activate(self.run)
 
     def begin(self, batch: Any) -> None:
         """Let the tuner decide what is on "auto", where trials on this batch are possible."""
@@ -95,7 +95,7 @@ class Decisions:
         named = run.required
         run.required = tuple(name for name in named if run.strategies[name].group not in _LATE)
         try:
-            run.bring(())
+            run.set_active(())
             self.plan = tuned(
                 run,
                 config,
@@ -106,11 +106,11 @@ class Decisions:
             )
         except BaseException:
             run.required, run.batches = named, ()
-            run.bring(())
+            run.set_active(())
             raise
         found = run.beside_required
         run.required = named
-        run.bring(found)
+        run.set_active(found)
         self._why = "nothing of it applies here."
         self.are_made = True
 
@@ -138,7 +138,7 @@ class Decisions:
 
     @contextmanager
     def loading(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Inside, model and optimizer are as given; then what was named is in force, and what an earlier run had found.
+        """Inside, model and optimizer are as given; then what was named is active, and what an earlier run had found.
 
         Layouts, and formats of the optimizer's state, follow what was loaded.
         """
@@ -151,7 +151,7 @@ class Decisions:
             yield
         finally:
             self.run.required = named
-            self.run.bring(())
+            self.run.set_active(())
         found = state.get("active")
         if found is None:
             found = [_EARLIER[setting] for setting in state.items() if setting in _EARLIER]
@@ -162,14 +162,14 @@ class Decisions:
         self.are_made = True
 
     def revert(self) -> None:
-        """Take back what was put in force here."""
+        """Take back what was made active here."""
         if not self._is_of_plan:
             self.plan.revert()
 
     # -- report --------------------------------------------------------------------------------------------------
 
     def lines(self) -> list[SettingLine]:
-        """Return a line a setting, and one for each strategy in force that no setting names."""
+        """Return a line a setting, and one for each active strategy that no setting names."""
         made_of = self._made_of()
         host = {line.name: line for line in self.asked.lines()}
         lines = [host.pop(key) if key in host else SettingLine(*made_of.of(key)) for key in _LINES]
@@ -185,7 +185,7 @@ class Decisions:
         if (dtype := _DTYPES.get(self._config.precision)) is not None:
             native, why = hardware_support(run.device, dtype)
             slow = "" if native else why
-        # What one costs may be known once it is in force.
+        # What one costs may be known once it is active.
         active = [*run.required, *self.plan.found]
         known: Mapping[str, Any] = {**run.strategies, **{name: run.strategy(name) for name in active}}
         return _native.SettingLines(
@@ -206,7 +206,7 @@ class Decisions:
         if isinstance(run.original, TailOptimizer):
             yield SettingLine("step_tail", "on", "the optimizer is one of oxytorch.optim already.")
         elif tail is not None:
-            names = [name for name in ("step_tail", "int8_state") if name in run.in_force]
+            names = [name for name in ("step_tail", "int8_state") if name in run.active]
             said = "clip, update and average are one native call; groups and state stay shared with torch's object."
             line = SettingLine(*made_of.active_as("step_tail", names))
             yield SettingLine("step_tail", "on", f"{line.reason} {said[0].upper()}{said[1:]}", gain=line.gain)

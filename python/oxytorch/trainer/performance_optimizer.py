@@ -64,7 +64,7 @@ class PerformanceOptimizer:
         state: Iterable[Any] = (),
         **options: Any,
     ) -> Plan:
-        """Try, measure, verify, put in force; nothing of the run has changed but its speed.
+        """Try, measure, verify, make active; nothing of the run has changed but its speed.
 
         Parameters
         ----------

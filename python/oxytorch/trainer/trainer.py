@@ -42,7 +42,7 @@ class Trainer:
     ----------
     model
         The module to train. It is changed in place only in ways that the report names (memory layout). What an earlier
-        trainer or plan has put in force on it is taken back.
+        trainer or plan has made active on it is taken back.
     optimizer
         Any ``torch.optim.Optimizer`` over the model's parameters. From level ``advanced`` on one of ``oxytorch.optim``
         may step in its place: hyperparameters, groups and state are carried over and stay shared, so a scheduler made
@@ -157,7 +157,7 @@ class Trainer:
         if plan is None:
             self._run.keeps_gradients = False
             with self._decisions.asked.applied():
-                self._decisions.bring_named()
+                self._decisions.activate_named()
 
     def _own_run(self, optimizer: torch.optim.Optimizer) -> Run:
         """The run of a trainer that is given no plan."""
@@ -272,7 +272,7 @@ class Trainer:
         return self._run.flush()
 
     def compute_loss(self, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch, or of a closure, under what is in force."""
+        """Return the loss of a batch, or of a closure, under what is active."""
         with self._run.scope:
             return self._run.loss(self._here(batch))
 
@@ -563,7 +563,7 @@ class Trainer:
         return 0 if self._guard is None else int(self._guard.skipped)
 
     def revert(self) -> None:
-        """Take back what this trainer has put in force: on the model, the optimizer and the process."""
+        """Take back what this trainer has made active: on the model, the optimizer and the process."""
         self._decisions.revert()
 
 

@@ -39,7 +39,7 @@ _EXAMPLES = 4  # batches that trials run on
 
 
 StrategyName = str | type
-_PLANS: WeakValueDictionary[int, Plan] = WeakValueDictionary()  # in force, by id of the model
+_PLANS: WeakValueDictionary[int, Plan] = WeakValueDictionary()  # active, by id of the model
 
 
 def accelerate(
@@ -65,7 +65,7 @@ def accelerate(
     """Make a training step faster: try, measure, verify, keep what pays, and say so in a certificate.
 
     Whole steps are taken on example batches with and without each strategy, in turn. Then model, optimizer and random
-    generators are put back and proven to be bit for bit what they were, and what was accepted is put in force on them:
+    generators are put back and proven to be bit for bit what they were, and what was accepted is made active on them:
     the same loop trains on, faster. A strategy that throws, does not pay or changes numbers beyond what it claims is
     left out, and its reason is in the plan.
 
@@ -87,7 +87,7 @@ def accelerate(
         Length of the run, over which what turning a strategy on costs must be repaid; 10,000 unless given.
     config : PerformanceConfig, mapping, level or file, optional
         A key set to "off" (threads: "keep", attention: "default", allocator: "system", precision: "fp32") takes that
-        strategy out. Another value than "auto" is put in force whatever it gains: ``threads``, ``flush_denormals``,
+        strategy out. Another value than "auto" is made active whatever it gains: ``threads``, ``flush_denormals``,
         ``allocator`` and ``deterministic`` before anything is measured; ``precision``, ``channels_last``,
         ``attention``, ``compile``, ``step_tail`` and ``optimizer_state`` by their strategies once these are verified.
         ``allocator_retain_limit`` bounds what the allocator keeps. ``clip_norm``, ``seed``, ``progress``,
@@ -215,12 +215,12 @@ def tuned(
     store: Any = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Try, measure, verify; the plan of a run with what pays in force on it.
+    """Try, measure, verify; the plan of a run on which what pays is active.
 
     Parameters
     ----------
     run : Run
-        With its example batches, and in force what is the step as given.
+        With its example batches, and active what is the step as given.
     settings : PerformanceConfig
         Those of the plan, of which the level counts here.
     asked : Asked
@@ -257,7 +257,7 @@ def tuned(
         with unmoved_generators(run.params):
             tuner.activate(certificate)
         spent = format_duration(tuner.seconds())
-        log("info", f"accelerate: {', '.join(run.in_force) or 'nothing'} active after {spent}")
+        log("info", f"accelerate: {', '.join(run.active) or 'nothing'} active after {spent}")
         plan.begin(tuner, moved=snapshot.moved())
         del tuner, workload, snapshot  # references and snapshots, which the steps that follow do not need
         plan.give_back()

@@ -38,7 +38,7 @@ class Asked:
         Names that the caller does not want tried.
     by_trainer : bool
         A trainer asks: every value but "auto" counts as named, those that come with the level too; what is named is
-        put in force by `bring`, at any level, and nothing else of its kind is tried.
+        made active by `activate`, at any level, and nothing else of its kind is tried.
 
     Attributes
     ----------
@@ -47,9 +47,9 @@ class Asked:
     skipped : dict
         Why strategies are not tried.
     required : list of Requirement
-        By setting, the strategies of which one is put in force whatever it gains.
+        By setting, the strategies of which one is made active whatever it gains.
     refused : dict
-        By setting, why `bring` could put none of them in force.
+        By setting, why `activate` could put none of them active.
     host : list
         Settings of the process that are applied, to be taken back in the reverse order.
 
@@ -79,20 +79,20 @@ class Asked:
 
     # -- strategies without a trial ------------------------------------------------------------------------------
 
-    def bring(self, run: Run) -> None:
-        """Put in force what is wanted and can be, for good and without a trial; its kind is not tried then."""
+    def activate(self, run: Run) -> None:
+        """Make active what is wanted and can be, for good and without a trial; its kind is not tried then."""
         run.asked = {**self.named, "retain_limit": self.retain_limit}
-        self.skipped, self.refused = _native.bring(
+        self.skipped, self.refused = _native.activate(
             self.settings._native,
             [offer(name, cls) for name, cls in run.strategies.items()],
             self.skipped,
             self.required,
             self.refused,
-            is_active=lambda name: name in run.in_force,
+            is_active=lambda name: name in run.active,
             put=lambda name: put(run, name, ask=True),
         )
         self.required = []
-        run.required = run.in_force
+        run.required = run.active
 
     # -- the process ---------------------------------------------------------------------------------------------
 
@@ -135,14 +135,14 @@ class Asked:
 
 
 def put(run: Run, name: str, *, ask: bool = False) -> str:
-    """Put one more strategy in force, where `ask` only if it says that it applies; why it is not, empty where it is."""
+    """Make one more strategy active, where `ask` only if it says that it applies; why it is not, empty where it is."""
     if name not in run.strategies:
         return f"there is no strategy {name}"
     try:
         applies = run.strategy(name).applies(run) if ask else True
         if applies is not True:
             return applies or f"{name} does not apply"
-        run.bring([*run.in_force, name])
+        run.set_active([*run.active, name])
     except Exception as error:  # whatever it throws, the run goes on without it
         return f"{name}: {type(error).__name__}: {error}"
     return ""

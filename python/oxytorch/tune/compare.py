@@ -16,7 +16,7 @@ from ..model.call import widened
 from ..model.parking import rest
 from .chance import still
 from .record import Call, State, Step
-from .referee import Truth, compared, measure, taken_again, truth, unexplained
+from .reference import Truth, compared, measure, taken_again, truth, unexplained
 from .update import clip
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Comparison:
     Attributes
     ----------
     begin : callable
-        Brings the state as held, with nothing in force.
+        Brings the state as held, with nothing active.
     clip_norm : float, optional
         Of the run as given.
     no_truth : str

@@ -165,7 +165,7 @@ def backward(run: Run, batch: Any) -> None:
 
 
 def rehearse(run: Run) -> None:
-    """Run what is in force, forward and backward, on one batch of each shape, and leave no trace."""
+    """Run what is active, forward and backward, on one batch of each shape, and leave no trace."""
     batches = {shapes(batch): batch for batch in reversed(run.batches)}
     for batch in batches.values():
         with rehearsal(run):

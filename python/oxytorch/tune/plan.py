@@ -29,9 +29,9 @@ __all__ = ["Plan"]
 
 
 class Plan:
-    """A training run with what pays in force, and the certificate that says so. ``str(plan)`` is a table.
+    """A training run in which what pays is active, and the certificate that says so. ``str(plan)`` is a table.
 
-    While strategies are in force the run is watched at its step boundaries: now and then a few steps are taken without
+    While strategies are active the run is watched at its step boundaries: now and then a few steps are taken without
     them, and where they no longer pay, or the losses of one batch are further apart than their kind allows, they are
     taken back. That is said once, in the log, in `certificate.events` and here.
 
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """Names of the strategies in force, in the order in which they were put there."""
+        """Names of the active strategies, in the order in which they were put there."""
         return tuple(self.certificate.accepted())
 
     @property
@@ -191,9 +191,9 @@ class Plan:
     def rejected(self) -> dict[str, str]:
         """Why each of the others is not, by name."""
         return {
-            entry.strategy: f"{entry.standing}: {entry.reason}"
+            entry.strategy: f"{entry.status}: {entry.reason}"
             for entry in self.certificate.entries
-            if entry.standing != "accepted"
+            if entry.status != "accepted"
         }
 
     @property
@@ -206,7 +206,7 @@ class Plan:
         return str(self.certificate.to_text())
 
     def __repr__(self) -> str:
-        return f"<Plan: {', '.join(self.accepted) or 'nothing'} in force, {self.speedup[1]:.2f}x>"
+        return f"<Plan: {', '.join(self.accepted) or 'nothing'} active, {self.speedup[1]:.2f}x>"
 
     def explain(self) -> str:
         """Return every choice with its reason, in sentences."""
@@ -221,8 +221,8 @@ class Plan:
         if made.disturbance:
             lines.append(f"The machine was busy while this was measured: {made.disturbance}. It is not remembered.")
         for entry in made.entries:
-            lines.append(f"{entry.strategy} ({entry.kind}): {entry.standing}. {entry.reason}")
-            if entry.cost and entry.standing == "accepted":
+            lines.append(f"{entry.strategy} ({entry.kind}): {entry.status}. {entry.reason}")
+            if entry.cost and entry.status == "accepted":
                 lines.append(f"  It costs: {entry.cost}")
             if entry.break_even_steps is not None:
                 once = format_duration(entry.cost_seconds)
@@ -242,9 +242,9 @@ class Plan:
         lines = [
             SettingLine(
                 entry.strategy,
-                states.get(entry.standing, "refused"),
-                f"{entry.standing}: {entry.reason}",
-                entry.cost if entry.standing == "accepted" else "",
+                states.get(entry.status, "refused"),
+                f"{entry.status}: {entry.reason}",
+                entry.cost if entry.status == "accepted" else "",
                 None if entry.speedup is None else entry.speedup.mid,
             )
             for entry in made.entries
@@ -284,7 +284,7 @@ class Plan:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        self._run.bring(())
+        self._run.set_active(())
 
 
 def _repaid(certificate: Any) -> str:

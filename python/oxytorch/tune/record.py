@@ -1,4 +1,4 @@
-"""Training steps taken with everything written down that a referee needs: state before, gradients, loss, what drew."""
+"""Training steps taken with everything written down that a verifier needs: state before, gradients, loss, what drew."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Run(TrainingStep):
     state : iterable
         What else a step changes, such as a scheduler or a scaler.
     strategies : mapping, optional
-        Classes by name that `bring` may ask for; the registered ones unless given.
+        Classes by name that `set_active` may ask for; the registered ones unless given.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class Run(TrainingStep):
     given_data : iterable, optional
         What `data` was before any strategy.
     required : tuple of str
-        Strategies that the user's settings ask for: `bring` leaves them in force.
+        Strategies that the user's settings ask for: `set_active` leaves them active.
     tail_options : mapping
         Of `oxytorch.optim.replace`, for what is put in the place of the user's optimizer.
     asked : mapping
@@ -108,7 +108,7 @@ class Run(TrainingStep):
         self.device = next((p.device for p in self.params), torch.device("cpu"))
         self.strategies = dict(strategies)
         self._made: dict[str, Strategy] = {}
-        self._in_force: dict[str, Strategy] = {}
+        self._active: dict[str, Strategy] = {}
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Run(TrainingStep):
         return [(piece, rows(piece) / rows(batch)) for piece in split(batch, self.micro_batches)]
 
     def forward(self) -> Tensor:
-        """Run forward and loss on the first batch, under what is in force."""
+        """Run forward and loss on the first batch, under what is active."""
         return self.loss(self.batches[0])
 
     def uses(self, part: str) -> bool:
@@ -139,14 +139,14 @@ class Run(TrainingStep):
     # -- strategies ----------------------------------------------------------------------------------------------
 
     @property
-    def in_force(self) -> tuple[str, ...]:
-        """Names of the strategies in force."""
-        return tuple(self._in_force)
+    def active(self) -> tuple[str, ...]:
+        """Names of the active strategies."""
+        return tuple(self._active)
 
     @property
     def beside_required(self) -> tuple[str, ...]:
-        """Names of the strategies in force that the settings do not ask for."""
-        return tuple(name for name in self._in_force if name not in self.required)
+        """Names of the active strategies that the settings do not ask for."""
+        return tuple(name for name in self._active if name not in self.required)
 
     def strategy(self, name: str) -> Strategy:
         """Return this run's object of a registered strategy."""
@@ -155,24 +155,24 @@ class Run(TrainingStep):
         return self._made[name]
 
     def forget_idle(self) -> None:
-        """Drop the objects of strategies that are not in force, and the copies and compiled functions they keep."""
-        self._made = dict(self._in_force)
+        """Drop the objects of strategies that are not active, and the copies and compiled functions they keep."""
+        self._made = dict(self._active)
 
-    def bring(self, names: Iterable[str]) -> None:
-        """Put exactly these strategies in force: others are taken back, the last first, then the missing ones applied.
+    def set_active(self, names: Iterable[str]) -> None:
+        """Make exactly these strategies active: others are taken back, the last first, then the missing ones applied.
 
         Where one cannot be applied, those of this call are taken back again and its exception passes through. Where one
         cannot be taken back, the others are, nothing is applied, and its exception passes through.
         """
         named = list(names)
         wanted = [*(name for name in self.required if name not in named), *named]
-        self._withdraw([name for name in self._in_force if name not in wanted])
+        self._withdraw([name for name in self._active if name not in wanted])
         added: list[str] = []
         try:
             for name in wanted:
-                if name not in self._in_force:
+                if name not in self._active:
                     self.strategy(name).apply(self)
-                    self._in_force[name] = self.strategy(name)
+                    self._active[name] = self.strategy(name)
                     added.append(name)
         except BaseException:
             self._withdraw(added)
@@ -182,7 +182,7 @@ class Run(TrainingStep):
         failure: Exception | None = None
         for name in reversed(names):
             try:
-                self._in_force.pop(name).revert(self)
+                self._active.pop(name).revert(self)
             except Exception as error:  # noqa: PERF203  (the others are taken back all the same)
                 failure = failure or error
         if failure is not None:

@@ -27,9 +27,9 @@ class Strategy(Change):
     name, kind, cost
         See `Change`.
     group : str
-        At most one strategy of a group is in force.
+        At most one strategy of a group is active.
     requires : tuple of str
-        Tried only where these are in force.
+        Tried only where these are active.
     interacts : tuple of str
         Judged again, on or off, after one of these has been accepted.
     part_of : tuple of str
@@ -43,7 +43,7 @@ class Strategy(Change):
         It changes what batches are drawn from, ``run.data``, and nothing of the step.
     settle : int
         Steps that are not measured after it was switched; one fewer where a step lasts over 50 ms.
-    hopeful : float
+    max_speedup : float
         A speedup that it cannot exceed: where even that cannot repay `expected_cost`, it is not tried.
     expected_speedup : float
         Where it pays at all. What promises most is tried first, which makes every later trial cheaper. That of what
@@ -58,7 +58,7 @@ class Strategy(Change):
     needs_loop: bool = False
     feeds: bool = False
     settle: int = 1
-    hopeful: float = 3.0
+    max_speedup: float = 3.0
     expected_speedup: float = 1.05
 
     def likely_speedup(self, run: Run) -> float | None:  # noqa: ARG002
@@ -88,7 +88,7 @@ def offer(name: str, cls: type[Strategy], refused: str = "", *, active: Sequence
         renewed_by=cls.renewed_by,
         settle=cls.settle,
         cost=cls.cost,
-        hopeful=cls.hopeful,
+        max_speedup=cls.max_speedup,
         expected_speedup=cls.expected_speedup,
         feeds=cls.feeds,
         refused=refused,
@@ -112,7 +112,7 @@ def strategy(name: str, *, kind: Kind, **attributes: Any) -> Callable[[_Class], 
         "exact" promises the same bits, and is held to it.
     **attributes
         Of `Strategy`: ``group``, ``requires``, ``interacts``, ``part_of``, ``renewed_by``, ``needs_loop``, ``feeds``,
-        ``settle``, ``cost``, ``hopeful``, ``expected_speedup``.
+        ``settle``, ``cost``, ``max_speedup``, ``expected_speedup``.
 
     Raises
     ------

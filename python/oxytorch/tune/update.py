@@ -1,4 +1,4 @@
-"""Judges what an optimizer's step did, apart from the gradients: the user's own optimizer in float64 is the referee."""
+"""Judges what an optimizer's step did, apart from the gradients: the user's own optimizer in float64 is the verifier."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Cut = tuple[int, int, int]  # dimension, start, length
 
 @dataclass(frozen=True)
 class Change:
-    """How far a tensor's change is from the referee's.
+    """How far a tensor's change is from the verifier's.
 
     Attributes
     ----------
@@ -356,7 +356,7 @@ def _clone(
 
 @dataclass
 class UpdateJudge:
-    """Compares each step's update of a run with the referee's; `base` is what the step as given did.
+    """Compares each step's update of a run with the verifier's; `base` is what the step as given did.
 
     Attributes
     ----------

@@ -59,7 +59,7 @@ _DATA = 64  # batches of a changed loader that are compared
 
 @dataclass(frozen=True)
 class Ruling:
-    """What the referee found.
+    """What the verifier found.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class _Steps:
 
 
 class Verifier:
-    """Checks what is in force on a run against the run as given, and leaves both as they were.
+    """Checks what is active on a run against the run as given, and leaves both as they were.
 
     Exact: loss, gradients, parameters, buffers, optimizer state, random states, counters after each step, bit for bit.
 
@@ -127,7 +127,7 @@ class Verifier:
     Parameters
     ----------
     run : Run
-        With nothing in force.
+        With nothing active.
     snapshot : Snapshot
         Of the state that every check starts from and ends with.
     steps : int
@@ -178,7 +178,7 @@ class Verifier:
     # -- what is asked ---------------------------------------------------------------------------------------------
 
     def reference(self, kinds: Iterable[Kind]) -> None:
-        """Make what the kinds are compared with, once each; nothing is in force then, and the state is as held."""
+        """Make what the kinds are compared with, once each; nothing is active then, and the state is as held."""
         with self._charging(), self._ending(()):
             for kind in kinds:
                 if kind == "exact":
@@ -189,7 +189,7 @@ class Verifier:
                     self._reference_band()
 
     def check(self, kind: Kind, steps: int | None = None) -> Ruling:
-        """Judge what is in force now as a change of that kind; it is left in force, and the state as held.
+        """Judge what is active now as a change of that kind; it is left active, and the state as held.
 
         Parameters
         ----------
@@ -197,7 +197,7 @@ class Verifier:
         steps : int, optional
             1 for a short look, as of a verifier made with it, by the references of this one.
         """
-        wanted = self.run.in_force
+        wanted = self.run.active
         count = self._count if steps is None else min(steps, self._count)
         drawn_by = self._lot()
         evidence: dict[str, float] = {"steps": float(count), "drawn_by": float(drawn_by)}
@@ -232,23 +232,23 @@ class Verifier:
 
     @contextmanager
     def _ending(self, wanted: Sequence[str]) -> Iterator[None]:
-        """At the end, whatever was thrown: the state as held, with these in force."""
+        """At the end, whatever was thrown: the state as held, with these active."""
         try:
             yield
         finally:
             self._begin(wanted)
 
     def _begin(self, wanted: Sequence[str]) -> None:
-        """Start anew: the state as held, in whatever layout the strategies in force want it."""
+        """Start anew: the state as held, in whatever layout the active strategies want it."""
         try:
-            self.run.bring(())
+            self.run.set_active(())
         finally:
             self.snapshot.restore()
         give_back_host_memory()  # copies that were let go would stay resident below what comes next
-        self.run.bring(wanted)
+        self.run.set_active(wanted)
 
     def _lot(self) -> int:
-        """What decides which steps are compared: nothing that was put in force before can know it."""
+        """What decides which steps are compared: nothing that was made active before can know it."""
         if self._drawn_by is not None:
             return self._drawn_by
         mixed = digest([os.urandom(16), str(self._seed).encode()])
@@ -461,26 +461,26 @@ class Verifier:
         return "; ".join(words + self.notes)
 
     def _check_applied(self, kind: Kind) -> None:
-        """Putting a strategy in force changes no value."""
+        """Making a strategy active changes no value."""
         held, buffers, now = self._start, dict(self.run.model.named_buffers()), states(self.run, copy=False)
         assert held is not None
         for name, left, right in zip(names(self.run), self.run.params, held.params, strict=True):
             if not _same(left, right):
-                raise _Wrong(f"putting it in force changes the parameter {name}")
+                raise _Wrong(f"making it active changes the parameter {name}")
         for name, buffer in held.buffers.items():
             if name not in buffers or not _same(buffers[name], buffer):
-                raise _Wrong(f"putting it in force changes the buffer {name}")
+                raise _Wrong(f"making it active changes the buffer {name}")
         if rng_digest(self.run) != digest_of_rng(held.rng):
-            raise _Wrong("putting it in force changes the state of the random generators")
+            raise _Wrong("making it active changes the state of the random generators")
         for slot, usual in zip(self.run.slots, self._settings, strict=True):
             if (found := settings(slot.original)) != usual:
                 change = _first_change(found, usual)
-                raise _Wrong(f"putting it in force changes the settings of {_called(slot)}: {change}")
+                raise _Wrong(f"making it active changes the settings of {_called(slot)}: {change}")
         if kind != "trade":
             for name, left_state, right_state in zip(names(self.run), now, held.states, strict=True):
                 for key, value in right_state.items():
                     if key not in left_state or not _same(left_state[key], value):
-                        raise _Wrong(f"putting it in force changes the optimizer state {key} of {name}")
+                        raise _Wrong(f"making it active changes the optimizer state {key} of {name}")
 
     def _check_losses(self, taken: _Taken, given: _Taken) -> None:
         count = len(taken.losses)

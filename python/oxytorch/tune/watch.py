@@ -40,7 +40,7 @@ class Watch(_native.Watched):
     Parameters
     ----------
     run : Run
-        With the strategies in force.
+        With the active strategies.
     certificate : oxytorch._C.tune.Certificate
         Says what was taken back.
     store : oxytorch._C.tune.CertificateStore, optional
@@ -59,7 +59,7 @@ class Watch(_native.Watched):
         super().__init__()
         self._run = run
         self._names = run.beside_required
-        self._kind = widest(run.strategies[name].kind for name in run.in_force)
+        self._kind = widest(run.strategies[name].kind for name in run.active)
         self.drawn_by = int.from_bytes(os.urandom(6), "little") ^ seed
         self._watch = _native.Watch(
             self,
@@ -162,14 +162,14 @@ class Watch(_native.Watched):
     # -- what the native watch asks for --------------------------------------------------------------------------
 
     def activate(self, names: Sequence[str]) -> None:
-        """Put these in force, beside what the settings ask for."""
+        """Make these active, beside what the settings ask for."""
         if tuple(names) != self._run.beside_required:
-            self._run.bring(names)
+            self._run.set_active(names)
 
     def compare(self) -> tuple[float, ...]:
         """Losses of one batch with and without, and how far its gradients are; all else is as before then.
 
-        What is in force comes first, as it stands: put on anew, it might begin anew.
+        What is active comes first, as it stands: put on anew, it might begin anew.
         """
         run = self._run
         # A step under way has its gradients in place, a step of the user's own may do more, pieces draw for other rows.
@@ -178,10 +178,10 @@ class Watch(_native.Watched):
         try:
             with SameDraws(run.params, own=not self._is_compiled()) as draws:
                 together = self._seen(whole)
-                run.bring(())
+                run.set_active(())
                 draws.again()
                 without = self._seen(whole)
-            run.bring(self._names)
+            run.set_active(self._names)
         finally:
             self._busy = False
         if draws.disturbed and math.isfinite(without.loss) and math.isfinite(together.loss):
@@ -202,7 +202,7 @@ class Watch(_native.Watched):
         return compiled or own or by_strategy or run.call.was_compiled
 
     def _seen(self, whole: bool) -> _Seen:
-        """Loss, and of a whole step gradients, of one batch from here, with what is in force."""
+        """Loss, and of a whole step gradients, of one batch from here, with what is active."""
         run = self._run
         batch = run.batches[0] if self.batch is None else self.batch
         # The moving average may be kept by what steps in the place of the user's optimizer.

@@ -101,12 +101,12 @@ class RunWorkload(_native.Workload):
     # -- changes and the way back --------------------------------------------------------------------------------
 
     def active(self) -> Sequence[str]:
-        """Names of the strategies in force, but for those that are a part of the step as given."""
+        """Names of the active strategies, but for those that are a part of the step as given."""
         return self.run.beside_required
 
     def activate(self, names: Sequence[str]) -> None:
-        """Put exactly these in force."""
-        self.run.bring(names)
+        """Make exactly these active."""
+        self.run.set_active(names)
 
     def restore(self) -> None:
         """Put the state back, bit for bit."""
@@ -249,10 +249,10 @@ class RunWorkload(_native.Workload):
     def verify(self, kind: Kind, glance: bool) -> Ruling:
         """Let the verifier judge what is active; `glance`: by one step, where small errors pass."""
         if self._verifier is None:
-            names = self.run.in_force
-            self.run.bring(())
+            names = self.run.active
+            self.run.set_active(())
             self._verifier = Verifier(self.run, self.snapshot, seed=self._seed)
-            self.run.bring(names)
+            self.run.set_active(names)
         return self._verifier.check(kind, 1 if glance else None)
 
     # -- saying --------------------------------------------------------------------------------------------------

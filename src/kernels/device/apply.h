@@ -13,7 +13,7 @@ struct ChunkJob {
   void* param;
   void* grad;
   float* master;
-  std::int8_t* residue;
+  std::int8_t* low_bits;
   void* copy;
   void* state[3];
   std::uint16_t* scale[3];
@@ -41,7 +41,7 @@ struct ChunkJob {
     param = part(tensor.param, tensor.type);
     grad = part(gradient, tensor.grad_type);
     master = static_cast<float*>(part(tensor.master, OXY_F32));
-    residue = static_cast<std::int8_t*>(part(tensor.residue, OXY_INT8));
+    low_bits = static_cast<std::int8_t*>(part(tensor.low_bits, OXY_INT8));
     copy = part(tensor.copy, tensor.copy_type);
     ema = static_cast<float*>(part(tensor.ema, OXY_F32));
     OXY_UNROLL
@@ -286,11 +286,11 @@ struct Apply {
   }
   OXY_HOST_DEVICE static void load_weights(const ChunkJob& job, Turn& t) {
     if (job.master != nullptr) return read_four(job.master + t.at, t.left, t.weight);
-    if (job.residue == nullptr) return load_four(job.param, job.type, t.at, t.left, t.weight);
+    if (job.low_bits == nullptr) return load_four(job.param, job.type, t.at, t.left, t.weight);
     std::uint16_t high[4];
     std::int8_t low[4];
     read_four(static_cast<const std::uint16_t*>(job.param) + t.at, t.left, high);
-    read_four(job.residue + t.at, t.left, low);
+    read_four(job.low_bits + t.at, t.left, low);
     for (int j = 0; j < 4; ++j) t.weight[j] = join_weight(high[j], low[j]);
   }
   OXY_HOST_DEVICE static void load_state(const ChunkJob& job, int k, const Turn& t, float* values) {
@@ -343,7 +343,7 @@ struct Apply {
       return store_four(t.weight, job.param, job.type, t.at, t.left);
     }
     // From here on the weights are as they were stored.
-    if (job.residue == nullptr) return store_four(t.weight, job.param, job.type, t.at, t.left, piece, t.weight);
+    if (job.low_bits == nullptr) return store_four(t.weight, job.param, job.type, t.at, t.left, piece, t.weight);
     std::uint16_t high[4];
     std::int8_t low[4];
     for (int j = 0; j < 4; ++j) {
@@ -351,7 +351,7 @@ struct Apply {
       t.weight[j] = join_weight(high[j], low[j]);
     }
     write_four(high, t.left, static_cast<std::uint16_t*>(job.param) + t.at);
-    write_four(low, t.left, job.residue + t.at);
+    write_four(low, t.left, job.low_bits + t.at);
   }
 
   template <class Piece>

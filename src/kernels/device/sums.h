@@ -62,9 +62,9 @@ template <class Block>
 OXY_HOST_DEVICE inline double weight_lane_sum(const Block& block, const oxy_tail_tensor& tensor, std::int64_t begin,
                                               std::int64_t end, std::int64_t lane) {
   if (tensor.master != nullptr) return lane_sum(block, tensor.master, OXY_F32, begin, end, lane);
-  if (tensor.residue == nullptr) return lane_sum(block, tensor.param, tensor.type, begin, end, lane);
+  if (tensor.low_bits == nullptr) return lane_sum(block, tensor.param, tensor.type, begin, end, lane);
   const SplitWeights split{block.array(static_cast<const std::uint16_t*>(tensor.param) + begin, end - begin),
-                           block.array(tensor.residue + begin, end - begin)};
+                           block.array(tensor.low_bits + begin, end - begin)};
   return lane_sum(split, 0, end - begin, lane);
 }
 

@@ -23,7 +23,7 @@ inline constexpr std::uint32_t kThreads = 128;
 /// Rules that share a kernel; Adam serves AdamW too.
 enum class Family : std::uint8_t { Adam, Sgd, Lion, Adagrad, RmsProp };
 
-/// What a tensor's elements are made of. Plain: fp32 all through. Narrow: 16 bits, masters or residues somewhere.
+/// What a tensor's elements are made of. Plain: fp32 all through. Narrow: 16 bits, masters or low bits somewhere.
 /// Random: the same, rounded stochastically. Coded: 8-bit state, rounded either way.
 enum class Layout : std::uint8_t { Plain, Narrow, Random, Coded };
 inline constexpr std::uint32_t kLayouts = 4;

@@ -18,7 +18,7 @@ Acts = Callable[[int, Any], bool]
 
 @dataclass
 class Fault:
-    """A fault: what it does to a run while it is in force, as a context; `now()` says whether it acts in this step.
+    """A fault: what it does to a run while it is active, as a context; `now()` says whether it acts in this step.
 
     That is from step `since` on, or where `acts` says so of the number of steps that were taken and the batch.
     """
@@ -67,12 +67,12 @@ def ruling(verifier: Verifier, strategy: type[Strategy], kind: Kind) -> Ruling:
     """Let a verifier rule on a strategy; its run is left as it was."""
     run = verifier.run
     run.strategies, run._made = {"planted": strategy}, {}
-    run.bring(["planted"])
+    run.set_active(["planted"])
     try:
         found = verifier.check(kind)
-        assert run.in_force == ("planted",), "it is left in force"
+        assert run.active == ("planted",), "it is left active"
     finally:
-        run.bring([])
+        run.set_active([])
         verifier.snapshot.restore()
         verifier.snapshot.prove()
     return found

@@ -118,7 +118,7 @@ class _Compile(Strategy):
         return call
 
     def _surroundings(self, run: Run) -> tuple[str, ...]:
-        return tuple(name for name in _TRACED if name in run.in_force)
+        return tuple(name for name in _TRACED if name in run.active)
 
     def _compiled(self, model: nn.Module, random: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ def _write_record(key: str, seconds: float) -> None:
         pass  # it only makes the next guess better
 
 
-@strategy("compile", kind="tolerance", hopeful=2.5, expected_speedup=1.1)
+@strategy("compile", kind="tolerance", max_speedup=2.5, expected_speedup=1.1)
 class Compile(_Compile):
     """`torch.compile` in its default mode."""
 
@@ -188,7 +188,7 @@ class CompileDynamic(_Compile):
         return super().applies(run)
 
 
-@strategy("compile_max_autotune", kind="tolerance", hopeful=2.5, expected_speedup=1.03)
+@strategy("compile_max_autotune", kind="tolerance", max_speedup=2.5, expected_speedup=1.03)
 class CompileMaxAutotune(_Compile):
     """`torch.compile` that times several kernels for each product."""
 

@@ -76,7 +76,7 @@ def _draws_random(run: Run) -> bool:
     "prefetch",
     kind="exact",
     settle=3,
-    hopeful=2.0,
+    max_speedup=2.0,
     cost="batches are drawn in a thread of their own, up to two ahead of the steps.",
 )
 class Prefetch(_Feed):
@@ -90,7 +90,7 @@ class Prefetch(_Feed):
     "loader_workers",
     kind="exact",
     settle=5,
-    hopeful=8.0,
+    max_speedup=8.0,
     cost="each epoch starts processes that draw batches, two ahead each, and hold what the data set writes.",
 )
 class LoaderWorkers(_Feed):

@@ -70,7 +70,7 @@ class HostPool(_HostSetting):
         return use_host_pool()
 
 
-@strategy("native_operators", kind="exact", hopeful=2.0, expected_speedup=1.2)
+@strategy("native_operators", kind="exact", max_speedup=2.0, expected_speedup=1.2)
 class NativeOperators(Strategy):
     """Max pooling, batch normalisation and dropout's draws by this library's kernels, which give torch's bits."""
 

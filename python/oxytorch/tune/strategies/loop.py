@@ -56,19 +56,19 @@ class _Split(Strategy):
         run.micro_batches = 1
 
 
-@strategy("split_2", kind="tolerance", group="split", needs_loop=True, interacts=_INTERACTS, hopeful=1.5)
+@strategy("split_2", kind="tolerance", group="split", needs_loop=True, interacts=_INTERACTS, max_speedup=1.5)
 class Split2(_Split):
     """Each batch in 2 pieces, gradients averaged: the batch size that the optimizer sees stays."""
 
 
-@strategy("split_4", kind="tolerance", group="split", needs_loop=True, interacts=_INTERACTS, hopeful=1.5)
+@strategy("split_4", kind="tolerance", group="split", needs_loop=True, interacts=_INTERACTS, max_speedup=1.5)
 class Split4(_Split):
     """Each batch in 4 pieces, gradients averaged."""
 
     _pieces = 4
 
 
-@strategy("split_8", kind="tolerance", group="split", needs_loop=True, interacts=_INTERACTS, hopeful=1.5)
+@strategy("split_8", kind="tolerance", group="split", needs_loop=True, interacts=_INTERACTS, max_speedup=1.5)
 class Split8(_Split):
     """Each batch in 8 pieces, gradients averaged."""
 

@@ -47,7 +47,7 @@ class _OfOptimizers(Strategy):
         raise NotImplementedError
 
     def put(self, run: Run, slot: OptimizerSlot) -> None:
-        """Put it in force on one, whole or not at all."""
+        """Make it active on one, whole or not at all."""
         raise NotImplementedError
 
     def take_back(self, run: Run, slot: OptimizerSlot) -> None:  # noqa: ARG002
@@ -81,7 +81,7 @@ class _OfOptimizers(Strategy):
             raise failure
 
 
-@strategy("native_step", kind="exact", group="optimizer", hopeful=1.8, expected_speedup=1.15)
+@strategy("native_step", kind="exact", group="optimizer", max_speedup=1.8, expected_speedup=1.15)
 class NativeStep(_OfOptimizers):
     """Adam, AdamW and SGD in one native pass over each tensor, each term rounded as torch's loop rounds it."""
 
@@ -129,7 +129,7 @@ class _Flag(_OfOptimizers):
         slot.replace_step(step)
 
 
-@strategy("foreach", kind="exact", group="optimizer", hopeful=1.3, expected_speedup=1.01)
+@strategy("foreach", kind="exact", group="optimizer", max_speedup=1.3, expected_speedup=1.01)
 class Foreach(_Flag):
     """torch's optimizer takes all parameters through each operation together."""
 
@@ -142,7 +142,7 @@ class Foreach(_Flag):
         return super().fits(run, slot)
 
 
-@strategy("fused", kind="tolerance", group="optimizer", hopeful=1.5, expected_speedup=1.1)
+@strategy("fused", kind="tolerance", group="optimizer", max_speedup=1.5, expected_speedup=1.1)
 class Fused(_Flag):
     """torch's fused step: one pass over each parameter."""
 
@@ -214,7 +214,7 @@ class _Tail(_OfOptimizers):
 
 
 @strategy(
-    "step_tail", kind="tolerance", group="optimizer", interacts=("channels_last",), hopeful=1.8, expected_speedup=1.2
+    "step_tail", kind="tolerance", group="optimizer", interacts=("channels_last",), max_speedup=1.8, expected_speedup=1.2
 )
 class StepTail(_Tail):
     """The whole optimizer step as one native call; state stays in torch's format."""

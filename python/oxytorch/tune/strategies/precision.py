@@ -25,7 +25,7 @@ __all__: list[str] = []
     group="precision",
     interacts=("channels_last", "compile", "allocator", "host_pool"),
     cost="products are rounded to bfloat16; weights, their gradients and the loss stay float32.",
-    hopeful=8.0,
+    max_speedup=8.0,
     expected_speedup=2.0,
 )
 class BFloat16Autocast(Strategy):

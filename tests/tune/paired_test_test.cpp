@@ -1,4 +1,4 @@
-#include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/paired_test.h"
 
 #include <gtest/gtest.h>
 
@@ -55,14 +55,14 @@ Noise drifting(double spread) {
 }
 
 /// `true_speedup` is how many times longer the incumbent takes.
-DuelResult fight(double true_speedup, Noise noise, std::uint64_t seed, DuelOptions options = {}) {
+PairedTestResult fight(double true_speedup, Noise noise, std::uint64_t seed, PairedTestOptions options = {}) {
   options.seed = seed;
-  Duel duel(options);
+  PairedTest paired_test(options);
   PhiloxStream random(seed, 7);
-  while (const auto side = duel.next()) {
-    duel.record(*side, noise(random) * (*side == Side::Incumbent ? true_speedup : 1.0));
+  while (const auto side = paired_test.next()) {
+    paired_test.record(*side, noise(random) * (*side == Side::Incumbent ? true_speedup : 1.0));
   }
-  return duel.result();
+  return paired_test.result();
 }
 
 struct Weather {
@@ -70,56 +70,56 @@ struct Weather {
   std::function<Noise(double)> make;
 };
 
-class DuelNull : public testing::TestWithParam<Weather> {};
+class PairedTestNull : public testing::TestWithParam<Weather> {};
 
-// Whatever time they are given: a look that is the last for want of it may use the error that is left.
-TEST_P(DuelNull, AcceptsAtMostOneInAHundredEqualSidesThatRunOutOfTime) {
-  constexpr int kDuels = 1000;
+// Whatever time they are given: an interim analysis that is the last for want of it may use the error that is left.
+TEST_P(PairedTestNull, AcceptsAtMostOneInAHundredEqualSidesThatRunOutOfTime) {
+  constexpr int kPairedTests = 1000;
   int accepted = 0;
-  for (int i = 0; i < kDuels; ++i) {
-    const double spread = 0.01 + 0.19 * i / kDuels;
-    const DuelOptions options{.threshold = 1, .budget_seconds = 12.0 + i % 70};
+  for (int i = 0; i < kPairedTests; ++i) {
+    const double spread = 0.01 + 0.19 * i / kPairedTests;
+    const PairedTestOptions options{.threshold = 1, .budget_seconds = 12.0 + i % 70};
     accepted += fight(1, GetParam().make(spread), static_cast<std::uint64_t>(i), options).decision == Decision::Accept;
   }
   EXPECT_LE(accepted, 10);
 }
 
-// What goes on past its time because it looks well must not take more error for it.
-TEST_P(DuelNull, AcceptsAtMostOneInAHundredEqualSidesThatMayGoOn) {
-  constexpr int kDuels = 1000;
+// What goes on past its time because it interim analyses well must not take more error for it.
+TEST_P(PairedTestNull, AcceptsAtMostOneInAHundredEqualSidesThatMayGoOn) {
+  constexpr int kPairedTests = 1000;
   int accepted = 0;
-  for (int i = 0; i < kDuels; ++i) {
-    const double spread = 0.01 + 0.19 * i / kDuels;
-    const DuelOptions options{.threshold = 1, .budget_seconds = 12.0 + i % 70, .repay_steps = 10.0 + i % 300};
+  for (int i = 0; i < kPairedTests; ++i) {
+    const double spread = 0.01 + 0.19 * i / kPairedTests;
+    const PairedTestOptions options{.threshold = 1, .budget_seconds = 12.0 + i % 70, .repay_steps = 10.0 + i % 300};
     accepted += fight(1, GetParam().make(spread), static_cast<std::uint64_t>(i), options).decision == Decision::Accept;
   }
   EXPECT_LE(accepted, 10);
 }
 
-TEST_P(DuelNull, AcceptsAtMostOneInAHundredEqualSides) {
-  constexpr int kDuels = 1000;
+TEST_P(PairedTestNull, AcceptsAtMostOneInAHundredEqualSides) {
+  constexpr int kPairedTests = 1000;
   int accepted = 0;
   double pairs = 0;
-  for (int i = 0; i < kDuels; ++i) {
-    const double spread = 0.01 + 0.19 * i / kDuels;
-    const DuelResult result = fight(1, GetParam().make(spread), static_cast<std::uint64_t>(i));
+  for (int i = 0; i < kPairedTests; ++i) {
+    const double spread = 0.01 + 0.19 * i / kPairedTests;
+    const PairedTestResult result = fight(1, GetParam().make(spread), static_cast<std::uint64_t>(i));
     accepted += result.decision == Decision::Accept;
     pairs += result.pairs;
   }
   EXPECT_LE(accepted, 10);
-  // Most are given up long before the last look.
-  EXPECT_LE(pairs / kDuels, 15);
+  // Most are given up long before the last interim analysis.
+  EXPECT_LE(pairs / kPairedTests, 15);
   RecordProperty("accepted", accepted);
-  RecordProperty("pairs", std::to_string(pairs / kDuels));
+  RecordProperty("pairs", std::to_string(pairs / kPairedTests));
 }
 
-INSTANTIATE_TEST_SUITE_P(Weathers, DuelNull,
+INSTANTIATE_TEST_SUITE_P(Weathers, PairedTestNull,
                          testing::Values(Weather{"gaussian", gaussian}, Weather{"heavy", heavy},
                                          Weather{"bimodal", bimodal}, Weather{"autoregressive", autoregressive},
                                          Weather{"drifting", drifting}),
                          [](const auto& info) { return info.param.name; });
 
-/// Of 500 duels of a challenger that is faster by the ratio.
+/// Of 500 paired tests of a challenger that is faster by the ratio.
 struct Tally {
   int accepted = 0;
   int at_first_look = 0;
@@ -130,7 +130,7 @@ struct Tally {
 Tally tally(double ratio, const std::function<Noise(double)>& noise, double spread) {
   Tally tally;
   for (int i = 0; i < 500; ++i) {
-    const DuelResult result = fight(ratio, noise(spread), static_cast<std::uint64_t>(1000 + i));
+    const PairedTestResult result = fight(ratio, noise(spread), static_cast<std::uint64_t>(1000 + i));
     tally.accepted += result.decision == Decision::Accept;
     tally.at_first_look += result.decision == Decision::Accept && result.pairs == 9;
     tally.covered += result.speedup.contains(ratio);
@@ -150,38 +150,38 @@ TEST(Block, LastsLongEnoughForTheClock) {
   EXPECT_EQ(settle_steps(0, 0.1), 0);
 }
 
-TEST(Duel, AcceptsAGainOfFivePercentUnderTwoPercentNoise) {
+TEST(PairedTest, AcceptsAGainOfFivePercentUnderTwoPercentNoise) {
   const Tally seen = tally(1.05, gaussian, 0.02);
   EXPECT_GE(seen.accepted, 490);
   EXPECT_LE(seen.pairs, 20);
 }
 
-TEST(Duel, AcceptsAGreatGainAtTheFirstLookUnderGreatNoise) {
+TEST(PairedTest, AcceptsAGreatGainAtTheFirstLookUnderGreatNoise) {
   const Tally seen = tally(1.5, gaussian, 0.2);
   EXPECT_GE(seen.accepted, 480);
   EXPECT_GE(seen.at_first_look, 250);
 }
 
-TEST(Duel, AcceptsAGainThroughOutliersAndDrift) {
+TEST(PairedTest, AcceptsAGainThroughOutliersAndDrift) {
   EXPECT_GE(tally(1.2, heavy, 0.02).accepted, 475);
   EXPECT_GE(tally(1.2, drifting, 0.05).accepted, 475);
   EXPECT_GE(tally(1.2, autoregressive, 0.05).accepted, 475);
 }
 
-TEST(Duel, ReportsAnIntervalThatHoldsTheTrueRatio) {
+TEST(PairedTest, ReportsAnIntervalThatHoldsTheTrueRatio) {
   // Stopping when it looks good leaves a little less than the 95% of a fixed number of pairs.
   EXPECT_GE(tally(1.3, gaussian, 0.05).covered, 440);
 }
 
-TEST(Duel, GivesUpAMuchSlowerChallengerAfterThreePairs) {
-  const DuelResult result = fight(0.5, gaussian(0.05), 3);
+TEST(PairedTest, GivesUpAMuchSlowerChallengerAfterThreePairs) {
+  const PairedTestResult result = fight(0.5, gaussian(0.05), 3);
   EXPECT_EQ(result.decision, Decision::Reject);
   EXPECT_LE(result.pairs, 4);
   EXPECT_NE(result.reason.find("slower"), std::string::npos) << result.reason;
 }
 
-TEST(Duel, RejectsAGainUnderTheThreshold) {
-  DuelOptions options;
+TEST(PairedTest, RejectsAGainUnderTheThreshold) {
+  PairedTestOptions options;
   options.threshold = 1.2;
   int accepted = 0;
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
@@ -190,48 +190,48 @@ TEST(Duel, RejectsAGainUnderTheThreshold) {
   EXPECT_EQ(accepted, 0);
 }
 
-TEST(Duel, GivesUpAGainThatIsNotWorthTheTrial) {
-  const DuelOptions usual{.most_pairs = 200};
-  const DuelOptions dear{.most_pairs = 200, .worth = 1.1};
+TEST(PairedTest, GivesUpAGainThatIsNotWorthTheTrial) {
+  const PairedTestOptions usual{.most_pairs = 200};
+  const PairedTestOptions dear{.most_pairs = 200, .worth = 1.1};
   EXPECT_EQ(fight(1.03, gaussian(0.02), 3, usual).decision, Decision::Accept);
-  const DuelResult given_up = fight(1.03, gaussian(0.02), 3, dear);
+  const PairedTestResult given_up = fight(1.03, gaussian(0.02), 3, dear);
   EXPECT_EQ(given_up.decision, Decision::Reject);
   EXPECT_LT(given_up.pairs, 9);
   EXPECT_NE(given_up.reason.find("1.100x"), std::string::npos) << given_up.reason;
   EXPECT_EQ(fight(1.2, gaussian(0.02), 3, dear).decision, Decision::Accept);
 }
 
-TEST(Duel, TakesTurnsInRandomOrderWithinPairs) {
-  DuelOptions options;
+TEST(PairedTest, TakesTurnsInRandomOrderWithinPairs) {
+  PairedTestOptions options;
   options.seed = 5;
   options.threshold = 0.5;  // no futility among equals
   options.least_pairs = options.most_pairs = 40;
-  Duel duel(options);
+  PairedTest paired_test(options);
   int incumbent_first = 0;
   for (int pair = 0; pair < 40; ++pair) {
-    const Side first = duel.next().value();
-    duel.record(first, 1);
-    const Side second = duel.next().value();
+    const Side first = paired_test.next().value();
+    paired_test.record(first, 1);
+    const Side second = paired_test.next().value();
     EXPECT_NE(first, second);
-    duel.record(second, 1);
+    paired_test.record(second, 1);
     incumbent_first += first == Side::Incumbent;
   }
-  EXPECT_FALSE(duel.next().has_value());
+  EXPECT_FALSE(paired_test.next().has_value());
   EXPECT_GT(incumbent_first, 8);
   EXPECT_LT(incumbent_first, 32);
 }
 
-TEST(Duel, UsesTheErrorOfTheLooksThatItHasNoTimeFor) {
+TEST(PairedTest, UsesTheErrorOfTheLooksThatItHasNoTimeFor) {
   const auto verdict = [](double budget) {
-    Duel duel({.threshold = 1, .false_accept = 0.00488, .budget_seconds = budget});
+    PairedTest paired_test({.threshold = 1, .false_accept = 0.00488, .budget_seconds = budget});
     for (int pair = 0; pair < 9; ++pair) {
       const double slower = pair == 4 ? 0.995 : 1.1;  // p = 2 / 512: above 0.8 of the error and below all of it
       for (int side = 0; side < 2; ++side) {
-        const Side next = *duel.next();
-        duel.record(next, next == Side::Incumbent ? slower : 1.0);
+        const Side next = *paired_test.next();
+        paired_test.record(next, next == Side::Incumbent ? slower : 1.0);
       }
     }
-    return duel.result().decision;
+    return paired_test.result().decision;
   };
   EXPECT_EQ(verdict(0), Decision::Open);
   EXPECT_EQ(verdict(5), Decision::Accept);
@@ -240,33 +240,33 @@ TEST(Duel, UsesTheErrorOfTheLooksThatItHasNoTimeFor) {
   EXPECT_EQ(verdict(18.9), Decision::Open);
 }
 
-TEST(Duel, EndsAtTheFirstLookPastItsBudget) {
-  DuelOptions options;
+TEST(PairedTest, EndsAtTheFirstLookPastItsBudget) {
+  PairedTestOptions options;
   options.budget_seconds = 5;
   options.threshold = 1.0;
   // 1.02 at 5% is neither clear nor hopeless at nine pairs for this seed.
-  const DuelResult free = fight(1.03, gaussian(0.05), 11, {.threshold = 1.0});
+  const PairedTestResult free = fight(1.03, gaussian(0.05), 11, {.threshold = 1.0});
   ASSERT_GT(free.pairs, 9);
-  const DuelResult bound = fight(1.03, gaussian(0.05), 11, options);
+  const PairedTestResult bound = fight(1.03, gaussian(0.05), 11, options);
   EXPECT_EQ(bound.pairs, 9);
   EXPECT_EQ(bound.decision, Decision::Reject);
   EXPECT_NE(bound.reason.find("within the time"), std::string::npos) << bound.reason;
 }
 
-TEST(Duel, GoesOnPastItsBudgetWhereWhatItPromisesRepaysTheNextLook) {
+TEST(PairedTest, GoesOnPastItsBudgetWhereWhatItPromisesRepaysTheNextLook) {
   const auto pairs = [](double repay_steps) {
-    Duel duel(
+    PairedTest paired_test(
         {.threshold = 1, .false_accept = 0.005, .most_pairs = 12, .budget_seconds = 5, .repay_steps = repay_steps});
-    for (int pair = 0; duel.next(); ++pair) {
-      // p = 2 / 512: above the error of the first look, with an interval above 1.
+    for (int pair = 0; paired_test.next(); ++pair) {
+      // p = 2 / 512: above the error of the first interim analysis, with an interval above 1.
       const double slower = pair == 4 ? 0.995 : 1.25;
       for (int side = 0; side < 2; ++side) {
-        const Side next = *duel.next();
-        duel.record(next, next == Side::Incumbent ? slower : 1.0);
+        const Side next = *paired_test.next();
+        paired_test.record(next, next == Side::Incumbent ? slower : 1.0);
       }
     }
-    EXPECT_GT(duel.result().speedup.low, 1) << duel.result().reason;
-    return duel.result().pairs;
+    EXPECT_GT(paired_test.result().speedup.low, 1) << paired_test.result().reason;
+    return paired_test.result().pairs;
   };
   // Three pairs more take 6.75 steps of the challenger's time, and each step saves a quarter of it.
   EXPECT_EQ(pairs(26), 9);
@@ -274,39 +274,39 @@ TEST(Duel, GoesOnPastItsBudgetWhereWhatItPromisesRepaysTheNextLook) {
   EXPECT_EQ(pairs(0), 9);
 }
 
-TEST(Duel, GivesTheSameVerdictForTheSameSeedAndTimes) {
-  const DuelResult one = fight(1.04, heavy(0.05), 21);
-  const DuelResult two = fight(1.04, heavy(0.05), 21);
+TEST(PairedTest, GivesTheSameVerdictForTheSameSeedAndTimes) {
+  const PairedTestResult one = fight(1.04, heavy(0.05), 21);
+  const PairedTestResult two = fight(1.04, heavy(0.05), 21);
   EXPECT_EQ(one.speedup, two.speedup);
   EXPECT_EQ(one.pairs, two.pairs);
   EXPECT_EQ(one.reason, two.reason);
 }
 
-TEST(Duel, RefusesWhatItDidNotAskFor) {
-  Duel duel;
-  const Side first = duel.next().value();
+TEST(PairedTest, RefusesWhatItDidNotAskFor) {
+  PairedTest paired_test;
+  const Side first = paired_test.next().value();
   const Side other = first == Side::Incumbent ? Side::Challenger : Side::Incumbent;
-  EXPECT_THROW(duel.record(other, 1), Error);
-  EXPECT_THROW(duel.record(first, 0), Error);
-  EXPECT_THROW(duel.record(first, NAN), Error);
-  EXPECT_THROW(duel.record(first, INFINITY), Error);
-  duel.abandon("it threw");
-  EXPECT_FALSE(duel.next().has_value());
-  EXPECT_THROW(duel.record(first, 1), Error);
-  EXPECT_EQ(duel.result().decision, Decision::Reject);
-  EXPECT_EQ(duel.result().reason, "it threw");
-  EXPECT_EQ(duel.result().pairs, 0);
+  EXPECT_THROW(paired_test.record(other, 1), Error);
+  EXPECT_THROW(paired_test.record(first, 0), Error);
+  EXPECT_THROW(paired_test.record(first, NAN), Error);
+  EXPECT_THROW(paired_test.record(first, INFINITY), Error);
+  paired_test.abandon("it threw");
+  EXPECT_FALSE(paired_test.next().has_value());
+  EXPECT_THROW(paired_test.record(first, 1), Error);
+  EXPECT_EQ(paired_test.result().decision, Decision::Reject);
+  EXPECT_EQ(paired_test.result().reason, "it threw");
+  EXPECT_EQ(paired_test.result().pairs, 0);
 }
 
-TEST(Duel, RefusesBadOptions) {
-  EXPECT_THROW(Duel({.threshold = 0}), Error);
-  EXPECT_THROW(Duel({.confidence = 1}), Error);
-  EXPECT_THROW(Duel({.false_accept = 0}), Error);
-  EXPECT_THROW(Duel({.least_pairs = 10, .most_pairs = 9}), Error);
-  EXPECT_THROW(Duel({.most_pairs = 1001}), Error);
-  EXPECT_THROW(Duel({.budget_seconds = -1}), Error);
-  EXPECT_THROW(Duel({.repay_steps = -1}), Error);
-  EXPECT_THROW(Duel({.repay_steps = INFINITY}), Error);
+TEST(PairedTest, RefusesBadOptions) {
+  EXPECT_THROW(PairedTest({.threshold = 0}), Error);
+  EXPECT_THROW(PairedTest({.confidence = 1}), Error);
+  EXPECT_THROW(PairedTest({.false_accept = 0}), Error);
+  EXPECT_THROW(PairedTest({.least_pairs = 10, .most_pairs = 9}), Error);
+  EXPECT_THROW(PairedTest({.most_pairs = 1001}), Error);
+  EXPECT_THROW(PairedTest({.budget_seconds = -1}), Error);
+  EXPECT_THROW(PairedTest({.repay_steps = -1}), Error);
+  EXPECT_THROW(PairedTest({.repay_steps = INFINITY}), Error);
 }
 
 double enumerated(const std::vector<double>& differences) {
@@ -351,25 +351,25 @@ TEST(SignTest, CenterIsTheMedianOfMeansOfTwo) {
   EXPECT_DOUBLE_EQ(center_of(std::vector<double>{1, 2, 9}), 3.5);  // 1, 1.5, 2, 5, 5.5, 9
 }
 
-TEST(Duel, OfAMemberAllPairsMustSayTheSame) {
+TEST(PairedTest, OfAMemberAllPairsMustSayTheSame) {
   for (const int odd : {-1, 3}) {
-    Duel duel(DuelOptions::member(1));
-    for (int pair = 0; const auto side = duel.next(); pair += duel.result().pairs > pair) {
+    PairedTest paired_test(PairedTestOptions::member(1));
+    for (int pair = 0; const auto side = paired_test.next(); pair += paired_test.result().pairs > pair) {
       const bool slower = pair == odd;
-      duel.record(*side, *side == Side::Challenger ? (slower ? 1.05 : 0.95) : 1);
+      paired_test.record(*side, *side == Side::Challenger ? (slower ? 1.05 : 0.95) : 1);
     }
-    EXPECT_EQ(duel.result().decision, odd < 0 ? Decision::Accept : Decision::Reject);
-    EXPECT_LE(duel.result().pairs, 5);
+    EXPECT_EQ(paired_test.result().decision, odd < 0 ? Decision::Accept : Decision::Reject);
+    EXPECT_LE(paired_test.result().pairs, 5);
   }
 }
 
-TEST(Duel, EndsAtAnyPairWhereTimeIsUp) {
-  Duel duel({.most_seconds = 7, .repay_steps = 1000});
-  while (const auto side = duel.next()) duel.record(*side, *side == Side::Challenger ? 1 : 1.5);
-  EXPECT_EQ(duel.result().decision, Decision::Reject);
-  EXPECT_EQ(duel.result().pairs, 3);
-  EXPECT_NE(duel.result().reason.find("stopped"), std::string::npos) << duel.result().reason;
-  EXPECT_THROW(Duel({.most_seconds = -1}), Error);
+TEST(PairedTest, EndsAtAnyPairWhereTimeIsUp) {
+  PairedTest paired_test({.most_seconds = 7, .repay_steps = 1000});
+  while (const auto side = paired_test.next()) paired_test.record(*side, *side == Side::Challenger ? 1 : 1.5);
+  EXPECT_EQ(paired_test.result().decision, Decision::Reject);
+  EXPECT_EQ(paired_test.result().pairs, 3);
+  EXPECT_NE(paired_test.result().reason.find("stopped"), std::string::npos) << paired_test.result().reason;
+  EXPECT_THROW(PairedTest({.most_seconds = -1}), Error);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "oxytorch/tune/duel.h"
+#include "oxytorch/tune/paired_test.h"
 
 #include <algorithm>
 #include <cmath>
@@ -13,44 +13,44 @@ namespace oxytorch::tune {
 namespace {
 
 constexpr std::uint64_t kOrderStream = 1;
-/// Of the error allowed, what the first look may spend: with that of a trial, 2 of the 512 signs of nine pairs. More
-/// would take no other outcome there, and the later looks, to which a disturbed pair leads, need the rest: each half of
-/// what is left, as most duels have time for one of them.
+/// Of the error allowed, what the first interim analysis may spend: with that of a trial, 2 of the 512 signs of nine pairs. More
+/// would take no other outcome there, and the later interim analyses, to which a disturbed pair leads, need the rest: each half of
+/// what is left, as most paired tests have time for one of them.
 constexpr double kFirstShare = 0.46;
-constexpr double kLookGrowth = 1.5;
+constexpr double kAnalysisGrowth = 1.5;
 /// A challenger is much slower where each of its first three pairs took over this factor, or its first two over that.
 constexpr double kMuchSlower = 1.1;
 constexpr double kFarSlower = 1.25;
 
-void check(const DuelOptions& options) {
+void check(const PairedTestOptions& options) {
   OXY_CHECK(options.threshold > 0 && std::isfinite(options.threshold), InvalidArgument,
-            "the threshold of a duel must be a positive ratio, for example 1.01, not ", options.threshold, '.');
+            "the threshold of a paired test must be a positive ratio, for example 1.01, not ", options.threshold, '.');
   OXY_CHECK(options.confidence > 0 && options.confidence < 1, InvalidArgument,
-            "the confidence of a duel must be between 0 and 1, for example 0.95, not ", options.confidence, '.');
+            "the confidence of a paired test must be between 0 and 1, for example 0.95, not ", options.confidence, '.');
   OXY_CHECK(options.false_accept > 0 && options.false_accept < 1, InvalidArgument,
             "false_accept must be between 0 and 1, for example 0.005, not ", options.false_accept, '.');
   OXY_CHECK(options.least_pairs >= 1 && options.least_pairs <= options.most_pairs && options.most_pairs <= 1000,
-            InvalidArgument, "a duel needs 1 <= least_pairs <= most_pairs <= 1000, not ", options.least_pairs, " and ",
+            InvalidArgument, "a paired test needs 1 <= least_pairs <= most_pairs <= 1000, not ", options.least_pairs, " and ",
             options.most_pairs, '.');
   OXY_CHECK(options.worth > 0 && std::isfinite(options.worth), InvalidArgument,
-            "what a duel is worth must be a positive ratio, for example 1.04, not ", options.worth, '.');
+            "what a paired test is worth must be a positive ratio, for example 1.04, not ", options.worth, '.');
   for (const double seconds : {options.budget_seconds, options.most_seconds}) {
-    OXY_CHECK(seconds >= 0, InvalidArgument, "the budget of a duel must be at least 0 seconds, not ", seconds, '.');
+    OXY_CHECK(seconds >= 0, InvalidArgument, "the budget of a paired test must be at least 0 seconds, not ", seconds, '.');
   }
   OXY_CHECK(options.repay_steps >= 0 && std::isfinite(options.repay_steps), InvalidArgument,
-            "the steps that repay a duel must be at least 0, not ", options.repay_steps, '.');
+            "the steps that repay a paired test must be at least 0, not ", options.repay_steps, '.');
 }
 
-/// Pairs after which the duel may accept. The first is no earlier than the sign-flip test can reach its error.
-std::vector<int> looks_of(const DuelOptions& options) {
+/// Pairs after which the paired test may accept. The first is no earlier than the sign-flip test can reach its error.
+std::vector<int> analyses_of(const PairedTestOptions& options) {
   const int reach = static_cast<int>(std::ceil(-std::log2(kFirstShare * options.false_accept)));
-  std::vector<int> looks;
-  for (int look = std::max(options.least_pairs, reach); look < options.most_pairs;
-       look = static_cast<int>(std::ceil(look * kLookGrowth))) {
-    looks.push_back(look);
+  std::vector<int> analyses;
+  for (int analysis = std::max(options.least_pairs, reach); analysis < options.most_pairs;
+       analysis = static_cast<int>(std::ceil(analysis * kAnalysisGrowth))) {
+    analyses.push_back(analysis);
   }
-  looks.push_back(options.most_pairs);
-  return looks;
+  analyses.push_back(options.most_pairs);
+  return analyses;
 }
 
 /// Upper quantile of the standard normal distribution for small tails; within 4.5e-4.
@@ -62,20 +62,20 @@ double normal_upper(double tail) {
 
 }  // namespace
 
-struct Duel::Impl {
-  DuelOptions options;
-  std::vector<int> looks;
+struct PairedTest::Impl {
+  PairedTestOptions options;
+  std::vector<int> analyses;
   std::vector<double> incumbent;
   std::vector<double> challenger;
   std::vector<double> margins;  ///< log of each pair's speedup over the threshold
-  double spent = 0;
+  double elapsed = 0;
   Decision decision = Decision::Open;
   double p_value = 1;
   std::string reason;
 
-  explicit Impl(const DuelOptions& given) : options(given) {
+  explicit Impl(const PairedTestOptions& given) : options(given) {
     check(options);
-    looks = looks_of(options);
+    analyses = analyses_of(options);
   }
 
   [[nodiscard]] std::size_t pairs() const { return std::min(incumbent.size(), challenger.size()); }
@@ -87,18 +87,18 @@ struct Duel::Impl {
     return swapped ? Side::Incumbent : Side::Challenger;
   }
 
-  [[nodiscard]] double error_at(std::size_t look) const {
-    if (looks.size() == 1) return options.false_accept;
-    if (look == 0) return kFirstShare * options.false_accept;
-    const std::size_t halvings = std::min(look, looks.size() - 2);
+  [[nodiscard]] double error_at(std::size_t analysis) const {
+    if (analyses.size() == 1) return options.false_accept;
+    if (analysis == 0) return kFirstShare * options.false_accept;
+    const std::size_t halvings = std::min(analysis, analyses.size() - 2);
     return std::ldexp((1 - kFirstShare) * options.false_accept, -static_cast<int>(halvings));
   }
 
-  /// Where no look can follow, for want of time, it has the error of those that are not to come. Time that depends on
+  /// Where no interim analysis can follow, for want of time, it has the error of those that are not to come. Time that depends on
   /// the figures would spend it twice.
-  [[nodiscard]] double error_left_at(std::size_t look) const {
+  [[nodiscard]] double error_left_at(std::size_t analysis) const {
     double error = options.false_accept;
-    for (std::size_t before = 0; before < look; ++before) error -= error_at(before);
+    for (std::size_t before = 0; before < analysis; ++before) error -= error_at(before);
     return error;
   }
 
@@ -122,7 +122,7 @@ struct Duel::Impl {
     return text;
   }
 
-  /// True where even good luck in the pairs left would not carry the test at the last look: the margin is put at the
+  /// True where even good luck in the pairs left would not carry the test at the last interim analysis: the margin is put at the
   /// upper end of what these pairs leave open, and the pairs to come are let deviate upwards once more.
   [[nodiscard]] bool hopeless() const {
     const auto n = static_cast<double>(margins.size());
@@ -137,37 +137,37 @@ struct Duel::Impl {
     const double hoped = center + 2 * spread / std::sqrt(n);
     if (hoped < std::log(options.worth / options.threshold)) return true;
     const double reached = (n * center + (last - n) * hoped) / (spread * std::sqrt(last));
-    return reached + std::sqrt((last - n) / last) < normal_upper(error_at(looks.size() - 1));
+    return reached + std::sqrt((last - n) / last) < normal_upper(error_at(analyses.size() - 1));
   }
 
-  /// Whether the pairs before the next look cost less than the challenger, as it looks now, would save.
-  [[nodiscard]] bool repays(std::size_t next_look) const {
+  /// Whether the pairs before the next interim analysis cost less than the challenger, as it looks now, would save.
+  [[nodiscard]] bool repays(std::size_t next_analysis) const {
     const std::size_t n = pairs();
     const double one = median(std::span(incumbent).first(n));
     const double other = median(std::span(challenger).first(n));
-    const auto more = static_cast<double>(looks[next_look]) - static_cast<double>(n);
+    const auto more = static_cast<double>(analyses[next_analysis]) - static_cast<double>(n);
     return more * (one + other) < options.repay_steps * (one - other);
   }
 
   void judge() {
     const auto n = static_cast<int>(pairs());
-    const auto look = std::find(looks.begin(), looks.end(), n);
-    if (look != looks.end()) {
+    const auto analysis = std::find(analyses.begin(), analyses.end(), n);
+    if (analysis != analyses.end()) {
       p_value = sign_flip_p_value(margins);
       const Interval speedup = interval();
-      const bool out_of_time = options.budget_seconds > 0 && spent >= options.budget_seconds;
-      const auto index = static_cast<std::size_t>(look - looks.begin());
+      const bool out_of_time = options.budget_seconds > 0 && elapsed >= options.budget_seconds;
+      const auto index = static_cast<std::size_t>(analysis - analyses.begin());
       const bool fixed_time = options.repay_steps == 0;
       if (speedup.low > options.threshold &&
           p_value <= (out_of_time && fixed_time ? error_left_at(index) : error_at(index))) {
         return end(Decision::Accept, figures(speedup) + ": faster.");
       }
-      if (n == looks.back() || (out_of_time && !repays(index + 1))) {
+      if (n == analyses.back() || (out_of_time && !repays(index + 1))) {
         std::string why = figures(speedup) + ": not shown to be faster than " + ratio_text(options.threshold);
-        return end(Decision::Reject, why + (n == looks.back() ? "." : " within the time given to it."));
+        return end(Decision::Reject, why + (n == analyses.back() ? "." : " within the time given to it."));
       }
     }
-    if (options.most_seconds > 0 && spent >= options.most_seconds) {
+    if (options.most_seconds > 0 && elapsed >= options.most_seconds) {
       return end(Decision::Reject, figures(interval()) + ": stopped, as tuning has taken what it may of this run.");
     }
     if (hopeless()) {
@@ -180,30 +180,30 @@ struct Duel::Impl {
   }
 };
 
-DuelOptions DuelOptions::conclusion(std::uint64_t seed) {
+PairedTestOptions PairedTestOptions::conclusion(std::uint64_t seed) {
   return {.threshold = 1, .false_accept = 0.04, .least_pairs = 6, .most_pairs = 20, .seed = seed};
 }
 
-DuelOptions DuelOptions::agreement() { return {.false_accept = 0.1, .least_pairs = 5}; }
+PairedTestOptions PairedTestOptions::agreement() { return {.false_accept = 0.1, .least_pairs = 5}; }
 
-DuelOptions DuelOptions::member(std::uint64_t seed) {
+PairedTestOptions PairedTestOptions::member(std::uint64_t seed) {
   return {.threshold = 1, .false_accept = 0.04, .least_pairs = 5, .most_pairs = 5, .seed = seed};
 }
 
-DuelOptions DuelOptions::canary(std::uint64_t seed) { return {.most_pairs = 9, .seed = seed}; }
+PairedTestOptions PairedTestOptions::canary(std::uint64_t seed) { return {.most_pairs = 9, .seed = seed}; }
 
-Duel::Duel(DuelOptions options) : impl_(std::make_unique<Impl>(options)) {}
-Duel::~Duel() = default;
-Duel::Duel(Duel&&) noexcept = default;
-Duel& Duel::operator=(Duel&&) noexcept = default;
+PairedTest::PairedTest(PairedTestOptions options) : impl_(std::make_unique<Impl>(options)) {}
+PairedTest::~PairedTest() = default;
+PairedTest::PairedTest(PairedTest&&) noexcept = default;
+PairedTest& PairedTest::operator=(PairedTest&&) noexcept = default;
 
-std::optional<Side> Duel::next() const {
+std::optional<Side> PairedTest::next() const {
   if (impl_->decision != Decision::Open) return std::nullopt;
   return impl_->turn();
 }
 
-void Duel::record(Side side, double seconds) {
-  OXY_CHECK(impl_->decision == Decision::Open, InvalidArgument, "the duel has ended (", impl_->reason,
+void PairedTest::record(Side side, double seconds) {
+  OXY_CHECK(impl_->decision == Decision::Open, InvalidArgument, "the paired test has ended (", impl_->reason,
             "); begin another one.");
   const char* names[] = {"incumbent", "challenger"};
   OXY_CHECK(side == impl_->turn(), InvalidArgument, "a time of the ", names[side == Side::Challenger],
@@ -211,18 +211,18 @@ void Duel::record(Side side, double seconds) {
   OXY_CHECK(seconds > 0 && std::isfinite(seconds), InvalidArgument, "the time of a step must be positive, not ",
             seconds, " s.");
   (side == Side::Incumbent ? impl_->incumbent : impl_->challenger).push_back(seconds);
-  impl_->spent += seconds;
+  impl_->elapsed += seconds;
   if (impl_->incumbent.size() != impl_->challenger.size()) return;
   impl_->margins.push_back(std::log(impl_->incumbent.back() / impl_->challenger.back() / impl_->options.threshold));
   impl_->judge();
 }
 
-void Duel::abandon(std::string reason) {
+void PairedTest::abandon(std::string reason) {
   if (impl_->decision == Decision::Open) impl_->end(Decision::Reject, std::move(reason));
 }
 
-DuelResult Duel::result() const {
-  DuelResult result;
+PairedTestResult PairedTest::result() const {
+  PairedTestResult result;
   result.decision = impl_->decision;
   result.speedup = impl_->interval();
   result.pairs = static_cast<int>(impl_->pairs());

@@ -131,7 +131,7 @@ def taken_again(
     counters: Counters,
     taken: Sequence[Call] = (),
 ) -> Truth:
-    """Take a step's forward and backward once more, from a state, with what is in force now; the run stands there then.
+    """Take a step's forward and backward once more, from a state, with what is active now; the run stands there then.
 
     Without a gradient where the step called no optimizer, as one that a scaler skips. `taken` are the calls of
     optimizers in that step, of which several are followed from one to the next.
