@@ -70,6 +70,12 @@ std::string key_of(const AccelerateOptions& options, const std::vector<tune::Reg
 }  // namespace
 
 Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
+                std::vector<Batch> batches, const AccelerateOptions& options) {
+  OXY_CHECK(loss, InvalidArgument, "there is no loss function. Pass one, for example supervised(model, criterion).");
+  return accelerate(Models{model}, Optimizers{optimizer}, {std::move(loss)}, std::move(batches), options);
+}
+
+Plan accelerate(const Models& models, const Optimizers& optimizers, std::vector<LossFunction> losses,
                 std::vector<Batch> batches, const AccelerateOptions& given) {
   const auto options = settled(given);
   OXY_CHECK(options.folder().empty() || options.remember(), InvalidArgument, "folder is ", in_quotes(options.folder()),
@@ -77,13 +83,13 @@ Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Lo
   OXY_CHECK(options.loop() == "plan" || options.loop() == "yours", InvalidArgument, "loop is ",
             in_quotes(options.loop()), ", expected 'plan' or 'yours'.");
   for (const auto& name : options.exclude()) static_cast<void>(tune::find_strategy(name));
-  OXY_CHECK(loss, InvalidArgument, "there is no loss function. Pass one, for example supervised(model, criterion).");
+  OXY_CHECK(!losses.empty(), InvalidArgument, "there is no loss function. Pass one, or one for each optimizer.");
   OXY_CHECK(!batches.empty(), InvalidArgument, "there is no batch. Pass some of the run's own, four to eight.");
   auto strategies = wanted_strategies(options);
   tune::Asked asked;
   if (options.config()) asked = tune::asked_of(*options.config(), tune::offers_of(strategies), options.exclude());
   resolve_vector_math();
-  auto run = std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::move(batches), options.clip_norm());
+  auto run = std::make_unique<tune::Run>(models, optimizers, std::move(losses), std::move(batches), options.clip_norm());
   run->owns_loop = options.loop() == "plan";
   if (options.config()) name_settings(*options.config(), tune::AskedBy::Loop, *run);
   std::optional<tune::CertificateStore> store;

@@ -20,7 +20,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kFormat = "oxytorch-certificate";
-constexpr std::int64_t kVersion = 2;
+constexpr std::int64_t kVersion = 3;
 /// Of a page fault with its share of giving the page back: from a quiet kernel to a virtual machine.
 constexpr double kLeastFaultSeconds = 2.5e-7;
 constexpr double kMostFaultSeconds = 4e-6;

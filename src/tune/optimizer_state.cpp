@@ -189,16 +189,20 @@ void HeldOptimizer::restore() const {
   }
 }
 
-void digest_optimizer(torch::optim::Optimizer& optimizer, Digest& digest) {
+void digest_options(const torch::optim::Optimizer& optimizer, const std::string& called, Digest& digest) {
   for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g) {
-    digest.add("options of parameter group " + std::to_string(g),
+    digest.add("options of parameter group " + std::to_string(g) + " of " + called,
                std::string_view(bytes_of_options(optimizer.param_groups()[g].options())));
   }
+}
+
+void digest_optimizer(torch::optim::Optimizer& optimizer, const std::string& called, Digest& digest) {
+  digest_options(optimizer, called, digest);
   auto* const tail = dynamic_cast<optim::TailOptimizer*>(&optimizer);
   std::size_t index = 0;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& param : group.params()) {
-      const std::string name = " of the optimizer's parameter " + std::to_string(index);
+      const std::string name = " of " + called + "'s parameter " + std::to_string(index);
       const auto tensor = [&](const char* entry, at::Tensor& value) { digest.add(entry + name, value); };
       if (tail != nullptr) {
         auto state = tail->tail().state(index);
@@ -214,7 +218,7 @@ void digest_optimizer(torch::optim::Optimizer& optimizer, Digest& digest) {
     }
   }
   if (tail == nullptr) return;
-  for (const auto& value : stats_of(*tail)) digest.add("statistics of the step tail", value);
+  for (const auto& value : stats_of(*tail)) digest.add("statistics of the step tail of " + called, value);
 }
 
 }  // namespace oxytorch::tune

@@ -38,7 +38,9 @@ class HeldOptimizer {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Adds what the optimizer holds now to a digest.
-void digest_optimizer(torch::optim::Optimizer& optimizer, Digest& digest);
+/// Adds the options of an optimizer's groups to a digest, which names it `called`.
+void digest_options(const torch::optim::Optimizer& optimizer, const std::string& called, Digest& digest);
+/// Adds what an optimizer holds now to a digest, which names it `called`.
+void digest_optimizer(torch::optim::Optimizer& optimizer, const std::string& called, Digest& digest);
 
 }  // namespace oxytorch::tune

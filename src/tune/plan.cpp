@@ -33,7 +33,7 @@ struct Seen {
   std::vector<at::Tensor> gradients;
 };
 
-/// Module classes, shapes, dtypes, optimizer and shapes of the batches.
+/// Module classes, shapes, dtypes, optimizers, losses and shapes of the batches.
 std::string structure(const tune::Run& run) {
   std::ostringstream text;
   const auto describe = [&](const at::Tensor& t) {
@@ -45,8 +45,12 @@ std::string structure(const tune::Run& run) {
   }
   for (const auto& item : run.model().named_parameters()) describe(item.value());
   for (const auto& item : run.model().named_buffers()) describe(item.value());
-  text << c10::demangle(typeid(run.original()).name()) << ' ' << run.clip_norm() << '\n';
-  for (const auto& group : run.original().param_groups()) text << group.params().size() << '\n';
+  for (const auto& slot : run.slots()) {
+    const auto& optimizer = slot.original();
+    text << c10::demangle(typeid(optimizer).name()) << ' ' << run.clip_norm() << '\n';
+    for (const auto& group : optimizer.param_groups()) text << group.params().size() << '\n';
+  }
+  if (run.slots().size() > 1) text << run.parts() << " losses\n";
   for (const auto& batch : run.batches()) {
     for (const auto& tensor : batch.tensors()) describe(tensor);
   }
@@ -172,9 +176,9 @@ at::Tensor Plan::Impl::step(const Batch& given) {
   return loss;
 }
 
-void Plan::Impl::update() {
-  run->update();
-  if (!watch) return;
+void Plan::Impl::update(std::size_t part) {
+  run->update(part);
+  if (!watch || part + 1 < run->parts()) return;
   if (watch->checks() || run->device().is_cpu()) tune::synchronize(run->device());
   if (updated) watch->after(tune::seconds_now() - *updated);
   batch = &run->batches()[updates++ % run->batches().size()];  // the loop keeps its own to itself
@@ -194,12 +198,14 @@ tune::BothWays Plan::Impl::compare() {
       Seen found;
       if (pieces) {
         const at::NoGradGuard no_grad;
-        found.loss = run->loss(*batch).item<double>();
+        found.loss = run->losses(*batch).item<double>();
       } else {
-        found.loss = run->backward(*batch).item<double>();
-        for (const auto& p : run->parameters()) {
-          found.gradients.push_back(p.grad().defined() ? p.grad().clone() : at::Tensor());
-        }
+        const auto loss = run->backward(*batch, [&](std::size_t part) {
+          for (const auto& p : run->parameters(part)) {
+            found.gradients.push_back(p.grad().defined() ? p.grad().clone() : at::Tensor());
+          }
+        });
+        found.loss = loss.item<double>();
       }
       snapshot.restore();
       return found;
@@ -221,16 +227,18 @@ Plan::Plan(Plan&&) noexcept = default;
 Plan& Plan::operator=(Plan&&) noexcept = default;
 
 at::Tensor Plan::step(const Batch& batch) { return impl_->step(batch); }
-at::Tensor Plan::loss(const Batch& batch) { return impl_->run->loss(batch); }
+at::Tensor Plan::loss(const Batch& batch, std::size_t number) { return impl_->run->loss(batch, number); }
 std::shared_ptr<void> Plan::scope() const { return impl_->run->enter(); }
-void Plan::update() { impl_->update(); }
+void Plan::update(std::size_t number) { impl_->update(number); }
 std::vector<std::string> Plan::accepted() const {
   const bool active = impl_->watch && !impl_->watch->over();
   return active ? impl_->certificate.accepted() : impl_->run->required;
 }
 const tune::Certificate& Plan::certificate() const noexcept { return impl_->certificate; }
 std::string Plan::report() const { return impl_->certificate.to_text(); }
-torch::optim::Optimizer& Plan::optimizer() const noexcept { return impl_->run->optimizer(); }
+torch::optim::Optimizer& Plan::optimizer(std::size_t number) const {
+  return impl_->run->slots().at(number).optimizer();
+}
 void Plan::hand_back() { impl_->run->hand_back(); }
 
 Interval Plan::speedup() const {

@@ -55,7 +55,7 @@ struct Plan::Impl : tune::Watched {
   /// given throws passes through, with everything restored. accelerate() and Trainer both call it.
   void tune(Trials trials);
   at::Tensor step(const Batch& batch);
-  void update();
+  void update(std::size_t part);
   void revert();
   /// Found to pay, also while a step is taken without it, to compare; and what an earlier run had found.
   [[nodiscard]] std::vector<std::string> found() const;

@@ -9,6 +9,10 @@
 
 namespace oxytorch::tune {
 
+Run::Run(const Models& models, const Optimizers& optimizers, std::vector<LossFunction> losses,
+         std::vector<Batch> batches, double clip_norm)
+    : TrainingStep(models, optimizers, std::move(losses), clip_norm), batches_(std::move(batches)) {}
+
 Run::Run(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, std::vector<Batch> batches,
          double clip_norm)
     : TrainingStep(model, optimizer, std::move(loss), clip_norm), batches_(std::move(batches)) {}

@@ -63,12 +63,15 @@ StepTimes RunWorkload::steps(std::size_t first, int count, bool updates, bool /*
   at::Tensor loss;
   for (int i = 0; i < count; ++i) {
     const auto& batch = run_.batches()[(first + static_cast<std::size_t>(i)) % run_.batches().size()];
-    loss = run_.backward(batch);  // Run::step() in its two parts
-    if (updates) {
-      found.updates.push_back(update());
-    } else {
-      run_.update();
-    }
+    double updating = 0;
+    loss = run_.backward(batch, [&](std::size_t part) {  // Run::step() in its parts
+      if (updates) {
+        updating += update(part);
+      } else {
+        run_.update(part);
+      }
+    });
+    if (updates) found.updates.push_back(updating);
   }
   synchronize(run_.device());
   found.seconds = seconds() - began;
@@ -76,12 +79,18 @@ StepTimes RunWorkload::steps(std::size_t first, int count, bool updates, bool /*
   return found;
 }
 
-double RunWorkload::update() {
+double RunWorkload::update(std::size_t part) {
   synchronize(run_.device());
   const double began = seconds();
-  run_.update();
+  run_.update(part);
   synchronize(run_.device());
   return seconds() - began;
+}
+
+double RunWorkload::update() {
+  double sum = 0;
+  for (std::size_t part = 0; part < run_.parts(); ++part) sum += update(part);
+  return sum;
 }
 
 Ruling RunWorkload::verify(Kind kind, bool glance) {

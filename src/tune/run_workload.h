@@ -46,6 +46,8 @@ class RunWorkload : public Workload {
   std::optional<std::string> told(const std::exception& error) override;
 
  private:
+  double update(std::size_t part);
+
   Run& run_;
   Snapshot& snapshot_;
   std::vector<RegisteredStrategy> strategies_;

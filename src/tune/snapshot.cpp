@@ -33,7 +33,7 @@ struct Snapshot::Impl {
   Impl(Run& r, bool random) : run(r), holds_random(random) {
     if (random) generators = optim::generator_states(r.device());
     run.hand_back();
-    optimizer = std::make_unique<HeldOptimizer>(run.original());
+    for (const auto& slot : run.slots()) optimizers.push_back(std::make_unique<HeldOptimizer>(slot.original()));
     std::unordered_set<const void*> seen;
     const auto hold = [&](const std::string& name, const at::Tensor& tensor) {
       if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) return;
@@ -43,9 +43,12 @@ struct Snapshot::Impl {
     };
     for (const auto& item : run.model().named_parameters()) hold("parameter " + item.key(), item.value());
     for (const auto& item : run.model().named_buffers()) hold("buffer " + item.key(), item.value());
-    std::size_t index = 0;
-    for (const auto& parameter : run.parameters())
-      hold("the optimizer's parameter " + std::to_string(index++), parameter);
+    for (const auto& slot : run.slots()) {
+      std::size_t index = 0;
+      for (const auto& parameter : slot.parameters()) {
+        hold(slot.name() + "'s parameter " + std::to_string(index++), parameter);
+      }
+    }
     modes.push_back({&run.model(), run.model().is_training()});
     for (const auto& module : run.model().modules(/*include_self=*/false)) {
       modes.push_back({module.get(), module->is_training()});
@@ -62,7 +65,7 @@ struct Snapshot::Impl {
       digest.add("gradient of " + held.name, held.tensor.is_leaf() ? held.tensor.grad() : at::Tensor());
       digest.add("requires_grad of " + held.name, held.tensor.requires_grad() ? "1" : "0");
     }
-    digest_optimizer(run.original(), digest);
+    for (const auto& slot : run.slots()) digest_optimizer(slot.original(), slot.name(), digest);
     for (const auto& mode : modes) {
       digest.add("training flag of " + mode.module->name(), mode.module->is_training() ? "1" : "0");
     }
@@ -84,7 +87,7 @@ struct Snapshot::Impl {
       if (gradient.defined()) gradient.copy_(held.gradient_copy);
       held.tensor.mutable_grad() = held.gradient;
     }
-    optimizer->restore();
+    for (const auto& optimizer : optimizers) optimizer->restore();
     // train() reaches the children too: they come after their parents.
     for (const auto& mode : modes) {
       if (mode.module->is_training() != mode.training) mode.module->train(mode.training);
@@ -96,7 +99,7 @@ struct Snapshot::Impl {
   Run& run;
   bool holds_random;
   std::vector<HeldTensor> tensors;
-  std::unique_ptr<HeldOptimizer> optimizer;
+  std::vector<std::unique_ptr<HeldOptimizer>> optimizers;
   std::vector<Mode> modes;
   std::vector<at::Tensor> generators;
   Digest taken;

@@ -42,7 +42,7 @@ auto forward_of(Run& run) {
     const auto buffers = run.model().buffers();
     std::vector<at::Tensor> held;
     for (const auto& buffer : buffers) held.push_back(buffer.clone());
-    auto loss = run.loss(run.batches().front());
+    auto loss = run.losses(run.batches().front());
     for (std::size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(held[i]);
     optim::set_generator_states(run.device(), generators);
     return loss;
@@ -85,8 +85,10 @@ struct FlushDenormals : HostStrategy<flushed_denormals> {
   Applicability applies(Run& run) override {
     if (auto here = on_cpu(run); !here.holds) return here;
     bool near = false;
-    each_state_tensor(run.original(),
-                      [&](const at::Tensor&, at::Tensor& value) { near = near || near_denormal(value); });
+    for (const auto& slot : run.slots()) {
+      each_state_tensor(slot.original(),
+                        [&](const at::Tensor&, at::Tensor& value) { near = near || near_denormal(value); });
+    }
     for (const auto& parameter : run.parameters()) near = near || near_denormal(parameter.grad());
     if (near) return true;
     return "neither gradients nor the optimizer's state hold numbers near the denormal ones.";
@@ -137,47 +139,59 @@ struct Operators : Strategy {
 
 // -- the optimizer ----------------------------------------------------------------------------------------------------
 
-struct NativeStep : Strategy {
+/// Replaces each optimizer of the run that it fits.
+struct OfOptimizers : Strategy {
+  /// Why it is not for this one; empty where it is.
+  virtual std::string unfit(Run& run, torch::optim::Optimizer& original) = 0;
+  virtual Replacement replacement(Run& run, torch::optim::Optimizer& original) = 0;
+
   Applicability applies(Run& run) override {
-    if (auto here = on_cpu(run); !here.holds) return here;
-    if (auto reason = native_optimizer_differs(run.original()); !reason.empty()) return reason;
-    return true;
+    std::string whys;
+    for (const auto& slot : run.slots()) {
+      auto why = unfit(run, slot.original());
+      if (why.empty()) return true;
+      if (run.slots().size() == 1) return why;
+      whys += (whys.empty() ? "" : " ") + slot.name() + ": " + why;
+    }
+    return whys;
   }
   void apply(Run& run) override {
-    run.replace_optimizer([](torch::optim::Optimizer& original) {
-      Replacement made;
-      made.hand_back = [] {};  // it steps on the state of the user's
-      made.optimizer = native_optimizer(original);
-      return made;
+    run.replace_optimizer([this, &run](torch::optim::Optimizer& original) {
+      const bool left = run.slots().size() > 1 && !unfit(run, original).empty();
+      return left ? Replacement() : replacement(run, original);
     });
   }
   void revert(Run& run) override { run.replace_optimizer({}); }
 };
 
+struct NativeStep : OfOptimizers {
+  std::string unfit(Run& run, torch::optim::Optimizer& original) override {
+    const auto here = on_cpu(run);
+    return here.holds ? native_optimizer_differs(original) : here.reason;
+  }
+  Replacement replacement(Run& /*run*/, torch::optim::Optimizer& original) override {
+    return {native_optimizer(original), [] {}};  // it steps on the state of the user's
+  }
+};
+
 template <optim::StateFormat Format>
-struct Tail : Strategy {
-  Applicability applies(Run& run) override {
-    if (dynamic_cast<optim::TailOptimizer*>(&run.original()) != nullptr) {
+struct Tail : OfOptimizers {
+  std::string unfit(Run& run, torch::optim::Optimizer& original) override {
+    if (dynamic_cast<optim::TailOptimizer*>(&original) != nullptr) {
       return "the optimizer is one of oxytorch::optim already.";
     }
     try {
-      static_cast<void>(optim::replace(run.original(), options(run)));
+      static_cast<void>(optim::replace(original, options(run)));
     } catch (const Error& error) {
-      return std::string(error.what());
+      return error.what();
     }
-    return true;
+    return {};
   }
-  void apply(Run& run) override {
-    run.replace_optimizer([this, &run](torch::optim::Optimizer& original) {
-      Replacement made;
-      auto tail = optim::replace(original, options(run));
-      made.hand_back = [from = tail.get(), &original] { optim::hand_back(*from, original); };
-      made.clips = run.clip_norm() > 0;
-      made.optimizer = std::move(tail);
-      return made;
-    });
+  Replacement replacement(Run& run, torch::optim::Optimizer& original) override {
+    auto tail = optim::replace(original, options(run));
+    auto hand_back = [from = tail.get(), &original] { optim::hand_back(*from, original); };
+    return {std::move(tail), std::move(hand_back), run.clip_norm() > 0};
   }
-  void revert(Run& run) override { run.replace_optimizer({}); }
 
   static optim::TailOptions options(const Run& run) {
     optim::TailOptions tail;
@@ -221,14 +235,16 @@ struct ChannelsLast : Strategy {
     follow(run);
   }
 
-  // The optimizer's averages lie as their weights do.
+  // The optimizers' averages lie as their weights do.
   static void follow(Run& run) {
     run.hand_back();
-    each_state_tensor(run.original(), [](const at::Tensor& param, at::Tensor& value) {
-      if (!value.is_sparse() && value.sizes() == param.sizes() && value.strides() != param.strides()) {
-        value = at::empty_like(param, value.options()).copy_(value);
-      }
-    });
+    for (const auto& slot : run.slots()) {
+      each_state_tensor(slot.original(), [](const at::Tensor& param, at::Tensor& value) {
+        if (!value.is_sparse() && value.sizes() == param.sizes() && value.strides() != param.strides()) {
+          value = at::empty_like(param, value.options()).copy_(value);
+        }
+      });
+    }
     run.renew_replacement();
   }
   std::vector<std::pair<at::Tensor, at::Tensor>> own;
@@ -270,6 +286,7 @@ struct Attention : Strategy {
 template <int Pieces>
 struct Split : Strategy {
   Applicability applies(Run& run) override {
+    if (run.parts() > 1) return "there are several losses, of which one may use what another made of the whole batch";
     for (const auto& module : run.model().modules()) {
       const bool looks_at_all = module->as<torch::nn::BatchNorm1d>() != nullptr ||
                                 module->as<torch::nn::BatchNorm2d>() != nullptr ||

@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <optional>
 
 #include "oxytorch/clock.h"
 #include "oxytorch/error.h"
@@ -67,6 +66,43 @@ struct Entered {
   std::vector<std::shared_ptr<void>> scopes;
 };
 
+void check_each_once(const char* what, const std::vector<const void*>& all) {
+  OXY_CHECK(!all.empty(), InvalidArgument, "there is no ", what, ". Give at least one.");
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const auto same = static_cast<std::size_t>(std::find(all.begin(), all.end(), all[i]) - all.begin());
+    OXY_CHECK(same == i, InvalidArgument, what, '[', i, "] is the same object as ", what, '[', same,
+              "]. Give each once.");
+  }
+}
+
+std::string numbered(const std::string& what, std::size_t i, std::size_t count) {
+  return count == 1 ? "the " + what : what + '[' + std::to_string(i) + ']';
+}
+
+/// A module that holds the models, which stay their owners'.
+std::shared_ptr<torch::nn::Module> one_of(const Models& models) {
+  std::vector<const void*> all;
+  for (torch::nn::Module& model : models) all.push_back(&model);
+  check_each_once("model", all);
+  auto holder = std::make_shared<torch::nn::Module>("models");
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    holder->register_module(numbered("model", i, models.size()),
+                            std::shared_ptr<torch::nn::Module>(std::shared_ptr<void>(), &models[i].get()));
+  }
+  return holder;
+}
+
+std::vector<OptimizerSlot> slots_of_each(const Optimizers& optimizers) {
+  std::vector<const void*> all;
+  for (torch::optim::Optimizer& optimizer : optimizers) all.push_back(&optimizer);
+  check_each_once("optimizer", all);
+  std::vector<OptimizerSlot> slots;
+  for (std::size_t i = 0; i < optimizers.size(); ++i) {
+    slots.emplace_back(optimizers[i], numbered("optimizer", i, optimizers.size()));
+  }
+  return slots;
+}
+
 template <class Value>
 void set_entry(std::vector<std::pair<std::string, Value>>& table, const std::string& name, Value value) {
   std::erase_if(table, [&](const auto& entry) { return entry.first == name; });
@@ -75,23 +111,75 @@ void set_entry(std::vector<std::pair<std::string, Value>>& table, const std::str
 
 }  // namespace
 
+// -- the optimizers ---------------------------------------------------------------------------------------------------
+
+OptimizerSlot::OptimizerSlot(torch::optim::Optimizer& original, std::string name)
+    : original_(original),
+      name_(std::move(name)),
+      parameters_(parameters_of(original)),
+      tail_(dynamic_cast<optim::TailOptimizer*>(&original)) {
+  OXY_CHECK(!parameters_.empty(), InvalidArgument, name_,
+            " has no parameters. Pass model->parameters().");
+}
+
+torch::optim::Optimizer& OptimizerSlot::optimizer() const noexcept {
+  return replacement_.optimizer ? *replacement_.optimizer : original_;
+}
+
+void OptimizerSlot::use(Replacement replacement) {
+  replacement_ = std::move(replacement);
+  tail_ = dynamic_cast<optim::TailOptimizer*>(&optimizer());
+}
+
+void OptimizerSlot::hand_back() {
+  if (replacement_.optimizer) replacement_.hand_back();
+}
+
+/// Schedules and programs set learning rates on the user's optimizer.
+void OptimizerSlot::carry_rates() {
+  if (!replacement_.optimizer) return;
+  auto& groups = replacement_.optimizer->param_groups();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    groups[g].options().set_lr(original_.param_groups()[g].options().get_lr());
+  }
+}
+
+// -- what it is of ----------------------------------------------------------------------------------------------------
+
 TrainingStep::TrainingStep(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
                            double clip_norm)
-    : model_(model),
-      original_(optimizer),
-      loss_(std::move(loss)),
-      parameters_(parameters_of(optimizer)),
-      device_(parameters_.empty() ? at::Device(at::kCPU) : parameters_.front().device()),
-      clip_norm_(clip_norm),
-      tail_(dynamic_cast<optim::TailOptimizer*>(&optimizer)) {
-  OXY_CHECK(!parameters_.empty(), InvalidArgument, "the optimizer has no parameters. Pass model->parameters().");
+    : TrainingStep({model}, {optimizer}, loss ? std::vector{std::move(loss)} : std::vector<LossFunction>(), clip_norm) {
+}
+
+TrainingStep::TrainingStep(const Models& models, const Optimizers& optimizers, std::vector<LossFunction> losses,
+                           double clip_norm)
+    : holder_(models.size() == 1 ? nullptr : one_of(models)),
+      model_(holder_ ? holder_.get() : &models.front().get()),
+      models_(models.size()),
+      slots_(slots_of_each(optimizers)),
+      losses_(std::move(losses)),
+      device_(slots_.front().parameters().front().device()),
+      clip_norm_(clip_norm) {
   OXY_CHECK(clip_norm >= 0, InvalidArgument, "clip_norm is ", clip_norm, ", expected 0 (no clipping) or more.");
+  OXY_CHECK(losses_.size() <= 1 || losses_.size() == slots_.size(), InvalidArgument, "there are ", losses_.size(),
+            " losses and ", slots_.size(),
+            " optimizers. Give one loss for each, in the order in which they step, or one that all of them step by.");
+  for (std::size_t i = 0; i < losses_.size(); ++i) {
+    OXY_CHECK(losses_[i], InvalidArgument, numbered("loss", i, losses_.size()), " is empty. Give a function.");
+  }
+  for (const auto& slot : slots_) {
+    parameters_.insert(parameters_.end(), slot.parameters().begin(), slot.parameters().end());
+  }
 }
 
 TrainingStep::~TrainingStep() = default;
 
-torch::optim::Optimizer& TrainingStep::optimizer() const noexcept {
-  return replacement_.optimizer ? *replacement_.optimizer : original_;
+std::pair<std::size_t, std::size_t> TrainingStep::slots_of(std::size_t part) const noexcept {
+  return parts() == 1 ? std::pair(std::size_t{0}, slots_.size()) : std::pair(part, part + 1);
+}
+
+std::vector<at::Tensor> TrainingStep::parameters(std::size_t part) const {
+  return parts() == 1 ? parameters_ : slots_[part].parameters();
 }
 
 // -- forward and backward ---------------------------------------------------------------------------------------------
@@ -112,12 +200,19 @@ at::Tensor TrainingStep::under_scopes(const Function& compute) const {
   return value;
 }
 
-at::Tensor TrainingStep::loss(const Batch& batch) const {
-  OXY_CHECK(loss_, InvalidState, "there is no loss function. Pass one, or step with a closure.");
-  if (inputs_.empty()) return under_scopes([&] { return loss_(batch); });
+at::Tensor TrainingStep::loss(const Batch& batch, std::size_t part) const {
+  OXY_CHECK(!losses_.empty(), InvalidState, "there is no loss function. Pass one, or step with a closure.");
+  OXY_CHECK(part < parts(), InvalidArgument, "there is no loss[", part, "]: there are ", parts(), '.');
+  if (inputs_.empty()) return under_scopes([&] { return losses_[part](batch); });
   Batch given = batch;
   for (const auto& [name, change] : inputs_) given = change(given);
-  return under_scopes([&] { return loss_(given); });
+  return under_scopes([&] { return losses_[part](given); });
+}
+
+at::Tensor TrainingStep::losses(const Batch& batch) const {
+  auto sum = loss(batch);
+  for (std::size_t part = 1; part < parts(); ++part) sum = sum + loss(batch, part);
+  return sum;
 }
 
 /// Forward and backward of what `share` of a batch's rows gives; `last`: of the pieces of a batch.
@@ -130,8 +225,11 @@ at::Tensor TrainingStep::differentiate(const Function& compute, double share, bo
   auto scaled = windowed && accumulation > 1 ? value / static_cast<double>(accumulation) : value;
   if (windowed && scaler) scaled = scaler->scale(scaled);
   {
-    std::optional<optim::AccumulateGuard> more_to_come;
-    if (tail_ && (!last || (windowed && micro_ + 1 < accumulation))) more_to_come.emplace(*tail_);
+    std::vector<std::unique_ptr<optim::AccumulateGuard>> more_to_come;
+    const bool more = !last || (windowed && micro_ + 1 < accumulation);
+    for (const auto& slot : slots_) {
+      if (more && slot.tail()) more_to_come.push_back(std::make_unique<optim::AccumulateGuard>(*slot.tail()));
+    }
     scaled.backward();
   }
   seconds_[0] += forward;
@@ -139,21 +237,32 @@ at::Tensor TrainingStep::differentiate(const Function& compute, double share, bo
   return value.detach();
 }
 
-at::Tensor TrainingStep::differentiate_batch(const Batch& batch, bool windowed) {
-  if (micro_batches_ == 1) return differentiate([&] { return loss(batch); }, 1, windowed, /*last=*/true);
+at::Tensor TrainingStep::differentiate_batch(const Batch& batch, bool windowed, std::size_t part) {
+  if (micro_batches_ == 1) return differentiate([&] { return loss(batch, part); }, 1, windowed, /*last=*/true);
   const auto pieces = split(batch, micro_batches_);
   at::Tensor total;
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     const double share = static_cast<double>(rows(pieces[i])) / static_cast<double>(rows(batch));
-    const auto value = differentiate([&] { return loss(pieces[i]); }, share, windowed, i + 1 == pieces.size());
+    const auto value = differentiate([&] { return loss(pieces[i], part); }, share, windowed, i + 1 == pieces.size());
     total = total.defined() ? total + value : value;
   }
   return total;
 }
 
-at::Tensor TrainingStep::backward(const Batch& batch) {
-  optimizer().zero_grad();
-  return differentiate_batch(batch, /*windowed=*/false);
+void TrainingStep::zero_grad(std::size_t part) {
+  const auto [begin, end] = slots_of(part);
+  for (auto i = begin; i < end; ++i) slots_[i].optimizer().zero_grad();
+}
+
+at::Tensor TrainingStep::backward(const Batch& batch, const std::function<void(std::size_t part)>& then) {
+  at::Tensor total;
+  for (std::size_t part = 0; part < parts(); ++part) {
+    zero_grad(part);
+    const auto value = differentiate_batch(batch, /*windowed=*/false, part);
+    total = total.defined() ? total + value : value;
+    if (then) then(part);
+  }
+  return total;
 }
 
 // -- the window -------------------------------------------------------------------------------------------------------
@@ -164,7 +273,7 @@ at::Tensor TrainingStep::take_one(const Function& gradients) {
   seconds_ = {};
   at::Tensor value;
   try {
-    if (micro_ == 0 && keeps_gradients) optimizer().zero_grad();
+    if (micro_ == 0 && keeps_gradients) zero_grad(0);
     value = gradients();
     if (++micro_ >= accumulation) apply();
   } catch (...) {
@@ -176,10 +285,23 @@ at::Tensor TrainingStep::take_one(const Function& gradients) {
 }
 
 at::Tensor TrainingStep::take(const Batch& batch) {
-  return take_one([&] { return differentiate_batch(batch, /*windowed=*/true); });
+  if (parts() == 1) return take_one([&] { return differentiate_batch(batch, /*windowed=*/true, 0); });
+  const auto start = Clock::now();
+  seconds_ = {};
+  try {
+    auto value = step(batch);
+    ++taken_;
+    seconds_[2] = seconds_since(start) - seconds_[0] - seconds_[1];
+    return value;
+  } catch (...) {
+    abandon();
+    throw;
+  }
 }
 
 at::Tensor TrainingStep::take(const Closure& closure) {
+  OXY_CHECK(parts() == 1, InvalidArgument, "a closure returns one loss, and there are ", parts(),
+            ". Step with a batch.");
   return take_one([&] { return differentiate([&] { return under_scopes(closure); }, 1, true, /*last=*/true); });
 }
 
@@ -194,8 +316,12 @@ bool TrainingStep::flush() {
   return true;
 }
 
-void TrainingStep::abandon() {
+void TrainingStep::drop_gradients() {
   for (auto& parameter : parameters_) parameter.mutable_grad().reset();
+}
+
+void TrainingStep::abandon() {
+  drop_gradients();
   micro_ = 0;
   if (scaler) scaler->abandon();
 }
@@ -208,9 +334,7 @@ void TrainingStep::apply() {
     step_optimizer();
     if (!average.empty()) at::_foreach_lerp_(average, parameters_, 1 - ema_decay_);
   }
-  if (!keeps_gradients) {
-    for (auto& parameter : parameters_) parameter.mutable_grad().reset();
-  }
+  if (!keeps_gradients) drop_gradients();
   micro_ = 0;
   ++taken_;
   if (schedule) schedule->step();
@@ -219,29 +343,34 @@ void TrainingStep::apply() {
 void TrainingStep::step_optimizer() {
   // The losses were divided by the whole window; an unfinished one has had a share of it.
   const double share = static_cast<double>(micro_) / static_cast<double>(accumulation);
-  struct Divisor {
-    optim::TailOptimizer* tail;
-    ~Divisor() {
-      if (tail) tail->set_grad_divisor(1);
+  struct Divisors {
+    std::vector<optim::TailOptimizer*> tails;
+    ~Divisors() {
+      for (auto* tail : tails) tail->set_grad_divisor(1);
     }
-  } divisor{share != 1 && !clips() ? tail_ : nullptr};
-  if (divisor.tail) {
-    divisor.tail->set_grad_divisor(share);
-  } else if (share != 1) {
-    const auto found = gradients_of(parameters_);
-    if (!found.empty()) at::_foreach_mul_(found, 1 / share);
+  } divisors;
+  for (const auto& slot : slots_) {
+    if (share == 1) break;
+    if (slot.tail() && !clips(slot)) {
+      divisors.tails.push_back(slot.tail());
+      slot.tail()->set_grad_divisor(share);
+    } else if (const auto found = gradients_of(slot.parameters()); !found.empty()) {
+      at::_foreach_mul_(found, 1 / share);
+    }
   }
   if (!scaler) {
     update();
     return;
   }
-  if (clips()) {
-    const auto found = values_of_gradients(parameters_);
-    scaler->unscale_(optimizer());
-    clip(found);
+  for (auto& slot : slots_) {
+    if (clips(slot)) {
+      const auto found = values_of_gradients(slot.parameters());
+      scaler->unscale_(slot.optimizer());
+      clip(slot, found);
+    }
+    slot.carry_rates();
+    scaler->step(slot.optimizer());
   }
-  carry_rates();
-  scaler->step(optimizer());
   scaler->update();
 }
 
@@ -253,9 +382,11 @@ void TrainingStep::keep_average(double decay) {
 
 // -- the update -------------------------------------------------------------------------------------------------------
 
-bool TrainingStep::clips() const noexcept { return clip_value > 0 || (clip_norm_ > 0 && !replacement_.clips); }
+bool TrainingStep::clips(const OptimizerSlot& slot) const noexcept {
+  return clip_value > 0 || (clip_norm_ > 0 && !slot.replacement_.clips);
+}
 
-void TrainingStep::clip(const std::vector<at::Tensor>& gradients) const {
+void TrainingStep::clip(const OptimizerSlot& slot, const std::vector<at::Tensor>& gradients) const {
   if (gradients.empty()) return;
   const at::NoGradGuard no_grad;
   if (clip_value > 0) {
@@ -263,31 +394,28 @@ void TrainingStep::clip(const std::vector<at::Tensor>& gradients) const {
     at::_foreach_clamp_max_(gradients, clip_value);
   }
   // torch's clip_grad_norm_ reads the norm on the host, and leaves sparse gradients as they are.
-  if (clip_norm_ > 0 && !replacement_.clips) {
+  if (clip_norm_ > 0 && !slot.replacement_.clips) {
     const auto norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients)));
     at::_foreach_mul_(gradients, (clip_norm_ / (norm + 1e-6)).clamp_max(1.0));
   }
 }
 
-/// Schedules and programs set learning rates on the user's optimizer.
-void TrainingStep::carry_rates() {
-  if (!replacement_.optimizer) return;
-  auto& groups = replacement_.optimizer->param_groups();
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    groups[g].options().set_lr(original_.param_groups()[g].options().get_lr());
+void TrainingStep::update(std::size_t part) {
+  const auto [begin, end] = slots_of(part);
+  for (auto i = begin; i < end; ++i) {
+    auto& slot = slots_[i];
+    if (clips(slot)) clip(slot, values_of_gradients(slot.parameters()));
+    slot.carry_rates();
+    slot.optimizer().step();
   }
 }
 
 void TrainingStep::update() {
-  if (clips()) clip(values_of_gradients(parameters_));
-  carry_rates();
-  optimizer().step();
+  for (std::size_t part = 0; part < parts(); ++part) update(part);
 }
 
 at::Tensor TrainingStep::step(const Batch& batch) {
-  auto value = backward(batch);
-  update();
-  return value;
+  return backward(batch, [this](std::size_t part) { update(part); });
 }
 
 // -- where it may be changed ------------------------------------------------------------------------------------------
@@ -300,25 +428,22 @@ void TrainingStep::set_micro_batches(int pieces) {
   micro_batches_ = pieces;
 }
 
-void TrainingStep::use(Replacement replacement) {
-  replacement_ = std::move(replacement);
-  tail_ = dynamic_cast<optim::TailOptimizer*>(&optimizer());
-}
-
 void TrainingStep::replace_optimizer(MakeReplacement make) {
   hand_back();
-  Replacement made;
-  if (make) made = make(original_);
+  replace(make);
   make_ = std::move(make);
-  use(std::move(made));
+}
+
+void TrainingStep::replace(const MakeReplacement& make) {
+  std::vector<Replacement> made(slots_.size());
+  for (std::size_t i = 0; make && i < slots_.size(); ++i) made[i] = make(slots_[i].original());
+  for (std::size_t i = 0; i < slots_.size(); ++i) slots_[i].use(std::move(made[i]));
 }
 
 void TrainingStep::hand_back() {
-  if (replacement_.optimizer) replacement_.hand_back();
+  for (auto& slot : slots_) slot.hand_back();
 }
 
-void TrainingStep::renew_replacement() {
-  if (make_) use(make_(original_));
-}
+void TrainingStep::renew_replacement() { replace(make_); }
 
 }  // namespace oxytorch::tune

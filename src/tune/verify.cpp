@@ -1,10 +1,6 @@
 #include "oxytorch/tune/verify.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/nn/modules/activation.h>
-#include <torch/nn/modules/dropout.h>
-#include <torch/nn/modules/rnn.h>
-#include <torch/serialize/output-archive.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -14,25 +10,22 @@
 #include <map>
 #include <optional>
 #include <random>
-#include <sstream>
 #include <utility>
 #include <vector>
 
 #include "optim/generators.h"
-#include "oxytorch/amp.h"
 #include "oxytorch/error.h"
-#include "oxytorch/optim/optimizer.h"
 #include "oxytorch/tune/kinks.h"
 #include "oxytorch/tune/measure.h"
 #include "oxytorch/tune/verdict.h"
+#include "tune/chance.h"
 #include "tune/digest.h"
 #include "tune/optimizer_state.h"
+#include "tune/record.h"
 #include "tune/sources.h"
 
 namespace oxytorch::tune {
 namespace {
-
-using Tensors = std::vector<at::Tensor>;
 
 constexpr std::size_t kKept = 4;  // steps of a candidate that are held at once; the rest is taken anew
 constexpr double kJumps = 8;      // states a rounding apart, whose gradients show where kinks are
@@ -40,114 +33,17 @@ constexpr double kJumpBytes = 1 << 29;
 constexpr double kRounding = 8 * 0x1p-23, kRoundingReduced = 0x1p-8;  // relative, of a parameter
 constexpr double kSmall = 0.02;                                       // relative: what a look at one step lets pass
 constexpr double kKeptByTrade = 0.1;  // of optimizer state that a trade holds in a lower precision, relative
-constexpr int kDraws = 24;
-constexpr double kRise = 0.03;  // of the loss, on either side of a difference quotient
 
 /// What is wrong, as a sentence.
 struct Wrong {
   std::string words;
 };
 
-at::Tensor copied(const at::Tensor& t) { return t.defined() ? t.detach().clone() : t; }
-
-Tensors copies(const Tensors& all) {
-  Tensors result;
-  for (const auto& t : all) result.push_back(copied(t));
-  return result;
-}
-
-Tensors gradients(const Tensors& parameters) {
-  Tensors result;
-  for (const auto& p : parameters) result.push_back(copied(p.grad()));
-  return result;
-}
-
-Batch as_double(const Batch& batch) {
-  return batch.map([](const at::Tensor& t) { return t.is_floating_point() ? t.to(at::kDouble) : t; });
-}
-
-double number(const at::Tensor& loss) { return loss.to(at::kDouble).item<double>(); }
-
 std::string brief(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.4g", value);
   return text;
 }
-
-/// Model, optimizer state and gradients in float64 until the end of the scope.
-class InDouble {
- public:
-  explicit InDouble(Run& run) : run_(run) {
-    Tensors all = run.model().parameters();
-    for (const auto& t : run.model().buffers()) all.push_back(t);
-    all.insert(all.end(), run.parameters().begin(), run.parameters().end());
-    for (auto& t : all) {
-      if (!t.defined() || !t.is_floating_point() || t.scalar_type() == at::kDouble) continue;
-      held_.emplace_back(t, t.variable_data());
-      if (t.is_leaf()) t.mutable_grad().reset();
-      t.set_data(t.variable_data().to(at::kDouble));
-    }
-    knows_optimizer_ = each_state_tensor(run.original(), [](const at::Tensor&, at::Tensor& value) {
-      if (value.is_floating_point()) value = value.to(at::kDouble);
-    });
-  }
-  ~InDouble() {
-    for (auto& [tensor, data] : held_) {
-      if (tensor.is_leaf()) tensor.mutable_grad().reset();
-      tensor.set_data(data);
-    }
-  }
-  InDouble(const InDouble&) = delete;
-  InDouble& operator=(const InDouble&) = delete;
-  [[nodiscard]] bool knows_optimizer() const noexcept { return knows_optimizer_; }
-
- private:
-  Run& run_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> held_;
-  bool knows_optimizer_ = false;
-};
-
-/// Every dropout of a module with probability zero until the end of the scope. One that a model calls as a function is
-/// out of reach.
-class Still {
- public:
-  explicit Still(torch::nn::Module& model) {
-    for (const auto& module : model.modules()) {
-      of_dropout<torch::nn::Dropout>(*module);
-      of_dropout<torch::nn::Dropout2d>(*module);
-      of_dropout<torch::nn::Dropout3d>(*module);
-      of_dropout<torch::nn::AlphaDropout>(*module);
-      of_dropout<torch::nn::FeatureAlphaDropout>(*module);
-      if (auto* lstm = module->as<torch::nn::LSTM>()) set(lstm->options_base.dropout());
-      if (auto* gru = module->as<torch::nn::GRU>()) set(gru->options_base.dropout());
-      if (auto* rnn = module->as<torch::nn::RNN>()) set(rnn->options_base.dropout());
-      if (auto* attention = module->as<torch::nn::MultiheadAttention>()) set(attention->options.dropout());
-    }
-  }
-  ~Still() {
-    for (auto& [place, value] : before_) *place = value;
-  }
-  Still(const Still&) = delete;
-  Still& operator=(const Still&) = delete;
-
- private:
-  template <class Module>
-  void of_dropout(torch::nn::Module& module) {
-    if (auto* found = module.as<Module>()) set(found->options.p());
-  }
-  void set(double& probability) {
-    before_.emplace_back(&probability, probability);
-    probability = 0;
-  }
-  std::vector<std::pair<double*, double>> before_;
-};
-
-/// What a step showed before and after the update.
-struct Observed {
-  at::Tensor loss;
-  Tensors gradients, buffers, parameters;
-  std::map<std::string, at::Tensor> states;
-};
 
 /// The run as given over all steps.
 struct Given {
@@ -158,15 +54,7 @@ struct Given {
 }  // namespace
 
 struct Verifier::Impl {
-  Impl(Run& r, Snapshot& s, VerifierOptions o) : run(r), snapshot(s), options(o) {
-    std::map<const void*, std::string> known;
-    for (const auto& item : run.model().named_parameters()) known[item.value().unsafeGetTensorImpl()] = item.key();
-    for (std::size_t i = 0; i < run.parameters().size(); ++i) {
-      const auto name = known.find(run.parameters()[i].unsafeGetTensorImpl());
-      labels.push_back(name == known.end() ? "parameter " + std::to_string(i) : name->second);
-    }
-    for (const auto& item : run.model().named_buffers()) buffer_labels.push_back(item.key());
-  }
+  Impl(Run& r, Snapshot& s, VerifierOptions o) : run(r), snapshot(s), options(o), recorder(r) {}
 
   [[nodiscard]] const Batch& batch(int step) const {
     return run.batches()[static_cast<std::size_t>(step) % run.batches().size()];
@@ -219,28 +107,6 @@ struct Verifier::Impl {
 
   // -- steps --------------------------------------------------------------------------------------------------------
 
-  Observed forward_backward(const Batch& given) {
-    Observed seen;
-    seen.loss = copied(run.backward(given));
-    seen.gradients = gradients(run.parameters());
-    seen.buffers = copies(run.model().buffers());
-    return seen;
-  }
-
-  /// The optimizer's state by the parameter that it is of; empty where its class is not known.
-  std::map<std::string, at::Tensor> states_now() {
-    run.hand_back();
-    std::map<const void*, std::size_t> place;
-    for (std::size_t i = 0; i < run.parameters().size(); ++i) place[run.parameters()[i].unsafeGetTensorImpl()] = i;
-    std::map<std::string, int> numbers;
-    std::map<std::string, at::Tensor> found;
-    const bool known = each_state_tensor(run.original(), [&](const at::Tensor& param, at::Tensor& value) {
-      const auto& name = labels[place.at(param.unsafeGetTensorImpl())];
-      found["state " + std::to_string(++numbers[name]) + " of " + name] = copied(value);
-    });
-    return known ? found : std::map<std::string, at::Tensor>();
-  }
-
   /// Takes the candidate through its steps without a break; what it stood on before those of `keep` is kept. Returns
   /// the losses of all steps and the states of the generators after each.
   Given observe(const std::vector<int>& keep, std::vector<Observed>& seen,
@@ -250,13 +116,12 @@ struct Verifier::Impl {
     for (int i = 0; i <= keep.back(); ++i) {
       const bool kept = std::find(keep.begin(), keep.end(), i) != keep.end();
       if (kept) before.push_back(std::make_unique<Snapshot>(run));
-      auto now = forward_backward(batch(i));
-      run.update();
+      auto now = recorder.forward_backward(batch(i));
+      recorder.last_update();
       all.losses.push_back(now.loss);
       all.generators.push_back(generators_now());
       if (!kept) continue;
-      now.parameters = copies(run.parameters());
-      now.states = states_now();
+      recorder.note_updated(now);
       seen.push_back(std::move(now));
     }
     return all;
@@ -276,50 +141,21 @@ struct Verifier::Impl {
     return *given;
   }
 
-  /// The step as given in float64; each parameter moved by a random part of itself first, at most `nudge` large.
-  Observed in_float64(int step, Snapshot& before, double nudge = 0, std::mt19937_64* random = nullptr) {
-    before.restore();
-    const InDouble scope(run);
-    if (random != nullptr) {
-      const at::NoGradGuard no_grad;
-      for (auto p : run.parameters()) {
-        if (!p.is_floating_point()) continue;
-        std::uniform_real_distribution<double> part(-nudge, nudge);
-        auto factors = at::empty(p.sizes(), at::kDouble);
-        std::generate_n(factors.data_ptr<double>(), factors.numel(), [&] { return 1 + part(*random); });
-        p.mul_(factors.to(p.device()));
-      }
-    }
-    return forward_backward(as_double(batch(step)));
-  }
-
-  Observed under_autocast(int step) {
-    run.scope("referee",
-              [device = run.device().type()] { return std::make_shared<amp::Autocast>(device, at::kBFloat16); });
-    try {
-      auto found = forward_backward(batch(step));
-      run.scope("referee", {});
-      return found;
-    } catch (...) {
-      run.scope("referee", {});
-      throw;
-    }
-  }
-
   // -- loss, gradients, buffers ---------------------------------------------------------------------------------------
 
   ValueErrors measure(const Observed& seen, const Observed& right, const Tensors& buffers_before) const {
     ValueMeter meter(number(seen.loss), number(right.loss));
-    for (std::size_t i = 0; i < labels.size(); ++i) meter.gradient(labels[i], seen.gradients[i], 1, right.gradients[i]);
-    for (std::size_t i = 0; i < buffer_labels.size(); ++i) {
-      meter.buffer(buffer_labels[i], seen.buffers[i], right.buffers[i], buffers_before[i]);
+    for (std::size_t i = 0; i < recorder.labels().size(); ++i) meter.gradient(recorder.labels()[i], seen.gradients[i], 1, right.gradients[i]);
+    for (std::size_t i = 0; i < recorder.buffer_labels().size(); ++i) {
+      meter.buffer(recorder.buffer_labels()[i], seen.buffers[i], right.buffers[i], buffers_before[i]);
     }
     return meter.found();
   }
 
   /// The yardstick of a kind: the step as given, or stock torch's own at that precision. From where the run stands.
-  Observed yardstick(Kind kind, int step) {
-    return kind >= Kind::Precision ? under_autocast(step) : forward_backward(batch(step));
+  Observed yardstick(Kind kind, int step, const Observed& taken) {
+    return kind >= Kind::Precision ? recorder.under_autocast(batch(step), taken)
+                                   : recorder.forward_backward(batch(step), &taken);
   }
 
   /// How far off the yardstick is itself at the start; sets no_truth where the model does not run in float64.
@@ -328,34 +164,34 @@ struct Verifier::Impl {
     if (known) return *known;
     snapshot.restore();
     const auto buffers = copies(run.model().buffers());
+    const auto first = recorder.forward_backward(batch(0));
     std::optional<Observed> right;
     try {
-      right = in_float64(0, snapshot);
+      right = recorder.in_float64(batch(0), snapshot, first);
     } catch (const c10::Error& error) {
       const std::string text = error.what_without_backtrace();
       no_truth = "the model does not run in float64 (" + text.substr(0, text.find('\n')) + ")";
     }
-    snapshot.restore();
-    if (!right && kind >= Kind::Precision) right = forward_backward(batch(0));
+    if (!right && kind >= Kind::Precision) right = first;
     known.emplace();
     if (right) {
       snapshot.restore();
-      known = measure(yardstick(kind, 0), *right, buffers);
+      known = measure(kind >= Kind::Precision ? recorder.under_autocast(batch(0), first) : first, *right, buffers);
     }
     snapshot.restore();
     return *known;
   }
 
   /// Gradients in float64 of states a rounding apart.
-  std::vector<Tensors> jumps(int step, Kind kind, Snapshot& before) {
+  std::vector<Tensors> jumps(int step, Kind kind, Snapshot& before, const Observed& taken) {
     double bytes = 0;
     for (const auto& p : run.parameters()) bytes += 8 * static_cast<double>(p.numel());
     const auto some = static_cast<int>(std::clamp(kJumpBytes / std::max(bytes, 1.0), 2.0, kJumps));
     std::mt19937_64 random(static_cast<std::uint64_t>(step));
     std::vector<Tensors> found;
+    const double rounding = kind >= Kind::Precision ? kRoundingReduced : kRounding;
     for (int i = 0; i < some; ++i) {
-      found.push_back(
-          in_float64(step, before, kind >= Kind::Precision ? kRoundingReduced : kRounding, &random).gradients);
+      found.push_back(recorder.in_float64_moved(batch(step), before, taken, rounding, random).gradients);
     }
     return found;
   }
@@ -372,19 +208,19 @@ struct Verifier::Impl {
     };
     before.restore();
     const auto buffers = copies(run.model().buffers());
-    auto excess = beyond(measure(seen, forward_backward(batch(step)), buffers), base);
+    auto excess = beyond(measure(seen, recorder.forward_backward(batch(step), &seen), buffers), base);
     if (no_truth.empty() && (wide || !excess.empty())) {
-      const auto right = in_float64(step, before);
+      const auto right = recorder.in_float64(batch(step), before, seen);
       const auto found = measure(seen, right, buffers);
       note(found, base, ruling);
       excess = beyond(found, base);
       if (!excess.empty()) {
         before.restore();
-        const auto here = measure(yardstick(kind, step), right, buffers);
+        const auto here = measure(yardstick(kind, step, seen), right, buffers);
         excess = beyond(found, here);
         if (!excess.empty() && found.wrong.empty()) {  // less what the reference's own kinks explain
           auto smooth = seen;
-          smooth.gradients = unexplained(seen.gradients, right.gradients, jumps(step, kind, before));
+          smooth.gradients = unexplained(seen.gradients, right.gradients, jumps(step, kind, before, seen));
           excess = values_beyond(measure(smooth, right, buffers), here, allowance);
           if (excess.empty()) ruling.evidence["across_kinks"] = 1;
         }
@@ -403,34 +239,21 @@ struct Verifier::Impl {
 
   // -- the update -----------------------------------------------------------------------------------------------------
 
-  /// Lets the optimizer step with these gradients from where the run stands.
-  Observed updated_by(const Tensors& some) {
-    auto parameters = run.parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      parameters[i].mutable_grad() = some[i].defined() ? some[i].to(parameters[i].scalar_type(), false, true) : some[i];
-    }
-    run.update();
-    Observed found;
-    found.parameters = copies(parameters);
-    found.states = states_now();
-    return found;
-  }
-
   /// What a step changed, against the update in float64 from its own gradients. `wrong`: state that is missing.
   std::vector<NamedChange> changes(const Observed& seen, Snapshot& before, std::vector<std::string>* wrong) {
     before.restore();
     const auto origin = copies(run.parameters());
-    const auto states = states_now();
+    const auto states = recorder.states();
     std::optional<Observed> right;
     {
       const InDouble scope(run);
-      if (scope.knows_optimizer()) right = updated_by(seen.gradients);
+      if (scope.knows_optimizers()) right = recorder.updated_by(seen.gradients);
     }
     before.restore();
-    if (!right) right = updated_by(seen.gradients);  // an optimizer that torch does not know is held against itself
+    if (!right) right = recorder.updated_by(seen.gradients);  // an optimizer that torch does not know is held against itself
     std::vector<NamedChange> found;
-    for (std::size_t i = 0; i < labels.size(); ++i) {
-      found.push_back(measured_change(labels[i], origin[i], seen.parameters[i], right->parameters[i], false));
+    for (std::size_t i = 0; i < recorder.labels().size(); ++i) {
+      found.push_back(measured_change(recorder.labels()[i], origin[i], seen.parameters[i], right->parameters[i], false));
     }
     for (const auto& [name, wanted] : right->states) {
       const auto mine = seen.states.find(name);
@@ -453,10 +276,9 @@ struct Verifier::Impl {
     auto faults = update_faults(found, {}, {}, loose);
     if (!faults.words.empty()) {  // how far off the update of the step as given is itself: only where it decides
       before.restore();
-      auto as_given = forward_backward(batch(step));
-      run.update();
-      as_given.parameters = copies(run.parameters());
-      as_given.states = states_now();
+      auto as_given = recorder.forward_backward(batch(step));
+      recorder.last_update();
+      recorder.note_updated(as_given);
       faults = update_faults(found, changes(as_given, before, nullptr), {}, loose);
     }
     ruling.evidence["update_error"] = std::max(ruling.evidence["update_error"], faults.worst);
@@ -472,13 +294,7 @@ struct Verifier::Impl {
     Digest digest;
     for (const auto& p : run.parameters()) digest.add("parameter", p);
     for (const auto& b : run.model().buffers()) digest.add("buffer", b);
-    for (const auto& group : run.original().param_groups()) {
-      std::ostringstream options;
-      torch::serialize::OutputArchive archive;
-      group.options().serialize(archive);
-      archive.save_to(options);
-      digest.add("options", options.str());
-    }
+    for (const auto& slot : run.slots()) digest_options(slot.original(), slot.name(), digest);
     return digest.text() + generators_now();
   }
 
@@ -488,12 +304,12 @@ struct Verifier::Impl {
     std::string values;
     snapshot.restore();
     if (trades) {  // its state may be held in a lower precision, so it is looked at apart
-      before = states_now();
+      before = recorder.states();
       values = values_now();
     }
     run.set_active(names);
     const bool same = trades ? values_now() == values : snapshot.digest() == snapshot.held();
-    if (trades) after = states_now();
+    if (trades) after = recorder.states();
     run.set_active({});
     if (!same) throw Wrong{"making it active changes weights, optimizer state or random generators"};
     for (const auto& [name, held] : before) {
@@ -547,58 +363,6 @@ struct Verifier::Impl {
     return draws && (differs || pieces);
   }
 
-  /// Losses of one batch, each time with the next random numbers, and how far gradients are apart, two by two: of masks
-  /// at another rate the mean loss may be the same.
-  Draws draw_losses() {
-    Draws found{.spread_of = "gradients"};
-    Tensors before;
-    for (int i = 0; i < kDraws; ++i) {
-      found.losses.push_back(number(run.backward(batch(0))));
-      if (i % 2 == 0) {
-        before = gradients(run.parameters());
-        continue;
-      }
-      double square = 0;
-      for (std::size_t k = 0; k < before.size(); ++k) {
-        const auto& now = run.parameters()[k].grad();
-        if (!now.defined() || !before[k].defined()) continue;
-        const auto change = now.is_sparse() ? (now - before[k]).to_dense() : now - before[k];
-        square += change.detach().to(at::kDouble).square().sum().item<double>();
-      }
-      found.spreads.push_back(square / 2);
-    }
-    return found;
-  }
-
-  /// How far the gradient is from the difference quotient of the loss with the same random numbers, relative: a
-  /// recomputation in backward with masks of its own is off by as much as masks matter.
-  double backward_error() {
-    const auto random = optim::generator_states(run.device());
-    run.original().zero_grad();
-    const auto whole = run.loss(batch(0));  // not in pieces, as the ends below
-    whole.backward();
-    const double there = number(whole.detach());
-    Tensors moved, directions;
-    double square = 0;
-    for (const auto& p : run.parameters()) {
-      if (!p.grad().defined()) continue;
-      moved.push_back(p);
-      directions.push_back((p.grad().is_sparse() ? p.grad().to_dense() : p.grad()).detach().clone());
-      square += directions.back().to(at::kDouble).square().sum().item<double>();
-    }
-    const double norm = std::sqrt(square);
-    if (norm == 0) return 0;
-    const double length = kRise * std::abs(there) / norm;
-    const at::NoGradGuard no_grad;
-    std::vector<double> ends;
-    for (const double factor : {length / norm, -2 * length / norm}) {
-      for (std::size_t i = 0; i < moved.size(); ++i) moved[i].add_(directions[i], factor);
-      optim::set_generator_states(run.device(), random);
-      ends.push_back(number(run.loss(batch(0))));
-    }
-    return std::abs((ends[0] - ends[1]) / (2 * length) / norm - 1);
-  }
-
   void judge_random_numbers(Kind kind, const std::vector<std::string>& names) {
     const auto with = [&](const std::vector<std::string>& active, const auto& look) {
       snapshot.restore();
@@ -607,8 +371,8 @@ struct Verifier::Impl {
       run.set_active({});
       return found;
     };
-    const auto losses = [&] { return draw_losses(); };
-    const auto backward = [&] { return backward_error(); };
+    const auto losses = [&] { return draw_losses(run, batch(0)); };
+    const auto backward = [&] { return backward_error(run, batch(0)); };
     if (const auto why = draws_fault(with(names, losses), with({}, losses)); !why.empty()) throw Wrong{why};
     const double error = with(names, backward);
     if (!(error <= quotient_allowance(kind, with({}, backward)))) {
@@ -708,7 +472,7 @@ struct Verifier::Impl {
       const Still still(run.model());
       snapshot.restore();
       const auto here = generators_now();
-      static_cast<void>(run.loss(batch(0)));
+      static_cast<void>(run.losses(batch(0)));
       if (generators_now() != here) {
         throw Wrong{
             "it draws other random numbers than the step as given, by functions that are no modules, so that "
@@ -745,7 +509,7 @@ struct Verifier::Impl {
   Run& run;
   Snapshot& snapshot;
   VerifierOptions options;
-  std::vector<std::string> labels, buffer_labels;
+  Recorder recorder;
   std::optional<std::pair<std::string, Tensors>> reference;
   bool repeats = true;
   std::optional<Given> given;

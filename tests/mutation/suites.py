@@ -83,6 +83,10 @@ _PROGRAMS = {
     "src/optim/schedule": ("optim_test",),
     "src/optim/spike_detector": ("stability_test",),
     "src/optim/stability": ("stability_test",),
+    "src/tune/chance": ("planted_faults_test",),
+    "src/tune/record": ("planted_faults_test", "several_test"),
+    "src/tune/training_step": ("training_step_test", "several_test"),
+    "src/tune/verify": ("planted_faults_test",),
     "src/tune/": ("strategies_test", "accelerate_test"),
 }
 

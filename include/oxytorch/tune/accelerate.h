@@ -12,6 +12,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -23,6 +24,7 @@
 #include "oxytorch/statistics.h"
 #include "oxytorch/tune/batch.h"
 #include "oxytorch/tune/certificate.h"
+#include "oxytorch/tune/models.h"
 
 namespace oxytorch {
 
@@ -66,7 +68,7 @@ struct AccelerateOptions {
 /// }
 /// ```
 ///
-/// Model and optimizer stay the caller's and must outlive it; its end is a revert(). Movable. Not for use from several
+/// Models and optimizers stay the caller's and must outlive it; its end is a revert(). Movable. Not for use from several
 /// threads at once.
 class OXY_API Plan {
  public:
@@ -80,31 +82,32 @@ class OXY_API Plan {
   /// the log and in certificate().events. What the step throws passes through, and its gradients are dropped.
   at::Tensor step(const Batch& batch);
 
-  /// The loss of a batch under what is active, with its graph, for a loop of one's own.
-  [[nodiscard]] at::Tensor loss(const Batch& batch);
+  /// The loss of a batch under what is active, with its graph, for a loop of one's own; of several losses that number.
+  [[nodiscard]] at::Tensor loss(const Batch& batch, std::size_t number = 0);
   /// What is active around a forward, until the returned guard ends; keep backward outside of it. Inputs are not laid
   /// out otherwise then, as loss() does.
   [[nodiscard]] std::shared_ptr<void> scope() const;
-  /// Clips and lets the optimizer step with the gradients that there are, and looks at the run as step() does, by the
-  /// time from one update to the next.
-  void update();
+  /// Clips and lets the optimizer step with the gradients that there are, all of them, or of several losses the one
+  /// of that number; looks at the run as step() does, by the time from one last update to the next.
+  void update(std::size_t number = 0);
 
   [[nodiscard]] std::vector<std::string> accepted() const;  ///< active
   [[nodiscard]] Interval speedup() const;  ///< seconds as given over seconds now; ones where nothing is active
   [[nodiscard]] const tune::Certificate& certificate() const noexcept;
   [[nodiscard]] std::string report() const;  ///< the certificate as a table
 
-  /// The optimizer that takes the steps now. Learning rates are to be set on the caller's own.
-  [[nodiscard]] torch::optim::Optimizer& optimizer() const noexcept;
-  /// Brings the caller's optimizer up to date with the one that steps in its place, as before saving it.
+  /// The optimizer that takes the steps now in the place of that one of the caller's. Learning rates are to be set on
+  /// the caller's own. std::out_of_range where there are fewer.
+  [[nodiscard]] torch::optim::Optimizer& optimizer(std::size_t number = 0) const;
+  /// Brings the caller's optimizers up to date with those that step in their place, as before saving them.
   void hand_back();
-  /// Takes everything back: the caller's optimizer goes on where this stands. step() goes on as given.
+  /// Takes everything back: the caller's optimizers go on where these stand. step() goes on as given.
   void revert();
 
  private:
   friend class Trainer;
   friend class Decisions;
-  friend OXY_API Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
+  friend OXY_API Plan accelerate(const Models& models, const Optimizers& optimizers, std::vector<LossFunction> losses,
                                  std::vector<Batch> batches, const AccelerateOptions& options);
   struct Impl;
   explicit Plan(std::unique_ptr<Impl> impl);
@@ -123,6 +126,22 @@ class OXY_API Plan {
 /// Errors: InvalidArgument for options that cannot be meant, before anything ran. What the step as given throws passes
 /// through, with everything restored.
 OXY_API Plan accelerate(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
+                        std::vector<Batch> batches, const AccelerateOptions& options = {});
+
+/// The same for a step of several models and several optimizers, such as a GAN's:
+///
+/// ```cpp
+/// auto plan = oxytorch::accelerate({*generator, *discriminator}, {of_discriminator, of_generator},
+///                                  {loss_of_discriminator, loss_of_generator}, batches);
+/// ```
+///
+/// Each strategy acts on all models, or on all optimizers that it fits, and all of them are held and verified. One loss
+/// is stepped by all optimizers. Of several there is one for each, in the order in which they step; for one after the
+/// other a step does its zero_grad, loss, backward, clipping and update, and returns their sum. A loss calls the models
+/// itself. A Trainer does not take such a plan.
+///
+/// Errors: InvalidArgument too where something is given twice, or losses are neither one nor one for each optimizer.
+OXY_API Plan accelerate(const Models& models, const Optimizers& optimizers, std::vector<LossFunction> losses,
                         std::vector<Batch> batches, const AccelerateOptions& options = {});
 
 }  // namespace oxytorch

@@ -19,10 +19,12 @@
 
 namespace oxytorch::tune {
 
-/// Model and optimizer are borrowed and must outlive the run. Not for use from several threads at once.
+/// Models and optimizers are borrowed and must outlive the run. Not for use from several threads at once.
 class OXY_API Run : public TrainingStep {
  public:
   /// Without batches nothing can be tried on it. Error(InvalidArgument) as TrainingStep.
+  Run(const Models& models, const Optimizers& optimizers, std::vector<LossFunction> losses, std::vector<Batch> batches,
+      double clip_norm = 0);
   Run(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, std::vector<Batch> batches,
       double clip_norm = 0);
   /// Takes back what is active.

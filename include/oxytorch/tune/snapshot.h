@@ -10,8 +10,8 @@
 
 namespace oxytorch::tune {
 
-/// Holds parameters and buffers of the model, parameters of the optimizer that are not in it, gradients, the
-/// optimizer's state and options (native state byte for byte), training flags, and the generators of the CPU and of the
+/// Holds parameters and buffers of the models, parameters of the optimizers that are not in them, gradients, the
+/// optimizers' state and options (native state byte for byte), training flags, and the generators of the CPU and of the
 /// parameters' device. Costs their memory once more. May be taken and restored with active strategies; where they
 /// change the layout of a tensor, its values are what counts. The run must outlive it.
 ///

@@ -12,6 +12,10 @@
 ///     optimizer steps, the moving average follows, the schedule steps.
 /// What throws in it leaves no trace of the window. Nothing of it reads the device on the host but the guard, where it
 /// has a policy, and the scaler with an optimizer that is not of oxytorch::optim.
+///
+/// With several optimizers, one loss is of all of them: their gradients are dropped, forward, loss, backward, and each
+/// clips its own and steps. Of several losses there is one for each optimizer, and all that is done for the first one,
+/// its step too, before the next one begins; then take() is step(), and a window is one batch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +23,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -32,6 +37,7 @@
 #include "oxytorch/optim/optimizer.h"
 #include "oxytorch/optim/schedule.h"
 #include "oxytorch/tune/batch.h"
+#include "oxytorch/tune/models.h"
 
 namespace oxytorch::tune {
 
@@ -41,41 +47,83 @@ struct Replacement {
   std::function<void()> hand_back;  ///< gives the state it has now to the user's optimizer; may be called many times
   bool clips = false;               ///< it clips by TrainingStep::clip_norm() itself
 };
+/// Makes a replacement that carries on where the user's optimizer stands; without an optimizer in it, that one itself
+/// goes on.
+using MakeReplacement = std::function<Replacement(torch::optim::Optimizer& original)>;
 
-/// Model and optimizer are borrowed and must outlive it. Not for use from several threads at once.
+/// One optimizer of a step, and what does its work.
+class OXY_API OptimizerSlot {
+ public:
+  /// `name`: what messages call it, "the optimizer", or of several "optimizer[1]".
+  OptimizerSlot(torch::optim::Optimizer& original, std::string name);
+
+  [[nodiscard]] torch::optim::Optimizer& original() const noexcept { return original_; }  ///< the user's
+  [[nodiscard]] torch::optim::Optimizer& optimizer() const noexcept;                      ///< the one that steps now
+  /// That one, where it is of oxytorch::optim; else null.
+  [[nodiscard]] optim::TailOptimizer* tail() const noexcept { return tail_; }
+  [[nodiscard]] const std::string& name() const noexcept { return name_; }
+  [[nodiscard]] const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
+
+ private:
+  friend class TrainingStep;
+  void use(Replacement replacement);
+  void hand_back();
+  void carry_rates();
+
+  torch::optim::Optimizer& original_;
+  std::string name_;
+  std::vector<at::Tensor> parameters_;
+  Replacement replacement_;
+  optim::TailOptimizer* tail_ = nullptr;
+};
+
+/// Models and optimizers are borrowed and must outlive it. Not for use from several threads at once.
 class OXY_API TrainingStep {
  public:
   using Scope = std::function<std::shared_ptr<void>()>;
   using Transform = std::function<Batch(const Batch&)>;
   using Closure = std::function<at::Tensor()>;
-  /// Makes a replacement that carries on where the user's optimizer stands.
-  using MakeReplacement = std::function<Replacement(torch::optim::Optimizer& original)>;
 
-  /// Without `loss` only closures can be taken. Error(InvalidArgument) without a parameter or for a negative clip_norm.
+  /// Without a loss only closures can be taken. Error(InvalidArgument) for a negative clip_norm, an optimizer without a
+  /// parameter, something given twice, or losses that are neither one nor one for each optimizer.
+  TrainingStep(const Models& models, const Optimizers& optimizers, std::vector<LossFunction> losses,
+               double clip_norm = 0);
   TrainingStep(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, double clip_norm = 0);
   virtual ~TrainingStep();
   TrainingStep(const TrainingStep&) = delete;
   TrainingStep& operator=(const TrainingStep&) = delete;
 
-  [[nodiscard]] torch::nn::Module& model() const noexcept { return model_; }
-  [[nodiscard]] torch::optim::Optimizer& original() const noexcept { return original_; }  ///< the user's
-  [[nodiscard]] torch::optim::Optimizer& optimizer() const noexcept;                      ///< the one that steps now
-  /// Of the optimizer.
+  /// Of several models one that holds them as "model[0]" and so on, to walk what they hold.
+  [[nodiscard]] torch::nn::Module& model() const noexcept { return *model_; }
+  [[nodiscard]] std::size_t models() const noexcept { return models_; }
+  [[nodiscard]] const std::vector<OptimizerSlot>& slots() const noexcept { return slots_; }
+  /// The user's optimizer, and the one that steps now; of several the first.
+  [[nodiscard]] torch::optim::Optimizer& original() const noexcept { return slots_.front().original(); }
+  [[nodiscard]] torch::optim::Optimizer& optimizer() const noexcept { return slots_.front().optimizer(); }
+  /// Of all optimizers, in their order; one that two of them step comes twice.
   [[nodiscard]] const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
   [[nodiscard]] at::Device device() const noexcept { return device_; }
   [[nodiscard]] double clip_norm() const noexcept { return clip_norm_; }
-  [[nodiscard]] bool has_loss() const noexcept { return static_cast<bool>(loss_); }
+  [[nodiscard]] bool has_loss() const noexcept { return !losses_.empty(); }
+  /// Losses of a step, at least 1, and what one of them is of: all optimizers, or of several losses its own one.
+  [[nodiscard]] std::size_t parts() const noexcept { return losses_.empty() ? 1 : losses_.size(); }
+  [[nodiscard]] std::vector<at::Tensor> parameters(std::size_t part) const;
 
   // -- the least that trains ------------------------------------------------------------------------------------------
 
-  /// The loss under what is active, with its graph. Error(InvalidArgument) where it is no scalar, Error(InvalidState)
+  /// A loss under what is active, with its graph. Error(InvalidArgument) where it is no scalar, Error(InvalidState)
   /// without a loss function.
-  [[nodiscard]] at::Tensor loss(const Batch& batch) const;
+  [[nodiscard]] at::Tensor loss(const Batch& batch, std::size_t part = 0) const;
+  /// The sum of all losses.
+  [[nodiscard]] at::Tensor losses(const Batch& batch) const;
   /// Enters the scopes, for a forward that is not the loss function's; they are left as what it returns ends.
   [[nodiscard]] std::shared_ptr<void> enter() const;
-  /// Zeroes gradients, then forward and backward; the detached loss.
-  at::Tensor backward(const Batch& batch);
-  /// Clips and lets the optimizer step. Learning rates set on the user's optimizer count.
+  void zero_grad(std::size_t part);
+  /// Of one loss after the other: zeroes gradients, then forward and backward, then calls then(part). Returns the
+  /// detached sum of the losses.
+  at::Tensor backward(const Batch& batch, const std::function<void(std::size_t part)>& then = {});
+  /// Clips and lets the optimizers of a part step, or all. Learning rates set on the user's optimizers count.
+  void update(std::size_t part);
   void update();
   at::Tensor step(const Batch& batch);
 
@@ -114,11 +162,12 @@ class OXY_API TrainingStep {
   /// Pieces that a batch is cut into along its first dimension, gradients averaged by their rows.
   void set_micro_batches(int pieces);
   [[nodiscard]] int micro_batches() const noexcept { return micro_batches_; }
-  /// Lets what `make` returns do the steps; empty: the user's optimizer itself again, with the state reached.
+  /// Lets what `make` returns for each optimizer do its steps; empty: the user's optimizers themselves again, with the
+  /// state reached.
   void replace_optimizer(MakeReplacement make);
-  /// Brings the user's optimizer up to date with its replacement, which goes on.
+  /// Brings the user's optimizers up to date with their replacements, which go on.
   void hand_back();
-  /// Makes the replacement anew, as the user's optimizer was changed.
+  /// Makes the replacements anew, as the user's optimizers were changed.
   void renew_replacement();
 
  private:
@@ -128,17 +177,21 @@ class OXY_API TrainingStep {
   at::Tensor differentiate(const Function& compute, double share, bool windowed, bool last);
   template <class Function>
   at::Tensor take_one(const Function& gradients);
-  at::Tensor differentiate_batch(const Batch& batch, bool windowed);
+  at::Tensor differentiate_batch(const Batch& batch, bool windowed, std::size_t part);
+  /// Of a part's optimizers the first, and one past the last.
+  [[nodiscard]] std::pair<std::size_t, std::size_t> slots_of(std::size_t part) const noexcept;
   void apply();
   void step_optimizer();
-  [[nodiscard]] bool clips() const noexcept;
-  void clip(const std::vector<at::Tensor>& gradients) const;
-  void carry_rates();
-  void use(Replacement replacement);
+  [[nodiscard]] bool clips(const OptimizerSlot& slot) const noexcept;
+  void clip(const OptimizerSlot& slot, const std::vector<at::Tensor>& gradients) const;
+  void drop_gradients();
+  void replace(const MakeReplacement& make);
 
-  torch::nn::Module& model_;
-  torch::optim::Optimizer& original_;
-  LossFunction loss_;
+  std::shared_ptr<torch::nn::Module> holder_;  // of several models
+  torch::nn::Module* model_;
+  std::size_t models_;
+  std::vector<OptimizerSlot> slots_;
+  std::vector<LossFunction> losses_;
   std::vector<at::Tensor> parameters_;
   at::Device device_;
   double clip_norm_;
@@ -149,8 +202,6 @@ class OXY_API TrainingStep {
   std::vector<std::pair<std::string, Scope>> scopes_;
   std::vector<std::pair<std::string, Transform>> inputs_;
   MakeReplacement make_;
-  Replacement replacement_;
-  optim::TailOptimizer* tail_ = nullptr;  // the one that steps now, where it is of oxytorch::optim
 };
 
 }  // namespace oxytorch::tune

@@ -1,0 +1,173 @@
+#include "tune/record.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <memory>
+#include <set>
+
+#include "oxytorch/amp.h"
+#include "tune/optimizer_state.h"
+
+namespace oxytorch::tune {
+namespace {
+
+Tensors gradients_of(const Tensors& parameters) {
+  Tensors result;
+  for (const auto& p : parameters) result.push_back(copied(p.grad()));
+  return result;
+}
+
+Batch as_double(const Batch& batch) {
+  return batch.map([](const at::Tensor& t) { return t.is_floating_point() ? t.to(at::kDouble) : t; });
+}
+
+}  // namespace
+
+at::Tensor copied(const at::Tensor& t) { return t.defined() ? t.detach().clone() : t; }
+
+Tensors copies(const Tensors& all) {
+  Tensors result;
+  for (const auto& t : all) result.push_back(copied(t));
+  return result;
+}
+
+double number(const at::Tensor& loss) { return loss.to(at::kDouble).item<double>(); }
+
+InDouble::InDouble(Run& run) {
+    Tensors all = run.model().parameters();
+    for (const auto& t : run.model().buffers()) all.push_back(t);
+    all.insert(all.end(), run.parameters().begin(), run.parameters().end());
+    for (auto& t : all) {
+      if (!t.defined() || !t.is_floating_point() || t.scalar_type() == at::kDouble) continue;
+      held_.emplace_back(t, t.variable_data());
+      if (t.is_leaf()) t.mutable_grad().reset();
+      t.set_data(t.variable_data().to(at::kDouble));
+    }
+    for (const auto& slot : run.slots()) {
+      knows_optimizers_ &= each_state_tensor(slot.original(), [](const at::Tensor&, at::Tensor& value) {
+        if (value.is_floating_point()) value = value.to(at::kDouble);
+      });
+    }
+}
+
+InDouble::~InDouble() {
+  for (auto& [tensor, data] : held_) {
+    if (tensor.is_leaf()) tensor.mutable_grad().reset();
+    tensor.set_data(data);
+  }
+}
+
+Recorder::Recorder(Run& run) : run_(run) {
+  std::map<const void*, std::string> known;
+  for (const auto& item : run.model().named_parameters()) known[item.value().unsafeGetTensorImpl()] = item.key();
+  for (const auto& slot : run.slots()) {
+    const std::set<std::string> of_others(labels_.begin(), labels_.end());
+    for (const auto& parameter : slot.parameters()) {
+      const auto name = known.find(parameter.unsafeGetTensorImpl());
+      auto label = name == known.end() ? "parameter " + std::to_string(labels_.size()) : name->second;
+      labels_.push_back(of_others.contains(label) ? label + " in " + slot.name() : std::move(label));
+    }
+  }
+  for (const auto& item : run.model().named_buffers()) buffer_labels_.push_back(item.key());
+}
+
+Observed Recorder::forward_backward(const Batch& batch, const Observed* taken) {
+  Observed seen;
+  seen.loss = copied(run_.backward(batch, [&](std::size_t part) {
+    const auto parameters = run_.parameters(part);
+    const auto made = gradients_of(parameters);
+    seen.gradients.insert(seen.gradients.end(), made.begin(), made.end());
+    if (part + 1 == run_.parts()) return;
+    if (taken == nullptr) {
+      run_.update(part);
+      seen.between.push_back(copies(parameters));
+      return;
+    }
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < parameters.size(); ++i) at::Tensor(parameters[i]).copy_(taken->between[part][i]);
+  }));
+  seen.buffers = copies(run_.model().buffers());
+  return seen;
+}
+
+void Recorder::note_updated(Observed& seen) {
+  seen.parameters = copies(run_.parameters());
+  seen.states = states();
+}
+
+Observed Recorder::updated_by(const Tensors& gradients) {
+  auto gradient = gradients.begin();
+  for (std::size_t part = 0; part < run_.parts(); ++part) {
+    for (const auto& p : run_.parameters(part)) {
+      p.mutable_grad() = gradient->defined() ? gradient->to(p.scalar_type(), false, true) : *gradient;
+      ++gradient;
+    }
+    run_.update(part);
+  }
+  Observed found;
+  note_updated(found);
+  return found;
+}
+
+std::map<std::string, at::Tensor> Recorder::states() {
+  run_.hand_back();
+  std::map<std::string, at::Tensor> all;
+  std::size_t begin = 0;  // of a slot's labels
+  for (const auto& slot : run_.slots()) {
+    std::map<const void*, std::size_t> place;
+    for (const auto& p : slot.parameters()) place[p.unsafeGetTensorImpl()] = begin++;
+    std::map<std::string, int> numbers;
+    std::map<std::string, at::Tensor> found;
+    const bool known = each_state_tensor(slot.original(), [&](const at::Tensor& param, at::Tensor& value) {
+      const auto& name = labels_[place.at(param.unsafeGetTensorImpl())];
+      found["state " + std::to_string(++numbers[name]) + " of " + name] = copied(value);
+    });
+    if (known) all.merge(found);
+  }
+  return all;
+}
+
+Observed Recorder::in_float64(const Batch& batch, Snapshot& before, const Observed& taken) {
+  before.restore();
+  const InDouble scope(run_);
+  return forward_backward(as_double(batch), &taken);
+}
+
+Observed Recorder::in_float64_moved(const Batch& batch, Snapshot& before, const Observed& taken, double nudge, std::mt19937_64& random) {
+  before.restore();
+  const InDouble scope(run_);
+  const at::NoGradGuard no_grad;
+  std::uniform_real_distribution<double> part(-nudge, nudge);
+  const auto factors = [&](const at::Tensor& p) {
+    auto drawn = at::empty(p.sizes(), at::kDouble);
+    std::generate_n(drawn.data_ptr<double>(), drawn.numel(), [&] { return 1 + part(random); });
+    return drawn.to(p.device());
+  };
+  for (auto p : run_.parameters()) {
+    if (p.is_floating_point()) p.mul_(factors(p));
+  }
+  Observed moved;
+  for (const auto& all : taken.between) {
+    moved.between.emplace_back();
+    for (const auto& p : all) moved.between.back().push_back(p.is_floating_point() ? p * factors(p) : p);
+  }
+  const at::AutoGradMode with_grad(true);
+  return forward_backward(as_double(batch), &moved);
+}
+
+Observed Recorder::under_autocast(const Batch& batch, const Observed& taken) {
+  run_.scope("reference",
+            [device = run_.device().type()] { return std::make_shared<amp::Autocast>(device, at::kBFloat16); });
+  try {
+    auto found = forward_backward(batch, &taken);
+    run_.scope("reference", {});
+    return found;
+  } catch (...) {
+    run_.scope("reference", {});
+    throw;
+  }
+}
+
+}  // namespace oxytorch::tune

@@ -1,0 +1,79 @@
+/// Training steps taken with all written down that the verifier needs, as given, in float64, or under autocast.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "oxytorch/tune/run.h"
+#include "oxytorch/tune/snapshot.h"
+
+namespace oxytorch::tune {
+
+using Tensors = std::vector<at::Tensor>;
+
+at::Tensor copied(const at::Tensor& t);
+Tensors copies(const Tensors& all);
+double number(const at::Tensor& loss);
+
+/// Model, optimizer state and gradients in float64 until the end of the scope.
+class InDouble {
+ public:
+  explicit InDouble(Run& run);
+  ~InDouble();
+  InDouble(const InDouble&) = delete;
+  InDouble& operator=(const InDouble&) = delete;
+  [[nodiscard]] bool knows_optimizers() const noexcept { return knows_optimizers_; }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> held_;
+  bool knows_optimizers_ = true;
+};
+
+/// What a step showed before and after the update. Of several losses `gradients` are those that each optimizer was
+/// given, and `between` is what each but the last left in its parameters, where the next loss began.
+struct Observed {
+  at::Tensor loss;
+  Tensors gradients, buffers, parameters;
+  std::vector<Tensors> between;
+  std::map<std::string, at::Tensor> states;
+};
+
+/// Takes steps of a run, which must outlive it, with what is active on it.
+class Recorder {
+ public:
+  explicit Recorder(Run& run);
+
+  /// Names of the run's parameters and of its models' buffers.
+  [[nodiscard]] const std::vector<std::string>& labels() const noexcept { return labels_; }
+  [[nodiscard]] const std::vector<std::string>& buffer_labels() const noexcept { return buffer_labels_; }
+
+  /// Takes the step up to its last update, without parameters and states. Of several losses each but the first begins
+  /// where `taken` stood then, the step that is compared with it; without it, where the run's own updates lead.
+  Observed forward_backward(const Batch& batch, const Observed* taken = nullptr);
+  void last_update() { run_.update(run_.parts() - 1); }
+  /// Adds parameters and states as they are.
+  void note_updated(Observed& seen);
+  /// Lets the optimizers step with these gradients from where the run stands; parameters and states after it.
+  Observed updated_by(const Tensors& gradients);
+  /// State of the optimizers by the parameter that it is of; without those whose class is not known.
+  std::map<std::string, at::Tensor> states();
+
+  /// From `before`, `taken` as forward_backward() says. What a model that does not run in float64 throws passes.
+  Observed in_float64(const Batch& batch, Snapshot& before, const Observed& taken);
+  /// The same with each parameter moved by a random part of itself, at most `nudge` large.
+  Observed in_float64_moved(const Batch& batch, Snapshot& before, const Observed& taken, double nudge,
+                            std::mt19937_64& random);
+  /// From where the run stands.
+  Observed under_autocast(const Batch& batch, const Observed& taken);
+
+ private:
+  Run& run_;
+  std::vector<std::string> labels_, buffer_labels_;
+};
+
+}  // namespace oxytorch::tune
