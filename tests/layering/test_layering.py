@@ -1,4 +1,4 @@
-"""Reads the #includes and the Python imports: no room may reach up, and no name may be without its room."""
+"""Reads the #includes and the Python imports: no module may reach up, and no name may be without its module."""
 
 from __future__ import annotations
 
@@ -14,22 +14,17 @@ pytestmark = pytest.mark.cpu_only("reads the sources")
 ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = ROOT / "include"
 
-FLOORS = {
-    "base": 0,
-    "backend": 1, "environment": 1,
-    # The topology lists the devices of the backends; the planners of floor 2 read it.
-    "machine": 1.5,
-    # Devices may run the kernels; the backend room knows a device by its table alone.
-    "kernels": 2, "backends": 2.5, "data": 2, "store": 2, "monitor": 2, "planner": 2,
-    # amp stands on optim: its scaler hands unscale, check and skip to the step tail. So does model, for random states.
-    # accelerator asks amp what the hardware multiplies.
-    "optim": 3, "amp": 3.5, "accelerator": 3.7, "memory": 3.6, "model": 3.5, "checkpoint": 3, "distributed": 3,
-    "tune": 4, "trainer": 4.5,
-}  # fmt: skip
-TOP = 5
-TORCH_FLOOR = 3
-# Folders that are no rooms, by the tree they stand in.
-BESIDE_ROOMS = {
+# What a contributor reads is what is held to: the layers, the lowest 0, and whether their modules know torch.
+LAYER_ROW = re.compile(r"^\| (\d+) \| (.*?) \| (yes|no) \|$", re.MULTILINE)
+TABLE = LAYER_ROW.findall((ROOT / "docs/guide/contributing.md").read_text())
+LAYERS = {
+    name.partition("/")[0]: int(layer) for layer, names, _ in TABLE for name in re.findall(r"`([\w/*]+)`", names)
+}
+TOP = LAYERS.pop("bindings")
+LAYERS.pop("python")
+TORCH_LAYER = min(int(layer) for layer, _, knows_torch in TABLE if knows_torch == "yes")
+# Folders that are no modules, by the tree they stand in.
+BESIDE_MODULES = {
     "src": set(),
     "tests": {
         "cuda",
@@ -47,8 +42,8 @@ BESIDE_ROOMS = {
     },
     "bench": {"race", "results", "report"},
 }
-# Python modules that are no rooms, with the floor they stand on.
-PYTHON_FLOORS = {
+# Python files that are of no module, with their layer.
+PYTHON_LAYERS = {
     "__init__": TOP,
     "__main__": TOP,
     "cli": TOP,
@@ -56,15 +51,15 @@ PYTHON_FLOORS = {
     "demo": TOP,
     "bench": TOP,
     "hpu": TOP,
-    "_torch_check": 0,
-    "_build_info": 0,
-    "config": 0,
-    "report": 0,
+    "_torch_check": LAYERS["base"],
+    "_build_info": LAYERS["base"],
+    "config": LAYERS["base"],
+    "report": LAYERS["base"],
     # One training step, which tune and trainer take.
-    "step": 3.9,
-    "step_graph": 3.9,
+    "step": LAYERS["tune"] - 1,
+    "step_graph": LAYERS["tune"] - 1,
 }
-PAGES_BESIDE_ROOMS = {"index", "systems", "demo", "bench", "hpu"}
+PAGES_BESIDE_MODULES = {"index", "systems", "demo", "bench", "hpu"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
 # A Gaudi card is reached through torch alone: docs/decisions/0007-hpu-through-torch.md.
 TORCH_BELOW = {"backends/hpu/torch_device.cpp"}
@@ -89,14 +84,14 @@ def own_header(name: str, user: Path) -> Path | None:
     return None
 
 
-def room_of(path: Path) -> str | None:
-    """The room a C++ file belongs to; None for files above every floor."""
+def module_of(path: Path) -> str | None:
+    """The module a C++ file belongs to; None for files above every layer."""
     parts = path.relative_to(ROOT).parts
     if parts[:2] == ("include", "oxytorch"):
         name = parts[2].removesuffix(".h")
         if name == "oxytorch":
             return None  # the umbrella
-        return next((room for room in (name, name.split("_")[0]) if room in FLOORS), "base")
+        return next((module for module in (name, name.split("_")[0]) if module in LAYERS), "base")
     if parts[0] == "src":
         return parts[1]
     if parts[0] == "backends":
@@ -104,9 +99,9 @@ def room_of(path: Path) -> str | None:
     return None
 
 
-def floor_of(path: Path) -> int:
-    room = room_of(path)
-    return TOP if room is None else FLOORS[room]
+def layer_of(path: Path) -> int:
+    module = module_of(path)
+    return TOP if module is None else LAYERS[module]
 
 
 def cpp(*trees: str) -> list[Path]:
@@ -141,23 +136,23 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def test_a_room_includes_only_the_floors_under_it() -> None:
+def test_a_module_includes_only_the_layers_under_it() -> None:
     ups = []
     for path in cpp("include", "src", "backends"):
         for name in includes(path):
             header = own_header(name, path)
-            if header is None or room_of(header) == room_of(path):
+            if header is None or module_of(header) == module_of(path):
                 continue
-            if floor_of(header) >= floor_of(path):
-                ups.append(f"{relative(path)} (floor {floor_of(path)}) includes {name} (floor {floor_of(header)})")
+            if layer_of(header) >= layer_of(path):
+                ups.append(f"{relative(path)} (layer {layer_of(path)}) includes {name} (layer {layer_of(header)})")
     assert not ups, "\n".join(ups)
 
 
-def test_floors_under_three_know_no_torch() -> None:
+def test_layers_under_those_of_torch_know_none() -> None:
     found = [
         f"{relative(path)} reaches {name}"
         for path in cpp("include", "src", "backends")
-        if floor_of(path) < TORCH_FLOOR and relative(path) not in TORCH_BELOW
+        if layer_of(path) < TORCH_LAYER and relative(path) not in TORCH_BELOW
         for name in reached(path)
         if TORCH_HEADER.match(name)
     ]
@@ -170,7 +165,7 @@ def test_public_headers_hold_no_third_party_header() -> None:
         for name in includes(path):
             standard = re.fullmatch(r"[a-z_0-9]+(\.h)?", name) is not None
             ours = own_header(name, path) is not None or name == "oxytorch/version.h"
-            torch = TORCH_HEADER.match(name) is not None and floor_of(path) >= TORCH_FLOOR
+            torch = TORCH_HEADER.match(name) is not None and layer_of(path) >= TORCH_LAYER
             if not (standard or ours or torch):
                 found.append(f"{relative(path)} includes {name}")
     assert not found, "\n".join(found)
@@ -285,59 +280,64 @@ def test_no_headers_include_each_other() -> None:
     assert not circles(graph)
 
 
-def python_room(path: Path) -> str:
+def python_module(path: Path) -> str:
     package = ROOT / "python" / "oxytorch"
     return path.relative_to(package).parts[0].removesuffix(".py")
 
 
-def python_floor(room: str) -> int | None:
-    # A private module of a room is named `_room_noun`.
-    inner = room.lstrip("_").split("_")[0]
-    return PYTHON_FLOORS.get(room, FLOORS.get(room, FLOORS.get(inner)))
+def python_layer(module: str) -> int | None:
+    # A private file of a module is named `_module_noun`.
+    inner = module.lstrip("_").split("_")[0]
+    return PYTHON_LAYERS.get(module, LAYERS.get(module, LAYERS.get(inner)))
 
 
-def test_python_modules_import_only_the_floors_under_them() -> None:
+def test_python_modules_import_only_the_layers_under_them() -> None:
     ups = []
     for path in sorted((ROOT / "python" / "oxytorch").rglob("*.py")):
-        room = python_room(path)
-        floor = python_floor(room)
-        if floor is None or floor == TOP:
+        module = python_module(path)
+        layer = python_layer(module)
+        if layer is None or layer == TOP:
             continue
         for name in imported_modules(path):
-            other = python_floor(name)
-            same_room = name.lstrip("_").split("_")[0] == room.lstrip("_").split("_")[0]
-            if name == "_C" or other is None or same_room:
+            other = python_layer(name)
+            same_module = name.lstrip("_").split("_")[0] == module.lstrip("_").split("_")[0]
+            if name == "_C" or other is None or same_module:
                 continue
-            if other >= floor:
-                ups.append(f"{relative(path)} (floor {floor}) imports {name} (floor {other})")
+            if other >= layer:
+                ups.append(f"{relative(path)} (layer {layer}) imports {name} (layer {other})")
     assert not ups, "\n".join(ups)
 
 
-@pytest.mark.parametrize("tree", BESIDE_ROOMS)
-def test_every_folder_is_a_room(tree: str) -> None:
+@pytest.mark.parametrize("tree", BESIDE_MODULES)
+def test_every_folder_is_a_module(tree: str) -> None:
     folders = {path.name for path in (ROOT / tree).iterdir() if path.is_dir() and any(path.rglob("*.*"))}
-    strangers = folders - set(FLOORS) - BESIDE_ROOMS[tree] - {"__pycache__"}
-    assert not strangers, f"{tree}/ has folders that are no room: {sorted(strangers)}"
+    strangers = folders - set(LAYERS) - BESIDE_MODULES[tree] - {"__pycache__"}
+    assert not strangers, f"{tree}/ has folders that are no module: {sorted(strangers)}"
 
 
-def test_every_binding_python_module_and_page_is_of_a_room() -> None:
+def test_every_binding_python_module_and_page_is_of_a_module() -> None:
     bindings = {path.stem for path in (ROOT / "bindings").glob("*.cpp")} - {"module"}
-    strangers = [f"bindings/{name}.cpp" for name in bindings if name.split("_")[0] not in FLOORS]
-    modules = {python_room(path) for path in (ROOT / "python" / "oxytorch").rglob("*.py")}
-    strangers += [f"python/oxytorch/{name}" for name in modules if python_floor(name) is None]
+    strangers = [f"bindings/{name}.cpp" for name in bindings if name.split("_")[0] not in LAYERS]
+    modules = {python_module(path) for path in (ROOT / "python" / "oxytorch").rglob("*.py")}
+    strangers += [f"python/oxytorch/{name}" for name in modules if python_layer(name) is None]
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    strangers += [f"docs/{name}.md" for name in pages if name not in FLOORS and name not in PAGES_BESIDE_ROOMS]
-    assert not strangers, f"these belong to no room: {sorted(strangers)}"
+    strangers += [f"docs/{name}.md" for name in pages if name not in LAYERS and name not in PAGES_BESIDE_MODULES]
+    assert not strangers, f"these belong to no module: {sorted(strangers)}"
 
 
-def test_every_room_has_its_page_and_its_tests() -> None:
-    rooms = sorted(path.name for path in (ROOT / "src").iterdir() if path.is_dir() and any(path.glob("*.cpp")))
-    missing = [f"docs/{room}.md" for room in rooms if not (ROOT / "docs" / f"{room}.md").is_file()]
-    missing += [f"tests/{room}/" for room in rooms if not list((ROOT / "tests" / room).glob("*test*"))]
+def test_every_module_of_the_table_is_there() -> None:
+    missing = [name for name in LAYERS if not (ROOT / "src" / name).is_dir() and not (ROOT / name).is_dir()]
+    assert not missing, f"docs/guide/contributing.md lists modules that do not exist: {missing}"
+
+
+def test_every_module_has_its_page_and_its_tests() -> None:
+    modules = sorted(path.name for path in (ROOT / "src").iterdir() if path.is_dir() and any(path.glob("*.cpp")))
+    missing = [f"docs/{module}.md" for module in modules if not (ROOT / "docs" / f"{module}.md").is_file()]
+    missing += [f"tests/{module}/" for module in modules if not list((ROOT / "tests" / module).glob("*test*"))]
     assert not missing, f"missing: {missing}"
 
 
-def test_the_umbrella_header_includes_every_public_header_of_a_room() -> None:
+def test_the_umbrella_header_includes_every_public_header_of_a_module() -> None:
     umbrella = INCLUDE / "oxytorch" / "oxytorch.h"
     wanted = {relative(path).removeprefix("include/") for path in (INCLUDE / "oxytorch").glob("*.h")} - {
         "oxytorch/oxytorch.h"
@@ -345,7 +345,7 @@ def test_the_umbrella_header_includes_every_public_header_of_a_room() -> None:
     assert wanted <= set(includes(umbrella)), f"oxytorch.h leaves out {sorted(wanted - set(includes(umbrella)))}"
 
 
-def test_the_install_rules_know_every_torch_room() -> None:
+def test_the_install_rules_know_every_torch_module() -> None:
     listed = re.search(r"set\(OXYTORCH_TORCH_ROOMS ([^)]*)\)", text(ROOT / "cmake" / "OxytorchInstall.cmake"))
     assert listed is not None
-    assert set(listed[1].split()) == {room for room, floor in FLOORS.items() if floor >= TORCH_FLOOR} | {"oxytorch"}
+    assert set(listed[1].split()) == {module for module, layer in LAYERS.items() if layer >= TORCH_LAYER} | {"oxytorch"}
