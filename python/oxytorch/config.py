@@ -16,7 +16,7 @@ class PerformanceConfig:
     """Settings of a run, readable and writable as attributes.
 
     Levels: ``basic`` changes no bit of the result, ``advanced`` adds changes within rounding, ``ultra`` adds opt-in
-    trades (none yet: it equals ``advanced``). `explain()` prints every value, where it came from and why.
+    trades (8-bit optimizer state). `explain()` prints every value, where it came from and why.
 
     Parameters
     ----------
