@@ -43,6 +43,7 @@ MARKED = re.compile(r"<!-- (table|figure): ([\w-]+) -->(.*?)<!-- end -->", re.DO
 NO_INTERVAL = "One start gives no interval."
 
 Document = dict[str, Any]
+TAIL_CASES = ("16 x 4M", "200 x 1,000", "200 x 64", "1,000 x up to 512")
 NAMES = {
     "cnn": "CNN, 4 stages",
     "resnet": "ResNet, 3 blocks",
@@ -229,6 +230,48 @@ def over_all_rivals() -> str | None:
     return text(geometric_mean_interval([race.ratios(race.best_rival() or REFERENCE, TOLERANCE) for race in fair]))
 
 
+def summary() -> str | None:
+    """The best and the worst result of each kind of race, and how many starts stand behind them."""
+    python, cpp_races = races("orchestrator.json"), races("orchestrator_cpp.json")
+    tail = read("step_tail.json")
+    if python is None or cpp_races is None or tail is None:
+        return None
+    of_loops = python[1]
+    best_stock = {race.name: eager_best(race) for race in of_loops if race.screened}
+    compared: list[tuple[str, list[tuple[Interval, str]]]] = [
+        (f'{len(of_loops)} training loops, "advanced" over the plain loop', _ratios(of_loops, TOLERANCE)),
+        ('the same, "basic" (no bit changes)', _ratios(of_loops, EXACT)),
+        (
+            'the same, "advanced" over the best stock loop that was found by trying all switches',
+            [
+                (race.ratio(best_stock[race.name], TOLERANCE), NAMES[race.name])
+                for race in of_loops
+                if race.name in best_stock and race.has(TOLERANCE, best_stock[race.name])
+            ],
+        ),
+        (f'{len(cpp_races[1])} C++ loops, "advanced" over LibTorch\'s plain loop', _ratios(cpp_races[1], TOLERANCE)),
+        (
+            "clip + AdamW + moving average, over torch's fastest",
+            [
+                (ratio(known, "torch fused", "oxytorch"), f"{case} parameters")
+                for case in TAIL_CASES
+                if {"torch fused", "oxytorch"} <= (known := times(tail, case)).keys()
+            ],
+        ),
+    ]
+    rows = []
+    for name, found in compared:
+        ends = [end(found, key=lambda each: each[0].mid) for end in (max, min)]
+        rows.append([name, *(f"{text(got)}, {which}" for got, which in ends)])
+    return table(["time of the rival over ours", "best", "worst"], rows)
+
+
+def _ratios(found: Iterable[Race], ours: str) -> list[tuple[Interval, str]]:
+    """Of the workloads that have it, over the plain loop, with their names."""
+    ready = [race for race in found if race.has(REFERENCE, ours)]
+    return [(race.ratio(REFERENCE, ours), NAMES[race.name.removeprefix("cpp-")]) for race in ready]
+
+
 def eager_best(race: Race) -> str:
     """The fastest stock loop that compiles nothing."""
     names = [name for name in race.rivals() if name.startswith(("eager", "stock")) and name != "stock compiled"]
@@ -303,7 +346,6 @@ def step_tail() -> str | None:
     document = read("step_tail.json")
     if document is None:
         return None
-    cases = ("16 x 4M", "200 x 1,000", "200 x 64", "1,000 x up to 512")
     rows = [
         [
             case,
@@ -311,7 +353,7 @@ def step_tail() -> str | None:
             tail_ratio(document, f"{case}, scaler", "torch fused", "oxytorch"),
             tail_ratio(document, f"{case}, C++", "torch::optim", "oxytorch"),
         ]
-        for case in cases
+        for case in TAIL_CASES
     ]
     head = ["tensors", "torch fused + clip + foreach average", "the same under a loss scale"]
     head += ["C++ `torch::optim` + clip + `lerp_`"]
@@ -463,6 +505,7 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
         over_all_rivals,
         "python bench/race/orchestrator.py --starts 8 --json bench/results/orchestrator.json",
     ),
+    "summary": (summary, "make bench"),
     "regret": (regret, "python bench/race/orchestrator.py --exhaustive --json bench/results/orchestrator_regret.json"),
     "cpp": (
         cpp,
