@@ -86,6 +86,9 @@ void bind_values(py::module_& m) {
       },
       release_gil(), py::arg("given"), py::arg("right"), py::arg("jumps"),
       "Gradients less what the reference's own jumps explain of their error; see oxytorch/tune/kinks.h.");
+  m.def("kink_nudge", &kink_nudge, py::arg("reduced_precision"),
+        "How far a state for `jumps` is moved, relative to each parameter.");
+  m.def("kink_states", &kink_states, py::arg("elements"), "How many such states, for parameters of so many elements.");
 }
 
 void bind_updates(py::module_& m) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <set>
 
 #include "oxytorch/amp.h"
@@ -135,26 +136,32 @@ Observed Recorder::in_float64(const Batch& batch, Snapshot& before, const Observ
   return forward_backward(as_double(batch), &taken);
 }
 
-Observed Recorder::in_float64_moved(const Batch& batch, Snapshot& before, const Observed& taken, double nudge, std::mt19937_64& random) {
+Observed Recorder::moved(const Batch& batch, Snapshot& before, const Observed& taken, double nudge,
+                         std::mt19937_64& random) {
   before.restore();
-  const InDouble scope(run_);
-  const at::NoGradGuard no_grad;
-  std::uniform_real_distribution<double> part(-nudge, nudge);
-  const auto factors = [&](const at::Tensor& p) {
-    auto drawn = at::empty(p.sizes(), at::kDouble);
-    std::generate_n(drawn.data_ptr<double>(), drawn.numel(), [&] { return 1 + part(random); });
-    return drawn.to(p.device());
-  };
-  for (auto p : run_.parameters()) {
-    if (p.is_floating_point()) p.mul_(factors(p));
+  const auto& all = run_.parameters();
+  const bool narrow = std::any_of(all.begin(), all.end(), [](const at::Tensor& p) {
+    return p.is_floating_point() && p.scalar_type() != at::kFloat && p.scalar_type() != at::kDouble;
+  });
+  std::optional<InDouble> scope;
+  if (narrow) scope.emplace(run_);
+  Observed from;
+  {
+    const at::NoGradGuard no_grad;
+    std::uniform_real_distribution<double> part(-nudge, nudge);
+    const auto moved = [&](const at::Tensor& p) {
+      if (!p.is_floating_point()) return p;
+      auto factors = at::empty(p.sizes(), at::kDouble);
+      std::generate_n(factors.data_ptr<double>(), factors.numel(), [&] { return 1 + part(random); });
+      return p * factors.to(p.device());
+    };
+    for (auto p : all) p.copy_(moved(p));
+    for (const auto& one : taken.between) {
+      from.between.emplace_back();
+      for (const auto& p : one) from.between.back().push_back(moved(p));
+    }
   }
-  Observed moved;
-  for (const auto& all : taken.between) {
-    moved.between.emplace_back();
-    for (const auto& p : all) moved.between.back().push_back(p.is_floating_point() ? p * factors(p) : p);
-  }
-  const at::AutoGradMode with_grad(true);
-  return forward_backward(as_double(batch), &moved);
+  return forward_backward(narrow ? as_double(batch) : batch, &from);
 }
 
 Observed Recorder::under_autocast(const Batch& batch, const Observed& taken) {

@@ -28,10 +28,7 @@ namespace oxytorch::tune {
 namespace {
 
 constexpr std::size_t kKept = 4;  // steps of a candidate that are held at once; the rest is taken anew
-constexpr double kJumps = 8;      // states a rounding apart, whose gradients show where kinks are
-constexpr double kJumpBytes = 1 << 29;
-constexpr double kRounding = 8 * 0x1p-23, kRoundingReduced = 0x1p-8;  // relative, of a parameter
-constexpr double kSmall = 0.02;                                       // relative: what a look at one step lets pass
+constexpr double kSmall = 0.02;   // relative: what a look at one step lets pass
 constexpr double kKeptByTrade = 0.1;  // of optimizer state that a trade holds in a lower precision, relative
 
 /// What is wrong, as a sentence.
@@ -182,16 +179,15 @@ struct Verifier::Impl {
     return *known;
   }
 
-  /// Gradients in float64 of states a rounding apart.
+  /// Gradients of states a rounding apart.
   std::vector<Tensors> jumps(int step, Kind kind, Snapshot& before, const Observed& taken) {
-    double bytes = 0;
-    for (const auto& p : run.parameters()) bytes += 8 * static_cast<double>(p.numel());
-    const auto some = static_cast<int>(std::clamp(kJumpBytes / std::max(bytes, 1.0), 2.0, kJumps));
+    double elements = 0;
+    for (const auto& p : run.parameters()) elements += static_cast<double>(p.numel());
+    const double nudge = kink_nudge(kind >= Kind::Precision);
     std::mt19937_64 random(static_cast<std::uint64_t>(step));
     std::vector<Tensors> found;
-    const double rounding = kind >= Kind::Precision ? kRoundingReduced : kRounding;
-    for (int i = 0; i < some; ++i) {
-      found.push_back(recorder.in_float64_moved(batch(step), before, taken, rounding, random).gradients);
+    for (int i = 0; i < kink_states(elements); ++i) {
+      found.push_back(recorder.moved(batch(step), before, taken, nudge, random).gradients);
     }
     return found;
   }

@@ -34,6 +34,24 @@ TEST(KinksTest, JumpsExplainWhatLiesAlongThemAlone) {
   EXPECT_GT(left(exact + 10 * unit), 7 * unit.norm().item<double>()) << "an error of many jumps is none";
 }
 
+TEST(KinksTest, OfMoreUnitsThanJumpsAnErrorMayBeAsLargeAsTheyLeaveOfEachOther) {
+  torch::manual_seed(1);
+  const auto exact = torch::randn(400, at::kDouble);
+  const auto units = torch::randn({60, 400}, at::kDouble) / 20;
+  const auto crossed = [&](double share) { return exact + (torch::rand(60, at::kDouble) < share).to(at::kDouble).matmul(units); };
+  std::vector<std::vector<at::Tensor>> jumps;
+  for (int i = 0; i < 8; ++i) jumps.push_back({crossed(0.5)});
+  const auto left = [&](const at::Tensor& given) {
+    return (unexplained({given}, {exact}, jumps)[0] - exact).norm().item<double>();
+  };
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(left(crossed(0.1)), 0) << "a rounding crosses a few of many kinks";
+  EXPECT_GT(left(1.5 * exact), 0.4 * exact.norm().item<double>());
+  std::vector<std::vector<at::Tensor>> once(8, {exact});
+  once[3] = {exact + units[0]};
+  jumps = once;
+  EXPECT_GT(left(exact + units[1]), 0.9 * units[1].norm().item<double>()) << "one jump alone opens no door";
+}
+
 TEST(KinksTest, WhatIsNotThereStaysAsItIs) {
   const auto exact = torch::randn({3, 2}, at::kDouble);
   const auto given = exact.to(at::kFloat);

@@ -16,7 +16,7 @@ from ..model.call import widened
 from ..model.parking import rest
 from .chance import still
 from .record import Call, State, Step
-from .reference import Truth, compared, measure, taken_again, truth, unexplained
+from .reference import Truth, compared, measure, moved, taken_again, truth, unexplained
 from .update import clip
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "Kept", "Look"]
 
-_JUMPS = 8  # states a rounding apart, whose gradients show where kinks are
-_JUMP_BYTES = 1 << 29
-_ROUNDING, _ROUNDING_REDUCED = 8 * 2.0**-23, 2.0**-8  # relative, of a parameter
 
 Counters = Mapping[tuple[str, Any], Any]
 
@@ -161,10 +158,19 @@ class Comparison:
         batch = self.run.batches[index % len(self.run.batches)]
         return taken_again(self.run, self.roots, before, batch, self._counters[quiet][index], taken)
 
-    def _wide(self, before: State, index: int, quiet: bool, taken: Sequence[Call], nudge: Any = None) -> Truth:
+    def _wide(self, before: State, index: int, quiet: bool, taken: Sequence[Call]) -> Truth:
         batch = self.run.batches[index % len(self.run.batches)]
         with self._scope(quiet, None):
-            return truth(self.run, self.roots, before, batch, self._counters[quiet][index], taken, nudge)
+            return truth(self.run, self.roots, before, batch, self._counters[quiet][index], taken)
+
+    def _moved(self, one: Kept, quiet: bool, size: float, generator: torch.Generator) -> Truth:
+        """Take a step as given from a rounding away; in float64 where a parameter's own dtype would not hold that."""
+        wide = any(p.is_floating_point() and p.dtype not in (torch.float32, torch.float64) for p in self.run.params)
+        before, taken = moved(one.before, one.step.calls, size, generator, wide=wide)
+        if wide:
+            return self._wide(before, one.step.index, quiet, taken)
+        with self._scope(quiet, None):
+            return self._again(before, one.step.index, quiet, taken)
 
     def _first_truth(self, quiet: bool) -> Truth | None:
         if quiet not in self._truths and not self.no_truth:
@@ -211,14 +217,13 @@ class Comparison:
     def _without_kinks(self, one: Kept, right: Truth, look: Look) -> _native.ValueErrors:
         """Errors of the step less what the reference's own kinks explain."""
         index = one.step.index
-        size = _ROUNDING if look.dtype is None else _ROUNDING_REDUCED
+        size = _native.kink_nudge(look.dtype is not None)
         generator = torch.Generator().manual_seed(index)
-        each = 8 * sum(p.numel() for p in self.run.params)
-        count = max(2, min(_JUMPS, _JUMP_BYTES // max(each, 1)))
         jumps = []
-        for _ in range(count):
+        for _ in range(_native.kink_states(sum(p.numel() for p in self.run.params))):
             self.begin()
-            jumps.append(self._wide(one.before, index, look.quiet, one.step.calls, (size, generator)).grads)
+            jumps.append(self._moved(one, look.quiet, size, generator).grads)
+        self.begin()
         calls = compared(self.run, one.step.calls)
         norm = self.clip_norm
         given = [grad for call in calls for grad in (call.grads if norm is None else clip(call.grads, norm))]

@@ -21,7 +21,7 @@ from .update import clip_factor
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["Truth", "measure", "taken_again", "truth", "unexplained"]
+__all__ = ["Truth", "compared", "measure", "moved", "taken_again", "truth", "unexplained"]
 
 
 @dataclass
@@ -158,7 +158,6 @@ def truth(
     batch: Any,
     counters: Counters,
     taken: Sequence[Call] = (),
-    nudge: tuple[float, torch.Generator] | None = None,
 ) -> Truth:
     """Compute a step's loss, gradients and buffers in float64, from a state; nothing of the run is changed.
 
@@ -166,8 +165,6 @@ def truth(
     ----------
     taken : sequence of Call
         See `taken_again`.
-    nudge : (float, torch.Generator), optional
-        Moves each parameter by a random part of itself, at most that large: what rounding does to the step.
 
     Raises
     ------
@@ -180,9 +177,6 @@ def truth(
             return leaf
         return leaf.detach().double() if leaf.is_floating_point() else leaf.clone()
 
-    if nudge is not None:
-        before = replace(before, params=[park(_nudged(p, *nudge)) for p in before.params])
-        taken = [replace(call, after=[park(_nudged(p, *nudge)) for p in call.after]) for call in taken]
     with _float64(run, roots):
         right = taken_again(run, roots, before, tree_map(wide, batch), counters, taken)
     if not right.grads:
@@ -192,11 +186,20 @@ def truth(
     return right
 
 
-def _nudged(value: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    if not value.is_floating_point():
-        return value
-    part = torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device)
-    return value.double() * (1 + size * (2 * part - 1))
+def moved(
+    before: State, taken: Sequence[Call], size: float, generator: torch.Generator, *, wide: bool
+) -> tuple[State, list[Call]]:
+    """Return both with each parameter moved by a random part of itself, at most `size` large; `wide`: in float64."""
+
+    def apart(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value
+        part = torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device)
+        found = value.double() * (1 + size * (2 * part - 1))
+        return park(found if wide else found.to(value.dtype))
+
+    calls = [replace(call, after=list(map(apart, call.after))) for call in taken]
+    return replace(before, params=list(map(apart, before.params))), calls
 
 
 def measure(
@@ -225,7 +228,7 @@ def unexplained(
     """Return gradients less what the reference's own jumps explain of their error.
 
     A unit whose input is within rounding of a kink (of ReLU, of a maximum) may be on either side of it. The gradients
-    in float64 of states that differ by a rounding show which ones are, and by how much the gradient jumps there. See
+    of states that differ by a rounding show which ones are, and by how much the gradient jumps there. See
     oxytorch/tune/kinks.h.
     """
     left = _native.unexplained(list(grads), right.grads, [list(jump) for jump in jumps])

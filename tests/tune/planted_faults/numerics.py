@@ -12,14 +12,14 @@ from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind
 from torch import Tensor, nn
 
-from .healthy import bfloat16_autocast, nothing, optimizer_flag, rows_in_another_order, step_tail
+from .healthy import bfloat16_autocast, channels_last, nothing, optimizer_flag, rows_in_another_order, step_tail
 from .planting import HEALTHY, LARGE, Fault, Plant
 from .workloads import WORKLOADS
 
 foreach, fused = optimizer_flag("foreach"), optimizer_flag("fused")
 CLAIMS: dict[Plant, Kind] = {
     nothing: "tolerance", foreach: "tolerance", fused: "tolerance", step_tail: "tolerance",
-    rows_in_another_order: "tolerance", bfloat16_autocast: "precision",
+    rows_in_another_order: "tolerance", channels_last: "tolerance", bfloat16_autocast: "precision",
 }  # fmt: skip
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -229,3 +229,5 @@ hard("relu6", small(adamw(lr=1e-2), model=lambda: perceptron(nn.ReLU6, 128), row
 hard("hard_tanh", small(adamw(lr=1e-2), model=lambda: perceptron(nn.Hardtanh, 128), rows=64), rows_in_another_order)
 hard("images", small(model=images(16, 16), inputs=(3, 16, 16), rows=32), rows_in_another_order, bfloat16_autocast)
 hard("wide_images", small(model=images(32, 24), inputs=(3, 24, 24), rows=48), rows_in_another_order, large=True)
+# torch's batch normalisation of channels_last sums one after the other: more units cross a kink than eight jumps span.
+hard("images_with_many_kinks", small(model=images(64, 64), inputs=(3, 64, 64), rows=16), channels_last, large=True)
