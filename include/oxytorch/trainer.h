@@ -59,8 +59,8 @@ struct TrainerOptions {
 /// (tune_seconds says another number). Model, optimizer, gradients and generators are put back, bit for bit, before the
 /// first step is taken; what the loss function reaches beside them is not, and it is called some hundreds of times.
 /// Nothing is tried where the first batch is a closure, or a parameter has a hook that acts in backward. The run is
-/// watched then, as that of a plan: on a CPU each step reads the loss. Where processes of a distributed run must decide
-/// alike, give calibrate = false. The end of a trainer is a revert().
+/// watched then, as that of a plan: on a CPU each step reads the loss. Nor is anything tried in one of several processes,
+/// which would decide differently (WORLD_SIZE says so). The end of a trainer is a revert().
 /// Not for use from several threads at once.
 ///
 /// Errors: NotSupported for a setting that was given and cannot be honoured, InvalidArgument for settings that
@@ -68,6 +68,7 @@ struct TrainerOptions {
 /// loss function passes through; the gradients of its window are dropped and the counters are right.
 class OXY_API Trainer {
  public:
+  /// An earlier plan or trainer of the model that still lives is reverted first.
   Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
           PerformanceConfig config = PerformanceConfig("advanced"), TrainerOptions options = {});
   Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, std::string_view level,

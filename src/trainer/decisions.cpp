@@ -59,9 +59,7 @@ Decisions::Decisions(torch::nn::Module& model, torch::optim::Optimizer& optimize
                      const PerformanceConfig& config, bool calibrate)
     : config_(config),
       calibrate_(calibrate),
-      own_(std::make_unique<Plan::Impl>(
-          std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::vector<Batch>(), clip_norm),
-          NamedSettings(config, tune::AskedBy::Trainer))),
+      own_(plan_of_own(model, optimizer, std::move(loss), clip_norm, config)),
       plan_(*own_),
       untried_("it is decided at the first batch.") {
   auto& run = *plan_.run;
@@ -73,6 +71,14 @@ Decisions::Decisions(torch::nn::Module& model, torch::optim::Optimizer& optimize
       asked_, config, offers, [&](const auto& name) { return holds(run.active(), name); },
       [&](const auto& name) { return put(run, name, /*ask=*/true); });
   run.required = run.active();
+}
+
+std::unique_ptr<Plan::Impl> Decisions::plan_of_own(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
+                                                  LossFunction loss, double clip_norm,
+                                                  const PerformanceConfig& config) {
+  auto run = std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::vector<Batch>(), clip_norm);
+  Plan::Impl::take_back_of({model});
+  return std::make_unique<Plan::Impl>(std::move(run), NamedSettings(config, tune::AskedBy::Trainer));
 }
 
 Decisions::Decisions(Plan::Impl& plan, const PerformanceConfig& config)

@@ -52,6 +52,8 @@ class Decisions {
   std::int64_t steps = 0;  ///< of the run, where the settings do not say it and something else does; 0: not known
 
  private:
+  static std::unique_ptr<Plan::Impl> plan_of_own(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
+                                                 LossFunction loss, double clip_norm, const PerformanceConfig& config);
   [[nodiscard]] std::string hindrance(const Batch* batch) const;
   [[nodiscard]] std::vector<SettingLine> lines_of_plan() const;
   void add_optimizer(const tune::SettingLines& made_of, std::vector<SettingLine>& lines) const;

@@ -6,6 +6,8 @@
 #include <torch/version.h>
 
 #include <cmath>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <sstream>
 #include <typeinfo>
@@ -74,6 +76,8 @@ std::optional<std::uint64_t> retain_limit_of(const PerformanceConfig& config) {
   return config.size("allocator_retain_limit").resolve(read_memory().limit.value_or(0));
 }
 
+std::mutex last_plans_lock;
+
 }  // namespace
 
 NamedSettings::NamedSettings(const PerformanceConfig& config, tune::AskedBy by) : NamedSettings() {
@@ -108,7 +112,31 @@ void name_settings(const PerformanceConfig& config, tune::AskedBy by, tune::Run&
 }
 
 Plan::Impl::Impl(std::unique_ptr<tune::Run> r, NamedSettings n, std::optional<tune::CertificateStore> s)
-    : named(std::move(n)), run(std::move(r)), store(std::move(s)) {}
+    : named(std::move(n)), run(std::move(r)), store(std::move(s)) {
+  const std::lock_guard lock(last_plans_lock);
+  for (torch::nn::Module& model : run->models()) last_plans()[&model] = this;
+}
+
+std::map<const torch::nn::Module*, Plan::Impl*>& Plan::Impl::last_plans() {
+  static auto* const plans = new std::map<const torch::nn::Module*, Impl*>;  // outlives plans that are static
+  return *plans;
+}
+
+Plan::Impl::~Impl() {
+  const std::lock_guard lock(last_plans_lock);
+  std::erase_if(last_plans(), [&](const auto& each) { return each.second == this; });
+}
+
+void Plan::Impl::take_back_of(const Models& models) {
+  for (torch::nn::Module& model : models) {
+    Impl* last = nullptr;
+    {
+      const std::lock_guard lock(last_plans_lock);
+      if (const auto found = last_plans().find(&model); found != last_plans().end()) last = found->second;
+    }
+    if (last != nullptr) last->revert();
+  }
+}
 
 void Plan::Impl::tune(Trials trials) {
   const auto seed = trials.options.seed;

@@ -50,6 +50,10 @@ struct Trials {
 /// A plan on which nothing was tried takes steps too: what is active on its run, unwatched.
 struct Plan::Impl : tune::Watched {
   Impl(std::unique_ptr<tune::Run> run, NamedSettings named, std::optional<tune::CertificateStore> store = {});
+  ~Impl() override;
+  /// Reverts the last plan of each of these models, where it still lives: the next one begins with the step as given.
+  static void take_back_of(const Models& models);
+  static std::map<const torch::nn::Module*, Impl*>& last_plans();  ///< under a lock
 
   /// Tries, measures, verifies; makes active what pays, and what options require, and watches it. What the step as
   /// given throws passes through, with everything restored. accelerate() and Trainer both call it.

@@ -6,12 +6,23 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 
 namespace oxytorch::tune {
 
 void synchronize(at::Device device) {
   if (!device.is_cpu()) at::accelerator::synchronizeDevice(device.index());
 }
+
+namespace {
+
+/// Processes that train together, as torchrun and its like tell each of them.
+std::int64_t processes() {
+  const char* const text = std::getenv("WORLD_SIZE");
+  return text == nullptr ? 1 : std::strtoll(text, nullptr, 10);
+}
+
+}  // namespace
 
 std::vector<Offer> offers_of(const std::vector<RegisteredStrategy>& strategies) {
   std::vector<Offer> found;
@@ -35,6 +46,9 @@ std::vector<Offer> RunWorkload::offers() {
 }
 
 std::string RunWorkload::hindrance() {
+  if (const auto count = processes(); count > 1) {
+    return "WORLD_SIZE is " + std::to_string(count) + ": one of several processes, which would decide differently";
+  }
   return std::isfinite(loss_) ? "" : "the loss of the step as given is not finite: nothing can be verified by it";
 }
 

@@ -155,7 +155,7 @@ TrainingStep::TrainingStep(const Models& models, const Optimizers& optimizers, s
                            double clip_norm)
     : holder_(models.size() == 1 ? nullptr : one_of(models)),
       model_(holder_ ? holder_.get() : &models.front().get()),
-      models_(models.size()),
+      models_(models),
       slots_(slots_of_each(optimizers)),
       losses_(std::move(losses)),
       device_(slots_.front().parameters().front().device()),

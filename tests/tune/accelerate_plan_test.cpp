@@ -38,6 +38,38 @@ TEST_F(AccelerateTest, WithNothingAcceptedTheProcessHasItsHeapAgain) {
   allocator.revert();
 }
 
+TEST_F(AccelerateTest, AnEarlierPlanOrTrainerOfTheModelIsTakenBack) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("AdamW", model);
+  auto first = accelerate(*model, *optimizer, delayed_loss(model), make_batches(), only({"no_delay"}));
+  ASSERT_THAT(first.accepted(), ElementsAre("no_delay"));
+  ASSERT_FALSE(delayed);
+  {
+    auto other = make_model();
+    auto its_own = make_optimizer("SGD", other);
+    auto second = accelerate(*other, *its_own, loss_of(other), make_batches(), only({"null_0"}));
+    EXPECT_THAT(first.accepted(), ElementsAre("no_delay")) << "it is of another model";
+  }
+  auto second = accelerate(*model, *optimizer, delayed_loss(model), make_batches(), only({"no_delay"}));
+  EXPECT_THAT(first.accepted(), IsEmpty());
+  EXPECT_THAT(second.accepted(), ElementsAre("no_delay")) << "it began from the step as given";
+  auto config = PerformanceConfig("basic");
+  config.set("step_tail", std::string("on"));
+  const Trainer trainer(*model, *optimizer, loss_of(model), config);
+  EXPECT_THAT(second.accepted(), IsEmpty());
+  EXPECT_TRUE(delayed);
+}
+
+TEST_F(AccelerateTest, TriesNothingInOneOfSeveralProcesses) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("AdamW", model);
+  ::setenv("WORLD_SIZE", "8", 1);
+  auto plan = accelerate(*model, *optimizer, delayed_loss(model), make_batches(), only({"no_delay"}));
+  ::unsetenv("WORLD_SIZE");
+  EXPECT_THAT(plan.accepted(), IsEmpty());
+  EXPECT_THAT(entry(plan, "no_delay").reason, HasSubstr("WORLD_SIZE is 8"));
+}
+
 TEST_F(AccelerateTest, TakesBackWhatDriftsDuringTheRun) {
   auto model = make_model();
   auto optimizer = make_optimizer("AdamW", model);

@@ -95,7 +95,7 @@ class OXY_API TrainingStep {
 
   /// Of several models one that holds them as "model[0]" and so on, to walk what they hold.
   [[nodiscard]] torch::nn::Module& model() const noexcept { return *model_; }
-  [[nodiscard]] std::size_t models() const noexcept { return models_; }
+  [[nodiscard]] const Models& models() const noexcept { return models_; }
   [[nodiscard]] const std::vector<OptimizerSlot>& slots() const noexcept { return slots_; }
   /// The user's optimizer, and the one that steps now; of several the first.
   [[nodiscard]] torch::optim::Optimizer& original() const noexcept { return slots_.front().original(); }
@@ -189,7 +189,7 @@ class OXY_API TrainingStep {
 
   std::shared_ptr<torch::nn::Module> holder_;  // of several models
   torch::nn::Module* model_;
-  std::size_t models_;
+  Models models_;
   std::vector<OptimizerSlot> slots_;
   std::vector<LossFunction> losses_;
   std::vector<at::Tensor> parameters_;
