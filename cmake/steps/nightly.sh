@@ -15,4 +15,4 @@ export ASAN_OPTIONS=detect_leaks=0 OXYTORCH_FUZZ_CASES=$((OXYTORCH_FUZZ_CASES / 
 "$ROOT/build/asan-torch/tests/optim/optimizer_edits_test"
 # The sanitizer has to be there before Python is, and finds the C++ library's exceptions only where that is too.
 LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libstdc++.so)" \
-  PYTHONPATH=$ROOT/build/asan-torch/python exec python3 -m pytest tests/optim/test_fuzz.py tests/optim/test_edits.py "$@"
+  PYTHONPATH=$ROOT/build/asan-torch/python exec python3 -m pytest tests/optim/test_fuzz.py tests/optim/test_edits.py tests/optim/test_shared_memory.py "$@"

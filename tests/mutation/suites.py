@@ -62,13 +62,17 @@ _FIRST = {
     "python/oxytorch/tune/measure.py": ("tests/tune/test_accelerate.py",),
     "python/oxytorch/tune/record.py": ("tests/tune/test_verify.py", "tests/tune/test_planted_faults.py"),
     "python/oxytorch/tune/verifier.py": ("tests/tune/test_verify.py", "tests/tune/test_planted_faults.py"),
-    "python/oxytorch/tune/run.py": ("tests/tune/test_replace.py", "tests/tune/test_strategies.py"),
+    "python/oxytorch/tune/run.py": ("tests/tune/test_replace.py", "tests/tune/test_single_strategies.py"),
     "python/oxytorch/tune/strategy.py": ("tests/tune/test_plan.py", "tests/tune/test_strategies.py"),
     "python/oxytorch/tune/tuning.py": ("tests/tune/test_accelerate.py",),
     "python/oxytorch/tune/update.py": ("tests/tune/test_verify.py", "tests/tune/test_planted_faults.py"),
     "python/oxytorch/tune/watch.py": ("tests/tune/test_plan.py", "tests/tune/test_watch_random.py"),
     "python/oxytorch/tune/strategies/feed.py": ("tests/tune/test_feed.py", "tests/tune/test_strategies.py"),
-    "python/oxytorch/tune/strategies/optimizer.py": ("tests/tune/test_native_step.py", "tests/tune/test_strategies.py"),
+    "python/oxytorch/tune/strategies/optimizer.py": (
+        "tests/tune/test_native_step.py",
+        "tests/tune/test_strategies.py",
+        "tests/tune/test_single_strategies.py",
+    ),
     "python/oxytorch/trainer/decisions.py": ("tests/trainer/test_auto.py", "tests/trainer/test_fit.py"),
     "python/oxytorch/trainer/early_stopping.py": ("tests/trainer/test_fit.py",),
     "python/oxytorch/trainer/settings.py": ("tests/trainer/test_step.py",),
@@ -107,7 +111,7 @@ def stages_of(root: Path, path: str) -> list[Stage]:
         own = f"tests/{module}/test_{Path(path).stem}.py"
         default = (own,) if (root / own).exists() else ()
         if "/strategies/" in path:
-            default = ("tests/tune/test_strategies.py",)
+            default = ("tests/tune/test_strategies.py", "tests/tune/test_single_strategies.py")
         first = _FIRST.get(path, default)
         rest = [
             file.relative_to(root).as_posix()
