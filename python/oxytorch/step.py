@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .model.loss import is_criterion, loss_of, scalar_loss
+from .model.several import listed, numbered
 from .optim.slot import OptimizerSlot
 
-__all__ = ["Loss", "Losses", "Models", "Optimizers", "StepFunction", "TrainingStep", "is_closure", "listed", "no_phase"]
+__all__ = ["Loss", "Losses", "Models", "Optimizers", "StepFunction", "TrainingStep", "is_closure", "no_phase"]
 
 StepFunction = Callable[[Any], Tensor]
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -40,13 +41,8 @@ class _Models(nn.Module):
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()
-        for number, model in enumerate(models):
-            self.add_module(f"model[{number}]", model)
-
-
-def listed(given: Any) -> tuple[Any, ...]:
-    """Return what was given as a list, or alone."""
-    return tuple(given) if isinstance(given, list | tuple) else (given,)
+        for name, model in numbered("model", models):
+            self.add_module(name, model)
 
 
 class TrainingStep:
@@ -129,7 +125,7 @@ class TrainingStep:
         self.models: tuple[nn.Module, ...] = listed(model)
         self.model: nn.Module = model if isinstance(model, nn.Module) else _Models(self.models)
         optimizers = listed(optimizer)
-        named = [f"optimizer[{i}]" if len(optimizers) > 1 else "" for i in range(len(optimizers))]
+        named = [name if len(optimizers) > 1 else "" for name, _ in numbered("optimizer", optimizers)]
         self.slots = tuple(map(OptimizerSlot, optimizers, named))
         self.loss_fn = loss_fn
         self.own_step = own_step

@@ -32,6 +32,7 @@ from .graph import (
 )  # fmt: skip
 from .parking import park, rest
 from .reach import Reach, position, unheld
+from .several import numbered
 
 __all__ = ["Snapshot", "untouched"]
 
@@ -200,9 +201,9 @@ class Snapshot:
             Functions by name: what their closures, objects, defaults and globals reach is held too.
         """
         named = [
-            *_numbered("model", model),
-            *_numbered("optimizer", optimizer),
-            *((f"others[{i}]", other) for i, other in enumerate(others)),
+            *numbered("model", model),
+            *numbered("optimizer", optimizer),
+            *numbered("others", others),
             *((name, None if function is None else Reach(function)) for name, function in (reach or {}).items()),
         ]
         return cls(named, hashed=hashed, default_generators=default_generators)
@@ -376,11 +377,6 @@ def _random_states(params: list[Tensor]) -> list[tuple[str, bytes]]:
 
 def _total(parts: list[tuple[str, str]]) -> str:
     return digest(f"{path} {found}\n".encode() for path, found in parts)[:32]
-
-
-def _numbered(name: str, given: Any) -> list[tuple[str, Any]]:
-    several = isinstance(given, list | tuple)
-    return [(f"{name}[{i}]", one) for i, one in enumerate(given)] if several else [(name, given)]
 
 
 @contextmanager

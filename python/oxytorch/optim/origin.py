@@ -181,6 +181,10 @@ def _finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(_readable(tensor.detach())).all())
 
 
+def _has_nan(tensor: Tensor) -> bool:
+    return bool(torch.isnan(_readable(tensor)).any())
+
+
 def _facts(name: str, tensor: Tensor) -> TensorFacts:
     values = _readable(tensor.detach())
     good = torch.isfinite(values)
@@ -409,11 +413,8 @@ class OriginFinder:
     ) -> _Record:
         """Return the record that bad outputs owe to: of a bad input, or a new one."""
         sources = [(name, tensor) for name, tensor in inputs if not _finite(tensor)]
-        nan = any(bool(torch.isnan(_readable(tensor)).any()) for tensor in bad)
-        if nan:
-            spoilt = [(name, tensor) for name, tensor in sources if bool(torch.isnan(_readable(tensor)).any())]
-        else:
-            spoilt = sources
+        nan = any(map(_has_nan, bad))
+        spoilt = [(name, tensor) for name, tensor in sources if not nan or _has_nan(tensor)]
         records = [self._record_of(name, tensor, str(func), site) for name, tensor in spoilt or sources]
         if spoilt:
             return min(records, key=lambda record: (record.root().intended, record.order))

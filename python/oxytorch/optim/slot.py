@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OptimizerSlot", "plain_step"]
+__all__ = ["OptimizerSlot", "params_of", "plain_step"]
 
 Closure = Callable[[], Any]
 
@@ -36,7 +36,7 @@ class OptimizerSlot:
         self.original = original
         self.optimizer = original
         self.name = name
-        self.params: list[Tensor] = [p for group in original.param_groups for p in group["params"]]
+        self.params = params_of(original)
         self._stands_in: Callable[[Closure | None], Any] | None = None
         self._delegate: Any = None
         self._step_before: dict[str, Any] = {}
@@ -89,6 +89,11 @@ class OptimizerSlot:
         own.state_dict = replacement.state_dict  # type: ignore[method-assign]
         own.load_state_dict = replacement.load_state_dict  # type: ignore[method-assign]
         self.replace_step(lambda closure: plain_step(replacement, closure))
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups, in their order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def plain_step(optimizer: Any, closure: Closure | None = None) -> Any:

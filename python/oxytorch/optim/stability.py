@@ -18,6 +18,7 @@ from .._C import optim as _native
 from ..base import log
 from .generators import generator_states, set_generator_states
 from .origin import Origin, nan_origin
+from .slot import params_of
 
 if TYPE_CHECKING:
     from .tail import TailOptimizer
@@ -186,7 +187,7 @@ class NumericalStabilityManager:
         for name, thing in (extra or {}).items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise ValueError(f"extra[{name!r}] has no state_dict and load_state_dict, so it cannot be rolled back.")
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = params_of(optimizer)
         if not params:
             raise ValueError("the optimizer has no parameters.")
         self._tail = cast("TailOptimizer", optimizer) if hasattr(optimizer, "tail_stats") else None
@@ -270,7 +271,7 @@ class NumericalStabilityManager:
         scaler = self.scaler if self._scaled else None
         if scaler is not None and scaler._per_optimizer_states[id(self.optimizer)]["stage"] is OptState.READY:
             scaler.unscale_(self.optimizer)
-        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in params_of(self.optimizer) if p.grad is not None]
         norm = nn.utils.get_total_norm(grads) if grads else torch.zeros((), device=self._device)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm.to(self._device)
         bad = self._detector.loss_flag.bool() | (norm > self._detector.norm_limit)
@@ -403,7 +404,7 @@ class NumericalStabilityManager:
         model = self.model
         if model is None:
             raise ValueError("the manager was made without model=, so it cannot name modules.")
-        params = [p for group in self.optimizer.param_groups for p in group["params"]] + list(model.parameters())
+        params = [*params_of(self.optimizer), *model.parameters()]
         grads = [p.grad for p in params]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         generators = generator_states([self._device])
@@ -465,7 +466,7 @@ class NumericalStabilityManager:
     def _live(self) -> dict[str, Tensor]:
         """Every tensor that training changes, by name."""
         optimizer: Any = self.optimizer
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        owned = params_of(optimizer)
         live = {f"parameter {i}": p for i, p in enumerate(owned)}
         known = {id(p) for p in owned}
         if self.model is not None:
@@ -498,8 +499,7 @@ class NumericalStabilityManager:
             ],
             "state": [
                 {key: value for key, value in optimizer.state.get(p, {}).items() if not isinstance(value, Tensor)}
-                for group in optimizer.param_groups
-                for p in group["params"]
+                for p in params_of(optimizer)
             ],
             "generators": generator_states([self._device]),
             "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
@@ -533,7 +533,7 @@ class NumericalStabilityManager:
     @torch.no_grad()
     def _restore(self, snapshot: _RollbackPoint) -> None:
         optimizer = self.optimizer
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        owned = params_of(optimizer)
         for i, p in enumerate(owned):
             # State that was made since then was not there.
             for key in [key for key in optimizer.state.get(p, {}) if f"state {i} {key}" not in snapshot.tensors]:

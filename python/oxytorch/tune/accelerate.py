@@ -21,9 +21,11 @@ from .._C import tune as _native
 from ..base import format_duration, log
 from ..config import PerformanceConfig
 from ..model.loss import is_criterion
+from ..model.several import listed, numbered
 from ..model.snapshot import Snapshot
 from ..optim.generators import unmoved_generators
-from ..step import Losses, Models, Optimizers, StepFunction, listed
+from ..optim.slot import params_of
+from ..step import Losses, Models, Optimizers, StepFunction
 from .asked import Asked
 from .batches import take
 from .gradients import gradients_away
@@ -156,7 +158,7 @@ def accelerate(
     if progress is None and settings.progress != "auto":
         progress = settings.progress == "on"
     models, optimizers = listed(model), listed(optimizer)
-    params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    params = [p for one in optimizers for p in params_of(one)]
     examples, data = take(batches, _EXAMPLES, params)
     classes = _named(strategies)
     exclude = tuple(exclude)
@@ -321,8 +323,7 @@ def _check_each(name: str, given: Any, kind: type, expected: str) -> None:
     if several and not given:
         raise ValueError(f"{name} is an empty {type(given).__name__}, expected at least one.")
     places: dict[int, str] = {}
-    for number, one in enumerate(listed(given)):
-        place = f"{name}[{number}]" if several else name
+    for place, one in numbered(name, given):
         if not isinstance(one, kind):
             raise TypeError(f"{place} is a {type(one).__name__}, expected {expected}.")
         if id(one) in places:
@@ -332,8 +333,7 @@ def _check_each(name: str, given: Any, kind: type, expected: str) -> None:
 
 def _check_losses(model: Any, optimizers: int, loss_fn: Any) -> None:
     several = isinstance(loss_fn, list | tuple)
-    for number, loss in enumerate(listed(loss_fn)):
-        place = f"loss_fn[{number}]" if several else "loss_fn"
+    for place, loss in numbered("loss_fn", loss_fn):
         if not callable(loss):
             raise TypeError(f"{place} is a {type(loss).__name__}, expected a callable or a criterion; or pass step=.")
         if is_criterion(loss) and (several or isinstance(model, list | tuple)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from ..optim.slot import plain_step
+from ..optim.slot import params_of, plain_step
 
 __all__ = ["CLASSES", "differs", "native_step"]
 
@@ -102,7 +102,7 @@ def differs(own: Any) -> str:
                 for param, value in zip(group["params"], values, strict=True):
                     param.grad = value.clone()
             step(copy)
-        params = [p for group in copy.param_groups for p in group["params"]]
+        params = params_of(copy)
         held = [v for p in params for v in copy.state[p].values() if isinstance(v, Tensor)]
         return [p.detach() for p in params] + held
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..model.reach import Reach
+from ..model.several import numbered
 from ..model.snapshot import Snapshot
 from . import clock
 from .batches import shapes
@@ -142,7 +143,7 @@ def observe(run: Run) -> Observation:
 @contextmanager
 def rehearsal(run: Run) -> Iterator[None]:
     """Run steps inside; afterwards model, optimizer and generators are what they were."""
-    roots: list[tuple[str, Any]] = [("model", run.model), *((f"state[{i}]", one) for i, one in enumerate(run.state))]
+    roots: list[tuple[str, Any]] = [("model", run.model), *numbered("state", run.state)]
     if run.own_step is not None:
         roots += [("optimizer", slot.original) for slot in run.slots]
     roots += [(name, Reach(function)) for name, function in run.functions.items() if function is not None]

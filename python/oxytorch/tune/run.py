@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..model.call import Call, Calls
+from ..model.several import numbered
 from ..optim.slot import plain_step
 from ..step import Losses, Models, Optimizers, StepFunction, TrainingStep, is_closure
 from .batches import tensors
@@ -98,8 +99,7 @@ class Run(TrainingStep):
         self.asked: Mapping[str, Any] = {}
         self.owns_loop = owns_loop
         self.state = tuple(state)
-        several = isinstance(loss_fn, list | tuple)
-        losses = {f"loss_fn[{i}]" if several else "loss_fn": loss for i, loss in enumerate(self.losses)}
+        losses = {} if loss_fn is None else dict(numbered("loss_fn", loss_fn))
         self.functions = {"step": step, **losses}  # code that is the user's, and may reach more
         self.calls = tuple(Call.of(one) for one in self.models)
         self.call = self.calls[0] if len(self.calls) == 1 else Calls(self.calls)
