@@ -49,7 +49,7 @@ struct Move {
 // Of SearchOptions::for_run().
 constexpr double kBudgetSteps = 60;
 constexpr double kRepaySteps = 240;
-constexpr double kConcludeSteps = 50;
+constexpr double kUsualConcludeSteps = 50;
 constexpr double kShortRun = 0.02;    // of its steps, for trials
 constexpr double kShortRepay = 0.03;  // of its steps, in which what was spent is to be repaid
 constexpr double kAgainShare = 0.5;   // of what is repaid in them, for what was on trial before
@@ -578,7 +578,7 @@ SearchOptions SearchOptions::for_run(std::int64_t steps_planned, double step_sec
       budget_seconds > 0 ? budget_seconds : std::max(kLeastBudget, std::min(kBudgetSteps, most) * step_seconds);
   options.repay_steps =
       budget_seconds > 0 ? 0 : std::min(kRepaySteps, kShortRepay * static_cast<double>(steps_planned));
-  options.conclude_steps = kConcludeSteps;
+  options.conclude_steps = kUsualConcludeSteps;
   options.total_seconds =
       2 * budget_seconds + std::max(kLeastTotal, kTotalShare * static_cast<double>(steps_planned) * step_seconds);
   return options;

@@ -18,9 +18,10 @@
 namespace oxytorch::tune {
 namespace {
 
-// Where everything has to end in time, for verifying and measuring what is kept: steps at their fastest, and a share.
-constexpr double kConcludeSteps = 200;
-constexpr double kConcludeShare = 0.6;
+/// SearchOptions::conclude_steps and conclude_share where everything has to end in time: for verifying and measuring
+/// what is kept, steps at their fastest, and a share at most.
+constexpr double kReservedSteps = 200;
+constexpr double kReservedShare = 0.6;
 /// That all of tuning takes at the very least: warming up, the baseline, one trial, a look at the numbers.
 constexpr double kLeastSteps = 30;
 constexpr std::size_t kEventsKept = 9;  // of a remembered certificate, beside that of its reuse
@@ -223,8 +224,8 @@ struct Tuner::Impl {
     auto bounds = SearchOptions::for_run(options.steps_planned, timing.fastest(), options.tune_seconds, options.seed);
     if (options.total > 0) {
       bounds.total_seconds = seconds_for_everything(timing.fastest());
-      bounds.conclude_steps = kConcludeSteps;
-      bounds.conclude_share = kConcludeShare;
+      bounds.conclude_steps = kReservedSteps;
+      bounds.conclude_share = kReservedShare;
     }
     bounds.used_seconds = workload.seconds() - began;
     bounds.optimizer_share = timing.optimizer_share();
