@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "oxytorch/config.h"
+#include "oxytorch/trainer/report_lines.h"
 #include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/setting_lines.h"
 #include "oxytorch/tune/timing.h"
@@ -205,7 +206,35 @@ void bind_tuner(py::module_& m) {
             for (const auto& line : self.beside_settings()) found.push_back(parts(line));
             return found;
           },
-          "The same of each that is active and belongs to no setting.");
+          "The same of each that is active and belongs to no setting.")
+      .def(
+          "of_optimizer",
+          [](const SettingLines& self, bool is_own, bool replaces, std::string state, Names active) {
+            std::vector<LineParts> found;
+            for (const auto& line : lines_of_optimizer(self, {.is_own = is_own,
+                                                              .replaces = replaces,
+                                                              .shares_state = true,
+                                                              .state = std::move(state),
+                                                              .active = std::move(active)})) {
+              found.push_back(parts(line));
+            }
+            return found;
+          },
+          py::kw_only(), py::arg("is_own"), py::arg("replaces"), py::arg("state"), py::arg("active"),
+          "The same of step_tail and optimizer_state. See oxytorch/trainer/report_lines.h.");
+  m.def(
+      "hindrance",
+      [](bool calibrate, bool is_closure, bool is_iterator, bool has_hooks, bool is_distributed, bool has_lazy) {
+        return hindrance({.calibrate = calibrate,
+                          .is_closure = is_closure,
+                          .is_iterator = is_iterator,
+                          .has_hooks = has_hooks,
+                          .is_distributed = is_distributed,
+                          .has_lazy = has_lazy});
+      },
+      py::kw_only(), py::arg("calibrate"), py::arg("is_closure"), py::arg("is_iterator"), py::arg("has_hooks"),
+      py::arg("is_distributed"), py::arg("has_lazy"),
+      "Why nothing may be tried on a trainer's first batch; empty where nothing speaks against it.");
   const TunerOptions options;
   py::class_<TunerOptions>(m, "TunerOptions", "What a tuner is asked for.")
       .def(py::init([](std::string level, std::int64_t steps_planned, double tune_seconds, std::uint64_t seed,

@@ -9,6 +9,7 @@
 
 #include "oxytorch/amp.h"
 #include "oxytorch/optim/optimizer.h"
+#include "oxytorch/trainer/report_lines.h"
 #include "oxytorch/tune/strategy.h"
 #include "tune/names.h"
 #include "tune/run_workload.h"
@@ -84,23 +85,16 @@ std::unique_ptr<Plan::Impl> Decisions::plan_of_own(torch::nn::Module& model, tor
 Decisions::Decisions(Plan::Impl& plan, const PerformanceConfig& config)
     : config_(config), plan_(plan), are_made_(true) {}
 
-std::string Decisions::hindrance(const Batch* batch) const {
-  if (!calibrate_) return "on \"auto\", and calibrate = false tries nothing.";
-  if (batch == nullptr) return "the first batch is a closure, which trials may not call.";
-  const auto& parameters = plan_.run->parameters();
-  if (std::any_of(parameters.begin(), parameters.end(), has_hook)) {
-    return "a parameter has a hook that acts in backward, and trials may not call it.";
-  }
-  return "";
-}
-
 void Decisions::begin(const Batch* batch) {
-  untried_ = hindrance(batch);
+  auto& run = *plan_.run;
+  const auto& parameters = run.parameters();
+  untried_ = hindrance({.calibrate = calibrate_,
+                        .is_closure = batch == nullptr,
+                        .has_hooks = std::any_of(parameters.begin(), parameters.end(), has_hook)});
   if (!untried_.empty()) {
     are_made_ = true;
     return;
   }
-  auto& run = *plan_.run;
   // The verifier's references are the optimizer as given, so what is named of it joins once tuning is over.
   const auto named = run.required;
   const auto late = names_of_group("optimizer");
@@ -196,46 +190,22 @@ std::vector<SettingLine> Decisions::lines() const {
       host.erase(applied);
     }
   }
-  add_optimizer(made_of, lines);
-  lines.insert(lines.end(), host.begin(), host.end());
-  const auto beside = made_of.beside_settings();
-  lines.insert(lines.end(), beside.begin(), beside.end());
+  for (const auto& more : {of_optimizer(made_of), host, made_of.beside_settings()}) {
+    lines.insert(lines.end(), more.begin(), more.end());
+  }
   for (const auto& why : not_resumed_) lines.push_back({"decisions", "refused", why});
   return lines;
 }
 
-void Decisions::add_optimizer(const tune::SettingLines& made_of, std::vector<SettingLine>& lines) const {
+std::vector<SettingLine> Decisions::of_optimizer(const tune::SettingLines& made_of) const {
   const auto& run = *plan_.run;
-  const auto* const tail = dynamic_cast<const optim::TailOptimizer*>(&run.optimizer());
-  const bool own = tail != nullptr && &run.optimizer() == &run.original();
-  if (own) {
-    lines.push_back({"step_tail", "on", "the optimizer is one of oxytorch::optim."});
-  } else if (tail != nullptr) {
-    std::vector<std::string> names;
-    for (const char* name : {"step_tail", "int8_state"}) {
-      if (holds(run.active(), name)) names.emplace_back(name);
-    }
-    auto line = made_of.active_as("step_tail", names);
-    line.reason += " Clip and update are one native call.";
-    line.cost.clear();  // that of the state has a line of its own
-    lines.push_back(std::move(line));
-  } else {
-    lines.push_back(made_of.of("step_tail"));
+  SteppingOptimizer stepping{.active = run.active()};
+  if (const auto* const tail = dynamic_cast<const optim::TailOptimizer*>(&run.optimizer())) {
+    stepping.is_own = tail == &run.original();
+    stepping.replaces = !stepping.is_own;
+    stepping.state = optim::name(tail->tail().options().state_dtype);
   }
-  const auto wanted = config_.word("optimizer_state");
-  const std::string has = tail == nullptr ? "fp32" : optim::name(tail->tail().options().state_dtype);
-  const bool reduced = has == "bf16" || has == "int8";
-  if (reduced && (!own || has == wanted)) {
-    lines.push_back({"optimizer_state", "on", "the optimizer's running averages are kept as " + has + ".",
-                     "averages are rounded; see decision 6 in the documentation."});
-  } else if (wanted != "auto" && wanted != (reduced ? has : "fp32")) {
-    const auto why = made_of.refused.find("optimizer_state");
-    lines.push_back({"optimizer_state", "refused",
-                     "the optimizer's state stays as it is; " + (own ? "give its options state_dtype(...)."
-                                                                 : why != made_of.refused.end()
-                                                                     ? why->second
-                                                                     : "the optimizer was not replaced.")});
-  }
+  return lines_of_optimizer(made_of, stepping);
 }
 
 /// Its strategies as they stand now.

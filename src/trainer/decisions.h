@@ -54,9 +54,8 @@ class Decisions {
  private:
   static std::unique_ptr<Plan::Impl> plan_of_own(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
                                                  LossFunction loss, double clip_norm, const PerformanceConfig& config);
-  [[nodiscard]] std::string hindrance(const Batch* batch) const;
   [[nodiscard]] std::vector<SettingLine> lines_of_plan() const;
-  void add_optimizer(const tune::SettingLines& made_of, std::vector<SettingLine>& lines) const;
+  [[nodiscard]] std::vector<SettingLine> of_optimizer(const tune::SettingLines& made_of) const;
 
   const PerformanceConfig& config_;
   bool calibrate_ = false;

@@ -192,7 +192,7 @@ TEST_F(TrainerAutoTest, WithoutCalibrationNothingIsTried) {
     EXPECT_EQ(calls, i);
   }
   EXPECT_TRUE(delayed);
-  EXPECT_THAT(line(trainer, "allocator").reason, HasSubstr("calibrate = false"));
+  EXPECT_THAT(line(trainer, "allocator").reason, HasSubstr("calibrate is off"));
 }
 
 struct Hook final : torch::autograd::PostAccumulateGradHook {

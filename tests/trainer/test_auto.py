@@ -10,6 +10,7 @@ from typing import Any
 import oxytorch as ox
 import pytest
 import torch
+from oxytorch import _C
 from oxytorch.tune import Run, Strategy
 from planted import Clock, Net, batches, clock, drifting, fingerprint, made, only, same
 from torch import nn
@@ -63,6 +64,41 @@ class Lie(Strategy):
         run.call.outputs("lie", None)
 
 
+# What may keep trials from a first batch, and what is said of it.
+HINDRANCES = {
+    "calibrate": "calibrate is off",
+    "is_closure": "closure, which trials may not call",
+    "is_iterator": "iterator, which trials may not draw from",
+    "has_hooks": "a hook that acts in backward",
+    "is_distributed": "might decide otherwise",
+    "has_lazy": "lazy",
+}
+
+
+def test_each_hindrance_is_said_in_one_place_for_both_languages() -> None:
+    none = {name: name == "calibrate" for name in HINDRANCES}
+    assert _C.tune.hindrance(**none) == ""
+    for name, said in HINDRANCES.items():
+        assert said in _C.tune.hindrance(**{**none, name: not none[name]})
+
+
+@pytest.mark.parametrize("kind", ["is_closure", "is_iterator", "has_hooks"])
+def test_nothing_is_tried_on_a_first_batch_that_trials_may_not_touch(kind: str, clock: Clock) -> None:
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = next(batch) if kind == "is_iterator" else batch
+        return CRITERION(model(x), y)
+
+    with only(made(clock, "slow", 0.002)):
+        one = trainer(clock, "advanced", loss_fn=loss_of)
+        (batch,) = batches(1)
+        if kind == "has_hooks":
+            next(one.model.parameters()).register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
+        given: dict[str, Any] = {"is_iterator": iter([batch]), "is_closure": lambda: loss_of(one.model, batch)}
+        one.step(given.get(kind, batch))
+    assert clock.cost["slow"] == 0.01
+    assert HINDRANCES[kind] in one.report()["channels_last"].reason
+
+
 def test_what_pays_is_active_from_the_first_step_and_told(clock: Clock) -> None:
     dearer = made(clock, "rest", 0.02)
     dearer.group, dearer.kind = "layout", "tolerance"
@@ -102,7 +138,7 @@ def test_without_calibration_nothing_is_tried(clock: Clock) -> None:
         for count, batch in enumerate(batches(3), 1):
             one.step(batch)
             assert one.model.calls == count
-    assert clock.cost["slow"] == 0.01 and "calibrate=False" in one.report()["allocator"].reason
+    assert clock.cost["slow"] == 0.01 and "calibrate is off" in one.report()["allocator"].reason
 
 
 def closure(one: ox.Trainer) -> Any:

@@ -274,6 +274,7 @@ def test_report(tmp_path: Path) -> None:
     assert {"allocator", "threads", "flush_denormals", "precision", "channels_last", "attention", "step_tail"} <= names
     assert all(line.reason for line in report.settings)
     assert report["step_tail"].state == "on"
+    assert report["step_tail"].reason.endswith("one native call. Groups and state stay shared with torch's object.")
     assert report.timings["step"] == pytest.approx(sum(v for k, v in report.timings.items() if k != "step"))
     assert report.counters["steps"] == 10
     text = str(report)

@@ -47,6 +47,7 @@ __all__: list[str] = [
     "generators_fault",
     "gradients_apart",
     "hardware_key",
+    "hindrance",
     "in_any_band",
     "native_step_differs",
     "norm_error",
@@ -461,6 +462,12 @@ class SettingLines:
         """
         Name, state, reason, cost and gain of a setting that strategies bring about.
         """
+    def of_optimizer(
+        self, *, is_own: bool, replaces: bool, state: str, active: collections.abc.Sequence[str]
+    ) -> list[tuple[str, str, str, str, float | None]]:
+        """
+        The same of step_tail and optimizer_state. See oxytorch/trainer/report_lines.h.
+        """
 
 class TunerOptions:
     """
@@ -776,6 +783,13 @@ def gradients_apart(
 def hardware_key(root: str = "/") -> str:
     """
     The processor's part of CertificateKey.hardware.
+    """
+
+def hindrance(
+    *, calibrate: bool, is_closure: bool, is_iterator: bool, has_hooks: bool, is_distributed: bool, has_lazy: bool
+) -> str:
+    """
+    Why nothing may be tried on a trainer's first batch; empty where nothing speaks against it.
     """
 
 def in_any_band(

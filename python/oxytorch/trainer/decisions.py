@@ -116,19 +116,14 @@ class Decisions:
 
     def _hindrance(self, batch: Any) -> str:
         """Why nothing may be tried on this batch; empty where nothing speaks against it."""
-        if not self._calibrate:
-            return 'on "auto", and calibrate=False tries nothing.'
-        if is_closure(batch):
-            return "the first batch is a closure, which trials may not call."
-        if hasattr(batch, "__next__"):
-            return "the first batch is an iterator, which trials may not draw from."
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.run.params):
-            return "a parameter has a hook that acts in backward, and trials may not call it."
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return "each process of a distributed run might decide otherwise."
-        if any(is_lazy(p) for p in self.run.model.parameters()):
-            return "a parameter is lazy and has no value yet."
-        return ""
+        return _native.hindrance(
+            calibrate=self._calibrate,
+            is_closure=is_closure(batch),
+            is_iterator=hasattr(batch, "__next__"),
+            has_hooks=any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.run.params),
+            is_distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),
+            has_lazy=any(is_lazy(p) for p in self.run.model.parameters()),
+        )
 
     # -- continued runs ------------------------------------------------------------------------------------------
 
@@ -199,27 +194,16 @@ class Decisions:
             slow=slow,
         )
 
-    def _of_the_optimizer(self, made_of: Any) -> Iterator[SettingLine]:
-        run, wanted = self.run, self._config.optimizer_state
+    def _of_the_optimizer(self, made_of: Any) -> list[SettingLine]:
+        run = self.run
         tail = run.optimizer if isinstance(run.optimizer, TailOptimizer) else None
-        state = "fp32" if tail is None else tail._tail_options["state_dtype"] or "fp32"
-        if isinstance(run.original, TailOptimizer):
-            yield SettingLine("step_tail", "on", "the optimizer is one of oxytorch.optim already.")
-        elif tail is not None:
-            names = [name for name in ("step_tail", "int8_state") if name in run.active]
-            said = "clip, update and average are one native call; groups and state stay shared with torch's object."
-            line = SettingLine(*made_of.active_as("step_tail", names))
-            yield SettingLine("step_tail", "on", f"{line.reason} {said[0].upper()}{said[1:]}", gain=line.gain)
-        else:
-            yield SettingLine(*made_of.of("step_tail"))
-        if state != "fp32" and (tail is not run.original or state == wanted):
-            cost = "averages are rounded; see decision 6 in the documentation."
-            yield SettingLine("optimizer_state", "on", f"the optimizer's running averages are kept as {state}.", cost)
-        elif wanted not in ("auto", state):
-            why = self.asked.refused.get("optimizer_state", "the optimizer was not replaced.")
-            if isinstance(run.original, TailOptimizer):
-                why = "give the oxytorch optimizer its state_dtype."
-            yield SettingLine("optimizer_state", "refused", f"the optimizer's state stays as it is; {why}")
+        lines = made_of.of_optimizer(
+            is_own=isinstance(run.original, TailOptimizer),
+            replaces=tail is not None,
+            state="fp32" if tail is None else tail._tail_options["state_dtype"] or "fp32",
+            active=run.active,
+        )
+        return [SettingLine(*parts) for parts in lines]
 
     def _nonfinite(self) -> SettingLine:
         run = self.run
