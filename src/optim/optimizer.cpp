@@ -92,7 +92,16 @@ void TailOptimizer::rebuild(const std::unordered_map<const c10::TensorImpl*, at:
     const c10::TensorImpl* const param = built->param(i).unsafeGetTensorImpl();
     const auto known = places_.find(param);
     const auto master = masters.find(param);
-    ParamState state = known != places_.end() ? tail_->state(known->second.index) : ParamState();
+    ParamState state;
+    if (known != places_.end()) {
+      state = tail_->state(known->second.index);
+      // That its gradients are sparse is to be known of it further on.
+      const at::Tensor momentum = tail_->decoded_state(known->second.index).moments[0];
+      if (momentum.defined() && momentum.is_sparse()) {
+        state.moments[0] = momentum;
+        state.scales[0] = at::Tensor();
+      }
+    }
     if (master != masters.end() && !state.master.defined()) state.master = master->second;
     built->set_state(i, std::move(state));
   }

@@ -287,22 +287,14 @@ bool hand_back_as(const StepTail& tail, torch::optim::Optimizer& optimizer) {
     for (const at::Tensor& param : group.params()) {
       OXY_CHECK(index < tail.param_count() && tail.param(index).is_same(param), InvalidArgument, "parameter ", index,
                 " is not the same in both optimizers; hand back to the one that was replaced.");
-      ParamState ours = tail.decoded_state(index++);
+      const ParamState ours = tail.decoded_state(index++);
       const bool any = std::any_of(ours.moments.begin(), ours.moments.end(), [](const auto& t) { return t.defined(); });
       auto& theirs = optimizer.state()[param.unsafeGetTensorImpl()];
       if (theirs == nullptr && any) theirs = std::make_unique<typename Torch::State>();
       if (theirs == nullptr) {
         optimizer.state().erase(param.unsafeGetTensorImpl());
       } else {
-        auto& state = static_cast<typename Torch::State&>(*theirs);
-        // Where gradients are sparse torch keeps, and with Nesterov's step needs, the momentum sparse too.
-        if constexpr (requires { state.momentum_buffer(); }) {
-          const auto is_sparse = [](const at::Tensor& t) { return t.defined() && t.is_sparse(); };
-          at::Tensor& momentum = ours.moments[0];
-          const bool sparse = is_sparse(state.momentum_buffer()) || is_sparse(param.grad());
-          if (sparse && momentum.defined()) momentum = momentum.to_sparse(1);
-        }
-        put_back(ours, state);
+        put_back(ours, static_cast<typename Torch::State&>(*theirs));
       }
     }
   }

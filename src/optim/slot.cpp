@@ -278,7 +278,7 @@ void create_state(const Recipe& recipe, Slot& slot) {
 }
 
 void adopt_state(const Recipe& recipe, Slot& slot, ParamState state) {
-  // torch's SGD keeps the momentum of sparse gradients sparse.
+  const bool sparse = state.moments[0].defined() && state.moments[0].is_sparse();
   for (at::Tensor& moment : state.moments) {
     if (moment.defined() && moment.is_sparse()) moment = moment.detach().to_dense();
   }
@@ -288,6 +288,7 @@ void adopt_state(const Recipe& recipe, Slot& slot, ParamState state) {
   }
   const at::NoGradGuard no_grad;
   slot.first = !state.moments[0].defined();
+  slot.sparse = sparse || (slot.sparse && !slot.first);
   slot.version = -1;
   std::swap(slot.state, state);
   for (std::size_t k = 0; k < kMoments; ++k) {
@@ -336,6 +337,10 @@ void order_codes(const Slot& slot) {
 at::Tensor decoded_moment(const Recipe& recipe, const Slot& slot, std::size_t k) {
   return decode_int8(codes_in_order(slot, k), slot.state.scales[k].contiguous(),
                      traits(recipe.algorithm).moments[k].code);
+}
+
+void note_sparse(const Recipe& recipe, Slot& slot, const at::Tensor& grad) {
+  slot.sparse = grad.is_sparse() && (slot.first || slot.sparse || recipe.groups[slot.group].nesterov);
 }
 
 void follow_outside_writes(Slot& slot) {

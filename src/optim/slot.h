@@ -127,6 +127,7 @@ struct Slot {
   TensorSignature signature = {};
   std::size_t group;
   bool first = true;          // SGD: the momentum buffer holds nothing yet
+  bool sparse = false;        // SGD: torch would keep the momentum sparse
   bool complete = false;      // has all its state
   bool watched = false;       // has masters, which follow what others write
   KnownSum known = {};        // from grad_ready()
@@ -165,6 +166,10 @@ void follow_outside_writes(Slot& slot);
 void note_own_write(Slot& slot);
 
 /// A parameter that these formats cannot serve.
+/// To be told of each gradient. torch's momentum is sparse where the first gradient was, and takes no dense one then;
+/// Nesterov's step takes no sparse gradient beside a dense momentum.
+void note_sparse(const Recipe& recipe, Slot& slot, const at::Tensor& grad);
+
 void check_formats(const Recipe& recipe, const at::Tensor& param, const std::string& label);
 /// Parameter and gradient as they must be for a step.
 void check_param(const Recipe& recipe, const Slot& slot, const at::Tensor& grad);

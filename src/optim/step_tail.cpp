@@ -212,6 +212,10 @@ void check_divisor(const StepInputs& inputs) {
   OXY_CHECK(inputs.grad_divisor > 0 && std::isfinite(inputs.grad_divisor), InvalidArgument, "grad_divisor is ",
             inputs.grad_divisor, "; give the number of micro-batches, a finite number above 0.");
 }
+  at::Tensor& momentum = state.moments[0];
+  if (impl_->algorithm == Algorithm::SGD && impl_->slots[index].sparse && momentum.defined()) {
+    momentum = momentum.to_sparse(1);
+  }
 
 }  // namespace
 

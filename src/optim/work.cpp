@@ -208,6 +208,7 @@ bool StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTe
     }
     slot.grad_copy.copy_(grad.is_sparse() ? grad.to_dense() : grad);
     source = &slot.grad_copy;
+  note_sparse(*this, slot, grad);
   } else {
     slot.signature.remember(slot.param, grad);
   }
@@ -268,6 +269,7 @@ void StepTail::Impl::bind_composite(Work& work, std::size_t index, const at::Ten
 }
 
 bool StepTail::Impl::bind_others(Work& work) {
+  note_sparse(*this, slot, grad);
   if (work.planned.empty()) {
     // What had memory in common may have been parted.
     for (const PlannedTensor& t : work.held) {

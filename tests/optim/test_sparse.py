@@ -161,3 +161,44 @@ def test_strategies_of_the_step_take_them_also_in_mid_run(name: str, options: di
         backward(model, opt, step)
         opt.step()
     assert_as_exact(model, of_torch(name, options))
+
+
+class Rows(nn.Module):
+    """A table that no module says has sparse gradients."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).to(dtype))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(rows, self.table, sparse=True)
+
+
+@pytest.mark.parametrize("after", ["zero_grad", "another group"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_is_handed_back_as_torch_keeps_it(nesterov: bool, after: str) -> None:
+    """Also where no gradient is there any more to tell by."""
+    sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+
+    def stepped(model: Rows, opt: torch.optim.Optimizer, step: int) -> None:
+        opt.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        rows, values = torch.randint(0, 6, (5,), generator=generator), torch.randn(5, 3, generator=generator)
+        (model(rows) * values.to(model.table)).sum().backward()
+        opt.step()
+
+    model, exact = Rows(torch.float32), Rows(torch.float64)
+    opt, wanted = (torch.optim.SGD(m.parameters(), **sgd) for m in (model, exact))
+    run = Run(model, opt, loss_of, [])
+    run.set_active(["step_tail"])
+    for step in range(2):
+        stepped(model, opt, step)
+    opt.zero_grad(set_to_none=True)
+    if after == "another group":  # the native step is built anew before it is taken back
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        run.slots[0].optimizer.tail_stats()  # type: ignore[attr-defined]
+    run.set_active([])
+    stepped(model, opt, 2)
+    for step in range(3):
+        stepped(exact, wanted, step)
+    assert_as_exact(model, exact)

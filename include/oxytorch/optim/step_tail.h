@@ -170,8 +170,8 @@ class OXY_API StepTail {
   [[nodiscard]] const std::string& param_name(std::size_t index) const;
   [[nodiscard]] const ParamState& state(std::size_t index) const;
 
-  /// The same with int8 moments as fp32 copies and no scales: a form that can be cut anywhere. Given back by
-  /// set_state() it makes the same bytes again.
+  /// The same in torch's forms: int8 moments as fp32 copies without scales, the momentum of sparse gradients sparse.
+  /// They can be cut anywhere. Given back by set_state() they make the same bytes again.
   [[nodiscard]] ParamState decoded_state(std::size_t index) const;
 
   /// Gives a parameter its state, for example from torch's state_dict; tensors are kept, not copied, where they

@@ -15,6 +15,7 @@ from torch import Tensor
 from .._C import optim as _native
 from . import sharded
 from .options import TailOptions, TailStats, native_options, with_defaults
+from .slot import params_of
 from .stability import Recovery
 
 __all__ = ["TailOptimizer"]
@@ -69,7 +70,7 @@ class TailOptimizer(torch.optim.Optimizer):
         return _native.StepTail(self._algorithm, native_options(self._tail_options))
 
     def _params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        return params_of(self)
 
     # ---- gradients as they arrive
 
@@ -136,6 +137,7 @@ class TailOptimizer(torch.optim.Optimizer):
         emas: dict[int, Tensor | None] = {}
         copies: dict[int, Tensor | None] = {}
         if self._tail is not None:
+            self._give_sparse_momentum()  # by it the new one learns which gradients are sparse
             copies = {id(p): self._tail.copy(i) for i, p in enumerate(self._built_params)}
             if self._loaded_ema is None:
                 emas = {id(p): self._tail.ema(i) for i, p in enumerate(self._built_params)}
@@ -240,6 +242,16 @@ class TailOptimizer(torch.optim.Optimizer):
             else:
                 setattr(old, name, own)
         self._shared = (self.param_groups, self.state)
+
+    def _give_sparse_momentum(self) -> None:
+        """Make the momentum sparse where torch keeps, and with Nesterov's step needs, it so: of sparse gradients."""
+        if self._tail is None or self._algorithm != "sgd":
+            return
+        for i, param in enumerate(self._built_params):
+            momentum = (self.state.get(param) or {}).get("momentum_buffer")
+            kept = self._tail.decoded_state(i).get("momentum_buffer")
+            if isinstance(momentum, Tensor) and kept is not None and kept.is_sparse:
+                self.state[param]["momentum_buffer"] = momentum.to_sparse(1)
 
     # ---- for snapshots: what the tail keeps and `state` does not show
 

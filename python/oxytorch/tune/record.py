@@ -240,7 +240,7 @@ def _states(slot: OptimizerSlot, copy: bool) -> Iterator[dict[str, Any]]:
     for index, p in enumerate(slot.params):
         state = slot.original.state.get(p) or {}
         if tail is not None and any(key.endswith("_scale") for key in state):
-            wide = tail.decoded_state(index)
+            wide = {key: t.to_dense() for key, t in tail.decoded_state(index).items()}
             state = {key: wide.get(key, value) for key, value in state.items() if not key.endswith("_scale")}
         tensors = {key: v.detach() for key, v in state.items() if isinstance(v, Tensor)}
         yield {**state, **({key: park(t) for key, t in tensors.items()} if copy else tensors)}

@@ -205,12 +205,7 @@ class _Tail(_OfOptimizers):
         for name, value in self._of_run.items():
             setattr(run, name, value)
         slot.replace_optimizer(None)
-        # Where gradients are sparse torch keeps, and with Nesterov's step needs, the momentum sparse too.
-        tables = {id(m.weight) for m in run.model.modules() if getattr(m, "sparse", False) and hasattr(m, "weight")}
-        for param in slot.params:
-            momentum = (slot.original.state.get(param) or {}).get("momentum_buffer")
-            if id(param) in tables and isinstance(momentum, Tensor) and not momentum.is_sparse:
-                slot.original.state[param]["momentum_buffer"] = momentum.to_sparse(1)
+        tail._give_sparse_momentum()
 
 
 @strategy(
