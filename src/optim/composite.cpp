@@ -101,6 +101,8 @@ class Update {
     const at::Tensor lr = learning_rate(type);
     if (g_.decoupled_weight_decay) {
       old = old.sub(old.mul(lr * g_.weight_decay));
+      // torch writes what it decays before it reads such a gradient, unless it has negated it first.
+      if (p_.reads_itself && !g_.maximize) grad = grad.sub(grad.mul(lr * g_.weight_decay));
     } else if (g_.weight_decay != 0) {
       grad = grad.add(old, g_.weight_decay);
     }
@@ -230,7 +232,6 @@ class Update {
       assign(ema, ema.lerp(best_weights(p_.param, s).to(ema.scalar_type()), 1 - step_.options.ema_decay));
     }
     if (s.copy.defined()) s.copy.copy_(best_weights(p_.param, s));
-    if (step_.options.zero_grads) p_.grad.zero_();
   }
 
  private:
@@ -315,12 +316,12 @@ at::Tensor composite_grad_norms(const std::vector<CompositeParam>& params) {
 }
 
 void composite_update(const CompositeStep& step, const std::vector<CompositeParam>& params) {
-  if (step.algorithm == Algorithm::Muon) {
+  if (step.algorithm == Algorithm::Muon && !step.in_order) {
     muon_update(step, params);
   } else {
     // Statistics need the parameter before and after, which the fused kernels do not keep.
-    const std::vector<CompositeParam> rest =
-        step.param_norms.defined() || step.options.force_composite ? params : fused_update(step, params);
+    const bool by_operators = step.in_order || step.param_norms.defined() || step.options.force_composite;
+    const std::vector<CompositeParam> rest = by_operators ? params : fused_update(step, params);
     for (std::size_t i = 0; i < rest.size(); ++i) {
       const Update update(step, rest[i]);
       if (rest[i].grad.is_sparse()) {

@@ -18,6 +18,7 @@ struct CompositeParam {
   const GroupOptions* group;
   std::uint32_t stream;  ///< identity for stochastic rounding
   bool first;            ///< SGD: the momentum buffer is not yet filled
+  bool reads_itself;     ///< the gradient lies in the parameter's own memory
 };
 
 /// What one composite step works with.
@@ -28,6 +29,7 @@ struct CompositeStep {
   at::Tensor skip;          ///< undefined where the step is known to be taken; else 0-dim, and not 0: change nothing
   at::Tensor param_norms;   ///< undefined, or fp32 [params], written
   at::Tensor update_norms;  ///< undefined, or fp32 [params], written
+  bool in_order = false;    ///< one after the other: a gradient lies in memory that the step of another writes
 };
 
 /// Norm of each gradient, fp64 where the device has it, on the device: [params].

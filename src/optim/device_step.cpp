@@ -52,6 +52,7 @@ void StepTail::Impl::step_on_device(Work& work, const StepInputs& in) {
   CompositeStep step{algorithm, options, multiplier, skip, {}, {}};
   if (!work.composite.empty()) run_composite(work, step);
   reduce_statistics(work);
+  zero_other_grads(work);
 }
 
 at::Tensor StepTail::Impl::record_norms(Work& work, const at::Tensor& squares, const at::Tensor& inverse) {
@@ -124,7 +125,7 @@ oxy_tail_settings StepTail::Impl::device_settings(const Work& work, const StepIn
   oxy_tail_settings s{};
   s.size = sizeof(s);
   const auto flag = [&s](bool set, std::uint32_t bit) { s.flags |= set ? bit : 0; };
-  flag(options.zero_grads && !work.grads_shared, OXY_TAIL_ZERO_GRAD);
+  flag(zeroes() && !work.grads_shared, OXY_TAIL_ZERO_GRAD);
   flag(options.collect_stats, OXY_TAIL_COLLECT);
   flag(options.stochastic_rounding, OXY_TAIL_STOCHASTIC);
   flag(options.nonfinite == NonFinite::Propagate, OXY_TAIL_PROPAGATE);

@@ -28,7 +28,7 @@ void StepTail::Impl::step_on_host(Work& work, const StepInputs& in) {
   if (bad && in.found_inf.defined()) set_host_scalar(in.found_inf, 1.0);
   if (skip) {
     *stats.skipped.mutable_data_ptr<std::int64_t>() += 1;
-    if (options.zero_grads) {
+    if (zeroes()) {
       work.plan->zero_gradients(pool);
       const at::NoGradGuard no_grad;
       for (CompositeParam& p : work.composite) p.grad.zero_();
@@ -41,7 +41,7 @@ void StepTail::Impl::step_on_host(Work& work, const StepInputs& in) {
   if (clip > 1.0) clip = 1.0;
   kernels::TailSettings settings = base_settings();
   settings.grad_multiplier = clip / scale;
-  settings.zero_grad = options.zero_grads && !work.grads_shared;
+  settings.zero_grad = zeroes() && !work.grads_shared;
   work.plan->apply(native_groups, settings, pool);
   note_native_writes(work);
   if (options.collect_stats) collect_norms(work);
@@ -60,7 +60,7 @@ kernels::TailSettings StepTail::Impl::base_settings() const {
   s.agc = options.agc;
   s.agc_eps = options.agc_eps;
   s.ema_decay = options.ema_decay;
-  s.zero_grad = options.zero_grads;
+  s.zero_grad = zeroes();
   s.collect = options.collect_stats;
   s.stochastic = options.stochastic_rounding;
   s.seed = options.seed;

@@ -130,6 +130,7 @@ struct Slot {
   bool sparse = false;        // SGD: torch would keep the momentum sparse
   bool complete = false;      // has all its state
   bool watched = false;       // has masters, which follow what others write
+  bool waits = false;         // step_in_backward: for step(), with those that its gradient shares memory with
   KnownSum known = {};        // from grad_ready()
   at::Tensor grad_copy = {};  // a gradient laid out like the parameter, when autograd's is not
   std::string name;
@@ -165,11 +166,11 @@ inline bool has_masters(const Slot& slot) { return slot.state.master.defined() |
 void follow_outside_writes(Slot& slot);
 void note_own_write(Slot& slot);
 
-/// A parameter that these formats cannot serve.
 /// To be told of each gradient. torch's momentum is sparse where the first gradient was, and takes no dense one then;
 /// Nesterov's step takes no sparse gradient beside a dense momentum.
 void note_sparse(const Recipe& recipe, Slot& slot, const at::Tensor& grad);
 
+/// A parameter that these formats cannot serve.
 void check_formats(const Recipe& recipe, const at::Tensor& param, const std::string& label);
 /// Parameter and gradient as they must be for a step.
 void check_param(const Recipe& recipe, const Slot& slot, const at::Tensor& grad);

@@ -82,7 +82,11 @@ void StepTail::Impl::run_composite(Work& work, CompositeStep& step) {
         at::zeros({static_cast<std::int64_t>(work.composite.size())}, at::TensorOptions(at::kFloat).device(device()));
     step.update_norms = at::zeros_like(step.param_norms);
   }
+  step.in_order = work.in_order;
   composite_update(step, work.composite);
+  if (zeroes()) {
+    for (CompositeParam& p : work.composite) p.grad.zero_();
+  }
   for (std::size_t i = 0; i < work.composite.size(); ++i) {
     const auto at = static_cast<std::int64_t>(i);
     const auto to = static_cast<std::int64_t>(work.composite_index[i]);
@@ -104,6 +108,18 @@ bool StepTail::Impl::run(Work& work, const StepInputs& inputs) {
     step_on_device(work, inputs);
   }
   return created;
+}
+
+bool StepTail::Impl::shares_gradient(std::size_t index) const {
+  const at::Tensor& grad = slots[index].param.grad();
+  // Autograd has just made one that was never written.
+  if (!grad.is_inference() && grad._version() == 0) return false;
+  const Range own = range_of(grad);
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const at::Tensor& other = slots[i].param.grad();
+    if (i != index && other.defined() && meet(own, range_of(other))) return true;
+  }
+  return false;
 }
 
 bool StepTail::Impl::run_alone(std::size_t index, const StepInputs& inputs) {
@@ -196,6 +212,10 @@ ParamState StepTail::decoded_state(std::size_t index) const {
     state.moments[k] = decoded_moment(*impl_, impl_->slots[index], k);
     state.scales[k] = at::Tensor();
   }
+  at::Tensor& momentum = state.moments[0];
+  if (impl_->algorithm == Algorithm::SGD && impl_->slots[index].sparse && momentum.defined()) {
+    momentum = momentum.to_sparse(1);
+  }
   return state;
 }
 
@@ -212,10 +232,6 @@ void check_divisor(const StepInputs& inputs) {
   OXY_CHECK(inputs.grad_divisor > 0 && std::isfinite(inputs.grad_divisor), InvalidArgument, "grad_divisor is ",
             inputs.grad_divisor, "; give the number of micro-batches, a finite number above 0.");
 }
-  at::Tensor& momentum = state.moments[0];
-  if (impl_->algorithm == Algorithm::SGD && impl_->slots[index].sparse && momentum.defined()) {
-    momentum = momentum.to_sparse(1);
-  }
 
 }  // namespace
 
@@ -240,13 +256,23 @@ bool StepTail::step(const StepInputs& inputs) {
             NotSupported,
             "step_in_backward cannot serve a loss scale or a condition on the whole step: the parameters were updated "
             "as their gradients arrived. Use an optimizer without it.");
-  // What no hook reported is updated now.
+  // What no hook reported, or what had to wait, is updated now.
+  if (impl.options.zero_grads) {
+    impl.note_written(impl.all);
+    impl.refuse_zeros(impl.all);
+  }
   bool created = false;
   for (std::size_t i = 0; i < impl.slots.size(); ++i) {
     if (impl.slots[i].param.grad().defined()) created = impl.run_alone(i, inputs) || created;
   }
+  const at::NoGradGuard no_grad;
+  for (Slot& slot : impl.slots) {
+    const bool waited = std::exchange(slot.waits, false);
+    if (!slot.param.grad().defined()) continue;
+    if (impl.options.zero_grads) slot.param.mutable_grad().zero_();
+    if (waited) slot.param.mutable_grad().reset();
+  }
   if (impl.options.collect_stats && impl.reported_norms.defined()) {
-    const at::NoGradGuard no_grad;
     impl.stats.grad_norm.copy_(impl.reported_norms.norm());
     impl.stats.grad_norms.copy_(impl.reported_norms);
     impl.reported_norms.zero_();
@@ -273,6 +299,8 @@ bool StepTail::grad_ready(std::size_t index, double grad_divisor) {
   StepInputs inputs;
   inputs.grad_divisor = grad_divisor;
   check_divisor(inputs);
+  slot.waits = impl.shares_gradient(index);
+  if (slot.waits) return false;
   const bool created = impl.run_alone(index, inputs);
   slot.param.mutable_grad().reset();
   return created;

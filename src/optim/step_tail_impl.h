@@ -12,6 +12,7 @@
 
 #include "optim/composite.h"
 #include "optim/device_tail.h"
+#include "optim/memory_ranges.h"
 #include "optim/slot.h"
 #include "oxytorch/backend_kernels.h"
 #include "oxytorch/kernels/step_tail.h"
@@ -38,6 +39,8 @@ struct Work {
   bool watched = false;                       // some slot is
   bool grads_moved = false;                   // since they were last compared
   bool grads_shared = false;                  // some have memory in common; known with zero_grads alone
+  Memory written;                             // parameters and state of the members
+  bool in_order = false;                      // a gradient lies there: one parameter after the other, as torch does
   bool served = false;                        // the device has kernels that take these tensors
   std::vector<std::size_t> others;
   std::vector<CompositeParam> composite;  // of the others, those with a gradient in this step
@@ -89,6 +92,14 @@ struct StepTail::Impl : Recipe {
   bool bind_gradient(Work& work, std::size_t at, kernels::TailTensor& native);
   bool bind_others(Work& work);
   void find_shared_grads(Work& work);
+  void note_written(Work& work);
+  /// A member whose gradient lies in memory that the step writes; null for none.
+  [[nodiscard]] const Slot* reads_written(const Work& work) const;
+  /// Throws where zeros over the gradients would be zeros over that.
+  void refuse_zeros(const Work& work) const;
+  /// Whether a run writes zeros over its gradients. With step_in_backward there is one for each parameter, and step()
+  /// does it after the last: gradients may have memory in common.
+  [[nodiscard]] bool zeroes() const { return options.zero_grads && !options.step_in_backward; }
   void bind_composite(Work& work, std::size_t index, const at::Tensor& grad);
   bool inspect(Slot& slot, const at::Tensor& grad, kernels::TailTensor& native);
   void note_tensors(Work& work);
@@ -130,6 +141,8 @@ struct StepTail::Impl : Recipe {
     return is_scaled(in) || options.clip_norm > 0 || options.nonfinite != NonFinite::Propagate ||
            options.collect_stats || in.norm_limit.defined();
   }
+  /// Whether another parameter's gradient, which may be yet to come, is to be summed into the memory of this one's.
+  [[nodiscard]] bool shares_gradient(std::size_t index) const;
   /// A step of one parameter; with step_in_backward norms come one at a time and are shown together by step().
   bool run_alone(std::size_t index, const StepInputs& in);
   void run_composite(Work& work, CompositeStep& step);

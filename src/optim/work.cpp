@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "optim/dense.h"
+#include "optim/memory_ranges.h"
+#include "optim/param_state.h"
 #include "optim/step_tail_impl.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
@@ -14,30 +16,12 @@
 namespace oxytorch::optim {
 namespace {
 
-using Range = std::pair<std::uintptr_t, std::uintptr_t>;
-
-bool overlap(std::vector<Range> ranges) {
-  std::erase_if(ranges, [](const Range& range) { return range.first == range.second; });
-  std::sort(ranges.begin(), ranges.end());
-  return std::adjacent_find(ranges.begin(), ranges.end(),
-                            [](const Range& a, const Range& b) { return b.first < a.second; }) != ranges.end();
-}
-
 // True where two tensors have memory in common. Kernels take tensors together and in any order; torch one after the
 // other.
 bool overlap(const std::vector<PlannedTensor>& held) {
-  std::vector<Range> ranges;
-  ranges.reserve(held.size());
-  for (const PlannedTensor& t : held) ranges.push_back(t.range());
-  return overlap(std::move(ranges));
-}
-
-// What a gradient's elements lie in, or more: all of its storage where they leave gaps.
-Range range_of(const at::Tensor& grad) {
-  if (grad.layout() != at::kStrided || grad.numel() == 0) return {0, 0};
-  const bool dense = grad.is_non_overlapping_and_dense();
-  const auto start = reinterpret_cast<std::uintptr_t>(dense ? grad.const_data_ptr() : grad.storage().data());
-  return {start, start + (dense ? grad.nbytes() : grad.storage().nbytes())};
+  Memory memory;
+  for (const PlannedTensor& t : held) memory.add(t.range());
+  return memory.finish();
 }
 
 }  // namespace
@@ -137,7 +121,9 @@ void StepTail::Impl::build_plan(Work& work) {
     tensors.clear();
   };
   note_tensors(work);
-  if (overlap(work.held)) leave_to_torch();
+  note_written(work);
+  work.in_order = reads_written(work) != nullptr;
+  if (work.in_order || overlap(work.held)) leave_to_torch();
   work.known.assign(tensors.size(), -1);
   work.tail.reset();
   if (device().is_cpu()) {
@@ -177,6 +163,30 @@ void StepTail::Impl::note_tensors(Work& work) {
   }
 }
 
+void StepTail::Impl::note_written(Work& work) {
+  work.written.clear();
+  for (std::size_t i : work.members) {
+    work.written.add(slots[i].param);
+    for (const at::Tensor* entry : fields(slots[i].state)) work.written.add(*entry);
+  }
+  work.written.finish();
+}
+
+const Slot* StepTail::Impl::reads_written(const Work& work) const {
+  for (std::size_t i : work.members) {
+    const at::Tensor& grad = slots[i].param.grad();
+    if (grad.defined() && work.written.has(grad)) return &slots[i];
+  }
+  return nullptr;
+}
+
+void StepTail::Impl::refuse_zeros(const Work& work) const {
+  const Slot* const found = reads_written(work);
+  OXY_CHECK(found == nullptr, InvalidState, "the gradient of parameter ", found->name,
+            " lies in the memory of a parameter or of state, where zero_grads would write zeros; give it memory of its "
+            "own, as by clone(), or use the optimizer without zero_grads.");
+}
+
 // State for every parameter with a gradient, laid out as it, and a plan that matches.
 bool StepTail::Impl::prepare(Work& work) {
   bool created = false;
@@ -198,6 +208,7 @@ bool StepTail::Impl::prepare(Work& work) {
 // All that may have changed about a parameter and its gradient; false where the plan cannot serve them as they are.
 bool StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTensor& native) {
   check_param(*this, slot, grad);
+  note_sparse(*this, slot, grad);
   if (!can_be_native(slot)) return false;
   const at::Tensor* source = &grad;
   if (!readable(grad, slot.param)) {
@@ -208,7 +219,6 @@ bool StepTail::Impl::inspect(Slot& slot, const at::Tensor& grad, kernels::TailTe
     }
     slot.grad_copy.copy_(grad.is_sparse() ? grad.to_dense() : grad);
     source = &slot.grad_copy;
-  note_sparse(*this, slot, grad);
   } else {
     slot.signature.remember(slot.param, grad);
   }
@@ -259,17 +269,18 @@ bool StepTail::Impl::bind_native(Work& work) {
 
 void StepTail::Impl::bind_composite(Work& work, std::size_t index, const at::Tensor& grad) {
   Slot& slot = slots[index];
+  note_sparse(*this, slot, grad);
   const at::NoGradGuard no_grad;
   const at::Tensor source = !grad.is_sparse()                       ? grad
                             : changes_rows_alone(*this, slot, grad) ? grad.coalesce()
                                                                     : grad.to_dense();
-  work.composite.push_back(
-      {slot.param, source, &slot.state, &groups[slot.group], static_cast<std::uint32_t>(index), slot.first});
+  const bool reads_itself = work.in_order && meet(range_of(slot.param), range_of(grad));
+  work.composite.push_back({slot.param, source, &slot.state, &groups[slot.group], static_cast<std::uint32_t>(index),
+                            slot.first, reads_itself});
   work.composite_index.push_back(index);
 }
 
 bool StepTail::Impl::bind_others(Work& work) {
-  note_sparse(*this, slot, grad);
   if (work.planned.empty()) {
     // What had memory in common may have been parted.
     for (const PlannedTensor& t : work.held) {
@@ -292,14 +303,9 @@ bool StepTail::Impl::bind_others(Work& work) {
 
 // Zeros over a gradient must not be what another parameter's update reads.
 void StepTail::Impl::find_shared_grads(Work& work) {
-  if (!std::exchange(work.grads_moved, false) && work.composite.empty()) return;
-  std::vector<Range> ranges;
-  ranges.reserve(work.members.size());
-  for (std::size_t i : work.members) {
-    const at::Tensor& grad = slots[i].param.grad();
-    if (grad.defined()) ranges.push_back(range_of(grad));
-  }
-  work.grads_shared = overlap(std::move(ranges));
+  Memory memory;
+  for (std::size_t i : work.members) memory.add(slots[i].param.grad());
+  work.grads_shared = memory.finish();
 }
 
 // Hands the plan this step's addresses; false where it no longer matches the slots.
@@ -308,7 +314,12 @@ bool StepTail::Impl::bind(Work& work) {
   work.composite.clear();
   work.composite_index.clear();
   if (!bind_native(work) || !bind_others(work)) return false;
-  if (options.zero_grads) find_shared_grads(work);
+  if (!std::exchange(work.grads_moved, false) && work.composite.empty()) return true;
+  if (!work.others.empty()) note_written(work);  // the plan holds the others' tensors only
+  if ((reads_written(work) != nullptr) != work.in_order) return false;
+  if (!zeroes()) return true;
+  if (work.in_order) refuse_zeros(work);
+  find_shared_grads(work);
   return true;
 }
 
@@ -348,7 +359,7 @@ void StepTail::Impl::note_native_writes(Work& work) {
 }
 
 void StepTail::Impl::zero_other_grads(const Work& work) {
-  if (!options.zero_grads) return;
+  if (!zeroes()) return;
   const at::NoGradGuard no_grad;
   for (std::size_t i : work.members) {
     Slot& slot = slots[i];

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "optim/memory_ranges.h"
 #include "oxytorch/error.h"
 #include "oxytorch/kernels/operators.h"
 #include "oxytorch/tune/host.h"
@@ -52,8 +53,8 @@ double root_correction(const AdamStep& o, double step) {
 // Of parameter i; the state's own tensors are written.
 void adam_by_torch(const AdamStep& o, const StepTensors& t, std::size_t i, double step) {
   const Tensor& param = t.params[i];
-  if (o.decoupled_weight_decay && o.weight_decay != 0) scale(param, 1 - o.lr * o.weight_decay, o.front_end);
   const Tensor grad = directed(t.grads[i], param, o.maximize, o.decoupled_weight_decay ? 0 : o.weight_decay);
+  if (o.decoupled_weight_decay && o.weight_decay != 0) scale(param, 1 - o.lr * o.weight_decay, o.front_end);
   if (o.front_end == FrontEnd::Python) {
     t.exp_avgs[i].lerp_(grad, 1 - o.beta1);
   } else {
@@ -104,17 +105,15 @@ Lists written(const StepTensors& t) {
   return {&t.params, &t.exp_avgs, &t.exp_avg_sqs, &t.max_exp_avg_sqs, &t.momentum_buffers};
 }
 
-bool overlap(const StepTensors& t) {
-  std::vector<std::pair<const char*, const char*>> ranges;
+// Whether the order of the parameters, and of the terms of each, tells: what one writes is also another's, or read as a
+// gradient.
+bool needs_torchs_order(const StepTensors& t) {
+  optim::Memory memory;
   for (const auto* list : written(t)) {
-    for (const Tensor& tensor : *list) {
-      const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
-      if (tensor.numel() > 0) ranges.emplace_back(begin, begin + tensor.nbytes());
-    }
+    for (const Tensor& tensor : *list) memory.add(tensor);
   }
-  std::sort(ranges.begin(), ranges.end());
-  return std::adjacent_find(ranges.begin(), ranges.end(),
-                            [](const auto& a, const auto& b) { return b.first < a.second; }) != ranges.end();
+  return memory.finish() ||
+         std::any_of(t.grads.begin(), t.grads.end(), [&](const Tensor& grad) { return memory.has(grad); });
 }
 
 bool served(const StepTensors& t, std::size_t i) {
@@ -130,7 +129,7 @@ bool served(const StepTensors& t, std::size_t i) {
 
 Plan planned(const StepTensors& t) {
   Plan plan;
-  const bool all_by_torch = overlap(t);
+  const bool all_by_torch = needs_torchs_order(t);
   std::int64_t all = 0;
   for (const Tensor& param : t.params) all += param.numel();
   const std::int64_t most = std::clamp(all / (2 * at::get_num_threads()), kLeastBlock, kBlock);

@@ -1,5 +1,5 @@
 """Random groups, shapes, layouts, dtypes and options, and random edits of state, layout, dtype and groups between the
-steps, by each way to step natively; each step against the fp64 reference.
+steps, some gradients in the memory of parameters, by each way to step natively; each step against the fp64 reference.
 
 OXYTORCH_FUZZ_CASES sets how many cases run (300 unless set; `make nightly` runs 20,000). A failing case names its
 seed; OXYTORCH_FUZZ_SEED=<seed> runs that one alone. optimizer_edits_test does the same in C++.
@@ -59,6 +59,7 @@ class Case:
             self.opt = self.held.opt
         # Apart from the other choices.
         self.mutations = Mutations(random.Random(~seed), self.opt, lambda: self.stepping)
+        self.readings = random.Random(f"readings {seed}")
 
     @property
     def stepping(self) -> Any:
@@ -166,6 +167,26 @@ class Case:
             p.grad = self.laid_out(grad.to(p.dtype))
         return [None if p.grad is None else p.grad.clone() for p in params_of(self.opt)]
 
+    def read_parameters(self, grads: list[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """Let gradients lie in the memory of parameters; return those that are stepped before they are read."""
+        pick, params, stepped = self.readings, params_of(self.opt), {}
+        if self.way == "Trainer" or self.tail["zero_grads"] or pick.random() < 0.85:
+            return stepped
+        tail = self.verified._tail_options
+        measured = tail["nonfinite"] != "propagate" or tail["clip_norm"] is not None or tail["collect_stats"]
+        for i, p in enumerate(params):
+            # A norm is taken before any is stepped.
+            others = [j for j, q in enumerate(params) if j > i or (j < i and not measured)]
+            others = [j for j in others if params[j].shape == p.shape and params[j].dtype == p.dtype]
+            if grads[i] is None or not others:
+                continue
+            j = pick.choice(others)
+            p.grad = params[j].detach()
+            grads[i] = p.grad.clone()
+            if j < i:
+                stepped[i] = p.grad
+        return stepped
+
     def mutate(self, step: int) -> None:
         """Edit what the last step left."""
         if step == 0:
@@ -201,8 +222,10 @@ class Case:
             grads = self.set_grads()
             if self.way == "Trainer" and all(g is None for g in grads):
                 continue  # a loss without gradients
+            stepped = self.read_parameters(grads)
             before = snapshot(self.verified)
             self.step()
+            grads = [stepped.get(i, g) for i, g in enumerate(grads)]
             check_step(self.verified, before, grads, scale)
             if self.tail["zero_grads"]:
                 assert all(p.grad is None or not p.grad.any() for p in params_of(self.opt))

@@ -164,6 +164,22 @@ def test_parameters_that_share_memory_are_stepped_one_after_another() -> None:
         assert_same(*both)
 
 
+@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("reads", [(1, 2, 0), (2, 0, 1), (0, 0, 2)], ids=["after", "before", "own"])
+def test_gradients_that_are_parameters_are_read_when_their_turn_comes(
+    cls: Any, options: dict[str, Any], reads: tuple[int, ...]
+) -> None:
+    both = pair(lambda params: cls(params, **options), [normal(300, 300) for _ in reads])
+    for _ in range(3):
+        for optimizer in both:
+            params = optimizer.param_groups[0]["params"]
+            for p, other in zip(params, reads, strict=True):
+                p.grad = params[other].detach()
+        native_step(both[0])
+        both[1].step()
+        assert_same(*both)
+
+
 def test_complex_numbers_sparse_gradients_and_tensors_as_rates_are_torchs() -> None:
     both = pair(torch.optim.AdamW, [torch.complex(normal(7), normal(7)), normal(3)])
     for _ in range(3):

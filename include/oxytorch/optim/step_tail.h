@@ -178,18 +178,18 @@ class OXY_API StepTail {
   /// already have the parameter's device and layout. Throws Error naming the parameter for a wrong shape or dtype.
   void set_state(std::size_t index, ParamState state);
 
-  /// One step over the parameters that have a gradient.
-  ///
+  /// One step over the parameters that have a gradient. A gradient in the memory of a parameter is read as torch's loop
+  /// over the parameters reads it: those of them that come before have been stepped.
   /// Returns true if some parameter got its state in this call. Throws before anything is changed, naming the
   /// parameter: shape, dtype or device changed, storage freed, sparse gradient; with NonFinite::Raise also for a
-  /// gradient that is not finite.
+  /// gradient that is not finite; with zero_grads for one in memory that the step writes.
   bool step(const StepInputs& inputs = {});
 
   /// With norm_in_backward: takes the sum of squares of the parameter's gradient while it is in the cache; a gradient
   /// that is written again before step() is measured there anew. (Writes through Tensor::data() leave no trace in
   /// torch: scaling and clipping all of a gradient are noticed, a write of a few elements is not.) With
-  /// step_in_backward: updates the parameter by its gradient over `grad_divisor` and frees the gradient. To be called
-  /// when the gradient is complete, from a post-accumulate-grad hook.
+  /// step_in_backward: updates the parameter by its gradient over `grad_divisor` and frees the gradient; step() does so
+  /// for gradients with memory in common. To be called when it is complete, from a post-accumulate-grad hook.
   /// Returns true if the parameter got its state in this call.
   bool grad_ready(std::size_t index, double grad_divisor = 1);
 
