@@ -348,3 +348,25 @@ def test_averages_come_and_go_beside_masters(tail: str) -> None:
                 assert torch.equal(p, average.to(p.dtype))
         assert digest(opt) == before
     assert same(opt, peer)
+
+
+@pytest.mark.parametrize("before", ["nothing", "load_state_dict", "load_ema_state_dict", "deepcopy"])
+def test_averages_stay_with_their_parameters_in_whatever_order_these_come(before: str) -> None:
+    params = [torch.nn.Parameter(torch.full((5,), float(i))) for i in range(3)]
+    opt = oxytorch.optim.SGD(params, lr=0.5, ema_decay=0.5)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    if before == "load_state_dict":
+        opt.load_state_dict(opt.state_dict())
+    elif before == "load_ema_state_dict":
+        opt.load_ema_state_dict(opt.ema_state_dict())
+    elif before == "deepcopy":
+        opt = copy.deepcopy(opt)
+    (group,) = opt.param_groups
+    opt.param_groups = [{**group, "params": group["params"][1:]}, {**group, "params": group["params"][:1]}]
+    assert [float(t[0]) for t in opt.ema_state_dict()["ema"].values()] == [0.75, 1.75, -0.25]
+    for p in params_of(opt):
+        p.grad = torch.zeros_like(p)
+    opt.step()
+    assert [float(t[0]) for t in opt.ema_state_dict()["ema"].values()] == [0.625, 1.625, -0.375]

@@ -28,7 +28,8 @@ _OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Data
 OF_TORCH = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, Sampler, DataLoader)
 _FOREIGN = ("torch", "numpy", "builtins", "threading", "logging", "weakref", "_thread", "pybind11_builtins")
 _DATA = ("dataset", "data_source")  # what a loader or sampler only reads
-_NATIVE = ("_tail", "_loaded_ema", "_built_params", "_outdated")  # how a step tail keeps what it keeps
+# How a step tail keeps what it keeps.
+_NATIVE = ("_tail", "_loaded_ema", "_loaded_params", "_built_params", "_outdated")
 _LONG = 1000  # values in a container of plain ones that are held and compared together
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 

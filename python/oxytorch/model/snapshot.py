@@ -340,13 +340,12 @@ class Snapshot:
 
 def _held_averages(optimizer: TailOptimizer) -> Callable[[], None]:
     """Averages that the native tail made since are forgotten; those that were are held as tensors."""
-    held = list(optimizer._averages())
+    held, params = optimizer._averages(), optimizer._params()
 
     def restore() -> None:
         now = optimizer._averages()
         if len(now) != len(held) or any(a is not b for a, b in zip(now, held, strict=True)):
-            optimizer._loaded_ema = list(held)
-            optimizer._outdated = True
+            optimizer._load_averages(held, params)
 
     return restore
 

@@ -47,7 +47,9 @@ class TailOptimizer(torch.optim.Optimizer):
     _tail: _native.StepTail | None = None
     _sharded: sharded.Shards | None = None
     _tail_options: TailOptions
+    # Averages that no native tail has yet, and whose they are.
     _loaded_ema: list[Tensor | None] | None = None
+    _loaded_params: list[Tensor]
     _built_params: list[Tensor]
     _accumulating = False
     _recovery: Recovery | None = None
@@ -126,22 +128,25 @@ class TailOptimizer(torch.optim.Optimizer):
     # ---- the native tail and its state
 
     def _averages(self) -> list[Tensor | None]:
+        """In the order that the parameters have now, which may be another one than they had."""
+        held: dict[int, Tensor | None] = {}
         if self._loaded_ema is not None:
-            return self._loaded_ema
-        if self._tail is None:
-            return [None] * len(self._params())
-        return [self._tail.ema(i) for i in range(self._tail.param_count)]
+            held = {id(p): average for p, average in zip(self._loaded_params, self._loaded_ema, strict=True)}
+        elif self._tail is not None:
+            held = {id(p): self._tail.ema(i) for i, p in enumerate(self._built_params)}
+        return [held.get(id(p)) for p in self._params()]
+
+    def _load_averages(self, averages: list[Tensor | None], params: list[Tensor]) -> None:
+        self._loaded_ema, self._loaded_params = averages, params
+        self._outdated = True
 
     def _build(self) -> _native.StepTail:
         """Hand parameters, groups and state to a new native tail."""
-        emas: dict[int, Tensor | None] = {}
         copies: dict[int, Tensor | None] = {}
         if self._tail is not None:
             self._give_sparse_momentum()  # by it the new one learns which gradients are sparse
             copies = {id(p): self._tail.copy(i) for i, p in enumerate(self._built_params)}
-            if self._loaded_ema is None:
-                emas = {id(p): self._tail.ema(i) for i, p in enumerate(self._built_params)}
-        params = self._params()
+        params, averages = self._params(), self._averages()
         sharded.check(params, self._algorithm, self._tail_options)
         if self._works_in_backward:  # processes may have been joined since the hooks were installed
             sharded.refuse_in_backward(params)
@@ -149,8 +154,7 @@ class TailOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             tail.add_group(group, [sharded.local(p) for p in group["params"]])
         for i, param in enumerate(params):
-            ema = self._loaded_ema[i] if self._loaded_ema is not None else emas.get(id(param))
-            self._give_state(tail, i, param, ema, copies.get(id(param)))
+            self._give_state(tail, i, param, averages[i], copies.get(id(param)))
         self._sharded = sharded.Shards(params) if sharded.any_sharded(params) else None
         if self._sharded is not None:
             tail.set_norm_reducer(self._sharded.reduce)
@@ -271,8 +275,7 @@ class TailOptimizer(torch.optim.Optimizer):
         averages = self._averages()
         kept = [average if f"ema {i}" in known else None for i, average in enumerate(averages)]
         if any(a is not b for a, b in zip(averages, kept, strict=True)):
-            self._loaded_ema = kept
-            self._outdated = True
+            self._load_averages(kept, self._params())
 
     def _adopt_restored(self) -> None:
         """Take parameters and state as they were just written: masters and low bits belong to these weights."""
@@ -435,6 +438,7 @@ class TailOptimizer(torch.optim.Optimizer):
             state = {**state, "_loaded_ema": self._averages()}
         self._tail = None
         super().__setstate__(state)
+        self._loaded_params = self._params()
         if not isinstance(self.state, defaultdict):
             self.state = defaultdict(dict, self.state)
         self._install_hooks()
@@ -511,5 +515,4 @@ class TailOptimizer(torch.optim.Optimizer):
             loaded[i] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(
                 sharded.local_as(average, params[i])
             )
-        self._loaded_ema = loaded
-        self._outdated = True
+        self._load_averages(loaded, params)
