@@ -1,4 +1,4 @@
-// Configuration, units, machine facts, statistics and logging for Python.
+// Configuration, units, machine facts and statistics for Python.
 #include "bindings.h"
 
 #include <pybind11/typing.h>
@@ -52,7 +52,6 @@ using Values = std::vector<double>;
 using Ends = std::tuple<double, double, double, double>;
 using Facts = py::typing::Dict<py::str, py::object>;
 using PythonStatistic = py::typing::Callable<double(py::typing::List<py::float_>)>;
-using PythonSink = py::typing::Callable<void(py::str, py::str)>;
 
 const char* name_of(ConfigSource source) {
   switch (source) {
@@ -239,43 +238,6 @@ void bind_statistics(py::module_& m) {
       py::arg("values"), py::arg("statistic"), py::arg("confidence"), py::arg("resamples"), py::arg("seed"));
 }
 
-/// Python's function, whose last reference is dropped under Python's lock, wherever the sink dies.
-LogSink python_sink(py::function receive) {
-  const std::shared_ptr<py::function> held(new py::function(std::move(receive)), [](py::function* function) {
-    const py::gil_scoped_acquire gil;
-    delete function;
-  });
-  return [held](LogLevel level, std::string_view message) {
-    const py::gil_scoped_acquire gil;
-    try {
-      (*held)(name(level), py::str(message.data(), message.size()));
-    } catch (py::error_already_set& error) {
-      throw std::runtime_error(error.what());  // its own text needs the lock, which is gone when it is caught
-    }
-  };
-}
-
-void bind_logging(py::module_& m) {
-  m.def("log_level", [] { return std::string(name(log_level())); });
-  m.def("set_log_level", [](const std::string& level) { set_log_level(parse_log_level(level)); }, py::arg("level"));
-  m.def(
-      "log",
-      [](const std::string& level, const std::string& message) {
-        const LogLevel parsed = parse_log_level(level);
-        const py::gil_scoped_release free;
-        log(parsed, message);
-      },
-      py::arg("level"), py::arg("message"));
-  m.def(
-      "set_log_sink",
-      [](const std::optional<PythonSink>& receive) {
-        LogSink sink = receive ? python_sink(*receive) : LogSink{};
-        const py::gil_scoped_release free;
-        set_log_sink(std::move(sink));
-      },
-      py::arg("sink"));
-}
-
 }  // namespace
 
 void bind_base(py::module_& m) {
@@ -283,7 +245,6 @@ void bind_base(py::module_& m) {
   bind_units(m);
   bind_system(m);
   bind_statistics(m);
-  bind_logging(m);
 }
 
 }  // namespace oxytorch::bindings

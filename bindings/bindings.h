@@ -7,10 +7,22 @@ namespace oxytorch::bindings {
 
 namespace py = pybind11;
 
+/// Hands the messages to Python that were logged while this thread did not hold the GIL; see base_log.cpp. With the
+/// GIL.
+void deliver_log() noexcept;
+
+struct GilReleased {
+  struct Deliver {
+    ~Deliver() { deliver_log(); }
+  } afterwards;  // first, so that it ends last: the GIL is held again
+  py::gil_scoped_release released;
+};
+
 /// Releases the GIL around a call that may take over 10 us.
-using release_gil = py::call_guard<py::gil_scoped_release>;
+using release_gil = py::call_guard<GilReleased>;
 
 void bind_base(py::module_& m);
+void bind_base_log(py::module_& m);
 void bind_backend(py::module_& m);
 void bind_environment(py::module_& m);
 void bind_machine(py::module_& m);

@@ -45,6 +45,7 @@ PYBIND11_MODULE(_C, m) {
   const auto submodule = [&m](const char* name, const char* doc) { return m.def_submodule(name, doc); };
   auto base = submodule("base", "Configuration, units, machine facts, statistics.");
   bind_base(base);
+  bind_base_log(base);
   auto backend = submodule("backend", "Device backends and their registry.");
   bind_backend(backend);
   auto environment = submodule("environment", "The registry of environment variables and its judge.");

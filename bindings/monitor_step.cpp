@@ -200,7 +200,8 @@ void PendingTensors::push(std::uint64_t step, monitor::ScalarId id, const at::Te
     log_once(
         LogLevel::Warn, "monitor.pending_tensors",
         "a monitor holds more unread device scalars than it keeps; the oldest are lost. Call flush() now and then, or "
-        "give it a sink.");
+        "give it a sink.",
+        "monitor");
   }
   entries_.push_back({step, id, std::move(copy), device.getStream(value.device())});
 }

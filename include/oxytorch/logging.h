@@ -28,18 +28,29 @@ OXY_API void set_log_level(LogLevel level) noexcept;
 /// True where a message of this level would be written; guards work that is only for the log.
 OXY_API bool logs(LogLevel level) noexcept;
 
-/// Writes one message, if its level is active. Level Off is never written.
-OXY_API void log(LogLevel level, std::string_view message);
+/// Writes one message, if its level is active. Level Off is never written. `module` is the part of the library that
+/// speaks, such as "tune"; sinks get it.
+OXY_API void log(LogLevel level, std::string_view message, std::string_view module = "");
 
 /// As log(), once per `key` and process; returns whether this call was the first. A dropped message counts as said.
-OXY_API bool log_once(LogLevel level, std::string_view key, std::string_view message);
+OXY_API bool log_once(LogLevel level, std::string_view key, std::string_view message, std::string_view module = "");
+
+/// Writes one message to stderr, whatever level and sink are set: for a sink that cannot deliver it.
+OXY_API void log_to_stderr(LogLevel level, std::string_view message);
 
 /// Forgets which keys log_once() has seen.
 OXY_API void reset_log_once();
 
+/// One message on its way to a sink; the texts live as long as the call.
+struct LogRecord {
+  LogLevel level;
+  std::string_view module;  ///< empty where none was named
+  std::string_view message;
+};
+
 /// Receives messages in place of stderr. Called on the thread that logs, maybe from several at once. What it
 /// throws is written to stderr and goes no further.
-using LogSink = std::function<void(LogLevel level, std::string_view message)>;
+using LogSink = std::function<void(const LogRecord& record)>;
 
 /// Sends messages to `sink` and gives back the one before it; an empty function is stderr.
 OXY_API LogSink set_log_sink(LogSink sink);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -209,27 +211,48 @@ def system_info() -> dict[str, Any]:
 
 
 def log_level() -> str:
-    """Return the active level; ``"warn"`` unless ``OXYTORCH_LOG`` or `set_log_level` says otherwise."""
-    return _native.log_level()
+    """Return the level of Python's logger ``oxytorch``; ``"warn"`` unless something has set another one."""
+    number = _LOGGER.getEffectiveLevel()
+    return next((level for level, least in _NUMBERS.items() if number <= least), "off")
 
 
 def set_log_level(level: str) -> None:
-    """Drop messages below `level`: ``trace``, ``debug``, ``info``, ``warn``, ``error`` or ``off``."""
-    _native.set_log_level(level)
+    """Drop messages below `level`: ``trace``, ``debug``, ``info``, ``warn``, ``error`` or ``off``.
+
+    It is the level of Python's logger ``oxytorch``; trace is 5 there.
+    """
+    _native.check_log_level(level)
+    _LOGGER.setLevel(_NUMBERS.get(level, _OFF))
 
 
-def log(level: str, message: str) -> None:
-    """Write one message to Oxytorch's log, if its level is active."""
-    _native.log(level, message)
+def log(level: str, message: str, module: str = "") -> None:
+    """Write one message to Oxytorch's log, if its level is active; it is of the logger ``oxytorch.<module>``."""
+    _native.log(level, message, module)
 
 
 def set_log_sink(sink: Callable[[str, str], None] | None) -> None:
-    """Send messages to ``sink(level, message)`` in place of stderr; None is stderr again.
+    """Send messages to ``sink(level, message)`` in place of Python's logging; None is logging again.
 
-    `sink` is called on the thread that logs. What it raises is written to stderr and goes no further.
+    What `sink` raises is written to stderr and goes no further.
     """
-    _native.set_log_sink(sink)
+    _native.deliver_log()
+    _SINK[:] = [] if sink is None else [sink]
 
 
-# A message logged while Python ends must not look for it.
-atexit.register(_native.set_log_sink, None)
+def _begin_log() -> None:
+    given = os.environ.get("OXYTORCH_LOG", "")
+    _native.log_level()  # a level in the environment that does not exist is said now
+    if given in (*_NUMBERS, "off"):
+        set_log_level(given)
+    _native.set_log_level("trace")  # the loggers decide
+    _native.send_log_to(_receive)
+    atexit.register(_end_log)
+
+
+def _end_log() -> None:
+    """A message logged while Python ends must not look for it."""
+    _native.set_log_level(log_level())
+    _native.end_log()
+
+
+_begin_log()

@@ -181,7 +181,7 @@ const Backend& Registry::load(const std::string& path) {
   const auto configure = reinterpret_cast<oxy_backend_configure_fn>(dlsym(handle, OXY_BACKEND_CONFIGURE));
   const Backend& added = add(entry(OXY_BACKEND_API_VERSION), file.string(), configure);
   state_->libraries.push_back({handle, &added});
-  log(LogLevel::Info, "loaded backend '" + added.name() + "' from " + file.string());
+  log(LogLevel::Info, "loaded backend '" + added.name() + "' from " + file.string(), "backend");
   return added;
 }
 
@@ -210,7 +210,7 @@ void Registry::discover() {
       load(path);
     } catch (const Error& error) {
       state_->problems.push_back({path, error.what()});
-      log(LogLevel::Warn, error.what());
+      log(LogLevel::Warn, error.what(), "backend");
     }
   }
 }

@@ -82,7 +82,11 @@ void set_log_level(LogLevel level) noexcept { state().level.store(level, std::me
 
 bool logs(LogLevel level) noexcept { return level != LogLevel::Off && level >= log_level(); }
 
-void log(LogLevel level, std::string_view message) {
+void log_to_stderr(LogLevel level, std::string_view message) {
+  state().logger.log(to_spdlog(level), spdlog::string_view_t(message.data(), message.size()));
+}
+
+void log(LogLevel level, std::string_view message, std::string_view module) {
   if (!logs(level)) return;
   State& s = state();
   std::shared_ptr<const LogSink> sink;
@@ -90,27 +94,26 @@ void log(LogLevel level, std::string_view message) {
     const std::lock_guard lock(s.mutex);
     sink = s.sink;
   }
-  const spdlog::string_view_t text(message.data(), message.size());
   if (!sink) {
-    s.logger.log(to_spdlog(level), text);
+    log_to_stderr(level, message);
     return;
   }
-  // Outside the lock: a sink may wait for Python's lock, or log.
+  // Outside the lock: a sink may log.
   try {
-    (*sink)(level, message);
+    (*sink)({level, module, message});
   } catch (const std::exception& error) {
     s.logger.error("the log sink failed: {}", error.what());
-    s.logger.log(to_spdlog(level), text);
+    log_to_stderr(level, message);
   }
 }
 
-bool log_once(LogLevel level, std::string_view key, std::string_view message) {
+bool log_once(LogLevel level, std::string_view key, std::string_view message, std::string_view module) {
   State& s = state();
   {
     const std::lock_guard lock(s.mutex);
     if (!s.said.emplace(key).second) return false;
   }
-  log(level, message);
+  log(level, message, module);
   return true;
 }
 

@@ -87,7 +87,7 @@ JsonlSink::~JsonlSink() {
   try {
     close();
   } catch (const std::exception& error) {
-    log(LogLevel::Error, error.what());
+    log(LogLevel::Error, error.what(), "monitor");
   }
 }
 

@@ -24,7 +24,7 @@ PerformanceMonitor::~PerformanceMonitor() {
   try {
     state_->close();
   } catch (const std::exception& error) {
-    log(LogLevel::Error, std::string("the monitor could not deliver its last records: ") + error.what());
+    log(LogLevel::Error, std::string("the monitor could not deliver its last records: ") + error.what(), "monitor");
   }
 }
 

@@ -105,7 +105,8 @@ StreamQueue::StreamQueue(const backend::Device& device, c10::Device torch_device
   queues_.emplace(nullptr, backend::Queue(device_));
   log_once(LogLevel::Info, "streams of " + device_.backend().name(),
            "backend '" + device_.backend().name() + "' cannot wrap torch's streams: its kernels run on a queue of " +
-               "their own, and the host waits between them and torch's operators");
+               "their own, and the host waits between them and torch's operators",
+           "optim");
 }
 
 oxy_queue StreamQueue::after_torch() {
@@ -146,7 +147,8 @@ std::unique_ptr<DeviceTail> DeviceTail::make(const backend::Device& device, std:
   }
   log_once(LogLevel::Warn, "step tail of " + device.backend().name(),
            "backend '" + device.backend().name() + "' does not serve these parameters with its own kernels (" +
-               device.table().last_error() + "); the step runs as torch's operators");
+               device.table().last_error() + "); the step runs as torch's operators",
+           "optim");
   return nullptr;
 }
 

@@ -149,7 +149,7 @@ struct NumericalStabilityManager::Impl {
   void note(const std::vector<Spike>& spikes, const std::string& action) {
     for (const Spike& spike : spikes) {
       events.push_back({spike, action});
-      log(LogLevel::Warn, "stability: " + describe(spike) + ", " + action);
+      log(LogLevel::Warn, "stability: " + describe(spike) + ", " + action, "optim");
     }
   }
 

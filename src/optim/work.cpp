@@ -89,7 +89,8 @@ bool StepTail::Impl::device_serves() {
   } catch (const c10::Error& error) {
     log_once(LogLevel::Warn, "stream of " + device().str(),
              "torch can neither name nor wait for its stream of " + device().str() + " (" +
-                 error.what_without_backtrace() + "); the step runs as torch's operators");
+                 error.what_without_backtrace() + "); the step runs as torch's operators",
+             "optim");
   }
   return round.queue != nullptr;
 }

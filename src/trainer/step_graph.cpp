@@ -211,7 +211,7 @@ struct StepGraph::Impl {
     inputs.clear();
     outputs.clear();
     reason = why + "; steps run eagerly";
-    log(LogLevel::Warn, "step graph: " + reason);
+    log(LogLevel::Warn, "step graph: " + reason, "trainer");
   }
 
   // Records and, where asked, proves the recording by this very step.

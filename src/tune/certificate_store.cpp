@@ -57,9 +57,9 @@ std::optional<Certificate> CertificateStore::find(const CertificateKey& key) con
     Certificate certificate = Certificate::load(path_of(folder_, key));
     if (certificate.key == key) return certificate;
   } catch (const Error& error) {
-    if (error.code() != ErrorCode::NotFound) log(LogLevel::Warn, error.what());
+    if (error.code() != ErrorCode::NotFound) log(LogLevel::Warn, error.what(), "tune");
   } catch (const std::exception& error) {
-    log(LogLevel::Warn, std::string("a stored certificate could not be read: ") + error.what());
+    log(LogLevel::Warn, std::string("a stored certificate could not be read: ") + error.what(), "tune");
   }
   return std::nullopt;
 }

@@ -22,7 +22,7 @@ Run::~Run() {
     required.clear();
     set_active({});
   } catch (const std::exception& error) {
-    log(LogLevel::Error, std::string("a strategy could not be taken back: ") + error.what());
+    log(LogLevel::Error, std::string("a strategy could not be taken back: ") + error.what(), "tune");
   }
 }
 

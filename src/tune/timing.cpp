@@ -26,7 +26,7 @@ class Drawing {
     try {
       workload_.draw(false);
     } catch (const std::exception& error) {
-      log(LogLevel::Warn, std::string("accelerate: drawing batches did not end: ") + error.what());
+      log(LogLevel::Warn, std::string("accelerate: drawing batches did not end: ") + error.what(), "tune");
     }
   }
   Drawing(const Drawing&) = delete;

@@ -26,7 +26,7 @@ constexpr double kReservedShare = 0.6;
 constexpr double kLeastSteps = 30;
 constexpr std::size_t kEventsKept = 9;  // of a remembered certificate, beside that of its reuse
 
-void warn(const std::string& text) { log(LogLevel::Warn, "accelerate: " + text); }
+void warn(const std::string& text) { log(LogLevel::Warn, "accelerate: " + text, "tune"); }
 
 std::string joined(const Names& names, const char* none) {
   std::string text;

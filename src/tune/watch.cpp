@@ -69,7 +69,7 @@ void Watch::take_back(const std::string& reason) {
   const std::string at = "step " + std::to_string(ended_) + ": ";
   const auto note = [&](const std::string& event) {
     certificate_.events.push_back(at + event);
-    log(LogLevel::Warn, "accelerate: " + certificate_.events.back());
+    log(LogLevel::Warn, "accelerate: " + certificate_.events.back(), "tune");
   };
   std::string named;
   for (auto& entry : certificate_.entries) {

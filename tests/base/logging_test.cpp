@@ -27,7 +27,7 @@ class Logging : public testing::Test {
     set_log_level(LogLevel::Warn);
     reset_log_once();
     previous_ = set_log_sink(
-        [this](LogLevel level, std::string_view text) { lines_.emplace_back(name(level), std::string(text)); });
+        [this](const LogRecord& record) { lines_.emplace_back(name(record.level), std::string(record.message)); });
   }
   void TearDown() override {
     set_log_sink(previous_);
@@ -71,7 +71,7 @@ TEST_F(Logging, OnceIsOncePerKey) {
 TEST_F(Logging, OnceFromManyThreadsIsOnce) {
   set_log_sink({});
   std::atomic<int> heard{0};
-  set_log_sink([&heard](LogLevel, std::string_view) { ++heard; });
+  set_log_sink([&heard](const LogRecord&) { ++heard; });
   std::atomic<int> first{0};
   std::vector<std::thread> threads;
   for (int i = 0; i < 8; ++i) {
@@ -85,8 +85,8 @@ TEST_F(Logging, OnceFromManyThreadsIsOnce) {
 }
 
 TEST_F(Logging, SinkMayLogAndThrow) {
-  set_log_sink([](LogLevel, std::string_view text) {
-    if (text != "inner") log(LogLevel::Warn, "inner");
+  set_log_sink([](const LogRecord& record) {
+    if (record.message != "inner") log(LogLevel::Warn, "inner");
     throw std::runtime_error("broken sink");
   });
   testing::internal::CaptureStderr();
@@ -98,13 +98,29 @@ TEST_F(Logging, SinkMayLogAndThrow) {
 
 TEST_F(Logging, SetSinkGivesBackTheOneBefore) {
   int heard = 0;
-  const LogSink mine = [&heard](LogLevel, std::string_view) { ++heard; };
+  const LogSink mine = [&heard](const LogRecord&) { ++heard; };
   set_log_sink(mine);
   LogSink back = set_log_sink({});
   ASSERT_TRUE(back);
-  back(LogLevel::Warn, "x");
+  back({LogLevel::Warn, "", "x"});
   EXPECT_EQ(heard, 1);
   EXPECT_FALSE(set_log_sink({}));
+}
+
+TEST_F(Logging, ASinkIsToldWhichModuleSpeaks) {
+  std::vector<std::string> modules;
+  set_log_sink([&](const LogRecord& record) { modules.emplace_back(record.module); });
+  log(LogLevel::Warn, "a");
+  log(LogLevel::Warn, "b", "tune");
+  log_once(LogLevel::Warn, "key", "c", "optim");
+  EXPECT_THAT(modules, ElementsAre("", "tune", "optim"));
+}
+
+TEST_F(Logging, StderrIsThereBesideASink) {
+  testing::internal::CaptureStderr();
+  log_to_stderr(LogLevel::Debug, "undelivered");
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("oxytorch debug: undelivered\n"));
+  EXPECT_TRUE(lines_.empty());
 }
 
 TEST_F(Logging, WritesToStderrWithoutASink) {

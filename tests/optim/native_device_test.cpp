@@ -329,7 +329,7 @@ TEST_P(NativeDevice, FallsBackOnceAndSaysSo) {
   played().serves = false;
   reset_log_once();
   std::vector<std::string> said;
-  const LogSink old = set_log_sink([&said](LogLevel, std::string_view text) { said.emplace_back(text); });
+  const LogSink old = set_log_sink([&said](const LogRecord& record) { said.emplace_back(record.message); });
   Tail mine(Algorithm::Adam, {}, device(), at::kFloat), cpu(Algorithm::Adam, {}, at::kCPU, at::kFloat);
   optim::TailOptions composed;
   composed.force_composite = true;

@@ -271,7 +271,7 @@ TEST_F(AccelerateTest, AFolderThatCannotBeWrittenCostsNoPlan) {
   std::ofstream(folder) << "a file in its place";
   const auto batches = make_batches();
   std::vector<std::string> said;
-  const LogSink before = set_log_sink([&](LogLevel, std::string_view text) { said.emplace_back(text); });
+  const LogSink before = set_log_sink([&](const LogRecord& record) { said.emplace_back(record.message); });
   {
     auto model = make_model();
     auto optimizer = make_optimizer("AdamW", model);

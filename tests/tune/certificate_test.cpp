@@ -248,7 +248,7 @@ TEST_F(Store, TakesADamagedFileForNoneAndWarns) {
   const std::string path = root_ + "/" + certificate.key.digest() + ".json";
   std::ofstream(path) << "{\"format\": ";
   std::string said;
-  const LogSink before = set_log_sink([&](LogLevel, std::string_view message) { said = message; });
+  const LogSink before = set_log_sink([&](const LogRecord& record) { said = record.message; });
   EXPECT_FALSE(store.find(certificate.key).has_value());
   set_log_sink(before);
   EXPECT_THAT(said, HasSubstr(certificate.key.digest()));

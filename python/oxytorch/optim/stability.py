@@ -357,7 +357,7 @@ class NumericalStabilityManager:
                 if flag:
                     name = kind if math.isfinite(value) else f"nonfinite_{rest}"
                     self._events.append(StabilityEvent(spike.step, name, value, limit, action))
-                    log("warn", f"stability: {self._events[-1]}")
+                    log("warn", f"stability: {self._events[-1]}", "optim")
 
     @property
     def events(self) -> list[StabilityEvent]:

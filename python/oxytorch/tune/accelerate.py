@@ -259,7 +259,7 @@ def tuned(
         with unmoved_generators(run.params):
             tuner.activate(certificate)
         spent = format_duration(tuner.seconds())
-        log("info", f"accelerate: {', '.join(run.active) or 'nothing'} active after {spent}")
+        log("info", f"accelerate: {', '.join(run.active) or 'nothing'} active after {spent}", "tune")
         plan.begin(tuner, moved=snapshot.moved())
         del tuner, workload, snapshot  # references and snapshots, which the steps that follow do not need
         plan.give_back()
@@ -377,7 +377,7 @@ def _kept_pool() -> Iterator[None]:
         try:
             kept.revert()
         except Exception as error:  # the pages stay with the pool; the plan is worth more
-            log("warn", f"accelerate: the host pool keeps its free pages: {type(error).__name__}: {error}")
+            log("warn", f"accelerate: the host pool keeps its free pages: {type(error).__name__}: {error}", "tune")
 
 
 @contextlib.contextmanager
@@ -397,7 +397,7 @@ def _line(progress: bool | None) -> Iterator[Callable[[str], None]]:
         try:
             work()
         except (OSError, ValueError) as error:  # a closed terminal ends the line, not the tuning
-            log("info", f"accelerate: progress cannot be shown: {error}")
+            log("info", f"accelerate: progress cannot be shown: {error}", "tune")
 
     show(bar.start)
     try:

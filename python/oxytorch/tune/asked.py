@@ -122,7 +122,7 @@ class Asked:
     def _add(self, setting: Any) -> None:
         self.host.append(setting)
         if not setting.is_in_effect:
-            log("warn", f"accelerate: {setting.name} was asked for and is left out: {setting.reason}")
+            log("warn", f"accelerate: {setting.name} was asked for and is left out: {setting.reason}", "tune")
 
     def lines(self) -> list[SettingLine]:
         """Return a line for a report of each setting of the process that was asked for."""

@@ -110,7 +110,7 @@ class Plan:
 
     def _note(self, event: str) -> None:
         self.certificate.events = [*self.certificate.events, event]
-        log("warn", f"accelerate: {event}")
+        log("warn", f"accelerate: {event}", "tune")
 
     # -- the run -------------------------------------------------------------------------------------------------
 

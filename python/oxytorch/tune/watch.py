@@ -186,7 +186,7 @@ class Watch(_native.Watched):
             self._busy = False
         if draws.disturbed and math.isfinite(without.loss) and math.isfinite(together.loss):
             if not self._told:
-                log("info", f"accelerate: the losses of one batch are not compared: {draws.disturbed}")
+                log("info", f"accelerate: the losses of one batch are not compared: {draws.disturbed}", "tune")
             self._told = True
             return without.loss, without.loss, 0.0, 0.0
         apart = _native.gradients_apart(together.values, without.values) if together.rng == without.rng else (0.0, 0.0)
