@@ -168,7 +168,7 @@ class Decisions:
         made_of = self._made_of()
         host = {line.name: line for line in self.asked.lines()}
         lines = [host.pop(key) if key in host else SettingLine(*made_of.of(key)) for key in _LINES]
-        if self._config.compile != "off":
+        if self._config.compile != "off" or self.run.fallbacks:
             lines.append(SettingLine(*made_of.of("compile")))
         lines += [*self._of_the_optimizer(made_of), *host.values()]
         lines += [SettingLine(*parts) for parts in made_of.beside_settings()]
@@ -181,13 +181,13 @@ class Decisions:
             native, why = hardware_support(run.device, dtype)
             slow = "" if native else why
         # What one costs may be known once it is active.
-        active = [*run.required, *self.plan.found]
+        active = [name for name in (*run.required, *self.plan.found) if name not in run.fallbacks]
         known: Mapping[str, Any] = {**run.strategies, **{name: run.strategy(name) for name in active}}
         return _native.SettingLines(
             config=self._config._native,
             certificate=self.plan.certificate,
             offers=[offer(name, known[name]) for name in run.strategies],
-            refused=self.asked.refused,
+            refused={**self.asked.refused, **{run.strategies[n].group: why for n, why in run.fallbacks.items()}},
             active=active,
             required=run.required,
             untried=self._why,

@@ -242,6 +242,7 @@ def tuned(
     """
     given = run.required
     average, run.average = run.average, None  # trials move none
+    run.falls_back = False
     try:
         made_for = key(run, settings.level, decided_by)
         with (
@@ -253,7 +254,7 @@ def tuned(
             tuner = _native.Tuner(workload, made_for, options)
             certificate = tuner.tune(store)
     finally:
-        run.average = average
+        run.average, run.falls_back = average, True
     plan = Plan(run, certificate, settings, asked, store=store, seed=options.seed)
     try:
         with unmoved_generators(run.params):
@@ -278,7 +279,8 @@ def untuned(run: Run, settings: PerformanceConfig, asked: Asked) -> Plan:
 
 
 def _noted(plan: Plan) -> Plan:
-    """Note a plan as the last one of its models."""
+    """Note a plan as the last one of its models; from now on its steps are those of the run."""
+    plan.run.falls_back = True
     for model in plan.run.models:
         _PLANS[id(model)] = plan
     return plan

@@ -180,7 +180,7 @@ class Plan:
     @property
     def accepted(self) -> tuple[str, ...]:
         """Names of the active strategies, in the order in which they were put there."""
-        return tuple(self.certificate.accepted())
+        return tuple(name for name in self.certificate.accepted() if name not in self._run.fallbacks)
 
     @property
     def found(self) -> tuple[str, ...]:
@@ -231,6 +231,7 @@ class Plan:
         lines.append(f"Tuning took {format_duration(made.tuning_seconds)}{_repaid(made)}.")
         lines += [f"Asked for: {line.name}: {line.state}. {line.reason}" for line in self.asked.lines()]
         lines += [f"Since then: {event}." for event in made.events]
+        lines += [f"{name} failed, and the run goes on without it: {why}" for name, why in self._run.fallbacks.items()]
         memory = self.memory
         lines.append(f"Resident memory: {format_size(memory['now'])}, at its peak {format_size(memory['peak'])}.")
         return "\n".join(lines)
@@ -249,12 +250,16 @@ class Plan:
             )
             for entry in made.entries
         ]
-        lines += self.asked.lines()
+        lines = [self._fallen_back(line) for line in lines] + self.asked.lines()
         timings = {"as given": made.baseline_seconds, "step": made.tuned_seconds if self.accepted else 0.0}
         counters = {"tuning_seconds": round(made.tuning_seconds, 3), "compile_seconds": round(made.compile_seconds, 3)}
         busy = [f"measured on a busy machine: {made.disturbance}"] if made.disturbance else []
         verdict = "; ".join([*busy, *made.events]) or f"{self.speedup[1]:.2f} times as fast as given."
         return Report(made.level, lines, {name: value for name, value in timings.items() if value}, counters, verdict)
+
+    def _fallen_back(self, line: SettingLine) -> SettingLine:
+        why = self._run.fallbacks.get(line.name)
+        return line if why is None else SettingLine(line.name, "refused", why)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the certificate as JSON, whole or not at all."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..base import log
 from ..model.call import Call, Calls
 from ..model.several import numbered
 from ..optim.slot import plain_step
@@ -18,7 +19,9 @@ from .batches import tensors
 from .observe import observe
 from .strategy import STRATEGIES, Strategy
 
-__all__ = ["Run", "plain_step"]
+__all__ = ["Run", "plain_step", "told"]
+
+_LONGEST = 200  # characters of what an exception says
 
 
 class Run(TrainingStep):
@@ -70,6 +73,11 @@ class Run(TrainingStep):
         loader or the loop is the user's.
     last : OptimizerSlot
         The one that steps last in a step: with its step one ends and the next one begins.
+    falls_back : bool
+        Whether a strategy that fails inside of a step lets the step go on without it. False during trials, where it is
+        to throw.
+    fallbacks : dict of str
+        By strategy that failed so, when and why.
 
     Other attributes are those of `TrainingStep`.
     """
@@ -105,6 +113,8 @@ class Run(TrainingStep):
         self.call = self.calls[0] if len(self.calls) == 1 else Calls(self.calls)
         self.last = self.slots[-1]
         self.micro_batches = 1
+        self.falls_back = False
+        self.fallbacks: dict[str, str] = {}
         self.device = next((p.device for p in self.params), torch.device("cpu"))
         self.strategies = dict(strategies)
         self._made: dict[str, Strategy] = {}
@@ -188,6 +198,11 @@ class Run(TrainingStep):
         if failure is not None:
             raise failure
 
+    def fall_back(self, name: str, why: str) -> None:
+        """Note that a strategy failed inside of a step, which goes on without it, as all that follow do."""
+        self.fallbacks[name] = f"step {self.taken + 1}: {why}"
+        log("warn", f"{name} failed, and the run goes on without it: {self.fallbacks[name]}", "tune")
+
     # -- the optimizer -------------------------------------------------------------------------------------------
 
     def replace_step(self, step: Callable[[Callable[[], Any] | None], Any] | None) -> None:
@@ -217,3 +232,12 @@ def split(batch: Any, pieces: int) -> list[Any]:
         return tree_map(part, batch)
 
     return [cut(low, high) for low, high in pairwise(bounds) if high > low]
+
+
+def told(error: BaseException) -> str:
+    """One line of an exception: a compiler's are pages."""
+    error.__traceback__ = None  # its frames hold the tensors that an out-of-memory must let go
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])  # "backend=... raised:"
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

@@ -19,7 +19,7 @@ from ..optim.slot import OptimizerSlot
 from . import clock
 from .asked import Asked
 from .batches import can_visit, shapes, stop_drawing, visit
-from .run import Run
+from .run import Run, told
 from .strategy import Kind, offer
 from .verify import Ruling, Verifier
 
@@ -27,7 +27,6 @@ __all__ = ["RunWorkload"]
 
 _DRAWS = 6  # batches whose drawing is timed
 _NAMED = 6  # of what is not held, in a sentence
-_LONGEST = 200  # characters of what an exception says
 
 
 class RunWorkload(_native.Workload):
@@ -258,11 +257,8 @@ class RunWorkload(_native.Workload):
     # -- saying --------------------------------------------------------------------------------------------------
 
     def told(self, error: BaseException) -> str:
-        """One line of an exception: a compiler's are pages."""
-        error.__traceback__ = None  # its frames hold the tensors that an out-of-memory must let go
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+        """One line of an exception."""
+        return told(error)
 
     def seconds(self) -> float:
         """Read the clock."""

@@ -6,15 +6,19 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 
+from ...optim.generators import rng_state, set_rng_state
 from ..batches import shapes
 from ..observe import observe, on_device, operator_seconds, rehearse
+from ..run import told
 from ..strategy import Strategy, strategy
 
 if TYPE_CHECKING:
@@ -48,8 +52,64 @@ def fused_speedup(seconds: float, named: Mapping[str, float]) -> float:
     return 1 / (1 - _FUSED * max(0.0, 1 - library / seconds))
 
 
+# Packages whose exceptions are the compiler's; what the model's own code throws is not of them.
+_COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
+_AT_ONCE = "force_non_lazy_backward_lowering"
+_SMALL = 1 << 16  # elements of a buffer
+
+
+def _is_of_compiler(error: BaseException) -> bool:
+    return any(base.__module__.startswith(_COMPILER) for base in type(error).__mro__)
+
+
+class _Before:
+    """What one call of a model moves before its compiler fails behind a graph break: random states and buffers.
+
+    Small buffers are copied before each call, as batch normalization writes its own past their version counters; large
+    ones where their counter says that they were written to.
+    """
+
+    def __init__(self, model: nn.Module, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._places = [(m._buffers, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+        self._held: list[tuple[Tensor | None, int | None, Tensor | None]] = [(None, None, None)] * len(self._places)
+        self._rng: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        self._rng = rng_state(self._params)
+        copies: list[Tensor] = []
+        written: list[Tensor] = []
+        for place, (buffers, name) in enumerate(self._places):
+            now = buffers.get(name)
+            then, version, copy = self._held[place]
+            new = None if now is None or now.is_inference() or now.numel() <= _SMALL else now._version
+            if now is then and (now is None or (new is not None and new == version)):
+                continue
+            if now is then and now is not None and copy is not None and copy.shape == now.shape:
+                copies.append(copy)
+                written.append(now)
+            else:
+                copy = None if now is None else now.detach().clone()
+            self._held[place] = (now, new, copy)
+        if copies:
+            torch._foreach_copy_(copies, written)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for (buffers, name), (then, version, copy) in zip(self._places, self._held, strict=True):
+            buffers[name] = then
+            if then is not None and copy is not None and (version is None or then._version != version):
+                then.copy_(copy)
+        set_rng_state(self._rng)
+
+
 class _Compile(Strategy):
-    """The model's forward and backward by torch's compiler, random numbers drawn as without it."""
+    """The model's forward and backward by torch's compiler, random numbers drawn as without it.
+
+    Where the compiler fails in a step of the run, the model is called as given, from the state in which that call
+    found random generators and buffers: the step is taken once. No call compiles again then.
+    """
 
     group = "compile"
     interacts = _INTERACTS
@@ -85,7 +145,7 @@ class _Compile(Strategy):
         known = any(key[1:] == surroundings for key in self._functions)
         for model, call in zip(run.models, run.calls, strict=True):
             call.function(self._call(run, model, random))
-        if known or not run.batches:  # without a batch the first step compiles
+        if known or not run.batches or self.name in run.fallbacks:  # without a batch the first step compiles
             return
         breaks = _graph_breaks()
         start = time.perf_counter()
@@ -95,6 +155,8 @@ class _Compile(Strategy):
             self.revert(run)
             self._functions = {key: made for key, made in self._functions.items() if key[1:] != surroundings}
             raise
+        if self.name in run.fallbacks:
+            return
         seconds = time.perf_counter() - start
         _write_record(self._key(run), seconds)
         broken = {reason: count - breaks.get(reason, 0) for reason, count in _graph_breaks().items()}
@@ -109,11 +171,26 @@ class _Compile(Strategy):
             call.function(None)
 
     def _call(self, run: Run, model: nn.Module, random: bool) -> Callable[..., Any]:
+        before = _Before(model, run.params)
+
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self.name in run.fallbacks:
+                return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
             key = (model, *self._surroundings(run))
-            if key not in self._functions:
-                self._functions[key] = self._compiled(model, random)
-            return self._functions[key](*args, **kwargs)
+            before.hold()
+            try:
+                if key not in self._functions:
+                    self._functions[key] = self._compiled(model, random)
+                with _backward_at_once():
+                    return self._functions[key](*args, **kwargs)
+            except Exception as error:
+                if not run.falls_back or not (_is_of_compiler(error) or key not in self._functions):
+                    raise
+                why = told(error)
+            before.restore()
+            result = model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # throws what is the model's own
+            run.fall_back(self.name, why)
+            return result
 
         return call
 
@@ -139,6 +216,19 @@ class _Compile(Strategy):
     def _key(self, run: Run) -> str:
         described = f"{run.model}{run.device.type}{shapes(run.batches[0])}"
         return f"{self.name} {hashlib.sha256(described.encode()).hexdigest()[:16]}"
+
+
+@contextmanager
+def _backward_at_once() -> Iterator[None]:
+    """Inside, what is compiled is compiled with its backward: a failure of it is then seen before anything has run."""
+    before = getattr(functorch_config, _AT_ONCE, None)  # torch has not always had it
+    if before is not None:
+        setattr(functorch_config, _AT_ONCE, True)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(functorch_config, _AT_ONCE, before)
 
 
 def _graph_breaks() -> dict[str, int]:
