@@ -83,8 +83,7 @@ void bind_config(py::module_& m) {
           [](PerformanceConfig& config, const std::string& key, const py::object& value, const std::string& source,
              const std::string& origin) {
             const auto known = to_config_value(value);
-            const std::string& allowed_key = PerformanceConfig::field(key).key;
-            OXY_CHECK(known, InvalidType, "setting '", allowed_key, "' must be ",
+            OXY_CHECK(known, InvalidType, "setting '", PerformanceConfig::field(key).key, "' must be ",
                       PerformanceConfig::field(key).allowed(), ", not a ", Py_TYPE(value.ptr())->tp_name, '.');
             config.set(key, *known, source_named(source), origin);
           },
@@ -104,6 +103,14 @@ void bind_config(py::module_& m) {
                     for (const ConfigField& field : PerformanceConfig::fields()) keys.push_back(field.key);
                     return keys;
                   })
+      .def_static("words",
+                  [] {
+                    std::vector<std::pair<std::string, std::string>> words;
+                    for (const ConfigWord& word : PerformanceConfig::words()) words.emplace_back(word.word, word.key);
+                    return words;
+                  })
+      .def_static("sections", &PerformanceConfig::sections)
+      .def_static("key_of", &PerformanceConfig::key_of, py::arg("name"))
       .def_static(
           "describe",
           [](const std::string& key) {

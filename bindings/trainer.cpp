@@ -90,6 +90,8 @@ void bind_trainer(py::module_& m) {
         "'sqrt.float32'.");
   m.def("size_threads", &size_threads, py::arg("threads") = std::nullopt, release_gil(),
         "Sets the intra-op threads to the cores this process may use.");
+  m.def("size_interop_threads", &size_interop_threads, py::arg("threads"), release_gil(),
+        "Sets the threads that run operators beside each other; torch takes their number once in a process.");
   m.def(
       "flush_state",
       [] {

@@ -41,17 +41,29 @@ struct OXY_API ConfigField {
   [[nodiscard]] std::string allowed() const;
 };
 
+/// Another word for a setting, as the guides of the field have it; or for what has no effect here yet.
+struct OXY_API ConfigWord {
+  std::string word;
+  std::string key;  ///< the setting that it stands for; empty where there is none
+  std::vector<std::pair<ConfigValue, ConfigValue>> values = {};  ///< what is meant by a value; others are as they are
+  std::string advice = {};  ///< where `key` is empty: what to do instead, as the end of a sentence
+  bool is_switch = false;   ///< where `key` is empty: whether false asks for nothing, and is no error
+};
+
 /// Where a value came from.
 enum class ConfigSource { Level, File, Caller };
 
 /// A value type; not for changing from two threads at once. Setters and readers throw Error(InvalidArgument) for an
 /// unknown key (with the nearest right one) or a value out of range, Error(InvalidType) for a value of a wrong type.
+/// A key may be one of words(), and may have sections before it: "training.max_grad_norm" is "clip_norm". One that has
+/// no effect yet is Error(NotSupported), with a sentence that says what to do.
 class OXY_API PerformanceConfig {
  public:
   /// All defaults of "basic", "advanced" or "ultra".
   explicit PerformanceConfig(std::string_view level = "advanced");
 
-  /// JSON or YAML text: one flat mapping from keys to values. `origin` is named in messages and in explain().
+  /// JSON or YAML text: a mapping from keys to values, or to sections of them. `origin` is named in messages and in
+  /// explain().
   static PerformanceConfig from_json(std::string_view text, std::string_view origin = "JSON text");
   static PerformanceConfig from_yaml(std::string_view text, std::string_view origin = "YAML text");
   /// By extension: .json, .yaml or .yml. Error(NotFound), Error(Io) or what the parsers throw.
@@ -98,6 +110,12 @@ class OXY_API PerformanceConfig {
   static const std::vector<ConfigField>& fields();
   /// The row of `key`, or Error(InvalidArgument) with the nearest right name.
   static const ConfigField& field(std::string_view key);
+  /// Other words for keys.
+  static const std::vector<ConfigWord>& words();
+  /// The key that a name is of, or the word itself where it has no effect yet; Error(InvalidArgument) for another.
+  static std::string key_of(std::string_view name);
+  /// Names that group settings in a file and say nothing else.
+  static const std::vector<std::string>& sections();
 
  private:
   struct Entry {

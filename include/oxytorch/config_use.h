@@ -14,12 +14,14 @@ namespace oxytorch {
 enum class ConfigUser {
   CppTrainer,            ///< oxytorch::Trainer
   Trainer,               ///< oxytorch.Trainer of Python
-  Accelerate,            ///< oxytorch.accelerate
+  Accelerate,            ///< oxytorch::accelerate
   PerformanceOptimizer,  ///< its trainer takes the steps, one batch or micro-batch at a time
   OwnStep,               ///< the same where the user's own function takes whole steps: step=
+  PythonAccelerate,      ///< oxytorch.accelerate
 };
 
-/// "cpp_trainer", "trainer", "accelerate", "performance_optimizer" or "own_step"; Error(InvalidArgument) for another.
+/// "cpp_trainer", "trainer", "cpp_accelerate", "performance_optimizer", "own_step" or, of Python, "accelerate";
+/// Error(InvalidArgument) for another.
 OXY_API ConfigUser parse_config_user(std::string_view name);
 
 /// Why `user` can do nothing with `key`, and what to do instead, as the end of a sentence; empty where it honours it.

@@ -24,12 +24,15 @@ class PerformanceConfig:
         Where the defaults come from.
     **overrides
         Settings by name, for example ``clip_norm=1.0`` or ``precision="bf16"``. ``True`` and ``False`` are understood
-        for ``on`` and ``off``, ``None`` for ``none``.
+        for ``on`` and ``off``, ``None`` for ``none``. Other libraries' words are understood too, such as
+        ``max_grad_norm=1.0`` or ``compile_model=True``, and sections: ``training={"mixed_precision": True}``.
 
     Raises
     ------
     ValueError
         For an unknown setting (the nearest right name is in the message) or a value out of range.
+    NotImplementedError
+        For a word of the field that has no effect here yet, such as ``batch_size``; the message says what to do.
     TypeError
         For a value of a wrong type.
 
@@ -50,6 +53,7 @@ class PerformanceConfig:
         precision: str
         channels_last: str
         threads: int | str
+        interop_threads: int | str
         flush_denormals: str
         allocator: str
         allocator_retain_limit: str
@@ -82,8 +86,7 @@ class PerformanceConfig:
 
     def __init__(self, level: str = "advanced", **overrides: Any) -> None:
         object.__setattr__(self, "_native", _Native(level))
-        for key, value in overrides.items():
-            self._native.set(key, value)
+        _set_all(self._native, overrides)
 
     @classmethod
     def _from_native(cls, native: _Native) -> PerformanceConfig:
@@ -123,8 +126,7 @@ class PerformanceConfig:
             raise TypeError(
                 f"config must be a level, a PerformanceConfig, a mapping or a path, not {type(value).__name__}."
             )
-        for key, override in overrides.items():
-            config._native.set(key, override)
+        _set_all(config._native, overrides)
         return config
 
     @classmethod
@@ -144,10 +146,9 @@ class PerformanceConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> PerformanceConfig:
-        """Settings by name, ``level`` among them."""
+        """Settings by name, ``level`` among them; a value may be a section: a mapping of settings."""
         config = cls()
-        for key, value in settings.items():
-            config._native.set(key, value)
+        _set_all(config._native, settings)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,8 +168,8 @@ class PerformanceConfig:
         self._native.save(os.fspath(path))
 
     def set(self, key: str, value: Any) -> None:
-        """Set one value by name."""
-        self._native.set(key, value)
+        """Set one value by name, or those of a section."""
+        _set_all(self._native, {key: value})
 
     def reset(self, key: str) -> None:
         """Put one setting back to its level's default."""
@@ -240,25 +241,43 @@ class PerformanceConfig:
     if not TYPE_CHECKING:
 
         def __getattr__(self, key: str) -> Any:
-            if key in _KEYS:
-                return self._native.get(key)
             if key.startswith("_"):
                 raise AttributeError(f"PerformanceConfig has no attribute {key!r}")
-            raise AttributeError(_unknown(key))
+            try:
+                return self._native.get(key)
+            except (ValueError, NotImplementedError) as error:
+                raise AttributeError(str(error)) from None
 
         def __setattr__(self, key: str, value: Any) -> None:
-            if key not in _KEYS:
-                raise AttributeError(_unknown(key))
+            try:
+                _Native.key_of(key)
+            except ValueError as error:
+                raise AttributeError(str(error)) from None
             self._native.set(key, value)
 
 
-def _unknown(key: str) -> str:
-    """The message for an unknown setting, with the nearest right name."""
-    try:
-        _Native.describe(key)
-    except ValueError as error:
-        return str(error)
-    return key
+def _set_all(native: _Native, settings: Mapping[str, Any]) -> None:
+    """Set what a mapping says, sections of it included."""
+    seen: dict[str, str] = {}
+    for key, value in _flat(settings):
+        before = seen.setdefault(_Native.key_of(key), key)
+        if before != key:
+            raise ValueError(f"setting {key!r} is there twice, also as {before!r}; keep one of them.")
+        native.set(key, value)
+
+
+def _flat(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if not isinstance(key, str):
+            raise TypeError(f"settings have names, not {key!r}.")
+        if not isinstance(value, Mapping):
+            yield section + key, value
+        elif value:
+            yield from _flat(value, f"{section}{key}.")
+        else:
+            raise TypeError(
+                f"setting {section + key!r} is an empty mapping; a value is a word, a number, true or false."
+            )
 
 
 def _rebuild(kind: type[PerformanceConfig], level: str, entries: list[tuple[str, Any, str, str]]) -> PerformanceConfig:

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <set>
+#include <map>
 
 #include "oxytorch/error.h"
 #include "oxytorch/spelling.h"
@@ -12,24 +12,95 @@ namespace {
 
 using Type = ConfigField::Type;
 
-std::vector<std::string> keys() {
-  std::vector<std::string> names;
-  for (const ConfigField& field : PerformanceConfig::fields()) names.push_back(field.key);
-  return names;
+std::vector<std::string> names() {
+  std::vector<std::string> all;
+  for (const ConfigField& field : PerformanceConfig::fields()) all.push_back(field.key);
+  for (const ConfigWord& word : PerformanceConfig::words()) all.push_back(word.word);
+  return all;
 }
 
 bool is_choice(const ConfigField& field, const std::string& word) {
   return std::find(field.choices.begin(), field.choices.end(), word) != field.choices.end();
 }
 
-/// The row of `key`; the table is short, so it is searched.
-std::size_t row_of(std::string_view key) {
-  const auto& fields = PerformanceConfig::fields();
+/// What a key names.
+struct Named {
+  std::optional<std::size_t> row;    // of the table of fields
+  const ConfigWord* word = nullptr;  // where it is not the key itself
+  explicit operator bool() const { return row.has_value() || word != nullptr; }
+};
+
+std::optional<std::size_t> row_of_key(std::string_view key) {
+  const auto& fields = PerformanceConfig::fields();  // short, so it is searched
   for (std::size_t i = 0; i < fields.size(); ++i) {
     if (fields[i].key == key) return i;
   }
-  detail::raise(ErrorCode::InvalidArgument, "unknown setting ", in_quotes(key), "; ", did_you_mean(key, keys()),
+  return std::nullopt;
+}
+
+Named named_by(std::string_view name) {
+  if (const auto row = row_of_key(name)) return {row};
+  for (const ConfigWord& word : PerformanceConfig::words()) {
+    if (word.word == name) return {row_of_key(word.key), &word};
+  }
+  return {};
+}
+
+bool is_section(const std::string& name) {
+  const auto& known = PerformanceConfig::sections();
+  return std::find(known.begin(), known.end(), name) != known.end();
+}
+
+[[noreturn]] void unknown(std::string_view key) {
+  detail::raise(ErrorCode::InvalidArgument, "unknown setting ", in_quotes(key), "; ", did_you_mean(key, names()),
                 "PerformanceConfig.explain() lists them all.");
+}
+
+/// A key as it may be written: itself or another word, with sections before it, of which the last may be a part of its
+/// name: "early_stopping.patience" is "early_stopping_patience".
+Named resolve(std::string_view path) {
+  std::vector<std::string> parts{""};
+  for (const char c : path) {
+    if (c == '.') {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  const std::string leaf = parts.back();
+  Named found;
+  std::size_t sections = parts.size() - 1;
+  if (parts.size() > 1) found = named_by(parts[sections - 1] + "_" + leaf);
+  if (found) {
+    --sections;
+  } else {
+    found = named_by(leaf);
+  }
+  for (std::size_t i = 0; i < sections; ++i) {
+    if (is_section(parts[i])) continue;
+    OXY_CHECK(!named_by(parts[i]), InvalidType, "setting ", in_quotes(parts[i]), " is a mapping", found ? "" : " with ",
+              found ? "" : in_quotes(leaf), "; a value is a word, a number, true or false.");
+    const std::string joined = parts[i] + "_" + leaf;
+    if (nearest(parts[i], PerformanceConfig::sections()).empty() && !nearest(joined, names()).empty()) unknown(joined);
+    detail::raise(ErrorCode::InvalidArgument, "unknown section ", in_quotes(parts[i]), " around ", in_quotes(leaf),
+                  "; ", did_you_mean(parts[i], PerformanceConfig::sections()), "sections are ",
+                  list_of(PerformanceConfig::sections(), false), ", and settings may stand without one.");
+  }
+  if (!found) unknown(leaf);
+  return found;
+}
+
+/// The row of a key; Error(NotSupported) for a word that has none.
+std::size_t row_of(std::string_view key) {
+  const Named found = resolve(key);
+  OXY_CHECK(found.row, NotSupported, found.word->word, ": ", found.word->advice);
+  return *found.row;
+}
+
+/// Whether a value of a switch asks for what is so anyway.
+bool asks_for_nothing(const ConfigValue& value) {
+  return value == ConfigValue(false) || value == ConfigValue(std::string("off")) ||
+         value == ConfigValue(std::string("none"));
 }
 
 const ConfigValue& default_of(const ConfigField& field, const std::string& level) {
@@ -121,10 +192,27 @@ PerformanceConfig::PerformanceConfig(std::string_view level) : overrides_(fields
 
 const ConfigField& PerformanceConfig::field(std::string_view key) { return fields()[row_of(key)]; }
 
+std::string PerformanceConfig::key_of(std::string_view name) {
+  const Named found = resolve(name);
+  return found.row ? fields()[*found.row].key : found.word->word;
+}
+
 void PerformanceConfig::set(std::string_view key, const ConfigValue& value, ConfigSource source,
                             std::string_view origin) {
-  const std::size_t row = row_of(key);
-  ConfigValue kept = checked(fields()[row], value, source == ConfigSource::File ? origin : std::string_view{});
+  const Named found = resolve(key);
+  if (!found.row) {
+    if (found.word->is_switch && asks_for_nothing(value)) return;
+    detail::raise(ErrorCode::NotSupported, found.word->word, " = ", to_string(value), " (",
+                  origin.empty() ? "caller" : std::string(origin), "): ", found.word->advice);
+  }
+  const std::size_t row = *found.row;
+  ConfigValue meant = value;
+  if (found.word != nullptr) {
+    for (const auto& [word, meaning] : found.word->values) {
+      if (value == word) meant = meaning;
+    }
+  }
+  ConfigValue kept = checked(fields()[row], meant, source == ConfigSource::File ? origin : std::string_view{});
   if (row == 0) level_ = std::get<std::string>(kept);
   overrides_[row] = Entry{std::move(kept), source, std::string(origin)};
 }
@@ -199,15 +287,17 @@ bool PerformanceConfig::operator==(const PerformanceConfig& other) const {
 PerformanceConfig PerformanceConfig::from_pairs(const std::vector<std::pair<std::string, ConfigValue>>& pairs,
                                                 std::string_view origin) {
   PerformanceConfig config;
-  std::set<std::string_view> seen;
+  std::map<std::string, std::string_view> seen;  // as it was written, by what is meant
   for (const auto& [key, value] : pairs) {
-    OXY_CHECK(seen.insert(key).second, InvalidArgument, origin, ": setting ", in_quotes(key),
-              " is there twice; keep one of them.");
+    std::string meant;
     try {
-      row_of(key);
+      meant = key_of(key);
     } catch (const Error& error) {
       detail::raise(error.code(), origin, ": ", error.what());
     }
+    const auto [before, is_new] = seen.emplace(std::move(meant), key);
+    OXY_CHECK(is_new, InvalidArgument, origin, ": setting ", in_quotes(key), " is there twice",
+              before->second == key ? "" : ", also as " + in_quotes(before->second), "; keep one of them.");
     config.set(key, value, ConfigSource::File, origin);
   }
   return config;

@@ -87,6 +87,18 @@ std::vector<ConfigField> make_fields() {
                     "auto uses each core that affinity and cgroup leave to this process, once; the number of threads "
                     "decides the order of torch's sums.",
                     "keep leaves torch's own number, since another one changes the order of its sums."});
+  fields.push_back({"interop_threads",
+                    Type::Integer,
+                    {"keep"},
+                    1,
+                    4096,
+                    false,
+                    std::string("keep"),
+                    std::string("keep"),
+                    std::string("keep"),
+                    "keep leaves torch's own number; another one can be set once in a process, before torch has run "
+                    "operators beside each other.",
+                    ""});
   fields.push_back(
       choice("flush_denormals", auto_on_off, "off", "auto",
              "auto flushes denormal numbers to zero on every worker thread: arithmetic on them is 10 to 100 "
@@ -181,11 +193,135 @@ std::vector<ConfigField> make_fields() {
   return fields;
 }
 
+std::vector<ConfigWord> make_words() {
+  const auto text = [](const char* word) { return ConfigValue(std::string(word)); };
+  const std::vector<std::pair<ConfigValue, ConfigValue>> mixed{{true, text("auto")},
+                                                               {text("yes"), text("auto")},
+                                                               {false, text("fp32")},
+                                                               {text("no"), text("fp32")},
+                                                               {text("none"), text("fp32")},
+                                                               {text("float16"), text("fp16")},
+                                                               {text("bfloat16"), text("bf16")},
+                                                               {text("float32"), text("fp32")}};
+  const std::vector<std::pair<ConfigValue, ConfigValue>> compiles{
+      {true, text("default")}, {false, text("off")}, {text("none"), text("off")}};
+  std::vector<ConfigWord> words{
+      {"mixed_precision", "precision", mixed},
+      {"use_amp", "precision", mixed},
+      {"amp", "precision", mixed},
+      {"dtype", "precision", mixed},
+      {"compile_model", "compile", compiles},
+      {"use_compile", "compile", compiles},
+      {"torch_compile", "compile", compiles},
+      {"compile_mode", "compile", compiles},
+      {"memory_format",
+       "channels_last",
+       {{text("channels_last"), text("on")},
+        {text("contiguous_format"), text("off")},
+        {text("contiguous"), text("off")},
+        {text("preserve_format"), text("off")}}},
+      {"use_channels_last", "channels_last"},
+      {"flash_attention", "attention", {{true, text("auto")}, {false, text("math")}}},
+      {"use_flash_attention", "attention", {{true, text("auto")}, {false, text("math")}}},
+      {"num_threads", "threads"},
+      {"intra_op_threads", "threads"},
+      {"intraop_threads", "threads"},
+      {"num_interop_threads", "interop_threads"},
+      {"inter_op_threads", "interop_threads"},
+      {"fused_optimizer", "step_tail"},
+      {"gradient_accumulation_steps", "accumulation_steps"},
+      {"gradient_accumulation", "accumulation_steps"},
+      {"accumulate_grad_batches", "accumulation_steps"},
+      {"max_grad_norm", "clip_norm"},
+      {"gradient_clip_norm", "clip_norm"},
+      {"gradient_clip_val", "clip_norm"},
+      {"gradient_clipping", "clip_norm"},
+      {"gradient_clip_value", "clip_value"},
+      {"lr_schedule", "schedule"},
+      {"lr_scheduler", "schedule"},
+      {"lr_scheduler_type", "schedule"},
+      {"schedule_name", "schedule"},
+      {"total_steps", "max_steps"},
+      {"random_seed", "seed"},
+      {"logging_steps", "log_every"},
+      {"log_interval", "log_every"},
+      {"max_memory", "memory_limit"},
+  };
+  const auto refuse = [&words](std::initializer_list<const char*> names, const std::string& advice,
+                               bool is_switch = false) {
+    for (const char* name : names) words.push_back({name, "", {}, advice, is_switch});
+  };
+  refuse({"batch_size", "auto_find_batch_size", "auto_batch_size"},
+         "the loader that you make decides it. oxytorch.memory.largest_batch() finds the largest that fits and "
+         "batch_curve() the fastest (C++: oxytorch::largest_batch, batch_curve); give that to the loader.",
+         /*is_switch=*/true);
+  refuse({"num_workers"},
+         "the loader that you make decides it. Give it num_workers; oxytorch.accelerate(..., loop='plan') tries more "
+         "of them on a torch DataLoader.");
+  refuse({"prefetch_factor", "prefetch", "shuffle"},
+         "the loader that you make decides it, until the module data has one. Give it to torch's DataLoader.");
+  refuse({"pin_memory", "persistent_workers", "drop_last"},
+         "the loader that you make decides it, until the module data has one. Give it to torch's DataLoader.",
+         /*is_switch=*/true);
+  refuse({"cache_size", "cache_limit", "cache_dir", "data_cache"},
+         "samples are cached by a later module, data. Leave it out.");
+  refuse({"gradient_checkpointing", "activation_checkpointing", "use_checkpointing"},
+         "nothing chooses the blocks yet that run forward again in backward. Name them by "
+         "oxytorch.model.ModelOptimizer(model, example).apply(['checkpoint:MODULE']) before the trainer is made; in "
+         "C++ it comes with a later module.",
+         /*is_switch=*/true);
+  refuse({"cpu_offload", "offload", "optimizer_offload"}, "offloading comes with a later module, memory. Leave it out.",
+         /*is_switch=*/true);
+  refuse({"max_gpu_memory", "gpu_memory_fraction", "memory_fraction", "gpu_memory_limit"},
+         "a share of a card is a setting of the process. Give oxytorch.PerformanceOptimizer "
+         "gpu=oxytorch.GPUConfig(memory_fraction='90%'); C++ has oxytorch::accelerator::GPUConfig.");
+  refuse({"device", "device_ids", "devices"},
+         "the model is trained where its parameters are. Move it there before the trainer is made; "
+         "oxytorch.GPUConfig(devices=[...]) narrows what the process sees.");
+  refuse({"cudnn_benchmark", "allow_tf32", "tf32"},
+         "it is a setting of the process. Give oxytorch.PerformanceOptimizer gpu=oxytorch.GPUConfig(...) with "
+         "cudnn_benchmark, matmul_precision or conv_precision; C++ has oxytorch::accelerator::GPUConfig.",
+         /*is_switch=*/true);
+  refuse({"gc_threshold", "gc_interval", "automatic_gc", "empty_cache_interval", "clear_cache_every"},
+         "nothing collects memory by a rule yet. Call gc.collect() in a callback of fit(), or leave it out.",
+         /*is_switch=*/true);
+  refuse({"learning_rate", "lr", "weight_decay", "momentum", "betas", "optimizer_type"},
+         "it belongs to the optimizer. Give it there.");
+  refuse({"epochs", "num_epochs", "num_train_epochs"}, "it belongs to a call. Give fit() epochs=...");
+  refuse({"checkpoint_dir", "checkpoint_every", "checkpoint_interval", "save_every", "save_steps"},
+         "nothing is saved by a configuration yet. Give the trainer a checkpointer, which fit() saves to.");
+  refuse({"distributed", "distributed_backend", "world_size", "ddp", "bucket_cap_mb", "gradient_compression"},
+         "training by several processes comes with a later module, distributed. Wrap the model in torch's "
+         "DistributedDataParallel, and leave it out.",
+         /*is_switch=*/true);
+  refuse({"profile", "profiler", "enable_profiling"},
+         "a configuration does not switch it on. Pass monitor=oxytorch.PerformanceMonitor() in Python, or use "
+         "torch.profiler.",
+         /*is_switch=*/true);
+  refuse({"quantization", "pruning"},
+         "it changes the model that is trained. Call oxytorch.model.quantize() or prune() on it yourself.",
+         /*is_switch=*/true);
+  return words;
+}
+
 }  // namespace
 
 const std::vector<ConfigField>& PerformanceConfig::fields() {
   static const std::vector<ConfigField> table = make_fields();
   return table;
+}
+
+const std::vector<ConfigWord>& PerformanceConfig::words() {
+  static const std::vector<ConfigWord> table = make_words();
+  return table;
+}
+
+const std::vector<std::string>& PerformanceConfig::sections() {
+  static const std::vector<std::string> names{
+      "accelerator", "checkpoint",  "compute", "cpu",     "data",      "dataloader", "environment",  "general",
+      "gpu",         "hardware",    "loader",  "memory",  "model",     "monitoring", "optimization", "optimizer",
+      "oxytorch",    "performance", "run",     "runtime", "scheduler", "system",     "trainer",      "training"};
+  return names;
 }
 
 std::string to_string(const ConfigValue& value) {

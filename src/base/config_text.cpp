@@ -34,15 +34,15 @@ std::string bare(const ConfigValue& value) {
 }  // namespace
 
 PerformanceConfig PerformanceConfig::from_json(std::string_view text, std::string_view origin) {
-  return from_pairs(detail::read_flat_json(text, origin), origin);
+  return from_pairs(detail::read_flat_json(text, origin, detail::Sections::Joined), origin);
 }
 
 PerformanceConfig PerformanceConfig::from_yaml(std::string_view text, std::string_view origin) {
-  return from_pairs(detail::read_flat_yaml(text, origin), origin);
+  return from_pairs(detail::read_flat_yaml(text, origin, detail::Sections::Joined), origin);
 }
 
 PerformanceConfig PerformanceConfig::from_file(const std::string& path) {
-  return from_pairs(detail::read_flat_file(path), "file " + path);
+  return from_pairs(detail::read_flat_file(path, detail::Sections::Joined), "file " + path);
 }
 
 std::string PerformanceConfig::to_json() const {

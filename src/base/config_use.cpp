@@ -10,13 +10,14 @@
 namespace oxytorch {
 namespace {
 
-constexpr std::size_t kUsers = 5;
+constexpr std::size_t kUsers = 6;
 constexpr std::array<std::pair<const char*, ConfigUser>, kUsers> kNames{
     {{"cpp_trainer", ConfigUser::CppTrainer},
      {"trainer", ConfigUser::Trainer},
-     {"accelerate", ConfigUser::Accelerate},
+     {"cpp_accelerate", ConfigUser::Accelerate},
      {"performance_optimizer", ConfigUser::PerformanceOptimizer},
-     {"own_step", ConfigUser::OwnStep}}};
+     {"own_step", ConfigUser::OwnStep},
+     {"accelerate", ConfigUser::PythonAccelerate}}};
 
 /// One row: the setting, why each user cannot honour it ("": it does), and a value that asks for nothing there.
 struct Row {
@@ -25,20 +26,23 @@ struct Row {
   const char* neutral = "";
 };
 
-constexpr std::array<const char*, kUsers> kHonoured{"", "", "", "", ""};
+constexpr std::array<const char*, kUsers> kHonoured{"", "", "", "", "", ""};
 
 constexpr std::array<const char*, kUsers> all(const char* sentence) {
-  return {sentence, sentence, sentence, sentence, sentence};
+  return {sentence, sentence, sentence, sentence, sentence, sentence};
 }
 
 /// Of settings that belong to the training loop, which is the user's beside accelerate().
 constexpr std::array<const char*, kUsers> loop_only(const char* sentence, const char* own_step = "") {
-  return {"", "", sentence, "", own_step};
+  return {"", "", sentence, "", own_step, sentence};
 }
 
 constexpr const char* kYourLoop =
     "accelerate() leaves the loop to you, so nothing would use it. Do it in your loop, or use "
     "PerformanceOptimizer(...).prepare(...), whose trainer does.";
+constexpr const char* kFirstThing =
+    "torch takes their number once, before it has run operators beside each other. Call at::set_num_interop_threads() "
+    "first thing in main(), and leave it at 'keep'.";
 constexpr const char* kOwnStep =
     "step= is called once a batch and does all of a step itself. Do it in there, or leave step= out and give loss_fn, "
     "so that the trainer takes the steps.";
@@ -49,13 +53,15 @@ constexpr Row kRows[] = {
     {"precision", kHonoured},
     {"channels_last", kHonoured},
     {"threads", kHonoured},
+    {"interop_threads", {kFirstThing, "", kFirstThing, "", "", ""}},
     {"flush_denormals", kHonoured},
     {"allocator", kHonoured},
     {"allocator_retain_limit", kHonoured},
     {"step_tail", kHonoured},
     {"optimizer_state", kHonoured},
     {"attention", kHonoured},
-    {"compile", {"C++ has no torch.compile. Leave it at 'off'; oxytorch.Trainer of Python compiles.", "", "", "", ""}},
+    {"compile",
+     {"C++ has no torch.compile. Leave it at 'off'; oxytorch.Trainer of Python compiles.", "", "", "", "", ""}},
     {"accumulation_steps",
      loop_only("accelerate() measures a step of one batch. Give step=, one call of which takes a whole window, or use "
                "PerformanceOptimizer(...).prepare(...), whose trainer accumulates.",
@@ -111,7 +117,7 @@ void check_dependent(const PerformanceConfig& config, ConfigUser user) {
            "allocator is 'system', which keeps nothing. Set allocator = 'retain', or leave "
            "the limit out.");
   }
-  if (user == ConfigUser::Accelerate) return;  // the rest belongs to a trainer
+  if (user == ConfigUser::Accelerate || user == ConfigUser::PythonAccelerate) return;  // the rest belongs to a trainer
   const std::string schedule = config.word("schedule");
   const auto steps = config.integer("max_steps").value_or(0);
   const auto warmup = config.integer("warmup_steps").value_or(0);

@@ -44,10 +44,44 @@ void check_text(std::string_view text, std::string_view origin) {
         "; a value is a word, a number, true or false.");
 }
 
+/// The sections around what is being read: "training.data." and how many settings there were before each of them.
+class SectionPath {
+ public:
+  SectionPath(std::string_view origin, Sections sections) : origin_(origin), sections_(sections) {}
+
+  [[nodiscard]] bool is_open() const { return open_; }
+  [[nodiscard]] std::string full(const std::string& key) const { return prefix_ + key; }
+  /// A mapping begins, `key` being what it is the value of.
+  void enter(const std::string& key, std::size_t settings) {
+    if (!std::exchange(open_, true)) return;
+    if (sections_ == Sections::Refused || outer_.size() >= kDeepest) not_a_value(origin_, full(key), "a mapping");
+    outer_.push_back({prefix_.size(), settings, full(key)});
+    prefix_ += key + '.';
+  }
+  void leave(std::size_t settings) {
+    if (outer_.empty()) return;
+    if (outer_.back().settings == settings) not_a_value(origin_, outer_.back().name, "an empty mapping");
+    prefix_.resize(outer_.back().length);
+    outer_.pop_back();
+  }
+
+ private:
+  static constexpr std::size_t kDeepest = 4;
+  struct Outer {
+    std::size_t length, settings;
+    std::string name;
+  };
+  std::string_view origin_;
+  Sections sections_;
+  bool open_ = false;
+  std::string prefix_;
+  std::vector<Outer> outer_;
+};
+
 /// Collects a flat object in its order, duplicates and all, which nlohmann's own tree would drop.
 class FlatReader : public nlohmann::json_sax<nlohmann::json> {
  public:
-  explicit FlatReader(std::string_view origin) : origin_(origin) {}
+  FlatReader(std::string_view origin, Sections sections) : origin_(origin), path_(origin, sections) {}
 
   bool null() override { return add(std::string("none")); }
   bool boolean(bool value) override { return add(value); }
@@ -60,17 +94,19 @@ class FlatReader : public nlohmann::json_sax<nlohmann::json> {
   bool string(string_t& value) override { return add(value); }
   bool binary(binary_t&) override { not_flat(origin_); }
   bool start_object(std::size_t) override {
-    if (open_) not_a_value(origin_, key_, "a mapping");
-    open_ = true;
+    path_.enter(key_, pairs.size());
     return true;
   }
   bool key(string_t& value) override {
     key_ = value;
     return true;
   }
-  bool end_object() override { return true; }
+  bool end_object() override {
+    path_.leave(pairs.size());
+    return true;
+  }
   bool start_array(std::size_t) override {
-    if (open_) not_a_value(origin_, key_, "a list");
+    if (path_.is_open()) not_a_value(origin_, path_.full(key_), "a list");
     not_flat(origin_);
   }
   bool end_array() override { return true; }
@@ -84,14 +120,14 @@ class FlatReader : public nlohmann::json_sax<nlohmann::json> {
 
  private:
   bool add(ConfigValue value) {
-    if (!open_) not_flat(origin_);
-    pairs.emplace_back(key_, std::move(value));
+    if (!path_.is_open()) not_flat(origin_);
+    pairs.emplace_back(path_.full(key_), std::move(value));
     return true;
   }
 
   std::string_view origin_;
+  SectionPath path_;
   std::string key_;
-  bool open_ = false;
 };
 
 /// A plain YAML scalar by the core schema: null, booleans and numbers; all else is a word.
@@ -127,21 +163,21 @@ ConfigValue plain_scalar(const std::string& text) {
   return text;
 }
 
-/// Collects the events of one flat mapping.
+/// Collects the events of one mapping.
 class FlatYaml : public YAML::EventHandler {
  public:
-  explicit FlatYaml(std::string_view origin) : origin_(origin) {}
+  FlatYaml(std::string_view origin, Sections sections) : origin_(origin), path_(origin, sections) {}
 
   void OnDocumentStart(const YAML::Mark&) override {
     OXY_CHECK(++documents_ == 1, InvalidArgument, origin_, ": there is more than one YAML document; keep one.");
   }
   void OnDocumentEnd() override {}
   void OnNull(const YAML::Mark&, YAML::anchor_t) override {
-    if (open_) value(std::string("none"));  // outside of a mapping it is an empty document
+    if (path_.is_open()) value(std::string("none"));  // outside of a mapping it is an empty document
   }
   void OnAlias(const YAML::Mark&, YAML::anchor_t) override { nested("an alias"); }
   void OnScalar(const YAML::Mark&, const std::string& tag, YAML::anchor_t, const std::string& text) override {
-    if (!open_) not_flat(origin_);
+    if (!path_.is_open()) not_flat(origin_);
     if (key_) {
       // "!" marks quotes.
       const bool is_word = tag == "!" || tag == "tag:yaml.org,2002:str";
@@ -155,28 +191,29 @@ class FlatYaml : public YAML::EventHandler {
   }
   void OnSequenceEnd() override {}
   void OnMapStart(const YAML::Mark&, const std::string&, YAML::anchor_t, YAML::EmitterStyle::value) override {
-    if (open_) nested("a mapping");
-    open_ = true;
+    if (path_.is_open() && !key_) not_flat(origin_);
+    path_.enter(key_.value_or(""), pairs.size());
+    key_.reset();
   }
-  void OnMapEnd() override {}
+  void OnMapEnd() override { path_.leave(pairs.size()); }
 
   FlatPairs pairs;
 
  private:
   [[noreturn]] void nested(const char* what) {
     if (!key_) not_flat(origin_);
-    not_a_value(origin_, *key_, what);
+    not_a_value(origin_, path_.full(*key_), what);
   }
   void value(ConfigValue value) {
     if (!key_) not_flat(origin_);
-    pairs.emplace_back(*key_, std::move(value));
+    pairs.emplace_back(path_.full(*key_), std::move(value));
     key_.reset();
     OXY_CHECK(pairs.size() <= kMostPairs, InvalidArgument, origin_, ": more than ", kMostPairs, " settings.");
   }
 
   std::string_view origin_;
+  SectionPath path_;
   std::optional<std::string> key_;
-  bool open_ = false;
   int documents_ = 0;
 };
 
@@ -202,17 +239,17 @@ class Descriptor {
 
 }  // namespace
 
-FlatPairs read_flat_json(std::string_view text, std::string_view origin) {
+FlatPairs read_flat_json(std::string_view text, std::string_view origin, Sections sections) {
   check_text(text, origin);
-  FlatReader reader(origin);
+  FlatReader reader(origin, sections);
   // A mark of byte order, as some editors write, is no part of JSON and is skipped by the parser.
   nlohmann::json::sax_parse(text.begin(), text.end(), &reader);
   return std::move(reader.pairs);
 }
 
-FlatPairs read_flat_yaml(std::string_view text, std::string_view origin) {
+FlatPairs read_flat_yaml(std::string_view text, std::string_view origin, Sections sections) {
   check_text(text, origin);
-  FlatYaml reader(origin);
+  FlatYaml reader(origin, sections);
   try {
     std::istringstream stream{std::string(text)};
     YAML::Parser parser(stream);
@@ -234,7 +271,7 @@ bool is_json(const std::string& path) {
   return extension == ".json";
 }
 
-FlatPairs read_flat_file(const std::string& path) {
+FlatPairs read_flat_file(const std::string& path, Sections sections) {
   const bool json = is_json(path);
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (file.number() < 0) io_error("opening", path);
@@ -249,7 +286,7 @@ FlatPairs read_flat_file(const std::string& path) {
     text.append(buffer.data(), static_cast<std::size_t>(count));
   }
   const std::string origin = "file " + path;
-  return json ? read_flat_json(text, origin) : read_flat_yaml(text, origin);
+  return json ? read_flat_json(text, origin, sections) : read_flat_yaml(text, origin, sections);
 }
 
 void write_whole(const std::string& path, const std::string& text) {

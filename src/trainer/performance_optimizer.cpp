@@ -17,8 +17,10 @@ PreparedRun PerformanceOptimizer::prepare(torch::nn::Module& model, torch::optim
   OXY_CHECK(options.level().empty() || options.level() == config_.level(), InvalidArgument,
             "the options of prepare() have level ", in_quotes(options.level()), ", and the configuration has ",
             in_quotes(config_.level()), ". Give the level to PerformanceOptimizer.");
-  OXY_CHECK(!is_given(config_, "compile"), NotSupported, "compile = ", to_string(config_.get("compile")), ": ",
-            refusal("compile", ConfigUser::CppTrainer));
+  for (const char* key : {"compile", "interop_threads"}) {
+    OXY_CHECK(!is_given(config_, key), NotSupported, key, " = ", to_string(config_.get(key)), ": ",
+              refusal(key, ConfigUser::CppTrainer));
+  }
   check_settings(config_, ConfigUser::PerformanceOptimizer);
   const double clip_norm = check_optimizer(config_, optimizer);
   auto applied = gpu_ ? gpu_->apply() : accelerator::Applied();

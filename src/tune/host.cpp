@@ -19,6 +19,7 @@
 #include <ATen/ops/tan_cpu_dispatch.h>
 #include <ATen/ops/tanh_cpu_dispatch.h>
 #include <ATen/ops/trunc_cpu_dispatch.h>
+#include <c10/util/Exception.h>
 
 #if defined(__linux__)
 #include <pthread.h>
@@ -36,6 +37,7 @@
 #include <vector>
 
 #include "oxytorch/error.h"
+#include "oxytorch/logging.h"
 #include "oxytorch/system.h"
 
 namespace oxytorch {
@@ -249,6 +251,28 @@ HostSetting size_threads(std::optional<int> threads) {
                                   "this process may use " + std::to_string(usable) + " cores.",
                               "the order of some reductions changes with the number of threads.",
                               [now] { at::set_num_threads(now); });
+}
+
+HostSetting size_interop_threads(int threads) {
+  constexpr const char* kName = "interop_threads";
+  OXY_CHECK(threads > 0, InvalidArgument, "interop_threads is ", threads, "; use 1 or more.");
+  const int before = at::get_num_interop_threads();
+  const std::string number = std::to_string(threads);
+  if (before == threads) return HostSetting::unchanged(kName, "torch has " + number + " inter-op threads already.");
+  try {
+    at::set_num_interop_threads(threads);
+  } catch (const c10::Error&) {
+    return HostSetting::refused(kName, number + " were asked for, and torch keeps " + std::to_string(before) +
+                                           ": it takes their number once in a process, before it has run operators "
+                                           "beside each other. Set it before that.");
+  }
+  return HostSetting::applied(kName, "torch runs up to " + number + " operators beside each other.",
+                              "the number stays for the whole process.", [number] {
+                                log(LogLevel::Warn,
+                                    "interop_threads stays " + number +
+                                        ": torch takes the number once in a process. Start a new one for another.",
+                                    "tune");
+                              });
 }
 
 }  // namespace oxytorch

@@ -88,7 +88,7 @@ TEST(Config, EveryRowIsWhole) {
       EXPECT_EQ(config.get(field.key), value) << field.key;
     }
   }
-  EXPECT_EQ(keys.size(), 33u);
+  EXPECT_EQ(keys.size(), 34u);
 }
 
 TEST(Config, SettingTheLevelKeepsWhatWasSet) {
@@ -286,6 +286,80 @@ TEST(ConfigJson, ReadsWhatPeopleWrite) {
   EXPECT_EQ(config.word("channels_last"), "on");
   EXPECT_EQ(config.word("schedule"), "none");
   EXPECT_EQ(config.integer("max_steps"), 1000);
+}
+
+TEST(ConfigText, WordsOfTheFieldAreTheSettingsTheyMean) {
+  const auto config = PerformanceConfig::from_yaml(R"(
+compile_model: true
+max_grad_norm: 0.5
+training:
+  mixed_precision: true
+  gradient_accumulation_steps: 4
+  early_stopping: {patience: 3, mode: max}
+hardware:
+  cpu: {num_threads: 2, inter_op_threads: 3}
+)");
+  EXPECT_EQ(config.word("compile"), "default");
+  EXPECT_EQ(config.number("clip_norm"), 0.5);
+  EXPECT_EQ(config.word("precision"), "auto");
+  EXPECT_EQ(config.integer("accumulation_steps"), 4);
+  EXPECT_EQ(config.integer("early_stopping_patience"), 3);
+  EXPECT_EQ(config.word("early_stopping_mode"), "max");
+  EXPECT_EQ(config.integer("threads"), 2);
+  EXPECT_EQ(config.integer("interop_threads"), 3);
+  EXPECT_TRUE(PerformanceConfig::from_json(config.to_json()) == config) << "written by its own names";
+  const auto json = PerformanceConfig::from_json(R"({"training": {"amp": "bf16", "flash_attention": false}})");
+  EXPECT_EQ(json.word("precision"), "bf16");
+  EXPECT_EQ(json.word("attention"), "math");
+  EXPECT_EQ(json.word("model.mixed_precision"), "bf16");
+}
+
+TEST(ConfigText, EveryOtherWordIsASettingOrSaysWhatToDo) {
+  std::set<std::string> seen;
+  for (const auto& field : PerformanceConfig::fields()) seen.insert(field.key);
+  for (const auto& one : PerformanceConfig::words()) {
+    SCOPED_TRACE(one.word);
+    EXPECT_TRUE(seen.insert(one.word).second) << "twice";
+    EXPECT_EQ(one.key.empty(), !one.advice.empty());
+    PerformanceConfig config;
+    if (!one.key.empty()) {
+      const auto& field = PerformanceConfig::field(one.key);
+      EXPECT_EQ(PerformanceConfig::key_of(one.word), one.key);
+      for (const auto& [value, meaning] : one.values) {
+        EXPECT_NO_THROW(config.set("training." + one.word, value)) << to_string(value);
+        EXPECT_EQ(config.get(one.word), config.get(field.key));
+        EXPECT_EQ(config.get(field.key), meaning);
+      }
+      continue;
+    }
+    EXPECT_TRUE(one.advice.ends_with('.'));
+    const auto refused = refusal([&] { config.set("training." + one.word, std::string("auto")); });
+    EXPECT_EQ(refused.code, ErrorCode::NotSupported);
+    EXPECT_EQ(refused.message, one.word + " = 'auto' (caller): " + one.advice);
+    if (one.is_switch) {
+      EXPECT_NO_THROW(config.set(one.word, false)) << "false asks for nothing";
+    }
+    EXPECT_THROW((void)config.get(one.word), Error);
+  }
+  for (const auto& section : PerformanceConfig::sections()) EXPECT_EQ(seen.count(section), 0U) << section;
+}
+
+TEST(ConfigText, WhatASectionHoldsIsNeverIgnored) {
+  const auto yaml = [](std::string_view text) {
+    return refusal([&] { PerformanceConfig::from_yaml(text, "file a.yaml"); }).message;
+  };
+  EXPECT_THAT(yaml("training: {batch_size: auto}\n"),
+              AllOf(HasSubstr("batch_size = 'auto' (file a.yaml)"), HasSubstr("largest_batch")));
+  EXPECT_THAT(yaml("gpu: {max_gpu_memory: '90%'}\n"), HasSubstr("memory_fraction='90%'"));
+  EXPECT_THAT(yaml("training: {max_grad_nrom: 1}\n"), HasSubstr("did you mean 'max_grad_norm'?"));
+  EXPECT_THAT(yaml("trianing: {clip_norm: 1}\n"),
+              AllOf(HasSubstr("unknown section 'trianing'"), HasSubstr("did you mean 'training'?")));
+  EXPECT_THAT(yaml("clip_norm: 1\ntraining: {max_grad_norm: 2}\n"),
+              HasSubstr("'training.max_grad_norm' is there twice, also as 'clip_norm'"));
+  EXPECT_THAT(yaml("training: {}\n"), HasSubstr("'training' is an empty mapping"));
+  EXPECT_THAT(yaml("training:\n"), HasSubstr("'training'"));
+  EXPECT_THAT(yaml("data: {run: {cpu: {gpu: {system: {seed: 1}}}}}\n"), HasSubstr("is a mapping"));
+  EXPECT_THAT(yaml("early_stopping: {patiense: 1}\n"), HasSubstr("did you mean 'early_stopping_patience'?"));
 }
 
 TEST(ConfigText, RefusalsNameTheFileAndTheKey) {

@@ -10,8 +10,8 @@ namespace {
 
 using testing::HasSubstr;
 
-constexpr ConfigUser kUsers[] = {ConfigUser::CppTrainer, ConfigUser::Trainer, ConfigUser::Accelerate,
-                                 ConfigUser::PerformanceOptimizer, ConfigUser::OwnStep};
+constexpr ConfigUser kUsers[] = {ConfigUser::CppTrainer,           ConfigUser::Trainer, ConfigUser::Accelerate,
+                                 ConfigUser::PerformanceOptimizer, ConfigUser::OwnStep, ConfigUser::PythonAccelerate};
 
 std::string said(const PerformanceConfig& config, ConfigUser user) {
   try {
@@ -100,6 +100,16 @@ TEST(ConfigUseTest, SettingsThatLeaveEachOtherWithoutEffectAreRefused) {
   EXPECT_THAT(with({{"allocator", std::string("system")}, {"allocator_retain_limit", std::string("1GB")}}),
               HasSubstr("keeps nothing"));
   EXPECT_THAT(with({{"precision", std::string("fp16")}, {"nonfinite", std::string("raise")}}), HasSubstr("loss scale"));
+}
+
+TEST(ConfigUseTest, WhatTorchTakesOnceBelongsIntoMain) {
+  PerformanceConfig config;
+  config.set("interop_threads", std::int64_t{3});
+  for (const auto user : {ConfigUser::CppTrainer, ConfigUser::Accelerate}) {
+    EXPECT_THAT(said(config, user), HasSubstr("at::set_num_interop_threads()"));
+  }
+  EXPECT_EQ(said(config, ConfigUser::Trainer), "");
+  EXPECT_EQ(said(config, ConfigUser::PythonAccelerate), "");
 }
 
 TEST(ConfigUseTest, ATrainerAndItsOptimizerMayNotBeToldOtherwise) {

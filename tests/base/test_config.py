@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,80 @@ def test_refusals(key: str, value: object, error: type[Exception], message: str)
         PerformanceConfig(**{key: value})
     with pytest.raises(error, match=message):
         PerformanceConfig.from_dict({key: value})
+
+
+GUIDE = {
+    "compile_model": True,
+    "training": {"mixed_precision": "bf16", "gradient_accumulation_steps": 4, "early_stopping": {"patience": 3}},
+    "hardware": {"cpu": {"num_threads": 2}},
+}
+
+
+def test_the_words_and_sections_of_guides(tmp_path: Path) -> None:
+    config = PerformanceConfig(**GUIDE)
+    assert (config.compile, config.precision, config.accumulation_steps) == ("default", "bf16", 4)
+    assert (config.early_stopping_patience, config.threads) == (3, 2)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(GUIDE))
+    (tmp_path / "run.json").write_text(json.dumps(GUIDE))
+    for given in (GUIDE, tmp_path / "run.yaml", tmp_path / "run.json"):
+        assert PerformanceConfig.of(given) == config  # type: ignore[arg-type]
+    assert PerformanceConfig.of("basic", **GUIDE).threads == 2
+    config.compile_model = False  # type: ignore[attr-defined]
+    assert config.compile == config.compile_model == "off"  # type: ignore[attr-defined]
+    assert "compile_model" not in config.to_dict()
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ox.Trainer(model, optimizer, torch.nn.MSELoss(), {"level": "basic", "max_grad_norm": 2}, calibrate=False)
+    assert trainer.settings.clip_norm == 2
+    trainer.revert()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"batch_size": "auto"},
+            r"batch_size = 'auto' \(caller\): .*oxytorch\.memory\.largest_batch\(\).*batch_curve\(\)",
+        ),
+        ({"data": {"num_workers": "auto"}}, r"num_workers = 'auto' \(caller\): .*loop='plan'"),
+        ({"gradient_checkpointing": True}, r"gradient_checkpointing = true \(caller\): .*ModelOptimizer"),
+        ({"max_gpu_memory": "90%"}, r"max_gpu_memory = '90%' \(caller\): .*GPUConfig\(memory_fraction='90%'\)"),
+    ],
+)
+def test_words_without_effect_yet_are_refused_by_name(given: dict[str, object], message: str, tmp_path: Path) -> None:
+    for take in (PerformanceConfig.of, lambda config: PerformanceConfig(**config), PerformanceConfig.from_dict):
+        with pytest.raises(NotImplementedError, match=message):
+            take(given)  # type: ignore[arg-type]
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(given))
+    with pytest.raises(NotImplementedError, match=message.replace("caller", f"file {path}")):
+        PerformanceConfig.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"gradient_chekpointing": True}, ValueError, "did you mean 'gradient_checkpointing'"),
+        ({"training": {"max_grad_nrom": 1}}, ValueError, "did you mean 'max_grad_norm'"),
+        ({"trianing": {"clip_norm": 1}}, ValueError, "unknown section 'trianing'.*did you mean 'training'"),
+        ({"clip_norm": 1, "training": {"max_grad_norm": 1}}, ValueError, "twice, also as 'clip_norm'"),
+        ({"training": {}}, TypeError, "empty mapping"),
+        ({"clip_norm": {"value": 1}}, TypeError, "'clip_norm' is a mapping"),
+        ({"mixed_precision": "bf61"}, ValueError, "Did you mean 'bf16'"),
+        ({3: 4}, TypeError, "have names"),
+    ],
+)
+def test_nothing_in_a_mapping_is_ignored(given: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        PerformanceConfig.from_dict(given)
+
+
+def test_the_page_lists_the_words() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "base.md").read_text()
+    table = page.split("| word | setting |")[1].split("\n\n")[0]
+    rows = {key: words for words, key in re.findall(r"^\| (`[^|]*) \| `(\w+)`", table, re.MULTILINE)}
+    for word, key in ox._C.base.PerformanceConfig.words():
+        assert not key or f"`{word}`" in rows[key], f"docs/base.md lacks {word}"
 
 
 def test_wrong_attributes_are_attribute_errors() -> None:

@@ -17,9 +17,10 @@ CRITERION = nn.CrossEntropyLoss()
 
 # A value other than any level's default, for each setting.
 GIVEN: dict[str, Any] = {
-    "level": "basic", "precision": "bf16", "channels_last": "on", "threads": 1, "flush_denormals": "on",
-    "allocator": "retain", "allocator_retain_limit": "64MiB", "step_tail": "on", "optimizer_state": "int8",
-    "attention": "math", "compile": "default", "accumulation_steps": 2, "clip_norm": 0.01, "clip_value": 0.001,
+    "level": "basic", "precision": "bf16", "channels_last": "on", "threads": 1, "interop_threads": 3,
+    "flush_denormals": "on", "allocator": "retain", "allocator_retain_limit": "64MiB", "step_tail": "on",
+    "optimizer_state": "int8", "attention": "math", "compile": "default", "accumulation_steps": 2,
+    "clip_norm": 0.01, "clip_value": 0.001,
     "ema_decay": 0.5, "nonfinite": "raise", "grad_scaler": "on", "schedule": "cosine", "warmup_steps": 2,
     "min_lr_ratio": 0.5, "max_steps": 7, "steps_planned": 77, "tune_seconds": 1.5, "early_stopping_patience": 1,
     "early_stopping_min_delta": 100.0, "early_stopping_mode": "max", "early_stopping_restore_best": True,

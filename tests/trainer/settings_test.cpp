@@ -400,7 +400,7 @@ TEST(TrainerSettingsTest, EachHasAnEffectOrIsRefusedWithASentence) {
       EXPECT_THAT(error.what(), HasSubstr(refusal(field.key, ConfigUser::CppTrainer)));
     }
   }
-  const std::set<std::string> refused{"compile", "memory_limit", "log_every", "monitor"};
+  const std::set<std::string> refused{"compile", "interop_threads", "memory_limit", "log_every", "monitor"};
   EXPECT_EQ(effects().size() + refused.size(), PerformanceConfig::fields().size());
 }
 

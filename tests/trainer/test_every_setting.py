@@ -44,7 +44,8 @@ REFUSED = {
     "accelerate": NOT_YET | LOOP,
     "performance_optimizer": NOT_YET,
     "own_step": NOT_YET | {"accumulation_steps", "clip_value", "nonfinite", "grad_scaler"},
-    "cpp_trainer": NOT_YET | {"compile"},
+    "cpp_trainer": NOT_YET | {"compile", "interop_threads"},
+    "cpp_accelerate": NOT_YET | LOOP | {"interop_threads"},
 }
 
 
@@ -74,7 +75,7 @@ def calls(user: str, config: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("user", "key"), [(user, key) for user in REFUSED if user != "cpp_trainer" for key in sorted(REFUSED[user])]
+    ("user", "key"), [(user, key) for user in REFUSED if not user.startswith("cpp_") for key in sorted(REFUSED[user])]
 )
 def test_what_cannot_be_honoured_is_refused(user: str, key: str) -> None:
     with pytest.raises(NotImplementedError) as refused:
@@ -184,6 +185,15 @@ def trainer_threads() -> bool:
         torch.set_num_threads(before)
 
 
+def interop_asked(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> bool:
+    """What torch takes once in a process is shown by what is asked of it; tests/trainer/test_interop.py does it."""
+    asked: list[int] = []
+    same = _C.trainer.size_interop_threads(torch.get_num_interop_threads())
+    monkeypatch.setattr(_C.trainer, "size_interop_threads", lambda threads: (asked.append(threads), same)[1])
+    run()
+    return asked == [3]
+
+
 def trainer_denormals() -> bool:
     before = _C.trainer.flush_state()  # a trainer of another test may have left one of torch's threads flushing
     with closed(trainer(flush_denormals="on")):
@@ -287,6 +297,7 @@ TRAINER: dict[str, Callable[..., Any]] = {
     "precision": lambda: (output_dtype("bf16"), output_dtype("fp32")) == (torch.bfloat16, torch.float32),
     "channels_last": trainer_layout,
     "threads": trainer_threads,
+    "interop_threads": lambda monkeypatch: interop_asked(monkeypatch, lambda: trainer(interop_threads=3).revert()),
     "flush_denormals": trainer_denormals,
     "allocator": lambda: (
         states("allocator", {"allocator": "system"}) == ["off"] != states("allocator", {"allocator": "retain"})
@@ -506,6 +517,9 @@ ACCELERATE: dict[str, Callable[..., Any]] = {
     "precision": lambda clock: forced(clock, "precision", "bf16", "bf16_autocast", "precision", "precision"),
     "channels_last": lambda clock: forced(clock, "channels_last", "on", "channels_last", "layout", "tolerance"),
     "threads": accelerated_process,
+    "interop_threads": lambda clock, monkeypatch: interop_asked(
+        monkeypatch, lambda: tuned(clock, {"interop_threads": 3}, strategies=[]).revert()
+    ),
     "flush_denormals": accelerated_process,
     "allocator": accelerated_process,
     "allocator_retain_limit": accelerated_limit,

@@ -25,6 +25,12 @@ OXY_API HostSetting flush_denormals();
 /// depends on the number of threads, so results may change in the last bits.
 OXY_API HostSetting size_threads(std::optional<int> threads = std::nullopt);
 
+/// Sets the number of threads that run whole operators beside each other (torch::jit::fork, at::launch).
+///
+/// torch takes it once in a process, before the first such operator: refused, with a sentence, where it is another one
+/// by then. For the same reason revert() cannot take it back; it says so in the log.
+OXY_API HostSetting size_interop_threads(int threads);
+
 /// Keeps each of torch's intra-op workers on a core of its own, so that it finds its part of the data in the caches and
 /// the memory where it worked on it last. The calling thread stays free: threads and processes that it starts later
 /// inherit where it may run. Bits do not change.

@@ -23,6 +23,7 @@ __all__: list[str] = [
     "pin_threads",
     "resolve_vector_math",
     "set_flush_denormals",
+    "size_interop_threads",
     "size_threads",
     "tune_allocator",
     "use_deterministic_algorithms",
@@ -173,6 +174,11 @@ def resolve_vector_math() -> list[str]:
 def set_flush_denormals(flush: bool) -> None:
     """
     torch.set_flush_denormal() of every intra-op thread, not of the calling thread alone.
+    """
+
+def size_interop_threads(threads: typing.SupportsInt | typing.SupportsIndex) -> HostSetting:
+    """
+    Sets the threads that run operators beside each other; torch takes their number once in a process.
     """
 
 def size_threads(threads: typing.SupportsInt | typing.SupportsIndex | None = None) -> HostSetting:

@@ -16,8 +16,18 @@ if TYPE_CHECKING:
 
 # What a plan has decided or done, and its trainer leaves alone: level basic decides nothing.
 _DECIDED = (
-    *("precision", "channels_last", "threads", "flush_denormals", "allocator", "allocator_retain_limit", "step_tail"),
-    *("optimizer_state", "attention", "compile", "deterministic", "seed", "steps_planned", "tune_seconds"),
+    *("precision", "channels_last", "threads", "interop_threads", "flush_denormals", "allocator"),
+    *(
+        "allocator_retain_limit",
+        "step_tail",
+        "optimizer_state",
+        "attention",
+        "compile",
+        "deterministic",
+        "seed",
+        "steps_planned",
+        "tune_seconds",
+    ),
 )
 
 

@@ -110,6 +110,8 @@ class Asked:
                 self._add(_C.trainer.use_deterministic_algorithms())
             if isinstance(threads := self.named.get("threads"), int):
                 self._add(_C.trainer.size_threads(threads))
+            if isinstance(threads := self.named.get("interop_threads"), int):
+                self._add(_C.trainer.size_interop_threads(threads))
             if self.named.get("flush_denormals") == "on":
                 self._add(_C.trainer.flush_denormals())
             if self.named.get("allocator") == "retain":
