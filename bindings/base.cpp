@@ -11,7 +11,7 @@
 #include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
 #include "oxytorch/isa.h"
-#include "oxytorch/logging.h"
+#include "oxytorch/load.h"
 #include "oxytorch/statistics.h"
 #include "oxytorch/system.h"
 #include "oxytorch/units.h"
@@ -175,6 +175,34 @@ void bind_system(py::module_& m) {
                      py::arg("resident") = info.resident, py::arg("peak_resident") = info.peak_resident);
       },
       py::arg("root") = "/");
+  m.def(
+      "neighbours",
+      [] {
+        std::optional<Neighbours> found;
+        {
+          const py::gil_scoped_release free;
+          found = read_neighbours();
+        }
+        if (!found) found.emplace();
+        py::typing::List<Facts> processes;
+        for (const Neighbour& one : found->processes) {
+          processes.append(Facts(py::arg("pid") = one.pid,
+                                 py::arg("name") = py::bytes(one.name).attr("decode")("utf-8", "replace"),
+                                 py::arg("cores") = one.cores, py::arg("threads") = one.threads));
+        }
+        return Facts(py::arg("cores") = found->cores, py::arg("of") = found->of,
+                     py::arg("share_cores") = found->share_cores(), py::arg("said") = found->said(),
+                     py::arg("processes") = processes);
+      },
+      "Looks for a quarter of a second.");
+  m.def(
+      "set_neighbours",
+      [](std::optional<double> cores, int of) {
+        if (!cores) return set_neighbours(std::nullopt);
+        set_neighbours(Neighbours{
+            *cores, of, *cores > 0 ? std::vector<Neighbour>{{77, "python3", *cores, 4}} : std::vector<Neighbour>{}});
+      },
+      py::arg("cores"), py::arg("of") = 2, "What neighbours() says from now on; None: what is so. For tests.");
   m.def("processor_name", &processor_name, py::arg("root") = "/");
   m.def("cpu_features", [] {
     const CpuFeatures& cpu = cpu_features();

@@ -62,7 +62,8 @@ void bind_environment(py::module_& m) {
       .def_readwrite("compile", &environment::Context::compile)
       .def_readwrite("determinism", &environment::Context::determinism)
       .def_readwrite("openmp", &environment::Context::openmp)
-      .def_readwrite("fine", &environment::Context::fine);
+      .def_readwrite("fine", &environment::Context::fine)
+      .def_readwrite("neighbours", &environment::Context::neighbours);
   m.def("settings", [] {
     py::typing::List<Facts> list;
     for (const auto& setting : environment::settings()) list.append(facts(setting));

@@ -26,7 +26,7 @@ void bind_host_report(py::module_& m) {
         std::vector<machine::HostRow> rows;
         {
           const py::gil_scoped_release free;
-          rows = machine::host_report({root, data_directory});
+          rows = machine::host_report({.root = root, .data_directory = data_directory});
         }
         py::typing::List<Facts> list;
         for (const machine::HostRow& row : rows) list.append(to_facts(row));
@@ -36,7 +36,7 @@ void bind_host_report(py::module_& m) {
   m.def(
       "host_report_text",
       [](const std::string& data_directory, const std::string& root) {
-        return machine::to_text(machine::host_report({root, data_directory}));
+        return machine::to_text(machine::host_report({.root = root, .data_directory = data_directory}));
       },
       py::arg("data_directory") = "", py::arg("root") = "/", release_gil());
 }

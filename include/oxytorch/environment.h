@@ -111,6 +111,7 @@ struct Context {
   std::optional<bool> determinism;  ///< the program uses torch.use_deterministic_algorithms(True)
   std::string openmp;               ///< the OpenMP library loaded: "libgomp", "libiomp5", "libomp", or ""
   bool fine = false;                ///< list the settings that are fine too
+  std::string neighbours = {};      ///< what other programs use of the same cores, where they share them; else empty
 };
 
 /// One variable as it is set. `line` is 0 where it does not come from a text.

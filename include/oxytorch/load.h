@@ -1,10 +1,11 @@
 /// Who uses the processor: counters of this process and of the machine, to tell whether times that were measured in
-/// between are this program's own. Linux.
+/// between are this program's own; and which other programs run on the same cores. Linux.
 #pragma once
 
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "oxytorch/api.h"
 
@@ -53,6 +54,40 @@ class OXY_API LoadWatch {
   bool first_ = false;  // whether the first stretch was disturbed
   std::string evidence_;
 };
+
+/// Another process, and what it uses of the cores that this one may use.
+struct Neighbour {
+  int pid = 0;
+  std::string name;
+  double cores = 0;
+  int threads = 1;
+};
+
+struct Neighbours {
+  double cores = 0;                       ///< that other programs use, all together
+  int of = 1;                             ///< cores that this process may use
+  std::vector<Neighbour> processes = {};  ///< those that use a tenth of a core or more, the busiest first
+
+  /// Whether they are in the way of a thread on each core: they use half a core or more.
+  [[nodiscard]] OXY_API bool share_cores() const noexcept;
+  /// "1.9 of 2 cores: python3 (pid 77, 4 threads) 1.9".
+  [[nodiscard]] OXY_API std::string said() const;
+};
+
+/// Looks twice, a quarter of a second apart, at the processes of the machine that may run on a core of this one's; its
+/// own children are left out. `pause` stands for that time, for tests. Empty where the system does not tell.
+OXY_API std::optional<Neighbours> read_neighbours(const std::string& root = "/",
+                                                  const std::function<void()>& pause = {});
+
+/// What read_neighbours() of this machine says from now on; empty: what is so. For tests.
+OXY_API void set_neighbours(std::optional<Neighbours> found);
+
+/// Whether OpenMP's threads spin while they wait, by OMP_WAIT_POLICY, GOMP_SPINCOUNT and KMP_BLOCKTIME as `variable`
+/// gives them (null: not set; the environment of this process).
+OXY_API bool waiting_threads_spin(const std::function<const char*(const char*)>& variable = {});
+
+/// What to set where programs share cores, one sentence or two.
+OXY_API std::string advice_on_shared_cores(bool threads_spin);
 
 /// Where each LoadWatch made from now on has its samples from; empty: read_load(). For tests.
 OXY_API void set_load_source(LoadWatch::Source source);

@@ -22,6 +22,7 @@ __all__ = [
     "median",
     "median_absolute_deviation",
     "median_interval",
+    "neighbours",
     "paired_ratio_interval",
     "parse_size",
     "quantile",
@@ -208,6 +209,44 @@ def system_info() -> dict[str, Any]:
         "memory": _native.memory(),
         "features": _native.cpu_features(),
     }
+
+
+def neighbours() -> dict[str, Any]:
+    """Look for a quarter of a second at which other programs run on the cores that this process may use.
+
+    Two training programs on the same cores slow each other 20 to 70 times where their waiting threads spin.
+
+    Returns
+    -------
+    dict
+        ``cores`` that they use, ``of`` how many; ``share_cores`` (bool, from half a core on); ``processes`` (list, the
+        busiest first, each with ``pid``, ``name``, ``cores`` and ``threads``); ``said``, all of that in words.
+    """
+    return _native.neighbours()
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+_LOGGER = logging.getLogger("oxytorch")
+_NUMBERS = {"trace": 5, "debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
+_OFF = logging.CRITICAL + 10
+_SINK: list[Callable[[str, str], None]] = []  # one or none
+
+
+def _receive(level: str, module: str, text: str, created: float) -> None:
+    """Hand one message of the library to the sink, to Python's logging, or to stderr where that has no handler."""
+    logger = _LOGGER.getChild(module) if module else _LOGGER
+    number = _NUMBERS[level]
+    if not logger.isEnabledFor(number):
+        return
+    if _SINK:
+        _SINK[0](level, text)
+    elif logger.hasHandlers():
+        record = logger.makeRecord(logger.name, number, "(oxytorch)", 0, text, (), None)
+        record.created, record.msecs = created, int(created % 1 * 1000) + 0.0
+        logger.handle(record)
+    else:
+        _native.log_to_stderr(level, text)
 
 
 def log_level() -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _C
+from .base import neighbours
 
 if TYPE_CHECKING:
     from .cli import Commands
@@ -146,6 +147,7 @@ def _context(
     determinism: bool | None,
     openmp: str | None,
     fine: bool,
+    neighbours: str = "",
 ) -> _C.environment.Context:
     if backend not in (None, "", *BACKENDS):
         raise ValueError(f"there is no backend {backend!r} to judge for; choose 'cuda', 'hpu' or 'cpu'.")
@@ -161,6 +163,7 @@ def _context(
     context.determinism = determinism
     context.openmp = openmp or ""
     context.fine = fine
+    context.neighbours = neighbours
     return context
 
 
@@ -206,7 +209,8 @@ def lint_env(
     ----------
     mapping : mapping of str to str, optional
         Names and values; by default those of this process, and then `backend`, `versions`, `cores` and `openmp` are
-        those of this process too where they are not given.
+        those of this process too where they are not given, and for a quarter of a second it is looked whether other
+        programs use the same cores.
     backend : {"cuda", "hpu", "cpu"}, optional
         What the run computes on; otherwise the names that are set tell, or nothing that depends on it is judged.
     versions : mapping of str to str, optional
@@ -235,6 +239,7 @@ def lint_env(
     ValueError
         For an unknown backend or component.
     """
+    sharing = ""
     if mapping is None:
         mapping = os.environ
         here = _this_process()
@@ -242,7 +247,9 @@ def lint_env(
         versions = {**here["versions"], **(versions or {})}
         cores = here["cores"] if cores is None else cores
         openmp = here["openmp"] if openmp is None else openmp
-    context = _context(backend, versions, cores, efa, compile, determinism, openmp, fine)
+        others = neighbours()
+        sharing = others["said"] if others["share_cores"] else ""
+    context = _context(backend, versions, cores, efa, compile, determinism, openmp, fine, sharing)
     return [Finding(**found) for found in _native.lint(dict(mapping), context)]
 
 

@@ -4,17 +4,24 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
+#include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/file_tree.h"
 #include "oxytorch/clock.h"
+#include "oxytorch/system.h"
 
 namespace oxytorch {
 namespace {
@@ -31,6 +38,11 @@ constexpr double kMostOthersUnseen = 0.25;
 constexpr double kNoneIdle = 0.9;
 
 constexpr double kMostDisturbed = 0.1;
+
+constexpr auto kLook = std::chrono::milliseconds(250);
+constexpr double kSharesCores = 0.5;
+constexpr double kNamed = 0.1;  // cores that a process must use to be named
+constexpr std::size_t kMostNamed = 5;
 
 double ticks() { return static_cast<double>(sysconf(_SC_CLK_TCK)); }
 
@@ -119,6 +131,58 @@ std::optional<double> throttled_seconds(const std::string& root) {
 
 std::mutex source_mutex;
 LoadWatch::Source given_source;
+std::optional<Neighbours> given_neighbours;
+
+/// What a process has used so far, and what is needed to tell whose it is.
+struct Process {
+  int parent = 0;
+  double seconds = 0;
+  int threads = 1;
+  std::string name;
+};
+
+std::map<int, Process> processes(const std::string& root) {
+  std::map<int, Process> found;
+  std::error_code error;
+  for (fs::directory_iterator it(under(root, "/proc"), error), end; !error && it != end; it.increment(error)) {
+    const auto pid = parse<int>(it->path().filename().string());
+    const auto fields = pid ? stat_fields(it->path() / "stat") : std::vector<std::string>{};
+    if (fields.size() < 18) continue;
+    Process one;
+    one.parent = parse<int>(fields[1]).value_or(0);
+    one.seconds = (parse<double>(fields[11]).value_or(0) + parse<double>(fields[12]).value_or(0)) / ticks();
+    one.threads = parse<int>(fields[17]).value_or(1);
+    one.name = trim(read_text(it->path() / "comm"));
+    found.emplace(*pid, std::move(one));
+  }
+  return found;
+}
+
+bool is_of_this_program(const std::map<int, Process>& all, int pid) {
+  const int self = getpid();
+  for (int depth = 0; depth < 64; ++depth) {
+    if (pid == self) return true;
+    const auto one = all.find(pid);
+    if (one == all.end()) return false;
+    pid = one->second.parent;
+  }
+  return false;
+}
+
+std::set<int> allowed_cores(const std::string& root, const std::string& pid) {
+  const auto lines = read_lines(under(root, "/proc/" + pid + "/status"));
+  return parse_list(field(lines, "Cpus_allowed_list").value_or(""));
+}
+
+bool overlap(const std::set<int>& a, const std::set<int>& b) {
+  return a.empty() || b.empty() || std::any_of(a.begin(), a.end(), [&](int core) { return b.contains(core); });
+}
+
+std::string one_decimal(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f", value);
+  return text;
+}
 
 std::string percent(double share) {
   char text[16];
@@ -199,6 +263,77 @@ bool LoadWatch::end() {
 double LoadWatch::share() const noexcept { return seconds_ > 0 ? disturbed_ / seconds_ : 0; }
 
 bool LoadWatch::disturbed() const noexcept { return first_ || share() > kMostDisturbed; }
+
+bool Neighbours::share_cores() const noexcept { return cores >= kSharesCores; }
+
+std::string Neighbours::said() const {
+  std::string text = one_decimal(cores) + " of " + std::to_string(of) + (of == 1 ? " core" : " cores");
+  const char* before = ": ";
+  for (const Neighbour& one : processes) {
+    text += std::exchange(before, ", ") + one.name + " (pid " + std::to_string(one.pid) + ", " +
+            std::to_string(one.threads) + (one.threads == 1 ? " thread) " : " threads) ") + one_decimal(one.cores);
+  }
+  return text;
+}
+
+std::optional<Neighbours> read_neighbours(const std::string& root, const std::function<void()>& pause) {
+  {
+    const std::lock_guard lock(source_mutex);
+    if (given_neighbours && root == "/") return given_neighbours;
+  }
+  const auto before = processes(root);
+  if (before.empty()) return std::nullopt;
+  const auto began = monotonic_ns();
+  if (pause) {
+    pause();
+  } else {
+    std::this_thread::sleep_for(kLook);
+  }
+  const double measured = 1e-9 * static_cast<double>(monotonic_ns() - began);
+  const double wall = pause ? std::chrono::duration<double>(kLook).count() : measured;
+  const auto after = processes(root);
+  const auto mine = allowed_cores(root, "self");
+  Neighbours found;
+  found.of = std::max(1, read_cores(root).affinity.value_or(static_cast<int>(mine.size())));
+  for (const auto& [pid, now] : after) {
+    const auto then = before.find(pid);
+    const double cores = (now.seconds - (then == before.end() ? 0 : then->second.seconds)) / wall;
+    if (cores <= 0 || is_of_this_program(after, pid) || !overlap(mine, allowed_cores(root, std::to_string(pid)))) {
+      continue;
+    }
+    found.cores += cores;
+    if (cores >= kNamed) found.processes.push_back({pid, now.name, cores, now.threads});
+  }
+  std::stable_sort(found.processes.begin(), found.processes.end(),
+                   [](const Neighbour& a, const Neighbour& b) { return a.cores > b.cores; });
+  if (found.processes.size() > kMostNamed) found.processes.resize(kMostNamed);
+  return found;
+}
+
+void set_neighbours(std::optional<Neighbours> found) {
+  const std::lock_guard lock(source_mutex);
+  given_neighbours = std::move(found);
+}
+
+bool waiting_threads_spin(const std::function<const char*(const char*)>& variable) {
+  const auto is = [&](const char* name, std::string_view value) {
+    const char* const text = variable ? variable(name) : std::getenv(name);
+    if (text == nullptr) return false;
+    std::string lower = text;
+    std::transform(lower.begin(), lower.end(), lower.begin(), [](unsigned char c) { return std::tolower(c); });
+    return trim(lower) == value;
+  };
+  return !is("OMP_WAIT_POLICY", "passive") && !is("GOMP_SPINCOUNT", "0") && !is("KMP_BLOCKTIME", "0");
+}
+
+std::string advice_on_shared_cores(bool threads_spin) {
+  const std::string less = "give each program fewer threads (OMP_NUM_THREADS) or cores of its own (taskset -c).";
+  if (!threads_spin) return "Programs share cores: " + less;
+  return "Waiting threads of OpenMP spin, and programs that do so on the same cores slow each other 20 to 70 times: "
+         "start "
+         "each with OMP_WAIT_POLICY=passive, or " +
+         less;
+}
 
 void set_load_source(LoadWatch::Source source) {
   const std::lock_guard lock(source_mutex);

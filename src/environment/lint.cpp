@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "oxytorch/environment.h"
+#include "oxytorch/load.h"
 #include "oxytorch/spelling.h"
 #include "rules.h"
 #include "value.h"
@@ -271,6 +272,35 @@ class Linter {
 
   void judge_environment(const Set& set) {
     for (const auto& [name, one] : set) judge_one(set, one);
+    judge_sharing(set);
+  }
+
+  /// What is not set, and ought to be where programs share cores.
+  void judge_sharing(const Set& set) {
+    const auto value = [&](const char* name) {
+      const auto one = set.find(name);
+      return one == set.end() ? nullptr : one->second.value.c_str();
+    };
+    if (context_.neighbours.empty() || !waiting_threads_spin(value)) return;
+    const auto policy = set.find("OMP_WAIT_POLICY");
+    Finding found{Verdict::Harmful,
+                  Severity::Warning,
+                  "OMP_WAIT_POLICY",
+                  "",
+                  "other programs use " + context_.neighbours + ", and " +
+                      (policy == set.end() ? "OMP_WAIT_POLICY is not set" : shown(policy->second)) + ". " +
+                      advice_on_shared_cores(true),
+                  "",
+                  "passive",
+                  "OpenMP 5.2, OMP_WAIT_POLICY",
+                  "",
+                  0};
+    if (policy != set.end()) {
+      found.value = policy->second.value;
+      found.file = policy->second.file;
+      found.line = policy->second.line;
+    }
+    add(std::move(found));
   }
 
   void list_fine(const std::vector<Assignment>& assignments) {

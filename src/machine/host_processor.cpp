@@ -2,6 +2,7 @@
 #include <map>
 
 #include "machine/host_reader.h"
+#include "oxytorch/load.h"
 
 namespace oxytorch::machine {
 namespace {
@@ -129,9 +130,25 @@ void quota(HostReader& host) {
   }
 }
 
+void other_programs(HostReader& host) {
+  const auto& options = host.options();
+  const auto found = options.root == "/" || options.pause ? read_neighbours(options.root, options.pause) : std::nullopt;
+  if (!found) return;
+  const std::string what = "other programs", where = "/proc/*/stat";
+  if (!found->share_cores()) {
+    host.fine(what, where, found->said(), "The cores are left to this program.");
+  } else if (waiting_threads_spin()) {
+    host.change(what, where, found->said(), "OMP_WAIT_POLICY=passive in each program", advice_on_shared_cores(true),
+                "export OMP_WAIT_POLICY=passive", /*needs_root=*/false);
+  } else {
+    host.reported(what, where, found->said(), advice_on_shared_cores(false));
+  }
+}
+
 }  // namespace
 
 void read_processor_rows(HostReader& host) {
+  other_programs(host);
   quota(host);
   governor(host);
   turbo(host);

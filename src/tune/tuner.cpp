@@ -164,7 +164,9 @@ struct Tuner::Impl {
     if (std::exchange(looked, true)) return;
     goes_on = timing.baseline(
         [&](double step) { return options.total <= 0 || kLeastSteps * step <= seconds_for_everything(step); });
-    if (timing.disturbed()) warn("the machine is busy: " + timing.load().evidence() + '.');
+    if (timing.disturbed()) {
+      warn("the machine is busy: " + timing.load().evidence() + ". " + advice_on_shared_cores(waiting_threads_spin()));
+    }
     const auto everything =
         goes_on
             ? workload.hindrance()

@@ -5,7 +5,9 @@
 
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace oxytorch {
@@ -160,6 +162,79 @@ TEST(LoadTest, ReadsWhatTheSystemTells) {
   const LoadSample real = read_load();
   EXPECT_GT(real.wall, 0);
   EXPECT_GE(real.cores, 1);
+}
+
+/// A machine's tree, in which processes use time while somebody waits.
+class NeighboursTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    fs::remove_all(root_);
+    write("proc/cpuinfo", "processor : 0\n\nprocessor : 1\n");
+    write("proc/self/status", "Cpus_allowed_list:\t0-1\n");
+    process(getpid(), "python3", 1, 0);
+  }
+  void TearDown() override { fs::remove_all(root_); }
+  void write(const std::string& path, const std::string& text) {
+    fs::create_directories((root_ / path).parent_path());
+    std::ofstream(root_ / path, std::ios::binary) << text;
+  }
+  void process(int pid, const std::string& name, int parent, double seconds, const std::string& allowed = "0-1") {
+    const std::string folder = "proc/" + std::to_string(pid) + "/";
+    const auto ticks = static_cast<long>(seconds * static_cast<double>(sysconf(_SC_CLK_TCK)));
+    write(folder + "comm", name + "\n");
+    write(folder + "status", "Cpus_allowed_list:\t" + allowed + "\n");
+    write(folder + "stat", std::to_string(pid) + " (" + name + " (x) S 9) R " + std::to_string(parent) +
+                               " 1 1 0 -1 0 0 0 0 0 " + std::to_string(ticks) + " 0 0 0 20 0 4 0\n");
+  }
+  Neighbours after(const std::function<void()>& pause) {
+    return read_neighbours(root_.string(), pause).value_or(Neighbours{});
+  }
+
+  const fs::path root_ = fs::temp_directory_path() / ("oxytorch-neighbours-" + std::to_string(getpid()));
+};
+
+TEST_F(NeighboursTest, ProgramsOnTheSameCoresAreNamedAndCounted) {
+  process(800'001, "trains", 1, 5);
+  process(800'002, "idle", 1, 7);
+  process(800'003, "elsewhere", 1, 0, "6-7");
+  const auto found = after([&] {
+    process(getpid(), "python3", 1, 0.25);
+    process(800'001, "trains", 1, 5.45);
+    process(800'003, "elsewhere", 1, 0.25, "6-7");
+    process(800'004, "a worker of ours", 800'005, 0.25);
+    process(800'005, "its parent", getpid(), 0.25);
+    process(800'006, "begins", 1, 0.05);
+  });
+  EXPECT_EQ(found.said(), "2.0 of 2 cores: trains (pid 800001, 4 threads) 1.8, begins (pid 800006, 4 threads) 0.2");
+  EXPECT_TRUE(found.share_cores());
+  EXPECT_FALSE(after([] {}).share_cores());
+  EXPECT_EQ(after([] {}).said(), "0.0 of 2 cores");
+}
+
+TEST_F(NeighboursTest, WhatASystemDoesNotTellIsEmpty) {
+  fs::remove_all(root_);
+  EXPECT_FALSE(read_neighbours(root_.string(), [] {}));
+  EXPECT_TRUE(read_neighbours()) << "this machine";
+  set_neighbours(Neighbours{.cores = 1.5, .of = 2});
+  EXPECT_EQ(read_neighbours()->said(), "1.5 of 2 cores");
+  set_neighbours(std::nullopt);
+}
+
+TEST(SharedCoresTest, SettingsThatEndSpinningAreKnown) {
+  using Set = std::vector<std::pair<std::string, std::string>>;
+  const auto spins = [](const Set& set) {
+    return waiting_threads_spin([&](const char* name) -> const char* {
+      for (const auto& [key, value] : set) {
+        if (key == name) return value.c_str();
+      }
+      return nullptr;
+    });
+  };
+  EXPECT_TRUE(spins({}));
+  EXPECT_TRUE(spins({{"OMP_WAIT_POLICY", "active"}, {"GOMP_SPINCOUNT", "1000"}, {"KMP_BLOCKTIME", "200"}}));
+  EXPECT_FALSE(spins({{"OMP_WAIT_POLICY", "PASSIVE"}}));
+  EXPECT_FALSE(spins({{"GOMP_SPINCOUNT", "0"}}));
+  EXPECT_FALSE(spins({{"KMP_BLOCKTIME", " 0 "}}));
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oxytorch import cli, environment
+from oxytorch._C import base as native
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVERITIES = {"note", "warning", "error"}
@@ -80,6 +81,33 @@ def test_this_process_is_judged_by_what_it_runs_on(monkeypatch: pytest.MonkeyPat
     found = {one.name: one for one in environment.lint_env()}
     assert found["OMP_NUM_THREADS"].verdict == "harmful"
     assert found["KMP_BLOCKTIME"].severity == "warning"  # torch's wheel has loaded libgomp
+
+
+def test_programs_on_the_same_cores_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    def found() -> list[environment.Finding]:
+        return [one for one in environment.lint_env() if one.name == "OMP_WAIT_POLICY"]
+
+    try:
+        native.set_neighbours(0.2)
+        assert found() == []
+        native.set_neighbours(1.9)
+        (one,) = found()
+        assert (one.severity, one.verdict, one.replacement) == ("warning", "harmful", "passive")
+        assert "1.9 of 2 cores: python3 (pid 77, 4 threads) 1.9" in one.message and "taskset" in one.message
+        monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+        (one,) = found()
+        assert one.value == "active" and "OMP_WAIT_POLICY=active" in one.message
+        for name, value in (("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "0")):
+            monkeypatch.setenv(name, value)
+            assert found() == []
+            monkeypatch.delenv(name)
+        assert environment.lint_env({}) == []  # another environment, maybe another machine
+    finally:
+        native.set_neighbours(None)
 
 
 def test_a_plain_environment_gets_no_finding() -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import oxytorch as ox
 import pytest
 from oxytorch import cli, machine
+from oxytorch._C import base as native
 
 
 @pytest.fixture
@@ -45,6 +48,32 @@ def test_rows_of_another_machine(tree: Path) -> None:
     assert before == {path: path.read_text() for path in tree.rglob("*") if path.is_file()}
 
 
+@pytest.fixture
+def alone() -> Iterator[Callable[..., None]]:
+    """No other program is seen; or those are that it is called with."""
+    native.set_neighbours(0.0)
+    yield native.set_neighbours
+    native.set_neighbours(None)
+
+
+def test_programs_on_the_same_cores_are_named(alone: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def row() -> Any:
+        return next(row for row in machine.host_report() if row["what"] == "other programs")
+
+    assert (row()["verdict"], row()["value"]) == ("fine", "0.0 of 2 cores")
+    alone(1.9)
+    assert row()["verdict"] == "change"
+    assert row()["value"] == "1.9 of 2 cores: python3 (pid 77, 4 threads) 1.9"
+    assert row()["command"] == "export OMP_WAIT_POLICY=passive" and not row()["needs_root"]
+    assert "spin" in row()["why"] and "taskset" in row()["why"]
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert row()["verdict"] == "reported" and "spin" not in row()["why"] and "taskset" in row()["why"]
+
+
+@pytest.mark.usefixtures("alone")
 def test_this_host_by_info_and_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     rows = ox.info(host=True)["host"]
     assert "host" not in ox.info()

@@ -143,7 +143,8 @@ def test_nothing_that_was_measured_beside_other_programs_is_stored(clock: Clock)
         ox.base.set_log_sink(None)
     assert not stored() and "other programs used 1.0 of its 2 cores" in plan.certificate.disturbance
     assert any("not stored" in text and "busy" in text for text in said) and any(
-        "machine is busy" in text for text in said
+        "machine is busy" in text and "taskset -c" in text
+        for text in said  # what it is, and what to set
     )
     clock.others = 0.0
     plan, _ = run_once(clock, made(clock, "slow", 0.002))

@@ -4,6 +4,7 @@
 /// by another machine's tree. A file that is absent, unreadable or garbage leaves its row out; it is never an error.
 #pragma once
 
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -36,10 +37,12 @@ struct HostRow {
 
 struct HostReportOptions {
   std::string root = "/";
-  std::string data_directory = "";  ///< its file system is judged; "": the working directory where root is "/"
+  std::string data_directory = "";   ///< its file system is judged; "": the working directory where root is "/"
+  std::function<void()> pause = {};  ///< stands for the time between two looks at other programs; for tests
 };
 
-/// Every row that this host has something for, by area. Reads some hundred small files: milliseconds.
+/// Every row that this host has something for, by area. Reads some hundred small files, and looks at what other
+/// programs use for a quarter of a second.
 OXY_API std::vector<HostRow> host_report(const HostReportOptions& options = {});
 
 /// A JSON array with an object per row, its keys the names above; `verdict` is the word.

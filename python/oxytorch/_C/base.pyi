@@ -10,27 +10,34 @@ __all__: list[str] = [
     "PerformanceConfig",
     "active_isa",
     "bootstrap_interval",
+    "check_log_level",
     "check_own_tail",
     "check_settings",
     "cores",
     "cpu_features",
+    "deliver_log",
+    "end_log",
     "format_duration",
     "format_size",
     "geometric_mean_interval",
     "is_given",
     "log",
+    "log_elsewhere",
     "log_level",
+    "log_to_stderr",
     "mean",
     "median",
     "median_absolute_deviation",
     "median_interval",
     "memory",
+    "neighbours",
     "paired_ratio_interval",
     "parse_size",
     "processor_name",
     "quantile",
+    "send_log_to",
     "set_log_level",
-    "set_log_sink",
+    "set_neighbours",
     "setting_refusal",
     "starts_interval",
     "stddev",
@@ -51,7 +58,13 @@ class PerformanceConfig:
     @staticmethod
     def from_yaml(text: str, origin: str = "YAML text") -> PerformanceConfig: ...
     @staticmethod
+    def key_of(name: str) -> str: ...
+    @staticmethod
     def keys() -> list[str]: ...
+    @staticmethod
+    def sections() -> list[str]: ...
+    @staticmethod
+    def words() -> list[tuple[str, str]]: ...
     @typing.overload
     def __init__(self, level: str) -> None: ...
     @typing.overload
@@ -75,6 +88,7 @@ def bootstrap_interval(
     resamples: typing.SupportsInt | typing.SupportsIndex,
     seed: typing.SupportsInt | typing.SupportsIndex,
 ) -> tuple[float, float, float, float]: ...
+def check_log_level(level: str) -> None: ...
 def check_own_tail(
     config: PerformanceConfig,
     *,
@@ -88,6 +102,16 @@ def check_own_tail(
 def check_settings(config: PerformanceConfig, user: str) -> None: ...
 def cores(root: str = "/") -> dict[str, typing.Any]: ...
 def cpu_features() -> dict[str, typing.Any]: ...
+def deliver_log() -> None:
+    """
+    Hands over what threads without the GIL have logged.
+    """
+
+def end_log() -> None:
+    """
+    Sends messages to stderr from now on: the interpreter ends.
+    """
+
 def format_duration(seconds: typing.SupportsFloat | typing.SupportsIndex) -> str: ...
 def format_size(bytes: typing.SupportsInt | typing.SupportsIndex, exact: bool = False) -> str: ...
 def geometric_mean_interval(
@@ -95,8 +119,14 @@ def geometric_mean_interval(
     confidence: typing.SupportsFloat | typing.SupportsIndex,
 ) -> tuple[float, float, float, float]: ...
 def is_given(config: PerformanceConfig, key: str) -> bool: ...
-def log(level: str, message: str) -> None: ...
+def log(level: str, message: str, module: str = "") -> None: ...
+def log_elsewhere(level: str, message: str) -> None:
+    """
+    By a thread that this one waits for, without giving up the GIL. For tests.
+    """
+
 def log_level() -> str: ...
+def log_to_stderr(level: str, message: str) -> None: ...
 def mean(values: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float: ...
 def median(values: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float: ...
 def median_absolute_deviation(
@@ -109,6 +139,11 @@ def median_interval(
     seed: typing.SupportsInt | typing.SupportsIndex,
 ) -> tuple[float, float, float, float]: ...
 def memory(root: str = "/") -> dict[str, typing.Any]: ...
+def neighbours() -> dict[str, typing.Any]:
+    """
+    Looks for a quarter of a second.
+    """
+
 def paired_ratio_interval(
     numerators: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
     denominators: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
@@ -122,8 +157,19 @@ def quantile(
     values: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
     q: typing.SupportsFloat | typing.SupportsIndex,
 ) -> float: ...
+def send_log_to(receive: collections.abc.Callable[[str, str, str, float], None]) -> None:
+    """
+    Sends messages to receive(level, module, text, seconds since the epoch).
+    """
+
 def set_log_level(level: str) -> None: ...
-def set_log_sink(sink: collections.abc.Callable[[str, str], None] | None) -> None: ...
+def set_neighbours(
+    cores: typing.SupportsFloat | typing.SupportsIndex | None, of: typing.SupportsInt | typing.SupportsIndex = 2
+) -> None:
+    """
+    What neighbours() says from now on; None: what is so. For tests.
+    """
+
 def setting_refusal(key: str, user: str) -> str: ...
 def starts_interval(
     starts: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],

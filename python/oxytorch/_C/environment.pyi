@@ -14,6 +14,7 @@ class Context:
     determinism: bool | None
     efa: bool | None
     fine: bool
+    neighbours: str
     openmp: str
     def __init__(self) -> None: ...
     @property
