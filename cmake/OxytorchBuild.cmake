@@ -27,6 +27,15 @@ if(OXYTORCH_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
       CCACHE_BASEDIR=${CMAKE_SOURCE_DIR} CCACHE_NOHASHDIR=1 ${OXYTORCH_CCACHE})
 endif()
 
+# A development build lands beside the Python sources, so that PYTHONPATH=python is all it takes. That of another torch and
+# a sanitizer's, which are not to be imported by mistake, land beside links to these.
+set(OXYTORCH_PACKAGE_DIR "${PROJECT_SOURCE_DIR}/python/oxytorch")
+if(SKBUILD)
+  set(OXYTORCH_PACKAGE_DIR "${PROJECT_BINARY_DIR}/package")
+elseif(OXYTORCH_SANITIZE OR OXYTORCH_PACKAGE_IN_BUILD)
+  set(OXYTORCH_PACKAGE_DIR "${PROJECT_BINARY_DIR}/python/oxytorch")
+endif()
+
 add_library(oxytorch_flags INTERFACE)
 target_compile_options(oxytorch_flags INTERFACE
   -Wall -Wextra -Wpedantic -Wno-unused-parameter

@@ -16,17 +16,24 @@ endif()
 
 if(OXYTORCH_TORCH)
   find_package(Python3 COMPONENTS Interpreter Development.Module QUIET)
-  if(NOT Torch_DIR AND Python3_Interpreter_FOUND)
-    execute_process(COMMAND ${Python3_EXECUTABLE} -c "import torch.utils as u; print(u.cmake_prefix_path)"
-      OUTPUT_VARIABLE torch_prefix OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE torch_missing ERROR_QUIET)
-    if(NOT torch_missing)
-      list(PREPEND CMAKE_PREFIX_PATH "${torch_prefix}")
-    endif()
+  include(OxytorchTorch)
+  oxytorch_find_torch()
+  if(NOT Oxytorch_TORCH_FOUND)
+    message(FATAL_ERROR "${Oxytorch_TORCH_PROBLEM} pip needs --no-build-isolation to see it. Without torch there is "
+      "-DOXYTORCH_TORCH=OFF.")
   endif()
-  find_package(Torch 2.11 QUIET CONFIG)
-  if(NOT Torch_FOUND)
-    message(FATAL_ERROR "torch 2.11 or later was not found. Install it for the Python in use (and give pip --no-build-isolation, so "
-      "that it is seen), point CMAKE_PREFIX_PATH at LibTorch, or build without it: -DOXYTORCH_TORCH=OFF.")
+  # From the oldest to the newest that was tried. The headers of a newer one may have changed: it is tried all the same.
+  set(OXYTORCH_TORCH_OLDEST 2.9)
+  set(OXYTORCH_TORCH_NEWEST 2.15)
+  set(OXYTORCH_TORCH_VERSION "${Oxytorch_TORCH_FOUND_VERSION}")
+  string(REGEX MATCH "^[0-9]+[.][0-9]+" torch_minor "${OXYTORCH_TORCH_VERSION}")
+  message(STATUS "torch ${OXYTORCH_TORCH_VERSION}: ${Oxytorch_TORCH_LIBRARY_DIR}")
+  if(torch_minor VERSION_LESS OXYTORCH_TORCH_OLDEST)
+    message(FATAL_ERROR "the torch in ${Oxytorch_TORCH_LIBRARY_DIR} is ${OXYTORCH_TORCH_VERSION}; Oxytorch needs "
+      "${OXYTORCH_TORCH_OLDEST} or later")
+  elseif(torch_minor VERSION_GREATER OXYTORCH_TORCH_NEWEST)
+    message(WARNING "torch ${OXYTORCH_TORCH_VERSION} is newer than ${OXYTORCH_TORCH_NEWEST}, the newest that Oxytorch was "
+      "tried with. Run the tests before you rely on this build.")
   endif()
   find_package(OpenMP REQUIRED COMPONENTS CXX)
 endif()

@@ -27,7 +27,7 @@ if(OXYTORCH_TORCH)
   # In a wheel torch is the neighbouring package; elsewhere it is the one that this was built against, which a program
   # that uses no symbol of torch itself would not find.
   set_target_properties(oxytorch PROPERTIES
-    INSTALL_RPATH "$ORIGIN;$<IF:$<BOOL:${SKBUILD}>,$ORIGIN/../../torch/lib,$<TARGET_FILE_DIR:c10>>"
+    INSTALL_RPATH "$ORIGIN;$<IF:$<BOOL:${SKBUILD}>,$ORIGIN/../../torch/lib,${Oxytorch_TORCH_LIBRARY_DIR}>"
     VERIFY_INTERFACE_HEADER_SETS ${OXYTORCH_TESTS})
 endif()
 if(SKBUILD)
@@ -53,16 +53,23 @@ endif()
 install(EXPORT OxytorchCore NAMESPACE Oxytorch:: FILE OxytorchCoreTargets.cmake
   DESTINATION ${OXYTORCH_CMAKE_DIR})
 
+set(torch_hint "${Torch_DIR}")
+if(SKBUILD)
+  set(torch_hint [[${PACKAGE_PREFIX_DIR}/../torch]])
+endif()
 configure_package_config_file(cmake/OxytorchConfig.cmake.in ${PROJECT_BINARY_DIR}/OxytorchConfig.cmake
   INSTALL_DESTINATION ${OXYTORCH_CMAKE_DIR} NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/OxytorchConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/OxytorchConfig.cmake ${PROJECT_BINARY_DIR}/OxytorchConfigVersion.cmake
-  ${PROJECT_SOURCE_DIR}/cmake/OxytorchBackend.cmake
+  ${PROJECT_SOURCE_DIR}/cmake/OxytorchBackend.cmake ${PROJECT_SOURCE_DIR}/cmake/OxytorchTorch.cmake
   DESTINATION ${OXYTORCH_CMAKE_DIR})
 
-# The Python module goes into wheels only: a prefix is for C++.
-if(OXYTORCH_PYTHON AND SKBUILD)
-  set_target_properties(oxytorch_python PROPERTIES INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib")
-  install(TARGETS oxytorch_python LIBRARY DESTINATION .)
-  install(FILES ${OXYTORCH_BUILD_INFO} DESTINATION .)
+# The Python package's own files are no part of a prefix for C++: they go into wheels.
+if(OXYTORCH_PYTHON)
+  set_target_properties(oxytorch_python PROPERTIES INSTALL_RPATH "$ORIGIN/${CMAKE_INSTALL_LIBDIR};$ORIGIN/../torch/lib")
+  install(TARGETS oxytorch_python LIBRARY DESTINATION . COMPONENT python EXCLUDE_FROM_ALL)
+  install(FILES ${OXYTORCH_PACKAGE_DIR}/_build_info.py DESTINATION . COMPONENT python EXCLUDE_FROM_ALL)
+  # `oxytorch bench step-tail` and its like.
+  install(DIRECTORY ${PROJECT_SOURCE_DIR}/bench/race DESTINATION bench COMPONENT python EXCLUDE_FROM_ALL
+    FILES_MATCHING PATTERN *.py PATTERN rivals.json PATTERN requirements.txt PATTERN __pycache__ EXCLUDE)
 endif()

@@ -17,6 +17,7 @@ sys.path.append(str(ROOT / "tests" / "device"))
 sys.path.append(str(ROOT / "tests" / "tune"))  # planted: strategies and a clock for more than one module
 import torch_device  # noqa: E402
 from oxytorch import _C  # noqa: E402
+from oxytorch._build_info import BUILD_FOLDER  # noqa: E402
 
 DEVICE = torch_device.chosen()  # torch must know it before anything runs on it
 
@@ -67,9 +68,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prefix with the package that build/dev installs."""
+    """A prefix with the package that the build of the imported module installs."""
     prefix = tmp_path_factory.mktemp("prefix")
-    command = ["cmake", "--install", str(ROOT / "build" / "dev"), "--prefix", str(prefix)]
+    command = ["cmake", "--install", BUILD_FOLDER, "--prefix", str(prefix)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return prefix

@@ -68,6 +68,22 @@ def test_a_torch_program_builds_with_the_users_commands(installed: Path, tmp_pat
     assert "loss" in run(tmp_path / "build" / "torch_consumer", cwd=tmp_path)
 
 
+def test_a_project_that_found_torch_itself_keeps_it(installed: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "main.cpp").write_text("int main() {}\n")
+    (source / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(x LANGUAGES CXX)\n"
+        # Torch's package would stop here where its CUDA build meets no toolkit: this is its target, and no more.
+        "add_library(torch SHARED IMPORTED)\nset_property(TARGET torch PROPERTY IMPORTED_LOCATION /its/libtorch.so)\n"
+        "find_package(Oxytorch REQUIRED)\nadd_executable(x main.cpp)\ntarget_link_libraries(x Oxytorch::oxytorch)\n"
+    )
+    done = configure(source, tmp_path / "build", f"{installed};{torch.utils.cmake_prefix_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rules = (tmp_path / "build" / "build.ninja").read_text()
+    assert "/its/libtorch.so" in rules and "libtorch_cpu.so" not in rules
+
+
 def test_a_component_that_is_not_there_is_named(installed: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

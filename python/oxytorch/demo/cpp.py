@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .._build_info import BUILD_FOLDER
 from .driver import Start, WorkerFailed, race
 from .measure import WorkloadResult, block_seconds, summarise
 from .plan import FIRST_SEED, START_SECONDS, Plan
@@ -50,16 +51,15 @@ def build_program() -> Path:
     source = root / "examples" / "cpp"
     if not (source / "gpt.cpp").exists():
         raise WorkerFailed(f"--cpp builds examples/cpp of the source tree, and there is none at {source}")
+    built = Path(BUILD_FOLDER or root / "build")
     if (package / "lib" / "cmake" / "Oxytorch").is_dir():
         prefix = package
     else:
-        prefix = root / "build" / "demo-prefix"
-        if not (root / "build" / "dev" / "cmake_install.cmake").exists():
-            raise WorkerFailed(
-                f"--cpp installs the library from {root}/build/dev, which is not built: run 'make build'"
-            )
-        _tool(["cmake", "--install", root / "build" / "dev", "--prefix", prefix], "installing the library")
-    build = root / "build" / "demo-cpp"
+        prefix = built / "demo-prefix"
+        if not (built / "cmake_install.cmake").exists():
+            raise WorkerFailed(f"--cpp installs the library from {built}, which is not built: run 'make build'")
+        _tool(["cmake", "--install", built, "--prefix", prefix], "installing the library")
+    build = built / "demo-cpp"
     paths = f"{prefix};{torch.utils.cmake_prefix_path}"
     _tool(
         [
