@@ -1,5 +1,6 @@
 # The front door. Each command is a short script in cmake/steps/; a command brings what it needs with it.
 #   make demo ARGS="--quick"     passes ARGS on
+#   OXYTORCH_TORCH_SPEC=torch==2.15.0 make test     with another torch, in an environment and a build folder of its own
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo test test-devices nightly mutation bench lint docs sanitize clean
 
@@ -21,7 +22,9 @@ setup:
 	@cmake/steps/setup.sh
 build: setup
 	@cmake/steps/build.sh
-demo: build
+# All that it runs; --cpp installs the whole library first.
+demo: setup
+	@cmake/steps/build.sh $(if $(findstring --cpp,$(ARGS)),,oxytorch_python)
 	@cmake/steps/run.sh oxytorch demo $(ARGS)
 test: build
 	@cmake/steps/test.sh $(ARGS)

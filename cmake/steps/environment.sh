@@ -2,11 +2,20 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 ROOT=$PWD
-VENV=$ROOT/.venv
-BUILD=$ROOT/build/dev
+DEFAULT_TORCH=torch==2.13.0
+TORCH=${OXYTORCH_TORCH_SPEC:-$DEFAULT_TORCH}
+if [[ $TORCH == "$DEFAULT_TORCH" ]]; then
+  PRESET=dev BUILD=$ROOT/build/dev VENV=$ROOT/.venv PACKAGES=$ROOT/python
+else
+  # Another torch has an environment, a build folder and a Python module of its own: build/torch-2.15.0.
+  export OXYTORCH_TORCH_NAME=${TORCH//[^A-Za-z0-9.]/-}
+  OXYTORCH_TORCH_NAME=${OXYTORCH_TORCH_NAME/--/-}
+  PRESET=other-torch BUILD=$ROOT/build/$OXYTORCH_TORCH_NAME VENV=${OXYTORCH_VENV:-$ROOT/.venv-$OXYTORCH_TORCH_NAME}
+  PACKAGES=$BUILD/python
+fi
 export PATH=$VENV/bin:$PATH
-# The sources of this checkout win over whatever the .venv points at.
-export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
+# The sources of this checkout win over whatever the environment points at.
+export PYTHONPATH=$PACKAGES${PYTHONPATH:+:$PYTHONPATH}
 # Settings of the caller's shell must not decide whether the tests pass.
 unset OXYTORCH_ISA OXYTORCH_LOG
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What takes too long for `make test`: the Gaudi files against the headers of older torch versions, and the optimizers'
-# random cases, spread over the cores: all of them, and a part under the address sanitizer, in C++ and in Python.
+# What takes too long for `make test`: the Gaudi files against the headers of older torch versions; the optimizers' random
+# cases, spread over the cores: all of them, and a part under the address sanitizer, in C++ and in Python; a wheel built
+# from the source distribution; and `make test` with other torch versions.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 python3 cmake/steps/headers.py || { [[ $? == 75 ]] && say "nightly: headers skipped"; }
 export OXYTORCH_FUZZ_CASES=${OXYTORCH_FUZZ_CASES:-20000}
@@ -15,4 +16,18 @@ export ASAN_OPTIONS=detect_leaks=0 OXYTORCH_FUZZ_CASES=$((OXYTORCH_FUZZ_CASES / 
 "$ROOT/build/asan-torch/tests/optim/optimizer_edits_test"
 # The sanitizer has to be there before Python is, and finds the C++ library's exceptions only where that is too.
 LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libstdc++.so)" \
-  PYTHONPATH=$ROOT/build/asan-torch/python exec python3 -m pytest tests/optim/test_fuzz.py tests/optim/test_edits.py tests/optim/test_shared_memory.py "$@"
+  PYTHONPATH=$ROOT/build/asan-torch/python python3 -m pytest tests/optim/test_fuzz.py tests/optim/test_edits.py tests/optim/test_shared_memory.py "$@"
+unset ASAN_OPTIONS
+
+say "nightly: a wheel from the source distribution"
+dist=$ROOT/build/nightly-dist
+rm -rf "$dist"
+python3 -c "from scikit_build_core.build import build_sdist; build_sdist('$dist')"
+python3 -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dist" "$dist"/oxytorch-*.tar.gz
+OXYTORCH_WHEEL=$(echo "$dist"/oxytorch-*.whl) python3 -m pytest tests/packaging/test_wheel.py
+
+# The oldest, one between, and the newest of cmake/OxytorchDependencies.cmake.
+for torch in 2.9.1 2.11.0 2.15.0; do
+  say "nightly: torch $torch"
+  env -u PYTHONPATH OXYTORCH_TORCH_SPEC="torch==$torch" make test
+done

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Installs what is missing: Debian packages, the .venv, torch at one version, then the rest. Quick when nothing is to do.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-TORCH=${OXYTORCH_TORCH_SPEC:-torch==2.13.0}
 SYSTEM_PYTHON=${PYTHON:-python3}
 
 # The stamp holds a hash of all that decides what setup does.
@@ -33,7 +32,7 @@ fi
 if [[ ! -x $VENV/bin/python3 ]]; then
   "$SYSTEM_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     die "Python 3.10 or later is needed; $SYSTEM_PYTHON is $("$SYSTEM_PYTHON" --version 2>&1). Set PYTHON=/path/to/python3."
-  say "Making .venv with $("$SYSTEM_PYTHON" --version)"
+  say "Making ${VENV#"$ROOT"/} with $("$SYSTEM_PYTHON" --version)"
   "$SYSTEM_PYTHON" -m venv "$VENV"
 fi
 
