@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
 import os
 import random
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -230,6 +233,57 @@ def same_machine(path: Path, document: dict[str, Any], schema: str, machine_fact
                 f"{path} was measured with {fact} {document['machine'][fact]!r}, and this is {machine_facts[fact]!r}: "
                 "start a new document"
             )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of a race whose contenders take turns in one process, in several starts of it."""
+    parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=4,
+        help="processes, kept ones included; 1 gives no intervals (default %(default)s)",
+    )
+    parser.add_argument("--keep", type=Path, help="go on from this JSON document of the same machine, if it is there")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="time for each case of a start (default %(default)s)"
+    )
+    parser.add_argument("--quick", action="store_true", help="few rounds of the small cases, to see that it works")
+    parser.add_argument("--case", action="append", help="only cases whose name holds this; may be repeated")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench/report")
+    parser.add_argument("--json", type=Path, help="write the JSON document there too")
+
+
+def another_start(folder: Path) -> Measured:
+    """The race that is running, in a process of its own."""
+    path = folder / "start.json"
+    command = [sys.executable, *sys.argv, "--starts", "1", "--out", str(folder), "--json", str(path)]
+    command += ["--keep", str(folder / "none")]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"a start failed with status {done.returncode}")
+    return Measured.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def all_starts(
+    arguments: argparse.Namespace,
+    machine_facts: dict[str, str],
+    schema: str,
+    measure: Callable[[argparse.Namespace], Measured],
+) -> Measured:
+    """The starts that `--keep` brings and as many more as `--starts` asks for; a single one runs in this process."""
+    starts: list[Measured] = []
+    if arguments.keep is not None and arguments.keep.exists():
+        document = json.loads(arguments.keep.read_text(encoding="utf-8"))
+        same_machine(arguments.keep, document, schema, machine_facts)
+        starts.append(Measured.from_json(document))
+    if arguments.starts == 1 and not starts:
+        starts.append(measure(arguments))
+    with tempfile.TemporaryDirectory(prefix="oxytorch-race-") as folder:
+        while (done := sum(start.starts for start in starts)) < arguments.starts:
+            progress(f"start {done + 1} of {arguments.starts}")
+            starts.append(another_start(Path(folder)))
+    return Measured.joined(starts)
 
 
 def facts(threads: int) -> dict[str, str]:

@@ -22,7 +22,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,13 +41,14 @@ from _race import (
     Measured,
     Times,
     add_figures,
+    add_options,
+    all_starts,
     facts,
     new_report,
     over_starts,
     progress,
     race,
     ratio,
-    same_machine,
     show_figures,
     text,
     write,
@@ -580,23 +580,9 @@ def save(
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
-    parser.add_argument(
-        "--starts",
-        type=int,
-        default=4,
-        help="processes, kept ones included; 1 gives no intervals (default %(default)s)",
-    )
-    parser.add_argument("--keep", type=Path, help="go on from this JSON document of the same machine, if it is there")
-    parser.add_argument(
-        "--seconds", type=float, default=3.0, help="time for each case of a start (default %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="few rounds of the small cases, to see that it works")
-    parser.add_argument("--case", action="append", help="only cases whose name holds this; may be repeated")
+    add_options(parser)
     parser.add_argument("--no-cpp", action="store_true", help="leave the C++ half out")
     parser.add_argument("--program", type=Path, default=ROOT / "build/dev/bench/race/step_tail_race")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench/report")
-    parser.add_argument("--json", type=Path, help="write the JSON document there too")
     return parser.parse_args()
 
 
@@ -632,17 +618,6 @@ def measure(arguments: argparse.Namespace) -> Measured:
     return found
 
 
-def another_start(folder: Path) -> Measured:
-    """The same in a process of its own."""
-    path = folder / "start.json"
-    command = [sys.executable, *sys.argv, "--starts", "1", "--out", str(folder), "--json", str(path)]
-    command += ["--keep", str(folder / "none")]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"a start failed with status {done.returncode}")
-    return Measured.from_json(json.loads(path.read_text(encoding="utf-8")))
-
-
 def figures_of(found: Measured) -> tuple[list[Table], list[Figure]]:
     """Tables of times and what was promised of them."""
     tables, figures = [], []
@@ -661,18 +636,7 @@ def figures_of(found: Measured) -> tuple[list[Table], list[Figure]]:
 def main() -> int:
     arguments = parse()
     machine_facts = facts(arguments.threads)
-    starts: list[Measured] = []
-    if arguments.keep is not None and arguments.keep.exists():
-        document = json.loads(arguments.keep.read_text(encoding="utf-8"))
-        same_machine(arguments.keep, document, SCHEMA, machine_facts)
-        starts.append(Measured.from_json(document))
-    if arguments.starts == 1 and not starts:
-        starts.append(measure(arguments))
-    with tempfile.TemporaryDirectory(prefix="oxytorch-race-") as folder:
-        while (done := sum(start.starts for start in starts)) < arguments.starts:
-            progress(f"start {done + 1} of {arguments.starts}")
-            starts.append(another_start(Path(folder)))
-    found = Measured.joined(starts)
+    found = all_starts(arguments, machine_facts, SCHEMA, measure)
     tables, figures = figures_of(found)
     show(tables, figures, machine_facts)
     save(arguments, found, tables, figures, machine_facts)

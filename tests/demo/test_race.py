@@ -39,6 +39,15 @@ def test_quick_race_reports_every_contender(run_quick: Callable[..., Any], tmp_p
     assert "met" in said.lower()
 
 
+def test_each_optimizer_is_raced(run_quick: Callable[..., Any]) -> None:
+    said, document = run_quick("optimizers", "--starts", "1")
+    raced = {case.partition(",")[0] for case in document["cases"]}
+    assert raced == {"AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Muon"}
+    for times in document["cases"].values():
+        assert times.keys() == {"oxytorch", "torch"} and np.min(list(times.values())) > 0
+    assert "AdamW, 200 x 1,000" in said
+
+
 def test_starts_are_joined_and_one_has_no_interval(race: ModuleType) -> None:
     first, second = (
         race.Measured({"200 x 64": {"torch fused": np.full(rounds, 6.0), "oxytorch": np.full(rounds, ours)}})
