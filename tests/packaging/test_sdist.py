@@ -33,7 +33,9 @@ def test_it_holds_every_module_of_the_package(unpacked: Path) -> None:
         return {str(path.relative_to(package)) for path in package.rglob("*.py*") if path.suffix in (".py", ".pyi")}
 
     assert modules(ROOT) - {"_build_info.py"} <= modules(unpacked)  # that one is made by the build
-    assert not (unpacked / "tests").exists()
+    assert not (unpacked / "tests").exists() and not (unpacked / "bench" / "results").exists()
+    races = {path.name for path in (ROOT / "bench" / "race").glob("*.py")}
+    assert races == {path.name for path in (unpacked / "bench" / "race").glob("*.py")}  # `oxytorch bench` runs these
 
 
 def test_it_configures(unpacked: Path, tmp_path: Path) -> None:
