@@ -10,7 +10,7 @@ help:
 	@echo "make demo      train real models three ways and show the result"
 	@echo "make test      build everything and run every test"
 	@echo "make test-devices  every test on each device: cpu, sim, hpu, privateuse1, cuda (DEVICE=... chooses)"
-	@echo "make nightly   20,000 random optimizer cases with edits between steps, and some under the address sanitizer"
+	@echo "make nightly   20,000 random optimizer cases, a wheel from the source distribution, and make test with other torch versions"
 	@echo "make mutation  plant 200 random faults in the sources, one by one, and count those that the tests notice"
 	@echo "make bench     measure the kernels and race the peers; DEVICE=cuda races on a GPU instead"
 	@echo "make lint      formats, types, static analysis"

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "optim/torch_versions.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
 
@@ -92,7 +93,7 @@ StreamQueue::StreamQueue(const backend::Device& device, c10::Device torch_device
     : device_(device), torch_device_(torch_device) {
   const auto guard = guard_of(torch_device_);
   try {
-    void* const handle = guard.getStreamNativeHandle(guard.getStream(torch_device_));
+    void* const handle = native_stream(guard, guard.getStream(torch_device_));
     queues_.emplace(handle, backend::Queue::wrap(device_, handle));
     return;
   } catch (const c10::Error&) {
@@ -116,7 +117,7 @@ oxy_queue StreamQueue::after_torch() {
     guard.synchronizeStream(stream);
     return current_ = queues_.begin()->second.handle();
   }
-  void* const handle = guard.getStreamNativeHandle(stream);
+  void* const handle = native_stream(guard, stream);
   auto found = queues_.find(handle);
   if (found == queues_.end()) found = queues_.emplace(handle, backend::Queue::wrap(device_, handle)).first;
   return current_ = found->second.handle();

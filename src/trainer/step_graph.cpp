@@ -1,14 +1,9 @@
 #include "oxytorch/trainer/step_graph.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#if __has_include(<ATen/accelerator/Graph.h>)
-#include <ATen/accelerator/Graph.h>
-#define OXYTORCH_TORCH_GRAPHS 1
-#else
-#define OXYTORCH_TORCH_GRAPHS 0
-#endif
 
 #include <cstring>
 #include <exception>
@@ -17,6 +12,7 @@
 
 #include "optim/generators.h"
 #include "optim/param_state.h"
+#include "optim/torch_versions.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
 
