@@ -8,9 +8,9 @@
 namespace oxytorch::accelerator {
 namespace {
 
-using Backend = at::Float32Backend;
-using Op = at::Float32Op;
-using Precision = at::Float32Precision;
+using Backend = Float32Backend;
+using Op = Float32Op;
+using Precision = Float32Precision;
 
 /// Sets one value for the end of the scope.
 class Parent {
@@ -19,7 +19,7 @@ class Parent {
   ~Parent() { set(before_); }
   Parent(const Parent&) = delete;
   Parent& operator=(const Parent&) = delete;
-  void set(Precision value) { at::globalContext().setFloat32Precision(backend_, Op::ALL, value); }
+  void set(Precision value) { write_float32_precision(backend_, Op::ALL, value); }
 
  private:
   Backend backend_;
@@ -29,23 +29,21 @@ class Parent {
 }  // namespace
 
 std::optional<Precision> stored_precision(Backend backend, Op op) {
-  auto& context = at::globalContext();
   // Nothing is above the generic setting: what is read is what is stored.
-  Parent generic(Backend::GENERIC, context.float32Precision(Backend::GENERIC, Op::ALL));
-  if (backend == Backend::GENERIC) return context.float32Precision(backend, op);
+  Parent generic(Backend::GENERIC, float32_precision(Backend::GENERIC, Op::ALL));
+  if (backend == Backend::GENERIC) return float32_precision(backend, op);
   generic.set(Precision::NONE);
-  Parent whole(backend, context.float32Precision(backend, Op::ALL));
-  if (op == Op::ALL) return context.float32Precision(backend, op);
+  Parent whole(backend, float32_precision(backend, Op::ALL));
+  if (op == Op::ALL) return float32_precision(backend, op);
   whole.set(Precision::NONE);
-  const auto alone = context.float32Precision(backend, op);
+  const auto alone = float32_precision(backend, op);
   if (alone != Precision::TF32) return alone;
   whole.set(Precision::IEEE);
-  if (context.float32Precision(backend, op) == Precision::IEEE) return std::nullopt;  // it gave way
+  if (float32_precision(backend, op) == Precision::IEEE) return std::nullopt;  // it gave way
   return alone;
 }
 
 HostSetting set_precision(Backend backend, const std::vector<Op>& ops, Precision value) {
-  auto& context = at::globalContext();
   struct Stored {
     Op op;
     Precision value;
@@ -57,30 +55,30 @@ HostSetting set_precision(Backend backend, const std::vector<Op>& ops, Precision
     if (stored) {
       before.push_back({op, *stored});
     } else {
-      unwritten = unwritten || context.float32Precision(backend, op) != value;
+      unwritten = unwritten || float32_precision(backend, op) != value;
     }
   }
   if (unwritten) {
     // The parent would also reach the matrix products, which keep what they have.
-    const auto products = context.float32Precision(backend, Op::MATMUL);
+    const auto products = float32_precision(backend, Op::MATMUL);
     before.insert(before.begin(), {{Op::ALL, *stored_precision(backend, Op::ALL)},
                                    {Op::MATMUL, *stored_precision(backend, Op::MATMUL)}});
-    context.setFloat32Precision(backend, Op::MATMUL, products == Precision::NONE ? Precision::IEEE : products);
-    context.setFloat32Precision(backend, Op::ALL, value);
+    write_float32_precision(backend, Op::MATMUL, products == Precision::NONE ? Precision::IEEE : products);
+    write_float32_precision(backend, Op::ALL, value);
   }
   for (const Stored& one : before) {
-    if (std::find(ops.begin(), ops.end(), one.op) != ops.end()) context.setFloat32Precision(backend, one.op, value);
+    if (std::find(ops.begin(), ops.end(), one.op) != ops.end()) write_float32_precision(backend, one.op, value);
   }
   return HostSetting::applied("float32_precision", "float32 products are rounded as asked for.", "", [backend, before] {
-    for (const Stored& one : before) at::globalContext().setFloat32Precision(backend, one.op, one.value);
+    for (const Stored& one : before) write_float32_precision(backend, one.op, one.value);
   });
 }
 
 HostSetting set_float32_precision(const std::string& backend, const std::vector<std::string>& operations,
                                   const std::string& value) {
   std::vector<Op> ops;
-  for (const auto& operation : operations) ops.push_back(at::str2op(operation));
-  return set_precision(at::str2backend(backend), ops, at::str2precision(value));
+  for (const auto& operation : operations) ops.push_back(str2op(operation));
+  return set_precision(str2backend(backend), ops, str2precision(value));
 }
 
 }  // namespace oxytorch::accelerator

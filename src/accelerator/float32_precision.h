@@ -5,20 +5,18 @@
 /// a parent says otherwise. torch lets nobody write that state again, so an unwritten one is changed by its parent.
 #pragma once
 
-#include <ATen/Context.h>
-
 #include <optional>
 #include <vector>
 
+#include "optim/torch_versions.h"
 #include "oxytorch/host.h"
 
 namespace oxytorch::accelerator {
 
 /// Empty: unwritten.
-std::optional<at::Float32Precision> stored_precision(at::Float32Backend backend, at::Float32Op op);
+std::optional<Float32Precision> stored_precision(Float32Backend backend, Float32Op op);
 
 /// Sets operations of one backend, and no other operation, to `value`; the way back is exact.
-HostSetting set_precision(at::Float32Backend backend, const std::vector<at::Float32Op>& ops,
-                          at::Float32Precision value);
+HostSetting set_precision(Float32Backend backend, const std::vector<Float32Op>& ops, Float32Precision value);
 
 }  // namespace oxytorch::accelerator

@@ -23,8 +23,8 @@
 namespace oxytorch::accelerator {
 namespace {
 
-using Backend = at::Float32Backend;
-using Op = at::Float32Op;
+using Backend = Float32Backend;
+using Op = Float32Op;
 
 constexpr const char* kVisible = "CUDA_VISIBLE_DEVICES";
 
@@ -256,13 +256,13 @@ class Applier {
     if (!wanted) return;
     const auto read = [ops, backend] {
       std::set<std::string> words;
-      for (const Op op : ops) words.insert(at::precision2str(at::globalContext().float32Precision(backend, op)));
+      for (const Op op : ops) words.insert(precision2str(float32_precision(backend, op)));
       return joined(words);
     };
     // Shared, since the way back is known only once it is set.
     const auto set = std::make_shared<HostSetting>(HostSetting::unchanged(field, ""));
     put(
-        field, *wanted, read(), [&] { *set = accelerator::set_precision(backend, ops, at::str2precision(*wanted)); },
+        field, *wanted, read(), [&] { *set = accelerator::set_precision(backend, ops, str2precision(*wanted)); },
         [set] { set->revert(); }, read,
         std::string(*wanted == "tf32"   ? "fp32 products keep 10 bits of mantissa and fp32's range"
                     : *wanted == "bf16" ? "fp32 products are computed in bf16 and summed in fp32"
@@ -285,8 +285,7 @@ class Applier {
       missing = "oneDNN computes tf32 on processors with amx_fp16, which this one has not.";
     }
     if (!missing.empty()) {
-      skip("cpu_precision", wanted,
-           at::precision2str(at::globalContext().float32Precision(Backend::MKLDNN, Op::MATMUL)), missing);
+      skip("cpu_precision", wanted, precision2str(float32_precision(Backend::MKLDNN, Op::MATMUL)), missing);
       return;
     }
     set_precision("cpu_precision", config_.cpu_precision, Backend::MKLDNN, {Op::MATMUL, Op::CONV, Op::RNN}, ".");

@@ -1,6 +1,5 @@
 #include "oxytorch/trainer.h"
 
-#include <ATen/ops/_foreach_clone.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <torch/types.h>
 #include <torch/utils.h>
@@ -11,6 +10,7 @@
 #include <sstream>
 
 #include "optim/generators.h"
+#include "optim/torch_versions.h"
 #include "oxytorch/amp.h"
 #include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
@@ -334,7 +334,7 @@ std::shared_ptr<void> Trainer::ema_weights() {
     self.tail->apply_ema();
     return {nullptr, [tail = self.tail](void*) { tail->restore_parameters(); }};
   }
-  auto own = at::_foreach_clone(parameters);
+  auto own = foreach_clone(parameters);
   at::_foreach_copy_(parameters, average);
   return {nullptr, [parameters, own = std::move(own)](void*) {
             at::NoGradGuard quiet;

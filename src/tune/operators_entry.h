@@ -37,7 +37,9 @@ class Original {
   }
   template <class... T>
   static std::tuple<T...> unpack(torch::jit::Stack& stack, std::type_identity<std::tuple<T...>>) {
-    return torch::jit::pop<T...>(stack);
+    std::tuple<T...> results;
+    std::apply([&stack](T&... one) { torch::jit::pop(stack, one...); }, results);
+    return results;
   }
 
   const char* name_;

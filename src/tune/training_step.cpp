@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_clamp_max.h>
 #include <ATen/ops/_foreach_clamp_min.h>
-#include <ATen/ops/_foreach_clone.h>
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
@@ -14,6 +13,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "optim/torch_versions.h"
 #include "oxytorch/clock.h"
 #include "oxytorch/error.h"
 
@@ -377,7 +377,7 @@ void TrainingStep::step_optimizer() {
 void TrainingStep::keep_average(double decay) {
   const at::NoGradGuard no_grad;
   ema_decay_ = decay;
-  average = at::_foreach_clone(parameters_);
+  average = foreach_clone(parameters_);
 }
 
 // -- the update -------------------------------------------------------------------------------------------------------
