@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build" / "torch-headers"
 BACKEND = "backends/hpu/torch_device.cpp"
 FAKE = ("tests/device/torch_device.cpp", "tests/device/torch_operators.cpp", "tests/device/torch_autocast.cpp")
-# Gaudi's software 1.23 brings torch 2.9; the fake device overrides what torch has had since 2.10.
+# Gaudi's software 1.23 brings torch 2.9.
 # What src/optim/torch_versions.h makes good is in these.
 DIFFERING = (
     "src/optim/device_tail.cpp",
@@ -25,7 +25,7 @@ DIFFERING = (
     "src/tune/training_step.cpp",
     "src/tune/operators.cpp",
 )
-FILES = {"2.11.0": (BACKEND, *FAKE, *DIFFERING), "2.9.1": (BACKEND, *DIFFERING)}
+FILES = {version: (BACKEND, *FAKE, *DIFFERING) for version in ("2.11.0", "2.9.1")}
 CANNOT = 75
 
 

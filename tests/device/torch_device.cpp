@@ -6,6 +6,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <array>
@@ -19,6 +20,13 @@
 #include "device/fake.h"
 #include "oxytorch/backend/sim.h"
 #include "oxytorch/error.h"
+
+// torch 2.9 has no such functions to override.
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 10
+#define OXY_SINCE_2_10
+#else
+#define OXY_SINCE_2_10 override
+#endif
 
 namespace oxytorch::test {
 namespace {
@@ -149,7 +157,7 @@ struct Memory final : c10::DeviceAllocator {
     const std::lock_guard lock(statistics_mutex);
     statistics[index].peak = statistics[index].in_use;
   }
-  std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex index) override {
+  std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex index) OXY_SINCE_2_10 {
     const oxy_memory_info info = devices().at(static_cast<std::size_t>(index)).memory_info();
     return {info.free_bytes, info.total_bytes};
   }
@@ -247,7 +255,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream next) const override {
     return stream(next.device(), std::exchange(streams_in_use[at(next.device())], next.id()));
   }
-  void* getStreamNativeHandle(const c10::Stream s) const override { return of(s).handle(); }
+  void* getStreamNativeHandle(const c10::Stream s) const OXY_SINCE_2_10 { return of(s).handle(); }
   bool queryStream(const c10::Stream& s) const override {
     if (kind().has("no_streams")) return DeviceGuardImplInterface::queryStream(s);
     backend::Event reached;
