@@ -279,7 +279,7 @@ class _Edge:
 
     def skips(self, module: nn.Module, args: Any) -> bool:
         """Whether the module takes its inputs as they are."""
-        return isinstance(module, _MIXED_ON_CPU) and bool(args) and getattr(args[0], "is_cpu", False)
+        return isinstance(module, _MIXED_ON_CPU) and len(args) > 0 and getattr(args[0], "is_cpu", False)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.skips(module, args):
