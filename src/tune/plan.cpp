@@ -93,7 +93,7 @@ NamedSettings::NamedSettings(const PerformanceConfig& config, tune::AskedBy by) 
 
 void NamedSettings::add(HostSetting setting) {
   if (!setting.is_in_effect()) {
-    log(LogLevel::Warn, "accelerate: " + setting.name() + " was asked for and is left out: " + setting.reason());
+    log(LogLevel::Warn, "accelerate: " + setting.name() + " was asked for and is left out: " + setting.reason(), "tune");
   }
   settings_.push_back(std::move(setting));
 }
@@ -160,7 +160,7 @@ void Plan::Impl::tune(Trials trials) {
   give_back_host_memory();  // what references and snapshots took: the steps that follow do not need it
   if (const auto why = store ? store->try_put(certificate) : ""; !why.empty()) {
     certificate.events.push_back("step 0: the plan is not stored, so the next run tunes again: " + why);
-    log(LogLevel::Warn, "accelerate: " + certificate.events.back());
+    log(LogLevel::Warn, "accelerate: " + certificate.events.back(), "tune");
   }
   if (watching.names.empty()) return;
   watching.drawn_by = seed ^ tune::fresh_bits();  // what is active cannot know which steps are compared
