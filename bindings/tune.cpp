@@ -17,8 +17,8 @@
 #include "oxytorch/tune/apart.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/change.h"
-#include "oxytorch/tune/paired_test.h"
 #include "oxytorch/tune/guard.h"
+#include "oxytorch/tune/paired_test.h"
 #include "path.h"
 #include "tune_words.h"
 
@@ -43,7 +43,7 @@ void bind_paired_test(py::module_& m) {
                        double worth, double most_seconds, double budget_seconds, double repay_steps,
                        std::uint64_t seed) {
              return PairedTestOptions{threshold, confidence,   false_accept,   least_pairs, most_pairs,
-                                worth,     most_seconds, budget_seconds, repay_steps, seed};
+                                      worth,     most_seconds, budget_seconds, repay_steps, seed};
            }),
            py::kw_only(), py::arg("threshold") = defaults.threshold, py::arg("confidence") = defaults.confidence,
            py::arg("false_accept") = defaults.false_accept, py::arg("least_pairs") = defaults.least_pairs,
@@ -56,14 +56,17 @@ void bind_paired_test(py::module_& m) {
       .def_readwrite("least_pairs", &PairedTestOptions::least_pairs)
       .def_readwrite("most_pairs", &PairedTestOptions::most_pairs)
       .def_readwrite("worth", &PairedTestOptions::worth)
-      .def_static("conclusion", &PairedTestOptions::conclusion, py::arg("seed"), "Of everything against nothing at the end.")
-      .def_static("member", &PairedTestOptions::member, py::arg("seed"), "Of a remembered certificate without one of it.")
+      .def_static("conclusion", &PairedTestOptions::conclusion, py::arg("seed"),
+                  "Of everything against nothing at the end.")
+      .def_static("member", &PairedTestOptions::member, py::arg("seed"),
+                  "Of a remembered certificate without one of it.")
       .def_static("canary", &PairedTestOptions::canary, py::arg("seed"), "Of a remembered certificate.")
       .def_readwrite("most_seconds", &PairedTestOptions::most_seconds)
       .def_readwrite("budget_seconds", &PairedTestOptions::budget_seconds)
       .def_readwrite("repay_steps", &PairedTestOptions::repay_steps)
       .def_readwrite("seed", &PairedTestOptions::seed);
-  py::class_<PairedTestResult>(m, "PairedTestResult", "What a paired test has shown; speedup is incumbent over challenger.")
+  py::class_<PairedTestResult>(m, "PairedTestResult",
+                               "What a paired test has shown; speedup is incumbent over challenger.")
       .def(py::init<>())
       .def_readwrite("decision", &PairedTestResult::decision)
       .def_readwrite("speedup", &PairedTestResult::speedup)

@@ -12,8 +12,8 @@
 #include "oxytorch/error.h"
 #include "oxytorch/spelling.h"
 #include "oxytorch/tune/certificate.h"
-#include "oxytorch/tune/paired_test.h"
 #include "oxytorch/tune/kind.h"
+#include "oxytorch/tune/paired_test.h"
 
 namespace pybind11::detail {
 
@@ -50,6 +50,6 @@ struct type_caster<oxytorch::tune::Decision> : word_caster<oxytorch::tune::Decis
 };
 template <>
 struct type_caster<oxytorch::tune::Status> : word_caster<oxytorch::tune::Status, "'accepted'", "'rejected'",
-                                                           "'refused'", "'failed'", "'skipped'", "'rolled back'"> {};
+                                                         "'refused'", "'failed'", "'skipped'", "'rolled back'"> {};
 
 }  // namespace pybind11::detail

@@ -505,7 +505,7 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
         over_all_rivals,
         "python bench/race/orchestrator.py --starts 8 --json bench/results/orchestrator.json",
     ),
-    "summary": (summary, "make bench"),
+    "summary": (summary, "python bench/race/orchestrator.py --json bench/results/orchestrator.json"),
     "regret": (regret, "python bench/race/orchestrator.py --exhaustive --json bench/results/orchestrator_regret.json"),
     "cpp": (
         cpp,

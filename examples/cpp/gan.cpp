@@ -57,6 +57,7 @@ int main(int argc, char** argv) {
 
   const torch::NoGradGuard no_grad;
   const auto radius = generator->forward(torch::randn({kRows, kNoise})).norm(2, 1);
-  std::cout << plan.report() << "radius of the points made: " << radius.mean().item<float>() << " on average, 1 is right\n";
+  std::cout << plan.report() << "radius of the points made: " << radius.mean().item<float>()
+            << " on average, 1 is right\n";
   return std::isfinite(radius.mean().item<float>()) ? 0 : 1;
 }

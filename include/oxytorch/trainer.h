@@ -59,9 +59,9 @@ struct TrainerOptions {
 /// (tune_seconds says another number). Model, optimizer, gradients and generators are put back, bit for bit, before the
 /// first step is taken; what the loss function reaches beside them is not, and it is called some hundreds of times.
 /// Nothing is tried where the first batch is a closure, or a parameter has a hook that acts in backward. The run is
-/// watched then, as that of a plan: on a CPU each step reads the loss. Nor is anything tried in one of several processes,
-/// which would decide differently (WORLD_SIZE says so). The end of a trainer is a revert().
-/// Not for use from several threads at once.
+/// watched then, as that of a plan: on a CPU each step reads the loss. Nor is anything tried in one of several
+/// processes, which would decide differently (WORLD_SIZE says so). The end of a trainer is a revert(). Not for use from
+/// several threads at once.
 ///
 /// Errors: NotSupported for a setting that was given and cannot be honoured, InvalidArgument for settings that
 /// contradict each other or the optimizer's own options, or a loss that is no scalar. An exception of the

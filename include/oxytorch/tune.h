@@ -1,6 +1,6 @@
 /// The orchestrator: tries what may make a training step faster on the step itself, and keeps what pays and is proven.
-/// Programs on Oxytorch::core include the headers of its decisions alone (asked.h, paired_test.h, search.h, certificate.h,
-/// change.h, guard.h, setting_lines.h, workload.h, tuner.h, watch.h).
+/// Programs on Oxytorch::core include the headers of its decisions alone (asked.h, paired_test.h, search.h,
+/// certificate.h, change.h, guard.h, setting_lines.h, workload.h, tuner.h, watch.h).
 #pragma once
 
 #include "oxytorch/tune/accelerate.h"
@@ -10,12 +10,12 @@
 #include "oxytorch/tune/block.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/change.h"
-#include "oxytorch/tune/paired_test.h"
 #include "oxytorch/tune/guard.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/kind.h"
 #include "oxytorch/tune/kinks.h"
 #include "oxytorch/tune/measure.h"
+#include "oxytorch/tune/paired_test.h"
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/search.h"
 #include "oxytorch/tune/setting_lines.h"

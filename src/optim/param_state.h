@@ -11,7 +11,7 @@ namespace oxytorch::optim {
 template <class State>
 auto fields(State& s) {
   return std::array{&s.step,      &s.moments[0], &s.moments[1], &s.moments[2], &s.scales[0], &s.scales[1],
-                    &s.scales[2], &s.master,     &s.low_bits,    &s.ema,        &s.copy};
+                    &s.scales[2], &s.master,     &s.low_bits,   &s.ema,        &s.copy};
 }
 
 }  // namespace oxytorch::optim

@@ -75,8 +75,8 @@ Decisions::Decisions(torch::nn::Module& model, torch::optim::Optimizer& optimize
 }
 
 std::unique_ptr<Plan::Impl> Decisions::plan_of_own(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
-                                                  LossFunction loss, double clip_norm,
-                                                  const PerformanceConfig& config) {
+                                                   LossFunction loss, double clip_norm,
+                                                   const PerformanceConfig& config) {
   auto run = std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::vector<Batch>(), clip_norm);
   Plan::Impl::take_back_of({model});
   return std::make_unique<Plan::Impl>(std::move(run), NamedSettings(config, tune::AskedBy::Trainer));
@@ -214,9 +214,9 @@ std::vector<SettingLine> Decisions::lines_of_plan() const {
   for (const auto& entry : plan_.certificate.entries) {
     const bool on = entry.status == tune::Status::Accepted;
     lines.push_back({entry.strategy,
-                     on                                          ? "on"
+                     on                                      ? "on"
                      : entry.status == tune::Status::Skipped ? "off"
-                                                                 : "refused",
+                                                             : "refused",
                      std::string(tune::name(entry.status)) + ": " + entry.reason, on ? entry.cost : "",
                      entry.speedup ? std::optional(entry.speedup->mid) : std::nullopt});
   }

@@ -242,8 +242,8 @@ Trainer::Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, L
     : impl_(std::make_unique<Impl>(model, optimizer, std::move(loss), std::move(config), options)) {}
 Trainer::Trainer(Plan& plan, PerformanceConfig config) {
   const auto& run = *plan.impl_->run;
-  OXY_CHECK(run.models().size() == 1 && run.slots().size() == 1, InvalidArgument, "the plan is of ", run.models().size(),
-            " models and ", run.slots().size(),
+  OXY_CHECK(run.models().size() == 1 && run.slots().size() == 1, InvalidArgument, "the plan is of ",
+            run.models().size(), " models and ", run.slots().size(),
             " optimizers, and a Trainer takes one of each. Keep a loop of your own, and call plan.step(batch) in it.");
   impl_ = std::make_unique<Impl>(*plan.impl_, std::move(config));
 }

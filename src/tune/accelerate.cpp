@@ -90,7 +90,8 @@ Plan accelerate(const Models& models, const Optimizers& optimizers, std::vector<
   if (options.config()) asked = tune::asked_of(*options.config(), tune::offers_of(strategies), options.exclude());
   Plan::Impl::take_back_of(models);
   resolve_vector_math();
-  auto run = std::make_unique<tune::Run>(models, optimizers, std::move(losses), std::move(batches), options.clip_norm());
+  auto run =
+      std::make_unique<tune::Run>(models, optimizers, std::move(losses), std::move(batches), options.clip_norm());
   run->owns_loop = options.loop() == "plan";
   if (options.config()) name_settings(*options.config(), tune::AskedBy::Loop, *run);
   std::optional<tune::CertificateStore> store;

@@ -196,8 +196,8 @@ Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers
 }
 
 void activate(Asked& asked, const PerformanceConfig& config, const std::vector<Offer>& offers,
-           const std::function<bool(const std::string&)>& is_active,
-           const std::function<std::string(const std::string&)>& put) {
+              const std::function<bool(const std::string&)>& is_active,
+              const std::function<std::string(const std::string&)>& put) {
   const Settings settings{config, AskedBy::Trainer};
   const auto offered = [&](const std::string& name) {
     const auto found = std::find_if(offers.begin(), offers.end(), [&](const Offer& o) { return o.name == name; });

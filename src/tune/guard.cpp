@@ -53,7 +53,7 @@ struct Guard::Impl {
   std::uint64_t comparisons = 0;
   bool compare = false;  ///< the losses are to be compared before anything else
   bool rolled_back = false;
-  bool announce = false;     ///< RollBack is the next answer
+  bool announce = false;                  ///< RollBack is the next answer
   std::optional<PairedTest> paired_test;  ///< the check under way: is a step without the changes faster?
   std::optional<Action> pending;
   std::string reason;

@@ -13,9 +13,9 @@ namespace oxytorch::tune {
 namespace {
 
 constexpr std::uint64_t kOrderStream = 1;
-/// Of the error allowed, what the first interim analysis may spend: with that of a trial, 2 of the 512 signs of nine pairs. More
-/// would take no other outcome there, and the later interim analyses, to which a disturbed pair leads, need the rest: each half of
-/// what is left, as most paired tests have time for one of them.
+/// Of the error allowed, what the first interim analysis may spend: with that of a trial, 2 of the 512 signs of nine
+/// pairs. More would take no other outcome there, and the later interim analyses, to which a disturbed pair leads, need
+/// the rest: each half of what is left, as most paired tests have time for one of them.
 constexpr double kFirstShare = 0.46;
 constexpr double kAnalysisGrowth = 1.5;
 /// A challenger is much slower where each of its first three pairs took over this factor, or its first two over that.
@@ -30,12 +30,13 @@ void check(const PairedTestOptions& options) {
   OXY_CHECK(options.false_accept > 0 && options.false_accept < 1, InvalidArgument,
             "false_accept must be between 0 and 1, for example 0.005, not ", options.false_accept, '.');
   OXY_CHECK(options.least_pairs >= 1 && options.least_pairs <= options.most_pairs && options.most_pairs <= 1000,
-            InvalidArgument, "a paired test needs 1 <= least_pairs <= most_pairs <= 1000, not ", options.least_pairs, " and ",
-            options.most_pairs, '.');
+            InvalidArgument, "a paired test needs 1 <= least_pairs <= most_pairs <= 1000, not ", options.least_pairs,
+            " and ", options.most_pairs, '.');
   OXY_CHECK(options.worth > 0 && std::isfinite(options.worth), InvalidArgument,
             "what a paired test is worth must be a positive ratio, for example 1.04, not ", options.worth, '.');
   for (const double seconds : {options.budget_seconds, options.most_seconds}) {
-    OXY_CHECK(seconds >= 0, InvalidArgument, "the budget of a paired test must be at least 0 seconds, not ", seconds, '.');
+    OXY_CHECK(seconds >= 0, InvalidArgument, "the budget of a paired test must be at least 0 seconds, not ", seconds,
+              '.');
   }
   OXY_CHECK(options.repay_steps >= 0 && std::isfinite(options.repay_steps), InvalidArgument,
             "the steps that repay a paired test must be at least 0, not ", options.repay_steps, '.');
@@ -94,8 +95,8 @@ struct PairedTest::Impl {
     return std::ldexp((1 - kFirstShare) * options.false_accept, -static_cast<int>(halvings));
   }
 
-  /// Where no interim analysis can follow, for want of time, it has the error of those that are not to come. Time that depends on
-  /// the figures would spend it twice.
+  /// Where no interim analysis can follow, for want of time, it has the error of those that are not to come. Time that
+  /// depends on the figures would spend it twice.
   [[nodiscard]] double error_left_at(std::size_t analysis) const {
     double error = options.false_accept;
     for (std::size_t before = 0; before < analysis; ++before) error -= error_at(before);
@@ -122,8 +123,8 @@ struct PairedTest::Impl {
     return text;
   }
 
-  /// True where even good luck in the pairs left would not carry the test at the last interim analysis: the margin is put at the
-  /// upper end of what these pairs leave open, and the pairs to come are let deviate upwards once more.
+  /// True where even good luck in the pairs left would not carry the test at the last interim analysis: the margin is
+  /// put at the upper end of what these pairs leave open, and the pairs to come are let deviate upwards once more.
   [[nodiscard]] bool hopeless() const {
     const auto n = static_cast<double>(margins.size());
     if (margins.size() < 4) {

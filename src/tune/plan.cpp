@@ -93,7 +93,8 @@ NamedSettings::NamedSettings(const PerformanceConfig& config, tune::AskedBy by) 
 
 void NamedSettings::add(HostSetting setting) {
   if (!setting.is_in_effect()) {
-    log(LogLevel::Warn, "accelerate: " + setting.name() + " was asked for and is left out: " + setting.reason(), "tune");
+    log(LogLevel::Warn, "accelerate: " + setting.name() + " was asked for and is left out: " + setting.reason(),
+        "tune");
   }
   settings_.push_back(std::move(setting));
 }

@@ -37,20 +37,20 @@ Tensors copies(const Tensors& all) {
 double number(const at::Tensor& loss) { return loss.to(at::kDouble).item<double>(); }
 
 InDouble::InDouble(Run& run) {
-    Tensors all = run.model().parameters();
-    for (const auto& t : run.model().buffers()) all.push_back(t);
-    all.insert(all.end(), run.parameters().begin(), run.parameters().end());
-    for (auto& t : all) {
-      if (!t.defined() || !t.is_floating_point() || t.scalar_type() == at::kDouble) continue;
-      held_.emplace_back(t, t.variable_data());
-      if (t.is_leaf()) t.mutable_grad().reset();
-      t.set_data(t.variable_data().to(at::kDouble));
-    }
-    for (const auto& slot : run.slots()) {
-      knows_optimizers_ &= each_state_tensor(slot.original(), [](const at::Tensor&, at::Tensor& value) {
-        if (value.is_floating_point()) value = value.to(at::kDouble);
-      });
-    }
+  Tensors all = run.model().parameters();
+  for (const auto& t : run.model().buffers()) all.push_back(t);
+  all.insert(all.end(), run.parameters().begin(), run.parameters().end());
+  for (auto& t : all) {
+    if (!t.defined() || !t.is_floating_point() || t.scalar_type() == at::kDouble) continue;
+    held_.emplace_back(t, t.variable_data());
+    if (t.is_leaf()) t.mutable_grad().reset();
+    t.set_data(t.variable_data().to(at::kDouble));
+  }
+  for (const auto& slot : run.slots()) {
+    knows_optimizers_ &= each_state_tensor(slot.original(), [](const at::Tensor&, at::Tensor& value) {
+      if (value.is_floating_point()) value = value.to(at::kDouble);
+    });
+  }
 }
 
 InDouble::~InDouble() {
@@ -166,7 +166,7 @@ Observed Recorder::moved(const Batch& batch, Snapshot& before, const Observed& t
 
 Observed Recorder::under_autocast(const Batch& batch, const Observed& taken) {
   run_.scope("reference",
-            [device = run_.device().type()] { return std::make_shared<amp::Autocast>(device, at::kBFloat16); });
+             [device = run_.device().type()] { return std::make_shared<amp::Autocast>(device, at::kBFloat16); });
   try {
     auto found = forward_backward(batch, &taken);
     run_.scope("reference", {});

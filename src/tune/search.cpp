@@ -36,7 +36,7 @@ struct Item {
   bool settled = false;  ///< failed, refused or skipped: not asked for again
   int judged = 0;        ///< on the clock of changes
   int changed = 0;       ///< when it was last turned on or off
-  double elapsed = 0;      ///< of the search when it was last turned on
+  double elapsed = 0;    ///< of the search when it was last turned on
 };
 
 struct Move {
@@ -376,8 +376,8 @@ struct Search::Impl {
       item.entry.reason = "It does much the same as " + in_quotes(items[*other].facts.name) + ", which ";
       const auto& entry = items[*other].entry;
       item.entry.reason += entry.status == Status::Refused ? "was refused."
-                           : entry.speedup                     ? "gained " + ratio_text(entry.speedup->mid) + "."
-                                                               : "was rejected.";
+                           : entry.speedup                 ? "gained " + ratio_text(entry.speedup->mid) + "."
+                                                           : "was rejected.";
     } else if (!can_repay(item)) {
       item.entry.reason = takes + ", and in " + monitor::format_count(static_cast<double>(options.steps_planned)) +
                           " steps it can save " + monitor::format_seconds(most_saved(item)) + " at best.";
@@ -455,7 +455,8 @@ struct Search::Impl {
         trial.paired_test.repay_steps = options.repay_steps;
       }
       const double left = out_of_budget() ? share : std::min(budget() - elapsed, share);
-      trial.paired_test.budget_seconds = trial.paired_test.budget_seconds > 0 ? std::min(trial.paired_test.budget_seconds, left) : left;
+      trial.paired_test.budget_seconds =
+          trial.paired_test.budget_seconds > 0 ? std::min(trial.paired_test.budget_seconds, left) : left;
     }
     if (options.total_seconds > 0) trial.paired_test.most_seconds = std::max(seconds_left(), 1e-9);
     return trial;
@@ -526,8 +527,8 @@ struct Search::Impl {
     if (!move.removal && steps > static_cast<double>(options.steps_planned)) {
       items[move.item].entry.break_even_steps = steps;
       return reject(move, Status::Rejected,
-                    paired_test.reason + " Its " + monitor::format_seconds(outcome.cost_seconds) + " are repaid after " +
-                        monitor::format_count(std::ceil(steps)) + " steps, and " +
+                    paired_test.reason + " Its " + monitor::format_seconds(outcome.cost_seconds) +
+                        " are repaid after " + monitor::format_count(std::ceil(steps)) + " steps, and " +
                         monitor::format_count(static_cast<double>(options.steps_planned)) + " are planned.");
     }
     accept(move, paired_test);

@@ -409,9 +409,10 @@ std::vector<RegisteredStrategy> own_strategies() {
                           .interacts = {"one_thread", "physical_cores"},
                           .settle = 2,
                           .cost = "what else runs on those cores has to move."}),
-      own<FlushDenormals>(
-          "flush_denormals", Tolerance,
-          {.interacts = {"one_thread", "physical_cores"}, .cost = "numbers below 1.2e-38 become zero.", .max_speedup = 10}),
+      own<FlushDenormals>("flush_denormals", Tolerance,
+                          {.interacts = {"one_thread", "physical_cores"},
+                           .cost = "numbers below 1.2e-38 become zero.",
+                           .max_speedup = 10}),
       own<Split<2>>("split_2", Tolerance, split),
       own<Split<4>>("split_4", Tolerance, split),
       own<Split<8>>("split_8", Tolerance, split),

@@ -127,7 +127,8 @@ std::vector<double> Timing::blocks(int steps, std::vector<double>* updates) {
   return times;
 }
 
-std::pair<PairedTestResult, double> Timing::compare(const Names& incumbent, const Names& challenger, PairedTestOptions options) {
+std::pair<PairedTestResult, double> Timing::compare(const Names& incumbent, const Names& challenger,
+                                                    PairedTestOptions options) {
   const int usual = steps_;
   for (const auto& [name, traits] : traits_) {
     if (traits.feeds && holds(incumbent, name) != holds(challenger, name)) steps_ = std::max(usual, kFeedSteps);

@@ -118,8 +118,7 @@ OptimizerSlot::OptimizerSlot(torch::optim::Optimizer& original, std::string name
       name_(std::move(name)),
       parameters_(parameters_of(original)),
       tail_(dynamic_cast<optim::TailOptimizer*>(&original)) {
-  OXY_CHECK(!parameters_.empty(), InvalidArgument, name_,
-            " has no parameters. Pass model->parameters().");
+  OXY_CHECK(!parameters_.empty(), InvalidArgument, name_, " has no parameters. Pass model->parameters().");
 }
 
 torch::optim::Optimizer& OptimizerSlot::optimizer() const noexcept {

@@ -75,7 +75,7 @@ struct Tuner::Impl {
   std::set<std::string> compiles;                // whose turning on is charged apart
   std::set<std::pair<std::string, Names>> seen;  // looked at for what a cost is likely to gain, beside what
   std::optional<Search> search;
-  std::pair<Names, PairedTestResult> alone;                             // the last trial against nothing
+  std::pair<Names, PairedTestResult> alone;                       // the last trial against nothing
   std::map<std::string, std::map<std::string, double>> evidence;  // of the look at each strategy that was faster
   std::map<std::pair<Names, bool>, Ruling> rulings;               // of combinations; glances apart
   std::vector<std::pair<std::string, std::string>> asked;         // strategies that settings ask for, and the sentence
@@ -274,7 +274,8 @@ struct Tuner::Impl {
   TrialOutcome tried(const Trial& trial, double start) {
     TrialOutcome outcome;
     try {
-      std::tie(outcome.paired_test, outcome.cost_seconds) = timing.compare(trial.incumbent, trial.challenger, trial.paired_test);
+      std::tie(outcome.paired_test, outcome.cost_seconds) =
+          timing.compare(trial.incumbent, trial.challenger, trial.paired_test);
       outcome.disturbed = timing.disturbed();
       outcome.elapsed_seconds = std::max(1e-9, workload.seconds() - start - outcome.cost_seconds);
       if (trial.incumbent.empty()) alone = {trial.challenger, outcome.paired_test};
@@ -317,15 +318,13 @@ struct Tuner::Impl {
         const auto ruling = verify(chosen);
         const bool over = search->seconds_left() <= 0;  // then what fails is not looked into
         if (!ruling.held) {
-          over || chosen.size() == 1
-              ? drop_all(chosen, Status::Refused, "all together were refused: " + ruling.reason)
-              : drop_culprits(chosen, ruling);
+          over || chosen.size() == 1 ? drop_all(chosen, Status::Refused, "all together were refused: " + ruling.reason)
+                                     : drop_culprits(chosen, ruling);
           continue;
         }
         const auto result = against_nothing(chosen);
         if (result.decision == Decision::Accept) return result;
-        drop_all(over ? chosen : Names{chosen.back()}, Status::Rejected,
-                 "all together did not pay: " + result.reason);
+        drop_all(over ? chosen : Names{chosen.back()}, Status::Rejected, "all together did not pay: " + result.reason);
       } catch (const SideFailed& failure) {
         drop(chosen.back(), Status::Failed, "all together failed: " + timing.blame(failure));
       }
@@ -501,8 +500,7 @@ struct Tuner::Impl {
         beside.push_back(name);
         asked.emplace_back(name, "asked for by " + setting + ", whatever it gains");
       } else {
-        set_status(certificate, name, Status::Refused,
-                     sentence({setting, " asks for it, and it cannot be: ", why}));
+        set_status(certificate, name, Status::Refused, sentence({setting, " asks for it, and it cannot be: ", why}));
         warn(sentence({setting, " is refused: ", why}));
       }
     }

@@ -27,8 +27,8 @@
 namespace oxytorch::tune {
 namespace {
 
-constexpr std::size_t kKept = 4;  // steps of a candidate that are held at once; the rest is taken anew
-constexpr double kSmall = 0.02;   // relative: what a look at one step lets pass
+constexpr std::size_t kKept = 4;      // steps of a candidate that are held at once; the rest is taken anew
+constexpr double kSmall = 0.02;       // relative: what a look at one step lets pass
 constexpr double kKeptByTrade = 0.1;  // of optimizer state that a trade holds in a lower precision, relative
 
 /// What is wrong, as a sentence.
@@ -142,7 +142,8 @@ struct Verifier::Impl {
 
   ValueErrors measure(const Observed& seen, const Observed& right, const Tensors& buffers_before) const {
     ValueMeter meter(number(seen.loss), number(right.loss));
-    for (std::size_t i = 0; i < recorder.labels().size(); ++i) meter.gradient(recorder.labels()[i], seen.gradients[i], 1, right.gradients[i]);
+    for (std::size_t i = 0; i < recorder.labels().size(); ++i)
+      meter.gradient(recorder.labels()[i], seen.gradients[i], 1, right.gradients[i]);
     for (std::size_t i = 0; i < recorder.buffer_labels().size(); ++i) {
       meter.buffer(recorder.buffer_labels()[i], seen.buffers[i], right.buffers[i], buffers_before[i]);
     }
@@ -246,10 +247,12 @@ struct Verifier::Impl {
       if (scope.knows_optimizers()) right = recorder.updated_by(seen.gradients);
     }
     before.restore();
-    if (!right) right = recorder.updated_by(seen.gradients);  // an optimizer that torch does not know is held against itself
+    if (!right)
+      right = recorder.updated_by(seen.gradients);  // an optimizer that torch does not know is held against itself
     std::vector<NamedChange> found;
     for (std::size_t i = 0; i < recorder.labels().size(); ++i) {
-      found.push_back(measured_change(recorder.labels()[i], origin[i], seen.parameters[i], right->parameters[i], false));
+      found.push_back(
+          measured_change(recorder.labels()[i], origin[i], seen.parameters[i], right->parameters[i], false));
     }
     for (const auto& [name, wanted] : right->states) {
       const auto mine = seen.states.find(name);

@@ -104,9 +104,9 @@ def numbers(opt) -> dict[str, torch.Tensor]:
     found = {key: t.cpu() for key, t in found.items()}
     # Neighbouring weights may have far apart low bits: what counts is the weight that both make.
     for i in range(len(opt._params())):
-        if f"low bits{i}" in found:
+        if f"low_bits{i}" in found:
             bits = found[f"param{i}"].view(torch.int16).int()
-            magnitude = ((bits & 0x7FFF) << 8) + found.pop(f"low bits{i}").int()
+            magnitude = ((bits & 0x7FFF) << 8) + found.pop(f"low_bits{i}").int()
             found[f"weight{i}"] = (magnitude << 8).view(torch.float32) * torch.where(bits < 0, -1, 1)
     return found
 

@@ -125,7 +125,7 @@ TEST(Certificate, SaysWhatIsWrongAndWhere) {
   EXPECT_THAT(message("{}"), HasSubstr("no certificate"));
   EXPECT_THAT(message("[1]"), HasSubstr("no certificate"));
   EXPECT_THAT(message(with("\"version\": 3", "\"version\": 4")), HasSubstr("format 4"));
-  EXPECT_THAT(message(with("\"accepted\"", "\"acepted\"")), HasSubstr("entries[0].standing"));
+  EXPECT_THAT(message(with("\"accepted\"", "\"acepted\"")), HasSubstr("entries[0].status"));
   EXPECT_THAT(message(with("\"accepted\"", "\"acepted\"")), HasSubstr("did you mean 'accepted'"));
   EXPECT_THAT(message(with("\"pairs\": 9", "\"pairs\": -9")), HasSubstr("entries[0].pairs"));
   EXPECT_THAT(message(with("\"mid\": 1.446", "\"mid\": true")), HasSubstr("entries[0].speedup.mid"));

@@ -38,7 +38,9 @@ TEST(KinksTest, OfMoreUnitsThanJumpsAnErrorMayBeAsLargeAsTheyLeaveOfEachOther) {
   torch::manual_seed(1);
   const auto exact = torch::randn(400, at::kDouble);
   const auto units = torch::randn({60, 400}, at::kDouble) / 20;
-  const auto crossed = [&](double share) { return exact + (torch::rand(60, at::kDouble) < share).to(at::kDouble).matmul(units); };
+  const auto crossed = [&](double share) {
+    return exact + (torch::rand(60, at::kDouble) < share).to(at::kDouble).matmul(units);
+  };
   std::vector<std::vector<at::Tensor>> jumps;
   for (int i = 0; i < 8; ++i) jumps.push_back({crossed(0.5)});
   const auto left = [&](const at::Tensor& given) {

@@ -13,8 +13,7 @@ Certificate made(bool pays) {
   certificate.created = "2026-01-01T00:00:00Z";
   certificate.step_seconds = 0.033;
   certificate.step_spread = 0.02;
-  certificate.entries = {
-      {.strategy = "pool", .status = pays ? Status::Accepted : Status::Rejected, .reason = ""}};
+  certificate.entries = {{.strategy = "pool", .status = pays ? Status::Accepted : Status::Rejected, .reason = ""}};
   return certificate;
 }
 

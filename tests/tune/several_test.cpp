@@ -1,5 +1,6 @@
 // Several models and several optimizers in one step: what a GAN needs of accelerate(). The C++ half of
 // tests/tune/test_several_models.py and test_several_models_verified.py.
+#include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 
 #include <array>
@@ -191,8 +192,8 @@ Case tied_in_two_optimizers() {
   const EncoderAndHead parts(true);
   auto made = parts.made();
   made.optimizers.push_back(adam(parts.encoder->parameters()));
-  made.optimizers.push_back(std::make_unique<SGD>(Tensors{parts.encoder->embed->weight, parts.head->bias},
-                                                  SGDOptions(0.1).momentum(0.9)));
+  made.optimizers.push_back(
+      std::make_unique<SGD>(Tensors{parts.encoder->embed->weight, parts.head->bias}, SGDOptions(0.1).momentum(0.9)));
   made.losses.push_back(parts.loss(/*flipped=*/true));
   return made;
 }
@@ -313,9 +314,7 @@ Plant wrong_state(std::size_t slot, double factor) {
     static_cast<torch::optim::AdamParamState&>(state).exp_avg_sq().mul_(factor);
   });
 }
-Plant no_step(std::size_t slot, double /*factor*/) {
-  return stepping(slot, {}, /*steps=*/false);
-}
+Plant no_step(std::size_t slot, double /*factor*/) { return stepping(slot, {}, /*steps=*/false); }
 Plant wrong_buffer(std::size_t /*slot*/, double factor) {
   return [=](Run& run) {
     const auto mean = run.model().named_buffers()["model[0].1.running_mean"];
@@ -339,6 +338,7 @@ tune::Ruling ruling_on(Run& run, const std::string& name, Kind kind) {
 class SeveralTest : public accelerate_tests::AccelerateTest {
  protected:
   static void SetUpTestSuite() {
+    at::set_num_threads(1);
     static const bool once = [] {
       tune::register_strategy<PlantedFault>("fault_of_one", Kind::Tolerance);
       return true;
@@ -475,10 +475,10 @@ TEST_F(SeveralTest, NormalCasesAreVerified) {
 
 TEST_F(SeveralTest, AFaultInEitherIsRefused) {
   const std::vector<std::pair<const char*, Plant (*)(std::size_t, double)>> faults = {{"gradient", wrong_gradient},
-                                                                                     {"update", wrong_update},
-                                                                                     {"state", wrong_state},
-                                                                                     {"no step", no_step},
-                                                                                     {"buffer", wrong_buffer}};
+                                                                                      {"update", wrong_update},
+                                                                                      {"state", wrong_state},
+                                                                                      {"no step", no_step},
+                                                                                      {"buffer", wrong_buffer}};
   for (const auto& [name, fault] : faults) {
     for (const std::size_t slot : {0U, 1U}) {
       for (const auto kind : {Kind::Exact, Kind::Tolerance, Kind::Precision}) {
@@ -546,8 +546,8 @@ TEST_F(SeveralTest, AcceleratesAStepOfTwoAndLeavesThemAsTheyWere) {
 
 TEST_F(SeveralTest, ALoopOfOnesOwnStepsEachByItsNumber) {
   const auto plain = gan(), mine = timed_gan();
-  auto plan = accelerate(mine.all_models(), mine.all_optimizers(), mine.losses, mine.batches,
-                         only({"no_delay"}).loop("yours"));
+  auto plan =
+      accelerate(mine.all_models(), mine.all_optimizers(), mine.losses, mine.batches, only({"no_delay"}).loop("yours"));
   EXPECT_THAT(plan.accepted(), ElementsAre("no_delay"));
   for (int i = 0; i < 40; ++i) {
     const auto& batch = plain.batches[static_cast<std::size_t>(i) % 4];

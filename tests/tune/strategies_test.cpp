@@ -79,7 +79,9 @@ TEST_P(ExactStrategyTest, KeepsEveryBitActiveAndSwitched) {
   expect_same(steady.train([&](int) { steady.run.set_active({name}); }), plain);
   EXPECT_THAT(steady.run.active(), ElementsAre(name));
   auto switched = Training::full();
-  const auto in_turn = [&](int i) { switched.run.set_active(i % 2 == 0 ? std::vector{name} : std::vector<std::string>{}); };
+  const auto in_turn = [&](int i) {
+    switched.run.set_active(i % 2 == 0 ? std::vector{name} : std::vector<std::string>{});
+  };
   steady.run.set_active({});
   expect_same(switched.train(in_turn), plain);
 }

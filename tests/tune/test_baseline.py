@@ -198,7 +198,7 @@ if {fail}:  # nothing is accepted
     steps = workload.steps
     def slow(self, *args):
         seconds, updates = steps(self, *args)
-        return seconds * (10 if self.run.in_force else 1), updates
+        return seconds * (10 if self.run.active else 1), updates
     workload.steps = slow
 plan = ox.accelerate(model, optimizer, nn.CrossEntropyLoss(), data, level="basic", remember=False, tune_seconds=60,
                      strategies=["allocator", "keep_heap", "host_pool"])
@@ -211,7 +211,7 @@ entries = {{entry.strategy: entry for entry in plan.certificate.entries}}
 assert set(entries) == {{"allocator", "keep_heap", "host_pool"}}
 if {fail}:
     assert plan.accepted == (), plan.accepted
-    assert entries["keep_heap"].standing == "rejected", entries["keep_heap"].reason
+    assert entries["keep_heap"].status == "rejected", entries["keep_heap"].reason
     assert entries["keep_heap"].speedup is not None, entries["keep_heap"].reason
     assert _C.trainer.heap_mmap_threshold() == threshold, (seen, _C.trainer.heap_mmap_threshold())
     assert _C.memory.host_pool_stats().limit_bytes == 0, "the pool keeps pages"

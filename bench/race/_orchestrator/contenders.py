@@ -199,8 +199,8 @@ class Ours(Stock):
 class Exhaustive(Stock):
     """The fastest of all combinations of the strategies that `oxytorch.accelerate` tries.
 
-    Each meets the best so far in the paired test by which `accelerate` decides, so both are as sure; nothing is verified.
-    Compiling is left out: each combination would be compiled anew. So are the numbers of threads.
+    Each meets the best so far in the paired test by which `accelerate` decides, so both are as sure; nothing is
+    verified. Compiling is left out: each combination would be compiled anew. So are the numbers of threads.
     """
 
     kinds: tuple[str, ...] = ("exact", "tolerance", "precision")

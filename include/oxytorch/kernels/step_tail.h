@@ -39,11 +39,11 @@ struct TailState {
 
 /// One parameter. Memory belongs to the caller and must stay valid during each call. Arrays hold `numel` elements.
 struct TailTensor {
-  void* param = nullptr;           ///< of `type`
-  void* grad = nullptr;            ///< of `grad_type`; null: this parameter takes no part in the step
-  float* master = nullptr;         ///< fp32 weights that the update works on; `param` gets them rounded; null: none
+  void* param = nullptr;            ///< of `type`
+  void* grad = nullptr;             ///< of `grad_type`; null: this parameter takes no part in the step
+  float* master = nullptr;          ///< fp32 weights that the update works on; `param` gets them rounded; null: none
   std::int8_t* low_bits = nullptr;  ///< BF16 only: the weight's next 8 bits (codec.h, SplitWeight); null: none
-  void* copy = nullptr;            ///< receives the new weights rounded to `copy_type`; null: none
+  void* copy = nullptr;             ///< receives the new weights rounded to `copy_type`; null: none
   /// state[0]: exp_avg (AdamW, Adam, Lion) or momentum buffer (Sgd, RmsProp); null where there is no momentum.
   /// state[1]: exp_avg_sq (AdamW, Adam), sum (Adagrad), square_avg (RmsProp).
   /// state[2]: max_exp_avg_sq (AdamW, Adam with amsgrad), grad_avg (RmsProp, centered); null where not wanted.

@@ -107,7 +107,7 @@ struct ParamState {
   std::array<at::Tensor, 3> moments;  ///< like the parameter; int8 or uint8 with StateFormat::Int8; see moment_names()
   std::array<at::Tensor, 3> scales;   ///< bf16 [ceil(numel / 32)] with StateFormat::Int8
   at::Tensor master;                  ///< fp32 weights, like the parameter
-  at::Tensor low_bits;                 ///< int8, the weight's next 8 bits, like the parameter
+  at::Tensor low_bits;                ///< int8, the weight's next 8 bits, like the parameter
   at::Tensor ema;                     ///< fp32 (fp64 for fp64 parameters), laid out as the parameter
   at::Tensor copy;                    ///< the weights in copy_dtype
 };

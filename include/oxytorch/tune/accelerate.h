@@ -68,8 +68,8 @@ struct AccelerateOptions {
 /// }
 /// ```
 ///
-/// Models and optimizers stay the caller's and must outlive it; its end is a revert(). Movable. Not for use from several
-/// threads at once.
+/// Models and optimizers stay the caller's and must outlive it; its end is a revert(). Movable. Not for use from
+/// several threads at once.
 class OXY_API Plan {
  public:
   ~Plan();
@@ -117,8 +117,8 @@ class OXY_API Plan {
 /// Makes a training step (zero_grad, loss, backward, clip, optimizer step) faster: whole steps are taken on `batches`
 /// with and without each registered strategy, in turn; what is faster and passes the verifier is kept. Then model,
 /// optimizer and random generators are put back, proven by hash to be bit for bit what they were, and what was accepted
-/// is made active. An earlier plan or trainer of the model that still lives is reverted first. A strategy that throws, does not pay or changes numbers beyond its kind is left out, with the
-/// reason in the certificate.
+/// is made active. An earlier plan or trainer of the model that still lives is reverted first. A strategy that throws,
+/// does not pay or changes numbers beyond its kind is left out, with the reason in the certificate.
 ///
 /// `batches` are some of the run's own, four to eight; they are kept. Model and optimizer state are held twice
 /// meanwhile, and by the verifier up to five times.

@@ -39,8 +39,8 @@ struct Asked {
 /// `put` can, unless one `is_active` already. Others of its kind are then skipped; where none can be, the setting is
 /// refused. `put` returns why it cannot, empty where it has.
 OXY_API void activate(Asked& asked, const PerformanceConfig& config, const std::vector<Offer>& offers,
-                   const std::function<bool(const std::string&)>& is_active,
-                   const std::function<std::string(const std::string&)>& put);
+                      const std::function<bool(const std::string&)>& is_active,
+                      const std::function<std::string(const std::string&)>& put);
 
 /// Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.
 [[nodiscard]] OXY_API std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise = 0);

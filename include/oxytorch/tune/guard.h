@@ -10,8 +10,8 @@
 #include <string>
 
 #include "oxytorch/api.h"
-#include "oxytorch/tune/paired_test.h"
 #include "oxytorch/tune/kind.h"
+#include "oxytorch/tune/paired_test.h"
 
 namespace oxytorch::tune {
 

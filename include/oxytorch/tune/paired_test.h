@@ -16,23 +16,25 @@ enum class Side { Incumbent, Challenger };
 struct PairedTestOptions {
   double threshold = 1.01;   ///< the challenger must be faster by more than this ratio
   double confidence = 0.95;  ///< of the bootstrap interval that is reported and must lie above the threshold
-  /// Probability, over all interim analyses, that two equal sides end in Accept: held by a sign-flip randomisation test, which the
-  /// random order within pairs makes exact.
+  /// Probability, over all interim analyses, that two equal sides end in Accept: held by a sign-flip randomisation
+  /// test, which the random order within pairs makes exact.
   double false_accept = 0.0085;
   int least_pairs = 9;  ///< before the first interim analysis that may accept
   int most_pairs = 40;
   double worth = 1;  ///< ratio; ends as soon as the challenger is not going to be faster than it, or than threshold
-  double most_seconds = 0;    ///< measured seconds after which it ends at any pair, as rejected; 0: no bound
-  double budget_seconds = 0;  ///< measured seconds after which the paired test ends at the next interim analysis; 0: no bound
-  /// Above 0: out of time, it goes on to an interim analysis that costs less than the challenger, as it looks now, saves in so many
-  /// steps.
+  double most_seconds = 0;  ///< measured seconds after which it ends at any pair, as rejected; 0: no bound
+  double budget_seconds =
+      0;  ///< measured seconds after which the paired test ends at the next interim analysis; 0: no bound
+  /// Above 0: out of time, it goes on to an interim analysis that costs less than the challenger, as it looks now,
+  /// saves in so many steps.
   double repay_steps = 0;
   std::uint64_t seed = 0;  ///< of the order within pairs and of the resamples
 
-  /// Everything against nothing at the end of a search: each change has been accepted by a stricter paired test already.
+  /// Everything against nothing at the end of a search: each change has been accepted by a stricter paired test
+  /// already.
   [[nodiscard]] OXY_API static PairedTestOptions conclusion(std::uint64_t seed);
-  /// The whole step under an update that a paired test by itself has shown to be faster: two equal ones have not come so far,
-  /// so that the step need only agree.
+  /// The whole step under an update that a paired test by itself has shown to be faster: two equal ones have not come
+  /// so far, so that the step need only agree.
   [[nodiscard]] OXY_API static PairedTestOptions agreement();
   /// Whether what a remembered certificate names is faster without one of it: all of five pairs must say so.
   [[nodiscard]] OXY_API static PairedTestOptions member(std::uint64_t seed);
@@ -54,9 +56,9 @@ struct PairedTestResult {
 };
 
 /// Ask which side to run with next(), report it with record(), until next() is empty. Both sides of a pair run back to
-/// back in random order. Rejection may come early (futility), acceptance only at interim analyses whose error adds up to
-/// `false_accept`; without `repay_steps`, the interim analysis at which the time is up has all that is left of it. Pure arithmetic:
-/// no clock, no thread; the same seed and times give the same verdict.
+/// back in random order. Rejection may come early (futility), acceptance only at interim analyses whose error adds up
+/// to `false_accept`; without `repay_steps`, the interim analysis at which the time is up has all that is left of it.
+/// Pure arithmetic: no clock, no thread; the same seed and times give the same verdict.
 class OXY_API PairedTest {
  public:
   explicit PairedTest(PairedTestOptions options = {});

@@ -1,5 +1,5 @@
 /// Reuse: whether a remembered certificate may be trusted in a new run, as far as it and the step as given tell. What
-/// it names is measured and verified after that, by DuelOptions::canary() and DuelOptions::member().
+/// it names is measured and verified after that, by PairedTestOptions::canary() and PairedTestOptions::member().
 #pragma once
 
 #include <string>

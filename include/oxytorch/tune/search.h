@@ -9,8 +9,8 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/tune/certificate.h"
-#include "oxytorch/tune/paired_test.h"
 #include "oxytorch/tune/kind.h"
+#include "oxytorch/tune/paired_test.h"
 
 namespace oxytorch::tune {
 
@@ -119,7 +119,7 @@ class OXY_API Search {
 
   /// Of `total_seconds`, what is left; infinite without that bound.
   [[nodiscard]] double seconds_left() const;
-  /// Of everything against nothing at the end: DuelOptions::conclusion() in what is left of `total_seconds`.
+  /// Of everything against nothing at the end: PairedTestOptions::conclusion() in what is left of `total_seconds`.
   [[nodiscard]] PairedTestOptions conclusion() const;
   [[nodiscard]] std::vector<std::string> best() const;  ///< the active combination
   /// One entry a strategy: what became of it last, with reason and figures.

@@ -48,7 +48,8 @@ class OXY_API Timing {
   /// trial will say so.
   std::pair<std::map<std::string, double>, std::string> updates(const Names& names, std::uint64_t seed);
   /// The result, and the seconds that turning the challenger on took once. SideFailed where a side threw.
-  std::pair<PairedTestResult, double> compare(const Names& incumbent, const Names& challenger, PairedTestOptions options);
+  std::pair<PairedTestResult, double> compare(const Names& incumbent, const Names& challenger,
+                                              PairedTestOptions options);
   /// What a combination threw, where the step as given does not throw too; else that passes through.
   std::string blame(const SideFailed& failure);
 

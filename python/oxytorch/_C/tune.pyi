@@ -15,8 +15,6 @@ __all__: list[str] = [
     "CertificateKey",
     "CertificateStore",
     "ChangeMeter",
-    "PairedTestOptions",
-    "PairedTestResult",
     "Excess",
     "Interval",
     "LoadSample",
@@ -25,6 +23,8 @@ __all__: list[str] = [
     "Offer",
     "OperatorReport",
     "OwnRandom",
+    "PairedTestOptions",
+    "PairedTestResult",
     "Requirement",
     "SettingLines",
     "SideFailed",
@@ -36,11 +36,11 @@ __all__: list[str] = [
     "Watch",
     "Watched",
     "Workload",
+    "activate",
     "adam_step",
     "allows",
     "asked_of",
     "band_of",
-    "activate",
     "clip_factor",
     "draw_steps",
     "draws_fault",
@@ -49,6 +49,8 @@ __all__: list[str] = [
     "hardware_key",
     "hindrance",
     "in_any_band",
+    "kink_nudge",
+    "kink_states",
     "native_step_differs",
     "norm_error",
     "planned_steps",
@@ -520,7 +522,10 @@ class Timing:
     def __init__(self, workload: Workload) -> None: ...
     def baseline(self, arg0: collections.abc.Callable[[typing.SupportsFloat | typing.SupportsIndex], bool]) -> bool: ...
     def compare(
-        self, incumbent: collections.abc.Sequence[str], challenger: collections.abc.Sequence[str], options: PairedTestOptions
+        self,
+        incumbent: collections.abc.Sequence[str],
+        challenger: collections.abc.Sequence[str],
+        options: PairedTestOptions,
     ) -> tuple[PairedTestResult, float]:
         """
         The result, and the seconds that turning the challenger on took once.
@@ -688,6 +693,19 @@ class OwnRandom:
         Let the same numbers come once more.
         """
 
+def activate(
+    config: oxytorch._C.base.PerformanceConfig,
+    offers: collections.abc.Sequence[Offer],
+    skipped: collections.abc.Mapping[str, str],
+    required: collections.abc.Sequence[Requirement],
+    refused: collections.abc.Mapping[str, str],
+    is_active: collections.abc.Callable[[str], bool],
+    put: collections.abc.Callable[[str], str],
+) -> tuple[dict[str, str], dict[str, str]]:
+    """
+    Makes active what a trainer's settings require, by put(), which says why it cannot; skipped and refused then.
+    """
+
 def adam_step(
     params: collections.abc.Sequence[torch.Tensor],
     grads: collections.abc.Sequence[torch.Tensor],
@@ -727,19 +745,6 @@ def asked_of(
 def band_of(ends: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> tuple[float, float]:
     """
     Between which losses seeds end, of those that were seen.
-    """
-
-def activate(
-    config: oxytorch._C.base.PerformanceConfig,
-    offers: collections.abc.Sequence[Offer],
-    skipped: collections.abc.Mapping[str, str],
-    required: collections.abc.Sequence[Requirement],
-    refused: collections.abc.Mapping[str, str],
-    is_active: collections.abc.Callable[[str], bool],
-    put: collections.abc.Callable[[str], str],
-) -> tuple[dict[str, str], dict[str, str]]:
-    """
-    Makes active what a trainer's settings require, by put(), which says why it cannot; skipped and refused then.
     """
 
 def clip_factor(
@@ -797,6 +802,16 @@ def in_any_band(
 ) -> bool:
     """
     So near to the end as given that no seeds need to be run.
+    """
+
+def kink_nudge(reduced_precision: bool) -> float:
+    """
+    How far a state for `jumps` is moved, relative to each parameter.
+    """
+
+def kink_states(elements: typing.SupportsFloat | typing.SupportsIndex) -> int:
+    """
+    How many such states, for parameters of so many elements.
     """
 
 def native_step_differs() -> str:

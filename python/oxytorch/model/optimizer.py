@@ -246,22 +246,22 @@ def _judge(edit: Change, before: Results, after: Results, reference: Results | N
             return Outcome(edit.name, False, f"{moved[0]} is not the same bit for bit ({len(moved)} of {len(before)}).")
         return Outcome(edit.name, True, f"{len(before)} results are the same bit for bit. {edit.cost}".strip())
     common = [name for name in before if name in after and name not in edit.moved]
-    reference = {
+    errors = {
         n: (_distance(before[n], reference[n]), _distance(after[n], reference[n]))
         for n in common
         if reference is not None and n in reference
     }
     # A gradient that is nothing but rounding has no digits to compare.
-    reference = {n: e for n, e in reference.items() if e[0] < 0.1 or not n.startswith("gradient")}
-    if reference and max(e[0] for e in reference.values()) < 1e-2:
-        worst = max(reference, key=lambda n: reference[n][1] - _TIMES * reference[n][0])
-        was, now = (max(e[i] for e in reference.values()) for i in (0, 1))
-        held = all(b <= _TIMES * a + _SLACK for a, b in reference.values())
-        text = f"against float64 {worst} is off by {reference[worst][1]:.1e}, before by {reference[worst][0]:.1e}"
+    errors = {n: e for n, e in errors.items() if e[0] < 0.1 or not n.startswith("gradient")}
+    if errors and max(e[0] for e in errors.values()) < 1e-2:
+        worst = max(errors, key=lambda n: errors[n][1] - _TIMES * errors[n][0])
+        was, now = (max(e[i] for e in errors.values()) for i in (0, 1))
+        held = all(b <= _TIMES * a + _SLACK for a, b in errors.values())
+        text = f"against float64 {worst} is off by {errors[worst][1]:.1e}, before by {errors[worst][0]:.1e}"
         return Outcome(edit.name, held, f"{text}. {edit.cost if held else ''}".strip(), was, now)
     far = {n: _distance(after[n], before[n]) for n in common}
     # Under an autocast the model as given is further from float64 than that by its rounding alone.
-    allowed = {n: max(_PLAIN, _OF_OWN * reference[n][0] if n in reference and reference[n][0] < 0.1 else 0.0) for n in common}
+    allowed = {n: max(_PLAIN, _OF_OWN * errors[n][0] if n in errors and errors[n][0] < 0.1 else 0.0) for n in common}
     worst = max(far, key=lambda n: far[n] / allowed[n])
     held = far[worst] <= allowed[worst]
     text = f"{worst} is within {far[worst]:.1e} of before (float64 could not judge)"

@@ -1,4 +1,4 @@
-"""Judges what an optimizer's step did, apart from the gradients: the user's own optimizer in float64 is the verifier."""
+"""Judges what an optimizer's step did, apart from the gradients, by the user's own optimizer in float64."""
 
 from __future__ import annotations
 

@@ -209,7 +209,12 @@ class _Tail(_OfOptimizers):
 
 
 @strategy(
-    "step_tail", kind="tolerance", group="optimizer", interacts=("channels_last",), max_speedup=1.8, expected_speedup=1.2
+    "step_tail",
+    kind="tolerance",
+    group="optimizer",
+    interacts=("channels_last",),
+    max_speedup=1.8,
+    expected_speedup=1.2,
 )
 class StepTail(_Tail):
     """The whole optimizer step as one native call; state stays in torch's format."""
