@@ -110,6 +110,9 @@ void bind_config(py::module_& m) {
                     return words;
                   })
       .def_static("sections", &PerformanceConfig::sections)
+      .def_static(
+          "check_names", [](const std::vector<std::string>& names) { PerformanceConfig::check_names(names); },
+          py::arg("names"))
       .def_static("key_of", &PerformanceConfig::key_of, py::arg("name"))
       .def_static(
           "describe",

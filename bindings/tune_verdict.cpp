@@ -88,6 +88,9 @@ void bind_values(py::module_& m) {
       "Gradients less what the reference's own jumps explain of their error; see oxytorch/tune/kinks.h.");
   m.def("kink_nudge", &kink_nudge, py::arg("reduced_precision"),
         "How far a state for `jumps` is moved, relative to each parameter.");
+  m.def(
+      "nudged_in_float64", [](const Gradients& parameters) { return nudged_in_float64(tensors_of(parameters)); },
+      py::arg("parameters"), "Whether such a state must be taken in float64.");
   m.def("kink_states", &kink_states, py::arg("elements"), "How many such states, for parameters of so many elements.");
 }
 

@@ -75,6 +75,9 @@ class OXY_API PerformanceConfig {
   /// Writes by extension, whole or not at all.
   void save(const std::string& path) const;
 
+  /// Error(InvalidArgument) where one of the names is no setting, or two of them mean the same; `origin`, where it is
+  /// given, begins the message.
+  static void check_names(const std::vector<std::string>& names, std::string_view origin = "");
   /// Sets one value. Setting "level" gives every value that nobody set the new level's default.
   /// `origin` names the file or the caller in explain().
   void set(std::string_view key, const ConfigValue& value, ConfigSource source = ConfigSource::Caller,

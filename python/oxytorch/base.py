@@ -214,7 +214,7 @@ def system_info() -> dict[str, Any]:
 def neighbours() -> dict[str, Any]:
     """Look for a quarter of a second at which other programs run on the cores that this process may use.
 
-    Two training programs on the same cores slow each other 20 to 70 times where their waiting threads spin.
+    Two training programs on the same cores slow each other many times over where their waiting threads spin.
 
     Returns
     -------

@@ -258,11 +258,9 @@ class PerformanceConfig:
 
 def _set_all(native: _Native, settings: Mapping[str, Any]) -> None:
     """Set what a mapping says, sections of it included."""
-    seen: dict[str, str] = {}
-    for key, value in _flat(settings):
-        before = seen.setdefault(_Native.key_of(key), key)
-        if before != key:
-            raise ValueError(f"setting {key!r} is there twice, also as {before!r}; keep one of them.")
+    flat = list(_flat(settings))
+    _Native.check_names([key for key, _ in flat])
+    for key, value in flat:
         native.set(key, value)
 
 

@@ -192,6 +192,22 @@ PerformanceConfig::PerformanceConfig(std::string_view level) : overrides_(fields
 
 const ConfigField& PerformanceConfig::field(std::string_view key) { return fields()[row_of(key)]; }
 
+void PerformanceConfig::check_names(const std::vector<std::string>& names, std::string_view origin) {
+  const std::string begin = origin.empty() ? "" : std::string(origin) + ": ";
+  std::map<std::string, std::string_view> seen;  // as it was written, by what is meant
+  for (const std::string& name : names) {
+    std::string meant;
+    try {
+      meant = key_of(name);
+    } catch (const Error& error) {
+      detail::raise(error.code(), begin, error.what());
+    }
+    const auto [before, is_new] = seen.emplace(std::move(meant), name);
+    OXY_CHECK(is_new, InvalidArgument, begin, "setting ", in_quotes(name), " is there twice",
+              before->second == name ? "" : ", also as " + in_quotes(before->second), "; keep one of them.");
+  }
+}
+
 std::string PerformanceConfig::key_of(std::string_view name) {
   const Named found = resolve(name);
   return found.row ? fields()[*found.row].key : found.word->word;
@@ -287,17 +303,10 @@ bool PerformanceConfig::operator==(const PerformanceConfig& other) const {
 PerformanceConfig PerformanceConfig::from_pairs(const std::vector<std::pair<std::string, ConfigValue>>& pairs,
                                                 std::string_view origin) {
   PerformanceConfig config;
-  std::map<std::string, std::string_view> seen;  // as it was written, by what is meant
+  std::vector<std::string> names;
+  for (const auto& [key, value] : pairs) names.push_back(key);
+  PerformanceConfig::check_names(names, origin);
   for (const auto& [key, value] : pairs) {
-    std::string meant;
-    try {
-      meant = key_of(key);
-    } catch (const Error& error) {
-      detail::raise(error.code(), origin, ": ", error.what());
-    }
-    const auto [before, is_new] = seen.emplace(std::move(meant), key);
-    OXY_CHECK(is_new, InvalidArgument, origin, ": setting ", in_quotes(key), " is there twice",
-              before->second == key ? "" : ", also as " + in_quotes(before->second), "; keep one of them.");
     config.set(key, value, ConfigSource::File, origin);
   }
   return config;

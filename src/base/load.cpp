@@ -329,9 +329,8 @@ bool waiting_threads_spin(const std::function<const char*(const char*)>& variabl
 std::string advice_on_shared_cores(bool threads_spin) {
   const std::string less = "give each program fewer threads (OMP_NUM_THREADS) or cores of its own (taskset -c).";
   if (!threads_spin) return "Programs share cores: " + less;
-  return "Waiting threads of OpenMP spin, and programs that do so on the same cores slow each other 20 to 70 times: "
-         "start "
-         "each with OMP_WAIT_POLICY=passive, or " +
+  return "Waiting threads of OpenMP spin, and programs that do so on the same cores slow each other many times over: "
+         "start each with OMP_WAIT_POLICY=passive, or " +
          less;
 }
 

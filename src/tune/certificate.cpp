@@ -179,7 +179,7 @@ std::string_view name(Status status) noexcept {
 
 Status parse_status(std::string_view text) {
   const auto found = std::find(statuses().begin(), statuses().end(), text);
-  OXY_CHECK(found != statuses().end(), InvalidArgument, "unknown standing ", in_quotes(text), "; ",
+  OXY_CHECK(found != statuses().end(), InvalidArgument, "unknown status ", in_quotes(text), "; ",
             did_you_mean(text, statuses()), "use ", list_of(statuses(), true), '.');
   return static_cast<Status>(found - statuses().begin());
 }

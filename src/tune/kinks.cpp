@@ -83,6 +83,12 @@ std::vector<at::Tensor> unexplained(const std::vector<at::Tensor>& given, const 
 
 double kink_nudge(bool reduced_precision) noexcept { return reduced_precision ? 0x1p-8 : 0x1p-16; }
 
+bool nudged_in_float64(const std::vector<at::Tensor>& parameters) {
+  return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) {
+    return p.is_floating_point() && p.scalar_type() != at::kFloat && p.scalar_type() != at::kDouble;
+  });
+}
+
 int kink_states(double elements) noexcept {
   return static_cast<int>(std::clamp(kBytes / std::max(8 * elements, 1.0), 2.0, kStates));
 }

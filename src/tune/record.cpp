@@ -9,6 +9,7 @@
 #include <set>
 
 #include "oxytorch/amp.h"
+#include "oxytorch/tune/kinks.h"
 #include "tune/optimizer_state.h"
 
 namespace oxytorch::tune {
@@ -140,11 +141,9 @@ Observed Recorder::moved(const Batch& batch, Snapshot& before, const Observed& t
                          std::mt19937_64& random) {
   before.restore();
   const auto& all = run_.parameters();
-  const bool narrow = std::any_of(all.begin(), all.end(), [](const at::Tensor& p) {
-    return p.is_floating_point() && p.scalar_type() != at::kFloat && p.scalar_type() != at::kDouble;
-  });
+  const bool wide = nudged_in_float64(all);
   std::optional<InDouble> scope;
-  if (narrow) scope.emplace(run_);
+  if (wide) scope.emplace(run_);
   Observed from;
   {
     const at::NoGradGuard no_grad;
@@ -161,7 +160,7 @@ Observed Recorder::moved(const Batch& batch, Snapshot& before, const Observed& t
       for (const auto& p : one) from.between.back().push_back(moved(p));
     }
   }
-  return forward_backward(narrow ? as_double(batch) : batch, &from);
+  return forward_backward(wide ? as_double(batch) : batch, &from);
 }
 
 Observed Recorder::under_autocast(const Batch& batch, const Observed& taken) {

@@ -266,15 +266,14 @@ at::Tensor TrainingStep::backward(const Batch& batch, const std::function<void(s
 
 // -- the window -------------------------------------------------------------------------------------------------------
 
+/// Times what takes a batch, and drops the window where that throws.
 template <class Function>
-at::Tensor TrainingStep::take_one(const Function& gradients) {
+at::Tensor TrainingStep::timed(const Function& take) {
   const auto start = Clock::now();
   seconds_ = {};
   at::Tensor value;
   try {
-    if (micro_ == 0 && keeps_gradients) zero_grad(0);
-    value = gradients();
-    if (++micro_ >= accumulation) apply();
+    value = take();
   } catch (...) {
     abandon();
     throw;
@@ -283,19 +282,23 @@ at::Tensor TrainingStep::take_one(const Function& gradients) {
   return value;
 }
 
+template <class Function>
+at::Tensor TrainingStep::take_one(const Function& gradients) {
+  return timed([&] {
+    if (micro_ == 0 && keeps_gradients) zero_grad(0);
+    auto value = gradients();
+    if (++micro_ >= accumulation) apply();
+    return value;
+  });
+}
+
 at::Tensor TrainingStep::take(const Batch& batch) {
   if (parts() == 1) return take_one([&] { return differentiate_batch(batch, /*windowed=*/true, 0); });
-  const auto start = Clock::now();
-  seconds_ = {};
-  try {
+  return timed([&] {
     auto value = step(batch);
     ++taken_;
-    seconds_[2] = seconds_since(start) - seconds_[0] - seconds_[1];
     return value;
-  } catch (...) {
-    abandon();
-    throw;
-  }
+  });
 }
 
 at::Tensor TrainingStep::take(const Closure& closure) {

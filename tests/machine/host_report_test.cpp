@@ -87,7 +87,7 @@ TEST(HostReport, Laptop) {
   EXPECT_FALSE(find(rows, "open files")->needs_root);                      // the hard limit allows it
   EXPECT_EQ(find(rows, "net.core.rmem_max")->verdict, Verdict::Reported);  // one machine
   EXPECT_EQ(find(rows, "clocksource")->verdict, Verdict::Fine);
-  EXPECT_EQ(find(rows, "kernel mitigations")->value, "1 in force, 1 vulnerable");
+  EXPECT_EQ(find(rows, "kernel mitigations")->value, "1 active, 1 vulnerable");
   EXPECT_EQ(find(rows, "scheduler of nvme0n1")->verdict, Verdict::Fine);
   EXPECT_EQ(find(rows, "SMT")->value, "on");
 }

@@ -26,9 +26,10 @@ namespace oxytorch::tune {
                                                           const std::vector<std::vector<at::Tensor>>& jumps);
 
 /// How far a state for `jumps` is moved, each parameter by a random part of itself, at most so large: by what sums of
-/// float32 in another order are off (torch's batch normalisation of channels_last activations by 1e-5 of their size),
-/// or products in half precision.
+/// float32 in another order may be off, or products in half precision.
 [[nodiscard]] OXY_API double kink_nudge(bool reduced_precision) noexcept;
+/// Whether such a state must be taken in float64, as the dtype of one of the parameters would not hold the nudge.
+[[nodiscard]] OXY_API bool nudged_in_float64(const std::vector<at::Tensor>& parameters);
 /// How many such states, for parameters of so many elements.
 [[nodiscard]] OXY_API int kink_states(double elements) noexcept;
 

@@ -176,6 +176,8 @@ class OXY_API TrainingStep {
   template <class Function>
   at::Tensor differentiate(const Function& compute, double share, bool windowed, bool last);
   template <class Function>
+  at::Tensor timed(const Function& take);
+  template <class Function>
   at::Tensor take_one(const Function& gradients);
   at::Tensor differentiate_batch(const Batch& batch, bool windowed, std::size_t part);
   /// Of a part's optimizers the first, and one past the last.

@@ -53,6 +53,7 @@ __all__: list[str] = [
     "kink_states",
     "native_step_differs",
     "norm_error",
+    "nudged_in_float64",
     "planned_steps",
     "quotient_allowance",
     "read_load",
@@ -824,6 +825,11 @@ def norm_error(
 ) -> float:
     """
     How far torch's own norm of gradients is from that in float64, relative.
+    """
+
+def nudged_in_float64(parameters: collections.abc.Sequence[torch.Tensor | None]) -> bool:
+    """
+    Whether such a state must be taken in float64.
     """
 
 def planned_steps(

@@ -165,7 +165,7 @@ class Comparison:
 
     def _moved(self, one: Kept, quiet: bool, size: float, generator: torch.Generator) -> Truth:
         """Take a step as given from a rounding away; in float64 where a parameter's own dtype would not hold that."""
-        wide = any(p.is_floating_point() and p.dtype not in (torch.float32, torch.float64) for p in self.run.params)
+        wide = _native.nudged_in_float64(list(self.run.params))
         before, taken = moved(one.before, one.step.calls, size, generator, wide=wide)
         if wide:
             return self._wide(before, one.step.index, quiet, taken)
