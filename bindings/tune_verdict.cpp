@@ -73,25 +73,31 @@ void bind_values(py::module_& m) {
       py::arg("found"), py::arg("usual"), py::arg("allowance"),
       "What is further off than the yardstick's own error and the allowance ('float32', 'reduced' or 'unknown') "
       "explain.");
+  py::class_<Kinks>(m, "Kinks", "Tells a rounding across a kink from a fault of gradients; see oxytorch/tune/kinks.h.")
+      .def(py::init([](const Gradients& given, const Gradients& right) {
+             return Kinks(tensors_of(given), tensors_of(right));
+           }),
+           py::arg("given"), py::arg("right"))
+      .def(
+          "add",
+          [](Kinks& kinks, const Gradients& given, const Gradients& right) {
+            kinks.add(tensors_of(given), tensors_of(right));
+          },
+          release_gil(), py::arg("given"), py::arg("right"), "Those of both at a state apart.")
+      .def(
+          "unexplained",
+          [](const Kinks& kinks) {
+            Gradients left;
+            for (const auto& t : kinks.unexplained()) left.push_back(t.defined() ? MaybeTensor(t) : std::nullopt);
+            return left;
+          },
+          release_gil(), "The given gradients less what of their error is a rounding across a kink.");
   m.def(
-      "unexplained",
-      [](const Gradients& given, const Gradients& right, const std::vector<Gradients>& jumps) {
-        std::vector<std::vector<at::Tensor>> all;
-        for (const auto& jump : jumps) all.push_back(tensors_of(jump));
-        Gradients left;
-        for (const auto& t : unexplained(tensors_of(given), tensors_of(right), all)) {
-          left.push_back(t.defined() ? MaybeTensor(t) : std::nullopt);
-        }
-        return left;
-      },
-      release_gil(), py::arg("given"), py::arg("right"), py::arg("jumps"),
-      "Gradients less what the reference's own jumps explain of their error; see oxytorch/tune/kinks.h.");
-  m.def("kink_nudge", &kink_nudge, py::arg("reduced_precision"),
-        "How far a state for `jumps` is moved, relative to each parameter.");
-  m.def(
-      "nudged_in_float64", [](const Gradients& parameters) { return nudged_in_float64(tensors_of(parameters)); },
-      py::arg("parameters"), "Whether such a state must be taken in float64.");
-  m.def("kink_states", &kink_states, py::arg("elements"), "How many such states, for parameters of so many elements.");
+      "kink_nudge",
+      [](const Gradients& parameters, bool reduced) { return kink_nudge(tensors_of(parameters), reduced); },
+      py::arg("parameters"), py::arg("reduced_precision"),
+      "How far the parameters are moved to get to a state apart, relative to each.");
+  m.attr("kink_states") = kKinkStates;
 }
 
 void bind_updates(py::module_& m) {

@@ -1,15 +1,16 @@
 #include "oxytorch/tune/kinks.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/eye.h>
 #include <ATen/ops/linalg_solve.h>
+#include <ATen/ops/randint.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/topk.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
-#include <tuple>
+#include <cstdint>
 #include <utility>
 
 #include "oxytorch/error.h"
@@ -17,80 +18,135 @@
 namespace oxytorch::tune {
 namespace {
 
-constexpr double kStates = 8, kBytes = 1 << 29;
-constexpr double kMost = 2;  // times the largest jump of the reference that an error may be, and still be explained
-constexpr double kRidge = 1e-9;
+constexpr std::int64_t kSampled = 1 << 16;  // elements of a tensor in which directions are compared
+constexpr double kMost = 2;                 // times the largest jump of the reference that may be explained by jumps
+constexpr double kRidge = 1e-9;             // of their products, as states may jump alike
+constexpr double kMostAlong = 4;            // times the largest jump along the gradient
+constexpr double kSlack = 0.5, kDeviations = 4;  // beyond which errors agree: see agree()
 constexpr double kTiny = 1e-300;
 
 at::Tensor wide(const at::Tensor& t) { return (t.is_sparse() ? t.to_dense() : t).detach().to(at::kDouble); }
 
+/// The same elements of every tensor of a size.
+at::Tensor sampled(const at::Tensor& t) {
+  const auto flat = t.reshape(-1);
+  if (flat.numel() <= kSampled) return flat.cpu().clone();
+  const auto which = at::randint(flat.numel(), {kSampled}, at::make_generator<at::CPUGeneratorImpl>(0), at::kLong);
+  return flat.index_select(0, which.to(flat.device())).cpu();
+}
+
+double size_of(const at::Tensor& t) { return t.norm().item<double>(); }
+
+/// That part of `error` which scales `exact`.
+double along(const at::Tensor& error, const at::Tensor& exact) {
+  return std::abs((error * exact).sum().item<double>()) / std::max(size_of(exact), kTiny);
+}
+
+/// Whether the errors have a part in common. Of independent ones, the square of their sum is that of all together, give
+/// or take what products of pairs say.
+bool agree(const std::vector<at::Tensor>& errors) {
+  const auto all = at::stack(errors);
+  const auto products = all.mm(all.t());
+  const double squares = products.trace().item<double>();
+  if (!(squares > 0)) return false;
+  const auto pairs = products - products.diagonal().diag();
+  const double deviation = std::sqrt(2 * pairs.square().sum().item<double>());
+  return !(pairs.sum().item<double>() <= kSlack * squares + kDeviations * deviation);
+}
+
+bool comparable(const at::Tensor& given, const at::Tensor& right) {
+  return given.defined() && right.defined() && given.sizes().equals(right.sizes());
+}
+
 }  // namespace
 
-std::vector<at::Tensor> unexplained(const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& right,
-                                    const std::vector<std::vector<at::Tensor>>& jumps) {
-  OXY_CHECK(given.size() == right.size(), InvalidArgument, "there are ", given.size(), " gradients and ", right.size(),
+Kinks::Kinks(std::vector<at::Tensor> given, std::vector<at::Tensor> right)
+    : given_(std::move(given)), right_(std::move(right)), found_(given_.size()) {
+  OXY_CHECK(given_.size() == right_.size(), InvalidArgument, "there are ", given_.size(), " gradients and ",
+            right_.size(), " of the reference.");
+}
+
+void Kinks::add(const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& right) {
+  OXY_CHECK(given.size() == given_.size() && right.size() == given_.size(), InvalidArgument, "there are ",
+            given_.size(), " gradients, and at a state apart ", given.size(), " and ", right.size(),
             " of the reference.");
-  for (const auto& jump : jumps) {
-    OXY_CHECK(jump.size() == right.size(), InvalidArgument, "there are ", right.size(),
-              " gradients of the reference and ", jump.size(), " of a state a rounding apart.");
-  }
-  if (jumps.empty()) return given;
   const at::NoGradGuard no_grad;
-  const auto count = static_cast<std::int64_t>(jumps.size());
-  auto gram = at::zeros({count, count}, at::kDouble), along = at::zeros({count}, at::kDouble);
-  struct Shared {
-    std::size_t place;
-    at::Tensor moved;  // by each jump
-    at::Tensor gram;   // of that, by the tensor's size
-    double weight;
-  };
-  std::vector<Shared> shared;
-  for (std::size_t i = 0; i < given.size(); ++i) {
-    if (!given[i].defined() || !right[i].defined() || !given[i].sizes().equals(right[i].sizes())) continue;
-    if (std::any_of(jumps.begin(), jumps.end(), [&](const auto& jump) { return !jump[i].defined(); })) continue;
-    const auto exact = wide(right[i]);
-    const double weight = 1 / std::max(exact.norm().item<double>(), kTiny);
-    std::vector<at::Tensor> moves;
-    for (const auto& jump : jumps) moves.push_back((wide(jump[i]) - exact).reshape(-1));
-    auto moved = at::stack(moves);
-    const auto weighted = moved * weight;
-    auto own = weighted.mm(weighted.t()).cpu();
-    gram += own;
-    along += weighted.mv((wide(given[i]) - exact).reshape(-1) * weight).cpu();
-    shared.push_back({i, std::move(moved), std::move(own), weight});
+  for (std::size_t i = 0; i < given_.size(); ++i) {
+    if (!comparable(given_[i], right_[i]) || !comparable(given[i], right[i]) || !comparable(right_[i], right[i])) {
+      continue;
+    }
+    const auto exact = wide(right_[i]), here = wide(right[i]);
+    const auto jump = here - exact, error = wide(given[i]) - here;
+    auto& found = found_[i];
+    found.jump = std::max(found.jump, size_of(jump));
+    found.jump_along = std::max(found.jump_along, along(jump, exact));
+    found.sum = found.sum.defined() ? found.sum + error : error;
+    found.errors.push_back(sampled(error));
+    found.jumps.push_back(sampled(jump));
   }
-  const double size = gram.diagonal().max().item<double>();
-  if (!(size > 0) || !std::isfinite(size) || !along.isfinite().all().item<bool>()) return given;
-  const auto regular = gram + kRidge * size * at::eye(count, at::kDouble);
-  auto part = at::linalg_solve(regular, along);
+}
+
+std::vector<bool> Kinks::spanned() const {
+  std::size_t states = 0;
+  for (const auto& found : found_) states = std::max(states, found.jumps.size());
+  const auto count = static_cast<std::int64_t>(states);
+  auto gram = at::zeros({count, count}, at::kDouble), products = at::zeros({count}, at::kDouble);
+  struct Sampled {
+    std::size_t place;
+    at::Tensor jumps, error, gram;
+  };
+  std::vector<Sampled> all;
+  for (std::size_t i = 0; i < given_.size(); ++i) {
+    if (states == 0 || found_[i].jumps.size() < states) continue;
+    const auto exact = wide(right_[i]);
+    auto jumps = at::stack(found_[i].jumps), error = sampled(wide(given_[i]) - exact);
+    auto own = jumps.mm(jumps.t());
+    // Each tensor by its own size, as its elements are a sample.
+    const double size = std::max(size_of(exact), kTiny);
+    const double weight = static_cast<double>(exact.numel()) / static_cast<double>(error.numel()) / (size * size);
+    gram += weight * own;
+    products += weight * jumps.mv(error);
+    all.push_back({i, std::move(jumps), std::move(error), std::move(own)});
+  }
+  std::vector<bool> found(given_.size(), false);
+  const double largest = all.empty() ? 0 : gram.diagonal().max().item<double>();
+  if (!(largest > 0) || !std::isfinite(largest) || !products.isfinite().all().item<bool>()) return found;
+  const auto regular = gram + kRidge * largest * at::eye(count, at::kDouble);
+  auto part = at::linalg_solve(regular, products);
   const double reach = part.dot(gram.mv(part)).item<double>();
-  part *= std::min(1.0, kMost * std::sqrt(size / std::max(reach, kTiny)));
+  part *= std::min(1.0, kMost * std::sqrt(largest / std::max(reach, kTiny)));
   // Column j: the jump j less what the others explain of it.
   auto apart = at::linalg_solve(regular, at::eye(count, at::kDouble));
   apart = apart / apart.diagonal();
-  auto left = given;
-  for (const auto& [i, moved, own, weight] : shared) {
-    const auto explained = moved.t().mv(part.to(moved.device())).reshape(given[i].sizes());
-    left[i] = wide(given[i]) - explained;
-    if (count < 2) continue;
-    const auto unspanned = apart.t().mm(own).mm(apart).diagonal().clamp_min(0).sqrt();
-    const double second = std::get<0>(unspanned.topk(2))[1].item<double>();
-    const auto exact = wide(right[i]);
-    if ((left[i] - exact).norm().item<double>() * weight <= second) left[i] = exact;
+  for (const auto& [i, jumps, error, own] : all) {
+    const double most = apart.t().mm(own).mm(apart).diagonal().clamp_min(0).max().item<double>();
+    found[i] = size_of(error - jumps.t().mv(part)) <= std::sqrt(most);
+  }
+  return found;
+}
+
+std::vector<at::Tensor> Kinks::unexplained() const {
+  const at::NoGradGuard no_grad;
+  const auto within = spanned();
+  auto left = given_;
+  for (std::size_t i = 0; i < given_.size(); ++i) {
+    const auto& found = found_[i];
+    if (!within[i]) continue;
+    const auto exact = wide(right_[i]), error = wide(given_[i]) - exact;
+    if (size_of(error) > found.jump || along(error, exact) > kMostAlong * found.jump_along) continue;
+    auto errors = found.errors;
+    errors.push_back(sampled(error));
+    left[i] = exact;
+    if (agree(errors)) left[i] = exact + (found.sum + error) / static_cast<double>(errors.size());
   }
   return left;
 }
 
-double kink_nudge(bool reduced_precision) noexcept { return reduced_precision ? 0x1p-8 : 0x1p-16; }
-
-bool nudged_in_float64(const std::vector<at::Tensor>& parameters) {
-  return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) {
+double kink_nudge(const std::vector<at::Tensor>& parameters, bool reduced_precision) {
+  const bool coarse = std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) {
     return p.is_floating_point() && p.scalar_type() != at::kFloat && p.scalar_type() != at::kDouble;
   });
-}
-
-int kink_states(double elements) noexcept {
-  return static_cast<int>(std::clamp(kBytes / std::max(8 * elements, 1.0), 2.0, kStates));
+  return reduced_precision || coarse ? 0x1p-7 : 0x1p-14;
 }
 
 }  // namespace oxytorch::tune

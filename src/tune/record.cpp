@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <random>
 #include <set>
 
 #include "oxytorch/amp.h"
-#include "oxytorch/tune/kinks.h"
 #include "tune/optimizer_state.h"
 
 namespace oxytorch::tune {
@@ -137,30 +137,16 @@ Observed Recorder::in_float64(const Batch& batch, Snapshot& before, const Observ
   return forward_backward(as_double(batch), &taken);
 }
 
-Observed Recorder::moved(const Batch& batch, Snapshot& before, const Observed& taken, double nudge,
-                         std::mt19937_64& random) {
-  before.restore();
-  const auto& all = run_.parameters();
-  const bool wide = nudged_in_float64(all);
-  std::optional<InDouble> scope;
-  if (wide) scope.emplace(run_);
-  Observed from;
-  {
-    const at::NoGradGuard no_grad;
-    std::uniform_real_distribution<double> part(-nudge, nudge);
-    const auto moved = [&](const at::Tensor& p) {
-      if (!p.is_floating_point()) return p;
-      auto factors = at::empty(p.sizes(), at::kDouble);
-      std::generate_n(factors.data_ptr<double>(), factors.numel(), [&] { return 1 + part(random); });
-      return p * factors.to(p.device());
-    };
-    for (auto p : all) p.copy_(moved(p));
-    for (const auto& one : taken.between) {
-      from.between.emplace_back();
-      for (const auto& p : one) from.between.back().push_back(moved(p));
-    }
+void Recorder::move(double nudge, std::uint64_t seed) {
+  const at::NoGradGuard no_grad;
+  std::mt19937_64 random(seed);
+  std::uniform_real_distribution<double> part(-nudge, nudge);
+  for (auto p : run_.parameters()) {
+    if (!p.is_floating_point()) continue;
+    auto factors = at::empty(p.sizes(), at::kDouble);
+    std::generate_n(factors.data_ptr<double>(), factors.numel(), [&] { return 1 + part(random); });
+    p.copy_(p * factors.to(p.device()));
   }
-  return forward_backward(wide ? as_double(batch) : batch, &from);
 }
 
 Observed Recorder::under_autocast(const Batch& batch, const Observed& taken) {

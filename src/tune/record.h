@@ -3,8 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <map>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -65,9 +65,8 @@ class Recorder {
 
   /// From `before`, `taken` as forward_backward() says. What a model that does not run in float64 throws passes.
   Observed in_float64(const Batch& batch, Snapshot& before, const Observed& taken);
-  /// The step as given with each parameter moved by a random part of itself, at most `nudge` large; in float64 where a
-  /// parameter's own dtype would not hold that.
-  Observed moved(const Batch& batch, Snapshot& before, const Observed& taken, double nudge, std::mt19937_64& random);
+  /// Moves each parameter by a random part of itself, at most `nudge` large.
+  void move(double nudge, std::uint64_t seed);
   /// From where the run stands.
   Observed under_autocast(const Batch& batch, const Observed& taken);
 

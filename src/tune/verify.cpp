@@ -77,14 +77,14 @@ struct Verifier::Impl {
     return {snapshot.digest(), losses};
   }
 
-  std::string exact(const std::vector<std::string>& names) {
+  std::string exact() {
     if (!reference) {
       reference = steps_with({});
       // A step that does not repeat itself cannot be held to its bits.
       repeats = steps_with({}).first == reference->first;
     }
     if (!repeats) throw Wrong{"two runs of the step as given differ in their bits: nothing can be held to them"};
-    const auto [digest, losses] = steps_with(names);
+    const auto [digest, losses] = steps_with(candidate);
     for (int i = 0; i < count(); ++i) {
       const auto k = static_cast<std::size_t>(i);
       Digest mine, theirs;
@@ -180,17 +180,22 @@ struct Verifier::Impl {
     return *known;
   }
 
-  /// Gradients of states a rounding apart.
-  std::vector<Tensors> jumps(int step, Kind kind, Snapshot& before, const Observed& taken) {
-    double elements = 0;
-    for (const auto& p : run.parameters()) elements += static_cast<double>(p.numel());
-    const double nudge = kink_nudge(kind >= Kind::Precision);
-    std::mt19937_64 random(static_cast<std::uint64_t>(step));
-    std::vector<Tensors> found;
-    for (int i = 0; i < kink_states(elements); ++i) {
-      found.push_back(recorder.moved(batch(step), before, taken, nudge, random).gradients);
+  /// Gradients of a step less what of their error is a rounding across a kink.
+  Tensors without_kinks(int step, Kind kind, const Observed& seen, const Observed& right, Snapshot& before) {
+    const double nudge = kink_nudge(run.parameters(), kind >= Kind::Precision);
+    Kinks kinks(seen.gradients, right.gradients);
+    for (int i = 0; i < kKinkStates; ++i) {
+      const auto seed = static_cast<std::uint64_t>(step) * kKinkStates + static_cast<std::uint64_t>(i);
+      before.restore();
+      run.set_active(candidate);
+      recorder.move(nudge, seed);
+      const auto apart = recorder.forward_backward(batch(step));
+      run.set_active({});
+      before.restore();
+      recorder.move(nudge, seed);
+      kinks.add(apart.gradients, recorder.forward_backward(batch(step), &apart).gradients);
     }
-    return found;
+    return kinks.unexplained();
   }
 
   /// The step as given in its own precision is a reference good to 1e-6 at the price of one step; float64 costs three
@@ -215,9 +220,9 @@ struct Verifier::Impl {
         before.restore();
         const auto here = measure(yardstick(kind, step, seen), right, buffers);
         excess = beyond(found, here);
-        if (!excess.empty() && found.wrong.empty()) {  // less what the reference's own kinks explain
+        if (!excess.empty() && found.wrong.empty()) {
           auto smooth = seen;
-          smooth.gradients = unexplained(seen.gradients, right.gradients, jumps(step, kind, before, seen));
+          smooth.gradients = without_kinks(step, kind, seen, right, before);
           excess = values_beyond(measure(smooth, right, buffers), here, allowance);
           if (excess.empty()) ruling.evidence["across_kinks"] = 1;
         }
@@ -297,7 +302,7 @@ struct Verifier::Impl {
     return digest.text() + generators_now();
   }
 
-  void judge_applied(Kind kind, const std::vector<std::string>& names) {
+  void judge_applied(Kind kind) {
     const bool trades = kind == Kind::Trade;
     std::map<std::string, at::Tensor> before, after;
     std::string values;
@@ -306,7 +311,7 @@ struct Verifier::Impl {
       before = recorder.states();
       values = values_now();
     }
-    run.set_active(names);
+    run.set_active(candidate);
     const bool same = trades ? values_now() == values : snapshot.digest() == snapshot.held();
     if (trades) after = recorder.states();
     run.set_active({});
@@ -350,19 +355,19 @@ struct Verifier::Impl {
   }
 
   /// Whether the candidate draws other random numbers; none, or more than none, where it should not, is wrong.
-  bool draws_others(const Given& found, const std::vector<std::string>& names) {
+  bool draws_others(const Given& found) {
     const auto& all = as_given().generators;
     if (const auto why = generators_fault(start, found.generators, all); !why.empty()) throw Wrong{why};
     const bool draws = all.front() != start;
     const bool differs = !std::equal(found.generators.begin(), found.generators.end(), all.begin());
     snapshot.restore();
-    run.set_active(names);
+    run.set_active(candidate);
     const bool pieces = run.micro_batches() > 1;  // of a batch draw as many numbers, for other rows
     run.set_active({});
     return draws && (differs || pieces);
   }
 
-  void judge_random_numbers(Kind kind, const std::vector<std::string>& names) {
+  void judge_random_numbers(Kind kind) {
     const auto with = [&](const std::vector<std::string>& active, const auto& look) {
       snapshot.restore();
       run.set_active(active);
@@ -372,8 +377,8 @@ struct Verifier::Impl {
     };
     const auto losses = [&] { return draw_losses(run, batch(0)); };
     const auto backward = [&] { return backward_error(run, batch(0)); };
-    if (const auto why = draws_fault(with(names, losses), with({}, losses)); !why.empty()) throw Wrong{why};
-    const double error = with(names, backward);
+    if (const auto why = draws_fault(with(candidate, losses), with({}, losses)); !why.empty()) throw Wrong{why};
+    const double error = with(candidate, backward);
     if (!(error <= quotient_allowance(kind, with({}, backward)))) {
       throw Wrong{"with random numbers the gradient is off by " + brief(error) +
                   " from the difference quotient of the loss: backward may see other ones than forward did"};
@@ -403,10 +408,10 @@ struct Verifier::Impl {
     return sum / taken;
   }
 
-  void judge_trajectory(const std::vector<std::string>& names, Ruling& ruling) {
+  void judge_trajectory(Ruling& ruling) {
     if (ends.empty()) ends.push_back(trajectory(0));
     snapshot.restore();
-    run.set_active(names);
+    run.set_active(candidate);
     const double reached = trajectory(0);
     run.set_active({});
     ruling.evidence["end_loss"] = reached;
@@ -431,7 +436,7 @@ struct Verifier::Impl {
 
   /// Judges the compared steps of the candidate, as much as may be held at once; `look` at each of them.
   template <class Look>
-  void each_compared(const std::vector<std::string>& names, const ComparedSteps& steps, const Look& look) {
+  void each_compared(const ComparedSteps& steps, const Look& look) {
     for (std::size_t at = 0; at < steps.compared.size(); at += kKept) {
       const std::vector<int> keep(
           steps.compared.begin() + static_cast<std::ptrdiff_t>(at),
@@ -439,7 +444,7 @@ struct Verifier::Impl {
       std::vector<Observed> seen;
       std::vector<std::unique_ptr<Snapshot>> before;
       snapshot.restore();
-      run.set_active(names);
+      run.set_active(candidate);
       observe(keep, seen, before);
       run.set_active({});
       for (std::size_t k = 0; k < keep.size(); ++k) look(keep[k], seen[k], *before[k]);
@@ -447,27 +452,27 @@ struct Verifier::Impl {
     }
   }
 
-  std::string compared(Kind kind, const std::vector<std::string>& names, Ruling& ruling) {
+  std::string compared(Kind kind, Ruling& ruling) {
     const auto drawn_by = options.drawn_by.value_or((fresh_bits() ^ options.seed) >> 11);  // which a double holds
     const auto steps = draw_steps(count(), options.steps, drawn_by);
     ruling.evidence["drawn_by"] = static_cast<double>(drawn_by);
     ruling.evidence["compared"] = static_cast<double>(steps.compared.size());
-    judge_applied(kind, names);
+    judge_applied(kind);
     std::vector<Observed> none;
     std::vector<std::unique_ptr<Snapshot>> no_state;
     snapshot.restore();
-    run.set_active(names);
+    run.set_active(candidate);
     const auto taken = observe({count() - 1}, none, no_state);
     run.set_active({});
     no_state.clear();
     judge_losses(taken);
-    const bool quiet = draws_others(taken, names);
-    each_compared(names, steps, [&](int step, const Observed& seen, Snapshot& before) {
+    const bool quiet = draws_others(taken);
+    each_compared(steps, [&](int step, const Observed& seen, Snapshot& before) {
       judge_update(step, kind, seen, before, ruling);
       if (!quiet) judge_values(step, kind, seen, before, steps.wide.contains(step), ruling);
     });
     if (quiet) {
-      judge_random_numbers(kind, names);
+      judge_random_numbers(kind);
       const Still still(run.model());
       snapshot.restore();
       const auto here = generators_now();
@@ -479,12 +484,12 @@ struct Verifier::Impl {
       }
       std::array<std::optional<ValueErrors>, 2> loud;
       usual_.swap(loud);
-      each_compared(names, steps, [&](int step, const Observed& seen, Snapshot& before) {
+      each_compared(steps, [&](int step, const Observed& seen, Snapshot& before) {
         judge_values(step, kind, seen, before, steps.wide.contains(step), ruling);
       });
       usual_.swap(loud);
     } else if (count() > 1) {
-      judge_trajectory(names, ruling);
+      judge_trajectory(ruling);
     }
     std::string text = "loss, gradients, buffers and updates of " + std::to_string(steps.compared.size()) + " of " +
                        std::to_string(count()) + " steps are as near to float64 as stock torch's";
@@ -492,11 +497,12 @@ struct Verifier::Impl {
     return no_truth.empty() ? text : text + "; " + no_truth + ": it is compared with the step as given alone";
   }
 
-  Ruling check(Kind kind, const std::vector<std::string>& names) {
+  Ruling check(Kind kind, std::vector<std::string> names) {
     Ruling ruling;
+    candidate = std::move(names);
     ruling.evidence["steps"] = count();
     try {
-      ruling.reason = kind == Kind::Exact ? exact(names) : compared(kind, names, ruling);
+      ruling.reason = kind == Kind::Exact ? exact() : compared(kind, ruling);
       ruling.held = true;
     } catch (const Wrong& wrong) {
       ruling.reason = wrong.words;
@@ -509,6 +515,7 @@ struct Verifier::Impl {
   Snapshot& snapshot;
   VerifierOptions options;
   Recorder recorder;
+  std::vector<std::string> candidate;  // what is judged
   std::optional<std::pair<std::string, Tensors>> reference;
   bool repeats = true;
   std::optional<Given> given;

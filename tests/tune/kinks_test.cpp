@@ -19,51 +19,102 @@ namespace {
 
 namespace nn = torch::nn;
 
-TEST(KinksTest, JumpsExplainWhatLiesAlongThemAlone) {
-  torch::manual_seed(0);
-  const auto exact = torch::randn(40, at::kDouble);
-  auto unit = torch::zeros(40, at::kDouble);
-  unit.narrow(0, 0, 4).copy_(torch::randn(4, at::kDouble));
-  std::vector<std::vector<at::Tensor>> jumps;
-  for (int i = 0; i < 6; ++i) jumps.push_back({exact + (i % 2) * unit + 1e-9 * torch::randn(40, at::kDouble)});
-  const auto left = [&](const at::Tensor& given) {
-    return (unexplained({given}, {exact}, jumps)[0] - exact).norm().item<double>();
-  };
-  EXPECT_LT(left(exact + unit), 1e-6);
-  EXPECT_GT(left(1.019 * exact), 0.9 * 0.019 * exact.narrow(0, 4, 36).norm().item<double>());
-  EXPECT_GT(left(exact + 10 * unit), 7 * unit.norm().item<double>()) << "an error of many jumps is none";
+using Tensors = std::vector<at::Tensor>;
+
+/// What is left of an error of one gradient, by the errors of eight states apart and the jumps to them.
+double left(const at::Tensor& exact, const at::Tensor& error, const Tensors& jumps, const Tensors& errors = {}) {
+  Kinks kinks({exact + error}, {exact});
+  for (std::size_t i = 0; i < jumps.size(); ++i) {
+    const auto here = exact + jumps[i];
+    kinks.add({errors.empty() ? here : here + errors[i]}, {here});
+  }
+  return (kinks.unexplained()[0] - exact).norm().item<double>();
 }
 
-TEST(KinksTest, OfMoreUnitsThanJumpsAnErrorMayBeAsLargeAsTheyLeaveOfEachOther) {
+TEST(KinksTest, WhereFewUnitsAreNearAKinkJumpsSayWhich) {
+  torch::manual_seed(0);
+  const auto exact = torch::randn(40, at::kDouble);
+  auto unit = torch::zeros(40, at::kDouble), other = torch::zeros(40, at::kDouble);
+  unit.narrow(0, 0, 4).copy_(torch::randn(4, at::kDouble));
+  other.narrow(0, 8, 4).copy_(torch::randn(4, at::kDouble));
+  Tensors jumps;
+  for (int i = 0; i < 8; ++i) jumps.push_back((i % 2) * unit + 1e-6 * torch::randn(40, at::kDouble));
+  EXPECT_EQ(left(exact, unit, jumps), 0);
+  EXPECT_GT(left(exact, 1e-3 * other, jumps), 0.9e-3 * other.norm().item<double>()) << "an error elsewhere";
+  EXPECT_GT(left(exact, 0.019 * exact, jumps), 0.018 * exact.norm().item<double>());
+  EXPECT_GT(left(exact, 10 * unit, jumps), 9 * unit.norm().item<double>()) << "an error of many jumps is none";
+}
+
+struct ManyUnits {
+  at::Tensor exact = torch::randn(400, at::kDouble), units = torch::randn({60, 400}, at::kDouble) / 20;
+  Tensors jumps;
+
+  ManyUnits() {
+    for (int i = 0; i < 8; ++i) jumps.push_back(crossed(0.5));
+  }
+  [[nodiscard]] at::Tensor crossed(double share) const {
+    const auto side = 1 - 2 * (torch::rand(60, at::kDouble) < 0.5).to(at::kDouble);
+    return (side * (torch::rand(60, at::kDouble) < share).to(at::kDouble)).matmul(units);
+  }
+  [[nodiscard]] Tensors errors(double share) const {
+    Tensors found;
+    for (int i = 0; i < 8; ++i) found.push_back(crossed(share));
+    return found;
+  }
+};
+
+TEST(KinksTest, OfManyUnitsAnErrorMayBeAsLargeAsAJump) {
   torch::manual_seed(1);
-  const auto exact = torch::randn(400, at::kDouble);
-  const auto units = torch::randn({60, 400}, at::kDouble) / 20;
-  const auto crossed = [&](double share) {
-    return exact + (torch::rand(60, at::kDouble) < share).to(at::kDouble).matmul(units);
-  };
-  std::vector<std::vector<at::Tensor>> jumps;
-  for (int i = 0; i < 8; ++i) jumps.push_back({crossed(0.5)});
-  const auto left = [&](const at::Tensor& given) {
-    return (unexplained({given}, {exact}, jumps)[0] - exact).norm().item<double>();
-  };
-  for (int i = 0; i < 20; ++i) EXPECT_EQ(left(crossed(0.1)), 0) << "a rounding crosses a few of many kinks";
-  EXPECT_GT(left(1.5 * exact), 0.4 * exact.norm().item<double>());
-  std::vector<std::vector<at::Tensor>> once(8, {exact});
-  once[3] = {exact + units[0]};
-  jumps = once;
-  EXPECT_GT(left(exact + units[1]), 0.9 * units[1].norm().item<double>()) << "one jump alone opens no door";
+  const ManyUnits many;
+  for (int i = 0; i < 40; ++i) EXPECT_EQ(left(many.exact, many.crossed(0.1), many.jumps, many.errors(0.1)), 0) << i;
+  EXPECT_GT(left(many.exact, 1.5 * many.exact, many.jumps), many.exact.norm().item<double>());
+  const double along = 0.8 * many.jumps[0].norm().item<double>() / many.exact.norm().item<double>();
+  EXPECT_GT(left(many.exact, along * many.exact, many.jumps), 0)
+      << "smaller than a jump, and yet jumps of single units do not scale a gradient";
+}
+
+TEST(KinksTest, AnErrorOfAllStatesIsAFaultHoweverSmall) {
+  torch::manual_seed(2);
+  const ManyUnits many;
+  const auto fault = 0.15 * many.crossed(0.5);
+  for (int i = 0; i < 40; ++i) {
+    auto errors = many.errors(0.01);
+    for (auto& error : errors) error += fault;
+    const double found = left(many.exact, many.crossed(0.01) + fault, many.jumps, errors);
+    EXPECT_NEAR(found, fault.norm().item<double>(), 0.5 * fault.norm().item<double>()) << i;
+  }
+}
+
+TEST(KinksTest, OfALargeTensorSomeElementsSpeakForAll) {
+  torch::manual_seed(3);
+  const auto exact = torch::randn(300000, at::kDouble);
+  Tensors jumps, errors;
+  for (int i = 0; i < 8; ++i) {
+    jumps.push_back(1e-2 * torch::randn(300000, at::kDouble));
+    errors.push_back(1e-3 * torch::randn(300000, at::kDouble));
+  }
+  EXPECT_EQ(left(exact, 1e-3 * torch::randn(300000, at::kDouble), jumps, errors), 0);
+  const auto fault = 1e-3 * torch::randn(300000, at::kDouble);
+  for (auto& error : errors) error += fault;
+  EXPECT_NEAR(left(exact, fault, jumps, errors), fault.norm().item<double>(), 0.5 * fault.norm().item<double>());
 }
 
 TEST(KinksTest, WhatIsNotThereStaysAsItIs) {
   const auto exact = torch::randn({3, 2}, at::kDouble);
   const auto given = exact.to(at::kFloat);
-  const std::vector<std::vector<at::Tensor>> jumps{{at::Tensor(), exact}, {at::Tensor(), exact}};
-  const auto left = unexplained({at::Tensor(), given}, {at::Tensor(), exact}, jumps);
-  EXPECT_FALSE(left[0].defined());
-  EXPECT_TRUE(left[1].is_same(given)) << "no jump, nothing to explain";
-  EXPECT_TRUE(unexplained({given}, {exact}, {})[0].is_same(given));
-  EXPECT_THROW(static_cast<void>(unexplained({given}, {exact, exact}, {})), Error);
-  EXPECT_THROW(static_cast<void>(unexplained({given}, {exact}, {{}})), Error);
+  Kinks kinks({at::Tensor(), given}, {at::Tensor(), exact});
+  EXPECT_TRUE(kinks.unexplained()[1].is_same(given)) << "no state apart";
+  for (int i = 0; i < 2; ++i) kinks.add({at::Tensor(), given}, {at::Tensor(), exact});
+  EXPECT_FALSE(kinks.unexplained()[0].defined());
+  EXPECT_TRUE(kinks.unexplained()[1].is_same(given)) << "no jump, nothing to explain";
+  EXPECT_THROW(kinks.add({given}, {exact, exact}), Error);
+  EXPECT_THROW(Kinks({given}, {exact, exact}), Error);
+}
+
+TEST(KinksTest, ANudgeIsNoSmallerThanADtypeHolds) {
+  EXPECT_EQ(kink_nudge({torch::zeros(2)}, false), 0x1p-14);
+  EXPECT_EQ(kink_nudge({torch::zeros(2)}, true), 0x1p-7);
+  EXPECT_EQ(kink_nudge({torch::zeros(2), torch::zeros(2, at::kBFloat16)}, false), 0x1p-7);
 }
 
 /// One row of each batch brings a unit within rounding of the kink of ReLU: either side is right.
@@ -79,22 +130,20 @@ struct NearImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     const auto z = first(x);
     const auto at = row.dot(edge);  // nothing but a rounding
-    const auto near = (side * at + row.dot(way - way.detach())).view({1, 1});
+    const auto near = (at + shift + row.dot(way - way.detach())).view({1, 1});
     const auto column = torch::cat({near, z.narrow(0, 1, z.size(0) - 1).narrow(1, 3, 1)});
     return last(torch::relu(torch::cat({z.narrow(1, 0, 3), column, z.narrow(1, 4, 8)}, 1)));
   }
   nn::Linear first{nullptr}, last{nullptr};
   at::Tensor edge, row, way;
-  double side = 1;
+  double shift = 0;
 };
 TORCH_MODULE(Near);
 
-double side = 1;  // that Crossing takes
-
 /// Rounds otherwise: the unit near its kink is on the other side.
 struct Crossing : Strategy {
-  void apply(Run& run) override { dynamic_cast<NearImpl&>(run.model()).side = side; }
-  void revert(Run& run) override { dynamic_cast<NearImpl&>(run.model()).side = 1; }
+  void apply(Run& run) override { dynamic_cast<NearImpl&>(run.model()).shift = -5e-6; }
+  void revert(Run& run) override { dynamic_cast<NearImpl&>(run.model()).shift = 0; }
 };
 
 /// Scales what backward gives one weight.
@@ -134,7 +183,6 @@ Ruling ruled(const std::string& strategy) {
 }
 
 TEST(KinksTest, ARoundingAcrossAKinkIsNoFault) {
-  side = -1;
   const auto ruling = ruled("crossing");
   EXPECT_TRUE(ruling.held) << ruling.reason;
   EXPECT_EQ(ruling.evidence.count("across_kinks"), 1U) << "the case has no kink";

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oxytorch.model.snapshot import Snapshot
-from oxytorch.tune.reference import Truth, unexplained
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind
 from oxytorch.tune.update import clip, norm_error
@@ -108,21 +107,21 @@ class Near(nn.Module):
             "row", row - self.edge.detach() * (row @ self.edge.detach() / self.edge.detach().square().sum())
         )
         self.way = nn.Parameter(torch.randn(8))
-        self.side = 1.0
+        self.shift = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.first(x)
         at = self.row @ self.edge  # nothing but a rounding
-        near = self.side * at + self.row @ (self.way - self.way.detach())
+        near = at + self.shift + self.row @ (self.way - self.way.detach())
         z = torch.cat([z[:, :3], torch.cat([near.view(1, 1), z[1:, 3:4]]), z[:, 4:]], 1)
         return self.last(F.relu(z))
 
 
 def crossing(run: Run) -> Iterator[None]:
     """Round otherwise: the unit near its kink is on the other side."""
-    run.model.side = -1.0
+    run.model.shift = -5e-6
     yield
-    run.model.side = 1.0
+    run.model.shift = 0.0
 
 
 def test_a_rounding_across_a_kink_is_no_fault_and_an_error_of_its_size_elsewhere_is() -> None:
@@ -134,25 +133,6 @@ def test_a_rounding_across_a_kink_is_no_fault_and_an_error_of_its_size_elsewhere
     for part in (1.9, 0.05):
         assert not check(run(), in_step(7, percent(part))).held
     assert not check(run(), in_step(7, lambda r: r.params[0].grad[5].mul_(1.05))).held  # type: ignore[index, union-attr]
-
-
-def test_jumps_explain_what_lies_along_them_alone() -> None:
-    torch.manual_seed(0)
-    right = Truth(0.0, [torch.randn(40, dtype=torch.float64)], {}, "", torch.float64)
-    unit = torch.zeros(40, dtype=torch.float64)
-    unit[:4] = torch.randn(4, dtype=torch.float64)
-    exact = right.grads[0]
-    assert exact is not None
-    jumps = [[exact + (unit if i % 2 else 0 * unit) + 1e-9 * torch.randn(40)] for i in range(6)]
-    (left,) = unexplained([exact + unit], right, jumps)
-    assert left is not None
-    assert float((left - exact).abs().max()) < 1e-6
-    (left,) = unexplained([1.019 * exact], right, jumps)
-    assert left is not None
-    assert float((left - exact).norm()) > 0.9 * 0.019 * float(exact[4:].norm())
-    (left,) = unexplained([exact + 10 * unit], right, jumps)
-    assert left is not None
-    assert float((left - exact).norm()) > 7 * float(unit.norm()), "an error of many jumps is none"
 
 
 def heavy(count: int) -> list[Tensor | None]:

@@ -1,4 +1,4 @@
-/// What of a gradient's error the reference's own kinks explain.
+/// Tells a rounding across a kink from a fault of gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,28 +9,47 @@
 
 namespace oxytorch::tune {
 
-/// Gradients less what the reference's own jumps explain of their error; all lists by parameter, undefined where there
-/// is no gradient.
+/// Gradients of one step by a candidate and by the reference, where the model may have kinks.
 ///
-/// A unit whose input is within rounding of a kink (of ReLU, of a maximum) may be on either side of it. `jumps` are the
-/// gradients of states that differ by a rounding (kink_nudge()) from the one of `right`: they show which units are, and
-/// by how much the gradient jumps there. The error's part along those jumps (least squares over all tensors, each by
-/// its own size), at most twice the largest, is rounding and is taken away.
+/// A unit whose input is within rounding of a kink (of ReLU, of a maximum) may be on either side of it, and gradients
+/// jump there by far more than a rounding: a candidate that rounds otherwise is as right as the reference. So both take
+/// the step again at states whose parameters are moved a little (kink_nudge()). The reference's own gradients jump from
+/// one to the next. Of a tensor, the error in the step itself is a rounding where
+///  - it is no larger than the largest jump, and along the gradient no larger than four times as far as one goes there
+///    (jumps of single units hardly scale a gradient, many faults do nothing else);
+///  - what the jumps, by least squares over all tensors, leave of it is no larger than what they leave of one of their
+///    own: where few units are near a kink, jumps say which, and elsewhere nothing is excused;
+///  - the errors at all the states have no part in common beyond chance: roundings cross other kinks at each of them,
+///    a fault is there at all of them.
 ///
-/// Where more units are near a kink than there are jumps, those do not span what a rounding can do. How much they leave
-/// is seen in the jumps themselves: of each, what the others do not explain. What is left of a tensor's error is taken
-/// away too where two jumps leave as much of theirs. An error of another form stays as large as it is, however small
-/// that is. What is changed is in float64.
-[[nodiscard]] OXY_API std::vector<at::Tensor> unexplained(const std::vector<at::Tensor>& given,
-                                                          const std::vector<at::Tensor>& right,
-                                                          const std::vector<std::vector<at::Tensor>>& jumps);
+/// All lists are by parameter, undefined where there is no gradient.
+class OXY_API Kinks {
+ public:
+  /// Of the step itself. Throws Error(InvalidArgument) where the lists differ in length.
+  Kinks(std::vector<at::Tensor> given, std::vector<at::Tensor> right);
+  /// Of a state apart.
+  void add(const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& right);
+  /// The candidate's gradients less what of their error is such a rounding, then in float64.
+  [[nodiscard]] std::vector<at::Tensor> unexplained() const;
 
-/// How far a state for `jumps` is moved, each parameter by a random part of itself, at most so large: by what sums of
-/// float32 in another order may be off, or products in half precision.
-[[nodiscard]] OXY_API double kink_nudge(bool reduced_precision) noexcept;
-/// Whether such a state must be taken in float64, as the dtype of one of the parameters would not hold the nudge.
-[[nodiscard]] OXY_API bool nudged_in_float64(const std::vector<at::Tensor>& parameters);
-/// How many such states, for parameters of so many elements.
-[[nodiscard]] OXY_API int kink_states(double elements) noexcept;
+ private:
+  struct Errors {
+    double jump = 0, jump_along = 0;        ///< of the reference, largest
+    at::Tensor sum;                         ///< of the errors at the states apart
+    std::vector<at::Tensor> errors, jumps;  ///< some elements of each, in float64, on the CPU
+  };
+  /// By tensor, whether the jumps leave no more of its error than of one of their own.
+  [[nodiscard]] std::vector<bool> spanned() const;
+
+  std::vector<at::Tensor> given_, right_;
+  std::vector<Errors> found_;
+};
+
+/// How far parameters are moved, each by a random part of itself, at most so large: several times what sums in another
+/// order, or products in `reduced_precision`, do to the inputs of units, and no less than the dtypes of `parameters`
+/// can hold.
+[[nodiscard]] OXY_API double kink_nudge(const std::vector<at::Tensor>& parameters, bool reduced_precision);
+/// How many states apart are looked at.
+inline constexpr int kKinkStates = 8;
 
 }  // namespace oxytorch::tune

@@ -17,6 +17,7 @@ __all__: list[str] = [
     "ChangeMeter",
     "Excess",
     "Interval",
+    "Kinks",
     "LoadSample",
     "NamedChange",
     "NativeOperators",
@@ -53,14 +54,12 @@ __all__: list[str] = [
     "kink_states",
     "native_step_differs",
     "norm_error",
-    "nudged_in_float64",
     "planned_steps",
     "quotient_allowance",
     "read_load",
     "set_load_source",
     "sgd_step",
     "tuning_of_trainer",
-    "unexplained",
     "update_faults",
     "values_beyond",
 ]
@@ -638,6 +637,24 @@ class Excess:
     @property
     def words(self) -> str: ...
 
+class Kinks:
+    """
+    Tells a rounding across a kink from a fault of gradients; see oxytorch/tune/kinks.h.
+    """
+    def __init__(
+        self, given: collections.abc.Sequence[torch.Tensor | None], right: collections.abc.Sequence[torch.Tensor | None]
+    ) -> None: ...
+    def add(
+        self, given: collections.abc.Sequence[torch.Tensor | None], right: collections.abc.Sequence[torch.Tensor | None]
+    ) -> None:
+        """
+        Those of both at a state apart.
+        """
+    def unexplained(self) -> list[torch.Tensor | None]:
+        """
+        The given gradients less what of their error is a rounding across a kink.
+        """
+
 class NamedChange:
     """
     The change of a parameter or of its optimizer state in one step.
@@ -805,14 +822,9 @@ def in_any_band(
     So near to the end as given that no seeds need to be run.
     """
 
-def kink_nudge(reduced_precision: bool) -> float:
+def kink_nudge(parameters: collections.abc.Sequence[torch.Tensor | None], reduced_precision: bool) -> float:
     """
-    How far a state for `jumps` is moved, relative to each parameter.
-    """
-
-def kink_states(elements: typing.SupportsFloat | typing.SupportsIndex) -> int:
-    """
-    How many such states, for parameters of so many elements.
+    How far the parameters are moved to get to a state apart, relative to each.
     """
 
 def native_step_differs() -> str:
@@ -825,11 +837,6 @@ def norm_error(
 ) -> float:
     """
     How far torch's own norm of gradients is from that in float64, relative.
-    """
-
-def nudged_in_float64(parameters: collections.abc.Sequence[torch.Tensor | None]) -> bool:
-    """
-    Whether such a state must be taken in float64.
     """
 
 def planned_steps(
@@ -877,15 +884,6 @@ def tuning_of_trainer(
     What a trainer asks of a tuner at its first batch. See oxytorch/tune/asked.h.
     """
 
-def unexplained(
-    given: collections.abc.Sequence[torch.Tensor | None],
-    right: collections.abc.Sequence[torch.Tensor | None],
-    jumps: collections.abc.Sequence[collections.abc.Sequence[torch.Tensor | None]],
-) -> list[torch.Tensor | None]:
-    """
-    Gradients less what the reference's own jumps explain of their error; see oxytorch/tune/kinks.h.
-    """
-
 def update_faults(
     found: collections.abc.Sequence[NamedChange],
     base: collections.abc.Sequence[NamedChange],
@@ -900,3 +898,5 @@ def values_beyond(found: ValueErrors, usual: ValueErrors, allowance: str) -> lis
     """
     What is further off than the yardstick's own error and the allowance ('float32', 'reduced' or 'unknown') explain.
     """
+
+kink_states: int

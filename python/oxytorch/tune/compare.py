@@ -15,8 +15,8 @@ from .._C.memory import give_back_host_memory
 from ..model.call import widened
 from ..model.parking import rest
 from .chance import still
-from .record import Call, State, Step
-from .reference import Truth, compared, measure, moved, taken_again, truth, unexplained
+from .record import Call, State, Step, load, take_one
+from .reference import Truth, compared, measure, moved, taken_again, truth
 from .update import clip
 
 if TYPE_CHECKING:
@@ -51,12 +51,15 @@ class Look:
         Steps that are taken in float64 whatever the cheap comparison says.
     small : float
         Errors below it, relative, are let pass.
+    active : sequence of str
+        The candidate: what was active in those steps.
     """
 
     dtype: torch.dtype | None
     quiet: bool
     wide: Container[int] = ()
     small: float = 0.0
+    active: Sequence[str] = ()
 
 
 @dataclass
@@ -70,7 +73,7 @@ class Comparison:
     Attributes
     ----------
     begin : callable
-        Brings the state as held, with nothing active.
+        Brings the state as held, with these active.
     clip_norm : float, optional
         Of the run as given.
     no_truth : str
@@ -81,7 +84,7 @@ class Comparison:
 
     run: Run
     roots: Sequence[tuple[str, Any]]
-    begin: Callable[[], None]
+    begin: Callable[[Sequence[str]], None]
     clip_norm: float | None
     no_truth: str = ""
     errors: dict[int, _native.ValueErrors] = field(default_factory=dict)
@@ -107,7 +110,7 @@ class Comparison:
         key = (look.quiet, look.dtype)
         if key not in self._usual:
             right = self._first_truth(look.quiet)
-            self.begin()
+            self.begin(())
             with self._scope(look.quiet, None):
                 if right is None and look.dtype is not None:
                     right = self._again(self._started, 0, look.quiet, self._first[look.quiet])
@@ -122,7 +125,7 @@ class Comparison:
         usual = self.usual(look)
         allowance = "reduced" if look.dtype is not None else "unknown" if self.no_truth else "float32"
         doubtful: dict[int, list[_native.Excess]] = {}
-        self.begin()
+        self.begin(())
         with self._scope(look.quiet, None):
             for one in kept:
                 again = self._again(one.before, one.step.index, look.quiet, one.step.calls)
@@ -163,19 +166,10 @@ class Comparison:
         with self._scope(quiet, None):
             return truth(self.run, self.roots, before, batch, self._counters[quiet][index], taken)
 
-    def _moved(self, one: Kept, quiet: bool, size: float, generator: torch.Generator) -> Truth:
-        """Take a step as given from a rounding away; in float64 where a parameter's own dtype would not hold that."""
-        wide = _native.nudged_in_float64(list(self.run.params))
-        before, taken = moved(one.before, one.step.calls, size, generator, wide=wide)
-        if wide:
-            return self._wide(before, one.step.index, quiet, taken)
-        with self._scope(quiet, None):
-            return self._again(before, one.step.index, quiet, taken)
-
     def _first_truth(self, quiet: bool) -> Truth | None:
         if quiet not in self._truths and not self.no_truth:
             self._truths[quiet] = None
-            self.begin()
+            self.begin(())
             try:
                 self._truths[quiet] = self._wide(self._started, 0, quiet, self._first[quiet])
             except Exception as error:  # whatever the model throws in float64
@@ -200,7 +194,7 @@ class Comparison:
 
     def _by_float64(self, one: Kept, look: Look, usual: _native.ValueErrors, allowance: str) -> list[_native.Excess]:
         index = one.step.index
-        self.begin()
+        self.begin(())
         alone = index == 0 and len(self.run.slots) == 1  # every check begins with the same values
         known = self._truths.get(look.quiet) if alone else None
         right = known or self._wide(one.before, index, look.quiet, one.step.calls)
@@ -215,21 +209,30 @@ class Comparison:
         return _native.values_beyond(self._without_kinks(one, right, look), here, allowance)
 
     def _without_kinks(self, one: Kept, right: Truth, look: Look) -> _native.ValueErrors:
-        """Errors of the step less what the reference's own kinks explain."""
+        """Errors of the step less what of them is a rounding across a kink; see oxytorch/tune/kinks.h."""
         index = one.step.index
-        size = _native.kink_nudge(look.dtype is not None)
+        size = _native.kink_nudge(list(self.run.params), look.dtype is not None)
         generator = torch.Generator().manual_seed(index)
-        jumps = []
-        for _ in range(_native.kink_states(sum(p.numel() for p in self.run.params))):
-            self.begin()
-            jumps.append(self._moved(one, look.quiet, size, generator).grads)
-        self.begin()
-        calls = compared(self.run, one.step.calls)
-        norm = self.clip_norm
-        given = [grad for call in calls for grad in (call.grads if norm is None else clip(call.grads, norm))]
-        smooth = replace(right, grads=unexplained(given, right, jumps))
+        kinks = _native.Kinks(self._gradients(one.step.calls), right.grads)
+        for _ in range(_native.kink_states):
+            before = moved(one.before, size, generator)
+            self.begin(look.active)
+            with still(self.run) if look.quiet else nullcontext():
+                load(self.run, self.roots, before, self._counters[look.quiet][index])
+                calls = take_one(self.run, self.roots, index).calls
+            self.begin(())
+            with self._scope(look.quiet, None):
+                kinks.add(self._gradients(calls), self._again(before, index, look.quiet, calls).grads)
+        self.begin(())
+        smooth = replace(right, grads=kinks.unexplained())
         left = Step(index, one.step.before, one.step.loss, smooth.calls)
         return measure(self.run, left, right, one.buffers, None)
+
+    def _gradients(self, calls: list[Call]) -> list[Tensor | None]:
+        """Those that the optimizers use."""
+        norm = self.clip_norm
+        each = (call.grads if norm is None else clip(call.grads, norm) for call in compared(self.run, calls))
+        return [grad for grads in each for grad in grads]
 
 
 def _above(excess: list[_native.Excess], small: float) -> list[_native.Excess]:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 __all__ = [
-    "Call", "State", "Step", "copied", "counters", "digest", "digests", "load", "names", "own", "take", "value_digest",
+    "Call", "State", "Step", "copied", "counters", "digest", "digests", "load", "names", "own", "take",
+    "take_one", "value_digest",
 ]  # fmt: skip
 
 _COUNTER = 64  # elements: a tensor of so few is a scale or a counter
@@ -126,10 +127,13 @@ def take(
     `hashed` is for `digests` alone, which needs no copies.
     """
     for index in range(count):
-        yield _take_one(run, roots, index, observed is None or index in observed, hashed)
+        yield take_one(run, roots, index, observed is None or index in observed, hashed)
 
 
-def _take_one(run: Run, roots: Sequence[tuple[str, Any]], index: int, observed: bool, hashed: bool) -> Step:
+def take_one(
+    run: Run, roots: Sequence[tuple[str, Any]], index: int, observed: bool = True, hashed: bool = False
+) -> Step:
+    """Take one step, on the batch of that index; see `take`."""
     step = Step(index, State.of(run, roots) if observed and not hashed else None, torch.zeros(()))
     what = Call.hashed if hashed else Call.of
     several = len(run.slots) > 1 and observed and not hashed

@@ -21,7 +21,7 @@ from .update import clip_factor
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["Truth", "compared", "measure", "moved", "taken_again", "truth", "unexplained"]
+__all__ = ["Truth", "compared", "measure", "moved", "taken_again", "truth"]
 
 
 @dataclass
@@ -186,20 +186,18 @@ def truth(
     return right
 
 
-def moved(
-    before: State, taken: Sequence[Call], size: float, generator: torch.Generator, *, wide: bool
-) -> tuple[State, list[Call]]:
-    """Return both with each parameter moved by a random part of itself, at most `size` large; `wide`: in float64."""
+def moved(before: State, size: float, generator: torch.Generator) -> State:
+    """Return the state with each parameter moved by a random part of itself, at most `size` large."""
 
     def apart(value: Tensor) -> Tensor:
         if not value.is_floating_point():
             return value
         part = torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device)
-        found = value.double() * (1 + size * (2 * part - 1))
-        return park(found if wide else found.to(value.dtype))
+        found = (value.double() * (1 + size * (2 * part - 1))).to(value.dtype)
+        rest(value)
+        return park(found)
 
-    calls = [replace(call, after=list(map(apart, call.after))) for call in taken]
-    return replace(before, params=list(map(apart, before.params))), calls
+    return replace(before, params=list(map(apart, before.params)))
 
 
 def measure(
@@ -220,16 +218,3 @@ def measure(
         before = None if step.before is None else step.before.buffers.get(name)
         meter.buffer(name, buffers.get(name), wanted, before)
     return meter.found()
-
-
-def unexplained(
-    grads: Sequence[Tensor | None], right: Truth, jumps: Sequence[Sequence[Tensor | None]]
-) -> list[Tensor | None]:
-    """Return gradients less what the reference's own jumps explain of their error.
-
-    A unit whose input is within rounding of a kink (of ReLU, of a maximum) may be on either side of it. The gradients
-    of states that differ by a rounding show which ones are, and by how much the gradient jumps there. See
-    oxytorch/tune/kinks.h.
-    """
-    left = _native.unexplained(list(grads), right.grads, [list(jump) for jump in jumps])
-    return [old if new is old or new is None else park(new) for old, new in zip(grads, left, strict=True)]

@@ -164,7 +164,7 @@ class Verifier:
         self._drawn_by = drawn_by
         self._data = run.data
         self._roots = snapshot.roots
-        self._comparison = Comparison(run, snapshot.roots, lambda: self._begin(()), run.clip_norm)
+        self._comparison = Comparison(run, snapshot.roots, self._begin, run.clip_norm)
         self._start: State | None = None
         self._settings = [settings(slot.original) for slot in run.slots]
         self._bits: list[tuple[int, dict[str, str]]] = []
@@ -575,7 +575,7 @@ class Verifier:
     def _look(self, kind: Kind, wanted: Sequence[str], quiet: bool, steps: _Steps | None = None) -> Look:
         dtype = None if kind == "tolerance" else self._dtype(wanted)
         wide = set() if steps is None else steps.wide
-        return Look(dtype, quiet, wide, _SMALL if steps is not None and steps.count == 1 else 0.0)
+        return Look(dtype, quiet, wide, _SMALL if steps is not None and steps.count == 1 else 0.0, wanted)
 
     def _judge(
         self,
