@@ -7,15 +7,13 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#include "optim/torch_versions.h"
 #include "oxytorch/accelerator.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::accelerator {
 namespace {
 
-using at::Float32Backend;
-using at::Float32Op;
-using at::Float32Precision;
 using testing::HasSubstr;
 
 constexpr std::pair<Float32Backend, Float32Op> kPrecisions[] = {
@@ -29,7 +27,7 @@ constexpr std::pair<Float32Backend, Float32Op> kPrecisions[] = {
 std::string state() {
   auto& context = at::globalContext();
   std::string text;
-  for (const auto& [backend, op] : kPrecisions) text += at::precision2str(context.float32Precision(backend, op)) + ' ';
+  for (const auto& [backend, op] : kPrecisions) text += precision2str(float32_precision(backend, op)) + ' ';
   for (const bool flag :
        {context.benchmarkCuDNN(), context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(),
         context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(), context.userEnabledCuDNNSDP(),
@@ -44,14 +42,13 @@ std::string state() {
 
 /// What torch's readers tell under each parent: two equal answers mean that the same values are stored.
 std::string stored_state() {
-  auto& context = at::globalContext();
   std::string text;
-  const auto generic = context.float32Precision(Float32Backend::GENERIC, Float32Op::ALL);
+  const auto generic = float32_precision(Float32Backend::GENERIC, Float32Op::ALL);
   for (const auto parent : {Float32Precision::NONE, Float32Precision::IEEE, Float32Precision::TF32}) {
-    context.setFloat32Precision(Float32Backend::GENERIC, Float32Op::ALL, parent);
+    write_float32_precision(Float32Backend::GENERIC, Float32Op::ALL, parent);
     text += state() + " | ";
   }
-  context.setFloat32Precision(Float32Backend::GENERIC, Float32Op::ALL, generic);
+  write_float32_precision(Float32Backend::GENERIC, Float32Op::ALL, generic);
   return text;
 }
 
@@ -108,10 +105,10 @@ TEST(GPUConfig, SetsReadsBackAndReverts) {
     auto applied = everything().apply({}, amx());
     auto& context = at::globalContext();
     EXPECT_TRUE(applied.complete()) << to_text(applied.report());
-    EXPECT_EQ(context.float32Precision(Float32Backend::CUDA, Float32Op::MATMUL), Float32Precision::TF32);
-    EXPECT_EQ(context.float32Precision(Float32Backend::CUDA, Float32Op::CONV), Float32Precision::IEEE);
-    EXPECT_EQ(context.float32Precision(Float32Backend::CUDA, Float32Op::RNN), Float32Precision::IEEE);
-    EXPECT_EQ(context.float32Precision(Float32Backend::MKLDNN, Float32Op::RNN), Float32Precision::BF16);
+    EXPECT_EQ(float32_precision(Float32Backend::CUDA, Float32Op::MATMUL), Float32Precision::TF32);
+    EXPECT_EQ(float32_precision(Float32Backend::CUDA, Float32Op::CONV), Float32Precision::IEEE);
+    EXPECT_EQ(float32_precision(Float32Backend::CUDA, Float32Op::RNN), Float32Precision::IEEE);
+    EXPECT_EQ(float32_precision(Float32Backend::MKLDNN, Float32Op::RNN), Float32Precision::BF16);
     EXPECT_TRUE(context.benchmarkCuDNN() && context.userEnabledFlashSDP() && context.userEnabledMathSDP());
     EXPECT_FALSE(context.userEnabledMemEfficientSDP() || context.userEnabledCuDNNSDP());
     EXPECT_EQ(at::autocast::get_autocast_dtype(at::kCPU), at::kHalf);
@@ -130,10 +127,9 @@ TEST(GPUConfig, SetsReadsBackAndReverts) {
 }
 
 void set_parents(Float32Precision generic, Float32Precision whole) {
-  auto& context = at::globalContext();
-  context.setFloat32Precision(Float32Backend::GENERIC, Float32Op::ALL, generic);
+  write_float32_precision(Float32Backend::GENERIC, Float32Op::ALL, generic);
   for (const auto backend : {Float32Backend::CUDA, Float32Backend::MKLDNN}) {
-    context.setFloat32Precision(backend, Float32Op::ALL, whole);
+    write_float32_precision(backend, Float32Op::ALL, whole);
   }
 }
 
@@ -145,7 +141,7 @@ void expect_exact_way_back() {
     config.conv_precision = conv;
     config.cpu_precision = "bf16";
     const auto read = [] {
-      const auto products = at::globalContext().float32Precision(Float32Backend::CUDA, Float32Op::MATMUL);
+      const auto products = float32_precision(Float32Backend::CUDA, Float32Op::MATMUL);
       return products == Float32Precision::NONE ? Float32Precision::IEEE : products;  // the same arithmetic
     };
     const auto products = read();
@@ -163,7 +159,6 @@ void expect_exact_way_back() {
 }
 
 TEST(GPUConfig, RevertsToWhatWasStoredUnderAnyParents) {
-  auto& context = at::globalContext();
   constexpr Float32Precision kWords[] = {Float32Precision::NONE, Float32Precision::IEEE, Float32Precision::TF32};
   const std::string untouched = stored_state();
   for (const auto generic : kWords) {
@@ -180,16 +175,16 @@ TEST(GPUConfig, RevertsToWhatWasStoredUnderAnyParents) {
       for (const auto conv : kWords) {
         for (const auto products : kWords) {
           set_parents(generic, whole);
-          context.setFloat32Precision(Float32Backend::CUDA, Float32Op::CONV, conv);
-          context.setFloat32Precision(Float32Backend::CUDA, Float32Op::MATMUL, products);
+          write_float32_precision(Float32Backend::CUDA, Float32Op::CONV, conv);
+          write_float32_precision(Float32Backend::CUDA, Float32Op::MATMUL, products);
           expect_exact_way_back();
         }
       }
     }
   }
   set_parents(Float32Precision::NONE, Float32Precision::NONE);
-  context.setFloat32Precision(Float32Backend::CUDA, Float32Op::CONV, Float32Precision::TF32);
-  context.setFloat32Precision(Float32Backend::CUDA, Float32Op::MATMUL, Float32Precision::NONE);
+  write_float32_precision(Float32Backend::CUDA, Float32Op::CONV, Float32Precision::TF32);
+  write_float32_precision(Float32Backend::CUDA, Float32Op::MATMUL, Float32Precision::NONE);
 }
 
 TEST(GPUConfig, MovedAndKeptSettingsLiveAsLongAsTheyShould) {
