@@ -114,7 +114,7 @@ std::vector<Excess> values_beyond(const ValueErrors& found, const ValueErrors& u
     }
   };
   hold("gradient of", found.gradients, usual.gradients, allowance.tensor, allowance.whole * found.whole);
-  hold("buffer", found.buffers, usual.buffers, allowance.tensor, 0);
+  hold("buffer", found.buffers, usual.buffers, allowance.buffer, 0);
   return excess;
 }
 

@@ -21,7 +21,7 @@ namespace nn = torch::nn;
 
 using Tensors = std::vector<at::Tensor>;
 
-/// What is left of an error of one gradient, by the errors of eight states apart and the jumps to them.
+/// What is left of an error of one gradient, by the errors of states apart and the jumps to them.
 double left(const at::Tensor& exact, const at::Tensor& error, const Tensors& jumps, const Tensors& errors = {}) {
   Kinks kinks({exact + error}, {exact});
   for (std::size_t i = 0; i < jumps.size(); ++i) {

@@ -49,7 +49,7 @@ class OXY_API Kinks {
 /// order, or products in `reduced_precision`, do to the inputs of units, and no less than the dtypes of `parameters`
 /// can hold.
 [[nodiscard]] OXY_API double kink_nudge(const std::vector<at::Tensor>& parameters, bool reduced_precision);
-/// How many states apart are looked at.
-inline constexpr int kKinkStates = 8;
+/// How many states apart are looked at: a single unit near its kink crosses it in every second one.
+inline constexpr int kKinkStates = 12;
 
 }  // namespace oxytorch::tune
