@@ -92,11 +92,10 @@ void bind_values(py::module_& m) {
             return left;
           },
           release_gil(), "The given gradients less what of their error is a rounding across a kink.");
-  m.def(
-      "kink_nudge",
-      [](const Gradients& parameters, bool reduced) { return kink_nudge(tensors_of(parameters), reduced); },
-      py::arg("parameters"), py::arg("reduced_precision"),
-      "How far the parameters are moved to get to a state apart, relative to each.");
+  py::class_<Nudge>(m, "Nudge", "The way to a state apart; see oxytorch/tune/kinks.h.")
+      .def(py::init<const std::vector<at::Tensor>&, bool, int, int>(), py::arg("parameters"),
+           py::arg("reduced_precision"), py::arg("step"), py::arg("state"))
+      .def("moved", &Nudge::moved, release_gil(), py::arg("parameter"), "The next parameter, moved.");
   m.attr("kink_states") = kKinkStates;
 }
 

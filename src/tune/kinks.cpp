@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/eye.h>
 #include <ATen/ops/linalg_solve.h>
+#include <ATen/ops/rand.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
@@ -22,7 +23,8 @@ constexpr std::int64_t kSampled = 1 << 16;  // elements of a tensor in which dir
 constexpr double kMost = 2;                 // times the largest jump of the reference that may be explained by jumps
 constexpr double kRidge = 1e-9;             // of their products, as states may jump alike
 constexpr double kMostAlong = 4;            // times the largest jump along the gradient
-constexpr double kSlack = 0.5, kDeviations = 4;  // beyond which errors agree: see agree()
+constexpr double kSlack = 0.5, kDeviations = 4;      // beyond which errors agree: see agree()
+constexpr double kFine = 0x1p-14, kCoarse = 0x1p-7;  // of a parameter, that it is moved by
 constexpr double kTiny = 1e-300;
 
 at::Tensor wide(const at::Tensor& t) { return (t.is_sparse() ? t.to_dense() : t).detach().to(at::kDouble); }
@@ -133,7 +135,8 @@ std::vector<at::Tensor> Kinks::unexplained() const {
     const auto& found = found_[i];
     if (!within[i]) continue;
     const auto exact = wide(right_[i]), error = wide(given_[i]) - exact;
-    if (size_of(error) > found.jump || along(error, exact) > kMostAlong * found.jump_along) continue;
+    // Written so that a size that is no number explains nothing.
+    if (!(size_of(error) <= found.jump && along(error, exact) <= kMostAlong * found.jump_along)) continue;
     auto errors = found.errors;
     errors.push_back(sampled(error));
     left[i] = exact;
@@ -142,11 +145,20 @@ std::vector<at::Tensor> Kinks::unexplained() const {
   return left;
 }
 
-double kink_nudge(const std::vector<at::Tensor>& parameters, bool reduced_precision) {
-  const bool coarse = std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) {
-    return p.is_floating_point() && p.scalar_type() != at::kFloat && p.scalar_type() != at::kDouble;
-  });
-  return reduced_precision || coarse ? 0x1p-7 : 0x1p-14;
+Nudge::Nudge(const std::vector<at::Tensor>& parameters, bool reduced_precision, int step, int state)
+    : size_(reduced_precision ? kCoarse : kFine),
+      random_(at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(step) * kKinkStates +
+                                                       static_cast<std::uint64_t>(state))) {
+  for (const auto& p : parameters) {
+    if (p.is_floating_point() && p.scalar_type() != at::kFloat && p.scalar_type() != at::kDouble) size_ = kCoarse;
+  }
+}
+
+at::Tensor Nudge::moved(const at::Tensor& parameter) {
+  if (!parameter.is_floating_point()) return parameter;
+  const at::NoGradGuard no_grad;
+  const auto part = at::rand(parameter.sizes(), random_, at::kDouble).to(parameter.device());
+  return (parameter.to(at::kDouble) * (1 + size_ * (2 * part - 1))).to(parameter.scalar_type());
 }
 
 }  // namespace oxytorch::tune

@@ -132,7 +132,7 @@ void ValueMeter::buffer(const std::string& name, const at::Tensor& given, const 
   const auto exact = wide(dense(right)), off = wide(dense(given)) - exact;
   const auto change = before.defined() ? exact - wide(dense(before)) : exact;
   const auto count = exact.numel();
-  // Statistics over all rows, which torch's batch normalisation of channels_last adds one after the other.
+  // A running mean or variance is a sum over all rows, in whatever order.
   const double place = epsilon(given.scalar_type());
   const double places = rms(product(exact, exact), count) * (place < kCoarse ? kSummedPlaces * place : place);
   errors_.buffers.push_back(

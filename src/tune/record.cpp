@@ -3,10 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/types.h>
 
-#include <algorithm>
 #include <memory>
-#include <optional>
-#include <random>
 #include <set>
 
 #include "oxytorch/amp.h"
@@ -137,16 +134,9 @@ Observed Recorder::in_float64(const Batch& batch, Snapshot& before, const Observ
   return forward_backward(as_double(batch), &taken);
 }
 
-void Recorder::move(double nudge, std::uint64_t seed) {
+void Recorder::move(Nudge nudge) {
   const at::NoGradGuard no_grad;
-  std::mt19937_64 random(seed);
-  std::uniform_real_distribution<double> part(-nudge, nudge);
-  for (auto p : run_.parameters()) {
-    if (!p.is_floating_point()) continue;
-    auto factors = at::empty(p.sizes(), at::kDouble);
-    std::generate_n(factors.data_ptr<double>(), factors.numel(), [&] { return 1 + part(random); });
-    p.copy_(p * factors.to(p.device()));
-  }
+  for (auto p : run_.parameters()) p.copy_(nudge.moved(p));
 }
 
 Observed Recorder::under_autocast(const Batch& batch, const Observed& taken) {

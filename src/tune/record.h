@@ -3,12 +3,12 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
 #include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "oxytorch/tune/kinks.h"
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/snapshot.h"
 
@@ -65,8 +65,8 @@ class Recorder {
 
   /// From `before`, `taken` as forward_backward() says. What a model that does not run in float64 throws passes.
   Observed in_float64(const Batch& batch, Snapshot& before, const Observed& taken);
-  /// Moves each parameter by a random part of itself, at most `nudge` large.
-  void move(double nudge, std::uint64_t seed);
+  /// Moves the run's parameters.
+  void move(Nudge nudge);
   /// From where the run stands.
   Observed under_autocast(const Batch& batch, const Observed& taken);
 

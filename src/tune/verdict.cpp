@@ -100,12 +100,12 @@ std::vector<Excess> values_beyond(const ValueErrors& found, const ValueErrors& u
   if (!(std::abs(found.slope) <= kTimes * std::abs(usual.slope) + allowance.slope)) {
     excess.push_back({text("gradients are %.4f times what they should be", 1 + found.slope), std::abs(found.slope)});
   }
-  const auto hold = [&](const char* kind, const auto& mine, const auto& theirs, double share, double floor) {
+  const auto hold = [&](const char* kind, const auto& mine, const auto& theirs, double share, double anyway) {
     for (const auto& one : mine) {
       const auto* const known = named(theirs, one.name);
       const double base = known == nullptr ? 0 : known->error;
       const double times = one.count <= kFew ? kLuck : kTimes;
-      if (one.error <= times * base + share * one.size + floor) continue;
+      if (one.error <= times * base + share * one.size + anyway) continue;
       const double relative = one.error / std::max(one.size, kTiny);
       excess.push_back(
           {"the " + std::string(kind) + ' ' + one.name +

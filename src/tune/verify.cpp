@@ -182,17 +182,16 @@ struct Verifier::Impl {
 
   /// Gradients of a step less what of their error is a rounding across a kink.
   Tensors without_kinks(int step, Kind kind, const Observed& seen, const Observed& right, Snapshot& before) {
-    const double nudge = kink_nudge(run.parameters(), kind >= Kind::Precision);
     Kinks kinks(seen.gradients, right.gradients);
     for (int i = 0; i < kKinkStates; ++i) {
-      const auto seed = static_cast<std::uint64_t>(step) * kKinkStates + static_cast<std::uint64_t>(i);
+      const Nudge nudge(run.parameters(), kind >= Kind::Precision, step, i);
       before.restore();
       run.set_active(candidate);
-      recorder.move(nudge, seed);
+      recorder.move(nudge);
       const auto apart = recorder.forward_backward(batch(step));
       run.set_active({});
       before.restore();
-      recorder.move(nudge, seed);
+      recorder.move(nudge);
       kinks.add(apart.gradients, recorder.forward_backward(batch(step), &apart).gradients);
     }
     return kinks.unexplained();
@@ -291,7 +290,7 @@ struct Verifier::Impl {
   }
 
   // -- what all steps show
-  // ----------------------------------------------------------------------------------------------
+  // ---------------------------------------------------------------------------------------------
 
   /// All that no strategy may change by being made active, the optimizer's state apart.
   [[nodiscard]] std::string values_now() const {
@@ -386,7 +385,7 @@ struct Verifier::Impl {
   }
 
   // -- trajectories
-  // -----------------------------------------------------------------------------------------------------
+  // ----------------------------------------------------------------------------------------------------
 
   /// The mean loss over the last half of a trajectory; `seed` 0 is the run as given.
   double trajectory(std::uint64_t seed) {
@@ -432,7 +431,7 @@ struct Verifier::Impl {
   }
 
   // -- all of it
-  // --------------------------------------------------------------------------------------------------------
+  // -------------------------------------------------------------------------------------------------------
 
   /// Judges the compared steps of the candidate, as much as may be held at once; `look` at each of them.
   template <class Look>

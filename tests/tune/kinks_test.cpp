@@ -5,7 +5,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "oxytorch/error.h"
@@ -42,6 +45,7 @@ TEST(KinksTest, WhereFewUnitsAreNearAKinkJumpsSayWhich) {
   EXPECT_EQ(left(exact, unit, jumps), 0);
   EXPECT_GT(left(exact, 1e-3 * other, jumps), 0.9e-3 * other.norm().item<double>()) << "an error elsewhere";
   EXPECT_GT(left(exact, 0.019 * exact, jumps), 0.018 * exact.norm().item<double>());
+  EXPECT_GT(left(exact, 1.5 * unit, jumps), 1.4 * unit.norm().item<double>()) << "no jump goes so far";
   EXPECT_GT(left(exact, 10 * unit, jumps), 9 * unit.norm().item<double>()) << "an error of many jumps is none";
 }
 
@@ -111,10 +115,43 @@ TEST(KinksTest, WhatIsNotThereStaysAsItIs) {
   EXPECT_THROW(Kinks({given}, {exact, exact}), Error);
 }
 
+TEST(KinksTest, WhatIsNoNumberIsNotExplained) {
+  torch::manual_seed(4);
+  const auto exact = torch::randn(300000, at::kDouble);
+  Tensors jumps;
+  for (int i = 0; i < 8; ++i) jumps.push_back(torch::randn(300000, at::kDouble));
+  for (int i = 0; i < 20; ++i) {  // some of these elements are no sample
+    auto error = 1e-3 * torch::randn(300000, at::kDouble);
+    error[i] = NAN;
+    EXPECT_TRUE(std::isnan(left(exact, error, jumps))) << i;
+  }
+}
+
 TEST(KinksTest, ANudgeIsNoSmallerThanADtypeHolds) {
-  EXPECT_EQ(kink_nudge({torch::zeros(2)}, false), 0x1p-14);
-  EXPECT_EQ(kink_nudge({torch::zeros(2)}, true), 0x1p-7);
-  EXPECT_EQ(kink_nudge({torch::zeros(2), torch::zeros(2, at::kBFloat16)}, false), 0x1p-7);
+  const auto size = [](const Tensors& parameters, bool reduced) { return Nudge(parameters, reduced, 0, 0).size(); };
+  EXPECT_EQ(size({torch::zeros(2)}, false), 0x1p-14);
+  EXPECT_EQ(size({torch::zeros(2)}, true), 0x1p-7);
+  EXPECT_EQ(size({torch::zeros(2), torch::zeros(2, at::kBFloat16)}, false), 0x1p-7);
+}
+
+TEST(KinksTest, ANudgeMovesParametersByNoMoreAndEachTimeAlike) {
+  const Tensors parameters{torch::ones({50, 4}), torch::ones({4, 50}, at::kBFloat16).t(), torch::ones(3, at::kLong)};
+  std::map<std::pair<int, int>, Tensors> seen;
+  for (const auto& [step, state] : {std::pair{0, 0}, {0, 1}, {1, 0}, {0, 0}}) {
+    Nudge nudge(parameters, false, step, state);
+    Tensors moved;
+    for (const auto& p : parameters) moved.push_back(nudge.moved(p));
+    for (int i : {0, 1}) {
+      EXPECT_EQ(moved[i].scalar_type(), parameters[i].scalar_type());
+      EXPECT_LE((moved[i] - 1).abs().max().item<double>(), nudge.size());
+      EXPECT_GT((moved[i] - 1).abs().max().item<double>(), nudge.size() / 2);
+    }
+    EXPECT_TRUE(moved[2].is_same(parameters[2]));
+    for (const auto& [where, other] : seen) {
+      EXPECT_EQ(at::equal(moved[0], other[0]), where == std::pair(step, state));
+    }
+    seen[{step, state}] = moved;
+  }
 }
 
 /// One row of each batch brings a unit within rounding of the kink of ReLU: either side is right.

@@ -1,6 +1,7 @@
 /// Tells a rounding across a kink from a fault of gradients.
 #pragma once
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
 #include <vector>
@@ -13,7 +14,7 @@ namespace oxytorch::tune {
 ///
 /// A unit whose input is within rounding of a kink (of ReLU, of a maximum) may be on either side of it, and gradients
 /// jump there by far more than a rounding: a candidate that rounds otherwise is as right as the reference. So both take
-/// the step again at states whose parameters are moved a little (kink_nudge()). The reference's own gradients jump from
+/// the step again at states whose parameters are moved a little (Nudge). The reference's own gradients jump from
 /// one to the next. Of a tensor, the error in the step itself is a rounding where
 ///  - it is no larger than the largest jump, and along the gradient no larger than four times as far as one goes there
 ///    (jumps of single units hardly scale a gradient, many faults do nothing else);
@@ -45,11 +46,23 @@ class OXY_API Kinks {
   std::vector<Errors> found_;
 };
 
-/// How far parameters are moved, each by a random part of itself, at most so large: several times what sums in another
-/// order, or products in `reduced_precision`, do to the inputs of units, and no less than the dtypes of `parameters`
-/// can hold.
-[[nodiscard]] OXY_API double kink_nudge(const std::vector<at::Tensor>& parameters, bool reduced_precision);
 /// How many states apart are looked at: a single unit near its kink crosses it in every second one.
 inline constexpr int kKinkStates = 12;
+
+/// The way to one of these states of a step: moves one parameter after the other, the same way each time it is made.
+class OXY_API Nudge {
+ public:
+  /// `parameters` say what their dtypes can hold; `reduced_precision`: a candidate that multiplies in half precision.
+  Nudge(const std::vector<at::Tensor>& parameters, bool reduced_precision, int step, int state);
+  /// How far each parameter is moved, relative to itself: several times what sums in another order, or products in half
+  /// precision, do to the inputs of units.
+  [[nodiscard]] double size() const noexcept { return size_; }
+  /// The next parameter, moved by a random part of itself; itself where it is of no floating-point dtype.
+  [[nodiscard]] at::Tensor moved(const at::Tensor& parameter);
+
+ private:
+  double size_;
+  at::Generator random_;
+};
 
 }  // namespace oxytorch::tune

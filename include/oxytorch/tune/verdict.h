@@ -29,7 +29,7 @@ struct Allowance {
   double loss = 0;
   double buffer = 0;  ///< to that of a buffer's change
 };
-/// Sums in another order. A buffer may be a mean that all but cancels, of rows added one after the other.
+/// Sums in another order. A buffer may be a mean of many rows that all but cancels.
 inline constexpr Allowance kFloat32{3e-5, 1e-6, 3e-5, 1e-5, 1.2e-4};
 /// Products of 8 to 10 bits of mantissa.
 inline constexpr Allowance kReduced{1e-2, 1e-3, 1e-2, 5e-3, 1e-2};

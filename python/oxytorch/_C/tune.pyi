@@ -21,6 +21,7 @@ __all__: list[str] = [
     "LoadSample",
     "NamedChange",
     "NativeOperators",
+    "Nudge",
     "Offer",
     "OperatorReport",
     "OwnRandom",
@@ -50,7 +51,6 @@ __all__: list[str] = [
     "hardware_key",
     "hindrance",
     "in_any_band",
-    "kink_nudge",
     "kink_states",
     "native_step_differs",
     "norm_error",
@@ -655,6 +655,22 @@ class Kinks:
         The given gradients less what of their error is a rounding across a kink.
         """
 
+class Nudge:
+    """
+    The way to a state apart; see oxytorch/tune/kinks.h.
+    """
+    def __init__(
+        self,
+        parameters: collections.abc.Sequence[torch.Tensor],
+        reduced_precision: bool,
+        step: typing.SupportsInt | typing.SupportsIndex,
+        state: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def moved(self, parameter: torch.Tensor) -> torch.Tensor:
+        """
+        The next parameter, moved.
+        """
+
 class NamedChange:
     """
     The change of a parameter or of its optimizer state in one step.
@@ -820,11 +836,6 @@ def in_any_band(
 ) -> bool:
     """
     So near to the end as given that no seeds need to be run.
-    """
-
-def kink_nudge(parameters: collections.abc.Sequence[torch.Tensor | None], reduced_precision: bool) -> float:
-    """
-    How far the parameters are moved to get to a state apart, relative to each.
     """
 
 def native_step_differs() -> str:

@@ -211,15 +211,14 @@ class Comparison:
     def _without_kinks(self, one: Kept, right: Truth, look: Look) -> _native.ValueErrors:
         """Errors of the step less what of them is a rounding across a kink; see oxytorch/tune/kinks.h."""
         index = one.step.index
-        size = _native.kink_nudge(list(self.run.params), look.dtype is not None)
-        generator = torch.Generator().manual_seed(index)
         kinks = _native.Kinks(self._gradients(one.step.calls), right.grads)
-        for _ in range(_native.kink_states):
-            before = moved(one.before, size, generator)
+        for state in range(_native.kink_states):
+            nudge = _native.Nudge(list(self.run.params), look.dtype is not None, index, state)
+            before = moved(one.before, nudge)
             self.begin(look.active)
             with still(self.run) if look.quiet else nullcontext():
                 load(self.run, self.roots, before, self._counters[look.quiet][index])
-                calls = take_one(self.run, self.roots, index).calls
+                calls = take_one(self.run, self.roots, index, before=before).calls
             self.begin(())
             with self._scope(look.quiet, None):
                 kinks.add(self._gradients(calls), self._again(before, index, look.quiet, calls).grads)

@@ -127,14 +127,22 @@ def take(
     `hashed` is for `digests` alone, which needs no copies.
     """
     for index in range(count):
-        yield take_one(run, roots, index, observed is None or index in observed, hashed)
+        yield take_one(run, roots, index, observed=observed is None or index in observed, hashed=hashed)
 
 
 def take_one(
-    run: Run, roots: Sequence[tuple[str, Any]], index: int, observed: bool = True, hashed: bool = False
+    run: Run,
+    roots: Sequence[tuple[str, Any]],
+    index: int,
+    *,
+    before: State | None = None,
+    observed: bool = True,
+    hashed: bool = False,
 ) -> Step:
-    """Take one step, on the batch of that index; see `take`."""
-    step = Step(index, State.of(run, roots) if observed and not hashed else None, torch.zeros(()))
+    """Take one step, on the batch of that index, from where the run stands: `before`, if that is known; see `take`."""
+    if before is None and observed and not hashed:
+        before = State.of(run, roots)
+    step = Step(index, before, torch.zeros(()))
     what = Call.hashed if hashed else Call.of
     several = len(run.slots) > 1 and observed and not hashed
 

@@ -186,14 +186,11 @@ def truth(
     return right
 
 
-def moved(before: State, size: float, generator: torch.Generator) -> State:
-    """Return the state with each parameter moved by a random part of itself, at most `size` large."""
+def moved(before: State, nudge: _native.Nudge) -> State:
+    """Return the state with its parameters moved."""
 
     def apart(value: Tensor) -> Tensor:
-        if not value.is_floating_point():
-            return value
-        part = torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device)
-        found = (value.double() * (1 + size * (2 * part - 1))).to(value.dtype)
+        found = nudge.moved(value)
         rest(value)
         return park(found)
 
