@@ -3,6 +3,8 @@
 
 #include <torch/torch.h>
 
+#include <cmath>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
@@ -187,5 +189,117 @@ class PlantedOptimizer : public torch::optim::Optimizer {
   torch::optim::Optimizer& own_;
   Bench& bench_;
 };
+
+// -- runs whose numbers are hard: tiny, huge, cancelling, clipped, beside kinks ---------------------------------------
+
+struct Hard {
+  double factor = 1;  ///< of the loss
+  double clip = 0;
+  double lr = 1e-3, eps = 1e-8, decay = 1e-2;
+  bool amsgrad = false, relu = false;
+  int warm = 1;
+};
+
+inline Bench small(const Hard& hard) {
+  using namespace torch::nn;
+  Bench bench;
+  const auto width = hard.relu ? 256 : 32;
+  Sequential model;
+  const auto act = [&] {
+    if (hard.relu) {
+      model->push_back(ReLU());
+    } else {
+      model->push_back(Tanh());
+    }
+  };
+  model->push_back(Linear(16, width));
+  act();
+  model->push_back(Linear(width, width));
+  act();
+  model->push_back(Linear(width, 5));
+  take_model(bench, model);
+  bench.optimizer = std::make_unique<torch::optim::AdamW>(
+      bench.model->parameters(),
+      torch::optim::AdamWOptions(hard.lr).eps(hard.eps).weight_decay(hard.decay).amsgrad(hard.amsgrad));
+  const std::int64_t rows = hard.relu ? 256 : 24;
+  for (int i = 0; i < 4; ++i) bench.batches.push_back({torch::randn({rows, 16}), torch::randint(0, 5, {rows})});
+  bench.criterion = [factor = hard.factor](const at::Tensor& out, const at::Tensor& y) {
+    return factor * cross_entropy(out, y);
+  };
+  bench.clip_norm = hard.clip;
+  return bench;
+}
+
+/// Few rows of a table are touched by a step.
+struct LanguageImpl : torch::nn::Module {
+  LanguageImpl(std::int64_t vocabulary, std::int64_t width, bool tied) {
+    table = register_module("table", torch::nn::Embedding(vocabulary, width));
+    if (!tied) head = register_module("head", torch::nn::Linear(width, vocabulary));
+    for (const auto& p : parameters()) torch::nn::init::uniform_(p, -0.1, 0.1);
+  }
+  at::Tensor forward(const at::Tensor& tokens) {
+    const auto x = table(tokens) * std::sqrt(static_cast<double>(table->options.embedding_dim()));
+    return at::log_softmax(head ? head(x) : at::linear(x, table->weight), -1);
+  }
+  torch::nn::Embedding table{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+TORCH_MODULE(Language);
+
+inline Bench language(std::int64_t vocabulary, std::int64_t width, std::vector<std::int64_t> shape, double clip,
+                      bool tied, double lr = 1e-3) {
+  Bench bench;
+  take_model(bench, Language(vocabulary, width, tied));
+  bench.optimizer = std::make_unique<torch::optim::AdamW>(bench.model->parameters(), torch::optim::AdamWOptions(lr));
+  const auto often = 1 / torch::arange(1, vocabulary + 1).to(at::kFloat);  // as words of a language
+  for (int i = 0; i < 4; ++i) {
+    const auto draw = [&] { return torch::multinomial(often, shape[0] * shape[1], true).view(shape); };
+    bench.batches.push_back({draw(), draw()});
+  }
+  bench.criterion = [](const at::Tensor& out, const at::Tensor& y) {
+    return F::nll_loss(out.flatten(0, 1), y.flatten());
+  };
+  bench.clip_norm = clip;
+  return bench;
+}
+
+inline Bench images() {
+  using namespace torch::nn;
+  Bench bench;
+  take_model(bench, Sequential(Conv2d(Conv2dOptions(3, 16, 3).padding(1)), BatchNorm2d(16), ReLU(), MaxPool2d(2),
+                               Conv2d(Conv2dOptions(16, 16, 3).padding(1)), BatchNorm2d(16), ReLU(),
+                               AdaptiveMaxPool2d(2), Flatten(), Linear(64, 5)));
+  bench.optimizer = std::make_unique<torch::optim::AdamW>(bench.model->parameters(), torch::optim::AdamWOptions(1e-3));
+  for (int i = 0; i < 4; ++i) bench.batches.push_back({torch::randn({32, 3, 16, 16}), torch::randint(0, 5, {32})});
+  bench.criterion = cross_entropy;
+  return bench;
+}
+
+/// A run by its name, and how many steps it has taken.
+inline std::pair<std::function<Bench()>, int> workload(const std::string& name) {
+  static const std::map<std::string, Hard> hard{
+      {"tiny gradients", {.factor = 1e-9}},
+      {"gradients whose squares vanish", {.factor = 1e-24}},
+      {"tiny gradients clipped", {.factor = 1e-6, .clip = 1e-7}},
+      {"huge gradients", {.factor = 1e12}},
+      {"huge gradients clipped", {.factor = 1e15, .clip = 0.25}},
+      {"norm near the threshold", {.clip = 0.6}},
+      {"very small eps", {.eps = 1e-16}},
+      {"large eps", {.eps = 1e-2}},
+      {"large learning rate", {.lr = 0.5}},
+      {"amsgrad", {.clip = 0.3, .decay = 0.3, .amsgrad = true}},
+      {"after a warm-up", {.warm = 200}},
+      {"learned by heart", {.lr = 1e-2, .warm = 400}},
+      {"relu", {.relu = true}},
+  };
+  if (name == "mlp") return {mlp, 4};
+  if (name == "conv") return {conv, 4};
+  if (name == "gpt") return {gpt, 4};
+  if (name == "images") return {images, 1};
+  if (name == "vocabulary of 2,000") return {[] { return language(2'000, 24, {10, 4}, 0.25, false); }, 1};
+  if (name == "tied vocabulary") return {[] { return language(2'000, 16, {10, 4}, 0.1, true); }, 1};
+  if (name == "few rows touched") return {[] { return language(4'000, 8, {3, 2}, 0, false, 1e-2); }, 1};
+  return {[&one = hard.at(name)] { return small(one); }, hard.at(name).warm};
+}
 
 }  // namespace oxytorch::planted
