@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-c", BUILD, str(folder)], cwd=ROOT, capture_output=True, text=True, check=True
     )
     archive = folder / done.stdout.splitlines()[-1]
-    with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+    shutil.unpack_archive(archive, folder)
     return folder / archive.name.removesuffix(".tar.gz")
 
 
