@@ -208,8 +208,11 @@ Load::Load(const Subject& subject, std::int32_t device)
 }
 
 void Load::enqueue(const Queue& queue) const {
+  const std::uint64_t half = memory_.size() / 2;
+  auto* const at = static_cast<std::uint8_t*>(memory_.at());
   for (std::uint64_t round = 0; round < rounds_; ++round) {
-    queue.fill(memory_.at(), static_cast<std::uint8_t>(round), memory_.size());
+    queue.copy(at + half, at, half, OXY_COPY_DEVICE_TO_DEVICE);
+    queue.copy(at, at + half, half, OXY_COPY_DEVICE_TO_DEVICE);
   }
 }
 
