@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "oxytorch/tune/keep_double.h"
 #include "oxytorch/tune/kinks.h"
 #include "oxytorch/tune/measure.h"
 #include "oxytorch/tune/verdict.h"
@@ -23,6 +24,12 @@ std::vector<at::Tensor> tensors_of(const Gradients& all) {
   std::vector<at::Tensor> tensors;
   for (const auto& t : all) tensors.push_back(t.value_or(at::Tensor()));
   return tensors;
+}
+
+Gradients gradients_of(const std::vector<at::Tensor>& all) {
+  Gradients gradients;
+  for (const auto& t : all) gradients.push_back(t.defined() ? MaybeTensor(t) : std::nullopt);
+  return gradients;
 }
 
 const Allowance& allowance_of(const std::string& name) {
@@ -85,13 +92,31 @@ void bind_values(py::module_& m) {
           },
           release_gil(), py::arg("given"), py::arg("right"), "Those of both at a state apart.")
       .def(
+          "unexplained", [](const Kinks& kinks) { return gradients_of(kinks.unexplained()); }, release_gil(),
+          "The given gradients less what of their error is a rounding across a kink.");
+  py::class_<KnownKinks>(m, "KnownKinks",
+                         "What the kinks of some steps say of a candidate's others; see oxytorch/tune/kinks.h.")
+      .def(py::init<>())
+      .def("learn", &KnownKinks::learn, release_gil(), py::arg("kinks"), "Of one more step.")
+      .def("speak", &KnownKinks::speak, "Whether enough steps are known to speak for another.")
+      .def(
           "unexplained",
-          [](const Kinks& kinks) {
-            Gradients left;
-            for (const auto& t : kinks.unexplained()) left.push_back(t.defined() ? MaybeTensor(t) : std::nullopt);
-            return left;
+          [](const KnownKinks& known, const Gradients& given, const Gradients& right) {
+            return gradients_of(known.unexplained(tensors_of(given), tensors_of(right)));
           },
-          release_gil(), "The given gradients less what of their error is a rounding across a kink.");
+          release_gil(), py::arg("given"), py::arg("right"),
+          "The given gradients, with those of the reference in the place of those whose error is no larger.");
+  struct KeptDouble {
+    std::optional<KeepDouble> kept;
+  };
+  py::class_<KeptDouble>(m, "KeepDouble",
+                         "Inside, tensors of float64 stay so where they are cast; see oxytorch/tune/keep_double.h.")
+      .def(py::init<>())
+      .def("__enter__", [](KeptDouble& self) { self.kept.emplace(); })
+      .def(
+          "__exit__",
+          [](KeptDouble& self, const py::object&, const py::object&, const py::object&) { self.kept.reset(); },
+          py::arg("kind"), py::arg("error"), py::arg("trace"));
   py::class_<Nudge>(m, "Nudge", "The way to a state apart; see oxytorch/tune/kinks.h.")
       .def(py::init<const std::vector<at::Tensor>&, bool, int, int>(), py::arg("parameters"),
            py::arg("reduced_precision"), py::arg("step"), py::arg("state"))
@@ -155,7 +180,7 @@ void bind_verdict(py::module_& m) {
         return std::pair(band.low, band.high);
       },
       py::arg("ends"), "Between which losses seeds end, of those that were seen.");
-  m.def("in_any_band", &in_any_band, py::arg("end"), py::arg("usual"),
+  m.def("in_any_band", &in_any_band, py::arg("end"), py::arg("usual"), py::arg("first"),
         "So near to the end as given that no seeds need to be run.");
   m.def(
       "draw_steps",

@@ -127,20 +127,64 @@ std::vector<bool> Kinks::spanned() const {
   return found;
 }
 
-std::vector<at::Tensor> Kinks::unexplained() const {
-  const at::NoGradGuard no_grad;
-  const auto within = spanned();
-  auto left = given_;
+std::vector<bool> Kinks::within() const {
+  auto found = spanned();
   for (std::size_t i = 0; i < given_.size(); ++i) {
-    const auto& found = found_[i];
-    if (!within[i]) continue;
+    if (!found[i]) continue;
     const auto exact = wide(right_[i]), error = wide(given_[i]) - exact;
     // Written so that a size that is no number explains nothing.
-    if (!(size_of(error) <= found.jump && along(error, exact) <= kMostAlong * found.jump_along)) continue;
-    auto errors = found.errors;
+    found[i] = size_of(error) <= found_[i].jump && along(error, exact) <= kMostAlong * found_[i].jump_along;
+  }
+  return found;
+}
+
+std::vector<at::Tensor> Kinks::unexplained() const {
+  const at::NoGradGuard no_grad;
+  const auto explained = within();
+  auto left = given_;
+  for (std::size_t i = 0; i < given_.size(); ++i) {
+    if (!explained[i]) continue;
+    const auto exact = wide(right_[i]), error = wide(given_[i]) - exact;
+    auto errors = found_[i].errors;
     errors.push_back(sampled(error));
     left[i] = exact;
-    if (agree(errors)) left[i] = exact + (found.sum + error) / static_cast<double>(errors.size());
+    if (agree(errors)) left[i] = exact + (found_[i].sum + error) / static_cast<double>(errors.size());
+  }
+  return left;
+}
+
+void KnownKinks::learn(const Kinks& kinks) {
+  const at::NoGradGuard no_grad;
+  const auto explained = kinks.within();
+  if (steps_++ == 0) jumps_.resize(explained.size());
+  OXY_CHECK(explained.size() == jumps_.size(), InvalidArgument, "there are ", explained.size(), " gradients, and ",
+            jumps_.size(), " in the steps before.");
+  for (std::size_t i = 0; i < jumps_.size(); ++i) {
+    auto& jump = jumps_[i];
+    const bool was_not = jump.size < 0;
+    if (was_not || !explained[i]) {
+      jump = {-1, -1};
+      continue;
+    }
+    const double size = std::max(size_of(wide(kinks.right_[i])), kTiny);
+    jump.size = std::max(jump.size, kinks.found_[i].jump / size);
+    jump.along = std::max(jump.along, kinks.found_[i].jump_along / size);
+  }
+}
+
+std::vector<at::Tensor> KnownKinks::unexplained(const std::vector<at::Tensor>& given,
+                                                const std::vector<at::Tensor>& right) const {
+  const at::NoGradGuard no_grad;
+  auto left = given;
+  if (!speak()) return left;
+  OXY_CHECK(given.size() == jumps_.size() && right.size() == jumps_.size(), InvalidArgument, "there are ", given.size(),
+            " and ", right.size(), " gradients, and ", jumps_.size(), " in the steps before.");
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const auto& jump = jumps_[i];
+    if (!(jump.size > 0) || !comparable(given[i], right[i])) continue;
+    const auto exact = wide(right[i]), error = wide(given[i]) - exact;
+    const double size = size_of(exact);
+    if (size_of(error) <= jump.size * size && along(error, exact) <= kMostAlong * jump.along * size) left[i] = exact;
   }
   return left;
 }

@@ -18,7 +18,7 @@ namespace {
 constexpr std::int64_t kPiece = 1 << 19;  // elements in float64 at once
 constexpr double kElement = 1e-3;
 constexpr std::size_t kSample = 1 << 15;
-constexpr double kSummedPlaces = 16;  // last places that a running mean or variance may be off by
+constexpr double kSummedPlaces = 64;  // last places that a running mean or variance of 1e5 rows may be off by
 constexpr double kCoarse = 1e-4;      // a last place of float16 or bfloat16
 constexpr double kRounded = 1e-5;     // relative: a norm of gradients that were clipped, each rounded
 

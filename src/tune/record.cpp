@@ -3,10 +3,12 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <memory>
 #include <set>
 
 #include "oxytorch/amp.h"
+#include "oxytorch/tune/keep_double.h"
 #include "tune/optimizer_state.h"
 
 namespace oxytorch::tune {
@@ -131,7 +133,12 @@ std::map<std::string, at::Tensor> Recorder::states() {
 Observed Recorder::in_float64(const Batch& batch, Snapshot& before, const Observed& taken) {
   before.restore();
   const InDouble scope(run_);
-  return forward_backward(as_double(batch), &taken);
+  const KeepDouble casts;
+  auto right = forward_backward(as_double(batch), &taken);
+  const auto is_narrow = [](const at::Tensor& t) { return t.defined() && t.scalar_type() != at::kDouble; };
+  TORCH_CHECK(!is_narrow(right.loss) && std::none_of(right.gradients.begin(), right.gradients.end(), is_narrow),
+              "the step computes in a dtype of its own, whatever that of its inputs");
+  return right;
 }
 
 void Recorder::move(Nudge nudge) {

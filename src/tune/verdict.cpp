@@ -25,7 +25,8 @@ constexpr double kBias = 0.15;  // of a unit in the last place
 
 constexpr double kSure = 4.5;  // standard errors
 constexpr double kQuotient = 0.01, kQuotientReduced = 0.06;
-constexpr double kBandLeast = 0.01;  // of the loss: the band reaches so far at least beyond the losses seen
+constexpr double kBandOfFirst = 1e-3;  // of the loss that the run began with
+constexpr double kBandLeast = 0.01;    // of the loss: the band reaches so far at least beyond the losses seen
 
 constexpr int kDrawn = 4, kWide = 2;
 
@@ -219,7 +220,9 @@ Band band_of(std::span<const double> ends) {
   return {*low - margin, *high + margin};
 }
 
-bool in_any_band(double end, double usual) { return std::abs(end - usual) <= 0.5 * kBandLeast * std::abs(usual); }
+bool in_any_band(double end, double usual, double first) {
+  return std::abs(end - usual) <= std::max(0.5 * kBandLeast * std::abs(usual), kBandOfFirst * std::abs(first));
+}
 
 ComparedSteps draw_steps(int count, int dense, std::uint64_t drawn_by) {
   PhiloxStream random(drawn_by);

@@ -103,6 +103,51 @@ TEST(KinksTest, OfALargeTensorSomeElementsSpeakForAll) {
   EXPECT_NEAR(left(exact, fault, jumps, errors), fault.norm().item<double>(), 0.5 * fault.norm().item<double>());
 }
 
+/// An examined step of many units, by its own gradient.
+Kinks examined(const ManyUnits& many, double scale, double error) {
+  Kinks kinks({scale * (many.exact + many.crossed(error))}, {scale * many.exact});
+  for (const auto& jump : many.jumps) {
+    const auto here = scale * (many.exact + jump);
+    kinks.add({here + scale * many.crossed(error)}, {here});
+  }
+  return kinks;
+}
+
+TEST(KinksTest, KnownStepsSpeakForAnother) {
+  torch::manual_seed(5);
+  const ManyUnits many;
+  const auto none = at::Tensor();
+  KnownKinks known;
+  const auto left_of = [&](const at::Tensor& error) {
+    return (known.unexplained({many.exact + error}, {many.exact})[0] - many.exact).norm().item<double>();
+  };
+  const auto small = many.crossed(0.1);
+  for (const double scale : {1.0, 100.0}) {  // gradients of other steps are of another size
+    EXPECT_FALSE(known.speak());
+    EXPECT_NEAR(left_of(small), small.norm().item<double>(), 1e-9) << "too few are known";
+    known.learn(examined(many, scale, 0.1));
+  }
+  EXPECT_TRUE(known.speak());
+  for (int i = 0; i < 40; ++i) EXPECT_EQ(left_of(many.crossed(0.1)), 0) << i;
+  EXPECT_GT(left_of(many.exact), 0) << "larger than a jump";
+  const double along = 0.8 * many.jumps[0].norm().item<double>() / many.exact.norm().item<double>();
+  EXPECT_GT(left_of(along * many.exact), 0) << "as large as a jump, and it scales the gradient";
+  EXPECT_TRUE(std::isnan(left_of(torch::full(400, NAN, at::kDouble))));
+  EXPECT_FALSE(known.unexplained({none}, {many.exact})[0].defined());
+  EXPECT_THROW(static_cast<void>(known.unexplained({none, none}, {none, none})), Error);
+}
+
+TEST(KinksTest, WhatOneStepDoesNotExplainIsExcusedInNone) {
+  torch::manual_seed(6);
+  const ManyUnits many;
+  for (const int without : {0, 1}) {
+    KnownKinks known;
+    for (const int step : {0, 1, 2}) known.learn(examined(many, 1, step == without ? 2.0 : 0.1));
+    const auto given = many.exact + many.crossed(0.1);
+    EXPECT_TRUE(known.unexplained({given}, {many.exact})[0].is_same(given)) << without;
+  }
+}
+
 TEST(KinksTest, WhatIsNotThereStaysAsItIs) {
   const auto exact = torch::randn({3, 2}, at::kDouble);
   const auto given = exact.to(at::kFloat);

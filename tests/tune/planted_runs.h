@@ -271,7 +271,7 @@ inline Bench images() {
                                AdaptiveMaxPool2d(2), Flatten(), Linear(64, 5)));
   bench.optimizer = std::make_unique<torch::optim::AdamW>(bench.model->parameters(), torch::optim::AdamWOptions(1e-3));
   for (int i = 0; i < 4; ++i) bench.batches.push_back({torch::randn({32, 3, 16, 16}), torch::randint(0, 5, {32})});
-  bench.criterion = cross_entropy;
+  bench.criterion = [](const at::Tensor& out, const at::Tensor& y) { return cross_entropy(out.to(at::kFloat), y); };
   return bench;
 }
 

@@ -126,7 +126,8 @@ def test_a_model_that_float64_cannot_run_is_judged_by_its_losses_and_says_so(dev
             self.inner = nn.Linear(8, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x.float(), self.inner.weight.float(), self.inner.bias.float())
+            copy = torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)  # of a kernel's own dtype
+            return F.linear(copy, self.inner.weight, self.inner.bias)
 
     found = check(make(device, Narrow()), nothing, "tolerance")
     assert found.held
@@ -138,6 +139,16 @@ def test_a_model_that_float64_cannot_run_is_judged_by_its_losses_and_says_so(dev
         run.call.outputs("x", None)
 
     assert not check(make(device, Narrow()), wrong, "tolerance").held
+
+
+def test_a_cast_before_the_loss_leaves_float64_the_judge(device: torch.device) -> None:
+    class Cast(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            return out.float()  # as for autocast
+
+    found = check(make(device, Cast(nn.Linear(8, 3))), nothing, "tolerance")
+    assert found.held and "float64" not in found.reason and found.evidence["float64_steps"] > 0
 
 
 def test_a_step_that_does_not_repeat_itself_is_named(device: torch.device) -> None:

@@ -138,8 +138,10 @@ TEST(VerdictTest, TheBandIsAsWideAsSeedsAndAHundredth) {
   const auto band = band_of(ends);
   EXPECT_NEAR(band.low, 1.9 - 0.2 - 0.02, 1e-12);
   EXPECT_NEAR(band.high, 2.1 + 0.2 + 0.02, 1e-12);
-  EXPECT_TRUE(in_any_band(2.009, 2));
-  EXPECT_FALSE(in_any_band(2.011, 2));
+  EXPECT_TRUE(in_any_band(2.009, 2, 2.5));
+  EXPECT_FALSE(in_any_band(2.011, 2, 2.5));
+  EXPECT_TRUE(in_any_band(0.0066, 0.0070, 2.3)) << "learnt by heart";
+  EXPECT_FALSE(in_any_band(0.0095, 0.0070, 2.3));
 }
 
 TEST(VerdictTest, ComparedStepsAreDrawn) {

@@ -34,6 +34,7 @@ class OXY_API Kinks {
   [[nodiscard]] std::vector<at::Tensor> unexplained() const;
 
  private:
+  friend class KnownKinks;
   struct Errors {
     double jump = 0, jump_along = 0;        ///< of the reference, largest
     at::Tensor sum;                         ///< of the errors at the states apart
@@ -41,9 +42,33 @@ class OXY_API Kinks {
   };
   /// By tensor, whether the jumps leave no more of its error than of one of their own.
   [[nodiscard]] std::vector<bool> spanned() const;
+  /// What is such a rounding, or has such a part: errors as large as a jump, in the directions of jumps.
+  [[nodiscard]] std::vector<bool> within() const;
 
   std::vector<at::Tensor> given_, right_;
   std::vector<Errors> found_;
+};
+
+/// What the kinks of some steps of a candidate say of its other steps, each of which would else take a step at two
+/// dozen states: an error of a tensor that was such a rounding in all of these may be as large, relative to its
+/// gradient, as the largest jump in any of them. Not for use from several threads at once.
+class OXY_API KnownKinks {
+ public:
+  /// Of one more step; its states apart are known.
+  void learn(const Kinks& kinks);
+  /// Whether enough steps are known to speak for another.
+  [[nodiscard]] bool speak() const noexcept { return steps_ >= 2; }
+  /// A step's gradients with those of the reference in the place of those whose error is no larger. All of them before
+  /// it may speak.
+  [[nodiscard]] std::vector<at::Tensor> unexplained(const std::vector<at::Tensor>& given,
+                                                    const std::vector<at::Tensor>& right) const;
+
+ private:
+  struct Jump {
+    double size = 0, along = 0;  ///< relative to the gradient; not above 0: nothing is excused
+  };
+  std::vector<Jump> jumps_;
+  int steps_ = 0;
 };
 
 /// How many states apart are looked at: a single unit near its kink crosses it in every second one.

@@ -117,8 +117,9 @@ struct Band {
   double low = 0, high = 0;
 };
 [[nodiscard]] OXY_API Band band_of(std::span<const double> ends);
-/// So near to the end as given that it lies in any band: no seeds need to be run.
-[[nodiscard]] OXY_API bool in_any_band(double end, double usual);
+/// So near to the end as given that it lies in any band: no seeds need to be run. A run that learns its few batches by
+/// heart ends near 0, so the loss that it began with is a measure too.
+[[nodiscard]] OXY_API bool in_any_band(double end, double usual, double first);
 
 // -- which steps are compared -----------------------------------------------------------------------------------------
 

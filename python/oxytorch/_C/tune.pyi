@@ -17,7 +17,9 @@ __all__: list[str] = [
     "ChangeMeter",
     "Excess",
     "Interval",
+    "KeepDouble",
     "Kinks",
+    "KnownKinks",
     "LoadSample",
     "NamedChange",
     "NativeOperators",
@@ -44,6 +46,7 @@ __all__: list[str] = [
     "asked_of",
     "band_of",
     "clip_factor",
+    "decided_by",
     "draw_steps",
     "draws_fault",
     "generators_fault",
@@ -489,6 +492,8 @@ class TunerOptions:
     ) -> None: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def steps_planned(self) -> int: ...
 
 class Tuner:
     """
@@ -655,6 +660,34 @@ class Kinks:
         The given gradients less what of their error is a rounding across a kink.
         """
 
+class KnownKinks:
+    """
+    What the kinks of some steps say of a candidate's others; see oxytorch/tune/kinks.h.
+    """
+    def __init__(self) -> None: ...
+    def learn(self, kinks: Kinks) -> None:
+        """
+        Of one more step.
+        """
+    def speak(self) -> bool:
+        """
+        Whether enough steps are known to speak for another.
+        """
+    def unexplained(
+        self, given: collections.abc.Sequence[torch.Tensor | None], right: collections.abc.Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """
+        The given gradients, with those of the reference in the place of those whose error is no larger.
+        """
+
+class KeepDouble:
+    """
+    Inside, tensors of float64 stay so where they are cast; see oxytorch/tune/keep_double.h.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
+
 class Nudge:
     """
     The way to a state apart; see oxytorch/tune/kinks.h.
@@ -788,6 +821,17 @@ def clip_factor(
     By what gradients are multiplied where they are clipped by norm; 1 where they are not above it.
     """
 
+def decided_by(
+    config: oxytorch._C.base.PerformanceConfig,
+    strategies: collections.abc.Sequence[str],
+    steps_planned: typing.SupportsInt | typing.SupportsIndex,
+    *,
+    by_trainer: bool = False,
+) -> str:
+    """
+    What decides which strategies are kept, for a certificate's key.
+    """
+
 def draw_steps(
     count: typing.SupportsInt | typing.SupportsIndex,
     dense: typing.SupportsInt | typing.SupportsIndex,
@@ -832,7 +876,9 @@ def hindrance(
     """
 
 def in_any_band(
-    end: typing.SupportsFloat | typing.SupportsIndex, usual: typing.SupportsFloat | typing.SupportsIndex
+    end: typing.SupportsFloat | typing.SupportsIndex,
+    usual: typing.SupportsFloat | typing.SupportsIndex,
+    first: typing.SupportsFloat | typing.SupportsIndex,
 ) -> bool:
     """
     So near to the end as given that no seeds need to be run.

@@ -80,6 +80,8 @@ class Comparison:
         Why the model does not run in float64; empty where it does.
     errors : dict of int to ValueErrors
         From float64, by step, of the candidate last compared.
+    kinks : KnownKinks
+        Of its steps.
     """
 
     run: Run
@@ -88,6 +90,7 @@ class Comparison:
     clip_norm: float | None
     no_truth: str = ""
     errors: dict[int, _native.ValueErrors] = field(default_factory=dict)
+    kinks: _native.KnownKinks = field(default_factory=_native.KnownKinks)
     _start: State | None = None
     _first: dict[bool, Sequence[Call]] = field(default_factory=dict)  # calls of the first step as given
     _counters: dict[bool, Sequence[Counters]] = field(default_factory=dict)
@@ -99,6 +102,11 @@ class Comparison:
         self._start = start
         self._counters[quiet] = counters
         self._first[quiet] = first
+
+    def forget_candidate(self) -> None:
+        """Begin with another one, or with this one again."""
+        self.errors.clear()
+        self.kinks = _native.KnownKinks()
 
     def rng_after_first(self) -> str | None:
         """Hash of the random states after the first step in float64, where there is one."""
@@ -124,23 +132,17 @@ class Comparison:
         """Return the first of these steps that is further off than it may be, and how; None where none is."""
         usual = self.usual(look)
         allowance = "reduced" if look.dtype is not None else "unknown" if self.no_truth else "float32"
-        doubtful: dict[int, list[_native.Excess]] = {}
         self.begin(())
-        with self._scope(look.quiet, None):
-            for one in kept:
-                again = self._again(one.before, one.step.index, look.quiet, one.step.calls)
-                found = measure(self.run, one.step, again, one.buffers, self.clip_norm)
-                doubtful[one.step.index] = _above(_native.values_beyond(found, usual, allowance), look.small)
-                rest()
-                give_back_host_memory()
         for one in kept:
             index = one.step.index
-            excess = doubtful[index]
+            excess = self._by_the_step(one, look, usual, allowance)
             known = not self.no_truth and bool(one.step.calls)
             if known and (excess or index in look.wide):
                 excess = self._by_float64(one, look, usual, allowance)
             if excess:
                 return index, excess[0].words
+            rest()
+            give_back_host_memory()
         return None
 
     # -- a step once more ------------------------------------------------------------------------------------------
@@ -190,6 +192,21 @@ class Comparison:
         step = Step(index, before, loss, again.calls)
         return measure(self.run, step, right, again.buffers, None)
 
+    def _by_the_step(self, one: Kept, look: Look, usual: _native.ValueErrors, allowance: str) -> list[_native.Excess]:
+        """Hold it against the step as given; what the kinks of steps before excuse is none of the excess."""
+        index = one.step.index
+        with self._scope(look.quiet, None):
+            again = self._again(one.before, index, look.quiet, one.step.calls)
+            found = measure(self.run, one.step, again, one.buffers, self.clip_norm)
+            excess = _above(_native.values_beyond(found, usual, allowance), look.small)
+            stepped = bool(one.step.calls) and not found.wrong
+            if excess and stepped and index not in look.wide and self.kinks.speak():
+                smooth = self.kinks.unexplained(self._gradients(one.step.calls), again.grads)
+                excess = _above(
+                    _native.values_beyond(self._errors_of(one, again, smooth), usual, allowance), look.small
+                )
+            return excess
+
     # -- in float64 ------------------------------------------------------------------------------------------------
 
     def _by_float64(self, one: Kept, look: Look, usual: _native.ValueErrors, allowance: str) -> list[_native.Excess]:
@@ -223,8 +240,12 @@ class Comparison:
             with self._scope(look.quiet, None):
                 kinks.add(self._gradients(calls), self._again(before, index, look.quiet, calls).grads)
         self.begin(())
-        smooth = replace(right, grads=kinks.unexplained())
-        left = Step(index, one.step.before, one.step.loss, smooth.calls)
+        self.kinks.learn(kinks)
+        return self._errors_of(one, right, kinks.unexplained())
+
+    def _errors_of(self, one: Kept, right: Truth, grads: list[Tensor | None]) -> _native.ValueErrors:
+        """Errors of the step with these gradients, as its optimizers use them."""
+        left = Step(one.step.index, one.step.before, one.step.loss, replace(right, grads=grads).calls)
         return measure(self.run, left, right, one.buffers, None)
 
     def _gradients(self, calls: list[Call]) -> list[Tensor | None]:

@@ -95,7 +95,8 @@ def _float64(run: Run, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
     try:
         torch.set_default_dtype(torch.float64)
         _widen([run.model, *(root for _, root in criterion)], run.params)
-        yield
+        with _native.KeepDouble():
+            yield
     finally:
         torch.set_default_dtype(default)
         snapshot.restore()

@@ -586,7 +586,7 @@ class Verifier:
         evidence: dict[str, float],
     ) -> None:
         comparison = self._comparison
-        comparison.errors.clear()
+        comparison.forget_candidate()
         usual = comparison.usual(look)
         if comparison.no_truth:
             self._note(f"{comparison.no_truth}: it is compared with the step as given alone")
@@ -609,9 +609,10 @@ class Verifier:
     def _check_band(self, taken: _Taken | None, evidence: dict[str, float]) -> None:
         if taken is None:
             return
-        end, usual = self._end(taken.values), self._end(self._reference_steps(False, self._dense).values)
+        losses = self._reference_steps(False, self._dense).values
+        end, usual = self._end(taken.values), self._end(losses)
         evidence |= {"end_loss": end, "given_loss": usual}
-        if _native.in_any_band(end, usual):
+        if _native.in_any_band(end, usual, losses[0]):
             return  # inside whatever other seeds give
         low, high = self._reference_band()
         evidence |= {"band_low": low, "band_high": high}

@@ -83,10 +83,6 @@ def language(
     return built
 
 
-def wide(out: Tensor) -> Tensor:
-    return out.float() if out.dtype is torch.bfloat16 else out
-
-
 def perceptron(act: Callable[[], nn.Module] = nn.Tanh, width: int = 32) -> nn.Module:
     return nn.Sequential(nn.Linear(16, width), act(), nn.Linear(width, width), act(), nn.Linear(width, 5))
 
@@ -102,23 +98,24 @@ def small(
     dtype: torch.dtype = torch.float32,
     inputs: Sequence[int] = (16,),
     rows: int = 24,
+    batches: int = 4,
 ) -> Make:
     """A small classifier; `factor` scales the loss, `warm` steps were taken before."""
 
     def scaled(m: nn.Module, b: Any) -> Tensor:
-        return factor * (F.cross_entropy(wide(m(b[0])), b[1]) if loss is None else loss(m, b))
+        return factor * (F.cross_entropy(m(b[0]).float(), b[1]) if loss is None else loss(m, b))
 
     def built(device: torch.device) -> Run:
         made = model().to(device, dtype)
         given = list(made.parameters())
         own = torch.optim.AdamW(given, 1e-3) if optimizer is None else optimizer(given)
-        batches = [
+        draw = [
             (torch.randn(rows, *inputs, device=device, dtype=dtype), torch.randint(5, (rows,), device=device))
-            for _ in range(4)
+            for _ in range(batches)
         ]
-        run = Run(made, own, scaled, batches, clip_norm=clip)
+        run = Run(made, own, scaled, draw, clip_norm=clip)
         for i in range(warm):
-            run.step(run.batches[i % 4])
+            run.step(run.batches[i % batches])
         return run
 
     return built
@@ -174,7 +171,7 @@ class Partly(nn.Module):
 
 def regression(kind: Callable[..., Tensor], size: float) -> Loss:
     def loss(m: nn.Module, b: Any) -> Tensor:
-        out = wide(m(b[0]))[:, 0]
+        out = m(b[0]).float()[:, 0]
         return kind(out, size * b[1].to(out.dtype) / 5)
 
     return loss
@@ -228,6 +225,8 @@ hard("relu", small(model=lambda: perceptron(nn.ReLU, 256), rows=256), rows_in_an
 hard("relu6", small(adamw(lr=1e-2), model=lambda: perceptron(nn.ReLU6, 128), rows=64), rows_in_another_order)
 hard("hard_tanh", small(adamw(lr=1e-2), model=lambda: perceptron(nn.Hardtanh, 128), rows=64), rows_in_another_order)
 hard("images", small(model=images(16, 16), inputs=(3, 16, 16), rows=32), rows_in_another_order, bfloat16_autocast)
+hard("images_of_one_batch", small(adamw(lr=1e-2), model=images(16, 16), inputs=(3, 16, 16), rows=32, batches=1),
+     channels_last, bfloat16_autocast)  # fmt: skip
 hard("wide_images", small(model=images(32, 24), inputs=(3, 24, 24), rows=48), rows_in_another_order, large=True)
 # torch's batch normalisation of channels_last sums one after the other: more units cross a kink than eight jumps span.
 hard("images_with_many_kinks", small(model=images(64, 64), inputs=(3, 64, 64), rows=16), channels_last, large=True)
