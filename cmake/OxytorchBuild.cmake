@@ -70,14 +70,18 @@ function(oxytorch_module layer)
   endforeach()
 endfunction()
 
-# oxytorch_test(<name> <core|torch> FILE... [DEVICES DEVICE...]): a GoogleTest program named <name>, one ctest entry per
-# test on the CPU, and one entry for the whole program on each device (tests/device/torch_device.h).
+# oxytorch_test(<name> <core|torch> FILE... [INTERNAL] [DEVICES DEVICE...]): a GoogleTest program named <name>, one ctest
+# entry per test on the CPU, and one entry for the whole program on each device (tests/device/torch_device.h). INTERNAL:
+# it includes headers of src/.
 function(oxytorch_test name layer)
   if(layer STREQUAL "torch" AND NOT OXYTORCH_TORCH)
     return()
   endif()
-  cmake_parse_arguments(PARSE_ARGV 2 test "" "" DEVICES)
+  cmake_parse_arguments(PARSE_ARGV 2 test INTERNAL "" DEVICES)
   add_executable(${name} ${test_UNPARSED_ARGUMENTS})
+  if(test_INTERNAL)
+    target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)
+  endif()
   target_link_libraries(${name} PRIVATE oxytorch_flags GTest::gtest GTest::gmock GTest::gtest_main)
   if(layer STREQUAL "torch")
     # No precompiled header: for one or two units it costs more than it saves.
@@ -87,10 +91,11 @@ function(oxytorch_test name layer)
   endif()
   get_filename_component(module ${CMAKE_CURRENT_SOURCE_DIR} NAME)
   include(GoogleTest)
-  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 PROPERTIES LABELS "${module};${layer}")
+  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 PROPERTIES
+    LABELS "${module};${layer}" ENVIRONMENT OXYTORCH_CACHE=off)
   foreach(device IN LISTS test_DEVICES)
     add_test(NAME ${name}.${device} COMMAND ${name})
-    set_tests_properties(${name}.${device} PROPERTIES ENVIRONMENT OXYTORCH_DEVICE=${device}
+    set_tests_properties(${name}.${device} PROPERTIES ENVIRONMENT "OXYTORCH_DEVICE=${device};OXYTORCH_CACHE=off"
                                                       LABELS "${module};${layer};device")
   endforeach()
 endfunction()

@@ -41,6 +41,11 @@ class Stage:
         """For tables and for the record of times."""
         return " ".join(self.tests) + (f" ({self.preset})" if self.preset else "")
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What is built for it."""
+        return self.tests if self.programs else ("oxytorch_python", "oxytorch_torch_device")
+
 
 def programs(preset: str, *names: str) -> Stage:
     """A stage of GoogleTest programs."""

@@ -53,3 +53,9 @@ def test_its_preset_is_dev_with_the_module_in_the_build_folder() -> None:
     folder = other["binaryDir"].replace("${sourceDir}", str(ROOT))
     name = said("bash", "-c", "source cmake/steps/environment.sh; echo $OXYTORCH_TORCH_NAME", **OTHER).strip()
     assert folder.replace("$penv{OXYTORCH_TORCH_NAME}", name) == environment(**OTHER)["BUILD"]
+
+
+def test_the_layers_without_torch_configure(tmp_path: Path) -> None:
+    """The presets of the sanitizers and of coverage inherit it; no other test builds it."""
+    said("cmake", "--preset", "core-only", "-B", str(tmp_path))
+    assert "several_test" not in said("ninja", "-C", str(tmp_path), "-t", "targets", "all")
