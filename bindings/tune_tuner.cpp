@@ -246,9 +246,17 @@ void bind_tuner(py::module_& m) {
            py::arg("tune_seconds") = options.tune_seconds, py::arg("seed") = options.seed, py::arg("exclude") = Names(),
            py::arg("required") = std::vector<Requirement>(), py::arg("total") = options.total,
            py::arg("total_share") = options.total_share)
-      .def_readonly("seed", &TunerOptions::seed);
+      .def_readonly("seed", &TunerOptions::seed)
+      .def_readonly("steps_planned", &TunerOptions::steps_planned);
   m.def("planned_steps", &planned_steps, py::arg("config"), py::arg("otherwise") = 0,
         "Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.");
+  m.def(
+      "decided_by",
+      [](const PerformanceConfig& config, const Names& strategies, std::int64_t steps_planned, bool by_trainer) {
+        return decided_by(config, strategies, steps_planned, by_trainer ? AskedBy::Trainer : AskedBy::Loop);
+      },
+      py::arg("config"), py::arg("strategies"), py::arg("steps_planned"), py::kw_only(), py::arg("by_trainer") = false,
+      "What decides which strategies are kept, for a certificate's key.");
   m.def("tuning_of_trainer", &tuning_of_trainer, py::arg("config"), py::arg("length"), py::arg("offers"),
         "What a trainer asks of a tuner at its first batch. See oxytorch/tune/asked.h.");
   py::class_<Tuner>(m, "Tuner", "Finds what makes a workload's step faster, proves it, and says so in a certificate.")

@@ -169,7 +169,8 @@ void wait_does_not_block(const Subject& subject) {
     if (is_ahead_after_wait(false)) return;
     could_tell += is_ahead_after_wait(true) ? 1 : 0;
   }
-  if (could_tell < kTurns / 2) throw NotApplicable{"work is done before the calls return, so nothing can be waited for"};
+  if (could_tell < kTurns / 2)
+    throw NotApplicable{"work is done before the calls return, so nothing can be waited for"};
   expect(false, "a queue's wait returns while the event lies ahead",
          "it returned after the event, " + std::to_string(kTurns) + " times of " + std::to_string(kTurns));
 }

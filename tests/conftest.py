@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+os.environ["OXYTORCH_CACHE"] = "off"  # no test finds what another one had measured, unless it says so
 
 sys.path.append(str(ROOT / "tests" / "device"))
 sys.path.append(str(ROOT / "tests" / "tune"))  # planted: strategies and a clock for more than one module

@@ -73,6 +73,7 @@ class PerformanceConfig:
         max_steps: int
         steps_planned: int
         tune_seconds: float
+        remember: bool
         early_stopping_patience: int
         early_stopping_min_delta: float
         early_stopping_mode: str

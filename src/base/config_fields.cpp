@@ -160,7 +160,10 @@ std::vector<ConfigField> make_fields() {
       number("tune_seconds", 0, kInfinity, true, 0,
              "Seconds for trying what makes a step faster, compiling apart; 0 is what 60 steps take, at "
              "least 3 s, or what the saving repays within 240; of a short run 2 %. A Trainer takes 1 s for "
-             "everything, or 2 % of the run."));
+             "everything, or 15 % of the run."));
+  fields.push_back(
+      flag("remember", true,
+           "What was found is kept in $OXYTORCH_CACHE and checked in the next run instead of measured again."));
   fields.push_back(integer("early_stopping_patience", 0, 0,
                            "Evaluations without improvement after which training stops; 0 is off."));
   fields.push_back(number("early_stopping_min_delta", 0, kInfinity, true, 0,

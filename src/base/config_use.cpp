@@ -80,6 +80,7 @@ constexpr Row kRows[] = {
     {"max_steps", kHonoured},
     {"steps_planned", kHonoured},
     {"tune_seconds", kHonoured},
+    {"remember", kHonoured},
     {"early_stopping_patience", loop_only(kYourLoop)},
     {"early_stopping_min_delta", loop_only(kYourLoop)},
     {"early_stopping_mode", loop_only(kYourLoop)},

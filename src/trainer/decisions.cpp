@@ -79,7 +79,9 @@ std::unique_ptr<Plan::Impl> Decisions::plan_of_own(torch::nn::Module& model, tor
                                                    const PerformanceConfig& config) {
   auto run = std::make_unique<tune::Run>(model, optimizer, std::move(loss), std::vector<Batch>(), clip_norm);
   Plan::Impl::take_back_of({model});
-  return std::make_unique<Plan::Impl>(std::move(run), NamedSettings(config, tune::AskedBy::Trainer));
+  std::optional<tune::CertificateStore> store;
+  if (config.flag("remember")) store.emplace();
+  return std::make_unique<Plan::Impl>(std::move(run), NamedSettings(config, tune::AskedBy::Trainer), std::move(store));
 }
 
 Decisions::Decisions(Plan::Impl& plan, const PerformanceConfig& config)
@@ -96,6 +98,7 @@ void Decisions::begin(const Batch* batch) {
     return;
   }
   // The verifier's references are the optimizer as given, so what is named of it joins once tuning is over.
+  const auto offers = tune::offers_of(tune::strategies());
   const auto named = run.required;
   const auto late = names_of_group("optimizer");
   std::erase_if(run.required, [&](const auto& name) { return holds(late, name); });
@@ -103,10 +106,15 @@ void Decisions::begin(const Batch* batch) {
     run.set_active({});
     run.set_batches(
         {batch->map([](const at::Tensor& t) { return t.detach().clone().requires_grad_(t.requires_grad()); })});
+    auto options = tune::tuning_of_trainer(config_, steps, offers);
+    std::vector<std::string> names;
+    for (const auto& offer : offers) names.push_back(offer.name);
+    auto key = "C++, level " + config_.level() + "; " +
+               tune::decided_by(config_, names, options.steps_planned, tune::AskedBy::Trainer);
     plan_.tune({.strategies = tune::strategies(),
                 .skipped = asked_.skipped,
-                .options = tune::tuning_of_trainer(config_, steps, tune::offers_of(tune::strategies())),
-                .key = "C++, trainer"});
+                .options = std::move(options),
+                .key = std::move(key)});
   } catch (...) {
     run.set_batches({});
     run.required = named;

@@ -40,7 +40,7 @@ std::string quoted(const std::string& text) {
 double checked_clip(const PerformanceConfig& config, const torch::optim::Optimizer& optimizer,
                     const TrainerOptions& options = {}) {
   check_settings(config, ConfigUser::CppTrainer);
-  for (const char* key : {"steps_planned", "tune_seconds"}) {
+  for (const char* key : {"steps_planned", "tune_seconds", "remember"}) {
     OXY_CHECK(options.calibrate || !is_given(config, key), InvalidArgument, key, " = ", to_string(config.get(key)),
               " (", config.origin(key),
               "): calibrate = false tries nothing, and so it would have no effect. Leave out ", "one of them.");

@@ -42,29 +42,20 @@ AccelerateOptions settled(AccelerateOptions options) {
   if (options.steps_planned() == untouched.steps_planned()) options.steps_planned(tune::planned_steps(config));
   if (options.clip_norm() == 0) options.clip_norm(config.number("clip_norm"));
   if (options.tune_seconds() == 0) options.tune_seconds(config.number("tune_seconds"));
+  if (!config.flag("remember")) options.remember(false);
   if (options.seed() == 0) options.seed(static_cast<std::uint64_t>(config.integer("seed").value_or(0)));
   return options;
 }
 
-/// Settings that were named, as a text, for a certificate's key.
-std::string named_text(const PerformanceConfig& config) {
-  std::string text;
-  for (const auto& field : PerformanceConfig::fields()) {
-    if (tune::is_named(config, field.key)) text += ' ' + field.key + '=' + to_string(config.get(field.key));
-  }
-  return text;
-}
-
 /// What decides which strategies are kept.
 std::string key_of(const AccelerateOptions& options, const std::vector<tune::RegisteredStrategy>& strategies) {
-  std::string offered;
+  std::vector<std::string> offered;
   for (const auto& strategy : strategies) {
     const auto& left_out = options.exclude();
-    if (std::find(left_out.begin(), left_out.end(), strategy.name) == left_out.end()) offered += ' ' + strategy.name;
+    if (std::find(left_out.begin(), left_out.end(), strategy.name) == left_out.end()) offered.push_back(strategy.name);
   }
-  return "C++, level " + options.level() + (options.loop() == "plan" ? "" : ", loop " + options.loop()) + ", steps " +
-         std::to_string(options.steps_planned()) + ", strategies" + offered +
-         (options.config() ? ", settings" + named_text(*options.config()) : "");
+  return "C++, level " + options.level() + (options.loop() == "plan" ? "" : ", loop " + options.loop()) + "; " +
+         tune::decided_by(options.config().value_or(PerformanceConfig()), offered, options.steps_planned());
 }
 
 }  // namespace

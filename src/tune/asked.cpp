@@ -57,7 +57,15 @@ constexpr Key kNothing[] = {
 };
 
 constexpr double kTrainerSeconds = 1.0;
-constexpr double kTrainerShare = 0.02;  // of the planned run
+/// Of the planned run. Little of it is spent where nothing is gained: SearchOptions::for_run() bounds trials.
+constexpr double kTrainerShare = 0.15;
+
+/// Settings that decide neither how long a step takes nor what is tried.
+constexpr std::string_view kOfNoConsequence[] = {
+    "level",       "seed",         "max_steps",    "steps_planned",           "remember",
+    "progress",    "log_every",    "monitor",      "early_stopping_patience", "early_stopping_min_delta",
+    "schedule",    "warmup_steps", "min_lr_ratio", "early_stopping_mode",     "early_stopping_restore_best",
+    "memory_limit"};
 
 /// A configuration, and which of its values count as named.
 struct Settings {
@@ -150,6 +158,19 @@ std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwi
   if (is_given(config, "steps_planned")) return planned;
   const auto length = config.integer("max_steps").value_or(0);
   return length > 0 ? length : otherwise > 0 ? otherwise : planned;
+}
+
+std::string decided_by(const PerformanceConfig& config, const std::vector<std::string>& strategies,
+                       std::int64_t steps_planned, AskedBy by) {
+  std::string text = "strategies";
+  for (const auto& name : strategies) text += ' ' + name;
+  text += "; steps " + std::to_string(steps_planned) + (by == AskedBy::Trainer ? "; a trainer's" : ";") + " settings";
+  for (const auto& field : PerformanceConfig::fields()) {
+    const bool counts =
+        std::find(std::begin(kOfNoConsequence), std::end(kOfNoConsequence), field.key) == std::end(kOfNoConsequence);
+    if (counts && is_named(config, field.key, by)) text += ' ' + field.key + '=' + to_string(config.get(field.key));
+  }
+  return text;
 }
 
 TunerOptions tuning_of_trainer(const PerformanceConfig& config, std::int64_t length, const std::vector<Offer>& offers) {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <exception>
@@ -18,8 +19,11 @@ std::string from_environment(const char* variable) {
   return value == nullptr ? "" : value;
 }
 
-/// "" where there is no home either.
+bool is_off() { return from_environment("OXYTORCH_CACHE") == "off"; }
+
+/// "" where nothing is to be kept, or there is no home either.
 std::string default_folder() {
+  if (is_off()) return "";
   if (const std::string own = from_environment("OXYTORCH_CACHE"); !own.empty()) return own;
   // The XDG specification: a path that is not absolute is to be ignored.
   if (const std::string cache = from_environment("XDG_CACHE_HOME"); cache.starts_with('/')) return cache + "/oxytorch";
@@ -69,7 +73,7 @@ void CertificateStore::put(const Certificate& certificate) const {
             "; measure again on a quiet one.");
   OXY_CHECK(!folder_.empty(), Io,
             "there is no folder for certificates: none of OXYTORCH_CACHE, XDG_CACHE_HOME and HOME "
-            "is set; set OXYTORCH_CACHE.");
+            "is set, or OXYTORCH_CACHE is 'off'; set it to a folder.");
   std::error_code error;
   std::filesystem::create_directories(folder_, error);
   OXY_CHECK(!error, Io, "cannot make the folder ", in_quotes(folder_), " for certificates: ", error.message(),
@@ -87,6 +91,10 @@ void CertificateStore::forget(const CertificateKey& key) const {
 }
 
 std::string CertificateStore::try_put(const Certificate& certificate) const noexcept {
+  if (folder_.empty() && is_off()) return {};
+  const auto& entries = certificate.entries;
+  const auto was_skipped = [](const CertificateEntry& entry) { return entry.status == Status::Skipped; };
+  if (std::all_of(entries.begin(), entries.end(), was_skipped)) return {};  // it says nothing to the next run
   return failure_of([&] { put(certificate); });
 }
 

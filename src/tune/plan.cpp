@@ -153,16 +153,16 @@ void Plan::Impl::tune(Trials trials) {
     snapshot.prove();
     tuner.activate(found);
     watching.names = run->beside_required();
+    if (const auto why = store ? store->try_put(found) : ""; !why.empty()) {  // without what settings ask for beside it
+      found.events.push_back("step 0: the plan is not stored, so the next run tunes again: " + why);
+      log(LogLevel::Warn, "accelerate: " + found.events.back(), "tune");
+    }
     const auto added = tuner.activate_required(found);
     run->required.insert(run->required.end(), added.begin(), added.end());
     watching.kind = tuner.widest(run->active());
     certificate = std::move(found);
   }
   give_back_host_memory();  // what references and snapshots took: the steps that follow do not need it
-  if (const auto why = store ? store->try_put(certificate) : ""; !why.empty()) {
-    certificate.events.push_back("step 0: the plan is not stored, so the next run tunes again: " + why);
-    log(LogLevel::Warn, "accelerate: " + certificate.events.back(), "tune");
-  }
   if (watching.names.empty()) return;
   watching.drawn_by = seed ^ tune::fresh_bits();  // what is active cannot know which steps are compared
   watch.emplace(*this, certificate, store ? &*store : nullptr, watching);

@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <cmath>
+#include <cstdlib>
+#include <filesystem>
 #include <limits>
 
 #include "oxytorch/error.h"
@@ -265,6 +267,29 @@ TEST_F(TrainerAutoTest, ASmallModelTakesNoLongerThanItsSecond) {
     EXPECT_EQ(line(trainer, "no_delay").state, "on") << key;
     trainer.revert();
   }
+}
+
+TEST_F(TrainerAutoTest, TheNextRunReusesWhatWasFound) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / "oxytorch_trainer_cache";
+  std::filesystem::remove_all(folder);
+  ::setenv("OXYTORCH_CACHE", folder.c_str(), 1);
+  std::vector<double> took;
+  for (const bool remember : {false, true, true, false}) {
+    auto all = useless(10);
+    all.insert(all.begin(), planted<NoDelay>("no_delay"));
+    only(std::move(all));
+    const double began = clock.now;
+    auto trainer = make(with("basic", {{"remember", remember}, {"seed", static_cast<std::int64_t>(took.size())}}));
+    trainer.step(batches[0]);
+    took.push_back(clock.now - began);
+    EXPECT_EQ(line(trainer, "no_delay").state, "on");
+    EXPECT_EQ(std::filesystem::exists(folder), took.size() > 1);
+    trainer.revert();
+  }
+  ::unsetenv("OXYTORCH_CACHE");
+  std::filesystem::remove_all(folder);
+  EXPECT_LT(took[2], took[1] / 2);
+  EXPECT_GT(took[3], took[1] / 2);
 }
 
 TEST_F(TrainerAutoTest, ALongRunAllowsAShareOfItself) {

@@ -22,9 +22,10 @@ GIVEN: dict[str, Any] = {
     "optimizer_state": "int8", "attention": "math", "compile": "default", "accumulation_steps": 2,
     "clip_norm": 0.01, "clip_value": 0.001,
     "ema_decay": 0.5, "nonfinite": "raise", "grad_scaler": "on", "schedule": "cosine", "warmup_steps": 2,
-    "min_lr_ratio": 0.5, "max_steps": 7, "steps_planned": 77, "tune_seconds": 1.5, "early_stopping_patience": 1,
-    "early_stopping_min_delta": 100.0, "early_stopping_mode": "max", "early_stopping_restore_best": True,
-    "memory_limit": "1GB", "seed": 5, "deterministic": True, "progress": "on", "log_every": 3, "monitor": False,
+    "min_lr_ratio": 0.5, "max_steps": 7, "steps_planned": 77, "tune_seconds": 1.5, "remember": False,
+    "early_stopping_patience": 1, "early_stopping_min_delta": 100.0, "early_stopping_mode": "max",
+    "early_stopping_restore_best": True, "memory_limit": "1GB", "seed": 5, "deterministic": True, "progress": "on",
+    "log_every": 3, "monitor": False,
 }  # fmt: skip
 # What has to stand beside a setting for it to mean anything.
 WITH: dict[str, dict[str, Any]] = {

@@ -313,10 +313,17 @@ const std::map<std::string, std::function<void()>>& effects() {
          };
          EXPECT_THAT(refused({{"steps_planned", int64_t{5}}}), HasSubstr("calibrate = false tries nothing"));
          EXPECT_THAT(refused({{"tune_seconds", 0.5}}), HasSubstr("calibrate = false tries nothing"));
+         EXPECT_THAT(refused({{"remember", false}}), HasSubstr("calibrate = false tries nothing"));
        }},
       {"tune_seconds",
        [] {  // the rest is in auto_test.cpp
          Training setup({{"tune_seconds", 0.05}, {"steps_planned", int64_t{100}}}, "basic", 1.0, std::nullopt, true);
+         setup.moved();
+         EXPECT_THAT(setup.line("allocator"), Not(HasSubstr("decided at the first batch")));
+       }},
+      {"remember",
+       [] {  // the rest is in auto_test.cpp
+         Training setup({{"remember", false}}, "basic", 1.0, std::nullopt, true);
          setup.moved();
          EXPECT_THAT(setup.line("allocator"), Not(HasSubstr("decided at the first batch")));
        }},

@@ -230,7 +230,7 @@ def test_a_long_run_allows_a_share_of_itself(clock: Clock) -> None:
             one.step(batches(1)[0])
             one.revert()
         took.append(clock.now - began)
-    assert took[0] < 2.0 < took[1] < 0.02 * 20_000 * 0.02 * 1.1
+    assert took[0] < 2.0 < took[1] < 0.15 * 20_000 * 0.02 * 1.1
 
 
 def test_fit_tells_how_long_the_run_is(clock: Clock) -> None:

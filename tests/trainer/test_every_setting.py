@@ -6,6 +6,7 @@ import importlib
 import inspect
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import oxytorch as ox
@@ -13,7 +14,7 @@ import pytest
 import torch
 from oxytorch import _C
 from oxytorch._C import base as native
-from oxytorch.tune import Run
+from oxytorch.tune import Run, Strategy
 from planted import Clock, Net, batches, clock, made, only
 from torch import nn
 
@@ -163,6 +164,26 @@ def trainer_tunes_for(clock: Clock) -> bool:
             names = ("cheaper_slow", "cheaper_rest")
             found.append(sum(on_with(clock, name, tune_seconds=seconds) for name in names))
     return found[0] < found[1] == 2
+
+
+def trainer_remembers(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """The next run reuses what was found, where both may; another seed or bar is the same run."""
+    monkeypatch.setenv("OXYTORCH_CACHE", str(tmp_path / "own"))
+    took = []
+    with only(made(clock, "slow", 0.002), *(made_useless(clock, number) for number in range(5))):
+        for settings in ({"remember": False}, {"seed": 1}, {"seed": 2, "progress": "off"}, {"remember": False}):
+            before = clock.now
+            assert on_with(clock, "cheaper_slow", **settings)
+            took.append(clock.now - before)
+            assert (tmp_path / "own").exists() == (len(took) > 1)
+    assert took[2] < took[1] / 2 and took[3] > took[1] / 2, took
+    return True
+
+
+def made_useless(clock: Clock, number: int) -> type[Strategy]:
+    one = made(clock, "slow", 0.01)
+    one.name = f"useless_{number}"
+    return one
 
 
 def trainer_layout() -> bool:
@@ -319,6 +340,7 @@ TRAINER: dict[str, Callable[..., Any]] = {
     "max_steps": lambda: trainer(max_steps=3).fit(batches(5), progress=False).steps == 3,
     "steps_planned": trainer_plans,
     "tune_seconds": trainer_tunes_for,
+    "remember": trainer_remembers,
     "early_stopping_patience": lambda: stopped([1.0, 2.0, 3.0], early_stopping_patience=1)[0] == 2,
     "early_stopping_min_delta": lambda: (
         stopped([3.0, 2.0, 1.0], early_stopping_patience=1)[0] == 3
@@ -374,9 +396,9 @@ def test_the_options_of_the_trainer() -> None:
         with closed(ox.Trainer(convolved, step, counted, calibrate=calibrate, precision="fp32")) as one:
             one.step((torch.randn(5, 1, 2, 3), batches(1)[0][1]))
         assert (next(calls) - before > 2) == calibrate
-    for key in ("tune_seconds", "steps_planned"):
+    for key in ("tune_seconds", "steps_planned", "remember"):
         with pytest.raises(ValueError, match=f"{key} = .*calibrate=False tries nothing"):
-            ox.Trainer(model, optimizer, CRITERION, calibrate=False, **{key: 3})
+            ox.Trainer(model, optimizer, CRITERION, calibrate=False, **{key: GIVEN[key]})
 
 
 # -- accelerate ------------------------------------------------------------------------------------------------------
@@ -512,6 +534,15 @@ def tunes_for(clock: Clock) -> bool:
     return (len(little), len(enough)) == (1, 2)
 
 
+def stores(clock: Clock, tmp_path: Path) -> bool:
+    folder = tmp_path / "own"
+    with only(made(clock, "slow", 0.002)):
+        for remember in (False, True):
+            assert kept(clock, {"remember": remember}, remember=str(folder)) == ("cheaper_slow",)
+            assert folder.exists() == remember
+    return True
+
+
 ACCELERATE: dict[str, Callable[..., Any]] = {
     "level": accelerated_level,
     "precision": lambda clock: forced(clock, "precision", "bf16", "bf16_autocast", "precision", "precision"),
@@ -536,6 +567,7 @@ ACCELERATE: dict[str, Callable[..., Any]] = {
     "max_steps": lambda clock: (planned(clock, max_steps=7), planned(clock)) == (7, 10_000),
     "steps_planned": lambda clock: planned(clock, steps_planned=77, max_steps=7) == 77,
     "tune_seconds": tunes_for,
+    "remember": stores,
     "seed": accelerated_seed,
     "deterministic": accelerated_process,
     "progress": shows_progress,
@@ -543,9 +575,9 @@ ACCELERATE: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("key", list(ACCELERATE))
-def test_accelerate_honours(key: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_honours(key: str, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shows = ACCELERATE[key]
-    fixtures = {"clock": clock, "monkeypatch": monkeypatch}
+    fixtures = {"clock": clock, "tmp_path": tmp_path, "monkeypatch": monkeypatch}
     assert shows(**{name: fixtures[name] for name in inspect.signature(shows).parameters})
 
 

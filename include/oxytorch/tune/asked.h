@@ -45,9 +45,16 @@ OXY_API void activate(Asked& asked, const PerformanceConfig& config, const std::
 /// Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.
 [[nodiscard]] OXY_API std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise = 0);
 
-/// What a trainer asks of a tuner at its first batch: `tune_seconds` for everything, or a second, or 2 % of the planned
-/// run where that is more. `length` of the run, where the configuration does not say it; 0: not known. Strategies that
-/// cut a batch are excluded: one batch does not tell how the loss of others is made up of that of their rows.
+/// What decides which strategies are kept, for a certificate's key: names of those offered, the length of the run, and
+/// settings that were named and are of consequence.
+[[nodiscard]] OXY_API std::string decided_by(const PerformanceConfig& config,
+                                             const std::vector<std::string>& strategies, std::int64_t steps_planned,
+                                             AskedBy by = AskedBy::Loop);
+
+/// What a trainer asks of a tuner at its first batch: `tune_seconds` for everything, or a second, or 15 % of the
+/// planned run where that is more. `length` of the run, where the configuration does not say it; 0: not known.
+/// Strategies that cut a batch are excluded: one batch does not tell how the loss of others is made up of that of their
+/// rows.
 [[nodiscard]] OXY_API TunerOptions tuning_of_trainer(const PerformanceConfig& config, std::int64_t length,
                                                      const std::vector<Offer>& offers);
 

@@ -96,9 +96,9 @@ struct OXY_API Certificate {
   [[nodiscard]] std::string to_html() const;  ///< a page that needs no network, with intervals drawn
 };
 
-/// Where certificates are remembered: $OXYTORCH_CACHE, or $XDG_CACHE_HOME/oxytorch, or ~/.cache/oxytorch; one JSON file
-/// a key. A file that cannot be read is no certificate (a warning is logged), never an error. Any number of processes
-/// may share a folder: a reader finds a whole certificate, of two writers the last.
+/// Where certificates are remembered: $OXYTORCH_CACHE ("off": nowhere), or $XDG_CACHE_HOME/oxytorch, or
+/// ~/.cache/oxytorch; one JSON file a key. A file that cannot be read is no certificate (a warning is logged), never an
+/// error. Any number of processes may share a folder: a reader finds a whole certificate, of two writers the last.
 class OXY_API CertificateStore {
  public:
   explicit CertificateStore(std::string folder = "");
@@ -107,7 +107,8 @@ class OXY_API CertificateStore {
   void put(const Certificate& certificate) const;
   /// Nothing where there is none. Error(Io).
   void forget(const CertificateKey& key) const;
-  /// put() and forget() for a run that goes on without them: empty, or a sentence that says why not. Never throw.
+  /// put() and forget() for a run that goes on without them: empty, or a sentence that says why not. Never throw. A
+  /// certificate of a run in which nothing could be tried is not stored.
   [[nodiscard]] std::string try_put(const Certificate& certificate) const noexcept;
   [[nodiscard]] std::string try_forget(const CertificateKey& key) const noexcept;
   [[nodiscard]] const std::string& folder() const noexcept { return folder_; }

@@ -93,6 +93,9 @@ class Decisions:
             self.are_made = True
             return
         named = run.required
+        offers = [offer(name, cls) for name, cls in run.strategies.items()]
+        options = _native.tuning_of_trainer(config._native, self.steps or 0, offers)
+        names = list(run.strategies)
         run.required = tuple(name for name in named if run.strategies[name].group not in _LATE)
         try:
             run.set_active(())
@@ -100,9 +103,9 @@ class Decisions:
                 run,
                 config,
                 self.asked,
-                _native.tuning_of_trainer(
-                    config._native, self.steps or 0, [offer(name, cls) for name, cls in run.strategies.items()]
-                ),
+                options,
+                decided_by=[_native.decided_by(config._native, names, options.steps_planned, by_trainer=True)],
+                store=_native.CertificateStore("") if config.remember else None,
             )
         except BaseException:
             run.required, run.batches = named, ()

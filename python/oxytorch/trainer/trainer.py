@@ -117,10 +117,10 @@ class Trainer:
                 f"clip_norm = {self.config.clip_norm:g} ({self.config.origin('clip_norm')}): the step of the plan was "
                 f"measured with clip_norm = {clip:g}. Give it to accelerate(), and leave it out here."
             )
-        for key in () if calibrate else ("steps_planned", "tune_seconds"):
+        for key in () if calibrate else ("steps_planned", "tune_seconds", "remember"):
             if self.config.is_given(key):
                 raise ValueError(
-                    f"{key} = {getattr(self.config, key):g} ({self.config.origin(key)}): calibrate=False tries nothing,"
+                    f"{key} = {getattr(self.config, key)} ({self.config.origin(key)}): calibrate=False tries nothing,"
                     " and so it would have no effect. Leave out one of them."
                 )
         self.callbacks = list(callbacks)

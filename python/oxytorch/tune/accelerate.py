@@ -111,7 +111,8 @@ def accelerate(
         What else a step changes and is to be held: a scheduler, a scaler, generators. What `step` and `loss_fn` reach
         by themselves (closures, bound objects, globals that they name) is found and held without being named here.
     remember : bool or str
-        Reuse the certificate of an earlier run after a short check, and store this one; a text is the folder.
+        Reuse the certificate of an earlier run after a short check, and store this one; a text is the folder. Not where
+        `config` has remember=False.
     tune_seconds : float, optional
         Seconds for all trials, compiling apart. Unless given: what 60 steps take, at least 3 s, or
         what the saving so far repays within 240 steps with what verifying it all takes; of a short run 2 %.
@@ -182,12 +183,9 @@ def accelerate(
         run.check(examples[0])
     run.asked = {**asked.named, "retain_limit": asked.retain_limit}
     run_steps = steps_planned if steps_planned is not None else _native.planned_steps(settings._native)
-    decided_by = [
-        f"strategies {' '.join(name for name in classes if name not in set(exclude))}",
-        f"loop {loop}",
-        f"steps {run_steps}",
-        f"settings {asked.named}",
-    ]
+    offered = [name for name in classes if name not in set(exclude)]
+    decided_by = [f"loop {loop}", _native.decided_by(settings._native, offered, run_steps)]
+    remember = remember if settings.remember else False
     with asked.applied(), _line(progress) as say:
         return tuned(
             run,
