@@ -6,6 +6,7 @@ import argparse
 import itertools
 import os
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .workloads import Workload
 __all__ = ["run"]
 
 CONTENDERS = ("plain", ALLOCATOR, "stock", "basic", "advanced")
+TUNING_SECONDS = 30.0
 COMPILED = ("plain compiled", "stock compiled", "advanced compiled")
 
 
@@ -88,6 +90,30 @@ def _length(workload: Workload, calibration: Calibration, contenders: int, plan:
     return recipe.starts, steps - steps % recipe.block
 
 
+def tune(workload: Workload, plan: Plan, progress: DemoProgress) -> dict[str, float]:
+    """Let each trainer tune itself in a process of its own, as the first of a user's runs does; seconds that took.
+
+    What it finds is remembered, so that the starts that are raced check it and go on, as later runs do.
+    """
+    part, seconds = f"tune {workload.name}", {}
+    for name in sorted(present.OURS.intersection(plan.contenders)):
+        progress.advance(part, 0.0, f"{workload.name}: {name} tunes itself, once")
+        started = race(
+            _commands(workload, {name: {"contender": name, "seed": FIRST_SEED, "steps": 1}}, plan),
+            seed=FIRST_SEED,
+            steps=1,
+            block=1,
+            environment=plan.environment,
+            timeout=plan.timeout * 10,
+            on_turn=lambda _name, _count: None,
+            evaluate=False,
+        )
+        seconds[name] = started[name].blocks[0].seconds[0]
+        progress.advance(part, TUNING_SECONDS, f"{workload.name}: {name} tuned itself in {seconds[name]:.0f} s")
+    progress.finish(part)
+    return seconds
+
+
 def _rule(contender: str, choice: StockChoice) -> dict[str, Any]:
     # A rival is stock PyTorch: nothing of oxytorch may be loaded beside it.
     rule: dict[str, Any] = {"forbid": "oxytorch"} if contender.startswith(("plain", "stock")) else {}
@@ -98,6 +124,7 @@ def race_workload(workload: Workload, plan: Plan, share: float, progress: DemoPr
     """Calibrate and race one workload."""
     names = list(plan.contenders)
     calibration = calibrate(workload, plan, progress)
+    tuning = tune(workload, plan, progress)
     starts, steps = _length(workload, calibration, len(names), plan, share)
     block = min(workload.recipe.block, 4) if plan.quick else workload.recipe.block
     part = f"train {workload.name}"
@@ -126,7 +153,7 @@ def race_workload(workload: Workload, plan: Plan, share: float, progress: DemoPr
             )
         )
     progress.finish(part)
-    return summarise(workload, str(calibration.choice), results)
+    return summarise(workload, str(calibration.choice), results, tuning)
 
 
 def _race_all(names: list[str], plan: Plan) -> list[WorkloadResult]:
@@ -137,6 +164,7 @@ def _race_all(names: list[str], plan: Plan) -> list[WorkloadResult]:
             share = workload.recipe.share / whole
             choices = 8 if workload.is_image else 4
             progress.expect(f"calibrate {workload.name}", 5.0 if plan.quick else choices * 2.2)
+            progress.expect(f"tune {workload.name}", TUNING_SECONDS * len(present.OURS.intersection(plan.contenders)))
             starts = 1 if plan.quick else workload.recipe.starts
             train = 4.0 if plan.quick else share * plan.seconds
             progress.expect(f"train {workload.name}", train + starts * len(CONTENDERS) * START_SECONDS / 2)
@@ -150,8 +178,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     threads = arguments.threads or len(os.sched_getaffinity(0))
     contenders = CONTENDERS + (COMPILED if arguments.compile else ())
-    plan = Plan(threads, arguments.seconds, arguments.timeout, arguments.quick, contenders, environment(threads))
     torch.set_num_threads(1)  # The coordinator only waits and counts.
+    cache = tempfile.TemporaryDirectory(prefix="oxytorch-demo-")  # what trainers remember, for this demo alone
+    settings = {**environment(threads), "OXYTORCH_CACHE": cache.name}
+    plan = Plan(threads, arguments.seconds, arguments.timeout, arguments.quick, contenders, settings)
     try:
         if arguments.cpp:
             from . import cpp  # noqa: PLC0415
@@ -162,6 +192,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (WorkerFailed, ModuleNotFoundError, FileNotFoundError) as error:
         print(f"oxytorch demo: {error}", file=sys.stderr)
         return 1
+    finally:
+        cache.cleanup()
     document: dict[str, Any] = {
         "schema": "oxytorch-demo/1",
         "machine": machine.describe(threads),

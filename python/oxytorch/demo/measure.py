@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -80,6 +80,8 @@ class Row:
     held_out_losses: list[float]
     verdict: str
     compile_seconds: float
+    tuning_seconds: float
+    """Of the run in which it tuned itself, once; 0 for a rival."""
     first_step_seconds: float
     notes: list[dict[str, Any]]
 
@@ -152,8 +154,10 @@ def seed_band(losses: Sequence[float]) -> tuple[float, float]:
     return min(losses) - margin, max(losses) + margin
 
 
-def summarise(workload: Subject, choice: str, starts: list[Start]) -> WorkloadResult:
-    """Figures of every contender of one workload."""
+def summarise(
+    workload: Subject, choice: str, starts: list[Start], tuning: Mapping[str, float] | None = None
+) -> WorkloadResult:
+    """Figures of every contender of one workload; `tuning`: seconds that some took once, in a run before."""
     contenders = list(starts[0])
 
     def table(contender: str, value: Callable[[Block], float]) -> NDArray[np.float64]:
@@ -199,6 +203,7 @@ def summarise(workload: Subject, choice: str, starts: list[Start]) -> WorkloadRe
                 held_out_losses=held[contender],
                 verdict=_verdict(held[contender], band),
                 compile_seconds=max(run.compile_seconds for run in runs),
+                tuning_seconds=(tuning or {}).get(contender, 0.0),
                 first_step_seconds=max(run.blocks[0].seconds[0] for run in runs),
                 notes=runs[0].notes,
             )

@@ -14,6 +14,9 @@ from .workloads import Batch, Workload
 
 __all__ = ["Ours"]
 
+PLANNED = 10_000
+"""Steps of the run that the demo trains the beginning of: tuning is worth its time in one of that length."""
+
 
 class Ours:
     """What a user of Oxytorch writes: the plain loop's optimizer and schedule, handed to a Trainer."""
@@ -36,7 +39,7 @@ class Ours:
             scheduler=schedule,
             clip_norm=recipe.clip_norm,
             ema_decay=recipe.ema_decay,
-            steps_planned=steps,
+            steps_planned=PLANNED,
             **options,
         )
 

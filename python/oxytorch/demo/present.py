@@ -138,6 +138,12 @@ def _table(result: WorkloadResult) -> Table:
     return table
 
 
+def _repaid(result: WorkloadResult, row: Row) -> str:
+    reference = result.row(result.reference)
+    saved = 0.0 if reference is None else reference.step_seconds.mid - row.step_seconds.mid
+    return f", repaid after {row.tuning_seconds / saved:,.0f} steps" if saved > 0 else ""
+
+
 def foot(result: WorkloadResult) -> list[str]:
     """What a reader must know to read the table."""
     lines = [
@@ -153,10 +159,14 @@ def foot(result: WorkloadResult) -> list[str]:
     if compiled:
         text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in compiled.items())
         lines.append(f"Compiling, not in the step time: {text}.")
+    tuned = [row for row in result.rows if row.tuning_seconds > 0]
+    if tuned:
+        text = ", ".join(f"{row.contender} {row.tuning_seconds:.1f} s{_repaid(result, row)}" for row in tuned)
+        lines.append(f"Tuning, once, in a run before; the runs above check what it found and go on: {text}.")
     warm = {row.contender: row.first_step_seconds for row in result.rows if row.first_step_seconds > 1.0}
     if warm:
         text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in warm.items())
-        lines.append(f"First step, not in the step time (a trainer measures its settings there): {text}.")
+        lines.append(f"First step, not in the step time (a trainer checks there what it remembers): {text}.")
     return lines
 
 
