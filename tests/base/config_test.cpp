@@ -88,7 +88,7 @@ TEST(Config, EveryRowIsWhole) {
       EXPECT_EQ(config.get(field.key), value) << field.key;
     }
   }
-  EXPECT_EQ(keys.size(), 34u);
+  EXPECT_EQ(keys.size(), 35u);
 }
 
 TEST(Config, SettingTheLevelKeepsWhatWasSet) {

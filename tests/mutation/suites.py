@@ -72,6 +72,10 @@ _FIRST = {
     "python/oxytorch/tune/tuning.py": ("tests/tune/test_accelerate.py",),
     "python/oxytorch/tune/update.py": ("tests/tune/test_verify.py", "tests/tune/test_planted_faults.py"),
     "python/oxytorch/tune/watch.py": ("tests/tune/test_plan.py", "tests/tune/test_watch_random.py"),
+    "python/oxytorch/tune/strategies/compiled.py": (
+        "tests/trainer/test_compile_fails.py",
+        "tests/tune/test_strategies.py",
+    ),
     "python/oxytorch/tune/strategies/feed.py": ("tests/tune/test_feed.py", "tests/tune/test_strategies.py"),
     "python/oxytorch/tune/strategies/optimizer.py": (
         "tests/tune/test_native_step.py",

@@ -377,6 +377,18 @@ def test_a_trainer_refuses_several() -> None:
     plan = accelerate(models, optimizers, LOSSES, strategies=[])
     with pytest.raises(ValueError, match="plan is of several models or optimizers, which a Trainer does not take"):
         ox.Trainer(models[0], optimizers[1], plan=plan)
+    plan.revert()
+    of_both = torch.optim.SGD([p for m in models for p in m.parameters()], 0.1)
+    given = list(models[1].parameters())
+    halves = [torch.optim.SGD(part, 0.1) for part in (given[::2], given[1::2])]
+
+    def realness(d: nn.Module, batch: Batch) -> Tensor:
+        return d(batch[0]).mean()
+
+    for some in ((models, of_both, [loss_of_d]), (models[1], halves, [realness] * 2)):
+        plan = ox.accelerate(*some[:2], some[2], batches(), strategies=[], remember=False)
+        with pytest.raises(ValueError, match="plan is of several models or optimizers"):
+            ox.Trainer(models[1], of_both, plan=plan)
+        plan.revert()
     with pytest.raises(TypeError, match=r"model is a list: plan\.trainer takes one model and one optimizer"):
         ox.PerformanceOptimizer().prepare(models, optimizers, batches(), LOSSES)
-    plan.revert()
