@@ -6,6 +6,7 @@
 
 #include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
+#include "oxytorch/tune/policy.h"
 #include "tune/names.h"
 
 namespace oxytorch::tune {
@@ -55,10 +56,6 @@ constexpr Key kNothing[] = {
     {"float16 needs a loss scale in the loop. Use a Trainer with precision = 'fp16', or 'bf16'", "precision", "fp16"},
     {"give the optimizer state_dtype='bf16' before (oxytorch.optim.replace), or use 'int8'", "optimizer_state", "bf16"},
 };
-
-constexpr double kTrainerSeconds = 1.0;
-/// Of the planned run. Little of it is spent where nothing is gained: SearchOptions::for_run() bounds trials.
-constexpr double kTrainerShare = 0.15;
 
 /// Settings that decide neither how long a step takes nor what is tried.
 constexpr std::string_view kOfNoConsequence[] = {
@@ -178,8 +175,8 @@ TunerOptions tuning_of_trainer(const PerformanceConfig& config, std::int64_t len
   TunerOptions options{.level = config.level(),
                        .steps_planned = planned_steps(config, length),
                        .seed = static_cast<std::uint64_t>(config.integer("seed").value_or(0)),
-                       .total = seconds > 0 ? seconds : kTrainerSeconds,
-                       .total_share = seconds > 0 ? 0 : kTrainerShare};
+                       .total = seconds > 0 ? seconds : kPolicy.least_trainer_seconds,
+                       .total_share = seconds > 0 ? 0 : kPolicy.total_share};
   for (const auto& offer : offers) {
     if (offer.traits.group == "split") options.exclude.push_back(offer.name);
   }

@@ -5,15 +5,12 @@
 #include <ctime>
 #include <optional>
 
+#include "oxytorch/tune/policy.h"
 #include "tune/words.h"
 
 namespace oxytorch::tune {
 namespace {
 
-constexpr double kLeastDifference = 0.2;
-constexpr double kSpreads = 3;
-constexpr double kNothingDays = 7;
-constexpr int kNothingReuses = 8;
 constexpr const char* kReused = "reused";
 
 std::optional<double> seconds_of(const std::string& time) {
@@ -27,12 +24,12 @@ std::string nothing_expires(const Certificate& certificate, const StepNow& now) 
   const auto today = seconds_of(now.time);
   if (!made || !today) return "when it was made cannot be read";
   const double days = (*today - *made) / 86400;
-  if (days > kNothingDays) {
+  if (days > kPolicy.nothing_days) {
     return "that nothing pays was found " + monitor::format_count(std::floor(days)) + " days ago";
   }
   const auto reused = std::count_if(certificate.events.begin(), certificate.events.end(),
                                     [](const std::string& e) { return e.find(kReused) != std::string::npos; });
-  if (reused >= kNothingReuses) return "that nothing pays was reused " + std::to_string(reused) + " times";
+  if (reused >= kPolicy.nothing_reuses) return "that nothing pays was reused " + std::to_string(reused) + " times";
   return "";
 }
 
@@ -44,8 +41,9 @@ std::string why_not_trusted(const Certificate& certificate, const StepNow& now) 
     if (auto why = nothing_expires(certificate, now); !why.empty()) return why;
   }
   if (now.disturbed || certificate.step_seconds <= 0 || now.seconds <= 0) return "";
-  const double noise = kSpreads * std::hypot(certificate.step_spread, now.spread);
-  if (std::abs(std::log(now.seconds / certificate.step_seconds)) <= std::max(std::log1p(kLeastDifference), noise)) {
+  const double noise = kPolicy.spreads * std::hypot(certificate.step_spread, now.spread);
+  if (std::abs(std::log(now.seconds / certificate.step_seconds)) <=
+      std::max(std::log1p(kPolicy.least_difference), noise)) {
     return "";
   }
   return "a step as given takes " + monitor::format_seconds(now.seconds) + ", and took " +

@@ -10,6 +10,7 @@
 #include "oxytorch/error.h"
 #include "oxytorch/random.h"
 #include "oxytorch/spelling.h"
+#include "oxytorch/tune/policy.h"
 #include "tune/words.h"
 
 namespace oxytorch::tune {
@@ -18,8 +19,6 @@ namespace {
 /// A combination of strategies: bit i is the i-th one given.
 using Mask = std::uint64_t;
 constexpr std::size_t kMost = 64;
-/// What two strategies can make of each other at most. A pair whose own figures need more is not tried together.
-constexpr double kInterplay = 1.6;
 
 constexpr Mask bit(std::size_t i) { return Mask{1} << i; }
 
@@ -45,37 +44,6 @@ struct Move {
   bool removal = false;
   bool alone = true;  ///< it turns on nothing else, and off only its rivals
 };
-
-// Of SearchOptions::for_run().
-constexpr double kBudgetSteps = 60;
-constexpr double kRepaySteps = 240;
-constexpr double kUsualConcludeSteps = 50;
-constexpr double kShortRun = 0.02;    // of its steps, for trials
-constexpr double kShortRepay = 0.03;  // of its steps, in which what was spent is to be repaid
-constexpr double kAgainShare = 0.5;   // of what is repaid in them, for what was on trial before
-constexpr double kLeastBudget = 3;    // seconds: some trials and looks by the verifier, however short a step is
-constexpr double kTotalShare = 0.15;  // of the planned run, for everything
-constexpr double kLeastTotal = 6;     // seconds
-/// Of the planned run, in which a one-off cost is to be repaid by what is likely to be gained.
-constexpr double kLikelyShare = 0.25;
-/// Of a group with one-off costs, a gain that lets others of the group be hoped for.
-constexpr double kSpeaksFor = 1.1;
-/// A promise that gives what is exact and free of one-off costs its turn in any case.
-constexpr double kOftenPays = 1.08;
-/// Of the budget that one trial may take: a small gain that is hard to see must not keep the next from its turn.
-constexpr double kTrialShare = 0.25;
-/// Steps that may be measured in one trial where what is spent must be repaid soon: what shows only later saves less.
-constexpr double kTrialSteps = 40;
-/// Seconds of measuring that any trial may have: pairs of blocks of several short steps.
-constexpr double kTrialSeconds = 0.3;
-/// A gain that a trial gives up on there: the next is likely to save more.
-constexpr double kWorth = 1.015;
-/// Of a step, what its optimizer takes where a strategy for optimizers has its expected speedup.
-constexpr double kUsualShare = 0.15;
-/// What is known to pay has its turn as if it gained that much more: so often is what is hoped for not there.
-constexpr double kKnownLead = 0.3;
-/// An update timed by itself is the faster one where it leads by this factor: inside of a step, caches differ.
-constexpr double kClearlyFaster = 1.1;
 
 /// Groups whose gain depends on who else uses the processor.
 const std::set<std::string> kPlacesThreads{"threads", "affinity"};
@@ -110,7 +78,8 @@ struct Search::Impl {
       item.entry.strategy = facts.name;
       item.entry.kind = facts.kind;
       item.entry.reason = "It was not tried.";
-      item.often_pays = facts.kind == Kind::Exact && facts.expected_cost <= 0 && facts.expected_speedup >= kOftenPays;
+      item.often_pays =
+          facts.kind == Kind::Exact && facts.expected_cost <= 0 && facts.expected_speedup >= kPolicy.often_pays;
       item.facts = std::move(facts);
       item.facts.expected_speedup = promised(item.facts);
       items.push_back(std::move(item));
@@ -124,7 +93,7 @@ struct Search::Impl {
     const double share = options.optimizer_share;
     if (share <= 0) return facts.expected_speedup;
     if (facts.update_speedup > 0) return 1 / (1 - share * (1 - 1 / facts.update_speedup));
-    if (facts.group == "optimizer") return 1 + (facts.expected_speedup - 1) * share / kUsualShare;
+    if (facts.group == "optimizer") return 1 + (facts.expected_speedup - 1) * share / kPolicy.usual_optimizer_share;
     return 1 / (1 - (1 - share) * (1 - 1 / facts.expected_speedup));
   }
 
@@ -238,7 +207,7 @@ struct Search::Impl {
       const CertificateEntry& other = items[j].entry;
       if ((items[i].rivals & bit(j)) == 0 || !is_costly(j) || !items[j].tried) continue;
       if (other.status == Status::Rejected || other.status == Status::Refused) return j;
-      if (other.status == Status::Accepted && other.speedup && other.speedup->mid < kSpeaksFor) return j;
+      if (other.status == Status::Accepted && other.speedup && other.speedup->mid < kPolicy.speaks_for) return j;
     }
     return std::nullopt;
   }
@@ -246,12 +215,14 @@ struct Search::Impl {
   /// Seconds that it is likely to save while a cost is to be repaid.
   [[nodiscard]] double likely_saved(const Item& item) const {
     const double gain = std::min(item.facts.expected_speedup, item.facts.max_speedup);
-    return kLikelyShare * static_cast<double>(options.steps_planned) * step_seconds * (1 - 1 / std::max(1.0, gain));
+    return kPolicy.likely_share * static_cast<double>(options.steps_planned) * step_seconds *
+           (1 - 1 / std::max(1.0, gain));
   }
 
   /// Whether what was on trial may be again: a first turn has the whole budget, a second must be repaid.
   [[nodiscard]] bool may_try_again() const {
-    return options.budget_seconds <= 0 || elapsed < (options.repay_steps > 0 ? kAgainShare * repaid() : budget());
+    return options.budget_seconds <= 0 ||
+           elapsed < (options.repay_steps > 0 ? kPolicy.again_share * repaid() : budget());
   }
 
   [[nodiscard]] double cost_budget() const {
@@ -268,8 +239,8 @@ struct Search::Impl {
       if (bound > least) bound = std::max(least, bound * seconds / options.step_seconds);
     };
     if (options.repay_steps > 0 && seconds < options.step_seconds) {
-      shrink(options.budget_seconds, kLeastBudget);
-      shrink(options.total_seconds, kLeastTotal);
+      shrink(options.budget_seconds, kPolicy.least_trial_seconds);
+      shrink(options.total_seconds, kPolicy.least_total_seconds);
     }
     options.step_seconds = seconds;
   }
@@ -307,7 +278,9 @@ struct Search::Impl {
   }
 
   /// What a trial must gain to be gone through with.
-  [[nodiscard]] double least_gain() const { return options.repay_steps > 0 ? kWorth : options.paired_test.threshold; }
+  [[nodiscard]] double least_gain() const {
+    return options.repay_steps > 0 ? kPolicy.worth : options.paired_test.threshold;
+  }
 
   /// Another of its group whose update is clearly faster by itself, and which nothing speaks against.
   [[nodiscard]] std::optional<std::size_t> faster_update(std::size_t i) const {
@@ -315,7 +288,7 @@ struct Search::Impl {
     if (own <= 0) return std::nullopt;
     for (std::size_t j = 0; j < items.size(); ++j) {
       const bool rival = (items[i].rivals & bit(j)) != 0 && !items[j].settled;
-      if (rival && items[j].facts.update_speedup > kClearlyFaster * own) return j;
+      if (rival && items[j].facts.update_speedup > kPolicy.clearly_faster * own) return j;
     }
     return std::nullopt;
   }
@@ -349,7 +322,7 @@ struct Search::Impl {
   /// What is known to pay goes before what is only hoped to pay a little more.
   [[nodiscard]] double rank(const Item& item) const {
     const double gain = update_gain(item);
-    return gain > kWorth ? gain + kKnownLead : item.facts.expected_speedup;
+    return gain > kPolicy.worth ? gain + kPolicy.known_lead : item.facts.expected_speedup;
   }
 
   [[nodiscard]] std::optional<Move> forward() {
@@ -402,7 +375,7 @@ struct Search::Impl {
       const Item& item = items[i];
       if (!item.tried || item.settled || !stale(item) || !worth_repeating(i) || outdone(i)) continue;
       // What others could make of it at most would leave it worth having.
-      if (active(i) && item.entry.speedup && item.entry.speedup->low > kInterplay) continue;
+      if (active(i) && item.entry.speedup && item.entry.speedup->low > kPolicy.interplay) continue;
       const Move move{i, active(i) ? sound(force & ~bit(i)) : with(force, i), active(i), true};
       if (fresh(move.challenger) && (move.removal || can_repay(item))) return move;
     }
@@ -418,7 +391,7 @@ struct Search::Impl {
         const Item& other = items[j];
         if ((item.ties & bit(j)) == 0 || (item.rivals & bit(j)) != 0 || other.settled || !other.tried) continue;
         Move move{i, 0, false, false};
-        double hoped = kInterplay * hope(item);
+        double hoped = kPolicy.interplay * hope(item);
         if (active(j)) {
           move.challenger = with(sound(force & ~bit(j)), i);
           hoped /= other.entry.speedup ? other.entry.speedup->low : 1;
@@ -445,12 +418,12 @@ struct Search::Impl {
     }
     trial.paired_test.seed = philox(options.seed, 0, trials).word[0];
     if (options.budget_seconds > 0 && !is_costly(pending->item)) {
-      double share = kTrialShare * budget();
+      double share = kPolicy.one_trial_share * budget();
       if (options.repay_steps > 0 && step_seconds > 0) {
         // What promises much may be looked at again where the first pairs were disturbed.
         const double promised = 1 - 1 / std::max(1.0, items[pending->item].facts.expected_speedup);
-        share = std::max(share, kTrialShare * options.repay_steps * promised * step_seconds);
-        share = std::min(share, std::max(kTrialSteps * step_seconds, kTrialSeconds));
+        share = std::max(share, kPolicy.one_trial_share * options.repay_steps * promised * step_seconds);
+        share = std::min(share, std::max(kPolicy.one_trial_steps * step_seconds, kPolicy.one_trial_seconds));
         trial.paired_test.worth = std::max(trial.paired_test.worth, least_gain());
         trial.paired_test.repay_steps = options.repay_steps;
       }
@@ -574,14 +547,17 @@ struct Search::Impl {
 SearchOptions SearchOptions::for_run(std::int64_t steps_planned, double step_seconds, double budget_seconds,
                                      std::uint64_t seed) {
   SearchOptions options{.steps_planned = steps_planned, .step_seconds = step_seconds, .seed = seed};
-  const double most = kShortRun * static_cast<double>(steps_planned);
+  const double most = kPolicy.short_run_trials * static_cast<double>(steps_planned);
   options.budget_seconds =
-      budget_seconds > 0 ? budget_seconds : std::max(kLeastBudget, std::min(kBudgetSteps, most) * step_seconds);
+      budget_seconds > 0 ? budget_seconds
+                         : std::max(kPolicy.least_trial_seconds, std::min(kPolicy.trial_steps, most) * step_seconds);
   options.repay_steps =
-      budget_seconds > 0 ? 0 : std::min(kRepaySteps, kShortRepay * static_cast<double>(steps_planned));
-  options.conclude_steps = kUsualConcludeSteps;
+      budget_seconds > 0 ? 0
+                         : std::min(kPolicy.repay_steps, kPolicy.short_run_repay * static_cast<double>(steps_planned));
+  options.conclude_steps = kPolicy.conclude_steps;
   options.total_seconds =
-      2 * budget_seconds + std::max(kLeastTotal, kTotalShare * static_cast<double>(steps_planned) * step_seconds);
+      2 * budget_seconds +
+      std::max(kPolicy.least_total_seconds, kPolicy.total_share * static_cast<double>(steps_planned) * step_seconds);
   return options;
 }
 
@@ -678,7 +654,7 @@ PairedTestOptions Search::conclusion() const {
   const SearchOptions& options = impl_->options;
   auto paired_test = PairedTestOptions::conclusion(options.seed + 1);
   if (options.total_seconds <= 0) return paired_test;
-  const double least = std::max(kTrialSeconds, 0.5 * options.conclude_steps * impl_->step_seconds);
+  const double least = std::max(kPolicy.one_trial_seconds, 0.5 * options.conclude_steps * impl_->step_seconds);
   paired_test.most_seconds = std::max(options.total_seconds - impl_->used, least);
   return paired_test;
 }

@@ -10,6 +10,7 @@
 #include "oxytorch/host.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/spelling.h"
+#include "oxytorch/tune/policy.h"
 #include "oxytorch/tune/reuse.h"
 #include "oxytorch/tune/timing.h"
 #include "tune/names.h"
@@ -18,12 +19,6 @@
 namespace oxytorch::tune {
 namespace {
 
-/// SearchOptions::conclude_steps and conclude_share where everything has to end in time: for verifying and measuring
-/// what is kept, steps at their fastest, and a share at most.
-constexpr double kReservedSteps = 200;
-constexpr double kReservedShare = 0.6;
-/// That all of tuning takes at the very least: warming up, the baseline, one trial, a look at the numbers.
-constexpr double kLeastSteps = 30;
 constexpr std::size_t kEventsKept = 9;  // of a remembered certificate, beside that of its reuse
 
 void warn(const std::string& text) { log(LogLevel::Warn, "accelerate: " + text, "tune"); }
@@ -163,7 +158,7 @@ struct Tuner::Impl {
     workload.say("the step as it is");
     if (std::exchange(looked, true)) return;
     goes_on = timing.baseline(
-        [&](double step) { return options.total <= 0 || kLeastSteps * step <= seconds_for_everything(step); });
+        [&](double step) { return options.total <= 0 || kPolicy.least_steps * step <= seconds_for_everything(step); });
     if (timing.disturbed()) {
       warn("the machine is busy: " + timing.load().evidence() + ". " + advice_on_shared_cores(waiting_threads_spin()));
     }
@@ -226,8 +221,8 @@ struct Tuner::Impl {
     auto bounds = SearchOptions::for_run(options.steps_planned, timing.fastest(), options.tune_seconds, options.seed);
     if (options.total > 0) {
       bounds.total_seconds = seconds_for_everything(timing.fastest());
-      bounds.conclude_steps = kReservedSteps;
-      bounds.conclude_share = kReservedShare;
+      bounds.conclude_steps = kPolicy.reserved_steps;
+      bounds.conclude_share = kPolicy.reserved_share;
     }
     bounds.used_seconds = workload.seconds() - began;
     bounds.optimizer_share = timing.optimizer_share();
