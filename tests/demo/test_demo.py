@@ -238,6 +238,7 @@ def test_workers_end_with_the_coordinator() -> None:
 @pytest.mark.slow
 def test_quick_demo_writes_table_report_and_json(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "oxytorch", "demo", "--quick", "--only", "mlp", "--out", "report"]
+    command += ["--steps-planned", "500"]
     done = subprocess.run(
         [*command, "--json", "demo.json"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )
@@ -249,6 +250,8 @@ def test_quick_demo_writes_table_report_and_json(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "demo.json").read_text())
     rows = {row["contender"]: row for row in document["workloads"][0]["rows"]}
     assert set(rows) == {"plain", "plain + mallopt", "stock", "basic", "advanced"}
+    assert "Tuning, once" in done.stdout
+    assert all((row["tuning_seconds"] > 0) == (name in ("basic", "advanced")) for name, row in rows.items())
     assert rows["basic"]["speedup_mallopt"]["low"] is None  # One start has no interval.
     # Level basic changes no bit of the result.
     losses = document["workloads"][0]["losses"]

@@ -117,7 +117,19 @@ def test_it_is_this_package_and_says_what_it_found(command: Path, tmp_path: Path
 
 def test_the_demo_runs(command: Path, tmp_path: Path) -> None:
     only = () if GIVEN else ("--only", "mlp")
-    run(command, "demo", "--quick", *only, "--json", "demo.json", "--out", "report", cwd=tmp_path)
+    run(
+        command,
+        "demo",
+        "--quick",
+        "--steps-planned",
+        "500",
+        *only,
+        "--json",
+        "demo.json",
+        "--out",
+        "report",
+        cwd=tmp_path,
+    )
     assert json.loads((tmp_path / "demo.json").read_text())["workloads"]
 
 

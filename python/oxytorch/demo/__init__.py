@@ -41,6 +41,13 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="threads of every contender (cores of this process)")
     parser.add_argument("--seconds", type=float, metavar="S", default=110.0, help="training time in all (%(default)s)")
     parser.add_argument(
+        "--steps-planned",
+        type=int,
+        metavar="N",
+        default=10_000,
+        help="length of the run whose beginning this is: tuning is to repay itself in it (%(default)s)",
+    )
+    parser.add_argument(
         "--timeout", type=float, metavar="S", default=180.0, help="longest wait for a worker (%(default)s)"
     )
     parser.set_defaults(run=_run)

@@ -43,7 +43,7 @@ class Calibration:
 
 
 def _commands(workload: Workload, tasks: dict[str, dict[str, Any]], plan: Plan) -> dict[str, list[str]]:
-    shared = {"workload": workload.name, "threads": plan.threads}
+    shared = {"workload": workload.name, "threads": plan.threads, "steps_planned": plan.steps_planned}
     return {name: python_command({**shared, **task}) for name, task in tasks.items()}
 
 
@@ -176,12 +176,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.threads is not None and arguments.threads < 1:
         print(f"oxytorch demo: --threads must be at least 1, not {arguments.threads}", file=sys.stderr)
         return 2
+    if arguments.steps_planned < 1:
+        print(f"oxytorch demo: --steps-planned must be at least 1, not {arguments.steps_planned}", file=sys.stderr)
+        return 2
     threads = arguments.threads or len(os.sched_getaffinity(0))
     contenders = CONTENDERS + (COMPILED if arguments.compile else ())
     torch.set_num_threads(1)  # The coordinator only waits and counts.
     cache = tempfile.TemporaryDirectory(prefix="oxytorch-demo-")  # what trainers remember, for this demo alone
     settings = {**environment(threads), "OXYTORCH_CACHE": cache.name}
-    plan = Plan(threads, arguments.seconds, arguments.timeout, arguments.quick, contenders, settings)
+    plan = Plan(
+        threads,
+        arguments.seconds,
+        arguments.timeout,
+        arguments.quick,
+        contenders,
+        settings,
+        steps_planned=arguments.steps_planned,
+    )
     try:
         if arguments.cpp:
             from . import cpp  # noqa: PLC0415

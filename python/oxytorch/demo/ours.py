@@ -14,15 +14,19 @@ from .workloads import Batch, Workload
 
 __all__ = ["Ours"]
 
-PLANNED = 10_000
-"""Steps of the run that the demo trains the beginning of: tuning is worth its time in one of that length."""
-
 
 class Ours:
     """What a user of Oxytorch writes: the plain loop's optimizer and schedule, handed to a Trainer."""
 
     def __init__(
-        self, workload: Workload, steps: int, loss: Callable[[nn.Module, Batch], Tensor], level: str, compiled: bool
+        self,
+        workload: Workload,
+        steps: int,
+        loss: Callable[[nn.Module, Batch], Tensor],
+        level: str,
+        *,
+        compiled: bool,
+        steps_planned: int,
     ) -> None:
         recipe = workload.recipe
         self.model = workload.make_model()
@@ -39,7 +43,7 @@ class Ours:
             scheduler=schedule,
             clip_norm=recipe.clip_norm,
             ema_decay=recipe.ema_decay,
-            steps_planned=PLANNED,
+            steps_planned=steps_planned,
             **options,
         )
 

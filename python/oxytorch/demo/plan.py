@@ -22,6 +22,8 @@ class Plan:
     quick: bool
     contenders: tuple[str, ...]
     environment: dict[str, str]
+    steps_planned: int
+    """Of the run that trainers tune for."""
 
 
 def environment(threads: int) -> dict[str, str]:

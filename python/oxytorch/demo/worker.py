@@ -72,7 +72,8 @@ def _build(task: dict[str, Any], workload: Workload, clock: PhaseClock, batch: B
     from .ours import Ours  # noqa: PLC0415  (the rivals' processes must not import oxytorch)
 
     level, _, suffix = name.partition(" ")
-    return Ours(workload, steps, loss, level, compiled=suffix == "compiled"), 0.0
+    planned = task["steps_planned"]
+    return Ours(workload, steps, loss, level, compiled=suffix == "compiled", steps_planned=planned), 0.0
 
 
 def _held_out_loss(workload: Workload, state: dict[str, Tensor]) -> float:
