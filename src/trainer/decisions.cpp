@@ -109,8 +109,7 @@ void Decisions::begin(const Batch* batch) {
     auto options = tune::tuning_of_trainer(config_, steps, offers);
     std::vector<std::string> names;
     for (const auto& offer : offers) names.push_back(offer.name);
-    auto key = "C++, level " + config_.level() + "; " +
-               tune::decided_by(config_, names, options.steps_planned, tune::AskedBy::Trainer);
+    auto key = tune::decided_by(config_, names, options.steps_planned, tune::AskedBy::Trainer);
     plan_.tune({.strategies = tune::strategies(),
                 .skipped = asked_.skipped,
                 .options = std::move(options),

@@ -54,7 +54,7 @@ std::string key_of(const AccelerateOptions& options, const std::vector<tune::Reg
     const auto& left_out = options.exclude();
     if (std::find(left_out.begin(), left_out.end(), strategy.name) == left_out.end()) offered.push_back(strategy.name);
   }
-  return "C++, level " + options.level() + (options.loop() == "plan" ? "" : ", loop " + options.loop()) + "; " +
+  return "loop " + options.loop() + "; " +
          tune::decided_by(options.config().value_or(PerformanceConfig()), offered, options.steps_planned());
 }
 

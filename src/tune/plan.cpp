@@ -146,7 +146,7 @@ void Plan::Impl::tune(Trials trials) {
     const KeptPool kept;
     tune::Snapshot snapshot(*run);
     tune::CertificateKey key{tune::hardware_key() + ", " + run->device().str(), TORCH_VERSION, structure(*run),
-                             std::move(trials.key)};
+                             "C++, level " + trials.options.level + "; " + trials.key};
     tune::RunWorkload workload(*run, snapshot, std::move(trials.strategies), seed, std::move(trials.skipped));
     tune::Tuner tuner(workload, std::move(key), std::move(trials.options));
     auto found = tuner.tune(store ? &*store : nullptr);

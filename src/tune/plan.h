@@ -44,7 +44,7 @@ struct Trials {
   std::vector<tune::RegisteredStrategy> strategies;
   std::map<std::string, std::string> skipped;  ///< of them, why they are not tried
   tune::TunerOptions options;
-  std::string key;  ///< what decides which strategies are kept, for the certificate's key
+  std::string key;  ///< what decides which strategies are kept beside the level, for the certificate's key
 };
 
 /// A plan on which nothing was tried takes steps too: what is active on its run, unwatched.

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <filesystem>
 #include <limits>
 
@@ -270,9 +269,7 @@ TEST_F(TrainerAutoTest, ASmallModelTakesNoLongerThanItsSecond) {
 }
 
 TEST_F(TrainerAutoTest, TheNextRunReusesWhatWasFound) {
-  const auto folder = std::filesystem::path(testing::TempDir()) / "oxytorch_trainer_cache";
-  std::filesystem::remove_all(folder);
-  ::setenv("OXYTORCH_CACHE", folder.c_str(), 1);
+  const CacheFolder cache;
   std::vector<double> took;
   for (const bool remember : {false, true, true, false}) {
     auto all = useless(10);
@@ -283,11 +280,9 @@ TEST_F(TrainerAutoTest, TheNextRunReusesWhatWasFound) {
     trainer.step(batches[0]);
     took.push_back(clock.now - began);
     EXPECT_EQ(line(trainer, "no_delay").state, "on");
-    EXPECT_EQ(std::filesystem::exists(folder), took.size() > 1);
+    EXPECT_EQ(std::filesystem::exists(cache.path()), took.size() > 1);
     trainer.revert();
   }
-  ::unsetenv("OXYTORCH_CACHE");
-  std::filesystem::remove_all(folder);
   EXPECT_LT(took[2], took[1] / 2);
   EXPECT_GT(took[3], took[1] / 2);
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from oxytorch import _C
 from oxytorch.tune import Run, Strategy
-from planted import Clock, Net, batches, clock, drifting, fingerprint, made, only, same
+from planted import Clock, Net, batches, clock, drifting, fingerprint, made, only, same, useless
 from torch import nn
 
 pytestmark = pytest.mark.cpu_only("plants times")
@@ -200,15 +200,9 @@ def test_what_is_named_is_brought_where_nothing_is_tried(clock: Clock) -> None:
 
 def test_a_small_model_takes_no_longer_than_its_second(clock: Clock) -> None:
     clock.cost.update(slow=1e-4, rest=1e-4)
-
-    def useless(number: int) -> type[Strategy]:
-        one = made(clock, "slow", 1e-4)
-        one.name = f"useless_{number}"
-        return one
-
     for settings, most in (({"steps_planned": 100}, 1.0), ({"tune_seconds": 3.0}, 3.0)):
         began = clock.now
-        with only(made(clock, "rest", 5e-5), *map(useless, range(60))):
+        with only(made(clock, "rest", 5e-5), *(useless(clock, number, 1e-4) for number in range(60))):
             one = trainer(clock, **settings)
             one.step(batches(1)[0])
         assert clock.now - began < 1.1 * most
@@ -217,15 +211,10 @@ def test_a_small_model_takes_no_longer_than_its_second(clock: Clock) -> None:
 
 
 def test_a_long_run_allows_a_share_of_itself(clock: Clock) -> None:
-    def useless(number: int) -> type[Strategy]:
-        one = made(clock, "slow", 0.01)
-        one.name = f"useless_{number}"
-        return one
-
     took = []
     for steps in (100, 20_000):
         began = clock.now
-        with only(*map(useless, range(20))):
+        with only(*(useless(clock, number) for number in range(20))):
             one = trainer(clock, steps_planned=steps)
             one.step(batches(1)[0])
             one.revert()

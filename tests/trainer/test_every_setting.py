@@ -14,8 +14,8 @@ import pytest
 import torch
 from oxytorch import _C
 from oxytorch._C import base as native
-from oxytorch.tune import Run, Strategy
-from planted import Clock, Net, batches, clock, made, only
+from oxytorch.tune import Run
+from planted import Clock, Net, batches, clock, made, only, useless
 from torch import nn
 
 from .setting_values import (
@@ -170,7 +170,7 @@ def trainer_remembers(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The next run reuses what was found, where both may; another seed or bar is the same run."""
     monkeypatch.setenv("OXYTORCH_CACHE", str(tmp_path / "own"))
     took = []
-    with only(made(clock, "slow", 0.002), *(made_useless(clock, number) for number in range(5))):
+    with only(made(clock, "slow", 0.002), *(useless(clock, number) for number in range(5))):
         for settings in ({"remember": False}, {"seed": 1}, {"seed": 2, "progress": "off"}, {"remember": False}):
             before = clock.now
             assert on_with(clock, "cheaper_slow", **settings)
@@ -178,12 +178,6 @@ def trainer_remembers(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert (tmp_path / "own").exists() == (len(took) > 1)
     assert took[2] < took[1] / 2 and took[3] > took[1] / 2, took
     return True
-
-
-def made_useless(clock: Clock, number: int) -> type[Strategy]:
-    one = made(clock, "slow", 0.01)
-    one.name = f"useless_{number}"
-    return one
 
 
 def trainer_layout() -> bool:

@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -30,6 +32,27 @@ using tune::Kind;
 using tune::Replacement;
 using tune::Run;
 using tune::Strategy;
+
+/// A folder of a test's own in the place of what OXYTORCH_CACHE said; not there at first, and gone at the end.
+class CacheFolder {
+ public:
+  CacheFolder() : path_(std::filesystem::path(testing::TempDir()) / "oxytorch_cache") {
+    if (const char* before = std::getenv("OXYTORCH_CACHE")) before_ = before;
+    std::filesystem::remove_all(path_);
+    ::setenv("OXYTORCH_CACHE", path_.c_str(), 1);
+  }
+  CacheFolder(const CacheFolder&) = delete;
+  CacheFolder& operator=(const CacheFolder&) = delete;
+  ~CacheFolder() {
+    before_ ? ::setenv("OXYTORCH_CACHE", before_->c_str(), 1) : ::unsetenv("OXYTORCH_CACHE");
+    std::filesystem::remove_all(path_);
+  }
+  [[nodiscard]] const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  std::optional<std::string> before_;
+};
 
 // -- the clock --------------------------------------------------------------------------------------------------------
 

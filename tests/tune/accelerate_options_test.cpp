@@ -250,6 +250,19 @@ TEST_F(AccelerateOptionsTest, EachHasAnEffect) {
   static_assert(sizeof(AccelerateOptions) == sizeof(Fields));
 }
 
+TEST_F(AccelerateOptionsTest, WhatSettingsAskForIsNotStored) {
+  PerformanceConfig config("advanced");
+  config.set("step_tail", std::string("on"));
+  const auto options = only({"faster", "step_tail"}).remember(true).folder(folder).config(config);
+  const auto made = plan(options);
+  EXPECT_THAT(made.accepted(), ElementsAre("faster", "step_tail"));
+  const auto kept = tune::CertificateStore(folder).find(made.certificate().key);
+  ASSERT_TRUE(kept);
+  EXPECT_THAT(kept->accepted(), ElementsAre("faster"));
+  config.set("remember", false);
+  EXPECT_THAT(refusal(AccelerateOptions(options).config(config)), HasSubstr("remember is false"));
+}
+
 TEST_F(AccelerateOptionsTest, WhatCannotBeMeantIsRefusedBeforeAStep) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();

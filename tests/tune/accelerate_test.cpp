@@ -160,16 +160,13 @@ TEST_F(AccelerateTest, AcceptsNoStrategyThatDoesNothing) {
 }
 
 TEST_F(AccelerateTest, WorksWithoutOptions) {
-  const auto folder = std::filesystem::path(testing::TempDir()) / "oxytorch_accelerate_zero";
-  ::setenv("OXYTORCH_CACHE", folder.c_str(), 1);
+  const CacheFolder cache;
   auto model = make_model();
   auto optimizer = make_optimizer("AdamW", model);
   const auto batches = make_batches();
   auto plan = accelerate(*model, *optimizer, loss_of(model), batches);
   for (int i = 0; i < 20; ++i) EXPECT_TRUE(std::isfinite(plan.step(batches[0]).item<double>()));
   EXPECT_FALSE(plan.report().empty());
-  ::unsetenv("OXYTORCH_CACHE");
-  std::filesystem::remove_all(folder);
 }
 
 TEST_F(AccelerateTest, SaysWhatCannotBeMeant) {

@@ -4,7 +4,13 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
+#include <string>
 #include <thread>
+
+#include "oxytorch/tune/run.h"
+#include "oxytorch/tune/snapshot.h"
+#include "oxytorch/tune/verify.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -43,6 +49,33 @@ TEST(KeepDoubleTest, GradientsAreThoseOfFloat64) {
   const auto right = gradient(false);
   const KeepDouble kept;
   EXPECT_TRUE(gradient(true).equal(right));
+}
+
+/// The verifier's ruling on a strategy that does nothing, where the loss sees outputs through `narrow`.
+Ruling ruling_through(const std::function<at::Tensor(const at::Tensor&)>& narrow) {
+  torch::manual_seed(1);
+  torch::nn::Linear model(6, 3);
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  Run run(*model, optimizer,
+          [model, narrow](const Batch& batch) mutable {
+            return torch::nn::functional::cross_entropy(narrow(model->forward(batch.input)), batch.target);
+          },
+          {Batch(torch::randn({8, 6}), torch::randint(3, {8}))});
+  Snapshot snapshot(run);
+  return Verifier(run, snapshot).check(Kind::Tolerance);
+}
+
+TEST(KeepDoubleTest, TheVerifierJudgesAStepThatCastsInFloat64) {
+  const auto found = ruling_through([](const at::Tensor& out) { return out.to(at::kFloat); });
+  EXPECT_TRUE(found.held) << found.reason;
+  EXPECT_GT(found.evidence.at("float64_steps"), 0);
+}
+
+TEST(KeepDoubleTest, TheVerifierSaysWhereAStepHasADtypeOfItsOwn) {
+  const auto found = ruling_through([](const at::Tensor& out) { return torch::empty(out.sizes()).copy_(out); });
+  EXPECT_TRUE(found.held) << found.reason;
+  EXPECT_NE(found.reason.find("does not run in float64 (the step computes in a dtype of its own"), std::string::npos)
+      << found.reason;
 }
 
 }  // namespace

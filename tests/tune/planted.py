@@ -70,6 +70,13 @@ def made(clock: Clock, what: str, seconds: float) -> type[Strategy]:
     return Cheaper
 
 
+def useless(clock: Clock, number: int, seconds: float = 0.01) -> type[Strategy]:
+    """One of many that leave the cost "slow" at `seconds` a step."""
+    one = made(clock, "slow", seconds)
+    one.name = f"useless_{number}"
+    return one
+
+
 def drifting(clock: Clock) -> Any:
     """A faster strategy whose outputs drift from what they were once its `scale` is not 1."""
 

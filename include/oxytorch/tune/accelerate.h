@@ -51,8 +51,8 @@ struct AccelerateOptions {
   TORCH_ARG(std::string, folder);
   /// Settings of the run. What is named in it is honoured: precision, channels_last,
   /// attention, allocator, threads, flush_denormals, deterministic by value, "off" by leaving out; clip_norm,
-  /// steps_planned or max_steps, tune_seconds and seed where the option beside is left alone. What belongs to a
-  /// training loop is Error(NotSupported): see PerformanceOptimizer.
+  /// steps_planned or max_steps, tune_seconds and seed where the option beside is left alone; remember = false here
+  /// too. What belongs to a training loop is Error(NotSupported): see PerformanceOptimizer.
   TORCH_ARG(std::optional<PerformanceConfig>, config);
   /// Of the order of measuring and of the verifier.
   TORCH_ARG(std::uint64_t, seed) = 0;
