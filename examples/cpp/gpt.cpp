@@ -1,6 +1,7 @@
 // A byte-level GPT trained from C++, with no Python in the process.
 //
-//   gpt --train FILE [--held FILE] [--contender torch|tail|trainer] [--steps N] [--seed S] [--threads N]
+//   gpt --train FILE [--held FILE] [--contender torch|tail|trainer] [--steps N] [--steps-planned N] [--seed S]
+//   [--threads N]
 //
 // `torch` is the loop that LibTorch's own parts give: torch::optim::AdamW, clip_grad_norm_, an averaging loop, fp32.
 // `tail` is that loop with Oxytorch's optimizer; `trainer` is Oxytorch's trainer, which also decides precision and
@@ -245,11 +246,13 @@ class TailLoop : public Loop {
 // Oxytorch's trainer: on its first batch it tries what makes the step faster, and says why in its report.
 class TrainerLoop : public Loop {
  public:
-  TrainerLoop(Gpt model, int64_t steps)
+  TrainerLoop(Gpt model, int64_t steps, int64_t steps_planned)
       : model_(std::move(model)),
         steps_(steps),
         optimizer_(model_->parameters(), tail_options()),
-        trainer_(*model_, optimizer_, [this](const Batch& batch) { return loss_of(model_, batch); }, planned(steps)) {}
+        trainer_(
+            *model_, optimizer_, [this](const Batch& batch) { return loss_of(model_, batch); },
+            planned(steps_planned)) {}
 
   StepTimes step(const Batch& batch) override {
     StepTimes times;
@@ -268,9 +271,9 @@ class TrainerLoop : public Loop {
 
  private:
   // What is found must pay within the run.
-  static oxytorch::PerformanceConfig planned(int64_t steps) {
+  static oxytorch::PerformanceConfig planned(int64_t steps_planned) {
     oxytorch::PerformanceConfig config("advanced");
-    config.set("steps_planned", steps);
+    config.set("steps_planned", steps_planned);
     return config;
   }
 
@@ -280,10 +283,10 @@ class TrainerLoop : public Loop {
   oxytorch::Trainer trainer_;
 };
 
-std::unique_ptr<Loop> make_loop(const std::string& contender, const Gpt& model, int64_t steps) {
+std::unique_ptr<Loop> make_loop(const std::string& contender, const Gpt& model, int64_t steps, int64_t steps_planned) {
   if (contender == "torch") return std::make_unique<TorchLoop>(model, steps);
   if (contender == "tail") return std::make_unique<TailLoop>(model, steps);
-  if (contender == "trainer") return std::make_unique<TrainerLoop>(model, steps);
+  if (contender == "trainer") return std::make_unique<TrainerLoop>(model, steps, steps_planned);
   throw std::runtime_error("--contender is torch, tail or trainer, not '" + contender + "'");
 }
 
@@ -368,9 +371,10 @@ void train_and_print(Loop& loop, Gpt& model, const std::vector<Batch>& batches, 
 }
 
 int run(int argc, char** argv) {
-  std::map<std::string, std::string> options = {{"--contender", "trainer"}, {"--steps", "40"}, {"--seed", "1"},
-                                                {"--threads", "0"},         {"--train", ""},   {"--held", ""},
-                                                {"--coordinator", "0"}};
+  std::map<std::string, std::string> options = {
+      {"--contender", "trainer"}, {"--steps", "40"},      {"--seed", "1"},
+      {"--threads", "0"},         {"--train", ""},        {"--held", ""},
+      {"--coordinator", "0"},     {"--steps-planned", ""}};  // of the whole run, whose beginning this is
   bool serving = false;
   for (int i = 1; i < argc; ++i) {
     const std::string key = argv[i];
@@ -391,6 +395,7 @@ int run(int argc, char** argv) {
   if (options["--coordinator"] != "0") prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (const int threads = std::stoi(options["--threads"]); threads > 0) torch::set_num_threads(threads);
   const int64_t steps = std::stoll(options["--steps"]);
+  const auto& planned = options["--steps-planned"];
   const uint64_t seed = std::stoull(options["--seed"]);
   const auto text = read_bytes(options["--train"]);
   const auto held = options["--held"].empty() ? text : read_bytes(options["--held"]);
@@ -399,7 +404,7 @@ int run(int argc, char** argv) {
   const auto resident_before = status_kib("VmRSS");
   torch::manual_seed(seed);
   Gpt model;
-  const auto loop = make_loop(options["--contender"], model, steps);
+  const auto loop = make_loop(options["--contender"], model, steps, planned.empty() ? steps : std::stoll(planned));
   if (serving) {
     serve(*loop, model, batches, held, resident_before);
   } else {

@@ -95,6 +95,7 @@ def race_cpp(plan: Plan) -> WorkloadResult:
         def commands(seed: int, steps: int) -> dict[str, list[str]]:
             shared = ["--train", str(texts[0]), "--held", str(texts[1]), "--steps", str(steps), "--seed", str(seed)]
             shared += ["--threads", str(plan.threads), "--coordinator", str(os.getpid()), "--serve"]
+            shared += ["--steps-planned", str(plan.steps_planned)]
             return {name: [str(program), "--contender", value, *shared] for name, value in contenders.items()}
 
         def start(seed: int, steps: int, block: int, label: str, step_seconds: float) -> Start:
