@@ -20,6 +20,7 @@
 #include "oxytorch/memory.h"
 #include "oxytorch/memory/host_pool.h"
 #include "oxytorch/monitor.h"
+#include "oxytorch/ops.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/random.h"
 #include "oxytorch/spelling.h"

@@ -31,6 +31,7 @@ from . import machine as machine
 from . import memory as memory
 from . import model as model
 from . import monitor as monitor
+from . import ops as ops
 from . import optim as optim
 from . import tune as tune
 from .accelerator import GPUConfig as GPUConfig

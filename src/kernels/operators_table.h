@@ -1,7 +1,8 @@
-/// The kernels of oxytorch/kernels/operators.h, one table for each instruction set.
+/// The kernels of oxytorch/kernels/operators.h and attention.h, one table for each instruction set.
 #pragma once
 
 #include "oxytorch/isa.h"
+#include "oxytorch/kernels/attention.h"
 #include "oxytorch/kernels/operators.h"
 
 namespace oxytorch::kernels {
@@ -19,6 +20,20 @@ struct OperatorTable {
   void (*adam_parameters)(const AdamLoop& loop, std::int64_t count, const float* exp_avg, const float* root,
                           float* param);
   void (*sgd_step)(const SgdLoop& loop, std::int64_t count, const float* grad, float* momentum_buffer, float* param);
+  void (*load_tile)(TileFormat format, const Rows& from, std::int64_t rows, std::int64_t width, void* tile);
+  void (*make_operand)(TileFormat format, Operand operand, const void* tile, std::int64_t rows, std::int64_t width,
+                       void* work, void* to);
+  void (*apply_rule)(const ScoreRule& rule, std::int64_t rows, std::int64_t columns, float* scores);
+  bool (*softmax_tile)(TileFormat format, float factor, std::int64_t rows, std::int64_t columns, const float* scores,
+                       SoftmaxState& state, float* correction, void* weights);
+  void (*scale_columns)(std::int64_t rows, const float* factors, float* tile);
+  void (*softmax_gradient)(const SoftmaxGradient& tile);
+  void (*cross_entropy_gradient)(const CrossEntropyGradient& tile);
+  void (*dot_rows)(const Rows& a, const Rows& b, float* to);
+  void (*store_rows)(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
+                     const float* factors, Element element, void* to, std::int64_t to_stride);
+  void (*transpose_words)(const void* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, void* to,
+                          std::int64_t to_stride);
 };
 
 /// The table of `isa`, which must be supported.

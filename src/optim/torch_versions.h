@@ -5,6 +5,7 @@
 
 #include <ATen/Context.h>
 #include <c10/core/Stream.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/version.h>
 
 #if __has_include(<ATen/ops/_foreach_clone.h>)  // not yet in 2.11
@@ -24,7 +25,9 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "oxytorch/error.h"
@@ -95,6 +98,24 @@ inline std::vector<at::Tensor> foreach_clone(at::TensorList tensors) {
   for (const at::Tensor& tensor : tensors) clones.push_back(tensor.clone());
   return clones;
 #endif
+}
+
+// A node of the autograd graph; before 2.13 shared by std::shared_ptr.
+template <typename Node>
+auto new_node() {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<Node>();
+  } else {
+    return std::shared_ptr<Node>(new Node, [](Node* node) { deleteNode(node); });
+  }
+}
+template <typename Node>
+auto node_of(Node& node) {
+  if constexpr (requires { node.shared_from_this(); }) {
+    return node.shared_from_this();
+  } else {
+    return c10::intrusive_ptr<Node>::reclaim_copy(&node);
+  }
 }
 
 // The vendor's stream behind torch's. Error(NotSupported) before torch 2.10, whose guards do not tell.

@@ -1,0 +1,129 @@
+/// What lies around the matrix products of attention and of a classifier: operands in tiles, softmax, its gradient.
+///
+/// Torch-free; `oxytorch::ops` puts matrix products between these. A tile of scores holds one key a row and
+/// one query a column, kTile fp32 a row: maxima and sums over keys are then sums of rows, and a tile is the right
+/// operand of the next product as it lies.
+///
+/// Threads. A function works on the memory it is given and keeps no state.
+#pragma once
+
+#include <cstdint>
+
+#include "oxytorch/api.h"
+
+namespace oxytorch::kernels {
+
+/// Rows and columns of a tile. One at an end may have fewer: a multiple of kTileStep, padded with zeros.
+inline constexpr std::int64_t kTile = 64;
+inline constexpr std::int64_t kTileStep = 16;
+
+enum class Element : std::uint8_t { Float32, BFloat16, Float16 };
+
+/// What the matrix products multiply. BFloat16 right operands lie in pairs of rows: element (i, j) of a matrix with
+/// `n` columns at (i / 2 * n + j) * 2 + i % 2.
+enum class TileFormat : std::uint8_t { Float32, BFloat16 };
+
+/// Rows of a strided matrix, contiguous along a row.
+struct Rows {
+  Element element = Element::Float32;
+  const void* data = nullptr;
+  std::int64_t stride = 0;  ///< elements from row to row
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+
+  /// `count` rows from `first`.
+  [[nodiscard]] OXY_API Rows part(std::int64_t first, std::int64_t count) const;
+};
+
+/// Copies `from`, at most kTile rows, into a tile of `rows` x `width` elements, both multiples of kTileStep; the rest
+/// is zero.
+OXY_API void load_tile(TileFormat format, const Rows& from, std::int64_t rows, std::int64_t width, void* tile);
+
+/// The operands that are made of a tile that load_tile() filled.
+enum class Operand : std::uint8_t {
+  LeftTransposed,   ///< `width` rows of kTile
+  Right,            ///< `rows` x `width`
+  RightTransposed,  ///< `width` rows of kTile columns
+};
+/// Makes `operand`. `work` has the size of the tile.
+OXY_API void make_operand(TileFormat format, Operand operand, const void* tile, std::int64_t rows, std::int64_t width,
+                          void* work, void* to);
+
+/// How raw products become scores. Key i of a tile and query j are `offset` + i - j positions apart.
+struct ScoreRule {
+  float factor = 1;             ///< products are multiplied by it
+  std::int64_t keys = 0;        ///< rows that are keys; scores of the others are -inf
+  std::int64_t offset = 0;      ///< first key minus first query
+  std::int64_t ahead = 0;       ///< keys more than this after their query are hidden
+  std::int64_t behind = 0;      ///< keys more than this before their query are hidden
+  float cap = 0;                ///< where not 0, scores s become cap * tanh(s / cap)
+  const float* mask = nullptr;  ///< kTile a row, added; null: nothing
+};
+/// Applies `rule` to a tile of `rows` x `columns` raw products.
+OXY_API void apply_rule(const ScoreRule& rule, std::int64_t rows, std::int64_t columns, float* scores);
+
+/// The softmax of kTile queries over the keys that were seen: the largest score, the sum of exp(score - largest).
+struct SoftmaxState {
+  float largest[kTile];
+  float sum[kTile];
+  /// Nothing seen.
+  OXY_API void reset();
+};
+
+/// Takes a tile of scores (times `factor`) into `state`; writes exp(score - largest) as the right operand of the
+/// product with the values, and into `correction` by what earlier results must be multiplied. `weights` may be
+/// `scores`. Returns whether any correction is not 1.
+OXY_API bool softmax_tile(TileFormat format, float factor, std::int64_t rows, std::int64_t columns, const float* scores,
+                          SoftmaxState& state, float* correction, void* weights);
+
+/// Multiplies `rows` rows of a kTile wide tile, element by element, with `factors`.
+OXY_API void scale_columns(std::int64_t rows, const float* factors, float* tile);
+
+/// One tile of the gradient of softmax.
+struct SoftmaxGradient {
+  TileFormat format = TileFormat::Float32;
+  float factor = 1;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  const float* log_sum = nullptr;           ///< for each query, the logarithm of the sum of exp(score)
+  const float* delta = nullptr;             ///< for each query, the product of its output and the output's gradient
+  float cap = 0;                            ///< as in ScoreRule, which `scores` have been through
+  const float* mask = nullptr;              ///< as in ScoreRule; needed with a cap alone
+  float* scores = nullptr;                  ///< in: scores, times `factor`. Float32: out: weights
+  float* gradient = nullptr;                ///< in: gradient of the weights. Float32: out: of the scores
+  std::uint16_t* weights = nullptr;         ///< BFloat16: the weights, kTile a row
+  std::uint16_t* left_gradient = nullptr;   ///< BFloat16: gradient of the scores as a left operand
+  std::uint16_t* right_gradient = nullptr;  ///< BFloat16: and as a right one
+};
+/// weights = exp(score - log_sum); gradient of scores = weights * (gradient - delta).
+OXY_API void softmax_gradient(const SoftmaxGradient& tile);
+
+/// One tile of the gradient of cross entropy: a class a row, a token a column.
+struct CrossEntropyGradient {
+  TileFormat format = TileFormat::Float32;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  const float* largest = nullptr;  ///< for each token, its largest logit
+  const float* log_sum = nullptr;  ///< and the logarithm of the sum of exp(logit - largest), which loses no digits
+  const float* weight = nullptr;   ///< for each token, what its loss is multiplied by
+  float smoothing = 0;             ///< taken from every probability
+  float* logits = nullptr;         ///< Float32: out: the gradient
+  std::uint16_t* left_gradient = nullptr;   ///< BFloat16: the gradient as a left operand
+  std::int64_t left_stride = kTile;         ///< elements from row to row of it
+  std::uint16_t* right_gradient = nullptr;  ///< BFloat16: and as a right one
+};
+/// gradient = (exp(logit - largest - log_sum) - smoothing) * weight.
+OXY_API void cross_entropy_gradient(const CrossEntropyGradient& tile);
+
+/// Products of the rows of `a` with those of `b`, for at most kTile rows.
+OXY_API void dot_rows(const Rows& a, const Rows& b, float* to);
+
+/// Writes rows of fp32, times `factor`, and times factors[row] where that is given, in `element`.
+OXY_API void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
+                        const float* factors, Element element, void* to, std::int64_t to_stride);
+
+/// Transposes a matrix of 32-bit words. rows and columns are multiples of 8.
+OXY_API void transpose_words(const void* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, void* to,
+                             std::int64_t to_stride);
+
+}  // namespace oxytorch::kernels

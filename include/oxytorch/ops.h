@@ -1,0 +1,5 @@
+/// Training operators that torch's own operators leave slow, as functions on tensors.
+#pragma once
+
+#include "oxytorch/ops/attention.h"
+#include "oxytorch/ops/linear_cross_entropy.h"

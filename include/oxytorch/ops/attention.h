@@ -1,0 +1,40 @@
+/// Scaled dot-product attention with a native kernel for CPUs.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "oxytorch/api.h"
+
+namespace oxytorch::ops {
+
+struct AttentionOptions {
+  /// Added to the scores, or true where a pair is visible; broadcasts to batch x heads x queries x keys. No gradient
+  /// flows to it.
+  std::optional<at::Tensor> mask = {};
+  bool causal = false;               ///< a query sees keys up to its own position, counted from the first of both
+  std::optional<double> scale = {};  ///< of the products; 1 / sqrt(width) where not given
+  /// Keys a query sees before and after its own position; a negative number is no limit.
+  std::int64_t window_before = -1;
+  std::int64_t window_after = -1;
+  double soft_cap = 0;  ///< where above 0, scores s become soft_cap * tanh(s / soft_cap)
+};
+
+/// softmax(query key^T scale + mask) value, differentiable once.
+///
+/// `query`: batch x heads x queries x width; `key` and `value`: batch x key heads x keys x width, where heads are a
+/// multiple of key heads and consecutive heads share one. One dtype, one device. The output has the shape, dtype and
+/// layout of `query`. A query that sees nothing gives zeros.
+///
+/// On a CPU, float32, bfloat16 and float16 take the kernel of this library: memory grows with the tokens, and results
+/// have the same bits for any number of threads. Scores and sums are fp32; matrix products multiply bfloat16 where the
+/// processor does, else float32. float64 and other devices take torch's own operators.
+/// Under autocast, the three are cast as for torch's attention.
+///
+/// Throws InvalidArgument for shapes that do not fit and InvalidType for dtypes that differ.
+OXY_API at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                             const AttentionOptions& options = {});
+
+}  // namespace oxytorch::ops

@@ -1,0 +1,125 @@
+"""Training operators that torch's own operators leave slow, as functions on tensors.
+
+They are torch operators (``torch.ops.oxytorch``) with derivatives, autocast and shapes for the compiler, so
+`torch.compile`, `torch.export` and `torch.func` take them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+__all__ = ["attention", "linear_cross_entropy"]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window_before: int = -1,
+    window_after: int = -1,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """Return ``softmax(query key^T scale + mask) value``, differentiable once.
+
+    On a CPU, float32, bfloat16 and float16 take the kernel of this library: memory grows with the tokens, and results
+    have the same bits for any number of threads. Scores and sums are float32. float64 and other devices take torch's
+    own operators. Under autocast, the three are cast as for torch's attention.
+
+    Parameters
+    ----------
+    query : Tensor
+        Batch x heads x queries x width.
+    key, value : Tensor
+        Batch x key heads x keys x width, in the dtype and on the device of `query`. Heads are a multiple of key heads;
+        consecutive heads share one.
+    mask : Tensor, optional
+        Added to the scores, or true where a pair is visible; broadcasts to batch x heads x queries x keys. It gets no
+        gradient.
+    causal : bool
+        A query sees keys up to its own position, counted from the first of both.
+    scale : float, optional
+        Of the products; 1 / sqrt(width) where not given.
+    window_before, window_after : int
+        Keys a query sees before and after its own position; a negative number is no limit.
+    soft_cap : float
+        Where above 0, scores s become ``soft_cap * tanh(s / soft_cap)``.
+
+    Returns
+    -------
+    Tensor
+        With the shape, dtype and layout of `query`; zeros for a query that sees nothing.
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not fit.
+    TypeError
+        For dtypes that differ.
+    NotImplementedError
+        For a mask that requires a gradient. A second derivative is refused in backward, by a RuntimeError.
+    """
+    after = 0 if causal else window_after
+    return cast(Tensor, torch.ops.oxytorch.attention(query, key, value, mask, scale, window_before, after, soft_cap))
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """Return ``cross_entropy(linear(input, weight, bias), target)`` without the logits, differentiable once.
+
+    On a CPU, float32, bfloat16 and float16 take the kernel of this library: of the logits it holds those of 256 tokens
+    at a time, in float32, and computes the gradients in the same pass, so that backward only multiplies them. Results
+    have the same bits for any number of threads. float64 and other devices take torch's own operators. Under autocast,
+    `input`, `weight` and `bias` are cast as for torch's linear.
+
+    Parameters
+    ----------
+    input : Tensor
+        Any sizes x width.
+    weight : Tensor
+        Classes x width, as of `torch.nn.Linear`.
+    target : Tensor
+        int64, with the sizes of `input` but the last.
+    bias : Tensor, optional
+        One for each class.
+    ignore_index : int
+        Tokens of this target do not count.
+    label_smoothing : float
+        From 0 to 1.
+    reduction : {"mean", "sum"}
+        The mean is over the tokens that count; NaN where none does.
+
+    Returns
+    -------
+    Tensor
+        A number, float32 (float64 for inputs of float64).
+
+    Raises
+    ------
+    ValueError
+        For sizes or targets that do not fit.
+    TypeError
+        For dtypes that differ, or targets that are not int64.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; give 'mean' or 'sum'.")
+    return cast(
+        Tensor,
+        torch.ops.oxytorch.linear_cross_entropy(
+            input, weight, target, bias, ignore_index, label_smoothing, reduction == "mean"
+        ),
+    )

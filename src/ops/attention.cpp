@@ -1,0 +1,267 @@
+// The operators oxytorch::attention, attention_forward and attention_backward.
+#include "oxytorch/ops/attention.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/where.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <limits>
+
+#include "ops/attention_cpu.h"
+#include "ops/dispatch.h"
+#include "oxytorch/error.h"
+
+namespace oxytorch::ops {
+namespace {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+using Pair = std::tuple<Tensor, Tensor>;
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
+
+// -- the kernels ------------------------------------------------------------------------------------------------------
+
+Pair forward_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double scale,
+                 std::int64_t before, std::int64_t after, double soft_cap) {
+  OXY_CHECK(attention_cpu_takes(query, key, value, mask), InvalidArgument, "attention_forward does not take query ",
+            query.sizes(), ", key ", key.sizes(), ", value ", value.sizes(),
+            " with this mask; call oxytorch::attention.");
+  return attention_cpu(query, key, value, attention_rule(mask, scale, before, after, soft_cap));
+}
+
+Triple backward_cpu(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
+                    const Tensor& output, const Tensor& log_sum, const MaybeTensor& mask, double scale,
+                    std::int64_t before, std::int64_t after, double soft_cap) {
+  return attention_cpu_backward(grad_output, query, key, value, output, log_sum,
+                                attention_rule(mask, scale, before, after, soft_cap));
+}
+
+Pair forward_meta(const Tensor& query, const Tensor& /*key*/, const Tensor& /*value*/, const MaybeTensor& /*mask*/,
+                  double /*scale*/, std::int64_t /*before*/, std::int64_t /*after*/, double /*soft_cap*/) {
+  const auto log_sum =
+      at::empty_symint({query.sym_size(0), query.sym_size(2), query.sym_size(1)}, query.options().dtype(at::kFloat));
+  return {at::empty_like(query), log_sum.transpose(1, 2)};
+}
+
+Triple backward_meta(const Tensor& /*grad_output*/, const Tensor& query, const Tensor& key, const Tensor& value,
+                     const Tensor& /*output*/, const Tensor& /*log_sum*/, const MaybeTensor& /*mask*/, double /*scale*/,
+                     std::int64_t /*before*/, std::int64_t /*after*/, double /*soft_cap*/) {
+  const auto like = [](const Tensor& t) {
+    return at::empty_symint({t.sym_size(0), t.sym_size(2), t.sym_size(1), t.sym_size(3)}, t.options()).transpose(1, 2);
+  };
+  return {like(query), like(key), like(value)};
+}
+
+constexpr char kForwardName[] = "oxytorch::attention_forward";
+constexpr char kBackwardName[] = "oxytorch::attention_backward";
+using Forward = Operator<kForwardName, decltype(forward_cpu)>;
+using Backward = Operator<kBackwardName, decltype(backward_cpu)>;
+
+// -- derivatives ------------------------------------------------------------------------------------------------------
+
+// Nodes of the graph as torch's own operators have them: torch.func refuses torch::autograd::Function.
+struct AttentionNode : torch::autograd::Node {
+  std::string name() const override { return "OxytorchAttentionBackward"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const std::lock_guard lock(mutex_);
+    const Tensor bias = mask.unpack();
+    if (!grads[0].defined()) return torch::autograd::variable_list(3);
+    const auto saved = node_of<torch::autograd::Node>(*this);
+    auto [of_query, of_key, of_value] = Backward::call(
+        grads[0], query.unpack(), key.unpack(), value.unpack(), output.unpack(saved), log_sum.unpack(saved),
+        bias.defined() ? MaybeTensor(bias) : std::nullopt, scale, before, after, soft_cap);
+    return torch::autograd::variable_list{of_query, of_key, of_value};
+  }
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    for (auto* saved : {&query, &key, &value, &mask, &output, &log_sum}) saved->reset_data();
+  }
+
+  torch::autograd::SavedVariable query, key, value, mask, output, log_sum;
+  double scale = 1, soft_cap = 0;
+  std::int64_t before = -1, after = -1;
+};
+
+Pair forward_autograd(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
+                      double scale, std::int64_t before, std::int64_t after, double soft_cap) {
+  OXY_CHECK(!mask.has_value() || !mask->requires_grad() || !at::GradMode::is_enabled(), NotSupported,
+            "attention has no gradient for its mask, which requires one; detach the mask, or use "
+            "scaled_dot_product_attention.");
+  decltype(new_node<AttentionNode>()) node;
+  if (torch::autograd::compute_requires_grad(query, key, value)) {
+    node = new_node<AttentionNode>();
+    node->set_next_edges(torch::autograd::collect_next_edges(query, key, value));
+    node->query = {query, false};
+    node->key = {key, false};
+    node->value = {value, false};
+    node->mask = {mask.value_or(Tensor()), false};
+    node->scale = scale;
+    node->before = before;
+    node->after = after;
+    node->soft_cap = soft_cap;
+  }
+  Pair results;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    results = Forward::call(query, key, value, mask, scale, before, after, soft_cap);
+  }
+  if (node) {
+    auto& [output, log_sum] = results;
+    torch::autograd::set_history(output, node);
+    node->output = {output, true};
+    node->log_sum = {log_sum, false};
+  }
+  return results;
+}
+
+Triple backward_autograd(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
+                         const Tensor& output, const Tensor& log_sum, const MaybeTensor& mask, double scale,
+                         std::int64_t before, std::int64_t after, double soft_cap) {
+  Triple grads;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    grads = Backward::call(grad_output, query, key, value, output, log_sum, mask, scale, before, after, soft_cap);
+  }
+  const auto& [of_query, of_key, of_value] = grads;
+  differentiable_once("attention", {of_query, of_key, of_value}, grad_output, query, key, value);
+  return grads;
+}
+
+// -- the function -----------------------------------------------------------------------------------------------------
+
+void check(const Tensor& query, const Tensor& key, const Tensor& value) {
+  OXY_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, InvalidArgument,
+            "attention takes tensors of batch x heads x tokens x width; query has ", query.dim(), " dimensions, key ",
+            key.dim(), ", value ", value.dim(), ".");
+  OXY_CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(), InvalidType,
+            "attention takes one dtype; query is ", query.scalar_type(), ", key ", key.scalar_type(), ", value ",
+            value.scalar_type(), ".");
+  OXY_CHECK(key.device() == query.device() && value.device() == query.device(), InvalidArgument,
+            "attention takes tensors of one device; query is on ", query.device(), ", key on ", key.device(),
+            ", value on ", value.device(), ".");
+  const auto q = query.sym_sizes(), k = key.sym_sizes();
+  OXY_CHECK(value.sym_sizes() == k && k[0] == q[0] && k[3] == q[3], InvalidArgument,
+            "attention takes key and value of one size, with the batch and width of query; query is ", q, ", key ", k,
+            ", value ", value.sym_sizes(), ".");
+  OXY_CHECK(k[1] > 0 && q[1] % k[1] == 0, InvalidArgument,
+            "attention takes a multiple of key heads as heads; there are ", q[1], " heads and ", k[1], " key heads.");
+}
+
+// Pairs of positions within the window.
+Tensor visible_pairs(const Tensor& query, const Tensor& key, std::int64_t before, std::int64_t after) {
+  const auto options = query.options().dtype(at::kLong);
+  const Tensor ahead = at::arange(key.size(2), options) - at::arange(query.size(2), options).unsqueeze(1);
+  Tensor visible = at::full({query.size(2), key.size(2)}, true, query.options().dtype(at::kBool));
+  if (after >= 0) visible = visible & (ahead <= after);
+  if (before >= 0) visible = visible & (ahead >= -before);
+  return visible;
+}
+
+// By torch's operators, which know every dtype and device.
+Tensor composed(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double scale,
+                std::int64_t before, std::int64_t after, double soft_cap) {
+  constexpr double kHidden = -std::numeric_limits<double>::infinity();
+  const auto floats = query.options();
+  Tensor added;
+  if (mask.has_value() && mask->defined()) {
+    const auto zeros = at::full({}, 0, floats), hidden = at::full({}, kHidden, floats);
+    added = mask->scalar_type() == at::kBool ? at::where(*mask, zeros, hidden) : mask->to(query.scalar_type());
+  }
+  const bool causal = after == 0 && before < 0 && !added.defined() && soft_cap == 0;
+  if (!causal && (before >= 0 || after >= 0)) {
+    const auto window =
+        at::where(visible_pairs(query, key, before, after), at::full({}, 0, floats), at::full({}, kHidden, floats));
+    added = added.defined() ? added + window : window;
+  }
+  const MaybeTensor bias = added.defined() ? MaybeTensor(added) : std::nullopt;
+  if (soft_cap == 0) return at::scaled_dot_product_attention(query, key, value, bias, 0, causal, scale, true);
+  const auto group = query.size(1) / key.size(1);
+  const auto shared = [group](const Tensor& t) { return group == 1 ? t : t.repeat_interleave(group, 1); };
+  Tensor scores = at::tanh(at::matmul(query, shared(key).transpose(2, 3)) * (scale / soft_cap)) * soft_cap;
+  if (added.defined()) scores = scores + added;
+  const Tensor nothing = (scores == kHidden).all(-1, true);
+  const Tensor weights = at::softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0);
+  return at::matmul(weights, shared(value));
+}
+
+Tensor attention_operator(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
+                          std::optional<double> scale, std::int64_t before, std::int64_t after, double soft_cap) {
+  check(query, key, value);
+  OXY_CHECK(soft_cap >= 0 && std::isfinite(soft_cap), InvalidArgument, "soft_cap is ", soft_cap,
+            "; give a positive number, or 0 for none.");
+  const double factor = scale.value_or(1 / std::sqrt(static_cast<double>(query.size(3))));
+  const auto type = query.scalar_type();
+  const bool native = query.device().is_cpu() && (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf) &&
+                      query.sym_numel() != 0 && key.sym_numel() != 0;
+  if (!native) return composed(query, key, value, mask, factor, before, after, soft_cap);
+  MaybeTensor bias;
+  if (mask.has_value() && mask->defined()) {
+    bias = mask->scalar_type() != at::kBool
+               ? mask->scalar_type() == type ? *mask : mask->to(at::kFloat)
+               : at::where(*mask, at::full({}, 0, query.options()),
+                           at::full({}, -std::numeric_limits<double>::infinity(), query.options()));
+  }
+  return std::get<0>(Forward::call(query, key, value, bias, factor, before, after, soft_cap));
+}
+
+constexpr char kName[] = "oxytorch::attention";
+using WholeAttention = Operator<kName, decltype(attention_operator)>;
+
+Tensor attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
+                          std::optional<double> scale, std::int64_t before, std::int64_t after, double soft_cap) {
+  const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
+  const auto device = query.device().type();
+  const auto narrow = [type = at::autocast::get_autocast_dtype(device), device](const Tensor& t) {
+    return at::autocast::cached_cast(type, t, device);
+  };
+  return WholeAttention::call(narrow(query), narrow(key), narrow(value), mask, scale, before, after, soft_cap);
+}
+
+TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, float? scale=None, int window_before=-1, "
+      "int window_after=-1, float soft_cap=0.) -> Tensor");
+  m.def(
+      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, int window_before, "
+      "int window_after, float soft_cap) -> (Tensor output, Tensor log_sum)");
+  m.def(
+      "attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, Tensor log_sum, "
+      "Tensor? mask, float scale, int window_before, int window_after, float soft_cap) -> "
+      "(Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+}
+TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("attention", &attention_operator); }
+TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("attention", &attention_operator); }
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("attention", &attention_autocast); }
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("attention", &attention_autocast); }
+TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
+  m.impl("attention_forward", &forward_autograd);
+  m.impl("attention_backward", &backward_autograd);
+}
+TORCH_LIBRARY_IMPL(oxytorch, CPU, m) {
+  m.impl("attention_forward", &forward_cpu);
+  m.impl("attention_backward", &backward_cpu);
+}
+TORCH_LIBRARY_IMPL(oxytorch, Meta, m) {
+  m.impl("attention_forward", &forward_meta);
+  m.impl("attention_backward", &backward_meta);
+}
+
+}  // namespace
+
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options) {
+  const std::int64_t after = options.causal ? 0 : options.window_after;
+  return WholeAttention::call(query, key, value, options.mask, options.scale, options.window_before, after,
+                              options.soft_cap);
+}
+
+}  // namespace oxytorch::ops

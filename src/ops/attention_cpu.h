@@ -1,0 +1,44 @@
+/// Attention on the CPU, tile by tile: memory grows with the tokens, not with their square.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+namespace oxytorch::ops {
+
+/// What one call computes. Key k is visible to query q where -behind <= k - q <= ahead.
+struct AttentionRule {
+  double scale = 1;
+  std::int64_t ahead = 0;
+  std::int64_t behind = 0;
+  double soft_cap = 0;             ///< 0: none
+  std::optional<at::Tensor> mask;  ///< added to scores; broadcasts to batch x heads x queries x keys
+};
+
+/// With `before` and `after` as oxytorch/ops/attention.h has them: below 0, no limit.
+[[nodiscard]] inline AttentionRule attention_rule(const std::optional<at::Tensor>& mask, double scale,
+                                                  std::int64_t before, std::int64_t after, double soft_cap) {
+  constexpr std::int64_t kNoLimit = std::int64_t{1} << 40;
+  return {scale, after < 0 ? kNoLimit : after, before < 0 ? kNoLimit : before, soft_cap, mask};
+}
+
+/// Whether attention_cpu() takes these.
+[[nodiscard]] bool attention_cpu_takes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                       const std::optional<at::Tensor>& mask);
+
+/// Output, laid out as `query`, and the logarithm of each query's sum of exponentials, fp32, batch x heads x queries
+/// (0 where nothing is visible, as torch's).
+std::tuple<at::Tensor, at::Tensor> attention_cpu(const at::Tensor& query, const at::Tensor& key,
+                                                 const at::Tensor& value, const AttentionRule& rule);
+
+/// Gradients of query, key and value, in memory batch x tokens x heads x width.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_cpu_backward(const at::Tensor& grad_output,
+                                                                      const at::Tensor& query, const at::Tensor& key,
+                                                                      const at::Tensor& value, const at::Tensor& output,
+                                                                      const at::Tensor& log_sum,
+                                                                      const AttentionRule& rule);
+
+}  // namespace oxytorch::ops

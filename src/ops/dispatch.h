@@ -1,0 +1,47 @@
+/// Calls of this library's operators, and what they have in common.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <utility>
+
+#include "optim/torch_versions.h"
+#include "oxytorch/error.h"
+
+namespace oxytorch::ops {
+
+/// The operator of that name, called through torch's dispatcher.
+template <const char* kName, class Signature>
+struct Operator;
+template <const char* kName, class Result, class... Args>
+struct Operator<kName, Result(Args...)> {
+  static Result call(Args... args) {
+    static const auto handle =
+        c10::Dispatcher::singleton().findSchemaOrThrow(kName, "").template typed<Result(Args...)>();
+    return handle.call(std::forward<Args>(args)...);
+  }
+};
+
+/// Stands behind gradients that cannot be differentiated, and says so.
+struct SecondDerivative : torch::autograd::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& /*grads*/) override {
+    detail::raise(ErrorCode::NotSupported, of,
+                  " has no second derivative; compose it of torch's own operators where one is needed.");
+  }
+  const char* of = "";
+};
+
+/// `gradients` as what came of `inputs` by the operator `name`.
+template <class... Inputs>
+void differentiable_once(const char* name, const torch::autograd::variable_list& gradients, const Inputs&... inputs) {
+  if (!torch::autograd::compute_requires_grad(inputs...)) return;
+  const auto node = new_node<SecondDerivative>();
+  node->of = name;
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  torch::autograd::set_history(gradients, node);
+}
+
+}  // namespace oxytorch::ops

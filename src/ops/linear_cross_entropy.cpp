@@ -1,0 +1,184 @@
+// The operators oxytorch::linear_cross_entropy and linear_cross_entropy_forward.
+#include "oxytorch/ops/linear_cross_entropy.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
+#include <torch/library.h>
+
+#include "ops/dispatch.h"
+#include "ops/linear_cross_entropy_cpu.h"
+#include "oxytorch/error.h"
+
+namespace oxytorch::ops {
+namespace {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+Tensor or_none(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
+
+// What is not wanted is an empty tensor: an operator returns no undefined ones.
+Results forward_cpu(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
+                    std::int64_t ignore_index, double label_smoothing, bool mean, std::array<bool, 3> wanted) {
+  const Tensor added = or_none(bias);
+  auto done = linear_cross_entropy_cpu({input, weight, target, added, ignore_index, label_smoothing, mean}, wanted);
+  for (Tensor* gradient : {&done.input, &done.weight, &done.bias}) {
+    if (!gradient->defined()) *gradient = at::empty({0}, input.options());
+  }
+  return {done.loss, done.input, done.weight, done.bias};
+}
+
+Results forward_meta(const Tensor& input, const Tensor& weight, const Tensor& /*target*/, const MaybeTensor& /*bias*/,
+                     std::int64_t /*ignore_index*/, double /*label_smoothing*/, bool /*mean*/,
+                     std::array<bool, 3> wanted) {
+  const auto stored = input.options().dtype(input.scalar_type() == at::kHalf ? at::kFloat : input.scalar_type());
+  const auto room = [&](bool asked, c10::SymIntArrayRef sizes) {
+    return asked ? at::empty_symint(sizes, stored) : at::empty({0}, input.options());
+  };
+  return {at::empty({}, input.options().dtype(at::kFloat)), room(wanted[0], input.sym_sizes()),
+          room(wanted[1], weight.sym_sizes()), room(wanted[2], {weight.sym_size(0)})};
+}
+
+constexpr char kForwardName[] = "oxytorch::linear_cross_entropy_forward";
+using Forward = Operator<kForwardName, decltype(forward_cpu)>;
+
+struct LossNode : torch::autograd::Node {
+  std::string name() const override { return "OxytorchLinearCrossEntropyBackward"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const std::lock_guard lock(mutex_);
+    torch::autograd::variable_list scaled(3);
+    if (!grads[0].defined()) return scaled;
+    const Tensor in = input.unpack(), by = weight.unpack(), added = bias.unpack();
+    {
+      const at::AutoGradMode once(false);
+      for (std::size_t i = 0; i < 3; ++i) {
+        if (!task_should_compute_output(i)) continue;
+        scaled[i] = (gradients[i].unpack() * grads[0].to(types[i] == at::kHalf ? at::kFloat : types[i])).to(types[i]);
+      }
+    }
+    torch::autograd::variable_list made;
+    for (const auto& one : scaled) {
+      if (one.defined()) made.push_back(one);
+    }
+    differentiable_once("linear_cross_entropy", made, grads[0], in, by, added);
+    return scaled;
+  }
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    for (auto* saved : {&input, &weight, &bias}) saved->reset_data();
+    for (auto& saved : gradients) saved.reset_data();
+  }
+
+  torch::autograd::SavedVariable input, weight, bias;
+  std::array<torch::autograd::SavedVariable, 3> gradients;
+  std::array<at::ScalarType, 3> types{};
+};
+
+Results forward_autograd(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
+                         std::int64_t ignore_index, double label_smoothing, bool mean, std::array<bool, 3> wanted) {
+  const Tensor added = or_none(bias);
+  const auto needs = [](const Tensor& t) { return at::GradMode::is_enabled() && t.defined() && t.requires_grad(); };
+  // A compiled graph says what it wants, and runs without gradients.
+  wanted = {wanted[0] || needs(input), wanted[1] || needs(weight), wanted[2] || needs(added)};
+  Results results;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    results = Forward::call(input, weight, target, bias, ignore_index, label_smoothing, mean, wanted);
+  }
+  if (!torch::autograd::compute_requires_grad(input, weight, added)) return results;
+  auto node = new_node<LossNode>();
+  node->set_next_edges(torch::autograd::collect_next_edges(input, weight, added));
+  node->input = {input, false};
+  node->weight = {weight, false};
+  node->bias = {added, false};
+  node->types = {input.scalar_type(), weight.scalar_type(), added.defined() ? added.scalar_type() : at::kFloat};
+  const auto& [loss, of_input, of_weight, of_bias] = results;
+  node->gradients[0] = {of_input, false};
+  node->gradients[1] = {of_weight, false};
+  node->gradients[2] = {of_bias, false};
+  torch::autograd::set_history(loss, node);
+  return results;
+}
+
+void check(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
+           double label_smoothing) {
+  OXY_CHECK(input.dim() >= 1 && weight.dim() == 2 && input.sym_size(-1) == weight.sym_size(1), InvalidArgument,
+            "linear_cross_entropy takes an input of any sizes x width and a weight of classes x width; they are ",
+            input.sym_sizes(), " and ", weight.sym_sizes(), ".");
+  OXY_CHECK(target.scalar_type() == at::kLong, InvalidType, "linear_cross_entropy takes targets of int64; they are ",
+            target.scalar_type(), ".");
+  OXY_CHECK(target.sym_sizes() == input.sym_sizes().slice(0, static_cast<std::size_t>(input.dim()) - 1),
+            InvalidArgument, "linear_cross_entropy takes a target for each row of its input; input is ",
+            input.sym_sizes(), ", target ", target.sym_sizes(), ".");
+  const bool added = bias.has_value() && bias->defined();
+  OXY_CHECK(weight.scalar_type() == input.scalar_type() && (!added || bias->scalar_type() == input.scalar_type()),
+            InvalidType, "linear_cross_entropy takes one dtype; input is ", input.scalar_type(), ", weight ",
+            weight.scalar_type(), ".");
+  OXY_CHECK(!added || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0)), InvalidArgument,
+            "linear_cross_entropy takes a bias for each of the ", weight.sym_size(0), " classes.");
+  OXY_CHECK(label_smoothing >= 0 && label_smoothing <= 1, InvalidArgument, "label_smoothing is ", label_smoothing,
+            "; give a number from 0 to 1.");
+}
+
+Tensor loss_operator(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
+                     std::int64_t ignore_index, double label_smoothing, bool mean) {
+  check(input, weight, target, bias, label_smoothing);
+  const auto type = input.scalar_type();
+  const Tensor rows = input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2), targets = target.flatten();
+  const bool native = input.device().is_cpu() && (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf) &&
+                      input.sym_numel() != 0 && weight.sym_numel() != 0;
+  if (!native) {
+    Tensor logits = at::linear(rows, weight, bias);
+    if (type == at::kBFloat16 || type == at::kHalf) logits = logits.to(at::kFloat);
+    return at::cross_entropy_loss(logits, targets, {}, mean ? at::Reduction::Mean : at::Reduction::Sum, ignore_index,
+                                  label_smoothing);
+  }
+  constexpr std::array<bool, 3> kNone{};
+  return std::get<0>(Forward::call(rows, weight, targets, bias, ignore_index, label_smoothing, mean, kNone));
+}
+
+constexpr char kName[] = "oxytorch::linear_cross_entropy";
+using WholeLoss = Operator<kName, decltype(loss_operator)>;
+
+Tensor loss_autocast(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
+                     std::int64_t ignore_index, double label_smoothing, bool mean) {
+  const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
+  const auto device = input.device().type();
+  const auto narrow = [type = at::autocast::get_autocast_dtype(device), device](const Tensor& t) {
+    return at::autocast::cached_cast(type, t, device);
+  };
+  const MaybeTensor added = bias.has_value() && bias->defined() ? MaybeTensor(narrow(*bias)) : std::nullopt;
+  return WholeLoss::call(narrow(input), narrow(weight), target, added, ignore_index, label_smoothing, mean);
+}
+
+TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
+  m.def(
+      "linear_cross_entropy(Tensor input, Tensor weight, Tensor target, Tensor? bias=None, int ignore_index=-100, "
+      "float label_smoothing=0., bool mean=True) -> Tensor");
+  m.def(
+      "linear_cross_entropy_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, int ignore_index, "
+      "float label_smoothing, bool mean, bool[3] wanted) -> "
+      "(Tensor loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+}
+TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("linear_cross_entropy", &loss_operator); }
+TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("linear_cross_entropy", &loss_operator); }
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("linear_cross_entropy", &loss_autocast); }
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("linear_cross_entropy", &loss_autocast); }
+TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) { m.impl("linear_cross_entropy_forward", &forward_autograd); }
+TORCH_LIBRARY_IMPL(oxytorch, CPU, m) { m.impl("linear_cross_entropy_forward", &forward_cpu); }
+TORCH_LIBRARY_IMPL(oxytorch, Meta, m) { m.impl("linear_cross_entropy_forward", &forward_meta); }
+
+}  // namespace
+
+Tensor linear_cross_entropy(const Tensor& input, const Tensor& weight, const Tensor& target,
+                            const LinearCrossEntropyOptions& options) {
+  return WholeLoss::call(input, weight, target, options.bias, options.ignore_index, options.label_smoothing,
+                         options.reduction == LossReduction::Mean);
+}
+
+}  // namespace oxytorch::ops

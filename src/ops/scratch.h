@@ -1,0 +1,64 @@
+/// Working memory of operators.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "oxytorch/kernels/attention.h"
+
+namespace oxytorch::ops {
+
+[[nodiscard]] constexpr std::int64_t round_up(std::int64_t count, std::int64_t step) {
+  return (count + step - 1) / step * step;
+}
+
+/// Rows or columns of a matrix, cut into tiles.
+struct Tiled {
+  explicit Tiled(std::int64_t count) : count(count), tiles(round_up(count, kernels::kTile) / kernels::kTile) {}
+  [[nodiscard]] std::int64_t begin(std::int64_t tile) const { return tile * kernels::kTile; }
+  [[nodiscard]] std::int64_t used(std::int64_t tile) const { return std::min(kernels::kTile, count - begin(tile)); }
+  [[nodiscard]] std::int64_t padded(std::int64_t tile) const { return round_up(used(tile), kernels::kTileStep); }
+  std::int64_t count, tiles;
+};
+
+[[nodiscard]] inline kernels::Element element_of(at::ScalarType type) {
+  return type == at::kBFloat16 ? kernels::Element::BFloat16
+         : type == at::kHalf   ? kernels::Element::Float16
+                               : kernels::Element::Float32;
+}
+
+/// Memory by pieces, from torch's allocator; not cleared.
+class Scratch {
+ public:
+  std::byte* bytes(std::int64_t count) {
+    pieces_.push_back(at::empty({count}, at::kByte));
+    return static_cast<std::byte*>(pieces_.back().mutable_data_ptr());
+  }
+  float* floats(std::int64_t count) {
+    return reinterpret_cast<float*>(bytes(count * static_cast<std::int64_t>(sizeof(float))));
+  }
+
+ private:
+  std::vector<at::Tensor> pieces_;
+};
+
+/// Tiles of `width` elements a row, as operands.
+class Packed {
+ public:
+  Packed() = default;
+  Packed(Scratch& scratch, kernels::TileFormat format, std::int64_t width, std::int64_t tiles)
+      : size_(kernels::kTile * width * (format == kernels::TileFormat::BFloat16 ? 2 : 4)),
+        data_(scratch.bytes(size_ * tiles)) {}
+  [[nodiscard]] std::byte* operator[](std::int64_t tile) const { return data_ + size_ * tile; }
+
+ private:
+  std::int64_t size_ = 0;
+  std::byte* data_ = nullptr;
+};
+
+}  // namespace oxytorch::ops

@@ -1,0 +1,265 @@
+"""Linear layer and cross entropy as one against torch's two in fp64: no further off than twice torch's own."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import oxytorch as ox
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad
+from torch.library import opcheck
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
+
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+NAMES = ("loss", "input", "weight", "bias")
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def torchs(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, **options: Any) -> Tensor:
+    return F.cross_entropy(F.linear(x, w, b).flatten(0, -2), y.flatten(), **options)
+
+
+class Case:
+    """Random sizes, layouts and options, by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        draw, noise = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+        tokens = draw.choice([1, 2, 17, 63, 64, 65, 255, 257, 600])
+        classes = draw.choice([1, 2, 10, 64, 100, 129, 1000, 5003])
+        width = draw.choice([1, 7, 16, 48, 65, 128])
+        wide = draw.random() < 0.3
+
+        def matrix(rows: int) -> Tensor:
+            made = torch.randn(rows, width + (3 if wide else 0), generator=noise).to(self.dtype)
+            return made[:, 1 : width + 1] if wide else made
+
+        self.x, self.w = matrix(tokens), matrix(classes)
+        self.b = torch.randn(classes, generator=noise).to(self.dtype) if draw.random() < 0.5 else None
+        self.y = torch.randint(classes, (tokens,), generator=noise)
+        if draw.random() < 0.4:
+            self.y[torch.rand(tokens, generator=noise) < 0.3] = -100
+        self.options = {
+            "label_smoothing": draw.choice([0.0, 0.0, 0.1, 1.0]),
+            "reduction": draw.choice(["mean", "sum"]),
+        }
+
+    def run(self, call: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor | None]:
+        """Loss and gradients."""
+        given = [None if t is None else t.detach().to(dtype).requires_grad_() for t in (self.x, self.w, self.b)]
+        loss = call(given[0], given[1], self.y, given[2], **self.options)
+        inputs = [t for t in given if t is not None]
+        grads = list(torch.autograd.grad(loss, inputs))
+        return [loss.detach(), *grads, *([None] if self.b is None else [])]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_further_off_than_twice_torchs(seed: int) -> None:
+    case = Case(seed)
+    right = case.run(torchs, torch.float64)
+    ours, theirs = case.run(ox.ops.linear_cross_entropy, case.dtype), case.run(torchs, case.dtype)
+    for name, a, t, e in zip(NAMES, ours, theirs, right, strict=True):
+        if e is None or t is None or a is None:
+            continue
+        assert a.shape == t.shape
+        assert a.dtype == (torch.float32 if name == "loss" else case.dtype)
+        if e.isnan().any():
+            assert a.isnan().equal(e.isnan())
+            continue
+        error, allowed = (float((one.double() - e).norm()) for one in (a, t))
+        # Each gradient of a logit is rounded once before it is multiplied.
+        room = 2 * ROUNDING[case.dtype] * float(e.norm()) + 1e-6
+        assert error <= 2 * allowed + room, (name, error, allowed, float(e.norm()))
+
+
+@pytest.mark.parametrize("seed", [1, 5, 8, 21])
+def test_bits_do_not_depend_on_the_number_of_threads(seed: int) -> None:
+    case = Case(seed)
+    runs = []
+    for count in (1, 2, 5):
+        with threads(count):
+            runs.append(case.run(ox.ops.linear_cross_entropy, case.dtype))
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            assert (a is None and b is None) or (a is not None and b is not None and a.equal(b))
+
+
+def batch(*size: int, classes: int = 50, width: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*size, width, generator=generator, requires_grad=True)
+    w = torch.randn(classes, width, generator=generator, requires_grad=True)
+    return x, w, torch.randint(classes, size, generator=generator)
+
+
+@pytest.mark.parametrize("size", [(), (7,), (3, 5), (2, 3, 4)])
+def test_any_leading_sizes(size: tuple[int, ...]) -> None:
+    x, w, y = batch(*size)
+    ours = ox.ops.linear_cross_entropy(x, w, y)
+    expected = F.cross_entropy(F.linear(x, w).reshape(-1, 50), y.flatten())
+    torch.testing.assert_close(ours, expected)
+    got = torch.autograd.grad(ours, (x, w))
+    for a, b in zip(got, torch.autograd.grad(expected, (x, w)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_frozen_layer_and_a_tied_one() -> None:
+    x, w, y = batch(9)
+    loss = ox.ops.linear_cross_entropy(x, w.detach(), y)
+    (of_x,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(of_x, torch.autograd.grad(torchs(x, w.detach(), y), x)[0])
+    assert not ox.ops.linear_cross_entropy(x.detach(), w.detach(), y).requires_grad
+    embedded = F.embedding(y, w)
+    tied = torch.autograd.grad(ox.ops.linear_cross_entropy(embedded, w, y), w)[0]
+    torch.testing.assert_close(tied, torch.autograd.grad(torchs(F.embedding(y, w), w, y), w)[0])
+
+
+def test_the_gradient_of_the_loss_counts() -> None:
+    x, w, y = batch(9)
+    plain = torch.autograd.grad(ox.ops.linear_cross_entropy(x, w, y), (x, w))
+    scaled = torch.autograd.grad(ox.ops.linear_cross_entropy(x, w, y) * 1024, (x, w))
+    assert all((a * 1024).equal(b) for a, b in zip(plain, scaled, strict=True))
+
+
+def test_a_loss_scale_saves_the_small_gradients_of_float16() -> None:
+    x, w, y = (t.detach() for t in batch(64, classes=300))
+    x, w = (x * 0.01).half().requires_grad_(), (w * 1e-4).half().requires_grad_()
+    (of_x,) = torch.autograd.grad(ox.ops.linear_cross_entropy(x, w, y) * 2.0**14, x)
+    exact = torch.autograd.grad(torchs(x.double(), w.double(), y) * 2.0**14, x)[0]
+    torch.testing.assert_close(of_x.double(), exact.double(), rtol=4e-3, atol=1e-4)
+
+
+def test_no_token_counts() -> None:
+    x, w, y = batch(5)
+    loss = ox.ops.linear_cross_entropy(x, w, torch.full_like(y, -100))
+    assert loss.isnan()
+    assert ox.ops.linear_cross_entropy(x, w, torch.full_like(y, -100), reduction="sum") == 0
+    assert torch.autograd.grad(loss, w)[0].count_nonzero() == 0
+
+
+def test_large_logits_and_values_that_are_not_finite() -> None:
+    x, w, y = batch(5)
+    with torch.no_grad():
+        x[0] *= 1e4
+        x[1, 2], x[2, 3] = float("nan"), float("inf")
+    kept = torch.tensor([True, False, False, True, True])
+    ours = ox.ops.linear_cross_entropy(x[kept], w, y[kept])
+    torch.testing.assert_close(ours, torchs(x[kept], w, y[kept]), rtol=1e-4, atol=1e-4)
+    assert ox.ops.linear_cross_entropy(x, w, y).isnan()
+    # A row that does not count may hold anything.
+    y[1] = y[2] = -100
+    torch.testing.assert_close(ox.ops.linear_cross_entropy(x, w, y), ours)
+
+
+def test_it_is_an_operator_that_torch_checks() -> None:
+    x, w, y = batch(9)
+    b = torch.randn(50, requires_grad=True)
+    opcheck(torch.ops.oxytorch.linear_cross_entropy, (x, w, y, b, -100, 0.1, True))
+    opcheck(torch.ops.oxytorch.linear_cross_entropy, (x, w, y))
+
+
+def test_compiled_and_transformed_it_agrees_with_eager() -> None:
+    x, w, y = batch(9)
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        return ox.ops.linear_cross_entropy(x.sin(), w, y) * 3
+
+    expected = loss(x, w)
+    grads = torch.autograd.grad(expected, (x, w))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w)
+    assert compiled.equal(expected)
+    assert all(a.equal(b) for a, b in zip(torch.autograd.grad(compiled, (x, w)), grads, strict=True))
+    assert grad(loss)(x.detach(), w.detach()).equal(grads[0])
+
+
+def test_autocast_and_a_whole_model() -> None:
+    torch.manual_seed(0)
+    body, head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 50)
+    x, _, y = batch(40)
+    losses = []
+    for fused in (True, False):
+        body.zero_grad()
+        head.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = functional_call(body, dict(body.named_parameters()), (x,))
+            if fused:
+                loss = ox.ops.linear_cross_entropy(hidden, head.weight, y, head.bias)
+            else:
+                loss = F.cross_entropy(head(hidden).float(), y)
+        loss.backward()
+        assert head.weight.grad is not None and body.weight.grad is not None
+        losses.append((loss.detach(), head.weight.grad.clone(), body.weight.grad.clone()))
+    for a, b in zip(*losses, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=2e-3)
+
+
+def test_float64_is_torchs_own() -> None:
+    x, w, y = (t.detach().double().requires_grad_() if t.is_floating_point() else t for t in batch(4))
+    assert torch.autograd.gradcheck(lambda x, w: ox.ops.linear_cross_entropy(x, w, y, label_smoothing=0.2), (x, w))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda x, w, y: ox.ops.linear_cross_entropy(x, w[:, :3], y), ValueError, "rows? x width|x width"),
+        (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y[:3]), ValueError, "a target for each row"),
+        (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y.int()), TypeError, "targets of int64"),
+        (lambda x, w, y: ox.ops.linear_cross_entropy(x, w.double(), y), TypeError, "weight Double"),
+        (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y, label_smoothing=2), ValueError, "label_smoothing is 2"),
+        (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y, w[:, 0][:7]), ValueError, "each of the 50 classes"),
+        (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y + 50), ValueError, "of token 0 is no class: there are 50"),
+        (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y, reduction="none"), ValueError, "'mean' or 'sum'"),
+    ],
+)
+def test_bad_input_is_refused_in_words(call: Callable[..., Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        call(*batch(9))
+
+
+def test_a_second_derivative_is_refused_in_words() -> None:
+    x, w, y = batch(9)
+    (first,) = torch.autograd.grad(ox.ops.linear_cross_entropy(x, w, y), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+        first.sum().backward()
+
+
+def test_memory_is_that_of_256_tokens() -> None:
+    code = """
+import resource, sys, torch, oxytorch as ox
+from torch.nn import functional as F
+torch.set_num_threads(2)
+def run(n, fused):
+    x = torch.randn(n, 16).bfloat16().requires_grad_()
+    w = torch.randn(30000, 16).bfloat16().requires_grad_()
+    y = torch.randint(30000, (n,))
+    loss = ox.ops.linear_cross_entropy(x, w, y) if fused else F.cross_entropy(F.linear(x, w).float(), y)
+    loss.backward()
+fused = sys.argv[1] == "ours"
+run(64, fused)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run(2048, fused)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    grown = {}
+    for which in ("ours", "torch"):
+        done = subprocess.run([sys.executable, "-c", code, which], capture_output=True, text=True, check=True)
+        grown[which] = int(done.stdout)
+    assert grown["ours"] < 0.4 * grown["torch"], grown
