@@ -80,8 +80,9 @@ void bind_tune_operators(py::module_& m) {
       .def_readonly("name", &OperatorReport::name)
       .def_readonly("installed", &OperatorReport::installed)
       .def_readonly("reason", &OperatorReport::reason);
-  py::class_<NativeOperators>(m, "NativeOperators", "Faster CPU operators with the bits of torch's own.")
+  py::class_<NativeOperators>(m, "NativeOperators", "Faster CPU operators behind torch's dispatcher.")
       .def(py::init<>())
+      .def_static("exact_names", &NativeOperators::exact_names, "Operators with torch's bits.")
       .def_static("names", &NativeOperators::names)
       .def("install", &NativeOperators::install, py::arg("names") = std::vector<std::string>(), release_gil())
       .def("uninstall", &NativeOperators::uninstall, release_gil())

@@ -120,9 +120,9 @@ std::vector<ConfigField> make_fields() {
                           "memory: a byte an element and a scale for 32, within 1.6 % of the largest."));
   fields.back().ultra = std::string("int8");
   fields.push_back(
-      choice("attention", {"auto", "default", "math"}, "default", "auto",
+      choice("attention", {"auto", "default", "math", "native"}, "default", "auto",
              "auto lets torch choose among its fused attention kernels for the precision in use; math is the "
-             "plain formula.",
+             "plain formula; native is the kernel of this library for CPUs.",
              "default leaves torch's choice of kernel as it is."));
   fields.push_back(
       choice("compile", {"off", "default", "max-autotune"}, "off", "off",

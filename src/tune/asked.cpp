@@ -43,6 +43,7 @@ const std::vector<Meaning>& meanings() {
       {"precision", "bf16", {"bf16_autocast"}},
       {"channels_last", "on", {"channels_last", "channels_last_3d"}},
       {"attention", "math", {"math_attention", "math_attention_bf16"}},
+      {"attention", "native", {"native_attention"}},
       {"step_tail", "on", {"step_tail", "int8_state"}},
       {"optimizer_state", "int8", {"int8_state"}},
       {"compile", "default", {"compile", "compile_dynamic"}},

@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
 
+#include "ops/attention_cpu.h"
 #include "oxytorch/error.h"
 #include "oxytorch/spelling.h"
 #include "tune/operators_entry.h"
@@ -239,6 +241,37 @@ Tensor& bernoulli(Tensor& self, double p, std::optional<at::Generator> generator
 
 namespace {
 
+// Nothing where torch's kernel must see the arguments.
+std::optional<ops::AttentionRule> attention_rule(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                 double dropout, bool causal, const MaybeTensor& mask,
+                                                 std::optional<double> scale) {
+  if (dropout != 0 || !ops::attention_cpu_takes(query, key, value, mask)) return std::nullopt;
+  return ops::attention_rule(mask, scale.value_or(1 / std::sqrt(static_cast<double>(query.size(3)))), -1,
+                             causal ? 0 : -1, 0);
+}
+
+}  // namespace
+
+Pair flash_attention(const Tensor& query, const Tensor& key, const Tensor& value, double dropout, bool causal,
+                     const MaybeTensor& mask, std::optional<double> scale) {
+  const auto rule = attention_rule(query, key, value, dropout, causal, mask, scale);
+  if (rule) return ops::attention_cpu(query, key, value, *rule);
+  return originals().flash_attention.call<Pair>(query, key, value, dropout, causal, mask, scale);
+}
+
+Triple flash_attention_backward(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
+                                const Tensor& output, const Tensor& log_sum, double dropout, bool causal,
+                                const MaybeTensor& mask, std::optional<double> scale) {
+  const auto rule = attention_rule(query, key, value, dropout, causal, mask, scale);
+  if (rule && log_sum.scalar_type() == at::kFloat) {
+    return ops::attention_cpu_backward(grad_output, query, key, value, output, log_sum, *rule);
+  }
+  return originals().flash_attention_backward.call<Triple>(grad_output, query, key, value, output, log_sum, dropout,
+                                                           causal, mask, scale);
+}
+
+namespace {
+
 struct Entry {
   std::vector<Original*> originals;
   void (*add)(torch::Library& library);
@@ -261,6 +294,12 @@ const std::map<std::string, Entry>& entries() {
       {"bernoulli",
        {{&originals().bernoulli},
         [](torch::Library& library) { library.impl("bernoulli_.float", TORCH_FN(bernoulli)); }}},
+      {"flash_attention",
+       {{&originals().flash_attention, &originals().flash_attention_backward},
+        [](torch::Library& library) {
+          library.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(flash_attention));
+          library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", TORCH_FN(flash_attention_backward));
+        }}},
   };
   return all;
 }
@@ -297,13 +336,18 @@ std::unique_ptr<torch::Library> registered(const Entry& entry) {
 
 }  // namespace
 
-const std::vector<std::string>& NativeOperators::names() {
+const std::vector<std::string>& NativeOperators::exact_names() {
   static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli"};
   return all;
 }
 
+const std::vector<std::string>& NativeOperators::names() {
+  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli", "flash_attention"};
+  return all;
+}
+
 std::vector<OperatorReport> NativeOperators::install(const std::vector<std::string>& names) {
-  const auto& wanted = names.empty() ? NativeOperators::names() : names;
+  const auto& wanted = names.empty() ? exact_names() : names;
   for (const auto& name : wanted) {
     OXY_CHECK(entries().contains(name), InvalidArgument, "there is no native operator ", in_quotes(name), "; give ",
               list_of(NativeOperators::names()), ".");

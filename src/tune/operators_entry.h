@@ -58,6 +58,8 @@ struct Originals {
   Original batch_norm{"aten::native_batch_norm"};
   Original batch_norm_backward{"aten::native_batch_norm_backward"};
   Original bernoulli{"aten::bernoulli_", "float"};
+  Original flash_attention{"aten::_scaled_dot_product_flash_attention_for_cpu"};
+  Original flash_attention_backward{"aten::_scaled_dot_product_flash_attention_for_cpu_backward"};
   kernels::BatchNormFusion fusion;
 };
 Originals& originals();
@@ -76,8 +78,13 @@ Triple batch_norm_backward(const at::Tensor& grad_output, const at::Tensor& inpu
                            const MaybeTensor& save_mean, const MaybeTensor& save_invstd, bool train, double eps,
                            std::array<bool, 3> mask);
 at::Tensor& bernoulli(at::Tensor& self, double p, std::optional<at::Generator> generator);
+Pair flash_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double dropout,
+                     bool causal, const MaybeTensor& mask, std::optional<double> scale);
+Triple flash_attention_backward(const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
+                                const at::Tensor& value, const at::Tensor& output, const at::Tensor& log_sum,
+                                double dropout, bool causal, const MaybeTensor& mask, std::optional<double> scale);
 
-/// Why the operators of `name` may not replace the originals, which are captured; empty where every bit agrees.
+/// Why the operators of `name` may not replace the originals, which are captured; empty where they may.
 /// Sets originals().fusion. Draws nothing from torch's default generator.
 std::string differs_from_original(const std::string& name);
 

@@ -1,6 +1,7 @@
-// Holds each operator against the kernel it is to replace, bit for bit.
+// Holds each operator against the kernel it is to replace, bit for bit where it promises torch's bits.
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -172,6 +173,67 @@ std::string bernoulli_differs() {
   return {};
 }
 
+std::string attention_differs() {
+  struct Case {
+    std::int64_t heads, key_heads, queries, keys, width;
+    bool causal, masked;
+  };
+  const Case cases[] = {
+      {2, 2, 70, 70, 16, true, false}, {2, 1, 5, 130, 24, false, true}, {1, 1, 65, 3, 40, false, false}};
+  const at::ScalarType types[] = {at::kFloat, at::kBFloat16, at::kHalf};
+  Values values;
+  for (const auto& c : cases) {
+    for (const auto type : types) {
+      const auto make = [&](std::int64_t heads, std::int64_t tokens) {
+        return values.normal({2, heads, tokens, c.width}).to(type);
+      };
+      const Tensor query = make(c.heads, c.queries), key = make(c.key_heads, c.keys), value = make(c.key_heads, c.keys);
+      const Tensor grad = make(c.heads, c.queries);
+      const MaybeTensor mask = c.masked ? MaybeTensor(values.normal({c.queries, c.keys}).to(type)) : std::nullopt;
+      constexpr std::optional<double> kScale;
+      // Each kernel with its own output, and torch's in fp64.
+      const auto all = [&](at::ScalarType in, auto&& forward, auto&& backward) {
+        const auto wide = [in](const Tensor& t) { return t.to(in); };
+        const MaybeTensor wide_mask = mask ? MaybeTensor(mask->to(in)) : std::nullopt;
+        const Pair out = forward(wide(query), wide(key), wide(value), wide_mask);
+        const Triple grads = backward(wide(grad), wide(query), wide(key), wide(value), out, wide_mask);
+        return std::array{std::get<0>(out).to(at::kDouble), std::get<0>(grads).to(at::kDouble),
+                          std::get<1>(grads).to(at::kDouble), std::get<2>(grads).to(at::kDouble)};
+      };
+      const auto torchs = [&](at::ScalarType in) {
+        return all(
+            in,
+            [&](const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& m) {
+              return originals().flash_attention.call<Pair>(q, k, v, 0.0, c.causal, m, kScale);
+            },
+            [&](const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v, const Pair& out,
+                const MaybeTensor& m) {
+              return originals().flash_attention_backward.call<Triple>(g, q, k, v, std::get<0>(out), std::get<1>(out),
+                                                                       0.0, c.causal, m, kScale);
+            });
+      };
+      const auto exact = torchs(at::kDouble), theirs = torchs(type);
+      const auto ours = all(
+          type,
+          [&](const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& m) {
+            return flash_attention(q, k, v, 0, c.causal, m, kScale);
+          },
+          [&](const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v, const Pair& out,
+              const MaybeTensor& m) {
+            return flash_attention_backward(g, q, k, v, std::get<0>(out), std::get<1>(out), 0, c.causal, m, kScale);
+          });
+      for (std::size_t i = 0; i < exact.size(); ++i) {
+        const auto error = [&](const Tensor& of) { return (of - exact[i]).norm().item<double>(); };
+        // Where torch happens to be exact, one rounding is allowed.
+        const double rounding = (type == at::kFloat ? 0x1p-24 : type == at::kHalf ? 0x1p-11 : 0x1p-8);
+        if (error(ours[i]) <= 2 * error(theirs[i]) + rounding * exact[i].norm().item<double>()) continue;
+        return "flash attention is further from fp64 than torch's for query " + sizes_of(query);
+      }
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string differs_from_original(const std::string& name) {
@@ -179,6 +241,7 @@ std::string differs_from_original(const std::string& name) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   if (name == "max_pool2d") return pool_differs();
   if (name == "batch_norm") return norm_differs();
+  if (name == "flash_attention") return attention_differs();
   return bernoulli_differs();
 }
 

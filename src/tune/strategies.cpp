@@ -122,6 +122,7 @@ struct PinnedThreads : HostStrategy<pinned_threads> {
 int physical_cores() { return std::max(1, read_cores().usable_physical); }
 int one() { return 1; }
 
+/// Those with torch's bits, or those that are named.
 struct Operators : Strategy {
   Applicability applies(Run& run) override {
     if (auto here = on_cpu(run); !here.holds) return here;
@@ -130,11 +131,21 @@ struct Operators : Strategy {
   }
   void apply(Run& /*run*/) override {
     std::string reasons;
-    for (const auto& report : operators.install()) reasons += " " + report.name + ": " + report.reason;
+    for (const auto& report : operators.install(names)) reasons += " " + report.name + ": " + report.reason;
     OXY_CHECK(!operators.installed().empty(), NotSupported, "no operator could be installed:", reasons);
   }
   void revert(Run& /*run*/) override { operators.uninstall(); }
+  std::vector<std::string> names;
   NativeOperators operators;
+};
+
+struct NativeAttention : Operators {
+  NativeAttention() { names = {"flash_attention"}; }
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    if (may_call(run, {"flash_attention"})) return true;
+    return "the model calls no flash attention.";
+  }
 };
 
 // -- the optimizer ----------------------------------------------------------------------------------------------------
@@ -376,6 +387,12 @@ std::vector<RegisteredStrategy> own_strategies() {
                          .interacts = {"bf16_autocast", "allocator", "host_pool"},
                          .cost = "a second copy of the convolutions' weights is kept while it may be taken back.",
                          .expected_speedup = 1.4}),
+      own<NativeAttention>("native_attention", Tolerance,
+                           {.group = "attention",
+                            .interacts = {"bf16_autocast", "allocator", "host_pool"},
+                            .cost = "attention of other models in this process takes this kernel too.",
+                            .max_speedup = 4,
+                            .expected_speedup = 1.4}),
       own<Attention<false>>("math_attention", Tolerance,
                             {.group = "attention",
                              .interacts = {"bf16_autocast", "allocator", "host_pool"},

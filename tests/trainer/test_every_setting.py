@@ -552,7 +552,10 @@ ACCELERATE: dict[str, Callable[..., Any]] = {
     "optimizer_state": lambda clock: forced(
         clock, "optimizer_state", "int8", "int8_state", "optimizer", "trade", level="ultra"
     ),
-    "attention": lambda clock: forced(clock, "attention", "math", "math_attention", "attention", "tolerance"),
+    "attention": lambda clock: (
+        forced(clock, "attention", "math", "math_attention", "attention", "tolerance")
+        and forced(clock, "attention", "native", "native_attention", "attention", "tolerance")
+    ),
     "compile": lambda clock: (
         forced(clock, "compile", "default", "compile", "compile", "tolerance")
         and forced(clock, "compile", "max-autotune", "compile_max_autotune", "compile", "tolerance")

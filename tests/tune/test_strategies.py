@@ -172,6 +172,7 @@ SHOWN_ELSEWHERE = {
     "keep_heap": "tests/base/host_allocator_test.cpp",
     "host_pool": "tests/memory/test_host_pool.py",
     "native_operators": "tests/tune/test_operators.py",
+    "native_attention": "tests/ops/test_attention.py",
     "pinned_threads": "tests/trainer/host_test.cpp",
     "flush_denormals": "tests/tune/test_single_strategies.py",
 }

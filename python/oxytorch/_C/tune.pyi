@@ -737,8 +737,13 @@ class OperatorReport:
 
 class NativeOperators:
     """
-    Faster CPU operators with the bits of torch's own.
+    Faster CPU operators behind torch's dispatcher.
     """
+    @staticmethod
+    def exact_names() -> list[str]:
+        """
+        Operators with torch's bits.
+        """
     @staticmethod
     def names() -> list[str]: ...
     def __init__(self) -> None: ...

@@ -16,6 +16,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from .. import _C
 from .change import Change, Subject
 from .rules import Step, norms_after
 from .snapshot import untouched
@@ -148,6 +149,32 @@ class MathAttention(Attention):
 
     backend = SDPBackend.MATH
     cost = "memory grows with the square of the sequence length."
+
+
+class NativeAttention(Attention):
+    """The kernel of this library, in place of the flash kernel."""
+
+    devices = ("cpu",)
+    cost = "attention of other models in this process takes this kernel too."
+
+    def applies(self, run: Subject) -> bool | str:
+        """See `Change.applies`."""
+        if run.device.type not in self.devices:
+            return f"there is no such kernel on {run.device.type}"
+        if run.uses("scaled_dot_product_flash_attention"):
+            return True
+        return "the model calls no flash attention; dropout of attention weights keeps torch from it"
+
+    def apply(self, run: Subject) -> None:  # noqa: ARG002
+        """See `Change.apply`."""
+        self._operators = _C.tune.NativeOperators()
+        (report,) = self._operators.install(["flash_attention"])
+        if not report.installed:
+            raise RuntimeError(report.reason)
+
+    def revert(self, run: Subject) -> None:  # noqa: ARG002
+        """See `Change.revert`."""
+        self._operators.uninstall()
 
 
 class FlashAttention(Attention):
@@ -317,6 +344,7 @@ EDITS: dict[str, type[Change]] = {
     "channels_last_3d": ChannelsLast3d,
     "sdpa": Attention,
     "sdpa:math": MathAttention,
+    "sdpa:native": NativeAttention,
     "sdpa:flash": FlashAttention,
     "sdpa:efficient": EfficientAttention,
     "sdpa:cudnn": CudnnAttention,

@@ -122,7 +122,7 @@ class ModelOptimizer:
         ============================  =====================================================================
         ``channels_last``             weights of convolutions, and images on entry, in channels_last
         ``channels_last_3d``          the same of 3-D convolutions and volumes
-        ``sdpa:KERNEL``               kernel of attention: ``math``, ``flash``, ``efficient``, ``cudnn``
+        ``sdpa:KERNEL``               kernel of attention: ``math``, ``native``, ``flash``, ``efficient``, ``cudnn``
         ``checkpoint:MODULE``         the block runs forward again in backward; bit for bit
         ``fuse_conv_bn``              batch normalisation folded into the layer before; evaluation mode only
         ``drop_bias_before_norm``     biases before batch normalisation moved into its running mean

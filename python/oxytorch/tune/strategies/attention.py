@@ -37,6 +37,19 @@ class _Tried(edits.Attention, Strategy):
         return super().applies(run)
 
 
+# Faster than torch's for every dtype, so it is tried first.
+@strategy(
+    "native_attention",
+    kind="tolerance",
+    group="attention",
+    interacts=_INTERACTS,
+    max_speedup=4.0,
+    expected_speedup=1.4,
+)
+class NativeAttention(edits.NativeAttention, Strategy):
+    """The kernel of this library, in place of the flash kernel."""
+
+
 def _offer(name: str, edit: type[edits.Attention], expected_speedup: float = Strategy.expected_speedup) -> None:
     tried = type(edit.__name__, (_Tried, edit), {"__doc__": edit.__doc__})
     strategy(name, kind="tolerance", group="attention", interacts=_INTERACTS, expected_speedup=expected_speedup)(tried)

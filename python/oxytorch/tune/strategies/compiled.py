@@ -28,6 +28,7 @@ __all__: list[str] = []
 
 # What changes the operators that the compiler sees without changing what it is told to watch for.
 _TRACED = (
+    "native_attention",
     "math_attention",
     "math_attention_bf16",
     "flash_attention",
@@ -36,7 +37,15 @@ _TRACED = (
 )
 # Where one of these changes, a function is compiled anew: the operators are others, or guards on dtype and layout fail.
 _RENEWED_BY = (*_TRACED, "bf16_autocast", "onednn_bf16", "channels_last", "channels_last_3d")
-_INTERACTS = ("bf16_autocast", "channels_last", "allocator", "host_pool", "math_attention", "math_attention_bf16")
+_INTERACTS = (
+    "bf16_autocast",
+    "channels_last",
+    "allocator",
+    "host_pool",
+    "native_attention",
+    "math_attention",
+    "math_attention_bf16",
+)
 
 
 # Operators that call a library's kernels (products, convolutions, recurrences, attention), compiled or not.
