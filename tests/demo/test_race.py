@@ -48,6 +48,19 @@ def test_each_optimizer_is_raced(run_quick: Callable[..., Any]) -> None:
     assert "AdamW, 200 x 1,000" in said
 
 
+def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
+    said, document = run_quick("ops", "--starts", "1")
+    kinds = {(case.partition(" ")[0], frozenset(times)) for case, times in document["cases"].items()}
+    phases = {
+        f"{name}{phase}"
+        for name in ("oxytorch", "torch flash", "torch math")
+        for phase in (": forward", ": backward", "")
+    }
+    assert kinds == {("attention", frozenset(phases)), ("loss", frozenset({"oxytorch", "torch", "chunks"}))}
+    assert all(np.min(list(times.values())) > 0 for times in document["cases"].values())
+    assert "attention bf16" in said and "linear and cross entropy" in said
+
+
 def test_starts_are_joined_and_one_has_no_interval(race: ModuleType) -> None:
     first, second = (
         race.Measured({"200 x 64": {"torch fused": np.full(rounds, 6.0), "oxytorch": np.full(rounds, ours)}})

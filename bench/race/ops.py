@@ -1,0 +1,241 @@
+"""Races the operators of oxytorch.ops against torch's own, forward and backward apart.
+
+Attention: `torch flash` and `torch math` are the kernels of scaled_dot_product_attention; math may keep bfloat16
+throughout, as its fastest setting has it, which rounds scores and weights to 8 bits. Every contender has the same
+inputs, in the layout that a projection of queries, keys and values together leaves, takes its turns in a random order
+each round, and has the same number of threads.
+
+Linear and cross entropy, forward and backward together: `torch` is linear and cross_entropy of fp32 logits, `compiled`
+the same under torch.compile, and `chunks` the usual way to save memory, as Liger's kernel has it: 512 tokens at a time,
+gradients made in forward, by torch's operators.
+
+    python bench/race/ops.py [--threads 2] [--starts 4] [--seconds 3] [--quick] [--case NAME]... [--keep PATH]
+        [--json PATH]
+
+Ratios are paired by round, a start counts by its median, and intervals hold 95%. Prints the ratios, and writes
+bench/report/ops.{json,html}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import oxytorch as ox
+import torch
+from _race import (
+    MOST_ROUNDS,
+    Contender,
+    Measured,
+    add_options,
+    all_starts,
+    facts,
+    new_report,
+    over_starts,
+    progress,
+    race,
+    ratio,
+    text,
+    write,
+)
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SCHEMA = "oxytorch-ops/1"
+OURS, FLASH, MATH = "oxytorch", "torch flash", "torch math"
+EAGER, COMPILED, CHUNKS = "torch", "compiled", "chunks"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Batch, heads, tokens, width, causal: 4,096 to 16,384 tokens in all at the short end, one sequence at the long one.
+SHAPES = [
+    (64, 4, 64, 64, True),
+    (16, 4, 128, 64, True),
+    (16, 12, 128, 64, False),
+    (8, 8, 256, 64, True),
+    (4, 8, 512, 64, True),
+    (4, 8, 512, 64, False),
+    (2, 8, 1024, 64, True),
+    (1, 8, 2048, 64, True),
+    (1, 4, 2048, 128, False),
+    (1, 2, 4096, 64, True),
+    (1, 1, 8192, 64, True),
+]
+QUICK = [SHAPES[1], SHAPES[4]]
+FP32 = [SHAPES[0], SHAPES[1], SHAPES[4], SHAPES[7]]
+# Tokens, classes, width.
+LOSSES = [(2048, 32_000, 256), (2048, 32_000, 768), (2048, 50_257, 512)]
+QUICK_LOSSES = [(512, 8000, 128)]
+# Scores of torch's math kernel above which it is left out: they alone would take over 2 GiB.
+MOST_SCORES = 1 << 28
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return ox.ops.attention(q, k, v, causal=causal)
+
+
+def theirs(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return attend
+
+
+class Pass:
+    """One contender's forward, and backward through the graph of the last one."""
+
+    def __init__(self, attend: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor, causal: bool) -> None:
+        self.attend, self.inputs, self.grad, self.causal = attend, inputs, grad, causal
+        self.output = attend(*inputs, causal)
+
+    def forward(self) -> None:
+        self.output = self.attend(*self.inputs, self.causal)
+
+    def backward(self) -> None:
+        torch.autograd.grad(self.output, self.inputs, self.grad, retain_graph=True)
+
+
+def attention(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> list[Contender]:
+    batch, heads, tokens, width, causal = shape
+    generator = torch.Generator().manual_seed(1)
+    packed = torch.randn(batch, tokens, 3, heads, width, generator=generator).to(dtype)
+    inputs = [t.transpose(1, 2).detach().requires_grad_() for t in packed.unbind(2)]
+    grad = torch.randn(batch, tokens, heads, width, generator=generator).to(dtype).transpose(1, 2)
+    kernels: dict[str, Callable[..., Tensor]] = {OURS: ours, FLASH: theirs(SDPBackend.FLASH_ATTENTION)}
+    if batch * heads * tokens * tokens <= MOST_SCORES:
+        kernels[MATH] = theirs(SDPBackend.MATH)
+    passes = {name: Pass(attend, inputs, grad, causal) for name, attend in kernels.items()}
+    return [Contender(name, {"forward": one.forward, "backward": one.backward}) for name, one in passes.items()]
+
+
+class Chunks(torch.autograd.Function):
+    """Loss and gradients of 512 tokens at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        of_x, of_w = torch.empty_like(x), torch.zeros(w.shape)
+        loss = torch.zeros(())
+        for begin in range(0, x.size(0), 512):
+            part, target = x[begin : begin + 512], y[begin : begin + 512]
+            with torch.enable_grad():
+                logits = F.linear(part, w).float().requires_grad_()
+                one = F.cross_entropy(logits, target, reduction="sum")
+            (of_logits,) = torch.autograd.grad(one, logits)
+            of_logits = of_logits.div_(x.size(0)).to(x.dtype)
+            torch.mm(of_logits, w, out=of_x[begin : begin + 512])
+            of_w.add_(torch.mm(of_logits.t(), part))
+            loss += one.detach()
+        ctx.save_for_backward(of_x, of_w.to(w.dtype))
+        return loss / x.size(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        of_x, of_w = ctx.saved_tensors
+        return of_x * grad.to(of_x.dtype), of_w * grad.to(of_w.dtype), None
+
+
+def plain_loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, w).float(), y)
+
+
+def cross_entropy(shape: tuple[int, int, int], dtype: torch.dtype, quick: bool) -> list[Contender]:
+    tokens, classes, width = shape
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
+    w = (torch.randn(classes, width, generator=generator) * 0.02).to(dtype).requires_grad_()
+    y = torch.randint(classes, (tokens,), generator=generator)
+    losses: dict[str, Callable[..., Tensor]] = {
+        OURS: ox.ops.linear_cross_entropy,
+        EAGER: plain_loss,
+        CHUNKS: Chunks.apply,
+    }
+    if not quick:
+        losses[COMPILED] = torch.compile(plain_loss)
+
+    def whole(loss: Callable[..., Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(loss(x, w, y), (x, w))
+
+    return [Contender(name, {"step": whole(loss)}) for name, loss in losses.items()]
+
+
+def case_name(shape: tuple[int, int, int, int, bool], dtype: str) -> str:
+    batch, heads, tokens, width, causal = shape
+    return f"attention {dtype}, {batch} x {heads} x {tokens:,} x {width}{', causal' if causal else ''}"
+
+
+def measure(arguments: argparse.Namespace) -> Measured:
+    """One start: every case that was asked for, in this process."""
+    torch.set_num_threads(arguments.threads)
+    ox._C.trainer.tune_allocator(None)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    seconds, rounds = (0.2, 5) if arguments.quick else (arguments.seconds, MOST_ROUNDS)
+    found = Measured()
+    for dtype_name, dtype in DTYPES.items():
+        for shape in QUICK if arguments.quick else FP32 if dtype is torch.float32 else SHAPES:
+            case = case_name(shape, dtype_name)
+            if arguments.case is not None and not any(part in case for part in arguments.case):
+                continue
+            progress(f"racing {case} ...")
+            found.cases[case] = race(attention(shape, dtype), seconds, rounds)
+        losses = QUICK_LOSSES if arguments.quick else LOSSES[:1] if dtype is torch.float32 else LOSSES
+        for tokens, classes, width in losses:
+            case = f"loss {dtype_name}, {tokens:,} x {width} to {classes:,}"
+            if arguments.case is not None and not any(part in case for part in arguments.case):
+                continue
+            progress(f"racing {case} ...")
+            found.cases[case] = race(cross_entropy((tokens, classes, width), dtype, arguments.quick), seconds, rounds)
+    return found
+
+
+def against(times: dict[str, Any], slower: str, faster: str) -> str:
+    return text(ratio(times, slower, faster)) if slower in times else "left out"
+
+
+def attention_rows(found: Measured) -> list[list[str]]:
+    return [
+        [f"{case}, {phase}", text(over_starts(times[f"{OURS}: {phase}"]), 1e3)]
+        + [against(times, f"{name}: {phase}", f"{OURS}: {phase}") for name in (FLASH, MATH)]
+        for case, times in found.cases.items()
+        if case.startswith("attention")
+        for phase in ("forward", "backward")
+    ]
+
+
+def loss_rows(found: Measured) -> list[list[str]]:
+    return [
+        [case, text(over_starts(times[OURS]), 1e3)] + [against(times, name, OURS) for name in (EAGER, COMPILED, CHUNKS)]
+        for case, times in found.cases.items()
+        if case.startswith("loss")
+    ]
+
+
+def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Headings and rows of what was measured, by kind."""
+    attended = ["attention", "oxytorch, ms", "flash, times as long", "math, times as long"]
+    lost = ["linear and cross entropy", "oxytorch, ms", "torch, times as long", "compiled", "chunks"]
+    made = {"attention": (attended, attention_rows(found)), "loss": (lost, loss_rows(found))}
+    return {kind: (headings, rows) for kind, (headings, rows) in made.items() if rows}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_options(parser)
+    arguments = parser.parse_args()
+    machine_facts = facts(arguments.threads)
+    found = all_starts(arguments, machine_facts, SCHEMA, measure)
+    for headings, rows in tables(found).values():
+        for row in (headings, *rows):
+            print(f"{row[0]:<60}" + "".join(f"{cell:<24}" for cell in row[1:]).rstrip())
+    print("\nMeasured on: " + ", ".join(f"{key} {value}" for key, value in machine_facts.items() if value))
+    report = new_report("Race: operators", __doc__, machine_facts)
+    for headings, rows in tables(found).values():
+        report.table(headings, rows, headings[0].capitalize())
+    document = {"schema": SCHEMA, "machine": machine_facts, **found.to_json()}
+    write(report, document, arguments.out, "ops", arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
