@@ -254,6 +254,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the JSON document there too")
 
 
+def is_wanted(arguments: argparse.Namespace, case: str) -> bool:
+    """Whether `--case` names a part of this one, or is not given."""
+    return arguments.case is None or any(part in case for part in arguments.case)
+
+
 def another_start(folder: Path) -> Measured:
     """The race that is running, in a process of its own."""
     path = folder / "start.json"

@@ -32,6 +32,7 @@ from _race import (
     add_options,
     all_starts,
     facts,
+    is_wanted,
     new_report,
     over_starts,
     progress,
@@ -175,14 +176,14 @@ def measure(arguments: argparse.Namespace) -> Measured:
     for dtype_name, dtype in DTYPES.items():
         for shape in QUICK if arguments.quick else FP32 if dtype is torch.float32 else SHAPES:
             case = case_name(shape, dtype_name)
-            if arguments.case is not None and not any(part in case for part in arguments.case):
+            if not is_wanted(arguments, case):
                 continue
             progress(f"racing {case} ...")
             found.cases[case] = race(attention(shape, dtype), seconds, rounds)
         losses = QUICK_LOSSES if arguments.quick else LOSSES[:1] if dtype is torch.float32 else LOSSES
         for tokens, classes, width in losses:
             case = f"loss {dtype_name}, {tokens:,} x {width} to {classes:,}"
-            if arguments.case is not None and not any(part in case for part in arguments.case):
+            if not is_wanted(arguments, case):
                 continue
             progress(f"racing {case} ...")
             found.cases[case] = race(cross_entropy((tokens, classes, width), dtype, arguments.quick), seconds, rounds)

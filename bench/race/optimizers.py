@@ -26,6 +26,7 @@ from _race import (
     add_options,
     all_starts,
     facts,
+    is_wanted,
     new_report,
     over_starts,
     progress,
@@ -80,8 +81,7 @@ def measure(arguments: argparse.Namespace) -> Measured:
     seconds, rounds = (0.1, 8) if arguments.quick else (arguments.seconds, MOST_ROUNDS)
     found = Measured()
     for case, name, size in CASES:
-        wanted = arguments.case is None or any(part in case for part in arguments.case)
-        if not wanted or (arguments.quick and size == LARGE):
+        if not is_wanted(arguments, case) or (arguments.quick and size == LARGE):
             continue
         progress(f"racing {case} ...")
         options, how = OPTIMIZERS[name]

@@ -44,6 +44,7 @@ from _race import (
     add_options,
     all_starts,
     facts,
+    is_wanted,
     new_report,
     over_starts,
     progress,
@@ -592,12 +593,8 @@ def measure(arguments: argparse.Namespace) -> Measured:
     # Freed memory is kept, for all alike: page faults in a backward or in temporaries would drown the tails.
     oxytorch._C.trainer.tune_allocator(None)
     seconds, rounds = (0.2, 8) if arguments.quick else (arguments.seconds, MOST_ROUNDS)
-
-    def chosen(name: str) -> bool:
-        return arguments.case is None or any(part in name for part in arguments.case)
-
     found = Measured()
-    wanted = [case for case in cases() if chosen(case.name) and (case.quick or not arguments.quick)]
+    wanted = [case for case in cases() if is_wanted(arguments, case.name) and (case.quick or not arguments.quick)]
     for index, case in enumerate(wanted):
         progress(f"racing {case.name} ({index + 1} of {len(wanted)}) ...")
         entries = case.make()
@@ -605,9 +602,13 @@ def measure(arguments: argparse.Namespace) -> Measured:
         found.absent[case.name] = {entry.name: entry.why for entry in entries if isinstance(entry, Absent)}
         found.cases[case.name] = race(contenders, seconds, rounds, case.pause)
         del entries, contenders
-    if chosen("7-byte layout"):
+    if is_wanted(arguments, "7-byte layout"):
         found.layout = seven_byte_layout([1000] * 200 if arguments.quick else LARGE)
-    sizes = [name for name, each in SIZES.items() if chosen(f"{name}, C++") and not (arguments.quick and each is LARGE)]
+    sizes = [
+        name
+        for name, each in SIZES.items()
+        if is_wanted(arguments, f"{name}, C++") and not (arguments.quick and each is LARGE)
+    ]
     if sizes and not arguments.no_cpp:
         if arguments.program.exists():
             progress("racing from C++ ...")

@@ -47,7 +47,8 @@ def attention(
     scale : float, optional
         Of the products; 1 / sqrt(width) where not given.
     window_before, window_after : int
-        Keys a query sees before and after its own position; a negative number is no limit.
+        Keys a query sees before and after its own position; a negative number is no limit. `causal` is
+        ``window_after=0``.
     soft_cap : float
         Where above 0, scores s become ``soft_cap * tanh(s / soft_cap)``.
 
@@ -65,8 +66,10 @@ def attention(
     NotImplementedError
         For a mask that requires a gradient. A second derivative is refused in backward, by a RuntimeError.
     """
-    after = 0 if causal else window_after
-    return cast(Tensor, torch.ops.oxytorch.attention(query, key, value, mask, scale, window_before, after, soft_cap))
+    return cast(
+        Tensor,
+        torch.ops.oxytorch.attention(query, key, value, mask, causal, scale, window_before, window_after, soft_cap),
+    )
 
 
 def linear_cross_entropy(

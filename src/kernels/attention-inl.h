@@ -18,10 +18,10 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 template <class F>
-HWY_INLINE auto with_element(Element element, F&& act) {
+HWY_INLINE auto with_element(ElementType element, F&& act) {
   switch (element) {
-    case Element::BFloat16: return act(Bf16());
-    case Element::Float16: return act(Half());
+    case ElementType::BF16: return act(Bf16());
+    case ElementType::F16: return act(Half());
     default: return act(float());
   }
 }
@@ -239,6 +239,7 @@ bool softmax_tile(TileFormat format, float factor, std::int64_t rows, std::int64
         weight[k] = exp(fma(load(scores + (i + k) * kTile + j), times, hn::Neg(base)));
         sum[k] = hn::Add(sum[k], weight[k]);
       }
+      if (weights == nullptr) continue;
       if (format == TileFormat::BFloat16) {
         store_pair(rounded_bf16(weight[0]), rounded_bf16(weight[1]),
                    static_cast<std::uint16_t*>(weights) + i * kTile + 2 * j);
@@ -351,7 +352,7 @@ void dot_rows(const Rows& a, const Rows& b, float* to) {
 }
 
 void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
-                const float* factors, Element element, void* to, std::int64_t to_stride) {
+                const float* factors, ElementType element, void* to, std::int64_t to_stride) {
   with_element(element, [&](auto kind) {
     using T = decltype(kind);
     for (std::int64_t i = 0; i < rows; ++i, from += stride) {

@@ -8,7 +8,7 @@
 namespace oxytorch::kernels {
 
 Rows Rows::part(std::int64_t first, std::int64_t count) const {
-  const std::int64_t size = element == Element::Float32 ? 4 : 2;
+  const std::int64_t size = element == ElementType::F32 ? 4 : 2;
   return {element, static_cast<const char*>(data) + first * stride * size, stride, count, columns};
 }
 
@@ -48,7 +48,7 @@ void cross_entropy_gradient(const CrossEntropyGradient& tile) {
 void dot_rows(const Rows& a, const Rows& b, float* to) { operator_table(active_isa()).dot_rows(a, b, to); }
 
 void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
-                const float* factors, Element element, void* to, std::int64_t to_stride) {
+                const float* factors, ElementType element, void* to, std::int64_t to_stride) {
   operator_table(active_isa()).store_rows(from, stride, rows, columns, factor, factors, element, to, to_stride);
 }
 

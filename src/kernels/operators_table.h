@@ -31,7 +31,7 @@ struct OperatorTable {
   void (*cross_entropy_gradient)(const CrossEntropyGradient& tile);
   void (*dot_rows)(const Rows& a, const Rows& b, float* to);
   void (*store_rows)(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
-                     const float* factors, Element element, void* to, std::int64_t to_stride);
+                     const float* factors, ElementType element, void* to, std::int64_t to_stride);
   void (*transpose_words)(const void* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, void* to,
                           std::int64_t to_stride);
 };

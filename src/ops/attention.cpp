@@ -1,7 +1,6 @@
 // The operators oxytorch::attention, attention_forward and attention_backward.
 #include "oxytorch/ops/attention.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -167,50 +166,49 @@ Tensor visible_pairs(const Tensor& query, const Tensor& key, std::int64_t before
   return visible;
 }
 
-// By torch's operators, which know every dtype and device.
-Tensor composed(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double scale,
-                std::int64_t before, std::int64_t after, double soft_cap) {
+// What is added to the scores where `shown` is false.
+Tensor hidden_unless(const Tensor& shown, const Tensor& query) {
   constexpr double kHidden = -std::numeric_limits<double>::infinity();
-  const auto floats = query.options();
-  Tensor added;
-  if (mask.has_value() && mask->defined()) {
-    const auto zeros = at::full({}, 0, floats), hidden = at::full({}, kHidden, floats);
-    added = mask->scalar_type() == at::kBool ? at::where(*mask, zeros, hidden) : mask->to(query.scalar_type());
-  }
+  return at::where(shown, at::full({}, 0, query.options()), at::full({}, kHidden, query.options()));
+}
+
+// By torch's operators, which know every dtype and device.
+Tensor composed(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& bias, double scale,
+                std::int64_t before, std::int64_t after, double soft_cap) {
+  Tensor added = bias.defined() ? bias.to(query.scalar_type()) : bias;
   const bool causal = after == 0 && before < 0 && !added.defined() && soft_cap == 0;
   if (!causal && (before >= 0 || after >= 0)) {
-    const auto window =
-        at::where(visible_pairs(query, key, before, after), at::full({}, 0, floats), at::full({}, kHidden, floats));
+    const Tensor window = hidden_unless(visible_pairs(query, key, before, after), query);
     added = added.defined() ? added + window : window;
   }
-  const MaybeTensor bias = added.defined() ? MaybeTensor(added) : std::nullopt;
-  if (soft_cap == 0) return at::scaled_dot_product_attention(query, key, value, bias, 0, causal, scale, true);
+  if (soft_cap == 0) {
+    const MaybeTensor mask = added.defined() ? MaybeTensor(added) : std::nullopt;
+    return at::scaled_dot_product_attention(query, key, value, mask, 0, causal, scale, true);
+  }
   const auto group = query.size(1) / key.size(1);
   const auto shared = [group](const Tensor& t) { return group == 1 ? t : t.repeat_interleave(group, 1); };
   Tensor scores = at::tanh(at::matmul(query, shared(key).transpose(2, 3)) * (scale / soft_cap)) * soft_cap;
   if (added.defined()) scores = scores + added;
-  const Tensor nothing = (scores == kHidden).all(-1, true);
+  const Tensor nothing = scores.isneginf().all(-1, true);
   const Tensor weights = at::softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0);
   return at::matmul(weights, shared(value));
 }
 
 Tensor attention_operator(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
-                          std::optional<double> scale, std::int64_t before, std::int64_t after, double soft_cap) {
+                          bool causal, std::optional<double> scale, std::int64_t before, std::int64_t after,
+                          double soft_cap) {
   check(query, key, value);
   OXY_CHECK(soft_cap >= 0 && std::isfinite(soft_cap), InvalidArgument, "soft_cap is ", soft_cap,
             "; give a positive number, or 0 for none.");
-  const double factor = scale.value_or(1 / std::sqrt(static_cast<double>(query.size(3))));
-  const auto type = query.scalar_type();
-  const bool native = query.device().is_cpu() && (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf) &&
-                      query.sym_numel() != 0 && key.sym_numel() != 0;
-  if (!native) return composed(query, key, value, mask, factor, before, after, soft_cap);
-  MaybeTensor bias;
-  if (mask.has_value() && mask->defined()) {
-    bias = mask->scalar_type() != at::kBool
-               ? mask->scalar_type() == type ? *mask : mask->to(at::kFloat)
-               : at::where(*mask, at::full({}, 0, query.options()),
-                           at::full({}, -std::numeric_limits<double>::infinity(), query.options()));
+  if (causal) after = 0;
+  const double factor = scale_or_default(scale, query.size(3));
+  Tensor bias = mask.value_or(Tensor());
+  if (bias.defined() && bias.scalar_type() == at::kBool) bias = hidden_unless(bias, query);
+  if (!has_kernel(query) || query.sym_numel() == 0 || key.sym_numel() == 0) {
+    return composed(query, key, value, bias, factor, before, after, soft_cap);
   }
+  if (!bias.defined()) return std::get<0>(Forward::call(query, key, value, {}, factor, before, after, soft_cap));
+  if (bias.scalar_type() != query.scalar_type()) bias = bias.to(at::kFloat);
   return std::get<0>(Forward::call(query, key, value, bias, factor, before, after, soft_cap));
 }
 
@@ -218,19 +216,17 @@ constexpr char kName[] = "oxytorch::attention";
 using WholeAttention = Operator<kName, decltype(attention_operator)>;
 
 Tensor attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
-                          std::optional<double> scale, std::int64_t before, std::int64_t after, double soft_cap) {
+                          bool causal, std::optional<double> scale, std::int64_t before, std::int64_t after,
+                          double soft_cap) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
-  const auto device = query.device().type();
-  const auto narrow = [type = at::autocast::get_autocast_dtype(device), device](const Tensor& t) {
-    return at::autocast::cached_cast(type, t, device);
-  };
-  return WholeAttention::call(narrow(query), narrow(key), narrow(value), mask, scale, before, after, soft_cap);
+  return WholeAttention::call(autocast(query), autocast(key), autocast(value), mask, causal, scale, before, after,
+                              soft_cap);
 }
 
 TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
   m.def(
-      "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, float? scale=None, int window_before=-1, "
-      "int window_after=-1, float soft_cap=0.) -> Tensor");
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool causal=False, float? scale=None, "
+      "int window_before=-1, int window_after=-1, float soft_cap=0.) -> Tensor");
   m.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, int window_before, "
       "int window_after, float soft_cap) -> (Tensor output, Tensor log_sum)");
@@ -259,9 +255,8 @@ TORCH_LIBRARY_IMPL(oxytorch, Meta, m) {
 }  // namespace
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options) {
-  const std::int64_t after = options.causal ? 0 : options.window_after;
-  return WholeAttention::call(query, key, value, options.mask, options.scale, options.window_before, after,
-                              options.soft_cap);
+  return WholeAttention::call(query, key, value, options.mask, options.causal, options.scale, options.window_before,
+                              options.window_after, options.soft_cap);
 }
 
 }  // namespace oxytorch::ops

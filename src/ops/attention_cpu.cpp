@@ -8,15 +8,17 @@
 #include <cmath>
 #include <limits>
 
+#include "ops/dispatch.h"
 #include "ops/product.h"
-#include "ops/scratch.h"
+#include "ops/tiles.h"
+#include "optim/dense.h"
 #include "oxytorch/kernels/attention.h"
 
 namespace oxytorch::ops {
 namespace {
 
 using at::Tensor;
-using kernels::Element;
+using kernels::ElementType;
 using kernels::kTile;
 using kernels::kTileStep;
 using kernels::Operand;
@@ -31,7 +33,7 @@ Tensor with_rows(const Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor 
 Rows rows_of(const Tensor& tensor, std::int64_t batch, std::int64_t head) {
   const auto* data = static_cast<const char*>(tensor.const_data_ptr()) +
                      (batch * tensor.stride(0) + head * tensor.stride(1)) * tensor.element_size();
-  return {element_of(tensor.scalar_type()), data, tensor.stride(2), tensor.size(2), tensor.size(3)};
+  return {optim::element_type(tensor).value(), data, tensor.stride(2), tensor.size(2), tensor.size(3)};
 }
 
 // A call with its tensors, and what all threads share.
@@ -48,7 +50,7 @@ struct Call {
         key_heads(k.size(1)),
         group(heads / key_heads),
         width(round_up(q.size(3), kTileStep)),
-        format(product_format(element_of(q.scalar_type()))),
+        format(product_format(optim::element_type(q).value())),
         factor(static_cast<float>(rule.scale)) {
     if (rule.mask.has_value() && rule.mask->defined()) {
       mask = rule.mask->to(at::kFloat).expand({batch, heads, queries.count, keys.count});
@@ -383,8 +385,7 @@ bool is_taken(const Tensor& tensor, at::ScalarType type) {
 bool attention_cpu_takes(const Tensor& query, const Tensor& key, const Tensor& value,
                          const std::optional<Tensor>& mask) {
   const auto type = query.scalar_type();
-  if (type != at::kFloat && type != at::kBFloat16 && type != at::kHalf) return false;
-  if (!is_taken(query, type) || !is_taken(key, type) || !is_taken(value, type)) return false;
+  if (!has_kernel(query) || !is_taken(query, type) || !is_taken(key, type) || !is_taken(value, type)) return false;
   const bool fits = key.size(0) == query.size(0) && value.sizes() == key.sizes() && key.size(3) == query.size(3) &&
                     query.numel() > 0 && key.numel() > 0 && query.size(1) % key.size(1) == 0;
   if (!fits) return false;

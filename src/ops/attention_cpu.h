@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -17,6 +18,11 @@ struct AttentionRule {
   double soft_cap = 0;             ///< 0: none
   std::optional<at::Tensor> mask;  ///< added to scores; broadcasts to batch x heads x queries x keys
 };
+
+/// 1 / sqrt(width) where not given.
+[[nodiscard]] inline double scale_or_default(std::optional<double> scale, std::int64_t width) {
+  return scale.value_or(1 / std::sqrt(static_cast<double>(width)));
+}
 
 /// With `before` and `after` as oxytorch/ops/attention.h has them: below 0, no limit.
 [[nodiscard]] inline AttentionRule attention_rule(const std::optional<at::Tensor>& mask, double scale,

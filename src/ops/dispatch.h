@@ -1,6 +1,7 @@
 /// Calls of this library's operators, and what they have in common.
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -24,6 +25,18 @@ struct Operator<kName, Result(Args...)> {
     return handle.call(std::forward<Args>(args)...);
   }
 };
+
+/// Whether operators of this library have a kernel of their own for such a tensor.
+inline bool has_kernel(const at::Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return tensor.device().is_cpu() && (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf);
+}
+
+/// `tensor` in the dtype that autocast has for its device.
+inline at::Tensor autocast(const at::Tensor& tensor) {
+  const auto device = tensor.device().type();
+  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
+}
 
 /// Stands behind gradients that cannot be differentiated, and says so.
 struct SecondDerivative : torch::autograd::Node {

@@ -1,7 +1,6 @@
 // The operators oxytorch::linear_cross_entropy and linear_cross_entropy_forward.
 #include "oxytorch/ops/linear_cross_entropy.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -36,11 +35,11 @@ Results forward_meta(const Tensor& input, const Tensor& weight, const Tensor& /*
                      std::int64_t /*ignore_index*/, double /*label_smoothing*/, bool /*mean*/,
                      std::array<bool, 3> wanted) {
   const auto stored = input.options().dtype(input.scalar_type() == at::kHalf ? at::kFloat : input.scalar_type());
-  const auto room = [&](bool asked, c10::SymIntArrayRef sizes) {
+  const auto empty_if = [&](bool asked, c10::SymIntArrayRef sizes) {
     return asked ? at::empty_symint(sizes, stored) : at::empty({0}, input.options());
   };
-  return {at::empty({}, input.options().dtype(at::kFloat)), room(wanted[0], input.sym_sizes()),
-          room(wanted[1], weight.sym_sizes()), room(wanted[2], {weight.sym_size(0)})};
+  return {at::empty({}, input.options().dtype(at::kFloat)), empty_if(wanted[0], input.sym_sizes()),
+          empty_if(wanted[1], weight.sym_sizes()), empty_if(wanted[2], {weight.sym_size(0)})};
 }
 
 constexpr char kForwardName[] = "oxytorch::linear_cross_entropy_forward";
@@ -58,7 +57,7 @@ struct LossNode : torch::autograd::Node {
       const at::AutoGradMode once(false);
       for (std::size_t i = 0; i < 3; ++i) {
         if (!task_should_compute_output(i)) continue;
-        scaled[i] = (gradients[i].unpack() * grads[0].to(types[i] == at::kHalf ? at::kFloat : types[i])).to(types[i]);
+        scaled[i] = (gradients[i].unpack() * grads[0]).to(types[i]);  // a number does not widen a tensor
       }
     }
     torch::autograd::variable_list made;
@@ -128,13 +127,10 @@ void check(const Tensor& input, const Tensor& weight, const Tensor& target, cons
 Tensor loss_operator(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
                      std::int64_t ignore_index, double label_smoothing, bool mean) {
   check(input, weight, target, bias, label_smoothing);
-  const auto type = input.scalar_type();
   const Tensor rows = input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2), targets = target.flatten();
-  const bool native = input.device().is_cpu() && (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf) &&
-                      input.sym_numel() != 0 && weight.sym_numel() != 0;
-  if (!native) {
+  if (!has_kernel(input) || input.sym_numel() == 0 || weight.sym_numel() == 0) {
     Tensor logits = at::linear(rows, weight, bias);
-    if (type == at::kBFloat16 || type == at::kHalf) logits = logits.to(at::kFloat);
+    if (input.scalar_type() != at::kDouble) logits = logits.to(at::kFloat);
     return at::cross_entropy_loss(logits, targets, {}, mean ? at::Reduction::Mean : at::Reduction::Sum, ignore_index,
                                   label_smoothing);
   }
@@ -148,12 +144,8 @@ using WholeLoss = Operator<kName, decltype(loss_operator)>;
 Tensor loss_autocast(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
                      std::int64_t ignore_index, double label_smoothing, bool mean) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
-  const auto device = input.device().type();
-  const auto narrow = [type = at::autocast::get_autocast_dtype(device), device](const Tensor& t) {
-    return at::autocast::cached_cast(type, t, device);
-  };
-  const MaybeTensor added = bias.has_value() && bias->defined() ? MaybeTensor(narrow(*bias)) : std::nullopt;
-  return WholeLoss::call(narrow(input), narrow(weight), target, added, ignore_index, label_smoothing, mean);
+  const MaybeTensor added = bias.has_value() && bias->defined() ? MaybeTensor(autocast(*bias)) : std::nullopt;
+  return WholeLoss::call(autocast(input), autocast(weight), target, added, ignore_index, label_smoothing, mean);
 }
 
 TORCH_LIBRARY_FRAGMENT(oxytorch, m) {

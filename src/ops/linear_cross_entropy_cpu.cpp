@@ -2,7 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,7 +9,8 @@
 #include <vector>
 
 #include "ops/product.h"
-#include "ops/scratch.h"
+#include "ops/tiles.h"
+#include "optim/dense.h"
 #include "oxytorch/error.h"
 #include "oxytorch/kernels/attention.h"
 
@@ -18,7 +18,7 @@ namespace oxytorch::ops {
 namespace {
 
 using at::Tensor;
-using kernels::Element;
+using kernels::ElementType;
 using kernels::kTile;
 using kernels::kTileStep;
 using kernels::Operand;
@@ -44,12 +44,12 @@ class Work {
         tokens_(input_.size(0)),
         classes_(weight_.size(0)),
         width_(round_up(input_.size(1), kTileStep)),
-        element_(element_of(input_.scalar_type())),
+        element_(optim::element_type(input_).value()),
         format_(product_format(element_)),
         range_tiles_(std::max(kRangeTiles, round_up((classes_.tiles + kMostRanges - 1) / kMostRanges, kClassTiles))),
         ranges_((classes_.tiles + range_tiles_ - 1) / range_tiles_),
-        in_place_(width_ == input_.size(1) && (element_ == Element::Float32) == (format_ == TileFormat::Float32) &&
-                  element_ != Element::Float16) {
+        in_place_(width_ == input_.size(1) && (element_ == ElementType::F32) == (format_ == TileFormat::Float32) &&
+                  element_ != ElementType::F16) {
     if (call.bias.defined()) bias_ = call.bias.to(at::kFloat).contiguous();
     check_targets();
   }
@@ -58,16 +58,16 @@ class Work {
     const auto options = input_.options();
     const bool gradients = wanted_[0] || wanted_[1] || wanted_[2];
     // float16 cannot hold gradients that the loss scale has not been applied to.
-    const auto stored = element_ == Element::Float16 ? at::kFloat : input_.scalar_type();
-    const auto room = [&](bool asked, at::IntArrayRef sizes) {
+    const auto stored = element_ == ElementType::F16 ? at::kFloat : input_.scalar_type();
+    const auto empty_if = [&](bool asked, at::IntArrayRef sizes) {
       return asked ? at::empty(sizes, options.dtype(stored)) : Tensor();
     };
-    of_input_ = room(wanted_[0], input_.sizes());
-    Tensor of_weight = room(wanted_[1], weight_.sizes());
-    Tensor of_bias = room(wanted_[2], {classes_.count});
+    of_input_ = empty_if(wanted_[0], input_.sizes());
+    Tensor of_weight = empty_if(wanted_[1], weight_.sizes());
+    Tensor of_bias = empty_if(wanted_[2], {classes_.count});
 
-    query_right_ = Packed(scratch_, format_, width_, kTokenTiles);
-    query_transposed_ = Packed(scratch_, format_, width_, kTokenTiles);
+    tokens_right_ = Packed(scratch_, format_, width_, kTokenTiles);
+    tokens_transposed_ = Packed(scratch_, format_, width_, kTokenTiles);
     logits_ = scratch_.floats(round_up(classes_.tiles, kClassTiles) * kTokenTiles * kTile * kTile);
     states_.resize(static_cast<std::size_t>(ranges_ * kTokenTiles));
     plain_sums_.resize(static_cast<std::size_t>(ranges_ * kTokenTiles * kTile));
@@ -96,9 +96,8 @@ class Work {
     }
     if (wanted_[1]) store_weight(of_weight);
     if (wanted_[2]) {
-      const Rows to{element_of(stored), of_bias.mutable_data_ptr(), 0, 1, classes_.count};
-      kernels::store_rows(sum_bias_.data(), 0, 1, classes_.count, 1, nullptr, to.element, of_bias.mutable_data_ptr(),
-                          0);
+      kernels::store_rows(sum_bias_.data(), 0, 1, classes_.count, 1, nullptr, optim::element_type(of_bias).value(),
+                          of_bias.mutable_data_ptr(), 0);
     }
     if (call_.mean)
       loss = counted_ == 0 ? std::numeric_limits<double>::quiet_NaN() : loss / static_cast<double>(counted_);
@@ -120,7 +119,7 @@ class Work {
   }
 
   [[nodiscard]] Rows rows_of(const Tensor& tensor) const {
-    return {element_of(tensor.scalar_type()), tensor.const_data_ptr(), tensor.stride(0), tensor.size(0),
+    return {optim::element_type(tensor).value(), tensor.const_data_ptr(), tensor.stride(0), tensor.size(0),
             tensor.size(1)};
   }
 
@@ -163,9 +162,9 @@ class Work {
         const std::int64_t tile = first_ + j, padded = tokens_.padded(tile);
         kernels::load_tile(format_, rows_of(input_).part(tokens_.begin(tile), tokens_.used(tile)), padded, width_,
                            plain[0]);
-        kernels::make_operand(format_, Operand::Right, plain[0], padded, width_, plain[1], query_right_[j]);
+        kernels::make_operand(format_, Operand::Right, plain[0], padded, width_, plain[1], tokens_right_[j]);
         kernels::make_operand(format_, Operand::RightTransposed, plain[0], padded, width_, plain[1],
-                              query_transposed_[j]);
+                              tokens_transposed_[j]);
       }
     });
   }
@@ -181,7 +180,6 @@ class Work {
     Scratch scratch;
     Packed loaded;
     if (!in_place_) loaded = Packed(scratch, format_, width_, 1);
-    float* unused = scratch.floats(kTile * kTile);
     alignas(64) float correction[kTile];
     for (std::int64_t j = 0; j < token_tiles_; ++j) {
       states_[static_cast<std::size_t>(range * kTokenTiles + j)].reset();
@@ -200,12 +198,12 @@ class Work {
       for (std::int64_t j = 0; j < token_tiles_; ++j) {
         float* to = logits(tile, j);
         const std::int64_t columns = tokens_.padded(first_ + j);
-        product(format_, rows.rows, columns, width_, left, stride, query_transposed_[j], kTile, to, kTile, false);
+        product(format_, rows.rows, columns, width_, left, stride, tokens_transposed_[j], kTile, to, kTile, false);
         if (bias_.defined()) add_bias(tile, to);
         if (call_.label_smoothing > 0) add_up(range, j, rows.rows, to);
         std::fill(to + rows.rows * kTile, to + padded * kTile, -kInfinity);
         kernels::softmax_tile(TileFormat::Float32, 1, padded, columns, to,
-                              states_[static_cast<std::size_t>(range * kTokenTiles + j)], correction, unused);
+                              states_[static_cast<std::size_t>(range * kTokenTiles + j)], correction, nullptr);
       }
     });
   }
@@ -326,11 +324,11 @@ class Work {
     if (paired()) {
       const std::int64_t columns = (token_tiles_ - 1) * kTile + tokens_.padded(first_ + token_tiles_ - 1);
       product(format_, used, width_, columns, from.left + tile % kClassTiles * kTile * kTokens, kTokens,
-              query_right_[0], width_, sum, width_, true);
+              tokens_right_[0], width_, sum, width_, true);
       return;
     }
     for (std::int64_t j = 0; j < token_tiles_; ++j) {
-      product(format_, used, width_, tokens_.padded(first_ + j), logits(tile, j), kTile, query_right_[j], width_, sum,
+      product(format_, used, width_, tokens_.padded(first_ + j), logits(tile, j), kTile, tokens_right_[j], width_, sum,
               width_, true);
     }
   }
@@ -367,11 +365,11 @@ class Work {
     float sums[kTile];
     if (paired()) {
       const auto* left = from.left + tile % kClassTiles * kTile * kTokens + j * kTile;
-      kernels::dot_rows({Element::BFloat16, left, kTokens, rows, columns},
-                        {Element::BFloat16, narrow_ones.data(), 0, rows, columns}, sums);
+      kernels::dot_rows({ElementType::BF16, left, kTokens, rows, columns},
+                        {ElementType::BF16, narrow_ones.data(), 0, rows, columns}, sums);
     } else {
-      kernels::dot_rows({Element::Float32, logits(tile, j), kTile, rows, columns},
-                        {Element::Float32, ones.data(), 0, rows, columns}, sums);
+      kernels::dot_rows({ElementType::F32, logits(tile, j), kTile, rows, columns},
+                        {ElementType::F32, ones.data(), 0, rows, columns}, sums);
     }
     for (std::int64_t i = 0; i < rows; ++i) sum_bias_[static_cast<std::size_t>(classes_.begin(tile) + i)] += sums[i];
   }
@@ -414,14 +412,14 @@ class Work {
   Tensor input_, weight_, target_, bias_, of_input_;
   Tiled tokens_, classes_;
   std::int64_t width_;
-  Element element_;
+  ElementType element_;
   TileFormat format_;
   std::int64_t range_tiles_, ranges_;
   bool in_place_;  // rows of the weight are left operands as they lie
   std::int64_t counted_ = 0;
 
   Scratch scratch_;
-  Packed query_right_, query_transposed_, weight_transposed_;
+  Packed tokens_right_, tokens_transposed_, weight_transposed_;
   float *logits_ = nullptr, *partial_ = nullptr, *sum_weight_ = nullptr;
   std::vector<float> sum_bias_;
   std::vector<kernels::SoftmaxState> states_;

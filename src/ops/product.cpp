@@ -6,7 +6,7 @@
 
 namespace oxytorch::ops {
 
-using kernels::Element;
+using kernels::ElementType;
 using kernels::TileFormat;
 
 namespace {
@@ -27,9 +27,9 @@ bool multiplies_bf16() {
 
 }  // namespace
 
-TileFormat product_format(Element element) {
+TileFormat product_format(ElementType element) {
   static const bool bf16 = multiplies_bf16();
-  return element == Element::BFloat16 && bf16 ? TileFormat::BFloat16 : TileFormat::Float32;
+  return element == ElementType::BF16 && bf16 ? TileFormat::BFloat16 : TileFormat::Float32;
 }
 
 void product(TileFormat format, std::int64_t m, std::int64_t n, std::int64_t k, const void* a, std::int64_t lda,

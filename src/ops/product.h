@@ -8,7 +8,7 @@
 namespace oxytorch::ops {
 
 /// The format in which products of `element` are computed here: bf16 where the processor multiplies it, else fp32.
-[[nodiscard]] kernels::TileFormat product_format(kernels::Element element);
+[[nodiscard]] kernels::TileFormat product_format(kernels::ElementType element);
 
 /// c = a b, or c += a b: `m` x `k` times `k` x `n`, rows `lda`, `ldb`, `ldc` elements apart; `b` is a right operand.
 void product(kernels::TileFormat format, std::int64_t m, std::int64_t n, std::int64_t k, const void* a,

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -246,8 +245,7 @@ std::optional<ops::AttentionRule> attention_rule(const Tensor& query, const Tens
                                                  double dropout, bool causal, const MaybeTensor& mask,
                                                  std::optional<double> scale) {
   if (dropout != 0 || !ops::attention_cpu_takes(query, key, value, mask)) return std::nullopt;
-  return ops::attention_rule(mask, scale.value_or(1 / std::sqrt(static_cast<double>(query.size(3)))), -1,
-                             causal ? 0 : -1, 0);
+  return ops::attention_rule(mask, ops::scale_or_default(scale, query.size(3)), -1, causal ? 0 : -1, 0);
 }
 
 }  // namespace

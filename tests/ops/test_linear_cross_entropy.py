@@ -76,8 +76,8 @@ def test_no_further_off_than_twice_torchs(seed: int) -> None:
             continue
         error, allowed = (float((one.double() - e).norm()) for one in (a, t))
         # Each gradient of a logit is rounded once before it is multiplied.
-        room = 2 * ROUNDING[case.dtype] * float(e.norm()) + 1e-6
-        assert error <= 2 * allowed + room, (name, error, allowed, float(e.norm()))
+        more = 2 * ROUNDING[case.dtype] * float(e.norm()) + 1e-6
+        assert error <= 2 * allowed + more, (name, error, allowed, float(e.norm()))
 
 
 @pytest.mark.parametrize("seed", [1, 5, 8, 21])
@@ -126,6 +126,14 @@ def test_the_gradient_of_the_loss_counts() -> None:
     plain = torch.autograd.grad(ox.ops.linear_cross_entropy(x, w, y), (x, w))
     scaled = torch.autograd.grad(ox.ops.linear_cross_entropy(x, w, y) * 1024, (x, w))
     assert all((a * 1024).equal(b) for a, b in zip(plain, scaled, strict=True))
+
+
+def test_a_loss_scale_is_not_rounded_to_the_dtype_of_the_gradients() -> None:
+    x, w, y = batch(9)
+    x, w = (t.detach().bfloat16().requires_grad_() for t in (x, w))
+    (plain,) = torch.autograd.grad(ox.ops.linear_cross_entropy(x, w, y), x)
+    (third,) = torch.autograd.grad(ox.ops.linear_cross_entropy(x, w, y) * 0.33333, x)
+    assert third.equal((plain.float() * 0.33333).bfloat16())
 
 
 def test_a_loss_scale_saves_the_small_gradients_of_float16() -> None:

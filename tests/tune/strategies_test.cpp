@@ -188,6 +188,42 @@ TEST(StrategiesTest, NativeOperatorsAreTriedWhereTheyServe) {
   EXPECT_THAT(neither.reason, HasSubstr("max pooling"));
 }
 
+/// Attention among the 256 places of an image.
+struct PlacesImpl : nn::Module {
+  at::Tensor forward(const at::Tensor& image) {
+    const auto rows = image.flatten(2).transpose(1, 2).unsqueeze(1).contiguous();
+    return at::scaled_dot_product_attention(rows, rows, rows).squeeze(1).transpose(1, 2).view_as(image);
+  }
+};
+TORCH_MODULE(Places);
+
+TEST(StrategiesTest, NativeAttentionServesTorchsAndGoes) {
+  auto none = Training::with(nn::ReLU());
+  EXPECT_THAT(none.run.strategy("native_attention").applies(none.run).reason, HasSubstr("no flash attention"));
+  auto training = Training::with(Places());
+  ASSERT_TRUE(training.run.strategy("native_attention").applies(training.run).holds);
+  const auto image = training.batches[0].tensors()[0];
+  const auto plain = training.model->forward(image);
+  training.run.set_active({"native_attention"});
+  const auto served = training.model->forward(image);
+  EXPECT_FALSE(at::equal(served, plain)) << "torch's kernel still serves";
+  EXPECT_TRUE(at::allclose(served, plain, 1e-4, 1e-5));
+  training.run.set_active({});
+  EXPECT_TRUE(at::equal(training.model->forward(image), plain));
+}
+
+TEST(StrategiesTest, NativeAttentionIsVerifiedAsWhatItClaims) {
+  EXPECT_EQ(tune::find_strategy("native_attention").kind, tune::Kind::Tolerance);
+  auto training = Training::with(Places());
+  tune::Snapshot snapshot(training.run);
+  tune::Verifier verifier(training.run, snapshot);
+  training.run.set_active({"native_attention"});
+  const auto ruling = verifier.check(tune::Kind::Tolerance);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  training.run.set_active({});
+  EXPECT_NO_THROW(snapshot.prove());
+}
+
 TEST(StrategiesTest, NativeOperatorsComeAndGo) {
   auto training = Training::full();
   const auto installed_elsewhere = [] {

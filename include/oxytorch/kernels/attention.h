@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "oxytorch/api.h"
+#include "oxytorch/kernels/element_type.h"
 
 namespace oxytorch::kernels {
 
@@ -17,15 +18,13 @@ namespace oxytorch::kernels {
 inline constexpr std::int64_t kTile = 64;
 inline constexpr std::int64_t kTileStep = 16;
 
-enum class Element : std::uint8_t { Float32, BFloat16, Float16 };
-
 /// What the matrix products multiply. BFloat16 right operands lie in pairs of rows: element (i, j) of a matrix with
 /// `n` columns at (i / 2 * n + j) * 2 + i % 2.
 enum class TileFormat : std::uint8_t { Float32, BFloat16 };
 
-/// Rows of a strided matrix, contiguous along a row.
+/// Rows of a strided matrix, contiguous along a row. Not of Int8.
 struct Rows {
-  Element element = Element::Float32;
+  ElementType element = ElementType::F32;
   const void* data = nullptr;
   std::int64_t stride = 0;  ///< elements from row to row
   std::int64_t rows = 0;
@@ -72,7 +71,7 @@ struct SoftmaxState {
 
 /// Takes a tile of scores (times `factor`) into `state`; writes exp(score - largest) as the right operand of the
 /// product with the values, and into `correction` by what earlier results must be multiplied. `weights` may be
-/// `scores`. Returns whether any correction is not 1.
+/// `scores`, or null where they are not needed. Returns whether any correction is not 1.
 OXY_API bool softmax_tile(TileFormat format, float factor, std::int64_t rows, std::int64_t columns, const float* scores,
                           SoftmaxState& state, float* correction, void* weights);
 
@@ -120,7 +119,7 @@ OXY_API void dot_rows(const Rows& a, const Rows& b, float* to);
 
 /// Writes rows of fp32, times `factor`, and times factors[row] where that is given, in `element`.
 OXY_API void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
-                        const float* factors, Element element, void* to, std::int64_t to_stride);
+                        const float* factors, ElementType element, void* to, std::int64_t to_stride);
 
 /// Transposes a matrix of 32-bit words. rows and columns are multiples of 8.
 OXY_API void transpose_words(const void* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, void* to,

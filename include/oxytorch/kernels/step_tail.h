@@ -19,11 +19,9 @@
 #include <span>
 
 #include "oxytorch/api.h"
+#include "oxytorch/kernels/element_type.h"
 
 namespace oxytorch::kernels {
-
-/// Element type of a parameter, its gradient or its state. Int8 is for state alone: see StateCode in codec.h.
-enum class ElementType : std::uint8_t { F32, BF16, F16, Int8 };
 
 /// Update rules, as torch.optim defines those it has.
 /// AdamW: Loshchilov and Hutter 2019, decoupled decay. Adam: Kingma and Ba 2015, L2 decay added to the gradient.

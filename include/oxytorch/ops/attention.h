@@ -16,7 +16,7 @@ struct AttentionOptions {
   std::optional<at::Tensor> mask = {};
   bool causal = false;               ///< a query sees keys up to its own position, counted from the first of both
   std::optional<double> scale = {};  ///< of the products; 1 / sqrt(width) where not given
-  /// Keys a query sees before and after its own position; a negative number is no limit.
+  /// Keys a query sees before and after its own position; a negative number is no limit. `causal` is window_after = 0.
   std::int64_t window_before = -1;
   std::int64_t window_after = -1;
   double soft_cap = 0;  ///< where above 0, scores s become soft_cap * tanh(s / soft_cap)

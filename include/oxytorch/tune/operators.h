@@ -1,19 +1,20 @@
 /// Faster CPU operators, put behind torch's dispatcher and taken back.
 ///
-/// | name | operators | served | results |
-/// |---|---|---|---|
-/// | max_pool2d | max_pool2d_with_indices, its backward | fp32, contiguous | torch's bits |
+/// | name | operators | served |
+/// |---|---|---|
+/// | max_pool2d | max_pool2d_with_indices, its backward | fp32, contiguous |
 /// | batch_norm | native_batch_norm, its backward | fp32, contiguous, images of more than one element, in training |
-/// torch's bits | | bernoulli | bernoulli_ (dropout's mask) | fp32, dense, by the Mersenne Twister | torch's bits | |
-/// flash_attention | _scaled_dot_product_flash_attention_for_cpu, its backward | fp32, bf16, fp16 | rounded otherwise |
+/// | bernoulli | bernoulli_ (dropout's mask) | fp32, dense, by the Mersenne Twister |
+/// | flash_attention | _scaled_dot_product_flash_attention_for_cpu, its backward | fp32, bf16, fp16 |
 ///
 /// What is not served goes to the kernel that was there before, as do arguments that it refuses. So does everything on
 /// other devices, under torch.func transforms and in what torch.compile generates itself.
 ///
-/// Bits. Before an operator is installed it meets the kernel that it replaces on a set of odd shapes; one that differs
-/// in a bit is refused with a reason. Where a compiler was free to fuse a multiply-add of torch's kernel, this finds
-/// out which it did. Only the payload of a computed NaN may differ. flash_attention (oxytorch/ops/attention.h) is
-/// refused where it is further from fp64 than twice torch's own error.
+/// Bits. All but flash_attention give torch's. Before such an operator is installed it meets the kernel that it
+/// replaces on a set of odd shapes; one that differs in a bit is refused with a reason. Where a compiler was free to
+/// fuse a multiply-add of torch's kernel, this finds out which it did. Only the payload of a computed NaN may differ.
+/// flash_attention (oxytorch/ops/attention.h) rounds otherwise and is refused where it is further from fp64 than twice
+/// torch's own error.
 #pragma once
 
 #include <string>

@@ -37,7 +37,6 @@ class _Tried(edits.Attention, Strategy):
         return super().applies(run)
 
 
-# Faster than torch's for every dtype, so it is tried first.
 @strategy(
     "native_attention",
     kind="tolerance",

@@ -1,4 +1,4 @@
-/// Working memory of operators.
+/// Matrices in tiles, and the memory they lie in.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,12 +25,6 @@ struct Tiled {
   [[nodiscard]] std::int64_t padded(std::int64_t tile) const { return round_up(used(tile), kernels::kTileStep); }
   std::int64_t count, tiles;
 };
-
-[[nodiscard]] inline kernels::Element element_of(at::ScalarType type) {
-  return type == at::kBFloat16 ? kernels::Element::BFloat16
-         : type == at::kHalf   ? kernels::Element::Float16
-                               : kernels::Element::Float32;
-}
 
 /// Memory by pieces, from torch's allocator; not cleared.
 class Scratch {
