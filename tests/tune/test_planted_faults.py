@@ -7,8 +7,11 @@ from functools import cache
 import planted_faults
 import pytest
 import torch
+from oxytorch.amp import hardware_support
 from oxytorch.tune.verify import Ruling, Verifier
 from planted_faults import FAULTS, HEALTHY, LARGE, Fault, workload
+
+from .workloads import bfloat16_lstm
 
 pytestmark = [
     pytest.mark.cpu_only("the verifier of these is the CPU's float64"),
@@ -34,6 +37,12 @@ def test_a_planted_fault_is_caught(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in HEALTHY if name not in LARGE])  # those: bench/tune/planted_faults.py
 def test_a_healthy_strategy_passes(name: str) -> None:
+    if name == "bfloat16_autocast_on_lstm_clipped" and not bfloat16_lstm():
+        pytest.skip("torch computes no LSTM in bfloat16 on this CPU")
+    if name == "bfloat16_autocast_on_images_of_one_batch" and not hardware_support("cpu", torch.bfloat16)[0]:
+        pytest.skip(
+            "without oneDNN torch adds up weight gradients of images in bfloat16: three times the error, past the band"
+        )
     found = ruling(HEALTHY[name])
     assert found.held, found.reason
 

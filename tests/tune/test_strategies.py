@@ -24,7 +24,7 @@ from .strategy_numbers import (
     train,
     trained,
 )
-from .workloads import ALLOWED, LEFT_OUT, WORKLOADS, tiny_average
+from .workloads import ALLOWED, LEFT_OUT, WORKLOADS, Recurrent, bfloat16_lstm, tiny_average
 
 pytestmark = pytest.mark.cpu_only("the matrix is of what applies on a CPU")
 __all__ = ["as_before"]
@@ -35,6 +35,8 @@ MODELS = ("conv", "transformer", "recurrent", "stateful")
 @pytest.mark.parametrize("kind", ["tolerance", "precision", "trade"])
 def test_the_bounds_tell_training_from_none(kind: str, model: str) -> None:
     """What no strategy may do is not within them: no gradients, or where rounding is small, gradients 5 % too large."""
+    if kind == "precision" and WORKLOADS[model].build is Recurrent and not bfloat16_lstm():
+        pytest.skip("torch computes no LSTM in bfloat16 on this CPU")
     with WORKLOADS[model].around():
         assert_within(model, kind, trained(model)[0])
         for how in ["zero gradients", *(["wrong gradients"] if kind != "precision" else [])]:
