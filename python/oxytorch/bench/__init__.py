@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,14 @@ def _starts(said: str) -> int:
     return int(said)
 
 
+class _WholeNames(argparse.HelpFormatter):
+    """Breaks no line within a name such as "step-tail"."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+        return "\n".join(lines)
+
+
 def _gate_parser(benchmarks: Iterable[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="oxytorch bench",
@@ -66,6 +75,7 @@ def _gate_parser(benchmarks: Iterable[str]) -> argparse.ArgumentParser:
         "usage or a baseline of another machine.",
         epilog=f"Bundled benchmarks, run by name (`oxytorch bench NAME --help` lists the options of one): "
         f"{', '.join(benchmarks) or 'none in this installation'}.",
+        formatter_class=_WholeNames,
     )
     parser.add_argument(
         "subject",
