@@ -32,6 +32,8 @@ void bind_optim_stability(py::module_& m);
 void bind_amp(py::module_& m);
 void bind_accelerator(py::module_& m);
 void bind_memory(py::module_& m);
+void bind_memory_manager(py::module_& m);
+void bind_memory_meter(py::module_& m);
 void bind_trainer(py::module_& m);
 
 }  // namespace oxytorch::bindings

@@ -70,8 +70,10 @@ PYBIND11_MODULE(_C, m) {
   // After trainer, which declares HostSetting.
   auto accelerator = submodule("accelerator", "Settings of the accelerator.");
   bind_accelerator(accelerator);
-  auto memory = submodule("memory", "The pool of host memory.");
+  auto memory = submodule("memory", "The meter, checkpoints, and the pool of host memory.");
   bind_memory(memory);
+  bind_memory_meter(memory);
+  bind_memory_manager(memory);
 }
 
 }  // namespace oxytorch::bindings

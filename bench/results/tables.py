@@ -39,6 +39,7 @@ from _orchestrator.figures import (  # noqa: E402
 from _race import Measured, over_starts, ratio, text  # noqa: E402
 from oxytorch.base import Interval, geometric_mean_interval  # noqa: E402
 
+import memory as memory_race  # noqa: E402
 import ops as ops_race  # noqa: E402
 
 MARKED = re.compile(r"<!-- (table|figure): ([\w-]+) -->(.*?)<!-- end -->", re.DOTALL)
@@ -368,23 +369,28 @@ def tail_source(document: Document) -> str:
     return measured("python bench/race/step_tail.py", "step_tail.json", document, starts)
 
 
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+MEMORY_COMMAND = "python bench/race/memory.py --starts 4"
+
+
+def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | None]:
+    """A table of a race that makes its own."""
+
+    def make() -> str | None:
+        document = read(name)
+        if document is None:
+            return None
+        head, rows = race.tables(Measured.from_json(document))[kind]
+        starts = [len(np.atleast_2d(turns)) for times in document["cases"].values() for turns in times.values()]
+        return table(head, rows) + "\n\n" + measured(command, name, document, starts)
+
+    return make
+
+
 # --- the operators ---------------------------------------------------------------------------------------------------
 
 OPS_COMMAND = "python bench/race/ops.py --starts 4 --seconds 0.6"
-
-
-def operators(kind: str) -> Callable[[], str | None]:
-    """Those of one kind over torch's."""
-
-    def make() -> str | None:
-        document = read("ops.json")
-        if document is None:
-            return None
-        head, rows = ops_race.tables(Measured.from_json(document))[kind]
-        starts = [len(np.atleast_2d(turns)) for times in document["cases"].values() for turns in times.values()]
-        return table(head, rows) + "\n\n" + measured(OPS_COMMAND, "ops.json", document, starts)
-
-    return make
 
 
 def narrow() -> str | None:
@@ -536,8 +542,19 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "step-tail": (step_tail, "python bench/race/step_tail.py --json bench/results/step_tail.json"),
     "narrow-state": (narrow, "python bench/race/step_tail.py --json bench/results/step_tail.json"),
     "training-tail": (training, "python bench/race/step_tail.py --json bench/results/step_tail.json"),
-    "ops-attention": (operators("attention"), f"{OPS_COMMAND} --json bench/results/ops.json"),
-    "ops-loss": (operators("loss"), f"{OPS_COMMAND} --json bench/results/ops.json"),
+    "ops-attention": (
+        raced(ops_race, "ops.json", OPS_COMMAND, "attention"),
+        f"{OPS_COMMAND} --json bench/results/ops.json",
+    ),
+    "ops-loss": (raced(ops_race, "ops.json", OPS_COMMAND, "loss"), f"{OPS_COMMAND} --json bench/results/ops.json"),
+    "memory-budgets": (
+        raced(memory_race, "memory.json", MEMORY_COMMAND, "budgets"),
+        f"{MEMORY_COMMAND} --json bench/results/memory.json",
+    ),
+    "memory-rivals": (
+        raced(memory_race, "memory.json", MEMORY_COMMAND, "rivals"),
+        f"{MEMORY_COMMAND} --json bench/results/memory.json",
+    ),
     "convergence": (convergence, "python bench/race/convergence.py --json bench/results/convergence.json"),
     "planted-faults": (
         planted_faults,

@@ -33,6 +33,7 @@
 
 namespace oxytorch {
 
+class MemoryManager;
 class Plan;
 
 /// How a call of `fit` ended.
@@ -46,6 +47,8 @@ struct FitResult {
 struct TrainerOptions {
   /// Whether anything may be tried: without, what is "auto" stays as it is, and two runs are alike to the bit.
   bool calibrate = true;
+  /// Its step() is called after each optimizer step. Borrowed: it must outlive the trainer.
+  MemoryManager* memory = nullptr;
 };
 
 /// Runs training steps under a PerformanceConfig.
@@ -78,7 +81,7 @@ class OXY_API Trainer {
   /// says as well: accumulation, clip_value, ema_decay, nonfinite where it was given, grad_scaler, the schedule. What
   /// the plan has decided is not decided again, and what concerns the process is left as it is. InvalidArgument for a
   /// clip_norm that is not the plan's.
-  explicit Trainer(Plan& plan, PerformanceConfig config = PerformanceConfig("basic"));
+  explicit Trainer(Plan& plan, PerformanceConfig config = PerformanceConfig("basic"), MemoryManager* memory = nullptr);
   ~Trainer();
   Trainer(Trainer&&) noexcept;
   Trainer& operator=(Trainer&&) noexcept;

@@ -10,6 +10,7 @@
 #include "oxytorch/tune/block.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/change.h"
+#include "oxytorch/tune/fit.h"
 #include "oxytorch/tune/guard.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/kind.h"

@@ -79,6 +79,7 @@ class PerformanceConfig:
         early_stopping_mode: str
         early_stopping_restore_best: bool
         memory_limit: str
+        gradient_checkpointing: str
         seed: int | str
         deterministic: bool
         progress: str

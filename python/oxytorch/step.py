@@ -99,6 +99,8 @@ class TrainingStep:
         What `take` does beside; None where it does not.
     guard : NonFiniteGuard, optional
         Looks at the gradients before they are used, where the optimizer does not; its policy is `nonfinite`.
+    update_begun : bool
+        Whether the last `take` went as far as the optimizers' update: one that threw before it can be taken again.
     skipped : int
         Steps that optimizers which were in place for a while have left out.
     average : list of Tensor, optional
@@ -137,6 +139,7 @@ class TrainingStep:
         self.accumulation = 1
         self.micro = 0
         self.taken = 0
+        self.update_begun = False
         self.clip_value: float | None = None
         self.scaler: Any = None
         self.guard: Any = None
@@ -280,6 +283,7 @@ class TrainingStep:
         several = len(self.slots) > 1
         if self.own_step is not None or several or (self.whole_step is not None and self._is_least()):
             self._is_to_follow = self.average is not None
+            self.update_begun = True  # it cannot be told
             try:
                 with self.phase("step"):
                     loss = self.step(batch)
@@ -293,6 +297,7 @@ class TrainingStep:
             return loss
         if self.micro == 0 and self.keeps_gradients:
             self.original.zero_grad()
+        self.update_begun = False
         began = time.perf_counter()
         try:
             loss = self._backward(
@@ -333,6 +338,7 @@ class TrainingStep:
 
     def _apply(self) -> None:
         """Step with the batches of the window; gradients that are not admitted are left out."""
+        self.update_begun = True
         if self._admitted():
             self._is_to_follow = self.average is not None
             self._step_optimizer()

@@ -150,6 +150,10 @@ ConfigValue checked(const ConfigField& field, const ConfigValue& value, std::str
       return value;
     }
     case Type::Size:
+      if (const auto* truth = std::get_if<bool>(&value); truth != nullptr && is_choice(field, "off")) {
+        return std::string(*truth ? "auto" : "off");
+      }
+      if (word != nullptr && is_choice(field, *word)) return value;
       if (word != nullptr) {
         try {
           return Size::parse(*word).to_string();

@@ -172,8 +172,24 @@ std::vector<ConfigField> make_fields() {
                           "min is for a loss; max for a metric that is to grow, such as an accuracy."));
   fields.push_back(flag("early_stopping_restore_best", false,
                         "A copy of the weights of the best epoch takes their memory once more."));
-  fields.push_back(size(
-      "memory_limit", "auto is what cgroup and machine allow; set it to hold a run below that, as bytes or a share."));
+  fields.push_back(
+      size("memory_limit",
+           "Memory of the process, as bytes or a share of what it may use; a tensor that would pass it raises an "
+           "out-of-memory error. auto sets no limit."));
+  fields.push_back(
+      {"gradient_checkpointing",
+       Type::Size,
+       {"off"},
+       0,
+       0,
+       false,
+       std::string("off"),
+       std::string("off"),
+       std::string("off"),
+       "Bytes that the tensors of a step may take, or a share of memory: blocks of the model are run again "
+       "in backward, those that cost least. auto is what memory_limit leaves or the machine has; off runs "
+       "nothing again, since it takes time.",
+       ""});
   fields.push_back({"seed",
                     Type::Integer,
                     {"auto"},
@@ -249,6 +265,8 @@ std::vector<ConfigWord> make_words() {
       {"logging_steps", "log_every"},
       {"log_interval", "log_every"},
       {"max_memory", "memory_limit"},
+      {"activation_checkpointing", "gradient_checkpointing"},
+      {"use_checkpointing", "gradient_checkpointing"},
   };
   const auto refuse = [&words](std::initializer_list<const char*> names, const std::string& advice,
                                bool is_switch = false) {
@@ -268,11 +286,6 @@ std::vector<ConfigWord> make_words() {
          /*is_switch=*/true);
   refuse({"cache_size", "cache_limit", "cache_dir", "data_cache"},
          "samples are cached by a later module, data. Leave it out.");
-  refuse({"gradient_checkpointing", "activation_checkpointing", "use_checkpointing"},
-         "nothing chooses the blocks yet that run forward again in backward. Name them by "
-         "oxytorch.model.ModelOptimizer(model, example).apply(['checkpoint:MODULE']) before the trainer is made; in "
-         "C++ it comes with a later module.",
-         /*is_switch=*/true);
   refuse({"cpu_offload", "offload", "optimizer_offload"}, "offloading comes with a later module, memory. Leave it out.",
          /*is_switch=*/true);
   refuse({"max_gpu_memory", "gpu_memory_fraction", "memory_fraction", "gpu_memory_limit"},
@@ -348,7 +361,8 @@ std::string ConfigField::allowed() const {
   switch (type) {
     case Type::Flag: return "true or false";
     case Type::Choice: return list_of(choices);
-    case Type::Size: return "a size such as '10GB', '1.5GiB' or '90%', or 'auto'";
+    case Type::Size:
+      return "a size such as '10GB', '1.5GiB' or '90%', or 'auto'" + (choices.empty() ? "" : " or " + list_of(choices));
     case Type::Number: return range("a number");
     case Type::Integer: break;
   }

@@ -85,9 +85,8 @@ constexpr Row kRows[] = {
     {"early_stopping_min_delta", loop_only(kYourLoop)},
     {"early_stopping_mode", loop_only(kYourLoop)},
     {"early_stopping_restore_best", loop_only(kYourLoop)},
-    {"memory_limit",
-     all("nothing holds a run to a number of bytes yet. Leave it at 'auto'; oxytorch.memory.largest_batch(limit=...) "
-         "finds the batch that fits.")},
+    {"memory_limit", kHonoured},
+    {"gradient_checkpointing", kHonoured},
     {"seed", kHonoured},
     {"deterministic", kHonoured},
     {"progress", kHonoured},
@@ -117,6 +116,11 @@ void check_dependent(const PerformanceConfig& config, ConfigUser user) {
     refuse("allocator_retain_limit",
            "allocator is 'system', which keeps nothing. Set allocator = 'retain', or leave "
            "the limit out.");
+  }
+  if (is_given(config, "gradient_checkpointing") && config.word("compile") != "off") {
+    refuse("gradient_checkpointing", "compile is '", config.word("compile"),
+           "', and a compiled model calls none of its blocks, which would be run again. Leave out one of them; torch "
+           "compiles within a budget of its own, torch._functorch.config.activation_memory_budget.");
   }
   if (user == ConfigUser::Accelerate || user == ConfigUser::PythonAccelerate) return;  // the rest belongs to a trainer
   const std::string schedule = config.word("schedule");

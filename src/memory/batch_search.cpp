@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <limits>
 
+#include "memory/aligned.h"
 #include "oxytorch/error.h"
 #include "oxytorch/statistics.h"
 #include "oxytorch/units.h"
@@ -56,20 +57,7 @@ std::string BatchPlan::table() const {
                     trial.step_seconds ? formatted("%.4g", trial.samples_per_second()) : "-"});
     if (samples) rows.back().push_back(std::to_string((*samples + trial.size - 1) / trial.size));
   }
-  std::vector<std::size_t> widths(rows.front().size());
-  for (const auto& row : rows) {
-    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  std::vector<std::string> dashes;
-  for (const auto width : widths) dashes.emplace_back(width, '-');
-  rows.insert(rows.begin() + 1, std::move(dashes));
-  std::string text;
-  for (const auto& row : rows) {
-    for (std::size_t i = 0; i < row.size(); ++i) {
-      text += (i > 0 ? "  " : "") + std::string(widths[i] - row[i].size(), ' ') + row[i];
-    }
-    text += '\n';
-  }
+  auto text = aligned(std::move(rows));
   for (const auto& trial : trials) {
     if (!trial.reason.empty()) text += std::to_string(trial.size) + ": " + trial.reason + '\n';
   }

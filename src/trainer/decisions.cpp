@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "oxytorch/amp.h"
+#include "oxytorch/logging.h"
 #include "oxytorch/optim/optimizer.h"
 #include "oxytorch/trainer/report_lines.h"
 #include "oxytorch/tune/strategy.h"
@@ -45,6 +46,10 @@ std::string put(tune::Run& run, const std::string& name, bool ask) {
   return "";
 }
 
+Batch copied(const Batch& batch) {
+  return batch.map([](const at::Tensor& t) { return t.detach().clone().requires_grad_(t.requires_grad()); });
+}
+
 bool has_hook(const at::Tensor& parameter) {
   namespace impl = torch::autograd::impl;
   return impl::get_autograd_meta(parameter) != nullptr && impl::post_acc_grad_hooks(parameter) != nullptr;
@@ -65,6 +70,8 @@ Decisions::Decisions(torch::nn::Module& model, torch::optim::Optimizer& optimize
       untried_("it is decided at the first batch.") {
   auto& run = *plan_.run;
   plan_.certificate.level = config.level();
+  plan_.checkpointing = config.word("gradient_checkpointing");
+  fits_memory_ = plan_.checkpointing != "off";
   name_settings(config, tune::AskedBy::Trainer, run);
   const auto offers = tune::offers_of(tune::strategies());
   asked_ = tune::asked_of(config, offers, {}, tune::AskedBy::Trainer);
@@ -88,6 +95,12 @@ Decisions::Decisions(Plan::Impl& plan, const PerformanceConfig& config)
     : config_(config), plan_(plan), are_made_(true) {}
 
 void Decisions::begin(const Batch* batch) {
+  if (!are_made_) decide(batch);
+  if (fits_memory_) fit_memory(batch);
+  fits_memory_ = false;
+}
+
+void Decisions::decide(const Batch* batch) {
   auto& run = *plan_.run;
   const auto& parameters = run.parameters();
   untried_ = hindrance({.calibrate = calibrate_,
@@ -104,8 +117,7 @@ void Decisions::begin(const Batch* batch) {
   std::erase_if(run.required, [&](const auto& name) { return holds(late, name); });
   try {
     run.set_active({});
-    run.set_batches(
-        {batch->map([](const at::Tensor& t) { return t.detach().clone().requires_grad_(t.requires_grad()); })});
+    run.set_batches({copied(*batch)});
     auto options = tune::tuning_of_trainer(config_, steps, offers);
     std::vector<std::string> names;
     for (const auto& offer : offers) names.push_back(offer.name);
@@ -126,6 +138,39 @@ void Decisions::begin(const Batch* batch) {
   run.set_active(found);
   untried_ = "nothing of it applies here.";
   are_made_ = true;
+  fits_memory_ = fits_memory_ && std::any_of(named.begin(), named.end(), [&](auto& name) { return holds(late, name); });
+}
+
+/// Where tuning has not done so for the step as it is now.
+void Decisions::fit_memory(const Batch* batch, const std::string& why) {
+  if (batch == nullptr) {
+    plan_.named.add(HostSetting::refused(
+        "gradient_checkpointing", "the first batch is a closure, and steps of a loss_fn on a batch are planned."));
+    return;
+  }
+  auto& run = *plan_.run;
+  const auto kept = run.batches();
+  run.set_batches({copied(*batch)});
+  try {
+    plan_.fit_memory(why);
+  } catch (...) {
+    run.set_batches(kept);
+    throw;
+  }
+  run.set_batches(kept);
+}
+
+bool Decisions::can_repeat() const {
+  if (plan_.checkpointing == "off" || plan_.run->accumulation > 1 || plan_.run->parts() > 1) return false;
+  const auto& settings = plan_.named.all();
+  return std::any_of(settings.begin(), settings.end(),
+                     [](const auto& s) { return s.name() == "gradient_checkpointing" && s.is_in_effect(); });
+}
+
+void Decisions::fit_again(const Batch& batch, const std::string& why) {
+  const auto number = std::to_string(plan_.run->taken() + 1);
+  log(LogLevel::Warn, "step " + number + " ran out of memory and is taken again: " + why, "trainer");
+  fit_memory(&batch, "step " + number + " ran out of memory and was fitted anew: ");
 }
 
 // -- continued runs ---------------------------------------------------------------------------------------------------

@@ -31,11 +31,19 @@ class Decisions {
 
   /// What is active on the run, and why.
   [[nodiscard]] Plan::Impl& plan() const noexcept { return plan_; }
-  /// Whether the first batch has been seen.
+  /// Whether the first batch has been seen, or a run is continued that had seen it.
   [[nodiscard]] bool are_made() const noexcept { return are_made_; }
+  /// Whether begin() has something to do with the next batch.
+  [[nodiscard]] bool await_batch() const noexcept { return !are_made_ || fits_memory_; }
   /// Lets the tuner decide what is on "auto", where trials on this batch are possible; null: of a closure. What the
   /// loss function throws passes through, with everything as it was.
   void begin(const Batch* batch);
+
+  /// Whether a step that runs out of memory can be taken again: gradient_checkpointing is in effect, and a window is
+  /// one batch.
+  [[nodiscard]] bool can_repeat() const;
+  /// Fits the step to its budget anew, by a batch that ran out of memory. OutOfMemory where no choice is within it.
+  void fit_again(const Batch& batch, const std::string& why);
 
   /// What was found, for a continued run to use again.
   [[nodiscard]] std::vector<std::string> found() const { return plan_.found(); }
@@ -54,6 +62,8 @@ class Decisions {
  private:
   static std::unique_ptr<Plan::Impl> plan_of_own(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
                                                  LossFunction loss, double clip_norm, const PerformanceConfig& config);
+  void decide(const Batch* batch);
+  void fit_memory(const Batch* batch, const std::string& why = "");
   [[nodiscard]] std::vector<SettingLine> lines_of_plan() const;
   [[nodiscard]] std::vector<SettingLine> of_optimizer(const tune::SettingLines& made_of) const;
 
@@ -63,6 +73,7 @@ class Decisions {
   Plan::Impl& plan_;
   tune::Asked asked_;
   bool are_made_ = false;
+  bool fits_memory_ = false;  // gradient_checkpointing is to be brought about
   std::string untried_;
   std::vector<std::string> not_resumed_;
 };

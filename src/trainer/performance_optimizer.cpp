@@ -23,6 +23,7 @@ PreparedRun PerformanceOptimizer::prepare(torch::nn::Module& model, torch::optim
   }
   check_settings(config_, ConfigUser::PerformanceOptimizer);
   const double clip_norm = check_optimizer(config_, optimizer);
+  auto memory = std::make_unique<MemoryManager>(memory_);
   auto applied = gpu_ ? gpu_->apply() : accelerator::Applied();
   // The search puts generators back to here.
   if (const auto seed = config_.integer("seed")) torch::manual_seed(static_cast<std::uint64_t>(*seed));
@@ -33,8 +34,8 @@ PreparedRun PerformanceOptimizer::prepare(torch::nn::Module& model, torch::optim
   search.unset("progress");
   search.set("clip_norm", clip_norm);  // not beside an optimizer that clips itself
   auto plan = accelerate(model, optimizer, std::move(loss), std::move(batches), options.config(std::move(search)));
-  Trainer trainer(plan, config_);
-  return {std::move(applied), std::move(plan), std::move(trainer), config_};
+  Trainer trainer(plan, config_, memory.get());
+  return {std::move(applied), std::move(memory), std::move(plan), std::move(trainer), config_};
 }
 
 }  // namespace oxytorch

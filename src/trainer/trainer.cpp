@@ -1,6 +1,7 @@
 #include "oxytorch/trainer.h"
 
 #include <ATen/ops/_foreach_copy.h>
+#include <c10/util/Exception.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
@@ -14,6 +15,7 @@
 #include "oxytorch/amp.h"
 #include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
+#include "oxytorch/memory/manager.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/optim/schedule.h"
 #include "oxytorch/tune/host.h"
@@ -22,6 +24,7 @@
 #include "trainer/decisions.h"
 #include "trainer/progress.h"
 #include "trainer/stop_signals.h"
+#include "tune/step_start.h"
 
 namespace oxytorch {
 namespace {
@@ -52,9 +55,9 @@ double checked_clip(const PerformanceConfig& config, const torch::optim::Optimiz
 PerformanceConfig beside(PerformanceConfig config) {
   OXY_CHECK(!is_given(config, "compile"), NotSupported, "compile = ", to_string(config.get("compile")), ": ",
             refusal("compile", ConfigUser::CppTrainer));
-  for (const char* key :
-       {"precision", "channels_last", "threads", "flush_denormals", "allocator", "allocator_retain_limit", "step_tail",
-        "optimizer_state", "attention", "deterministic", "seed", "steps_planned", "tune_seconds"}) {
+  for (const char* key : {"precision", "channels_last", "threads", "flush_denormals", "allocator",
+                          "allocator_retain_limit", "step_tail", "optimizer_state", "attention", "memory_limit",
+                          "gradient_checkpointing", "deterministic", "seed", "steps_planned", "tune_seconds"}) {
     config.unset(key);
   }
   return config;
@@ -124,6 +127,7 @@ struct Trainer::Impl {
         engine(*decisions.plan().run),
         tail(dynamic_cast<optim::TailOptimizer*>(&optimizer)) {
     resolve_vector_math();
+    memory = options.memory;
     engine.keeps_gradients = false;
     if (!tail) engine.guard = NonFiniteGuard(optim::parse_nonfinite(config.word("nonfinite")));
     if (config.word("precision") == "fp16") {
@@ -148,6 +152,7 @@ struct Trainer::Impl {
       engine.guard = NonFiniteGuard(optim::parse_nonfinite(config.word("nonfinite")));
     }
     set_loop();
+    if (engine.accumulation > 1) plan.fit_memory();  // with the gradients of earlier batches
   }
 
   /// A batch with its tensors where the model is; as it is where the model lies on several devices, and knows by
@@ -206,9 +211,11 @@ struct Trainer::Impl {
     lines = decisions.lines();
     lines.push_back(nonfinite_line());
     lines.push_back(scaler_line());
+    if (memory != nullptr) lines.push_back({"memory", "on", memory->use().text() + '.'});
   }
 
   at::Tensor counted(at::Tensor loss) {
+    if (memory != nullptr && engine.waiting() == 0) memory->step();
     if (++batch_count > 1) {
       for (size_t i = 0; i < seconds.size(); ++i) seconds[i] += engine.seconds()[i];
     }
@@ -231,6 +238,7 @@ struct Trainer::Impl {
   tune::TrainingStep& engine;
   optim::TailOptimizer* tail;  // the caller's optimizer, where it is one of oxytorch::optim
   std::optional<EarlyStopping> stopping;
+  MemoryManager* memory = nullptr;
   std::vector<SettingLine> lines;
   int64_t batch_count = 0, epoch = 0;
   bool stopping_loaded = false;
@@ -240,12 +248,13 @@ struct Trainer::Impl {
 Trainer::Trainer(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
                  PerformanceConfig config, TrainerOptions options)
     : impl_(std::make_unique<Impl>(model, optimizer, std::move(loss), std::move(config), options)) {}
-Trainer::Trainer(Plan& plan, PerformanceConfig config) {
+Trainer::Trainer(Plan& plan, PerformanceConfig config, MemoryManager* memory) {
   const auto& run = *plan.impl_->run;
   OXY_CHECK(run.models().size() == 1 && run.slots().size() == 1, InvalidArgument, "the plan is of ",
             run.models().size(), " models and ", run.slots().size(),
             " optimizers, and a Trainer takes one of each. Keep a loop of your own, and call plan.step(batch) in it.");
   impl_ = std::make_unique<Impl>(*plan.impl_, std::move(config));
+  impl_->memory = memory;
 }
 Trainer::~Trainer() = default;
 Trainer::Trainer(Trainer&&) noexcept = default;
@@ -256,12 +265,23 @@ at::Tensor Trainer::step(const Batch& batch) {
   OXY_CHECK(self.engine.has_loss(), InvalidState,
             "this trainer has no loss function. Pass one, or step with a closure.");
   const auto here = self.on_device(batch);
-  if (!self.decisions.are_made()) self.decisions.begin(&here);
+  if (self.decisions.await_batch()) self.decisions.begin(&here);
+  if (!self.decisions.can_repeat()) return self.counted(self.decisions.plan().step(here));
+  const tune::StepStart start(self.engine);
+  std::string why;
+  try {
+    return self.counted(self.decisions.plan().step(here));
+  } catch (const c10::OutOfMemoryError& error) {
+    if (self.engine.update_begun()) throw;
+    why = error.what_without_backtrace();
+  }
+  start.restore();
+  self.decisions.fit_again(here, why);
   return self.counted(self.decisions.plan().step(here));
 }
 
 at::Tensor Trainer::step(const std::function<at::Tensor()>& closure) {
-  if (!impl_->decisions.are_made()) impl_->decisions.begin(nullptr);
+  if (impl_->decisions.await_batch()) impl_->decisions.begin(nullptr);
   return impl_->counted(impl_->engine.take(closure));
 }
 

@@ -89,6 +89,7 @@ Plan accelerate(const Models& models, const Optimizers& optimizers, std::vector<
   if (options.remember()) store.emplace(options.folder());
   auto plan = std::make_unique<Plan::Impl>(
       std::move(run), options.config() ? NamedSettings(*options.config()) : NamedSettings(), std::move(store));
+  if (options.config()) plan->checkpointing = options.config()->word("gradient_checkpointing");
   auto key = key_of(options, strategies);
   plan->tune({.strategies = std::move(strategies),
               .skipped = std::move(asked.skipped),

@@ -60,10 +60,9 @@ constexpr Key kNothing[] = {
 
 /// Settings that decide neither how long a step takes nor what is tried.
 constexpr std::string_view kOfNoConsequence[] = {
-    "level",       "seed",         "max_steps",    "steps_planned",           "remember",
-    "progress",    "log_every",    "monitor",      "early_stopping_patience", "early_stopping_min_delta",
-    "schedule",    "warmup_steps", "min_lr_ratio", "early_stopping_mode",     "early_stopping_restore_best",
-    "memory_limit"};
+    "level",    "seed",         "max_steps",    "steps_planned",           "remember",
+    "progress", "log_every",    "monitor",      "early_stopping_patience", "early_stopping_min_delta",
+    "schedule", "warmup_steps", "min_lr_ratio", "early_stopping_mode",     "early_stopping_restore_best"};
 
 /// A configuration, and which of its values count as named.
 struct Settings {
@@ -107,6 +106,8 @@ const Key* key_of(const std::string& strategy, Kind kind, const std::string& gro
   if (const auto* own = named(strategy)) return own;
   return named(kind == Kind::Precision ? "precision" : group);
 }
+
+bool checkpoints(const PerformanceConfig& config) { return config.word("gradient_checkpointing") != "off"; }
 
 /// What a loop asks for is tried like the rest, and kept whatever it gains.
 void require_in_loop(const Settings& settings, const std::vector<Offer>& offers,
@@ -200,6 +201,10 @@ Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers
   }
   for (const auto& offer : offers) {
     const auto* key = key_of(offer.name, offer.kind, offer.traits.group);
+    if (key != nullptr && key->setting == std::string_view("compile") && checkpoints(config)) {
+      found.skipped.emplace(offer.name,
+                            "a compiled model calls no blocks, and " + settings.because("gradient_checkpointing"));
+    }
     if (key == nullptr || !settings.is_named(key->setting)) continue;
     // Of settings of the process the value that was given is applied, and nothing else is to be found out.
     const bool applied =

@@ -15,6 +15,7 @@
 #include <variant>
 
 #include "oxytorch/config_use.h"
+#include "oxytorch/error.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/memory.h"
 #include "oxytorch/system.h"
@@ -22,7 +23,9 @@
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/own_random.h"
 #include "oxytorch/tune/snapshot.h"
+#include "oxytorch/units.h"
 #include "tune/digest.h"
+#include "tune/fit_run.h"
 #include "tune/run_workload.h"
 #include "tune/sources.h"
 
@@ -84,6 +87,9 @@ NamedSettings::NamedSettings(const PerformanceConfig& config, tune::AskedBy by) 
   const auto named = [&](const char* key, const char* word) {
     return tune::is_named(config, key, by) && config.get(key) == ConfigValue(std::string(word));
   };
+  if (!config.is_auto("memory_limit")) {
+    add(memory::set_limit(config.size("memory_limit").resolve(read_memory().limit.value_or(0))));
+  }
   if (config.flag("deterministic")) add(use_deterministic_algorithms());
   const auto threads = config.integer("threads");
   if (threads && tune::is_named(config, "threads", by)) add(size_threads(static_cast<int>(*threads)));
@@ -97,6 +103,13 @@ void NamedSettings::add(HostSetting setting) {
         "tune");
   }
   settings_.push_back(std::move(setting));
+}
+
+void NamedSettings::take_back(std::string_view name) {
+  for (auto& setting : settings_) {
+    if (setting.name() == name) setting.revert();
+  }
+  std::erase_if(settings_, [&](const HostSetting& setting) { return setting.name() == name; });
 }
 
 void NamedSettings::revert() {
@@ -139,7 +152,25 @@ void Plan::Impl::take_back_of(const Models& models) {
   }
 }
 
+void Plan::Impl::fit_memory(const std::string& why) {
+  constexpr const char* kSetting = "gradient_checkpointing";
+  if (checkpointing == "off") return;
+  named.take_back(kSetting);
+  std::optional<std::int64_t> budget;
+  if (checkpointing != "auto")
+    budget = static_cast<std::int64_t>(Size::parse(checkpointing).resolve(read_memory().limit.value_or(0)));
+  auto fitted = tune::fit_run(*run, budget);
+  OXY_CHECK(fitted || !budget, InvalidArgument, kSetting, " = '", checkpointing, "': ", tune::kNoBlocks);
+  if (!fitted) return named.add(HostSetting::refused(kSetting, tune::kNoBlocks));
+  auto plan = std::make_shared<MemoryPlan>(*std::move(fitted));
+  const auto& found = plan->figures();
+  named.add(plan->is_active()
+                ? HostSetting::applied(kSetting, why + found.summary(), found.cost(), [plan] { plan->revert(); })
+                : HostSetting::unchanged(kSetting, why + found.summary()));
+}
+
 void Plan::Impl::tune(Trials trials) {
+  fit_memory();  // what trials take is to be within the budget too
   const auto seed = trials.options.seed;
   tune::WatchOptions watching;
   {
@@ -162,7 +193,8 @@ void Plan::Impl::tune(Trials trials) {
     watching.kind = tuner.widest(run->active());
     certificate = std::move(found);
   }
-  give_back_host_memory();  // what references and snapshots took: the steps that follow do not need it
+  if (!run->active().empty()) fit_memory();  // they may have made the step another one
+  give_back_host_memory();                   // what references and snapshots took: the steps that follow do not need it
   if (watching.names.empty()) return;
   watching.drawn_by = seed ^ tune::fresh_bits();  // what is active cannot know which steps are compared
   watch.emplace(*this, certificate, store ? &*store : nullptr, watching);

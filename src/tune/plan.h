@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "oxytorch/config.h"
@@ -29,10 +30,11 @@ class NamedSettings {
   ~NamedSettings() { revert(); }
 
   [[nodiscard]] const std::vector<HostSetting>& all() const noexcept { return settings_; }
+  void add(HostSetting setting);
+  void take_back(std::string_view name);
   void revert();
 
  private:
-  void add(HostSetting setting);
   std::vector<HostSetting> settings_;
 };
 
@@ -58,6 +60,10 @@ struct Plan::Impl : tune::Watched {
   /// Tries, measures, verifies; makes active what pays, and what options require, and watches it. What the step as
   /// given throws passes through, with everything restored. accelerate() and Trainer both call it.
   void tune(Trials trials);
+  /// Has blocks of the model run again as `checkpointing` says, for the step as it is now. What the step throws passes
+  /// through, and OutOfMemory where no choice is within the budget; none is run again then.
+  /// `why`: what the setting's line begins with.
+  void fit_memory(const std::string& why = "");
   at::Tensor step(const Batch& batch);
   void update(std::size_t part);
   void revert();
@@ -71,6 +77,7 @@ struct Plan::Impl : tune::Watched {
   NamedSettings named;  // first, so that it outlives the run
   std::unique_ptr<tune::Run> run;
   tune::Certificate certificate;
+  std::string checkpointing = "off";  // the setting gradient_checkpointing
   std::optional<tune::CertificateStore> store;
   std::optional<tune::Watch> watch;
   const Batch* batch = nullptr;  // of the window under way, the first; valid while it is taken

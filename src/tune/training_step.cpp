@@ -286,6 +286,7 @@ template <class Function>
 at::Tensor TrainingStep::take_one(const Function& gradients) {
   return timed([&] {
     if (micro_ == 0 && keeps_gradients) zero_grad(0);
+    update_begun_ = false;
     auto value = gradients();
     if (++micro_ >= accumulation) apply();
     return value;
@@ -295,6 +296,7 @@ at::Tensor TrainingStep::take_one(const Function& gradients) {
 at::Tensor TrainingStep::take(const Batch& batch) {
   if (parts() == 1) return take_one([&] { return differentiate_batch(batch, /*windowed=*/true, 0); });
   return timed([&] {
+    update_begun_ = true;  // by the first part, before the second one's forward
     auto value = step(batch);
     ++taken_;
     return value;
@@ -330,6 +332,7 @@ void TrainingStep::abandon() {
 
 void TrainingStep::apply() {
   const at::NoGradGuard no_grad;
+  update_begun_ = true;
   // Under a scale, what is not finite is skipped by the scaler's own rule.
   const bool looks = !scaler && guard.policy() != optim::NonFinite::Propagate;
   if (!looks || guard.admits(gradients_of(parameters_))) {

@@ -61,6 +61,17 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
     assert "attention bf16" in said and "linear and cross entropy" in said
 
 
+def test_each_way_to_save_memory_is_raced(run_quick: Callable[..., Any]) -> None:
+    said, document = run_quick("memory", "--starts", "1")
+    assert set(document["cases"]) == {"GPT, 12 layers", "ViT, 12 layers", "ResNet-50, narrow"}
+    peaks = {what: peak for what, peak, _ in document["layout"]}
+    for model, times in document["cases"].items():
+        assert {"plain", "per layer", "selective", "sequential", "fit 60 %", "fit least"} <= times.keys()
+        assert np.min(list(times.values())) > 0
+        assert peaks[f"{model}: fit least"] <= peaks[f"{model}: fit 60 %"] < peaks[f"{model}: plain"]
+    assert "torch's step, times as long as ours" in said
+
+
 def test_starts_are_joined_and_one_has_no_interval(race: ModuleType) -> None:
     first, second = (
         race.Measured({"200 x 64": {"torch fused": np.full(rounds, 6.0), "oxytorch": np.full(rounds, ours)}})

@@ -49,6 +49,7 @@ PYTHON_LAYERS = {
     "demo": TOP,
     "bench": TOP,
     "hpu": TOP,
+    "plan": TOP,
     "_torch_check": LAYERS["base"],
     "_build_info": LAYERS["base"],
     "config": LAYERS["base"],

@@ -155,7 +155,7 @@ TEST_F(PerformanceOptimizerTest, ASeedSeedsTheRun) {
 
 TEST_F(PerformanceOptimizerTest, WhatCannotBeHonouredIsRefusedBeforeAnythingRuns) {
   refused({{"compile", text("default")}}, ErrorCode::NotSupported, "C++ has no torch.compile");
-  refused({{"memory_limit", text("1GB")}}, ErrorCode::NotSupported, "memory_limit = ");
+  refused({{"memory_limit", text("1KB")}}, ErrorCode::InvalidArgument, "below what this process has in memory");
   refused({{"precision", text("fp16")}}, ErrorCode::NotSupported, "loss scale");
   refused({{"precision", text("bf16")}}, ErrorCode::InvalidArgument, "bf16_autocast is not to be tried");
   refused({{"warmup_steps", std::int64_t{2}}}, ErrorCode::InvalidArgument, "there is no schedule");

@@ -12,9 +12,12 @@
 
 #include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
+#include "oxytorch/memory.h"
 #include "oxytorch/optim.h"
+#include "oxytorch/system.h"
 #include "oxytorch/trainer.h"
 #include "oxytorch/tune/host.h"
+#include "oxytorch/units.h"
 
 namespace oxytorch {
 namespace {
@@ -369,6 +372,20 @@ const std::map<std::string, std::function<void()>>& effects() {
          }
          EXPECT_FALSE(context.deterministicAlgorithms());
        }},
+      {"memory_limit",
+       [] {
+         {
+           Training outer({{"memory_limit", text("90%")}});
+           Training inner({{"memory_limit", text("80%")}});
+           EXPECT_EQ(memory::limit(), Size::parse("80%").resolve(*read_memory().limit));
+         }
+         EXPECT_FALSE(memory::limit());
+       }},
+      {"gradient_checkpointing",
+       [] {
+         Training one({{"gradient_checkpointing", text("1GiB")}});
+         EXPECT_THROW(one.trainer->step(Batch(data(1)[0].data, data(1)[0].target)), Error);  // it calls no blocks
+       }},
       {"progress",
        [] {
          EXPECT_THAT(progress_of("on"), ContainsRegex("epoch 1  step 1  loss [0-9]"));
@@ -407,7 +424,7 @@ TEST(TrainerSettingsTest, EachHasAnEffectOrIsRefusedWithASentence) {
       EXPECT_THAT(error.what(), HasSubstr(refusal(field.key, ConfigUser::CppTrainer)));
     }
   }
-  const std::set<std::string> refused{"compile", "interop_threads", "memory_limit", "log_every", "monitor"};
+  const std::set<std::string> refused{"compile", "interop_threads", "log_every", "monitor"};
   EXPECT_EQ(effects().size() + refused.size(), PerformanceConfig::fields().size());
 }
 

@@ -301,6 +301,20 @@ def trainer_deterministic() -> bool:
     return on and not torch.are_deterministic_algorithms_enabled()
 
 
+def trainer_memory() -> bool:
+    with closed(trainer(memory_limit="90%")), closed(trainer(memory_limit="80%")):
+        held = ox.memory.limit()
+    return held == ox.base.parse_size("80%", ox.base.system_info()["memory"]["limit"]) and ox.memory.limit() is None
+
+
+def checkpointed() -> bool:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 60), nn.ReLU(), nn.Linear(60, 6)) for _ in range(4)))
+    with closed(trainer(model=model, gradient_checkpointing="1GiB")) as one:
+        one.step(batches(1)[0])
+        (line,) = (line for line in one.report().settings if line.name == "gradient_checkpointing")
+    return line.state == "on" and "of the budget of 1 GiB as it is" in line.reason
+
+
 def bar(capfd: pytest.CaptureFixture[str], setting: str) -> bool:
     capfd.readouterr()
     trainer(progress=setting).fit(batches(2))
@@ -345,6 +359,8 @@ TRAINER: dict[str, Callable[..., Any]] = {
     ),
     "early_stopping_restore_best": restores,
     "seed": lambda: draws(5) == draws(5) != draws(6),
+    "memory_limit": trainer_memory,
+    "gradient_checkpointing": checkpointed,
     "deterministic": trainer_deterministic,
     "progress": lambda capfd: bar(capfd, "on") and not bar(capfd, "off"),
 }
@@ -357,22 +373,24 @@ def test_the_trainer_honours(key: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_the_options_of_the_trainer() -> None:
-    shown = {"scheduler", "monitor", "checkpointer", "callbacks", "calibrate", "plan"}  # plan: below
+    shown = {"scheduler", "monitor", "memory", "checkpointer", "callbacks", "calibrate", "plan"}  # plan: below
     keywords = [p.name for p in inspect.signature(ox.Trainer).parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert set(keywords) == shown
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     monitor = ox.PerformanceMonitor()
+    memory = ox.memory.MemoryManager()
     saved, losses = [], []
     chosen = ox.Trainer(
         model, optimizer, CRITERION, "basic", scheduler=scheduler, monitor=monitor, checkpointer=saved.append,
-        callbacks=[lambda _t, loss: losses.append(float(loss))], calibrate=False,
+        callbacks=[lambda _t, loss: losses.append(float(loss))], calibrate=False, memory=memory,
     )  # fmt: skip
     chosen.fit(batches(3), progress=False)
+    assert memory.steps == 3 and any(line.name == "memory" for line in chosen.report().settings)
     assert optimizer.param_groups[0]["lr"] == 0.125 and monitor.summary().steps == 3
     assert saved and len(losses) == 3
-    for wrong in ({"monitor": True}, {"monitor": False}, {"checkpointer": 3}, {"callbacks": [3]}):
+    for wrong in ({"monitor": True}, {"monitor": False}, {"checkpointer": 3}, {"memory": 1}, {"callbacks": [3]}):
         with pytest.raises(TypeError, match="expected"):
             ox.Trainer(model, optimizer, CRITERION, "basic", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="schedule = 'cosine' and a scheduler were given"):
@@ -427,15 +445,25 @@ def accelerated_process(clock: Clock) -> bool:
     flushing = _C.trainer.flush_state()[0]
     try:
         with only():
-            plan = tuned(clock, {"threads": 1, "flush_denormals": "on", "deterministic": True, "allocator": "retain"})
+            asked = {"threads": 1, "flush_denormals": "on", "deterministic": True, "allocator": "retain"}
+            plan = tuned(clock, {**asked, "memory_limit": "90%", "gradient_checkpointing": "1GiB"})
             on = (
                 torch.get_num_threads(), _C.trainer.flush_state()[0], torch.are_deterministic_algorithms_enabled(),
+                ox.memory.limit() is not None,
             )  # fmt: skip
             said = plan.explain()
             plan.revert()
-        off = (torch.get_num_threads(), _C.trainer.flush_state()[0], torch.are_deterministic_algorithms_enabled())
-        told = all(f"Asked for: {n}: on" in said for n in ("threads", "flush_denormals", "deterministic"))
-        return on == (1, 1, True) and off == (2, flushing, False) and told and "Asked for: allocator" in said
+        off = (
+            torch.get_num_threads(), _C.trainer.flush_state()[0], torch.are_deterministic_algorithms_enabled(),
+            ox.memory.limit() is not None,
+        )  # fmt: skip
+        told = all(
+            f"Asked for: {n}: on" in said
+            for n in ("threads", "flush_denormals", "deterministic", "memory_limit", "gradient_checkpointing")
+        )
+        return (
+            on == (1, 1, True, True) and off == (2, flushing, False, False) and told and "Asked for: allocator" in said
+        )
     finally:
         torch.set_num_threads(before)
 
@@ -566,6 +594,8 @@ ACCELERATE: dict[str, Callable[..., Any]] = {
     "tune_seconds": tunes_for,
     "remember": stores,
     "seed": accelerated_seed,
+    "memory_limit": accelerated_process,
+    "gradient_checkpointing": accelerated_process,
     "deterministic": accelerated_process,
     "progress": shows_progress,
 }
@@ -625,7 +655,7 @@ def test_the_options_of_the_performance_optimizer() -> None:
     made_with = [
         p.name for p in inspect.signature(ox.PerformanceOptimizer).parameters.values() if p.kind is p.KEYWORD_ONLY
     ]
-    assert set(made_with) == {"gpu", "monitor"}
+    assert set(made_with) == {"gpu", "monitor", "memory"}
     prepare = inspect.signature(ox.PerformanceOptimizer.prepare).parameters.values()
     assert {p.name for p in prepare if p.kind is p.KEYWORD_ONLY} == {"scheduler", "checkpointer", "callbacks", "state"}
     model = net()
@@ -635,13 +665,18 @@ def test_the_options_of_the_performance_optimizer() -> None:
     monitor = ox.PerformanceMonitor()
     gpu = ox.GPUConfig(attention=["math"])
     with only():
-        run = ox.PerformanceOptimizer("basic", monitor=monitor, gpu=gpu).prepare(
+        run = ox.PerformanceOptimizer("basic", monitor=monitor, gpu=gpu, memory={"limit": "90%"}).prepare(
             model, optimizer, batches(), CRITERION, scheduler=scheduler, checkpointer=saved.append,
             callbacks=[lambda _t, loss: losses.append(float(loss))], remember=False,
         )  # fmt: skip
         assert not torch.backends.cuda.flash_sdp_enabled()
+        assert ox.memory.limit() is not None
         run.trainer.fit(batches(3), progress=False)
+        assert run.memory.steps == 3
         run.revert()
+        assert ox.memory.limit() is None
+        with pytest.raises(TypeError, match="memory is a int"):
+            ox.PerformanceOptimizer("basic", memory=1).prepare(model, optimizer, batches(), CRITERION)  # type: ignore[arg-type]
         assert torch.backends.cuda.flash_sdp_enabled()
         assert optimizer.param_groups[0]["lr"] == 0.125 and monitor.summary().steps == 3 and saved and len(losses) == 3
         settings = {"schedule": "cosine", "max_steps": 9}

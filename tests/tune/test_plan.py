@@ -184,7 +184,7 @@ def test_pages_and_files(clock: Clock, tmp_path: Path) -> None:
     page = plan.to_html(tmp_path / "certificate.html")
     assert (tmp_path / "certificate.html").read_text() == page and "turncoat" in page
     assert plan.report()["turncoat"].state == "on" and "turncoat" in str(plan)
-    assert plan.memory["now"] > 0 and "turncoat" in repr(plan)
+    assert plan.memory.use().resident > 0 and "turncoat" in repr(plan)
     assert plan.model is case.model and plan.optimizer is case.optimizer
     plan.revert()
 

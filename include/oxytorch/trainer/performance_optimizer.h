@@ -12,6 +12,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <memory>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -20,6 +21,7 @@
 #include "oxytorch/accelerator.h"
 #include "oxytorch/api.h"
 #include "oxytorch/config.h"
+#include "oxytorch/memory/manager.h"
 #include "oxytorch/trainer.h"
 #include "oxytorch/tune/accelerate.h"
 #include "oxytorch/tune/batch.h"
@@ -28,7 +30,8 @@ namespace oxytorch {
 
 /// A run that is ready. Movable; its end takes everything back, as revert() does.
 struct PreparedRun {
-  accelerator::Applied gpu;  ///< settings of the accelerator, where some were given
+  accelerator::Applied gpu;               ///< settings of the accelerator, where some were given
+  std::unique_ptr<MemoryManager> memory;  ///< looked at after each step of `trainer`
   Plan plan;
   Trainer trainer;  ///< takes the steps of `plan`, with what the configuration says of the loop
   PerformanceConfig settings;
@@ -37,16 +40,18 @@ struct PreparedRun {
   void revert() {
     plan.revert();
     gpu.revert();
+    memory->revert();
   }
 };
 
 /// What accelerate() does, under a configuration, with a trainer on the result.
 class OXY_API PerformanceOptimizer {
  public:
-  /// `gpu`: settings of the accelerator, applied before anything is measured.
+  /// `gpu`: settings of the accelerator, applied before anything is measured. `memory`: of PreparedRun::memory, whose
+  /// limit holds from then on too.
   explicit PerformanceOptimizer(PerformanceConfig config = PerformanceConfig("advanced"),
-                                std::optional<accelerator::GPUConfig> gpu = {})
-      : config_(std::move(config)), gpu_(std::move(gpu)) {}
+                                std::optional<accelerator::GPUConfig> gpu = {}, MemoryConfig memory = {})
+      : config_(std::move(config)), gpu_(std::move(gpu)), memory_(std::move(memory)) {}
   explicit PerformanceOptimizer(std::string_view level) : PerformanceOptimizer(PerformanceConfig(level)) {}
 
   /// Tries, measures, verifies, makes active; nothing of the run has changed but its speed. Arguments are those of
@@ -62,6 +67,7 @@ class OXY_API PerformanceOptimizer {
  private:
   PerformanceConfig config_;
   std::optional<accelerator::GPUConfig> gpu_;
+  MemoryConfig memory_;
 };
 
 }  // namespace oxytorch

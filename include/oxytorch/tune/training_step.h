@@ -140,6 +140,8 @@ class OXY_API TrainingStep {
   [[nodiscard]] std::int64_t waiting() const noexcept { return micro_; }  ///< batches of the window so far
   [[nodiscard]] std::int64_t taken() const noexcept { return taken_; }    ///< windows so far
   void set_taken(std::int64_t windows) noexcept { taken_ = windows; }
+  /// Whether the last take() went as far as the optimizers' update: one that threw before it can be taken again.
+  [[nodiscard]] bool update_begun() const noexcept { return update_begun_; }
   /// Of forward, backward and the rest, in the last take().
   [[nodiscard]] const std::array<double, 3>& seconds() const noexcept { return seconds_; }
   /// Begins `average` from the parameters as they are: after each update, decay * average + (1 - decay) * parameter.
@@ -200,6 +202,7 @@ class OXY_API TrainingStep {
   double ema_decay_ = 0;
   int micro_batches_ = 1;
   std::int64_t micro_ = 0, taken_ = 0;
+  bool update_begun_ = false;
   std::array<double, 3> seconds_{};
   std::vector<std::pair<std::string, Scope>> scopes_;
   std::vector<std::pair<std::string, Transform>> inputs_;

@@ -1,25 +1,44 @@
 """
-The pool of host memory.
+The meter, checkpoints, and the pool of host memory.
 """
 
 from __future__ import annotations
 import collections.abc
 import oxytorch._C.trainer
+import torch
 import typing
 
 __all__: list[str] = [
     "BatchPlan",
     "BatchSearch",
     "BatchTrial",
+    "BlockEvent",
+    "BudgetSearch",
     "HostPoolStats",
+    "MemoryManager",
+    "MemoryUse",
+    "Meter",
+    "OpenPhase",
+    "OpenRegion",
+    "PausedLimit",
+    "PeakPart",
+    "PhaseUse",
+    "StepTape",
+    "Timeline",
     "cap_host_memory",
+    "checkpoint",
     "give_back_host_memory",
     "host_pool_huge_page_bytes",
     "host_pool_stats",
     "keep_host_pool",
+    "limit",
     "pooled_bytes",
+    "records_gradients",
     "reset_host_peak",
+    "resident_bytes",
+    "room",
     "says_out_of_memory",
+    "set_limit",
     "use_host_pool",
 ]
 
@@ -174,9 +193,308 @@ class HostPoolStats:
     @property
     def returned_bytes(self) -> int: ...
 
+class PhaseUse:
+    """
+    A part of a step, as a meter saw it. Bytes are those of tensors.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def begin_bytes(self) -> int:
+        """
+        Live when it began.
+        """
+    @property
+    def end_bytes(self) -> int:
+        """
+        Live when it ended.
+        """
+    @property
+    def name(self) -> str: ...
+    @property
+    def peak_bytes(self) -> int:
+        """
+        The most that was live in it.
+        """
+    @property
+    def seconds(self) -> float: ...
+
+class PeakPart:
+    """
+    Tensors of one origin that were live at one moment.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def blocks(self) -> int:
+        """
+        How many tensors' memory that is.
+        """
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def phase(self) -> str:
+        """
+        Empty where there was none, as the two below.
+        """
+    @property
+    def region(self) -> str:
+        """
+        Of the model: the name of a module, or of a Region.
+        """
+    @property
+    def site(self) -> str:
+        """
+        "file:line function", the innermost call first, one a line.
+        """
+
+class BlockEvent:
+    """
+    Memory that a tensor took or gave back.
+    """
+    @property
+    def address(self) -> int:
+        """
+        Until it is given back, that of no other.
+        """
+    @property
+    def bytes(self) -> int:
+        """
+        Below zero where it was given back.
+        """
+    @property
+    def in_backward(self) -> bool:
+        """
+        Taken by a node of the graph.
+        """
+    @property
+    def live_bytes(self) -> int:
+        """
+        After it.
+        """
+    @property
+    def phase(self) -> int:
+        """
+        Index into Timeline.names; -1 for none, as the two below.
+        """
+    @property
+    def region(self) -> int:
+        """
+        Index into Timeline.names.
+        """
+    @property
+    def site(self) -> int:
+        """
+        Index into Timeline.sites.
+        """
+    @property
+    def time_ns(self) -> int:
+        """
+        Since the meter began.
+        """
+
+class Timeline:
+    """
+    What a meter recorded.
+    """
+    @property
+    def events(self) -> list[BlockEvent]:
+        """
+        In order.
+        """
+    @property
+    def names(self) -> list[str]:
+        """
+        Of phases and regions.
+        """
+    @property
+    def sites(self) -> list[str]:
+        """
+        "file:line function", the innermost call first, one a line.
+        """
+
+class StepTape:
+    """
+    A step as it was recorded; see oxytorch/memory/recompute_plan.h.
+    """
+    @staticmethod
+    def of(timeline: Timeline, blocks: collections.abc.Sequence[str]) -> StepTape: ...
+    @staticmethod
+    def steady(recordings: collections.abc.Sequence[StepTape]) -> StepTape: ...
+    @property
+    def names(self) -> list[str]:
+        """
+        Of blocks.
+        """
+
+class BudgetSearch:
+    """
+    Finds blocks to run again; see oxytorch/memory/recompute_plan.h.
+    """
+    def __init__(
+        self,
+        tape: StepTape,
+        base: typing.SupportsInt | typing.SupportsIndex,
+        plain_peak: typing.SupportsInt | typing.SupportsIndex,
+        budget: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def compared(self, same: bool | None) -> None: ...
+    def cost(self) -> str: ...
+    def curve(self, points: typing.SupportsInt | typing.SupportsIndex) -> list[tuple[int, float]]: ...
+    def measured(self, peak: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def next(self) -> list[str] | None:
+        """
+        Names of the blocks to run again next; None: it is over.
+        """
+    def summary(self) -> str: ...
+    def table(self) -> str: ...
+    def timed(
+        self,
+        plain_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        seconds: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    @property
+    def budget(self) -> int: ...
+    @property
+    def floor(self) -> int: ...
+    @property
+    def is_optimal(self) -> bool: ...
+    @property
+    def measured_peak(self) -> int: ...
+    @property
+    def plain_peak(self) -> int: ...
+    @property
+    def plain_seconds(self) -> float: ...
+    @property
+    def predicted_peak(self) -> int: ...
+    @property
+    def recomputed(self) -> list[str]: ...
+    @property
+    def same_bits(self) -> bool | None: ...
+    @property
+    def seconds(self) -> float: ...
+
+class OpenRegion:
+    """
+    A region of a model that runs on this thread, until end().
+    """
+    def __init__(self, name: str, inputs: collections.abc.Sequence[torch.Tensor] = []) -> None: ...
+    def end(self, outputs: collections.abc.Sequence[torch.Tensor] = []) -> None: ...
+
+class Meter:
+    """
+    Counts what tensors take; see oxytorch/memory/meter.h.
+    """
+    def __init__(self, *, device: torch.device, timeline: bool = False, sites: bool = False) -> None: ...
+    def allocations(self) -> int: ...
+    def live_bytes(self) -> int: ...
+    def live_parts(self) -> list[PeakPart]: ...
+    def peak_bytes(self) -> int: ...
+    def peak_parts(self) -> list[PeakPart]: ...
+    def phases(self) -> list[PhaseUse]: ...
+    def reset_peak(self) -> None: ...
+    def stop(self) -> None: ...
+    def table(self, most_parts: typing.SupportsInt | typing.SupportsIndex = 12) -> str: ...
+    def timeline(self) -> Timeline: ...
+
+class OpenPhase:
+    """
+    A phase of a step, until end().
+    """
+    def __init__(self, meter: Meter, name: str) -> None: ...
+    def end(self) -> None: ...
+
+class PausedLimit:
+    """
+    No limit holds back a tensor, until end().
+    """
+    def __init__(self) -> None: ...
+    def end(self) -> None: ...
+
+class MemoryUse:
+    """
+    Bytes of this process, as the kernel tells them.
+    """
+    def __repr__(self) -> str: ...
+    def __str__(self) -> str: ...
+    @property
+    def allowed(self) -> int:
+        """
+        The lowest limit that is set, or what the process can reach: resident and available.
+        """
+    @property
+    def available(self) -> int:
+        """
+        Of the machine or container, still.
+        """
+    @property
+    def kept(self) -> int:
+        """
+        Free, and kept by allocators for reuse.
+        """
+    @property
+    def peak(self) -> int:
+        """
+        The most that was resident.
+        """
+    @property
+    def resident(self) -> int:
+        """
+        Now.
+        """
+    @property
+    def share(self) -> float:
+        """
+        resident over allowed.
+        """
+    @property
+    def tensors(self) -> int:
+        """
+        In CPU tensors that were made while they were counted: under a limit or a Meter.
+        """
+
+class MemoryManager:
+    """
+    Memory of a run; see oxytorch/memory/manager.h.
+    """
+    def __init__(
+        self,
+        *,
+        limit: str = "",
+        warn_at: typing.SupportsFloat | typing.SupportsIndex = 0.8,
+        critical_at: typing.SupportsFloat | typing.SupportsIndex = 0.95,
+        clean_at: typing.SupportsFloat | typing.SupportsIndex = 0.9,
+        clean_every: typing.SupportsInt | typing.SupportsIndex = 0,
+        cache_limit: str = "",
+        check_every: typing.SupportsInt | typing.SupportsIndex = 10,
+    ) -> None: ...
+    def check(self) -> str: ...
+    def clean(self) -> int: ...
+    def on(self, level: str, callback: collections.abc.Callable[[MemoryUse], None]) -> None: ...
+    def on_clean(self, release: collections.abc.Callable[[], None]) -> None: ...
+    def report(self) -> str: ...
+    def revert(self) -> None: ...
+    def step(self) -> None: ...
+    def use(self) -> MemoryUse: ...
+    @property
+    def bytes_cleaned(self) -> int: ...
+    @property
+    def clean_ups(self) -> int: ...
+    @property
+    def events(self) -> list[str]: ...
+    @property
+    def level(self) -> str: ...
+    @property
+    def steps(self) -> int: ...
+
 def cap_host_memory(limit: typing.SupportsInt | typing.SupportsIndex) -> oxytorch._C.trainer.HostSetting:
     """
     Has allocations fail that would take this process beyond so many resident bytes, until reverted.
+    """
+
+def checkpoint(
+    first: collections.abc.Callable, inputs: collections.abc.Sequence[torch.Tensor], again: collections.abc.Callable
+) -> typing.Any:
+    """
+    Return first(), of which backward runs again(inputs) for what it needs.
     """
 
 def give_back_host_memory() -> None:
@@ -199,14 +517,39 @@ def keep_host_pool() -> oxytorch._C.trainer.HostSetting:
     Lets the pool keep its free pages while it is taken out, until reverted: for trials.
     """
 
+def limit() -> int | None:
+    """
+    The limit that is set, if any.
+    """
+
+def records_gradients() -> bool:
+    """
+    Whether anything is recorded for backward on this thread.
+    """
+
 def reset_host_peak() -> None:
     """
     Begins the peak of resident memory anew.
     """
 
+def resident_bytes() -> int:
+    """
+    Bytes of this process that are in memory now.
+    """
+
+def room() -> int:
+    """
+    Bytes that tensors may still take.
+    """
+
 def says_out_of_memory(message: str) -> bool:
     """
     Whether an error says that there was no memory.
+    """
+
+def set_limit(bytes: typing.SupportsInt | typing.SupportsIndex) -> oxytorch._C.trainer.HostSetting:
+    """
+    A limit on the memory of this process.
     """
 
 def use_host_pool(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..demo import serve
 from ..model.loss import outputs_and_loss
 
-__all__ = ["CALIBRATION", "load", "main"]
+__all__ = ["CALIBRATION", "load", "made_by", "main", "step_of"]
 
 CALIBRATION = "calibration"
 Step = Callable[[], Any]
@@ -63,23 +63,37 @@ def _training(
     return step
 
 
-def load(subject: str) -> Step:
-    """Call the function that ``subject`` names, and return the step it means.
+def made_by(subject: str) -> Any:
+    """Call the function that ``subject`` names, and return what it returns."""
+    place, _, name = subject.rpartition(":")
+    if not place:
+        raise ValueError(f"{subject!r} names no function. Give SCRIPT_OR_MODULE:FUNCTION, such as train.py:make")
+    return getattr(_module(place), name)()
+
+
+def step_of(subject: str, made: Any) -> Step:
+    """Return the step that is meant by what a subject's function returned.
 
     Raises
     ------
     TypeError
-        Where it returned neither a callable nor ``(model, optimizer, loss_fn, batches)``.
+        Where that is neither a callable nor ``(model, step)`` nor ``(model, optimizer, loss_fn, batches)``.
     """
-    place, _, name = subject.rpartition(":")
-    made = getattr(_module(place), name)()
     if isinstance(made, tuple) and len(made) == 4:
         return _training(*made)
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
+        return made[1]  # type: ignore[no-any-return]
     if callable(made):
         return made  # type: ignore[no-any-return]
     raise TypeError(
-        f"{subject} returned a {type(made).__name__}; a step to call or (model, optimizer, loss_fn, batches) is needed"
+        f"{subject} returned a {type(made).__name__}; a step to call, (model, step) or (model, optimizer, loss_fn, "
+        "batches) is needed"
     )
+
+
+def load(subject: str) -> Step:
+    """Return the step of the function that ``subject`` names."""
+    return step_of(subject, made_by(subject))
 
 
 def calibration() -> Step:

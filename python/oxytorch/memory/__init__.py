@@ -1,18 +1,50 @@
-"""Memory of a training run: the pool of host memory under torch's CPU tensors, and batch sizes that fit."""
+"""Memory of a training run: what tensors take, limits, budgets, checkpointing, the host pool, batch sizes that fit."""
 
 from __future__ import annotations
 
 from .batch import BatchPlan, BatchTrial, batch_curve, largest_batch, release_cache, set_memory_fraction
+from .checkpoint import checkpoint, checkpoint_sequential
+from .fit import MemoryPlan, fit
 from .host_pool import HostPoolStats, host_pool_stats, use_host_pool
+from .manager import MemoryConfig, MemoryManager, MemoryUse
+from .meter import (
+    BlockEvent,
+    Meter,
+    PeakPart,
+    PhaseUse,
+    Timeline,
+    limit,
+    region,
+    resident_bytes,
+    room,
+    set_limit,
+)
 
 __all__ = [
     "BatchPlan",
     "BatchTrial",
+    "BlockEvent",
     "HostPoolStats",
+    "MemoryConfig",
+    "MemoryManager",
+    "MemoryPlan",
+    "MemoryUse",
+    "Meter",
+    "PeakPart",
+    "PhaseUse",
+    "Timeline",
     "batch_curve",
+    "checkpoint",
+    "checkpoint_sequential",
+    "fit",
     "host_pool_stats",
     "largest_batch",
+    "limit",
+    "region",
     "release_cache",
+    "resident_bytes",
+    "room",
+    "set_limit",
     "set_memory_fraction",
     "use_host_pool",
 ]

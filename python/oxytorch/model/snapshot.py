@@ -208,6 +208,11 @@ class Snapshot:
         ]
         return cls(named, hashed=hashed, default_generators=default_generators)
 
+    def nbytes(self, leave_out: Iterable[Tensor] = ()) -> int:
+        """Return the bytes of the tensors that are held, each memory once; those of `leave_out` do not count."""
+        others = {t.untyped_storage()._cdata for t in leave_out if has_bytes(t)}
+        return sum(live.numel() * live.element_size() for c, (live, _) in self._memory.items() if c not in others)
+
     def _note(self, entry: Entry) -> None:
         """Note what code alone reaches."""
         if not entry.reached:

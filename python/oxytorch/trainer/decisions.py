@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from .._C import tune as _native
 from ..amp import hardware_support
+from ..base import log
 from ..config import PerformanceConfig
 from ..optim.tail import TailOptimizer
 from ..report import SettingLine
@@ -65,6 +66,7 @@ class Decisions:
         self._calibrate = calibrate
         self.steps: int | None = None
         self._is_of_plan = self.are_made = plan is not None
+        self._fits_memory = plan is None and config.gradient_checkpointing != "off"
         self._why = 'on "auto", and nothing of it was tried.' if plan else "it is decided at the first batch."
         self._not_resumed: list[str] = []
         if plan is None:
@@ -80,8 +82,20 @@ class Decisions:
             self.run.tail_options = {"state_dtype": "bf16"}
         self.asked.activate(self.run)
 
+    @property
+    def await_batch(self) -> bool:
+        """Whether `begin` has something to do with the next batch."""
+        return not self.are_made or self._fits_memory
+
     def begin(self, batch: Any) -> None:
-        """Let the tuner decide what is on "auto", where trials on this batch are possible."""
+        """Let the tuner decide what is on "auto", where trials on this batch are possible; fit the step to memory."""
+        if not self.are_made:
+            self._decide(batch)
+        if self._fits_memory:
+            self._fit_memory(batch)
+        self._fits_memory = False
+
+    def _decide(self, batch: Any) -> None:
         run, config = self.run, self._config
         self._why = self._hindrance(batch)
         if not self._why:
@@ -116,6 +130,43 @@ class Decisions:
         run.set_active(found)
         self._why = "nothing of it applies here."
         self.are_made = True
+        if not any(run.strategies[name].group in _LATE for name in named):
+            self._fits_memory = False  # tuning has done so
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a step that runs out of memory can be taken again: it has a budget, and a window is a batch."""
+        run = self.run
+        return self.asked.fits_memory and run.accumulation == 1 and run.own_step is None and len(run.slots) == 1
+
+    def fit_again(self, batch: Any, why: str) -> None:
+        """Fit the step to its budget anew, by a batch that ran out of memory.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            Where no choice of blocks is within the budget.
+        """
+        number = self.run.taken + 1
+        log("warn", f"step {number} ran out of memory and is taken again: {why}", "trainer")
+        self._fit_memory(batch, f"step {number} ran out of memory and was fitted anew: ")
+
+    def _fit_memory(self, batch: Any, why: str = "") -> None:
+        """Bring about what the setting names, where tuning has not done so for the step as it is now."""
+        if is_closure(batch):
+            self.asked.refuse_memory("the first batch is a closure, and steps of a loss_fn on a batch are planned.")
+            return
+        kept = self.run.batches
+        try:
+            own = (copied(batch),)
+        except TypeError as error:
+            self.asked.refuse_memory(str(error))
+            return
+        self.run.batches = own
+        try:
+            self.asked.fit_memory(self.run, why)
+        finally:
+            self.run.batches = kept
 
     def _hindrance(self, batch: Any) -> str:
         """Why nothing may be tried on this batch; empty where nothing speaks against it."""

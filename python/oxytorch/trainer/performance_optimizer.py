@@ -12,6 +12,7 @@ from torch import nn
 from .._C.base import setting_refusal
 from ..accelerator import GPUConfig
 from ..config import PerformanceConfig
+from ..memory import MemoryConfig, MemoryManager
 from ..model.loss import call, scalar_loss
 from ..optim.generators import seed_generators
 from ..tune.accelerate import accelerate
@@ -33,6 +34,8 @@ class PerformanceOptimizer:
         Settings of the accelerator, applied before anything is measured and taken back by ``plan.revert()``.
     monitor : PerformanceMonitor, optional
         Times the steps of ``plan.trainer``; one is made unless given.
+    memory : MemoryConfig, MemoryManager or mapping, optional
+        Of ``plan.memory``, whose limit holds while anything is measured too; taken back by ``plan.revert()``.
 
     Examples
     --------
@@ -46,8 +49,10 @@ class PerformanceOptimizer:
         *,
         gpu: GPUConfig | None = None,
         monitor: Any = None,
+        memory: MemoryConfig | MemoryManager | Mapping[str, Any] | None = None,
     ) -> None:
         self.config = PerformanceConfig.of(config)
+        self.memory = memory
         self.gpu = gpu
         self.monitor = monitor
 
@@ -104,6 +109,7 @@ class PerformanceOptimizer:
         settings.check("own_step" if own_step else "performance_optimizer")
         made: dict[str, Any] = {"scheduler": scheduler, "checkpointer": checkpointer, "callbacks": [*callbacks]}
         check_arguments(settings, optimizer, monitor=self.monitor, **made)
+        memory = self._memory_manager()
         if self.gpu is not None:
             self.gpu.apply()
         try:
@@ -119,16 +125,30 @@ class PerformanceOptimizer:
         except BaseException:
             if self.gpu is not None:
                 self.gpu.revert()
+            memory.revert()
             raise
         plan.settings = settings
         plan._gpu = self.gpu
         plan._monitor = self.monitor
+        plan._memory = memory
         try:
-            plan._trainer = Trainer(model, optimizer, loss, settings, monitor=plan.monitor, plan=plan, **made)
+            plan._trainer = Trainer(
+                model, optimizer, loss, settings, monitor=plan.monitor, memory=memory, plan=plan, **made
+            )
         except BaseException:
             plan.revert()
             raise
         return plan
+
+    def _memory_manager(self) -> MemoryManager:
+        given = self.memory
+        if isinstance(given, MemoryManager):
+            return given
+        if given is not None and not isinstance(given, MemoryConfig | Mapping):
+            raise TypeError(
+                f"memory is a {type(given).__name__}, expected a MemoryConfig, a MemoryManager or a mapping."
+            )
+        return MemoryManager(**given) if isinstance(given, Mapping) else MemoryManager(given)
 
 
 def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:

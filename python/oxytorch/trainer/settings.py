@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _C
 from ..config import PerformanceConfig
+from ..memory import MemoryManager
 from .fit import Callback
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ _DECIDED = (
         "optimizer_state",
         "attention",
         "compile",
+        "memory_limit",
+        "gradient_checkpointing",
         "deterministic",
         "seed",
         "steps_planned",
@@ -111,6 +114,7 @@ def check_arguments(
     scheduler: Any = None,
     monitor: Any = None,
     checkpointer: Any = None,
+    memory: Any = None,
     callbacks: Sequence[Any] = (),
 ) -> None:
     """Refuse what a trainer could not use, and settings that contradict the scheduler or the optimizer.
@@ -118,7 +122,7 @@ def check_arguments(
     Raises
     ------
     TypeError
-        For a monitor, checkpointer or callback of a wrong kind.
+        For a monitor, checkpointer, memory manager or callback of a wrong kind.
     ValueError
         For a schedule beside a scheduler, or an option that an optimizer of ``oxytorch.optim`` was made with otherwise.
     NotImplementedError
@@ -128,6 +132,8 @@ def check_arguments(
         raise TypeError(
             f"monitor is {monitor!r}, expected an oxytorch.monitor.PerformanceMonitor or None: the trainer makes none."
         )
+    if memory is not None and not isinstance(memory, MemoryManager):
+        raise TypeError(f"memory is a {type(memory).__name__}, expected an oxytorch.memory.MemoryManager or None.")
     if checkpointer is not None and not (hasattr(checkpointer, "save") or callable(checkpointer)):
         raise TypeError(f"checkpointer is a {type(checkpointer).__name__}, expected one with save(), or a callable.")
     for callback in callbacks:

@@ -15,17 +15,19 @@ from .. import _C
 from ..amp import GradScaler
 from ..config import PerformanceConfig
 from ..optim.generators import rng_state, seed_generators, set_rng_state
-from ..report import Report
+from ..report import Report, SettingLine
 from ..step import is_closure, no_phase
 from ..tune.accelerate import earlier_plan
 from ..tune.batches import on_device
-from ..tune.run import Run
+from ..tune.checkpointing import StepStart
+from ..tune.run import Run, told
 from .decisions import Decisions
 from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult, run_fit
 from .settings import Settings, beside, check_arguments, resolve
 
 if TYPE_CHECKING:
+    from ..memory import MemoryManager
     from ..tune.plan import Plan
 
 __all__ = ["Trainer"]
@@ -60,6 +62,8 @@ class Trainer:
     checkpointer
         Saved to by ``fit`` after each epoch and when stopped by a signal: an object with
         ``save(step, model=, optimizer=, scaler=, scheduler=, extra=)``, or a callable of the trainer.
+    memory
+        An ``oxytorch.memory.MemoryManager``, whose ``step`` is called after each optimizer step.
     callbacks
         ``Callback`` objects, or callables of ``(trainer, loss)`` called after each step of ``fit``.
     calibrate
@@ -75,7 +79,7 @@ class Trainer:
     Raises
     ------
     TypeError
-        For a model, optimizer, loss, monitor, checkpointer or callback of a wrong kind.
+        For a model, optimizer, loss, monitor, checkpointer, memory manager or callback of a wrong kind.
     ValueError
         For a configuration key or value that does not exist, for settings that contradict each other or the options of
         an optimizer of ``oxytorch.optim``, or an optimizer without parameters of the model.
@@ -93,6 +97,7 @@ class Trainer:
         scheduler: Any = None,
         monitor: Any = None,
         checkpointer: Any = None,
+        memory: MemoryManager | None = None,
         callbacks: Iterable[Callback | Callable[[Trainer, torch.Tensor], object]] = (),
         calibrate: bool = True,
         plan: Plan | None = None,
@@ -126,11 +131,12 @@ class Trainer:
         self.callbacks = list(callbacks)
         check_arguments(
             self.config, optimizer, scheduler=scheduler, monitor=monitor, checkpointer=checkpointer,
-            callbacks=self.callbacks,
+            memory=memory, callbacks=self.callbacks,
         )  # fmt: skip
         self.model = model
         self.calibrate = calibrate and plan is None
         self.monitor = monitor
+        self.memory = memory
         self.checkpointer = checkpointer
         self.loss_fn = loss_fn
         self._compiles = self.config.compile != "off"
@@ -154,6 +160,8 @@ class Trainer:
         self.scheduler = scheduler if scheduler is not None else self._make_schedule()
         self._equip()
         self._decisions = Decisions(self._run, self.config, calibrate=calibrate, plan=plan)
+        if plan is not None and self._run.accumulation > 1:
+            plan.asked.fit_memory(self._run)  # with the gradients of earlier batches
         if plan is None:
             self._run.keeps_gradients = False
             with self._decisions.asked.applied():
@@ -237,7 +245,7 @@ class Trainer:
                 "model itself. Give loss_fn, or call model.compile() and leave compile at 'off'."
             )
         batch = self._here(batch)
-        if not self._decisions.are_made:
+        if self._decisions.await_batch:
             before = self._skipped_by_guard()
             self._decisions.begin(batch)
             self._run.skipped -= self._skipped_by_guard() - before  # in trials
@@ -249,10 +257,12 @@ class Trainer:
     def _take(self, batch: Any) -> torch.Tensor:
         if not all(map(is_, map(getitem, self._owners, self._keys), self._watched)):
             self._name_the_stranger()
-        loss = self._decisions.plan.step(batch)
+        loss = self._repeatable(batch) if self._decisions.can_repeat else self._decisions.plan.step(batch)
         if self.monitor is not None:
             self.monitor.scalar("loss", loss)
         self.batches += 1
+        if self.memory is not None and self._run.micro == 0:
+            self.memory.step()
         if self.batches == 3:
             self._faults = (int(_C.trainer.page_faults()), self.batches)
         if self.batches > 1:
@@ -260,6 +270,19 @@ class Trainer:
                 self._seconds[phase] += seconds
             self._timed += 1
         return loss
+
+    def _repeatable(self, batch: Any) -> torch.Tensor:
+        """Take a step; where it runs out of memory before its update, fit it anew and take it from its start."""
+        start = StepStart(self._run)
+        try:
+            return self._decisions.plan.step(batch)
+        except torch.OutOfMemoryError as error:
+            if self._run.update_begun or is_closure(batch):
+                raise
+            why = told(error)
+        start.restore()
+        self._decisions.fit_again(batch, why)
+        return self._decisions.plan.step(batch)
 
     def flush(self) -> bool:
         """Step the optimizer with the batches of an unfinished window, averaged over their actual number.
@@ -551,7 +574,10 @@ class Trainer:
             counters["page_faults_per_batch"] = round(faults / (self.batches - self._faults[1]), 1)
         if skipped := self._skipped():
             counters["skipped"] = skipped
-        return Report(self.settings.level, self._decisions.lines(), timings, counters, verdict)
+        lines = self._decisions.lines()
+        if self.memory is not None:
+            lines.append(SettingLine("memory", "on", f"{self.memory.use()}."))
+        return Report(self.settings.level, lines, timings, counters, verdict)
 
     def _skipped(self) -> int:
         """Steps left out because a gradient was not finite, those of an optimizer of oxytorch.optim all told."""

@@ -242,6 +242,7 @@ def tuned(
     average, run.average = run.average, None  # trials move none
     run.falls_back = False
     try:
+        asked.fit_memory(run)  # what trials take is to be within the budget too
         made_for = key(run, settings.level, decided_by)
         with (
             _kept_pool(),
@@ -260,6 +261,8 @@ def tuned(
         spent = format_duration(tuner.seconds())
         log("info", f"accelerate: {', '.join(run.active) or 'nothing'} active after {spent}", "tune")
         plan.begin(tuner, moved=snapshot.moved())
+        if run.active:
+            asked.fit_memory(run)  # they may have made the step another one
         del tuner, workload, snapshot  # references and snapshots, which the steps that follow do not need
         plan.give_back()
     except BaseException:  # such as Ctrl-C: without a plan, nothing may stay active

@@ -10,7 +10,9 @@ from .. import _C
 from .._C import tune as _native
 from ..base import log, parse_size, system_info
 from ..config import PerformanceConfig
+from ..memory import set_limit
 from ..report import SettingLine
+from .checkpointing import Checkpointing
 from .strategy import Strategy, offer
 
 if TYPE_CHECKING:
@@ -106,6 +108,8 @@ class Asked:
     def applied(self) -> Iterator[None]:
         """Apply the settings of the process; they are taken back where the body throws."""
         try:
+            if self.settings.memory_limit != "auto":
+                self._add(set_limit(self.settings.memory_limit))
             if self.settings.deterministic:
                 self._add(_C.trainer.use_deterministic_algorithms())
             if isinstance(threads := self.named.get("threads"), int):
@@ -120,6 +124,40 @@ class Asked:
         except BaseException:
             self.revert()
             raise
+
+    def fit_memory(self, run: Run, why: str = "") -> None:
+        """Have blocks of the run's models run again as `gradient_checkpointing` says, for the step as it is now.
+
+        Parameters
+        ----------
+        run : Run
+        why : str
+            What the setting's line begins with.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            Where no choice of blocks is within the budget; nothing is run again then.
+        """
+        wanted = self.settings.gradient_checkpointing
+        if wanted == "off":
+            return
+        for setting in [one for one in self.host if isinstance(one, Checkpointing)]:
+            setting.revert()
+            self.host.remove(setting)
+        self.host.append(Checkpointing.of(run, wanted, why))
+
+    @property
+    def fits_memory(self) -> bool:
+        """Whether `gradient_checkpointing` is in effect."""
+        if self.settings.gradient_checkpointing == "off":
+            return False
+        return any(isinstance(one, Checkpointing) and one.is_in_effect for one in self.host)
+
+    def refuse_memory(self, reason: str) -> None:
+        """Say why `gradient_checkpointing` has no effect, where it was asked for."""
+        if self.settings.gradient_checkpointing != "off":
+            self._add(Checkpointing(None, reason))
 
     def _add(self, setting: Any) -> None:
         self.host.append(setting)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import _C
 from ..base import format_duration, format_size, log, system_info
+from ..memory import MemoryManager
 from ..optim.generators import unmoved_generators
 from ..report import Report, SettingLine, write_whole
 from ..step import is_closure
@@ -63,6 +64,7 @@ class Plan:
         self._resident = _resident()
         self._trainer: Trainer | None = None
         self._monitor: PerformanceMonitor | None = None
+        self._memory: MemoryManager | None = None
         self._gpu: GPUConfig | None = None
         self._watch: Watch | None = None
         self._seed = seed
@@ -169,11 +171,11 @@ class Plan:
         return self._monitor
 
     @property
-    def memory(self) -> dict[str, int]:
-        """Bytes resident ``before`` and ``now``, the ``peak``, and what is ``available``: strategies may keep some."""
-        facts = system_info()["memory"]
-        named = {"now": facts["resident"], "peak": facts["peak_resident"], "available": facts["available"]}
-        return {"before": self._resident, **{name: int(value or 0) for name, value in named.items()}}
+    def memory(self) -> MemoryManager:
+        """Live figures, thresholds and clean-up: `trainer` calls its ``step``; in a loop of your own, you do."""
+        if self._memory is None:
+            self._memory = MemoryManager()
+        return self._memory
 
     # -- what came of it -----------------------------------------------------------------------------------------
 
@@ -232,8 +234,7 @@ class Plan:
         lines += [f"Asked for: {line.name}: {line.state}. {line.reason}" for line in self.asked.lines()]
         lines += [f"Since then: {event}." for event in made.events]
         lines += [f"{name} failed, and the run goes on without it: {why}" for name, why in self._run.fallbacks.items()]
-        memory = self.memory
-        lines.append(f"Resident memory: {format_size(memory['now'])}, at its peak {format_size(memory['peak'])}.")
+        lines.append(f"Memory: {self.memory.use()}; {format_size(self._resident)} before.")
         return "\n".join(lines)
 
     def report(self) -> Report:
@@ -283,6 +284,8 @@ class Plan:
             self.asked.revert()
             if self._gpu is not None:
                 self._gpu.revert()
+            if self._memory is not None:
+                self._memory.revert()
 
     def withdraw(self) -> None:
         """Take back what was found to pay; what settings ask for stays."""

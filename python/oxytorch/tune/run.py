@@ -128,6 +128,16 @@ class Run(TrainingStep):
             return [(batch, 1.0)]
         return [(piece, rows(piece) / rows(batch)) for piece in split(batch, self.micro_batches)]
 
+    def step_of_window(self, batch: Any) -> Tensor:
+        """Take a whole step; where batches are accumulated, one with the gradients of an earlier batch."""
+        if self.accumulation == 1:
+            return self.step(batch)
+        self.original.zero_grad()
+        for more in (True, False):
+            loss = self._backward(batch, batches=2, more=more)
+        self.update()
+        return loss
+
     def forward(self) -> Tensor:
         """Run forward and loss on the first batch, under what is active."""
         return self.loss(self.batches[0])

@@ -1,0 +1,179 @@
+// The meter and checkpoints. A meter waits for threads that are inside its record, which may wait for the GIL: it
+// begins and ends without it.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "bindings.h"
+#include "oxytorch/memory.h"
+
+namespace oxytorch::bindings {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+using namespace memory;
+
+/// A phase or a region, which Python ends by a call.
+template <class Scope>
+class Ended {
+ public:
+  template <class... Args>
+  explicit Ended(Args&&... args) : scope_(std::in_place, std::forward<Args>(args)...) {}
+  void end() { scope_.reset(); }
+  Scope& scope() { return *scope_; }
+
+ private:
+  std::optional<Scope> scope_;
+};
+
+std::shared_ptr<Meter> new_meter(c10::Device device, bool timeline, bool sites) {
+  return {new Meter({device, timeline, sites}), [](Meter* meter) {
+            const py::gil_scoped_release released;
+            delete meter;
+          }};
+}
+
+/// A Python function that C++ keeps, and calls and lets go on any thread.
+class Kept {
+ public:
+  explicit Kept(py::function function)
+      : function_(new py::function(std::move(function)), [](py::function* each) {
+          const py::gil_scoped_acquire acquired;
+          delete each;
+        }) {}
+  void operator()(const std::vector<at::Tensor>& tensors) const {
+    const py::gil_scoped_acquire acquired;
+    try {
+      (*function_)(tensors);
+    } catch (py::error_already_set& error) {
+      // As torch throws it, so that backward() raises what the function raised.
+      error.restore();
+      python_error thrown;
+      thrown.persist();
+      throw thrown;
+    }
+  }
+
+ private:
+  std::shared_ptr<py::function> function_;
+};
+
+py::object checkpoint(const py::function& first, const std::vector<at::Tensor>& inputs, py::function again) {
+  Recomputation recomputation(inputs, Kept(std::move(again)));
+  py::object result;
+  recomputation.run([&] { result = first(); });
+  return result;
+}
+
+void bind_figures(py::module_& m) {
+  py::class_<PhaseUse>(m, "PhaseUse", "A part of a step, as a meter saw it. Bytes are those of tensors.")
+      .def_readonly("name", &PhaseUse::name)
+      .def_readonly("begin_bytes", &PhaseUse::begin_bytes, "Live when it began.")
+      .def_readonly("peak_bytes", &PhaseUse::peak_bytes, "The most that was live in it.")
+      .def_readonly("end_bytes", &PhaseUse::end_bytes, "Live when it ended.")
+      .def_readonly("seconds", &PhaseUse::seconds)
+      .def("__repr__", [](const PhaseUse& use) {
+        return "PhaseUse(" + use.name + ", peak_bytes=" + std::to_string(use.peak_bytes) + ")";
+      });
+  py::class_<PeakPart>(m, "PeakPart", "Tensors of one origin that were live at one moment.")
+      .def_readonly("phase", &PeakPart::phase, "Empty where there was none, as the two below.")
+      .def_readonly("region", &PeakPart::region, "Of the model: the name of a module, or of a Region.")
+      .def_readonly("site", &PeakPart::site, "\"file:line function\", the innermost call first, one a line.")
+      .def_readonly("bytes", &PeakPart::bytes)
+      .def_readonly("blocks", &PeakPart::blocks, "How many tensors' memory that is.")
+      .def("__repr__", [](const PeakPart& part) {
+        return "PeakPart(" + part.phase + ", " + part.region + ", bytes=" + std::to_string(part.bytes) +
+               ", blocks=" + std::to_string(part.blocks) + ")";
+      });
+  py::class_<BlockEvent>(m, "BlockEvent", "Memory that a tensor took or gave back.")
+      .def_readonly("time_ns", &BlockEvent::time_ns, "Since the meter began.")
+      .def_readonly("address", &BlockEvent::address, "Until it is given back, that of no other.")
+      .def_readonly("bytes", &BlockEvent::bytes, "Below zero where it was given back.")
+      .def_readonly("live_bytes", &BlockEvent::live_bytes, "After it.")
+      .def_readonly("phase", &BlockEvent::phase, "Index into Timeline.names; -1 for none, as the two below.")
+      .def_readonly("region", &BlockEvent::region, "Index into Timeline.names.")
+      .def_readonly("site", &BlockEvent::site, "Index into Timeline.sites.")
+      .def_readonly("in_backward", &BlockEvent::in_backward, "Taken by a node of the graph.");
+  py::class_<Timeline>(m, "Timeline", "What a meter recorded.")
+      .def_readonly("events", &Timeline::events, "In order.")
+      .def_readonly("names", &Timeline::names, "Of phases and regions.")
+      .def_readonly("sites", &Timeline::sites, "\"file:line function\", the innermost call first, one a line.");
+}
+
+void bind_recompute_plan(py::module_& m) {
+  py::class_<StepTape>(m, "StepTape", "A step as it was recorded; see oxytorch/memory/recompute_plan.h.")
+      .def_static("of", &StepTape::of, py::arg("timeline"), py::arg("blocks"), release_gil())
+      .def_static("steady", &StepTape::steady, py::arg("recordings"), release_gil())
+      .def_readonly("names", &StepTape::names, "Of blocks.");
+  py::class_<BudgetSearch>(m, "BudgetSearch", "Finds blocks to run again; see oxytorch/memory/recompute_plan.h.")
+      .def(py::init<StepTape, std::int64_t, std::int64_t, std::int64_t>(), py::arg("tape"), py::arg("base"),
+           py::arg("plain_peak"), py::arg("budget"), release_gil())
+      .def("next", &BudgetSearch::next, release_gil(), "Names of the blocks to run again next; None: it is over.")
+      .def("measured", &BudgetSearch::measured, py::arg("peak"))
+      .def("timed", &BudgetSearch::timed, py::arg("plain_seconds"), py::arg("seconds"))
+      .def("compared", &BudgetSearch::compared, py::arg("same"))
+      .def_property_readonly("recomputed", &BudgetSearch::recomputed)
+      .def_property_readonly("budget", &BudgetSearch::budget)
+      .def_property_readonly("plain_peak", &BudgetSearch::plain_peak)
+      .def_property_readonly("predicted_peak", &BudgetSearch::predicted_peak)
+      .def_property_readonly("measured_peak", &BudgetSearch::measured_peak)
+      .def_property_readonly("floor", &BudgetSearch::floor)
+      .def_property_readonly("plain_seconds", &BudgetSearch::plain_seconds)
+      .def_property_readonly("seconds", &BudgetSearch::seconds)
+      .def_property_readonly("is_optimal", &BudgetSearch::is_optimal)
+      .def_property_readonly("same_bits", &BudgetSearch::same_bits)
+      .def("curve", &BudgetSearch::curve, py::arg("points"), release_gil())
+      .def("table", &BudgetSearch::table)
+      .def("summary", &BudgetSearch::summary)
+      .def("cost", &BudgetSearch::cost);
+}
+
+}  // namespace
+
+void bind_memory_meter(py::module_& m) {
+  bind_figures(m);
+  bind_recompute_plan(m);
+  py::class_<Ended<Region>>(m, "OpenRegion", "A region of a model that runs on this thread, until end().")
+      .def(py::init<const std::string&, Tensors>(), py::arg("name"), py::arg("inputs") = Tensors())
+      .def(
+          "end",
+          [](Ended<Region>& region, const Tensors& outputs) {
+            region.scope().outputs(outputs);
+            region.end();
+          },
+          py::arg("outputs") = Tensors());
+  py::class_<Meter, std::shared_ptr<Meter>>(m, "Meter", "Counts what tensors take; see oxytorch/memory/meter.h.")
+      .def(py::init(&new_meter), py::kw_only(), py::arg("device"), py::arg("timeline") = false,
+           py::arg("sites") = false)
+      .def("stop", &Meter::stop, release_gil())
+      .def("live_bytes", &Meter::live_bytes)
+      .def("peak_bytes", &Meter::peak_bytes)
+      .def("reset_peak", &Meter::reset_peak)
+      .def("allocations", &Meter::allocations)
+      .def("phases", &Meter::phases)
+      .def("timeline", &Meter::timeline, release_gil())
+      .def("peak_parts", &Meter::peak_parts, release_gil())
+      .def("live_parts", &Meter::live_parts, release_gil())
+      .def("table", &Meter::table, py::arg("most_parts") = 12, release_gil());
+  py::class_<Ended<Phase>>(m, "OpenPhase", "A phase of a step, until end().")
+      .def(py::init<Meter&, const std::string&>(), py::arg("meter"), py::arg("name"), py::keep_alive<1, 2>())
+      .def("end", &Ended<Phase>::end);
+  m.def("resident_bytes", &resident_bytes, "Bytes of this process that are in memory now.");
+  m.def("set_limit", &set_limit, py::arg("bytes"), release_gil(), "A limit on the memory of this process.");
+  m.def("limit", &limit, "The limit that is set, if any.");
+  py::class_<Ended<LimitPaused>>(m, "PausedLimit", "No limit holds back a tensor, until end().")
+      .def(py::init<>())
+      .def("end", &Ended<LimitPaused>::end);
+  m.def("room", &room, release_gil(), "Bytes that tensors may still take.");
+  m.def("records_gradients", &records_gradients, "Whether anything is recorded for backward on this thread.");
+  m.def("checkpoint", &checkpoint, py::arg("first"), py::arg("inputs"), py::arg("again"),
+        "Return first(), of which backward runs again(inputs) for what it needs.");
+}
+
+}  // namespace oxytorch::bindings

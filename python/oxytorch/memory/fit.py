@@ -1,0 +1,421 @@
+"""A training step within a budget of memory: blocks of a model are run again in backward, where that costs least."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MethodType, TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .. import _C
+from ..base import format_size, parse_size, system_info
+from ..model.reach import Reach
+from ..model.several import numbered
+from ..model.snapshot import Snapshot
+from .checkpoint import checkpoint
+from .meter import Meter
+
+__all__ = ["MemoryPlan", "blocks_of", "fit", "fit_held"]
+
+_native = _C.memory
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_RECORDINGS = 3  # of the step, for the time that each block takes
+_PAIRS = 3  # of steps with and without the plan, for the time it costs
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the modules that make up a model's depth: what its lists and sequences hold, and what stands beside them.
+
+    A sequence of layers alone that lies in a list is a block itself.
+    """
+
+    def is_container(module: nn.Module) -> bool:
+        return isinstance(module, _CONTAINERS)
+
+    def is_flat(module: nn.Module) -> bool:
+        return not any(True for child in module.children() for _ in child.children())
+
+    found: list[str] = []
+
+    def walk(prefix: str, module: nn.Module, *, listed: bool) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if is_container(child):
+                opened = not (listed and isinstance(child, nn.Sequential) and is_flat(child))
+            else:
+                opened = not listed and any(isinstance(part, _CONTAINERS) and len(part) > 1 for part in child.modules())
+            if opened:
+                walk(f"{path}.", child, listed=is_container(child))
+            else:
+                found.append(path)
+
+    walk("", model, listed=is_container(model))
+    return found
+
+
+class _Recorded:
+    """Makes blocks the regions of a timeline, with the tensors that go in and come out."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._open: list[Any] = []
+        self._handles = []
+        for name in names:
+            block = model.get_submodule(name)
+            self._handles.append(block.register_forward_pre_hook(self._begin(name), with_kwargs=True))
+            self._handles.append(block.register_forward_hook(self._end, always_call=True))
+
+    def _begin(self, name: str) -> Any:
+        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._open.append(_native.OpenRegion(name, _tensors((args, kwargs))))
+
+        return begin
+
+    def _end(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self._open:
+            self._open.pop().end(_tensors(output))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Checkpointed:
+    """A block's forward, under `checkpoint`. Copies and pickles of the block have its forward as it was."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.own = block.__dict__.get("forward")  # of the object, beside that of its class
+        self.forward = block.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.forward, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.own is not None:
+            return copy.deepcopy(self.own, memo)
+        return MethodType(type(self.block).forward, copy.deepcopy(self.block, memo))
+
+    def __reduce__(self) -> Any:
+        if self.own is not None:
+            return _same, (self.own,)
+        return getattr, (self.block, "forward")  # of its class: it has no attributes yet when this is loaded
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class _Again:
+    """Puts blocks under `checkpoint`, and takes them out."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._put: list[_Checkpointed] = []
+        for name in names:
+            one = _Checkpointed(model.get_submodule(name))
+            one.block.forward = one
+            self._put.append(one)
+
+    def close(self) -> None:
+        for one in reversed(self._put):
+            if one.own is None:
+                one.block.__dict__.pop("forward", None)
+            else:
+                one.block.__dict__["forward"] = one.own
+        self._put = []
+
+
+class MemoryPlan:
+    """Which blocks are run again, what that saves and what it costs. Active until `revert()` or the end of a `with`."""
+
+    def __init__(self, model: nn.Module, search: _native.BudgetSearch) -> None:
+        self._model, self._search = model, search
+        self._again: _Again | None = None
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """Names of the modules that are run again in backward."""
+        return tuple(self._search.recomputed)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that the step was to stay within."""
+        return self._search.budget
+
+    @property
+    def plain_peak(self) -> int:
+        """The most bytes that tensors take in a step without the plan."""
+        return self._search.plain_peak
+
+    @property
+    def predicted_peak(self) -> int:
+        """The most bytes that tensors take in a step with it, by the recorded step."""
+        return self._search.predicted_peak
+
+    @property
+    def measured_peak(self) -> int:
+        """The most bytes that tensors took in a step with it."""
+        return self._search.measured_peak
+
+    @property
+    def floor(self) -> int:
+        """The lowest peak that running blocks again can reach, by the recorded step."""
+        return self._search.floor
+
+    @property
+    def plain_seconds(self) -> float:
+        """Of a step without the plan, a median of steps in turn; 0 where nothing is run again."""
+        return self._search.plain_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of a step with it, a median of steps in turn; 0 where nothing is run again."""
+        return self._search.seconds
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no other choice of blocks is faster within the budget, by the recorded step."""
+        return self._search.is_optimal
+
+    @property
+    def same_bits(self) -> bool | None:
+        """Whether a step leaves the bits that one without the plan leaves; None: two steps without it differ."""
+        return self._search.same_bits
+
+    @property
+    def is_active(self) -> bool:
+        """Whether blocks are under the plan now."""
+        return self._again is not None
+
+    def curve(self, points: int = 9) -> list[tuple[int, float]]:
+        """Return (peak in bytes, seconds added to a step), predicted, from the plain step down to the floor."""
+        return self._search.curve(points)
+
+    def table(self) -> str:
+        """Return what each block saves and costs, and what the plan comes to, as text."""
+        return self._search.table()
+
+    def summary(self) -> str:
+        """Return what the plan comes to, in a sentence."""
+        return self._search.summary()
+
+    @property
+    def cost(self) -> str:
+        """What it costs, in a sentence; empty where nothing is run again."""
+        return self._search.cost()
+
+    def revert(self) -> None:
+        """Take the plan back: the model is as before, and its steps take the memory they took."""
+        if self._again is not None:
+            self._again.close()
+            self._again = None
+
+    def _apply(self) -> None:
+        self.revert()
+        self._again = _Again(self._model, self.recomputed)
+
+    def __enter__(self) -> MemoryPlan:
+        """Return the plan, which the end of the `with` reverts."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """See `revert`."""
+        self.revert()
+
+    def __repr__(self) -> str:
+        """Return peak and budget, and how many blocks are run again."""
+        peak, budget = format_size(self.measured_peak), format_size(self.budget)
+        return f"MemoryPlan({len(self.recomputed)} blocks run again, peak {peak} of {budget})"
+
+
+def fit(
+    model: nn.Module,
+    step: Callable[[], Any],
+    budget: int | str,
+    *,
+    blocks: Sequence[str] | None = None,
+    state: Sequence[Any] | None = None,
+) -> MemoryPlan:
+    """Bring a training step within a budget of memory by running blocks of its model again in backward.
+
+    A step is recorded: what each block makes in forward and keeps for its backward, and how long its forward takes.
+    The blocks that cost the least time within the budget are then put under `checkpoint`, and the step is measured;
+    where its peak is above the budget, the difference is taken off and the choice is made again. What the trial steps
+    changed (model, optimizer, random states) is put back.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In training mode, on the CPU.
+    step : callable
+        Takes one whole training step: forward, backward, optimizer. It is called about fifteen times.
+    budget : int or str
+        The most that tensors may take, parameters, gradients and optimizer state included: bytes, ``"900MiB"``, or
+        ``"50%"`` of the memory that this process may use.
+    blocks : sequence of str, optional
+        Names of modules that may be run again and do not lie in each other. Default: children of the model's lists and
+        sequences, and what stands beside them.
+    state : sequence, optional
+        What the step changes. Default: all that `step` reaches.
+
+    Returns
+    -------
+    MemoryPlan
+        Active; `revert()` takes it back.
+
+    Raises
+    ------
+    torch.OutOfMemoryError
+        Where no choice of blocks is within the budget; the message has the lowest peak. The model is as before.
+    ValueError
+        For a budget that is no size or under 1 byte, for blocks that the model lacks or that lie in each other, and
+        where the step calls none of them: a compiled model does not.
+
+    Notes
+    -----
+    Gradients, buffers and random state keep every bit (see `checkpoint`); the plan compares them once. Bytes are those
+    of tensors, as `Meter` counts them.
+    """
+    limit = parse_size(budget, system_info()["memory"]["limit"])
+
+    def held() -> Snapshot:
+        return Snapshot(
+            [("model", model), ("step", Reach(step))] if state is None else numbered("state", (model, *state))
+        )
+
+    return fit_held(model, step, limit, held, blocks)
+
+
+def fit_held(
+    model: nn.Module,
+    step: Callable[[], Any],
+    budget: int | None,
+    held: Callable[[], Snapshot],
+    blocks: Sequence[str] | None = None,
+) -> MemoryPlan:
+    """Do what `fit` does; `held()` takes a snapshot of what the step changes.
+
+    Without a budget it is what the tensors of that take and what the process may still take. No memory limit holds back
+    the steps that are taken here.
+    """
+    names = _checked(model, blocks)
+    with _unlimited():
+        room = _native.room() if budget is None else 0
+        snapshot = held()
+        try:
+            plan = _fitted(model, step, snapshot.nbytes() + room if budget is None else budget, names, snapshot)
+        finally:
+            snapshot.restore()  # of the attributes of modules too: the plan goes in after it
+    if plan.recomputed:
+        plan._apply()
+    return plan
+
+
+@contextmanager
+def _unlimited() -> Iterator[None]:
+    paused = _native.PausedLimit()
+    try:
+        yield
+    finally:
+        paused.end()
+
+
+def _checked(model: nn.Module, blocks: Sequence[str] | None) -> list[str]:
+    if blocks is None:
+        found = blocks_of(model)
+        if not found:
+            raise ValueError(
+                f"{type(model).__name__} has no modules that could be run again; checkpoint() takes functions."
+            )
+        return found
+    named = dict(model.named_modules())
+    for name in blocks:
+        if name not in named or not name:
+            raise ValueError(f"the model has no module {name!r}; named_modules() lists them.")
+        if isinstance(named[name], nn.ModuleList | nn.ModuleDict):
+            raise ValueError(f"{name!r} is a {type(named[name]).__name__}, which has no forward; name its children.")
+    for name in blocks:
+        for other in blocks:
+            if other.startswith(f"{name}."):
+                raise ValueError(f"block {other!r} lies in block {name!r}; give one of them.")
+    return list(dict.fromkeys(blocks))
+
+
+def _fitted(model: nn.Module, step: Callable[[], Any], budget: int, names: list[str], snapshot: Snapshot) -> MemoryPlan:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    with Meter() as whole, ExitStack() as undo:
+        step()  # makes gradients and the optimizer's state
+        kept = {id(p.grad) for p in model.parameters()}
+        # Gradients that the step replaced are alive for the snapshot alone.
+        held = snapshot.nbytes(leave_out=[g for g in gradients if id(g) not in kept])
+
+        def measured() -> tuple[int, float]:
+            began = time.perf_counter()
+            with Meter() as meter:
+                step()
+            return held + whole.live_bytes - meter.live_bytes + meter.peak_bytes, time.perf_counter() - began
+
+        base = held + whole.live_bytes
+        recorded = _Recorded(model, names)
+        tapes = []
+        try:
+            for _ in range(_RECORDINGS):
+                with Meter(timeline=True) as meter:
+                    step()
+                tapes.append(_native.StepTape.of(meter.timeline(), names))
+        finally:
+            recorded.close()
+        plain_peak, _ = measured()
+        tape = _native.StepTape.steady(tapes)
+        search = _native.BudgetSearch(tape, base, plain_peak, budget)
+        plan = MemoryPlan(model, search)
+        undo.callback(plan.revert)
+        while search.next() is not None:
+            plan._apply()
+            measured()  # what the first step under it takes once
+            search.measured(measured()[0])
+        if plan.recomputed:
+            _time(plan, lambda: measured()[1])
+            search.compared(_same_bits(plan, model, step, snapshot))
+        return plan  # taken out here, and put in by fit()
+
+
+def _time(plan: MemoryPlan, seconds: Callable[[], float]) -> None:
+    plain, planned = [], []
+    for _ in range(_PAIRS):
+        planned.append(seconds())
+        plan.revert()
+        plain.append(seconds())
+        plan._apply()
+    plan._search.timed(statistics.median(plain), statistics.median(planned))
+
+
+def _same_bits(plan: MemoryPlan, model: nn.Module, step: Callable[[], Any], snapshot: Snapshot) -> bool | None:
+    def left(*, planned: bool) -> list[Tensor]:
+        plan.revert()
+        snapshot.restore()
+        if planned:
+            plan._apply()
+        step()
+        return [t.detach().clone() for t in [*model.parameters(), *model.buffers()]]
+
+    plain = left(planned=False)
+    if not _equal(plain, left(planned=False)):
+        return None
+    return _equal(plain, left(planned=True))
+
+
+def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether tensors have the same bits, NaN included."""
+    return all(
+        a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in zip(one, other, strict=True)
+    )

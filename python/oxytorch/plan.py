@@ -1,0 +1,151 @@
+"""`oxytorch plan`: what a training step takes in memory, and what it would cost to fit it to less."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .base import format_duration, format_size, parse_size, system_info
+from .bench.step import made_by, step_of
+from .memory import MemoryPlan, fit, room
+
+if TYPE_CHECKING:
+    from .cli import Commands
+
+__all__ = ["add_command"]
+
+SCHEMA = "oxytorch-plan/1"
+POINTS = 9  # of the curve
+_PLENTY = 1 << 62
+
+
+def add_command(commands: Commands) -> None:
+    """Add `plan` to the command."""
+    parser = commands.add_parser(
+        "plan",
+        help="what a training step takes in memory, and what it costs to fit it to less",
+        description="Takes some training steps on the CPU, and prints what their tensors take, whether that fits, and "
+        "what running blocks of the model again in backward would save and cost. Exit status: 0 the step fits (in "
+        "every --budget that is given), 1 it does not, 2 bad usage.",
+    )
+    parser.add_argument(
+        "subject",
+        metavar="SCRIPT_OR_MODULE:FUNCTION",
+        help="a function that returns (model, optimizer, loss_fn, batches) or (model, step)",
+    )
+    parser.add_argument(
+        "--budget",
+        action="append",
+        default=[],
+        metavar="SIZE",
+        help="fit to 900MiB, or to 50%% of memory; may be repeated",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="threads (torch's own number)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=_run)
+
+
+def _subject(named: str) -> tuple[nn.Module, torch.optim.Optimizer | None, Callable[[], Any]]:
+    given = made_by(named)
+    if isinstance(given, tuple) and len(given) in (2, 4) and isinstance(given[0], nn.Module):
+        return given[0], given[1] if len(given) == 4 else None, step_of(named, given)
+    raise TypeError(
+        f"{named} returned a {type(given).__name__}; (model, optimizer, loss_fn, batches) or (model, step) is needed, "
+        "since blocks of the model are planned"
+    )
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(seen.values())
+
+
+def _parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: MemoryPlan) -> dict[str, int]:
+    """What the peak is made of; what is left when the rest is known is made in the step."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    parts = {
+        "parameters": _bytes(model.parameters()),
+        "buffers": _bytes(model.buffers()),
+        "optimizer state": _bytes(v for state in states for v in state.values() if isinstance(v, torch.Tensor)),
+    }
+    return {**parts, "gradients, activations and the rest": plan.plain_peak - sum(parts.values())}
+
+
+def _planned(model: nn.Module, step: Callable[[], Any], budget: str) -> dict[str, Any]:
+    try:
+        with fit(model, step, budget) as plan:
+            return {
+                "budget": budget,
+                "fits": True,
+                "peak_bytes": plan.measured_peak,
+                "step_seconds": plan.seconds,
+                "plain_step_seconds": plan.plain_seconds,
+                "run_again": list(plan.recomputed),
+                "same_bits": plan.same_bits,
+                "text": plan.table(),
+            }
+    except torch.OutOfMemoryError as error:
+        return {"budget": budget, "fits": False, "text": str(error)}
+
+
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    for budget in arguments.budget:
+        parse_size(budget, system_info()["memory"]["limit"])  # refused before anything runs
+    torch.manual_seed(0)
+    model, optimizer, step = _subject(arguments.subject)
+    reach = room() + _bytes([*model.parameters(), *model.buffers()])
+    step()  # makes the optimizer's state
+    with fit(model, step, _PLENTY) as plan:
+        parts = _parts(model, optimizer, plan)
+        return {
+            "schema": SCHEMA,
+            "subject": arguments.subject,
+            "peak_bytes": plan.plain_peak,
+            "floor_bytes": plan.floor,
+            "reach_bytes": reach,
+            "fits": plan.plain_peak <= reach,
+            "parts": parts,
+            "curve": [{"peak_bytes": peak, "added_seconds": seconds} for peak, seconds in plan.curve(POINTS)],
+            "blocks": "\n".join(plan.table().splitlines()[:-1]),  # the last one is of the budget, which is none
+            "budgets": [_planned(model, step, budget) for budget in arguments.budget],
+        }
+
+
+def _text(found: dict[str, Any]) -> str:
+    peak = found["peak_bytes"]
+    verdict = "it fits." if found["fits"] else "it does not fit."
+    lines = [
+        f"A step's tensors take {format_size(peak)} at the most. This process can reach "
+        f"{format_size(found['reach_bytes'])}: {verdict}",
+        "",
+        *(f"  {part:<36} {format_size(size)}" for part, size in found["parts"].items()),
+        "",
+        found["blocks"].strip(),
+        "",
+        "Budgets that could be kept, and what they would add to a step, predicted:",
+    ]
+    for point in found["curve"]:
+        share = f"{point['peak_bytes'] / peak:.0%}"
+        added = format_duration(point["added_seconds"])
+        lines.append(f"  {format_size(point['peak_bytes']):>10}  {share:>5}  + {added}")
+    for one in found["budgets"]:
+        lines += ["", f"Fitted to {one['budget']}:", one["text"].strip()]
+    return "\n".join(lines)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        found = _measure(arguments)
+    except (TypeError, ValueError, AttributeError, OSError, ImportError) as error:
+        print(f"oxytorch plan: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found, indent=1) if arguments.json else _text(found))
+    return 0 if found["fits"] and all(one["fits"] for one in found["budgets"]) else 1

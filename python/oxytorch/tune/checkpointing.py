@@ -1,0 +1,95 @@
+"""The setting `gradient_checkpointing`: blocks of a run's models that are run again, within a budget of memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..base import parse_size, system_info
+from ..memory.fit import MemoryPlan, blocks_of, fit_held
+from ..model.snapshot import Snapshot
+from ..optim.generators import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["Checkpointing", "StepStart"]
+
+
+class Checkpointing:
+    """What `oxytorch.memory.fit` found for a run; or why it was left out.
+
+    Attributes
+    ----------
+    plan : MemoryPlan, optional
+    reason, cost : str
+        Sentences for a report.
+    """
+
+    name = "gradient_checkpointing"
+
+    def __init__(self, plan: MemoryPlan | None, reason: str) -> None:
+        self.plan = plan
+        self.reason = reason
+        self.cost = "" if plan is None else plan.cost
+
+    @classmethod
+    def of(cls, run: Run, wanted: str, why: str = "") -> Checkpointing:
+        """Fit the step of a run, with what is active on it, on the first of its batches.
+
+        Parameters
+        ----------
+        run : Run
+        wanted : str
+            A budget, or "auto": what the process may take.
+        why : str
+            What the reason begins with.
+        """
+        if run.device.type != "cpu":
+            return cls(None, f"the model is on {run.device.type}, and only the memory of CPU tensors is planned yet.")
+        batch = run.batches[0]
+
+        def held() -> Snapshot:
+            given = (run.given_models, run.given_optimizers, *run.state, batch)
+            return Snapshot.of(*given, reach=run.functions, hashed=False)
+
+        model = run.models[0] if len(run.models) == 1 else nn.ModuleList(run.models)
+        if wanted == "auto" and not blocks_of(model):
+            return cls(None, f"{type(model).__name__} has no blocks that could be run again.")
+        budget = None if wanted == "auto" else parse_size(wanted, system_info()["memory"]["limit"])
+        plan = fit_held(model, lambda: run.step_of_window(batch), budget, held)
+        return cls(plan, why + plan.summary())
+
+    @property
+    def is_in_effect(self) -> bool:
+        """Whether the step is within its budget."""
+        return self.plan is not None
+
+    def revert(self) -> None:
+        """Run nothing again."""
+        if self.plan is not None:
+            self.plan.revert()
+
+
+class StepStart:
+    """What a step changes before its update: buffers and random generators; gradients are dropped by the step itself.
+
+    Parameters
+    ----------
+    run : Run
+        Whose next step may run out of memory.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._random = rng_state(run.params)
+        self._buffers = list(run.model.buffers())
+        self._were = [b.clone() for b in self._buffers]
+
+    def restore(self) -> None:
+        """Put it back, so that the step can be taken from its start."""
+        with torch.no_grad():
+            for buffer, was in zip(self._buffers, self._were, strict=True):
+                buffer.copy_(was)
+        set_rng_state(self._random)

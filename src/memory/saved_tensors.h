@@ -1,0 +1,39 @@
+/// What autograd keeps of a tensor for backward, decided from C++. torch asks the hooks of Python alone
+/// (torch.autograd.graph.saved_tensors_hooks); an engine that hands on to torch's asks ours too.
+#pragma once
+
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <cstddef>
+#include <memory>
+
+namespace oxytorch::memory {
+
+/// Keeps what is saved on the thread that runs forward. `make` is called once for each tensor.
+class TensorKeeper {
+ public:
+  virtual ~TensorKeeper() = default;
+  virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make() = 0;
+};
+
+/// On this thread, from construction to destruction, `keeper` is asked for each tensor that is saved. The innermost
+/// counts, among Python's hooks too. Error(NotSupported) where torch has hooks disabled (torch.func).
+///
+/// torch does not check whether a tensor that hooks keep was modified since: a keeper does.
+class KeepingTensors {
+ public:
+  explicit KeepingTensors(TensorKeeper& keeper);
+  ~KeepingTensors();
+  KeepingTensors(const KeepingTensors&) = delete;
+  KeepingTensors& operator=(const KeepingTensors&) = delete;
+
+  struct Scope {
+    TensorKeeper* keeper = nullptr;
+    std::size_t python_hooks = 0;  // of this thread, when it began
+  };
+
+ private:
+  Scope previous_;
+};
+
+}  // namespace oxytorch::memory

@@ -1,0 +1,23 @@
+#include "tune/step_start.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include "optim/generators.h"
+
+namespace oxytorch::tune {
+
+StepStart::StepStart(const TrainingStep& step) : step_(step), generators_(optim::generator_states(step.device())) {
+  for (auto& buffer : step.model().buffers()) {
+    auto was = buffer.detach().clone();
+    buffers_.emplace_back(std::move(buffer), std::move(was));
+  }
+}
+
+void StepStart::restore() const {
+  const at::NoGradGuard no_grad;
+  for (const auto& [buffer, was] : buffers_) buffer.copy_(was);
+  optim::set_generator_states(step_.device(), generators_);
+}
+
+}  // namespace oxytorch::tune

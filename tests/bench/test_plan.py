@@ -1,0 +1,89 @@
+"""`oxytorch plan`: what a step takes, whether it fits, and what budgets cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from oxytorch import cli
+
+pytestmark = pytest.mark.cpu_only("only the memory of CPU tensors is planned")
+
+SCRIPT = """
+import torch
+from torch import nn
+
+def parts():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32)) for _ in range(6)]
+    return nn.Sequential(*blocks, nn.Linear(32, 5))
+
+def training():
+    model = parts()
+    batch = torch.randn(256, 32), torch.randint(5, (256,))
+    return model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), [batch]
+
+def stepping():
+    model, optimizer, loss_fn, [(x, y)] = training()
+    def step():
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+    return model, step
+
+def alone():
+    return stepping()[1]
+
+def broken():
+    return 3
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "training_of_six.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize("function", ["training", "stepping"])
+def test_it_says_what_fits(script: Path, function: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", f"{script}:{function}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["floor_bytes"] < found["peak_bytes"] <= found["reach_bytes"]
+    width = 6 * (32 * 512 + 512 + 512 * 32 + 32) + 32 * 5 + 5
+    assert found["parts"]["parameters"] == 4 * width
+    if function == "training":
+        assert found["parts"]["optimizer state"] == 2 * 4 * width + 4 * 26  # and a counter for each parameter
+    assert sum(found["parts"].values()) == found["peak_bytes"]
+    peaks = [point["peak_bytes"] for point in found["curve"]]
+    assert peaks == sorted(peaks, reverse=True) and found["curve"][0]["added_seconds"] == 0
+
+    middle = (found["peak_bytes"] + found["floor_bytes"]) // 2
+    words = ["plan", f"{script}:{function}", "--budget", str(middle), "--threads", "1"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "it fits." in said and f"Fitted to {middle}:" in said and "run again" in said and "parameters" in said
+
+
+def test_a_budget_that_cannot_be_kept(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", f"{script}:training", "--budget", "1MiB", "--json"]) == 1
+    (one,) = json.loads(capsys.readouterr().out)["budgets"]
+    assert not one["fits"] and "the lowest peak" in one["text"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.py:training"], "there is no script"),
+        (["SCRIPT:missing"], "missing"),
+        (["SCRIPT:alone"], "blocks of the model are planned"),
+        (["SCRIPT:broken"], "returned a int"),
+        (["training"], "names no function"),
+        (["SCRIPT:training", "--budget", "much"], "much"),
+    ],
+)
+def test_bad_usage(script: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *(word.replace("SCRIPT", str(script)) for word in words)]) == 2
+    assert message in capsys.readouterr().err

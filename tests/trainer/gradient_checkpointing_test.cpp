@@ -1,0 +1,209 @@
+// The setting gradient_checkpointing: a trainer's step and a prepared run's stay within their budget.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "oxytorch/error.h"
+#include "oxytorch/memory.h"
+#include "oxytorch/trainer.h"
+#include "oxytorch/trainer/performance_optimizer.h"
+
+namespace oxytorch {
+namespace {
+
+namespace nn = torch::nn;
+using testing::HasSubstr;
+using Settings = std::vector<std::pair<const char*, ConfigValue>>;
+
+constexpr const char* kKey = "gradient_checkpointing";
+
+/// Blocks that keep much more than they hand on.
+struct WideImpl : nn::Module {
+  WideImpl() {
+    for (int i = 0; i < 6; ++i) {
+      layers.push_back(register_module("layer" + std::to_string(i),
+                                       nn::Sequential(nn::Linear(32, 512), nn::BatchNorm1d(512), nn::GELU(),
+                                                      nn::Dropout(0.1), nn::Linear(512, 32))));
+    }
+    head = register_module("head", nn::Linear(32, 5));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      auto run = [layer = layers[i]](const at::Tensor& in) mutable { return in + layer->forward(in); };
+      x = memory::block("wide.layer" + std::to_string(i), run, x);
+    }
+    return head->forward(x);
+  }
+  std::vector<nn::Sequential> layers;
+  nn::Linear head{nullptr};
+};
+TORCH_MODULE(Wide);
+
+struct Training {
+  explicit Training(const Settings& given) : config("basic") {
+    torch::manual_seed(0);
+    model = Wide();
+    optimizer = std::make_unique<torch::optim::SGD>(model->parameters(), torch::optim::SGDOptions(0.1));
+    batch = Batch(torch::randn({256, 32}), torch::randint(5, {256}));
+    config.set("step_tail", std::string("off"));
+    for (const auto& [key, value] : given) config.set(key, value);
+  }
+  LossFunction loss() { return supervised(model, nn::CrossEntropyLoss()); }
+  std::unique_ptr<Trainer> trainer(bool calibrate = false) {
+    return std::make_unique<Trainer>(*model, *optimizer, loss(), config, TrainerOptions{.calibrate = calibrate});
+  }
+  PreparedRun prepared() {
+    return PerformanceOptimizer(config).prepare(
+        *model, *optimizer, {batch}, loss(),
+        AccelerateOptions().strategies({"tf32"}).remember(false).tune_seconds(0.05));
+  }
+  std::int64_t parameter_bytes() const {
+    std::int64_t bytes = 0;
+    for (const auto& tensor : model->parameters()) bytes += static_cast<std::int64_t>(tensor.nbytes());
+    for (const auto& tensor : model->buffers()) bytes += static_cast<std::int64_t>(tensor.nbytes());
+    return bytes;
+  }
+  PerformanceConfig config;
+  Wide model{nullptr};
+  std::unique_ptr<torch::optim::SGD> optimizer;
+  Batch batch;
+};
+
+template <class Step>
+std::int64_t peak(const Step& step) {
+  step();
+  const memory::Meter meter;
+  step();
+  return meter.peak_bytes();
+}
+
+std::int64_t plain_peak() {
+  Training training({});
+  const auto trainer = training.trainer();
+  return peak([&] { trainer->step(training.batch); });
+}
+
+/// Half of the activations fit in. Before any plan is active: names of blocks are those of the process.
+std::string budget() { return std::to_string(Training({}).parameter_bytes() + plain_peak() / 2); }
+
+std::string line_of(const Trainer& trainer) {
+  for (const auto& line : trainer.settings()) {
+    if (line.name == kKey) return line.state + ": " + line.reason + " " + line.cost;
+  }
+  return "no line";
+}
+
+TEST(GradientCheckpointingTest, ATrainerStaysWithinItsBudgetAndTrainsTheSame) {
+  const auto bytes = budget();
+  const auto limit = plain_peak() / 2 + 8192;
+  for (const bool calibrate : {false, true}) {
+    Training one({{kKey, bytes}}), other({});
+    {
+      const auto trainer = one.trainer(calibrate);
+      torch::manual_seed(5);
+      EXPECT_LE(peak([&] { trainer->step(one.batch); }), limit);
+      const auto line = line_of(*trainer);
+      EXPECT_THAT(line, HasSubstr("on: "));
+      EXPECT_THAT(line, HasSubstr("blocks are run again in backward"));
+      EXPECT_THAT(line, HasSubstr("times as long."));
+    }
+    const auto plain = other.trainer();
+    torch::manual_seed(5);
+    EXPECT_GT(peak([&] { plain->step(other.batch); }), limit);
+    const auto mine = one.model->parameters(), theirs = other.model->parameters();
+    if (calibrate) continue;  // which may have found another order of sums
+    for (std::size_t i = 0; i < mine.size(); ++i) EXPECT_TRUE(at::equal(mine[i], theirs[i])) << i;
+  }
+  for (int i = 0; i < 6; ++i) EXPECT_FALSE(memory::is_run_again("wide.layer" + std::to_string(i)));
+}
+
+TEST(GradientCheckpointingTest, GradientsOfEarlierBatchesCount) {
+  const auto limit = plain_peak() / 2 + 8192;
+  Training training({{kKey, budget()}, {"accumulation_steps", std::int64_t{2}}});
+  const auto trainer = training.trainer();
+  const auto window = [&] {
+    for (int i = 0; i < 2; ++i) trainer->step(training.batch);
+  };
+  EXPECT_LE(peak(window), limit);
+}
+
+TEST(GradientCheckpointingTest, APreparedRunDoes) {
+  const auto limit = plain_peak() / 2 + 8192;
+  for (const std::int64_t windows : {1, 2}) {
+    Training training({{kKey, budget()}, {"accumulation_steps", windows}});
+    auto run = training.prepared();
+    const auto window = [&] {
+      for (std::int64_t i = 0; i < windows; ++i) run.trainer.step(training.batch);
+    };
+    EXPECT_LE(peak(window), limit) << windows;
+    EXPECT_THAT(line_of(run.trainer), HasSubstr("blocks are run again"));
+    run.plan.revert();
+    EXPECT_GT(peak(window), limit);
+  }
+}
+
+TEST(GradientCheckpointingTest, AutoIsWhatThereIs) {
+  Training training({{kKey, std::string("auto")}});
+  const auto trainer = training.trainer();
+  trainer->step(training.batch);
+  EXPECT_THAT(line_of(*trainer), HasSubstr("as it is."));
+  Training closures({{kKey, std::string("auto")}});
+  const auto stepped = closures.trainer();
+  stepped->step([&] {
+    return nn::functional::cross_entropy(closures.model->forward(closures.batch.input), closures.batch.target);
+  });
+  EXPECT_THAT(line_of(*stepped), HasSubstr("refused: "));
+}
+
+TEST(GradientCheckpointingTest, WhatNoChoiceKeepsIsRefusedAndNothingIsLost) {
+  Training training({{kKey, std::to_string(Training({}).parameter_bytes() + 4096)}});
+  const auto trainer = training.trainer();
+  const auto before = training.model->parameters().front().detach().clone();
+  for (int i = 0; i < 2; ++i) {
+    try {
+      trainer->step(training.batch);
+      ADD_FAILURE() << "was within " << training.config.word(kKey);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::OutOfMemory);
+      EXPECT_THAT(error.what(), HasSubstr("the lowest peak"));
+    }
+    EXPECT_TRUE(at::equal(before, training.model->parameters().front()));
+  }
+}
+
+TEST(GradientCheckpointingTest, AStepThatRunsOutOfMemoryIsTakenAgain) {
+  const auto batch_of = [](std::int64_t rows) {
+    torch::manual_seed(2);
+    return Batch(torch::randn({rows, 32}), torch::randint(5, {rows}));
+  };
+  const auto small = batch_of(256), large = batch_of(8192);
+  std::vector<std::vector<at::Tensor>> ends;
+  for (const bool limited : {false, true}) {
+    Settings given{{kKey, std::string("auto")}};
+    give_back_host_memory();
+    if (limited) {
+      given.emplace_back("memory_limit", std::to_string(memory::resident_bytes() + (std::uint64_t{320} << 20)));
+    }
+    Training training(given);
+    const auto trainer = training.trainer();
+    torch::manual_seed(5);
+    for (const auto* batch : {&small, &small, &large, &small}) trainer->step(*batch);
+    EXPECT_EQ(trainer->global_step(), 4);
+    EXPECT_EQ(line_of(*trainer).find("step 3 ran out of memory and was fitted anew: ") != std::string::npos, limited)
+        << line_of(*trainer);
+    auto& end = ends.emplace_back();
+    for (const auto& tensor : training.model->parameters()) end.push_back(tensor.detach().clone());
+    for (const auto& tensor : training.model->buffers()) end.push_back(tensor.clone());
+    end.push_back(torch::rand({3}));
+  }
+  for (std::size_t i = 0; i < ends[0].size(); ++i) EXPECT_TRUE(at::equal(ends[0][i], ends[1][i])) << i;
+}
+
+}  // namespace
+}  // namespace oxytorch

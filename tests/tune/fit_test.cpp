@@ -1,0 +1,153 @@
+#include "oxytorch/tune/fit.h"
+
+#include <gmock/gmock.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "oxytorch/error.h"
+#include "oxytorch/memory.h"
+#include "oxytorch/optim.h"
+
+namespace oxytorch {
+namespace {
+
+using testing::HasSubstr;
+namespace nn = torch::nn;
+
+/// Residual blocks with batch normalisation and dropout, called as blocks of a plan or not.
+struct DeepImpl : nn::Module {
+  explicit DeepImpl(bool blocks = true) : blocks(blocks) {
+    for (int i = 0; i < 6; ++i) {
+      layers.push_back(register_module("layer" + std::to_string(i),
+                                       nn::Sequential(nn::Linear(32, 128), nn::BatchNorm1d(128), nn::ReLU(),
+                                                      nn::Dropout(0.1), nn::Linear(128, 32))));
+    }
+    head = register_module("head", nn::Linear(32, 5));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      auto run = [layer = layers[i]](const at::Tensor& in) mutable { return in + layer->forward(in); };
+      x = blocks ? memory::block("deep.layer" + std::to_string(i), run, x) : run(x);
+    }
+    return head->forward(x);
+  }
+  bool blocks;
+  std::vector<nn::Sequential> layers;
+  nn::Linear head{nullptr};
+};
+TORCH_MODULE(Deep);
+
+struct Training {
+  explicit Training(bool blocks = true) {
+    torch::manual_seed(0);
+    model = Deep(blocks);
+    optimizer = std::make_unique<torch::optim::AdamW>(model->parameters(), torch::optim::AdamWOptions(1e-2));
+    batch = Batch(torch::randn({256, 32}), torch::randint(5, {256}));
+  }
+  MemoryPlan fitted(std::int64_t budget) {
+    return fit(*model, *optimizer, supervised(model, nn::CrossEntropyLoss()), batch, std::to_string(budget));
+  }
+  void step() {
+    optimizer->zero_grad();
+    nn::functional::cross_entropy(model->forward(batch.tensors()[0]), batch.tensors()[1]).backward();
+    optimizer->step();
+  }
+  std::vector<at::Tensor> state() const {
+    std::vector<at::Tensor> found;
+    for (const auto& tensor : model->parameters()) found.push_back(tensor.detach().clone());
+    for (const auto& tensor : model->buffers()) found.push_back(tensor.clone());
+    return found;
+  }
+  Deep model{nullptr};
+  std::unique_ptr<torch::optim::AdamW> optimizer;
+  Batch batch;
+};
+
+bool equal(const std::vector<at::Tensor>& one, const std::vector<at::Tensor>& other) {
+  return std::equal(one.begin(), one.end(), other.begin(), other.end(),
+                    [](const auto& a, const auto& b) { return at::equal(a, b); });
+}
+
+TEST(FitTest, EveryBudgetIsKeptAndLeavesNoTrace) {
+  Training training;
+  const auto before = training.state();
+  const auto loose = training.fitted(std::int64_t{4} << 30);
+  EXPECT_FALSE(loose.is_active());
+  EXPECT_TRUE(equal(before, training.state()));
+  const auto plain = loose.figures().plain_peak(), floor = loose.figures().floor();
+  ASSERT_LT(floor, plain * 3 / 4);
+  auto last = plain;
+  for (const int percent : {90, 50, 10}) {
+    const auto budget = floor + (plain - floor) * percent / 100;
+    auto plan = training.fitted(budget);
+    const auto& figures = plan.figures();
+    EXPECT_TRUE(plan.is_active());
+    EXPECT_LE(figures.measured_peak(), budget);
+    EXPECT_LE(figures.measured_peak(), last) << "a smaller budget never peaks higher";
+    EXPECT_EQ(figures.same_bits(), true);
+    EXPECT_TRUE(equal(before, training.state()));
+    EXPECT_THAT(plan.table(), HasSubstr("run again"));
+    last = figures.measured_peak();
+    plan.revert();
+    EXPECT_FALSE(memory::is_run_again(figures.recomputed().front()));
+  }
+}
+
+TEST(FitTest, TrainingUnderAPlanIsTraining) {
+  std::vector<std::vector<at::Tensor>> ends;
+  for (const bool planned : {false, true}) {
+    Training training;
+    std::optional<MemoryPlan> plan;
+    if (planned) {
+      const auto loose = training.fitted(std::int64_t{4} << 30);
+      plan.emplace(training.fitted((loose.figures().plain_peak() + loose.figures().floor()) / 2));
+      ASSERT_TRUE(plan->is_active());
+    }
+    torch::manual_seed(3);
+    for (int i = 0; i < 4; ++i) training.step();
+    ends.push_back(training.state());
+    ends.back().push_back(torch::rand({3}));
+  }
+  EXPECT_TRUE(equal(ends[0], ends[1]));
+}
+
+TEST(FitTest, WhatCannotBeIsRefused) {
+  const auto refused = [](Training& training, std::string_view budget, const char* part) {
+    const auto before = training.state();
+    try {
+      (void)fit(*training.model, *training.optimizer, supervised(training.model, nn::CrossEntropyLoss()),
+                training.batch, budget);
+      ADD_FAILURE() << budget << " was taken";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr(part));
+    }
+    EXPECT_TRUE(equal(before, training.state()));
+  };
+  Training training, without(false);
+  refused(training, "1000", "the lowest peak of tensors that was reached is");
+  refused(training, "0", "expected at least 1");
+  refused(training, "-5MB", "-5MB");
+  refused(training, "much", "much");
+  refused(without, "1GB", "calls no blocks");
+  EXPECT_FALSE(memory::is_run_again("deep.layer0"));
+}
+
+TEST(BlockTest, NamesCountAsOftenAsPlansSaySo) {
+  {
+    const memory::RunAgain one({"a", "b"});
+    {
+      const memory::RunAgain other({"b"});
+      EXPECT_TRUE(memory::is_run_again("b"));
+    }
+    EXPECT_TRUE(memory::is_run_again("a"));
+    EXPECT_TRUE(memory::is_run_again("b"));
+    EXPECT_FALSE(memory::is_run_again("c"));
+  }
+  EXPECT_FALSE(memory::is_run_again("b"));
+}
+
+}  // namespace
+}  // namespace oxytorch

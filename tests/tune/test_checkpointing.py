@@ -1,0 +1,321 @@
+"""The setting `gradient_checkpointing`: a trainer's step, a plan's and the user's own stay within their budget."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import oxytorch as ox
+import pytest
+import torch
+from oxytorch.memory import Meter
+from planted import only
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.cpu_only("only the memory of CPU tensors is planned")
+CRITERION = nn.CrossEntropyLoss()
+KEY = "gradient_checkpointing"
+
+
+class Deep(nn.Module):
+    """Blocks that keep much more than they hand on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 512), nn.BatchNorm1d(512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 32))
+            for _ in range(6)
+        )
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(256, 32, generator=generator), torch.randint(5, (256,), generator=generator)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def peak(step: Any) -> int:
+    """The most that a step takes beyond what was there."""
+    step()
+    with Meter() as meter:
+        step()
+    return meter.peak_bytes
+
+
+def held(model: nn.Module) -> int:
+    """Parameters, and AdamW's two averages of them; buffers."""
+    return 3 * sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+
+
+@contextmanager
+def trainer(**settings: Any) -> Iterator[ox.Trainer]:
+    model = Deep()
+    named = {"calibrate": False, "step_tail": "off", **settings}
+    made = ox.Trainer(model, adamw(model), CRITERION, "basic", **named)
+    try:
+        yield made
+    finally:
+        made.revert()
+
+
+def line_of(report: ox.Report) -> Any:
+    (found,) = (line for line in report.settings if line.name == KEY)
+    return found
+
+
+def plain_peak() -> int:
+    with trainer() as one:
+        return peak(lambda: one.step(batch()))
+
+
+def budget() -> int:
+    """A budget that half of the activations fit in."""
+    model = Deep()
+    return held(model) + plain_peak() // 2
+
+
+@pytest.mark.parametrize("options", [{}, {"calibrate": True}, {"step_tail": "on", "level": "advanced"}])
+def test_a_trainer_stays_within_its_budget(options: dict[str, Any]) -> None:
+    most, within = plain_peak() // 2 + 4096, budget()  # and a batch of its own
+    with trainer(**{KEY: within}, **options) as one, trainer(**options) as other:
+        torch.manual_seed(5)
+        assert peak(lambda: one.step(batch())) <= most
+        line = line_of(one.report())
+        assert line.state == "on" and "blocks are run again in backward" in line.reason
+        assert "times as long" in line.cost
+        torch.manual_seed(5)
+        peak(lambda: other.step(batch()))
+        if not options:
+            assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+        assert any("forward" in vars(block) for block in one.model.blocks)
+        one.revert()
+        assert not any("forward" in vars(block) for block in one.model.blocks)
+
+
+def test_gradients_of_earlier_batches_count() -> None:
+    with trainer(**{KEY: budget()}) as one:
+        one.step(batch())
+        alone = one._decisions.asked.host[-1].plan.plain_peak
+    with trainer(**{KEY: budget()}, accumulation_steps=3) as one:
+        one.step(batch())
+        gradients = sum(p.nbytes for p in one.model.parameters())
+        assert one._decisions.asked.host[-1].plan.plain_peak > alone + gradients // 2
+        for _ in range(2):
+            one.step(batch())
+        with Meter() as meter:
+            for _ in range(3):
+                one.step(batch())
+        assert meter.peak_bytes <= plain_peak() // 2 + 8192
+        assert one.global_step == 2
+
+
+def test_a_closure_cannot_be_planned() -> None:
+    with trainer(**{KEY: "1GiB"}) as one:
+        one.step(lambda: CRITERION(one.model(batch()[0]), batch()[1]))
+        assert line_of(one.report()).state == "refused"
+
+
+def test_a_continued_run_is_planned_too() -> None:
+    with trainer() as one:
+        one.step(batch())
+        state = copy.deepcopy(one.state_dict())
+    with trainer(**{KEY: budget()}) as one:
+        one.load_state_dict(state)
+        one.step(batch())
+        assert line_of(one.report()).state == "on" and one.global_step == 2
+
+
+def test_auto_is_what_the_limit_leaves() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, 4096), nn.GELU(), nn.Linear(4096, 8)) for _ in range(8)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    model = Large()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(2048, 8)  # 64 MiB a block
+    limit = ox.memory.resident_bytes() + (400 << 20)
+    with pytest.raises(torch.OutOfMemoryError):
+        short = ox.Trainer(model, optimizer, nn.MSELoss(), "basic", calibrate=False, memory_limit=limit)
+        try:
+            short.step((x, x))
+        finally:
+            short.revert()
+    optimizer.zero_grad()
+    one = ox.Trainer(
+        model, optimizer, nn.MSELoss(), "basic", calibrate=False, memory_limit=limit, gradient_checkpointing="auto"
+    )
+    try:
+        for _ in range(3):
+            one.step((x, x))
+        assert "blocks are run again" in line_of(one.report()).reason
+    finally:
+        one.revert()
+
+
+def large_batch(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(rows, 32, generator=generator), torch.randint(5, (rows,), generator=generator)
+
+
+def test_a_step_that_runs_out_of_memory_is_taken_again() -> None:
+    """A batch 32 times as large comes after some that fit: the step ends as if there had been memory."""
+    small, large = large_batch(256), large_batch(8192)
+    ends = []
+    for limited in (False, True):
+        limit = {"memory_limit": ox.memory.resident_bytes() + (320 << 20)} if limited else {}
+        with trainer(**{KEY: "auto"}, **limit) as one:
+            torch.manual_seed(5)
+            for each in (small, small, large, small):
+                one.step(each)
+            assert one.global_step == one.batches == 4
+            line = line_of(one.report())
+            assert ("step 3 ran out of memory and was fitted anew: " in line.reason) == limited, line.reason
+            ends.append([*one.model.parameters(), *one.model.buffers(), torch.rand(3)])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_what_cannot_be_taken_again_is_not() -> None:
+    model = Deep()
+
+    class Failing(torch.optim.AdamW):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise torch.OutOfMemoryError("in the update")
+            return super().step(closure)
+
+    optimizer = Failing(model.parameters())
+    one = ox.Trainer(
+        model, optimizer, CRITERION, "basic", calibrate=False, step_tail="off", gradient_checkpointing="1GiB"
+    )
+    one.step(batch())
+    optimizer.fails = True
+    with pytest.raises(torch.OutOfMemoryError, match="in the update"):
+        one.step(batch())
+    assert one.global_step == 1
+    one.revert()
+
+
+def test_auto_of_what_fits_runs_nothing_again() -> None:
+    with trainer(**{KEY: "auto"}) as one:
+        one.step(batch())
+        line = line_of(one.report())
+        assert line.state == "on" and line.reason.endswith("as it is.")
+    model = nn.Linear(32, 5)
+    one = ox.Trainer(model, adamw(model), CRITERION, "basic", calibrate=False, gradient_checkpointing=True)
+    one.step(batch())
+    assert line_of(one.report()).state == "refused"
+    one.revert()
+
+
+def test_what_no_choice_keeps_is_refused_and_nothing_is_lost() -> None:
+    with trainer(**{KEY: held(Deep()) + 4096}) as one:
+        before = [p.detach().clone() for p in one.model.parameters()]
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError, match="lowest peak"):
+                one.step(batch())
+            assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
+        assert one.global_step == 0
+        assert not any("forward" in vars(block) for block in one.model.blocks)
+
+
+def test_accelerate_and_your_own_loop() -> None:
+    model = Deep()
+    optimizer = adamw(model)
+    config = {KEY: budget()}
+    with only():
+        plan = ox.accelerate(model, optimizer, CRITERION, [batch()], config=config, remember=False, tune_seconds=1.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        CRITERION(model(batch()[0]), batch()[1]).backward()
+        optimizer.step()
+
+    assert peak(step) <= plain_peak() // 2 + 4096
+    assert f"Asked for: {KEY}: on" in plan.explain()
+    plan.revert()
+    assert peak(step) > plain_peak() // 2 + 4096
+
+
+def test_of_several_models() -> None:
+    models = [Deep(), Deep()]
+    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.01)
+
+    def loss(both: Any, given: Any) -> Tensor:
+        return CRITERION(both[1](both[0].blocks[0](given[0])), given[1])
+
+    with only():
+        plan = ox.accelerate(models, optimizer, loss, [batch()], config={KEY: "1GiB"}, remember=False, tune_seconds=1.0)
+    assert "as it is" in plan.explain()
+    plan.revert()
+
+
+def test_the_trainer_of_a_plan_counts_its_windows() -> None:
+    model = Deep()
+    with only():
+        run = ox.PerformanceOptimizer({KEY: budget(), "accumulation_steps": 2, "remember": False}).prepare(
+            model, adamw(model), [batch()], CRITERION, tune_seconds=1.0
+        )
+    for _ in range(2):
+        run.trainer.step(batch())
+    with Meter() as meter:
+        for _ in range(2):
+            run.trainer.step(batch())
+    assert meter.peak_bytes <= plain_peak() // 2 + 8192
+    run.revert()
+
+
+def test_compiling_and_this_exclude_each_other() -> None:
+    model = Deep()
+    with pytest.raises(ValueError, match="a compiled model calls none of its blocks"):
+        ox.Trainer(model, adamw(model), CRITERION, "basic", compile="default", gradient_checkpointing="1GiB")
+    config = {KEY: "1GiB"}
+    plan = ox.accelerate(
+        model, adamw(model), CRITERION, [batch()], config=config, remember=False, strategies=["compile"]
+    )
+    assert "a compiled model calls no blocks" in plan.rejected["compile"]
+    plan.revert()
+
+
+def test_copies_and_pickles_of_the_model_are_as_without() -> None:
+    model = Deep()
+
+    def step() -> None:
+        CRITERION(model(batch()[0]), batch()[1]).backward()
+
+    loose = ox.memory.fit(model, step, "8GiB")
+    plan = ox.memory.fit(model, step, (loose.plain_peak + loose.floor) // 2)
+    assert plan.recomputed
+    model.eval()
+    x = batch()[0]
+    expected = model(x)
+    for other in (copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model)), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), expected)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.add_(1.0)
+        assert not torch.equal(other(x), expected)  # by its own weights
+    assert torch.equal(model(x), expected)
+    plan.revert()
