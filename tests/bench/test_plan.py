@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from oxytorch import cli
 
-pytestmark = pytest.mark.cpu_only("only the memory of CPU tensors is planned")
+pytestmark = [
+    pytest.mark.cpu_only("only the memory of CPU tensors is planned"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 SCRIPT = """
 import torch

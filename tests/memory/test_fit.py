@@ -11,6 +11,7 @@ import torch
 from oxytorch.memory import MemoryPlan, Meter, fit
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Step = Callable[[], Any]
 
 

@@ -1,4 +1,5 @@
 // The setting gradient_checkpointing: a trainer's step and a prepared run's stay within their budget.
+#include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -75,6 +76,16 @@ struct Training {
   Batch batch;
 };
 
+/// Models so small only wait for a second thread.
+class GradientCheckpointingTest : public testing::Test {
+ protected:
+  void SetUp() override { at::set_num_threads(1); }
+  void TearDown() override { at::set_num_threads(threads_); }
+
+ private:
+  int threads_ = at::get_num_threads();
+};
+
 template <class Step>
 std::int64_t peak(const Step& step) {
   step();
@@ -99,7 +110,7 @@ std::string line_of(const Trainer& trainer) {
   return "no line";
 }
 
-TEST(GradientCheckpointingTest, ATrainerStaysWithinItsBudgetAndTrainsTheSame) {
+TEST_F(GradientCheckpointingTest, ATrainerStaysWithinItsBudgetAndTrainsTheSame) {
   const auto bytes = budget();
   const auto limit = plain_peak() / 2 + 8192;
   for (const bool calibrate : {false, true}) {
@@ -123,7 +134,7 @@ TEST(GradientCheckpointingTest, ATrainerStaysWithinItsBudgetAndTrainsTheSame) {
   for (int i = 0; i < 6; ++i) EXPECT_FALSE(memory::is_run_again("wide.layer" + std::to_string(i)));
 }
 
-TEST(GradientCheckpointingTest, GradientsOfEarlierBatchesCount) {
+TEST_F(GradientCheckpointingTest, GradientsOfEarlierBatchesCount) {
   const auto limit = plain_peak() / 2 + 8192;
   Training training({{kKey, budget()}, {"accumulation_steps", std::int64_t{2}}});
   const auto trainer = training.trainer();
@@ -133,7 +144,7 @@ TEST(GradientCheckpointingTest, GradientsOfEarlierBatchesCount) {
   EXPECT_LE(peak(window), limit);
 }
 
-TEST(GradientCheckpointingTest, APreparedRunDoes) {
+TEST_F(GradientCheckpointingTest, APreparedRunDoes) {
   const auto limit = plain_peak() / 2 + 8192;
   for (const std::int64_t windows : {1, 2}) {
     Training training({{kKey, budget()}, {"accumulation_steps", windows}});
@@ -148,7 +159,7 @@ TEST(GradientCheckpointingTest, APreparedRunDoes) {
   }
 }
 
-TEST(GradientCheckpointingTest, AutoIsWhatThereIs) {
+TEST_F(GradientCheckpointingTest, AutoIsWhatThereIs) {
   Training training({{kKey, std::string("auto")}});
   const auto trainer = training.trainer();
   trainer->step(training.batch);
@@ -161,7 +172,7 @@ TEST(GradientCheckpointingTest, AutoIsWhatThereIs) {
   EXPECT_THAT(line_of(*stepped), HasSubstr("refused: "));
 }
 
-TEST(GradientCheckpointingTest, WhatNoChoiceKeepsIsRefusedAndNothingIsLost) {
+TEST_F(GradientCheckpointingTest, WhatNoChoiceKeepsIsRefusedAndNothingIsLost) {
   Training training({{kKey, std::to_string(Training({}).parameter_bytes() + 4096)}});
   const auto trainer = training.trainer();
   const auto before = training.model->parameters().front().detach().clone();
@@ -177,7 +188,7 @@ TEST(GradientCheckpointingTest, WhatNoChoiceKeepsIsRefusedAndNothingIsLost) {
   }
 }
 
-TEST(GradientCheckpointingTest, AStepThatRunsOutOfMemoryIsTakenAgain) {
+TEST_F(GradientCheckpointingTest, AStepThatRunsOutOfMemoryIsTakenAgain) {
   const auto batch_of = [](std::int64_t rows) {
     torch::manual_seed(2);
     return Batch(torch::randn({rows, 32}), torch::randint(5, {rows}));
