@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What takes too long for `make test`: the Gaudi files against the headers of older torch versions; the optimizers' random
-# cases, spread over the cores: all of them, and a part under the address sanitizer, in C++ and in Python; a wheel built
-# from the source distribution; and `make test` with other torch versions.
+# cases, spread over the cores: all of them, and a part under the address sanitizer, in C++ and in Python; the Python tests
+# as on a CPU without AVX-512; a wheel built from the source distribution; and `make test` with other torch versions.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 python3 cmake/steps/headers.py || { [[ $? == 75 ]] && say "nightly: headers skipped"; }
 export OXYTORCH_FUZZ_CASES=${OXYTORCH_FUZZ_CASES:-20000}
@@ -18,6 +18,15 @@ export ASAN_OPTIONS=detect_leaks=0 OXYTORCH_FUZZ_CASES=$((OXYTORCH_FUZZ_CASES / 
 LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libstdc++.so)" \
   PYTHONPATH=$ROOT/build/asan-torch/python python3 -m pytest tests/optim/test_fuzz.py tests/optim/test_edits.py tests/optim/test_shared_memory.py "$@"
 unset ASAN_OPTIONS
+
+older=$BUILD/older_cpu.so
+cc -O1 -shared -fPIC -o "$older" tests/device/older_cpu.c
+if LD_PRELOAD=$older python3 -c 'import torch; assert torch.backends.cpu.get_cpu_capability() == "AVX2"' 2>/dev/null; then
+  say "nightly: Python tests as on a CPU without AVX-512"
+  LD_PRELOAD=$older python3 -m pytest -n "$(nproc)" -p no:faulthandler "$@"
+else
+  say "nightly: this machine cannot pretend to be a CPU without AVX-512; skipped"
+fi
 
 say "nightly: a wheel from the source distribution"
 dist=$ROOT/build/nightly-dist
