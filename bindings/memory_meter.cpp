@@ -164,6 +164,8 @@ void bind_memory_meter(py::module_& m) {
   py::class_<Ended<Phase>>(m, "OpenPhase", "A phase of a step, until end().")
       .def(py::init<Meter&, const std::string&>(), py::arg("meter"), py::arg("name"), py::keep_alive<1, 2>())
       .def("end", &Ended<Phase>::end);
+  m.def("left_by_each", &left_by_each, py::arg("parts"), py::arg("steps"), "Of live parts, what each step left.");
+  m.def("can_count", &can_count, "Whether bytes of CPU tensors can be counted.");
   m.def("resident_bytes", &resident_bytes, "Bytes of this process that are in memory now.");
   m.def("set_limit", &set_limit, py::arg("bytes"), release_gil(), "A limit on the memory of this process.");
   m.def("limit", &limit, "The limit that is set, if any.");

@@ -456,6 +456,47 @@ Phase::~Phase() {
                        std::chrono::duration<double>(Clock::now() - inside_->since).count()});
 }
 
+std::vector<LivePart> leaks(const std::function<void()>& step, int steps) {
+  constexpr int kWarmUp = 2;  // which make optimizer state and caches
+  OXY_CHECK(steps >= 3, InvalidArgument, "steps is ", steps, ", expected at least 3: fewer do not tell what grows.");
+  for (int i = 0; i < kWarmUp; ++i) step();
+  Meter meter({.timeline = true});
+  for (int i = 0; i < steps; ++i) {
+    const Phase phase(meter, std::to_string(i));
+    step();
+  }
+  return left_by_each(meter.live_parts(), steps);
+}
+
+std::vector<LivePart> left_by_each(const std::vector<LivePart>& parts, int steps) {
+  struct Left {
+    LivePart sum;
+    int steps = 0;
+  };
+  std::map<std::pair<std::string, std::string>, Left> by_origin;
+  const auto last = std::to_string(steps - 1);  // whose leftovers the next step may have replaced
+  for (const auto& part : parts) {
+    if (part.phase.empty() || part.phase == last) continue;
+    auto& left = by_origin[{part.region, part.site}];
+    left.sum.bytes += part.bytes;
+    left.sum.blocks += part.blocks;
+    ++left.steps;
+  }
+  std::vector<LivePart> found;
+  for (auto& [origin, left] : by_origin) {
+    if (left.steps < steps - 1) continue;  // once, as a cache does
+    left.sum.region = origin.first;
+    left.sum.site = origin.second;
+    left.sum.bytes /= left.steps;
+    left.sum.blocks /= left.steps;
+    found.push_back(std::move(left.sum));
+  }
+  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
+  return found;
+}
+
+bool can_count() { return allocator_refusal().empty(); }
+
 std::uint64_t resident_bytes() { return read_memory().resident.value_or(0); }
 
 HostSetting set_limit(std::uint64_t bytes) {

@@ -189,6 +189,23 @@ TEST(MeterTest, WhatItCannotDoIsRefused) {
   Meter now({.timeline = true});
 }
 
+TEST(MeterTest, LeaksAreWhatEveryStepLeaves) {
+  std::vector<at::Tensor> kept;
+  at::Tensor replaced;
+  const auto step = [&](std::int64_t left) {
+    const Region region("part");
+    replaced = torch::zeros({1000});
+    if (left > 0) kept.push_back(torch::zeros({left}));
+  };
+  EXPECT_TRUE(leaks([&] { step(0); }).empty());
+  const auto found = leaks([&] { step(500); }, 4);
+  ASSERT_EQ(found.size(), 1U);
+  EXPECT_EQ(found.front().region, "part");
+  EXPECT_EQ(found.front().bytes, 2000);
+  EXPECT_EQ(found.front().blocks, 1);
+  EXPECT_THROW((void)leaks([] {}, 2), Error);
+}
+
 TEST(LimitTest, ATensorThatPassesItRaisesAndTakesNothing) {
   auto setting = set_limit(resident_bytes() + (std::uint64_t{256} << 20));
   ASSERT_TRUE(setting.is_applied()) << setting.reason();

@@ -222,3 +222,35 @@ with ox.memory.Meter() as meter:
     counted, grown = map(int, done.stdout.split())
     assert counted == 64 << 22
     assert abs(grown - counted) < 0.03 * counted
+
+
+def test_leaks_are_what_every_step_leaves() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(32, 8)
+    cache: dict[str, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []
+
+    def clean() -> None:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        cache.setdefault("rows", torch.zeros(1000))
+        cache["last"] = loss.detach().clone()
+
+    assert ox.memory.leaks(clean) == []
+
+    def leaking() -> None:
+        clean()
+        kept.append(torch.zeros(500))
+
+    (leak,) = ox.memory.leaks(leaking, 4)
+    assert leak.bytes == 2000 and leak.blocks == 1 and "test_meter.py" in leak.site and "leaking" in leak.site
+
+    def with_graph() -> None:
+        kept.append(model(x).sum())
+
+    assert sum(part.bytes for part in ox.memory.leaks(with_graph)) > 32 * 16 * 4
+    with pytest.raises(ValueError, match="steps is 2"):
+        ox.memory.leaks(clean, 2)

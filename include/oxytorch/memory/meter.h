@@ -11,6 +11,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -122,6 +123,17 @@ class OXY_API Phase {
   struct Inside;
   std::unique_ptr<Inside> inside_;
 };
+
+/// What each of `steps` training steps leaves behind, after two that are not looked at, by region: bytes and blocks a
+/// step, the most first. Memory that a step only replaces, as gradients and caches are, is not in it. At least 3 steps;
+/// Error(InvalidArgument). What `step` throws passes through.
+[[nodiscard]] OXY_API std::vector<LivePart> leaks(const std::function<void()>& step, int steps = 5);
+
+/// The same of live_parts() of a meter whose phases "0", "1" and so on were one step each.
+[[nodiscard]] OXY_API std::vector<LivePart> left_by_each(const std::vector<LivePart>& parts, int steps);
+
+/// Whether bytes of CPU tensors can be counted: torch's own allocator serves them.
+[[nodiscard]] OXY_API bool can_count();
 
 /// Bytes of this process that are in memory now; 0 where the kernel does not say.
 [[nodiscard]] OXY_API std::uint64_t resident_bytes();

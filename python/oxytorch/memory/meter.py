@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,12 +21,15 @@ __all__ = [
     "PeakPart",
     "PhaseUse",
     "Timeline",
+    "leaks",
     "limit",
     "region",
     "resident_bytes",
     "room",
     "set_limit",
 ]
+
+_LEAST_STEPS = 3
 
 BlockEvent = _C.memory.BlockEvent
 PeakPart = _C.memory.PeakPart
@@ -236,6 +239,40 @@ def _frame(line: str) -> dict[str, Any]:
     place, _, function = line.rpartition(" ")
     file, _, number = place.rpartition(":")
     return {"filename": file, "line": int(number), "name": function}
+
+
+def leaks(step: Callable[[], object], steps: int = 5) -> list[PeakPart]:
+    """Return what each training step leaves behind, by the line that made it: bytes and blocks a step, the most first.
+
+    Memory that a step only replaces, as gradients and caches are, is not in it.
+
+    Parameters
+    ----------
+    step : callable
+        Takes one training step on the CPU. It is called two times before anything is looked at.
+    steps : int
+        To be looked at; at least 3.
+
+    Raises
+    ------
+    ValueError
+        For fewer steps.
+
+    Examples
+    --------
+    >>> losses = []
+    >>> for leak in ox.memory.leaks(lambda: losses.append(model(x).sum())):  # with its graph
+    ...     print(leak.bytes, leak.site)
+    """
+    if steps < _LEAST_STEPS:
+        raise ValueError(f"steps is {steps}, expected at least {_LEAST_STEPS}: fewer do not tell what grows.")
+    for _ in range(2):  # which make optimizer state and caches
+        step()
+    with Meter(timeline=True, sites=True) as meter:
+        for i in range(steps):
+            with meter.phase(str(i)):
+                step()
+    return _C.memory.left_by_each(meter.live_parts(), steps)
 
 
 def resident_bytes() -> int:
