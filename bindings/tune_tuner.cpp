@@ -68,6 +68,9 @@ class PythonWorkload : public Workload {
   bool on_host() override { PYBIND11_OVERRIDE_PURE(bool, Workload, on_host); }
   double drawing(double step_seconds) override { PYBIND11_OVERRIDE(double, Workload, drawing, step_seconds); }
   void draw(bool on) override { PYBIND11_OVERRIDE(void, Workload, draw, on); }
+  std::optional<std::int64_t> step_bytes() override {
+    PYBIND11_OVERRIDE(std::optional<std::int64_t>, Workload, step_bytes);
+  }
   Ruling verify(Kind kind, bool glance) override {
     const auto found = asked("verify")(kind, glance);
     return {found.attr("held").cast<bool>(), found.attr("reason").cast<std::string>(),

@@ -20,7 +20,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kFormat = "oxytorch-certificate";
-constexpr std::int64_t kVersion = 3;
+constexpr std::int64_t kVersion = 4;
 /// Of a page fault with its share of giving the page back: from a quiet kernel to a virtual machine.
 constexpr double kLeastFaultSeconds = 2.5e-7;
 constexpr double kMostFaultSeconds = 4e-6;
@@ -50,6 +50,8 @@ Json to_json(const std::optional<Interval>& interval) {
           {"high", to_json(interval->high)},
           {"confidence", to_json(interval->confidence)}};
 }
+
+Json to_json(const std::optional<std::int64_t>& bytes) { return bytes ? Json(*bytes) : Json(nullptr); }
 
 Json to_json(const CertificateEntry& entry) {
   Json evidence = Json::object();
@@ -101,6 +103,10 @@ class Node {
     const std::int64_t value = whole();
     expect(value >= 0 && value <= INT32_MAX, "a count");
     return static_cast<int>(value);
+  }
+  [[nodiscard]] std::optional<std::int64_t> bytes() const {
+    if (absent()) return std::nullopt;
+    return whole();
   }
   [[nodiscard]] std::optional<Interval> interval() const {
     if (absent()) return std::nullopt;
@@ -275,6 +281,8 @@ std::string Certificate::to_json() const {
       {"baseline_seconds", tune::to_json(baseline_seconds)},
       {"tuned_seconds", tune::to_json(tuned_seconds)},
       {"speedup", tune::to_json(speedup)},
+      {"given_peak_bytes", tune::to_json(given_peak_bytes)},
+      {"tuned_peak_bytes", tune::to_json(tuned_peak_bytes)},
       {"tuning_seconds", tune::to_json(tuning_seconds)},
       {"compile_seconds", tune::to_json(compile_seconds)},
       {"entries", std::move(list)},
@@ -305,6 +313,8 @@ Certificate Certificate::from_json(std::string_view text) {
   certificate.baseline_seconds = root.at("baseline_seconds").number();
   certificate.tuned_seconds = root.at("tuned_seconds").number();
   certificate.speedup = root.at("speedup").interval();
+  certificate.given_peak_bytes = root.at("given_peak_bytes").bytes();
+  certificate.tuned_peak_bytes = root.at("tuned_peak_bytes").bytes();
   certificate.tuning_seconds = root.at("tuning_seconds").number();
   certificate.compile_seconds = root.at("compile_seconds").number();
   root.at("entries").each([&](const Node& entry) { certificate.entries.push_back(read_entry(entry)); });

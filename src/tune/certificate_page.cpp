@@ -4,6 +4,7 @@
 
 #include "oxytorch/monitor/report.h"
 #include "oxytorch/tune/certificate.h"
+#include "oxytorch/units.h"
 #include "tune/words.h"
 
 namespace oxytorch::tune {
@@ -66,6 +67,20 @@ std::string step_line(const Certificate& certificate) {
   return text += '.';
 }
 
+/// What a step's tensors take; empty where it was not measured.
+std::string memory_line(const Certificate& certificate) {
+  if (!certificate.given_peak_bytes || !certificate.tuned_peak_bytes) return {};
+  const auto size = [](std::int64_t bytes) {
+    return format_size(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0)));
+  };
+  const auto given = static_cast<double>(std::max<std::int64_t>(*certificate.given_peak_bytes, 1));
+  std::string text =
+      "Beside model and optimizer its tensors take " + size(*certificate.tuned_peak_bytes) + " at the most";
+  if (certificate.accepted().empty()) return text += '.';
+  text.append(", and ").append(size(*certificate.given_peak_bytes)).append(" as given (");
+  return text.append(ratio_text(static_cast<double>(*certificate.tuned_peak_bytes) / given)).append(").");
+}
+
 std::string repaid_line(const Certificate& certificate) {
   std::string text = "Tuning took " + monitor::format_seconds(certificate.tuning_seconds);
   if (certificate.compile_seconds > 0) {
@@ -116,6 +131,7 @@ void add_sentences(Report& report, const std::vector<CertificateEntry>& entries)
 Report report_of(const Certificate& certificate, bool drawn) {
   Report report("Certificate of acceleration");
   report.subtitle(step_line(certificate) + " " + repaid_line(certificate));
+  if (auto memory = memory_line(certificate); !memory.empty()) report.paragraph(std::move(memory));
   if (!certificate.disturbance.empty()) {
     report.paragraph("The machine was busy while this was measured: " + certificate.disturbance +
                      ". It is not remembered; a quiet run may find otherwise.");

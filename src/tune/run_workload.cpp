@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "oxytorch/memory/meter.h"
+
 namespace oxytorch::tune {
 
 void synchronize(at::Device device) {
@@ -115,6 +117,21 @@ Ruling RunWorkload::verify(Kind kind, bool glance) {
     verifier.emplace(run_, snapshot_, options);
   }
   return verifier->check(kind);
+}
+
+std::optional<std::int64_t> RunWorkload::step_bytes() {
+  if (!run_.device().is_cpu() || !memory::can_count()) return std::nullopt;
+  const auto& batch = run_.batches().front();
+  restore();
+  run_.step(batch);  // makes the optimizer's state
+  std::int64_t bytes = 0;
+  {
+    const memory::Meter meter;
+    run_.step(batch);
+    bytes = meter.peak_bytes();
+  }
+  restore();
+  return bytes;
 }
 
 std::optional<std::string> RunWorkload::told(const std::exception& error) {

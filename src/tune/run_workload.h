@@ -43,6 +43,7 @@ class RunWorkload : public Workload {
   bool on_host() override { return run_.device().is_cpu(); }
 
   Ruling verify(Kind kind, bool glance) override;
+  std::optional<std::int64_t> step_bytes() override;
   std::optional<std::string> told(const std::exception& error) override;
 
  private:

@@ -357,6 +357,14 @@ struct Tuner::Impl {
     if (!found) drop(chosen.back(), Status::Refused, "all together were refused: " + together.reason);
   }
 
+  std::optional<std::int64_t> bytes_with(const Names& names) {
+    try {
+      return timing.guarded(names, [&] { return workload.step_bytes(); });
+    } catch (const SideFailed&) {  // it has run often enough to be kept
+      return std::nullopt;
+    }
+  }
+
   Certificate measure() {
     look();
     make_search();
@@ -392,6 +400,8 @@ struct Tuner::Impl {
     made.events = events;
     const auto [seconds, faults] = goes_on ? timing.untouched() : std::pair(timing.step_seconds(), timing.faults());
     made.relate(seconds, faults);
+    made.given_peak_bytes = bytes_with({});
+    made.tuned_peak_bytes = chosen.empty() ? made.given_peak_bytes : bytes_with(chosen);
     made.compile_seconds = compiling;
     made.tuning_seconds = std::max(0.0, workload.seconds() - began - compiling);
     return made;

@@ -32,6 +32,8 @@ Certificate example() {
   certificate.baseline_seconds = 0.415;
   certificate.tuned_seconds = 0.0971;
   certificate.speedup = Interval{4.2, 4.27, 4.31, 0.95};
+  certificate.given_peak_bytes = std::int64_t{100} << 20;
+  certificate.tuned_peak_bytes = std::int64_t{150} << 20;
   certificate.tuning_seconds = 21.5;
   certificate.compile_seconds = 14.25;
   certificate.entries = {{.strategy = "allocator",
@@ -88,6 +90,18 @@ TEST(Certificate, ABusyMachineIsSaid) {
   EXPECT_EQ(Certificate::from_json(busy.to_json()), busy);
 }
 
+TEST(Certificate, SaysWhatTensorsTake) {
+  Certificate certificate = example();
+  EXPECT_THAT(certificate.to_text(), HasSubstr("its tensors take 150 MiB at the most, and 100 MiB as given (1.5"));
+  certificate.tuned_peak_bytes.reset();
+  EXPECT_THAT(certificate.to_text(), Not(HasSubstr("its tensors take")));
+  EXPECT_EQ(Certificate::from_json(certificate.to_json()), certificate);
+  certificate = example();
+  certificate.entries.clear();
+  certificate.tuned_peak_bytes = certificate.given_peak_bytes;
+  EXPECT_THAT(certificate.to_text(), HasSubstr("its tensors take 100 MiB at the most."));
+}
+
 TEST(Certificate, ReadsBackWhatItWrote) {
   const Certificate one = example();
   const std::string text = one.to_json();
@@ -124,7 +138,7 @@ TEST(Certificate, SaysWhatIsWrongAndWhere) {
   EXPECT_THAT(message("{"), HasSubstr("parse error"));
   EXPECT_THAT(message("{}"), HasSubstr("no certificate"));
   EXPECT_THAT(message("[1]"), HasSubstr("no certificate"));
-  EXPECT_THAT(message(with("\"version\": 3", "\"version\": 4")), HasSubstr("format 4"));
+  EXPECT_THAT(message(with("\"version\": 4", "\"version\": 5")), HasSubstr("format 5"));
   EXPECT_THAT(message(with("\"accepted\"", "\"acepted\"")), HasSubstr("entries[0].status"));
   EXPECT_THAT(message(with("\"accepted\"", "\"acepted\"")), HasSubstr("did you mean 'accepted'"));
   EXPECT_THAT(message(with("\"pairs\": 9", "\"pairs\": -9")), HasSubstr("entries[0].pairs"));

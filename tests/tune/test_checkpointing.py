@@ -15,7 +15,10 @@ from oxytorch.memory import Meter
 from planted import only
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.cpu_only("only the memory of CPU tensors is planned")
+pytestmark = [
+    pytest.mark.cpu_only("only the memory of CPU tensors is planned"),
+    pytest.mark.usefixtures("one_thread"),
+]
 CRITERION = nn.CrossEntropyLoss()
 KEY = "gradient_checkpointing"
 
@@ -257,6 +260,24 @@ def test_accelerate_and_your_own_loop() -> None:
     assert f"Asked for: {KEY}: on" in plan.explain()
     plan.revert()
     assert peak(step) > plain_peak() // 2 + 4096
+
+
+def test_a_plan_says_what_its_steps_take() -> None:
+    model = Deep()
+    optimizer = adamw(model)
+    with only():
+        plan = ox.accelerate(model, optimizer, CRITERION, [batch()], remember=False, tune_seconds=1.0)
+    inputs, targets = batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        CRITERION(model(inputs), targets).backward()
+        optimizer.step()
+
+    peaks = plan.peak_bytes
+    assert peaks is not None and peaks[0] == peaks[1] == peak(step)
+    assert "the tensors of a step take" in plan.explain() and "its tensors take" in str(plan)
+    plan.revert()
 
 
 def test_of_several_models() -> None:

@@ -107,6 +107,10 @@ class Table : public Workload {
     time += 0.1 * step_seconds;
     return 0.1 * step_seconds;
   }
+  std::optional<std::int64_t> step_bytes() override {
+    for (const auto& name : now) throw_from(name, "step_bytes");
+    return now.empty() ? 1000 : 1000 - 100 * static_cast<std::int64_t>(now.size());
+  }
   bool on_host() override { return true; }
   Ruling verify(Kind kind, bool glance) override {
     verified.emplace_back(now, glance);
@@ -188,7 +192,17 @@ TEST_F(TunerTest, KeepsWhatPaysAndSaysWhyTheRestIsNotThere) {
   EXPECT_THAT(made.verification, Contains(Pair("all together, as exact", "held")));
   EXPECT_THAT(made.verification, Contains(Pair("restored", "all of it")));
   EXPECT_GT(made.tuning_seconds, 0);
+  EXPECT_EQ(made.given_peak_bytes, 1000);
+  EXPECT_EQ(made.tuned_peak_bytes, 900);
   EXPECT_THAT(table.said, Contains("half against nothing"));
+}
+
+TEST_F(TunerTest, APeakThatCannotBeMeasuredIsLeftOut) {
+  table.plant({.offer = {.name = "half"}, .factor = 0.5, .throws = "step_bytes"});
+  const auto made = tuned();
+  EXPECT_THAT(made.accepted(), ElementsAre("half"));
+  EXPECT_EQ(made.given_peak_bytes, 1000);
+  EXPECT_FALSE(made.tuned_peak_bytes);
 }
 
 TEST_F(TunerTest, RefusesWhatIsFastAndWrong) {

@@ -124,6 +124,10 @@ class OXY_API Workload {
   /// leaves it before and after.
   virtual Ruling verify(Kind kind, bool glance) = 0;
 
+  /// The most that tensors take in a step with what is active, beyond what lives before it; empty where that cannot be
+  /// measured. State is as restore() leaves it before and after.
+  virtual std::optional<std::int64_t> step_bytes();
+
   // -- saying ---------------------------------------------------------------------------------------------------------
 
   /// One line of what was thrown; empty where it is no failure of a strategy (an interrupt) and must pass through.

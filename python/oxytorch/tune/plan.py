@@ -204,6 +204,14 @@ class Plan:
         found = self.certificate.speedup
         return (1.0, 1.0, 1.0) if found is None or not self.accepted else (found.low, found.mid, found.high)
 
+    @property
+    def peak_bytes(self) -> tuple[int, int] | None:
+        """The most that tensors take in a step beside model and optimizer, as given and now; None: not measured."""
+        made = self.certificate
+        if made.given_peak_bytes is None or made.tuned_peak_bytes is None:
+            return None
+        return made.given_peak_bytes, made.tuned_peak_bytes if self.accepted else made.given_peak_bytes
+
     def __str__(self) -> str:
         return str(self.certificate.to_text())
 
@@ -234,6 +242,11 @@ class Plan:
         lines += [f"Asked for: {line.name}: {line.state}. {line.reason}" for line in self.asked.lines()]
         lines += [f"Since then: {event}." for event in made.events]
         lines += [f"{name} failed, and the run goes on without it: {why}" for name, why in self._run.fallbacks.items()]
+        if (peaks := self.peak_bytes) is not None:
+            given, now = map(format_size, peaks)
+            lines.append(
+                f"Beside model and optimizer the tensors of a step take {now} at the most, and {given} as given."
+            )
         lines.append(f"Memory: {self.memory.use()}; {format_size(self._resident)} before.")
         return "\n".join(lines)
 

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._C import memory as _memory
 from .._C import tune as _native
 from .._C.trainer import page_faults
 from ..base import median
+from ..memory import Meter
 from ..model.snapshot import Snapshot
 from ..optim.slot import OptimizerSlot
 from . import clock
@@ -253,6 +255,18 @@ class RunWorkload(_native.Workload):
             self._verifier = Verifier(self.run, self.snapshot, seed=self._seed)
             self.run.set_active(names)
         return self._verifier.check(kind, 1 if glance else None)
+
+    def step_bytes(self) -> int | None:
+        """Take steps; the most that tensors take in one beyond what lives before it, where that can be measured."""
+        run = self.run
+        if not self.on_host() or not _memory.can_count():
+            return None
+        self.restore()
+        run.step(run.batches[0])  # makes the optimizer's state
+        with Meter() as meter:
+            run.step(run.batches[0])
+        self.restore()
+        return meter.peak_bytes
 
     # -- saying --------------------------------------------------------------------------------------------------
 
