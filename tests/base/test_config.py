@@ -67,7 +67,7 @@ def test_annotations_are_the_table() -> None:
         ("memory_limit", "110%", ValueError, "over 100%"),
         ("memory_limit", "off", ValueError, "off"),
         ("gradient_checkpointing", "of", ValueError, "of"),
-        ("gradient_checkpointing", None, TypeError, "a size such as .* or 'off'"),
+        ("gradient_checkpointing", -1, ValueError, "a size such as .* or 'off'"),
         ("threads", 0, ValueError, "not 0"),
     ],
 )

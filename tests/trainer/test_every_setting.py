@@ -312,7 +312,7 @@ def checkpointed() -> bool:
     with closed(trainer(model=model, gradient_checkpointing="1GiB")) as one:
         one.step(batches(1)[0])
         (line,) = (line for line in one.report().settings if line.name == "gradient_checkpointing")
-    return line.state == "on" and "of the budget of 1 GiB as it is" in line.reason
+    return line.state == "on" and "of the budget of 1.00 GiB as it is" in line.reason
 
 
 def bar(capfd: pytest.CaptureFixture[str], setting: str) -> bool:

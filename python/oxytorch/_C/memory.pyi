@@ -25,12 +25,14 @@ __all__: list[str] = [
     "PhaseUse",
     "StepTape",
     "Timeline",
+    "can_count",
     "cap_host_memory",
     "checkpoint",
     "give_back_host_memory",
     "host_pool_huge_page_bytes",
     "host_pool_stats",
     "keep_host_pool",
+    "left_by_each",
     "limit",
     "pooled_bytes",
     "records_gradients",
@@ -485,6 +487,11 @@ class MemoryManager:
     @property
     def steps(self) -> int: ...
 
+def can_count() -> bool:
+    """
+    Whether bytes of CPU tensors can be counted.
+    """
+
 def cap_host_memory(limit: typing.SupportsInt | typing.SupportsIndex) -> oxytorch._C.trainer.HostSetting:
     """
     Has allocations fail that would take this process beyond so many resident bytes, until reverted.
@@ -515,6 +522,13 @@ def host_pool_stats() -> HostPoolStats:
 def keep_host_pool() -> oxytorch._C.trainer.HostSetting:
     """
     Lets the pool keep its free pages while it is taken out, until reverted: for trials.
+    """
+
+def left_by_each(
+    parts: collections.abc.Sequence[PeakPart], steps: typing.SupportsInt | typing.SupportsIndex
+) -> list[PeakPart]:
+    """
+    Of live parts, what each step left.
     """
 
 def limit() -> int | None:
