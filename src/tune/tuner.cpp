@@ -360,7 +360,8 @@ struct Tuner::Impl {
   std::optional<std::int64_t> bytes_with(const Names& names) {
     try {
       return timing.guarded(names, [&] { return workload.step_bytes(); });
-    } catch (const SideFailed&) {  // it has run often enough to be kept
+    } catch (const SideFailed& failure) {  // it has run often enough to be kept, unless the step as given throws now
+      warn("what a step takes with " + joined(names, "nothing") + " is not known: " + timing.blame(failure));
       return std::nullopt;
     }
   }

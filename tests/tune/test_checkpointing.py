@@ -79,6 +79,12 @@ def line_of(report: ox.Report) -> Any:
     return found
 
 
+def limit_above(more: int) -> int:
+    """Return a limit that leaves so many bytes; what earlier tests have left free does not count."""
+    ox.memory.MemoryManager().clean()
+    return ox.memory.resident_bytes() + more
+
+
 def plain_peak() -> int:
     with trainer() as one:
         return peak(lambda: one.step(batch()))
@@ -157,7 +163,7 @@ def test_auto_is_what_the_limit_leaves() -> None:
     model = Large()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(2048, 8)  # 64 MiB a block
-    limit = ox.memory.resident_bytes() + (400 << 20)
+    limit = limit_above(400 << 20)
     with pytest.raises(torch.OutOfMemoryError):
         short = ox.Trainer(model, optimizer, nn.MSELoss(), "basic", calibrate=False, memory_limit=limit)
         try:
@@ -186,7 +192,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_again() -> None:
     small, large = large_batch(256), large_batch(8192)
     ends = []
     for limited in (False, True):
-        limit = {"memory_limit": ox.memory.resident_bytes() + (320 << 20)} if limited else {}
+        limit = {"memory_limit": limit_above(320 << 20)} if limited else {}
         with trainer(**{KEY: "auto"}, **limit) as one:
             torch.manual_seed(5)
             for each in (small, small, large, small):
