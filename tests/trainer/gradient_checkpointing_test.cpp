@@ -14,6 +14,7 @@
 #include "oxytorch/memory.h"
 #include "oxytorch/trainer.h"
 #include "oxytorch/trainer/performance_optimizer.h"
+#include "tune/deep_model.h"
 
 namespace oxytorch {
 namespace {
@@ -24,32 +25,10 @@ using Settings = std::vector<std::pair<const char*, ConfigValue>>;
 
 constexpr const char* kKey = "gradient_checkpointing";
 
-/// Blocks that keep much more than they hand on.
-struct WideImpl : nn::Module {
-  WideImpl() {
-    for (int i = 0; i < 6; ++i) {
-      layers.push_back(register_module("layer" + std::to_string(i),
-                                       nn::Sequential(nn::Linear(32, 512), nn::BatchNorm1d(512), nn::GELU(),
-                                                      nn::Dropout(0.1), nn::Linear(512, 32))));
-    }
-    head = register_module("head", nn::Linear(32, 5));
-  }
-  at::Tensor forward(at::Tensor x) {
-    for (std::size_t i = 0; i < layers.size(); ++i) {
-      auto run = [layer = layers[i]](const at::Tensor& in) mutable { return in + layer->forward(in); };
-      x = memory::block("wide.layer" + std::to_string(i), run, x);
-    }
-    return head->forward(x);
-  }
-  std::vector<nn::Sequential> layers;
-  nn::Linear head{nullptr};
-};
-TORCH_MODULE(Wide);
-
 struct Training {
   explicit Training(const Settings& given) : config("basic") {
     torch::manual_seed(0);
-    model = Wide();
+    model = Deep(512);
     optimizer = std::make_unique<torch::optim::SGD>(model->parameters(), torch::optim::SGDOptions(0.1));
     batch = Batch(torch::randn({256, 32}), torch::randint(5, {256}));
     config.set("step_tail", std::string("off"));
@@ -71,7 +50,7 @@ struct Training {
     return bytes;
   }
   PerformanceConfig config;
-  Wide model{nullptr};
+  Deep model{nullptr};
   std::unique_ptr<torch::optim::SGD> optimizer;
   Batch batch;
 };
@@ -131,7 +110,7 @@ TEST_F(GradientCheckpointingTest, ATrainerStaysWithinItsBudgetAndTrainsTheSame) 
     if (calibrate) continue;  // which may have found another order of sums
     for (std::size_t i = 0; i < mine.size(); ++i) EXPECT_TRUE(at::equal(mine[i], theirs[i])) << i;
   }
-  for (int i = 0; i < 6; ++i) EXPECT_FALSE(memory::is_run_again("wide.layer" + std::to_string(i)));
+  for (int i = 0; i < 6; ++i) EXPECT_FALSE(memory::is_run_again("deep.layer" + std::to_string(i)));
 }
 
 TEST_F(GradientCheckpointingTest, GradientsOfEarlierBatchesCount) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "deep_model.h"
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
 #include "oxytorch/optim.h"
@@ -17,33 +18,10 @@ namespace {
 using testing::HasSubstr;
 namespace nn = torch::nn;
 
-/// Residual blocks with batch normalisation and dropout, called as blocks of a plan or not.
-struct DeepImpl : nn::Module {
-  explicit DeepImpl(bool blocks = true) : blocks(blocks) {
-    for (int i = 0; i < 6; ++i) {
-      layers.push_back(register_module("layer" + std::to_string(i),
-                                       nn::Sequential(nn::Linear(32, 128), nn::BatchNorm1d(128), nn::ReLU(),
-                                                      nn::Dropout(0.1), nn::Linear(128, 32))));
-    }
-    head = register_module("head", nn::Linear(32, 5));
-  }
-  at::Tensor forward(at::Tensor x) {
-    for (std::size_t i = 0; i < layers.size(); ++i) {
-      auto run = [layer = layers[i]](const at::Tensor& in) mutable { return in + layer->forward(in); };
-      x = blocks ? memory::block("deep.layer" + std::to_string(i), run, x) : run(x);
-    }
-    return head->forward(x);
-  }
-  bool blocks;
-  std::vector<nn::Sequential> layers;
-  nn::Linear head{nullptr};
-};
-TORCH_MODULE(Deep);
-
 struct Training {
   explicit Training(bool blocks = true) {
     torch::manual_seed(0);
-    model = Deep(blocks);
+    model = Deep(128, blocks);
     optimizer = std::make_unique<torch::optim::AdamW>(model->parameters(), torch::optim::AdamWOptions(1e-2));
     batch = Batch(torch::randn({256, 32}), torch::randint(5, {256}));
   }
