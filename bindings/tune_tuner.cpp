@@ -225,6 +225,10 @@ void bind_tuner(py::module_& m) {
           },
           py::kw_only(), py::arg("is_own"), py::arg("replaces"), py::arg("state"), py::arg("active"),
           "The same of step_tail and optimizer_state. See oxytorch/trainer/report_lines.h.");
+  m.def("checkpointing_refusal", &checkpointing_refusal, py::arg("device"), py::arg("is_closure"),
+        "Why gradient_checkpointing can have no effect on a step; empty where it can.");
+  m.def("fitted_anew", &fitted_anew, py::arg("step"),
+        "What its line begins with once a step has run out of memory and was fitted anew.");
   m.def(
       "hindrance",
       [](bool calibrate, bool is_closure, bool is_iterator, bool has_hooks, bool is_distributed, bool has_lazy) {

@@ -144,8 +144,8 @@ void Decisions::decide(const Batch* batch) {
 /// Where tuning has not done so for the step as it is now.
 void Decisions::fit_memory(const Batch* batch, const std::string& why) {
   if (batch == nullptr) {
-    plan_.named.add(HostSetting::refused(
-        "gradient_checkpointing", "the first batch is a closure, and steps of a loss_fn on a batch are planned."));
+    plan_.named.add(
+        HostSetting::refused("gradient_checkpointing", tune::checkpointing_refusal("cpu", /*is_closure=*/true)));
     return;
   }
   auto& run = *plan_.run;
@@ -168,9 +168,9 @@ bool Decisions::can_repeat() const {
 }
 
 void Decisions::fit_again(const Batch& batch, const std::string& why) {
-  const auto number = std::to_string(plan_.run->taken() + 1);
-  log(LogLevel::Warn, "step " + number + " ran out of memory and is taken again: " + why, "trainer");
-  fit_memory(&batch, "step " + number + " ran out of memory and was fitted anew: ");
+  const auto anew = tune::fitted_anew(plan_.run->taken() + 1);
+  log(LogLevel::Warn, anew + why, "trainer");
+  fit_memory(&batch, anew);
 }
 
 // -- continued runs ---------------------------------------------------------------------------------------------------

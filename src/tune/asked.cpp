@@ -152,6 +152,16 @@ bool is_named(const PerformanceConfig& config, std::string_view key, AskedBy by)
   return config.source(key) != ConfigSource::Level;
 }
 
+std::string checkpointing_refusal(std::string_view device, bool is_closure) {
+  if (is_closure) return "the first batch is a closure, and steps of a loss_fn on a batch are planned.";
+  if (device == "cpu") return "";
+  return std::string("the model is on ").append(device).append(", and only the memory of CPU tensors is planned yet.");
+}
+
+std::string fitted_anew(std::int64_t step) {
+  return "step " + std::to_string(step) + " ran out of memory and was fitted anew: ";
+}
+
 std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise) {
   const auto planned = config.integer("steps_planned").value_or(TunerOptions().steps_planned);
   if (is_given(config, "steps_planned")) return planned;

@@ -1,6 +1,7 @@
 #include "tune/plan.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceType.h>
 #include <c10/util/Type.h>
 #include <torch/types.h>
 #include <torch/version.h>
@@ -156,6 +157,10 @@ void Plan::Impl::fit_memory(const std::string& why) {
   constexpr const char* kSetting = "gradient_checkpointing";
   if (checkpointing == "off") return;
   named.take_back(kSetting);
+  const auto device = c10::DeviceTypeName(run->device().type(), /*lower_case=*/true);
+  if (auto refusal = tune::checkpointing_refusal(device, /*is_closure=*/false); !refusal.empty()) {
+    return named.add(HostSetting::refused(kSetting, std::move(refusal)));
+  }
   std::optional<std::int64_t> budget;
   if (checkpointing != "auto")
     budget = static_cast<std::int64_t>(Size::parse(checkpointing).resolve(read_memory().limit.value_or(0)));

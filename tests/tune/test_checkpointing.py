@@ -12,6 +12,9 @@ import oxytorch as ox
 import pytest
 import torch
 from oxytorch.memory import Meter
+from oxytorch.memory.fit import blocks_of
+from oxytorch.tune import Run
+from oxytorch.tune.checkpointing import Checkpointing
 from planted import only
 from torch import Tensor, nn
 
@@ -297,6 +300,16 @@ def test_of_several_models() -> None:
         plan = ox.accelerate(models, optimizer, loss, [batch()], config={KEY: "1GiB"}, remember=False, tune_seconds=1.0)
     assert "as it is" in plan.explain()
     plan.revert()
+    names = blocks_of(plan.run.model)
+    assert len(names) == 14 and all(plan.run.model.get_submodule(name) for name in names)  # not a model as a whole
+
+
+def test_another_device_is_refused() -> None:
+    model = Deep()
+    run = Run(model, adamw(model), CRITERION, [batch()])
+    run.device = torch.device("cuda", 0)
+    found = Checkpointing.of(run, "1GiB")
+    assert not found.is_in_effect and "the model is on cuda" in found.reason
 
 
 def test_the_trainer_of_a_plan_counts_its_windows() -> None:

@@ -42,6 +42,12 @@ OXY_API void activate(Asked& asked, const PerformanceConfig& config, const std::
                       const std::function<bool(const std::string&)>& is_active,
                       const std::function<std::string(const std::string&)>& put);
 
+/// Why `gradient_checkpointing` can have no effect on a step; empty where it can. `device`: of the model, such as
+/// "cpu".
+[[nodiscard]] OXY_API std::string checkpointing_refusal(std::string_view device, bool is_closure);
+/// What the setting's line begins with once a step has run out of memory and was fitted anew.
+[[nodiscard]] OXY_API std::string fitted_anew(std::int64_t step);
+
 /// Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.
 [[nodiscard]] OXY_API std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise = 0);
 

@@ -45,10 +45,12 @@ __all__: list[str] = [
     "allows",
     "asked_of",
     "band_of",
+    "checkpointing_refusal",
     "clip_factor",
     "decided_by",
     "draw_steps",
     "draws_fault",
+    "fitted_anew",
     "generators_fault",
     "gradients_apart",
     "hardware_key",
@@ -827,6 +829,11 @@ def band_of(ends: collections.abc.Sequence[typing.SupportsFloat | typing.Support
     Between which losses seeds end, of those that were seen.
     """
 
+def checkpointing_refusal(device: str, is_closure: bool) -> str:
+    """
+    Why gradient_checkpointing can have no effect on a step; empty where it can.
+    """
+
 def clip_factor(
     gradients: collections.abc.Sequence[torch.Tensor | None], norm: typing.SupportsFloat | typing.SupportsIndex
 ) -> float:
@@ -862,6 +869,11 @@ def draws_fault(
 ) -> str:
     """
     What is wrong with random numbers that were drawn, against the step as given; empty where nothing.
+    """
+
+def fitted_anew(step: typing.SupportsInt | typing.SupportsIndex) -> str:
+    """
+    What its line begins with once a step has run out of memory and was fitted anew.
     """
 
 def generators_fault(start: str, found: collections.abc.Sequence[str], usual: collections.abc.Sequence[str]) -> str:

@@ -147,14 +147,14 @@ class Decisions:
         torch.OutOfMemoryError
             Where no choice of blocks is within the budget.
         """
-        number = self.run.taken + 1
-        log("warn", f"step {number} ran out of memory and is taken again: {why}", "trainer")
-        self._fit_memory(batch, f"step {number} ran out of memory and was fitted anew: ")
+        anew = _native.fitted_anew(self.run.taken + 1)
+        log("warn", f"{anew}{why}", "trainer")
+        self._fit_memory(batch, anew)
 
     def _fit_memory(self, batch: Any, why: str = "") -> None:
         """Bring about what the setting names, where tuning has not done so for the step as it is now."""
         if is_closure(batch):
-            self.asked.refuse_memory("the first batch is a closure, and steps of a loss_fn on a batch are planned.")
+            self.asked.refuse_memory(_native.checkpointing_refusal(self.run.device.type, is_closure=True))
             return
         kept = self.run.batches
         try:

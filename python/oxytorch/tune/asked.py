@@ -74,6 +74,7 @@ class Asked:
         self.settings = settings
         self.named = {k: v for k, v in settings if v != "auto"} if by_trainer else named_by_user(settings)
         self.host: list[Any] = []
+        self.checkpointing: str = settings.gradient_checkpointing  # asked for at each step
         offers = [offer(name, cls) for name, cls in strategies.items()]
         self.skipped, self.required, self.refused = _native.asked_of(
             settings._native, offers, list(excluded), by_trainer=by_trainer
@@ -139,24 +140,23 @@ class Asked:
         torch.OutOfMemoryError
             Where no choice of blocks is within the budget; nothing is run again then.
         """
-        wanted = self.settings.gradient_checkpointing
-        if wanted == "off":
+        if self.checkpointing == "off":
             return
         for setting in [one for one in self.host if isinstance(one, Checkpointing)]:
             setting.revert()
             self.host.remove(setting)
-        self.host.append(Checkpointing.of(run, wanted, why))
+        self._add(Checkpointing.of(run, self.checkpointing, why))
 
     @property
     def fits_memory(self) -> bool:
         """Whether `gradient_checkpointing` is in effect."""
-        if self.settings.gradient_checkpointing == "off":
-            return False
-        return any(isinstance(one, Checkpointing) and one.is_in_effect for one in self.host)
+        return self.checkpointing != "off" and any(
+            isinstance(one, Checkpointing) and one.is_in_effect for one in self.host
+        )
 
     def refuse_memory(self, reason: str) -> None:
         """Say why `gradient_checkpointing` has no effect, where it was asked for."""
-        if self.settings.gradient_checkpointing != "off":
+        if self.checkpointing != "off":
             self._add(Checkpointing(None, reason))
 
     def _add(self, setting: Any) -> None:

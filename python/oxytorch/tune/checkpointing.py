@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
+from .._C import tune as _native
 from ..base import parse_size, system_info
 from ..memory.fit import MemoryPlan, blocks_of, fit_held
 from ..model.snapshot import Snapshot
@@ -47,19 +47,18 @@ class Checkpointing:
         why : str
             What the reason begins with.
         """
-        if run.device.type != "cpu":
-            return cls(None, f"the model is on {run.device.type}, and only the memory of CPU tensors is planned yet.")
+        if refusal := _native.checkpointing_refusal(run.device.type, is_closure=False):
+            return cls(None, refusal)
         batch = run.batches[0]
 
         def held() -> Snapshot:
             given = (run.given_models, run.given_optimizers, *run.state, batch)
             return Snapshot.of(*given, reach=run.functions, hashed=False)
 
-        model = run.models[0] if len(run.models) == 1 else nn.ModuleList(run.models)
-        if wanted == "auto" and not blocks_of(model):
-            return cls(None, f"{type(model).__name__} has no blocks that could be run again.")
+        if wanted == "auto" and not blocks_of(run.model):
+            return cls(None, f"{type(run.model).__name__} has no blocks that could be run again.")
         budget = None if wanted == "auto" else parse_size(wanted, system_info()["memory"]["limit"])
-        plan = fit_held(model, lambda: run.step_of_window(batch), budget, held)
+        plan = fit_held(run.model, lambda: run.step_of_window(batch), budget, held)
         return cls(plan, why + plan.summary())
 
     @property
