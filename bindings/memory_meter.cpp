@@ -164,7 +164,17 @@ void bind_memory_meter(py::module_& m) {
   py::class_<Ended<Phase>>(m, "OpenPhase", "A phase of a step, until end().")
       .def(py::init<Meter&, const std::string&>(), py::arg("meter"), py::arg("name"), py::keep_alive<1, 2>())
       .def("end", &Ended<Phase>::end);
-  m.def("left_by_each", &left_by_each, py::arg("parts"), py::arg("steps"), "Of live parts, what each step left.");
+  // Without the GIL but in the step: other threads need it to say by which call they take memory.
+  m.def(
+      "leaks",
+      [](const py::function& step, int steps) {
+        const auto take = [&] {
+          const py::gil_scoped_acquire acquired;
+          step();
+        };
+        return leaks(take, steps, /*sites=*/true);
+      },
+      py::arg("step"), py::arg("steps"), release_gil(), "What each step leaves behind.");
   m.def("can_count", &can_count, "Whether bytes of CPU tensors can be counted.");
   m.def("resident_bytes", &resident_bytes, "Bytes of this process that are in memory now.");
   m.def("set_limit", &set_limit, py::arg("bytes"), release_gil(), "A limit on the memory of this process.");
@@ -172,7 +182,7 @@ void bind_memory_meter(py::module_& m) {
   py::class_<Ended<LimitPaused>>(m, "PausedLimit", "No limit holds back a tensor, until end().")
       .def(py::init<>())
       .def("end", &Ended<LimitPaused>::end);
-  m.def("room", &room, release_gil(), "Bytes that tensors may still take.");
+  m.def("available_bytes", &available_bytes, release_gil(), "Bytes that tensors may still take.");
   m.def("records_gradients", &records_gradients, "Whether anything is recorded for backward on this thread.");
   m.def("checkpoint", &checkpoint, py::arg("first"), py::arg("inputs"), py::arg("again"),
         "Return first(), of which backward runs again(inputs) for what it needs.");

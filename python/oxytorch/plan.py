@@ -13,7 +13,7 @@ from torch import nn
 
 from .base import format_duration, format_size, parse_size, system_info
 from .bench.step import made_by, step_of
-from .memory import MemoryPlan, fit, room
+from .memory import MemoryPlan, available_bytes, fit
 
 if TYPE_CHECKING:
     from .cli import Commands
@@ -101,7 +101,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         parse_size(budget, system_info()["memory"]["limit"])  # refused before anything runs
     torch.manual_seed(0)
     model, optimizer, step = _subject(arguments.subject)
-    reach = room() + _bytes([*model.parameters(), *model.buffers()])
+    reach = available_bytes() + _bytes([*model.parameters(), *model.buffers()])
     step()  # makes the optimizer's state
     with fit(model, step, _PLENTY) as plan:
         parts = _parts(model, optimizer, plan)

@@ -427,6 +427,38 @@ std::string Meter::table(std::size_t most_parts) const {
   return found.empty() ? text : text + '\n' + aligned(std::move(rows), 3);
 }
 
+namespace {
+
+/// What each step left, of a meter whose phases "0", "1" and so on were one step each.
+std::vector<LivePart> left_by_each(const std::vector<LivePart>& parts, int steps) {
+  struct Left {
+    LivePart sum;
+    int steps = 0;
+  };
+  std::map<std::pair<std::string, std::string>, Left> by_origin;
+  const auto last = std::to_string(steps - 1);  // whose leftovers the next step may have replaced
+  for (const auto& part : parts) {
+    if (part.phase.empty() || part.phase == last) continue;
+    auto& left = by_origin[{part.region, part.site}];
+    left.sum.bytes += part.bytes;
+    left.sum.blocks += part.blocks;
+    ++left.steps;
+  }
+  std::vector<LivePart> found;
+  for (auto& [origin, left] : by_origin) {
+    if (left.steps < steps - 1) continue;  // once, as a cache does
+    left.sum.region = origin.first;
+    left.sum.site = origin.second;
+    left.sum.bytes /= left.steps;
+    left.sum.blocks /= left.steps;
+    found.push_back(std::move(left.sum));
+  }
+  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
+  return found;
+}
+
+}  // namespace
+
 struct Phase::Inside {
   std::shared_ptr<Meter::Inside> meter;
   std::unique_ptr<Watermark> mark;
@@ -456,43 +488,16 @@ Phase::~Phase() {
                        std::chrono::duration<double>(Clock::now() - inside_->since).count()});
 }
 
-std::vector<LivePart> leaks(const std::function<void()>& step, int steps) {
+std::vector<LivePart> leaks(const std::function<void()>& step, int steps, bool sites) {
   constexpr int kWarmUp = 2;  // which make optimizer state and caches
   OXY_CHECK(steps >= 3, InvalidArgument, "steps is ", steps, ", expected at least 3: fewer do not tell what grows.");
   for (int i = 0; i < kWarmUp; ++i) step();
-  Meter meter({.timeline = true});
+  Meter meter({.timeline = true, .sites = sites});
   for (int i = 0; i < steps; ++i) {
     const Phase phase(meter, std::to_string(i));
     step();
   }
   return left_by_each(meter.live_parts(), steps);
-}
-
-std::vector<LivePart> left_by_each(const std::vector<LivePart>& parts, int steps) {
-  struct Left {
-    LivePart sum;
-    int steps = 0;
-  };
-  std::map<std::pair<std::string, std::string>, Left> by_origin;
-  const auto last = std::to_string(steps - 1);  // whose leftovers the next step may have replaced
-  for (const auto& part : parts) {
-    if (part.phase.empty() || part.phase == last) continue;
-    auto& left = by_origin[{part.region, part.site}];
-    left.sum.bytes += part.bytes;
-    left.sum.blocks += part.blocks;
-    ++left.steps;
-  }
-  std::vector<LivePart> found;
-  for (auto& [origin, left] : by_origin) {
-    if (left.steps < steps - 1) continue;  // once, as a cache does
-    left.sum.region = origin.first;
-    left.sum.site = origin.second;
-    left.sum.bytes /= left.steps;
-    left.sum.blocks /= left.steps;
-    found.push_back(std::move(left.sum));
-  }
-  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
-  return found;
 }
 
 bool can_count() { return allocator_refusal().empty(); }
@@ -522,7 +527,7 @@ std::optional<std::uint64_t> limit() { return process_limit(); }
 LimitPaused::LimitPaused() { pause_limits(); }
 LimitPaused::~LimitPaused() { resume_limits(); }
 
-std::int64_t room() {
+std::int64_t available_bytes() {
   constexpr double kShare = 0.9;  // the rest is for what the meter does not see
   give_back_host_memory();
   const auto memory = read_memory();

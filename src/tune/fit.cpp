@@ -91,7 +91,7 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, std::optional<std::int64
             ", and only the memory of CPU tensors is planned yet.");
   const memory::LimitPaused paused;
   const auto before = bytes_before(run, batch);
-  if (!budget) budget = before + memory::room();
+  if (!budget) budget = before + memory::available_bytes();
   tune::Snapshot snapshot(run);
   struct Restored {
     tune::Snapshot& snapshot;

@@ -10,8 +10,8 @@
 namespace oxytorch::tune {
 
 /// What fit() does, on the first of the run's batches. A window of several batches is measured with the gradients of
-/// the ones before. `budget` in bytes; without one it is what the run's tensors take and memory::room(). No memory
-/// limit holds back the steps that it takes. Nothing where the step calls no blocks.
+/// the ones before. `budget` in bytes; without one it is what the run's tensors take and memory::available_bytes(). No
+/// memory limit holds back the steps that it takes. Nothing where the step calls no blocks.
 [[nodiscard]] std::optional<MemoryPlan> fit_run(Run& run, std::optional<std::int64_t> budget);
 
 /// What is said of such a step.

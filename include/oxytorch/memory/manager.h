@@ -36,7 +36,7 @@ struct MemoryConfig {
   /// What allocators may keep free, "512MiB" or a share of what the process may use: a check that finds more cleans up.
   /// Empty: their own limits.
   TORCH_ARG(std::string, cache_limit);
-  /// Steps between two checks, each of which reads files of the kernel: some tens of microseconds.
+  /// Steps between two checks, each of which reads files of the kernel.
   TORCH_ARG(std::int64_t, check_every) = 10;
 };
 

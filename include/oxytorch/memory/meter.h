@@ -126,11 +126,8 @@ class OXY_API Phase {
 
 /// What each of `steps` training steps leaves behind, after two that are not looked at, by region: bytes and blocks a
 /// step, the most first. Memory that a step only replaces, as gradients and caches are, is not in it. At least 3 steps;
-/// Error(InvalidArgument). What `step` throws passes through.
-[[nodiscard]] OXY_API std::vector<LivePart> leaks(const std::function<void()>& step, int steps = 5);
-
-/// The same of live_parts() of a meter whose phases "0", "1" and so on were one step each.
-[[nodiscard]] OXY_API std::vector<LivePart> left_by_each(const std::vector<LivePart>& parts, int steps);
+/// Error(InvalidArgument). With `sites`, by Python calls too. What `step` throws passes through.
+[[nodiscard]] OXY_API std::vector<LivePart> leaks(const std::function<void()>& step, int steps = 5, bool sites = false);
 
 /// Whether bytes of CPU tensors can be counted: torch's own allocator serves them.
 [[nodiscard]] OXY_API bool can_count();
@@ -163,6 +160,6 @@ class OXY_API LimitPaused {
 /// Bytes that tensors may still take: nine tenths of what is left under limit(), or without one of what the machine or
 /// container has available. Gives memory that is only kept back to the kernel first. Error(NotSupported) where the
 /// kernel does not say.
-[[nodiscard]] OXY_API std::int64_t room();
+[[nodiscard]] OXY_API std::int64_t available_bytes();
 
 }  // namespace oxytorch::memory

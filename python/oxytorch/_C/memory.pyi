@@ -25,6 +25,7 @@ __all__: list[str] = [
     "PhaseUse",
     "StepTape",
     "Timeline",
+    "available_bytes",
     "can_count",
     "cap_host_memory",
     "checkpoint",
@@ -32,13 +33,12 @@ __all__: list[str] = [
     "host_pool_huge_page_bytes",
     "host_pool_stats",
     "keep_host_pool",
-    "left_by_each",
+    "leaks",
     "limit",
     "pooled_bytes",
     "records_gradients",
     "reset_host_peak",
     "resident_bytes",
-    "room",
     "says_out_of_memory",
     "set_limit",
     "use_host_pool",
@@ -487,6 +487,11 @@ class MemoryManager:
     @property
     def steps(self) -> int: ...
 
+def available_bytes() -> int:
+    """
+    Bytes that tensors may still take.
+    """
+
 def can_count() -> bool:
     """
     Whether bytes of CPU tensors can be counted.
@@ -524,11 +529,9 @@ def keep_host_pool() -> oxytorch._C.trainer.HostSetting:
     Lets the pool keep its free pages while it is taken out, until reverted: for trials.
     """
 
-def left_by_each(
-    parts: collections.abc.Sequence[PeakPart], steps: typing.SupportsInt | typing.SupportsIndex
-) -> list[PeakPart]:
+def leaks(step: collections.abc.Callable, steps: typing.SupportsInt | typing.SupportsIndex) -> list[PeakPart]:
     """
-    Of live parts, what each step left.
+    What each step leaves behind.
     """
 
 def limit() -> int | None:
@@ -549,11 +552,6 @@ def reset_host_peak() -> None:
 def resident_bytes() -> int:
     """
     Bytes of this process that are in memory now.
-    """
-
-def room() -> int:
-    """
-    Bytes that tensors may still take.
     """
 
 def says_out_of_memory(message: str) -> bool:

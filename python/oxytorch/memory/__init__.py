@@ -13,11 +13,11 @@ from .meter import (
     PeakPart,
     PhaseUse,
     Timeline,
+    available_bytes,
     leaks,
     limit,
     region,
     resident_bytes,
-    room,
     set_limit,
 )
 
@@ -34,6 +34,7 @@ __all__ = [
     "PeakPart",
     "PhaseUse",
     "Timeline",
+    "available_bytes",
     "batch_curve",
     "checkpoint",
     "checkpoint_sequential",
@@ -45,7 +46,6 @@ __all__ = [
     "region",
     "release_cache",
     "resident_bytes",
-    "room",
     "set_limit",
     "set_memory_fraction",
     "use_host_pool",

@@ -309,10 +309,10 @@ def fit_held(
     """
     names = _checked(model, blocks)
     with _unlimited():
-        room = _native.room() if budget is None else 0
+        available = _native.available_bytes() if budget is None else 0
         snapshot = held()
         try:
-            plan = _fitted(model, step, snapshot.nbytes() + room if budget is None else budget, names, snapshot)
+            plan = _fitted(model, step, snapshot.nbytes() + available if budget is None else budget, names, snapshot)
         finally:
             snapshot.restore()  # of the attributes of modules too: the plan goes in after it
     if plan.recomputed:

@@ -33,7 +33,7 @@ class MemoryConfig:
         What allocators may keep free, ``"512MiB"`` or a share: a check that finds more cleans up. None: their own
         limits.
     check_every : int
-        Steps between two checks, each of which reads files of the kernel: some tens of microseconds.
+        Steps between two checks, each of which reads files of the kernel.
     """
 
     limit: int | str | None = None
@@ -83,7 +83,7 @@ class MemoryManager:
         """Return what is in use now."""
         return self._native.use()
 
-    def on(self, level: str, callback: Callable[[MemoryUse], object]) -> None:
+    def on(self, level: str, callback: Callable[[MemoryUse], Any]) -> None:
         """Call back when a check finds this level, or a higher one, after a lower one.
 
         Once, until a check has found less than 0.95 of its share again. What it throws passes through.
@@ -95,11 +95,11 @@ class MemoryManager:
         callback : callable
             Takes a `MemoryUse`.
         """
-        self._native.on(level, lambda use: (callback(use), None)[1])
+        self._native.on(level, callback)
 
-    def on_clean(self, release: Callable[[], object]) -> None:
+    def on_clean(self, release: Callable[[], Any]) -> None:
         """Call `release` first in each clean-up: it lets go of what the program keeps for reuse."""
-        self._native.on_clean(lambda: (release(), None)[1])
+        self._native.on_clean(release)
 
     def clean(self) -> int:
         """Collect garbage, and give memory that is only kept for reuse back to the kernel and the device.

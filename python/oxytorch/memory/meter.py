@@ -21,15 +21,13 @@ __all__ = [
     "PeakPart",
     "PhaseUse",
     "Timeline",
+    "available_bytes",
     "leaks",
     "limit",
     "region",
     "resident_bytes",
-    "room",
     "set_limit",
 ]
-
-_LEAST_STEPS = 3
 
 BlockEvent = _C.memory.BlockEvent
 PeakPart = _C.memory.PeakPart
@@ -264,15 +262,7 @@ def leaks(step: Callable[[], object], steps: int = 5) -> list[PeakPart]:
     >>> for leak in ox.memory.leaks(lambda: losses.append(model(x).sum())):  # with its graph
     ...     print(leak.bytes, leak.site)
     """
-    if steps < _LEAST_STEPS:
-        raise ValueError(f"steps is {steps}, expected at least {_LEAST_STEPS}: fewer do not tell what grows.")
-    for _ in range(2):  # which make optimizer state and caches
-        step()
-    with Meter(timeline=True, sites=True) as meter:
-        for i in range(steps):
-            with meter.phase(str(i)):
-                step()
-    return _C.memory.left_by_each(meter.live_parts(), steps)
+    return _C.memory.leaks(step, steps)
 
 
 def resident_bytes() -> int:
@@ -280,7 +270,7 @@ def resident_bytes() -> int:
     return _C.memory.resident_bytes()
 
 
-def room() -> int:
+def available_bytes() -> int:
     """Return the bytes that tensors may still take.
 
     Nine tenths of what is left under `limit`, or without one of what the machine or container has available. Memory
@@ -291,7 +281,7 @@ def room() -> int:
     NotImplementedError
         Where the kernel does not say.
     """
-    return _C.memory.room()
+    return _C.memory.available_bytes()
 
 
 def set_limit(size: int | str) -> _C.trainer.HostSetting:
