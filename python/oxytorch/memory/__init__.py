@@ -5,6 +5,7 @@ from __future__ import annotations
 from .batch import BatchPlan, BatchTrial, batch_curve, largest_batch, release_cache, set_memory_fraction
 from .checkpoint import checkpoint, checkpoint_sequential
 from .fit import MemoryPlan, fit
+from .forecast import BatchForecast, will_it_fit
 from .host_pool import HostPoolStats, host_pool_stats, use_host_pool
 from .manager import MemoryConfig, MemoryManager, MemoryUse
 from .meter import (
@@ -22,6 +23,7 @@ from .meter import (
 )
 
 __all__ = [
+    "BatchForecast",
     "BatchPlan",
     "BatchTrial",
     "BlockEvent",
@@ -49,4 +51,5 @@ __all__ = [
     "set_limit",
     "set_memory_fraction",
     "use_host_pool",
+    "will_it_fit",
 ]
