@@ -12,9 +12,7 @@ import torch
 
 from .._C import memory as _native
 from ..base import parse_size, system_info
-from ..model.reach import Reach
-from ..model.several import numbered
-from ..model.snapshot import Snapshot
+from ..model.snapshot import snapshot_of_step
 
 __all__ = ["BatchPlan", "BatchTrial", "batch_curve", "largest_batch", "release_cache", "set_memory_fraction"]
 
@@ -139,8 +137,7 @@ def _searched(
     memory = _memory_of(device)
     total = memory.total()
     usable = total if limit is None else min(parse_size(limit, total), total)
-    named = [("step", Reach(step))] if state is None else numbered("state", tuple(state))
-    snapshot = Snapshot(named)
+    snapshot = snapshot_of_step(step, state)
     memory.release()
     memory.begin()
     search = _native.BatchSearch(usable, memory.peak(), **options)

@@ -15,9 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..base import format_size, parse_size, system_info
-from ..model.reach import Reach
-from ..model.several import numbered
-from ..model.snapshot import Snapshot
+from ..model.snapshot import Snapshot, snapshot_of_step
 from .checkpoint import checkpoint
 from .meter import Meter
 
@@ -287,12 +285,7 @@ def fit(
     """
     limit = parse_size(budget, system_info()["memory"]["limit"])
 
-    def held() -> Snapshot:
-        return Snapshot(
-            [("model", model), ("step", Reach(step))] if state is None else numbered("state", (model, *state))
-        )
-
-    return fit_held(model, step, limit, held, blocks)
+    return fit_held(model, step, limit, lambda: snapshot_of_step(step, state, model), blocks)
 
 
 def fit_held(

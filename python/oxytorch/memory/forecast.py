@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base import format_size, parse_size, system_info
-from ..model.reach import Reach
-from ..model.several import numbered
-from ..model.snapshot import Snapshot
+from ..model.snapshot import snapshot_of_step
 from .meter import Meter, available_bytes, resident_bytes
 
 __all__ = ["BatchForecast", "will_it_fit"]
@@ -22,11 +20,11 @@ class BatchForecast:
     """What a training step with a batch will take. Converts to bool: whether that fits."""
 
     size: int
-    """Samples of the batch."""
+    """Samples of the batch that was asked about."""
     bytes: int
     """The most that tensors of the step will take beyond those that are alive now."""
     available: int
-    """What the process may still take, bytes."""
+    """Bytes that tensors may still take: what `available_bytes` says, and what is left under a limit that was given."""
     headroom: float
     """Share of `available` that is to stay free."""
     measured: tuple[int, int]
@@ -67,12 +65,13 @@ def will_it_fit(
     headroom: float = 0.1,
     state: Sequence[Any] | None = None,
 ) -> BatchForecast:
-    """Tell whether a training step with a batch of `size` samples will fit, without running it.
+    """Tell whether a training step with a batch of `size` samples will fit, by running small ones.
 
     Steps with a 16th and an 8th of the samples are recorded, of at most 32 and 64. Each tensor that a step makes grows
     with the batch by a straight line, so the recorded step is replayed at `size`: what was live after each tensor was
     made or freed is continued by its line, and the highest counts. A line through the two peaks would be too low
-    wherever another part of the step is the highest at the larger size. What the steps changed is put back.
+    wherever another part of the step is the highest at the larger size. What the steps changed is put back. A size
+    of at most 4 may be run itself.
 
     Parameters
     ----------
@@ -83,7 +82,8 @@ def will_it_fit(
     size : int
         Samples, at least 1.
     limit : int or str, optional
-        The most that the whole process may take (``"8GB"``, ``"50%"``). Default: all that it can get now.
+        The most that the whole process may take (``"8GB"``, ``"50%"``). Default: what `available_bytes`
+        says. With a limit the lower of the two counts.
     headroom : float
         Share of what is available that is to stay free, for what tensors do not show: scratch of libraries and
         fragmentation.
@@ -99,6 +99,10 @@ def will_it_fit(
     ------
     ValueError
         For a size under 1, a headroom outside [0, 1), and a limit that is no size.
+    torch.OutOfMemoryError
+        Where not even a small batch fits in a limit that is set (`set_limit`).
+    NotImplementedError
+        Where CPU tensors cannot be counted (see `Meter`), and where the kernel does not say what is available.
 
     Examples
     --------
@@ -116,7 +120,7 @@ def will_it_fit(
     # Operators treat a single sample apart: it is taken where there is no other choice.
     less = min(max(2 if size >= 4 else 1, size // _SMALLER), _MOST)
     more = min(2 * less, size)
-    snapshot = Snapshot([("step", Reach(step))] if state is None else numbered("state", tuple(state)))
+    snapshot = snapshot_of_step(step, state)
     try:
         with Meter() as whole:
             step(make_batch(less))  # makes gradients and the optimizer's state

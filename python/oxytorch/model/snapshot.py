@@ -34,7 +34,7 @@ from .parking import park, rest
 from .reach import Reach, position, unheld
 from .several import numbered
 
-__all__ = ["Snapshot", "untouched"]
+__all__ = ["Snapshot", "snapshot_of_step", "untouched"]
 
 _NAMED = 6  # of what code reaches, in a sentence
 
@@ -393,3 +393,9 @@ def untouched(model: nn.Module) -> Iterator[Snapshot]:
         for parameter in model.parameters():
             parameter.grad = None
         yield snapshot
+
+
+def snapshot_of_step(step: Callable[..., Any], state: Sequence[Any] | None, model: nn.Module | None = None) -> Snapshot:
+    """Hold what a training step changes: `state`, or where that is None all that the step reaches; and its model."""
+    held = [("step", Reach(step))] if state is None else numbered("state", tuple(state))
+    return Snapshot(([] if model is None else [("model", model)]) + held)
