@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import oxytorch as ox
@@ -10,6 +11,8 @@ import pytest
 import torch
 from planted import Clock, Net, batches, clock, fingerprint, made, only, same
 from torch import nn
+
+from . import setting_values
 
 pytestmark = pytest.mark.cpu_only("plants times")
 __all__ = ["clock"]
@@ -113,3 +116,37 @@ def test_the_configuration_is_copied(clock: Clock) -> None:
     with only():
         run = ox.PerformanceOptimizer(config).prepare(model, optimizer, batches(), CRITERION)
     assert config == held and run.settings == held and run.trainer.settings.clip_norm == 1.0
+
+
+def test_the_options_of_the_performance_optimizer() -> None:
+    made_with = [
+        p.name for p in inspect.signature(ox.PerformanceOptimizer).parameters.values() if p.kind is p.KEYWORD_ONLY
+    ]
+    assert set(made_with) == {"gpu", "monitor", "memory"}
+    prepare = inspect.signature(ox.PerformanceOptimizer.prepare).parameters.values()
+    assert {p.name for p in prepare if p.kind is p.KEYWORD_ONLY} == {"scheduler", "checkpointer", "callbacks", "state"}
+    model = setting_values.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    saved, losses = [], []
+    monitor = ox.PerformanceMonitor()
+    gpu = ox.GPUConfig(attention=["math"])
+    with only():
+        run = ox.PerformanceOptimizer("basic", monitor=monitor, gpu=gpu, memory={"limit": "90%"}).prepare(
+            model, optimizer, batches(), CRITERION, scheduler=scheduler, checkpointer=saved.append,
+            callbacks=[lambda _t, loss: losses.append(float(loss))], remember=False,
+        )  # fmt: skip
+        assert not torch.backends.cuda.flash_sdp_enabled()
+        assert ox.memory.limit() is not None
+        run.trainer.fit(batches(3), progress=False)
+        assert run.memory.steps == 3
+        run.revert()
+        assert ox.memory.limit() is None
+        with pytest.raises(TypeError, match="memory is a int"):
+            ox.PerformanceOptimizer("basic", memory=1).prepare(model, optimizer, batches(), CRITERION)  # type: ignore[arg-type]
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert optimizer.param_groups[0]["lr"] == 0.125 and monitor.summary().steps == 3 and saved and len(losses) == 3
+        settings = {"schedule": "cosine", "max_steps": 9}
+        for options, error in (({"scheduler": scheduler}, ValueError), ({"callbacks": [3]}, TypeError)):
+            with pytest.raises(error):
+                ox.PerformanceOptimizer(settings).prepare(model, optimizer, batches(), CRITERION, **options)
