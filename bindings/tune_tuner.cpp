@@ -104,6 +104,7 @@ class PythonWatched : public Watched {
     const auto [with, without, gradient, factor] = answer.cast<std::tuple<double, double, double, double>>();
     return {with, without, {gradient, factor}};
   }
+  bool has_budget() override { PYBIND11_OVERRIDE(bool, Watched, has_budget); }
   std::optional<std::string> told(const std::exception& error) override {
     const auto* const python = dynamic_cast<const py::error_already_set*>(&error);
     if (python == nullptr) return Watched::told(error);
@@ -114,7 +115,8 @@ class PythonWatched : public Watched {
 };
 
 void bind_watch(py::module_& m) {
-  py::class_<Watched, PythonWatched>(m, "Watched", "The run that a watch is over: activate(names), compare().")
+  py::class_<Watched, PythonWatched>(m, "Watched",
+                                     "The run that a watch is over: activate(names), compare(), has_budget().")
       .def(py::init<>());
   py::class_<Watch>(m, "Watch", "Keeps a guard over a certified run, and takes its strategies back at its word.")
       .def(py::init([](Watched& run, Certificate& certificate, const CertificateStore* store, Names names, Names always,

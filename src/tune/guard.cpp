@@ -104,7 +104,7 @@ struct Guard::Impl {
     paired_test.reset();
   }
 
-  Action decide() {
+  Action decide(bool timed) {
     if (announce) {
       announce = false;
       return Action::RollBack;
@@ -115,7 +115,8 @@ struct Guard::Impl {
       draw_comparison(0.5, 1.5);
     }
     if (compare) return Action::CompareLosses;
-    if (!paired_test && step >= next_check) begin_check();
+    if (!timed) paired_test.reset();
+    if (timed && !paired_test && step >= next_check) begin_check();
     if (!paired_test) return Action::Run;
     return paired_test->next() == Side::Challenger ? Action::RunWithout : Action::Run;
   }
@@ -126,8 +127,8 @@ Guard::~Guard() = default;
 Guard::Guard(Guard&&) noexcept = default;
 Guard& Guard::operator=(Guard&&) noexcept = default;
 
-Action Guard::before() {
-  impl_->pending = impl_->decide();
+Action Guard::before(bool timed) {
+  impl_->pending = impl_->decide(timed);
   return *impl_->pending;
 }
 

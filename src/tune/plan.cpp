@@ -29,6 +29,7 @@
 #include "tune/fit_run.h"
 #include "tune/run_workload.h"
 #include "tune/sources.h"
+#include "tune/step_start.h"
 
 namespace oxytorch {
 namespace {
@@ -157,6 +158,7 @@ void Plan::Impl::fit_memory(const std::string& why) {
   constexpr const char* kSetting = "gradient_checkpointing";
   if (checkpointing == "off") return;
   named.take_back(kSetting);
+  holds_budget = false;
   const auto device = c10::DeviceTypeName(run->device().type(), /*lower_case=*/true);
   if (auto refusal = tune::checkpointing_refusal(device, /*is_closure=*/false); !refusal.empty()) {
     return named.add(HostSetting::refused(kSetting, std::move(refusal)));
@@ -169,6 +171,7 @@ void Plan::Impl::fit_memory(const std::string& why) {
   if (!fitted) return named.add(HostSetting::refused(kSetting, tune::kNoBlocks));
   auto plan = std::make_shared<MemoryPlan>(*std::move(fitted));
   const auto& found = plan->figures();
+  holds_budget = budget || plan->is_active();
   named.add(plan->is_active()
                 ? HostSetting::applied(kSetting, why + found.summary(), found.cost(), [plan] { plan->revert(); })
                 : HostSetting::unchanged(kSetting, why + found.summary()));
@@ -218,6 +221,7 @@ void Plan::Impl::revert() {
   run->required.clear();
   withdraw();
   named.revert();
+  holds_budget = false;
 }
 
 at::Tensor Plan::Impl::step(const Batch& given) {
@@ -255,30 +259,37 @@ void Plan::Impl::update(std::size_t part) {
 tune::BothWays Plan::Impl::compare() {
   // On the CPU other threads may draw from torch's generator meanwhile: the check draws from one of its own.
   const bool on_cpu = run->device().is_cpu();
-  const bool pieces = run->micro_batches() > 1;  // which draw masks for other rows
+  // Pieces draw masks for other rows; and what gradients and a copy of the run take is beyond a budget of memory.
+  const bool only_losses = run->micro_batches() > 1 || holds_budget;
   std::optional<tune::OwnRandom> random;
   if (on_cpu) random.emplace();
-  const auto seen = [&] {
-    tune::Snapshot snapshot(*run, /*generators=*/!on_cpu);
+  const auto held = [](auto&& start, const auto& take) {
     try {
-      Seen found;
-      if (pieces) {
-        const at::NoGradGuard no_grad;
-        found.loss = run->losses(*batch).item<double>();
-      } else {
-        const auto loss = run->backward(*batch, [&](std::size_t part) {
-          for (const auto& p : run->parameters(part)) {
-            found.gradients.push_back(p.grad().defined() ? p.grad().clone() : at::Tensor());
-          }
-        });
-        found.loss = loss.item<double>();
-      }
-      snapshot.restore();
+      Seen found = take();
+      start.restore();
       return found;
     } catch (...) {
-      snapshot.restore();
+      start.restore();
       throw;
     }
+  };
+  const auto loss = [&] {
+    const at::NoGradGuard no_grad;
+    return Seen{run->losses(*batch).item<double>(), {}};
+  };
+  const auto whole = [&] {
+    Seen found;
+    const auto sum = run->backward(*batch, [&](std::size_t part) {
+      for (const auto& p : run->parameters(part)) {
+        found.gradients.push_back(p.grad().defined() ? p.grad().clone() : at::Tensor());
+      }
+    });
+    found.loss = sum.item<double>();
+    return found;
+  };
+  const auto seen = [&] {
+    const bool generators = !on_cpu;
+    return only_losses ? held(tune::StepStart(*run, generators), loss) : held(tune::Snapshot(*run, generators), whole);
   };
   const auto with = seen();  // as it stands: what is active goes on, and is not put on anew for this
   run->set_active({});

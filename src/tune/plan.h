@@ -73,11 +73,13 @@ struct Plan::Impl : tune::Watched {
 
   void activate(const std::vector<std::string>& strategies) override { run->set_active(strategies); }
   tune::BothWays compare() override;
+  bool has_budget() override { return holds_budget; }
 
   NamedSettings named;  // first, so that it outlives the run
   std::unique_ptr<tune::Run> run;
   tune::Certificate certificate;
   std::string checkpointing = "off";  // the setting gradient_checkpointing
+  bool holds_budget = false;          // a budget is named, or blocks are run again to stay within what there is
   std::optional<tune::CertificateStore> store;
   std::optional<tune::Watch> watch;
   const Batch* batch = nullptr;  // of the window under way, the first; valid while it is taken

@@ -7,7 +7,8 @@
 
 namespace oxytorch::tune {
 
-StepStart::StepStart(const TrainingStep& step) : step_(step), generators_(optim::generator_states(step.device())) {
+StepStart::StepStart(const TrainingStep& step, bool generators) : step_(step) {
+  if (generators) generators_ = optim::generator_states(step.device());
   for (auto& buffer : step.model().buffers()) {
     auto was = buffer.detach().clone();
     buffers_.emplace_back(std::move(buffer), std::move(was));

@@ -1,6 +1,7 @@
 #include "oxytorch/tune/watch.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "oxytorch/logging.h"
 
@@ -29,12 +30,13 @@ bool Watch::before() {
   if (!guard_) return false;
   std::optional<std::string> fault;
   try {
-    auto action = guard_->before();
+    const bool timed = may_time();
+    auto action = guard_->before(timed);
     while (action == Action::CompareLosses) {
       checks_ = kCheckSteps;
       const auto seen = run_.compare();
       guard_->compared(seen.with, seen.without, seen.gradients);
-      action = guard_->before();
+      action = guard_->before(timed);
     }
     if (action == Action::RollBack) {
       fault = guard_->reason();
@@ -52,6 +54,18 @@ bool Watch::before() {
   }
   checks_ = std::max(0, checks_ - 1);
   return true;
+}
+
+bool Watch::may_time() {
+  if (!run_.has_budget()) return true;
+  const auto &given = certificate_.given_peak_bytes, &tuned = certificate_.tuned_peak_bytes;
+  const bool timed = given && tuned && *given <= *tuned;
+  if (!std::exchange(told_of_budget_, true)) {
+    certificate_.events.push_back("step " + std::to_string(guard_->step()) +
+                                  ": steps are held to a budget of memory, so checks of the run compare losses" +
+                                  (timed ? ", and no gradients" : ", no gradients and no times"));
+  }
+  return timed;
 }
 
 void Watch::after(double seconds) {

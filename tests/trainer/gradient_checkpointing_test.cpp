@@ -113,6 +113,18 @@ TEST_F(GradientCheckpointingTest, ATrainerStaysWithinItsBudgetAndTrainsTheSame) 
   for (int i = 0; i < 6; ++i) EXPECT_FALSE(memory::is_run_again("deep.layer" + std::to_string(i)));
 }
 
+TEST_F(GradientCheckpointingTest, ChecksOfWhatTuningFoundStayWithinTheBudget) {
+  const auto limit = plain_peak() / 2 + 8192;
+  Training training({{kKey, budget()}});
+  const auto trainer = training.trainer(/*calibrate=*/true);
+  trainer->step(training.batch);
+  for (int step = 1; step < 90; ++step) {  // losses are compared, and times from step 50 on
+    const memory::Meter meter;
+    trainer->step(training.batch);
+    EXPECT_LE(meter.peak_bytes(), limit) << step;
+  }
+}
+
 TEST_F(GradientCheckpointingTest, GradientsOfEarlierBatchesCount) {
   const auto limit = plain_peak() / 2 + 8192;
   Training training({{kKey, budget()}, {"accumulation_steps", std::int64_t{2}}});

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oxytorch._C.tune import Certificate
+from oxytorch.memory import Meter
 from oxytorch.tune import watch as watch_module
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind
@@ -26,6 +27,7 @@ from planted_faults.intermittent import (
     zero,
 )
 from planted_faults.planting import Acts, Fault, Plant
+from torch import nn
 
 pytestmark = [
     pytest.mark.cpu_only("watches runs on the CPU"),
@@ -96,8 +98,9 @@ def test_healthy_strategies_stay(title: str, kind: Kind) -> None:
     run.set_active(())
 
 
+@pytest.mark.parametrize("budget", [False, True])
 @pytest.mark.parametrize("title", ["foreach", "step_tail"])
-def test_a_comparison_leaves_the_run_as_it_is(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_leaves_the_run_as_it_is(title: str, budget: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(compared: bool) -> list[torch.Tensor]:
         fault = HEALTHY[title]
         run, _ = workload(fault.workload, torch.device("cpu"), {"planted": fault.strategy()})
@@ -112,7 +115,7 @@ def test_a_comparison_leaves_the_run_as_it_is(title: str, monkeypatch: pytest.Mo
 
         with monkeypatch.context() as patch:
             patch.setattr(Watch, "compare", counting if compared else lambda _: (1.0, 1.0, 0.0, 0.0))
-            watch = Watch(run, Certificate(), seed=3)
+            watch = Watch(run, Certificate(), seed=3, has_budget=lambda: budget)
             for i in range(150):
                 run.step(run.batches[i % 4])
             watch.stop()
@@ -122,6 +125,46 @@ def test_a_comparison_leaves_the_run_as_it_is(title: str, monkeypatch: pytest.Mo
 
     for left, right in zip(trained(True), trained(False), strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("is_doubted", [False, True])
+def test_a_comparison_within_a_budget_copies_no_parameters(is_doubted: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = (torch.randn(4, 256), torch.randint(5, (4,)))
+    strategies = {"planted": HEALTHY["foreach"].strategy()}
+    run = Run(model, optimizer, nn.CrossEntropyLoss(), [batch], strategies=strategies)
+    run.set_active(["planted"])
+    run.step(batch)
+    size = sum(p.nbytes for p in run.params)
+
+    def taken(budget: bool) -> int:
+        certificate = Certificate()
+        watch = Watch(run, certificate, has_budget=lambda: budget)
+        watch._doubted = is_doubted
+        with Meter() as meter:
+            together, without, *apart = watch.compare()
+        watch.stop()
+        assert together == without
+        assert apart == [0.0, 0.0]
+        assert any("compare losses" in event for event in certificate.events) is budget
+        return meter.peak_bytes
+
+    assert taken(budget=True) < size / 10 < 3 * size < taken(budget=False)  # the optimizer's state too
+    run.set_active(())
+
+
+def test_a_comparison_within_a_budget_finds_a_loss_that_is_off() -> None:
+    fault = Fault("narrow", "mlp", "exact", 0, last_layer_narrow, since(0))
+    run, _ = workload("mlp", torch.device("cpu"), {"planted": fault.strategy()})
+    run.set_active(["planted"])
+    certificate = Certificate()
+    watch = Watch(run, certificate, has_budget=lambda: True)
+    watch.doubt()
+    watch._decide()
+    assert run.active == ()
+    assert any("The losses of one batch" in event for event in certificate.events)
 
 
 def test_which_steps_are_compared_depends_on_what_no_one_knows(monkeypatch: pytest.MonkeyPatch) -> None:

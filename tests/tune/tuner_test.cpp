@@ -371,6 +371,8 @@ struct Seen : Watched {
   BothWays shown{1, 1};
   int comparisons = 0;
   std::string throws = {};
+  bool budget = false;
+  bool has_budget() override { return budget; }
   void activate(const std::vector<std::string>& names) override {
     now = names;
     if (throws == "activate") throw std::runtime_error("a hook is in the way");
@@ -424,6 +426,26 @@ TEST_F(WatchTest, TakesBackWhatStopsPayingAndForgetsTheCertificate) {
   EXPECT_FALSE(store.find(made.key));
   EXPECT_FALSE(on.before());
   EXPECT_THAT(made.events, testing::SizeIs(1));
+}
+
+TEST_F(WatchTest, TakesNoStepWithoutWhatKeepsItWithinABudget) {
+  made.given_peak_bytes = 200;
+  for (const std::int64_t tuned : {100, 200}) {
+    made.tuned_peak_bytes = tuned;
+    made.events.clear();
+    auto on = watch();
+    int without = 0;
+    for (int i = 0; i < 1'000; ++i) {
+      seen.budget = i >= 52 && i < 500;  // it begins in the middle of a check, which is dropped
+      ASSERT_TRUE(on.before());
+      without += seen.budget && seen.now.empty() ? 1 : 0;
+      on.after(seen.now.empty() ? 0.02 : 0.01);
+    }
+    EXPECT_EQ(without > 0, tuned == 200);
+    EXPECT_THAT(made.events, ElementsAre(HasSubstr(tuned == 200 ? "losses, and no gradients" : "and no times")));
+    EXPECT_THAT(on.reason(), HasSubstr("still pay"));  // once there is no budget any more
+  }
+  EXPECT_GE(seen.comparisons, 4);
 }
 
 TEST_F(WatchTest, WhatCannotBeComparedOrSwitchedIsTakenBackOnce) {

@@ -32,6 +32,9 @@ class OXY_API Watched {
   virtual void activate(const std::vector<std::string>& strategies) = 0;
   /// May leave nothing active.
   virtual BothWays compare() = 0;
+  /// Steps are held to a budget of memory now, which compare() keeps to: it compares losses and no gradients. No step
+  /// is taken without the strategies then where they lower the memory of a step.
+  [[nodiscard]] virtual bool has_budget() { return false; }
   /// As Workload::told().
   [[nodiscard]] virtual std::optional<std::string> told(const std::exception& error);
 };
@@ -67,6 +70,7 @@ class OXY_API Watch {
 
  private:
   void take_back(const std::string& reason);
+  [[nodiscard]] bool may_time();
 
   Watched& run_;
   Certificate& certificate_;
@@ -76,6 +80,7 @@ class OXY_API Watch {
   std::int64_t ended_ = 0;
   std::string reason_;
   int checks_ = 0;
+  bool told_of_budget_ = false;
 };
 
 }  // namespace oxytorch::tune

@@ -552,7 +552,7 @@ class Timing:
 
 class Watched:
     """
-    The run that a watch is over: activate(names), compare().
+    The run that a watch is over: activate(names), compare(), has_budget().
     """
     def __init__(self) -> None: ...
 

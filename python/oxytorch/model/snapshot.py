@@ -48,6 +48,10 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(_words(left), _words(right))
 
 
+def _memories(tensors: Iterable[Tensor]) -> set[int]:
+    return {t.untyped_storage()._cdata for t in tensors if has_bytes(t)}
+
+
 def _set_generator_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
@@ -134,6 +138,8 @@ class Snapshot:
         Whether to hash the state when it is taken, which `prove` and `moved` compare with. It reads every byte once.
     default_generators : bool
         Whether to hold torch's, Python's and numpy's default generators; False where other threads draw from them.
+    leave_out : iterable of torch.Tensor
+        Tensors that nothing writes to meanwhile: their memory is not copied.
 
     Attributes
     ----------
@@ -156,11 +162,17 @@ class Snapshot:
     """
 
     def __init__(
-        self, roots: Iterable[tuple[str, Any]], *, hashed: bool = False, default_generators: bool = True
+        self,
+        roots: Iterable[tuple[str, Any]],
+        *,
+        hashed: bool = False,
+        default_generators: bool = True,
+        leave_out: Iterable[Tensor] = (),
     ) -> None:
         self.roots = roots = [(name, root) for name, root in roots if root is not None]
         self._tensors: list[_Tensor] = []
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}
+        self._left_out = _memories(leave_out)
         self._containers: list[tuple[Any, Any]] = []
         self._others: list[Callable[[], None]] = []
         self.reached: list[str] = []
@@ -188,6 +200,7 @@ class Snapshot:
         reach: Mapping[str, Callable[..., Any] | None] | None = None,
         hashed: bool = True,
         default_generators: bool = True,
+        leave_out: Iterable[Tensor] = (),
     ) -> Snapshot:
         """Take one of a training run.
 
@@ -206,11 +219,11 @@ class Snapshot:
             *numbered("others", others),
             *((name, None if function is None else Reach(function)) for name, function in (reach or {}).items()),
         ]
-        return cls(named, hashed=hashed, default_generators=default_generators)
+        return cls(named, hashed=hashed, default_generators=default_generators, leave_out=leave_out)
 
     def nbytes(self, leave_out: Iterable[Tensor] = ()) -> int:
         """Return the bytes of the tensors that are held, each memory once; those of `leave_out` do not count."""
-        others = {t.untyped_storage()._cdata for t in leave_out if has_bytes(t)}
+        others = _memories(leave_out)
         return sum(live.numel() * live.element_size() for c, (live, _) in self._memory.items() if c not in others)
 
     def _note(self, entry: Entry) -> None:
@@ -254,7 +267,7 @@ class Snapshot:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{path} is lazy and has no value yet; run the model once on a batch first.")
         self._tensors.append(_Tensor(tensor))
-        if has_bytes(tensor):
+        if has_bytes(tensor) and tensor.untyped_storage()._cdata not in self._left_out:
             live = storage_bytes(tensor.detach())
             self._memory.setdefault(tensor.untyped_storage()._cdata, (live, park(live)))
 

@@ -154,6 +154,12 @@ class Asked:
             isinstance(one, Checkpointing) and one.is_in_effect for one in self.host
         )
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether a budget is named that steps are held to, or blocks are run again to stay within what there is."""
+        plans = [one.plan for one in self.host if isinstance(one, Checkpointing) and one.plan is not None]
+        return any(self.checkpointing != "auto" or plan.is_active for plan in plans)
+
     def refuse_memory(self, reason: str) -> None:
         """Say why `gradient_checkpointing` has no effect, where it was asked for."""
         if self.checkpointing != "off":

@@ -102,7 +102,7 @@ class Plan:
     def _begin_watch(self) -> None:
         run = self._run
         if any(not run.strategies[name].feeds for name in run.beside_required):
-            self._watch = Watch(run, self.certificate, self._store, self._seed)
+            self._watch = Watch(run, self.certificate, self._store, self._seed, lambda: self.asked.has_budget)
 
     def _attempt(self, otherwise: str, work: Callable[[], None]) -> None:
         try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .._C import tune as _native
 from ..base import log
@@ -46,6 +47,8 @@ class Watch(_native.Watched):
     store : oxytorch._C.tune.CertificateStore, optional
         Forgets it then.
     seed : int
+    has_budget : callable, optional
+        Whether steps are held to a budget of memory now: a comparison is then of losses alone.
 
     Attributes
     ----------
@@ -55,9 +58,17 @@ class Watch(_native.Watched):
         That of the step under way, where the plan takes it.
     """
 
-    def __init__(self, run: Run, certificate: Any, store: Any = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        run: Run,
+        certificate: Any,
+        store: Any = None,
+        seed: int = 0,
+        has_budget: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__()
         self._run = run
+        self._has_budget = has_budget
         self._names = run.beside_required
         self._kind = widest(run.strategies[name].kind for name in run.active)
         self.drawn_by = int.from_bytes(os.urandom(6), "little") ^ seed
@@ -166,21 +177,27 @@ class Watch(_native.Watched):
         if tuple(names) != self._run.beside_required:
             self._run.set_active(names)
 
+    def has_budget(self) -> bool:
+        """Whether steps are held to a budget of memory now."""
+        return self._has_budget()
+
     def compare(self) -> tuple[float, ...]:
         """Losses of one batch with and without, and how far its gradients are; all else is as before then.
 
         What is active comes first, as it stands: put on anew, it might begin anew.
         """
         run = self._run
-        # A step under way has its gradients in place, a step of the user's own may do more, pieces draw for other rows.
-        whole = not self._doubted and run.own_step is None and run.micro_batches == 1
+        # A step under way has its gradients in place, a step of the user's own may do more, pieces draw for other rows;
+        # and what gradients and a copy of the run take is beyond a budget of memory.
+        is_small = self._has_budget() and run.own_step is None
+        whole = not is_small and not self._doubted and run.own_step is None and run.micro_batches == 1
         self._busy = True
         try:
             with SameDraws(run.params, own=not self._is_compiled()) as draws:
-                together = self._seen(whole)
+                together = self._seen(whole, is_small=is_small)
                 run.set_active(())
                 draws.again()
-                without = self._seen(whole)
+                without = self._seen(whole, is_small=is_small)
             run.set_active(self._names)
         finally:
             self._busy = False
@@ -201,18 +218,27 @@ class Watch(_native.Watched):
         by_strategy = any(run.strategies[name].group == "compile" for name in self._names)
         return compiled or own or by_strategy or run.call.was_compiled
 
-    def _seen(self, whole: bool) -> _Seen:
+    def _seen(self, whole: bool, *, is_small: bool) -> _Seen:
         """Loss, and of a whole step gradients, of one batch from here, with what is active."""
         run = self._run
         batch = run.batches[0] if self.batch is None else self.batch
         # The moving average may be kept by what steps in the place of the user's optimizer.
         tail = [run.optimizer] if run.ema_decay is not None and run.average is None else []
         roots = (run.given_models, run.given_optimizers, *tail, *run.state)
-        snapshot = Snapshot.of(*roots, reach=run.functions, hashed=False, default_generators=False)
+        snapshot = Snapshot.of(
+            *roots,
+            reach=run.functions,
+            hashed=False,
+            default_generators=False,
+            leave_out=_written_by_steps(run) if is_small else (),
+        )
         given: list[Tensor | None] = []
         several = run.slots if len(run.slots) > 1 else ()  # of which one's loss may add to another's gradients
         hooks = [slot.original.register_step_pre_hook(partial(self._keep_gradients, slot, given)) for slot in several]
         try:
+            if is_small:
+                with torch.no_grad():
+                    return _Seen(float(run.loss(batch)))
             if not whole:
                 return _Seen(float(run.loss(batch).detach() if run.own_step is None else run.step(batch)))
             loss = float(run.step(copied(batch)))
@@ -232,6 +258,15 @@ class Watch(_native.Watched):
         if self._kind != "exact" and self._run.given_clip is not None:
             found = clip(found, self._run.given_clip)
         given += [None if t is None else t.detach().clone() for t in found]
+
+
+def _written_by_steps(run: Run) -> list[Tensor]:
+    """Parameters, gradients and the optimizers' state, which a loss by itself leaves as they are."""
+    found = list(run.params)
+    found += [p.grad for p in run.params if p.grad is not None]
+    optimizers = [one for slot in run.slots for one in (slot.original, slot.optimizer)]
+    found += [t for t in tree_leaves([dict(one.state) for one in optimizers]) if isinstance(t, Tensor)]
+    return found
 
 
 @dataclass(frozen=True)
