@@ -175,11 +175,12 @@ void bind_verdict(py::module_& m) {
         "How far a gradient may be from a difference quotient of the loss, relative.");
   m.def(
       "band_of",
-      [](const std::vector<double>& ends) {
-        const auto band = band_of(ends);
+      [](const std::vector<double>& ends, std::optional<double> reduced) {
+        const auto band = band_of(ends, reduced);
         return std::pair(band.low, band.high);
       },
-      py::arg("ends"), "Between which losses seeds end, of those that were seen.");
+      py::arg("ends"), py::arg("reduced") = std::nullopt,
+      "Between which losses seeds end, of those that were seen; and near where a lower precision of torch's own ends.");
   m.def("in_any_band", &in_any_band, py::arg("end"), py::arg("usual"), py::arg("first"),
         "So near to the end as given that no seeds need to be run.");
   m.def(

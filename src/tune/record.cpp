@@ -146,17 +146,16 @@ void Recorder::move(Nudge nudge) {
   for (auto p : run_.parameters()) p.copy_(nudge.moved(p));
 }
 
+UnderAutocast::UnderAutocast(Run& run) : run_(run) {
+  run.scope("reference",
+            [device = run.device().type()] { return std::make_shared<amp::Autocast>(device, at::kBFloat16); });
+}
+
+UnderAutocast::~UnderAutocast() { run_.scope("reference", {}); }
+
 Observed Recorder::under_autocast(const Batch& batch, const Observed& taken) {
-  run_.scope("reference",
-             [device = run_.device().type()] { return std::make_shared<amp::Autocast>(device, at::kBFloat16); });
-  try {
-    auto found = forward_backward(batch, &taken);
-    run_.scope("reference", {});
-    return found;
-  } catch (...) {
-    run_.scope("reference", {});
-    throw;
-  }
+  const UnderAutocast narrow(run_);
+  return forward_backward(batch, &taken);
 }
 
 }  // namespace oxytorch::tune

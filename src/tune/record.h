@@ -43,6 +43,18 @@ struct Observed {
   std::map<std::string, at::Tensor> states;
 };
 
+/// Steps of the run are under stock bfloat16 autocast meanwhile.
+class UnderAutocast {
+ public:
+  explicit UnderAutocast(Run& run);
+  ~UnderAutocast();
+  UnderAutocast(const UnderAutocast&) = delete;
+  UnderAutocast& operator=(const UnderAutocast&) = delete;
+
+ private:
+  Run& run_;
+};
+
 /// Takes steps of a run, which must outlive it, with what is active on it.
 class Recorder {
  public:
@@ -67,7 +79,7 @@ class Recorder {
   Observed in_float64(const Batch& batch, Snapshot& before, const Observed& taken);
   /// Moves the run's parameters.
   void move(Nudge nudge);
-  /// From where the run stands.
+  /// From where the run stands, as UnderAutocast.
   Observed under_autocast(const Batch& batch, const Observed& taken);
 
  private:

@@ -213,11 +213,13 @@ double quotient_allowance(Kind kind, double usual) {
   return kTimes * usual + (kind == Kind::Tolerance ? kQuotient : kQuotientReduced);
 }
 
-Band band_of(std::span<const double> ends) {
+Band band_of(std::span<const double> ends, std::optional<double> reduced) {
   const auto [low, high] = std::minmax_element(ends.begin(), ends.end());
   const double middle = std::accumulate(ends.begin(), ends.end(), 0.0) / static_cast<double>(ends.size());
-  const double margin = *high - *low + kBandLeast * std::abs(middle);
-  return {*low - margin, *high + margin};
+  const double least = kBandLeast * std::abs(middle);
+  const double margin = *high - *low + least;
+  const double there = reduced.value_or(middle);
+  return {std::min(*low - margin, there - least), std::max(*high + margin, there + least)};
 }
 
 bool in_any_band(double end, double usual, double first) {

@@ -138,6 +138,12 @@ TEST(VerdictTest, TheBandIsAsWideAsSeedsAndAHundredth) {
   const auto band = band_of(ends);
   EXPECT_NEAR(band.low, 1.9 - 0.2 - 0.02, 1e-12);
   EXPECT_NEAR(band.high, 2.1 + 0.2 + 0.02, 1e-12);
+  EXPECT_TRUE(band.holds(1.9) && band.holds(2.1) && !band.holds(1.6) && !band.holds(2.4));
+  const std::vector<double> same{2, 2, 2};
+  EXPECT_NEAR(band_of(same, 1.9).low, 1.88, 1e-12);
+  EXPECT_NEAR(band_of(same, 1.9).high, 2.02, 1e-12);
+  EXPECT_NEAR(band_of(same, 2.1).high, 2.12, 1e-12);
+  EXPECT_NEAR(band_of(same, 2.001).high, 2.021, 1e-12);
   EXPECT_TRUE(in_any_band(2.009, 2, 2.5));
   EXPECT_FALSE(in_any_band(2.011, 2, 2.5));
   EXPECT_TRUE(in_any_band(0.0066, 0.0070, 2.3)) << "learnt by heart";

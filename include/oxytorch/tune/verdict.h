@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -115,8 +116,10 @@ struct Draws {
 /// Between which mean losses seeds and orders of batches end, of those that were seen.
 struct Band {
   double low = 0, high = 0;
+  [[nodiscard]] bool holds(double end) const noexcept { return low <= end && end <= high; }
 };
-[[nodiscard]] OXY_API Band band_of(std::span<const double> ends);
+/// `reduced`: where stock torch in a lower precision ends, which the band of a change of precision reaches as well.
+[[nodiscard]] OXY_API Band band_of(std::span<const double> ends, std::optional<double> reduced = {});
 /// So near to the end as given that it lies in any band: no seeds need to be run. A run that learns its few batches by
 /// heart ends near 0, so the loss that it began with is a measure too.
 [[nodiscard]] OXY_API bool in_any_band(double end, double usual, double first);

@@ -824,9 +824,12 @@ def asked_of(
     Why strategies are not tried, by name; what is to be active whatever it gains; why settings are ruled out.
     """
 
-def band_of(ends: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> tuple[float, float]:
+def band_of(
+    ends: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    reduced: typing.SupportsFloat | typing.SupportsIndex | None = None,
+) -> tuple[float, float]:
     """
-    Between which losses seeds end, of those that were seen.
+    Between which losses seeds end, of those that were seen; and near where a lower precision of torch's own ends.
     """
 
 def checkpointing_refusal(device: str, is_closure: bool) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +159,15 @@ class Comparison:
         call.outputs("stock", None if dtype is None else widened)
         return still(self.run) if quiet else nullcontext()
 
+    @contextmanager
+    def stock(self, dtype: torch.dtype | None, *, quiet: bool = False) -> Iterator[None]:
+        """Have steps under stock autocast."""
+        try:
+            with self._scope(quiet, dtype):
+                yield
+        finally:
+            self._scope(False, None)
+
     def _again(self, before: State, index: int, quiet: bool, taken: Sequence[Call]) -> Truth:
         batch = self.run.batches[index % len(self.run.batches)]
         return taken_again(self.run, self.roots, before, batch, self._counters[quiet][index], taken)
@@ -183,11 +192,8 @@ class Comparison:
     def _errors_of_yardstick(
         self, before: State, index: int, right: Truth, look: Look, taken: Sequence[Call]
     ) -> _native.ValueErrors:
-        try:
-            with self._scope(look.quiet, look.dtype):
-                again = self._again(before, index, look.quiet, taken)
-        finally:
-            self._scope(False, None)
+        with self.stock(look.dtype, quiet=look.quiet):
+            again = self._again(before, index, look.quiet, taken)
         loss = torch.tensor(again.loss, dtype=torch.float64)
         step = Step(index, before, loss, again.calls)
         return measure(self.run, step, right, again.buffers, None)
