@@ -20,6 +20,9 @@ if [[ $PRESET == dev ]]; then  # these say nothing about torch
   step lint python3 cmake/steps/lint.py
   step docs cmake/steps/docs.sh
 fi
+# Tests share the cores: a thread of OpenMP that spins while it waits keeps the other test's from running, and both then
+# take up to twenty times as long.
+export OMP_WAIT_POLICY=passive
 step ctest ctest --preset "$PRESET" -j "$cores" --output-junit "$reports/ctest.xml"
 step pytest python3 -m pytest -n "$cores" --junit-xml="$reports/pytest.xml" "$@"
 # A part of it on fake devices; `make test-devices` runs everything on each.
