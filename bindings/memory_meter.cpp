@@ -106,6 +106,27 @@ void bind_figures(py::module_& m) {
       .def_readonly("sites", &Timeline::sites, "\"file:line function\", the innermost call first, one a line.");
 }
 
+void bind_batch_forecast(py::module_& m) {
+  py::class_<BatchForecast>(m, "BatchForecast",
+                            "What a training step with a batch will take. Converts to bool: whether that fits.")
+      .def_readonly("size", &BatchForecast::size, "Samples of the batch that was asked about.")
+      .def_readonly("bytes", &BatchForecast::bytes,
+                    "The most that tensors of the step will take beyond those that are alive now.")
+      .def_readonly("available", &BatchForecast::available, "Bytes that tensors may still take.")
+      .def_readonly("headroom", &BatchForecast::headroom, "Share of `available` that is to stay free.")
+      .def_readonly("measured", &BatchForecast::measured, "The sizes of batch that were run.")
+      .def_readonly("is_regular", &BatchForecast::is_regular,
+                    "Whether steps of both sizes took and gave back memory in the same order: only then is `bytes` a "
+                    "replay of the step.")
+      .def_property_readonly("fits", &BatchForecast::fits, "Whether the step leaves the headroom free.")
+      .def("__bool__", &BatchForecast::fits)
+      .def("__str__", &BatchForecast::text);
+  py::class_<BatchReplay>(m, "BatchReplay", "A recorded step at another size; see oxytorch/memory/batch_forecast.h.")
+      .def(py::init<std::int64_t, std::int64_t, double>(), py::arg("size"), py::arg("available"), py::arg("headroom"))
+      .def_property_readonly("sizes", &BatchReplay::sizes, "The sizes of batch to record a step with.")
+      .def("forecast", &BatchReplay::forecast, py::arg("kept"), py::arg("smaller"), py::arg("larger"));
+}
+
 void bind_recompute_plan(py::module_& m) {
   py::class_<StepTape>(m, "StepTape", "A step as it was recorded; see oxytorch/memory/recompute_plan.h.")
       .def_static("of", &StepTape::of, py::arg("timeline"), py::arg("blocks"), release_gil())
@@ -138,6 +159,7 @@ void bind_recompute_plan(py::module_& m) {
 
 void bind_memory_meter(py::module_& m) {
   bind_figures(m);
+  bind_batch_forecast(m);
   bind_recompute_plan(m);
   py::class_<Ended<Region>>(m, "OpenRegion", "A region of a model that runs on this thread, until end().")
       .def(py::init<const std::string&, Tensors>(), py::arg("name"), py::arg("inputs") = Tensors())
@@ -182,7 +204,10 @@ void bind_memory_meter(py::module_& m) {
   py::class_<Ended<LimitPaused>>(m, "PausedLimit", "No limit holds back a tensor, until end().")
       .def(py::init<>())
       .def("end", &Ended<LimitPaused>::end);
-  m.def("available_bytes", &available_bytes, release_gil(), "Bytes that tensors may still take.");
+  m.def(
+      "available_bytes",
+      [](std::optional<std::uint64_t> limit) { return limit ? available_bytes(*limit) : available_bytes(); },
+      py::arg("limit") = std::nullopt, release_gil(), "Bytes that tensors may still take.");
   m.def("records_gradients", &records_gradients, "Whether anything is recorded for backward on this thread.");
   m.def("checkpoint", &checkpoint, py::arg("first"), py::arg("inputs"), py::arg("again"),
         "Return first(), of which backward runs again(inputs) for what it needs.");

@@ -6,6 +6,7 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/host.h"
+#include "oxytorch/memory/batch_forecast.h"
 #include "oxytorch/memory/batch_search.h"
 #include "oxytorch/memory/block.h"
 #include "oxytorch/memory/checkpoint.h"

@@ -538,4 +538,10 @@ std::int64_t available_bytes() {
   return static_cast<std::int64_t>(kShare * static_cast<double>(left));
 }
 
+std::int64_t available_bytes(std::uint64_t process_limit) {
+  const auto available = available_bytes();
+  const auto resident = resident_bytes();
+  return std::min(available, static_cast<std::int64_t>(process_limit > resident ? process_limit - resident : 0));
+}
+
 }  // namespace oxytorch::memory

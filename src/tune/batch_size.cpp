@@ -45,9 +45,13 @@ std::optional<std::vector<double>> seconds_of(tune::Run& run, const std::functio
   return seconds;
 }
 
+void check(const std::function<Batch(std::int64_t)>& make_batch) {
+  OXY_CHECK(make_batch, InvalidArgument, "make_batch is empty. Give a function that makes a batch of so many samples.");
+}
+
 BatchPlan searched(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
                    const std::function<Batch(std::int64_t)>& make_batch, const BatchSizeOptions& options, bool curve) {
-  OXY_CHECK(make_batch, InvalidArgument, "make_batch is empty. Give a function that makes a batch of so many samples.");
+  check(make_batch);
   OXY_CHECK(options.steps() >= 1, InvalidArgument, "steps is ", options.steps(), ", expected at least 1.");
   tune::Run run(model, optimizer, std::move(loss), {Batch()}, options.clip_norm());
   OXY_CHECK(run.device().is_cpu(), NotSupported, "the model is on ", run.device().str(),
@@ -102,6 +106,45 @@ BatchPlan largest_batch(torch::nn::Module& model, torch::optim::Optimizer& optim
 BatchPlan batch_curve(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
                       const std::function<Batch(std::int64_t)>& make_batch, const BatchSizeOptions& options) {
   return searched(model, optimizer, std::move(loss), make_batch, options, /*curve=*/true);
+}
+
+BatchForecast will_it_fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
+                          const std::function<Batch(std::int64_t)>& make_batch, std::int64_t size,
+                          const BatchForecastOptions& options) {
+  check(make_batch);
+  tune::Run run(model, optimizer, std::move(loss), {Batch()}, options.clip_norm());
+  OXY_CHECK(run.device().is_cpu(), NotSupported, "the model is on ", run.device().str(),
+            ", and only the memory of CPU tensors is told yet.");
+  const auto available =
+      options.limit().empty()
+          ? memory::available_bytes()
+          : memory::available_bytes(Size::parse(options.limit()).resolve(read_memory().limit.value_or(0)));
+  const BatchReplay replay(size, available, options.headroom());
+  tune::Snapshot snapshot(run);
+  const auto step = [&](std::int64_t samples) {
+    const memory::Meter meter({.timeline = true});
+    run.step(make_batch(samples));
+    return meter.timeline();
+  };
+  std::vector<at::Tensor> gradients;
+  for (const auto& p : run.parameters()) gradients.push_back(p.grad());
+  try {
+    const memory::Meter whole;
+    run.step(make_batch(replay.sizes().first));  // makes gradients and the optimizer's state
+    auto kept = whole.live_bytes();
+    for (std::size_t i = 0; i < gradients.size(); ++i) {  // those that the step replaced are alive for us alone
+      if (gradients[i].defined() && !gradients[i].is_same(run.parameters()[i].grad())) {
+        kept -= static_cast<std::int64_t>(gradients[i].nbytes());
+      }
+    }
+    const auto smaller = step(replay.sizes().first);
+    auto found = replay.forecast(kept, smaller, step(replay.sizes().second));
+    snapshot.restore();
+    return found;
+  } catch (...) {
+    snapshot.restore();
+    throw;
+  }
 }
 
 }  // namespace oxytorch

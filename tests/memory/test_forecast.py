@@ -45,6 +45,18 @@ def test_predicted_peak_is_that_of_the_step(size, one_thread):
     assert told.bytes == pytest.approx(training.measured(size), rel=0.01)
 
 
+@pytest.mark.parametrize("size", [2, 64, 1024])
+def test_a_run_under_way_has_gradients_and_state_already(size, one_thread):
+    training = network()
+    with Meter() as meter:  # which sees the gradients that the step drops
+        training(training.batch(4))
+        told = will_it_fit(training, training.batch, size)
+        before = meter.live_bytes
+        meter.reset_peak()
+        training(training.batch(size))
+    assert told.bytes == pytest.approx(meter.peak_bytes - before, rel=0.01)
+
+
 def test_leaves_nothing_behind(one_thread):
     training = network()
     before = [p.detach().clone() for p in training.model.parameters()]
@@ -55,7 +67,7 @@ def test_leaves_nothing_behind(one_thread):
     assert torch.equal(random, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(("size", "most"), [(1, 1), (2, 2), (3, 2), (8, 4), (10_000_000_000, 64)])
+@pytest.mark.parametrize(("size", "most"), [(1, 1), (2, 2), (3, 3), (8, 4), (10_000_000_000, 64)])
 def test_runs_small_batches_alone(size, most, one_thread):
     training, seen = network(), []
 

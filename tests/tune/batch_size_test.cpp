@@ -1,16 +1,20 @@
 // Batch sizes found by running the program's own step, under a real cap, leaving nothing behind.
 #include "oxytorch/tune/batch_size.h"
 
+#include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "oxytorch/error.h"
+#include "oxytorch/memory/meter.h"
 #include "oxytorch/system.h"
 
 namespace oxytorch {
@@ -74,7 +78,9 @@ TEST_F(BatchSizeTest, TheLargestIsFoundUnderACapAndLeavesNoTrace) {
   EXPECT_GE(plan.largest, 8);
   EXPECT_LT(plan.largest, 8192);
   for (const auto& trial : plan.trials) {
-    if (trial.fits) EXPECT_LE(static_cast<double>(*trial.peak_bytes), 0.9 * static_cast<double>(plan.limit_bytes));
+    if (trial.fits) {
+      EXPECT_LE(static_cast<double>(*trial.peak_bytes), 0.9 * static_cast<double>(plan.limit_bytes));
+    }
     EXPECT_EQ(trial.fits, trial.reason.empty());
   }
   EXPECT_EQ(plan.current, 16);
@@ -105,6 +111,54 @@ TEST_F(BatchSizeTest, WhatAStepThrowsPassesThroughWithEverythingBack) {
   expect_unchanged(held);
   EXPECT_THROW(static_cast<void>(largest_batch(*model, optimizer, loss(), make, BatchSizeOptions().steps(0))), Error);
   EXPECT_THROW(static_cast<void>(largest_batch(*model, optimizer, loss(), nullptr)), Error);
+}
+
+TEST_F(BatchSizeTest, WhatABatchWillTakeIsToldBySmallOnes) {
+  const auto threads = at::get_num_threads();
+  at::set_num_threads(1);
+  for (const std::int64_t size : {2, 31, 500, 3001}) {
+    memory::Meter meter;  // which sees the gradients that the next step drops
+    step();
+    const auto held = state();
+    std::int64_t most = 0;
+    const auto told = will_it_fit(
+        *model, optimizer, loss(),
+        [&](std::int64_t n) {
+          most = std::max(most, n);
+          return make(n);
+        },
+        size);
+    EXPECT_LE(most, 64);
+    expect_unchanged(held);
+    EXPECT_TRUE(told.is_regular);
+    const auto before = meter.live_bytes();
+    meter.reset_peak();
+    optimizer.zero_grad();
+    const auto batch = make(size);
+    nn::functional::cross_entropy(model->forward(batch.input), batch.target).backward();
+    optimizer.step();
+    const auto peak = static_cast<double>(meter.peak_bytes() - before);
+    EXPECT_NEAR(static_cast<double>(told.bytes), peak, 0.01 * peak) << size;
+    EXPECT_TRUE(told);
+  }
+  at::set_num_threads(threads);
+}
+
+TEST_F(BatchSizeTest, ABatchThatDoesNotFitIsToldWithoutBeingRun) {
+  const auto held = state();
+  const auto told = will_it_fit(*model, optimizer, loss(), make, 1'000'000'000, BatchForecastOptions().limit("1GiB"));
+  EXPECT_FALSE(told);
+  EXPECT_LE(told.available, 1LL << 30);
+  expect_unchanged(held);
+  EXPECT_THROW(static_cast<void>(will_it_fit(*model, optimizer, loss(), make, 0)), Error);
+  EXPECT_THROW(static_cast<void>(will_it_fit(*model, optimizer, loss(), {}, 8)), Error);
+  EXPECT_THROW(static_cast<void>(will_it_fit(*model, optimizer, loss(), make, 8, BatchForecastOptions().limit("much"))),
+               Error);
+  EXPECT_THROW(
+      static_cast<void>(will_it_fit(
+          *model, optimizer, [](const Batch&) -> at::Tensor { throw std::runtime_error("planted"); }, make, 8)),
+      std::runtime_error);
+  expect_unchanged(held);
 }
 
 }  // namespace

@@ -161,5 +161,7 @@ class OXY_API LimitPaused {
 /// container has available. Gives memory that is only kept back to the kernel first. Error(NotSupported) where the
 /// kernel does not say.
 [[nodiscard]] OXY_API std::int64_t available_bytes();
+/// At most what this process may then still take under so many bytes for all of it.
+[[nodiscard]] OXY_API std::int64_t available_bytes(std::uint64_t process_limit);
 
 }  // namespace oxytorch::memory

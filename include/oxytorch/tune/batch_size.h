@@ -18,6 +18,7 @@
 #include <string>
 
 #include "oxytorch/api.h"
+#include "oxytorch/memory/batch_forecast.h"
 #include "oxytorch/memory/batch_search.h"
 #include "oxytorch/tune/batch.h"
 
@@ -46,6 +47,22 @@ struct BatchSizeOptions {
 [[nodiscard]] OXY_API BatchPlan largest_batch(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
                                               LossFunction loss, const std::function<Batch(std::int64_t)>& make_batch,
                                               const BatchSizeOptions& options = {});
+
+struct BatchForecastOptions {
+  /// For the whole process: "8GB", "50%"; empty: what memory::available_bytes() says.
+  TORCH_ARG(std::string, limit);
+  TORCH_ARG(double, headroom) = 0.1;  ///< share of what is available that is to stay free
+  TORCH_ARG(double, clip_norm) = 0;   ///< of the step; 0: no clipping
+};
+
+/// Whether a training step with a batch of `size` samples will fit, told as BatchReplay does, from steps with at most
+/// 32 and 64. Model, optimizer and random generators are as before then, bit for bit; also after an error.
+///
+/// Errors: InvalidArgument for a size, a headroom or a limit that cannot be meant; NotSupported on another device than
+/// a CPU, where tensors cannot be counted and where the kernel does not say what is available; what a step throws.
+[[nodiscard]] OXY_API BatchForecast will_it_fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
+                                                LossFunction loss, const std::function<Batch(std::int64_t)>& make_batch,
+                                                std::int64_t size, const BatchForecastOptions& options = {});
 
 /// Measures samples a second against batch size, doubling until it no longer pays or fits. The rest as
 /// largest_batch(); `largest` is then the largest size that was run, not the largest that would fit.

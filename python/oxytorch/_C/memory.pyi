@@ -9,7 +9,9 @@ import torch
 import typing
 
 __all__: list[str] = [
+    "BatchForecast",
     "BatchPlan",
+    "BatchReplay",
     "BatchSearch",
     "BatchTrial",
     "BlockEvent",
@@ -313,6 +315,67 @@ class Timeline:
         "file:line function", the innermost call first, one a line.
         """
 
+class BatchForecast:
+    """
+    What a training step with a batch will take. Converts to bool: whether that fits.
+    """
+    def __bool__(self) -> bool: ...
+    def __str__(self) -> str: ...
+    @property
+    def available(self) -> int:
+        """
+        Bytes that tensors may still take.
+        """
+    @property
+    def bytes(self) -> int:
+        """
+        The most that tensors of the step will take beyond those that are alive now.
+        """
+    @property
+    def fits(self) -> bool:
+        """
+        Whether the step leaves the headroom free.
+        """
+    @property
+    def headroom(self) -> float:
+        """
+        Share of `available` that is to stay free.
+        """
+    @property
+    def is_regular(self) -> bool:
+        """
+        Whether steps of both sizes took and gave back memory in the same order: only then is `bytes` a replay of the step.
+        """
+    @property
+    def measured(self) -> tuple[int, int]:
+        """
+        The sizes of batch that were run.
+        """
+    @property
+    def size(self) -> int:
+        """
+        Samples of the batch that was asked about.
+        """
+
+class BatchReplay:
+    """
+    A recorded step at another size; see oxytorch/memory/batch_forecast.h.
+    """
+    def __init__(
+        self,
+        size: typing.SupportsInt | typing.SupportsIndex,
+        available: typing.SupportsInt | typing.SupportsIndex,
+        headroom: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    def forecast(
+        self, kept: typing.SupportsInt | typing.SupportsIndex, smaller: Timeline, larger: Timeline
+    ) -> BatchForecast: ...
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """
+        The sizes of batch to record a step with.
+        """
+
 class StepTape:
     """
     A step as it was recorded; see oxytorch/memory/recompute_plan.h.
@@ -487,7 +550,7 @@ class MemoryManager:
     @property
     def steps(self) -> int: ...
 
-def available_bytes() -> int:
+def available_bytes(limit: typing.SupportsInt | typing.SupportsIndex | None = None) -> int:
     """
     Bytes that tensors may still take.
     """
