@@ -2,7 +2,7 @@
 #   make demo ARGS="--quick"     passes ARGS on
 #   OXYTORCH_TORCH_SPEC=torch==2.15.0 make test     with another torch, in an environment and a build folder of its own
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-devices nightly mutation bench lint docs sanitize clean
+.PHONY: help setup build demo test test-devices nightly mutation bench gpu lint docs sanitize clean
 
 help:
 	@echo "make setup     install what is missing: Debian packages, .venv, PyTorch"
@@ -13,6 +13,7 @@ help:
 	@echo "make nightly   20,000 random optimizer cases, a wheel from the source distribution, and make test with other torch versions"
 	@echo "make mutation  plant 200 random faults in the sources, one by one, and count those that the tests notice"
 	@echo "make bench     measure the kernels and race the peers; DEVICE=cuda races on a GPU instead"
+	@echo "make gpu       on a GPU machine: build, conformance, tests and races in slices of nine minutes; ARGS=--list"
 	@echo "make lint      formats, types, static analysis"
 	@echo "make docs      the site, in build/docs/index.html"
 	@echo "make sanitize  core tests under the address, undefined and thread sanitizers"
@@ -36,6 +37,9 @@ mutation: build
 	@cmake/steps/run.sh python tests/mutation/run.py $(ARGS)
 bench: build
 	@DEVICE=$(DEVICE) cmake/steps/bench.sh $(ARGS)
+# Sets up nothing: it takes the torch that the machine has.
+gpu:
+	@python3 cmake/steps/gpu.py $(ARGS)
 lint: build
 	@cmake/steps/run.sh python cmake/steps/lint.py $(ARGS)
 docs: build

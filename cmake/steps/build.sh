@@ -18,6 +18,8 @@ targets=("$@")
 ((${#targets[@]})) || targets=(all all_verify_interface_header_sets)
 cmake --build "$BUILD" --target "${targets[@]}"
 
+# An environment from elsewhere stays as it is.
+[[ $VENV == "$ROOT"/* ]] || exit 0
 # A .venv that is shared through a symlink keeps pointing at the checkout that made it.
 packages=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 link=$packages/oxytorch-checkout.pth

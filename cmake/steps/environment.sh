@@ -5,7 +5,7 @@ ROOT=$PWD
 DEFAULT_TORCH=torch==2.13.0
 TORCH=${OXYTORCH_TORCH_SPEC:-$DEFAULT_TORCH}
 if [[ $TORCH == "$DEFAULT_TORCH" ]]; then
-  PRESET=dev BUILD=$ROOT/build/dev VENV=$ROOT/.venv PACKAGES=$ROOT/python
+  PRESET=dev BUILD=$ROOT/build/dev VENV=${OXYTORCH_VENV:-$ROOT/.venv} PACKAGES=$ROOT/python
 else
   # Another torch has an environment, a build folder and a Python module of its own: build/torch-2.15.0.
   export OXYTORCH_TORCH_NAME=${TORCH//[^A-Za-z0-9.]/-}

@@ -1,0 +1,1 @@
+"""What `make gpu` is made of; cmake/steps/gpu.py is the program."""
