@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from oxytorch.base import Interval, starts_interval, system_info
 from oxytorch.demo import machine
 from torch import Tensor
@@ -227,12 +228,10 @@ def same_machine(path: Path, document: dict[str, Any], schema: str, machine_fact
     """Refuse to go on from a document of another machine or another kind."""
     if document["schema"] != schema:
         raise SystemExit(f"{path} is {document['schema']}, which this race cannot go on from; it writes {schema}")
-    for fact in ("cpu", "instructions", "threads", "torch"):
-        if document["machine"][fact] != machine_facts[fact]:
-            raise SystemExit(
-                f"{path} was measured with {fact} {document['machine'][fact]!r}, and this is {machine_facts[fact]!r}: "
-                "start a new document"
-            )
+    for fact in ("cpu", "instructions", "threads", "torch", "GPU"):
+        before, now = (each.get(fact, "none") for each in (document["machine"], machine_facts))
+        if before != now:
+            raise SystemExit(f"{path} was measured with {fact} {before!r}, and this is {now!r}: start a new document")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -291,14 +290,18 @@ def all_starts(
     return Measured.joined(starts)
 
 
-def facts(threads: int) -> dict[str, str]:
+def facts(threads: int, device: str = "cpu") -> dict[str, str]:
     """What the figures were measured on."""
+    card = {}
+    if device == "cuda":
+        card = {"GPU": torch.cuda.get_device_name(), "CUDA": str(torch.version.cuda)}
     cache = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
     return {
         **machine.describe(threads),
         "isa": str(system_info()["isa"]),
         "L3 cache": cache.read_text(encoding="utf-8").strip() if cache.exists() else "",
         "load before": f"{os.getloadavg()[0]:.1f}",
+        **card,
     }
 
 
@@ -333,7 +336,10 @@ def write(report: Report, document: dict[str, Any], folder: Path, name: str, cop
     """`name`.json and `name`.html in `folder`, and the JSON at `copy` too."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in filter(None, (folder / f"{name}.json", copy)):
-        path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        # All or nothing: a race that is stopped while it writes must not lose what it had.
+        beside = path.with_name(path.name + ".new")
+        beside.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        beside.replace(path)
     report.to_html(folder / f"{name}.html")
     print(f"Report: {folder / f'{name}.html'}")
 

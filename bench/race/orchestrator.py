@@ -4,11 +4,13 @@ Six workloads from plain PyTorch code. Every contender runs in a process of its 
 start are alive together and take turns, so that only one computes at any time. A step is timed from batch to batch, so
 a trainer's own work counts. Ratios are paired by start and turn; a start counts by its median, and intervals hold 95%:
 Student's t on the logarithms of the starts' figures. The stock rivals have the switches that a screening of all
-combinations found on this class of machine, on other starts (bench/race/rivals.json).
+combinations found on this class of machine, on other starts (bench/race/rivals.json). On a card three workloads in the
+sizes that are common there meet bf16 autocast with a fused optimizer, eager, in three modes of torch.compile, and with
+the whole step in one CUDA graph.
 
     python bench/race/orchestrator.py --screen [--workloads cnn,gpt] [--minutes 9]
     python bench/race/orchestrator.py [--workloads cnn,gpt] [--contenders eager,lightning] [--starts 8] [--minutes 9]
-        [--quick] [--exhaustive] [--cache DIR] [--keep FILE] [--threads 2] [--json FILE]
+        [--quick] [--exhaustive] [--cache DIR] [--keep FILE] [--threads 2] [--device cuda] [--json FILE]
 
 Prints what was measured and whether each promise is met, and writes bench/report/orchestrator.{json,html} after each
 start. The exit status is 0 whether or not promises are met: a busy machine must not fail a build.
@@ -37,6 +39,7 @@ from _orchestrator.figures import (
     Race,
     judge,
     judge_cpp,
+    judge_cuda,
     repaid_after,
     spent,
 )
@@ -58,6 +61,12 @@ WORKLOADS = {
     "mlp": "MLP 784-512-512-10, batch 128",
     "lstm": "LSTM, 2 layers of width 256, 32 x 64 bytes",
 }
+CUDA_WORKLOADS = {
+    "gpt": "GPT-2 small, 12 layers of width 768, 8 x 1,024 tokens",
+    "resnet": "ResNet-34, 128 x 3 x 224 x 224",
+    "bert": "BERT base, 12 layers of width 768, 16 x 512 tokens of 4,096, dropout 0.1",
+}
+CUDA_TURN_STEPS = 20
 # Steps of a turn: about a second of the plain loop.
 TURN_STEPS = {"cnn": 3, "resnet": 3, "gpt": 4, "bert": 3, "mlp": 60, "lstm": 10}
 # The same from C++: LibTorch's own loop takes the place of eager PyTorch.
@@ -136,9 +145,12 @@ class Coordinator:
     def switches(self, workload: str) -> tuple[dict[str, Switches], bool]:
         """Of each contender that takes part, and whether they were screened."""
         wanted = [*self.arguments.contenders, *([SEARCHED] if self.arguments.exhaustive else [])]
+        if self.arguments.device == "cuda":
+            found = rivals.cuda_rivals(workload) | dict.fromkeys((*OURS, SEARCHED), Switches(device="cuda"))
+            return {name: each for name, each in found.items() if name in wanted}, False
         if workload.startswith(CPP):
             found = rivals.cpp_rivals(workload.removeprefix(CPP), has_bf16()) | dict.fromkeys(OURS, Switches())
-            return {name: each for name, each in found.items() if name in wanted}, False
+            return {name: each for name, each in found.items() if name in wanted}, True
         found, screened = rivals.rivals(self.arguments.rivals, self.machine, workload, has_bf16())
         found |= dict.fromkeys((*OURS, SEARCHED), Switches())
         return {name: each for name, each in found.items() if name in wanted}, screened
@@ -160,7 +172,8 @@ class Coordinator:
                     commands[name] = self.command(found.name, name, each, seed)
                 except FileNotFoundError as missing:
                     found.absent[name] = str(missing)
-        steps = 2 if self.arguments.quick else TURN_STEPS[found.name.removeprefix(CPP)]
+        usual = CUDA_TURN_STEPS if self.arguments.device == "cuda" else TURN_STEPS[found.name.removeprefix(CPP)]
+        steps = 2 if self.arguments.quick else usual
         turns = QUICK_TURNS if self.arguments.quick else TURNS
 
         def on_failure(contender: str, failed: WorkerFailed) -> None:
@@ -235,7 +248,7 @@ def rows(found: Race) -> list[list[str]]:
             if paired and name != SEARCHED:
                 steps = repaid_after(found, name)
                 repaid = f"{steps:,.0f} steps" if steps < float("inf") else "never"
-        switched = f": {entry.settings}" if name in rivals.STOCK else ""
+        switched = f": {entry.settings}" if name in (*rivals.STOCK, *rivals.ON_CUDA) else ""
         result.append(
             [
                 f"{name}{switched}",
@@ -332,7 +345,7 @@ def names(known: tuple[str, ...]) -> Any:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    everyone = (*RIVALS, *OURS)
+    everyone = tuple(dict.fromkeys((*RIVALS, *rivals.ON_CUDA, *OURS)))
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--workloads",
@@ -340,7 +353,8 @@ def parse() -> argparse.Namespace:
         metavar="A,B",
         help="default: all; with --screen those that rivals.json lacks for this machine",
     )
-    parser.add_argument("--contenders", type=names(everyone), default=list(everyone), metavar="A,B")
+    parser.add_argument("--contenders", type=names(everyone), metavar="A,B", help="default: all that the device has")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--starts", type=int, default=4, help="processes of each contender, kept ones included (default %(default)s)"
     )
@@ -367,6 +381,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "bench/report")
     parser.add_argument("--json", type=Path, help="write the JSON document there too")
     arguments = parser.parse_args()
+    here = (REFERENCE, *rivals.ON_CUDA, *OURS) if arguments.device == "cuda" else (*RIVALS, *OURS)
+    arguments.contenders = arguments.contenders or list(here)
+    if absent := [name for name in arguments.contenders if name not in here]:
+        parser.error(f"there is no {', '.join(absent)} on {arguments.device}; there are {', '.join(here)}")
+    if arguments.device == "cuda":
+        arguments.workloads = arguments.workloads or list(CUDA_WORKLOADS)
+        if absent := [name for name in arguments.workloads if name not in CUDA_WORKLOADS]:
+            parser.error(f"there is no {', '.join(absent)} on cuda; there are {', '.join(CUDA_WORKLOADS)}")
+        if arguments.screen:
+            parser.error("on cuda nothing is screened: all rivals race")
+        if not torch.cuda.is_available():
+            parser.error("torch finds no CUDA device here")
     if arguments.screen and arguments.quick and arguments.rivals == rivals.PATH:
         parser.error("a quick screening finds nothing to race against: give it a --rivals FILE of its own")
     return arguments
@@ -386,7 +412,8 @@ def report(arguments: argparse.Namespace, raced: dict[str, Race], machine_facts:
     races = [raced[name] for name in WORKLOADS if name in raced and raced[name].entries]
     from_cpp = [found for found in races if found.name.startswith(CPP)]
     from_python = [found for found in races if not found.name.startswith(CPP)]
-    figures = [*(judge(from_python, has_bf16()) if from_python else []), *judge_cpp(from_cpp)]
+    judged = judge_cuda(from_python) if arguments.device == "cuda" else judge(from_python, has_bf16())
+    figures = [*(judged if from_python else []), *judge_cpp(from_cpp)]
     if say:
         show(races, figures, machine_facts)
     save(arguments, races, figures, machine_facts)
@@ -394,7 +421,7 @@ def report(arguments: argparse.Namespace, raced: dict[str, Race], machine_facts:
 
 def main() -> int:
     arguments = parse()
-    machine_facts = facts(arguments.threads)
+    machine_facts = facts(arguments.threads, arguments.device)
     coordinator = Coordinator(arguments, machine_facts)
     with tempfile.TemporaryDirectory(prefix="oxytorch-race-") as folder:
         arguments.cache = arguments.cache or Path(folder)
@@ -416,7 +443,7 @@ def main() -> int:
         raced = kept(arguments.keep, machine_facts)
         took = dict.fromkeys(workloads, 0.0)
         for name in workloads:
-            raced.setdefault(name, Race(name, WORKLOADS[name]))
+            raced.setdefault(name, Race(name, (CUDA_WORKLOADS if arguments.device == "cuda" else WORKLOADS)[name]))
         while left := [name for name in workloads if len(raced[name].seeds) < arguments.starts]:
             name = min(left, key=lambda each: len(raced[each].seeds))
             start = time.monotonic()

@@ -12,9 +12,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sklearn")
 
+import oxytorch.demo
 from oxytorch.demo.driver import Block
 
 pytestmark = pytest.mark.cpu_only("races on the CPU")
@@ -28,6 +30,15 @@ def figures(import_race: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.fixture(scope="module")
 def switches(import_race: Callable[[str], ModuleType]) -> ModuleType:
     return import_race("_orchestrator.switches")
+
+
+@pytest.fixture
+def import_worker(
+    import_race: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], ModuleType]:
+    """For modules of the workers, which have the demo's under another name so that they never import oxytorch."""
+    monkeypatch.setitem(sys.modules, "oxytorch_demo", oxytorch.demo)
+    return import_race
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +216,70 @@ def test_rivals_come_from_the_screening_of_this_class_of_machine(
     assert not rivals.rivals(path, "8 threads, avx2", "cnn", True)[1]
 
 
+# --- on a card, as far as one can tell without one --------------------------------------------------------------------
+
+
+def test_on_a_card_every_mode_of_the_compiler_is_a_rival(import_worker: Callable[[str], ModuleType]) -> None:
+    found = import_worker("_orchestrator.rivals").cuda_rivals("resnet")
+    assert {each.compile for each in found.values()} == {"", "default", "reduce-overhead", "max-autotune"}
+    assert all(each.device == "cuda" for each in found.values()) and found["eager"].precision == "fp32"
+    stock = [each for name, each in found.items() if name != "eager"]
+    assert all((each.optimizer, each.precision, each.channels_last) == ("fused", "bf16", True) for each in stock)
+    assert [name for name, each in found.items() if each.graph] == ["stock graph"]
+    assert str(found["stock graph"]) == "fused AdamW, bf16, channels_last, whole step in a CUDA graph"
+    contenders = import_worker("_orchestrator.contenders")
+    assert isinstance(contenders.make("stock graph"), contenders.Graphed)
+    assert found.keys() - {"eager"} == set(import_worker("_orchestrator.rivals").ON_CUDA)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gpt", 86), ("resnet", 21), ("bert", 91)])
+def test_models_for_a_card_have_the_usual_sizes(
+    import_worker: Callable[[str], ModuleType], name: str, millions: int
+) -> None:
+    models = import_worker("_orchestrator.models")
+    with torch.device("meta"):
+        counts = [
+            sum(parameter.numel() for parameter in models.make_workload(name, device).make_model().parameters())
+            for device in ("cpu", "cuda")
+        ]
+    assert counts[1] // 10**6 == millions and counts[0] < counts[1]
+
+
+def test_a_card_is_timed_from_idle_to_idle(
+    import_worker: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A made-up card: each step takes the host a second, and what it queues is done only where the host waits."""
+    worker = import_worker("_orchestrator.worker")
+    now, waits, answers = [0.0], [], []
+
+    def synchronize() -> None:
+        waits.append(now[0])
+        now[0] += 10.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(sys, "stdin", iter(["run 5\n", "run 1\n", "finish\n"]))
+    for _ in worker.DrivenTurns([1], answers.append, "cuda"):
+        now[0] += 1.0
+    assert [answer["seconds"] for answer in answers] == [[11.0, *[(4 + 10) / 4] * 4], [11.0]]
+    assert len(waits) == 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--device", "cpu", "--contenders", "stock graph"), "no stock graph on cpu"),
+        (("--device", "cuda", "--contenders", "lightning"), "no lightning on cuda"),
+        (("--device", "cuda", "--workloads", "lstm"), "no lstm on cuda"),
+        (("--device", "cuda", "--screen"), "nothing is screened"),
+    ],
+)
+def test_what_a_device_does_not_have_is_refused(races: Path, words: tuple[str, ...], why: str) -> None:
+    command = [sys.executable, str(races / "orchestrator.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and why in done.stderr
+
+
 @pytest.mark.slow
 def test_a_quick_screening_finds_rivals_and_the_race_takes_them(
     run_quick: Callable[..., Any], races: Path, tmp_path: Path
@@ -262,6 +337,9 @@ def test_a_race_goes_on_only_from_its_own_kind(import_race: Callable[[str], Modu
         race.kept(path, here)
     path.write_text(json.dumps({"schema": race.SCHEMA, "machine": {**here, "cpu": "other"}, "workloads": {}}))
     with pytest.raises(SystemExit, match="cpu 'other'"):
+        race.kept(path, here)
+    path.write_text(json.dumps({"schema": race.SCHEMA, "machine": {**here, "GPU": "H100"}, "workloads": {}}))
+    with pytest.raises(SystemExit, match="GPU 'H100', and this is 'none'"):
         race.kept(path, here)
 
 

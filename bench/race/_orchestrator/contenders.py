@@ -65,15 +65,22 @@ class Contender(Protocol):
 
 
 @contextlib.contextmanager
-def restored(given: Prepared) -> Iterator[None]:
-    """Weights, buffers, gradients, torch's random state as they were before; the optimizer as if never stepped."""
+def restored(given: Prepared, keep_state: bool = False) -> Iterator[None]:
+    """Weights, buffers, gradients, torch's random state as they were before; the optimizer as if never stepped.
+
+    With `keep_state` gradients and the optimizer's state are left, for who holds on to the tensors themselves.
+    """
     state = {name: tensor.clone() for name, tensor in given.model.state_dict().items()}
     random = torch.get_rng_state()
+    on_card = torch.cuda.get_rng_state() if given.switches.device == "cuda" else None
     yield
     given.model.load_state_dict(state)
     torch.set_rng_state(random)
-    given.optimizer.zero_grad(set_to_none=True)
-    given.optimizer.state.clear()
+    if on_card is not None:
+        torch.cuda.set_rng_state(on_card)
+    if not keep_state:
+        given.optimizer.zero_grad(set_to_none=True)
+        given.optimizer.state.clear()
 
 
 @dataclass
@@ -105,6 +112,51 @@ class Stock:
         given = self.given
         for batch in turns:
             turns.losses.append(step(given.switches, self.forward, given.optimizer, given.workload.loss, batch))
+
+
+@dataclass
+class Graphed(Stock):
+    """Forward, backward and optimizer step captured once in a CUDA graph, as PyTorch's notes on CUDA graphs have it."""
+
+    WARM_UP = 3
+
+    def prepare(self, given: Prepared) -> dict[str, Any]:
+        super().prepare(given)
+        began = time.perf_counter()
+        inputs, targets = given.switches.place_batch(given.batches[0])
+        self.inputs: Batch = (inputs.clone(), targets.clone())
+        with restored(given, keep_state=True):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(self.WARM_UP):
+                    self.step()
+            torch.cuda.current_stream().wait_stream(side)
+            # The graph's backward makes the gradients anew, in the graph's own memory.
+            given.optimizer.zero_grad(set_to_none=True)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.found = self.step(zero=False)
+        for state in given.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+        torch.cuda.synchronize()
+        return {"compile_seconds": time.perf_counter() - began}
+
+    def step(self, zero: bool = True) -> Tensor:
+        if zero:
+            self.given.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(self.inputs)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.given.optimizer.step()
+        return loss.detach()
+
+    def train(self, turns: Turns) -> None:
+        for batch in turns:
+            for own, given in zip(self.inputs, batch, strict=True):
+                own.copy_(given)
+            self.graph.replay()
+            turns.losses.append(self.found.clone())
 
 
 @dataclass
@@ -257,6 +309,7 @@ class Exhaustive(Stock):
 
 
 KINDS: dict[str, Callable[[], Contender]] = {
+    "stock graph": Graphed,
     "lightning": Lightning,
     "accelerate": Accelerate,
     "oxytorch basic": lambda: Ours(level="basic"),

@@ -85,7 +85,7 @@ class Race:
     entries: dict[str, Entry] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     screened: bool = False
-    """Whether the rivals' settings were found by a screening of this class of machine."""
+    """Whether the rivals' settings were found by a screening of this class of machine, or all that could be race."""
 
     @property
     def seeds(self) -> set[str]:
@@ -172,6 +172,17 @@ def judge(races: list[Race], has_bf16: bool) -> list[Figure]:
         *(figure for race in races for figure in repaid_figures(race)),
         *(figure for race in races for figure in regret_figures(race)),
     ]
+
+
+def judge_cuda(races: list[Race]) -> list[Figure]:
+    """On a card, where nothing but the best rival is promised to be reached."""
+    loops = [
+        Figure(f"{race.name}: {ours} over the plain loop", race.ratio(REFERENCE, ours))
+        for race in races
+        for ours in OURS
+        if race.has(ours, REFERENCE)
+    ]
+    return loops + [figure for race in races for figure in rival_figures(race)]
 
 
 def judge_cpp(races: list[Race]) -> list[Figure]:

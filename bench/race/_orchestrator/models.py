@@ -1,9 +1,13 @@
-"""Six training workloads written in plain PyTorch, each with data that can be learnt; nothing here imports oxytorch."""
+"""Six training workloads written in plain PyTorch, each with data that can be learnt; nothing here imports oxytorch.
+
+Three of them have sizes for a card too, those that are common there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from oxytorch_demo import workloads
@@ -58,19 +62,31 @@ class Residual(nn.Module):
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
-def resnet() -> Workload:
-    def make_model() -> nn.Module:
-        stem = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-        stages = [Residual(64, 64, 1), Residual(64, 128, 2), Residual(128, 256, 2)]
-        return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+def resnet(blocks: tuple[int, ...] = (1, 1, 1), size: int = 32, batch: int = 64) -> Workload:
+    """`blocks` of each stage; large images get the wide stem."""
 
-    drawn = workloads.load("cnn", size=32, batch=64)
+    def make_model() -> nn.Module:
+        wide = size > 64
+        stem = [nn.Conv2d(3, 64, 7 if wide else 3, 2 if wide else 1, 3 if wide else 1, bias=False)]
+        stem += [nn.BatchNorm2d(64), nn.ReLU(), *([nn.MaxPool2d(3, 2, 1)] if wide else [])]
+        stages: list[nn.Module] = []
+        inner = outer = 64
+        for stage, count in enumerate(blocks):
+            outer = 64 << stage
+            for index in range(count):
+                stages.append(Residual(inner, outer, 2 if stage and not index else 1))
+                inner = outer
+        return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(outer, 10))
+
+    drawn = workloads.load("cnn", size=size, batch=batch)
     return Workload(1e-3, make_model, drawn.make_batches, classified)
 
 
-def gpt() -> Workload:
-    text = workloads.load("gpt")
-    return Workload(1e-3, text.make_model, text.make_batches, predicted)
+def gpt(rows: int = 16, **sizes: int) -> Workload:
+    """`sizes` of the demo's model."""
+    context = sizes.get("context", 128)
+    text = workloads.load("gpt", batch=rows, context=context)
+    return Workload(1e-3, lambda: workloads.Gpt(**sizes), text.make_batches, predicted)
 
 
 class Encoder(nn.Module):
@@ -116,7 +132,9 @@ class EncoderLayer(nn.Module):
         return result
 
 
-def bert(vocabulary: int = 4096, rows: int = 16, context: int = 128) -> Workload:
+def bert(
+    vocabulary: int = 4096, rows: int = 16, context: int = 128, layers: int = 4, width: int = 256, heads: int = 4
+) -> Workload:
     """Pairs of bytes as tokens, the commonest with a number of their own, 15 % masked."""
     train = torch.frombuffer(bytearray(library_text()[0]), dtype=torch.uint8).long()
     pairs = train[0:-1:2] * 256 + train[1::2]
@@ -138,7 +156,7 @@ def bert(vocabulary: int = 4096, rows: int = 16, context: int = 128) -> Workload
 
     return Workload(
         5e-4,
-        lambda: Encoder(vocabulary, 4, 256, 4, context, 0.1),
+        lambda: Encoder(vocabulary, layers, width, heads, context, 0.1),
         make_batches,
         predicted,
     )
@@ -183,7 +201,7 @@ def lstm() -> Workload:
     return Workload(2e-3, Recurrent, text.make_batches, predicted)
 
 
-MAKERS: dict[str, Callable[[], Workload]] = {
+MAKERS: dict[str, Callable[..., Workload]] = {
     "cnn": cnn,
     "resnet": resnet,
     "gpt": gpt,
@@ -191,3 +209,14 @@ MAKERS: dict[str, Callable[[], Workload]] = {
     "mlp": mlp,
     "lstm": lstm,
 }
+# As large as they are trained on one card: GPT-2 small, ResNet-34 on 224x224, BERT base.
+ON_CUDA: dict[str, dict[str, Any]] = {
+    "gpt": {"layers": 12, "width": 768, "heads": 12, "context": 1024, "rows": 8},
+    "resnet": {"blocks": (3, 4, 6, 3), "size": 224, "batch": 128},
+    "bert": {"layers": 12, "width": 768, "heads": 12, "context": 512, "rows": 16},
+}
+
+
+def make_workload(name: str, device: str = "cpu") -> Workload:
+    """The workload in the sizes for that device."""
+    return MAKERS[name](**(ON_CUDA[name] if device == "cuda" else {}))

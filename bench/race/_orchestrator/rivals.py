@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from .switches import IMAGES, MALLOPT, Switches
 
 PATH = Path(__file__).resolve().parents[1] / "rivals.json"
 STOCK = ("stock 1", "stock 2", "stock compiled", "lightning", "accelerate")
+ON_CUDA = ("stock 1", "stock compiled", "stock reduce-overhead", "stock max-autotune", "stock graph")
 
 
 def machine_class(facts: dict[str, str]) -> str:
@@ -51,6 +53,22 @@ def rivals(path: Path, machine: str, workload: str, has_bf16: bool) -> tuple[dic
     if found is None:
         return {**fixed, **unscreened(workload, has_bf16)}, False
     return {**fixed, **{name: Switches(**said) for name, said in found["rivals"].items()}}, True
+
+
+def cuda_rivals(workload: str) -> dict[str, Switches]:
+    """What one would write for a card; few enough to race them all, so nothing is screened."""
+    good = Switches("fused", "bf16", channels_last=workload in IMAGES, device="cuda")
+    compiled = {
+        "stock compiled": "default",
+        "stock reduce-overhead": "reduce-overhead",
+        "stock max-autotune": "max-autotune",
+    }
+    return {
+        "eager": Switches(device="cuda"),
+        "stock 1": good,
+        **{name: replace(good, compile=mode) for name, mode in compiled.items()},
+        "stock graph": replace(good, graph=True),
+    }
 
 
 def cpp_rivals(workload: str, has_bf16: bool) -> dict[str, Switches]:

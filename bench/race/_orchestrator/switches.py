@@ -22,6 +22,8 @@ OPTIMIZERS: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},
 }
 PRECISIONS = ("fp32", "oneDNN bf16", "bf16")
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of `torch.compile` that capture CUDA graphs."""
 MODES = ("", "default", "max-autotune-no-cudagraphs")
 """Of `torch.compile`. On the CPU "reduce-overhead" is "default" and "max-autotune" is the last one."""
 DEFAULT, MALLOPT, HUGE = "default", "mallopt", "mallopt + huge pages"
@@ -69,11 +71,15 @@ class Switches:
     """0 for as many as the race has."""
     compile: str = ""
     flush_denormals: bool = False
+    device: str = "cpu"
+    graph: bool = False
+    """The whole step captured by hand in one CUDA graph."""
 
     def __str__(self) -> str:
         said = [f"{self.optimizer} AdamW" if self.optimizer else "", self.precision]
         said += ["channels_last" if self.channels_last else "", "math attention" if self.math_attention else ""]
         said += ["" if self.allocator == DEFAULT else self.allocator, f"compile {self.compile}" if self.compile else ""]
+        said += ["whole step in a CUDA graph"] if self.graph else []
         said += [f"{self.threads} thread{'s' if self.threads > 1 else ''}" if self.threads else ""]
         return ", ".join(filter(None, said))
 
@@ -120,7 +126,8 @@ class Switches:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(self.math_attention)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """The model in its memory format."""
+        """The model on its device, in its memory format."""
+        model = model.to(self.device)
         return model.to(memory_format=torch.channels_last) if self.channels_last else model  # type: ignore[call-overload,no-any-return]
 
     def place_batch(self, batch: Batch) -> Batch:
@@ -131,7 +138,7 @@ class Switches:
 
     def make_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
         """AdamW in the implementation that is wanted."""
-        return torch.optim.AdamW(model.parameters(), lr=lr, **OPTIMIZERS[self.optimizer])
+        return torch.optim.AdamW(model.parameters(), lr=lr, capturable=self.graph, **OPTIMIZERS[self.optimizer])
 
     def compiled(self, model: nn.Module) -> nn.Module:
         """The model, compiled where that is wanted."""
@@ -139,11 +146,13 @@ class Switches:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """For the forward and the loss."""
-        return torch.autocast("cpu", torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
+        return torch.autocast(self.device, torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
 
 
 def step(switches: Switches, forward: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, batch: Batch) -> Tensor:
     """One training step as users of stock PyTorch write it; the detached loss."""
+    if switches.compile in CUDA_GRAPHS:
+        torch.compiler.cudagraph_mark_step_begin()
     optimizer.zero_grad(set_to_none=True)
     with switches.autocast():
         found: Tensor = loss(forward, switches.place_batch(batch))

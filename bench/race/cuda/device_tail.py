@@ -490,10 +490,7 @@ def main() -> int:
     if reason := why_not(arguments.device):
         print(reason, file=sys.stderr)
         return 2
-    machine_facts = facts(torch.get_num_threads())
-    if arguments.device.type == "cuda":
-        machine_facts["GPU"] = torch.cuda.get_device_name(arguments.device)
-        machine_facts["CUDA"] = str(torch.version.cuda)
+    machine_facts = facts(torch.get_num_threads(), arguments.device.type)
     results = Results()
     for name, run in CASES.items():
         if arguments.case is None or name in arguments.case:
