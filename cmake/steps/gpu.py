@@ -56,12 +56,17 @@ def document_of(machine: Machine, which: Slice) -> Document:
     return document
 
 
+def is_bad(part: Document) -> bool:
+    """Whether a part has no result, or one in which something failed."""
+    return bool(part.get("problem") or part.get("failed"))
+
+
 def state(machine: Machine, which: Slice) -> str:
     """How far a slice is, in words."""
     document = read_json(machine.results / which.file)
     parts = which.parts(machine)
     done = [part for part in parts if is_done(document, part)]
-    failed = sum(1 for part in done if document["parts"][part.name].get("failed"))
+    failed = sum(1 for part in done if is_bad(document["parts"][part.name]))
     said = "not run yet" if not document.get("parts") else f"{len(done)} of {len(parts)} parts"
     if parts and len(done) == len(parts):
         said = "done" if which.name != "build" or is_built(machine) else "not built here"
@@ -96,14 +101,14 @@ def run_one(machine: Machine, which: Slice, seconds: float, again: bool, copy: P
     command = f'make gpu ARGS="--slice {which.name}{rehearsed}"'
     head: dict[str, Any] = {"schema": SCHEMA, "slice": which.name, "command": command, "machine": machine.facts}
     found = run_slice(path, head, which.parts(machine), seconds, machine.environment, machine.work / "logs")
-    failed = [f"{name}: {part['failed']}" for name, part in found["parts"].items() if part.get("failed")]
-    for line in failed:
-        print(f"{which.name}: {line}")
+    for name, part in found["parts"].items():
+        if is_bad(part):
+            print(f"{which.name}: {name}: {part.get('problem') or str(part['failed']) + ' failed'}")
     print(f"{which.name}: {state(machine, which)}" + ("" if found["complete"] else ", run it again"), flush=True)
     if copy is not None:
         copy.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy / which.file)
-    return not failed
+    return not any(is_bad(part) for part in found["parts"].values())
 
 
 def write_page(machine: Machine) -> None:

@@ -66,7 +66,7 @@ def test_every_table_is_shown_somewhere_and_names_its_command(tables: ModuleType
     shown = {name for page in tables.pages() for _, name, _ in tables.MARKED.findall(page.read_text(encoding="utf-8"))}
     assert shown == set(tables.TABLES)
     for _, command in tables.TABLES.values():
-        assert "bench/results/" in command
+        assert "bench/results/" in command or command.startswith("make gpu ")
 
 
 def test_handwritten_tables_are_found(tables: ModuleType) -> None:
@@ -130,3 +130,85 @@ def test_unfair_rivals_are_not_shown(tables: ModuleType, tmp_path: Path, monkeyp
         "| CNN, 4 stages | stock 1: fused AdamW, bf16 | 1.2 | stock compiled: compile default | 1.1 "
         "| not measured | not measured |"
     )
+
+
+GPU_PAGE = ROOT / "docs/results-gpu.md"
+CARD = {"GPU": "made-up card", "torch": "2.11.0+cu130", "driver": "580.1", "CUDA": "13.0"}
+
+
+def gpu_documents() -> dict[str, dict[str, object]]:
+    """What `make gpu` would write."""
+
+    def entry(seconds: float, settings: str = "") -> dict[str, object]:
+        one = {"page_faults": None, "peak_bytes": None, "loss": None, "prepared": {}, "seconds": [seconds] * 3}
+        return {"settings": settings, "starts": {"1000": one, "1001": one}}
+
+    raced = {
+        "name": "gpt",
+        "title": "GPT-2 small",
+        "entries": {
+            "eager": entry(0.4),
+            "stock 1": entry(0.2, "bf16"),
+            "stock graph": entry(0.1, "graph"),
+            "oxytorch advanced": entry(0.05),
+        },
+        "absent": {"stock max-autotune": "ended before it was told to"},
+        "screened": True,
+    }
+    check = {"name": "copy.order", "clause": "O1", "verdict": "crash", "expected": "", "seen": "signal 11"}
+    figure = {
+        "what": "large: torch fused, over ours",
+        "got": [1.5, 1.5, 1.5],
+        "at_least": None,
+        "met": None,
+        "absent": "",
+    }
+    waits = {"what": "waits", "got": None, "at_most": 0, "met": None, "absent": "no trace"}
+    parts: dict[str, dict[str, object]] = {
+        "build": {"build": {"seconds": 201.0, "units": 480}},
+        "conformance": {"checks": {"passed": 70, "skipped": 2, "failed": 1, "bad": [check]}},
+        "tests": {
+            "C++": {"passed": 300, "failed": 1, "skipped": 4, "failures": [{"test": "a::b", "why": "1 !=\n2"}]},
+            "Python 1 of 6": {"problem": "it did not finish in 520 s"},
+        },
+        "step_tail": {"large": {"figures": [figure]}, "waits": {"figures": [waits]}},
+        "accelerate": {"gpt": {"document": {"workloads": {"gpt": raced}}, "starts": 2}},
+    }
+    head = {"machine": CARD, "command": "make gpu", "complete": False}
+    return {name: {**head, "parts": found} for name, found in parts.items()}
+
+
+def test_the_page_of_the_gpu_says_what_has_not_run(
+    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part by part: each shows its figures once its document is there, and the others still say so."""
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    content = GPU_PAGE.read_text(encoding="utf-8")
+    documents = gpu_documents()
+    (tmp_path / "gpu").mkdir()
+    for done, (name, document) in enumerate(documents.items()):
+        assert tables.filled(GPU_PAGE, content).count("Not run yet") == len(documents) - done
+        (tmp_path / "gpu" / f"{name}.json").write_text(json.dumps(document))
+    page = tables.filled(GPU_PAGE, content)
+    assert "Not run yet" not in page and page.count("made-up card") == 1 + len(documents)
+    assert "`bench/results/gpu/step_tail.json`" in page
+    assert tables.filled(GPU_PAGE, page) == page
+
+
+def test_the_page_of_the_gpu_shows_figures_and_failures(
+    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    (tmp_path / "gpu").mkdir()
+    for name, document in gpu_documents().items():
+        (tmp_path / "gpu" / f"{name}.json").write_text(json.dumps(document))
+    assert "| time to build | 201 s |" in tables.gpu_build()
+    assert "| 70 | 2 | 1 |" in tables.gpu_conformance() and "- copy.order (O1): signal 11" in tables.gpu_conformance()
+    tests = tables.gpu_tests()
+    assert "| C++ | 300 | 1 | 4 |" in tests and "- a::b: 1 != 2" in tests and "did not finish" in tests
+    tail = tables.gpu_step_tail()
+    assert "| large: torch fused, over ours | 1.5 |  |  |" in tail and "| waits | no trace | <= 0 | absent |" in tail
+    race = tables.gpu_accelerate()
+    assert "| GPT-2 small | 400 ms | 2 | not measured | not measured | not measured | 4 | not measured | 8 |" in race
+    assert "| 2: whole step in a CUDA graph |" in race
+    assert "- gpt, stock max-autotune: ended before it was told to" in race and "Not all of it has run" in race

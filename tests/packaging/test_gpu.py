@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -126,7 +127,15 @@ child.wait()
 """
     run(runner, tmp_path / "x.json", [runner.Part("stubborn", python(script), lambda _: {})], 3)
     status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
-    assert not status.exists() or "(zombie)" in status.read_text()
+
+    def runs() -> bool:
+        return status.exists() and "(zombie)" not in status.read_text()
+
+    tries = 200  # it was killed, and may need a moment on a busy machine
+    while runs() and tries:
+        tries -= 1
+        time.sleep(0.05)
+    assert tries
 
 
 def test_a_part_that_had_the_whole_slice_and_did_not_finish_is_a_result(runner: ModuleType, tmp_path: Path) -> None:
@@ -134,7 +143,7 @@ def test_a_part_that_had_the_whole_slice_and_did_not_finish_is_a_result(runner: 
     slow = runner.Part("slow", python(SLEEPS), lambda _: {"good": True})
     path = tmp_path / "tests.json"
     found = run(runner, path, [slow, quick], 3)
-    assert "did not finish" in found["parts"]["slow"]["failed"]
+    assert "did not finish" in found["parts"]["slow"]["problem"]
     assert run(runner, path, [slow, quick])["parts"]["quick"]["good"]
 
 
@@ -150,8 +159,8 @@ def test_failures_are_results_and_the_next_part_runs(runner: ModuleType, tmp_pat
     bad = runner.Part("bad", python("print('the card is gone'); raise SystemExit(3)"), no_report)
     good = runner.Part("good", python("raise SystemExit(1)"), lambda _: {"failures": 2}, accepted=(0, 1))
     found = run(runner, tmp_path / "x.json", [bad, good])
-    assert found["complete"] and found["parts"]["bad"]["failed"] == "exit status 3: the card is gone"
-    assert found["parts"]["good"]["failures"] == 2 and "failed" not in found["parts"]["good"]
+    assert found["complete"] and found["parts"]["bad"]["problem"] == "exit status 3: the card is gone"
+    assert found["parts"]["good"]["failures"] == 2 and "problem" not in found["parts"]["good"]
     must = runner.Part("must", python("raise SystemExit(1)"), lambda _: {"units": 0}, must_succeed=True)
     found = run(runner, tmp_path / "y.json", [must, good])
     assert not found["complete"] and "good" not in found["parts"]
@@ -297,7 +306,7 @@ def test_a_backend_that_proved_nothing_did_not_pass(
     (here.work / "conformance.json").write_text(
         json.dumps({"backend": "cuda", "reason": "no card", "devices": 1, **said})
     )
-    assert part.collect(runner.Outcome(0, 1.0, [])).get("failed") == expected
+    assert part.collect(runner.Outcome(0, 1.0, [])).get("problem") == expected
 
 
 def test_the_pack_has_the_libraries_that_libraries_need(

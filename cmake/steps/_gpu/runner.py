@@ -81,7 +81,7 @@ def read_json(path: Path) -> Document:
 def is_done(document: Document, part: Part) -> bool:
     """Whether the part has its result."""
     found = document.get("parts", {}).get(part.name)
-    return found is not None and not found.get("unfinished") and not (part.must_succeed and found.get("failed"))
+    return found is not None and not found.get("unfinished") and not (part.must_succeed and found.get("problem"))
 
 
 def run(command: list[str], environment: dict[str, str], seconds: float, log: Path, stop: int) -> Outcome:
@@ -136,14 +136,14 @@ def run_part(
     if outcome.status is None and not part.goes_on:
         if seconds < FULL_TURN * whole:
             return {}
-        return {"failed": f"it did not finish in {outcome.seconds:.0f} s", "seconds": spent}
+        return {"problem": f"it did not finish in {outcome.seconds:.0f} s", "seconds": spent}
     try:
         found = part.collect(outcome)
     except (OSError, ValueError, KeyError) as problem:  # no result: the command's own words say more
         why = outcome.failure or f"it left no result that can be read ({type(problem).__name__}: {problem})"
-        return {"failed": why, "seconds": spent} if outcome.status is not None else {}
+        return {"problem": why, "seconds": spent} if outcome.status is not None else {}
     if outcome.status is not None and outcome.status not in part.accepted:
-        found["failed"] = outcome.failure
+        found["problem"] = outcome.failure
     if outcome.status is None and found:
         found["unfinished"] = True
     return {**found, "seconds": spent} if found else {}

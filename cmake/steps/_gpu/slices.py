@@ -97,13 +97,13 @@ def conformance_parts(machine: Machine) -> list[Part]:
     def collect(_outcome: Outcome) -> Document:
         said = json.loads(report.read_text(encoding="utf-8"))
         if "checks" not in said:
-            return {**said, "failed": f"the backend was refused: {said.get('refused')}"}
+            return {**said, "problem": f"the backend was refused: {said.get('refused')}"}
         bad = [check for check in said["checks"] if check["verdict"] not in ("pass", "skip")]
         if not said["checks"]:
-            return {**said, "failed": f"unusable here: {said['reason']}"}
+            return {**said, "problem": f"unusable here: {said['reason']}"}
         print(f"conformance: {said['passed']} passed, {said['skipped']} skipped, {said['failed']} failed")
         skipped = {check["name"]: check["seen"] for check in said["checks"] if check["verdict"] == "skip"}
-        counts = {"passed": said["passed"], "skipped": said["skipped"], "refuted": said["failed"]}
+        counts = {"passed": said["passed"], "skipped": said["skipped"], "failed": said["failed"]}
         head = {"backend": said["backend"], "reason": said["reason"], "devices": said["devices"]}
         return {**head, **counts, "bad": bad, "skips": skipped}
 
