@@ -108,6 +108,7 @@ def run_one(machine: Machine, which: Slice, seconds: float, again: bool, copy: P
     if copy is not None:
         copy.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy / which.file)
+        shutil.make_archive(str(copy / "logs"), "gztar", machine.work / "logs")
     return not any(is_bad(part) for part in found["parts"].values())
 
 
@@ -134,7 +135,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=LONGEST, help="end within this time (default %(default)s)")
     parser.add_argument("--python", help="the Python whose torch is meant (default: .venv's, else python3)")
     parser.add_argument("--results", type=Path, help="keep the JSON documents there")
-    parser.add_argument("--copy", type=Path, help="copy each document there too")
+    parser.add_argument("--copy", type=Path, help="copy each document there too, and all logs")
     parser.add_argument("--pack", action="store_true", help="collect build/gpu-pack and run nothing")
     made = parser.parse_args(arguments)
     if made.again and not made.slice:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,6 +161,7 @@ def test_failures_are_results_and_the_next_part_runs(runner: ModuleType, tmp_pat
     good = runner.Part("good", python("raise SystemExit(1)"), lambda _: {"failures": 2}, accepted=(0, 1))
     found = run(runner, tmp_path / "x.json", [bad, good])
     assert found["complete"] and found["parts"]["bad"]["problem"] == "exit status 3: the card is gone"
+    assert found["parts"]["bad"]["printed"] == ["the card is gone"]
     assert found["parts"]["good"]["failures"] == 2 and "problem" not in found["parts"]["good"]
     must = runner.Part("must", python("raise SystemExit(1)"), lambda _: {"units": 0}, must_succeed=True)
     found = run(runner, tmp_path / "y.json", [must, good])
@@ -218,6 +220,20 @@ def test_results_of_another_card_are_not_gone_on_from(load: Callable[[str], Modu
     (here.results / which.file).write_text(json.dumps({"machine": {**here.facts, "GPU": "another"}, "parts": {}}))
     with pytest.raises(gpu.Unusable, match=r"another.*made-up card"):
         gpu.document_of(here, which)
+
+
+def test_documents_and_logs_are_copied(load: Callable[[str], ModuleType], runner: ModuleType, tmp_path: Path) -> None:
+    gpu = load("gpu")
+    parts = [runner.Part("one", python("print('hello')"), lambda _: {"passed": 1, "failed": 1})]
+    which = load("_gpu.slices").Slice("tests", "made up", lambda _machine: parts)
+    here = machine(load, tmp_path)
+    assert not gpu.run_one(here, which, 60.0, False, tmp_path / "copy")  # a test failed
+    assert (tmp_path / "copy" / "tests.json").read_text() == (here.results / "tests.json").read_text()
+    with tarfile.open(tmp_path / "copy" / "logs.tar.gz") as logs:
+        assert "./tests-one.log" in logs.getnames()
+    parts[0] = runner.Part("one", python(""), lambda _: {"passed": 2, "failed": 0})
+    assert not gpu.run_one(here, which, 60.0, False, None)  # it has its result
+    assert gpu.run_one(here, which, 60.0, True, None)  # from its beginning
 
 
 def test_a_build_counts_only_where_it_is(

@@ -109,7 +109,7 @@ def steps_of(torch: str, prefix: str, environment: dict[str, str]) -> dict[str, 
 
 
 def with_pack(environment: dict[str, str]) -> None:
-    """Let CMake, the loader and Python look into build/gpu-pack, after or beside what the machine has."""
+    """Let CMake, the loader and Python look into build/gpu-pack too."""
     if not PACK.is_dir():
         return
     libraries = [str(path) for path in (PACK / "usr/lib").glob("*-linux-gnu")]

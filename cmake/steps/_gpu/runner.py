@@ -19,6 +19,8 @@ from typing import Any
 SCHEMA = "oxytorch-gpu/1"
 GRACE = 15.0
 """Seconds that a program has to end after it was asked to; they are taken from the slice's time."""
+PRINTED = 20
+"""Lines that are kept of what a failing command printed."""
 FULL_TURN = 0.8
 """A part that had this share of a slice to itself and did not finish will not finish in the next one either."""
 
@@ -137,13 +139,14 @@ def run_part(
         if seconds < FULL_TURN * whole:
             return {}
         return {"problem": f"it did not finish in {outcome.seconds:.0f} s", "seconds": spent}
+    printed = outcome.tail[-PRINTED:]
     try:
         found = part.collect(outcome)
     except (OSError, ValueError, KeyError) as problem:  # no result: the command's own words say more
         why = outcome.failure or f"it left no result that can be read ({type(problem).__name__}: {problem})"
-        return {"problem": why, "seconds": spent} if outcome.status is not None else {}
+        return {"problem": why, "printed": printed, "seconds": spent} if outcome.status is not None else {}
     if outcome.status is not None and outcome.status not in part.accepted:
-        found["problem"] = outcome.failure
+        found |= {"problem": outcome.failure, "printed": printed}
     if outcome.status is None and found:
         found["unfinished"] = True
     return {**found, "seconds": spent} if found else {}

@@ -170,7 +170,7 @@ def test_parts(machine: Machine) -> list[Part]:
         return [part("C++", ctest("-L", "^base$")), part("Python", pytest(few))]
     groups = chunks(files, FILES_A_PART)
     python = [part(f"Python {n} of {len(groups)}", pytest(group)) for n, group in enumerate(groups, 1)]
-    return [part("C++", ctest("-L", "torch|cuda", "-LE", "device")), *python]
+    return [part("C++", ctest("-L", "torch", "-LE", "device")), *python]
 
 
 # --- races -----------------------------------------------------------------------------------------------------------
