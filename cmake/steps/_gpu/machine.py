@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[3]
 PACK = ROOT / "build" / "gpu-pack"
 SOURCES = ("CMakeLists.txt", "CMakePresets.json", "cmake", "src", "include", "backends", "bindings", "bench",
            "conformance", "examples", "tests", "python")  # fmt: skip
-MADE = ("bench/results/", "bench/report/", "python/oxytorch/lib/", "python/oxytorch/bin/",
-        "python/oxytorch/_build_info.py")  # fmt: skip
-"""What builds and races write beside them."""
+ASIDE = ("cmake/steps/", "bench/results/", "bench/report/", "python/oxytorch/lib/", "python/oxytorch/bin/",
+         "python/oxytorch/_build_info.py")  # fmt: skip
+"""Below those, but not read by the build: steps, results, and what builds write beside the sources."""
 ASK_TORCH = """
 import json, platform, sys, torch
 said = {"torch": torch.__version__, "CUDA": torch.version.cuda}
@@ -176,8 +176,8 @@ def source_files() -> list[Path]:
             found.append(path)
         for file in path.rglob("*") if path.is_dir() else ():
             name = file.relative_to(ROOT).as_posix()
-            made = name.startswith(MADE) or "__pycache__" in name or ".so" in file.suffixes
-            if file.is_file() and (not made or path == PACK):
+            aside = name.startswith(ASIDE) or "__pycache__" in name or ".so" in file.suffixes
+            if file.is_file() and (not aside or path == PACK):
                 found.append(file)
     return sorted(found)
 
