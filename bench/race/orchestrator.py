@@ -463,4 +463,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        progress("stopped; starts that were finished are kept")
+        sys.exit(130)
