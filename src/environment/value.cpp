@@ -562,35 +562,53 @@ std::string torch_logs_fault(std::string_view value) {
       "is no name of a log");
 }
 
-std::string grammar_fault(std::string_view grammar, std::string_view value) {
-  if (grammar == "cuda_alloc") return cuda_alloc_fault(value);
-  if (grammar == "malloc_conf") return malloc_conf_fault(value);
-  if (grammar == "glibc_tunables") return glibc_fault(value);
-  if (grammar == "cpu_affinity") return cpu_affinity_fault(value);
-  if (grammar == "places") return places_fault(value);
-  if (grammar == "thread_counts") return thread_counts_fault(value);
-  if (grammar == "proc_bind") return proc_bind_fault(value);
-  if (grammar == "schedule") return schedule_fault(value);
-  if (grammar == "stack_size") return with_unit(value, "bkmg") ? "" : "is not a size in KiB or with B, K, M or G";
-  if (grammar == "spin_count") {
-    return one_of(lower(value), {"infinite", "infinity"}) || with_unit(value, "kmgt")
-               ? ""
-               : "is not a whole number or infinite";
-  }
-  if (grammar == "cuda_devices") return cuda_devices_fault(value);
-  if (grammar == "cublas_workspace") return cublas_workspace_fault(value);
-  if (grammar == "level") return level_fault(value);
-  if (grammar == "recipe_cache") return recipe_cache_fault(value);
-  if (grammar == "torch_logs") return torch_logs_fault(value);
-  return "";
+std::string stack_size_fault(std::string_view value) {
+  return with_unit(value, "bkmg") ? "" : "is not a size in KiB or with B, K, M or G";
 }
 
+std::string spin_count_fault(std::string_view value) {
+  const bool fits = one_of(lower(value), {"infinite", "infinity"}) || with_unit(value, "kmgt");
+  return fits ? "" : "is not a whole number or infinite";
+}
+
+constexpr char kManySettings[] = "settings of its own, see what it does";
+
+constexpr Grammar kGrammars[] = {
+    {"cpu_affinity", "processor numbers, ranges such as 0-3, and steps such as 0-15:2", cpu_affinity_fault},
+    {"cublas_workspace", ":KiB:count, such as :4096:8", cublas_workspace_fault},
+    {"cuda_alloc", kManySettings, cuda_alloc_fault},
+    {"cuda_devices", "card numbers or UUIDs, separated by commas", cuda_devices_fault},
+    {"glibc_tunables", kManySettings, glibc_fault},
+    {"level", "'LOC', 'NVL', 'PIX', 'PXB', 'PHB' or 'SYS'", level_fault},
+    {"malloc_conf", kManySettings, malloc_conf_fault},
+    {"places", "'threads', 'cores', 'sockets', 'll_caches' or 'numa_domains', or lists such as {0:4}", places_fault},
+    {"proc_bind", "'false', 'true', or 'primary', 'close' or 'spread' for each level", proc_bind_fault},
+    {"recipe_cache", "path,delete,megabytes,nfs such as /tmp/recipes,false,1024,false", recipe_cache_fault},
+    {"schedule", "'static', 'dynamic', 'guided' or 'auto', with a chunk after a comma", schedule_fault},
+    {"spin_count", "a whole number with k, M, G or T, or 'infinite'", spin_count_fault},
+    {"stack_size", "a size in KiB, or with B, K, M or G", stack_size_fault},
+    {"thread_counts", "whole numbers from 1, separated by commas", thread_counts_fault},
+    {"torch_logs", kManySettings, torch_logs_fault},
+};
+
 }  // namespace
+
+const Grammar* find_grammar(std::string_view name) {
+  const auto* found = std::find_if(std::begin(kGrammars), std::end(kGrammars),
+                                   [&](const Grammar& grammar) { return grammar.name == name; });
+  return found == std::end(kGrammars) ? nullptr : found;
+}
+
+std::vector<std::string> grammar_names() {
+  std::vector<std::string> names;
+  for (const Grammar& grammar : kGrammars) names.emplace_back(grammar.name);
+  return names;
+}
 
 std::string fault_of(const Setting& setting, std::string_view value) {
   // An empty value is what most components take for unset.
   if (trim(value).empty()) return "";
-  if (setting.kind == Kind::Grammar) return grammar_fault(setting.grammar, value);
+  if (const Grammar* grammar = find_grammar(setting.grammar)) return grammar->fault(value);
   const std::string must = "must be " + setting.allowed();
   switch (setting.kind) {
     case Kind::Flag: return is_flag(setting, trim(value)) ? "" : must;

@@ -13,6 +13,17 @@ namespace oxytorch::environment {
 /// What is wrong with the value, as a clause after "is": "not a whole number"; "" where nothing is.
 std::string fault_of(const Setting& setting, std::string_view value);
 
+/// A language that values of some settings are written in.
+struct Grammar {
+  std::string_view name;
+  const char* allowed;                     ///< what may be set, for messages
+  std::string (*fault)(std::string_view);  ///< as fault_of
+};
+
+/// Null where there is none of that name.
+const Grammar* find_grammar(std::string_view name);
+std::vector<std::string> grammar_names();
+
 /// "key:value" pairs, or those that `by` and `sign` separate; brackets keep what is inside them together.
 std::vector<std::pair<std::string, std::string>> pairs_of(std::string_view text, char by, char sign);
 

@@ -36,6 +36,12 @@ def test_the_registry_is_a_table() -> None:
     assert (pool.kind, pool.choices, pool.default) == ("choice", ["0", "4"], "4")
 
 
+def test_it_holds_what_the_data_files_name() -> None:
+    files = (ROOT / "src" / "environment" / "settings").glob("*.yaml")
+    names = [name for file in files for name in re.findall(r"^  (\w+):$", file.read_text(), re.MULTILINE)]
+    assert sorted(names) == sorted(row.name for row in environment.settings())
+
+
 def test_torchs_own_names_are_in_it() -> None:
     """What the installed torch reads, by its own headers and sources: no name of ours may have gone."""
     package = Path(ox.environment.torch.__file__).parent

@@ -33,6 +33,10 @@ def test_it_holds_every_module_of_the_package(unpacked: Path) -> None:
 
     assert modules(ROOT) - {"_build_info.py"} <= modules(unpacked)  # that one is made by the build
     assert not (unpacked / "tests").exists() and not (unpacked / "bench" / "results").exists()
+    settings = Path("src") / "environment" / "settings"
+    assert sorted(path.name for path in (ROOT / settings).iterdir()) == sorted(
+        path.name for path in (unpacked / settings).iterdir()
+    )
     races = {path.name for path in (ROOT / "bench" / "race").glob("*.py")}
     assert races == {path.name for path in (unpacked / "bench" / "race").glob("*.py")}  # `oxytorch bench` runs these
 
