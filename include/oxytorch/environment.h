@@ -74,7 +74,7 @@ struct OXY_API Setting {
   [[nodiscard]] std::string allowed() const;
 };
 
-/// The registry, ordered by family and then as the tables list them. Built once.
+/// The registry, ordered by family, then by data file and name. Read when first asked for, once.
 OXY_API const std::vector<Setting>& settings();
 
 /// The row of `name`, or null. Names are compared exactly, as getenv does.
