@@ -1,0 +1,143 @@
+"""Budgets from 90 % of what activations take down to the lowest peak, on the models of the memory race.
+
+Each budget is kept, a smaller one never peaks higher, the prediction is close, and training under each plan leaves the
+bits that training without one leaves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from oxytorch.memory import MemoryPlan, Meter, fit
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench" / "race"))
+from _memory_models import TASKS, made
+
+pytestmark = [
+    pytest.mark.cpu_only("only the memory of CPU tensors is planned"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+EPOCHS, BATCHES = 2, 2
+
+
+class Training:
+    """A model with the same weights and batches each time."""
+
+    def __init__(self, name: str) -> None:
+        self.task = made(name, quick=True)
+        self.batches = [self.task.draw() for _ in range(BATCHES)]
+        self.optimizer = torch.optim.AdamW(self.task.net.parameters(), lr=1e-4)
+
+    def step(self, batch: int = 0) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.task.loss(self.batches[batch])
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def fit(self, budget: int | str) -> MemoryPlan:
+        return fit(self.task.net, self.step, budget, blocks=self.task.net.blocks_by_name())
+
+    def epochs(self) -> dict[str, Tensor]:
+        """All that some epochs leave: losses, gradients, parameters, buffers, random state."""
+        torch.manual_seed(5)
+        left: dict[str, Tensor] = {}
+        for epoch in range(EPOCHS):
+            for batch in range(BATCHES):
+                left[f"loss {epoch}.{batch}"] = self.step(batch)
+                for name, each in self.task.net.named_parameters():
+                    if each.grad is not None:
+                        left[f"gradient {epoch}.{batch} {name}"] = each.grad.clone()
+        left |= {name: value.clone() for name, value in self.task.net.state_dict().items()}
+        return left | {"next random numbers": torch.rand(4)}
+
+    def peak(self) -> int:
+        """Bytes that a step takes beyond what lives between steps."""
+        self.step()
+        with Meter() as meter:
+            self.step()
+        return meter.peak_bytes
+
+
+@dataclass
+class Point:
+    """What a budget came to."""
+
+    budget: int
+    plan: MemoryPlan
+    differing: list[str]
+    peak: int
+    """Of a step of the loop after that, with what lives between steps."""
+
+
+@dataclass
+class Curve:
+    name: str
+    plain_peak: int
+    floor: int
+    points: list[Point] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not value.equal(other[name])]
+
+
+@pytest.fixture(scope="module", params=list(TASKS))
+def curve(request: pytest.FixtureRequest, one_thread: None) -> Curve:
+    plain = Training(request.param)
+    left, activations = plain.epochs(), plain.peak()
+    with Training(request.param).fit(1 << 40) as loose:
+        found = Curve(request.param, loose.plain_peak, loose.floor)
+    between = found.plain_peak - activations
+    least = found.floor + found.floor // 500  # the lowest peak is looked for to a part of it
+    budgets = [between + activations * tenths // 10 for tenths in range(9, 0, -1)]
+    for budget in [*(each for each in budgets if each > least), least]:
+        training = Training(request.param)
+        try:
+            plan = training.fit(budget)
+        except torch.OutOfMemoryError as error:
+            found.refused.append(f"budget {budget}, with the lowest peak predicted as {found.floor}: {error}")
+            continue
+        with plan:
+            changed = differing(training.epochs(), left)
+            found.points.append(Point(budget, plan, changed, between + training.peak()))
+    return found
+
+
+def told(curve: Curve, wrong: Callable[[Point], bool]) -> list[str]:
+    return [f"budget {point.budget}:\n{point.plan.table()}" for point in curve.points if wrong(point)]
+
+
+def test_every_budget_is_kept(curve: Curve) -> None:
+    assert curve.floor < 0.9 * curve.plain_peak and len(curve.points) > 1
+    assert not curve.refused
+    assert not told(curve, lambda point: point.plan.measured_peak > point.budget)
+    # Each mask of dropout gives experts other tokens, so that no two steps take the same.
+    varies = 1.01 if "experts" in curve.name else 1
+    assert not told(curve, lambda point: point.peak > varies * point.budget)
+
+
+def test_a_smaller_budget_never_peaks_higher(curve: Curve) -> None:
+    peaks = [curve.plain_peak, *(point.plan.measured_peak for point in curve.points)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_the_predicted_peak_is_within_1_percent(curve: Curve) -> None:
+    def is_off(point: Point) -> bool:
+        return abs(point.plan.predicted_peak - point.plan.measured_peak) > 0.01 * point.plan.measured_peak
+
+    assert not told(curve, is_off)
+
+
+def test_training_leaves_the_same_bits_in_the_second_epoch_too(curve: Curve) -> None:
+    assert not {point.budget: point.differing for point in curve.points if point.differing}
+    assert all(point.plan.same_bits for point in curve.points)
