@@ -682,6 +682,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
         raced(memory_race, "memory.json", MEMORY_COMMAND, "rivals"),
         f"{MEMORY_COMMAND} --json bench/results/memory.json",
     ),
+    "memory-least": (
+        raced(memory_race, "memory.json", MEMORY_COMMAND, "least"),
+        f"{MEMORY_COMMAND} --json bench/results/memory.json",
+    ),
     "convergence": (convergence, "python bench/race/convergence.py --json bench/results/convergence.json"),
     "planted-faults": (
         planted_faults,
