@@ -71,6 +71,13 @@ py::object checkpoint(const py::function& first, const std::vector<at::Tensor>& 
   return result;
 }
 
+py::object selectively(const py::function& function) {
+  SelectiveCheckpoint selective;
+  auto result = function();
+  selective.end();
+  return result;
+}
+
 void bind_figures(py::module_& m) {
   py::class_<PhaseUse>(m, "PhaseUse", "A part of a step, as a meter saw it. Bytes are those of tensors.")
       .def_readonly("name", &PhaseUse::name)
@@ -211,6 +218,8 @@ void bind_memory_meter(py::module_& m) {
   m.def("records_gradients", &records_gradients, "Whether anything is recorded for backward on this thread.");
   m.def("checkpoint", &checkpoint, py::arg("first"), py::arg("inputs"), py::arg("again"),
         "Return first(), of which backward runs again(inputs) for what it needs.");
+  m.def("selective_checkpoint", &selectively, py::arg("function"),
+        "Return function(), of which backward runs cheap operators again.");
 }
 
 }  // namespace oxytorch::bindings

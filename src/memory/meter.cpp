@@ -20,6 +20,7 @@
 
 #include "memory/aligned.h"
 #include "memory/cpu_allocator.h"
+#include "memory/region_clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
 #include "oxytorch/system.h"
@@ -110,6 +111,11 @@ class Recorder final : public BlockObserver {
         {static_cast<std::int64_t>(events_.size()), now(), region, begins, in_backward, std::move(addresses)});
   }
 
+  void add_selective(int region, std::chrono::nanoseconds time) {
+    const std::lock_guard lock(mutex_);
+    selective_ns_[region] += time.count();
+  }
+
   Timeline timeline() const {
     Timeline found;
     found.names = names().all();
@@ -118,6 +124,7 @@ class Recorder final : public BlockObserver {
       const std::lock_guard lock(mutex_);
       found.events = events_;
       found.marks = marks_;
+      found.selective_ns.assign(selective_ns_.begin(), selective_ns_.end());
       tracebacks = tracebacks_;
     }
     if (tracebacks.empty()) return found;
@@ -168,6 +175,7 @@ class Recorder final : public BlockObserver {
   std::int64_t live_ = 0;
   std::vector<BlockEvent> events_;
   std::vector<RegionMark> marks_;
+  std::map<int, std::int64_t> selective_ns_;
   std::vector<std::shared_ptr<torch::CapturedTraceback>> tracebacks_;
 };
 
@@ -313,6 +321,19 @@ Region::~Region() {
 }
 
 void Region::outputs(at::ArrayRef<at::Tensor> tensors) { outputs_ = addresses_of(tensors); }
+
+RegionClock::RegionClock(int region) : region_(is_recording.load(std::memory_order_relaxed) ? region : -1) {
+  if (region_ >= 0) began_ = std::chrono::steady_clock::now();
+}
+
+RegionClock::~RegionClock() {
+  if (region_ < 0) return;
+  const auto time = std::chrono::steady_clock::now() - began_;
+  const std::lock_guard lock(recording_mutex);
+  if (recording != nullptr) recording->add_selective(region_, time);
+}
+
+int RegionClock::region() { return region_of_thread; }
 
 struct Meter::Inside {
   explicit Inside(const MeterOptions& options) : device(options.device), has_timeline(options.timeline) {

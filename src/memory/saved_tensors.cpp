@@ -73,4 +73,8 @@ KeepingTensors::KeepingTensors(TensorKeeper& keeper) : previous_(innermost) {
 
 KeepingTensors::~KeepingTensors() { innermost = previous_; }
 
+bool KeepingTensors::is_active() { return innermost.keeper != nullptr; }
+
+bool KeepingTensors::is_possible() { return !at::SavedTensorDefaultHooks::get_disabled_error_message().has_value(); }
+
 }  // namespace oxytorch::memory

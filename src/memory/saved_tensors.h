@@ -26,6 +26,10 @@ class KeepingTensors {
   ~KeepingTensors();
   KeepingTensors(const KeepingTensors&) = delete;
   KeepingTensors& operator=(const KeepingTensors&) = delete;
+  /// Whether a keeper counts on this thread.
+  [[nodiscard]] static bool is_active();
+  /// Whether torch allows hooks of saved tensors here, as it does not inside torch.func.grad.
+  [[nodiscard]] static bool is_possible();
 
   struct Scope {
     TensorKeeper* keeper = nullptr;

@@ -123,6 +123,46 @@ auto checkpoint(Function function, const Args&... args) {
   return std::move(*result);
 }
 
+/// While it runs, autograd on this thread does not keep what cheap operators make of what it keeps anyway. See
+/// selective_checkpoint().
+class OXY_API SelectiveCheckpoint {
+ public:
+  SelectiveCheckpoint();
+  ~SelectiveCheckpoint();
+  SelectiveCheckpoint(const SelectiveCheckpoint&) = delete;
+  SelectiveCheckpoint& operator=(const SelectiveCheckpoint&) = delete;
+
+  /// Gives up what can be made again. Without it everything is kept.
+  void end();
+
+  struct Inside;
+  struct Open;
+
+ private:
+  std::shared_ptr<Inside> inside_;
+  std::unique_ptr<Open> open_;
+};
+
+/// function(args...), of which autograd does not keep what can be made again in little time from the rest that it
+/// keeps: results of elementwise operators, normalisations, softmax, copies, pooling and lookups. Backward runs those
+/// operators again, with the same arguments, when it comes to what needs them; the function itself is not run again.
+/// Random masks are kept as bits. Gradients, buffers and random state keep every bit.
+///
+/// Tensors under 16 KiB are kept. Inside checkpoint() or another selective_checkpoint() it only calls the function, as
+/// it does with no gradient recorded. Costs about two microseconds for each operator of the function.
+///
+/// Error(InvalidState), from backward: something that a tensor is made again from was changed in place meanwhile.
+///
+/// Which operators are worth their memory, and which are made again: Korthikanti et al., "Reducing Activation
+/// Recomputation in Large Transformer Models", 2022.
+template <class Function, class... Args>
+auto selective_checkpoint(Function&& function, Args&&... args) {
+  SelectiveCheckpoint selective;
+  auto result = std::forward<Function>(function)(std::forward<Args>(args)...);
+  selective.end();
+  return result;
+}
+
 /// The modules of `sequential` one after another, in `segments` pieces of equal length, each of which keeps its input
 /// alone; the last keeps everything, as backward begins with it. Each module takes a tensor and gives one.
 /// Error(InvalidArgument) for fewer than 1 or more segments than modules.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace oxytorch::memory {
@@ -33,6 +34,8 @@ struct Timeline {
   std::vector<BlockEvent> events;
   std::vector<RegionMark> marks;
   std::vector<std::string> names;
+  /// How long selective_checkpoint() worked in a region: to leave tensors out, and to make them again in backward.
+  std::vector<std::pair<int, std::int64_t>> selective_ns{};
   /// Where blocks were taken: "file:line function", the innermost call first, one call a line.
   std::vector<std::string> sites;
 };

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .batch import BatchPlan, BatchTrial, batch_curve, largest_batch, release_cache, set_memory_fraction
-from .checkpoint import checkpoint, checkpoint_sequential
+from .checkpoint import checkpoint, checkpoint_sequential, selective_checkpoint
 from .fit import MemoryPlan, fit
 from .forecast import BatchForecast, will_it_fit
 from .host_pool import HostPoolStats, host_pool_stats, use_host_pool
@@ -48,6 +48,7 @@ __all__ = [
     "region",
     "release_cache",
     "resident_bytes",
+    "selective_checkpoint",
     "set_limit",
     "set_memory_fraction",
     "use_host_pool",
