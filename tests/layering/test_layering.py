@@ -58,7 +58,7 @@ PYTHON_LAYERS = {
     "step": LAYERS["tune"] - 1,
     "step_graph": LAYERS["tune"] - 1,
 }
-PAGES_BESIDE_MODULES = {"index", "systems", "demo", "bench", "hpu"}
+PAGES_BESIDE_MODULES = {"index", "results-gpu", "systems", "demo", "bench", "hpu"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
 # A Gaudi card is reached through torch alone: docs/decisions/0007-hpu-through-torch.md.
 TORCH_BELOW = {"backends/hpu/torch_device.cpp"}
