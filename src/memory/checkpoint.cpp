@@ -3,7 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
-#include <ATen/ops/equal.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -48,7 +48,8 @@ struct Shape {
   c10::Device device;
 };
 
-/// The states of torch's generators of the CPU and of the devices of some tensors.
+/// The states of torch's generators of the CPU and of the devices of some tensors. Kept as bytes: a plan of what a step
+/// takes could not tell which blocks draw numbers, and so which would keep one more tensor.
 class RandomStates {
  public:
   explicit RandomStates(const std::vector<at::Tensor>& inputs) : devices_{c10::Device(c10::DeviceType::CPU)} {
@@ -62,9 +63,7 @@ class RandomStates {
   /// Where nothing was drawn since they were read, there is nothing to keep.
   void drop_if_unused() {
     const auto after = now();
-    for (std::size_t i = 0; i < states_.size(); ++i) {
-      if (!at::equal(states_[i], after.states_[i])) return;
-    }
+    if (states_ != after.states_) return;
     devices_.clear();
     states_.clear();
   }
@@ -77,7 +76,10 @@ class RandomStates {
     for (std::size_t i = 0; i < devices_.size(); ++i) {
       auto generator = at::globalContext().defaultGenerator(devices_[i]);
       const std::lock_guard lock(generator.mutex());
-      generator.set_state(states_[i]);
+      const auto& bytes = states_[i];
+      const auto state = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
+      std::copy(bytes.begin(), bytes.end(), state.mutable_data_ptr<std::uint8_t>());
+      generator.set_state(state);
     }
   }
 
@@ -87,11 +89,13 @@ class RandomStates {
     for (const auto device : devices_) {
       auto generator = at::globalContext().defaultGenerator(device);
       const std::lock_guard lock(generator.mutex());
-      states_.push_back(generator.get_state());
+      const auto state = generator.get_state();  // on the host, of any device
+      const auto* const bytes = state.const_data_ptr<std::uint8_t>();
+      states_.emplace_back(bytes, bytes + state.numel());
     }
   }
   std::vector<c10::Device> devices_;
-  std::vector<at::Tensor> states_;
+  std::vector<std::vector<std::uint8_t>> states_;
 };
 
 /// Autocast of this thread, for the CPU and the devices of some tensors.
