@@ -123,6 +123,8 @@ void bind_config(py::module_& m) {
                          py::arg("ultra") = field.ultra, py::arg("reason") = field.reason);
           },
           py::arg("key"));
+  m.def("checkpointing_of", &checkpointing_of, py::arg("config"),
+        "What gradient_checkpointing comes to, of which goal = memory is a part.");
   m.def(
       "setting_refusal",
       [](const std::string& key, const std::string& user) { return refusal(key, parse_config_user(user)); },

@@ -4,10 +4,15 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <array>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "oxytorch/memory.h"
@@ -69,6 +74,12 @@ py::object checkpoint(const py::function& first, const std::vector<at::Tensor>& 
   py::object result;
   recomputation.run([&] { result = first(); });
   return result;
+}
+
+std::tuple<std::vector<int>, std::int64_t, double, bool> parts_of(const RecomputePlan& plan) {
+  std::vector<int> choice;
+  for (const auto each : plan.choice) choice.push_back(static_cast<int>(each));
+  return {std::move(choice), plan.peak_bytes, plan.seconds, plan.is_optimal};
 }
 
 py::object selectively(const py::function& function) {
@@ -135,18 +146,53 @@ void bind_batch_forecast(py::module_& m) {
 }
 
 void bind_recompute_plan(py::module_& m) {
-  py::class_<StepTape>(m, "StepTape", "A step as it was recorded; see oxytorch/memory/recompute_plan.h.")
+  py::class_<StepTape>(m, "StepTape", "A step as it was recorded; see oxytorch/memory/step_tape.h.")
       .def_static("of", &StepTape::of, py::arg("timeline"), py::arg("blocks"), release_gil())
       .def_static("steady", &StepTape::steady, py::arg("recordings"), release_gil())
+      .def("add_selective", &StepTape::add_selective, py::arg("recording"),
+           "Take over what calls take under selective_checkpoint().")
+      .def(
+          "spans",
+          [](const StepTape& tape) {
+            using Lowered = std::pair<std::size_t, Span::Bytes>;
+            using Condition = std::pair<std::size_t, std::array<bool, kRecomputes>>;
+            std::vector<std::tuple<std::int64_t, std::vector<Lowered>, std::optional<Condition>>> found;
+            for (const auto& span : tape.spans()) {
+              std::optional<Condition> only_with;
+              if (span.only_with) only_with.emplace(span.only_with->block, span.only_with->counts);
+              found.emplace_back(span.live, span.lowered, only_with);
+            }
+            return found;
+          },
+          "Of each part of the step: the most that is live, (block, bytes that lowers by what is made again), and "
+          "(block, by what is made again whether it counts) or None.")
+      .def("seconds", py::overload_cast<>(&StepTape::seconds, py::const_), "Of each block, by what is made again.")
+      .def(
+          "plan", [](const StepTape& tape, std::int64_t budget) { return parts_of(plan_recomputation(tape, budget)); },
+          py::arg("budget"), release_gil(),
+          "(What is made again of each block, peak, seconds added, whether no choice is faster). See "
+          "plan_recomputation() in oxytorch/memory/recompute_plan.h.")
+      .def(
+          "lowest", [](const StepTape& tape) { return parts_of(lowest_peak(tape)); }, release_gil(),
+          "The same for the lowest peak.")
       .def_readonly("names", &StepTape::names, "Of blocks.");
-  py::class_<BudgetSearch>(m, "BudgetSearch", "Finds blocks to run again; see oxytorch/memory/recompute_plan.h.")
+  py::class_<RecomputeChoice>(m, "RecomputeChoice", "Names of blocks of which something is made again.")
+      .def(py::init<std::vector<std::string>, std::vector<std::string>>(), py::arg("selective") = py::tuple(),
+           py::arg("full") = py::tuple())
+      .def_readonly("selective", &RecomputeChoice::selective, "Results of cheap operators.")
+      .def_readonly("full", &RecomputeChoice::full, "The whole block.");
+  py::class_<BudgetSearch>(m, "BudgetSearch", "Finds what to make again; see oxytorch/memory/budget_search.h.")
       .def(py::init<StepTape, std::int64_t, std::int64_t, std::int64_t>(), py::arg("tape"), py::arg("base"),
            py::arg("plain_peak"), py::arg("budget"), release_gil())
-      .def("next", &BudgetSearch::next, release_gil(), "Names of the blocks to run again next; None: it is over.")
+      .def_static("least", &BudgetSearch::least, py::arg("tape"), py::arg("base"), py::arg("plain_peak"),
+                  py::arg("plain_seconds"), py::arg("max_slowdown"), release_gil(), "By time in place of a budget.")
+      .def_property_readonly("is_bound_by_time", &BudgetSearch::is_bound_by_time)
+      .def("next", &BudgetSearch::next, release_gil(), "What is to be made again next; None: it is over.")
       .def("measured", &BudgetSearch::measured, py::arg("peak"))
       .def("timed", &BudgetSearch::timed, py::arg("plain_seconds"), py::arg("seconds"))
       .def("compared", &BudgetSearch::compared, py::arg("same"))
-      .def_property_readonly("recomputed", &BudgetSearch::recomputed)
+      .def("without_selective", &BudgetSearch::without_selective, py::arg("error"))
+      .def_property_readonly("choice", &BudgetSearch::choice)
       .def_property_readonly("budget", &BudgetSearch::budget)
       .def_property_readonly("plain_peak", &BudgetSearch::plain_peak)
       .def_property_readonly("predicted_peak", &BudgetSearch::predicted_peak)

@@ -247,15 +247,19 @@ void bind_tuner(py::module_& m) {
   const TunerOptions options;
   py::class_<TunerOptions>(m, "TunerOptions", "What a tuner is asked for.")
       .def(py::init([](std::string level, std::int64_t steps_planned, double tune_seconds, std::uint64_t seed,
-                       Names exclude, std::vector<Requirement> required, double total, double total_share) {
-             return TunerOptions{std::move(level),   steps_planned,       tune_seconds, seed,
-                                 std::move(exclude), std::move(required), total,        total_share};
+                       Names exclude, std::vector<Requirement> required,
+                       const std::optional<PerformanceConfig>& config) {
+             TunerOptions made{std::move(level),   steps_planned,      tune_seconds, seed,
+                               std::move(exclude), std::move(required)};
+             if (config) set_goal(*config, made);
+             return made;
            }),
            py::kw_only(), py::arg("level") = options.level, py::arg("steps_planned") = options.steps_planned,
            py::arg("tune_seconds") = options.tune_seconds, py::arg("seed") = options.seed, py::arg("exclude") = Names(),
-           py::arg("required") = std::vector<Requirement>(), py::arg("total") = options.total,
-           py::arg("total_share") = options.total_share)
+           py::arg("required") = std::vector<Requirement>(), py::arg("config") = py::none(),
+           "`config`: of which goal and max_slowdown count.")
       .def_readonly("seed", &TunerOptions::seed)
+      .def_readonly("max_slowdown", &TunerOptions::max_slowdown)
       .def_readonly("steps_planned", &TunerOptions::steps_planned);
   m.def("planned_steps", &planned_steps, py::arg("config"), py::arg("otherwise") = 0,
         "Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.");

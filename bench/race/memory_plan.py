@@ -13,6 +13,7 @@ Needs highspy, which cmake/steps/peers.sh installs into build/peers. Writes benc
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import sys
@@ -203,7 +204,8 @@ class Deep(nn.Sequential):
 
 
 def tape_of(net: Any, loss: Any) -> Any:
-    """A step that `fit` recorded."""
+    """A step as `fit` records it: as it is, and with every block under selective_checkpoint."""
+    names, fitting = net.blocks_by_name(), importlib.import_module("oxytorch.memory.fit")
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -211,8 +213,12 @@ def tape_of(net: Any, loss: Any) -> Any:
         loss().backward()
         optimizer.step()
 
-    with ox.memory.fit(net, step, 1 << 40, blocks=net.blocks_by_name()) as plan:
-        return plan._search.tape
+    step()  # makes the optimizer's state
+    tape = fitting._recorded(net, step, names)
+    put = fitting._Recomputed(net, ox._C.memory.RecomputeChoice(selective=names))
+    tape.add_selective(fitting._recorded(net, step, names))
+    put.close()
+    return tape
 
 
 def program_of(tape: Any) -> Program:

@@ -31,6 +31,9 @@ OXY_API std::string refusal(std::string_view key, ConfigUser user);
 /// True where a file or the caller set `key` to another value than the level's default.
 OXY_API bool is_given(const PerformanceConfig& config, std::string_view key);
 
+/// What `gradient_checkpointing` comes to: a size, "off", "auto" or "least", which `goal` = memory stands for too.
+OXY_API std::string checkpointing_of(const PerformanceConfig& config);
+
 /// Throws for the first setting that was given and that `user` would have to drop: Error(NotSupported) where it cannot
 /// honour it, Error(InvalidArgument) where another setting leaves it without effect or contradicts it. The message has
 /// the setting, its value, why, and what to do.

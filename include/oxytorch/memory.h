@@ -9,11 +9,11 @@
 #include "oxytorch/memory/batch_forecast.h"
 #include "oxytorch/memory/batch_search.h"
 #include "oxytorch/memory/block.h"
+#include "oxytorch/memory/budget_search.h"
 #include "oxytorch/memory/checkpoint.h"
 #include "oxytorch/memory/host_cap.h"
 #include "oxytorch/memory/host_pool.h"
 #include "oxytorch/memory/meter.h"
-#include "oxytorch/memory/recompute_plan.h"
 
 namespace oxytorch {
 

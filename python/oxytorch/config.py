@@ -79,6 +79,8 @@ class PerformanceConfig:
         early_stopping_mode: str
         early_stopping_restore_best: bool
         memory_limit: str
+        goal: str
+        max_slowdown: float
         gradient_checkpointing: str
         seed: int | str
         deterministic: bool

@@ -86,7 +86,8 @@ def _planned(model: nn.Module, step: Callable[[], Any], budget: str) -> dict[str
                 "peak_bytes": plan.measured_peak,
                 "step_seconds": plan.seconds,
                 "plain_step_seconds": plan.plain_seconds,
-                "run_again": list(plan.recomputed),
+                "full": list(plan.full),
+                "selective": list(plan.selective),
                 "same_bits": plan.same_bits,
                 "text": plan.table(),
             }

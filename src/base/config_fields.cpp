@@ -177,18 +177,25 @@ std::vector<ConfigField> make_fields() {
            "Memory of the process, as bytes or a share of what it may use; a tensor that would pass it raises an "
            "out-of-memory error. auto sets no limit."));
   fields.push_back(
+      choice("goal", {"speed", "memory"}, "speed", "speed",
+             "speed keeps what makes a step faster; memory also keeps what makes it smaller, as far as max_slowdown "
+             "allows, and stands for gradient_checkpointing = least."));
+  fields.push_back(number("max_slowdown", 1, kInfinity, true, 1.25,
+                          "How many times as long as given a step may take for the sake of its memory, where goal is "
+                          "memory or gradient_checkpointing least."));
+  fields.push_back(
       {"gradient_checkpointing",
        Type::Size,
-       {"off"},
+       {"off", "least"},
        0,
        0,
        false,
        std::string("off"),
        std::string("off"),
        std::string("off"),
-       "Bytes that the tensors of a step may take, or a share of memory: blocks of the model are run again "
-       "in backward, those that cost least. auto is what memory_limit leaves or the machine has; off runs "
-       "nothing again, since it takes time.",
+       "Bytes that the tensors of a step may take, or a share of memory: of blocks of the model, what costs least is "
+       "made again in backward. auto is what memory_limit leaves or the machine has; least is the smallest that "
+       "max_slowdown allows; off makes nothing again, since it takes time.",
        ""});
   fields.push_back({"seed",
                     Type::Integer,

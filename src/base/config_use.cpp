@@ -86,6 +86,8 @@ constexpr Row kRows[] = {
     {"early_stopping_mode", loop_only(kYourLoop)},
     {"early_stopping_restore_best", loop_only(kYourLoop)},
     {"memory_limit", kHonoured},
+    {"goal", kHonoured},
+    {"max_slowdown", kHonoured},
     {"gradient_checkpointing", kHonoured},
     {"seed", kHonoured},
     {"deterministic", kHonoured},
@@ -117,8 +119,14 @@ void check_dependent(const PerformanceConfig& config, ConfigUser user) {
            "allocator is 'system', which keeps nothing. Set allocator = 'retain', or leave "
            "the limit out.");
   }
-  if (is_given(config, "gradient_checkpointing") && config.word("compile") != "off") {
-    refuse("gradient_checkpointing", "compile is '", config.word("compile"),
+  if (is_given(config, "max_slowdown") && checkpointing_of(config) != "least") {
+    refuse("max_slowdown",
+           "the goal is speed, for which nothing is made slower. Set goal = 'memory' or gradient_checkpointing = "
+           "'least', or leave it out.");
+  }
+  const char* const checkpoints = is_given(config, "goal") ? "goal" : "gradient_checkpointing";
+  if (is_given(config, checkpoints) && config.word("compile") != "off") {
+    refuse(checkpoints, "compile is '", config.word("compile"),
            "', and a compiled model calls none of its blocks, which would be run again. Leave out one of them; torch "
            "compiles within a budget of its own, torch._functorch.config.activation_memory_budget.");
   }
@@ -172,6 +180,11 @@ ConfigUser parse_config_user(std::string_view name) {
 
 std::string refusal(std::string_view key, ConfigUser user) {
   return row_of(PerformanceConfig::field(key).key).refusals[static_cast<std::size_t>(user)];
+}
+
+std::string checkpointing_of(const PerformanceConfig& config) {
+  const bool of_goal = config.word("goal") == "memory" && !is_given(config, "gradient_checkpointing");
+  return of_goal ? "least" : config.word("gradient_checkpointing");
 }
 
 bool is_given(const PerformanceConfig& config, std::string_view key) {

@@ -1,6 +1,6 @@
 #include "oxytorch/memory/block.h"
 
-#include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -9,26 +9,34 @@ namespace oxytorch::memory {
 namespace {
 
 std::mutex mutex;
-std::map<std::string, int, std::less<>> run_again;  // how many plans say so
+/// How many plans say so, by Recompute.
+std::map<std::string, std::array<int, kRecomputes>, std::less<>> blocks;
+
+void add(const std::vector<std::string>& names, Recompute recompute, int count) {
+  for (const auto& name : names) {
+    auto& of_block = blocks[name];
+    of_block[static_cast<std::size_t>(recompute)] += count;
+    if (of_block == std::array<int, kRecomputes>{}) blocks.erase(name);
+  }
+}
+
+void add(const RecomputeChoice& choice, int count) {
+  const std::lock_guard lock(mutex);
+  add(choice.selective, Recompute::Selective, count);
+  add(choice.full, Recompute::Full, count);
+}
 
 }  // namespace
 
-bool is_run_again(std::string_view name) {
+Recompute recompute_of(std::string_view name) {
   const std::lock_guard lock(mutex);
-  return run_again.find(name) != run_again.end();
+  const auto found = blocks.find(name);
+  if (found == blocks.end()) return Recompute::Nothing;
+  return found->second[static_cast<std::size_t>(Recompute::Full)] > 0 ? Recompute::Full : Recompute::Selective;
 }
 
-RunAgain::RunAgain(std::vector<std::string> names) : names_(std::move(names)) {
-  const std::lock_guard lock(mutex);
-  for (const auto& name : names_) ++run_again[name];
-}
+RecomputeBlocks::RecomputeBlocks(RecomputeChoice choice) : choice_(std::move(choice)) { add(choice_, 1); }
 
-RunAgain::~RunAgain() {
-  const std::lock_guard lock(mutex);
-  for (const auto& name : names_) {
-    const auto found = run_again.find(name);
-    if (--found->second == 0) run_again.erase(found);
-  }
-}
+RecomputeBlocks::~RecomputeBlocks() { add(choice_, -1); }
 
 }  // namespace oxytorch::memory

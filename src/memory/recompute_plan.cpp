@@ -1,16 +1,10 @@
-#include "oxytorch/memory/recompute_plan.h"
+#include "memory/recompute_search.h"
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
-#include <limits>
+#include <cmath>
 #include <map>
-#include <numeric>
-#include <optional>
-#include <unordered_map>
-#include <utility>
+#include <string>
 
-#include "memory/aligned.h"
 #include "oxytorch/error.h"
 #include "oxytorch/units.h"
 
@@ -18,116 +12,62 @@ namespace oxytorch::memory {
 namespace {
 
 constexpr std::int64_t kFineness = 2'000;  // parts of a peak to which the lowest one is looked for
-constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 // A search looks at about so many numbers, half a second, and at no more nodes than that.
 constexpr std::size_t kMostWork = 300'000'000, kLeastNodes = 1'000, kMostNodes = 200'000;
 
-constexpr int kTries = 8;  // choices by prediction, before the lowest one is taken
+constexpr std::size_t index(Recompute recompute) { return static_cast<std::size_t>(recompute); }
+constexpr auto kSelective = index(Recompute::Selective), kFull = index(Recompute::Full);
 
-std::string size_text(std::int64_t bytes) {
-  return format_size(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0)));
+using Seconds = std::array<double, kRecomputes>;
+
+/// Of forwards that have ended by `moment`, and backwards that begin at `next` at the earliest.
+void add_changes(const StepTape& tape, std::int64_t moment, std::int64_t next, Span& span) {
+  std::map<std::size_t, Span::Bytes> lowered;
+  for (const auto& call : tape.calls) {
+    if (call.backward_begin < next) continue;
+    if (call.forward_end <= moment) {
+      auto& bytes = lowered[call.block];
+      bytes[kFull] += call.saved_bytes;
+      if (call.selective) bytes[kSelective] += call.saved_bytes - call.selective->saved_bytes;
+    }
+    for (const auto& held : call.held) {
+      if (held.from < next) lowered[call.block][kFull] -= held.bytes;
+    }
+    if (!call.selective) continue;
+    for (const auto& held : call.selective->held) {
+      if (held.from < next) lowered[call.block][kSelective] -= held.bytes;
+    }
+  }
+  for (const auto& each : lowered) {
+    if (each.second != Span::Bytes{}) span.lowered.push_back(each);
+  }
 }
 
-std::string milliseconds(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.4g ms", 1e3 * seconds);
-  return text;
+bool counts(const Span& span, const std::vector<Recompute>& choice) {
+  return !span.only_with || span.only_with->counts[index(choice[span.only_with->block])];
 }
 
-struct Block {
-  std::int64_t taken = 0, given_back = kNever, bytes = 0;
-};
-
-/// What `live` becomes between two moments at which a choice of blocks may change it: the peak in between, and by how
-/// much each block lowers it (below 0: raises it) where it is run again.
-struct Span {
-  std::int64_t live = 0;
-  std::vector<std::pair<std::size_t, std::int64_t>> lowered;
-  /// The moment of a second forward: counts where this block is run again.
-  std::optional<std::size_t> only_with;
-};
-
-class Spans {
- public:
-  explicit Spans(const StepTape& tape) {
-    std::vector<std::int64_t> moments{0, static_cast<std::int64_t>(tape.live.size())};
-    for (const auto& call : tape.calls) {
-      moments.insert(moments.end(), {call.forward_end, call.backward_begin});
-      for (const auto& held : call.held) moments.push_back(held.from);
-    }
-    std::sort(moments.begin(), moments.end());
-    moments.erase(std::unique(moments.begin(), moments.end()), moments.end());
-    for (std::size_t i = 0; i + 1 < moments.size(); ++i) {
-      Span span;
-      const auto begin = tape.live.begin() + moments[i], end = tape.live.begin() + moments[i + 1];
-      span.live = *std::max_element(begin, end);
-      add_changes(tape, moments[i], moments[i] + 1, span);
-      all_.push_back(std::move(span));
-    }
-    for (const auto& call : tape.calls) {
-      // Just before its backward begins, what it saved is given up still.
-      const auto moment = call.backward_begin;
-      Span span;
-      span.live = (moment == 0 ? 0 : tape.live[static_cast<std::size_t>(moment) - 1]) + call.forward_peak;
-      add_changes(tape, moment, moment, span);
-      span.only_with = call.block;
-      all_.push_back(std::move(span));
-    }
-    // What no choice can push over another span needs no look; the highest first.
-    std::sort(all_.begin(), all_.end(), [](const Span& a, const Span& b) { return a.live > b.live; });
-  }
-
-  [[nodiscard]] const std::vector<Span>& all() const { return all_; }
-  [[nodiscard]] static std::int64_t live(const Span& span, const std::vector<bool>& again) {
-    auto live = span.live;
-    for (const auto& [block, bytes] : span.lowered) live -= again[block] ? bytes : 0;
-    return live;
-  }
-  [[nodiscard]] std::int64_t peak(const std::vector<bool>& again) const {
-    std::int64_t highest = 0;
-    for (const auto& span : all_) {
-      if (!span.only_with || again[*span.only_with]) highest = std::max(highest, live(span, again));
-    }
-    return highest;
-  }
-
- private:
-  /// Of forwards that have ended by `moment`, and backwards that begin at `next` at the earliest.
-  static void add_changes(const StepTape& tape, std::int64_t moment, std::int64_t next, Span& span) {
-    std::map<std::size_t, std::int64_t> lowered;
-    for (const auto& call : tape.calls) {
-      if (call.backward_begin < next) continue;
-      if (call.forward_end <= moment) lowered[call.block] += call.saved_bytes;
-      for (const auto& held : call.held) {
-        if (held.from < next) lowered[call.block] -= held.bytes;
-      }
-    }
-    for (const auto& each : lowered) {
-      if (each.second != 0) span.lowered.push_back(each);
-    }
-  }
-
-  std::vector<Span> all_;
-};
-
-std::vector<double> seconds_of(const StepTape& tape) {
-  std::vector<double> seconds(tape.names.size());
-  for (const auto& call : tape.calls) seconds[call.block] += call.seconds;
-  return seconds;
+std::int64_t live(const Span& span, const std::vector<Recompute>& choice) {
+  auto live = span.live;
+  for (const auto& [block, bytes] : span.lowered) live -= bytes[index(choice[block])];
+  return live;
 }
 
-/// Branch and bound: which blocks, at the least time, keep every span within the budget.
+/// Branch and bound: what is made again of which blocks, at the least time, keeps every span within the budget.
 class Search {
  public:
-  Search(const StepTape& tape, const Spans& spans, std::int64_t budget)
-      : seconds_(seconds_of(tape)), budget_(budget), state_(tape.names.size(), State::Free) {
+  Search(const StepTape& tape, const std::vector<Span>& spans, std::int64_t budget)
+      : seconds_(tape.seconds()),
+        budget_(budget),
+        choice_(tape.names.size(), Recompute::Nothing),
+        is_free_(tape.names.size(), true) {
     std::size_t work = 1;
-    for (const auto& span : spans.all()) {
+    for (const auto& span : spans) {
       auto highest = span.live;
-      for (const auto& each : span.lowered) highest -= std::min<std::int64_t>(each.second, 0);
+      for (const auto& [block, bytes] : span.lowered) highest -= *std::min_element(bytes.begin(), bytes.end());
       if (highest <= budget) continue;  // whatever is chosen
       spans_.push_back(&span);
-      work += 1 + span.lowered.size();
+      work += 1 + 2 * span.lowered.size();
     }
     most_nodes_ = std::clamp(kMostWork / work, kLeastNodes, kMostNodes);
   }
@@ -136,36 +76,66 @@ class Search {
     descend(0);
     return best_.has_value();
   }
-  [[nodiscard]] const std::vector<bool>& best() const { return *best_; }
+  [[nodiscard]] const std::vector<Recompute>& best() const { return *best_; }
   [[nodiscard]] bool is_complete() const { return nodes_ < most_nodes_; }
 
  private:
-  enum class State : char { Free, Again, Kept };
+  /// A block is to be recomputed like this, instead of in the way before it: what that saves and costs more.
+  struct Gain {
+    std::size_t block = 0;
+    Recompute recompute = Recompute::Nothing;
+    double bytes = 0, seconds = 0;
+  };
 
-  /// By how much a span is over the budget with the free blocks kept; 0: it is not, or does not count yet.
+  /// By how much a span is over the budget with nothing made again of free blocks; 0: it is not, or does not count yet.
   [[nodiscard]] std::int64_t excess(const Span& span) const {
-    if (span.only_with && state_[*span.only_with] != State::Again) return 0;
-    auto live = span.live;
-    for (const auto& [block, bytes] : span.lowered) live -= state_[block] == State::Again ? bytes : 0;
-    return std::max<std::int64_t>(live - budget_, 0);
+    return counts(span, choice_) ? std::max<std::int64_t>(live(span, choice_) - budget_, 0) : 0;
+  }
+
+  /// The ways to recompute a block, from the most bytes a second to the least: the lower hull of their costs.
+  void add_gains(std::size_t block, const Span::Bytes& bytes) {
+    const auto& seconds = seconds_[block];
+    const Gain selective{block, Recompute::Selective, static_cast<double>(bytes[kSelective]), seconds[kSelective]};
+    const Gain full{block, Recompute::Full, static_cast<double>(bytes[kFull]), seconds[kFull]};
+    const bool has_selective = selective.bytes > 0 && std::isfinite(selective.seconds);
+    const bool has_full = full.bytes > 0;
+    // Across, so that nothing is divided by 0.
+    const bool is_first =
+        has_selective && (!has_full || selective.seconds * full.bytes <= full.seconds * selective.bytes);
+    if (is_first) gains_.push_back(selective);
+    if (has_full && !is_first) gains_.push_back(full);
+    const auto& first = is_first ? selective : full;
+    const auto& second = is_first ? full : selective;
+    if (has_selective && has_full && second.bytes > first.bytes)
+      gains_.push_back({block, second.recompute, second.bytes - first.bytes, second.seconds - first.seconds});
   }
 
   /// The least time at which free blocks, taken in part, could bring a span down by `over`; empty: they cannot.
-  [[nodiscard]] std::optional<double> least_seconds(const Span& span, std::int64_t over, std::size_t& first) const {
-    std::vector<std::pair<std::size_t, std::int64_t>> helpers;
-    for (const auto& each : span.lowered) {
-      if (each.second > 0 && state_[each.first] == State::Free) helpers.push_back(each);
+  [[nodiscard]] std::optional<double> least_seconds(const Span& span, std::int64_t over, Gain& first) {
+    gains_.clear();
+    const auto* const only = span.only_with && is_free_[span.only_with->block] ? &*span.only_with : nullptr;
+    bool is_added = only == nullptr;
+    const auto with_condition = [&](Span::Bytes bytes) {
+      for (std::size_t i = 1; i < kRecomputes; ++i) {
+        if (!only->counts[i]) bytes[i] = std::max(bytes[i], over);  // it would not count
+      }
+      is_added = true;
+      return bytes;
+    };
+    for (const auto& [block, bytes] : span.lowered) {
+      if (!is_free_[block]) continue;
+      add_gains(block, only != nullptr && only->block == block ? with_condition(bytes) : bytes);
     }
-    std::sort(helpers.begin(), helpers.end(), [&](const auto& a, const auto& b) {
-      return static_cast<double>(a.second) * seconds_[b.first] > static_cast<double>(b.second) * seconds_[a.first];
-    });
+    if (!is_added) add_gains(only->block, with_condition({}));
+    std::sort(gains_.begin(), gains_.end(),
+              [](const Gain& a, const Gain& b) { return a.bytes * b.seconds > b.bytes * a.seconds; });
+    if (!gains_.empty()) first = gains_.front();
     double seconds = 0;
     auto left = static_cast<double>(over);
-    if (!helpers.empty()) first = helpers.front().first;
-    for (const auto& [block, bytes] : helpers) {
-      const double part = std::min(1.0, left / static_cast<double>(bytes));
-      seconds += part * seconds_[block];
-      left -= part * static_cast<double>(bytes);
+    for (const auto& gain : gains_) {
+      const double part = std::min(1.0, left / gain.bytes);
+      seconds += part * gain.seconds;
+      left -= part * gain.bytes;
       if (left <= 0.5) return seconds;
     }
     return std::nullopt;
@@ -175,12 +145,12 @@ class Search {
     if (nodes_ >= most_nodes_ || (best_ && spent >= best_seconds_)) return;
     ++nodes_;
     double most = 0;
-    std::size_t branch = 0;
+    Gain branch;
     bool is_over = false;
     for (const auto* span : spans_) {
       const auto over = excess(*span);
       if (over == 0) continue;
-      std::size_t first = 0;
+      Gain first;
       const auto seconds = least_seconds(*span, over, first);
       if (!seconds || (best_ && spent + *seconds >= best_seconds_)) return;
       if (!is_over || *seconds > most) {
@@ -191,307 +161,219 @@ class Search {
     }
     if (!is_over) {
       best_seconds_ = spent;
-      best_.emplace(state_.size());
-      for (std::size_t i = 0; i < state_.size(); ++i) (*best_)[i] = state_[i] == State::Again;
+      best_ = choice_;
       return;
     }
-    state_[branch] = State::Again;
-    descend(spent + seconds_[branch]);
-    state_[branch] = State::Kept;
-    descend(spent);
-    state_[branch] = State::Free;
+    const auto block = branch.block;
+    is_free_[block] = false;
+    const auto other = branch.recompute == Recompute::Full ? Recompute::Selective : Recompute::Full;
+    for (const auto recompute : {branch.recompute, other, Recompute::Nothing}) {
+      const auto seconds = seconds_[block][index(recompute)];
+      if (!std::isfinite(seconds)) continue;
+      choice_[block] = recompute;
+      descend(spent + seconds);
+    }
+    choice_[block] = Recompute::Nothing;
+    is_free_[block] = true;
   }
 
-  std::vector<double> seconds_;
+  std::vector<Seconds> seconds_;
   std::vector<const Span*> spans_;
   std::int64_t budget_;
-  std::vector<State> state_;
+  std::vector<Recompute> choice_;
+  std::vector<bool> is_free_;
+  std::vector<Gain> gains_;
   std::size_t nodes_ = 0, most_nodes_ = 0;
   double best_seconds_ = 0;
-  std::optional<std::vector<bool>> best_;
+  std::optional<std::vector<Recompute>> best_;
 };
 
-RecomputePlan made(const StepTape& tape, const Spans& spans, const std::vector<bool>& again, bool is_optimal) {
-  return {again, spans.peak(again), tape.seconds(again), is_optimal};
-}
-
-RecomputePlan lowest(const StepTape& tape, const Spans& spans) {
-  std::vector<bool> again(tape.names.size(), true);
-  auto highest = spans.peak(again);
-  std::int64_t lowest = -1;
-  bool is_optimal = true;
-  // What a search finds is within its budget: the next one looks below the half between.
-  while (highest - lowest > std::max<std::int64_t>(highest / kFineness, 1)) {
-    const auto budget = lowest + (highest - lowest) / 2;
-    Search search(tape, spans, budget);
-    if (search.run()) {
-      again = search.best();
-      highest = spans.peak(again);
-    } else {
-      is_optimal = is_optimal && search.is_complete();
-      lowest = budget;
+/// Improves a choice within a budget by changing one block, or two at once, as long as that takes less time: for tapes
+/// of so many blocks that a search ends before it has seen all.
+class Descent {
+ public:
+  Descent(const StepTape& tape, const std::vector<Span>& spans, std::int64_t budget, std::vector<Recompute> choice)
+      : seconds_(tape.seconds()), choice_(std::move(choice)), lowered_(choice_.size()), slack_(spans.size()) {
+    for (auto& each : lowered_) each.assign(kRecomputes, std::vector<std::int64_t>(spans.size()));
+    for (std::size_t i = 0; i < spans.size(); ++i) {
+      for (const auto& [block, bytes] : spans[i].lowered) {
+        for (std::size_t way = 0; way < kRecomputes; ++way) lowered_[block][way][i] = bytes[way];
+      }
+      // A way in which it does not count is one that lowers it without end.
+      for (std::size_t way = 0; spans[i].only_with && way < kRecomputes; ++way) {
+        if (!spans[i].only_with->counts[way]) lowered_[spans[i].only_with->block][way][i] += kEndless;
+      }
+      slack_[i] = budget - spans[i].live;
+      for (std::size_t block = 0; block < choice_.size(); ++block) slack_[i] += lowered_[block][now(block)][i];
     }
   }
-  return made(tape, spans, again, is_optimal);
+
+  std::vector<Recompute> run() {
+    while (auto best = best_change()) {
+      for (const auto& [block, way] : *best) {
+        for (std::size_t i = 0; i < slack_.size(); ++i) slack_[i] += change(block, way, i);
+        choice_[block] = static_cast<Recompute>(way);
+      }
+    }
+    return choice_;
+  }
+
+ private:
+  struct Move {
+    std::size_t block, way;
+  };
+  static constexpr std::int64_t kEndless = std::int64_t{1} << 50;
+
+  [[nodiscard]] std::size_t now(std::size_t block) const { return index(choice_[block]); }
+  [[nodiscard]] std::int64_t change(std::size_t block, std::size_t way, std::size_t span) const {
+    return lowered_[block][way][span] - lowered_[block][now(block)][span];
+  }
+  [[nodiscard]] double saved(const Move& move) const {
+    return seconds_[move.block][now(move.block)] - seconds_[move.block][move.way];
+  }
+
+  /// Whether all spans stay within the budget; those most likely to be over it are looked at first.
+  [[nodiscard]] bool fits(const Move& one, const Move* other) {
+    const auto is_over = [&](std::size_t span) {
+      return slack_[span] + change(one.block, one.way, span) +
+                 (other == nullptr ? 0 : change(other->block, other->way, span)) <
+             0;
+    };
+    if (is_over(last_over_)) return false;
+    for (std::size_t i = 0; i < slack_.size(); ++i) {
+      if (!is_over(i)) continue;
+      last_over_ = i;
+      return false;
+    }
+    return true;
+  }
+
+  /// The change that saves the most time: of one block, or of two, of which one may take more.
+  std::optional<std::vector<Move>> best_change() {
+    std::vector<Move> moves;
+    for (std::size_t block = 0; block < choice_.size(); ++block) {
+      for (std::size_t way = 0; way < kRecomputes; ++way) {
+        if (way != now(block) && std::isfinite(seconds_[block][way])) moves.push_back({block, way});
+      }
+    }
+    std::sort(moves.begin(), moves.end(), [&](const Move& a, const Move& b) { return saved(a) > saved(b); });
+    std::optional<std::vector<Move>> best;
+    double most = kLeastSaved;
+    for (const auto& one : moves) {
+      if (saved(one) <= kLeastSaved) break;
+      if (saved(one) > most && fits(one, nullptr)) {
+        most = saved(one);
+        best = {one};
+      }
+      for (const auto& other : moves) {
+        const auto both = saved(one) + saved(other);
+        if (both <= most) break;
+        if (one.block == other.block || !fits(one, &other)) continue;
+        most = both;
+        best = {one, other};
+      }
+    }
+    return best;
+  }
+
+  static constexpr double kLeastSaved = 1e-9;  // seconds
+  std::vector<Seconds> seconds_;
+  std::vector<Recompute> choice_;
+  std::vector<std::vector<std::vector<std::int64_t>>> lowered_;  // by block, way and span
+  std::vector<std::int64_t> slack_;                              // of each span
+  std::size_t last_over_ = 0;
+};
+
+RecomputePlan made(const StepTape& tape, const std::vector<Span>& spans, const std::vector<Recompute>& choice,
+                   bool is_optimal) {
+  return {choice, peak_of(spans, choice), tape.seconds(choice), is_optimal};
 }
 
 }  // namespace
 
-StepTape StepTape::of(const Timeline& timeline, const std::vector<std::string>& blocks) {
-  StepTape tape;
-  tape.names = blocks;
-  std::unordered_map<int, std::size_t> block_of;  // by region
-  for (std::size_t i = 0; i < timeline.names.size(); ++i) {
-    const auto found = std::find(blocks.begin(), blocks.end(), timeline.names[i]);
-    if (found != blocks.end()) block_of[static_cast<int>(i)] = static_cast<std::size_t>(found - blocks.begin());
+std::vector<Span> StepTape::spans() const {
+  const StepTape& tape = *this;
+  std::vector<Span> all;
+  std::vector<std::int64_t> moments{0, static_cast<std::int64_t>(tape.live.size())};
+  for (const auto& call : tape.calls) {
+    moments.insert(moments.end(), {call.forward_end, call.backward_begin});
+    if (call.selective) moments.push_back(call.backward_end);
+    for (const auto& held : call.held) moments.push_back(held.from);
   }
-  const auto& events = timeline.events;
-  std::vector<Block> taken;
-  std::unordered_map<std::uint64_t, std::size_t> at_address;
-  std::vector<std::vector<std::int64_t>> backward(blocks.size());  // moments at which backward comes to a block
-  int previous = -1;                                               // region that backward was in
-  for (std::size_t i = 0; i < events.size(); ++i) {
-    const auto& event = events[i];
-    tape.live.push_back(event.live_bytes);
-    if (event.bytes >= 0) {
-      at_address[event.address] = taken.size();
-      taken.push_back({static_cast<std::int64_t>(i), kNever, event.bytes});
-      const auto block = block_of.find(event.region);
-      if (!event.in_backward || block == block_of.end()) continue;
-      auto& moments = backward[block->second];
-      if (event.region != previous || moments.empty()) moments.push_back(static_cast<std::int64_t>(i));
-      previous = event.region;
-    } else if (const auto found = at_address.find(event.address); found != at_address.end()) {
-      taken[found->second].given_back = static_cast<std::int64_t>(i);
-      at_address.erase(found);
+  std::sort(moments.begin(), moments.end());
+  moments.erase(std::unique(moments.begin(), moments.end()), moments.end());
+  for (std::size_t i = 0; i + 1 < moments.size(); ++i) {
+    Span span;
+    span.live = *std::max_element(tape.live.begin() + moments[i], tape.live.begin() + moments[i + 1]);
+    add_changes(tape, moments[i], moments[i] + 1, span);
+    for (const auto& call : tape.calls) {
+      // What backward takes under selective_checkpoint() was recorded as well.
+      if (call.selective && call.backward_begin <= moments[i] && moments[i] < call.backward_end)
+        span.only_with = {call.block, {true, false, true}};
     }
+    all.push_back(std::move(span));
   }
-  if (tape.live.empty()) tape.live.push_back(0);
-  const auto live_before = [&](std::int64_t moment) {
-    return moment <= 0 ? 0 : tape.live[static_cast<std::size_t>(moment) - 1];
-  };
-  // The block at an address at a moment.
-  std::unordered_map<std::uint64_t, std::vector<const Block*>> by_address;
-  for (const auto& each : taken) by_address[events[static_cast<std::size_t>(each.taken)].address].push_back(&each);
-  const auto at = [&](std::uint64_t address, std::int64_t moment) -> const Block* {
-    const auto found = by_address.find(address);
-    if (found == by_address.end()) return nullptr;
-    for (const auto* each : found->second) {
-      if (each->taken < moment && moment <= each->given_back) return each;
-    }
-    return nullptr;
-  };
-  // A block that is called several times: backward comes to its last call first. A call that shares its moment with a
-  // later one counts as given back too early, on the safe side.
-  const auto begins_backward = [&](std::size_t block, std::int64_t forward_end) {
-    const auto& moments = backward[block];
-    std::vector<std::int64_t> open;
-    auto next = moments.begin();
-    const auto come_to = [&](std::int64_t until) {
-      for (; next != moments.end() && *next < until; ++next) {
-        if (open.empty()) continue;
-        if (open.back() == forward_end) return *next;
-        open.pop_back();
-      }
-      return kNever;
-    };
-    for (const auto& mark : timeline.marks) {
-      const auto found = block_of.find(mark.region);
-      if (mark.begins || mark.in_backward || found == block_of.end() || found->second != block) continue;
-      if (const auto moment = come_to(mark.event); moment != kNever) return moment;
-      open.push_back(mark.event);
-    }
-    if (const auto moment = come_to(kNever); moment != kNever) return moment;
-    const auto first = std::lower_bound(moments.begin(), moments.end(), forward_end);
-    return first == moments.end() ? kNever : *first;
-  };
-  for (std::size_t begin = 0; begin < timeline.marks.size(); ++begin) {
-    const auto& entered = timeline.marks[begin];
-    const auto block = block_of.find(entered.region);
-    if (!entered.begins || entered.in_backward || block == block_of.end()) continue;
-    const auto end =
-        std::find_if(timeline.marks.begin() + static_cast<std::ptrdiff_t>(begin), timeline.marks.end(),
-                     [&](const RegionMark& mark) { return !mark.begins && mark.region == entered.region; });
-    if (end == timeline.marks.end()) continue;
-    BlockCall call;
-    call.block = block->second;
-    call.forward_begin = entered.event;
-    call.forward_end = end->event;
-    call.seconds = static_cast<double>(end->time_ns - entered.time_ns) * 1e-9;
-    call.backward_begin = begins_backward(call.block, call.forward_end);
-    if (call.backward_begin == kNever) continue;  // it does not come by
-    for (auto i = call.forward_begin; i < call.forward_end; ++i) {
-      call.forward_peak =
-          std::max(call.forward_peak, tape.live[static_cast<std::size_t>(i)] - live_before(call.forward_begin));
-    }
-    std::vector<const Block*> outputs;
-    for (const auto address : end->addresses) outputs.push_back(at(address, call.forward_end));
-    for (const auto& each : taken) {
-      const bool is_output = std::find(outputs.begin(), outputs.end(), &each) != outputs.end();
-      if (call.forward_begin <= each.taken && each.taken < call.forward_end && !is_output &&
-          each.given_back >= call.backward_begin && each.given_back != kNever)
-        call.saved_bytes += each.bytes;
-    }
-    for (const auto address : entered.addresses) {
-      const auto* input = at(address, call.forward_begin);
-      if (input != nullptr && input->given_back < call.backward_begin)
-        call.held.push_back({std::max(input->given_back, call.forward_end), input->bytes});
-    }
-    tape.calls.push_back(std::move(call));
+  for (const auto& call : tape.calls) {
+    // Just before its backward begins, what it saved is given up still.
+    const auto moment = call.backward_begin;
+    const auto before = moment == 0 ? 0 : tape.live[static_cast<std::size_t>(moment) - 1];
+    Span span{before + call.forward_peak, {}, Span::Condition{call.block, {false, false, true}}};
+    add_changes(tape, moment, moment, span);
+    all.push_back(span);
+    if (!call.selective) continue;
+    span.live = before + call.selective->backward_peak;
+    span.only_with->counts = {false, true, false};
+    all.push_back(std::move(span));
   }
-  return tape;
-}
-
-StepTape StepTape::steady(std::vector<StepTape> recordings) {
-  OXY_CHECK(!recordings.empty(), InvalidArgument, "there is no recording of a step. Give at least one.");
-  StepTape last = std::move(recordings.back());
-  recordings.pop_back();
-  const auto is_alike = [&](const StepTape& other) {
-    return std::equal(last.calls.begin(), last.calls.end(), other.calls.begin(), other.calls.end(),
-                      [](const BlockCall& a, const BlockCall& b) { return a.block == b.block; });
-  };
-  std::erase_if(recordings, [&](const StepTape& other) { return other.names != last.names || !is_alike(other); });
-  for (std::size_t i = 0; i < last.calls.size(); ++i) {
-    std::vector<double> seconds{last.calls[i].seconds};
-    for (const auto& other : recordings) seconds.push_back(other.calls[i].seconds);
-    const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>((seconds.size() - 1) / 2);
-    std::nth_element(seconds.begin(), middle, seconds.end());
-    last.calls[i].seconds = *middle;
-  }
-  return last;
-}
-
-std::int64_t StepTape::peak(const std::vector<bool>& again) const { return Spans(*this).peak(again); }
-
-double StepTape::seconds(const std::vector<bool>& again) const {
-  const auto each = seconds_of(*this);
-  double all = 0;
-  for (std::size_t i = 0; i < each.size(); ++i) all += again[i] ? each[i] : 0;
+  // What no choice can push over another span needs no look.
+  std::sort(all.begin(), all.end(), [](const Span& a, const Span& b) { return a.live > b.live; });
   return all;
 }
 
-RecomputePlan plan_recomputation(const StepTape& tape, std::int64_t budget) {
-  const Spans spans(tape);
+std::int64_t peak_of(const std::vector<Span>& spans, const std::vector<Recompute>& choice) {
+  std::int64_t highest = 0;
+  for (const auto& span : spans) {
+    if (counts(span, choice)) highest = std::max(highest, live(span, choice));
+  }
+  return highest;
+}
+
+std::optional<RecomputePlan> find_plan(const StepTape& tape, const std::vector<Span>& spans, std::int64_t budget) {
   Search search(tape, spans, budget);
-  if (search.run()) return made(tape, spans, search.best(), search.is_complete());
-  detail::raise(ErrorCode::OutOfMemory, "no choice of blocks to run again keeps a step within ", size_text(budget),
-                ": the lowest peak is ", size_text(lowest(tape, spans).peak_bytes),
-                ". Give a larger budget, smaller blocks or a smaller batch.");
+  const bool found = search.run();
+  if (search.is_complete()) return found ? std::optional(made(tape, spans, search.best(), true)) : std::nullopt;
+  // What ended before it found anything goes on from the choice that is most likely to be within the budget.
+  const auto from = found ? search.best() : std::vector(tape.names.size(), Recompute::Full);
+  if (peak_of(spans, from) > budget) return std::nullopt;
+  return made(tape, spans, Descent(tape, spans, budget, from).run(), false);
 }
 
-RecomputePlan lowest_peak(const StepTape& tape) { return lowest(tape, Spans(tape)); }
-
-BudgetSearch::BudgetSearch(StepTape tape, std::int64_t base, std::int64_t plain_peak, std::int64_t budget)
-    : tape_(std::move(tape)),
-      base_(base),
-      budget_(budget),
-      target_(budget),
-      plain_peak_(plain_peak),
-      predicted_peak_(plain_peak),
-      measured_peak_(plain_peak) {
-  OXY_CHECK(budget >= 1, InvalidArgument, "a memory budget of ", budget, " bytes, expected at least 1.");
-  OXY_CHECK(
-      !tape_.calls.empty(), InvalidArgument, "the step calls none of the ", tape_.names.size(),
-      " blocks with gradients", tape_.names.empty() ? std::string() : " (" + tape_.names.front() + " is the first)",
-      ". Name those it calls; of a compiled model torch._functorch.config.activation_memory_budget bounds what is "
-      "kept.");
-  floor_ = base_ + lowest_peak(tape_).peak_bytes;
-}
-
-std::optional<std::vector<std::string>> BudgetSearch::next() {
-  if (is_over_ || measured_peak_ <= budget_) return std::nullopt;
-  if (tried_lowest_) refuse("the lowest peak of tensors that was reached is " + size_text(floor_));
-  const Spans spans(tape_);
-  while (tries_++ < kTries) {
-    Search search(tape_, spans, target_ - base_);
-    if (!search.run()) break;
-    if (choose(made(tape_, spans, search.best(), search.is_complete()))) return recomputed_;
-    target_ = predicted_peak_ - 1;  // that choice was measured, and is too much
-  }
-  // Predicted to be too much as well; what it takes is for the step to say.
-  tried_lowest_ = true;
-  if (!choose(lowest(tape_, spans))) refuse("the lowest peak of tensors that was reached is " + size_text(floor_));
-  return recomputed_;
-}
-
-/// False where these blocks are those of the choice before.
-bool BudgetSearch::choose(const RecomputePlan& plan) {
-  std::vector<std::string> names;
-  for (std::size_t i = 0; i < tape_.names.size(); ++i) {
-    if (plan.again[i]) names.push_back(tape_.names[i]);
-  }
-  predicted_peak_ = base_ + plan.peak_bytes;
-  is_optimal_ = plan.is_optimal;
-  return std::exchange(recomputed_, names) != names;
-}
-
-void BudgetSearch::measured(std::int64_t peak) {
-  measured_peak_ = peak;
-  floor_ = std::min(floor_, peak);
-  is_over_ = peak <= budget_;
-  if (is_over_) return;
-  // At the last choice, the lowest that was reached.
-  if (tried_lowest_) floor_ = peak;
-  target_ -= peak - budget_;
-}
-
-void BudgetSearch::timed(double plain_seconds, double seconds) {
-  plain_seconds_ = plain_seconds;
-  seconds_ = seconds;
-}
-
-void BudgetSearch::refuse(const std::string& found) const {
-  detail::raise(ErrorCode::OutOfMemory, "no choice of blocks to run again keeps a step within ", size_text(budget_),
-                ": ", found, ". Give a larger budget, smaller blocks or a smaller batch.");
-}
-
-std::vector<std::pair<std::int64_t, double>> BudgetSearch::curve(int points) const {
-  std::vector<std::pair<std::int64_t, double>> found;
-  const Spans spans(tape_);
-  for (int i = 0; i < points; ++i) {
-    const auto budget = plain_peak_ - (plain_peak_ - floor_) * i / std::max(points - 1, 1);
-    Search search(tape_, spans, budget - base_);
-    if (!search.run()) continue;  // the floor is known to a 2,000th
-    const auto plan = made(tape_, spans, search.best(), search.is_complete());
-    const std::pair point{base_ + plan.peak_bytes, plan.seconds};
-    if (found.empty() || found.back() != point) found.push_back(point);
+RecomputePlan find_lowest(const StepTape& tape, const std::vector<Span>& spans) {
+  auto found = made(tape, spans, std::vector(tape.names.size(), Recompute::Full), true);
+  std::int64_t lowest = -1;
+  // What a search finds is within its budget: the next one looks below the half between.
+  while (found.peak_bytes - lowest > std::max<std::int64_t>(found.peak_bytes / kFineness, 1)) {
+    const auto budget = lowest + (found.peak_bytes - lowest) / 2;
+    Search search(tape, spans, budget);
+    if (search.run()) {
+      found = made(tape, spans, search.best(), found.is_optimal);
+    } else {
+      found.is_optimal = found.is_optimal && search.is_complete();
+      lowest = budget;
+    }
   }
   return found;
 }
 
-std::string BudgetSearch::summary() const {
-  const auto within = " of the budget of " + size_text(budget_);
-  if (recomputed_.empty()) return "a step takes " + size_text(measured_peak_) + within + " as it is.";
-  return std::to_string(recomputed_.size()) + " of " + std::to_string(tape_.names.size()) +
-         " blocks are run again in backward: a step takes " + size_text(measured_peak_) + within + ", and " +
-         size_text(plain_peak_) + " without.";
+RecomputePlan plan_recomputation(const StepTape& tape, std::int64_t budget) {
+  const auto spans = tape.spans();
+  if (auto plan = find_plan(tape, spans, budget)) return *std::move(plan);
+  const auto lowest = static_cast<std::uint64_t>(find_lowest(tape, spans).peak_bytes);
+  detail::raise(ErrorCode::OutOfMemory, "no choice of what to make again keeps a step within ",
+                format_size(static_cast<std::uint64_t>(std::max<std::int64_t>(budget, 0))), ": the lowest peak is ",
+                format_size(lowest), ". Give a larger budget, smaller blocks or a smaller batch.");
 }
 
-std::string BudgetSearch::cost() const {
-  if (recomputed_.empty() || plain_seconds_ <= 0) return {};
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), "a step takes %.2f times as long.", seconds_ / plain_seconds_);
-  return text.data();
-}
-
-std::string BudgetSearch::table() const {
-  const auto seconds = seconds_of(tape_);
-  std::vector<std::int64_t> saved(tape_.names.size());
-  for (const auto& call : tape_.calls) saved[call.block] += call.saved_bytes;
-  std::vector<std::vector<std::string>> rows{{"block", "keeps for backward", "forward", "now"}};
-  for (std::size_t i = 0; i < saved.size(); ++i) {
-    const bool again = std::find(recomputed_.begin(), recomputed_.end(), tape_.names[i]) != recomputed_.end();
-    rows.push_back({tape_.names[i], size_text(saved[i]), milliseconds(seconds[i]), again ? "run again" : "kept"});
-  }
-  auto text = aligned(std::move(rows), 1) + "Peak " + size_text(measured_peak_) + " (predicted " +
-              size_text(predicted_peak_) + ") of a budget of " + size_text(budget_) + "; " + size_text(plain_peak_) +
-              " with every block kept, and " + size_text(floor_) + " at the least.";
-  if (seconds_ > 0) {
-    text += " A step takes " + milliseconds(seconds_) + " instead of " + milliseconds(plain_seconds_) + ".";
-  }
-  if (recomputed_.empty()) return text + '\n';
-  if (!same_bits_) return text + " Two steps with every block kept differ from each other: bits cannot be compared.\n";
-  return text + (*same_bits_ ? " A step leaves the same bits." : " A step leaves other bits.") + '\n';
-}
+RecomputePlan lowest_peak(const StepTape& tape) { return find_lowest(tape, tape.spans()); }
 
 }  // namespace oxytorch::memory

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "oxytorch/amp.h"
+#include "oxytorch/config_use.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/optim/optimizer.h"
 #include "oxytorch/trainer/report_lines.h"
@@ -70,7 +71,8 @@ Decisions::Decisions(torch::nn::Module& model, torch::optim::Optimizer& optimize
       untried_("it is decided at the first batch.") {
   auto& run = *plan_.run;
   plan_.certificate.level = config.level();
-  plan_.checkpointing = config.word("gradient_checkpointing");
+  plan_.checkpointing = checkpointing_of(config);
+  plan_.max_slowdown = config.number("max_slowdown");
   fits_memory_ = plan_.checkpointing != "off";
   name_settings(config, tune::AskedBy::Trainer, run);
   const auto offers = tune::offers_of(tune::strategies());

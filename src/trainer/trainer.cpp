@@ -55,9 +55,10 @@ double checked_clip(const PerformanceConfig& config, const torch::optim::Optimiz
 PerformanceConfig beside(PerformanceConfig config) {
   OXY_CHECK(!is_given(config, "compile"), NotSupported, "compile = ", to_string(config.get("compile")), ": ",
             refusal("compile", ConfigUser::CppTrainer));
-  for (const char* key : {"precision", "channels_last", "threads", "flush_denormals", "allocator",
-                          "allocator_retain_limit", "step_tail", "optimizer_state", "attention", "memory_limit",
-                          "gradient_checkpointing", "deterministic", "seed", "steps_planned", "tune_seconds"}) {
+  for (const char* key :
+       {"precision", "channels_last", "threads", "flush_denormals", "allocator", "allocator_retain_limit", "step_tail",
+        "optimizer_state", "attention", "memory_limit", "goal", "max_slowdown", "gradient_checkpointing",
+        "deterministic", "seed", "steps_planned", "tune_seconds"}) {
     config.unset(key);
   }
   return config;

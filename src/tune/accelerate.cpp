@@ -89,16 +89,20 @@ Plan accelerate(const Models& models, const Optimizers& optimizers, std::vector<
   if (options.remember()) store.emplace(options.folder());
   auto plan = std::make_unique<Plan::Impl>(
       std::move(run), options.config() ? NamedSettings(*options.config()) : NamedSettings(), std::move(store));
-  if (options.config()) plan->checkpointing = options.config()->word("gradient_checkpointing");
+  tune::TunerOptions tuning{.level = options.level(),
+                            .steps_planned = options.steps_planned(),
+                            .tune_seconds = options.tune_seconds(),
+                            .seed = options.seed(),
+                            .exclude = options.exclude(),
+                            .required = std::move(asked.required)};
+  if (options.config()) {
+    plan->checkpointing = checkpointing_of(*options.config());
+    tune::set_goal(*options.config(), tuning);
+  }
   auto key = key_of(options, strategies);
   plan->tune({.strategies = std::move(strategies),
               .skipped = std::move(asked.skipped),
-              .options = {.level = options.level(),
-                          .steps_planned = options.steps_planned(),
-                          .tune_seconds = options.tune_seconds(),
-                          .seed = options.seed(),
-                          .exclude = options.exclude(),
-                          .required = std::move(asked.required)},
+              .options = std::move(tuning),
               .key = std::move(key)});
   return Plan(std::move(plan));
 }

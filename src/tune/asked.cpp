@@ -107,7 +107,7 @@ const Key* key_of(const std::string& strategy, Kind kind, const std::string& gro
   return named(kind == Kind::Precision ? "precision" : group);
 }
 
-bool checkpoints(const PerformanceConfig& config) { return config.word("gradient_checkpointing") != "off"; }
+bool checkpoints(const PerformanceConfig& config) { return checkpointing_of(config) != "off"; }
 
 /// What a loop asks for is tried like the rest, and kept whatever it gains.
 void require_in_loop(const Settings& settings, const std::vector<Offer>& offers,
@@ -162,6 +162,11 @@ std::string fitted_anew(std::int64_t step) {
   return "step " + std::to_string(step) + " ran out of memory and was fitted anew: ";
 }
 
+void set_goal(const PerformanceConfig& config, TunerOptions& options) {
+  options.goal = config.word("goal") == "memory" ? Goal::Memory : Goal::Speed;
+  options.max_slowdown = config.number("max_slowdown");
+}
+
 std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise) {
   const auto planned = config.integer("steps_planned").value_or(TunerOptions().steps_planned);
   if (is_given(config, "steps_planned")) return planned;
@@ -189,6 +194,7 @@ TunerOptions tuning_of_trainer(const PerformanceConfig& config, std::int64_t len
                        .seed = static_cast<std::uint64_t>(config.integer("seed").value_or(0)),
                        .total = seconds > 0 ? seconds : kPolicy.least_trainer_seconds,
                        .total_share = seconds > 0 ? 0 : kPolicy.total_share};
+  set_goal(config, options);
   for (const auto& offer : offers) {
     if (offer.traits.group == "split") options.exclude.push_back(offer.name);
   }
@@ -213,7 +219,8 @@ Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers
     const auto* key = key_of(offer.name, offer.kind, offer.traits.group);
     if (key != nullptr && key->setting == std::string_view("compile") && checkpoints(config)) {
       found.skipped.emplace(offer.name,
-                            "a compiled model calls no blocks, and " + settings.because("gradient_checkpointing"));
+                            "a compiled model calls no blocks, and " +
+                                settings.because(is_given(config, "goal") ? "goal" : "gradient_checkpointing"));
     }
     if (key == nullptr || !settings.is_named(key->setting)) continue;
     // Of settings of the process the value that was given is applied, and nothing else is to be found out.

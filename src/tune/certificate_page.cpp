@@ -75,7 +75,7 @@ std::string memory_line(const Certificate& certificate) {
   };
   const auto given = static_cast<double>(std::max<std::int64_t>(*certificate.given_peak_bytes, 1));
   std::string text =
-      "Beside model and optimizer its tensors take " + size(*certificate.tuned_peak_bytes) + " at the most";
+      "Its tensors take " + size(*certificate.tuned_peak_bytes) + " at the most, model and optimizer included";
   if (certificate.accepted().empty()) return text += '.';
   text.append(", and ").append(size(*certificate.given_peak_bytes)).append(" as given (");
   return text.append(ratio_text(static_cast<double>(*certificate.tuned_peak_bytes) / given)).append(").");

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,33 +15,12 @@
 #include "oxytorch/tune/snapshot.h"
 #include "oxytorch/units.h"
 #include "tune/fit_run.h"
-#include "tune/optimizer_state.h"
 
 namespace oxytorch {
 namespace {
 
 constexpr std::size_t kPairs = 3;       // of steps with and without a plan, for the time it costs
 constexpr std::size_t kRecordings = 3;  // of the step, for the time that each block takes
-
-/// Bytes of the tensors that a step begins with, each memory once. Gradients are made anew.
-std::int64_t bytes_before(const tune::Run& run, const Batch& batch) {
-  std::set<const void*> seen;
-  std::int64_t bytes = 0;
-  const auto add = [&](const at::Tensor& tensor) {
-    if (tensor.defined() && tensor.has_storage() && seen.insert(tensor.storage().unsafeGetStorageImpl()).second)
-      bytes += static_cast<std::int64_t>(tensor.storage().nbytes());
-  };
-  for (const auto& parameter : run.model().parameters()) add(parameter);
-  for (const auto& buffer : run.model().buffers()) add(buffer);
-  for (const auto& parameter : run.parameters()) add(parameter);
-  for (const auto& tensor : batch.tensors()) add(tensor);
-  for (const auto& slot : run.slots()) {
-    for (auto* const optimizer : {&slot.original(), &slot.optimizer()}) {  // seldom two
-      tune::each_state_tensor(*optimizer, [&](const at::Tensor& /*parameter*/, at::Tensor& value) { add(value); });
-    }
-  }
-  return bytes;
-}
 
 /// Of all blocks that the step calls, in order.
 std::vector<std::string> blocks_of(const memory::Timeline& timeline) {
@@ -73,25 +51,32 @@ double median(std::array<double, kPairs> values) {
 }  // namespace
 
 MemoryPlan::MemoryPlan(memory::BudgetSearch search) : search_(std::move(search)) {
-  if (!search_.recomputed().empty()) active_ = std::make_unique<memory::RunAgain>(search_.recomputed());
+  if (!search_.choice().empty()) active_ = std::make_unique<memory::RecomputeBlocks>(search_.choice());
 }
 
 MemoryPlan fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, const Batch& batch,
-               std::string_view budget, double clip_norm) {
-  const auto limit = Size::parse(budget).resolve(read_memory().limit.value_or(0));
+               std::string_view budget, double clip_norm, double max_slowdown) {
+  tune::FitTarget target;
+  if (budget == "least") {
+    OXY_CHECK(max_slowdown >= 1, InvalidArgument, "max_slowdown is ", max_slowdown,
+              ", expected at least 1: times as long as a step with everything kept.");
+    target.max_slowdown = max_slowdown;
+  } else {
+    target.budget = static_cast<std::int64_t>(Size::parse(budget).resolve(read_memory().limit.value_or(0)));
+  }
   tune::Run run(model, optimizer, std::move(loss), {batch}, clip_norm);
-  auto plan = tune::fit_run(run, static_cast<std::int64_t>(limit));
+  auto plan = tune::fit_run(run, target);
   OXY_CHECK(plan, InvalidArgument, tune::kNoBlocks);
   return *std::move(plan);
 }
 
-std::optional<MemoryPlan> tune::fit_run(tune::Run& run, std::optional<std::int64_t> budget) {
+std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target) {
   const auto& batch = run.batches().front();
   OXY_CHECK(run.device().is_cpu(), NotSupported, "the model is on ", run.device().str(),
             ", and only the memory of CPU tensors is planned yet.");
   const memory::LimitPaused paused;
-  const auto before = bytes_before(run, batch);
-  if (!budget) budget = before + memory::available_bytes();
+  const auto before = run.held_bytes(batch);
+  const auto budget = target.budget.value_or(before + memory::available_bytes());
   tune::Snapshot snapshot(run);
   struct Restored {
     tune::Snapshot& snapshot;
@@ -101,8 +86,8 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, std::optional<std::int64
   take_step(run, batch);  // makes gradients and the optimizer's state
   const auto base = before + whole.live_bytes();
   double seconds = 0;
-  const auto measured = [&](const std::vector<std::string>& again) {
-    const memory::RunAgain active(again);
+  const auto measured = [&](const memory::RecomputeChoice& choice) {
+    const memory::RecomputeBlocks active(choice);
     const auto began = std::chrono::steady_clock::now();
     const auto at_begin = before + whole.live_bytes();
     const memory::Meter meter;
@@ -110,37 +95,60 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, std::optional<std::int64
     seconds = seconds_since(began);
     return at_begin + meter.peak_bytes();
   };
-  std::vector<memory::Timeline> timelines;
-  for (std::size_t i = 0; i < kRecordings; ++i) {
-    const memory::Meter meter({.timeline = true});
-    take_step(run, batch);
-    timelines.push_back(meter.timeline());
-  }
-  const auto blocks = blocks_of(timelines.back());
+  std::vector<std::string> blocks;
+  const auto recorded = [&](const memory::RecomputeChoice& choice) {
+    const memory::RecomputeBlocks active(choice);
+    std::vector<memory::StepTape> tapes;
+    for (std::size_t i = 0; i < kRecordings; ++i) {
+      const memory::Meter meter({.timeline = true});
+      take_step(run, batch);
+      const auto timeline = meter.timeline();
+      if (blocks.empty()) blocks = blocks_of(timeline);
+      tapes.push_back(memory::StepTape::of(timeline, blocks));
+    }
+    return memory::StepTape::steady(std::move(tapes));
+  };
+  auto tape = recorded({});
   if (blocks.empty()) return std::nullopt;
-  std::vector<memory::StepTape> tapes;
-  for (const auto& timeline : timelines) tapes.push_back(memory::StepTape::of(timeline, blocks));
-  memory::BudgetSearch search(memory::StepTape::steady(std::move(tapes)), base, measured({}), *budget);
-  while (const auto again = search.next()) {
-    measured(*again);  // what the first step under it takes once
-    search.measured(measured(*again));
+  const auto plain_peak = measured({});
+  std::optional<std::string> selective_error;
+  try {
+    tape.add_selective(recorded({.selective = blocks, .full = {}}));
+  } catch (const std::exception& error) {
+    // The same step went well without it. The report says why it is left out.
+    selective_error = error.what();
+    snapshot.restore();
+    take_step(run, batch);
   }
-  if (!search.recomputed().empty()) {
+  measured({});  // a plain step, for its time, as trials have just made room
+  auto search = target.max_slowdown > 0
+                    ? memory::BudgetSearch::least(std::move(tape), base, plain_peak, seconds, target.max_slowdown)
+                    : memory::BudgetSearch(std::move(tape), base, plain_peak, budget);
+  if (selective_error) search.without_selective(*selective_error);
+  const auto time = [&](const memory::RecomputeChoice& choice) {
     std::array<double, kPairs> plain{}, planned{};
     for (std::size_t i = 0; i < kPairs; ++i) {
-      measured(search.recomputed());
+      measured(choice);
       planned[i] = seconds;
       measured({});
       plain[i] = seconds;
     }
     search.timed(median(plain), median(planned));
-    const auto left = [&](const std::vector<std::string>& again) {
+  };
+  while (const auto choice = search.next()) {
+    measured(*choice);  // what the first step under it takes once
+    search.measured(measured(*choice));
+    if (search.is_bound_by_time()) time(*choice);
+  }
+  if (!search.choice().empty()) {
+    if (!search.is_bound_by_time()) time(search.choice());
+    const auto left = [&](const memory::RecomputeChoice& choice) {
       snapshot.restore();
-      measured(again);
+      measured(choice);
       return snapshot.digest();
     };
     const auto kept = left({});
-    search.compared(left({}) == kept ? std::optional<bool>(left(search.recomputed()) == kept) : std::nullopt);
+    search.compared(left({}) == kept ? std::optional<bool>(left(search.choice()) == kept) : std::nullopt);
   }
   return MemoryPlan(std::move(search));
 }

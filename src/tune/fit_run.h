@@ -9,10 +9,17 @@
 
 namespace oxytorch::tune {
 
+/// What a step is fitted to.
+struct FitTarget {
+  /// Bytes; without it, what the run's tensors take and memory::available_bytes().
+  std::optional<std::int64_t> budget = {};
+  /// Above 0, in place of a budget: the smallest peak at which a step takes at most so many times as long as now.
+  double max_slowdown = 0;
+};
+
 /// What fit() does, on the first of the run's batches. A window of several batches is measured with the gradients of
-/// the ones before. `budget` in bytes; without one it is what the run's tensors take and memory::available_bytes(). No
-/// memory limit holds back the steps that it takes. Nothing where the step calls no blocks.
-[[nodiscard]] std::optional<MemoryPlan> fit_run(Run& run, std::optional<std::int64_t> budget);
+/// the ones before. No memory limit holds back the steps that it takes. Nothing where the step calls no blocks.
+[[nodiscard]] std::optional<MemoryPlan> fit_run(Run& run, const FitTarget& target);
 
 /// What is said of such a step.
 inline constexpr const char* kNoBlocks =

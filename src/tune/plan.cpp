@@ -163,23 +163,29 @@ void Plan::Impl::fit_memory(const std::string& why) {
   if (auto refusal = tune::checkpointing_refusal(device, /*is_closure=*/false); !refusal.empty()) {
     return named.add(HostSetting::refused(kSetting, std::move(refusal)));
   }
-  std::optional<std::int64_t> budget;
-  if (checkpointing != "auto")
-    budget = static_cast<std::int64_t>(Size::parse(checkpointing).resolve(read_memory().limit.value_or(0)));
-  auto fitted = tune::fit_run(*run, budget);
-  OXY_CHECK(fitted || !budget, InvalidArgument, kSetting, " = '", checkpointing, "': ", tune::kNoBlocks);
+  tune::FitTarget target;
+  if (checkpointing == "least") {
+    target.max_slowdown = max_slowdown;
+  } else if (checkpointing != "auto") {
+    target.budget = static_cast<std::int64_t>(Size::parse(checkpointing).resolve(read_memory().limit.value_or(0)));
+  }
+  auto fitted = tune::fit_run(*run, target);
+  OXY_CHECK(fitted || !target.budget, InvalidArgument, kSetting, " = '", checkpointing, "': ", tune::kNoBlocks);
   if (!fitted) return named.add(HostSetting::refused(kSetting, tune::kNoBlocks));
   auto plan = std::make_shared<MemoryPlan>(*std::move(fitted));
   const auto& found = plan->figures();
-  holds_budget = budget || plan->is_active();
+  holds_budget = target.budget || plan->is_active();
   named.add(plan->is_active()
                 ? HostSetting::applied(kSetting, why + found.summary(), found.cost(), [plan] { plan->revert(); })
                 : HostSetting::unchanged(kSetting, why + found.summary()));
 }
 
 void Plan::Impl::tune(Trials trials) {
-  fit_memory();  // what trials take is to be within the budget too
+  const bool is_least = checkpointing == "least";
+  if (!is_least) fit_memory();  // what trials take is to be within the budget too
+  goal = trials.options.goal;
   const auto seed = trials.options.seed;
+  const double allowed = trials.options.max_slowdown;
   tune::WatchOptions watching;
   {
     const KeptPool kept;
@@ -201,8 +207,13 @@ void Plan::Impl::tune(Trials trials) {
     watching.kind = tuner.widest(run->active());
     certificate = std::move(found);
   }
-  if (!run->active().empty()) fit_memory();  // they may have made the step another one
-  give_back_host_memory();                   // what references and snapshots took: the steps that follow do not need it
+  if (is_least) {
+    // What is faster by now may be slower by more.
+    const bool is_faster = !certificate.accepted().empty();
+    max_slowdown = allowed * (is_faster ? certificate.baseline_seconds / certificate.tuned_seconds : 1);
+  }
+  if (is_least || !run->active().empty()) fit_memory();  // they may have made the step another one
+  give_back_host_memory();  // what references and snapshots took: the steps that follow do not need it
   if (watching.names.empty()) return;
   watching.drawn_by = seed ^ tune::fresh_bits();  // what is active cannot know which steps are compared
   watch.emplace(*this, certificate, store ? &*store : nullptr, watching);

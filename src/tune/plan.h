@@ -73,13 +73,15 @@ struct Plan::Impl : tune::Watched {
 
   void activate(const std::vector<std::string>& strategies) override { run->set_active(strategies); }
   tune::BothWays compare() override;
-  bool has_budget() override { return holds_budget; }
+  bool has_budget() override { return holds_budget || goal == tune::Goal::Memory; }
 
   NamedSettings named;  // first, so that it outlives the run
   std::unique_ptr<tune::Run> run;
   tune::Certificate certificate;
-  std::string checkpointing = "off";  // the setting gradient_checkpointing
-  bool holds_budget = false;          // a budget is named, or blocks are run again to stay within what there is
+  std::string checkpointing = "off";  // checkpointing_of() its settings
+  double max_slowdown = 1.25;         // with "least", times as long as now
+  tune::Goal goal = tune::Goal::Speed;
+  bool holds_budget = false;  // a budget is named, or blocks are run again to stay within what there is
   std::optional<tune::CertificateStore> store;
   std::optional<tune::Watch> watch;
   const Batch* batch = nullptr;  // of the window under way, the first; valid while it is taken

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <exception>
 #include <iterator>
+#include <set>
 #include <utility>
 
 #include "oxytorch/logging.h"
+#include "tune/optimizer_state.h"
 
 namespace oxytorch::tune {
 
@@ -30,6 +32,27 @@ Strategy& Run::strategy(const std::string& name) {
   auto& made = strategies_[name];
   if (!made) made = find_strategy(name).make();
   return *made;
+}
+
+std::int64_t Run::held_bytes(const Batch& batch) const {
+  std::set<const void*> seen;
+  std::int64_t bytes = 0;
+  const auto add = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.has_storage() && seen.insert(tensor.storage().unsafeGetStorageImpl()).second)
+      bytes += static_cast<std::int64_t>(tensor.storage().nbytes());
+  };
+  for (const torch::nn::Module& model : models()) {
+    for (const auto& parameter : model.parameters()) add(parameter);
+    for (const auto& buffer : model.buffers()) add(buffer);
+  }
+  for (const auto& parameter : parameters()) add(parameter);
+  for (const auto& tensor : batch.tensors()) add(tensor);
+  for (const auto& slot : slots()) {
+    for (auto* const optimizer : {&slot.original(), &slot.optimizer()}) {  // seldom two
+      each_state_tensor(*optimizer, [&](const at::Tensor& /*parameter*/, at::Tensor& value) { add(value); });
+    }
+  }
+  return bytes;
 }
 
 std::vector<std::string> Run::beside_required() const {

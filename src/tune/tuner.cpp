@@ -5,14 +5,17 @@
 #include <ctime>
 #include <initializer_list>
 #include <string_view>
+#include <tuple>
 
 #include "oxytorch/error.h"
 #include "oxytorch/host.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/spelling.h"
+#include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/policy.h"
 #include "oxytorch/tune/reuse.h"
 #include "oxytorch/tune/timing.h"
+#include "oxytorch/units.h"
 #include "tune/names.h"
 #include "tune/words.h"
 
@@ -33,6 +36,10 @@ std::string sentence(std::initializer_list<std::string_view> parts) {
   std::string text;
   for (const auto part : parts) text += part;
   return text;
+}
+
+std::string size_text(std::int64_t bytes) {
+  return format_size(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0)));
 }
 
 void set_status(Certificate& certificate, const std::string& name, Status status, const std::string& reason) {
@@ -65,14 +72,16 @@ struct Tuner::Impl {
   bool goes_on = true;  // a few steps take less than the seconds for everything
   double compiling = 0;
   std::vector<std::string> events;
-  std::map<std::string, std::string> skipped;    // why a strategy is not tried
-  std::map<std::string, std::string> failed;     // what a strategy threw before the search
-  std::set<std::string> compiles;                // whose turning on is charged apart
+  std::map<std::string, std::string> skipped;                    // why a strategy is not tried
+  std::map<std::string, std::string> failed;                     // what a strategy threw before the search
+  std::map<std::string, std::pair<Status, std::string>> judged;  // what became of it after the search
+  std::set<std::string> compiles;                                // whose turning on is charged apart
   std::set<std::pair<std::string, Names>> seen;  // looked at for what a cost is likely to gain, beside what
   std::optional<Search> search;
   std::pair<Names, PairedTestResult> alone;                       // the last trial against nothing
   std::map<std::string, std::map<std::string, double>> evidence;  // of the look at each strategy that was faster
   std::map<std::pair<Names, bool>, Ruling> rulings;               // of combinations; glances apart
+  std::map<Names, std::optional<std::int64_t>> bytes;             // that a step takes with them
   std::vector<std::pair<std::string, std::string>> asked;         // strategies that settings ask for, and the sentence
 
   Impl(Workload& w, CertificateKey k, TunerOptions o)
@@ -275,6 +284,11 @@ struct Tuner::Impl {
       outcome.elapsed_seconds = std::max(1e-9, workload.seconds() - start - outcome.cost_seconds);
       if (trial.incumbent.empty()) alone = {trial.challenger, outcome.paired_test};
       if (outcome.paired_test.decision != Decision::Accept) return outcome;
+      if (const auto why = grown(trial.challenger); !why.empty()) {
+        outcome.verified = false;
+        outcome.reason = why;
+        return outcome;
+      }
       const auto ruling = verify(trial.challenger, /*glance=*/true);
       evidence[trial.strategy] = ruling.evidence;
       outcome.verified = ruling.held;
@@ -357,20 +371,107 @@ struct Tuner::Impl {
     if (!found) drop(chosen.back(), Status::Refused, "all together were refused: " + together.reason);
   }
 
+  // -- memory ---------------------------------------------------------------------------------------------------------
+
   std::optional<std::int64_t> bytes_with(const Names& names) {
+    if (const auto known = bytes.find(names); known != bytes.end()) return known->second;
+    const double start = workload.seconds();
+    auto& found = bytes[names];
     try {
-      return timing.guarded(names, [&] { return workload.step_bytes(); });
+      found = timing.guarded(names, [&] { return workload.step_bytes(); });
     } catch (const SideFailed& failure) {  // it has run often enough to be kept, unless the step as given throws now
       warn("what a step takes with " + joined(names, "nothing") + " is not known: " + timing.blame(failure));
-      return std::nullopt;
     }
+    if (search) search->charge(workload.seconds() - start);
+    return found;
+  }
+
+  /// Why a combination that is faster takes too much memory for that; empty where it does not.
+  std::string grown(const Names& names) {
+    if (options.goal != Goal::Memory) return "";
+    const auto given = bytes_with({}), now = bytes_with(names);
+    if (!given || !now || *now <= *given) return "";
+    return sentence({"a step takes ", size_text(*now), " of memory, and ", size_text(*given), " as given"});
+  }
+
+  /// Of what was not kept, what can join it: with which names, those of its group left out; empty: it cannot.
+  Names joined_by(const Offer& offer, const Names& kept) {
+    const auto& traits = offer.traits;
+    const auto is_kept = [&](const auto& name) { return holds(kept, name); };
+    if (skipped.contains(offer.name) || judged.contains(offer.name) || is_kept(offer.name)) return {};
+    if (traits.feeds || compiles.contains(offer.name)) return {};
+    const auto setting = setting_of(offer.name, offer.kind, traits.group);
+    if (setting == "allocator" || setting == "threads" || setting == "flush_denormals") return {};  // of the process
+    if (std::any_of(traits.part_of.begin(), traits.part_of.end(), is_kept)) return {};
+    Names found;
+    for (const auto& each : offers) {  // in the order given, as the search has them
+      const bool gives_way = !traits.group.empty() && each.traits.group == traits.group;
+      if (each.name == offer.name || (is_kept(each.name) && !gives_way)) found.push_back(each.name);
+    }
+    for (const auto& name : found) {
+      const auto& needs = offer_of(name)->traits.requires_;
+      if (!std::all_of(needs.begin(), needs.end(), [&](const auto& need) { return holds(found, need); })) return {};
+    }
+    return found;
+  }
+
+  /// Adds what makes a step smaller, what saves most first, as long as a step takes no longer than is allowed.
+  /// `result`: of what is kept so far against nothing.
+  void lower_memory(Names& kept, std::optional<PairedTestResult>& result) {
+    for (const auto& entry : search->entries()) {
+      // What was refused or failed stays out; what was only not faster has its turn.
+      if (entry.status == Status::Refused || entry.status == Status::Failed)
+        judged[entry.strategy] = {entry.status, entry.reason};
+    }
+    while (search->seconds_left() > 0) {
+      const auto now = bytes_with(kept);
+      if (!now) return;
+      workload.say("what makes the step smaller");
+      std::vector<std::tuple<std::int64_t, std::string, Names>> smaller;
+      for (const auto& offer : offers) {
+        auto names = joined_by(offer, kept);
+        const auto then = names.empty() ? std::nullopt : bytes_with(names);
+        if (then && static_cast<double>(*then) < kPolicy.smaller * static_cast<double>(*now))
+          smaller.emplace_back(*then, offer.name, std::move(names));
+      }
+      if (smaller.empty()) return;
+      const auto [then, name, names] = *std::min_element(smaller.begin(), smaller.end());
+      const auto saved = sentence({"a step takes ", size_text(then), " of memory instead of ", size_text(*now)});
+      try {
+        if (auto joint = at_most_slower(names); joint.decision != Decision::Accept) {
+          judged[name] = {Status::Rejected, sentence({saved, ", and its time ", joint.reason})};
+        } else if (const auto ruling = verify(names); !ruling.held) {
+          judged[name] = {Status::Refused, ruling.reason};
+          warn(name + " is refused and left out: " + ruling.reason);
+        } else {
+          judged[name] = {Status::Accepted,
+                          sentence({saved, "; ", ratio_text(1 / joint.speedup.mid), " times as long as given"})};
+          for (const auto& before : kept) {
+            if (!holds(names, before)) judged[before] = {Status::Rejected, name + " saves more memory in its place"};
+          }
+          kept = names;
+          result = std::move(joint);
+        }
+      } catch (const SideFailed& failure) {
+        judged[name] = {Status::Failed, timing.blame(failure)};
+        warn(name + " failed and is left out: " + judged[name].second);
+      }
+    }
+  }
+
+  PairedTestResult at_most_slower(const Names& names) {
+    workload.say("how long a step takes with " + joined(names, "nothing"));
+    auto test = search->conclusion();
+    test.threshold = test.worth = 1 / options.max_slowdown;
+    return timing.compare({}, names, test).first;
   }
 
   Certificate measure() {
     look();
     make_search();
-    const auto result = conclude();
-    const auto chosen = search->best();
+    auto result = conclude();
+    auto chosen = search->best();
+    if (options.goal == Goal::Memory) lower_memory(chosen, result);
     Certificate made;
     made.key = key;
     made.level = options.level;
@@ -390,6 +491,9 @@ struct Tuner::Impl {
       if (const auto why = failed.find(entry.strategy); why != failed.end()) {
         entry.status = Status::Failed;
         entry.reason = why->second;
+      }
+      if (const auto found = judged.find(entry.strategy); found != judged.end()) {
+        std::tie(entry.status, entry.reason) = found->second;
       }
     }
     made.verification = workload.covered();
@@ -451,10 +555,11 @@ struct Tuner::Impl {
       if (const auto ruling = verify(names, /*glance=*/true); !ruling.held) return ruling.reason;
       const auto [result, cost] = timing.compare({}, names, canary);
       compiling += cost;
-      if (!(result.speedup.mid > 1)) return result.reason;
+      const bool for_memory = options.goal == Goal::Memory;
+      if (!(result.speedup.mid > (for_memory ? 1 / options.max_slowdown : 1))) return result.reason;
       shown = "canary " + ratio_text(result.speedup.mid) + " over " + std::to_string(result.pairs) +
               " pairs, one step verified";
-      return hindered_by(names);
+      return for_memory ? "" : hindered_by(names);
     } catch (const SideFailed& failure) {
       return timing.blame(failure);
     }
@@ -538,6 +643,8 @@ Tuner::Tuner(Workload& workload, CertificateKey key, TunerOptions options) {
             " s, expected a finite number of seconds, or 0 for what SearchOptions::for_run() allows.");
   OXY_CHECK(options.total_share >= 0 && options.total_share <= 1, InvalidArgument, "total_share is ",
             options.total_share, ", expected a share of the planned run between 0 and 1.");
+  OXY_CHECK(options.max_slowdown >= 1 && std::isfinite(options.max_slowdown), InvalidArgument, "max_slowdown is ",
+            options.max_slowdown, ", expected at least 1: times as long as given.");
   static_cast<void>(allows(options.level, Kind::Exact));
   impl_ = std::make_unique<Impl>(workload, std::move(key), std::move(options));
 }

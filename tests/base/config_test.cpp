@@ -88,7 +88,7 @@ TEST(Config, EveryRowIsWhole) {
       EXPECT_EQ(config.get(field.key), value) << field.key;
     }
   }
-  EXPECT_EQ(keys.size(), 36u);
+  EXPECT_EQ(keys.size(), 38u);
 }
 
 TEST(Config, SettingTheLevelKeepsWhatWasSet) {
@@ -230,7 +230,7 @@ PerformanceConfig random_config(PhiloxStream& random) {
         break;
       }
       case ConfigField::Type::Number:
-        config.set(field.key, random.uniform_double() * std::pow(10.0, -double(random.below(200))));
+        config.set(field.key, field.low + random.uniform_double() * std::pow(10.0, -double(random.below(200))));
         break;
     }
   }

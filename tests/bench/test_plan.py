@@ -67,7 +67,7 @@ def test_it_says_what_fits(script: Path, function: str, capsys: pytest.CaptureFi
     words = ["plan", f"{script}:{function}", "--budget", str(middle), "--threads", "1"]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert "it fits." in said and f"Fitted to {middle}:" in said and "run again" in said and "parameters" in said
+    assert "it fits." in said and f"Fitted to {middle}:" in said and "selective" in said and "parameters" in said
 
 
 def test_a_budget_that_cannot_be_kept(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

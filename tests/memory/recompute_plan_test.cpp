@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "oxytorch/error.h"
+#include "oxytorch/memory/budget_search.h"
 
 namespace oxytorch::memory {
 namespace {
@@ -82,10 +83,41 @@ Chain random_chain(std::mt19937& random, std::size_t length) {
   return Chain(parts);
 }
 
-std::vector<bool> flags(std::uint32_t bits, std::size_t count) {
-  std::vector<bool> found(count);
-  for (std::size_t i = 0; i < count; ++i) found[i] = (bits >> i & 1) != 0;
+using Choice = std::vector<Recompute>;
+constexpr auto kNothing = Recompute::Nothing, kSelective = Recompute::Selective, kFull = Recompute::Full;
+
+/// Every choice of `count` blocks, of `ways` ways each.
+std::vector<Choice> all_choices(std::size_t count, std::size_t ways) {
+  std::vector<Choice> found{Choice{}};
+  for (std::size_t i = 0; i < count; ++i) {
+    std::vector<Choice> longer;
+    for (const auto& each : found) {
+      for (std::size_t way = 0; way < ways; ++way) {
+        longer.push_back(each);
+        longer.back().push_back(ways == 2 && way == 1 ? kFull : static_cast<Recompute>(way));
+      }
+    }
+    found = std::move(longer);
+  }
   return found;
+}
+
+/// The tape of a chain that was recorded under selective_checkpoint() too, where each block kept a part and took time.
+StepTape selective_tape(std::mt19937& random, std::size_t length) {
+  std::vector<Chain::Part> plain, under;
+  for (std::size_t i = 0; i < length; ++i) {
+    plain.push_back({static_cast<std::int64_t>(random() % 1000), static_cast<std::int64_t>(random() % 300),
+                     static_cast<std::int64_t>(1 + random() % 100), static_cast<double>(1 + random() % 50)});
+    under.push_back(plain.back());
+    under.back().kept = plain.back().kept * static_cast<std::int64_t>(random() % 110) / 100;
+  }
+  auto tape = Chain(plain).tape();
+  Chain chain(under);
+  for (std::size_t i = 0; i < length; ++i) {
+    chain.timeline.selective_ns.emplace_back(static_cast<int>(i), std::int64_t{1'000'000'000} * (random() % 20));
+  }
+  tape.add_selective(chain.tape());
+  return tape;
 }
 
 TEST(RecomputePlanTest, ATapeHasWhatBlocksKeepAndWhatTheyCost) {
@@ -97,9 +129,88 @@ TEST(RecomputePlanTest, ATapeHasWhatBlocksKeepAndWhatTheyCost) {
   EXPECT_EQ(tape.calls[0].forward_peak, 130);
   EXPECT_EQ(tape.calls[1].forward_peak, 220);
   EXPECT_DOUBLE_EQ(tape.calls[1].seconds, 2);
-  EXPECT_EQ(tape.peak({false, false}), 338);
-  EXPECT_EQ(tape.peak({true, false}), 238) << "the first block keeps 10, and both run backward with 8 more";
-  EXPECT_DOUBLE_EQ(tape.seconds({true, true}), 3);
+  EXPECT_EQ(tape.calls[0].backward_peak, 8);
+  EXPECT_EQ(tape.calls[1].backward_end, tape.calls[0].backward_begin);
+  EXPECT_FALSE(tape.calls[0].selective);
+  EXPECT_EQ(tape.peak({kNothing, kNothing}), 338);
+  EXPECT_EQ(tape.peak({kFull, kNothing}), 238) << "the first block keeps 10, and both run backward with 8 more";
+  EXPECT_DOUBLE_EQ(tape.seconds({kFull, kFull}), 3);
+}
+
+TEST(RecomputePlanTest, ATapeHasWhatBlocksKeepWithoutCheapOperators) {
+  auto tape = Chain({{100, 30, 10, 1}, {200, 0, 20, 2}}).tape();
+  Chain under({{60, 30, 10, 1}, {50, 0, 20, 2}});
+  under.timeline.selective_ns = {{0, 500'000'000}, {1, 250'000'000}};
+  tape.add_selective(under.tape());
+  EXPECT_EQ(tape.calls[0].selective->saved_bytes, 60);
+  EXPECT_EQ(tape.peak({kSelective, kNothing}), 298);
+  EXPECT_EQ(tape.peak({kSelective, kSelective}), 290) << "forward of the second has 200 still, beside 60, 10 and 20";
+  EXPECT_DOUBLE_EQ(tape.seconds({kSelective, kSelective}), 0.75);
+  EXPECT_DOUBLE_EQ(tape.seconds({kSelective, kFull}), 2.5);
+  auto other = Chain({{100, 30, 10, 1}}).tape();
+  other.add_selective(under.tape());
+  EXPECT_FALSE(other.calls[0].selective) << "of other calls";
+}
+
+TEST(RecomputePlanTest, AnInputThatIsGivenBackIsHeldBySelectiveOnesOnlyWhereTheyHoldIt) {
+  // x is made outside, goes into block a, and is given back before backward, unless a holds it.
+  const auto recorded = [](bool holds) {
+    Timeline timeline;
+    timeline.names = {"a", "b"};
+    std::int64_t live = 0;
+    const auto event = [&](std::uint64_t at, std::int64_t bytes, int region, bool in_backward) {
+      live += bytes;
+      timeline.events.push_back({0, at, bytes, live, -1, region, -1, in_backward});
+    };
+    const auto mark = [&](int region, bool begins, std::vector<std::uint64_t> addresses) {
+      timeline.marks.push_back(
+          {static_cast<std::int64_t>(timeline.events.size()), 0, region, begins, false, std::move(addresses)});
+    };
+    event(1, 40, -1, false);
+    mark(0, true, {1});
+    event(2, 100, 0, false);
+    mark(0, false, {});
+    if (!holds) event(1, -40, -1, false);
+    event(9, 500, -1, false);
+    event(9, -500, -1, false);
+    event(3, 8, 0, true);
+    event(2, -100, -1, false);
+    if (holds) event(1, -40, -1, false);
+    event(3, -8, -1, false);
+    return StepTape::of(timeline, {"a", "b"});
+  };
+  auto tape = recorded(false);
+  ASSERT_EQ(tape.calls.at(0).held.size(), 1U);
+  EXPECT_EQ(tape.peak({kNothing, kNothing}), 600);
+  EXPECT_EQ(tape.peak({kFull, kNothing}), 540) << "a second forward needs x";
+  auto free = tape;
+  tape.add_selective(recorded(true));
+  EXPECT_EQ(tape.peak({kSelective, kNothing}), 640);
+  free.add_selective(recorded(false));
+  EXPECT_EQ(free.peak({kSelective, kNothing}), 600);
+}
+
+void expect_no_faster_choice(const StepTape& tape, const std::vector<Choice>& choices) {
+  const auto plain = tape.peak(choices.front());
+  std::vector<std::pair<std::int64_t, double>> costs;
+  for (const auto& choice : choices) costs.emplace_back(tape.peak(choice), tape.seconds(choice));
+  const auto lowest = std::min_element(costs.begin(), costs.end())->first;
+  EXPECT_LE(lowest_peak(tape).peak_bytes, lowest + lowest / 2000 + 1);
+  double least_before = 0;
+  for (int percent = 100; percent >= 0; percent -= 20) {
+    const auto budget = lowest + (plain - lowest) * percent / 100;
+    std::optional<double> least;
+    for (const auto& [peak, seconds] : costs) {
+      if (peak <= budget) least = std::min(least.value_or(1e9), seconds);
+    }
+    const auto plan = plan_recomputation(tape, budget);
+    EXPECT_TRUE(plan.is_optimal);
+    EXPECT_LE(plan.peak_bytes, budget);
+    EXPECT_EQ(plan.peak_bytes, tape.peak(plan.choice));
+    EXPECT_DOUBLE_EQ(plan.seconds, *least);
+    EXPECT_GE(plan.seconds, least_before) << "less memory never takes less time";
+    least_before = plan.seconds;
+  }
 }
 
 TEST(RecomputePlanTest, NoChoiceIsFasterByExhaustion) {
@@ -107,26 +218,12 @@ TEST(RecomputePlanTest, NoChoiceIsFasterByExhaustion) {
   for (int turn = 0; turn < 150; ++turn) {
     const std::size_t length = 1 + random() % 9;
     const auto tape = random_chain(random, length).tape();
-    const auto plain = tape.peak(std::vector<bool>(length));
-    std::int64_t lowest = plain;
-    for (std::uint32_t bits = 0; bits < 1U << length; ++bits) lowest = std::min(lowest, tape.peak(flags(bits, length)));
-    EXPECT_LE(lowest_peak(tape).peak_bytes, lowest + lowest / 2000 + 1);
-    double least_before = 0;
-    for (int percent = 100; percent >= 0; percent -= 20) {
-      const auto budget = lowest + (plain - lowest) * percent / 100;
-      std::optional<double> least;
-      for (std::uint32_t bits = 0; bits < 1U << length; ++bits) {
-        const auto again = flags(bits, length);
-        if (tape.peak(again) <= budget) least = std::min(least.value_or(1e9), tape.seconds(again));
-      }
-      const auto plan = plan_recomputation(tape, budget);
-      EXPECT_TRUE(plan.is_optimal);
-      EXPECT_LE(plan.peak_bytes, budget);
-      EXPECT_EQ(plan.peak_bytes, tape.peak(plan.again));
-      EXPECT_DOUBLE_EQ(plan.seconds, *least);
-      EXPECT_GE(plan.seconds, least_before) << "less memory never takes less time";
-      least_before = plan.seconds;
-    }
+    expect_no_faster_choice(tape, all_choices(length, 2));
+  }
+  for (int turn = 0; turn < 100; ++turn) {
+    const std::size_t length = 1 + random() % 6;
+    const auto tape = selective_tape(random, length);
+    expect_no_faster_choice(tape, all_choices(length, 3));
   }
 }
 
@@ -145,17 +242,18 @@ TEST(RecomputePlanTest, ABudgetUnderTheLowestPeakIsRefusedWithIt) {
 TEST(RecomputePlanTest, ASearchCorrectsItselfByWhatIsMeasured) {
   const std::vector<Chain::Part> parts(8, {1000, 200, 50, 0.01});
   const auto tape = Chain(parts).tape();
-  const auto plain = tape.peak(std::vector<bool>(8));
+  const auto plain = tape.peak(Choice(8));
   BudgetSearch search(tape, /*base=*/500, 500 + plain, 500 + plain / 2);
   EXPECT_EQ(search.floor(), 500 + lowest_peak(tape).peak_bytes);
   const auto first = search.next().value();
   EXPECT_LE(search.predicted_peak(), search.budget());
   search.measured(search.budget() + 900);
   const auto second = search.next().value();
-  EXPECT_GT(second.size(), first.size());
+  EXPECT_GT(second.full.size(), first.full.size());
   search.measured(search.budget() - 1);
   EXPECT_FALSE(search.next());
-  EXPECT_EQ(search.recomputed(), second);
+  EXPECT_EQ(search.choice(), second);
+  EXPECT_THAT(search.summary(), HasSubstr(std::to_string(second.full.size()) + " of 8 blocks are run again"));
   search.timed(0.1, 0.125);
   EXPECT_THAT(search.table(), HasSubstr("A step takes 125 ms instead of 100 ms. A step leaves the same bits."));
   const auto curve = search.curve(9);
@@ -173,10 +271,20 @@ TEST(RecomputePlanTest, ASearchThatCannotEndWellIsRefused) {
   EXPECT_THROW((void)BudgetSearch(tape, 0, 338, 0), Error);
   EXPECT_THROW((void)BudgetSearch({}, 0, 338, 10), Error);
   BudgetSearch low(tape, 0, 338, 20);
-  EXPECT_EQ(low.next()->size(), 1U) << "the lowest choice is measured before it is refused";
+  EXPECT_EQ(low.next()->full.size(), 1U) << "the lowest choice is measured before it is refused";
   low.measured(21);
   EXPECT_EQ(low.floor(), 21);
   EXPECT_THROW((void)low.next(), Error);
+  // The lowest choice is the one that was just measured: its figure is said, not what was told of it.
+  BudgetSearch told(tape, 0, 338, lowest_peak(tape).peak_bytes);
+  ASSERT_TRUE(told.next());
+  told.measured(500);
+  try {
+    while (told.next()) told.measured(500);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("the lowest peak of tensors that was reached is 500 B"));
+  }
   BudgetSearch worse(tape, 0, 338, 300);
   const auto never = [&] {
     for (int i = 0; i < 9; ++i) {
@@ -187,15 +295,91 @@ TEST(RecomputePlanTest, ASearchThatCannotEndWellIsRefused) {
   EXPECT_THROW(never(), Error) << "each plan peaks over the budget";
 }
 
+TEST(RecomputePlanTest, ASearchSaysWhatIsMadeAgainInPartAndWhyNot) {
+  auto tape = Chain(std::vector<Chain::Part>(8, {1000, 0, 50, 0.01})).tape();
+  auto under = Chain(std::vector<Chain::Part>(8, {400, 0, 50, 0.01}));
+  for (int i = 0; i < 8; ++i) under.timeline.selective_ns.emplace_back(i, 1'000'000);
+  tape.add_selective(under.tape());
+  const auto plain = tape.peak(Choice(8));
+  BudgetSearch search(tape, 0, plain, plain * 7 / 10);
+  const auto choice = search.next().value();
+  EXPECT_TRUE(choice.full.empty()) << "ten times as slow for not twice as much";
+  EXPECT_GE(choice.selective.size(), 4U);
+  search.measured(search.predicted_peak());
+  EXPECT_THAT(search.summary(), HasSubstr("results of cheap operators of " + std::to_string(choice.selective.size()) +
+                                          " of 8 blocks are made again: a step takes"));
+  EXPECT_THAT(search.table(), HasSubstr("selective\n"));
+  search.without_selective("no such luck.");
+  EXPECT_THAT(search.summary(), HasSubstr("Results of cheap operators are kept"));
+  EXPECT_THAT(search.table(), HasSubstr("failed: no such luck."));
+}
+
+TEST(RecomputePlanTest, TheLeastPeakIsWhatTimeAllows) {
+  const auto tape = Chain(std::vector<Chain::Part>(8, {1000, 0, 50, 0.01})).tape();
+  const auto plain = tape.peak(Choice(8));
+  const auto searched = [&](double slowdown) { return BudgetSearch::least(tape, 100, 100 + plain, 0.1, slowdown); };
+  auto search = searched(1.35);  // three of eight: 0.03 s of 0.1
+  EXPECT_TRUE(search.is_bound_by_time());
+  EXPECT_EQ(search.next()->full.size(), 3U);
+  search.measured(search.predicted_peak() + 1);
+  search.timed(0.1, 0.14);  // which is more than was told
+  EXPECT_EQ(search.next()->full.size(), 2U);
+  search.measured(search.predicted_peak());
+  search.timed(0.1, 0.13);
+  EXPECT_FALSE(search.next());
+  EXPECT_EQ(search.choice().full.size(), 2U);
+  EXPECT_EQ(search.budget(), search.measured_peak());
+  EXPECT_LT(search.measured_peak(), search.plain_peak());
+  EXPECT_THAT(search.summary(), HasSubstr("That is the least where a step may take 1.35 times as long."));
+  EXPECT_THAT(search.table(), HasSubstr("the least where a step may take 1.35 times as long;"));
+  auto none = searched(1.001);
+  EXPECT_FALSE(none.next()) << "no block is run again in so little time";
+  EXPECT_TRUE(none.choice().empty());
+  EXPECT_EQ(none.measured_peak(), none.plain_peak());
+  auto never = searched(1.2);
+  int choices = 0;
+  for (; never.next(); ++choices) {
+    never.measured(never.predicted_peak());
+    never.timed(0.1, 0.5);
+  }
+  EXPECT_GE(choices, 1);
+  EXPECT_TRUE(never.choice().empty()) << "each took too long";
+  EXPECT_THROW((void)searched(0.9), Error);
+}
+
 TEST(RecomputePlanTest, TwoHundredBlocksOfAKind) {
   const std::vector<Chain::Part> parts(200, {1'000'000, 200'000, 50'000, 0.01});
   const auto tape = Chain(parts).tape();
-  const auto plain = tape.peak(std::vector<bool>(200));
+  const auto plain = tape.peak(Choice(200));
   const auto plan = plan_recomputation(tape, plain / 2);
-  const auto count = std::count(plan.again.begin(), plan.again.end(), true);
+  const auto count = std::count(plan.choice.begin(), plan.choice.end(), kFull);
   // 1 MB each has to go, from the start of the chain so that what is run again finds the rest gone.
   EXPECT_NEAR(static_cast<double>(count), 106, 1);
   EXPECT_LE(plan.peak_bytes, plain / 2);
+}
+
+TEST(RecomputePlanTest, UnevenBlocksBeyondExhaustionAreImproved) {
+  std::mt19937 random(3);
+  const auto tape = selective_tape(random, 200);
+  const Choice everything(200);
+  const auto plain = tape.peak(everything), least = lowest_peak(tape).peak_bytes;
+  double before = 0;
+  for (int percent = 90; percent >= 30; percent -= 30) {
+    const auto budget = least + (plain - least) * percent / 100;
+    const auto plan = plan_recomputation(tape, budget);
+    EXPECT_LE(tape.peak(plan.choice), budget);
+    EXPECT_GE(plan.seconds, before * 0.99);
+    before = plan.seconds;
+    // No single block can be kept that is not, or in a cheaper way.
+    const auto seconds = tape.seconds();
+    for (std::size_t block = 0; block < plan.choice.size(); ++block) {
+      for (const auto other : {kNothing, kSelective, kFull}) {
+        auto cheaper = plan.choice;
+        cheaper[block] = other;
+        if (tape.seconds(cheaper) < plan.seconds - 1e-6) EXPECT_GT(tape.peak(cheaper), budget) << block;
+      }
+    }
+  }
 }
 
 TEST(RecomputePlanTest, BackwardComesToTheLastCallOfABlockFirst) {
@@ -224,8 +408,8 @@ TEST(RecomputePlanTest, BackwardComesToTheLastCallOfABlockFirst) {
   EXPECT_EQ(tape.calls[1].backward_begin, 6);
   EXPECT_EQ(tape.calls[2].backward_begin, 3);
   EXPECT_EQ(tape.calls[0].saved_bytes, 100);
-  EXPECT_EQ(tape.peak({false, false}), 308);
-  EXPECT_EQ(tape.peak({true, false}), 208);
+  EXPECT_EQ(tape.peak({kNothing, kNothing}), 308);
+  EXPECT_EQ(tape.peak({kFull, kNothing}), 208);
 }
 
 TEST(RecomputePlanTest, RegionsThatAreNoBlocksAndCallsWithoutBackwardAreLeftOut) {
@@ -233,7 +417,7 @@ TEST(RecomputePlanTest, RegionsThatAreNoBlocksAndCallsWithoutBackwardAreLeftOut)
   EXPECT_EQ(StepTape::of(chain.timeline, {"block1", "elsewhere"}).calls.size(), 1U);
   EXPECT_TRUE(StepTape::of(chain.timeline, {}).calls.empty());
   EXPECT_TRUE(StepTape::of({}, {"block0"}).calls.empty());
-  EXPECT_EQ(StepTape::of({}, {"block0"}).peak({false}), 0);
+  EXPECT_EQ(StepTape::of({}, {"block0"}).peak({kNothing}), 0);
   for (auto& event : chain.timeline.events) event.in_backward = false;
   EXPECT_TRUE(chain.tape().calls.empty());
 }

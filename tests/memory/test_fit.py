@@ -226,6 +226,7 @@ def test_what_it_says() -> None:
     with fit(model, step, budget, blocks=[f"encoder.layers.{i}" for i in range(6)]) as plan:
         text = plan.table()
     assert all(f"encoder.layers.{i}" in text for i in range(6))
-    assert text.count("run again") == len(plan.recomputed)
+    assert text.count("run again\n") == len(plan.full) and text.count("selective\n") == len(plan.selective)
+    assert plan.recomputed == plan.full + plan.selective != ()
     assert ox.base.format_size(plan.measured_peak) in text and "same bits" in text
     assert plan.seconds > 0 and plan.plain_seconds > 0

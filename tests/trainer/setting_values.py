@@ -25,6 +25,7 @@ GIVEN: dict[str, Any] = {
     "min_lr_ratio": 0.5, "max_steps": 7, "steps_planned": 77, "tune_seconds": 1.5, "remember": False,
     "early_stopping_patience": 1, "early_stopping_min_delta": 100.0, "early_stopping_mode": "max",
     "early_stopping_restore_best": True, "memory_limit": "90%",
+    "goal": "memory", "max_slowdown": 1.5,
     "gradient_checkpointing": "1GiB", "seed": 5, "deterministic": True, "progress": "on",
     "log_every": 3, "monitor": False,
 }  # fmt: skip
@@ -36,6 +37,7 @@ WITH: dict[str, dict[str, Any]] = {
     "early_stopping_min_delta": {"early_stopping_patience": 1},
     "early_stopping_mode": {"early_stopping_patience": 1},
     "early_stopping_restore_best": {"early_stopping_patience": 1},
+    "max_slowdown": {"goal": "memory"},
 }
 NOT_YET = {"log_every", "monitor"}
 LOOP = {

@@ -381,6 +381,18 @@ const std::map<std::string, std::function<void()>>& effects() {
          }
          EXPECT_FALSE(memory::limit());
        }},
+      {"goal",
+       [] {
+         Training one({{"goal", text("memory")}});
+         one.trainer->step(Batch(data(1)[0].data, data(1)[0].target));
+         EXPECT_THAT(one.trainer->report(), HasSubstr("the model calls no blocks"));
+       }},
+      {"max_slowdown",
+       [] {
+         EXPECT_THROW(Training({{"max_slowdown", 1.5}}), Error) << "the goal is speed";
+         EXPECT_THROW(Training({{"max_slowdown", 0.5}}), Error);
+         Training one({{"goal", text("memory")}, {"max_slowdown", 1.5}});  // shown by GradientCheckpointingTest
+       }},
       {"gradient_checkpointing",
        [] {
          Training one({{"gradient_checkpointing", text("1GiB")}});

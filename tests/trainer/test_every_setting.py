@@ -315,6 +315,15 @@ def checkpointed() -> bool:
     return line.state == "on" and "of the budget of 1.00 GiB as it is" in line.reason
 
 
+def least(slowdown: float) -> str:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 60), nn.ReLU(), nn.Linear(60, 6)) for _ in range(4)))
+    x = torch.randn(300, 6), torch.randint(3, (300,))
+    with closed(trainer(model=model, goal="memory", max_slowdown=slowdown)) as one:
+        one.step(x)
+        (line,) = (line for line in one.report().settings if line.name == "gradient_checkpointing")
+    return line.reason
+
+
 def bar(capfd: pytest.CaptureFixture[str], setting: str) -> bool:
     capfd.readouterr()
     trainer(progress=setting).fit(batches(2))
@@ -360,6 +369,8 @@ TRAINER: dict[str, Callable[..., Any]] = {
     "early_stopping_restore_best": restores,
     "seed": lambda: draws(5) == draws(5) != draws(6),
     "memory_limit": trainer_memory,
+    "goal": lambda: "That is the least where" in least(50.0),
+    "max_slowdown": lambda: "as it is" in least(1.0),
     "gradient_checkpointing": checkpointed,
     "deterministic": trainer_deterministic,
     "progress": lambda capfd: bar(capfd, "on") and not bar(capfd, "off"),
@@ -565,6 +576,13 @@ def stores(clock: Clock, tmp_path: Path) -> bool:
     return True
 
 
+def explained_for_memory(clock: Clock) -> str:
+    plan = tuned(clock, {"goal": "memory"}, strategies=[])
+    said = plan.explain()
+    plan.revert()
+    return said
+
+
 ACCELERATE: dict[str, Callable[..., Any]] = {
     "level": accelerated_level,
     "precision": lambda clock: forced(clock, "precision", "bf16", "bf16_autocast", "precision", "precision"),
@@ -595,6 +613,10 @@ ACCELERATE: dict[str, Callable[..., Any]] = {
     "remember": stores,
     "seed": accelerated_seed,
     "memory_limit": accelerated_process,
+    "goal": lambda clock: "gradient_checkpointing" in explained_for_memory(clock),
+    "max_slowdown": lambda clock: (
+        tuned(clock, {"goal": "memory", "max_slowdown": 1.75}).asked.max_slowdown == pytest.approx(1.75)
+    ),
     "gradient_checkpointing": accelerated_process,
     "deterministic": accelerated_process,
     "progress": shows_progress,
@@ -612,9 +634,10 @@ def test_the_options_of_accelerate(clock: Clock, tmp_path: Any) -> None:
     keywords = [p.name for p in inspect.signature(ox.accelerate).parameters.values() if p.kind is p.KEYWORD_ONLY]
     shown = {
         "level", "steps_planned", "config", "strategies", "exclude", "step", "clip_norm", "loop", "state", "remember",
-        "tune_seconds", "seed", "progress",
+        "tune_seconds", "seed", "progress", "goal", "max_slowdown", "memory",
     }  # fmt: skip
-    assert set(keywords) == shown  # config, level, seed and progress: above
+    # config, level, seed and progress: above; goal, max_slowdown and memory: tests/tune/test_goal.py
+    assert set(keywords) == shown
     one, other = made(clock, "slow", 0.002), made(clock, "rest", 0.002)
     loop = made(clock, "slow", 0.001)
     loop.name, loop.needs_loop = "in_the_loop", True

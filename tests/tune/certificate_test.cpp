@@ -92,14 +92,16 @@ TEST(Certificate, ABusyMachineIsSaid) {
 
 TEST(Certificate, SaysWhatTensorsTake) {
   Certificate certificate = example();
-  EXPECT_THAT(certificate.to_text(), HasSubstr("its tensors take 150 MiB at the most, and 100 MiB as given (1.5"));
+  EXPECT_THAT(
+      certificate.to_text(),
+      HasSubstr("Its tensors take 150 MiB at the most, model and optimizer included, and 100 MiB as given (1.5"));
   certificate.tuned_peak_bytes.reset();
-  EXPECT_THAT(certificate.to_text(), Not(HasSubstr("its tensors take")));
+  EXPECT_THAT(certificate.to_text(), Not(HasSubstr("Its tensors take")));
   EXPECT_EQ(Certificate::from_json(certificate.to_json()), certificate);
   certificate = example();
   certificate.entries.clear();
   certificate.tuned_peak_bytes = certificate.given_peak_bytes;
-  EXPECT_THAT(certificate.to_text(), HasSubstr("its tensors take 100 MiB at the most."));
+  EXPECT_THAT(certificate.to_text(), HasSubstr("Its tensors take 100 MiB at the most, model and optimizer included."));
 }
 
 TEST(Certificate, ReadsBackWhatItWrote) {

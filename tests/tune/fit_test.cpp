@@ -67,10 +67,10 @@ TEST(FitTest, EveryBudgetIsKeptAndLeavesNoTrace) {
     EXPECT_LE(figures.measured_peak(), last) << "a smaller budget never peaks higher";
     EXPECT_EQ(figures.same_bits(), true);
     EXPECT_TRUE(equal(before, training.state()));
-    EXPECT_THAT(plan.table(), HasSubstr("run again"));
+    EXPECT_THAT(plan.table(), HasSubstr("selective\n"));
     last = figures.measured_peak();
     plan.revert();
-    EXPECT_FALSE(memory::is_run_again(figures.recomputed().front()));
+    EXPECT_EQ(memory::recompute_of("deep.layer0"), memory::Recompute::Nothing);
   }
 }
 
@@ -110,21 +110,43 @@ TEST(FitTest, WhatCannotBeIsRefused) {
   refused(training, "-5MB", "-5MB");
   refused(training, "much", "much");
   refused(without, "1GB", "calls no blocks");
-  EXPECT_FALSE(memory::is_run_again("deep.layer0"));
+  EXPECT_EQ(memory::recompute_of("deep.layer0"), memory::Recompute::Nothing);
 }
 
-TEST(BlockTest, NamesCountAsOftenAsPlansSaySo) {
+TEST(FitTest, TheLeastThatTimeAllows) {
+  Training training;
+  const auto before = training.state();
+  const auto least = [&](double slowdown) {
+    return fit(*training.model, *training.optimizer, supervised(training.model, nn::CrossEntropyLoss()), training.batch,
+               "least", /*clip_norm=*/0, slowdown);
+  };
+  auto plan = least(50);
+  const auto& figures = plan.figures();
+  EXPECT_TRUE(plan.is_active());
+  EXPECT_LE(figures.measured_peak(), figures.floor() + figures.plain_peak() / 100);
+  EXPECT_EQ(figures.same_bits(), true);
+  EXPECT_LE(figures.seconds(), 50 * figures.plain_seconds());
+  plan.revert();
+  EXPECT_TRUE(equal(before, training.state()));
+  EXPECT_FALSE(least(1).is_active());
+  EXPECT_THROW((void)least(0.5), Error);
+}
+
+TEST(BlockTest, OfSeveralPlansTheOneThatKeepsTheLeastCounts) {
+  using memory::Recompute;
   {
-    const memory::RunAgain one({"a", "b"});
+    const memory::RecomputeBlocks one({.selective = {"a", "b"}, .full = {"c"}});
     {
-      const memory::RunAgain other({"b"});
-      EXPECT_TRUE(memory::is_run_again("b"));
+      const memory::RecomputeBlocks other({.selective = {"c"}, .full = {"b"}});
+      EXPECT_EQ(memory::recompute_of("b"), Recompute::Full);
+      EXPECT_EQ(memory::recompute_of("c"), Recompute::Full);
     }
-    EXPECT_TRUE(memory::is_run_again("a"));
-    EXPECT_TRUE(memory::is_run_again("b"));
-    EXPECT_FALSE(memory::is_run_again("c"));
+    EXPECT_EQ(memory::recompute_of("a"), Recompute::Selective);
+    EXPECT_EQ(memory::recompute_of("b"), Recompute::Selective);
+    EXPECT_EQ(memory::recompute_of("c"), Recompute::Full);
+    EXPECT_EQ(memory::recompute_of("d"), Recompute::Nothing);
   }
-  EXPECT_FALSE(memory::is_run_again("b"));
+  EXPECT_EQ(memory::recompute_of("b"), Recompute::Nothing);
 }
 
 }  // namespace

@@ -26,10 +26,11 @@ using testing::Pair;
 /// What a strategy is in this world.
 struct Planted {
   Offer offer;
-  double factor = 1;        ///< of the step's seconds while it is active
-  bool honest = true;       ///< what the verifier says of it
-  double cost = 0;          ///< one-off seconds, said and taken
-  std::string throws = {};  ///< the member that throws: "applies", "expected_cost", "apply", "step"
+  double factor = 1;          ///< of the step's seconds while it is active
+  bool honest = true;         ///< what the verifier says of it
+  double cost = 0;            ///< one-off seconds, said and taken
+  std::string throws = {};    ///< the member that throws: "applies", "expected_cost", "apply", "step"
+  std::int64_t bytes = -100;  ///< of a step's memory while it is active
 };
 
 /// Interrupts are no failure of a strategy.
@@ -109,7 +110,9 @@ class Table : public Workload {
   }
   std::optional<std::int64_t> step_bytes() override {
     for (const auto& name : now) throw_from(name, "step_bytes");
-    return now.empty() ? 1000 : 1000 - 100 * static_cast<std::int64_t>(now.size());
+    std::int64_t bytes = 1000;
+    for (const auto& name : now) bytes += planted[name].bytes;
+    return bytes;
   }
   bool on_host() override { return true; }
   Ruling verify(Kind kind, bool glance) override {
@@ -203,6 +206,57 @@ TEST_F(TunerTest, APeakThatCannotBeMeasuredIsLeftOut) {
   EXPECT_THAT(made.accepted(), ElementsAre("half"));
   EXPECT_EQ(made.given_peak_bytes, 1000);
   EXPECT_FALSE(made.tuned_peak_bytes);
+}
+
+TEST_F(TunerTest, TheGoalMemoryAddsWhatMakesAStepSmallerAsFarAsItMayBeSlower) {
+  table.plant({.offer = {.name = "half"}, .factor = 0.5, .bytes = 0});
+  table.plant({.offer = {.name = "small"}, .factor = 1.5, .bytes = -200});
+  table.plant({.offer = {.name = "smaller"}, .factor = 1.6, .bytes = -300});
+  table.plant({.offer = {.name = "smallest"}, .factor = 9, .bytes = -500});
+  table.plant({.offer = {.name = "liar"}, .factor = 1, .honest = false, .bytes = -400});
+  table.plant({.offer = {.name = "grows"}, .factor = 0.4, .bytes = 300});
+  table.plant({.offer = {.name = "process", .traits = {.group = "threads"}}, .factor = 1.01, .bytes = -600});
+  const auto fast = tuned();
+  EXPECT_THAT(fast.accepted(), ElementsAre("half", "grows"));
+  EXPECT_EQ(fast.tuned_peak_bytes, 1300);
+  const auto made = tuned({.goal = Goal::Memory, .max_slowdown = 1.3});
+  EXPECT_THAT(made.accepted(), ElementsAre("half", "small", "smaller"));
+  EXPECT_EQ(made.given_peak_bytes, 1000);
+  EXPECT_EQ(made.tuned_peak_bytes, 500);
+  EXPECT_NEAR(1 / made.speedup->mid, 0.5 * 1.5 * 1.6, 0.02);
+  EXPECT_THAT(entry(made, "smaller").reason, HasSubstr("a step takes 700 B of memory instead of 1000 B; 0.8"));
+  EXPECT_EQ(entry(made, "smallest").status, Status::Rejected);
+  EXPECT_THAT(entry(made, "smallest").reason, HasSubstr("its time"));
+  EXPECT_EQ(entry(made, "liar").status, Status::Refused);
+  EXPECT_EQ(entry(made, "grows").status, Status::Refused);
+  EXPECT_THAT(entry(made, "grows").reason, HasSubstr("a step takes 1.27 KiB of memory, and 1000 B as given"));
+  EXPECT_NE(entry(made, "process").status, Status::Accepted) << "a setting of the process is not asked";
+  EXPECT_EQ(tuned({.goal = Goal::Memory, .max_slowdown = 1}).tuned_peak_bytes, 700) << "0.5 * 1.6 is faster than given";
+  EXPECT_THROW(tuned({.max_slowdown = 0.9}), Error);
+}
+
+TEST_F(TunerTest, WhatSavesMemoryTakesThePlaceOfWhatSavesLess) {
+  table.plant({.offer = {.name = "fast", .traits = {.group = "one"}}, .factor = 0.8, .bytes = 0});
+  table.plant({.offer = {.name = "small", .traits = {.group = "one"}}, .factor = 1.1, .bytes = -200});
+  table.plant({.offer = {.name = "needy", .traits = {.requires_ = {"fast"}}}, .factor = 1.2, .bytes = -50});
+  const auto made = tuned({.goal = Goal::Memory});
+  EXPECT_THAT(made.accepted(), ElementsAre("small"));
+  EXPECT_EQ(entry(made, "fast").status, Status::Rejected);
+  EXPECT_THAT(entry(made, "fast").reason, HasSubstr("small saves more memory in its place"));
+  EXPECT_NE(entry(made, "needy").status, Status::Accepted);
+}
+
+TEST_F(TunerTest, ARememberedPlanForMemoryHoldsThoughItIsSlower) {
+  table.plant({.offer = {.name = "small"}, .factor = 1.1, .bytes = -200});
+  const CertificateStore store(folder_.string());
+  const auto first = tuned({.goal = Goal::Memory}, &store);
+  EXPECT_THAT(first.accepted(), ElementsAre("small"));
+  ASSERT_EQ(store.try_put(first), "");
+  const auto again = tuned({.goal = Goal::Memory}, &store);
+  ASSERT_FALSE(again.events.empty());
+  EXPECT_THAT(again.events.back(), HasSubstr("reused"));
+  table.planted["small"].factor = 1.4;
+  EXPECT_THAT(tuned({.goal = Goal::Memory}, &store).accepted(), IsEmpty());
 }
 
 TEST_F(TunerTest, RefusesWhatIsFastAndWrong) {

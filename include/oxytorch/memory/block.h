@@ -1,4 +1,4 @@
-/// Blocks of a model: parts that fit() may have run again in backward.
+/// Blocks of a model: parts of which fit() may have something made again in backward.
 ///
 /// ```cpp
 /// at::Tensor forward(at::Tensor x) {
@@ -20,35 +20,40 @@
 #include "oxytorch/api.h"
 #include "oxytorch/memory/checkpoint.h"
 #include "oxytorch/memory/meter.h"
+#include "oxytorch/memory/step_tape.h"
 
 namespace oxytorch::memory {
 
-/// Whether a plan that is active has this block run again.
-[[nodiscard]] OXY_API bool is_run_again(std::string_view name);
+/// What plans that are active have made again of this block.
+[[nodiscard]] OXY_API Recompute recompute_of(std::string_view name);
 
-/// Has blocks of these names run again until it ends. Any number may be active, of any thread.
-class OXY_API RunAgain {
+/// Has a choice of blocks made again until it ends. Any number may be active, of any thread: the one that keeps the
+/// least counts.
+class OXY_API RecomputeBlocks {
  public:
-  explicit RunAgain(std::vector<std::string> names);
-  ~RunAgain();
-  RunAgain(const RunAgain&) = delete;
-  RunAgain& operator=(const RunAgain&) = delete;
+  explicit RecomputeBlocks(RecomputeChoice choice);
+  ~RecomputeBlocks();
+  RecomputeBlocks(const RecomputeBlocks&) = delete;
+  RecomputeBlocks& operator=(const RecomputeBlocks&) = delete;
 
  private:
-  std::vector<std::string> names_;
+  RecomputeChoice choice_;
 };
 
-/// function(args...), a block called `name`: a region of timelines, and under checkpoint() where a plan says so. What
-/// checkpoint() says of function and arguments holds: `function` may be kept beyond the call, so that what it captures
-/// by reference has to live until backward. Names are those of the whole process; a name that is called several times
-/// in a step is one block.
+/// function(args...), a block called `name`: a region of timelines, and under checkpoint() or selective_checkpoint()
+/// where a plan says so. What checkpoint() says of function and arguments holds: `function` may be kept beyond the
+/// call, so that what it captures by reference has to live until backward. Names are those of the whole process; a name
+/// that is called several times in a step is one block.
 template <class Function, class... Args>
 auto block(std::string_view name, Function function, const Args&... args) {
   std::vector<at::Tensor> tensors;
   (detail::collect<std::decay_t<Args>>(args, tensors), ...);
   Region region(name, tensors);
   tensors.clear();
-  auto result = is_run_again(name) ? checkpoint(std::move(function), args...) : function(args...);
+  const auto recompute = recompute_of(name);
+  auto result = recompute == Recompute::Full        ? checkpoint(std::move(function), args...)
+                : recompute == Recompute::Selective ? selective_checkpoint(function, args...)
+                                                    : function(args...);
   detail::collect<std::decay_t<decltype(result)>>(result, tensors);
   region.outputs(tensors);
   return result;

@@ -48,6 +48,9 @@ OXY_API void activate(Asked& asked, const PerformanceConfig& config, const std::
 /// What the setting's line begins with once a step has run out of memory and was fitted anew.
 [[nodiscard]] OXY_API std::string fitted_anew(std::int64_t step);
 
+/// What a configuration says of `goal` and `max_slowdown`.
+OXY_API void set_goal(const PerformanceConfig& config, TunerOptions& options);
+
 /// Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.
 [[nodiscard]] OXY_API std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise = 0);
 

@@ -1,4 +1,5 @@
-/// A training step within a budget of memory: blocks of a model are run again in backward, where that costs least.
+/// A training step within a budget of memory: of blocks of a model, what backward needs is made again instead of kept,
+/// where that costs least.
 ///
 /// ```cpp
 /// auto plan = oxytorch::fit(*model, optimizer, loss, batch, "900MiB");   // the model calls oxytorch::memory::block
@@ -14,12 +15,12 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/memory/block.h"
-#include "oxytorch/memory/recompute_plan.h"
+#include "oxytorch/memory/budget_search.h"
 #include "oxytorch/tune/batch.h"
 
 namespace oxytorch {
 
-/// Which blocks are run again, what that saves and what it costs. Active until revert() or its end. Movable.
+/// What of which blocks is made again, what that saves and what it costs. Active until revert() or its end. Movable.
 class OXY_API MemoryPlan {
  public:
   explicit MemoryPlan(memory::BudgetSearch search);
@@ -32,18 +33,20 @@ class OXY_API MemoryPlan {
 
  private:
   memory::BudgetSearch search_;
-  std::unique_ptr<memory::RunAgain> active_;
+  std::unique_ptr<memory::RecomputeBlocks> active_;
 };
 
-/// Records a step (zero_grad, loss, backward, clip, optimizer step) on `batch`, chooses the blocks (memory::block())
-/// that cost the least time within `budget` ("900MiB", or "50%" of the memory that this process may use), measures the
-/// step with them, and chooses again by what the peak is above the budget. Bytes are those of tensors, parameters,
-/// gradients and optimizer state included. About fifteen steps are taken; model, optimizer and random generators are
-/// then what they were, bit for bit.
+/// Records a step (zero_grad, loss, backward, clip, optimizer step) on `batch`, chooses for each block
+/// (memory::block()) what is made again in backward, nothing, results of cheap operators or the whole block, at the
+/// least time within `budget` ("900MiB", "50%" of the memory that this process may use, or "least": the lowest peak at
+/// which a step takes at most `max_slowdown` times as long), measures the step with that, and chooses again by what the
+/// peak is above the budget. Bytes are those of tensors, parameters, gradients and optimizer state included. About
+/// twenty steps are taken; model, optimizer and random generators are then what they were, bit for bit.
 ///
-/// Errors: OutOfMemory, with the lowest peak, where no choice of blocks is within the budget; InvalidArgument for a
+/// Errors: OutOfMemory, with the lowest peak, where no choice is within the budget; InvalidArgument for a
 /// budget that is none, and for a model that calls no blocks; NotSupported on another device than a CPU.
 [[nodiscard]] OXY_API MemoryPlan fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
-                                     const Batch& batch, std::string_view budget, double clip_norm = 0);
+                                     const Batch& batch, std::string_view budget, double clip_norm = 0,
+                                     double max_slowdown = 1.25);
 
 }  // namespace oxytorch

@@ -37,6 +37,9 @@ struct Policy {
   double likely_share = 0.25;           ///< of the run, in which a likely gain is to repay a one-off cost
   double speaks_for = 1.1;              ///< a gain that lets others with one-off costs of its group be hoped for
 
+  // -- with the goal memory --
+  double smaller = 0.98;  ///< of the bytes of a step, below which what saves them is worth a trial
+
   // -- what is remembered (reuse.h) --
   double least_difference = 0.2;  ///< by which the step as given may differ from what it was
   double spreads = 3;             ///< or by so many times what both measurements spread

@@ -43,6 +43,10 @@ class OXY_API Run : public TrainingStep {
   std::map<std::string, std::string> asked;
   bool owns_loop = true;  ///< the plan takes the steps, so that a strategy may change how a batch is stepped with
   std::optional<std::uint64_t> retain_limit;  ///< bytes that the allocator may keep; empty: its own choice
+  /// Bytes of the tensors that a step on `batch` begins with, each memory once: models, optimizer state, batch.
+  /// Gradients are made anew.
+  [[nodiscard]] std::int64_t held_bytes(const Batch& batch) const;
+
   /// Makes exactly these active: others are taken back, the last first, then the missing ones applied. Where one
   /// cannot be applied, those of this call are taken back again and its exception passes through. Where one cannot be
   /// taken back, the others are, nothing is applied, and its exception passes through.

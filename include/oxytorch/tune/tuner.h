@@ -6,6 +6,7 @@
 ///  3. strategies are asked whether they apply; updates of optimizers are timed by themselves;
 ///  4. the search names trials; each is a paired test of two combinations, with a look by the verifier where it won;
 ///  5. what is kept is verified over all steps and measured against nothing; what spoils it is dropped, and 4 goes on;
+///     With Goal::Memory, what makes the step smaller is then added, in the same way, as far as it may be slower;
 ///  6. what the caller's settings ask for is verified beside it;
 ///  7. everything is reverted and restored; then finish() makes active what the certificate says.
 #pragma once
@@ -27,6 +28,12 @@
 
 namespace oxytorch::tune {
 
+/// What is to be made small.
+enum class Goal : std::uint8_t {
+  Speed,  ///< the seconds of a step
+  Memory  ///< the bytes of a step: after what makes it faster, what makes it smaller
+};
+
 /// A setting of the caller's that wants a strategy active whatever it gains.
 struct Requirement {
   std::string setting;                  ///< "precision"
@@ -45,6 +52,8 @@ struct TunerOptions {
   /// SearchOptions::for_run(). What is under way when they are over is concluded.
   double total = 0;
   double total_share = 0;
+  Goal goal = Goal::Speed;
+  double max_slowdown = 1.25;  ///< times as long as given that a step may take, with Goal::Memory
 };
 
 /// One tuning of one workload. Not for use from several threads at once.

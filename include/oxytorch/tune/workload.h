@@ -124,8 +124,8 @@ class OXY_API Workload {
   /// leaves it before and after.
   virtual Ruling verify(Kind kind, bool glance) = 0;
 
-  /// The most that tensors take in a step with what is active, beyond what lives before it; empty where that cannot be
-  /// measured. State is as restore() leaves it before and after.
+  /// The most that tensors take in a step with what is active, model, optimizer and batch included; empty where that
+  /// cannot be measured. State is as restore() leaves it before and after.
   virtual std::optional<std::int64_t> step_bytes();
 
   // -- saying ---------------------------------------------------------------------------------------------------------

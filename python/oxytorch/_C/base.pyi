@@ -13,6 +13,7 @@ __all__: list[str] = [
     "check_log_level",
     "check_own_tail",
     "check_settings",
+    "checkpointing_of",
     "cores",
     "cpu_features",
     "deliver_log",
@@ -102,6 +103,11 @@ def check_own_tail(
     step_in_backward: bool,
 ) -> None: ...
 def check_settings(config: PerformanceConfig, user: str) -> None: ...
+def checkpointing_of(config: PerformanceConfig) -> str:
+    """
+    What gradient_checkpointing comes to, of which goal = memory is a part.
+    """
+
 def cores(root: str = "/") -> dict[str, typing.Any]: ...
 def cpu_features() -> dict[str, typing.Any]: ...
 def deliver_log() -> None:

@@ -25,6 +25,7 @@ __all__: list[str] = [
     "PausedLimit",
     "PeakPart",
     "PhaseUse",
+    "RecomputeChoice",
     "StepTape",
     "Timeline",
     "available_bytes",
@@ -42,6 +43,7 @@ __all__: list[str] = [
     "reset_host_peak",
     "resident_bytes",
     "says_out_of_memory",
+    "selective_checkpoint",
     "set_limit",
     "use_host_pool",
 ]
@@ -378,22 +380,79 @@ class BatchReplay:
 
 class StepTape:
     """
-    A step as it was recorded; see oxytorch/memory/recompute_plan.h.
+    A step as it was recorded; see oxytorch/memory/step_tape.h.
     """
     @staticmethod
     def of(timeline: Timeline, blocks: collections.abc.Sequence[str]) -> StepTape: ...
     @staticmethod
     def steady(recordings: collections.abc.Sequence[StepTape]) -> StepTape: ...
+    def add_selective(self, recording: StepTape) -> None:
+        """
+        Take over what calls take under selective_checkpoint().
+        """
+    def lowest(self) -> tuple[list[int], int, float, bool]:
+        """
+        The same for the lowest peak.
+        """
+    def plan(self, budget: typing.SupportsInt | typing.SupportsIndex) -> tuple[list[int], int, float, bool]:
+        """
+        (What is made again of each block, peak, seconds added, whether no choice is faster). See plan_recomputation() in oxytorch/memory/recompute_plan.h.
+        """
+    def seconds(self) -> list[typing.Annotated[list[float], "FixedSize(3)"]]:
+        """
+        Of each block, by what is made again.
+        """
+    def spans(
+        self,
+    ) -> list[
+        tuple[
+            int,
+            list[tuple[int, typing.Annotated[list[int], "FixedSize(3)"]]],
+            tuple[int, typing.Annotated[list[bool], "FixedSize(3)"]] | None,
+        ]
+    ]:
+        """
+        Of each part of the step: the most that is live, (block, bytes that lowers by what is made again), and (block, by what is made again whether it counts) or None.
+        """
     @property
     def names(self) -> list[str]:
         """
         Of blocks.
         """
 
+class RecomputeChoice:
+    """
+    Names of blocks of which something is made again.
+    """
+    def __init__(
+        self, selective: collections.abc.Sequence[str] = (), full: collections.abc.Sequence[str] = ()
+    ) -> None: ...
+    @property
+    def full(self) -> list[str]:
+        """
+        The whole block.
+        """
+    @property
+    def selective(self) -> list[str]:
+        """
+        Results of cheap operators.
+        """
+
 class BudgetSearch:
     """
-    Finds blocks to run again; see oxytorch/memory/recompute_plan.h.
+    Finds what to make again; see oxytorch/memory/budget_search.h.
     """
+    @staticmethod
+    def least(
+        tape: StepTape,
+        base: typing.SupportsInt | typing.SupportsIndex,
+        plain_peak: typing.SupportsInt | typing.SupportsIndex,
+        plain_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        max_slowdown: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> BudgetSearch:
+        """
+        By time in place of a budget.
+        """
     def __init__(
         self,
         tape: StepTape,
@@ -405,9 +464,9 @@ class BudgetSearch:
     def cost(self) -> str: ...
     def curve(self, points: typing.SupportsInt | typing.SupportsIndex) -> list[tuple[int, float]]: ...
     def measured(self, peak: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def next(self) -> list[str] | None:
+    def next(self) -> RecomputeChoice | None:
         """
-        Names of the blocks to run again next; None: it is over.
+        What is to be made again next; None: it is over.
         """
     def summary(self) -> str: ...
     def table(self) -> str: ...
@@ -416,10 +475,15 @@ class BudgetSearch:
         plain_seconds: typing.SupportsFloat | typing.SupportsIndex,
         seconds: typing.SupportsFloat | typing.SupportsIndex,
     ) -> None: ...
+    def without_selective(self, error: str) -> None: ...
     @property
     def budget(self) -> int: ...
     @property
+    def choice(self) -> RecomputeChoice: ...
+    @property
     def floor(self) -> int: ...
+    @property
+    def is_bound_by_time(self) -> bool: ...
     @property
     def is_optimal(self) -> bool: ...
     @property
@@ -430,8 +494,6 @@ class BudgetSearch:
     def plain_seconds(self) -> float: ...
     @property
     def predicted_peak(self) -> int: ...
-    @property
-    def recomputed(self) -> list[str]: ...
     @property
     def same_bits(self) -> bool | None: ...
     @property
@@ -620,6 +682,11 @@ def resident_bytes() -> int:
 def says_out_of_memory(message: str) -> bool:
     """
     Whether an error says that there was no memory.
+    """
+
+def selective_checkpoint(function: collections.abc.Callable) -> typing.Any:
+    """
+    Return function(), of which backward runs cheap operators again.
     """
 
 def set_limit(bytes: typing.SupportsInt | typing.SupportsIndex) -> oxytorch._C.trainer.HostSetting:

@@ -497,9 +497,13 @@ class TunerOptions:
         seed: typing.SupportsInt | typing.SupportsIndex = 0,
         exclude: collections.abc.Sequence[str] = [],
         required: collections.abc.Sequence[Requirement] = [],
-        total: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        total_share: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    ) -> None: ...
+        config: oxytorch._C.base.PerformanceConfig | None = None,
+    ) -> None:
+        """
+        `config`: of which goal and max_slowdown count.
+        """
+    @property
+    def max_slowdown(self) -> float: ...
     @property
     def seed(self) -> int: ...
     @property

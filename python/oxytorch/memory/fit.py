@@ -1,4 +1,4 @@
-"""A training step within a budget of memory: blocks of a model are run again in backward, where that costs least."""
+"""A training step within a budget of memory: what backward needs of a block is made again where that costs least."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from ..base import format_size, parse_size, system_info
 from ..model.snapshot import Snapshot, snapshot_of_step
-from .checkpoint import checkpoint
+from .checkpoint import checkpoint, selective_checkpoint
 from .meter import Meter
 
 __all__ = ["MemoryPlan", "blocks_of", "fit", "fit_held"]
@@ -88,15 +88,15 @@ class _Recorded:
 
 
 class _Checkpointed:
-    """A block's forward, under `checkpoint`. Copies and pickles of the block have its forward as it was."""
+    """A block's forward, under a kind of checkpointing. Copies and pickles of the block have its forward as it was."""
 
-    def __init__(self, block: nn.Module) -> None:
-        self.block = block
+    def __init__(self, block: nn.Module, kind: Callable[..., Any]) -> None:
+        self.block, self.kind = block, kind
         self.own = block.__dict__.get("forward")  # of the object, beside that of its class
         self.forward = block.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.forward, *args, **kwargs)
+        return self.kind(self.forward, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.own is not None:
@@ -113,15 +113,16 @@ def _same(value: Any) -> Any:
     return value
 
 
-class _Again:
-    """Puts blocks under `checkpoint`, and takes them out."""
+class _Recomputed:
+    """Puts blocks under `checkpoint` or `selective_checkpoint`, and takes them out."""
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, choice: _native.RecomputeChoice) -> None:
         self._put: list[_Checkpointed] = []
-        for name in names:
-            one = _Checkpointed(model.get_submodule(name))
-            one.block.forward = one
-            self._put.append(one)
+        for names, kind in ((choice.selective, selective_checkpoint), (choice.full, checkpoint)):
+            for name in names:
+                one = _Checkpointed(model.get_submodule(name), kind)
+                one.block.forward = one
+                self._put.append(one)
 
     def close(self) -> None:
         for one in reversed(self._put):
@@ -133,16 +134,26 @@ class _Again:
 
 
 class MemoryPlan:
-    """Which blocks are run again, what that saves and what it costs. Active until `revert()` or the end of a `with`."""
+    """What of which blocks is made again, what it saves and costs. Active until `revert()` or the end of a `with`."""
 
     def __init__(self, model: nn.Module, search: _native.BudgetSearch) -> None:
         self._model, self._search = model, search
-        self._again: _Again | None = None
+        self._put: _Recomputed | None = None
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """Names of the modules that are run again in backward."""
-        return tuple(self._search.recomputed)
+        """Names of the modules of which something is made again in backward: those of `full` and `selective`."""
+        return self.full + self.selective
+
+    @property
+    def full(self) -> tuple[str, ...]:
+        """Names of the modules that are run again in backward, under `checkpoint`."""
+        return tuple(self._search.choice.full)
+
+    @property
+    def selective(self) -> tuple[str, ...]:
+        """Names of the modules of which results of cheap operators are made again, under `selective_checkpoint`."""
+        return tuple(self._search.choice.selective)
 
     @property
     def budget(self) -> int:
@@ -166,17 +177,17 @@ class MemoryPlan:
 
     @property
     def floor(self) -> int:
-        """The lowest peak that running blocks again can reach, by the recorded step."""
+        """The lowest peak that a choice of blocks can reach, by the recorded step."""
         return self._search.floor
 
     @property
     def plain_seconds(self) -> float:
-        """Of a step without the plan, a median of steps in turn; 0 where nothing is run again."""
+        """Of a step without the plan, a median of steps in turn; 0 where nothing is made again."""
         return self._search.plain_seconds
 
     @property
     def seconds(self) -> float:
-        """Of a step with it, a median of steps in turn; 0 where nothing is run again."""
+        """Of a step with it, a median of steps in turn; 0 where nothing is made again."""
         return self._search.seconds
 
     @property
@@ -192,7 +203,7 @@ class MemoryPlan:
     @property
     def is_active(self) -> bool:
         """Whether blocks are under the plan now."""
-        return self._again is not None
+        return self._put is not None
 
     def curve(self, points: int = 9) -> list[tuple[int, float]]:
         """Return (peak in bytes, seconds added to a step), predicted, from the plain step down to the floor."""
@@ -208,18 +219,18 @@ class MemoryPlan:
 
     @property
     def cost(self) -> str:
-        """What it costs, in a sentence; empty where nothing is run again."""
+        """What it costs, in a sentence; empty where nothing is made again."""
         return self._search.cost()
 
     def revert(self) -> None:
         """Take the plan back: the model is as before, and its steps take the memory they took."""
-        if self._again is not None:
-            self._again.close()
-            self._again = None
+        if self._put is not None:
+            self._put.close()
+            self._put = None
 
     def _apply(self) -> None:
         self.revert()
-        self._again = _Again(self._model, self.recomputed)
+        self._put = _Recomputed(self._model, self._search.choice)
 
     def __enter__(self) -> MemoryPlan:
         """Return the plan, which the end of the `with` reverts."""
@@ -230,9 +241,9 @@ class MemoryPlan:
         self.revert()
 
     def __repr__(self) -> str:
-        """Return peak and budget, and how many blocks are run again."""
+        """Return peak and budget, and of how many blocks something is made again."""
         peak, budget = format_size(self.measured_peak), format_size(self.budget)
-        return f"MemoryPlan({len(self.recomputed)} blocks run again, peak {peak} of {budget})"
+        return f"MemoryPlan({len(self.full)} blocks run again, {len(self.selective)} in part, peak {peak} of {budget})"
 
 
 def fit(
@@ -240,28 +251,32 @@ def fit(
     step: Callable[[], Any],
     budget: int | str,
     *,
+    max_slowdown: float = 1.25,
     blocks: Sequence[str] | None = None,
     state: Sequence[Any] | None = None,
 ) -> MemoryPlan:
-    """Bring a training step within a budget of memory by running blocks of its model again in backward.
+    """Bring a training step within a budget of memory by making tensors of its model's blocks again in backward.
 
-    A step is recorded: what each block makes in forward and keeps for its backward, and how long its forward takes.
-    The blocks that cost the least time within the budget are then put under `checkpoint`, and the step is measured;
-    where its peak is above the budget, the difference is taken off and the choice is made again. What the trial steps
-    changed (model, optimizer, random states) is put back.
+    A step is recorded: what each block makes in forward and keeps for its backward, and how long its forward takes; and
+    once more with every block under `selective_checkpoint`. Each block is then left as it is, put under that, or under
+    `checkpoint`, whatever costs the least time within the budget, and the step is measured; where its peak is above the
+    budget, the difference is taken off and the choice is made again. What the trial steps changed (model, optimizer,
+    random states) is put back.
 
     Parameters
     ----------
     model : nn.Module
         In training mode, on the CPU.
     step : callable
-        Takes one whole training step: forward, backward, optimizer. It is called about fifteen times.
+        Takes one whole training step: forward, backward, optimizer. It is called about twenty times.
     budget : int or str
         The most that tensors may take, parameters, gradients and optimizer state included: bytes, ``"900MiB"``, or
-        ``"50%"`` of the memory that this process may use.
+        ``"50%"`` of the memory that this process may use. ``"least"``: the lowest peak that `max_slowdown` allows.
+    max_slowdown : float
+        How many times as long a step may take, with ``"least"``.
     blocks : sequence of str, optional
-        Names of modules that may be run again and do not lie in each other. Default: children of the model's lists and
-        sequences, and what stands beside them.
+        Names of modules of which something may be made again, and that do not lie in each other. Default: children of
+        the model's lists and sequences, and what stands beside them.
     state : sequence, optional
         What the step changes. Default: all that `step` reaches.
 
@@ -283,9 +298,10 @@ def fit(
     Gradients, buffers and random state keep every bit (see `checkpoint`); the plan compares them once. Bytes are those
     of tensors, as `Meter` counts them.
     """
-    limit = parse_size(budget, system_info()["memory"]["limit"])
-
-    return fit_held(model, step, limit, lambda: snapshot_of_step(step, state, model), blocks)
+    is_least = budget == "least"
+    limit = None if is_least else parse_size(budget, system_info()["memory"]["limit"])
+    most = max_slowdown if is_least else None
+    return fit_held(model, step, limit, lambda: snapshot_of_step(step, state, model), blocks, max_slowdown=most)
 
 
 def fit_held(
@@ -294,18 +310,20 @@ def fit_held(
     budget: int | None,
     held: Callable[[], Snapshot],
     blocks: Sequence[str] | None = None,
+    max_slowdown: float | None = None,
 ) -> MemoryPlan:
     """Do what `fit` does; `held()` takes a snapshot of what the step changes.
 
-    Without a budget it is what the tensors of that take and what the process may still take. No memory limit holds back
-    the steps that are taken here.
+    Without a budget it is what the tensors of that take and what the process may still take. With `max_slowdown` it is
+    the lowest peak that this allows. No memory limit holds back the steps that are taken here.
     """
     names = _checked(model, blocks)
     with _unlimited():
         available = _native.available_bytes() if budget is None else 0
         snapshot = held()
         try:
-            plan = _fitted(model, step, snapshot.nbytes() + available if budget is None else budget, names, snapshot)
+            within = snapshot.nbytes() + available if budget is None else budget
+            plan = _fitted(model, step, within, names, snapshot, max_slowdown)
         finally:
             snapshot.restore()  # of the attributes of modules too: the plan goes in after it
     if plan.recomputed:
@@ -343,7 +361,14 @@ def _checked(model: nn.Module, blocks: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(blocks))
 
 
-def _fitted(model: nn.Module, step: Callable[[], Any], budget: int, names: list[str], snapshot: Snapshot) -> MemoryPlan:
+def _fitted(
+    model: nn.Module,
+    step: Callable[[], Any],
+    budget: int,
+    names: list[str],
+    snapshot: Snapshot,
+    max_slowdown: float | None,
+) -> MemoryPlan:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     with Meter() as whole, ExitStack() as undo:
         step()  # makes gradients and the optimizer's state
@@ -358,28 +383,57 @@ def _fitted(model: nn.Module, step: Callable[[], Any], budget: int, names: list[
             return held + whole.live_bytes - meter.live_bytes + meter.peak_bytes, time.perf_counter() - began
 
         base = held + whole.live_bytes
-        recorded = _Recorded(model, names)
-        tapes = []
-        try:
-            for _ in range(_RECORDINGS):
-                with Meter(timeline=True) as meter:
-                    step()
-                tapes.append(_native.StepTape.of(meter.timeline(), names))
-        finally:
-            recorded.close()
+        tape = _recorded(model, step, names)
         plain_peak, _ = measured()
-        tape = _native.StepTape.steady(tapes)
-        search = _native.BudgetSearch(tape, base, plain_peak, budget)
+        error = _add_selective(tape, model, step, names, snapshot)
+        if max_slowdown is None:
+            search = _native.BudgetSearch(tape, base, plain_peak, budget)
+        else:
+            search = _native.BudgetSearch.least(tape, base, plain_peak, measured()[1], max_slowdown)
+        if error is not None:
+            search.without_selective(str(error))
         plan = MemoryPlan(model, search)
         undo.callback(plan.revert)
         while search.next() is not None:
             plan._apply()
             measured()  # what the first step under it takes once
             search.measured(measured()[0])
+            if search.is_bound_by_time:
+                _time(plan, lambda: measured()[1])
         if plan.recomputed:
-            _time(plan, lambda: measured()[1])
+            if not search.is_bound_by_time:
+                _time(plan, lambda: measured()[1])
             search.compared(_same_bits(plan, model, step, snapshot))
         return plan  # taken out here, and put in by fit()
+
+
+def _recorded(model: nn.Module, step: Callable[[], Any], names: list[str]) -> _native.StepTape:
+    recorded = _Recorded(model, names)
+    tapes = []
+    try:
+        for _ in range(_RECORDINGS):
+            with Meter(timeline=True) as meter:
+                step()
+            tapes.append(_native.StepTape.of(meter.timeline(), names))
+    finally:
+        recorded.close()
+    return _native.StepTape.steady(tapes)
+
+
+def _add_selective(
+    tape: _native.StepTape, model: nn.Module, step: Callable[[], Any], names: list[str], snapshot: Snapshot
+) -> Exception | None:
+    """Record what blocks take under `selective_checkpoint`, or return what the step raised, which went well without."""
+    put = _Recomputed(model, _native.RecomputeChoice(selective=names))
+    try:
+        tape.add_selective(_recorded(model, step, names))
+    except Exception as error:
+        put.close()
+        snapshot.restore()
+        step()
+        return error
+    put.close()
+    return None
 
 
 def _time(plan: MemoryPlan, seconds: Callable[[], float]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from .. import _C
 from .._C import tune as _native
 from ..amp import hardware_support
 from ..base import log
@@ -66,7 +67,7 @@ class Decisions:
         self._calibrate = calibrate
         self.steps: int | None = None
         self._is_of_plan = self.are_made = plan is not None
-        self._fits_memory = plan is None and config.gradient_checkpointing != "off"
+        self._fits_memory = plan is None and _C.base.checkpointing_of(config._native) != "off"
         self._why = 'on "auto", and nothing of it was tried.' if plan else "it is decided at the first batch."
         self._not_resumed: list[str] = []
         if plan is None:

@@ -25,6 +25,8 @@ _DECIDED = (
         "attention",
         "compile",
         "memory_limit",
+        "goal",
+        "max_slowdown",
         "gradient_checkpointing",
         "deterministic",
         "seed",

@@ -58,6 +58,9 @@ def accelerate(
     step: StepFunction | None = None,
     clip_norm: float | None = None,
     loop: Literal["yours", "plan"] = "yours",
+    goal: Literal["speed", "memory"] | None = None,
+    max_slowdown: float | None = None,
+    memory: int | str | None = None,
     state: Iterable[Any] = (),
     remember: bool | str = True,
     tune_seconds: float | None = None,
@@ -107,6 +110,15 @@ def accelerate(
         optimizer's gradients are clipped by themselves.
     loop : {"yours", "plan"}
         Whether steps are taken by your loop or by `plan.step(batch)`, which allows strategies that change the loop.
+    goal : {"speed", "memory"}, optional
+        "memory": beside what makes a step faster without taking more memory, what makes it smaller is made active too,
+        and each block of the model is put under `selective_checkpoint` or `checkpoint`, as far as a step takes at most
+        `max_slowdown` times as long as given. That of `config`, else "speed".
+    max_slowdown : float, optional
+        With the goal "memory"; that of `config`, else 1.25.
+    memory : int or str, optional
+        Bytes, or a size such as ``"900MiB"``, that the tensors of a step may take at the most, model and optimizer
+        included: the key ``gradient_checkpointing``.
     state : iterable
         What else a step changes and is to be held: a scheduler, a scaler, generators. What `step` and `loss_fn` reach
         by themselves (closures, bound objects, globals that they name) is found and held without being named here.
@@ -147,6 +159,9 @@ def accelerate(
     >>> plan = ox.accelerate([g, d], [optimizer_d, optimizer_g], [loss_of_d, loss_of_g], batches)
     """
     settings = _settings(config, level)
+    for name, value in (("goal", goal), ("max_slowdown", max_slowdown), ("gradient_checkpointing", memory)):
+        if value is not None:
+            settings.set(name, value)
     settings.check("accelerate")
     _check(model, optimizer, loss_fn, step, loop)
     clip_norm = clip_norm if clip_norm is not None else settings.clip_norm or None
@@ -198,6 +213,7 @@ def accelerate(
                 seed=seed,
                 exclude=exclude,
                 required=asked.required,
+                config=settings._native,
             ),
             decided_by=decided_by,
             store=_native.CertificateStore(remember if isinstance(remember, str) else "") if remember else None,
@@ -242,7 +258,8 @@ def tuned(
     average, run.average = run.average, None  # trials move none
     run.falls_back = False
     try:
-        asked.fit_memory(run)  # what trials take is to be within the budget too
+        if asked.checkpointing != "least":
+            asked.fit_memory(run)  # what trials take is to be within the budget too
         made_for = key(run, settings.level, decided_by)
         with (
             _kept_pool(),
@@ -261,7 +278,12 @@ def tuned(
         spent = format_duration(tuner.seconds())
         log("info", f"accelerate: {', '.join(run.active) or 'nothing'} active after {spent}", "tune")
         plan.begin(tuner, moved=snapshot.moved())
-        if run.active:
+        if asked.checkpointing == "least":
+            made = certificate  # what is faster by now may be slower by more
+            faster = made.baseline_seconds / made.tuned_seconds if made.accepted() else 1.0
+            asked.max_slowdown = options.max_slowdown * faster
+            asked.fit_memory(run)
+        elif run.active:
             asked.fit_memory(run)  # they may have made the step another one
         del tuner, workload, snapshot  # references and snapshots, which the steps that follow do not need
         plan.give_back()

@@ -74,7 +74,8 @@ class Asked:
         self.settings = settings
         self.named = {k: v for k, v in settings if v != "auto"} if by_trainer else named_by_user(settings)
         self.host: list[Any] = []
-        self.checkpointing: str = settings.gradient_checkpointing  # asked for at each step
+        self.checkpointing: str = _C.base.checkpointing_of(settings._native)  # asked for at each step
+        self.max_slowdown: float = settings.max_slowdown  # of "least", against a step as it is then
         offers = [offer(name, cls) for name, cls in strategies.items()]
         self.skipped, self.required, self.refused = _native.asked_of(
             settings._native, offers, list(excluded), by_trainer=by_trainer
@@ -127,7 +128,7 @@ class Asked:
             raise
 
     def fit_memory(self, run: Run, why: str = "") -> None:
-        """Have blocks of the run's models run again as `gradient_checkpointing` says, for the step as it is now.
+        """Have blocks of the run's models recomputed as `gradient_checkpointing` says, for the step as it is now.
 
         Parameters
         ----------
@@ -145,7 +146,7 @@ class Asked:
         for setting in [one for one in self.host if isinstance(one, Checkpointing)]:
             setting.revert()
             self.host.remove(setting)
-        self._add(Checkpointing.of(run, self.checkpointing, why))
+        self._add(Checkpointing.of(run, self.checkpointing, why, self.max_slowdown))
 
     @property
     def fits_memory(self) -> bool:
@@ -155,8 +156,16 @@ class Asked:
         )
 
     @property
+    def fitted_peak(self) -> int | None:
+        """Bytes that a step was measured to take where something of its blocks is made again; else None."""
+        plans = [one.plan for one in self.host if isinstance(one, Checkpointing) and one.plan is not None]
+        return next((plan.measured_peak for plan in plans if plan.is_active), None)
+
+    @property
     def has_budget(self) -> bool:
-        """Whether a budget is named that steps are held to, or blocks are run again to stay within what there is."""
+        """Whether steps are held to a budget, or to what was found for the goal memory, that a copy would exceed."""
+        if self.settings.goal == "memory":
+            return True
         plans = [one.plan for one in self.host if isinstance(one, Checkpointing) and one.plan is not None]
         return any(self.checkpointing != "auto" or plan.is_active for plan in plans)
 

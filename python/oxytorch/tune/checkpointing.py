@@ -1,4 +1,4 @@
-"""The setting `gradient_checkpointing`: blocks of a run's models that are run again, within a budget of memory."""
+"""The setting `gradient_checkpointing`: what of a run's models is made again in backward, to take less memory."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ class Checkpointing:
         self.cost = "" if plan is None else plan.cost
 
     @classmethod
-    def of(cls, run: Run, wanted: str, why: str = "") -> Checkpointing:
+    def of(cls, run: Run, wanted: str, why: str = "", max_slowdown: float = 0.0) -> Checkpointing:
         """Fit the step of a run, with what is active on it, on the first of its batches.
 
         Parameters
         ----------
         run : Run
         wanted : str
-            A budget, or "auto": what the process may take.
+            A budget, "auto": what the process may take, or "least".
         why : str
             What the reason begins with.
+        max_slowdown : float
+            With "least", how many times as long as now a step may take.
         """
         if refusal := _native.checkpointing_refusal(run.device.type, is_closure=False):
             return cls(None, refusal)
@@ -55,10 +57,12 @@ class Checkpointing:
             given = (run.given_models, run.given_optimizers, *run.state, batch)
             return Snapshot.of(*given, reach=run.functions, hashed=False)
 
-        if wanted == "auto" and not blocks_of(run.model):
+        by_itself = wanted in ("auto", "least")
+        if by_itself and not blocks_of(run.model):
             return cls(None, f"{type(run.model).__name__} has no blocks that could be run again.")
-        budget = None if wanted == "auto" else parse_size(wanted, system_info()["memory"]["limit"])
-        plan = fit_held(run.model, lambda: run.step_of_window(batch), budget, held)
+        budget = None if by_itself else parse_size(wanted, system_info()["memory"]["limit"])
+        most = max_slowdown if wanted == "least" else None
+        plan = fit_held(run.model, lambda: run.step_of_window(batch), budget, held, max_slowdown=most)
         return cls(plan, why + plan.summary())
 
     @property

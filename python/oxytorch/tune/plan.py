@@ -206,11 +206,13 @@ class Plan:
 
     @property
     def peak_bytes(self) -> tuple[int, int] | None:
-        """The most that tensors take in a step beside model and optimizer, as given and now; None: not measured."""
+        """The most that tensors take in a step, model and optimizer included, as given and now; None: not measured."""
         made = self.certificate
         if made.given_peak_bytes is None or made.tuned_peak_bytes is None:
             return None
-        return made.given_peak_bytes, made.tuned_peak_bytes if self.accepted else made.given_peak_bytes
+        fitted = self.asked.fitted_peak
+        tuned = made.tuned_peak_bytes if self.accepted else made.given_peak_bytes
+        return made.given_peak_bytes, tuned if fitted is None else fitted
 
     def __str__(self) -> str:
         return str(self.certificate.to_text())
@@ -245,7 +247,7 @@ class Plan:
         if (peaks := self.peak_bytes) is not None:
             given, now = map(format_size, peaks)
             lines.append(
-                f"Beside model and optimizer the tensors of a step take {now} at the most, and {given} as given."
+                f"The tensors of a step take {now} at the most, model and optimizer included, and {given} as given."
             )
         lines.append(f"Memory: {self.memory.use()}; {format_size(self._resident)} before.")
         return "\n".join(lines)

@@ -151,6 +151,17 @@ class Run(TrainingStep):
         kept = [(slot.name, slot.original.state.get(param) or {}) for slot in self.slots]
         return {f"{name} {key}".lstrip(): value for name, state in kept for key, value in state.items()}
 
+    def held_bytes(self, batch: Any) -> int:
+        """Bytes of the tensors that a step on `batch` begins with, each memory once; gradients are made anew."""
+        optimizers = [one for slot in self.slots for one in (slot.original, slot.optimizer)]  # seldom two
+        held = [
+            *(t for model in self.models for t in (*model.parameters(), *model.buffers())),
+            *self.params,
+            *tensors(batch),
+            *(v for one in optimizers for state in one.state.values() for v in state.values() if isinstance(v, Tensor)),
+        ]
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
+
     def synchronize(self) -> None:
         """Wait until an accelerator has done what it was given."""
         if self.device.type != "cpu" and torch.accelerator.is_available():

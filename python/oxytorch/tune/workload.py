@@ -257,16 +257,19 @@ class RunWorkload(_native.Workload):
         return self._verifier.check(kind, 1 if glance else None)
 
     def step_bytes(self) -> int | None:
-        """Take steps; the most that tensors take in one beyond what lives before it, where that can be measured."""
+        """Take steps; the most that tensors take in one, model and optimizer included, where that can be measured."""
         run = self.run
         if not self.on_host() or not _memory.can_count():
             return None
         self.restore()
-        run.step(run.batches[0])  # makes the optimizer's state
-        with Meter() as meter:
-            run.step(run.batches[0])
+        with Meter() as whole:
+            before = run.held_bytes(run.batches[0])
+            run.step(run.batches[0])  # makes gradients and the optimizer's state
+            made = whole.live_bytes
+            with Meter() as meter:
+                run.step(run.batches[0])
         self.restore()
-        return meter.peak_bytes
+        return before + made + meter.peak_bytes
 
     # -- saying --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,232 @@
+#include "oxytorch/memory/budget_search.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <utility>
+
+#include "memory/aligned.h"
+#include "memory/recompute_search.h"
+#include "oxytorch/error.h"
+#include "oxytorch/units.h"
+
+namespace oxytorch::memory {
+namespace {
+
+constexpr int kTries = 8;                // choices by prediction, before the lowest one is taken, or none
+constexpr std::int64_t kFineness = 500;  // parts of a peak to which the one that time allows is looked for
+constexpr double kLessTime = 0.9;        // of the time that was allowed, where its choice took too long
+
+std::string size_text(std::int64_t bytes) {
+  return format_size(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0)));
+}
+
+std::string milliseconds(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.4g ms", 1e3 * seconds);
+  return text;
+}
+
+}  // namespace
+
+BudgetSearch::BudgetSearch(StepTape tape, std::int64_t base, std::int64_t plain_peak, std::int64_t budget)
+    : tape_(std::move(tape)),
+      base_(base),
+      budget_(budget),
+      target_(budget),
+      plain_peak_(plain_peak),
+      predicted_peak_(plain_peak),
+      measured_peak_(plain_peak) {
+  OXY_CHECK(budget >= 1, InvalidArgument, "a memory budget of ", budget, " bytes, expected at least 1.");
+  OXY_CHECK(
+      !tape_.calls.empty(), InvalidArgument, "the step calls none of the ", tape_.names.size(),
+      " blocks with gradients", tape_.names.empty() ? std::string() : " (" + tape_.names.front() + " is the first)",
+      ". Name those it calls; of a compiled model torch._functorch.config.activation_memory_budget bounds what is "
+      "kept.");
+  floor_ = base_ + lowest_peak(tape_).peak_bytes;
+}
+
+BudgetSearch BudgetSearch::least(StepTape tape, std::int64_t base, std::int64_t plain_peak, double plain_seconds,
+                                 double max_slowdown) {
+  OXY_CHECK(max_slowdown >= 1, InvalidArgument, "max_slowdown is ", max_slowdown,
+            ", expected at least 1: times as long as a step with everything kept.");
+  BudgetSearch search(std::move(tape), base, plain_peak, std::max<std::int64_t>(plain_peak, 1));
+  search.max_slowdown_ = max_slowdown;
+  search.allowed_seconds_ = (max_slowdown - 1) * plain_seconds;
+  return search;
+}
+
+/// The smallest peak whose seconds are allowed; nothing where none is smaller than that of a plain step.
+std::optional<RecomputeChoice> BudgetSearch::next_least() {
+  const auto spans = tape_.spans();
+  const auto plain = peak_of(spans, std::vector(tape_.names.size(), Recompute::Nothing));
+  while (!is_over_ && tries_++ < kTries) {
+    std::optional<RecomputePlan> best;
+    std::int64_t low = floor_ - base_ - 1, high = plain;
+    while (high - low > std::max<std::int64_t>(plain / kFineness, 1)) {
+      const auto budget = low + (high - low) / 2;
+      auto plan = find_plan(tape_, spans, budget);
+      if (plan && plan->seconds <= allowed_seconds_) {
+        high = std::min(budget, plan->peak_bytes);
+        best = std::move(plan);
+      } else {
+        low = budget;
+      }
+    }
+    if (!best) break;
+    if (choose(*best)) return choice_;
+    allowed_seconds_ *= kLessTime;  // that choice took too long
+  }
+  if (!is_over_) {
+    choice_ = {};
+    measured_peak_ = predicted_peak_ = budget_ = plain_peak_;
+    is_over_ = true;
+  }
+  return std::nullopt;
+}
+
+std::optional<RecomputeChoice> BudgetSearch::next() {
+  if (is_bound_by_time()) return next_least();
+  if (is_over_ || measured_peak_ <= budget_) return std::nullopt;
+  if (tried_lowest_) refuse("the lowest peak of tensors that was reached is " + size_text(floor_));
+  const auto spans = tape_.spans();
+  while (tries_++ < kTries) {
+    const auto plan = find_plan(tape_, spans, target_ - base_);
+    if (!plan) break;
+    if (choose(*plan)) return choice_;
+    target_ = predicted_peak_ - 1;  // that choice was measured, and is too much
+  }
+  // Predicted to be too much as well; what it takes is for the step to say.
+  tried_lowest_ = true;
+  if (!choose(find_lowest(tape_, spans))) {
+    floor_ = measured_peak_;  // of that choice, which was measured just now
+    refuse("the lowest peak of tensors that was reached is " + size_text(floor_));
+  }
+  return choice_;
+}
+
+/// False where it is the choice before.
+bool BudgetSearch::choose(const RecomputePlan& plan) {
+  RecomputeChoice choice;
+  for (std::size_t i = 0; i < tape_.names.size(); ++i) {
+    if (plan.choice[i] == Recompute::Selective) choice.selective.push_back(tape_.names[i]);
+    if (plan.choice[i] == Recompute::Full) choice.full.push_back(tape_.names[i]);
+  }
+  predicted_peak_ = base_ + plan.peak_bytes;
+  is_optimal_ = plan.is_optimal;
+  return std::exchange(choice_, choice) != choice;
+}
+
+void BudgetSearch::measured(std::int64_t peak) {
+  measured_peak_ = peak;
+  floor_ = std::min(floor_, peak);
+  if (is_bound_by_time()) {
+    budget_ = peak;
+    return;
+  }
+  is_over_ = peak <= budget_;
+  if (is_over_) return;
+  // At the last choice, the lowest that was reached.
+  if (tried_lowest_) floor_ = peak;
+  target_ -= peak - budget_;
+}
+
+void BudgetSearch::timed(double plain_seconds, double seconds) {
+  plain_seconds_ = plain_seconds;
+  seconds_ = seconds;
+  if (!is_bound_by_time()) return;
+  is_over_ = seconds <= max_slowdown_ * plain_seconds;
+  if (!is_over_) {
+    const double fits = (max_slowdown_ - 1) * plain_seconds / (seconds - plain_seconds);
+    allowed_seconds_ *= std::min(kLessTime, fits);
+  }
+}
+
+void BudgetSearch::without_selective(const std::string& error) {
+  without_selective_ = "Results of cheap operators are kept, as a step that made them again failed: " + error;
+}
+
+void BudgetSearch::refuse(const std::string& found) const {
+  detail::raise(ErrorCode::OutOfMemory, "no choice of what to make again keeps a step within ", size_text(budget_),
+                ": ", found, ". Give a larger budget, smaller blocks or a smaller batch.");
+}
+
+std::vector<std::pair<std::int64_t, double>> BudgetSearch::curve(int points) const {
+  std::vector<std::pair<std::int64_t, double>> found;
+  const auto spans = tape_.spans();
+  for (int i = 0; i < points; ++i) {
+    const auto budget = plain_peak_ - (plain_peak_ - floor_) * i / std::max(points - 1, 1);
+    const auto plan = find_plan(tape_, spans, budget - base_);
+    if (!plan) continue;  // the floor is known to a 2,000th
+    const std::pair point{base_ + plan->peak_bytes, plan->seconds};
+    if (found.empty() || found.back() != point) found.push_back(point);
+  }
+  return found;
+}
+
+std::string BudgetSearch::summary() const {
+  const auto within = is_bound_by_time() ? std::string() : " of the budget of " + size_text(budget_);
+  const auto note = without_selective_.empty() ? "" : " " + without_selective_;
+  if (choice_.empty()) return "a step takes " + size_text(measured_peak_) + within + " as it is." + note;
+  const auto of = " of " + std::to_string(tape_.names.size()) + " blocks";
+  std::string text;
+  if (!choice_.full.empty()) text = std::to_string(choice_.full.size()) + of + " are run again in backward";
+  if (!choice_.selective.empty()) {
+    text += text.empty() ? "" : ", and ";
+    text += "results of cheap operators of " + std::to_string(choice_.selective.size()) + of + " are made again";
+  }
+  text += ": a step takes " + size_text(measured_peak_) + within + ", and " + size_text(plain_peak_) + " without.";
+  if (is_bound_by_time()) text += " That is the least " + slowdown_text() + '.';
+  return text + note;
+}
+
+std::string BudgetSearch::slowdown_text() const {
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), "where a step may take %.3g times as long", max_slowdown_);
+  return text.data();
+}
+
+std::string BudgetSearch::cost() const {
+  if (choice_.empty() || plain_seconds_ <= 0) return {};
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), "a step takes %.2f times as long.", seconds_ / plain_seconds_);
+  return text.data();
+}
+
+std::string BudgetSearch::table() const {
+  const auto seconds = tape_.seconds();
+  std::vector<std::int64_t> saved(tape_.names.size()), selective(tape_.names.size());
+  const bool has_selective = std::all_of(tape_.calls.begin(), tape_.calls.end(),
+                                         [](const BlockCall& call) { return call.selective.has_value(); });
+  for (const auto& call : tape_.calls) {
+    saved[call.block] += call.saved_bytes;
+    if (call.selective) selective[call.block] += call.selective->saved_bytes;
+  }
+  std::vector<std::vector<std::string>> rows{
+      {"block", "keeps for backward", "selective keeps", "selective takes", "forward takes", "now"}};
+  const auto has = [](const std::vector<std::string>& names, const std::string& name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  for (std::size_t i = 0; i < saved.size(); ++i) {
+    const auto& name = tape_.names[i];
+    const auto& [none, of_cheap, of_all] = seconds[i];
+    rows.push_back({name, size_text(saved[i]), has_selective ? size_text(selective[i]) : "unknown",
+                    has_selective ? milliseconds(of_cheap) : "", milliseconds(of_all),
+                    has(choice_.full, name)        ? "run again"
+                    : has(choice_.selective, name) ? "selective"
+                                                   : "kept"});
+  }
+  auto text = aligned(std::move(rows), 1) + "Peak " + size_text(measured_peak_) + " (predicted " +
+              size_text(predicted_peak_) + ')' +
+              (is_bound_by_time() ? ", the least " + slowdown_text() : " of a budget of " + size_text(budget_)) + "; " +
+              size_text(plain_peak_) + " with every block kept, and " + size_text(floor_) + " at the least.";
+  if (!without_selective_.empty()) text += " " + without_selective_;
+  if (seconds_ > 0) {
+    text += " A step takes " + milliseconds(seconds_) + " instead of " + milliseconds(plain_seconds_) + ".";
+  }
+  if (choice_.empty()) return text + '\n';
+  if (!same_bits_) return text + " Two steps with every block kept differ from each other: bits cannot be compared.\n";
+  return text + (*same_bits_ ? " A step leaves the same bits." : " A step leaves other bits.") + '\n';
+}
+
+}  // namespace oxytorch::memory

@@ -1,0 +1,120 @@
+"""The goal memory, and the budget of `accelerate`: a step takes less, as far as it may be slower, and the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oxytorch as ox
+import pytest
+import torch
+from oxytorch.memory import Meter
+from planted import only
+from torch import Tensor, nn
+
+pytestmark = [
+    pytest.mark.cpu_only("only the memory of CPU tensors is planned"),
+    pytest.mark.usefixtures("one_thread"),
+]
+CRITERION = nn.CrossEntropyLoss()
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32)) for _ in range(6))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(256, 32, generator=generator), torch.randint(5, (256,), generator=generator)
+
+
+def accelerated(model: nn.Module, **options: Any) -> tuple[ox.tune.Plan, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs, targets = batch()
+    settled = {"remember": False, "tune_seconds": 1.0, "progress": False, "level": "basic", **options}
+    plan = ox.accelerate(model, optimizer, CRITERION, [(inputs, targets)], **settled)
+
+    def step() -> Tensor:
+        if options.get("loop") == "plan":
+            return plan.step((inputs, targets))
+        optimizer.zero_grad()
+        loss = CRITERION(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return plan, step
+
+
+def peak(step: Any) -> int:
+    """The most that a step takes beyond what was there before the first."""
+    with Meter() as whole:
+        step()
+        with Meter() as meter:
+            step()
+        return whole.live_bytes - meter.live_bytes + meter.peak_bytes
+
+
+def test_a_step_takes_the_least_that_time_allows() -> None:
+    ends, peaks = [], []
+    for options in ({}, {"goal": "memory", "max_slowdown": 50.0}):
+        model = Deep()
+        with only():
+            plan, step = accelerated(model, **options)
+        peaks.append(peak(step))
+        for _ in range(3):
+            step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+        if options:
+            assert "That is the least where a step may take 50 times as long." in plan.explain()
+            given, now = plan.peak_bytes or (0, 0)
+            assert given - now == peaks[0] - peaks[1], "the certificate says what the loop takes"
+            assert f"{ox.base.format_size(now)} at the most" in plan.explain()
+            plan.revert()
+            assert peak(step) == peaks[0]
+    assert peaks[1] < 0.5 * peaks[0]
+    assert all(a.equal(b) for a, b in zip(*ends, strict=True)), "level basic, and the same bits"
+
+
+def test_what_takes_less_may_be_slower() -> None:
+    with only(*(ox.tune.STRATEGIES[name] for name in ("split_2", "split_4"))):
+        plan, step = accelerated(Deep(), goal="memory", level="advanced", loop="plan", max_slowdown=50.0)
+    assert "split_4" in plan.accepted
+    assert "of memory instead of" in {e.strategy: e.reason for e in plan.certificate.entries}["split_4"]
+    assert all(bool(step().isfinite()) for _ in range(120)), "the watch does not take back what was to be slower"
+    assert "split_4" in plan.accepted
+    plan.revert()
+
+
+def test_memory_is_a_budget() -> None:
+    model = Deep()
+    with only():
+        plan, _ = accelerated(model, memory="1GiB")
+        assert "of the budget of 1.00 GiB as it is" in plan.explain()
+        plan.revert()
+        given = (plan.peak_bytes or (0, 0))[0]
+        plan, _ = accelerated(model, memory=given * 2 // 3)
+    assert (plan.peak_bytes or (0, 1 << 60))[1] <= given * 2 // 3
+    plan.revert()
+    with only(), pytest.raises(torch.OutOfMemoryError, match="the lowest peak of tensors that was reached is"):
+        accelerated(model, memory=1000)
+
+
+def test_what_cannot_be_meant() -> None:
+    for options, error, words in (
+        ({"goal": "less"}, ValueError, "goal"),
+        ({"goal": "memory", "max_slowdown": 0.5}, ValueError, "max_slowdown"),
+        ({"max_slowdown": 2.0}, ValueError, "the goal is speed"),
+        ({"memory": "much"}, ValueError, "gradient_checkpointing"),
+        ({"goal": "memory", "config": {"compile": "default"}}, ValueError, "a compiled model calls none of its blocks"),
+    ):
+        with pytest.raises(error, match=words):
+            accelerated(Deep(), **options)
