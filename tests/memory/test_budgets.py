@@ -106,7 +106,7 @@ def curve(request: pytest.FixtureRequest, one_thread: None) -> Curve:
     with Training(request.param).fit(1 << 40) as loose:
         found = Curve(request.param, loose.plain_peak, loose.floor)
     between = found.plain_peak - activations
-    least = found.floor + found.floor // 500 + UNTOLD  # the lowest peak is looked for to a part of it
+    least = found.floor + found.floor // 500 + 2 * UNTOLD  # the lowest peak is looked for to a part of it
     budgets = [between + activations * tenths // 10 for tenths in range(9, 0, -1)]
     for budget in [*(each for each in budgets if each > least), least]:
         training = Training(request.param)
