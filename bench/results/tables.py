@@ -371,7 +371,7 @@ def tail_source(document: Document) -> str:
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-MEMORY_COMMAND = "python bench/race/memory.py --starts 4"
+MEMORY_COMMAND = "python bench/race/memory.py --starts 3 --seconds 1.5"
 
 
 def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | None]:
