@@ -120,7 +120,7 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
     snapshot.restore();
     take_step(run, batch);
   }
-  measured({});  // a plain step, for its time, as trials have just made room
+  measured({});  // for the time of a plain step
   auto search = target.max_slowdown > 0
                     ? memory::BudgetSearch::least(std::move(tape), base, plain_peak, seconds, target.max_slowdown)
                     : memory::BudgetSearch(std::move(tape), base, plain_peak, budget);
