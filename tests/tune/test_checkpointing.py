@@ -11,6 +11,7 @@ from typing import Any
 import oxytorch as ox
 import pytest
 import torch
+from deep_model import Deep, batch
 from oxytorch.memory import Meter
 from oxytorch.memory.fit import blocks_of
 from oxytorch.tune import Run
@@ -24,29 +25,6 @@ pytestmark = [
 ]
 CRITERION = nn.CrossEntropyLoss()
 KEY = "gradient_checkpointing"
-
-
-class Deep(nn.Module):
-    """Blocks that keep much more than they hand on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 512), nn.BatchNorm1d(512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 32))
-            for _ in range(6)
-        )
-        self.head = nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(256, 32, generator=generator), torch.randint(5, (256,), generator=generator)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

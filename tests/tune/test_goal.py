@@ -7,6 +7,7 @@ from typing import Any
 import oxytorch as ox
 import pytest
 import torch
+from deep_model import Deep, batch
 from oxytorch.memory import Meter
 from planted import only
 from torch import Tensor, nn
@@ -16,24 +17,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 CRITERION = nn.CrossEntropyLoss()
-
-
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32)) for _ in range(6))
-        self.head = nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(256, 32, generator=generator), torch.randint(5, (256,), generator=generator)
 
 
 def accelerated(model: nn.Module, **options: Any) -> tuple[ox.tune.Plan, Any]:
@@ -66,7 +49,7 @@ def peak(step: Any) -> int:
 def test_a_step_takes_the_least_that_time_allows() -> None:
     ends, peaks = [], []
     for options in ({}, {"goal": "memory", "max_slowdown": 50.0}):
-        model = Deep()
+        model = Deep(plain=True)
         with only():
             plan, step = accelerated(model, **options)
         peaks.append(peak(step))
@@ -86,7 +69,7 @@ def test_a_step_takes_the_least_that_time_allows() -> None:
 
 def test_what_takes_less_may_be_slower() -> None:
     with only(*(ox.tune.STRATEGIES[name] for name in ("split_2", "split_4"))):
-        plan, step = accelerated(Deep(), goal="memory", level="advanced", loop="plan", max_slowdown=50.0)
+        plan, step = accelerated(Deep(plain=True), goal="memory", level="advanced", loop="plan", max_slowdown=50.0)
     assert "split_4" in plan.accepted
     assert "of memory instead of" in {e.strategy: e.reason for e in plan.certificate.entries}["split_4"]
     assert all(bool(step().isfinite()) for _ in range(120)), "the watch does not take back what was to be slower"
@@ -95,7 +78,7 @@ def test_what_takes_less_may_be_slower() -> None:
 
 
 def test_memory_is_a_budget() -> None:
-    model = Deep()
+    model = Deep(plain=True)
     with only():
         plan, _ = accelerated(model, memory="1GiB")
         assert "of the budget of 1.00 GiB as it is" in plan.explain()
@@ -117,4 +100,4 @@ def test_what_cannot_be_meant() -> None:
         ({"goal": "memory", "config": {"compile": "default"}}, ValueError, "a compiled model calls none of its blocks"),
     ):
         with pytest.raises(error, match=words):
-            accelerated(Deep(), **options)
+            accelerated(Deep(plain=True), **options)
