@@ -271,7 +271,7 @@ tune::BothWays Plan::Impl::compare() {
   // On the CPU other threads may draw from torch's generator meanwhile: the check draws from one of its own.
   const bool on_cpu = run->device().is_cpu();
   // Pieces draw masks for other rows; and what gradients and a copy of the run take is beyond a budget of memory.
-  const bool only_losses = run->micro_batches() > 1 || holds_budget;
+  const bool only_losses = run->micro_batches() > 1 || has_budget();
   std::optional<tune::OwnRandom> random;
   if (on_cpu) random.emplace();
   const auto held = [](auto&& start, const auto& take) {
