@@ -76,7 +76,9 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
             ", and only the memory of CPU tensors is planned yet.");
   const memory::LimitPaused paused;
   const auto before = run.held_bytes(batch);
-  const auto budget = target.budget.value_or(before + memory::available_bytes());
+  const bool is_least = target.max_slowdown > 0;
+  auto budget = target.budget.value_or(0);
+  if (!target.budget && !is_least) budget = before + memory::available_bytes();
   tune::Snapshot snapshot(run);
   struct Restored {
     tune::Snapshot& snapshot;
@@ -120,10 +122,9 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
     snapshot.restore();
     take_step(run, batch);
   }
-  measured({});  // for the time of a plain step
-  auto search = target.max_slowdown > 0
-                    ? memory::BudgetSearch::least(std::move(tape), base, plain_peak, seconds, target.max_slowdown)
-                    : memory::BudgetSearch(std::move(tape), base, plain_peak, budget);
+  if (is_least) measured({});  // for the time of a plain step
+  auto search = is_least ? memory::BudgetSearch::least(std::move(tape), base, plain_peak, seconds, target.max_slowdown)
+                         : memory::BudgetSearch(std::move(tape), base, plain_peak, budget);
   if (selective_error) search.without_selective(*selective_error);
   const auto time = [&](const memory::RecomputeChoice& choice) {
     std::array<double, kPairs> plain{}, planned{};
