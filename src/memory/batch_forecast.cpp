@@ -5,17 +5,13 @@
 #include <cstdio>
 #include <vector>
 
+#include "base/size_text.h"
 #include "oxytorch/error.h"
-#include "oxytorch/units.h"
 
 namespace oxytorch {
 namespace {
 
 constexpr std::int64_t kSmaller = 16, kMost = 32;  // a batch that is run has a 16th of the samples, so many at the most
-
-std::string size_text(std::int64_t bytes) {
-  return format_size(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0)));
-}
 
 std::vector<std::int64_t> live_of(const memory::Timeline& timeline) {
   std::vector<std::int64_t> found{0};

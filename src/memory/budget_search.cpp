@@ -5,10 +5,10 @@
 #include <cstdio>
 #include <utility>
 
+#include "base/size_text.h"
 #include "memory/aligned.h"
 #include "memory/recompute_search.h"
 #include "oxytorch/error.h"
-#include "oxytorch/units.h"
 
 namespace oxytorch::memory {
 namespace {
@@ -16,10 +16,6 @@ namespace {
 constexpr int kTries = 8;                // choices by prediction, before the lowest one is taken, or none
 constexpr std::int64_t kFineness = 500;  // parts of a peak to which the one that time allows is looked for
 constexpr double kLessTime = 0.9;        // of the time that was allowed, where its choice took too long
-
-std::string size_text(std::int64_t bytes) {
-  return format_size(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0)));
-}
 
 std::string milliseconds(double seconds) {
   char text[32];

@@ -24,8 +24,8 @@ struct CheapOperator {
 
 /// The operator that is called, where its results depend on its arguments alone, with the same bits each time, and are
 /// cheap: elementwise operators (torch's tag `pointwise`), normalisation, softmax, copies, pooling and lookups, and
-/// products and convolutions of few terms. Not
-/// those that draw random numbers, of which those that draw masks are known as such.
+/// products and convolutions of few terms. Not those that draw random numbers, of which those that draw masks are known
+/// as such.
 const std::optional<CheapOperator>& cheap_operator(const at::RecordFunction& call);
 
 /// Whether each element of a product with this factor, a matrix or the weights of a convolution, is a sum of so few

@@ -10,10 +10,10 @@
 #include <set>
 #include <utility>
 
+#include "base/size_text.h"
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
 #include "oxytorch/system.h"
-#include "oxytorch/units.h"
 
 namespace oxytorch::memory {
 namespace {
@@ -120,9 +120,8 @@ void CpuAllocator::make_room(std::size_t bytes) {
   if (count.reserve(bytes)) return;
   const auto lowest = limits.empty() ? 0 : *limits.begin();
   TORCH_CHECK_WITH(OutOfMemoryError, false, "A tensor of ", format_size(bytes), " passes the memory limit of ",
-                   format_size(lowest), ": tensors take ",
-                   format_size(static_cast<std::uint64_t>(std::max<std::int64_t>(count.live(), 0))),
-                   " and the rest of the process ", format_size(not_counted),
+                   format_size(lowest), ": tensors take ", size_text(count.live()), " and the rest of the process ",
+                   format_size(not_counted),
                    ". Use a smaller batch or checkpoint(), or raise the limit (oxytorch.memory.set_limit, "
                    "memory_limit in a configuration).");
 }

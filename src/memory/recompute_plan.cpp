@@ -5,8 +5,8 @@
 #include <map>
 #include <string>
 
+#include "base/size_text.h"
 #include "oxytorch/error.h"
-#include "oxytorch/units.h"
 
 namespace oxytorch::memory {
 namespace {
@@ -292,10 +292,9 @@ RecomputePlan made(const StepTape& tape, const std::vector<Span>& spans, const s
 }  // namespace
 
 std::vector<Span> StepTape::spans() const {
-  const StepTape& tape = *this;
   std::vector<Span> all;
-  std::vector<std::int64_t> moments{0, static_cast<std::int64_t>(tape.live.size())};
-  for (const auto& call : tape.calls) {
+  std::vector<std::int64_t> moments{0, static_cast<std::int64_t>(live.size())};
+  for (const auto& call : calls) {
     moments.insert(moments.end(), {call.forward_end, call.backward_begin});
     if (call.selective) moments.push_back(call.backward_end);
     for (const auto& held : call.held) moments.push_back(held.from);
@@ -304,21 +303,21 @@ std::vector<Span> StepTape::spans() const {
   moments.erase(std::unique(moments.begin(), moments.end()), moments.end());
   for (std::size_t i = 0; i + 1 < moments.size(); ++i) {
     Span span;
-    span.live = *std::max_element(tape.live.begin() + moments[i], tape.live.begin() + moments[i + 1]);
-    add_changes(tape, moments[i], moments[i] + 1, span);
-    for (const auto& call : tape.calls) {
+    span.live = *std::max_element(live.begin() + moments[i], live.begin() + moments[i + 1]);
+    add_changes(*this, moments[i], moments[i] + 1, span);
+    for (const auto& call : calls) {
       // What backward takes under selective_checkpoint() was recorded as well.
       if (call.selective && call.backward_begin <= moments[i] && moments[i] < call.backward_end)
         span.only_with = {call.block, {true, false, true}};
     }
     all.push_back(std::move(span));
   }
-  for (const auto& call : tape.calls) {
+  for (const auto& call : calls) {
     // Just before its backward begins, what it saved is given up still.
     const auto moment = call.backward_begin;
-    const auto before = moment == 0 ? 0 : tape.live[static_cast<std::size_t>(moment) - 1];
+    const auto before = moment == 0 ? 0 : live[static_cast<std::size_t>(moment) - 1];
     Span span{before + call.forward_peak, {}, Span::Condition{call.block, {false, false, true}}};
-    add_changes(tape, moment, moment, span);
+    add_changes(*this, moment, moment, span);
     all.push_back(span);
     if (!call.selective) continue;
     span.live = before + call.selective->backward_peak;
@@ -368,10 +367,9 @@ RecomputePlan find_lowest(const StepTape& tape, const std::vector<Span>& spans) 
 RecomputePlan plan_recomputation(const StepTape& tape, std::int64_t budget) {
   const auto spans = tape.spans();
   if (auto plan = find_plan(tape, spans, budget)) return *std::move(plan);
-  const auto lowest = static_cast<std::uint64_t>(find_lowest(tape, spans).peak_bytes);
-  detail::raise(ErrorCode::OutOfMemory, "no choice of what to make again keeps a step within ",
-                format_size(static_cast<std::uint64_t>(std::max<std::int64_t>(budget, 0))), ": the lowest peak is ",
-                format_size(lowest), ". Give a larger budget, smaller blocks or a smaller batch.");
+  detail::raise(ErrorCode::OutOfMemory, "no choice of what to make again keeps a step within ", size_text(budget),
+                ": the lowest peak is ", size_text(find_lowest(tape, spans).peak_bytes),
+                ". Give a larger budget, smaller blocks or a smaller batch.");
 }
 
 RecomputePlan lowest_peak(const StepTape& tape) { return find_lowest(tape, tape.spans()); }

@@ -37,10 +37,6 @@ bool is_plain_value(const c10::IValue& value) {
          value.isString() || value.isDevice() || value.isIntList() || value.isDoubleList() || value.isBoolList();
 }
 
-}  // namespace
-
-namespace {
-
 thread_local SelectiveCheckpoint::Inside* recorded = nullptr;
 
 /// What our own operators do is not looked at.

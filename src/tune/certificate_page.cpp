@@ -2,9 +2,9 @@
 #include <cmath>
 #include <utility>
 
+#include "base/size_text.h"
 #include "oxytorch/monitor/report.h"
 #include "oxytorch/tune/certificate.h"
-#include "oxytorch/units.h"
 #include "tune/words.h"
 
 namespace oxytorch::tune {
@@ -70,14 +70,11 @@ std::string step_line(const Certificate& certificate) {
 /// What a step's tensors take; empty where it was not measured.
 std::string memory_line(const Certificate& certificate) {
   if (!certificate.given_peak_bytes || !certificate.tuned_peak_bytes) return {};
-  const auto size = [](std::int64_t bytes) {
-    return format_size(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0)));
-  };
   const auto given = static_cast<double>(std::max<std::int64_t>(*certificate.given_peak_bytes, 1));
   std::string text =
-      "Its tensors take " + size(*certificate.tuned_peak_bytes) + " at the most, model and optimizer included";
+      "Its tensors take " + size_text(*certificate.tuned_peak_bytes) + " at the most, model and optimizer included";
   if (certificate.accepted().empty()) return text += '.';
-  text.append(", and ").append(size(*certificate.given_peak_bytes)).append(" as given (");
+  text.append(", and ").append(size_text(*certificate.given_peak_bytes)).append(" as given (");
   return text.append(ratio_text(static_cast<double>(*certificate.tuned_peak_bytes) / given)).append(").");
 }
 

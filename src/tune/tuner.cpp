@@ -7,6 +7,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "base/size_text.h"
 #include "oxytorch/error.h"
 #include "oxytorch/host.h"
 #include "oxytorch/logging.h"
@@ -15,7 +16,6 @@
 #include "oxytorch/tune/policy.h"
 #include "oxytorch/tune/reuse.h"
 #include "oxytorch/tune/timing.h"
-#include "oxytorch/units.h"
 #include "tune/names.h"
 #include "tune/words.h"
 
@@ -36,10 +36,6 @@ std::string sentence(std::initializer_list<std::string_view> parts) {
   std::string text;
   for (const auto part : parts) text += part;
   return text;
-}
-
-std::string size_text(std::int64_t bytes) {
-  return format_size(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0)));
 }
 
 void set_status(Certificate& certificate, const std::string& name, Status status, const std::string& reason) {
