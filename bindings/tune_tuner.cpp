@@ -261,6 +261,8 @@ void bind_tuner(py::module_& m) {
       .def_readonly("seed", &TunerOptions::seed)
       .def_readonly("max_slowdown", &TunerOptions::max_slowdown)
       .def_readonly("steps_planned", &TunerOptions::steps_planned);
+  m.def("slowdown_left", &slowdown_left, py::arg("certificate"), py::arg("max_slowdown"),
+        "How many times as long as now a step may take, where it may take max_slowdown times as long as given.");
   m.def("planned_steps", &planned_steps, py::arg("config"), py::arg("otherwise") = 0,
         "Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.");
   m.def(

@@ -167,6 +167,11 @@ void set_goal(const PerformanceConfig& config, TunerOptions& options) {
   options.max_slowdown = config.number("max_slowdown");
 }
 
+double slowdown_left(const Certificate& certificate, double max_slowdown) {
+  if (certificate.accepted().empty()) return max_slowdown;
+  return max_slowdown * certificate.baseline_seconds / certificate.tuned_seconds;
+}
+
 std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise) {
   const auto planned = config.integer("steps_planned").value_or(TunerOptions().steps_planned);
   if (is_given(config, "steps_planned")) return planned;

@@ -207,11 +207,7 @@ void Plan::Impl::tune(Trials trials) {
     watching.kind = tuner.widest(run->active());
     certificate = std::move(found);
   }
-  if (is_least) {
-    // What is faster by now may be slower by more.
-    const bool is_faster = !certificate.accepted().empty();
-    max_slowdown = allowed * (is_faster ? certificate.baseline_seconds / certificate.tuned_seconds : 1);
-  }
+  if (is_least) max_slowdown = tune::slowdown_left(certificate, allowed);
   if (is_least || !run->active().empty()) fit_memory();  // they may have made the step another one
   give_back_host_memory();  // what references and snapshots took: the steps that follow do not need it
   if (watching.names.empty()) return;

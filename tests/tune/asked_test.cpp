@@ -173,5 +173,14 @@ TEST(SettingLinesTest, SayWhatCameOfEachSetting) {
   EXPECT_EQ(beside[0].gain, 2.0);
 }
 
+TEST(SlowdownLeft, WhatWasMadeFasterMayBeSlowerByMore) {
+  Certificate certificate;
+  certificate.baseline_seconds = 3;
+  certificate.tuned_seconds = 2;
+  EXPECT_DOUBLE_EQ(slowdown_left(certificate, 1.2), 1.2) << "nothing is active";
+  certificate.entries = {{.strategy = "half", .status = Status::Accepted}};
+  EXPECT_DOUBLE_EQ(slowdown_left(certificate, 1.2), 1.8);
+}
+
 }  // namespace
 }  // namespace oxytorch::tune

@@ -51,6 +51,10 @@ OXY_API void activate(Asked& asked, const PerformanceConfig& config, const std::
 /// What a configuration says of `goal` and `max_slowdown`.
 OXY_API void set_goal(const PerformanceConfig& config, TunerOptions& options);
 
+/// How many times as long as now a step may take, where it may take `max_slowdown` times as long as given: what a
+/// certificate's strategies have made faster may be slower by more.
+[[nodiscard]] OXY_API double slowdown_left(const Certificate& certificate, double max_slowdown);
+
 /// Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.
 [[nodiscard]] OXY_API std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise = 0);
 

@@ -64,6 +64,7 @@ __all__: list[str] = [
     "read_load",
     "set_load_source",
     "sgd_step",
+    "slowdown_left",
     "tuning_of_trainer",
     "update_faults",
     "values_beyond",
@@ -962,6 +963,11 @@ def sgd_step(
 ) -> None:
     """
     A step of torch.optim.SGD with the bits of its loop over CPU tensors.
+    """
+
+def slowdown_left(certificate: Certificate, max_slowdown: typing.SupportsFloat | typing.SupportsIndex) -> float:
+    """
+    How many times as long as now a step may take, where it may take max_slowdown times as long as given.
     """
 
 def tuning_of_trainer(

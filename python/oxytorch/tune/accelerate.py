@@ -279,9 +279,7 @@ def tuned(
         log("info", f"accelerate: {', '.join(run.active) or 'nothing'} active after {spent}", "tune")
         plan.begin(tuner, moved=snapshot.moved())
         if asked.checkpointing == "least":
-            made = certificate  # what is faster by now may be slower by more
-            faster = made.baseline_seconds / made.tuned_seconds if made.accepted() else 1.0
-            asked.max_slowdown = options.max_slowdown * faster
+            asked.max_slowdown = _native.slowdown_left(certificate, options.max_slowdown)
             asked.fit_memory(run)
         elif run.active:
             asked.fit_memory(run)  # they may have made the step another one
