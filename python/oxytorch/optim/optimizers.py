@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +18,21 @@ if TYPE_CHECKING:
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "RMSprop"]
 
 
+def _with_tail(theirs: type[torch.optim.Optimizer]) -> Callable[..., None]:
+    """Return an `__init__` that takes the arguments of torch's class, as this torch has them, and `TailOptions`."""
+    signature = inspect.signature(theirs.__init__)
+
+    def __init__(self: TailOptimizer, *args: Any, **kwargs: Any) -> None:
+        tail = {name: kwargs.pop(name) for name in list(kwargs) if name not in signature.parameters}
+        theirs.__init__(self, *args, **kwargs)
+        self._init_tail(cast("TailOptions", tail))
+
+    options = inspect.Parameter("tail", inspect.Parameter.VAR_KEYWORD, annotation="Unpack[TailOptions]")
+    shown = signature.replace(parameters=[*signature.parameters.values(), options])
+    __init__.__signature__ = shown  # type: ignore[attr-defined]
+    return __init__
+
+
 class AdamW(TailOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` with the native step tail.
 
@@ -27,37 +44,7 @@ class AdamW(TailOptimizer, torch.optim.AdamW):
     _optional_state = ("max_exp_avg_sq",)
     _required_hyperparameters = ("lr", "betas", "eps", "weight_decay")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **tail: Unpack[TailOptions],
-    ) -> None:
-        torch.optim.AdamW.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._init_tail(tail)
+    __init__ = _with_tail(torch.optim.AdamW)
 
 
 class Adam(TailOptimizer, torch.optim.Adam):
@@ -71,39 +58,7 @@ class Adam(TailOptimizer, torch.optim.Adam):
     _optional_state = ("max_exp_avg_sq",)
     _required_hyperparameters = ("lr", "betas", "eps", "weight_decay")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        decoupled_weight_decay: bool = False,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **tail: Unpack[TailOptions],
-    ) -> None:
-        torch.optim.Adam.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            decoupled_weight_decay=decoupled_weight_decay,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._init_tail(tail)
+    __init__ = _with_tail(torch.optim.Adam)
 
 
 class SGD(TailOptimizer, torch.optim.SGD):
@@ -117,35 +72,7 @@ class SGD(TailOptimizer, torch.optim.SGD):
     _optional_state = ("momentum_buffer",)
     _required_hyperparameters = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float | Tensor = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **tail: Unpack[TailOptions],
-    ) -> None:
-        torch.optim.SGD.__init__(
-            self,
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._init_tail(tail)
+    __init__ = _with_tail(torch.optim.SGD)
 
 
 class Lion(TailOptimizer):
@@ -206,35 +133,7 @@ class Adagrad(TailOptimizer, torch.optim.Adagrad):
     _required_state = ("step", "sum")
     _required_hyperparameters = ("lr", "lr_decay", "weight_decay", "eps")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-2,
-        lr_decay: float = 0,
-        weight_decay: float = 0,
-        initial_accumulator_value: float = 0,
-        eps: float = 1e-10,
-        foreach: bool | None = None,
-        *,
-        maximize: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **tail: Unpack[TailOptions],
-    ) -> None:
-        torch.optim.Adagrad.__init__(
-            self,
-            params,
-            lr,
-            lr_decay,
-            weight_decay,
-            initial_accumulator_value,
-            eps,
-            foreach,
-            maximize=maximize,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._init_tail(tail)
+    __init__ = _with_tail(torch.optim.Adagrad)
 
 
 class RMSprop(TailOptimizer, torch.optim.RMSprop):
@@ -249,36 +148,7 @@ class RMSprop(TailOptimizer, torch.optim.RMSprop):
     _optional_state = ("momentum_buffer", "grad_avg")
     _required_hyperparameters = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-2,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        momentum: float = 0,
-        centered: bool = False,
-        capturable: bool = False,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        differentiable: bool = False,
-        **tail: Unpack[TailOptions],
-    ) -> None:
-        torch.optim.RMSprop.__init__(
-            self,
-            params,
-            lr,
-            alpha,
-            eps,
-            weight_decay,
-            momentum,
-            centered,
-            capturable,
-            foreach,
-            maximize,
-            differentiable,
-        )
-        self._init_tail(tail)
+    __init__ = _with_tail(torch.optim.RMSprop)
 
 
 class Muon(TailOptimizer, torch.optim.Muon):
@@ -291,29 +161,4 @@ class Muon(TailOptimizer, torch.optim.Muon):
     _required_state = ("momentum_buffer",)
     _required_hyperparameters = ("lr", "momentum", "weight_decay", "nesterov", "ns_coefficients", "eps", "ns_steps")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
-        **tail: Unpack[TailOptions],
-    ) -> None:
-        torch.optim.Muon.__init__(
-            self,
-            params,
-            lr,
-            weight_decay,
-            momentum,
-            nesterov,
-            ns_coefficients,
-            eps,
-            ns_steps,
-            adjust_lr_fn,
-        )
-        self._init_tail(tail)
+    __init__ = _with_tail(torch.optim.Muon)

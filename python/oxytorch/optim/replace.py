@@ -65,7 +65,8 @@ _ADAM = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def _by_decay(optimizer: Any) -> Target:
-    return AdamW if optimizer.adam_w_mode else Adam
+    target: Target = AdamW if optimizer.adam_w_mode else Adam
+    return target
 
 
 def _several_dtypes(optimizer: Any) -> str:
