@@ -23,6 +23,7 @@ html_theme = "furo"
 html_title = f"Oxytorch {release}"
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+toc_object_entries = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_mock_imports: list[str] = []
@@ -61,14 +62,24 @@ def headers() -> list[str]:
     return sorted(path.relative_to(include).as_posix() for path in include.rglob("*.h"))
 
 
-def write_page(name: str, title: str, directive: str) -> str:
-    """Write one generated page; the file is touched only when its text changes."""
+def write(name: str, text: str) -> str:
+    """Write one generated page, whose file is touched only when its text changes; return the name."""
     page = DOCS / "api" / "generated" / f"{name}.md"
-    text = f"# {title}\n\n```{{eval-rst}}\n{directive}\n```\n"
     page.parent.mkdir(parents=True, exist_ok=True)
     if not page.is_file() or page.read_text() != text:
         page.write_text(text)
-    return page.stem
+    return name
+
+
+def write_pages(index: str, title: str, pages: dict[str, tuple[str, str]]) -> set[str]:
+    """Write pages, by name their title and directive, and one that lists them.
+
+    They are not in the table of contents, which the theme copies whole for each page.
+    """
+    for name, (heading, directive) in pages.items():
+        write(name, f"---\norphan: true\n---\n\n# {heading}\n\n```{{eval-rst}}\n{directive}\n```\n")
+    links = "".join(f"- [{heading}]({name}.md)\n" for name, (heading, _) in pages.items())
+    return {write(index, f"# {title}\n\n{links}"), *pages}
 
 
 def write_settings() -> str:
@@ -94,27 +105,28 @@ def write_settings() -> str:
                 if row.evidence == evidence:
                     cells = [f"`{row.name}`", row.allowed, row.default, row.what, versions(row), row.replacement]
                     text += "| " + " | ".join(map(cell, cells)) + " |\n"
-    page = DOCS / "api" / "generated" / "environment-settings.md"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    if not page.is_file() or page.read_text() != text:
-        page.write_text(text)
-    return page.stem
+    return write("environment-settings", text)
 
 
-written = (
-    {write_settings()}
-    | {
-        write_page(f"python-{name}", f"`{name}`", f".. automodule:: {name}\n   :members:\n   :show-inheritance:")
+written = {write_settings()}
+written |= write_pages(
+    "python",
+    "Python modules",
+    {
+        f"python-{name}": (f"`{name}`", f".. automodule:: {name}\n   :members:\n   :show-inheritance:")
         for name in python_modules()
-    }
-    | {
-        write_page(
-            f"cpp-{name.removesuffix('.h').replace('/', '-')}",
+    },
+)
+written |= write_pages(
+    "cpp",
+    "C++ headers",
+    {
+        f"cpp-{name.removesuffix('.h').replace('/', '-')}": (
             f"`oxytorch/{name}`",
             f".. doxygenfile:: include/oxytorch/{name}",
         )
         for name in headers()
-    }
+    },
 )
 for stale in (DOCS / "api" / "generated").glob("*.md"):
     if stale.stem not in written:
