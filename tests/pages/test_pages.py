@@ -41,35 +41,41 @@ PROGRAMS = [
 ]
 
 
+def program(page: Path, number: int) -> str:
+    return f"{re.sub(r'[^a-z0-9]', '_', name(page).lower())}_{number}"
+
+
+@pytest.fixture(scope="module")
+def built(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of all programs, built as a user's project without optimization, and what the build said."""
+    folder = tmp_path_factory.mktemp("pages")
+    lines = ["cmake_minimum_required(VERSION 3.25)", "project(pages LANGUAGES CXX)", "find_package(Oxytorch REQUIRED)"]
+    first = None
+    for page, number, body in PROGRAMS:
+        target = program(page, number)
+        (folder / f"{target}.cpp").write_text(body)
+        core = "torch" not in "".join(re.findall(r"#include.*", body)).replace("oxytorch/", "")
+        torch_side = re.search(r"oxytorch/(accelerator|optim|amp|memory|trainer|oxytorch)", body)
+        wanted = "core" if core and not torch_side else "oxytorch"
+        lines += [f"add_executable({target} {target}.cpp)", f"target_link_libraries({target} Oxytorch::{wanted})"]
+        if "#include <torch/torch.h>" in body:  # so the precompiled header gives it nothing that it does not include
+            shared = f"REUSE_FROM {first}" if first else "PRIVATE <torch/torch.h>"
+            lines += [f"target_precompile_headers({target} {shared})"]
+            first = first or target
+    (folder / "CMakeLists.txt").write_text("\n".join(lines) + "\n")
+    flags = [f"-DCMAKE_PREFIX_PATH={installed}", "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
+    said = ""
+    for command in (["cmake", "-S", ".", "-B", "build", "-G", "Ninja", *flags], ["ninja", "-C", "build", "-k", "0"]):
+        said += subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+    return folder / "build", said
+
+
 @pytest.mark.parametrize(
-    ("page", "number", "body"), PROGRAMS, ids=[f"{name(page)}:{number}" for page, number, _ in PROGRAMS]
+    ("page", "number"), [(page, number) for page, number, _ in PROGRAMS], ids=[f"{name(p)}:{n}" for p, n, _ in PROGRAMS]
 )
-def test_whole_cpp_programs_build_and_run(page: Path, number: int, body: str, installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "main.cpp").write_text(body)
-    core = "torch" not in "".join(re.findall(r"#include.*", body)).replace("oxytorch/", "")
-    torch_side = re.search(r"oxytorch/(accelerator|optim|amp|memory|trainer|oxytorch)", body)
-    wanted = "core" if core and not torch_side else "oxytorch"
-    (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.25)\nproject(page LANGUAGES CXX)\n"
-        f"find_package(Oxytorch REQUIRED COMPONENTS {wanted})\nadd_executable(page main.cpp)\n"
-        f"target_link_libraries(page PRIVATE Oxytorch::{wanted})\n"
-    )
-    for command in (
-        [
-            "cmake",
-            "-S",
-            ".",
-            "-B",
-            "build",
-            "-G",
-            "Ninja",
-            f"-DCMAKE_PREFIX_PATH={installed}",
-            "-DCMAKE_BUILD_TYPE=Release",
-        ],
-        ["cmake", "--build", "build"],
-        ["build/page"],
-    ):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, (
-            f"{name(page)}, C++ block {number}: {' '.join(command)}\n{done.stdout}{done.stderr}"
-        )
+def test_whole_cpp_programs_build_and_run(page: Path, number: int, built: tuple[Path, str], tmp_path: Path) -> None:
+    folder, said = built
+    binary = folder / program(page, number)
+    assert binary.is_file(), f"{name(page)}, C++ block {number}: not built\n{said}"
+    done = subprocess.run([binary], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{name(page)}, C++ block {number}\n{done.stdout}{done.stderr}"
