@@ -1,4 +1,4 @@
-# The front door. Each command is a short script in cmake/steps/; a command brings what it needs with it.
+# The front door. Each command is a short script in tools/; a command brings what it needs with it.
 #   make demo ARGS="--quick"     passes ARGS on
 #   OXYTORCH_TORCH_SPEC=torch==2.15.0 make test     with another torch, in an environment and a build folder of its own
 .DEFAULT_GOAL := help
@@ -20,31 +20,31 @@ help:
 	@echo "make clean     remove what was built; .venv stays"
 
 setup:
-	@cmake/steps/setup.sh
+	@tools/setup.sh
 build: setup
-	@cmake/steps/build.sh
+	@tools/build.sh
 # All that it runs; --cpp installs the whole library first.
 demo: setup
-	@cmake/steps/build.sh $(if $(findstring --cpp,$(ARGS)),,oxytorch_python)
-	@cmake/steps/run.sh oxytorch demo $(ARGS)
+	@tools/build.sh $(if $(findstring --cpp,$(ARGS)),,oxytorch_python)
+	@tools/run.sh oxytorch demo $(ARGS)
 test: build
-	@cmake/steps/test.sh $(ARGS)
+	@tools/test.sh $(ARGS)
 test-devices: build
-	@DEVICE="$(DEVICE)" cmake/steps/test_devices.sh $(ARGS)
+	@DEVICE="$(DEVICE)" tools/test_devices.sh $(ARGS)
 nightly: build
-	@cmake/steps/nightly.sh $(ARGS)
+	@tools/nightly.sh $(ARGS)
 mutation: build
-	@cmake/steps/run.sh python tests/mutation/run.py $(ARGS)
+	@tools/run.sh python tests/mutation/run.py $(ARGS)
 bench: build
-	@DEVICE=$(DEVICE) cmake/steps/bench.sh $(ARGS)
+	@DEVICE=$(DEVICE) tools/bench.sh $(ARGS)
 # Sets up nothing: it takes the torch that the machine has.
 gpu:
-	@python3 cmake/steps/gpu.py $(ARGS)
+	@python3 tools/gpu.py $(ARGS)
 lint: build
-	@cmake/steps/run.sh python cmake/steps/lint.py $(ARGS)
+	@tools/run.sh python tools/lint.py $(ARGS)
 docs: build
-	@cmake/steps/docs.sh
+	@tools/docs.sh
 sanitize: setup
-	@cmake/steps/sanitize.sh
+	@tools/sanitize.sh
 clean:
-	@cmake/steps/clean.sh
+	@tools/clean.sh

@@ -1,6 +1,6 @@
 """8-bit optimizers of other packages on CPU; none is needed, and one that is missing is reported as absent.
 
-`make bench` installs them into build/peers, beside the torch that Oxytorch was built against (cmake/steps/peers.sh).
+`make bench` installs them into build/peers, beside the torch that Oxytorch was built against (tools/peers.sh).
 """
 
 from __future__ import annotations

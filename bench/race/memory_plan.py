@@ -7,7 +7,7 @@ promised to take under a second.
 
     python bench/race/memory_plan.py [--threads 2] [--quick] [--case NAME]... [--json PATH]
 
-Needs highspy, which cmake/steps/peers.sh installs into build/peers. Writes bench/report/memory_plan.{json,html}.
+Needs highspy, which tools/peers.sh installs into build/peers. Writes bench/report/memory_plan.{json,html}.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the JSON document there too")
     arguments = parser.parse_args()
     if highs() is None:
-        print("memory_plan: highspy is not installed; cmake/steps/peers.sh installs it. Nothing was compared.")
+        print("memory_plan: highspy is not installed; tools/peers.sh installs it. Nothing was compared.")
         return 0
     torch.set_num_threads(arguments.threads)
     machine_facts = facts(arguments.threads)

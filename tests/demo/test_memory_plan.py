@@ -20,7 +20,7 @@ BLOCKS, ACTIONS = 6, 3
 def race(import_race: Callable[[str], ModuleType]) -> ModuleType:
     module = import_race("memory_plan")
     if module.highs() is None:
-        pytest.skip("highspy is not installed; cmake/steps/peers.sh installs it into build/peers")
+        pytest.skip("highspy is not installed; tools/peers.sh installs it into build/peers")
     return module
 
 

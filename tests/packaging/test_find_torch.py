@@ -144,7 +144,7 @@ def test_an_older_torch_is_refused(tmp_path: Path) -> None:
 def test_the_range_is_the_same_everywhere() -> None:
     oldest, newest = written("OXYTORCH_TORCH_OLDEST"), written("OXYTORCH_TORCH_NEWEST")
     assert f'"torch>={oldest}"' in (ROOT / "pyproject.toml").read_text()
-    nightly = re.search(r"for torch in ([0-9. ]+);", (ROOT / "cmake/steps/nightly.sh").read_text())
+    nightly = re.search(r"for torch in ([0-9. ]+);", (ROOT / "tools/nightly.sh").read_text())
     assert nightly is not None
     tried = nightly[1].split()
     assert tried[0].startswith(f"{oldest}.") and tried[-1].startswith(f"{newest}.") and len(tried) >= 3

@@ -20,7 +20,7 @@ import torch
 pytestmark = pytest.mark.cpu_only("rehearses the slices of make gpu")
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = ROOT / "cmake" / "steps"
+STEPS = ROOT / "tools"
 HEAD = {"schema": "oxytorch-gpu/1", "slice": "made-up", "command": "make gpu", "machine": {}}
 # Long enough that only its time ends it.
 SLEEPS = "import time; time.sleep(600)"

@@ -25,7 +25,7 @@ def said(*command: str, **variables: str) -> str:
 
 def environment(**variables: str) -> dict[str, str]:
     show = "; ".join(f'echo "{name}=${name}"' for name in SHOWN)
-    lines = said("bash", "-c", f"source cmake/steps/environment.sh; {show}", **variables).splitlines()
+    lines = said("bash", "-c", f"source tools/environment.sh; {show}", **variables).splitlines()
     return dict(line.split("=", 1) for line in lines)
 
 
@@ -51,7 +51,7 @@ def test_its_preset_is_dev_with_the_module_in_the_build_folder() -> None:
     other = presets["other-torch"]
     assert other["inherits"] == "dev" and other["cacheVariables"] == {"OXYTORCH_PACKAGE_IN_BUILD": "ON"}
     folder = other["binaryDir"].replace("${sourceDir}", str(ROOT))
-    name = said("bash", "-c", "source cmake/steps/environment.sh; echo $OXYTORCH_TORCH_NAME", **OTHER).strip()
+    name = said("bash", "-c", "source tools/environment.sh; echo $OXYTORCH_TORCH_NAME", **OTHER).strip()
     assert folder.replace("$penv{OXYTORCH_TORCH_NAME}", name) == environment(**OTHER)["BUILD"]
 
 

@@ -14,6 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_regenerating_the_stubs_gives_the_same_text() -> None:
-    command = [sys.executable, "cmake/steps/stubs.py", "--check"]
+    command = [sys.executable, "tools/stubs.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # What takes too long for `make test`: the Gaudi files against the headers of older torch versions; the optimizers' random
 # cases, spread over the cores: all of them, and a part under the address sanitizer, in C++ and in Python; the Python tests
-# as on a CPU without AVX-512; a wheel built from the source distribution; and `make test` with other torch versions.
+# as on a CPU without AVX-512; a wheel built from the source distribution; a build without units of several sources; and
+# `make test` with other torch versions.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-python3 cmake/steps/headers.py || { [[ $? == 75 ]] && say "nightly: headers skipped"; }
+python3 tools/headers.py || { [[ $? == 75 ]] && say "nightly: headers skipped"; }
 export OXYTORCH_FUZZ_CASES=${OXYTORCH_FUZZ_CASES:-20000}
 python3 -m pytest -n "$(nproc)" --dist=load tests/optim/test_fuzz.py "$@"
 "$BUILD/tests/optim/optimizer_edits_test"
@@ -34,6 +35,10 @@ rm -rf "$dist"
 python3 -c "from scikit_build_core.build import build_sdist; build_sdist('$dist')"
 python3 -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dist" "$dist"/oxytorch-*.tar.gz
 OXYTORCH_WHEEL=$(echo "$dist"/oxytorch-*.whl) python3 -m pytest tests/packaging/test_wheel.py
+
+say "nightly: every source as a unit of its own"
+cmake --preset dev -B "$ROOT/build/apart" -DPython3_EXECUTABLE="$VENV/bin/python3" -DOXYTORCH_UNITY=OFF -DOXYTORCH_PACKAGE_IN_BUILD=ON
+cmake --build "$ROOT/build/apart"
 
 # The oldest, one between, and the newest of cmake/OxytorchDependencies.cmake.
 for torch in 2.9.1 2.11.0 2.15.0; do

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-TEXT = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+TEXT = (Path(__file__).parents[1] / "pyproject.toml").read_text()
 
 
 def listed(name: str) -> list[str]:

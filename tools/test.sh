@@ -17,8 +17,8 @@ step() {
 }
 
 if [[ $PRESET == dev ]]; then  # these say nothing about torch
-  step lint python3 cmake/steps/lint.py
-  step docs cmake/steps/docs.sh
+  step lint python3 tools/lint.py
+  step docs tools/docs.sh
 fi
 # Tests share the cores: a thread of OpenMP that spins while it waits keeps the other test's from running, and both then
 # take up to twenty times as long.
@@ -32,7 +32,7 @@ for device in hpu sim; do
     tests/optim/test_device.py tests/optim/test_stability_device.py
 done
 
-counts=$(python3 cmake/steps/counts.py "$reports" || true)
+counts=$(python3 tools/counts.py "$reports" || true)
 if ((${#failed[@]})); then
   say "make test: FAILED (${failed[*]}); $counts; $((SECONDS - started)) s"
   exit 1

@@ -67,7 +67,7 @@ def fetch_wheels(python: str) -> None:
     """Unpack the Python packages into the pack."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     extras = subprocess.run(
-        [python, str(ROOT / "cmake/steps/extras.py"), "test", "peers"], capture_output=True, text=True, check=True
+        [python, str(ROOT / "tools/extras.py"), "test", "peers"], capture_output=True, text=True, check=True
     )
     wanted = [line for line in extras.stdout.splitlines() if line.split(">")[0].split("=")[0] in WHEELS]
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile"]

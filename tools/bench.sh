@@ -14,7 +14,7 @@ for program in "$BUILD"/bench/*/*_bench; do
   say "== ${program#"$BUILD"/bench/}"
   "$program" --benchmark_min_time=0.1 --benchmark_out="bench/report/$(basename "$program").json" --benchmark_out_format=json
 done
-cmake/steps/peers.sh
+tools/peers.sh
 # The stock rivals of a machine whose class is not in rivals.json have to be found first.
 [[ " $* " == *" --quick "* ]] || python3 bench/race/orchestrator.py --screen
 for race in bench/race/*.py; do

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PACK = ROOT / "build" / "gpu-pack"
 SOURCES = ("CMakeLists.txt", "CMakePresets.json", "cmake", "src", "include", "backends", "bindings", "bench",
            "conformance", "examples", "tests", "python")  # fmt: skip
-ASIDE = ("cmake/steps/", "bench/results/", "bench/report/", "python/oxytorch/lib/", "python/oxytorch/bin/",
+ASIDE = ("tools/", "bench/results/", "bench/report/", "python/oxytorch/lib/", "python/oxytorch/bin/",
          "python/oxytorch/_build_info.py")  # fmt: skip
 """Below those, but not read by the build: steps, results, and what builds write beside the sources."""
 ASK_TORCH = """
@@ -55,7 +55,7 @@ class Machine:
 
     def step(self, *command: str | Path) -> list[str]:
         """Return the command with this build's environment and sources first."""
-        return [str(ROOT / "cmake/steps/run.sh"), *(str(part) for part in command)]
+        return [str(ROOT / "tools/run.sh"), *(str(part) for part in command)]
 
 
 def output(*command: str) -> str:
@@ -99,11 +99,11 @@ def ask_torch(python: str) -> dict[str, Any]:
 
 
 def steps_of(torch: str, prefix: str, environment: dict[str, str]) -> dict[str, str]:
-    """Add what cmake/steps/environment.sh needs to build with this torch; the variables that it then chooses."""
+    """Add what tools/environment.sh needs to build with this torch; the variables that it then chooses."""
     environment["OXYTORCH_TORCH_SPEC"] = f"torch=={torch.partition('+')[0]}"
     if Path(prefix) != ROOT / ".venv":
         environment["OXYTORCH_VENV"] = prefix
-    script = f"source {ROOT}/cmake/steps/environment.sh; echo $PRESET; echo $BUILD"
+    script = f"source {ROOT}/tools/environment.sh; echo $PRESET; echo $BUILD"
     said = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
     return dict(zip(("preset", "build"), said.stdout.split("\n"), strict=False))
 

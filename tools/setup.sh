@@ -4,7 +4,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 SYSTEM_PYTHON=${PYTHON:-python3}
 
 # The stamp holds a hash of all that decides what setup does.
-wanted=$( (echo "$TORCH"; cat cmake/apt-packages.txt pyproject.toml cmake/steps/setup.sh) | sha256sum | cut -d' ' -f1)
+wanted=$( (echo "$TORCH"; cat cmake/apt-packages.txt pyproject.toml tools/setup.sh) | sha256sum | cut -d' ' -f1)
 stamp=$VENV/.oxytorch-setup
 if [[ -x $VENV/bin/python3 && -f $stamp && $(<"$stamp") == "$wanted" ]]; then exit 0; fi
 
@@ -41,11 +41,11 @@ pip=("$VENV/bin/python3" -m pip --disable-pip-version-check install --quiet)
 say "Installing $TORCH"
 "${pip[@]}" "$TORCH"
 installed=$("$VENV/bin/python3" -c 'from importlib.metadata import version; print(version("torch"))')
-listed=$("$VENV/bin/python3" cmake/steps/extras.py build test lint docs demo)
+listed=$("$VENV/bin/python3" tools/extras.py build test lint docs demo)
 mapfile -t needs <<<"$listed"
 say "Installing ${#needs[@]} Python packages"
 "${pip[@]}" --constraint <(echo "torch==$installed") "${needs[@]}"
-listed=$("$VENV/bin/python3" cmake/steps/extras.py peers)
+listed=$("$VENV/bin/python3" tools/extras.py peers)
 mapfile -t peers <<<"$listed"
 say "Installing ${#peers[@]} libraries that tests compare with"
 "${pip[@]}" --no-deps "${peers[@]}"

@@ -18,7 +18,7 @@ for device in $devices; do
   python3 -m pytest -n "$cores" --junit-xml="$reports/pytest-$device.xml" "$@" || failed+=("pytest $device")
 done
 
-counts=$(python3 cmake/steps/counts.py "$reports" || true)
+counts=$(python3 tools/counts.py "$reports" || true)
 if ((${#failed[@]})); then
   say "make test-devices: FAILED (${failed[*]}); $counts"
   exit 1

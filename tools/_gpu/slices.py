@@ -68,7 +68,7 @@ def build_parts(machine: Machine) -> list[Part]:
             print(f"build: {done} of {total} units that were left, run it again")
         return {"units": done, "of": total}
 
-    command = [str(ROOT / "cmake/steps/build.sh"), "all"]
+    command = [str(ROOT / "tools/build.sh"), "all"]
     return [Part("build", lambda _s: command, collect, goes_on=True, prepare=prepare, must_succeed=True)]
 
 

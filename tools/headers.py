@@ -12,7 +12,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "build" / "torch-headers"
 BACKEND = "backends/hpu/torch_device.cpp"
 FAKE = ("tests/device/torch_device.cpp", "tests/device/torch_operators.cpp", "tests/device/torch_autocast.cpp")

@@ -1,6 +1,6 @@
 # Sourced by every step: strict mode, the repository root, the .venv first on PATH.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ROOT=$PWD
 DEFAULT_TORCH=torch==2.13.0
 TORCH=${OXYTORCH_TORCH_SPEC:-$DEFAULT_TORCH}

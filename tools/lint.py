@@ -16,11 +16,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "dev"
 CACHE = ROOT / "build" / "clang-tidy-clean"
 FIX = "--fix" in sys.argv[1:]
-PYTHON_TREES = ["python", "tests", "bench", "examples", "cmake", "docs"]
+PYTHON_TREES = ["python", "tests", "bench", "examples", "tools", "docs"]
 
 
 def tracked(*patterns: str) -> list[str]:
@@ -62,8 +62,8 @@ def tidy_units() -> list[tuple[str, str]]:
     for entry in json.loads((BUILD / "compile_commands.json").read_text()):
         source = Path(entry["file"])
         command = entry.get("command") or shlex.join(entry["arguments"])
-        inside = any(source.is_relative_to(ROOT / tree) for tree in ("src", "backends"))
-        if not inside or "/torch/" in command or "cmake_pch" in source.name:
+        inside = any(source.is_relative_to(at / tree) for at in (ROOT, BUILD) for tree in ("src", "backends"))
+        if not inside or "/torch/" in command or (source.is_relative_to(BUILD) and source.parent.name != "Unity"):
             continue
         seen: dict[Path, bytes] = {}
         own_includes(source, folders, seen)
@@ -93,7 +93,7 @@ def main() -> int:
     """Run every checker; 0 if all of them pass."""
     results = []
     if FIX:
-        results.append(passes("stubs", [sys.executable, "cmake/steps/stubs.py"]))
+        results.append(passes("stubs", [sys.executable, "tools/stubs.py"]))
     cpp = tracked("*.cpp", "*.h", "*.cu", "*.cuh")
     results.append(passes("clang-format", ["clang-format", *(["-i"] if FIX else ["--dry-run", "--Werror"]), *cpp]))
     trees = [tree for tree in PYTHON_TREES if (ROOT / tree).is_dir()]

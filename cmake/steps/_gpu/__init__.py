@@ -1,1 +1,0 @@
-"""What `make gpu` is made of; cmake/steps/gpu.py is the program."""

@@ -1,0 +1,1 @@
+"""What `make gpu` is made of; tools/gpu.py is the program."""
