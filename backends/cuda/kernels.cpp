@@ -9,7 +9,7 @@
 #include "backends/cuda/gpu.h"
 #include "backends/cuda/handles.h"
 #include "backends/cuda/queue.h"
-#include "backends/tail/device_tail.h"
+#include "backends/device_tail.h"
 
 // What nvcc made of step_tail.cu, for every architecture.
 asm(R"(

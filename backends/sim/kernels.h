@@ -5,8 +5,8 @@
 #include <vector>
 #include "oxytorch/backend_kernels.h"
 
+#include "backends/device_tail.h"
 #include "backends/sim/queue.h"
-#include "backends/tail/device_tail.h"
 
 namespace oxytorch::backend::sim {
 

@@ -1,6 +1,6 @@
 // The native step tail of a device on an emulated grid: the same bits as the processor's engine, for every rule, type
 // and option, whatever the order of the threads.
-#include "backends/tail/device_tail.h"
+#include "backends/device_tail.h"
 #include "oxytorch/backend_kernels.h"
 
 #include <gmock/gmock.h>

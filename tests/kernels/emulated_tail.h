@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "backends/device_tail.h"
 #include "backends/last_error.h"
-#include "backends/tail/device_tail.h"
 #include "kernels/device/emulated_grid.h"
 
 namespace oxytorch::kernels {

@@ -1,7 +1,7 @@
 /// The kernels of the step tail on a device: their names, and the arguments that a launch hands over by value.
 ///
 /// Host and device read the same structures. Everything in them is plain data; pointers are device memory. The tables
-/// that a tail keeps on the device (TailTables) are made and kept up to date by backends/tail/device_tail.h.
+/// that a tail keeps on the device (TailTables) are made and kept up to date by backends/device_tail.h.
 #pragma once
 
 #include <cstdint>

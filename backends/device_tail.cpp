@@ -1,4 +1,4 @@
-#include "backends/tail/device_tail.h"
+#include "backends/device_tail.h"
 
 #include <algorithm>
 #include <cinttypes>
