@@ -12,7 +12,7 @@
 #include <sstream>
 #include <utility>
 
-#include "optim/generators.h"
+#include "generators/generators.h"
 #include "optim/param_state.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
@@ -214,7 +214,7 @@ struct NumericalStabilityManager::Impl {
     for (std::size_t i = 0; i < tensors.size(); ++i) keep(snapshot.tensors[i], tensors[i]);
     snapshot.options.clear();
     for (const auto& group : optimizer.param_groups()) snapshot.options.push_back(group.options().clone());
-    snapshot.generator_states = generator_states(device);
+    snapshot.generator_states = generators::states(device);
     snapshot.others.clear();
     for (const auto& capture : captures) snapshot.others.push_back(capture());
     snapshot.step = step;
@@ -246,7 +246,7 @@ struct NumericalStabilityManager::Impl {
     for (std::size_t i = 0; i < snapshot.options.size(); ++i) {
       optimizer.param_groups()[i].set_options(snapshot.options[i]->clone());
     }
-    set_generator_states(device, snapshot.generator_states);
+    generators::set_states(device, snapshot.generator_states);
     for (const auto& other : snapshot.others) other();
   }
 };

@@ -1,10 +1,11 @@
 #include "oxytorch/trainer/performance_optimizer.h"
 
+#include <torch/nn/module.h>
 #include <torch/utils.h>
 
+#include "base/spelling.h"
 #include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 #include "trainer/check_optimizer.h"
 
 namespace oxytorch {

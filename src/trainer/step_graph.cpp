@@ -10,7 +10,7 @@
 #include <sstream>
 #include <utility>
 
-#include "optim/generators.h"
+#include "generators/generators.h"
 #include "optim/param_state.h"
 #include "optim/torch_versions.h"
 #include "oxytorch/error.h"
@@ -184,11 +184,11 @@ struct StepGraph::Impl {
     const std::vector<at::Tensor> state = options.state ? options.state() : std::vector<at::Tensor>();
     const std::vector<at::Tensor> before = copies(state);
     const at::Device device = given.front().device();
-    const std::vector<at::Tensor> random = optim::generator_states(device);
+    const std::vector<at::Tensor> random = generators::states(device);
     const std::vector<at::Tensor> replayed_outputs = copies(replay(given));
     const std::vector<at::Tensor> of_graph = copies(state);
     put_back(state, before);
-    optim::set_generator_states(device, random);
+    generators::set_states(device, random);
     result = step(given);
     if (result.size() != replayed_outputs.size()) return "the step returned another number of tensors";
     for (std::size_t i = 0; i < result.size(); ++i) {

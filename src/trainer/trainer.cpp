@@ -2,6 +2,7 @@
 
 #include <ATen/ops/_foreach_copy.h>
 #include <c10/util/Exception.h>
+#include <torch/nn/module.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
@@ -10,7 +11,7 @@
 #include <iomanip>
 #include <sstream>
 
-#include "optim/generators.h"
+#include "generators/generators.h"
 #include "optim/torch_versions.h"
 #include "oxytorch/amp.h"
 #include "oxytorch/config_use.h"
@@ -377,7 +378,7 @@ void Trainer::save(torch::serialize::OutputArchive& archive) const {
   c10::List<std::string> found;
   for (const auto& name : self.decisions.found()) found.push_back(name);
   archive.write("active", c10::IValue(std::move(found)));
-  const auto generators = optim::generator_states(engine.device());
+  const auto generators = generators::states(engine.device());
   for (size_t i = 0; i < generators.size(); ++i) archive.write("generator" + std::to_string(i), generators[i]);
   archive.write("ema_count", torch::tensor(static_cast<int64_t>(engine.average.size())));
   for (size_t i = 0; i < engine.average.size(); ++i) archive.write("ema" + std::to_string(i), engine.average[i]);
@@ -444,7 +445,7 @@ void Trainer::load(torch::serialize::InputArchive& archive) {
   for (at::Tensor state; archive.try_read("generator" + std::to_string(generators.size()), state);) {
     generators.push_back(state.cpu());
   }
-  optim::set_generator_states(engine.device(), generators);
+  generators::set_states(engine.device(), generators);
 }
 
 std::string Trainer::report() const {

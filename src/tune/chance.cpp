@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "optim/generators.h"
+#include "generators/generators.h"
 #include "tune/record.h"
 
 namespace oxytorch::tune {
@@ -19,7 +19,7 @@ constexpr int kDraws = 24;
 constexpr double kRise = 0.03;  // of the loss, on either side of a difference quotient
 
 double error_of_part(Run& run, const Batch& batch, std::size_t part) {
-  const auto random = optim::generator_states(run.device());
+  const auto random = generators::states(run.device());
   run.zero_grad(part);
   const auto whole = run.loss(batch, part);  // not in pieces, as the ends below
   whole.backward();
@@ -40,7 +40,7 @@ double error_of_part(Run& run, const Batch& batch, std::size_t part) {
   std::vector<double> ends;
   for (const double factor : {length / norm, -2 * length / norm}) {
     for (std::size_t i = 0; i < moved.size(); ++i) moved[i].add_(directions[i], factor);
-    optim::set_generator_states(run.device(), random);
+    generators::set_states(run.device(), random);
     ends.push_back(number(run.loss(batch, part)));
   }
   for (std::size_t i = 0; i < moved.size(); ++i) moved[i].copy_(held[i]);

@@ -26,7 +26,7 @@ class Stage:
     Attributes
     ----------
     tests : tuple of str
-        Pytest paths; with `programs`, names of GoogleTest programs.
+        Pytest paths; with `programs`, names of GoogleTest programs, with ":FILTER" where not all of one runs.
     preset : str
         Of CMake, where C++ is built: "core-only" needs no torch and takes seconds. Empty for Python alone.
     programs : bool
@@ -44,7 +44,9 @@ class Stage:
     @property
     def targets(self) -> tuple[str, ...]:
         """What is built for it."""
-        return self.tests if self.programs else ("oxytorch_python", "oxytorch_torch_device")
+        if not self.programs:
+            return "oxytorch_python", "oxytorch_torch_device"
+        return tuple(test.partition(":")[0] for test in self.tests)
 
 
 def programs(preset: str, *names: str) -> Stage:
@@ -54,7 +56,7 @@ def programs(preset: str, *names: str) -> Stage:
 
 # Python: the files whose tests have another name than they.
 _FIRST = {
-    "python/oxytorch/optim/generators.py": ("tests/optim/test_torch_cases.py",),
+    "python/oxytorch/generators.py": ("tests/optim/test_torch_cases.py",),
     "python/oxytorch/optim/optimizers.py": ("tests/optim/test_torch_cases.py", "tests/optim/test_bad_input.py"),
     "python/oxytorch/optim/options.py": ("tests/optim/test_bad_input.py",),
     "python/oxytorch/optim/origin.py": ("tests/optim/test_nan_origin.py",),
@@ -88,19 +90,21 @@ _FIRST = {
     "python/oxytorch/trainer/trainer.py": ("tests/trainer/test_step.py", "tests/trainer/test_fit.py"),
 }
 # C++ of the torch side: the programs whose tests are of this file.
+_PLANTED = "tune_torch_test:*PlantedFaultsTest*"
+_SEVERAL = "tune_torch_test:SeveralTest*"
 _PROGRAMS = {
-    "src/optim/archive": ("optimizer_test",),
-    "src/optim/backward_hooks": ("optimizer_test",),
+    "src/optim/archive": ("optim_test:*Archive*",),
+    "src/optim/backward_hooks": ("optim_test:*InBackward*",),
     "src/optim/device": ("native_device_test",),
-    "src/optim/nan_origin": ("stability_test",),
-    "src/optim/schedule": ("optim_test",),
-    "src/optim/spike_detector": ("stability_test",),
-    "src/optim/stability": ("stability_test",),
-    "src/tune/chance": ("planted_faults_test",),
-    "src/tune/record": ("planted_faults_test", "several_test"),
-    "src/tune/training_step": ("training_step_test", "several_test"),
-    "src/tune/verify": ("planted_faults_test",),
-    "src/tune/": ("strategies_test", "accelerate_test"),
+    "src/optim/nan_origin": ("optim_test:NanOrigin*",),
+    "src/optim/schedule": ("optim_test:Schedule*",),
+    "src/optim/spike_detector": ("optim_test:SpikeDetector*",),
+    "src/optim/stability": ("optim_test:*Stability*",),
+    "src/tune/chance": (_PLANTED,),
+    "src/tune/record": (_PLANTED, _SEVERAL),
+    "src/tune/training_step": ("tune_torch_test:*TrainingStepTest*:EngineTest*", _SEVERAL),
+    "src/tune/verify": (_PLANTED,),
+    "src/tune/": ("tune_torch_test:*StrategiesTest*:*StrategyTest*", "tune_torch_test:AccelerateTest*"),
 }
 
 
@@ -133,18 +137,18 @@ def stages_of(root: Path, path: str) -> list[Stage]:
     if path.startswith("src/kernels/"):
         return [
             programs("core-only", "kernels_test"),
-            programs("dev", "optimizer_test"),
+            programs("dev", "optim_test"),
             Stage(("tests/optim/test_equivalence.py", "tests/optim/test_fuzz.py"), "dev"),
             Stage(("tests/tune/test_operators.py",), "dev"),
         ]
     if _torch_free(root, path):
         return [
             programs("core-only", "tune_test"),
-            programs("dev", "accelerate_test"),
+            programs("dev", "tune_torch_test:AccelerateTest*"),
             Stage(("tests/tune/test_accelerate.py", "tests/tune/test_plan.py", "tests/tune/test_remember.py"), "dev"),
         ]
-    first = next((names for start, names in _PROGRAMS.items() if path.startswith(start)), ("optimizer_test",))
-    everything = ("optimizer_test", "stability_test") if module == "optim" else ("strategies_test", "accelerate_test")
+    first = next((names for start, names in _PROGRAMS.items() if path.startswith(start)), ("optim_test",))
+    everything = ("optim_test",) if module == "optim" else ("tune_torch_test",)
     rest = tuple(name for name in everything if name not in first)
     return [
         *(programs("dev", name) for name in (*first, *rest)),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..optim.generators import rng_state, set_rng_state
+from ..generators import rng_state, set_rng_state
 from ..optim.tail import TailOptimizer
 from .graph import (
     OF_TORCH,

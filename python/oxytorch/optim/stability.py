@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import OptState
 
 from .._C import optim as _native
 from ..base import log
-from .generators import generator_states, set_generator_states
+from ..generators import generator_states, set_generator_states
 from .origin import Origin, nan_origin
 from .slot import params_of
 

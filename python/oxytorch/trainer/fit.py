@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..optim.generators import rng_state, set_rng_state
+from ..generators import rng_state, set_rng_state
 from ..tune.batches import drawn_by, generators
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from torch import nn
 from .._C.base import setting_refusal
 from ..accelerator import GPUConfig
 from ..config import PerformanceConfig
+from ..generators import seed_generators
 from ..memory import MemoryConfig, MemoryManager
 from ..model.loss import call, scalar_loss
-from ..optim.generators import seed_generators
 from ..tune.accelerate import accelerate
 from ..tune.plan import Plan
 from .settings import check_arguments

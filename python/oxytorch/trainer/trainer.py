@@ -14,7 +14,7 @@ from torch import nn
 from .. import _C
 from ..amp import GradScaler
 from ..config import PerformanceConfig
-from ..optim.generators import rng_state, seed_generators, set_rng_state
+from ..generators import rng_state, seed_generators, set_rng_state
 from ..report import Report, SettingLine
 from ..step import is_closure, no_phase
 from ..tune.accelerate import earlier_plan

@@ -20,10 +20,10 @@ from .._C import memory as _memory
 from .._C import tune as _native
 from ..base import format_duration, log
 from ..config import PerformanceConfig
+from ..generators import unmoved_generators
 from ..model.loss import is_criterion
 from ..model.several import listed, numbered
 from ..model.snapshot import Snapshot
-from ..optim.generators import unmoved_generators
 from ..optim.slot import params_of
 from ..step import Losses, Models, Optimizers, StepFunction
 from .asked import Asked

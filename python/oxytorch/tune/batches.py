@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..generators import rng_state, set_rng_state
 from ..model.graph import entries
-from ..optim.generators import rng_state, set_rng_state
 
 __all__ = [
     "can_visit", "copied", "drawn_by", "generators", "is_nest", "on_device", "shapes", "stop_drawing", "take",

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._C import tune as _native
+from ..generators import rng_state, set_rng_state
 from ..model.loss import tensors_in
-from ..optim.generators import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from .run import Run

@@ -8,9 +8,9 @@ import torch
 
 from .._C import tune as _native
 from ..base import parse_size, system_info
+from ..generators import rng_state, set_rng_state
 from ..memory.fit import MemoryPlan, blocks_of, fit_held
 from ..model.snapshot import Snapshot
-from ..optim.generators import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from .run import Run

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import _C
 from ..base import format_duration, format_size, log, system_info
+from ..generators import unmoved_generators
 from ..memory import MemoryManager
-from ..optim.generators import unmoved_generators
 from ..report import Report, SettingLine, write_whole
 from ..step import is_closure
 from .asked import Asked

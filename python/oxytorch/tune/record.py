@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..generators import rng_state, set_rng_state
 from ..model.graph import digest, entries, has_bytes
 from ..model.parking import park, rest
 from ..model.reach import Binding, bindings
-from ..optim.generators import rng_state, set_rng_state
 from ..optim.slot import OptimizerSlot
 from ..optim.tail import TailOptimizer
 from .batches import copied

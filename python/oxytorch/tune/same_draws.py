@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._C import tune as _native
-from ..optim.generators import rng_state, set_generator_states, set_rng_state
+from ..generators import rng_state, set_generator_states, set_rng_state
 
 __all__ = ["SameDraws"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
-from ...optim.generators import rng_state, set_rng_state
+from ...generators import rng_state, set_rng_state
 from ..batches import shapes
 from ..observe import observe, on_device, operator_seconds, rehearse
 from ..run import told
