@@ -8,9 +8,9 @@
 #include <string_view>
 #include <vector>
 
+#include "base/spelling.h"
 #include "bindings.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/kind.h"
 #include "oxytorch/tune/paired_test.h"

@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "base/spelling.h"
 #include "oxytorch/backend/sim.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 #include "oxytorch/units.h"
 
 namespace oxytorch::backend {

@@ -23,7 +23,6 @@
 #include "oxytorch/ops.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/random.h"
-#include "oxytorch/spelling.h"
 #include "oxytorch/statistics.h"
 #include "oxytorch/system.h"
 #include "oxytorch/trainer.h"

@@ -14,10 +14,10 @@
 #include <utility>
 
 #include "accelerator/float32_precision.h"
+#include "base/spelling.h"
 #include "oxytorch/accelerator.h"
 #include "oxytorch/amp.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 #include "oxytorch/units.h"
 
 namespace oxytorch::accelerator {

@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/spelling.h"
 #include "oxytorch/accelerator.h"
 #include "oxytorch/error.h"
 #include "oxytorch/machine/hardware.h"
-#include "oxytorch/spelling.h"
 
 namespace oxytorch::accelerator {
 namespace {

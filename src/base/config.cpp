@@ -4,8 +4,8 @@
 #include <cmath>
 #include <map>
 
+#include "base/spelling.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 
 namespace oxytorch {
 namespace {

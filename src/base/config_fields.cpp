@@ -4,9 +4,9 @@
 #include <cmath>
 #include <limits>
 
+#include "base/spelling.h"
 #include "oxytorch/config.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 
 namespace oxytorch {
 namespace {

@@ -18,8 +18,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "base/spelling.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 
 namespace oxytorch::detail {
 namespace {

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/spelling.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 
 namespace oxytorch {
 namespace {

@@ -1,4 +1,4 @@
-#include "oxytorch/spelling.h"
+#include "base/spelling.h"
 
 #include <algorithm>
 #include <cctype>

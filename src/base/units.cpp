@@ -6,8 +6,8 @@
 #include <cstdio>
 #include <utility>
 
+#include "base/spelling.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 
 namespace oxytorch {
 namespace {

@@ -4,7 +4,7 @@
 #include <cctype>
 #include <vector>
 
-#include "oxytorch/spelling.h"
+#include "base/spelling.h"
 
 namespace oxytorch::machine {
 namespace {
