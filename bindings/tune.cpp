@@ -11,13 +11,11 @@
 #include <utility>
 #include <variant>
 
+#include "base/spelling.h"
 #include "oxytorch/error.h"
 #include "oxytorch/load.h"
-#include "oxytorch/spelling.h"
-#include "oxytorch/tune/apart.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/change.h"
-#include "oxytorch/tune/guard.h"
 #include "oxytorch/tune/paired_test.h"
 #include "path.h"
 #include "tune_words.h"
@@ -236,33 +234,12 @@ void bind_load(py::module_& m) {
   m.def("set_load_source", &set_load_source, py::arg("source"), "Where LoadWatch has its samples from; None: here.");
 }
 
-using Gradients = std::vector<std::optional<at::Tensor>>;
-
-/// None is undefined.
-std::vector<at::Tensor> tensors_of(const Gradients& all) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& t : all) tensors.push_back(t.value_or(at::Tensor()));
-  return tensors;
-}
-
-void bind_guard(py::module_& m) {
-  m.def(
-      "gradients_apart",
-      [](const Gradients& with, const Gradients& without) {
-        const auto apart = gradients_apart(tensors_of(with), tensors_of(without));
-        return std::pair(apart.gradient, apart.factor);
-      },
-      py::arg("with_changes"), py::arg("without"),
-      "How far gradients are from those without changes: of the worst tensor, and of a factor common to all.");
-}
-
 }  // namespace
 
 void bind_tune(py::module_& m) {
   bind_paired_test(m);
   bind_certificate(m);
   bind_change(m);
-  bind_guard(m);
   bind_load(m);
 }
 

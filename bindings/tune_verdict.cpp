@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "oxytorch/tune/apart.h"
 #include "oxytorch/tune/keep_double.h"
 #include "oxytorch/tune/kinks.h"
 #include "oxytorch/tune/measure.h"
@@ -153,6 +154,14 @@ void bind_updates(py::module_& m) {
       "norm_error", [](const Gradients& gradients, double norm) { return norm_error(tensors_of(gradients), norm); },
       release_gil(), py::arg("gradients"), py::arg("norm"),
       "How far torch's own norm of gradients is from that in float64, relative.");
+  m.def(
+      "gradients_apart",
+      [](const Gradients& with, const Gradients& without) {
+        const auto apart = gradients_apart(tensors_of(with), tensors_of(without));
+        return std::pair(apart.gradient, apart.factor);
+      },
+      py::arg("with_changes"), py::arg("without"),
+      "How far gradients are from those without changes: of the worst tensor, and of a factor common to all.");
 }
 
 }  // namespace

@@ -19,7 +19,7 @@
 namespace oxytorch::backend {
 namespace {
 
-constexpr std::uint32_t kAlignment = 64;
+constexpr std::uint32_t kHostAlignment = 64;
 constexpr std::uint64_t kLargest = std::uint64_t{1} << 62;
 
 // The work of a queue is done in the calling thread, so a queue is a name and every event is already reached.
@@ -68,7 +68,7 @@ const char* model_name() {
 
 // Nothing may be thrown across the border (C6); reading the machine's files may run out of memory.
 template <class Call>
-oxy_status guarded(Call call) {
+oxy_status without_throwing(Call call) {
   try {
     return call();
   } catch (const std::exception& error) {
@@ -91,7 +91,7 @@ oxy_status device_properties(std::int32_t device, oxy_device_properties* propert
   if (properties == nullptr || properties->size < sizeof(*properties)) {
     return fail(OXY_INVALID_ARGUMENT, "properties is NULL or its size is under %zu", sizeof(*properties));
   }
-  return guarded([&]() -> oxy_status {
+  return without_throwing([&]() -> oxy_status {
     properties->flags = OXY_DEVICE_HOST_VISIBLE | OXY_DEVICE_CHECKS_POINTERS;
     properties->name = model_name();
 #if defined(__x86_64__)
@@ -105,7 +105,7 @@ oxy_status device_properties(std::int32_t device, oxy_device_properties* propert
     properties->memory_bytes = total_bytes();
     properties->link_bytes_per_s = 0;
     properties->compute_units = static_cast<std::uint32_t>(read_cores().usable);
-    properties->alignment = kAlignment;
+    properties->alignment = kHostAlignment;
     return OXY_OK;
   });
 }
@@ -115,7 +115,7 @@ oxy_status memory_info(std::int32_t device, oxy_memory_info* info) {
   if (info == nullptr || info->size < sizeof(*info)) {
     return fail(OXY_INVALID_ARGUMENT, "info is NULL or its size is under %zu", sizeof(*info));
   }
-  return guarded([&]() -> oxy_status {
+  return without_throwing([&]() -> oxy_status {
     const std::uint64_t total = total_bytes();
     info->total_bytes = total;
     info->free_bytes = std::min(total, read_memory().available.value_or(total));
@@ -137,8 +137,8 @@ oxy_status alloc(std::int32_t device, oxy_memory kind, std::uint64_t bytes, void
   void* block = nullptr;
   // The kernel may promise more than it has; what can never be there is refused here.
   if (bytes < kLargest && bytes <= total) {
-    const std::uint64_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    block = std::aligned_alloc(kAlignment, rounded);
+    const std::uint64_t rounded = (bytes + kHostAlignment - 1) / kHostAlignment * kHostAlignment;
+    block = std::aligned_alloc(kHostAlignment, rounded);
   }
   if (block == nullptr) {
     return fail(OXY_OUT_OF_MEMORY, "cannot allocate %" PRIu64 " bytes of host memory; this process may use %" PRIu64,

@@ -10,7 +10,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -29,6 +28,7 @@
 #include "oxytorch/trainer/early_stopping.h"
 #include "oxytorch/trainer/step_graph.h"
 #include "oxytorch/tune/batch.h"
+#include "oxytorch/tune/models.h"
 #include "oxytorch/tune/setting_lines.h"
 
 namespace oxytorch {

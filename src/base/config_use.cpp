@@ -4,8 +4,8 @@
 #include <array>
 #include <utility>
 
+#include "base/spelling.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 
 namespace oxytorch {
 namespace {
@@ -99,7 +99,7 @@ constexpr Row kRows[] = {
          "have steps timed.")},
 };
 
-const Row& row_of(std::string_view key) {
+const Row& use_of(std::string_view key) {
   const auto* found = std::find_if(std::begin(kRows), std::end(kRows), [&](const Row& row) { return key == row.key; });
   OXY_ASSERT(found != std::end(kRows), "setting '", key, "' has no row in src/base/config_use.cpp.");
   return *found;
@@ -179,7 +179,7 @@ ConfigUser parse_config_user(std::string_view name) {
 }
 
 std::string refusal(std::string_view key, ConfigUser user) {
-  return row_of(PerformanceConfig::field(key).key).refusals[static_cast<std::size_t>(user)];
+  return use_of(PerformanceConfig::field(key).key).refusals[static_cast<std::size_t>(user)];
 }
 
 std::string checkpointing_of(const PerformanceConfig& config) {
@@ -193,7 +193,7 @@ bool is_given(const PerformanceConfig& config, std::string_view key) {
 
 void check_settings(const PerformanceConfig& config, ConfigUser user) {
   for (const ConfigField& field : PerformanceConfig::fields()) {
-    const Row& row = row_of(field.key);
+    const Row& row = use_of(field.key);
     const std::string why = row.refusals[static_cast<std::size_t>(user)];
     if (why.empty() || !is_given(config, field.key)) continue;
     if (config.get(field.key) == ConfigValue(std::string(row.neutral))) continue;

@@ -202,8 +202,9 @@ constexpr uint64_t kLeastThreshold = 128 << 10;
 constexpr uint64_t kMostThreshold = 32 * kMiB;
 constexpr int kTopPad = 128 << 10;
 
-/// The flag in front of a block that has a mapping of its own; of glibc's malloc since 1996.
-bool has_own_mapping(const void* block) {
+/// The flag in front of a block that has a mapping of its own; of glibc's malloc since 1996. Apart from its caller, or
+/// the compiler takes what is in front of a block for a mistake.
+[[gnu::noinline]] bool has_own_mapping(const void* block) {
   size_t head = 0;
   std::memcpy(&head, static_cast<const char*>(block) - sizeof head, sizeof head);
   return (head & 2U) != 0;

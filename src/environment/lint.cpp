@@ -2,9 +2,9 @@
 #include <set>
 #include <tuple>
 
+#include "base/spelling.h"
 #include "oxytorch/environment.h"
 #include "oxytorch/load.h"
-#include "oxytorch/spelling.h"
 #include "rules.h"
 #include "value.h"
 

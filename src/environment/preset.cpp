@@ -1,8 +1,8 @@
 #include <algorithm>
 
+#include "base/spelling.h"
 #include "oxytorch/environment.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 
 namespace oxytorch::environment {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "base/spelling.h"
 #include "judge.h"
-#include "oxytorch/spelling.h"
 #include "value.h"
 
 namespace oxytorch::environment {

@@ -84,7 +84,7 @@ void over_ofi(const Judge& judge) {
         "", kHostNicPage);
 }
 
-constexpr Rule kRules[] = {
+constexpr Rule kGaudiRules[] = {
     {"PT_HPU_LAZY_MODE", lazy_mode},
     {"PT_HPU_MAX_COMPOUND_OP_SIZE", compound_op_size},
     {"PT_HPU_ENABLE_LAZY_COLLECTIVES", lazy_only},
@@ -104,6 +104,6 @@ constexpr Rule kRules[] = {
 
 }  // namespace
 
-std::span<const Rule> gaudi_rules() { return kRules; }
+std::span<const Rule> gaudi_rules() { return kGaudiRules; }
 
 }  // namespace oxytorch::environment

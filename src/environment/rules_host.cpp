@@ -162,7 +162,7 @@ void master_addr(const Judge& judge) {
   }
 }
 
-constexpr Rule kRules[] = {
+constexpr Rule kHostRules[] = {
     {"OMP_NUM_THREADS", thread_count},
     {"MKL_NUM_THREADS", thread_count},
     {"KMP_DUPLICATE_LIB_OK", kmp_duplicate},
@@ -191,6 +191,6 @@ constexpr Rule kRules[] = {
 
 }  // namespace
 
-std::span<const Rule> host_rules() { return kRules; }
+std::span<const Rule> host_rules() { return kHostRules; }
 
 }  // namespace oxytorch::environment

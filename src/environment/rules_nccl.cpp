@@ -190,7 +190,7 @@ void fi_provider(const Judge& judge) {
   }
 }
 
-constexpr Rule kRules[] = {
+constexpr Rule kNcclRules[] = {
     {"NCCL_DEBUG", nccl_debug},
     {"NCCL_P2P_DISABLE", p2p_disable},
     {"NCCL_SHM_DISABLE", shm_disable},
@@ -224,6 +224,6 @@ constexpr Rule kRules[] = {
 
 }  // namespace
 
-std::span<const Rule> nccl_rules() { return kRules; }
+std::span<const Rule> nccl_rules() { return kNcclRules; }
 
 }  // namespace oxytorch::environment

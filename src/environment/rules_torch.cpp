@@ -177,7 +177,7 @@ void weights_only_off(const Judge& judge) {
   }
 }
 
-constexpr Rule kRules[] = {
+constexpr Rule kTorchRules[] = {
     {"CUDA_LAUNCH_BLOCKING", launch_blocking},
     {"CUDA_VISIBLE_DEVICES", visible_devices},
     {"CUDA_CACHE_DISABLE", debug_of_cuda},
@@ -207,6 +207,6 @@ constexpr Rule kRules[] = {
 
 }  // namespace
 
-std::span<const Rule> torch_rules() { return kRules; }
+std::span<const Rule> torch_rules() { return kTorchRules; }
 
 }  // namespace oxytorch::environment

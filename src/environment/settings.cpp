@@ -1,6 +1,6 @@
 #include <unordered_map>
 
-#include "oxytorch/spelling.h"
+#include "base/spelling.h"
 #include "settings_file.h"
 #include "value.h"
 

@@ -9,8 +9,8 @@
 #include <sstream>
 #include <unordered_map>
 
+#include "base/spelling.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 #include "value.h"
 
 namespace oxytorch::environment {

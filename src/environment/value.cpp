@@ -8,7 +8,7 @@
 #include <functional>
 #include <limits>
 
-#include "oxytorch/spelling.h"
+#include "base/spelling.h"
 
 namespace oxytorch::environment {
 
@@ -137,8 +137,6 @@ bool is_flag(const Setting& setting, std::string_view value) {
 
 bool power_of_two(long long value) { return value > 0 && (value & (value - 1)) == 0; }
 
-std::string quoted(std::string_view text) { return in_quotes(text); }
-
 // ---- PYTORCH_ALLOC_CONF ---------------------------------------------------------------------------------------
 
 struct Key {
@@ -221,10 +219,10 @@ std::string key_fault(const Key (&keys)[n], const std::string& key, std::string_
     std::vector<std::string> names;
     for (const Key& one : keys) names.emplace_back(one.name);
     const std::string near = nearest(key, names);
-    return "has an unknown setting " + quoted(key) + (near.empty() ? "" : "; did you mean " + quoted(near) + "?");
+    return "has an unknown setting " + in_quotes(key) + (near.empty() ? "" : "; did you mean " + in_quotes(near) + "?");
   }
   const std::string fault = found->fault(value);
-  return fault.empty() ? "" : "sets " + key + " to " + quoted(value) + ", which " + fault;
+  return fault.empty() ? "" : "sets " + key + " to " + in_quotes(value) + ", which " + fault;
 }
 
 std::string cuda_alloc_fault(std::string_view value) {
@@ -391,11 +389,12 @@ std::string glibc_fault(std::string_view value) {
       std::vector<std::string> names;
       for (const Tunable& one : kTunables) names.emplace_back(one.name);
       const std::string near = nearest(key, names);
-      return "names an unknown tunable " + quoted(key) + (near.empty() ? "" : "; did you mean " + quoted(near) + "?");
+      return "names an unknown tunable " + in_quotes(key) +
+             (near.empty() ? "" : "; did you mean " + in_quotes(near) + "?");
     }
     const auto number = whole(text);
     if (!number || *number < found->low || *number > found->high) {
-      return "sets " + key + " to " + quoted(text) + ", which must be a whole number from " +
+      return "sets " + key + " to " + in_quotes(text) + ", which must be a whole number from " +
              std::to_string(found->low) + (found->high == kMost ? "" : " to " + std::to_string(found->high));
     }
   }
@@ -418,7 +417,7 @@ std::string cpu_affinity_fault(std::string_view value) {
     const auto to = ends.size() > 1 ? whole(ends[1]) : from;
     const auto by = step.size() > 1 ? whole(step[1]) : std::optional<long long>(1);
     if (step.size() > 2 || ends.size() > 2 || !from || !to || !by || *from < 0 || *to < *from || *by < 1) {
-      return "holds " + quoted(part) + ", which is neither a processor nor a range such as 0-3 or 0-15:2";
+      return "holds " + in_quotes(part) + ", which is neither a processor nor a range such as 0-3 or 0-15:2";
     }
   }
   return any ? "" : "names no processor";
@@ -443,7 +442,7 @@ std::string places_fault(std::string_view value) {
       if (!open) return "closes a brace that is not open";
       open = false;
     } else if (!(c >= '0' && c <= '9') && !one_of(std::string_view(&c, 1), {",", ":", "-", "!", " "})) {
-      return "has " + quoted(std::string_view(&c, 1)) + ", which is no part of a list of places";
+      return "has " + in_quotes(std::string_view(&c, 1)) + ", which is no part of a list of places";
     } else if (c >= '0' && c <= '9') {
       any = true;
     }
@@ -454,7 +453,7 @@ std::string places_fault(std::string_view value) {
 
 std::string each_of(std::string_view value, const std::function<bool(std::string_view)>& good, const char* fault) {
   for (const std::string_view part : split(value, ',')) {
-    if (!good(trim(part))) return std::string("has ") + quoted(trim(part)) + ", which " + fault;
+    if (!good(trim(part))) return std::string("has ") + in_quotes(trim(part)) + ", which " + fault;
   }
   return "";
 }
@@ -510,10 +509,11 @@ std::string cuda_devices_fault(std::string_view value) {
     const auto number = whole(part);
     const bool named = part.starts_with("GPU-") || part.starts_with("MIG-");
     if (!number && !named)
-      return "has " + quoted(part) + ", which is neither a card's number nor a UUID; CUDA sees no card from there on";
+      return "has " + in_quotes(part) +
+             ", which is neither a card's number nor a UUID; CUDA sees no card from there on";
     if (number && *number < 0) return "";  // the usual way to end the list
     if (std::find(seen.begin(), seen.end(), part) != seen.end()) {
-      return "names card " + quoted(part) + " twice, and CUDA then sees none";
+      return "names card " + in_quotes(part) + " twice, and CUDA then sees none";
     }
     seen.push_back(part);
   }
@@ -540,12 +540,13 @@ std::string recipe_cache_fault(std::string_view value) {
   const auto flag = [](std::string_view part) { return one_of(lower(trim(part)), {"", "0", "1", "true", "false"}); };
   if (parts.size() > 4) return "has more than the four parts path,delete,megabytes,nfs";
   if (parts.size() > 1 && !flag(parts[1]))
-    return "has " + quoted(parts[1]) + " for delete, which must be true or false";
+    return "has " + in_quotes(parts[1]) + " for delete, which must be true or false";
   if (parts.size() > 2 && !trim(parts[2]).empty()) {
     const auto size = whole(parts[2]);
-    if (!size || *size < 0) return "has " + quoted(parts[2]) + " for megabytes, which must be a whole number";
+    if (!size || *size < 0) return "has " + in_quotes(parts[2]) + " for megabytes, which must be a whole number";
   }
-  if (parts.size() > 3 && !flag(parts[3])) return "has " + quoted(parts[3]) + " for nfs, which must be true or false";
+  if (parts.size() > 3 && !flag(parts[3]))
+    return "has " + in_quotes(parts[3]) + " for nfs, which must be true or false";
   return "";
 }
 
@@ -631,7 +632,7 @@ std::string fault_of(const Setting& setting, std::string_view value) {
         if (setting.any_case ? lower(choice) == lower(trim(value)) : choice == trim(value)) return "";
       }
       const std::string near = value.size() < 3 ? "" : nearest(value, setting.choices);
-      return must + (near.empty() ? "" : "; did you mean " + quoted(near) + "?");
+      return must + (near.empty() ? "" : "; did you mean " + in_quotes(near) + "?");
     }
     case Kind::List:
     case Kind::Path:

@@ -6,8 +6,8 @@
 #include <set>
 
 #include "base/flat_text.h"
+#include "base/spelling.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 #include "oxytorch/units.h"
 
 namespace oxytorch::machine {
@@ -102,7 +102,7 @@ ConfigValue checked(const TopologyField& field, const ConfigValue& value) {
 }
 
 /// A value as explain() shows it.
-std::string shown(const TopologyField& field, const std::optional<ConfigValue>& value) {
+std::string value_shown(const TopologyField& field, const std::optional<ConfigValue>& value) {
   if (!value) return "unknown";
   switch (field.type) {
     case Type::Bytes: {
@@ -291,7 +291,7 @@ std::string TopologyConfig::to_json() const {
 std::string TopologyConfig::explain() const {
   std::string text;
   for (const TopologyField& field : fields()) {
-    text += padded(field.key, 23) + padded(shown(field, get(field.key)), 20) + padded(origin(field.key), 22) +
+    text += padded(field.key, 23) + padded(value_shown(field, get(field.key)), 20) + padded(origin(field.key), 22) +
             field.meaning + '\n';
   }
   text += '\n' + padded("total accelerators", 43) + std::to_string(total_accelerators()) + '\n';

@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/Storage.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <cstring>
@@ -13,6 +12,8 @@
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
+
+#include "memory/cheap_operators.h"
 
 namespace oxytorch::memory {
 namespace {
@@ -61,12 +62,7 @@ void each_tensor(const c10::IValue& value, const Take& take) {
   }
 }
 
-/// Below autograd, where an operator writes its own result.
-bool inside_operator() {
-  return c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::AutogradOther);
-}
-
-std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
+std::unique_ptr<at::ObserverContext> note_writes(const at::RecordFunction& call) {
   if (watched == nullptr || inside_operator()) return nullptr;
   const auto inputs = call.inputs();
   for (const auto i : written_by(call)) {
@@ -90,7 +86,7 @@ bool makes_memory(const char* name) {
   return entry->second;
 }
 
-void end(const at::RecordFunction& call, at::ObserverContext* /*context*/) {
+void after_operator(const at::RecordFunction& call, at::ObserverContext* /*context*/) {
   if (watched == nullptr || inside_operator() || !makes_memory(call.name())) return;
   for (const auto& output : call.outputs()) {
     each_tensor(output, [](const at::Tensor& tensor) { watched->made(tensor); });
@@ -115,7 +111,7 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 Changed::Watch::Watch(Changed& into)
     : into_(into),
       previous_(std::exchange(watched, &into)),
-      handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(begin, end)
+      handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(note_writes, after_operator)
                                              .needsInputs(true)
                                              .needsOutputs(true)
                                              .scopes({at::RecordScope::FUNCTION}))) {}

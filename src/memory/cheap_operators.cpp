@@ -1,6 +1,7 @@
 #include "memory/cheap_operators.h"
 
 #include <ATen/core/enum_tag.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <string_view>
 #include <unordered_map>
@@ -64,6 +65,10 @@ std::optional<CheapOperator> looked_up(const c10::OperatorName& name) {
 }
 
 }  // namespace
+
+bool inside_operator() {
+  return c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::AutogradOther);
+}
 
 bool has_few_terms(const CheapOperator& product, c10::ArrayRef<const c10::IValue> inputs) {
   constexpr std::int64_t kFew = 64;  // two operations each: what two cores compute in the time that a byte moves

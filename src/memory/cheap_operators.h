@@ -9,6 +9,9 @@
 
 namespace oxytorch::memory {
 
+/// Below autograd, where an operator makes or writes its own result.
+[[nodiscard]] bool inside_operator();
+
 struct CheapOperator {
   c10::OperatorHandle handle;
   /// It writes its result into its first argument.

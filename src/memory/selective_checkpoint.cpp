@@ -1,7 +1,6 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <mutex>
@@ -25,11 +24,6 @@ constexpr std::size_t kSmall = 16'384;        // bytes of what is not worth the 
 constexpr std::size_t kLongestChain = 1'000;  // of recipes: they are followed by recursion
 constexpr std::size_t kRunningMean = 3;       // argument of batch normalisation
 constexpr std::size_t kWorth = 4;             // times as much is to go as has to be kept for it
-
-/// Below autograd, where an operator makes its own result.
-bool inside_operator() {
-  return c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::AutogradOther);
-}
 
 /// Numbers and the like, that an operator can be given again.
 bool is_plain_value(const c10::IValue& value) {
@@ -386,11 +380,11 @@ struct SelectiveCheckpoint::Inside : std::enable_shared_from_this<Inside>, Tenso
 
 namespace {
 
-std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
+std::unique_ptr<at::ObserverContext> begin_operator(const at::RecordFunction& call) {
   return recorded == nullptr || inside_operator() ? nullptr : recorded->begin(call);
 }
 
-void end(const at::RecordFunction& call, at::ObserverContext* context) {
+void end_operator(const at::RecordFunction& call, at::ObserverContext* context) {
   if (recorded != nullptr && context != nullptr)
     recorded->end(call, *static_cast<SelectiveCheckpoint::Inside::Call*>(context));
 }
@@ -401,7 +395,7 @@ void end(const at::RecordFunction& call, at::ObserverContext* context) {
 struct SelectiveCheckpoint::Open {
   explicit Open(Inside& inside)
       : keeping(inside),
-        handle(at::addThreadLocalCallback(at::RecordFunctionCallback(begin, oxytorch::memory::end)
+        handle(at::addThreadLocalCallback(at::RecordFunctionCallback(begin_operator, end_operator)
                                               .needsInputs(true)
                                               .needsOutputs(true)
                                               .scopes({at::RecordScope::FUNCTION}))) {

@@ -25,8 +25,6 @@ using kernels::Operand;
 using kernels::Rows;
 using kernels::TileFormat;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
 // Rows are read along the last dimension.
 Tensor with_rows(const Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
 
@@ -105,8 +103,8 @@ void load(const Call& call, const Rows& rows, const Tiled& side, std::int64_t ti
   kernels::load_tile(call.format, rows.part(side.begin(tile), side.used(tile)), side.padded(tile), call.width, to);
 }
 
-struct Forward {
-  Forward(const Call& call, Tensor& output, Tensor& log_sum)
+struct ForwardWorker {
+  ForwardWorker(const Call& call, Tensor& output, Tensor& log_sum)
       : call(call),
         output(output),
         log_sum(log_sum),
@@ -184,8 +182,8 @@ struct Gradients {
   Tensor query, key, value;
 };
 
-struct Backward {
-  Backward(const Call& call, Gradients& grads)
+struct BackwardWorker {
+  BackwardWorker(const Call& call, Gradients& grads)
       : call(call),
         grads(grads),
         key(scratch, call.format, call.width, call.keys.tiles),
@@ -409,8 +407,8 @@ std::tuple<Tensor, Tensor> attention_cpu(const Tensor& query, const Tensor& key,
       at::empty({call.batch, call.queries.count, call.heads}, query.options().dtype(at::kFloat)).transpose(1, 2);
   const std::int64_t tiles = call.queries.tiles;
   in_parallel(
-      call, call.batch * call.heads * tiles, [&] { return Forward(call, output, log_sum); },
-      [&](Forward& worker, std::int64_t item) {
+      call, call.batch * call.heads * tiles, [&] { return ForwardWorker(call, output, log_sum); },
+      [&](ForwardWorker& worker, std::int64_t item) {
         const std::int64_t head = item / tiles;
         worker.run(head / call.heads, head % call.heads, item % tiles);
       });
@@ -426,19 +424,19 @@ std::tuple<Tensor, Tensor, Tensor> attention_cpu_backward(const Tensor& grad_out
   };
   const Tensor from = with_rows(grad_output), out = with_rows(output);
   Gradients grads{from, out, log_sum, empty(query), empty(key), empty(value)};
-  const auto make = [&] { return Backward(call, grads); };
+  const auto make = [&] { return BackwardWorker(call, grads); };
   const std::int64_t heads = call.batch * call.key_heads;
   if (heads % at::get_num_threads() == 0 || heads >= 4 * at::get_num_threads()) {
-    in_parallel(call, heads, make, [&](Backward& worker, std::int64_t item) {
+    in_parallel(call, heads, make, [&](BackwardWorker& worker, std::int64_t item) {
       worker.head(item / call.key_heads, item % call.key_heads);
     });
     return {grads.query, grads.key, grads.value};
   }
-  in_parallel(call, heads * call.keys.tiles, make, [&](Backward& worker, std::int64_t item) {
+  in_parallel(call, heads * call.keys.tiles, make, [&](BackwardWorker& worker, std::int64_t item) {
     const std::int64_t head = item / call.keys.tiles;
     worker.one_of_keys(head / call.key_heads, head % call.key_heads, item % call.keys.tiles);
   });
-  in_parallel(call, call.batch * call.heads * call.queries.tiles, make, [&](Backward& worker, std::int64_t item) {
+  in_parallel(call, call.batch * call.heads * call.queries.tiles, make, [&](BackwardWorker& worker, std::int64_t item) {
     const std::int64_t head = item / call.queries.tiles;
     worker.one_of_queries(head / call.heads, head % call.heads, item % call.queries.tiles);
   });

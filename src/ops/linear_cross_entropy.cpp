@@ -21,8 +21,8 @@ using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 Tensor or_none(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
 
 // What is not wanted is an empty tensor: an operator returns no undefined ones.
-Results forward_cpu(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
-                    std::int64_t ignore_index, double label_smoothing, bool mean, std::array<bool, 3> wanted) {
+Results loss_forward_cpu(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
+                         std::int64_t ignore_index, double label_smoothing, bool mean, std::array<bool, 3> wanted) {
   const Tensor added = or_none(bias);
   auto done = linear_cross_entropy_cpu({input, weight, target, added, ignore_index, label_smoothing, mean}, wanted);
   for (Tensor* gradient : {&done.input, &done.weight, &done.bias}) {
@@ -31,9 +31,9 @@ Results forward_cpu(const Tensor& input, const Tensor& weight, const Tensor& tar
   return {done.loss, done.input, done.weight, done.bias};
 }
 
-Results forward_meta(const Tensor& input, const Tensor& weight, const Tensor& /*target*/, const MaybeTensor& /*bias*/,
-                     std::int64_t /*ignore_index*/, double /*label_smoothing*/, bool /*mean*/,
-                     std::array<bool, 3> wanted) {
+Results loss_forward_meta(const Tensor& input, const Tensor& weight, const Tensor& /*target*/,
+                          const MaybeTensor& /*bias*/, std::int64_t /*ignore_index*/, double /*label_smoothing*/,
+                          bool /*mean*/, std::array<bool, 3> wanted) {
   const auto stored = input.options().dtype(input.scalar_type() == at::kHalf ? at::kFloat : input.scalar_type());
   const auto empty_if = [&](bool asked, c10::SymIntArrayRef sizes) {
     return asked ? at::empty_symint(sizes, stored) : at::empty({0}, input.options());
@@ -42,8 +42,8 @@ Results forward_meta(const Tensor& input, const Tensor& weight, const Tensor& /*
           empty_if(wanted[1], weight.sym_sizes()), empty_if(wanted[2], {weight.sym_size(0)})};
 }
 
-constexpr char kForwardName[] = "oxytorch::linear_cross_entropy_forward";
-using Forward = Operator<kForwardName, decltype(forward_cpu)>;
+constexpr char kLossForwardName[] = "oxytorch::linear_cross_entropy_forward";
+using LossForward = Operator<kLossForwardName, decltype(loss_forward_cpu)>;
 
 struct LossNode : torch::autograd::Node {
   std::string name() const override { return "OxytorchLinearCrossEntropyBackward"; }
@@ -78,8 +78,9 @@ struct LossNode : torch::autograd::Node {
   std::array<at::ScalarType, 3> types{};
 };
 
-Results forward_autograd(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
-                         std::int64_t ignore_index, double label_smoothing, bool mean, std::array<bool, 3> wanted) {
+Results loss_forward_autograd(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
+                              std::int64_t ignore_index, double label_smoothing, bool mean,
+                              std::array<bool, 3> wanted) {
   const Tensor added = or_none(bias);
   const auto needs = [](const Tensor& t) { return at::GradMode::is_enabled() && t.defined() && t.requires_grad(); };
   // A compiled graph says what it wants, and runs without gradients.
@@ -87,7 +88,7 @@ Results forward_autograd(const Tensor& input, const Tensor& weight, const Tensor
   Results results;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    results = Forward::call(input, weight, target, bias, ignore_index, label_smoothing, mean, wanted);
+    results = LossForward::call(input, weight, target, bias, ignore_index, label_smoothing, mean, wanted);
   }
   if (!torch::autograd::compute_requires_grad(input, weight, added)) return results;
   auto node = new_node<LossNode>();
@@ -135,11 +136,11 @@ Tensor loss_operator(const Tensor& input, const Tensor& weight, const Tensor& ta
                                   label_smoothing);
   }
   constexpr std::array<bool, 3> kNone{};
-  return std::get<0>(Forward::call(rows, weight, targets, bias, ignore_index, label_smoothing, mean, kNone));
+  return std::get<0>(LossForward::call(rows, weight, targets, bias, ignore_index, label_smoothing, mean, kNone));
 }
 
-constexpr char kName[] = "oxytorch::linear_cross_entropy";
-using WholeLoss = Operator<kName, decltype(loss_operator)>;
+constexpr char kLossName[] = "oxytorch::linear_cross_entropy";
+using WholeLoss = Operator<kLossName, decltype(loss_operator)>;
 
 Tensor loss_autocast(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
                      std::int64_t ignore_index, double label_smoothing, bool mean) {
@@ -161,9 +162,9 @@ TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("linear_cros
 TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("linear_cross_entropy", &loss_operator); }
 TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("linear_cross_entropy", &loss_autocast); }
 TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("linear_cross_entropy", &loss_autocast); }
-TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) { m.impl("linear_cross_entropy_forward", &forward_autograd); }
-TORCH_LIBRARY_IMPL(oxytorch, CPU, m) { m.impl("linear_cross_entropy_forward", &forward_cpu); }
-TORCH_LIBRARY_IMPL(oxytorch, Meta, m) { m.impl("linear_cross_entropy_forward", &forward_meta); }
+TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) { m.impl("linear_cross_entropy_forward", &loss_forward_autograd); }
+TORCH_LIBRARY_IMPL(oxytorch, CPU, m) { m.impl("linear_cross_entropy_forward", &loss_forward_cpu); }
+TORCH_LIBRARY_IMPL(oxytorch, Meta, m) { m.impl("linear_cross_entropy_forward", &loss_forward_meta); }
 
 }  // namespace
 

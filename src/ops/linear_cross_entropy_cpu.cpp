@@ -25,8 +25,6 @@ using kernels::Operand;
 using kernels::Rows;
 using kernels::TileFormat;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
 // Tokens whose logits are held at a time, in tiles; classes whose gradients are multiplied at a time: sums are then
 // read and written once for 256 terms. Classes that are summed apart, at least and at most so many.
 constexpr std::int64_t kTokenTiles = 4, kClassTiles = 4;

@@ -7,11 +7,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "oxytorch/kernels/attention.h"
 
 namespace oxytorch::ops {
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 [[nodiscard]] constexpr std::int64_t round_up(std::int64_t count, std::int64_t step) {
   return (count + step - 1) / step * step;

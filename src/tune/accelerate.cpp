@@ -1,11 +1,13 @@
 #include "oxytorch/tune/accelerate.h"
 
+#include <torch/nn/module.h>
+
 #include <algorithm>
 #include <optional>
 
+#include "base/spelling.h"
 #include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 #include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/strategy.h"

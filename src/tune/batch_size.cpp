@@ -1,5 +1,7 @@
 #include "oxytorch/tune/batch_size.h"
 
+#include <torch/nn/module.h>
+
 #include <algorithm>
 #include <chrono>
 #include <exception>

@@ -9,8 +9,8 @@
 #include <nlohmann/json.hpp>
 
 #include "base/flat_text.h"
+#include "base/spelling.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 #include "oxytorch/system.h"
 #include "tune/words.h"
 

@@ -6,9 +6,9 @@
 #include <string>
 #include <system_error>
 
+#include "base/spelling.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
-#include "oxytorch/spelling.h"
 #include "oxytorch/tune/certificate.h"
 
 namespace oxytorch::tune {

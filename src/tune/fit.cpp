@@ -1,5 +1,7 @@
 #include "oxytorch/tune/fit.h"
 
+#include <torch/nn/module.h>
+
 #include <algorithm>
 #include <array>
 #include <optional>

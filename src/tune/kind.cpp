@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "base/spelling.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 
 namespace oxytorch::tune {
 

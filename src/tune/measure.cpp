@@ -19,7 +19,7 @@ constexpr std::int64_t kPiece = 1 << 19;  // elements in float64 at once
 constexpr double kElement = 1e-3;
 constexpr std::size_t kSample = 1 << 15;
 constexpr double kSummedPlaces = 64;  // last places that a running mean or variance of 1e5 rows may be off by
-constexpr double kCoarse = 1e-4;      // a last place of float16 or bfloat16
+constexpr double kLastPlace = 1e-4;   // a last place of float16 or bfloat16
 constexpr double kRounded = 1e-5;     // relative: a norm of gradients that were clipped, each rounded
 
 at::Tensor dense(const at::Tensor& t) { return (t.is_sparse() ? t.to_dense() : t).detach(); }
@@ -39,7 +39,7 @@ void each_slice(const std::vector<at::Tensor>& tensors, const Look& look) {
   }
 }
 
-at::Tensor wide(const at::Tensor& t) { return t.to(at::kDouble).reshape(-1); }
+at::Tensor flat_double(const at::Tensor& t) { return t.to(at::kDouble).reshape(-1); }
 double product(const at::Tensor& a, const at::Tensor& b) { return at::dot(a, b).item<double>(); }
 
 double rms(double square, std::int64_t count) {
@@ -61,7 +61,7 @@ double norm_of(const std::vector<at::Tensor>& gradients) {
   for (const auto& g : gradients) {
     if (!g.defined()) continue;
     each_slice({dense(g)}, [&](const auto& cut) {
-      const auto values = wide(cut[0]);
+      const auto values = flat_double(cut[0]);
       square += product(values, values);
     });
   }
@@ -107,7 +107,7 @@ void ValueMeter::gradient(const std::string& name, const at::Tensor& given, doub
   }
   double offs = 0, squares = 0;
   each_slice({mine, exact}, [&](const auto& cut) {
-    const auto wanted = wide(cut[1]), off = wide(cut[0]) * factor - wanted;
+    const auto wanted = flat_double(cut[1]), off = flat_double(cut[0]) * factor - wanted;
     offs += product(off, off);
     squares += product(wanted, wanted);
     along_ += product(off, wanted);
@@ -129,12 +129,12 @@ void ValueMeter::buffer(const std::string& name, const at::Tensor& given, const 
     if (!at::equal(given, right)) errors_.wrong.push_back("the buffer " + name + " differs");
     return;
   }
-  const auto exact = wide(dense(right)), off = wide(dense(given)) - exact;
-  const auto change = before.defined() ? exact - wide(dense(before)) : exact;
+  const auto exact = flat_double(dense(right)), off = flat_double(dense(given)) - exact;
+  const auto change = before.defined() ? exact - flat_double(dense(before)) : exact;
   const auto count = exact.numel();
   // A running mean or variance is a sum over all rows, in whatever order.
   const double place = epsilon(given.scalar_type());
-  const double places = rms(product(exact, exact), count) * (place < kCoarse ? kSummedPlaces * place : place);
+  const double places = rms(product(exact, exact), count) * (place < kLastPlace ? kSummedPlaces * place : place);
   errors_.buffers.push_back(
       {name, std::max(rms(product(off, off), count) - places, 0.0), rms(product(change, change), count), count});
 }

@@ -12,9 +12,9 @@
 #include <memory>
 #include <mutex>
 
+#include "base/spelling.h"
 #include "ops/attention_cpu.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 #include "tune/operators_entry.h"
 
 namespace oxytorch::tune {

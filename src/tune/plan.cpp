@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceType.h>
 #include <c10/util/Type.h>
+#include <torch/nn/module.h>
 #include <torch/types.h>
 #include <torch/version.h>
 

@@ -1,6 +1,7 @@
 #include "tune/record.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 namespace oxytorch::tune {
 namespace {
 
-Tensors gradients_of(const Tensors& parameters) {
+Tensors copied_gradients(const Tensors& parameters) {
   Tensors result;
   for (const auto& p : parameters) result.push_back(copied(p.grad()));
   return result;
@@ -78,7 +79,7 @@ Observed Recorder::forward_backward(const Batch& batch, const Observed* taken) {
   Observed seen;
   seen.loss = copied(run_.backward(batch, [&](std::size_t part) {
     const auto parameters = run_.parameters(part);
-    const auto made = gradients_of(parameters);
+    const auto made = copied_gradients(parameters);
     seen.gradients.insert(seen.gradients.end(), made.begin(), made.end());
     if (part + 1 == run_.parts()) return;
     if (taken == nullptr) {

@@ -1,5 +1,7 @@
 #include "oxytorch/tune/run.h"
 
+#include <torch/nn/module.h>
+
 #include <algorithm>
 #include <exception>
 #include <iterator>

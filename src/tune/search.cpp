@@ -7,9 +7,9 @@
 #include <set>
 #include <utility>
 
+#include "base/spelling.h"
 #include "oxytorch/error.h"
 #include "oxytorch/random.h"
-#include "oxytorch/spelling.h"
 #include "oxytorch/tune/policy.h"
 #include "tune/words.h"
 

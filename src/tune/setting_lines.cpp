@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "oxytorch/spelling.h"
+#include "base/spelling.h"
 #include "oxytorch/tune/asked.h"
 #include "tune/names.h"
 

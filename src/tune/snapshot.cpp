@@ -1,12 +1,13 @@
 #include "oxytorch/tune/snapshot.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 #include <torch/types.h>
 
 #include <unordered_set>
 #include <vector>
 
-#include "optim/generators.h"
+#include "generators/generators.h"
 #include "oxytorch/error.h"
 #include "tune/digest.h"
 #include "tune/optimizer_state.h"
@@ -31,7 +32,7 @@ struct Mode {
 
 struct Snapshot::Impl {
   Impl(Run& r, bool random) : run(r), holds_random(random) {
-    if (random) generators = optim::generator_states(r.device());
+    if (random) generators = generators::states(r.device());
     run.hand_back();
     for (const auto& slot : run.slots()) optimizers.push_back(std::make_unique<HeldOptimizer>(slot.original()));
     std::unordered_set<const void*> seen;
@@ -70,7 +71,7 @@ struct Snapshot::Impl {
       digest.add("training flag of " + mode.module->name(), mode.module->is_training() ? "1" : "0");
     }
     if (holds_random) {
-      for (const auto& state : optim::generator_states(run.device())) digest.add("random generator", state);
+      for (const auto& state : generators::states(run.device())) digest.add("random generator", state);
     }
     return digest;
   }
@@ -92,7 +93,7 @@ struct Snapshot::Impl {
     for (const auto& mode : modes) {
       if (mode.module->is_training() != mode.training) mode.module->train(mode.training);
     }
-    optim::set_generator_states(run.device(), generators);
+    generators::set_states(run.device(), generators);
     run.renew_replacement();
   }
 

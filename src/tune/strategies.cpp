@@ -11,7 +11,7 @@
 #include <optional>
 #include <string_view>
 
-#include "optim/generators.h"
+#include "generators/generators.h"
 #include "oxytorch/accelerator.h"
 #include "oxytorch/amp.h"
 #include "oxytorch/error.h"
@@ -38,13 +38,13 @@ Applicability on_cpu(const Run& run) {
 /// A forward to look at, which leaves buffers and generators as they were.
 auto forward_of(Run& run) {
   return [&run] {
-    const auto generators = optim::generator_states(run.device());
+    const auto generators = generators::states(run.device());
     const auto buffers = run.model().buffers();
     std::vector<at::Tensor> held;
     for (const auto& buffer : buffers) held.push_back(buffer.clone());
     auto loss = run.losses(run.batches().front());
     for (std::size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(held[i]);
-    optim::set_generator_states(run.device(), generators);
+    generators::set_states(run.device(), generators);
     return loss;
   };
 }
@@ -341,7 +341,7 @@ struct CudnnBenchmark : Strategy {
 };
 
 template <class T>
-RegisteredStrategy own(const char* name, Kind kind, StrategyTraits traits) {
+RegisteredStrategy registered(const char* name, Kind kind, StrategyTraits traits) {
   return {name, kind, std::move(traits), [] { return std::make_unique<T>(); }};
 }
 
@@ -353,7 +353,7 @@ std::vector<RegisteredStrategy> own_strategies() {
   const StrategyTraits split{.group = "split", .interacts = faster, .max_speedup = 1.5, .needs_loop = true};
   const std::string squares = "memory grows with the square of the sequence length.";
   return {
-      own<HostStrategy<tuned_allocator>>(
+      registered<HostStrategy<tuned_allocator>>(
           "allocator", Exact,
           {.group = "host_memory",
            .interacts = {"host_pool"},
@@ -361,7 +361,7 @@ std::vector<RegisteredStrategy> own_strategies() {
            .cost = "resident memory stays at its peak, at most half of what was available "
                    "beside what is in use.",
            .expected_speedup = 1.1}),
-      own<HostStrategy<kept_heap>>(
+      registered<HostStrategy<kept_heap>>(
           "keep_heap", Exact,
           {.group = "host_memory",
            .interacts = {"host_pool"},
@@ -369,70 +369,75 @@ std::vector<RegisteredStrategy> own_strategies() {
            .settle = 2,
            .cost = "resident memory stays at its peak, at most half of what was available beside what is in use.",
            .expected_speedup = 1.08}),
-      own<HostStrategy<host_pool>>("host_pool", Exact,
-                                   {.interacts = {"allocator"},
-                                    .settle = 2,
-                                    .cost = "resident memory stays at its peak; free pages above half of what was "
-                                            "available are given back.",
-                                    .expected_speedup = 1.3}),
-      own<Operators>("native_operators", Exact, {.max_speedup = 2, .expected_speedup = 1.2}),
-      own<Bf16Autocast>("bf16_autocast", Precision,
-                        {.group = "precision",
-                         .interacts = {"channels_last", "allocator", "host_pool"},
-                         .cost = "products are rounded to bfloat16; weights and their gradients stay float32.",
-                         .max_speedup = 8,
-                         .expected_speedup = 2}),
-      own<ChannelsLast>("channels_last", Tolerance,
-                        {.group = "layout",
-                         .interacts = {"bf16_autocast", "allocator", "host_pool"},
-                         .cost = "a second copy of the convolutions' weights is kept while it may be taken back.",
-                         .expected_speedup = 1.4}),
-      own<NativeAttention>("native_attention", Tolerance,
-                           {.group = "attention",
-                            .interacts = {"bf16_autocast", "allocator", "host_pool"},
-                            .cost = "attention of other models in this process takes this kernel too.",
-                            .max_speedup = 4,
-                            .expected_speedup = 1.4}),
-      own<Attention<false>>("math_attention", Tolerance,
-                            {.group = "attention",
-                             .interacts = {"bf16_autocast", "allocator", "host_pool"},
-                             .cost = squares,
-                             .expected_speedup = 1.1}),
-      own<Attention<true>>("math_attention_bf16", Precision,
-                           {.group = "attention",
-                            .requires_ = {"bf16_autocast"},
-                            .interacts = {"allocator", "host_pool"},
-                            .cost = "scores are rounded to bfloat16; " + squares,
-                            .expected_speedup = 1.35}),
-      own<Tf32>("tf32", Precision,
-                {.interacts = {"bf16_autocast"},
-                 .cost = "inputs of float32 products keep 10 bits of their mantissa.",
-                 .expected_speedup = 1.5}),
-      own<CudnnBenchmark>("cudnn_benchmark", Tolerance, {.interacts = {"channels_last", "bf16_autocast"}, .settle = 3}),
-      own<NativeStep>("native_step", Exact, {.group = "optimizer", .max_speedup = 1.8, .expected_speedup = 1.15}),
-      own<Tail<optim::StateFormat::Auto>>(
+      registered<HostStrategy<host_pool>>(
+          "host_pool", Exact,
+          {.interacts = {"allocator"},
+           .settle = 2,
+           .cost = "resident memory stays at its peak; free pages above half of what was "
+                   "available are given back.",
+           .expected_speedup = 1.3}),
+      registered<Operators>("native_operators", Exact, {.max_speedup = 2, .expected_speedup = 1.2}),
+      registered<Bf16Autocast>("bf16_autocast", Precision,
+                               {.group = "precision",
+                                .interacts = {"channels_last", "allocator", "host_pool"},
+                                .cost = "products are rounded to bfloat16; weights and their gradients stay float32.",
+                                .max_speedup = 8,
+                                .expected_speedup = 2}),
+      registered<ChannelsLast>(
+          "channels_last", Tolerance,
+          {.group = "layout",
+           .interacts = {"bf16_autocast", "allocator", "host_pool"},
+           .cost = "a second copy of the convolutions' weights is kept while it may be taken back.",
+           .expected_speedup = 1.4}),
+      registered<NativeAttention>("native_attention", Tolerance,
+                                  {.group = "attention",
+                                   .interacts = {"bf16_autocast", "allocator", "host_pool"},
+                                   .cost = "attention of other models in this process takes this kernel too.",
+                                   .max_speedup = 4,
+                                   .expected_speedup = 1.4}),
+      registered<Attention<false>>("math_attention", Tolerance,
+                                   {.group = "attention",
+                                    .interacts = {"bf16_autocast", "allocator", "host_pool"},
+                                    .cost = squares,
+                                    .expected_speedup = 1.1}),
+      registered<Attention<true>>("math_attention_bf16", Precision,
+                                  {.group = "attention",
+                                   .requires_ = {"bf16_autocast"},
+                                   .interacts = {"allocator", "host_pool"},
+                                   .cost = "scores are rounded to bfloat16; " + squares,
+                                   .expected_speedup = 1.35}),
+      registered<Tf32>("tf32", Precision,
+                       {.interacts = {"bf16_autocast"},
+                        .cost = "inputs of float32 products keep 10 bits of their mantissa.",
+                        .expected_speedup = 1.5}),
+      registered<CudnnBenchmark>("cudnn_benchmark", Tolerance,
+                                 {.interacts = {"channels_last", "bf16_autocast"}, .settle = 3}),
+      registered<NativeStep>("native_step", Exact,
+                             {.group = "optimizer", .max_speedup = 1.8, .expected_speedup = 1.15}),
+      registered<Tail<optim::StateFormat::Auto>>(
           "step_tail", Tolerance,
           {.group = "optimizer", .interacts = {"channels_last"}, .max_speedup = 1.8, .expected_speedup = 1.2}),
-      own<Tail<optim::StateFormat::Int8>>("int8_state", Trade,
-                                          {.group = "optimizer",
-                                           .interacts = {"channels_last"},
-                                           .cost = "the optimizer's running averages are rounded to 8 bits.",
-                                           .max_speedup = 1.8}),
-      own<Threads<physical_cores>>("physical_cores", Tolerance, {.group = "threads", .interacts = faster, .settle = 2}),
-      own<Threads<one>>("one_thread", Tolerance,
-                        {.group = "threads", .interacts = faster, .settle = 2, .expected_speedup = 1.01}),
-      own<PinnedThreads>("pinned_threads", Exact,
-                         {.group = "affinity",
-                          .interacts = {"one_thread", "physical_cores"},
-                          .settle = 2,
-                          .cost = "what else runs on those cores has to move."}),
-      own<FlushDenormals>("flush_denormals", Tolerance,
-                          {.interacts = {"one_thread", "physical_cores"},
-                           .cost = "numbers below 1.2e-38 become zero.",
-                           .max_speedup = 10}),
-      own<Split<2>>("split_2", Tolerance, split),
-      own<Split<4>>("split_4", Tolerance, split),
-      own<Split<8>>("split_8", Tolerance, split),
+      registered<Tail<optim::StateFormat::Int8>>("int8_state", Trade,
+                                                 {.group = "optimizer",
+                                                  .interacts = {"channels_last"},
+                                                  .cost = "the optimizer's running averages are rounded to 8 bits.",
+                                                  .max_speedup = 1.8}),
+      registered<Threads<physical_cores>>("physical_cores", Tolerance,
+                                          {.group = "threads", .interacts = faster, .settle = 2}),
+      registered<Threads<one>>("one_thread", Tolerance,
+                               {.group = "threads", .interacts = faster, .settle = 2, .expected_speedup = 1.01}),
+      registered<PinnedThreads>("pinned_threads", Exact,
+                                {.group = "affinity",
+                                 .interacts = {"one_thread", "physical_cores"},
+                                 .settle = 2,
+                                 .cost = "what else runs on those cores has to move."}),
+      registered<FlushDenormals>("flush_denormals", Tolerance,
+                                 {.interacts = {"one_thread", "physical_cores"},
+                                  .cost = "numbers below 1.2e-38 become zero.",
+                                  .max_speedup = 10}),
+      registered<Split<2>>("split_2", Tolerance, split),
+      registered<Split<4>>("split_4", Tolerance, split),
+      registered<Split<8>>("split_8", Tolerance, split),
   };
 }
 

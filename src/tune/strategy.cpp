@@ -4,8 +4,8 @@
 #include <mutex>
 #include <utility>
 
+#include "base/spelling.h"
 #include "oxytorch/error.h"
-#include "oxytorch/spelling.h"
 #include "tune/strategies.h"
 
 namespace oxytorch::tune {

@@ -8,6 +8,7 @@
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
+#include <torch/nn/module.h>
 #include <torch/types.h>
 
 #include <algorithm>

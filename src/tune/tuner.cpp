@@ -8,10 +8,10 @@
 #include <tuple>
 
 #include "base/size_text.h"
+#include "base/spelling.h"
 #include "oxytorch/error.h"
 #include "oxytorch/host.h"
 #include "oxytorch/logging.h"
-#include "oxytorch/spelling.h"
 #include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/policy.h"
 #include "oxytorch/tune/reuse.h"

@@ -1,6 +1,7 @@
 #include "oxytorch/tune/verify.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -13,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "optim/generators.h"
+#include "generators/generators.h"
 #include "oxytorch/error.h"
 #include "oxytorch/tune/kinks.h"
 #include "oxytorch/tune/measure.h"
@@ -62,7 +63,7 @@ struct Verifier::Impl {
 
   [[nodiscard]] std::string generators_now() const {
     Digest digest;
-    for (const auto& state : optim::generator_states(run.device())) digest.add("random generator", state);
+    for (const auto& state : generators::states(run.device())) digest.add("random generator", state);
     return digest.text();
   }
 
@@ -405,7 +406,7 @@ struct Verifier::Impl {
     if (seed != 0) {
       std::mt19937_64 shuffler(seed);
       std::shuffle(order.begin(), order.end(), shuffler);
-      for (auto& generator : optim::generators(run.device())) generator.set_current_seed(seed);
+      for (auto& generator : generators::all(run.device())) generator.set_current_seed(seed);
     }
     double sum = 0, taken = 0;
     for (std::size_t i = 0; i < order.size(); ++i) {

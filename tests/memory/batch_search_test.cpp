@@ -94,7 +94,11 @@ TEST(BatchSearchTest, AFirstSizeThatDoesNotFitIsAnError) {
 }
 
 TEST(BatchSearchTest, ABatchIsSplitExactlyAndTheTableSaysWhatConvergenceDoes) {
-  BatchPlan plan{.largest = 32, .fastest = 64, .limit_bytes = 2000, .headroom = 0.1};
+  BatchPlan plan;
+  plan.largest = 32;
+  plan.fastest = 64;
+  plan.limit_bytes = 2000;
+  plan.headroom = 0.1;
   plan.trials = {{.size = 64, .fits = true, .peak_bytes = 1000, .step_seconds = 0.5}};
   plan.samples = 1000;
   plan.current = 16;

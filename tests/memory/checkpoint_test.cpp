@@ -1,4 +1,5 @@
 #include "oxytorch/memory/checkpoint.h"
+#include "memory/expect_equal.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <gmock/gmock.h>
@@ -46,11 +47,6 @@ Tensors gradients(const nn::Module& module) {
   Tensors found;
   for (const auto& parameter : module.parameters()) found.push_back(parameter.grad().clone());
   return found;
-}
-
-void expect_equal(const Tensors& one, const Tensors& other) {
-  ASSERT_EQ(one.size(), other.size());
-  for (std::size_t i = 0; i < one.size(); ++i) EXPECT_TRUE(at::equal(one[i], other[i])) << i;
 }
 
 /// Two steps of training: losses, gradients, buffers, and a number drawn at the end.

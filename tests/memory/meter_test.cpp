@@ -21,7 +21,7 @@ using testing::HasSubstr;
 namespace nn = torch::nn;
 
 template <class Function>
-ErrorCode refused(const Function& function, const std::string& part) {
+ErrorCode refusal_of(const Function& function, const std::string& part) {
   try {
     function();
   } catch (const Error& error) {
@@ -178,13 +178,13 @@ TEST(MeterTest, ATimelineSaysWhichRegionMadeThePeak) {
 
 TEST(MeterTest, WhatItCannotDoIsRefused) {
   Meter plain;
-  EXPECT_EQ(refused([&] { (void)plain.timeline(); }, "records no timeline"), ErrorCode::InvalidState);
+  EXPECT_EQ(refusal_of([&] { (void)plain.timeline(); }, "records no timeline"), ErrorCode::InvalidState);
   Meter recording({.timeline = true});
-  EXPECT_EQ(refused([] { Meter second({.timeline = true}); }, "another meter records"), ErrorCode::InvalidState);
-  EXPECT_EQ(refused([] { Meter sites({.sites = true}); }, "part of a timeline"), ErrorCode::InvalidArgument);
+  EXPECT_EQ(refusal_of([] { Meter second({.timeline = true}); }, "another meter records"), ErrorCode::InvalidState);
+  EXPECT_EQ(refusal_of([] { Meter sites({.sites = true}); }, "part of a timeline"), ErrorCode::InvalidArgument);
   plain.stop();
-  EXPECT_EQ(refused([&] { plain.reset_peak(); }, "is stopped"), ErrorCode::InvalidState);
-  EXPECT_EQ(refused([&] { Phase phase(plain, "late"); }, "is stopped"), ErrorCode::InvalidState);
+  EXPECT_EQ(refusal_of([&] { plain.reset_peak(); }, "is stopped"), ErrorCode::InvalidState);
+  EXPECT_EQ(refusal_of([&] { Phase phase(plain, "late"); }, "is stopped"), ErrorCode::InvalidState);
   recording.stop();
   Meter now({.timeline = true});
 }
@@ -252,7 +252,7 @@ TEST(LimitTest, OutOfMemoryInBackwardLeavesNothingBehind) {
 }
 
 TEST(LimitTest, WhatCannotBeIsRefused) {
-  EXPECT_EQ(refused([] { (void)set_limit(0); }, "is below what this process has"), ErrorCode::InvalidArgument);
+  EXPECT_EQ(refusal_of([] { (void)set_limit(0); }, "is below what this process has"), ErrorCode::InvalidArgument);
 }
 
 TEST(LimitTest, OfSeveralTheLowestHolds) {

@@ -376,7 +376,9 @@ TEST(RecomputePlanTest, UnevenBlocksBeyondExhaustionAreImproved) {
       for (const auto other : {kNothing, kSelective, kFull}) {
         auto cheaper = plan.choice;
         cheaper[block] = other;
-        if (tape.seconds(cheaper) < plan.seconds - 1e-6) EXPECT_GT(tape.peak(cheaper), budget) << block;
+        if (tape.seconds(cheaper) < plan.seconds - 1e-6) {
+          EXPECT_GT(tape.peak(cheaper), budget) << block;
+        }
       }
     }
   }

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "memory/expect_equal.h"
 #include "oxytorch/amp.h"
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
@@ -19,11 +20,6 @@ using Function = std::function<at::Tensor(const at::Tensor&)>;
 
 constexpr std::int64_t kRows = 512, kWidth = 64;
 constexpr std::int64_t kBytes = kRows * kWidth * 4;
-
-void expect_equal(const Tensors& one, const Tensors& other) {
-  ASSERT_EQ(one.size(), other.size());
-  for (std::size_t i = 0; i < one.size(); ++i) EXPECT_TRUE(at::equal(one[i], other[i])) << i;
-}
 
 /// Two steps of blocks with dropout and batch normalisation: losses, gradients, buffers, and a number drawn at the end.
 Tensors two_steps(bool selective, bool autocast) {

@@ -52,8 +52,6 @@ PerformanceConfig with(const char* level, const std::vector<std::pair<const char
   return config;
 }
 
-std::string text(const char* value) { return value; }
-
 const SettingLine& line(const Trainer& trainer, const std::string& name) {
   static const SettingLine none{"", "missing", ""};
   for (const auto& one : trainer.settings()) {
@@ -225,9 +223,10 @@ TEST_F(TrainerAutoTest, WhatIsNamedIsBroughtWhereNothingIsTried) {
   nn::Sequential images(nn::Conv2d(2, 3, 2), nn::Flatten(), nn::Linear(27, 3));
   torch::optim::SGD sgd(images->parameters(), torch::optim::SGDOptions(0.1));
   const Batch batch{torch::randn({5, 2, 4, 4}), torch::randint(0, 3, {5})};
-  Trainer trainer(
-      *images, sgd, supervised(images, nn::CrossEntropyLoss()),
-      with("basic", {{"channels_last", text("on")}, {"step_tail", text("on")}, {"attention", text("math")}}));
+  Trainer trainer(*images, sgd, supervised(images, nn::CrossEntropyLoss()),
+                  with("basic", {{"channels_last", std::string("on")},
+                                 {"step_tail", std::string("on")},
+                                 {"attention", std::string("math")}}));
   bool flash = true, last = false;
   trainer.step([&] {
     flash = at::globalContext().userEnabledFlashSDP();
@@ -247,7 +246,7 @@ TEST_F(TrainerAutoTest, WhatIsNamedIsBroughtWhereNothingIsTried) {
 }
 
 TEST_F(TrainerAutoTest, WhatIsNamedAndCannotBeIsRefusedWithTheReason) {
-  auto trainer = make(with("basic", {{"channels_last", text("on")}}), false);
+  auto trainer = make(with("basic", {{"channels_last", std::string("on")}}), false);
   EXPECT_EQ(line(trainer, "channels_last").state, "refused");
   EXPECT_EQ(line(trainer, "channels_last").reason, "the model has no 2-D convolution.");
 }
@@ -326,7 +325,7 @@ TEST_F(TrainerAutoTest, FitTellsHowLongTheRunIs) {
 
 TEST_F(TrainerAutoTest, WhatTheUsersLossThrowsComesThroughAndTheNextStepDecides) {
   only({planted<NoDelay>("no_delay")});
-  auto trainer = make(with("advanced", {{"ema_decay", 0.5}, {"step_tail", text("off")}}));
+  auto trainer = make(with("advanced", {{"ema_decay", 0.5}, {"step_tail", std::string("off")}}));
   const auto before = state_of(model, *optimizer);
   throws_at = 6;
   EXPECT_THROW(trainer.step(batches[0]), std::domain_error);
@@ -475,7 +474,7 @@ TEST_F(TrainerAutoTest, TheRestIsDecidedBesideWhatIsNamed) {
     only(std::move(all));
     model = make_model();
     optimizer = make_optimizer("AdamW", model);
-    auto trainer = make(with("advanced", {{key, text(value)}, {"ema_decay", 0.9}}));
+    auto trainer = make(with("advanced", {{key, std::string(value)}, {"ema_decay", 0.9}}));
     for (const auto& batch : batches) EXPECT_TRUE(std::isfinite(trainer.step(batch).item<double>()));
     EXPECT_EQ(line(trainer, key).state, "on");
     EXPECT_EQ(line(trainer, "no_delay").state, "on");
@@ -486,7 +485,7 @@ TEST_F(TrainerAutoTest, TheRestIsDecidedBesideWhatIsNamed) {
 }
 
 TEST_F(TrainerAutoTest, AStepThatOverflowsIsSkippedInsideTheTailThatWasAskedFor) {
-  auto trainer = make(with("basic", {{"precision", text("fp16")}, {"step_tail", text("on")}}), false);
+  auto trainer = make(with("basic", {{"precision", std::string("fp16")}, {"step_tail", std::string("on")}}), false);
   trainer.step(batches[0]);
   const auto before = distinct(model)[0].detach().clone();
   trainer.step({torch::full_like(batches[0].input, std::numeric_limits<float>::infinity()), batches[0].target});

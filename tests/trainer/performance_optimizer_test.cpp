@@ -22,8 +22,6 @@ using testing::Contains;
 using testing::HasSubstr;
 using Settings = std::vector<std::pair<const char*, ConfigValue>>;
 
-std::string text(const char* value) { return value; }
-
 std::vector<Batch> make_batches(int count = 4) {
   torch::manual_seed(3);
   std::vector<Batch> batches;
@@ -82,7 +80,7 @@ TEST_F(PerformanceOptimizerTest, ItsTrainerTakesThePlansStepsAsTheConfigurationS
   auto run = prepared({{"accumulation_steps", std::int64_t{2}},
                        {"ema_decay", 0.5},
                        {"clip_norm", 0.01},
-                       {"schedule", text("cosine")},
+                       {"schedule", std::string("cosine")},
                        {"max_steps", std::int64_t{4}}});
   EXPECT_TRUE(at::equal(flat(), before)) << "nothing has changed but what is active";
   run.trainer.step(batches[0]);
@@ -102,7 +100,7 @@ TEST_F(PerformanceOptimizerTest, ItsTrainerTakesThePlansStepsAsTheConfigurationS
 }
 
 TEST_F(PerformanceOptimizerTest, WhatIsNotFiniteIsTreatedAsGiven) {
-  auto run = prepared({{"nonfinite", text("skip")}});
+  auto run = prepared({{"nonfinite", std::string("skip")}});
   const auto before = flat();
   run.trainer.step({torch::full({8, 6}, std::numeric_limits<float>::quiet_NaN()), batches[0].target});
   EXPECT_TRUE(at::equal(flat(), before));
@@ -110,7 +108,7 @@ TEST_F(PerformanceOptimizerTest, WhatIsNotFiniteIsTreatedAsGiven) {
 }
 
 TEST_F(PerformanceOptimizerTest, ValuesThatAreNamedAreActiveWhateverTheyGain) {
-  auto run = prepared({{"precision", text("bf16")}}, {"bf16_autocast"}, "advanced");
+  auto run = prepared({{"precision", std::string("bf16")}}, {"bf16_autocast"}, "advanced");
   EXPECT_THAT(run.plan.accepted(), Contains("bf16_autocast"));
   run.trainer.step(batches[0]);
   EXPECT_EQ(dtype, at::kBFloat16);
@@ -118,7 +116,7 @@ TEST_F(PerformanceOptimizerTest, ValuesThatAreNamedAreActiveWhateverTheyGain) {
   run.revert();
   run.trainer.step(batches[0]);
   EXPECT_EQ(dtype, at::kFloat);
-  auto other = prepared({{"precision", text("fp32")}}, {"bf16_autocast"}, "advanced");
+  auto other = prepared({{"precision", std::string("fp32")}}, {"bf16_autocast"}, "advanced");
   EXPECT_EQ(other.plan.certificate().entries.at(0).reason, "precision is 'fp32' in the configuration");
 }
 
@@ -154,10 +152,10 @@ TEST_F(PerformanceOptimizerTest, ASeedSeedsTheRun) {
 }
 
 TEST_F(PerformanceOptimizerTest, WhatCannotBeHonouredIsRefusedBeforeAnythingRuns) {
-  refused({{"compile", text("default")}}, ErrorCode::NotSupported, "C++ has no torch.compile");
-  refused({{"memory_limit", text("1KB")}}, ErrorCode::InvalidArgument, "below what this process has in memory");
-  refused({{"precision", text("fp16")}}, ErrorCode::NotSupported, "loss scale");
-  refused({{"precision", text("bf16")}}, ErrorCode::InvalidArgument, "bf16_autocast is not to be tried");
+  refused({{"compile", std::string("default")}}, ErrorCode::NotSupported, "C++ has no torch.compile");
+  refused({{"memory_limit", std::string("1KB")}}, ErrorCode::InvalidArgument, "below what this process has in memory");
+  refused({{"precision", std::string("fp16")}}, ErrorCode::NotSupported, "loss scale");
+  refused({{"precision", std::string("bf16")}}, ErrorCode::InvalidArgument, "bf16_autocast is not to be tried");
   refused({{"warmup_steps", std::int64_t{2}}}, ErrorCode::InvalidArgument, "there is no schedule");
   optimizer = std::make_unique<optim::SGD>(model->parameters(), optim::SGDOptions(1.0).clip_norm(0.5));
   refused({{"clip_norm", 0.25}}, ErrorCode::InvalidArgument, "Make them equal");

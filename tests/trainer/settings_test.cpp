@@ -26,8 +26,6 @@ using testing::ContainsRegex;
 using testing::HasSubstr;
 using Settings = std::vector<std::pair<const char*, ConfigValue>>;
 
-std::string text(const char* value) { return value; }
-
 struct Example {
   at::Tensor data, target;
 };
@@ -46,9 +44,9 @@ struct Training {
       : config(level) {
     torch::manual_seed(0);
     model = torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::ReLU(), torch::nn::Linear(8, 3));
-    config.set("precision", text("fp32"));
-    config.set("channels_last", text("off"));
-    config.set("attention", text("default"));
+    config.set("precision", std::string("fp32"));
+    config.set("channels_last", std::string("off"));
+    config.set("attention", std::string("default"));
     for (const auto& [key, value] : given) config.set(key, value);
     if (ours) {
       optimizer = std::make_unique<optim::SGD>(model->parameters(), *ours);
@@ -104,7 +102,7 @@ Example poisoned() {
 }
 
 at::ScalarType output_dtype(const char* precision) {
-  Training setup({{"precision", text(precision)}});
+  Training setup({{"precision", std::string(precision)}});
   auto seen = at::ScalarType::Undefined;
   Trainer trainer(*setup.model, *setup.optimizer,
                   [&](const Batch& batch) {
@@ -129,7 +127,7 @@ int64_t epochs_until_stop(const std::vector<double>& metrics, Settings given) {
 }
 
 std::string progress_of(const char* setting) {
-  Training setup({{"progress", text(setting)}});
+  Training setup({{"progress", std::string(setting)}});
   auto loader = data(2);
   testing::internal::CaptureStderr();
   setup.trainer->fit(loader, 1);
@@ -159,7 +157,7 @@ const std::map<std::string, std::function<void()>>& effects() {
                                      torch::nn::Linear(4, 3));
          torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
          PerformanceConfig config("basic");
-         config.set("channels_last", text("on"));
+         config.set("channels_last", std::string("on"));
          Trainer trainer(*model, optimizer, supervised(model, torch::nn::CrossEntropyLoss()), config,
                          {.calibrate = false});
          trainer.step({torch::randn({2, 3, 6, 6}), torch::zeros({2}, at::kLong)});
@@ -181,19 +179,19 @@ const std::map<std::string, std::function<void()>>& effects() {
       {"flush_denormals",
        [] {
          {
-           Training setup({{"flush_denormals", text("on")}});
+           Training setup({{"flush_denormals", std::string("on")}});
            EXPECT_EQ(flush_state().flushing, flush_state().threads);
          }
          EXPECT_EQ(flush_state().flushing, 0);
        }},
       {"allocator",
        [] {
-         EXPECT_THAT(Training({{"allocator", text("system")}}).line("allocator"), HasSubstr("off"));
-         EXPECT_THAT(Training({{"allocator", text("retain")}}).line("allocator"), Not(HasSubstr("off: ")));
+         EXPECT_THAT(Training({{"allocator", std::string("system")}}).line("allocator"), HasSubstr("off"));
+         EXPECT_THAT(Training({{"allocator", std::string("retain")}}).line("allocator"), Not(HasSubstr("off: ")));
        }},
       {"allocator_retain_limit",
        [] {
-         Training setup({{"allocator", text("retain")}, {"allocator_retain_limit", text("64MiB")}});
+         Training setup({{"allocator", std::string("retain")}, {"allocator_retain_limit", std::string("64MiB")}});
          std::string costs;
          for (const auto& line : setup.trainer->settings()) costs += line.name == "allocator" ? line.cost : "";
          // Where the environment decides, nothing is applied and the line says so.
@@ -201,7 +199,8 @@ const std::map<std::string, std::function<void()>>& effects() {
        }},
       {"step_tail",
        [] {
-         Training on({{"step_tail", text("on")}, {"clip_norm", 0.01}}), off({{"step_tail", text("off")}}, "advanced");
+         Training on({{"step_tail", std::string("on")}, {"clip_norm", 0.01}}),
+             off({{"step_tail", std::string("off")}}, "advanced");
          EXPECT_THAT(on.line("step_tail"), testing::StartsWith("on: step_tail: asked for. Clip and update are one"));
          EXPECT_NEAR(on.moved().norm().item<double>(), 0.01, 1e-5);
          EXPECT_THAT(off.line("step_tail"), testing::StartsWith("off: "));
@@ -211,13 +210,13 @@ const std::map<std::string, std::function<void()>>& effects() {
       {"optimizer_state",
        [] {
          for (const char* format : {"bf16", "int8"}) {
-           Training basic({{"optimizer_state", text(format)}});
+           Training basic({{"optimizer_state", std::string(format)}});
            EXPECT_THAT(basic.line("optimizer_state"), HasSubstr("step_tail is 'off'"));
-           Training setup({{"optimizer_state", text(format)}}, "advanced");
+           Training setup({{"optimizer_state", std::string(format)}}, "advanced");
            EXPECT_THAT(setup.line("optimizer_state"), HasSubstr(std::string("on: the optimizer's running averages are "
                                                                             "kept as ") +
                                                                 format));
-           Training ours({{"optimizer_state", text(format)}}, "basic", 1.0, optim::SGDOptions(1.0));
+           Training ours({{"optimizer_state", std::string(format)}}, "basic", 1.0, optim::SGDOptions(1.0));
            EXPECT_THAT(ours.line("optimizer_state"), testing::StartsWith("refused"));
            EXPECT_THAT(ours.line("optimizer_state"), HasSubstr("give the oxytorch optimizer its state_dtype"));
          }
@@ -225,7 +224,7 @@ const std::map<std::string, std::function<void()>>& effects() {
       {"attention",
        [] {
          bool flash = true;
-         Training setup({{"attention", text("math")}});
+         Training setup({{"attention", std::string("math")}});
          Trainer trainer(*setup.model, *setup.optimizer,
                          [&](const Batch& batch) {
                            flash = at::globalContext().userEnabledFlashSDP();
@@ -258,12 +257,12 @@ const std::map<std::string, std::function<void()>>& effects() {
        }},
       {"nonfinite",
        [] {
-         Training skips({{"nonfinite", text("skip")}});
+         Training skips({{"nonfinite", std::string("skip")}});
          EXPECT_EQ(skips.moved(poisoned()).abs().sum().item<double>(), 0);
          EXPECT_EQ(skips.trainer->global_step(), 1);
          EXPECT_THAT(skips.trainer->report(), HasSubstr("skipped 1"));
-         EXPECT_TRUE(Training({{"nonfinite", text("propagate")}}).moved(poisoned()).isnan().all().item<bool>());
-         Training raises({{"nonfinite", text("raise")}});
+         EXPECT_TRUE(Training({{"nonfinite", std::string("propagate")}}).moved(poisoned()).isnan().all().item<bool>());
+         Training raises({{"nonfinite", std::string("raise")}});
          const auto before = raises.flat();
          try {
            raises.moved(poisoned());
@@ -277,24 +276,24 @@ const std::map<std::string, std::function<void()>>& effects() {
       {"grad_scaler",
        [] {
          for (const char* wanted : {"on", "off"}) {
-           Training setup({{"grad_scaler", text(wanted)}});
+           Training setup({{"grad_scaler", std::string(wanted)}});
            setup.moved();
            EXPECT_THAT(setup.line("grad_scaler"), testing::StartsWith(wanted));
          }
        }},
       {"schedule",
        [] {
-         const auto rates = Training({{"schedule", text("cosine")}, {"max_steps", int64_t{4}}}).rates(3);
+         const auto rates = Training({{"schedule", std::string("cosine")}, {"max_steps", int64_t{4}}}).rates(3);
          EXPECT_GT(rates[0], rates[2]);
        }},
       {"warmup_steps",
        [] {
-         Training setup({{"schedule", text("cosine")}, {"max_steps", int64_t{7}}, {"warmup_steps", int64_t{2}}});
+         Training setup({{"schedule", std::string("cosine")}, {"max_steps", int64_t{7}}, {"warmup_steps", int64_t{2}}});
          EXPECT_NEAR(setup.rates(1)[0], 1.0 / 3, 1e-12);
        }},
       {"min_lr_ratio",
        [] {
-         Training setup({{"schedule", text("cosine")}, {"max_steps", int64_t{4}}, {"min_lr_ratio", 0.5}});
+         Training setup({{"schedule", std::string("cosine")}, {"max_steps", int64_t{4}}, {"min_lr_ratio", 0.5}});
          for (const double rate : setup.rates(4)) EXPECT_GE(rate, 0.5);
          EXPECT_NEAR(setup.optimizer->param_groups()[0].options().get_lr(), 0.5, 1e-12);
        }},
@@ -337,7 +336,7 @@ const std::map<std::string, std::function<void()>>& effects() {
          EXPECT_EQ(epochs_until_stop({3, 2, 1}, {{"early_stopping_min_delta", 100.0}}), 2);
        }},
       {"early_stopping_mode",
-       [] { EXPECT_EQ(epochs_until_stop({1, 2, 3}, {{"early_stopping_mode", text("max")}}), 3); }},
+       [] { EXPECT_EQ(epochs_until_stop({1, 2, 3}, {{"early_stopping_mode", std::string("max")}}), 3); }},
       {"early_stopping_restore_best",
        [] {
          Training setup({{"early_stopping_patience", int64_t{2}}, {"early_stopping_restore_best", true}}, "basic", 0.1);
@@ -375,15 +374,15 @@ const std::map<std::string, std::function<void()>>& effects() {
       {"memory_limit",
        [] {
          {
-           Training outer({{"memory_limit", text("90%")}});
-           Training inner({{"memory_limit", text("80%")}});
+           Training outer({{"memory_limit", std::string("90%")}});
+           Training inner({{"memory_limit", std::string("80%")}});
            EXPECT_EQ(memory::limit(), Size::parse("80%").resolve(*read_memory().limit));
          }
          EXPECT_FALSE(memory::limit());
        }},
       {"goal",
        [] {
-         Training one({{"goal", text("memory")}});
+         Training one({{"goal", std::string("memory")}});
          one.trainer->step(Batch(data(1)[0].data, data(1)[0].target));
          EXPECT_THAT(one.trainer->report(), HasSubstr("the model calls no blocks"));
        }},
@@ -391,11 +390,11 @@ const std::map<std::string, std::function<void()>>& effects() {
        [] {
          EXPECT_THROW(Training({{"max_slowdown", 1.5}}), Error) << "the goal is speed";
          EXPECT_THROW(Training({{"max_slowdown", 0.5}}), Error);
-         Training one({{"goal", text("memory")}, {"max_slowdown", 1.5}});  // shown by GradientCheckpointingTest
+         Training one({{"goal", std::string("memory")}, {"max_slowdown", 1.5}});  // shown by GradientCheckpointingTest
        }},
       {"gradient_checkpointing",
        [] {
-         Training one({{"gradient_checkpointing", text("1GiB")}});
+         Training one({{"gradient_checkpointing", std::string("1GiB")}});
          EXPECT_THROW(one.trainer->step(Batch(data(1)[0].data, data(1)[0].target)), Error);  // it calls no blocks
        }},
       {"progress",
@@ -443,7 +442,7 @@ TEST(TrainerSettingsTest, EachHasAnEffectOrIsRefusedWithASentence) {
 TEST(TrainerSettingsTest, OneCycleFollowsTorchsFormula) {
   constexpr int kSteps = 20;
   for (const auto& [warmup, least] : std::vector<std::pair<int64_t, double>>{{0, 0}, {4, 0}, {0, 0.25}, {6, 0.1}}) {
-    Settings given{{"schedule", text("one_cycle")}, {"max_steps", int64_t{kSteps}}};
+    Settings given{{"schedule", std::string("one_cycle")}, {"max_steps", int64_t{kSteps}}};
     if (warmup > 0) given.emplace_back("warmup_steps", warmup);
     if (least > 0) given.emplace_back("min_lr_ratio", least);
     Training setup(given, "basic", 1.0, optim::SGDOptions(1.0).momentum(0.9));
@@ -474,7 +473,7 @@ TEST(TrainerSettingsTest, WhatTheOptimizerWasToldOtherwiseIsRefused) {
               HasSubstr("clip_norm = 0.5 was given"));
   EXPECT_THAT(told({{"clip_value", 0.5}}, optim::SGDOptions(1.0).clip_value(1.0)), HasSubstr("clip_value"));
   EXPECT_THAT(told({{"ema_decay", 0.5}}, optim::SGDOptions(1.0).ema_decay(0.9)), HasSubstr("ema_decay"));
-  EXPECT_THAT(told({{"nonfinite", text("raise")}}, optim::SGDOptions(1.0)), HasSubstr("nonfinite = skip"));
+  EXPECT_THAT(told({{"nonfinite", std::string("raise")}}, optim::SGDOptions(1.0)), HasSubstr("nonfinite = skip"));
   EXPECT_EQ(told({{"clip_norm", 0.5}, {"ema_decay", 0.5}}, optim::SGDOptions(1.0).clip_norm(0.5).ema_decay(0.5)), "");
 }
 
@@ -502,7 +501,7 @@ TEST(TrainerSettingsTest, WhatBothAgreeOnIsDoneOnce) {
 TEST(TrainerSettingsTest, AStepThatIsNotFiniteIsAsIfItHadNotBeen) {
   std::vector<at::Tensor> ends;
   for (const bool poison : {true, false}) {
-    Training setup({{"nonfinite", text("skip")}, {"ema_decay", 0.5}}, "basic", 0.1);
+    Training setup({{"nonfinite", std::string("skip")}, {"ema_decay", 0.5}}, "basic", 0.1);
     const auto batches = data(2);
     setup.moved(batches[0]);
     if (poison) setup.moved(poisoned());
@@ -519,7 +518,7 @@ TEST(TrainerSettingsTest, FiniteGradientsWhoseNormOverflowsAreSteppedWith) {
   torch::nn::Linear model(torch::nn::LinearOptions(2, 1).bias(false));
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-30));
   PerformanceConfig config("basic");
-  config.set("nonfinite", text("skip"));
+  config.set("nonfinite", std::string("skip"));
   Trainer trainer(*model, optimizer, [&](const Batch& batch) { return model->forward(batch.input).sum(); }, config,
                   {.calibrate = false});
   const auto before = model->weight.detach().clone();

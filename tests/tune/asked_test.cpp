@@ -178,7 +178,7 @@ TEST(SlowdownLeft, WhatWasMadeFasterMayBeSlowerByMore) {
   certificate.baseline_seconds = 3;
   certificate.tuned_seconds = 2;
   EXPECT_DOUBLE_EQ(slowdown_left(certificate, 1.2), 1.2) << "nothing is active";
-  certificate.entries = {{.strategy = "half", .status = Status::Accepted}};
+  certificate.entries = {{.strategy = "half", .status = Status::Accepted, .reason = {}}};
   EXPECT_DOUBLE_EQ(slowdown_left(certificate, 1.2), 1.8);
 }
 

@@ -38,7 +38,7 @@ struct WordsImpl : nn::Module {
 };
 TORCH_MODULE(Words);
 
-Words make_model(at::ScalarType dtype = at::kFloat) {
+Words make_words(at::ScalarType dtype = at::kFloat) {
   torch::manual_seed(0);
   Words model;
   model->to(dtype);
@@ -84,7 +84,7 @@ class SparseTest : public testing::TestWithParam<Case> {
 
   /// What torch makes of it in float64.
   static Words exact(int steps, double clip_norm = 0) {
-    auto wide = make_model(at::kDouble);
+    auto wide = make_words(at::kDouble);
     const auto stepping = GetParam().make(wide->parameters());
     const auto batches = make_batches();
     for (int i = 0; i < steps; ++i) {
@@ -108,7 +108,7 @@ class SparseTest : public testing::TestWithParam<Case> {
     }
   }
 
-  Words model = make_model();
+  Words model = make_words();
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   std::vector<Batch> batches = make_batches();
 };
@@ -117,7 +117,7 @@ TEST_P(SparseTest, TheTrainerTakesThem) {
   for (const char* level : {"basic", "advanced"}) {
     for (const double clip_norm : {0.0, 0.05}) {
       SCOPED_TRACE(level + std::string(clip_norm > 0 ? ", clipped" : ""));
-      model = make_model();
+      model = make_words();
       optimizer = GetParam().make(model->parameters());
       PerformanceConfig config(level);
       config.set("precision", "fp32");
@@ -134,7 +134,7 @@ TEST_P(SparseTest, StrategiesOfTheStepTakeThemAlsoInMidRun) {
   for (const std::string name : {"native_step", "step_tail"}) {
     for (const double clip_norm : {0.0, 0.05}) {
       SCOPED_TRACE(name + (clip_norm > 0 ? ", clipped" : ""));
-      model = make_model();
+      model = make_words();
       optimizer = GetParam().make(model->parameters());
       tune::Run run(*model, *optimizer, loss_of(model), batches, clip_norm);
       if (!run.strategy(name).applies(run).holds) {

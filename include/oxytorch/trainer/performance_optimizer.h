@@ -9,7 +9,6 @@
 /// ```
 #pragma once
 
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <memory>
@@ -25,6 +24,7 @@
 #include "oxytorch/trainer.h"
 #include "oxytorch/tune/accelerate.h"
 #include "oxytorch/tune/batch.h"
+#include "oxytorch/tune/models.h"
 
 namespace oxytorch {
 

@@ -9,7 +9,6 @@
 #pragma once
 
 #include <torch/arg.h>
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>

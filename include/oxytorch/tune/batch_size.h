@@ -9,7 +9,6 @@
 #pragma once
 
 #include <torch/arg.h>
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
@@ -21,6 +20,7 @@
 #include "oxytorch/memory/batch_forecast.h"
 #include "oxytorch/memory/batch_search.h"
 #include "oxytorch/tune/batch.h"
+#include "oxytorch/tune/models.h"
 
 namespace oxytorch {
 

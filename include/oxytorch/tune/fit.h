@@ -7,7 +7,6 @@
 /// ```
 #pragma once
 
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <memory>
@@ -17,6 +16,7 @@
 #include "oxytorch/memory/block.h"
 #include "oxytorch/memory/budget_search.h"
 #include "oxytorch/tune/batch.h"
+#include "oxytorch/tune/models.h"
 
 namespace oxytorch {
 

@@ -1,11 +1,15 @@
 /// The models and optimizers of one training step.
 #pragma once
 
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <functional>
 #include <vector>
+
+// torch/nn/module.h takes a compiler 9 s; who has a model has included it.
+namespace torch::nn {
+class Module;
+}
 
 namespace oxytorch {
 

@@ -1,7 +1,6 @@
 /// Run: a training run as strategies see it: its step, some of its batches, and what is active on it.
 #pragma once
 
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
@@ -14,6 +13,7 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/tune/batch.h"
+#include "oxytorch/tune/models.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/tune/training_step.h"
 
