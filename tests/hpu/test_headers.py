@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.cpu_only("compiles the sources")
 
-STEP = Path(__file__).resolve().parents[2] / "cmake" / "steps" / "headers.py"
+STEP = Path(__file__).resolve().parents[2] / "tools" / "headers.py"
 
 
 def test_the_backend_compiles_against_older_headers() -> None:
