@@ -257,9 +257,10 @@ void bind_tuner(py::module_& m) {
            py::kw_only(), py::arg("level") = options.level, py::arg("steps_planned") = options.steps_planned,
            py::arg("tune_seconds") = options.tune_seconds, py::arg("seed") = options.seed, py::arg("exclude") = Names(),
            py::arg("required") = std::vector<Requirement>(), py::arg("config") = py::none(),
-           "`config`: of which goal and max_slowdown count.")
+           "`config`: of which goal, max_slowdown and max_growth count.")
       .def_readonly("seed", &TunerOptions::seed)
       .def_readonly("max_slowdown", &TunerOptions::max_slowdown)
+      .def_readonly("max_growth", &TunerOptions::max_growth)
       .def_readonly("steps_planned", &TunerOptions::steps_planned);
   m.def("slowdown_left", &slowdown_left, py::arg("certificate"), py::arg("max_slowdown"),
         "How many times as long as now a step may take, where it may take max_slowdown times as long as given.");

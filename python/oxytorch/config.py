@@ -81,6 +81,7 @@ class PerformanceConfig:
         memory_limit: str
         goal: str
         max_slowdown: float
+        max_growth: float
         gradient_checkpointing: str
         seed: int | str
         deterministic: bool

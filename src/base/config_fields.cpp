@@ -184,6 +184,10 @@ std::vector<ConfigField> make_fields() {
                           "How many times as long as given a step may take for the sake of its memory, where goal is "
                           "memory or gradient_checkpointing least."));
   fields.push_back(
+      number("max_growth", 1, kInfinity, true, 1.05,
+             "How many times the memory as given the tensors of a step may take, model and optimizer included, "
+             "for what makes it faster, where goal is speed. A MiB is always allowed."));
+  fields.push_back(
       {"gradient_checkpointing",
        Type::Size,
        {"off", "least"},

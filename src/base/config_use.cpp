@@ -88,6 +88,7 @@ constexpr Row kRows[] = {
     {"memory_limit", kHonoured},
     {"goal", kHonoured},
     {"max_slowdown", kHonoured},
+    {"max_growth", kHonoured},
     {"gradient_checkpointing", kHonoured},
     {"seed", kHonoured},
     {"deterministic", kHonoured},
@@ -123,6 +124,10 @@ void check_dependent(const PerformanceConfig& config, ConfigUser user) {
     refuse("max_slowdown",
            "the goal is speed, for which nothing is made slower. Set goal = 'memory' or gradient_checkpointing = "
            "'least', or leave it out.");
+  }
+  if (is_given(config, "max_growth") && config.word("goal") == "memory") {
+    refuse("max_growth",
+           "the goal is memory, for which nothing may take more than as given. Leave it out, or set goal = 'speed'.");
   }
   const char* const checkpoints = is_given(config, "goal") ? "goal" : "gradient_checkpointing";
   if (is_given(config, checkpoints) && config.word("compile") != "off") {

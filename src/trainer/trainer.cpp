@@ -58,7 +58,7 @@ PerformanceConfig beside(PerformanceConfig config) {
             refusal("compile", ConfigUser::CppTrainer));
   for (const char* key :
        {"precision", "channels_last", "threads", "flush_denormals", "allocator", "allocator_retain_limit", "step_tail",
-        "optimizer_state", "attention", "memory_limit", "goal", "max_slowdown", "gradient_checkpointing",
+        "optimizer_state", "attention", "memory_limit", "goal", "max_slowdown", "max_growth", "gradient_checkpointing",
         "deterministic", "seed", "steps_planned", "tune_seconds"}) {
     config.unset(key);
   }

@@ -165,6 +165,7 @@ std::string fitted_anew(std::int64_t step) {
 void set_goal(const PerformanceConfig& config, TunerOptions& options) {
   options.goal = config.word("goal") == "memory" ? Goal::Memory : Goal::Speed;
   options.max_slowdown = config.number("max_slowdown");
+  options.max_growth = config.number("max_growth");
 }
 
 double slowdown_left(const Certificate& certificate, double max_slowdown) {

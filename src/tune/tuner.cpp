@@ -384,10 +384,16 @@ struct Tuner::Impl {
 
   /// Why a combination that is faster takes too much memory for that; empty where it does not.
   std::string grown(const Names& names) {
-    if (options.goal != Goal::Memory) return "";
+    const bool may_grow = options.goal == Goal::Speed;
+    if (may_grow && std::isinf(options.max_growth)) return "";
     const auto given = bytes_with({}), now = bytes_with(names);
-    if (!given || !now || *now <= *given) return "";
-    return sentence({"a step takes ", size_text(*now), " of memory, and ", size_text(*given), " as given"});
+    if (!given || !now) return "";
+    const auto bytes = static_cast<double>(*given);
+    if (static_cast<double>(*now) <= (may_grow ? bytes * options.max_growth + kPolicy.uncounted_bytes : bytes))
+      return "";
+    const auto why = sentence({"a step takes ", size_text(*now), " of memory, and ", size_text(*given), " as given"});
+    if (!may_grow) return why;
+    return sentence({why, "; max_growth allows ", ratio_text(options.max_growth)});
   }
 
   /// Of what was not kept, what can join it: with which names, those of its group left out; empty: it cannot.
@@ -641,6 +647,8 @@ Tuner::Tuner(Workload& workload, CertificateKey key, TunerOptions options) {
             options.total_share, ", expected a share of the planned run between 0 and 1.");
   OXY_CHECK(options.max_slowdown >= 1 && std::isfinite(options.max_slowdown), InvalidArgument, "max_slowdown is ",
             options.max_slowdown, ", expected at least 1: times as long as given.");
+  OXY_CHECK(options.max_growth >= 1, InvalidArgument, "max_growth is ", options.max_growth,
+            ", expected at least 1: times the memory as given.");
   static_cast<void>(allows(options.level, Kind::Exact));
   impl_ = std::make_unique<Impl>(workload, std::move(key), std::move(options));
 }

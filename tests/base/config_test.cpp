@@ -88,7 +88,7 @@ TEST(Config, EveryRowIsWhole) {
       EXPECT_EQ(config.get(field.key), value) << field.key;
     }
   }
-  EXPECT_EQ(keys.size(), 38u);
+  EXPECT_EQ(keys.size(), 39u);
 }
 
 TEST(Config, SettingTheLevelKeepsWhatWasSet) {

@@ -12,7 +12,12 @@ from oxytorch.generators import generator_states, rng_state, seed_generators, se
 
 def draws(device: torch.device) -> list[float]:
     """One number of each generator."""
-    made = [torch.rand(()), torch.rand((), device=device), torch.tensor(random.random()), torch.tensor(np.random.rand())]
+    made = [
+        torch.rand(()),
+        torch.rand((), device=device),
+        torch.tensor(random.random()),
+        torch.tensor(np.random.rand()),
+    ]
     return [float(one) for one in made]
 
 

@@ -25,7 +25,7 @@ GIVEN: dict[str, Any] = {
     "min_lr_ratio": 0.5, "max_steps": 7, "steps_planned": 77, "tune_seconds": 1.5, "remember": False,
     "early_stopping_patience": 1, "early_stopping_min_delta": 100.0, "early_stopping_mode": "max",
     "early_stopping_restore_best": True, "memory_limit": "90%",
-    "goal": "memory", "max_slowdown": 1.5,
+    "goal": "memory", "max_slowdown": 1.5, "max_growth": 2.0,
     "gradient_checkpointing": "1GiB", "seed": 5, "deterministic": True, "progress": "on",
     "log_every": 3, "monitor": False,
 }  # fmt: skip

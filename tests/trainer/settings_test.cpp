@@ -392,6 +392,12 @@ const std::map<std::string, std::function<void()>>& effects() {
          EXPECT_THROW(Training({{"max_slowdown", 0.5}}), Error);
          Training one({{"goal", std::string("memory")}, {"max_slowdown", 1.5}});  // shown by GradientCheckpointingTest
        }},
+      {"max_growth",
+       [] {
+         EXPECT_THROW(Training({{"goal", std::string("memory")}, {"max_growth", 2.0}}), Error) << "nothing may grow";
+         EXPECT_THROW(Training({{"max_growth", 0.5}}), Error);
+         Training one({{"max_growth", 2.0}});  // shown by TunerTest
+       }},
       {"gradient_checkpointing",
        [] {
          Training one({{"gradient_checkpointing", std::string("1GiB")}});

@@ -15,7 +15,7 @@ import torch
 from oxytorch import _C
 from oxytorch._C import base as native
 from oxytorch.tune import Run
-from planted import Clock, Net, batches, clock, made, only, useless
+from planted import Clock, Net, batches, clock, hoarding, made, only, useless
 from torch import nn
 
 from .setting_values import (
@@ -155,6 +155,11 @@ def trainer_plans(clock: Clock) -> bool:
     costly.expected_cost = lambda self, run: 0.5  # type: ignore[method-assign]
     with only(costly):
         return not on_with(clock, costly.name, steps_planned=20) and on_with(clock, costly.name, steps_planned=10_000)
+
+
+def trainer_grows(clock: Clock) -> bool:
+    with only(hoarding(clock)):
+        return not on_with(clock, "hoards") and on_with(clock, "hoards", max_growth=1e6)
 
 
 def trainer_tunes_for(clock: Clock) -> bool:
@@ -371,6 +376,7 @@ TRAINER: dict[str, Callable[..., Any]] = {
     "memory_limit": trainer_memory,
     "goal": lambda: "That is the least where" in least(50.0),
     "max_slowdown": lambda: "as it is" in least(1.0),
+    "max_growth": trainer_grows,
     "gradient_checkpointing": checkpointed,
     "deterministic": trainer_deterministic,
     "progress": lambda capfd: bar(capfd, "on") and not bar(capfd, "off"),
@@ -576,6 +582,15 @@ def stores(clock: Clock, tmp_path: Path) -> bool:
     return True
 
 
+def grows(clock: Clock) -> bool:
+    with only(hoarding(clock)):
+        return (kept(clock), kept(clock, {"max_growth": 1e6}), kept(clock, max_growth=1e6)) == (
+            (),
+            ("hoards",),
+            ("hoards",),
+        )
+
+
 def explained_for_memory(clock: Clock) -> str:
     plan = tuned(clock, {"goal": "memory"}, strategies=[])
     said = plan.explain()
@@ -617,6 +632,7 @@ ACCELERATE: dict[str, Callable[..., Any]] = {
     "max_slowdown": lambda clock: (
         tuned(clock, {"goal": "memory", "max_slowdown": 1.75}).asked.max_slowdown == pytest.approx(1.75)
     ),
+    "max_growth": grows,
     "gradient_checkpointing": accelerated_process,
     "deterministic": accelerated_process,
     "progress": shows_progress,
@@ -634,9 +650,9 @@ def test_the_options_of_accelerate(clock: Clock, tmp_path: Any) -> None:
     keywords = [p.name for p in inspect.signature(ox.accelerate).parameters.values() if p.kind is p.KEYWORD_ONLY]
     shown = {
         "level", "steps_planned", "config", "strategies", "exclude", "step", "clip_norm", "loop", "state", "remember",
-        "tune_seconds", "seed", "progress", "goal", "max_slowdown", "memory",
+        "tune_seconds", "seed", "progress", "goal", "max_slowdown", "max_growth", "memory",
     }  # fmt: skip
-    # config, level, seed and progress: above; goal, max_slowdown and memory: tests/tune/test_goal.py
+    # config, level, seed and progress: above; goal, max_slowdown and memory: tests/tune/test_goal.py; max_growth: above
     assert set(keywords) == shown
     one, other = made(clock, "slow", 0.002), made(clock, "rest", 0.002)
     loop = made(clock, "slow", 0.001)

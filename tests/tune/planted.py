@@ -33,6 +33,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.cost: dict[str, float] = {}  # seconds a step, by what makes it slow
+        self.bytes = 0  # that a step takes for a moment
         self.others = 0.0  # cores that other programs use
         self._ticks = 0
         self._looks = LoadCounters()
@@ -50,6 +51,7 @@ class Clock:
         return _C.tune.LoadSample(wall=looks.wall, own=0.0, busy=looks.busy, waited=looks.waited, cores=2)
 
     def pass_step(self) -> None:
+        torch.empty(self.bytes, dtype=torch.uint8)
         # A little jitter, the same in each run, so that no two times are equal.
         self._ticks += 1
         self.now += sum(self.cost.values()) * (1 + 0.002 * ((self._ticks * 2654435761 % 1000) / 1000 - 0.5))
@@ -68,6 +70,21 @@ def made(clock: Clock, what: str, seconds: float) -> type[Strategy]:
 
     Cheaper.name = f"cheaper_{what}"
     return Cheaper
+
+
+def hoarding(clock: Clock) -> type[Strategy]:
+    """A faster strategy for which a step takes 8 MiB more."""
+
+    class Hoards(Strategy):
+        name = "hoards"
+
+        def apply(self, run: Run) -> None:
+            self.before, clock.cost["slow"], clock.bytes = clock.cost["slow"], 0.002, 8 << 20
+
+        def revert(self, run: Run) -> None:
+            clock.cost["slow"], clock.bytes = self.before, 0
+
+    return Hoards
 
 
 def useless(clock: Clock, number: int, seconds: float = 0.01) -> type[Strategy]:

@@ -96,6 +96,8 @@ def test_what_cannot_be_meant() -> None:
         ({"goal": "less"}, ValueError, "goal"),
         ({"goal": "memory", "max_slowdown": 0.5}, ValueError, "max_slowdown"),
         ({"max_slowdown": 2.0}, ValueError, "the goal is speed"),
+        ({"goal": "memory", "max_growth": 2.0}, ValueError, "nothing may take more than as given"),
+        ({"max_growth": 0.9}, ValueError, "max_growth"),
         ({"memory": "much"}, ValueError, "gradient_checkpointing"),
         ({"goal": "memory", "config": {"compile": "default"}}, ValueError, "a compiled model calls none of its blocks"),
     ):

@@ -41,6 +41,7 @@ struct Interrupt : std::exception {
 class Table : public Workload {
  public:
   std::map<std::string, Planted> planted;
+  std::int64_t given_bytes = 1000;  ///< of the step as given
   std::vector<std::string> order, now, said;
   double step_seconds = 0.02;
   std::string everything;        ///< hindrance()
@@ -110,7 +111,7 @@ class Table : public Workload {
   }
   std::optional<std::int64_t> step_bytes() override {
     for (const auto& name : now) throw_from(name, "step_bytes");
-    std::int64_t bytes = 1000;
+    std::int64_t bytes = given_bytes;
     for (const auto& name : now) bytes += planted[name].bytes;
     return bytes;
   }
@@ -233,6 +234,22 @@ TEST_F(TunerTest, TheGoalMemoryAddsWhatMakesAStepSmallerAsFarAsItMayBeSlower) {
   EXPECT_NE(entry(made, "process").status, Status::Accepted) << "a setting of the process is not asked";
   EXPECT_EQ(tuned({.goal = Goal::Memory, .max_slowdown = 1}).tuned_peak_bytes, 700) << "0.5 * 1.6 is faster than given";
   EXPECT_THROW(tuned({.max_slowdown = 0.9}), Error);
+}
+
+TEST_F(TunerTest, WhatIsFasterMayTakeAsMuchMoreMemoryAsIsAllowed) {
+  constexpr std::int64_t kMiB = 1 << 20;
+  table.given_bytes = 100 * kMiB;
+  table.plant({.offer = {.name = "within"}, .factor = 0.8, .bytes = 5 * kMiB});
+  table.plant({.offer = {.name = "grows"}, .factor = 0.4, .bytes = 30 * kMiB});
+  const auto made = tuned();
+  EXPECT_THAT(made.accepted(), ElementsAre("within"));
+  EXPECT_EQ(entry(made, "grows").status, Status::Refused);
+  EXPECT_THAT(entry(made, "grows").reason,
+              HasSubstr("a step takes 135 MiB of memory, and 100 MiB as given; max_growth allows 1.050x"));
+  EXPECT_THAT(tuned({.max_growth = 1.5}).accepted(), ElementsAre("within", "grows"));
+  EXPECT_THAT(tuned({.max_growth = std::numeric_limits<double>::infinity()}).accepted(),
+              ElementsAre("within", "grows"));
+  EXPECT_THROW(tuned({.max_growth = 0.9}), Error);
 }
 
 TEST_F(TunerTest, WhatSavesMemoryTakesThePlaceOfWhatSavesLess) {

@@ -48,7 +48,7 @@ OXY_API void activate(Asked& asked, const PerformanceConfig& config, const std::
 /// What the setting's line begins with once a step has run out of memory and was fitted anew.
 [[nodiscard]] OXY_API std::string fitted_anew(std::int64_t step);
 
-/// What a configuration says of `goal` and `max_slowdown`.
+/// What a configuration says of `goal`, `max_slowdown` and `max_growth`.
 OXY_API void set_goal(const PerformanceConfig& config, TunerOptions& options);
 
 /// How many times as long as now a step may take, where it may take `max_slowdown` times as long as given: what a

@@ -38,7 +38,8 @@ struct Policy {
   double speaks_for = 1.1;              ///< a gain that lets others with one-off costs of its group be hoped for
 
   // -- with the goal memory --
-  double smaller = 0.98;  ///< of the bytes of a step, below which what saves them is worth a trial
+  double uncounted_bytes = 1 << 20;  ///< that a faster step may take beside what `max_growth` allows
+  double smaller = 0.98;             ///< of the bytes of a step, below which what saves them is worth a trial
 
   // -- what is remembered (reuse.h) --
   double least_difference = 0.2;  ///< by which the step as given may differ from what it was

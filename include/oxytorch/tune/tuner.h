@@ -54,6 +54,9 @@ struct TunerOptions {
   double total_share = 0;
   Goal goal = Goal::Speed;
   double max_slowdown = 1.25;  ///< times as long as given that a step may take, with Goal::Memory
+  /// Times the bytes as given that a faster step may take, with Goal::Speed; infinite: any, and none are counted for
+  /// it.
+  double max_growth = 1.05;
 };
 
 /// One tuning of one workload. Not for use from several threads at once.

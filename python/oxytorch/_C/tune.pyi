@@ -501,8 +501,10 @@ class TunerOptions:
         config: oxytorch._C.base.PerformanceConfig | None = None,
     ) -> None:
         """
-        `config`: of which goal and max_slowdown count.
+        `config`: of which goal, max_slowdown and max_growth count.
         """
+    @property
+    def max_growth(self) -> float: ...
     @property
     def max_slowdown(self) -> float: ...
     @property

@@ -27,6 +27,7 @@ _DECIDED = (
         "memory_limit",
         "goal",
         "max_slowdown",
+        "max_growth",
         "gradient_checkpointing",
         "deterministic",
         "seed",

@@ -60,6 +60,7 @@ def accelerate(
     loop: Literal["yours", "plan"] = "yours",
     goal: Literal["speed", "memory"] | None = None,
     max_slowdown: float | None = None,
+    max_growth: float | None = None,
     memory: int | str | None = None,
     state: Iterable[Any] = (),
     remember: bool | str = True,
@@ -116,6 +117,9 @@ def accelerate(
         `max_slowdown` times as long as given. That of `config`, else "speed".
     max_slowdown : float, optional
         With the goal "memory"; that of `config`, else 1.25.
+    max_growth : float, optional
+        With the goal "speed", how many times the memory as given the tensors of a step may take, model and optimizer
+        included, for what makes it faster; a MiB is always allowed. That of `config`, else 1.05.
     memory : int or str, optional
         Bytes, or a size such as ``"900MiB"``, that the tensors of a step may take at the most, model and optimizer
         included: the key ``gradient_checkpointing``.
@@ -159,7 +163,8 @@ def accelerate(
     >>> plan = ox.accelerate([g, d], [optimizer_d, optimizer_g], [loss_of_d, loss_of_g], batches)
     """
     settings = _settings(config, level)
-    for name, value in (("goal", goal), ("max_slowdown", max_slowdown), ("gradient_checkpointing", memory)):
+    given = {"goal": goal, "max_slowdown": max_slowdown, "max_growth": max_growth, "gradient_checkpointing": memory}
+    for name, value in given.items():
         if value is not None:
             settings.set(name, value)
     settings.check("accelerate")
