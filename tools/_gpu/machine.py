@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACK = ROOT / "build" / "gpu-pack"
 SOURCES = ("CMakeLists.txt", "CMakePresets.json", "cmake", "src", "include", "backends", "bindings", "bench",
            "conformance", "examples", "tests", "python")  # fmt: skip
-ASIDE = ("tools/", "bench/results/", "bench/report/", "python/oxytorch/lib/", "python/oxytorch/bin/",
+ASIDE = ("bench/results/", "bench/report/", "python/oxytorch/lib/", "python/oxytorch/bin/",
          "python/oxytorch/_build_info.py")  # fmt: skip
-"""Below those, but not read by the build: steps, results, and what builds write beside the sources."""
+"""Below those, but not read by the build: results, and what builds write beside the sources."""
 ASK_TORCH = """
 import json, platform, sys, torch
 said = {"torch": torch.__version__, "CUDA": torch.version.cuda}
