@@ -10,9 +10,11 @@ __all__ = ["PATHS", "Stage", "stages_of"]
 
 #: What is mutated unless `--paths` says otherwise.
 PATHS = (
+    "src/generators",
     "src/optim",
     "src/kernels",
     "src/tune",
+    "python/oxytorch/generators.py",
     "python/oxytorch/optim",
     "python/oxytorch/tune",
     "python/oxytorch/trainer",
@@ -56,7 +58,7 @@ def programs(preset: str, *names: str) -> Stage:
 
 # Python: the files whose tests have another name than they.
 _FIRST = {
-    "python/oxytorch/generators.py": ("tests/optim/test_torch_cases.py",),
+    "python/oxytorch/generators.py": ("tests/generators/test_generators.py", "tests/optim/test_torch_cases.py"),
     "python/oxytorch/optim/optimizers.py": ("tests/optim/test_torch_cases.py", "tests/optim/test_bad_input.py"),
     "python/oxytorch/optim/options.py": ("tests/optim/test_bad_input.py",),
     "python/oxytorch/optim/origin.py": ("tests/optim/test_nan_origin.py",),
@@ -120,7 +122,7 @@ def stages_of(root: Path, path: str) -> list[Stage]:
     """Return the stages for a file; the last is all that tests its module."""
     module = path.split("/")[-2] if path.startswith("src/kernels/device") else path.split("/")[1]
     if path.endswith(".py"):
-        module = path.split("/")[2]
+        module = path.split("/")[2].removesuffix(".py")
         own = f"tests/{module}/test_{Path(path).stem}.py"
         default = (own,) if (root / own).exists() else ()
         if "/strategies/" in path:
