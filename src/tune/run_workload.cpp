@@ -122,19 +122,13 @@ Ruling RunWorkload::verify(Kind kind, bool glance) {
 std::optional<std::int64_t> RunWorkload::step_bytes() {
   if (!run_.device().is_cpu() || !memory::can_count()) return std::nullopt;
   const auto& batch = run_.batches().front();
-  restore();
-  std::int64_t bytes = 0;
-  {
-    const memory::Meter whole;
-    const auto before = run_.held_bytes(batch);
-    run_.step(batch);  // makes gradients and the optimizer's state
-    const auto made = whole.live_bytes();
-    const memory::Meter meter;
-    run_.step(batch);
-    bytes = before + made + meter.peak_bytes();
-  }
-  restore();
-  return bytes;
+  const memory::Meter whole;
+  const auto before = run_.held_bytes(batch);
+  run_.step(batch);  // makes gradients and the optimizer's state
+  const auto made = whole.live_bytes();
+  const memory::Meter meter;
+  run_.step(batch);
+  return before + made + meter.peak_bytes();
 }
 
 std::optional<std::string> RunWorkload::told(const std::exception& error) {

@@ -298,6 +298,16 @@ struct Tuner::Impl {
     return outcome;
   }
 
+  /// Looks at a combination from the state as held. It is restored with nothing active: what a strategy changed in the
+  /// model, a hook or a layout, would be put back under it.
+  template <typename Look>
+  auto from_start(const Names& names, const Look& look) {
+    timing.guarded({}, [&] { workload.restore(); });
+    auto found = timing.guarded(names, look);
+    timing.guarded({}, [&] { workload.restore(); });
+    return found;
+  }
+
   /// Lets the verifier judge a combination, once. A glance on the way finds what is grossly wrong before more is built
   /// on it.
   Ruling verify(const Names& names, bool glance = false) {
@@ -305,9 +315,7 @@ struct Tuner::Impl {
     if (const auto known = rulings.find({names, glance}); known != rulings.end()) return known->second;
     const double start = workload.seconds();
     workload.say("verifying " + joined(names, ""));
-    timing.guarded({}, [&] { workload.restore(); });
-    auto ruling = timing.guarded(names, [&] { return workload.verify(widest(names), glance); });
-    timing.guarded({}, [&] { workload.restore(); });
+    auto ruling = from_start(names, [&] { return workload.verify(widest(names), glance); });
     if (search) search->charge(workload.seconds() - start);
     return rulings[{names, glance}] = std::move(ruling);
   }
@@ -374,7 +382,7 @@ struct Tuner::Impl {
     const double start = workload.seconds();
     auto& found = bytes[names];
     try {
-      found = timing.guarded(names, [&] { return workload.step_bytes(); });
+      found = from_start(names, [&] { return workload.step_bytes(); });
     } catch (const SideFailed& failure) {  // it has run often enough to be kept, unless the step as given throws now
       warn("what a step takes with " + joined(names, "nothing") + " is not known: " + timing.blame(failure));
     }

@@ -125,7 +125,7 @@ class OXY_API Workload {
   virtual Ruling verify(Kind kind, bool glance) = 0;
 
   /// The most that tensors take in a step with what is active, model, optimizer and batch included; empty where that
-  /// cannot be measured. State is as restore() leaves it before and after.
+  /// cannot be measured. State is as restore() leaves it before; two steps are taken, after which it is restored.
   virtual std::optional<std::int64_t> step_bytes();
 
   // -- saying ---------------------------------------------------------------------------------------------------------

@@ -261,14 +261,12 @@ class RunWorkload(_native.Workload):
         run = self.run
         if not self.on_host() or not _memory.can_count():
             return None
-        self.restore()
         with Meter() as whole:
             before = run.held_bytes(run.batches[0])
             run.step(run.batches[0])  # makes gradients and the optimizer's state
             made = whole.live_bytes
             with Meter() as meter:
                 run.step(run.batches[0])
-        self.restore()
         return before + made + meter.peak_bytes
 
     # -- saying --------------------------------------------------------------------------------------------------
