@@ -63,6 +63,18 @@ TEST(VerdictTest, TheYardsticksOwnErrorIsAllowedThreeTimesAndOfFewElementsTen) {
   EXPECT_THAT(values_beyond(found, usual, kFloat32), SizeIs(2));
 }
 
+TEST(VerdictTest, OfASumThatCancelsTenTimesTheAllowanceIsRounding) {
+  auto usual = right();
+  usual.gradients = {{"a", 1e-7, 0.1, 10'000}, {"b", 1e-8, 1e-12, 100}};
+  auto found = right();
+  found.gradients[1] = {"b", 1e-6, 1e-12, 100};  // 1e-5 of all gradients together
+  EXPECT_THAT(values_beyond(found, usual, kFloat32), IsEmpty());
+  found.gradients[1].error = 1.3e-6;
+  EXPECT_THAT(values_beyond(found, usual, kFloat32), SizeIs(1));
+  found.gradients[1] = {"b", 1e-6, 1e-7, 100};
+  EXPECT_THAT(values_beyond(found, usual, kFloat32), SizeIs(1)) << "a small gradient does not cancel";
+}
+
 NamedChange update(const char* name, bool state = false) {
   return {name, {.error = 1e-9, .size = 1e-3, .unit = 1e-9, .bias_error = 1e-3, .ratio = 100}, 10'000, state};
 }
