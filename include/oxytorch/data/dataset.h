@@ -1,0 +1,70 @@
+/// Samples that can be read in any order, from the formats in which people have them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "oxytorch/data/value.h"
+
+namespace oxytorch::data {
+
+/// A fixed number of samples. Every method may be called by several threads at once.
+class OXY_API Dataset {
+ public:
+  Dataset() = default;
+  Dataset(const Dataset&) = delete;
+  Dataset& operator=(const Dataset&) = delete;
+  virtual ~Dataset();
+
+  [[nodiscard]] virtual const Schema& schema() const noexcept = 0;
+  [[nodiscard]] virtual std::int64_t size() const noexcept = 0;
+
+  /// Reads one sample; values may point into the dataset's files, which they keep open.
+  /// @throws Error  `Io` with file and offset where the sample is damaged or cannot be read, `OutOfRange` for an index
+  ///                that is not in [0, size).
+  [[nodiscard]] virtual Sample read(std::int64_t index) const = 0;
+
+  /// Says where a sample is, for error messages: "train-0003.tar, offset 51200".
+  [[nodiscard]] virtual std::string place(std::int64_t index) const = 0;
+
+  /// 16 hexadecimal digits that differ where names, sizes or times of the files do. A resumed run compares them.
+  [[nodiscard]] virtual std::string fingerprint() const = 0;
+
+  /// Tells the operating system that a sample is going to be read soon. Does nothing by default.
+  virtual void will_read(std::int64_t index) const;
+
+  /// Whether read() may wait for a network: such reads are given threads of their own.
+  [[nodiscard]] virtual bool remote() const noexcept { return false; }
+
+  /// Word of the format: "npy", "webdataset", "mds".
+  [[nodiscard]] virtual std::string format() const = 0;
+
+  /// Names of the classes where the labels are indices into them; empty where they are not.
+  [[nodiscard]] virtual std::vector<std::string> classes() const { return {}; }
+};
+
+/// Opens a file, a folder or a URL. The format is found by content, and by the names in a folder:
+/// a folder of class folders of images, WebDataset tar files (one, or "shard-{000..042}.tar", or a folder of them),
+/// MDS, .npy, Megatron (.idx and .bin), JSONL, safetensors, .beton, TFRecord, LitData.
+/// @throws Error  `NotFound` for what does not exist, `InvalidArgument` for what is none of these formats, `Io` for
+/// what is
+///                damaged; each with the path and what was found.
+OXY_API std::shared_ptr<const Dataset> open(const std::string& location);
+
+/// Opens a file without a header: samples of one dtype and shape, one after the other.
+OXY_API std::shared_ptr<const Dataset> open_raw(const std::string& location, DType dtype,
+                                                std::vector<std::int64_t> shape);
+
+/// Takes over an `ArrowArrayStream` of Arrow's C stream interface: tables of pyarrow, Hugging Face's datasets, polars.
+/// What it holds is not copied. Columns of numbers, booleans, text, binary, lists of numbers, and structs with `bytes`
+/// (images).
+/// @throws Error  `NotSupported` for a column of another type, by name.
+OXY_API std::shared_ptr<const Dataset> from_arrow(void* arrow_array_stream);
+
+/// Windows of `length + 1` tokens that overlap by one, as next-token training takes them: of a one-dimensional .npy, a
+/// raw file, Megatron documents or MDS tokens, read as one long text in order. One field "tokens", I64 of length + 1.
+OXY_API std::shared_ptr<const Dataset> token_windows(std::shared_ptr<const Dataset> tokens, std::int64_t length);
+
+}  // namespace oxytorch::data
