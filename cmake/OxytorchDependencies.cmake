@@ -1,9 +1,9 @@
 # Every third-party package, found, never fetched. Debian names are in cmake/apt-packages.txt.
 find_package(Threads REQUIRED)
+find_package(PkgConfig REQUIRED)
 find_package(hwy 1.0.3 QUIET CONFIG)
 if(NOT TARGET hwy::hwy)
   # Debian's libhwy-dev ships pkg-config only.
-  find_package(PkgConfig REQUIRED)
   pkg_check_modules(hwy REQUIRED IMPORTED_TARGET libhwy)
   add_library(hwy::hwy ALIAS PkgConfig::hwy)
 endif()
@@ -13,6 +13,14 @@ find_package(yaml-cpp REQUIRED CONFIG)
 if(TARGET yaml-cpp AND NOT TARGET yaml-cpp::yaml-cpp)
   add_library(yaml-cpp::yaml-cpp ALIAS yaml-cpp)
 endif()
+
+# The data pipeline: codecs, compression, checksums, URLs, JSON lines.
+foreach(library IN ITEMS jpeg:libjpeg spng:spng webp:libwebp zstd:libzstd xxhash:libxxhash curl:libcurl simdjson:simdjson)
+  string(REPLACE ":" ";" library ${library})
+  list(GET library 0 target)
+  list(GET library 1 package)
+  pkg_check_modules(${target} REQUIRED IMPORTED_TARGET ${package})
+endforeach()
 
 if(OXYTORCH_TORCH)
   find_package(Python3 COMPONENTS Interpreter Development.Module QUIET)

@@ -10,6 +10,8 @@
 #include "oxytorch/clock.h"
 #include "oxytorch/config.h"
 #include "oxytorch/config_use.h"
+#include "oxytorch/data.h"
+#include "oxytorch/data/tensors.h"
 #include "oxytorch/environment.h"
 #include "oxytorch/error.h"
 #include "oxytorch/host.h"

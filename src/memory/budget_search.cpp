@@ -13,9 +13,9 @@
 namespace oxytorch::memory {
 namespace {
 
-constexpr int kTries = 8;                // choices by prediction, before the lowest one is taken, or none
-constexpr std::int64_t kFineness = 500;  // parts of a peak to which the one that time allows is looked for
-constexpr double kLessTime = 0.9;        // of the time that was allowed, where its choice took too long
+constexpr int kTries = 8;                    // choices by prediction, before the lowest one is taken, or none
+constexpr std::int64_t kTimeFineness = 500;  // parts of a peak to which the one that time allows is looked for
+constexpr double kLessTime = 0.9;            // of the time that was allowed, where its choice took too long
 
 std::string milliseconds(double seconds) {
   char text[32];
@@ -59,7 +59,7 @@ std::optional<RecomputeChoice> BudgetSearch::next_least() {
   while (!is_over_ && tries_++ < kTries) {
     std::optional<RecomputePlan> best;
     std::int64_t low = floor_ - base_ - 1, high = plain;
-    while (high - low > std::max<std::int64_t>(plain / kFineness, 1)) {
+    while (high - low > std::max<std::int64_t>(plain / kTimeFineness, 1)) {
       const auto budget = low + (high - low) / 2;
       auto plan = find_plan(tape_, spans, budget);
       if (plan && plan->seconds <= allowed_seconds_) {

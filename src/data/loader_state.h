@@ -1,0 +1,22 @@
+/// Where a loader is, as text.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace oxytorch::data {
+
+struct LoaderState {
+  std::uint64_t seed = 0;
+  std::int64_t epoch = 0;
+  std::int64_t samples = 0;    ///< of the epoch, drawn by all processes
+  std::int64_t batch = 0;      ///< samples of all processes
+  std::string dataset, order;  ///< fingerprints
+};
+
+/// At most 256 bytes.
+std::string write_loader_state(const LoaderState& state);
+/// @throws Error  `InvalidArgument` for text that is no state.
+LoaderState read_loader_state(const std::string& text);
+
+}  // namespace oxytorch::data
