@@ -34,6 +34,7 @@ void bind_accelerator(py::module_& m);
 void bind_memory(py::module_& m);
 void bind_memory_manager(py::module_& m);
 void bind_memory_meter(py::module_& m);
+void bind_data(py::module_& m);
 void bind_trainer(py::module_& m);
 
 }  // namespace oxytorch::bindings

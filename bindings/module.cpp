@@ -55,6 +55,8 @@ PYBIND11_MODULE(_C, m) {
   bind_machine(machine);
   auto monitor = submodule("monitor", "Step and phase times, reports.");
   bind_monitor(monitor);
+  auto data = submodule("data", "Datasets, stages and the loader.");
+  bind_data(data);
   auto optim = submodule("optim", "The step tail.");
   bind_optim(optim);
   bind_optim_stability(optim);

@@ -25,6 +25,7 @@ __version__: str = _C.__version__
 
 from . import accelerator as accelerator
 from . import amp as amp
+from . import data as data
 from . import environment as environment
 from . import hpu as hpu
 from . import machine as machine

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 #: Modules of this package that add a subcommand, in the order of the help.
-COMMAND_MODULES = ("info", "demo", "bench", "plan", "backend", "environment", "tune.remember")
+COMMAND_MODULES = ("info", "demo", "bench", "plan", "data.convert", "backend", "environment", "tune.remember")
 
 GOOD, FOUND, BAD_USAGE = 0, 1, 2
 

@@ -8,6 +8,7 @@ from . import backend
 from . import environment
 from . import machine
 from . import monitor
+from . import data
 from . import optim
 from . import amp
 from . import trainer
@@ -20,6 +21,7 @@ __all__: list[str] = [
     "amp",
     "backend",
     "base",
+    "data",
     "environment",
     "machine",
     "memory",

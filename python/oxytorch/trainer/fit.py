@@ -19,7 +19,7 @@ from ..tune.batches import drawn_by, generators
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-__all__ = ["Callback", "FitResult"]
+__all__ = ["Callback", "FitResult", "position_of", "run_fit"]
 
 _REFRESH = 0.5  # seconds between two reads of the loss for the progress bar
 
@@ -133,12 +133,24 @@ def _set_epoch(loader: Any, epoch: int) -> None:
             tell(epoch)
 
 
+def position_of(loader: Any) -> Any:
+    """Return where a loader is that can say so, such as `oxytorch.data.Loader`; None of another."""
+    resumable = callable(getattr(loader, "load_state_dict", None)) and callable(getattr(loader, "state_dict", None))
+    return loader.state_dict() if resumable else None
+
+
 def _start_epoch(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Any]:
     """Return the epoch's iterator; after a resume, the one of the epoch broken off, moved to where it was."""
     if trainer.batch_in_epoch == 0 or trainer.resume_rng is None:
         trainer.batch_in_epoch = 0
         trainer.resume_rng = _epoch_rng(trainer, loader)
+        _set_epoch(loader, trainer.epoch)
         return iter(loader)
+    if trainer.loader_position is not None and position_of(loader) is not None:
+        resumable: Any = loader
+        resumable.load_state_dict(trainer.loader_position)
+        return iter(loader)
+    _set_epoch(loader, trainer.epoch)
     here = rng_state(trainer._params)
     set_rng_state(trainer.resume_rng)
     for generator, state in zip(generators(loader), trainer.resume_rng.get("loader", []), strict=False):
@@ -169,7 +181,8 @@ def _save(trainer: Trainer) -> None:
         return
     state = trainer.state_dict()
     extra = {
-        key: state[key] for key in ("counters", "rng", "epoch_rng", "decisions", "ema", "gradients", "early_stopping")
+        key: state[key]
+        for key in ("counters", "rng", "epoch_rng", "loader", "decisions", "ema", "gradients", "early_stopping")
     }
     checkpointer.save(
         trainer.global_step,
@@ -226,12 +239,11 @@ def run_fit(
     trainer._decisions.steps = planned
     for listener in listeners:
         listener.on_fit_start(trainer)
-    with _Signals() as signals, _Bar(_shows_bar(trainer, progress), planned) as bar:
+    with trainer._drawing_from(loader), _Signals() as signals, _Bar(_shows_bar(trainer, progress), planned) as bar:
         while (epochs is None or trainer.epoch < epochs) and (max_steps is None or trainer.global_step < max_steps):
             began = time.monotonic()
             total: torch.Tensor | None = None
             seen = 0
-            _set_epoch(loader, trainer.epoch)
             iterator = _start_epoch(trainer, loader)
             ended = True
             while True:

@@ -23,7 +23,7 @@ from ..tune.checkpointing import StepStart
 from ..tune.run import Run, told
 from .decisions import Decisions
 from .early_stopping import EarlyStopping
-from .fit import Callback, FitResult, run_fit
+from .fit import Callback, FitResult, position_of, run_fit
 from .settings import Settings, beside, check_arguments, resolve
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class Trainer:
         self.epoch = 0
         self.batch_in_epoch = 0
         self.resume_rng: dict[str, Any] | None = None
+        self.loader_position: Any = None  #: of a loader that can say where it is, as `fit` or a loaded state left it
+        self._loader: Any = None  # what fit draws from
         self._stop_reason: str | None = None
         self._stopping: EarlyStopping | None = None
         self._stopping_loaded = False
@@ -477,6 +479,7 @@ class Trainer:
             "gradients": [p.grad for p in self._params] if self._run.micro else None,
             "rng": rng_state(self._params),
             "epoch_rng": self.resume_rng,
+            "loader": self.loader_position if self._loader is None else position_of(self._loader),
             "decisions": self._decisions.state(),
             "early_stopping": None if self._stopping is None else self._stopping.state_dict(),
         }
@@ -514,7 +517,18 @@ class Trainer:
             stopping.load_state_dict(state["early_stopping"])
             self._stopping_loaded = True
         self.resume_rng = state["epoch_rng"]
+        self.loader_position = state.get("loader")
         set_rng_state(state["rng"])
+
+    @contextmanager
+    def _drawing_from(self, loader: Any) -> Iterator[None]:
+        """Know the loader inside, so that a state that is saved there says where it is, and remember where it ended."""
+        self._loader = loader
+        try:
+            yield
+        finally:
+            self.loader_position = position_of(loader)
+            self._loader = None
 
     def _load_averages(self, averages: Any) -> None:
         """Take over averages of a state, whoever kept them then and keeps them now."""

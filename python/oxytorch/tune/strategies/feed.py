@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ... import _C
 from ..batches import can_visit, visit
-from ..feed import Prefetched
+from ..feed import Prefetched, loader_options
 from ..record import rng_digest
 from ..strategy import Strategy, strategy
 
@@ -109,14 +109,5 @@ class LoaderWorkers(_Feed):
         return super().applies(run)
 
     def _made(self, loader: Any) -> Iterable[Any]:
-        return DataLoader(
-            loader.dataset,
-            batch_sampler=loader.batch_sampler,
-            num_workers=max(1, min(_MOST_WORKERS, int(_C.base.cores()["usable"]))),
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            pin_memory_device=loader.pin_memory_device,
-        )
+        workers = max(1, min(_MOST_WORKERS, int(_C.base.cores()["usable"])))
+        return DataLoader(**loader_options(loader, num_workers=workers))

@@ -1,0 +1,243 @@
+"""Datasets written anew, and `oxytorch convert`: into MDS shards, or into tokens in Megatron's format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._C import data as _native
+from ..base import format_size, parse_size
+from . import sources
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..cli import Commands
+
+__all__ = ["add_command", "convert", "tokenize"]
+
+_PIECE = 1024  # texts that are made tokens at once
+
+Progress = Callable[[int], object]
+
+
+def convert(
+    source: Any,
+    target: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    shard_size: int | str = "64MB",
+    compress: bool = False,
+    resize: int = 0,
+    quality: int = 90,
+    threads: int | str = "auto",
+    progress: Progress | None = None,
+) -> _native.Converted:
+    """Write a dataset into a folder, in a format that is read fast and that others read too.
+
+    Shards appear whole, with their hashes in the index, which comes last. An interrupted conversion to MDS goes on
+    behind the last shard when it is called again.
+
+    Parameters
+    ----------
+    source : Dataset, str, path or object
+        A dataset or what `open` takes.
+    target : str or path
+        A folder that is new, empty or holds the begun conversion.
+    format : {"mds", "megatron"}, optional
+        megatron where samples are tokens alone, else mds, unless given.
+    shard_size : int or str
+        Bytes of an MDS shard.
+    compress : bool
+        MDS shards by zstd: for slow storage. It makes reading slower from a fast disk.
+    resize : int
+        Shorter side to which larger images are shrunk; they become JPEGs. 0 keeps the images as they are.
+    quality : int
+        Of those JPEGs.
+    threads : int or "auto"
+    progress : callable, optional
+        Called with the number of samples that are written.
+
+    Raises
+    ------
+    ValueError
+        For fields that the format cannot hold, and a folder that holds something else.
+    RuntimeError
+        Where the folder holds a conversion of another dataset or with other options.
+    OSError
+    """
+    dataset = source if isinstance(source, _native.Dataset) else sources.open(source)
+    shard_bytes = parse_size(shard_size) if isinstance(shard_size, str) else shard_size
+    count = 0 if threads == "auto" else int(threads)
+    return _native.convert(
+        dataset, os.fspath(target), format or "", shard_bytes, compress, resize, quality, count, progress
+    )
+
+
+def tokenize(
+    source: Any,
+    prefix: str | os.PathLike[str],
+    tokenizer: Any,
+    *,
+    text: str = "text",
+    end: int | None = None,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> _native.Converted:
+    """Make the texts of a dataset tokens: a document each, in Megatron's ``prefix.bin`` and ``prefix.idx``.
+
+    Parameters
+    ----------
+    source : Dataset, str, path or object
+        A dataset or what `open` takes.
+    prefix : str or path
+    tokenizer : object, str or callable
+        Of the ``tokenizers`` library, the path of its ``tokenizer.json``, a tokenizer of ``transformers``, or a
+        function of a
+        list of texts that returns a list of lists of token numbers.
+    text : str
+        The field with the text.
+    end : int, optional
+        Token that follows each document.
+    dtype : {"uint16", "int32"}, optional
+        uint16 where the tokenizer is known to have no more than 65,536 tokens, else int32.
+
+    Raises
+    ------
+    ValueError
+        Where there is no such field, files of that name exist, or a token does not fit the dtype.
+    """
+    dataset = source if isinstance(source, _native.Dataset) else sources.open(source)
+    fields = {field.name: field.kind for field in dataset.schema}
+    if fields.get(text) != "text":
+        raise ValueError(f"there is no field {text!r} of text; the fields are {fields}.")
+    encode, vocabulary = _encoder(tokenizer)
+    dtype = dtype or ("uint16" if vocabulary is not None and vocabulary <= 1 << 16 else "int32")
+    if dtype not in ("uint16", "int32"):
+        raise ValueError(f"dtype is {dtype!r}, expected uint16 or int32.")
+    most = (1 << 16 if dtype == "uint16" else 1 << 31) - 1
+    path = Path(prefix)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = _native.MegatronWriter(str(path), dtype)
+    count = len(dataset)
+    for first in range(0, count, _PIECE):
+        texts = [dataset[i][text] for i in range(first, min(first + _PIECE, count))]
+        for at, numbers in enumerate(encode(texts)):
+            document = torch.tensor([*numbers, *([] if end is None else [end])], dtype=torch.int64)
+            if document.numel() and not 0 <= int(document.min()) <= int(document.max()) <= most:
+                raise ValueError(f"a token of text {first + at} does not fit {dtype}: tokens must be 0 to {most}.")
+            writer.add(document.to(getattr(torch, dtype)))
+        if progress is not None:
+            progress(min(first + _PIECE, count))
+    return _native.Converted("megatron", count, writer.finish())
+
+
+def _encoder(tokenizer: Any) -> tuple[Callable[[list[str]], Sequence[Sequence[int]]], int | None]:
+    """A function of many texts, and the number of tokens where it is known."""
+    if isinstance(tokenizer, (str, os.PathLike)):
+        try:
+            from tokenizers import Tokenizer  # noqa: PLC0415  (only where such a file is given)
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(f"{tokenizer} takes the tokenizers library: pip install tokenizers.") from None
+        tokenizer = Tokenizer.from_file(os.fspath(tokenizer))
+    if hasattr(tokenizer, "encode_batch"):
+        return lambda texts: [one.ids for one in tokenizer.encode_batch(texts)], tokenizer.get_vocab_size()
+    if hasattr(tokenizer, "vocab_size") and callable(tokenizer):
+        return lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"], len(tokenizer)
+    if callable(tokenizer):
+        return tokenizer, None
+    raise TypeError(
+        f"a {type(tokenizer).__qualname__} is no tokenizer: give a tokenizer.json or a function of a list of texts."
+    )
+
+
+def add_command(commands: Commands) -> None:
+    """Add `convert` to the command."""
+    parser = commands.add_parser(
+        "convert",
+        help="write a dataset anew, in a format that is read fast",
+        description="Writes images and records as MDS shards, tokens in Megatron's format; with --tokenizer texts "
+        "become tokens. An interrupted conversion to MDS goes on when the command is given again. Exit status: 0 "
+        "written, 2 bad usage.",
+    )
+    parser.add_argument("source", help="what oxytorch.data.open takes: a file, a folder or a URL")
+    parser.add_argument("target", help="a folder; with --tokenizer the path of the files without .bin and .idx")
+    parser.add_argument("--format", choices=("mds", "megatron"), help="megatron for tokens alone, else mds")
+    parser.add_argument("--shard-size", default="64MB", metavar="SIZE", help="bytes of an MDS shard (64MB)")
+    parser.add_argument("--compress", action="store_true", help="MDS shards by zstd")
+    parser.add_argument("--resize", type=int, default=0, metavar="N", help="shrink images to this shorter side")
+    parser.add_argument("--quality", type=int, default=90, metavar="N", help="of images that were shrunk (90)")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads (one a core)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json of the tokenizers library")
+    parser.add_argument("--text", default="text", metavar="FIELD", help="the field with the text (text)")
+    parser.add_argument("--end", type=int, metavar="TOKEN", help="token that follows each document")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    began = time.monotonic()
+    try:
+        dataset = sources.open(arguments.source)
+        with _shown(len(dataset)) as progress:
+            if arguments.tokenizer is not None:
+                made = tokenize(
+                    dataset,
+                    arguments.target,
+                    arguments.tokenizer,
+                    text=arguments.text,
+                    end=arguments.end,
+                    progress=progress,
+                )
+            else:
+                made = convert(
+                    dataset,
+                    arguments.target,
+                    format=arguments.format,
+                    shard_size=arguments.shard_size,
+                    compress=arguments.compress,
+                    resize=arguments.resize,
+                    quality=arguments.quality,
+                    threads=arguments.threads or "auto",
+                    progress=progress,
+                )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        print(f"oxytorch convert: {error}", file=sys.stderr)
+        return 2
+    seconds = time.monotonic() - began
+    told = {
+        "source": dataset.format, "target": made.format, "samples": made.samples, "bytes": made.bytes,
+        "resumed": made.resumed, "seconds": round(seconds, 3),
+    }  # fmt: skip
+    if arguments.json:
+        print(json.dumps(told, indent=1))
+        return 0
+    before = f", {made.resumed} of them before" if made.resumed else ""
+    print(
+        f"{made.samples} samples of {dataset.format}{before} are {format_size(made.bytes)} of {made.format} in "
+        f"{arguments.target}, after {seconds:.1f} s."
+    )
+    return 0
+
+
+@contextmanager
+def _shown(total: int) -> Iterator[Progress | None]:
+    """A progress bar where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console  # noqa: PLC0415  (slow to import, and only for the bar)
+    from rich.progress import Progress as Bar  # noqa: PLC0415
+
+    with Bar(console=Console(stderr=True)) as bar:
+        task = bar.add_task("converting", total=total)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,0 +1,209 @@
+"""The loader: batches of a dataset, made ahead by threads, resumable anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .._C import data as _native
+from .sampling import Sampling, sampler_of
+from .sources import PythonSource
+from .transforms import Normalize
+
+__all__ = ["Loader"]
+
+
+class Loader:
+    """Iterates a dataset in batches.
+
+    An epoch is one ``for`` loop; after one that ends early the next loop begins the next epoch. The stream of batches
+    depends on the dataset, the order, `seed` and the global batch size alone: not on threads, prefetching, caching, and
+    not on how many processes share a global batch.
+
+    Parameters
+    ----------
+    dataset : Dataset or object
+        What `open` gives, or a map-style dataset of Python's: that one is called by threads that share the interpreter,
+        and batches have the structure of its samples.
+    batch_size : int
+        Of this process.
+    transform : sequence
+        Stages for each sample, such as ``[RandomResizedCrop(224), HorizontalFlip(), Normalize()]``. A function of your
+        own takes and returns a dict of the sample's fields (an image is uint8 of height x width x channels); it runs
+        under the interpreter's lock, and `stats` shows what it takes. `MixUp` and `CutMix` work on whole batches,
+        behind all others.
+    shuffle : bool, Weighted, Bucketed or ShuffledBlocks
+    seed : int
+        Of the order and of all randomness of stages.
+    rank, world_size : int, optional
+        Of this process; those of torch.distributed where it is initialized, else 0 and 1.
+    drop_last : bool
+        Whether an epoch ends before a batch that is not full.
+    threads : int or "auto"
+        "auto": as many as the process has cores.
+    prefetch : int or "auto"
+        Batches made ahead.
+    cache : Cache, str or None
+        For samples as they are read: a `Cache`, or its memory ("2GB", "30%", "auto"). JPEGs are kept without their
+        Huffman coding, so that later epochs decode faster, to the same pixels. None: nothing is kept.
+    on_error : {"raise", "skip", "replace"}
+        What happens at a sample that cannot be read or decoded: an error with its file and offset, the batch is
+        smaller, or the next sample that can be read is taken.
+    boxes, masks, per_box : str, sequence of str, sequence of str
+        Fields that move with the image: float32 boxes of [n, 4] (x0, y0, x1, y1), encoded masks, and fields with a row
+        for each box, which lose the rows of boxes that leave the image.
+    pad : mapping of str to float or None
+        Fields whose samples differ in length, and what they are filled up with to the longest of a batch. Others of
+        them, and those with None, are lists of tensors. Of a dataset of Python's each such field is to be named here.
+    channels_last : bool
+        Images as batch x height x width x channels.
+    collate : callable, optional
+        Takes the batch as a dict and returns what the loop is to get.
+    device : torch.device, optional
+        Where batches are moved, without waiting; those for a GPU are made in pinned memory.
+
+    Raises
+    ------
+    ValueError
+        For an option that cannot be, with the value.
+
+    Examples
+    --------
+    >>> stages = [RandomResizedCrop(224), HorizontalFlip(), Normalize()]
+    >>> for batch in Loader(open("imagenet/train"), 256, stages, shuffle=True):
+    ...     train(batch["image"], batch["label"])
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        transform: Sequence[Any] = (),
+        *,
+        shuffle: bool | Sampling = False,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = False,
+        threads: int | str = "auto",
+        prefetch: int | str = "auto",
+        cache: _native.Cache | str | None = None,
+        on_error: str = "raise",
+        boxes: str = "",
+        masks: Sequence[str] = (),
+        per_box: Sequence[str] = (),
+        pad: Mapping[str, float | None] | None = None,
+        channels_last: bool = False,
+        collate: Callable[[dict[str, Any]], Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._source = None if isinstance(dataset, _native.Dataset) else PythonSource(dataset, pad or ())
+        self.dataset = dataset
+        native = dataset if self._source is None else self._source.native
+        self._collate = collate
+        self._left_off = False
+        self.device = None if device is None else torch.device(device)
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        options = _native.LoaderOptions()
+        options.batch_size = batch_size
+        options.seed = seed
+        options.rank = rank if rank is not None else torch.distributed.get_rank() if distributed else 0
+        options.world_size = (
+            world_size if world_size is not None else torch.distributed.get_world_size() if distributed else 1
+        )
+        options.drop_last = drop_last
+        options.threads = _number(threads, "threads")
+        options.prefetch = _number(prefetch, "prefetch")
+        options.set_on_error(on_error)
+        options.boxes, options.masks, options.per_box = boxes, list(masks), list(per_box)
+        options.pad = [(field, value) for field, value in (pad or {}).items() if value is not None]
+        options.set_channels_last(channels_last)
+        if batch_size > 0:  # else the native loader says so
+            options.set_sampler(sampler_of(shuffle, len(native), batch_size))
+        if cache is not None:
+            options.cache = _native.Cache(cache) if isinstance(cache, str) else cache
+            options.strip_jpegs = True
+        stages: list[_native.Stage] = []
+        batch_stages: list[_native.BatchStage] = []
+        for one in transform:
+            if isinstance(one, Normalize):
+                options.normalize(one.mean, one.std, one.dtype)
+            elif isinstance(one, _native.Stage):
+                stages.append(one)
+            elif isinstance(one, _native.BatchStage):
+                batch_stages.append(one)
+            elif callable(one):
+                stages.append(_native.function_stage(getattr(one, "__name__", type(one).__name__), one))
+            else:
+                raise TypeError(
+                    f"a transform is a {type(one).__qualname__}, expected a stage or a function of a sample."
+                )
+        options.set_stages(stages)
+        options.set_batch_stages(batch_stages)
+        if self.device is not None and self.device.type == "cuda":
+            options.pin_memory()
+        self._native = _native.Loader(native, options)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._left_off:  # by a loop that ended early
+            self._native.set_epoch(self.epoch + 1)
+        self._left_off = True
+        while (batch := self._native.next()) is not None:
+            yield self._given(batch)
+        self._left_off = False
+
+    def __len__(self) -> int:
+        return len(self._native)
+
+    def _given(self, columns: dict[str, Any]) -> Any:
+        batch = columns if self._source is None else self._source.batch(columns)
+        if self.device is not None:
+            device = self.device
+            batch = tree_map(
+                lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
+            )
+        return batch if self._collate is None else self._collate(batch)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch is of."""
+        return self._native.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch anew; `Trainer.fit` does it. Nothing changes where the loader stands there already."""
+        self._native.set_epoch(epoch)
+        self._left_off = False
+
+    def state_dict(self) -> dict[str, str]:
+        """Return where the loader is: text of at most 256 bytes."""
+        return {"loader": self._native.state()}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Go on where a loader with this state was.
+
+        Threads, rank and world size may differ, the global batch size must not.
+
+        Raises
+        ------
+        RuntimeError
+            Where the dataset's files, the order or the global batch size are others.
+        """
+        if "loader" not in state:
+            raise ValueError(f"this is no state of a loader: it has {sorted(state)}.")
+        self._native.load_state(state["loader"])
+        self._left_off = False
+
+    def stats(self) -> dict[str, Any]:
+        """Return where time goes: seconds of all threads by stage, what the loop waited, hits of the cache."""
+        return self._native.stats()
+
+
+def _number(value: int | str, name: str) -> int:
+    if value == "auto":
+        return 0
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f'{name} is {value!r}, expected a number of at least 1 or "auto".')
+    return value

@@ -1,0 +1,81 @@
+"""Orders in which a loader draws; each is a plain description that the loader makes its sampler of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .._C import data as _native
+
+__all__ = ["Bucketed", "Sampling", "ShuffledBlocks", "Weighted", "sampler_of"]
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Draws with replacement, each sample with a probability in proportion to its weight.
+
+    Parameters
+    ----------
+    weights : sequence of float
+        One a sample.
+    draws : int, optional
+        An epoch's; as many as there are samples unless given.
+    """
+
+    weights: Sequence[float]
+    draws: int | None = None
+
+
+@dataclass(frozen=True)
+class Bucketed:
+    """A random order in which samples of like length come together in batches, so that padding takes little.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        One a sample.
+    window : int
+        Samples among which like lengths are looked for.
+    """
+
+    lengths: Sequence[int]
+    window: int = 4096
+
+
+@dataclass(frozen=True)
+class ShuffledBlocks:
+    """A random order in which what lies together is read together.
+
+    Parameters
+    ----------
+    block : int
+        Consecutive samples that stay together.
+    window : int
+        Blocks whose samples are mixed.
+    """
+
+    block: int = 256
+    window: int = 16
+
+
+Sampling = Weighted | Bucketed | ShuffledBlocks
+
+
+def sampler_of(order: Sampling | bool | _native.Sampler, size: int, batch: int) -> _native.Sampler:
+    """Make the sampler of a set of `size` samples; True shuffles, False does not."""
+    if isinstance(order, _native.Sampler):
+        return order
+    if isinstance(order, Weighted):
+        _matches(len(order.weights), size, "weights")
+        return _native.weighted(list(order.weights), size if order.draws is None else order.draws)
+    if isinstance(order, Bucketed):
+        _matches(len(order.lengths), size, "lengths")
+        return _native.bucketed(list(order.lengths), batch, order.window)
+    if isinstance(order, ShuffledBlocks):
+        return _native.shuffled_blocks(size, order.block, order.window)
+    return _native.shuffled(size) if order else _native.sequential(size)
+
+
+def _matches(found: int, size: int, what: str) -> None:
+    if found != size:
+        raise ValueError(f"there are {found} {what} for {size} samples; give one for each.")

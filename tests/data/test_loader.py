@@ -1,0 +1,248 @@
+"""The loader from Python: structure, resume, errors, and as a part of a training run."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oxytorch as ox
+import pytest
+import torch
+from torch import Tensor, nn
+
+N = 48
+
+
+class Pairs(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """(features, label), as torch's datasets give them."""
+
+    def __init__(self, size: int = N) -> None:
+        torch.manual_seed(0)
+        self.x, self.y = torch.randn(size, 5), torch.randint(3, (size,))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index], int(self.y[index])
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Any:
+    np.save(tmp_path / "x.npy", np.arange(N * 4, dtype=np.float32).reshape(N, 4))
+    return ox.data.open(tmp_path / "x.npy")
+
+
+def test_a_dataset_of_pythons_keeps_its_structure() -> None:
+    data = Pairs()
+    loader = ox.data.Loader(data, 10)
+    batches = list(loader)
+    assert len(batches) == len(loader) == 5
+    assert all(isinstance(batch, tuple) for batch in batches)
+    assert torch.equal(torch.cat([x for x, _ in batches]), data.x)
+    assert torch.equal(torch.cat([y for _, y in batches]), data.y)
+
+
+class Records:
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "text": f"text {index}", "raw": bytes([index]), "ids": np.full(index + 1, index), "score": index / 4,
+            "flag": index > 2,
+        }  # fmt: skip
+
+
+def test_fields_of_every_kind() -> None:
+    (batch,) = ox.data.Loader(Records(), 5, pad={"ids": None})
+    assert [ids.tolist() for ids in batch["ids"]] == [[i] * (i + 1) for i in range(5)]
+    (padded,) = ox.data.Loader(Records(), 5, pad={"ids": -1})
+    assert padded["ids"][1].tolist() == [1, 1, -1, -1, -1]
+    with pytest.raises(ValueError, match="name the field in pad"):
+        list(ox.data.Loader(Records(), 5))
+    assert batch["text"] == [f"text {i}" for i in range(5)]
+    assert batch["raw"] == [bytes([i]) for i in range(5)]
+    assert batch["score"].tolist() == [0, 0.25, 0.5, 0.75, 1.0]
+    assert batch["flag"].tolist() == [False, False, False, True, True]
+
+
+def test_the_same_order_on_any_threads(numbers: Any) -> None:
+    streams = [
+        [
+            batch["array"].clone()
+            for _ in range(3)
+            for batch in ox.data.Loader(numbers, 7, shuffle=True, seed=5, threads=t)
+        ]
+        for t in (1, 3)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*streams, strict=True))
+    whole = torch.cat(streams[0][:7])
+    assert not torch.equal(whole, torch.cat([b["array"] for b in ox.data.Loader(numbers, 7)]))
+    assert sorted(whole[:, 0].tolist()) == list(range(0, N * 4, 4))
+
+
+def test_it_goes_on_where_it_was(numbers: Any) -> None:
+    def loader(**options: Any) -> Any:
+        return ox.data.Loader(numbers, 5, shuffle=True, seed=1, **options)
+
+    whole = [batch["array"].clone() for _, batch in zip(range(25), epochs(loader()), strict=False)]
+    first = loader()
+    stream = epochs(first)
+    for _ in range(13):
+        next(stream)
+    state = first.state_dict()
+    assert len(str(state["loader"])) <= 256
+    second = loader(threads=1, prefetch=1)
+    second.load_state_dict(state)
+    for expected, batch in zip(whole[13:], epochs(second), strict=False):
+        assert torch.equal(batch["array"], expected)
+    with pytest.raises(RuntimeError, match="batches of 5 samples over all processes"):
+        ox.data.Loader(numbers, 6, shuffle=True).load_state_dict(state)
+    with pytest.raises(ValueError, match="no state of a loader"):
+        first.load_state_dict({"else": "1"})
+
+
+def epochs(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def test_a_loop_that_ends_early_is_followed_by_the_next_epoch(numbers: Any) -> None:
+    loader = ox.data.Loader(numbers, 5, shuffle=True)
+    next(iter(loader))
+    (again, *_), other = list(loader), ox.data.Loader(numbers, 5, shuffle=True)
+    assert loader.epoch == 2
+    other.set_epoch(1)
+    assert torch.equal(next(iter(other))["array"], again["array"])
+
+
+def test_a_stage_and_a_collate_function_of_the_users(numbers: Any) -> None:
+    def doubled(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"array": sample["array"] * 2}
+
+    loader = ox.data.Loader(numbers, 4, [doubled], collate=lambda batch: batch["array"].sum())
+    assert float(sum(loader)) == 2 * sum(range(N * 4))
+    assert loader.stats()["stage_seconds"]["doubled"] > 0
+
+    def broken(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["array"][0] == 8:
+            raise KeyError("mine")
+        return sample
+
+    with pytest.raises(RuntimeError, match=r"sample 2 \(.*x\.npy.*stage broken: KeyError: 'mine'"):
+        list(ox.data.Loader(numbers, 4, [broken]))
+    assert len(list(ox.data.Loader(numbers, 4, [broken], on_error="skip"))) == N // 4
+
+
+def test_weights_decide_how_often(numbers: Any) -> None:
+    weights = [0.0] * N
+    weights[7] = weights[9] = 1.0
+    drawn = [batch["array"][:, 0] for batch in ox.data.Loader(numbers, 8, shuffle=ox.data.Weighted(weights, draws=64))]
+    assert set(torch.cat(drawn).tolist()) == {28.0, 36.0}
+    with pytest.raises(ValueError, match="3 weights for 48 samples"):
+        ox.data.Loader(numbers, 8, shuffle=ox.data.Weighted([1, 2, 3]))
+
+
+def test_batches_outlive_the_loader(numbers: Any) -> None:
+    loader = ox.data.Loader(numbers, 6)
+    kept = [batch["array"] for batch in loader]
+    del loader
+    assert torch.equal(torch.cat(kept).flatten(), torch.arange(N * 4.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size is 0"),
+        ({"threads": 0}, ValueError, "threads is 0"),
+        ({"threads": "many"}, ValueError, "threads is 'many'"),
+        ({"prefetch": -2}, ValueError, "prefetch is -2"),
+        ({"rank": 3, "world_size": 2}, ValueError, "rank 3 of world_size 2"),
+        ({"on_error": "ignore"}, ValueError, "on_error is 'ignore'"),
+        ({"transform": [3]}, TypeError, "a transform is a int"),
+        ({"boxes": "array"}, ValueError, "float32 of"),
+        ({"masks": ["array"]}, ValueError, "no encoded image"),
+        ({"cache": "many"}, ValueError, "many"),
+    ],
+)
+def test_what_cannot_be_meant(numbers: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ox.data.Loader(numbers, **{"batch_size": 4, **options})
+
+
+def test_what_is_no_dataset() -> None:
+    with pytest.raises(TypeError, match="no len"):
+        ox.data.Loader(iter([1]), 4)
+    with pytest.raises(ValueError, match="empty"):
+        ox.data.Loader([], 4)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ox.data.open("/nowhere/at/all")
+
+
+def test_ctrl_c_ends_the_wait() -> None:
+    class Gate(Pairs):
+        gate = threading.Event()
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            if index > 0:
+                self.gate.wait(60)
+            return super().__getitem__(index)
+
+    data = Gate()
+    loader = ox.data.Loader(data, 4)
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(loader))
+    data.gate.set()
+    assert len(list(loader)) > 0
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def loader_of(**options: Any) -> Any:
+    return ox.data.Loader(Pairs(), 6, shuffle=True, seed=2, **options)
+
+
+def test_a_trainer_resumes_in_the_middle_of_an_epoch() -> None:
+    def trainer() -> Any:
+        return ox.Trainer(*model_and_optimizer(), nn.CrossEntropyLoss(), config="basic")
+
+    whole = trainer()
+    whole.fit(loader_of(), epochs=3)
+    first = trainer()
+    first.fit(loader_of(), epochs=3, max_steps=11)
+    state = copy.deepcopy(first.state_dict())
+    assert state["loader"] is not None
+    second, drawn = trainer(), loader_of(threads=1)
+    second.load_state_dict(state)
+    second.fit(drawn, epochs=3)
+    assert drawn.stats()["batches"] == 3 * 8 - 11, "no batch is drawn only to be passed over"
+    for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    third = trainer()  # the same run, in two calls
+    again = loader_of()
+    third.fit(again, epochs=3, max_steps=11)
+    third.fit(again, epochs=3)
+    for a, b in zip(whole.model.parameters(), third.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_accelerate_leaves_the_loader_where_it_was() -> None:
+    loader = loader_of()
+    expected = [y.tolist() for _, y in loader_of()]
+    plan = ox.accelerate(
+        *model_and_optimizer(), nn.CrossEntropyLoss(), loader, tune_seconds=1.0, remember=False, level="basic"
+    )
+    assert [y.tolist() for _, y in plan.data] == expected
+    plan.revert()
