@@ -287,16 +287,21 @@ std::vector<ConfigWord> make_words() {
          "the loader that you make decides it. oxytorch.memory.largest_batch() finds the largest that fits and "
          "batch_curve() the fastest (C++: oxytorch::largest_batch, batch_curve); give that to the loader.",
          /*is_switch=*/true);
-  refuse({"num_workers"},
-         "the loader that you make decides it. Give it num_workers; oxytorch.accelerate(..., loop='plan') tries more "
-         "of them on a torch DataLoader.");
-  refuse({"prefetch_factor", "prefetch", "shuffle"},
-         "the loader that you make decides it, until the module data has one. Give it to torch's DataLoader.");
+  refuse(
+      {"num_workers"},
+      "the loader that you make decides it. Give num_workers to torch's DataLoader, of which oxytorch.accelerate(..., "
+      "loop='plan') tries more, or threads to oxytorch.data.Loader.");
+  refuse(
+      {"prefetch_factor", "prefetch", "shuffle"},
+      "the loader that you make decides it. Give it to oxytorch.data.Loader (C++: oxytorch::data::LoaderOptions) or to "
+      "torch's DataLoader.");
   refuse({"pin_memory", "persistent_workers", "drop_last"},
-         "the loader that you make decides it, until the module data has one. Give it to torch's DataLoader.",
+         "the loader that you make decides it. Give it to torch's DataLoader; oxytorch.data.Loader pins what goes to a "
+         "GPU.",
          /*is_switch=*/true);
-  refuse({"cache_size", "cache_limit", "cache_dir", "data_cache"},
-         "samples are cached by a later module, data. Leave it out.");
+  refuse(
+      {"cache_size", "cache_limit", "cache_dir", "data_cache"},
+      "the loader that you make decides it. Give cache to oxytorch.data.Loader (C++: oxytorch::data::LoaderOptions).");
   refuse({"cpu_offload", "offload", "optimizer_offload"}, "offloading comes with a later module, memory. Leave it out.",
          /*is_switch=*/true);
   refuse({"max_gpu_memory", "gpu_memory_fraction", "memory_fraction", "gpu_memory_limit"},
