@@ -45,7 +45,7 @@ listed=$("$VENV/bin/python3" tools/extras.py build test lint docs demo)
 mapfile -t needs <<<"$listed"
 say "Installing ${#needs[@]} Python packages"
 "${pip[@]}" --constraint <(echo "torch==$installed") "${needs[@]}"
-listed=$("$VENV/bin/python3" tools/extras.py peers)
+listed=$("$VENV/bin/python3" tools/extras.py peers formats)
 mapfile -t peers <<<"$listed"
 say "Installing ${#peers[@]} libraries that tests compare with"
 "${pip[@]}" --no-deps "${peers[@]}"
