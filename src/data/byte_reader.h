@@ -37,7 +37,7 @@ template <class T>
 }
 
 /// A cursor over bytes that begin at offset `base` of `location`.
-/// @throws Error  `Io` with location and offset for what ends behind the bytes.
+/// Errors: `Io` with location and offset for what ends behind the bytes.
 class ByteReader {
  public:
   ByteReader(std::span<const std::byte> bytes, const std::string& location, std::uint64_t base = 0)

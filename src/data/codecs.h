@@ -25,16 +25,14 @@ bool read_jpeg_coefficients(std::span<const std::byte> jpeg, CoefficientWriter& 
 
 /// Whether an image may have that size: at most 2^28 pixels, and at most as many a byte as its format can code.
 bool plausible_size(std::int64_t width, std::int64_t height, std::size_t bytes, std::int64_t pixels_per_byte) noexcept;
-/// @throws Error  `Io` where it may not.
+/// Errors: `Io` where it may not.
 void check_size(const char* format, std::int64_t width, std::int64_t height, std::size_t bytes,
                 std::int64_t pixels_per_byte);
 
 /// `crop`, or the whole image where there is none.
-/// @throws Error  `InvalidArgument` where it is empty or not inside of the image.
+/// Errors: `InvalidArgument` where it is empty or not inside of the image.
 Box resolve_crop(const std::optional<Box>& crop, int width, int height);
 
-/// Pixels of any value.
-Pixels make_pixels(int width, int height, int channels);
 /// Copies `count` RGB pixels, or makes them gray where `channels` is 1: 0.299 R + 0.587 G + 0.114 B.
 void write_rgb(const std::uint8_t* rgb, std::size_t count, int channels, std::uint8_t* out) noexcept;
 /// At least `bytes` of memory that the calling thread's next call gives again.

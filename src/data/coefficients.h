@@ -70,7 +70,7 @@ class OXY_API CoefficientWriter {
 /// bytes that it was given, whatever they hold.
 class OXY_API CoefficientReader {
  public:
-  /// @throws Error  `Io` where sizes and offsets are not those of a packed image of this version.
+  /// Errors: `Io` where sizes and offsets are not those of a packed image of this version.
   explicit CoefficientReader(std::span<const std::byte> stripped);
 
   [[nodiscard]] std::span<const std::byte> jpeg_header() const noexcept { return jpeg_header_; }

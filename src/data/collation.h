@@ -23,7 +23,7 @@ enum class Role : std::uint8_t {
 };
 
 /// The role of each field of a dataset.
-/// @throws Error  `InvalidArgument` for a name of `options` that the schema does not have, or not as it must be.
+/// Errors: `InvalidArgument` for a name of `options` that the schema does not have, or not as it must be.
 std::vector<Role> roles_of(const Schema& schema, const LoaderOptions& options);
 
 /// May be used by several threads, each with rows of its own.
@@ -33,7 +33,7 @@ class Collation {
   Collation(const Schema& schema, const std::vector<Role>& roles, const LoaderOptions& options, Allocate allocate,
             std::int64_t rows);
   /// Copies a sample into its row.
-  /// @throws Error  `InvalidArgument` where it does not fit the others of the batch, with both shapes.
+  /// Errors: `InvalidArgument` where it does not fit the others of the batch, with both shapes.
   void add(std::int64_t row, Item& item);
   /// Leaves a row out.
   void drop(std::int64_t row);

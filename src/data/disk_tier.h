@@ -24,7 +24,7 @@ std::optional<View> checked_entry(const std::string& key, const View& file);
 class DiskTier {
  public:
   /// Takes over what the folder holds, the oldest first to go.
-  /// @throws Error  `Io` where the folder cannot be made or read.
+  /// Errors: `Io` where the folder cannot be made or read.
   DiskTier(std::string folder, std::int64_t limit, double ttl_seconds);
   std::optional<View> find(const std::string& key);
   void put(const std::string& key, const View& value, std::int64_t cost);

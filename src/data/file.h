@@ -23,7 +23,7 @@ class OXY_API File {
   /// What changes where the content may have changed: size and time, or an ETag.
   [[nodiscard]] virtual std::string version() const = 0;
   /// Bytes [offset, offset + length). A local file's are mapped, not copied.
-  /// @throws Error  `Io` where they end behind the file's end ("train.tar is truncated: it ends at ...") or cannot be
+  /// Errors: `Io` where they end behind the file's end ("train.tar is truncated: it ends at ...") or cannot be
   /// read.
   [[nodiscard]] virtual View view(std::uint64_t offset, std::uint64_t length) const = 0;
   /// Starts reading ahead.
@@ -35,11 +35,11 @@ class OXY_API File {
 std::string local_path(const std::string& location);
 
 /// Opens a path, a file:, http:, https: or s3: URL.
-/// @throws Error  `NotFound` or `Io`, with the location.
+/// Errors: `NotFound` or `Io`, with the location.
 OXY_API std::shared_ptr<const File> open_file(const std::string& location);
 
 /// The whole content of a file, copied: for small files that are opened for one read, which mapping would make slower.
-/// @throws Error  as open_file and File::view.
+/// Errors: as open_file and File::view.
 View read_whole_file(const std::string& location);
 
 /// Whether a location is a folder: a local one, or a URL that ends with "/".
@@ -53,7 +53,7 @@ OXY_API std::string join(const std::string& folder, const std::string& name);
 /// What is behind the last "/".
 std::string base_name(const std::string& location);
 /// "shard-{000..003}.tar" as four names; a location without braces as itself.
-/// @throws Error  `InvalidArgument` for braces that do not close or are no range.
+/// Errors: `InvalidArgument` for braces that do not close or are no range.
 OXY_API std::vector<std::string> expand_braces(const std::string& location);
 
 /// 16 hexadecimal digits of XXH3 over text.

@@ -132,12 +132,6 @@ Box resolve_crop(const std::optional<Box>& crop, int width, int height) {
   return box;
 }
 
-Pixels make_pixels(int width, int height, int channels) {
-  Pixels pixels{width, height, channels, nullptr};
-  pixels.data = std::shared_ptr<std::uint8_t[]>(new std::uint8_t[pixels.bytes()]);
-  return pixels;
-}
-
 void write_rgb(const std::uint8_t* rgb, std::size_t count, int channels, std::uint8_t* out) noexcept {
   if (channels == 3) {
     std::memcpy(out, rgb, 3 * count);

@@ -8,9 +8,9 @@
 namespace oxytorch::data {
 
 /// Pixels of any value.
-/// @throws Error  `InvalidArgument` for a size that is not positive or above 2^28 pixels.
+/// Errors: `InvalidArgument` for a size that is not positive or above 2^28 pixels.
 Pixels allocate_pixels(int width, int height, int channels);
-/// @throws Error  `InvalidArgument` where there are no pixels; `what` needs them.
+/// Errors: `InvalidArgument` where there are no pixels; `what` needs them.
 void check_pixels(const Pixels& pixels, const char* what);
 /// A copy of `box`, which must be inside.
 Pixels copy_box(const Pixels& pixels, const Box& box);

@@ -17,6 +17,7 @@ extern "C" {
 
 #include "data/codecs.h"
 #include "data/coefficients.h"
+#include "data/item.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::data {
@@ -301,7 +302,7 @@ Pixels decode_jpeg(std::span<const std::byte> jpeg, int channels, std::optional<
     const JDIMENSION align = mcu_width(info);
     coefficients->select(window.left / align, (window.left + window.width - 1) / align, needed_blocks(info));
   }
-  Pixels pixels = make_pixels(box.width, box.height, channels);
+  Pixels pixels = allocate_pixels(box.width, box.height, channels);
   std::uint8_t* buffer =
       row_buffer(std::size_t{kRowsAtOnce} * window.width * static_cast<std::size_t>(info.output_components));
   if (!session.run([&] { read_rows(info, window, box, pixels, buffer); })) session.fail();

@@ -17,13 +17,13 @@ class parser;
 namespace oxytorch::data {
 
 /// Parses a text; the element lives until the parser's next call.
-/// @throws Error  `Io` where it is no JSON.
+/// Errors: `Io` where it is no JSON.
 simdjson::dom::element parse_json(simdjson::dom::parser& parser, std::string_view text, const std::string& location);
 
 /// The value of a key; empty where there is none or it is null, or where `object` is no object.
 std::optional<simdjson::dom::element> json_field(const simdjson::dom::element& object, std::string_view key);
 
-/// @throws Error  `Io` where the key is missing or of another type.
+/// Errors: `Io` where the key is missing or of another type.
 std::string json_text(const simdjson::dom::element& object, std::string_view key, const std::string& location);
 std::uint64_t json_count(const simdjson::dom::element& object, std::string_view key, const std::string& location);
 std::vector<std::string> json_texts(const simdjson::dom::element& object, std::string_view key,

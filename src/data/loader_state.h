@@ -16,7 +16,7 @@ struct LoaderState {
 
 /// At most 256 bytes.
 std::string write_loader_state(const LoaderState& state);
-/// @throws Error  `InvalidArgument` for text that is no state.
+/// Errors: `InvalidArgument` for text that is no state.
 LoaderState read_loader_state(const std::string& text);
 
 }  // namespace oxytorch::data

@@ -17,14 +17,14 @@ struct MdsColumn {
 };
 
 /// The columns of a schema. `first`: a sample, by which encoded images are told apart.
-/// @throws Error  `InvalidArgument` for a field that MDS cannot hold.
+/// Errors: `InvalidArgument` for a field that MDS cannot hold.
 std::vector<MdsColumn> mds_columns(const Schema& schema, const Sample& first);
 
 /// One shard in memory.
 class MdsShard {
  public:
   explicit MdsShard(const std::vector<MdsColumn>& columns);
-  /// @throws Error  `InvalidArgument` where a value is not as its column has it.
+  /// Errors: `InvalidArgument` where a value is not as its column has it.
   void add(const Schema& schema, const Sample& sample);
   [[nodiscard]] std::int64_t samples() const noexcept { return static_cast<std::int64_t>(ends_.size()); }
   [[nodiscard]] std::int64_t bytes() const noexcept;

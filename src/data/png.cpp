@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "data/codecs.h"
+#include "data/item.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::data {
@@ -35,7 +36,7 @@ Pixels decode_png(std::span<const std::byte> png, int channels, std::optional<Bo
   const int width = static_cast<int>(header.width), height = static_cast<int>(header.height);
   const Box box = resolve_crop(crop, width, height);
   const std::size_t row_bytes = std::size_t{header.width} * 3;
-  Pixels pixels = make_pixels(box.width, box.height, channels);
+  Pixels pixels = allocate_pixels(box.width, box.height, channels);
   const auto cut = [&](const std::uint8_t* row, int y) {
     if (y < box.y) return;
     std::uint8_t* out = pixels.data.get() +
@@ -43,7 +44,7 @@ Pixels decode_png(std::span<const std::byte> png, int channels, std::optional<Bo
     write_rgb(row + 3 * static_cast<std::size_t>(box.x), static_cast<std::size_t>(box.width), channels, out);
   };
   if (header.interlace_method != SPNG_INTERLACE_NONE) {
-    const Pixels whole = make_pixels(width, height, 3);
+    const Pixels whole = allocate_pixels(width, height, 3);
     check_spng(spng_decode_image(context.get(), whole.data.get(), whole.bytes(), SPNG_FMT_RGB8, 0));
     for (int y = box.y; y < box.y + box.height; ++y) cut(whole.data.get() + static_cast<std::size_t>(y) * row_bytes, y);
     return pixels;

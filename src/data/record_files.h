@@ -27,7 +27,7 @@ class RecordFiles {
   [[nodiscard]] std::int64_t size() const noexcept { return ends_.empty() ? 0 : ends_.back(); }
   [[nodiscard]] bool empty() const noexcept { return files_.empty(); }
   [[nodiscard]] const File& file(std::size_t index) const noexcept { return *files_[index]; }
-  /// @throws Error  `OutOfRange` for an index that is not in [0, size()).
+  /// Errors: `OutOfRange` for an index that is not in [0, size()).
   [[nodiscard]] Place find(std::int64_t index) const;
   [[nodiscard]] std::string fingerprint() const;
   [[nodiscard]] bool remote() const noexcept;

@@ -39,7 +39,7 @@ class ShardSet {
 
   [[nodiscard]] std::int64_t size() const noexcept { return first_.back(); }
   /// The bytes of an item.
-  /// @throws Error  `OutOfRange`, or `Io` with shard and offset.
+  /// Errors: `OutOfRange`, or `Io` with shard and offset.
   [[nodiscard]] View item(std::int64_t index) const;
   /// The file that holds an item.
   [[nodiscard]] const std::string& location(std::int64_t index) const { return shards_[shard_of(index)].location; }
@@ -47,7 +47,7 @@ class ShardSet {
   [[nodiscard]] std::uint64_t offset(std::int64_t index) const noexcept;
 
   /// Checks that a sample's arrays have the dtypes and numbers of dimensions that `schema` took from the first one.
-  /// @throws Error  `NotSupported` with the place.
+  /// Errors: `NotSupported` with the place.
   void check_arrays(const Schema& schema, const Sample& sample, std::int64_t index) const;
 
   [[nodiscard]] std::string place(std::int64_t index) const;

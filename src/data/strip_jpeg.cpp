@@ -1,13 +1,9 @@
-#include <cstdio>
-// jpeglib.h needs the one before.
-#include <jpeglib.h>
-
-#include <cstdlib>
 #include <cstring>
-#include <vector>
 
 #include "data/codecs.h"
 #include "data/coefficients.h"
+#include "data/item.h"
+#include "oxytorch/data/convert.h"
 #include "oxytorch/data/image.h"
 #include "oxytorch/error.h"
 
@@ -30,43 +26,20 @@ Pixels decode_unchecked(std::span<const std::byte> stripped, int channels, const
 }
 
 /// A small JPEG with 4:2:0 subsampling and sides that are no multiples of its MCUs.
-std::vector<std::byte> make_trial_jpeg() {
-  constexpr JDIMENSION kWidth = 75, kHeight = 53;
-  jpeg_compress_struct info;
-  jpeg_error_mgr errors;
-  info.err = jpeg_std_error(&errors);
-  jpeg_create_compress(&info);
-  unsigned char* bytes = nullptr;
-  unsigned long size = 0;
-  jpeg_mem_dest(&info, &bytes, &size);
-  info.image_width = kWidth;
-  info.image_height = kHeight;
-  info.input_components = 3;
-  info.in_color_space = JCS_RGB;
-  jpeg_set_defaults(&info);
-  jpeg_set_quality(&info, 92, TRUE);
-  jpeg_start_compress(&info, TRUE);
+std::string make_trial_jpeg() {
+  const Pixels pixels = allocate_pixels(75, 53, 3);
   std::uint32_t random = 1;
-  std::uint8_t row[3 * kWidth];
-  JSAMPROW rows[] = {row};
-  while (info.next_scanline < kHeight) {
-    for (std::uint32_t i = 0; i < sizeof(row); ++i) {
-      random = random * 1664525U + 1013904223U;
-      row[i] = static_cast<std::uint8_t>(i + 2 * info.next_scanline + (random >> 27));
-    }
-    jpeg_write_scanlines(&info, rows, 1);
+  for (std::size_t i = 0; i < pixels.bytes(); ++i) {
+    random = random * 1664525U + 1013904223U;
+    pixels.data[i] = static_cast<std::uint8_t>(i % 225 + 2 * (i / 225) + (random >> 27));
   }
-  jpeg_finish_compress(&info);
-  jpeg_destroy_compress(&info);
-  const auto* first = reinterpret_cast<const std::byte*>(bytes);
-  std::vector<std::byte> jpeg(first, first + size);
-  std::free(bytes);
-  return jpeg;
+  return encode_jpeg(pixels, 92);
 }
 
 bool try_stripping() noexcept {
   try {
-    const auto jpeg = make_trial_jpeg();
+    const auto trial = make_trial_jpeg();
+    const auto jpeg = std::as_bytes(std::span(trial));
     const std::string stripped = strip_unchecked(jpeg);
     const auto bytes = std::as_bytes(std::span(stripped));
     for (const int channels : {1, 3}) {

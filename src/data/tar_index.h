@@ -19,7 +19,7 @@ class TarIndex {
 
   /// Reads the index kept in `<shard>.oxidx` where it is whole and of this version of the shard; otherwise makes it,
   /// and keeps it where the folder can be written.
-  /// @throws Error  `Io` for a damaged tar, `InvalidArgument` for samples that do not have the first one's fields (each
+  /// Errors: `Io` for a damaged tar, `InvalidArgument` for samples that do not have the first one's fields (each
   /// with
   ///                offset and key), `NotSupported` for a compressed tar.
   static TarIndex of(const File& shard);

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "data/codecs.h"
+#include "data/item.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::data {
@@ -49,7 +50,7 @@ Pixels decode_webp(std::span<const std::byte> webp, int channels, std::optional<
   config.options.crop_height = bottom - top;
   const auto stride = 3 * static_cast<std::size_t>(right - left);
   const std::size_t size = stride * static_cast<std::size_t>(bottom - top);
-  Pixels pixels = make_pixels(box.width, box.height, channels);
+  Pixels pixels = allocate_pixels(box.width, box.height, channels);
   const bool direct = channels == 3 && size == pixels.bytes();
   std::uint8_t* rows = direct ? pixels.data.get() : row_buffer(size);
   config.output.colorspace = MODE_RGB;

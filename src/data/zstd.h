@@ -11,7 +11,7 @@ namespace oxytorch::data {
 
 /// The content of one or more zstd frames, at most `most` bytes. Memory grows with what is really there, whatever sizes
 /// the frames declare.
-/// @throws Error  `Io` with `location` for what is no zstd, ends too early or is larger than `most`.
+/// Errors: `Io` with `location` for what is no zstd, ends too early or is larger than `most`.
 View unzstd(std::span<const std::byte> compressed, std::uint64_t most, const std::string& location);
 
 }  // namespace oxytorch::data

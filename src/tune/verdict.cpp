@@ -107,8 +107,8 @@ std::vector<Excess> values_beyond(const ValueErrors& found, const ValueErrors& u
       const auto* const known = named(theirs, one.name);
       const double base = known == nullptr ? 0 : known->error;
       const double times = one.count <= kFew ? kLuck : kTimes;
-      // A sum that cancels to zero is rounding of the order of its terms, and how much depends on their order: a bias before
-      // a batch normalisation, which torch sums one row after the other where it is channels_last.
+      // A sum that cancels to zero is rounding of the order of its terms, and how much depends on their order: a bias
+      // before a batch normalisation, which torch sums one row after the other where it is channels_last.
       const double cancels = base >= one.size ? kCancels : 1;
       if (one.error <= times * base + share * one.size + cancels * anyway) continue;
       const double relative = one.error / std::max(one.size, kTiny);

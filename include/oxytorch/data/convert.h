@@ -33,16 +33,14 @@ struct Converted {
 /// Writes `dataset` into a folder. Each shard of MDS is written aside, renamed, and has an XXH3 hash in the index,
 /// which comes last; an interrupted conversion to MDS goes on behind the last whole shard when it is called again. The
 /// same dataset and options give the same bytes.
-/// @throws Error  `InvalidArgument` for options or fields that the format cannot hold and for a folder that holds
-/// something
-///                else, `InvalidState` where it holds a conversion of another dataset or with other options, `Io` where
-///                writing fails.
+/// Errors: `InvalidArgument` for options or fields that the format cannot hold and for a folder that holds something
+/// else, `InvalidState` where it holds a conversion of another dataset or with other options, `Io` where writing fails.
 OXY_API Converted convert(const Dataset& dataset, const std::string& folder, const ConvertOptions& options = {});
 
 /// Writes documents of tokens one by one, in Megatron's format: `prefix`.bin as they come, `prefix`.idx at the end.
 class OXY_API MegatronWriter {
  public:
-  /// @throws Error  `InvalidArgument` for a dtype that the format does not have, or where files of that name exist.
+  /// Errors: `InvalidArgument` for a dtype that the format does not have, or where files of that name exist.
   MegatronWriter(std::string prefix, DType dtype);
   /// Without finish() the files are removed.
   ~MegatronWriter();
@@ -50,7 +48,7 @@ class OXY_API MegatronWriter {
   MegatronWriter& operator=(const MegatronWriter&) = delete;
   /// Adds one document: values of the writer's dtype, one after another.
   void add(std::span<const std::byte> tokens);
-  /// Writes the index. @returns bytes of both files.
+  /// Writes the index. Bytes of both files.
   std::int64_t finish();
 
  private:

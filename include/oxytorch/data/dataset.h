@@ -22,8 +22,8 @@ class OXY_API Dataset {
   [[nodiscard]] virtual std::int64_t size() const noexcept = 0;
 
   /// Reads one sample; values may point into the dataset's files, which they keep open.
-  /// @throws Error  `Io` with file and offset where the sample is damaged or cannot be read, `OutOfRange` for an index
-  ///                that is not in [0, size).
+  /// Errors: `Io` with file and offset where the sample is damaged or cannot be read, `OutOfRange` for an index
+  /// that is not in [0, size).
   [[nodiscard]] virtual Sample read(std::int64_t index) const = 0;
 
   /// Says where a sample is, for error messages: "train-0003.tar, offset 51200".
@@ -48,9 +48,8 @@ class OXY_API Dataset {
 /// Opens a file, a folder or a URL. The format is found by content, and by the names in a folder:
 /// a folder of class folders of images, WebDataset tar files (one, or "shard-{000..042}.tar", or a folder of them),
 /// MDS, .npy, Megatron (.idx and .bin), JSONL, safetensors, .beton, TFRecord, LitData.
-/// @throws Error  `NotFound` for what does not exist, `InvalidArgument` for what is none of these formats, `Io` for
-/// what is
-///                damaged; each with the path and what was found.
+/// Errors: `NotFound` for what does not exist, `InvalidArgument` for what is none of these formats, `Io` for what is
+/// damaged; each with the path and what was found.
 OXY_API std::shared_ptr<const Dataset> open(const std::string& location);
 
 /// Opens a file without a header: samples of one dtype and shape, one after the other.
@@ -60,7 +59,7 @@ OXY_API std::shared_ptr<const Dataset> open_raw(const std::string& location, DTy
 /// Takes over an `ArrowArrayStream` of Arrow's C stream interface: tables of pyarrow, Hugging Face's datasets, polars.
 /// What it holds is not copied. Columns of numbers, booleans, text, binary, lists of numbers, and structs with `bytes`
 /// (images).
-/// @throws Error  `NotSupported` for a column of another type, by name.
+/// Errors: `NotSupported` for a column of another type, by name.
 OXY_API std::shared_ptr<const Dataset> from_arrow(void* arrow_array_stream);
 
 /// Windows of `length + 1` tokens that overlap by one, as next-token training takes them: of a one-dimensional .npy, a

@@ -35,7 +35,7 @@ OXY_API ImageHeader image_header(std::span<const std::byte> encoded) noexcept;
 
 /// Decodes into `channels` 1 (gray) or 3 (RGB; CMYK is converted, alpha is dropped) only what is in `crop`. The pixels
 /// are those that libjpeg-turbo, libspng or libwebp give for the whole image, bit for bit.
-/// @throws Error  `Io` where the image is damaged, with what the codec says; `InvalidArgument` for a crop that is not
+/// Errors: `Io` where the image is damaged, with what the codec says; `InvalidArgument` for a crop that is not
 /// inside.
 OXY_API Pixels decode_image(std::span<const std::byte> encoded, int channels = 3,
                             std::optional<Box> crop = std::nullopt);

@@ -100,7 +100,7 @@ class OXY_API Loader {
   Loader& operator=(const Loader&) = delete;
 
   /// The next batch of the epoch; empty at its end, and then the next call begins the next epoch.
-  /// @throws Error  what reading or a stage threw, with the stage, the sample and the file; the loader goes on behind
+  /// Errors: what reading or a stage threw, with the stage, the sample and the file; the loader goes on behind
   /// it.
   [[nodiscard]] std::optional<Batch> next();
   /// Waits, at the most that long, until next() has not to wait; whether that is so.
@@ -117,9 +117,8 @@ class OXY_API Loader {
   [[nodiscard]] std::string state() const;
   /// Goes on where a loader with this state was; rank, world size and threads may differ, the global batch size must
   /// not.
-  /// @throws Error  `InvalidArgument` for text that is no state, `InvalidState` where dataset, sampler or global batch
-  /// size
-  ///                are others, which it names.
+  /// Errors: `InvalidArgument` for text that is no state, `InvalidState` where dataset, sampler or global batch size
+  /// are others, which it names.
   void load_state(const std::string& text);
   [[nodiscard]] LoaderStats stats() const;
 

@@ -43,7 +43,7 @@ class OXY_API Sampler {
   /// Samples in one epoch.
   [[nodiscard]] virtual std::int64_t size() const noexcept = 0;
   /// The sample at a position of an epoch, by a seed.
-  /// @throws Error  `OutOfRange` for a position outside of [0, size()).
+  /// Errors: `OutOfRange` for a position outside of [0, size()).
   [[nodiscard]] virtual std::int64_t at(std::int64_t position, std::uint64_t epoch, std::uint64_t seed) const = 0;
   /// Where in `epoch` the sample comes first at or after `position`; -1 where it does not, or that would take long to
   /// find.
@@ -62,7 +62,7 @@ OXY_API std::shared_ptr<const Sampler> shuffled(std::int64_t size);
 OXY_API std::shared_ptr<const Sampler> shuffled_blocks(std::int64_t size, std::int64_t block, std::int64_t window);
 /// `draws` samples an epoch with replacement, each with a probability in proportion to its weight (alias method:
 /// M. Vose, "A linear algorithm for generating random numbers with a given distribution", 1991).
-/// @throws Error  `InvalidArgument` for weights that are negative, not finite or all zero.
+/// Errors: `InvalidArgument` for weights that are negative, not finite or all zero.
 OXY_API std::shared_ptr<const Sampler> weighted(const std::vector<double>& weights, std::int64_t draws);
 /// As shuffled, but samples of like length together: of each `window` samples of the shuffled order the batches of
 /// `batch` (of all processes) are cut from the order by length, and come in random order. `window` is rounded up to

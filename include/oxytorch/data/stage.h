@@ -42,7 +42,7 @@ class OXY_API LazyImage {
 };
 
 /// The image of a value of kind Image: encoded, or a copy of its pixels, which stages may write to.
-/// @throws Error  `InvalidArgument` for pixels that are not U8 of [height, width, channels].
+/// Errors: `InvalidArgument` for pixels that are not U8 of [height, width, channels].
 OXY_API LazyImage image_of(const Value& value, const View& stripped);
 
 /// A sample on its way through the stages. What is an image is in `image`, everything else in `sample`.

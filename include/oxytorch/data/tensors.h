@@ -17,7 +17,7 @@ namespace oxytorch::data {
 /// dtype. What a dataset's files hold must not be written to.
 OXY_API at::Tensor to_tensor(const Value& value);
 /// A tensor of the CPU as a value that shares its memory; made contiguous where it is not.
-/// @throws Error  `InvalidType` for a dtype that values do not have, or another device.
+/// Errors: `InvalidType` for a dtype that values do not have, or another device.
 OXY_API Value to_value(const at::Tensor& tensor);
 
 /// The columns of a batch that are arrays, by name. A field whose samples differ in length is one tensor, cut by
