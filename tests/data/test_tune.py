@@ -276,7 +276,7 @@ def test_what_a_step_raises_is_raised() -> None:
         raise KeyError("step")
 
     with pytest.raises(KeyError, match="step"):
-        tuned(loader(num_workers=1), step=step)
+        tuned(loader(num_workers=1), step=step, seconds=30.0)
 
 
 def test_what_cannot_be_drawn_in_workers_is_left_out() -> None:
@@ -336,7 +336,7 @@ def test_workers_that_stay_see_a_change_of_the_data_set(prefer: Callable[[Choice
 
 def test_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
     steps = []
-    found = tuned(loader(), step=steps.append, seconds=0.3, progress=True)
+    found = tuned(loader(), step=steps.append, seconds=5.0, progress=True)
     assert steps
     assert found.report[0].setting == "as given: no workers"
     assert all(row.batches_per_second for row in found.report if not row.note.startswith("it"))
