@@ -37,7 +37,7 @@ from _orchestrator.figures import (  # noqa: E402
     spent,
 )
 from _race import Figure, Measured, over_starts, ratio, text  # noqa: E402
-from oxytorch.base import Interval, geometric_mean_interval  # noqa: E402
+from oxytorch.base import Interval, geometric_mean_interval, starts_interval  # noqa: E402
 
 import memory as memory_race  # noqa: E402
 import ops as ops_race  # noqa: E402
@@ -390,6 +390,7 @@ def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | N
 
 # --- the operators ---------------------------------------------------------------------------------------------------
 
+DATA_COMMAND = "python bench/race/data.py"
 OPS_COMMAND = "python bench/race/ops.py --starts 4 --seconds 0.6"
 
 
@@ -494,6 +495,33 @@ def monitor() -> str | None:
     ]
     source = f"`{TABLES['monitor'][1]}`, processor time, medians (<monitor.json>)."
     return table(["step", "C++", "Python"], rows) + "\n\n" + source
+
+
+def data() -> str | None:
+    """The data pipeline beside the ways in which people feed a loop."""
+    document = read("data.json")
+    if document is None:
+        return None
+    rows = []
+    for case, found in document["cases"].items():
+        ours = next(iter(found))
+        for name, row in found.items():
+            ratios = [theirs / mine for theirs, mine in zip(row["busy"], found[ours]["busy"], strict=True)]
+            over = "" if name == ours else "{0.mid:.2f} [{0.low:.2f}, {0.high:.2f}]".format(starts_interval(ratios))
+            speed = row["samples"] / float(np.median(row["busy"])), row["samples"] / float(np.median(row["wall"]))
+            rows.append([case, name, *(f"{each:,.0f}" for each in speed), over])
+    head = [
+        "case",
+        "loader",
+        "samples per CPU second",
+        "samples per second",
+        "CPU time, times that of the case's first row",
+    ]
+    machine = document["machine"]
+    said = f"`{DATA_COMMAND}`, {machine['cpu']}, {machine['instructions'].split(', ')[-1]}, {machine['cores']} cores"
+    return (
+        f"{table(head, rows)}\n\n{said}; {document['rounds']} rounds in turns, 95% intervals over them (<data.json>)."
+    )
 
 
 def honest() -> str | None:
@@ -697,6 +725,7 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
         "--benchmark_report_aggregates_only --benchmark_out=bench/results/kernels.json",
     ),
     "monitor": (monitor, "python bench/monitor/python_step.py --json bench/results/monitor.json"),
+    "data": (data, f"{DATA_COMMAND} --json bench/results/data.json"),
     "honest": (honest, "python bench/tune/honest.py --json bench/results/honest.json"),
     "null-candidates": (
         null_candidates,
