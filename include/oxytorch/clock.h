@@ -12,6 +12,9 @@ inline std::int64_t monotonic_ns() noexcept {
       .count();
 }
 
+/// The same in seconds.
+inline double monotonic_seconds() noexcept { return 1e-9 * static_cast<double>(monotonic_ns()); }
+
 /// Seconds that have passed since `start`.
 inline double seconds_since(std::chrono::steady_clock::time_point start) noexcept {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -1,6 +1,5 @@
 #include "oxytorch/data/cache.h"
 
-#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
@@ -11,6 +10,7 @@
 #include "data/disk_tier.h"
 #include "data/file.h"
 #include "data/remote_file.h"
+#include "oxytorch/clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/system.h"
 #include "oxytorch/units.h"
@@ -48,10 +48,6 @@ std::string folder_of(const CacheOptions& options) {
   return std::string(home == nullptr ? "/tmp" : home) + "/.cache/oxytorch/data";
 }
 
-double steady_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 }  // namespace
 
 struct Cache::Impl {
@@ -84,7 +80,7 @@ struct Cache::Impl {
     ++draws;
     const auto found = entries.find(key);
     const bool aged = found != entries.end() && options.ttl_seconds > 0 &&
-                      steady_seconds() - found->second.written > options.ttl_seconds;
+                      monotonic_seconds() - found->second.written > options.ttl_seconds;
     if (aged) {
       memory.erase(key);
       entries.erase(found);
@@ -145,7 +141,7 @@ void Cache::put(const std::string& key, const View& value, std::int64_t next_use
     if (const auto gone = self.memory.add(key, bytes, cost)) {
       for (const auto& victim : *gone) self.entries.erase(victim);
       self.stats.evictions += static_cast<std::int64_t>(gone->size());
-      self.entries[key] = {value, steady_seconds()};
+      self.entries[key] = {value, monotonic_seconds()};
     }
   }
   if (self.disk) self.disk->put(key, value, cost);

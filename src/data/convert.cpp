@@ -5,10 +5,10 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
+#include "base/whole_file.h"
 #include "data/file.h"
 #include "data/for_each_index.h"
 #include "data/mds_writer.h"
-#include "data/whole_file.h"
 #include "oxytorch/data/stage.h"
 #include "oxytorch/error.h"
 #include "oxytorch/system.h"

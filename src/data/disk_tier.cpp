@@ -11,8 +11,8 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
+#include "base/whole_file.h"
 #include "data/file.h"
-#include "data/whole_file.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::data {
@@ -136,7 +136,8 @@ void DiskTier::put(const std::string& key, const View& value, std::int64_t cost)
   try {
     std::error_code error;
     fs::create_directories(path.parent_path(), error);
-    write_whole_file(path.string(), {head, value.text()});
+    // Its checksum tells an entry that a failure of the machine cut.
+    write_whole_file(path.string(), {head, value.text()}, Flush::No);
   } catch (const Error&) {  // a full disk: the sample is read again where it came from
     const std::lock_guard lock(mutex_);
     order_.erase(name);

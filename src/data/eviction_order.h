@@ -15,8 +15,8 @@ class EvictionOrder {
  public:
   explicit EvictionOrder(std::int64_t limit) : limit_(limit) {}
 
-  /// Makes room for `bytes`; those with the largest `cost` go first, and only those with a larger one than this. The
-  /// keys that went, or empty where it does not fit.
+  /// Adds a key of `bytes`, and lets others go where the limit asks for it; those with the largest `cost` go first, and
+  /// only those with a larger one than this. The keys that went, or empty where it does not fit.
   std::optional<std::vector<std::string>> add(const std::string& key, std::int64_t bytes, std::int64_t cost) {
     erase(key);
     std::vector<std::string> gone;

@@ -19,6 +19,7 @@
 #include "data/loader_state.h"
 #include "data/sample_entry.h"
 #include "data/worker_threads.h"
+#include "oxytorch/clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/system.h"
 
@@ -30,10 +31,6 @@ constexpr double kSlowRead = 200e-6;     // seconds of a read from which on it p
 constexpr int kReplacements = 16;        // samples that are tried in the place of a damaged one
 constexpr int kReadsInFlight = 4;        // by thread, where reads wait for a network
 constexpr std::int64_t kNeverUsed = std::numeric_limits<std::int64_t>::max();
-
-double now_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 LoaderOptions resolved(LoaderOptions options, std::int64_t samples) {
   OXY_CHECK(options.batch_size > 0, InvalidArgument, "batch_size is ", options.batch_size, ", expected at least 1.");
@@ -247,7 +244,7 @@ struct Loader::Impl {
     }
     auto random = sample_random(work->seed, static_cast<std::uint64_t>(work->epoch),
                                 work->positions[static_cast<std::size_t>(row)]);
-    auto began = now_seconds();
+    auto began = monotonic_seconds();
     for (std::size_t i = 0; i < options.stages.size(); ++i) {
       try {
         options.stages[i]->apply(item, random);
@@ -255,12 +252,12 @@ struct Loader::Impl {
         const auto failed = failure_of(error, "stage " + options.stages[i]->name() + ": ");
         throw Error(failed.code, failed.text);
       }
-      const auto ended = now_seconds();
+      const auto ended = monotonic_seconds();
       seconds[2 + i] += ended - began;
       began = ended;
     }
     work->collation->add(row, item);
-    seconds[1] += now_seconds() - began;
+    seconds[1] += monotonic_seconds() - began;
   }
 
   /// One row, whatever becomes of it.
@@ -273,9 +270,9 @@ struct Loader::Impl {
       if (attempt > 0) sample = (sample + 1) % dataset->size();
       try {
         if (attempt == 0 && failed) throw Error(failed->code, failed->text);
-        const auto began = now_seconds();
+        const auto began = monotonic_seconds();
         auto found = attempt == 0 && read != nullptr ? *read : read_sample(work, row);
-        seconds[0] += now_seconds() - began;
+        seconds[0] += monotonic_seconds() - began;
         apply(work, row, sample, std::move(found), seconds);
         return;
       } catch (const std::exception& error) {
@@ -290,18 +287,18 @@ struct Loader::Impl {
   void process(const Work& work, std::int64_t begin, std::int64_t end, const CachedSample* read = nullptr,
                const std::optional<Failure>& failed = {}) {
     std::vector<double> seconds(2 + options.stages.size());
-    const auto began = now_seconds();
+    const auto began = monotonic_seconds();
     for (auto row = begin; row < end && !work->unwanted; ++row) make_row(work, row, read, failed, seconds);
-    const auto taken = now_seconds() - began;
+    const auto taken = monotonic_seconds() - began;
     const bool last = (work->left -= end - begin) == 0;
     if (last && !work->unwanted) {
-      const auto collating = now_seconds();
+      const auto collating = monotonic_seconds();
       try {
         finish(*work);
       } catch (const std::exception& error) {
         work->uncollated = failure_of(error);
       }
-      seconds[1] += now_seconds() - collating;
+      seconds[1] += monotonic_seconds() - collating;
     }
     const std::lock_guard lock(mutex);
     stats.read_seconds += seconds[0];
@@ -343,12 +340,12 @@ struct Loader::Impl {
     check_process();
     if (batches == 0 || index == batches) return true;
     fill();
-    const auto began = now_seconds();
+    const auto began = monotonic_seconds();
     std::unique_lock lock(mutex);
     const auto& front = *queue.front();
     const bool ready =
         changed.wait_for(lock, std::chrono::duration<double>(std::max(seconds, 0.0)), [&] { return front.ready; });
-    stats.wait_seconds += now_seconds() - began;
+    stats.wait_seconds += monotonic_seconds() - began;
     return ready;
   }
 

@@ -11,8 +11,8 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
+#include "base/whole_file.h"
 #include "data/file.h"
-#include "data/whole_file.h"
 #include "oxytorch/data/image.h"
 #include "oxytorch/error.h"
 

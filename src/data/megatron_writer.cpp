@@ -11,7 +11,7 @@
 #include <system_error>
 #include <utility>
 
-#include "data/whole_file.h"
+#include "base/whole_file.h"
 #include "oxytorch/data/convert.h"
 #include "oxytorch/error.h"
 
@@ -55,7 +55,8 @@ void MegatronWriter::add(std::span<const std::byte> tokens) {
   OXY_CHECK(count * size_of(dtype_) == tokens.size() && count <= std::numeric_limits<std::int32_t>::max(),
             InvalidArgument, "a document has ", tokens.size(), " bytes, which are no whole number of ", name(dtype_),
             " below 2^31.");
-  write_all(file_, tokens.data(), tokens.size(), prefix_ + ".bin");
+  const int error = write_all(file_, tokens.data(), tokens.size());
+  OXY_CHECK(error == 0, Io, prefix_, ".bin cannot be written: ", std::generic_category().message(error), ".");
   lengths_.push_back(static_cast<std::int32_t>(count));
   bytes_ += static_cast<std::int64_t>(tokens.size());
 }

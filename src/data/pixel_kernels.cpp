@@ -313,7 +313,7 @@ void blend_smooth(const std::uint8_t* above, const std::uint8_t* row, const std:
   std::size_t at = 0;
   for (; at + kOne <= count; at += kOne) work(above + at, row + at, below + at, to + at);
   if (at == count) return;
-  // The rest from copies that have room behind: at most a vector with both neighbours.
+  // The rest from copies that are padded at the end: at most a vector with both neighbours.
   std::uint8_t lines[3][kBlock + 2 * 4] = {};
   std::uint8_t out[kBlock];
   const std::uint8_t* const from[3] = {above, row, below};

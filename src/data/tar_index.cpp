@@ -3,16 +3,12 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
 #include <charconv>
 #include <cstdio>
-#include <filesystem>
-#include <fstream>
 #include <optional>
 
+#include "base/whole_file.h"
 #include "data/byte_reader.h"
 #include "oxytorch/error.h"
 
@@ -220,19 +216,6 @@ std::vector<T> take_array(ByteReader& reader) {
   return values;
 }
 
-/// Writes aside and renames, so that readers see a whole file; a folder that cannot be written is no error.
-void keep_index(const std::string& path, const std::string& text) {
-  static std::atomic<unsigned> count{0};
-  const auto aside = path + "." + std::to_string(::getpid()) + "." + std::to_string(count++);
-  std::ofstream file(aside, std::ios::binary);
-  if (!file) return;
-  file.write(text.data(), static_cast<std::streamsize>(text.size()));
-  file.close();
-  std::error_code failed;
-  if (file) std::filesystem::rename(aside, path, failed);
-  if (!file || failed) std::filesystem::remove(aside, failed);
-}
-
 void refuse_compressed(const File& file) {
   if (file.size() < 4) return;
   const auto head = file.view(0, 4);
@@ -366,7 +349,11 @@ TarIndex TarIndex::of(const File& shard) {
   } catch (const Error&) {  // NOLINT(bugprone-empty-catch): what cannot be read is made again
   }
   auto made = TarIndexBuilder(shard).build();
-  if (!shard.remote()) keep_index(path, made.packed(shard.version()));
+  if (shard.remote()) return made;
+  try {
+    write_whole_file(path, {made.packed(shard.version())}, Flush::No);
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): in a folder that cannot be written it is made each time
+  }
   return made;
 }
 

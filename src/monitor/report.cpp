@@ -3,7 +3,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
-#include "monitor/file.h"
+#include "base/whole_file.h"
 #include "monitor/format.h"
 #include "monitor/render.h"
 #include "oxytorch/error.h"
@@ -210,8 +210,8 @@ std::string Report::to_json() const {
   return document.dump() + "\n";
 }
 
-void Report::write_html(const std::string& path) const { write_file_atomically(path, to_html()); }
-void Report::write_json(const std::string& path) const { write_file_atomically(path, to_json()); }
-void Report::write_text(const std::string& path, TextStyle style) const { write_file_atomically(path, to_text(style)); }
+void Report::write_html(const std::string& path) const { write_whole_file(path, {to_html()}); }
+void Report::write_json(const std::string& path) const { write_whole_file(path, {to_json()}); }
+void Report::write_text(const std::string& path, TextStyle style) const { write_whole_file(path, {to_text(style)}); }
 
 }  // namespace oxytorch::monitor
