@@ -153,11 +153,11 @@ std::vector<std::string> litdata_names(const element& config, std::size_t count,
   return names;
 }
 
-class LitdataDataset final : public Dataset {
+class LitdataDataset final : public ShardDataset {
  public:
   LitdataDataset(std::vector<LitdataField> fields, bool one_run, std::vector<ShardInfo> shards,
                  const std::string& version)
-      : fields_(std::move(fields)), one_run_(one_run), shards_(std::move(shards), version) {
+      : ShardDataset(std::move(shards), version), fields_(std::move(fields)), one_run_(one_run) {
     for (const auto& field : fields_) schema_.fields.push_back(field.field);
     const bool open =
         std::any_of(fields_.begin(), fields_.end(), [](const auto& f) { return f.form >= LitdataForm::Tensor; });
@@ -171,22 +171,10 @@ class LitdataDataset final : public Dataset {
     }
   }
 
-  [[nodiscard]] const Schema& schema() const noexcept override { return schema_; }
-  [[nodiscard]] std::int64_t size() const noexcept override { return shards_.size(); }
-  [[nodiscard]] std::string place(std::int64_t index) const override { return shards_.place(index); }
-  [[nodiscard]] std::string fingerprint() const override { return shards_.fingerprint(); }
-  void will_read(std::int64_t index) const override { shards_.will_read(index); }
-  [[nodiscard]] bool remote() const noexcept override { return shards_.remote(); }
   [[nodiscard]] std::string format() const override { return "litdata"; }
 
-  [[nodiscard]] Sample read(std::int64_t index) const override {
-    auto sample = decode(index);
-    shards_.check_arrays(schema_, sample, index);
-    return sample;
-  }
-
  private:
-  [[nodiscard]] Sample decode(std::int64_t index) const {
+  [[nodiscard]] Sample decode(std::int64_t index) const override {
     const auto item = shards_.item(index);
     const auto& location = shards_.location(index);
     ByteReader sizes(item.bytes, location, shards_.offset(index));
@@ -238,8 +226,6 @@ class LitdataDataset final : public Dataset {
 
   std::vector<LitdataField> fields_;
   bool one_run_;  // an item is the elements of its one field, without a size: TokensLoader
-  ShardSet shards_;
-  Schema schema_;
 };
 
 /// How the chunks are compressed.

@@ -147,10 +147,10 @@ ShardInfo parse_mds_shard(const element& shard, const std::string& folder, const
   return info;
 }
 
-class MdsDataset final : public Dataset {
+class MdsDataset final : public ShardDataset {
  public:
   MdsDataset(std::vector<MdsColumn> columns, std::vector<ShardInfo> shards, const std::string& version)
-      : columns_(std::move(columns)), shards_(std::move(shards), version) {
+      : ShardDataset(std::move(shards), version), columns_(std::move(columns)) {
     for (auto& column : columns_) schema_.fields.push_back(column.field);
     const bool open =
         std::any_of(columns_.begin(), columns_.end(), [](const auto& c) { return !c.has_dtype || !c.has_shape; });
@@ -164,22 +164,10 @@ class MdsDataset final : public Dataset {
     }
   }
 
-  [[nodiscard]] const Schema& schema() const noexcept override { return schema_; }
-  [[nodiscard]] std::int64_t size() const noexcept override { return shards_.size(); }
-  [[nodiscard]] std::string place(std::int64_t index) const override { return shards_.place(index); }
-  [[nodiscard]] std::string fingerprint() const override { return shards_.fingerprint(); }
-  void will_read(std::int64_t index) const override { shards_.will_read(index); }
-  [[nodiscard]] bool remote() const noexcept override { return shards_.remote(); }
   [[nodiscard]] std::string format() const override { return "mds"; }
 
-  [[nodiscard]] Sample read(std::int64_t index) const override {
-    auto sample = decode(index);
-    shards_.check_arrays(schema_, sample, index);
-    return sample;
-  }
-
  private:
-  [[nodiscard]] Sample decode(std::int64_t index) const {
+  [[nodiscard]] Sample decode(std::int64_t index) const override {
     const auto item = shards_.item(index);
     ByteReader sizes(item.bytes, shards_.location(index), shards_.offset(index));
     const auto variable = std::count_if(columns_.begin(), columns_.end(), [](const auto& c) { return c.size == 0; });
@@ -232,8 +220,6 @@ class MdsDataset final : public Dataset {
   }
 
   std::vector<MdsColumn> columns_;
-  ShardSet shards_;
-  Schema schema_;
 };
 
 }  // namespace

@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "data/file.h"
 #include "data/lazy_table.h"
 #include "data/view_cache.h"
+#include "oxytorch/data/dataset.h"
 
 namespace oxytorch::data {
 
@@ -77,6 +79,30 @@ class ShardSet {
   std::string index_;
   mutable LazyTable<Open> open_;
   mutable ViewCache unpacked_;
+};
+
+/// A dataset whose samples are the items of shards.
+class ShardDataset : public Dataset {
+ public:
+  ShardDataset(std::vector<ShardInfo> shards, const std::string& index) : shards_(std::move(shards), index) {}
+  [[nodiscard]] const Schema& schema() const noexcept final { return schema_; }
+  [[nodiscard]] std::int64_t size() const noexcept final { return shards_.size(); }
+  [[nodiscard]] std::string place(std::int64_t index) const final { return shards_.place(index); }
+  [[nodiscard]] std::string fingerprint() const final { return shards_.fingerprint(); }
+  void will_read(std::int64_t index) const final { shards_.will_read(index); }
+  [[nodiscard]] bool remote() const noexcept final { return shards_.remote(); }
+  [[nodiscard]] Sample read(std::int64_t index) const final {
+    auto sample = decode(index);
+    shards_.check_arrays(schema_, sample, index);
+    return sample;
+  }
+
+ protected:
+  /// The values of an item, whose arrays are not compared with the schema yet.
+  [[nodiscard]] virtual Sample decode(std::int64_t index) const = 0;
+
+  Schema schema_;
+  ShardSet shards_;
 };
 
 }  // namespace oxytorch::data
