@@ -4,10 +4,15 @@
     python tests/mutation/run.py --count 30 --paths python/oxytorch/optim src/kernels --minutes 20
     python tests/mutation/run.py --list --count 20                # what would be planted
     python tests/mutation/run.py --only 3f2a...                   # one again, with the tests' output
+    python tests/mutation/run.py --reach                          # first: which Python test runs which line
 
 Faults are planted in copies of the tree under build/mutation, never in the tree itself. Results are appended to
 build/mutation/results.jsonl: an interrupted run goes on where it stopped, and results stay valid until the mutated file
 changes. A report of the run is in build/mutation/report.json. Exit code 1: fewer than `--least` were caught.
+
+A fault is caught when the same test fails twice on it, so that a test that fails on a busy machine catches nothing.
+With a record of `--reach`, a fault in Python meets the tests that run its line, quick ones first, for up to
+`REACHED_SECONDS`.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from mutants import Mutant, mutants_of
+from reached import is_recorded, tests_of_line
 from suites import PATHS, Stage, stages_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +47,8 @@ SUFFIXES = (".py", ".cpp", ".h")
 BUILD_SECONDS = 1800
 # A test may hang on a fault: what it may take is a multiple of what it takes without one.
 PATIENCE, LEAST_SECONDS = 6.0, 60.0
+# Tests that run a line, by the time that they take without a fault; a line of the training step is run by hundreds.
+REACHED_SECONDS = 150.0
 
 
 class Unbuilt(Exception):
@@ -119,7 +127,9 @@ class Tree:
         if stage.preset:
             self.build(stage.targets)
         if not stage.programs:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short", *stage.tests]
+            named = self.folder / "build" / "tests.txt"
+            named.write_text("\n".join(stage.tests))
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short", f"@{named}"]
             return run(command, self, seconds)
         output = ""
         for test in stage.tests:
@@ -143,14 +153,16 @@ class Tree:
             file.write_bytes(before)
 
 
-def run(command: list[str], tree: Tree, seconds: float) -> tuple[int | None, str]:
+def run(
+    command: list[str], tree: Tree, seconds: float, variables: dict[str, str] | None = None
+) -> tuple[int | None, str]:
     """Run a command in a tree; its exit code, None where it took longer, and what it said."""
     log = tree.folder / "build" / "output.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             cwd=tree.folder,
-            env=tree.environment(),
+            env={**tree.environment(), **(variables or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that what it started ends with it
@@ -233,6 +245,45 @@ class Runner:
             self.record.time(stage, time.monotonic() - begun)
         return max(LEAST_SECONDS, PATIENCE * self.record.seconds[stage.name])
 
+    def stages(self, mutant: Mutant) -> list[Stage]:
+        """Return the stages that a fault must pass to survive."""
+        stages = stages_of(self.root, mutant.path)
+        if not mutant.path.endswith(".py"):
+            return stages
+        tests = tests_of_line(self.root, mutant.path, mutant.line)
+        if tests is None:
+            return stages
+        chosen: list[str] = []
+        total = 0.0
+        for test, seconds in sorted(tests.items(), key=lambda item: item[1]):
+            total += seconds
+            if total > REACHED_SECONDS and chosen:
+                break
+            chosen.append(test)
+        seconds = LEAST_SECONDS + PATIENCE * min(total, REACHED_SECONDS)
+        reaching = [Stage(tuple(chosen), seconds=seconds)] if chosen else []
+        return reaching if is_recorded(self.root, mutant.path) else [*reaching, *stages]
+
+    def noticed(self, tree: Tree, stage: Stage, seconds: float) -> tuple[int | None, str]:
+        """Run a stage; where a test fails, that test again: the code is 0 unless it fails twice. And which it was."""
+        left = stage
+        while True:
+            code, output = tree.stage(left, seconds)
+            by = catcher(left, code, output)
+            if code == 0 or code is None or len(left.tests) == 0:
+                return code, by
+            if left.programs:
+                program = next((test for test in left.tests if test.partition(":")[0] in output), left.tests[0])
+                again = Stage((f"{program.partition(':')[0]}:{by}",), left.preset, programs=True)
+                if " " in by or tree.stage(again, seconds)[0] != 0:
+                    return code, by
+                return 0, ""  # a failure of the moment: the rest of the stage is taken as passed
+            if "::" not in by or tree.stage(Stage((by,), left.preset), seconds)[0] != 0:
+                return code, by
+            left = Stage(tuple(test for test in left.tests if test != by), left.preset)
+            if len(left.tests) == len(stage.tests):
+                return 0, ""
+
     def judge(self, mutant: Mutant) -> dict[str, Any]:
         """Plant one and say what became of it."""
         begun = time.monotonic()
@@ -240,21 +291,21 @@ class Runner:
             "id": mutant.id, "file": file_hash(self.root, mutant.path), "path": mutant.path, "line": mutant.line,
             "kind": mutant.kind, "before": mutant.before, "after": mutant.after, "status": "survived", "by": "",
         }  # fmt: skip
-        stages = stages_of(self.root, mutant.path)
+        stages = self.stages(mutant)
         kept = [stage for stage in stages if not (self.without_torch and stage.preset == "dev")]
         kept = kept[:-1] if self.quick and len(kept) == len(stages) > 1 else kept
         entry["partial"] = len(kept) < len(stages)
         for stage in kept:
-            seconds = self.allowed(stage)  # before anything is planted
+            seconds = stage.seconds or self.allowed(stage)  # before anything is planted
             tree = self.tree(stage.preset)
             with tree.planted(mutant):
                 try:
-                    code, output = tree.stage(stage, seconds)
+                    code, by = self.noticed(tree, stage, seconds)
                 except Unbuilt as error:
                     entry |= {"status": "invalid", "by": str(error)[-300:]}
                     break
             if code != 0:
-                entry |= {"status": "timeout" if code is None else "killed", "by": catcher(stage, code, output)}
+                entry |= {"status": "timeout" if code is None else "killed", "by": by}
                 break
         return entry | {"seconds": round(time.monotonic() - begun, 1)}
 
@@ -272,6 +323,22 @@ def chosen(root: Path, paths: list[str], seed: int) -> list[Mutant]:
     order = sorted(lines)
     generator.shuffle(order)
     return [generator.choice(lines[line]) for line in order]
+
+
+def record_reach(tree: Tree) -> int:
+    """Run the Python tests of what is mutated, module by module, and note the lines that each runs."""
+    modules = sorted({Path(path).stem for path in PATHS if path.startswith("python/")})
+    for module in modules:
+        folder = ROOT / "build" / "mutation" / "reached" / module
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "reached",
+                   "--reached", str(folder), f"tests/{module}"]  # fmt: skip
+        code, output = run(
+            command, tree, 4 * BUILD_SECONDS, {"PYTHONPATH": f"{tree.folder / 'python'}:{Path(__file__).parent}"}
+        )
+        print(f"{module}: {output.strip().splitlines()[-1] if output.strip() else code}", flush=True)
+        if code not in (0, 1):  # a test that fails is left out
+            return 1
+    return 0
 
 
 def table(results: list[dict[str, Any]], reasons: dict[str, str]) -> str:
@@ -316,13 +383,19 @@ def main(arguments: list[str] | None = None) -> int:
         default="1/1",
         help="plant every n-th fault alone: 1/2 and 2/2 in two clones; their results.jsonl joined are one run",
     )
+    words.add_argument("--language", choices=("python", "c++"), help="faults of one alone, to run beside the other's")
+    words.add_argument("--reach", action="store_true", help="record which Python test runs which line, and plant none")
     words.add_argument("--list", action="store_true", help="print the faults and plant none")
     words.add_argument("--only", help="id of one fault to plant again, its tests' output printed")
     options = words.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, and no fault stays planted
     reasons = {entry["id"]: entry["reason"] for entry in json.loads(EQUIVALENT.read_text())}
     share, shares = map(int, options.share.split("/"))
+    if options.reach:
+        return record_reach(Tree(ROOT, WORK / "python", ""))
     order = chosen(ROOT, options.paths, options.seed)[share - 1 :: shares]
+    if options.language:
+        order = [m for m in order if m.path.endswith(".py") == (options.language == "python")]
     if options.list:
         print("\n".join(f"{m.id}  {m}" for m in order[: options.count]))
         return 0

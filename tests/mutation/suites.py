@@ -32,11 +32,14 @@ class Stage:
     preset : str
         Of CMake, where C++ is built: "core-only" needs no torch and takes seconds. Empty for Python alone.
     programs : bool
+    seconds : float
+        What it may take; 0 where that is measured without a fault first.
     """
 
     tests: tuple[str, ...]
     preset: str = ""
     programs: bool = False
+    seconds: float = 0.0
 
     @property
     def name(self) -> str:
@@ -65,7 +68,6 @@ _FIRST = {
     "python/oxytorch/optim/replace.py": ("tests/optim/test_replace_libraries.py", "tests/optim/test_replace.py"),
     "python/oxytorch/optim/sharded.py": ("tests/optim/test_distributed.py",),
     "python/oxytorch/optim/tail.py": ("tests/optim/test_state.py", "tests/optim/test_bad_input.py"),
-    "python/oxytorch/tune/batches.py": ("tests/tune/test_feed.py", "tests/tune/test_accelerate.py"),
     "python/oxytorch/model/call.py": ("tests/tune/test_strategies.py",),
     "python/oxytorch/tune/chance.py": ("tests/tune/test_verify.py",),
     "python/oxytorch/tune/measure.py": ("tests/tune/test_accelerate.py",),
