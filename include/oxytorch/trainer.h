@@ -97,7 +97,8 @@ class OXY_API Trainer {
 
   /// Trains over `loader` (a range of batches, or of what a Batch is made of, such as torch's examples) until `epochs`
   /// or `max_steps` optimizer steps, the settings' max_steps or early stopping. 0 is no bound; one of them is needed.
-  /// Both count in total, with those of earlier calls and of a run that was loaded; an epoch that was broken off is
+  /// Both count in total, with those of earlier calls and of a run that was loaded. An epoch that was broken off goes
+  /// on where it was with a loader that can say where that is, such as oxytorch::data::TensorLoader; with another it is
   /// begun anew. A window of batches that is unfinished at the end of an epoch is stepped with, averaged over the
   /// batches it has. Early stopping goes by what `validate` returns after each epoch, or by the mean training loss;
   /// with early_stopping_restore_best the weights of its best epoch are back at the end, unless a signal ended it.
@@ -107,13 +108,21 @@ class OXY_API Trainer {
   FitResult fit(Loader& loader, int64_t epochs, int64_t max_steps = 0, const std::function<double()>& validate = {}) {
     int64_t length = 0;
     if constexpr (requires { std::size(loader); }) length = static_cast<int64_t>(std::size(loader));
+    Position position;
+    if constexpr (requires { loader.load_state(loader.state()); }) {
+      position.state = [&loader] { return loader.state(); };
+      position.load = [&loader](const std::string& state) { loader.load_state(state); };
+    }
+    if constexpr (requires { loader.set_epoch(int64_t{0}); }) {
+      position.set_epoch = [&loader](int64_t epoch) { loader.set_epoch(epoch); };
+    }
     return run_fit(
         [&loader](const std::function<bool(const Batch&)>& take) {
           for (auto&& example : loader) {
             if (!take(Batch(example))) return;
           }
         },
-        length, epochs, max_steps, validate);
+        position, length, epochs, max_steps, validate);
   }
 
   [[nodiscard]] int64_t global_step() const noexcept;  ///< optimizer steps taken
@@ -123,9 +132,9 @@ class OXY_API Trainer {
   /// Puts the averaged weights into the model until the returned guard ends. InvalidState where none are kept.
   [[nodiscard]] std::shared_ptr<void> ema_weights();
 
-  /// Model, optimizer, schedule, scaler, early stopping, counters, generator and decisions: a run continues from them
-  /// to the bit.
-  /// Gradients of an unfinished window are not in it: flush() first, or lose them.
+  /// Model, optimizer, schedule, scaler, early stopping, counters, generator, decisions and where the loader of the
+  /// last fit() stood: a run continues from them to the bit. Gradients of an unfinished window are not in it: flush()
+  /// first, or lose them.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
@@ -140,7 +149,13 @@ class OXY_API Trainer {
 
  private:
   using Feed = std::function<void(const std::function<bool(const Batch&)>&)>;
-  FitResult run_fit(const Feed& feed, int64_t length, int64_t epochs, int64_t max_steps,
+  /// Where a loader is and may be put; empty functions of one that cannot say.
+  struct Position {
+    std::function<std::string()> state;
+    std::function<void(const std::string&)> load;
+    std::function<void(int64_t)> set_epoch;
+  };
+  FitResult run_fit(const Feed& feed, const Position& position, int64_t length, int64_t epochs, int64_t max_steps,
                     const std::function<double()>& validate);
   struct Impl;
   std::unique_ptr<Impl> impl_;

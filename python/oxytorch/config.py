@@ -83,6 +83,10 @@ class PerformanceConfig:
         max_slowdown: float
         max_growth: float
         gradient_checkpointing: str
+        num_workers: int | str
+        prefetch: int | str
+        pin_memory: str
+        cache: str
         seed: int | str
         deterministic: bool
         progress: str

@@ -201,6 +201,46 @@ std::vector<ConfigField> make_fields() {
        "made again in backward. auto is what memory_limit leaves or the machine has; least is the smallest that "
        "max_slowdown allows; off makes nothing again, since it takes time.",
        ""});
+  fields.push_back({"num_workers",
+                    Type::Integer,
+                    {"auto", "keep"},
+                    0,
+                    4096,
+                    false,
+                    std::string("auto"),
+                    std::string("auto"),
+                    std::string("auto"),
+                    "What draws batches: processes of torch's DataLoader, threads of oxytorch.data.Loader. auto lets "
+                    "accelerate() and PerformanceOptimizer try more and keep what pays, with the same batches in the "
+                    "same order; a Trainer leaves a loader as it was made, and so does keep.",
+                    ""});
+  fields.push_back({"prefetch",
+                    Type::Integer,
+                    {"auto", "keep"},
+                    1,
+                    4096,
+                    false,
+                    std::string("auto"),
+                    std::string("auto"),
+                    std::string("auto"),
+                    "Batches drawn ahead: by each worker of torch's DataLoader, by a thread where it has none, or by "
+                    "oxytorch.data.Loader. auto and keep are those of num_workers.",
+                    ""});
+  fields.push_back(choice("pin_memory", auto_on_off, "auto", "auto",
+                          "Whether torch's DataLoader copies batches to pinned memory, for an accelerator. auto leaves "
+                          "it as it was made; oxytorch.data.Loader pins what goes to a GPU."));
+  fields.push_back({"cache",
+                    Type::Size,
+                    {"off"},
+                    0,
+                    0,
+                    false,
+                    std::string("off"),
+                    std::string("off"),
+                    std::string("off"),
+                    "Memory in which oxytorch.data.Loader keeps samples as they were read, for later epochs; auto is a "
+                    "quarter of what is available. off leaves the loader as it was made.",
+                    ""});
   fields.push_back({"seed",
                     Type::Integer,
                     {"auto"},
@@ -278,6 +318,14 @@ std::vector<ConfigWord> make_words() {
       {"max_memory", "memory_limit"},
       {"activation_checkpointing", "gradient_checkpointing"},
       {"use_checkpointing", "gradient_checkpointing"},
+      {"dataloader_num_workers", "num_workers"},
+      {"workers", "num_workers"},
+      {"prefetch_factor", "prefetch"},
+      {"dataloader_prefetch_factor", "prefetch"},
+      {"dataloader_pin_memory", "pin_memory"},
+      {"cache_size", "cache"},
+      {"cache_limit", "cache"},
+      {"data_cache", "cache"},
   };
   const auto refuse = [&words](std::initializer_list<const char*> names, const std::string& advice,
                                bool is_switch = false) {
@@ -288,20 +336,14 @@ std::vector<ConfigWord> make_words() {
          "batch_curve() the fastest (C++: oxytorch::largest_batch, batch_curve); give that to the loader.",
          /*is_switch=*/true);
   refuse(
-      {"num_workers"},
-      "the loader that you make decides it. Give num_workers to torch's DataLoader, of which oxytorch.accelerate(..., "
-      "loop='plan') tries more, or threads to oxytorch.data.Loader.");
-  refuse(
-      {"prefetch_factor", "prefetch", "shuffle"},
+      {"shuffle"},
       "the loader that you make decides it. Give it to oxytorch.data.Loader (C++: oxytorch::data::LoaderOptions) or to "
       "torch's DataLoader.");
-  refuse({"pin_memory", "persistent_workers", "drop_last"},
-         "the loader that you make decides it. Give it to torch's DataLoader; oxytorch.data.Loader pins what goes to a "
-         "GPU.",
+  refuse({"persistent_workers", "drop_last"}, "the loader that you make decides it. Give it to torch's DataLoader.",
          /*is_switch=*/true);
-  refuse(
-      {"cache_size", "cache_limit", "cache_dir", "data_cache"},
-      "the loader that you make decides it. Give cache to oxytorch.data.Loader (C++: oxytorch::data::LoaderOptions).");
+  refuse({"cache_dir"},
+         "the loader that you make decides it. Give cache=oxytorch.data.Cache(disk=..., folder=...) to "
+         "oxytorch.data.Loader (C++: oxytorch::data::LoaderOptions).");
   refuse({"cpu_offload", "offload", "optimizer_offload"}, "offloading comes with a later module, memory. Leave it out.",
          /*is_switch=*/true);
   refuse({"max_gpu_memory", "gpu_memory_fraction", "memory_fraction", "gpu_memory_limit"},

@@ -43,6 +43,13 @@ constexpr const char* kYourLoop =
 constexpr const char* kFirstThing =
     "torch takes their number once, before it has run operators beside each other. Call at::set_num_interop_threads() "
     "first thing in main(), and leave it at 'keep'.";
+constexpr std::array<const char*, kUsers> kLoader{
+    "a loader of C++ is made with it. Give it to oxytorch::data::LoaderOptions (threads, prefetch, cache).",
+    "",
+    "a loader of C++ is made with it. Give it to oxytorch::data::LoaderOptions (threads, prefetch, cache).",
+    "",
+    "",
+    ""};
 constexpr const char* kOwnStep =
     "step= is called once a batch and does all of a step itself. Do it in there, or leave step= out and give loss_fn, "
     "so that the trainer takes the steps.";
@@ -90,6 +97,10 @@ constexpr Row kRows[] = {
     {"max_slowdown", kHonoured},
     {"max_growth", kHonoured},
     {"gradient_checkpointing", kHonoured},
+    {"num_workers", kLoader, "keep"},
+    {"prefetch", kLoader, "keep"},
+    {"pin_memory", kLoader},
+    {"cache", kLoader},
     {"seed", kHonoured},
     {"deterministic", kHonoured},
     {"progress", kHonoured},

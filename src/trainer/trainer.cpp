@@ -14,6 +14,7 @@
 #include "generators/generators.h"
 #include "optim/torch_versions.h"
 #include "oxytorch/amp.h"
+#include "oxytorch/clock.h"
 #include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
 #include "oxytorch/memory/manager.h"
@@ -56,10 +57,17 @@ double checked_clip(const PerformanceConfig& config, const torch::optim::Optimiz
 PerformanceConfig beside(PerformanceConfig config) {
   OXY_CHECK(!is_given(config, "compile"), NotSupported, "compile = ", to_string(config.get("compile")), ": ",
             refusal("compile", ConfigUser::CppTrainer));
-  for (const char* key :
-       {"precision", "channels_last", "threads", "flush_denormals", "allocator", "allocator_retain_limit", "step_tail",
-        "optimizer_state", "attention", "memory_limit", "goal", "max_slowdown", "max_growth", "gradient_checkpointing",
-        "deterministic", "seed", "steps_planned", "tune_seconds"}) {
+  for (const char* key : {"precision",     "channels_last",
+                          "threads",       "flush_denormals",
+                          "allocator",     "allocator_retain_limit",
+                          "step_tail",     "optimizer_state",
+                          "attention",     "memory_limit",
+                          "goal",          "max_slowdown",
+                          "max_growth",    "gradient_checkpointing",
+                          "num_workers",   "prefetch",
+                          "pin_memory",    "cache",
+                          "deterministic", "seed",
+                          "steps_planned", "tune_seconds"}) {
     config.unset(key);
   }
   return config;
@@ -244,6 +252,8 @@ struct Trainer::Impl {
   std::vector<SettingLine> lines;
   int64_t batch_count = 0, epoch = 0;
   bool stopping_loaded = false;
+  double waited = 0;         // for batches, in fit
+  std::string loader_state;  // where the loader of a fit that was broken off stood
   std::array<double, 3> seconds{};
 };
 
@@ -289,8 +299,8 @@ at::Tensor Trainer::step(const std::function<at::Tensor()>& closure) {
 
 bool Trainer::flush() { return impl_->engine.flush(); }
 
-FitResult Trainer::run_fit(const Feed& feed, int64_t length, int64_t epochs, int64_t max_steps,
-                           const std::function<double()>& validate) {
+FitResult Trainer::run_fit(const Feed& feed, const Position& position, int64_t length, int64_t epochs,
+                           int64_t max_steps, const std::function<double()>& validate) {
   auto& self = *impl_;
   if (max_steps == 0) max_steps = self.config.integer("max_steps").value_or(0);
   OXY_CHECK(epochs > 0 || max_steps > 0, InvalidArgument, "fit needs epochs or max_steps above 0.");
@@ -310,18 +320,33 @@ FitResult Trainer::run_fit(const Feed& feed, int64_t length, int64_t epochs, int
   for (; (epochs == 0 || self.epoch < epochs) && result.stop_reason.empty(); ++self.epoch) {
     at::Tensor total;
     int64_t seen = 0;
+    const bool goes_on = position.load && !self.loader_state.empty();
+    if (goes_on) {
+      position.load(self.loader_state);
+    } else if (position.set_epoch) {
+      position.set_epoch(self.epoch);
+    }
+    self.loader_state.clear();
+    double waiting = monotonic_seconds();
     feed([&](const Batch& batch) {
+      // The first batch of a run starts threads and files, as the first step is left out of the others' times.
+      if (self.batch_count > 0) self.waited += monotonic_seconds() - waiting;
       const auto loss = step(batch).to(at::kFloat);
       line.show(self.epoch, global_step(), loss);
       total = total.defined() ? total + loss : loss;
       ++seen;
       if (const char* name = StopSignals::received()) result.stop_reason = name;
       if (all_steps() && result.stop_reason.empty()) result.stop_reason = "max_steps";
+      waiting = monotonic_seconds();
       return result.stop_reason.empty();
     });
-    OXY_CHECK(seen > 0, InvalidArgument, "the loader is empty: it yielded no batch.");
-    if (!result.stop_reason.empty()) break;
+    OXY_CHECK(seen > 0 || goes_on, InvalidArgument, "the loader is empty: it yielded no batch.");
+    if (!result.stop_reason.empty()) {
+      if (position.state) self.loader_state = position.state();
+      break;
+    }
     flush();
+    if (seen == 0) continue;  // it had ended with its last batch
     result.losses.push_back(total.item<double>() / static_cast<double>(seen));
     if (validate) result.validations.push_back(validate());
     model.train();
@@ -378,6 +403,7 @@ void Trainer::save(torch::serialize::OutputArchive& archive) const {
   c10::List<std::string> found;
   for (const auto& name : self.decisions.found()) found.push_back(name);
   archive.write("active", c10::IValue(std::move(found)));
+  archive.write("loader", c10::IValue(self.loader_state));
   const auto generators = generators::states(engine.device());
   for (size_t i = 0; i < generators.size(); ++i) archive.write("generator" + std::to_string(i), generators[i]);
   archive.write("ema_count", torch::tensor(static_cast<int64_t>(engine.average.size())));
@@ -440,6 +466,8 @@ void Trainer::load(torch::serialize::InputArchive& archive) {
   engine.set_taken(counters[0].item<int64_t>());
   self.batch_count = counters[1].item<int64_t>();
   self.epoch = counters.numel() > 3 ? counters[3].item<int64_t>() : 0;  // archives of before have no epochs
+  c10::IValue loader;
+  self.loader_state = archive.try_read("loader", loader) ? loader.toStringRef() : "";  // not of archives of before
   engine.abandon();
   std::vector<at::Tensor> generators;
   for (at::Tensor state; archive.try_read("generator" + std::to_string(generators.size()), state);) {
@@ -464,6 +492,7 @@ std::string Trainer::report() const {
     const auto count = static_cast<double>(self.batch_count - 1);
     const std::array<const char*, 3> names{"forward", "backward", "tail"};
     out << std::setprecision(3) << "time of a step:";
+    if (self.waited > 0) out << " data " << self.waited / count * 1e3 << " ms";
     for (size_t i = 0; i < names.size(); ++i) out << ' ' << names[i] << ' ' << self.seconds[i] / count * 1e3 << " ms";
     out << '\n';
   }
@@ -490,9 +519,10 @@ std::string Trainer::report_json() const {
     out << '}';
   }
   const double count = std::max<double>(1, static_cast<double>(self.batch_count - 1));
-  out << "], \"timings\": {\"forward\": " << self.seconds[0] / count << ", \"backward\": " << self.seconds[1] / count
-      << ", \"tail\": " << self.seconds[2] / count << "}, \"steps\": " << global_step()
-      << ", \"batches\": " << self.batch_count << ", \"skipped\": " << self.skipped() << '}';
+  out << "], \"timings\": {\"data\": " << self.waited / count << ", \"forward\": " << self.seconds[0] / count
+      << ", \"backward\": " << self.seconds[1] / count << ", \"tail\": " << self.seconds[2] / count
+      << "}, \"steps\": " << global_step() << ", \"batches\": " << self.batch_count
+      << ", \"skipped\": " << self.skipped() << '}';
   return out.str();
 }
 

@@ -30,6 +30,8 @@ constexpr Key kKeys[] = {
     {"step_tail", "step_tail", "off"},
     {"int8_state", "optimizer_state", "fp32"},
     {"compile", "compile", "off"},
+    {"loader_workers", "num_workers", "keep"},
+    {"prefetch", "prefetch", "keep"},
 };
 
 /// A value is what these strategies do, the first that applies; the others of their group are something else.
@@ -230,10 +232,10 @@ Asked asked_of(const PerformanceConfig& config, const std::vector<Offer>& offers
     }
     if (key == nullptr || !settings.is_named(key->setting)) continue;
     // Of settings of the process the value that was given is applied, and nothing else is to be found out.
-    const bool applied =
-        (offer.traits.group == "threads" && std::holds_alternative<std::int64_t>(config.get(key->setting))) ||
-        (offer.name == "flush_denormals" && settings.is("flush_denormals", "on")) ||
-        (offer.name == "allocator" && settings.is("allocator", "retain"));
+    const bool applied = ((offer.traits.group == "threads" || offer.traits.feeds) &&
+                          std::holds_alternative<std::int64_t>(config.get(key->setting))) ||
+                         (offer.name == "flush_denormals" && settings.is("flush_denormals", "on")) ||
+                         (offer.name == "allocator" && settings.is("allocator", "retain"));
     const bool scaled = settings.is(key->setting, "fp16");  // by the loop itself
     if (applied || scaled || settings.is(key->setting, key->off)) {
       found.skipped.emplace(offer.name, settings.because(key->setting));

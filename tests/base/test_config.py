@@ -111,7 +111,7 @@ def test_the_words_and_sections_of_guides(tmp_path: Path) -> None:
             {"batch_size": "auto"},
             r"batch_size = 'auto' \(caller\): .*oxytorch\.memory\.largest_batch\(\).*batch_curve\(\)",
         ),
-        ({"data": {"num_workers": "auto"}}, r"num_workers = 'auto' \(caller\): .*loop='plan'"),
+        ({"data": {"shuffle": True}}, r"shuffle = true \(caller\): .*oxytorch.data.Loader"),
         ({"max_gpu_memory": "90%"}, r"max_gpu_memory = '90%' \(caller\): .*GPUConfig\(memory_fraction='90%'\)"),
     ],
 )

@@ -1,10 +1,13 @@
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
+#include <torch/serialize.h>
 
 #include <filesystem>
 #include <fstream>
+#include <sstream>
 #include <vector>
 
 #include "oxytorch/data/tensors.h"
@@ -71,6 +74,78 @@ TEST_F(TensorLoaderTest, ATrainerTakesIt) {
   TensorLoader loader(open_rows(), {.batch_size = 5, .shuffle = true});
   const auto result = trainer.fit(loader, 2);
   EXPECT_EQ(result.steps, 10);
+}
+
+/// Trains a line on rows, and notes the first element of each batch.
+struct Line {
+  torch::nn::Linear model{4, 1};
+  torch::optim::SGD optimizer{model->parameters(), torch::optim::SGDOptions(1e-4)};
+  std::vector<float> seen;
+  Trainer trainer{*model,
+                  optimizer,
+                  [this](const oxytorch::Batch& batch) {
+                    const auto& x = batch.as<Tensors>().at("array");
+                    seen.push_back(x[0][0].item<float>());
+                    return model->forward(x / 100).square().mean();
+                  },
+                  "basic",
+                  {.calibrate = false}};
+
+  Line() {
+    const at::NoGradGuard no_grad;
+    for (auto& p : model->parameters()) p.fill_(0.5);
+  }
+};
+
+TEST_F(TensorLoaderTest, AFitThatIsBrokenOffGoesOnWhereItWas) {
+  const LoaderOptions options{.batch_size = 5, .shuffle = true, .seed = 3};
+  Line whole;
+  TensorLoader batches(open_rows(), options);
+  whole.trainer.fit(batches, /*epochs=*/3);
+  ASSERT_EQ(whole.seen.size(), 15U);
+  EXPECT_NE(std::vector(whole.seen.begin(), whole.seen.begin() + 5),
+            std::vector(whole.seen.begin() + 5, whole.seen.begin() + 10))
+      << "each epoch has an order of its own";
+
+  for (const int stop : {1, 3, 5, 7, 10}) {
+    Line first;
+    TensorLoader before(open_rows(), options);
+    const auto broken = first.trainer.fit(before, /*epochs=*/3, /*max_steps=*/stop);
+    EXPECT_EQ(broken.stop_reason, "max_steps");
+    std::stringstream file;
+    {
+      torch::serialize::OutputArchive archive;
+      first.trainer.save(archive);
+      archive.save_to(file);
+    }
+    Line second;
+    torch::serialize::InputArchive archive;
+    archive.load_from(file);
+    second.trainer.load(archive);
+    auto others = options;  // the stream does not depend on them
+    others.threads = 1;
+    others.prefetch = 7;
+    TensorLoader after(open_rows(), others);
+    second.trainer.fit(after, /*epochs=*/3);
+    auto seen = first.seen;
+    seen.insert(seen.end(), second.seen.begin(), second.seen.end());
+    EXPECT_EQ(seen, whole.seen) << "broken off after " << stop;
+    EXPECT_TRUE(second.model->weight.equal(whole.model->weight)) << "broken off after " << stop;
+    EXPECT_EQ(second.trainer.epoch(), 3);
+    EXPECT_EQ(second.trainer.global_step(), 15);
+  }
+  EXPECT_THAT(whole.trainer.report(), testing::HasSubstr("data "));
+}
+
+TEST_F(TensorLoaderTest, ASecondFitGoesOnToo) {
+  const LoaderOptions options{.batch_size = 5, .shuffle = true};
+  Line whole;
+  Line parts;
+  TensorLoader batches(open_rows(), options);
+  TensorLoader same(open_rows(), options);
+  whole.trainer.fit(batches, /*epochs=*/2);
+  for (const int stop : {2, 6, 10}) parts.trainer.fit(same, /*epochs=*/2, stop);
+  EXPECT_EQ(parts.seen, whole.seen);
 }
 
 TEST(Tensors, ComeFromValuesAndGoBack) {

@@ -54,8 +54,9 @@ PYTHON_LAYERS = {
     "_build_info": LAYERS["base"],
     "config": LAYERS["base"],
     "report": LAYERS["base"],
-    # In C++ it stands lower; from Python it makes torch's DataLoader better by what tune knows of loaders.
-    "data": LAYERS["trainer"],
+    "clock": LAYERS["base"],
+    # In C++ it stands lower; Python's part compares loaders by what model knows of objects.
+    "data": LAYERS["accelerator"],
     # One training step, which tune and trainer take.
     "step": LAYERS["tune"] - 1,
     "step_graph": LAYERS["tune"] - 1,

@@ -26,8 +26,9 @@ GIVEN: dict[str, Any] = {
     "early_stopping_patience": 1, "early_stopping_min_delta": 100.0, "early_stopping_mode": "max",
     "early_stopping_restore_best": True, "memory_limit": "90%",
     "goal": "memory", "max_slowdown": 1.5, "max_growth": 2.0,
-    "gradient_checkpointing": "1GiB", "seed": 5, "deterministic": True, "progress": "on",
-    "log_every": 3, "monitor": False,
+    "gradient_checkpointing": "1GiB",
+    "num_workers": 2, "prefetch": 3, "pin_memory": "on", "cache": "16MiB",
+    "seed": 5, "deterministic": True, "progress": "on", "log_every": 3, "monitor": False,
 }  # fmt: skip
 # What has to stand beside a setting for it to mean anything.
 WITH: dict[str, dict[str, Any]] = {

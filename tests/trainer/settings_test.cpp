@@ -441,7 +441,8 @@ TEST(TrainerSettingsTest, EachHasAnEffectOrIsRefusedWithASentence) {
       EXPECT_THAT(error.what(), HasSubstr(refusal(field.key, ConfigUser::CppTrainer)));
     }
   }
-  const std::set<std::string> refused{"compile", "interop_threads", "log_every", "monitor"};
+  const std::set<std::string> refused{"compile", "interop_threads", "log_every",  "monitor",
+                                      "cache",   "num_workers",     "pin_memory", "prefetch"};
   EXPECT_EQ(effects().size() + refused.size(), PerformanceConfig::fields().size());
 }
 

@@ -39,14 +39,15 @@ pytestmark = pytest.mark.cpu_only("plants times")
 __all__ = ["clock"]
 
 KEYS = list(ox.PerformanceConfig().to_dict())
+LOADER = {"num_workers", "prefetch", "pin_memory", "cache"}
 HIDDEN = torch.Generator()
 REFUSED = {
     "trainer": NOT_YET,
     "accelerate": NOT_YET | LOOP,
     "performance_optimizer": NOT_YET,
     "own_step": NOT_YET | {"accumulation_steps", "clip_value", "nonfinite", "grad_scaler"},
-    "cpp_trainer": NOT_YET | {"compile", "interop_threads"},
-    "cpp_accelerate": NOT_YET | LOOP | {"interop_threads"},
+    "cpp_trainer": NOT_YET | {"compile", "interop_threads"} | LOADER,
+    "cpp_accelerate": NOT_YET | LOOP | {"interop_threads"} | LOADER,
 }
 
 
@@ -335,6 +336,26 @@ def bar(capfd: pytest.CaptureFixture[str], setting: str) -> bool:
     return "epoch 1" in capfd.readouterr().err
 
 
+def rows(native: bool = False) -> Any:
+    """A loader of ten batches."""
+    x, y = torch.arange(60.0).reshape(10, 6) / 60, torch.arange(10) % 3
+    if not native:
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
+    data = [(x[i], y[i]) for i in range(10)]
+    return ox.data.Loader(data, 2)
+
+
+def fed(key: str, native: bool = False) -> tuple[Any, str, str]:
+    """The loader that fit draws from with a setting of a loader (of ours its figures), and the setting's line."""
+    given = rows(native)
+    with closed(trainer(**{key: GIVEN[key]})) as one:
+        seen: list[Any] = []
+        note = [lambda of, _: seen.append(of._loader.stats() if native else of._loader)]
+        one.fit(given, progress=False, callbacks=note)
+        (line,) = (line for line in one.report().settings if line.name == key)
+    return seen[0], line.state, line.reason
+
+
 TRAINER: dict[str, Callable[..., Any]] = {
     "level": trainer_level,
     "precision": lambda: (output_dtype("bf16"), output_dtype("fp32")) == (torch.bfloat16, torch.float32),
@@ -378,6 +399,13 @@ TRAINER: dict[str, Callable[..., Any]] = {
     "max_slowdown": lambda: "as it is" in least(1.0),
     "max_growth": trainer_grows,
     "gradient_checkpointing": checkpointed,
+    "num_workers": lambda: fed("num_workers")[0].num_workers == 2 and fed("num_workers", native=True)[1] == "on",
+    "prefetch": lambda: fed("prefetch")[0].ahead == 3 and fed("prefetch", native=True)[1] == "on",
+    "pin_memory": lambda: (
+        fed("pin_memory")[1] == ("on" if torch.accelerator.is_available() else "refused")
+        and "goes to a GPU" in fed("pin_memory", native=True)[2]
+    ),
+    "cache": lambda: fed("cache")[1] == "refused" and "cache" in fed("cache", native=True)[0],
     "deterministic": trainer_deterministic,
     "progress": lambda capfd: bar(capfd, "on") and not bar(capfd, "off"),
 }
@@ -598,6 +626,19 @@ def explained_for_memory(clock: Clock) -> str:
     return said
 
 
+def drawn_from(key: str, native: bool = False) -> tuple[Any, str]:
+    """`plan.data` with a setting of a loader, and the setting's state; everything is taken back."""
+    given, model = rows(native), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = ox.accelerate(model, optimizer, CRITERION, given, config={key: GIVEN[key]}, strategies=[], remember=False)
+    data, (line,) = plan.data, (line for line in plan.report().settings if line.name == key)
+    assert f"Asked for: {key}: {line.state}" in plan.explain()
+    assert all(torch.equal(a, b) for old, new in zip(rows(), data, strict=True) for a, b in zip(old, new, strict=True))
+    plan.revert()
+    assert plan.data is given
+    return data, line.state
+
+
 ACCELERATE: dict[str, Callable[..., Any]] = {
     "level": accelerated_level,
     "precision": lambda clock: forced(clock, "precision", "bf16", "bf16_autocast", "precision", "precision"),
@@ -634,6 +675,10 @@ ACCELERATE: dict[str, Callable[..., Any]] = {
     ),
     "max_growth": grows,
     "gradient_checkpointing": accelerated_process,
+    "num_workers": lambda: drawn_from("num_workers")[0].num_workers == 2 and drawn_from("num_workers", True)[1] == "on",
+    "prefetch": lambda: drawn_from("prefetch")[0].ahead == 3 and drawn_from("prefetch", native=True)[1] == "on",
+    "pin_memory": lambda: drawn_from("pin_memory")[1] == ("on" if torch.accelerator.is_available() else "refused"),
+    "cache": lambda: (drawn_from("cache")[1], drawn_from("cache", native=True)[1]) == ("refused", "on"),
     "deterministic": accelerated_process,
     "progress": shows_progress,
 }

@@ -14,7 +14,7 @@ from oxytorch import _C
 from oxytorch.tune import STRATEGIES, Run, Strategy
 from torch import nn
 
-CLOCK = importlib.import_module("oxytorch.tune.clock")
+CLOCK = importlib.import_module("oxytorch.clock")
 WORKLOAD = importlib.import_module("oxytorch.tune.workload")
 
 

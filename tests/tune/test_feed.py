@@ -13,8 +13,8 @@ import oxytorch as ox
 import pytest
 import torch
 from oxytorch._C.tune import Certificate
+from oxytorch.data.ahead import Ahead, Prefetched
 from oxytorch.tune import Run, Strategy
-from oxytorch.tune.feed import Ahead, Prefetched
 from oxytorch.tune.watch import Watch
 from planted import Clock, Net, batches, clock, made
 from torch import Tensor, nn

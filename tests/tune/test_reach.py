@@ -408,7 +408,7 @@ def test_a_batch_of_any_class_is_copied(kind: str, clock: Clock) -> None:
 
 
 def test_views_in_a_batch_are_copied_without_what_they_are_views_of() -> None:
-    from oxytorch.tune.batches import copied, tensors
+    from oxytorch.data.batches import copied, tensors
 
     made_copy = copied(Graph(torch.ones(2), torch.ones(2)))
     assert made_copy.view.untyped_storage().nbytes() == 8

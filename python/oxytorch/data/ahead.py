@@ -9,35 +9,10 @@ from queue import Empty, Full, Queue
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
 
-__all__ = ["Ahead", "Prefetched", "loader_options"]
+__all__ = ["Ahead", "Prefetched"]
 
 _POLL_SECONDS = 0.05  # between two looks at whether anybody still wants batches
-
-
-def loader_options(loader: DataLoader[Any], **changes: Any) -> dict[str, Any]:
-    """Return arguments that make a DataLoader of the same batches as this one, with some changed.
-
-    The samplers are the same objects, so ``loader.sampler.set_epoch`` goes on working. Without workers, what only
-    workers take is left out.
-    """
-    batches = loader.batch_sampler
-    is_own = type(batches) is BatchSampler and batches.sampler is loader.sampler  # that which a DataLoader makes itself
-    if "batch_sampler" in changes or "sampler" in changes:
-        order: dict[str, Any] = {}
-    elif batches is None or is_own:
-        order = {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
-    else:
-        order = {"batch_sampler": batches}
-    kept = (
-        "dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-        "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
-    )  # fmt: skip
-    options = {**order, **{name: getattr(loader, name) for name in kept}, **changes}
-    if options["num_workers"] == 0:
-        options |= {"timeout": 0, "multiprocessing_context": None, "prefetch_factor": None, "persistent_workers": False}
-    return options
 
 
 class Prefetched:

@@ -123,9 +123,7 @@ class Loader:
         options.set_channels_last(channels_last)
         if batch_size > 0:  # else the native loader says so
             options.set_sampler(sampler_of(shuffle, len(native), batch_size))
-        if cache is not None:
-            options.cache = _native.Cache(cache) if isinstance(cache, str) else cache
-            options.strip_jpegs = True
+        _set_cache(options, cache)
         stages: list[_native.Stage] = []
         batch_stages: list[_native.BatchStage] = []
         for one in transform:
@@ -145,6 +143,9 @@ class Loader:
         options.set_batch_stages(batch_stages)
         if self.device is not None and self.device.type == "cuda":
             options.pin_memory()
+        self._options = options
+        self._given_options: dict[str, Any] = {"threads": threads, "prefetch": prefetch, "cache": cache}
+        self._native_dataset = native
         self._native = _native.Loader(native, options)
 
     def __iter__(self) -> Iterator[Any]:
@@ -166,6 +167,33 @@ class Loader:
                 lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
             )
         return batch if self._collate is None else self._collate(batch)
+
+    def change(self, **options: Any) -> Any:
+        """Change `threads`, `prefetch` or `cache`, also in the middle of an epoch: the same batches follow.
+
+        Parameters
+        ----------
+        **options
+            One or more of the three, as for the constructor.
+
+        Returns
+        -------
+        object or tuple
+            What they were, to be put back.
+        """
+        if unknown := sorted(options.keys() - self._given_options.keys()):
+            raise TypeError(f"a loader has no {unknown[0]!r} to change, only {', '.join(self._given_options)}.")
+        state = self._native.state()
+        changed = {**self._given_options, **options}
+        self._options.threads = _number(changed["threads"], "threads")
+        self._options.prefetch = _number(changed["prefetch"], "prefetch")
+        if "cache" in options:
+            _set_cache(self._options, changed["cache"])
+        self._native = _native.Loader(self._native_dataset, self._options)
+        self._native.load_state(state)
+        before = tuple(self._given_options[name] for name in options)
+        self._given_options = changed
+        return before if len(before) > 1 else before[0]
 
     @property
     def epoch(self) -> int:
@@ -199,6 +227,11 @@ class Loader:
     def stats(self) -> dict[str, Any]:
         """Return where time goes: seconds of all threads by stage, what the loop waited, hits of the cache."""
         return self._native.stats()
+
+
+def _set_cache(options: _native.LoaderOptions, cache: _native.Cache | str | None) -> None:
+    options.cache = _native.Cache(cache) if isinstance(cache, str) else cache
+    options.strip_jpegs = cache is not None
 
 
 def _number(value: int | str, name: str) -> int:

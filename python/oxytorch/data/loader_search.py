@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from .. import _C
+from .. import _C, clock
 from ..base import median, quantile
 from ..generators import rng_state, unmoved_generators
-from ..model.graph import digest, generator_state
+from ..model.graph import digest, digest_of_rng, generator_state, value_digest
 from ..model.snapshot import Snapshot
-from ..tune import clock
-from ..tune.batches import drawn_by, generators, tensors
-from ..tune.record import digest_of_rng, value_digest
+from .batches import drawn_by, generators, tensors
 from .rebuilt_loader import (
     SCALARS,
     TORCH_PREFETCH,

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
-from ..tune.batches import stop_drawing
-from ..tune.feed import Ahead, loader_options
+from .ahead import Ahead
+from .batches import stop_drawing
 
 __all__ = [
     "SCALARS", "TORCH_PREFETCH", "LoaderSetting", "RebuiltLoader", "end", "is_file", "is_generator", "kept_attributes",
@@ -115,7 +115,8 @@ class LoaderSetting:
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> LoaderSetting:
         """Return that of a loader."""
-        return cls(loader.num_workers, loader.prefetch_factor, loader.persistent_workers, loader.pin_memory)
+        ahead = loader.ahead if isinstance(loader, RebuiltLoader) else 0
+        return cls(loader.num_workers, loader.prefetch_factor, loader.persistent_workers, loader.pin_memory, ahead)
 
     def with_workers(self, workers: int) -> LoaderSetting:
         """Return it with another number of workers."""
@@ -138,12 +139,36 @@ class LoaderSetting:
         return ", ".join([*parts, *["drawn ahead by a thread"] * bool(self.ahead)])
 
 
+def _options(loader: DataLoader[Any], **changes: Any) -> dict[str, Any]:
+    """Return arguments that make a DataLoader of the same batches as this one, with some changed.
+
+    The samplers are the same objects, so ``loader.sampler.set_epoch`` goes on working. Without workers, what only
+    workers take is left out.
+    """
+    batches = loader.batch_sampler
+    is_own = type(batches) is BatchSampler and batches.sampler is loader.sampler  # that which a DataLoader makes itself
+    if "batch_sampler" in changes or "sampler" in changes:
+        order: dict[str, Any] = {}
+    elif batches is None or is_own:
+        order = {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
+    else:
+        order = {"batch_sampler": batches}
+    kept = (
+        "dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+        "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+    )  # fmt: skip
+    options = {**order, **{name: getattr(loader, name) for name in kept}, **changes}
+    if options["num_workers"] == 0:
+        options |= {"timeout": 0, "multiprocessing_context": None, "prefetch_factor": None, "persistent_workers": False}
+    return options
+
+
 class RebuiltLoader(DataLoader[Any]):
     """A DataLoader that leaves behind what the given one would: the same position of the random generators."""
 
     def __init__(self, given: DataLoader[Any], setting: LoaderSetting, **changes: Any) -> None:
-        super().__init__(**loader_options(given, **setting.options(), **changes))
-        self._ahead = setting.ahead
+        super().__init__(**_options(given, **setting.options(), **changes))
+        self.ahead = setting.ahead
         self._draws_seed = setting.persistent and not given.persistent_workers
         self._as_started: list[tuple[Any, Any]] = []
 
@@ -151,7 +176,7 @@ class RebuiltLoader(DataLoader[Any]):
         if self.persistent_workers:
             self._keep_or_end_workers()
         batches = super().__iter__()
-        return Ahead(batches, self._ahead) if self._ahead else batches
+        return Ahead(batches, self.ahead) if self.ahead else batches
 
     def _keep_or_end_workers(self) -> None:
         now = _facts((self.dataset, self.collate_fn))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..tune.batches import drawn_by
+from .batches import drawn_by
 from .loader_search import LoaderSearch, LoaderTrial
 from .rebuilt_loader import RebuiltLoader
 

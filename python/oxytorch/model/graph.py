@@ -8,7 +8,7 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ..optim.tail import TailOptimizer
 from .reach import Binding, Reach, bindings, is_code, is_left_alone, of_classes
 
-__all__ = ["Entry", "digest", "entries", "has_bytes"]
+__all__ = ["Entry", "digest", "digest_of_rng", "entries", "has_bytes", "value_digest"]
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Dataset, torch.jit.ScriptFunction)
@@ -213,6 +213,22 @@ def digest(parts: Iterable[Any]) -> str:
     for part in parts:
         found.update(part)
     return found.hexdigest()
+
+
+def value_digest(value: Any) -> str:
+    """Hash a tensor's dtype, shape and bytes; the text of anything else."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    dense = value.to_dense() if value.is_sparse else value
+    flat = dense.contiguous().cpu().reshape(-1)
+    bits = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    return digest([f"{value.dtype}{tuple(value.shape)}".encode(), bits])
+
+
+def digest_of_rng(state: Mapping[str, Any]) -> str:
+    """Hash what `rng_state` returned."""
+    rest = {key: value for key, value in state.items() if key != "torch"}
+    return digest([*(bits.cpu().numpy().data for bits in state["torch"].values()), pickle.dumps(rest)])
 
 
 def content(entry: Entry, memory: dict[int, int]) -> list[Any]:

@@ -14,12 +14,12 @@ from .._C import tune as _native
 from ..amp import hardware_support
 from ..base import log
 from ..config import PerformanceConfig
+from ..data.batches import copied
 from ..optim.tail import TailOptimizer
 from ..report import SettingLine
 from ..step import is_closure
 from ..tune.accelerate import tuned, untuned
 from ..tune.asked import Asked, put
-from ..tune.batches import copied
 from ..tune.plan import Plan
 from ..tune.run import Run
 from ..tune.strategy import offer
@@ -82,6 +82,11 @@ class Decisions:
         if self._config.optimizer_state == "bf16":
             self.run.tail_options = {"state_dtype": "bf16"}
         self.asked.activate(self.run)
+
+    def feed(self, loader: Any) -> Any:
+        """Return what to draw a loader's batches from, as the settings and the plan have it."""
+        made = self.asked.feed(loader)
+        return self.run.data if made is self.run.given_data and made is not None else made
 
     @property
     def await_batch(self) -> bool:

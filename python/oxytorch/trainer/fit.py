@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..data.batches import drawn_by, generators
 from ..generators import rng_state, set_rng_state
-from ..tune.batches import drawn_by, generators
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -235,6 +235,7 @@ def run_fit(
     first_step = trainer.global_step
     trainer._stop_reason = None
     trainer.model.train()
+    loader = trainer._decisions.feed(loader)
     planned = _planned(loader, epochs, max_steps, trainer.settings.accumulate)
     trainer._decisions.steps = planned
     for listener in listeners:
@@ -252,8 +253,9 @@ def run_fit(
                     batch = next(iterator)
                 except StopIteration:
                     break
+                trainer._waited = time.perf_counter() - waiting
                 if trainer.batches > 0:
-                    trainer._seconds[0] += time.perf_counter() - waiting
+                    trainer._seconds[0] += trainer._waited
                 loss = trainer.step(batch)
                 trainer.batch_in_epoch += 1
                 seen += 1

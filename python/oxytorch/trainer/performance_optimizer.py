@@ -76,7 +76,8 @@ class PerformanceOptimizer:
         model, optimizer
             As for `oxytorch.accelerate`.
         data
-            Batches, a loader or an iterator; ``plan.data`` is what to draw from then.
+            Batches, a loader or an iterator; ``plan.data`` is what to draw from then: the same batches in the same
+            order, from more workers or ahead of the steps where that was found to pay.
         loss_fn
             As there. Without it the model's own loss is taken: what it returns as ``.loss``, ``["loss"]`` or a scalar.
         scheduler, checkpointer, callbacks
@@ -121,7 +122,7 @@ class PerformanceOptimizer:
             for key, _ in settings:
                 if setting_refusal(key, "accelerate"):
                     search.reset(key)  # the trainer's
-            plan = accelerate(model, optimizer, loss, data, config=search, state=held, **options)
+            plan = accelerate(model, optimizer, loss, data, config=search, state=held, **{"loop": "data", **options})
         except BaseException:
             if self.gpu is not None:
                 self.gpu.revert()

@@ -14,11 +14,12 @@ from torch import nn
 from .. import _C
 from ..amp import GradScaler
 from ..config import PerformanceConfig
+from ..data.batches import on_device
+from ..data.loader import Loader
 from ..generators import rng_state, seed_generators, set_rng_state
 from ..report import Report, SettingLine
 from ..step import is_closure, no_phase
 from ..tune.accelerate import earlier_plan
-from ..tune.batches import on_device
 from ..tune.checkpointing import StepStart
 from ..tune.run import Run, told
 from .decisions import Decisions
@@ -149,6 +150,8 @@ class Trainer:
         self.resume_rng: dict[str, Any] | None = None
         self.loader_position: Any = None  #: of a loader that can say where it is, as `fit` or a loaded state left it
         self._loader: Any = None  # what fit draws from
+        self._waited: float | None = None  # for the next batch, in fit
+        self._slowest = ""  # what a loader that knows says holds it up
         self._stop_reason: str | None = None
         self._stopping: EarlyStopping | None = None
         self._stopping_loaded = False
@@ -254,6 +257,9 @@ class Trainer:
         if self.monitor is None:
             return self._take(batch)
         with self.monitor.step(samples=_samples(batch)):
+            if self._waited is not None:
+                self.monitor.scalar("data_wait_seconds", self._waited)
+                self._waited = None
             return self._take(batch)
 
     def _take(self, batch: Any) -> torch.Tensor:
@@ -528,7 +534,8 @@ class Trainer:
             yield
         finally:
             self.loader_position = position_of(loader)
-            self._loader = None
+            self._slowest = loader.stats()["bottleneck"] if isinstance(loader, Loader) else ""
+            self._loader = self._waited = None
 
     def _load_averages(self, averages: Any) -> None:
         """Take over averages of a state, whoever kept them then and keeps them now."""
@@ -582,7 +589,10 @@ class Trainer:
             outside = (means[0] + means[3]) / timings["step"]
             verdict = f"{1 - outside:.0%} of a step is forward and backward."
             if means[0] > 0.1 * timings["step"]:
-                verdict = f"the loader holds the step back: {means[0] / timings['step']:.0%} of it is waiting for data."
+                verdict = (
+                    f"the loader holds the step back: {means[0] / timings['step']:.0%} of it is waiting for data"
+                    f"{f', most of all for {self._slowest}' if self._slowest else ''}."
+                )
         if self._faults is not None and self.batches > self._faults[1]:
             faults = int(_C.trainer.page_faults()) - self._faults[0]
             counters["page_faults_per_batch"] = round(faults / (self.batches - self._faults[1]), 1)

@@ -20,6 +20,7 @@ from .._C import memory as _memory
 from .._C import tune as _native
 from ..base import format_duration, log
 from ..config import PerformanceConfig
+from ..data.batches import take
 from ..generators import unmoved_generators
 from ..model.loss import is_criterion
 from ..model.several import listed, numbered
@@ -27,7 +28,6 @@ from ..model.snapshot import Snapshot
 from ..optim.slot import params_of
 from ..step import Losses, Models, Optimizers, StepFunction
 from .asked import Asked
-from .batches import take
 from .gradients import gradients_away
 from .plan import Plan
 from .remember import key
@@ -57,7 +57,7 @@ def accelerate(
     exclude: Iterable[str] = (),
     step: StepFunction | None = None,
     clip_norm: float | None = None,
-    loop: Literal["yours", "plan"] = "yours",
+    loop: Literal["yours", "data", "plan"] = "yours",
     goal: Literal["speed", "memory"] | None = None,
     max_slowdown: float | None = None,
     max_growth: float | None = None,
@@ -96,9 +96,10 @@ def accelerate(
         strategy out. Another value than "auto" is made active whatever it gains: ``threads``, ``flush_denormals``,
         ``allocator`` and ``deterministic`` before anything is measured; ``precision``, ``channels_last``,
         ``attention``, ``compile``, ``step_tail`` and ``optimizer_state`` by their strategies once these are verified.
-        ``allocator_retain_limit`` bounds what the allocator keeps. ``clip_norm``, ``seed``, ``progress``,
-        ``tune_seconds`` and ``steps_planned``, else ``max_steps``, are used where not given here. A key that belongs to
-        a training loop, which is yours, is refused.
+        ``allocator_retain_limit`` bounds what the allocator keeps. ``num_workers``, ``prefetch``, ``pin_memory`` and
+        ``cache`` are of the loader, which is `plan.data` then, whatever `loop` is. ``clip_norm``, ``seed``,
+        ``progress``, ``tune_seconds`` and ``steps_planned``, else ``max_steps``, are used where not given here. A key
+        that belongs to a training loop, which is yours, is refused.
     strategies : iterable of str or class, optional
         To be tried, in this order; all that are registered unless given.
     exclude : iterable of str
@@ -109,8 +110,9 @@ def accelerate(
     clip_norm : float, optional
         Of the step that is tried: the loop's own clipping belongs to it. Not beside `step`, which clips itself. Each
         optimizer's gradients are clipped by themselves.
-    loop : {"yours", "plan"}
-        Whether steps are taken by your loop or by `plan.step(batch)`, which allows strategies that change the loop.
+    loop : {"yours", "data", "plan"}
+        "data": your loop draws its batches from `plan.data`, so that how they are drawn may change, never which.
+        "plan": it does, and takes its steps by `plan.step(batch)`, which allows strategies that change the loop.
     goal : {"speed", "memory"}, optional
         "memory": beside what makes a step faster without taking more memory, what makes it smaller is made active too,
         and each block of the model is put under `selective_checkpoint` or `checkpoint`, as far as a step takes at most
@@ -196,6 +198,7 @@ def accelerate(
         clip_norm=clip_norm,
         data=data,
         owns_loop=loop == "plan",
+        draws_data=loop == "data",
         state=state,
         strategies=classes,
     )
@@ -207,6 +210,7 @@ def accelerate(
     decided_by = [f"loop {loop}", _native.decided_by(settings._native, offered, run_steps)]
     remember = remember if settings.remember else False
     with asked.applied(), _line(progress) as say:
+        run.data = run.given_data = asked.feed(data)
         return tuned(
             run,
             settings,
@@ -335,8 +339,8 @@ def _check(model: Any, optimizer: Any, loss_fn: Any, step: Any, loop: str) -> No
         _check_losses(model, len(listed(optimizer)), loss_fn)
     if step is not None and not callable(step):
         raise TypeError(f"step is a {type(step).__name__}, expected a callable that takes a batch.")
-    if loop not in ("yours", "plan"):
-        raise ValueError(f"loop is {loop!r}, expected 'yours' or 'plan'.")
+    if loop not in ("yours", "data", "plan"):
+        raise ValueError(f"loop is {loop!r}, expected 'yours', 'data' or 'plan'.")
     for one in listed(optimizer) if step is None else ():
         closure = inspect.signature(type(one).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:

@@ -10,6 +10,7 @@ from .. import _C
 from .._C import tune as _native
 from ..base import log, parse_size, system_info
 from ..config import PerformanceConfig
+from ..data.loader_settings import LOADER_SETTINGS, with_settings
 from ..memory import set_limit
 from ..report import SettingLine
 from .checkpointing import Checkpointing
@@ -74,6 +75,7 @@ class Asked:
         self.settings = settings
         self.named = {k: v for k, v in settings if v != "auto"} if by_trainer else named_by_user(settings)
         self.host: list[Any] = []
+        self._fed: list[tuple[Any, Any]] = []
         self.checkpointing: str = _C.base.checkpointing_of(settings._native)  # asked for at each step
         self.max_slowdown: float = settings.max_slowdown  # of "least", against a step as it is then
         offers = [offer(name, cls) for name, cls in strategies.items()]
@@ -126,6 +128,23 @@ class Asked:
         except BaseException:
             self.revert()
             raise
+
+    def feed(self, data: Any) -> Any:
+        """Return a loader of the same batches with what the settings name of one; the same each time."""
+        for given, made in self._fed:
+            if data is given or data is made:
+                return made
+        made, lines = with_settings(data, {key: getattr(self.settings, key) for key in LOADER_SETTINGS})
+        self.host = [one for one in self.host if one.name not in {line.name for line in lines}]
+        for line in lines:
+            self._add(line)
+        if made is not data or lines:
+            self._fed.append((data, made))
+        return made
+
+    def given_of(self, data: Any) -> Any:
+        """Return the loader that `feed` was given for one that it returned."""
+        return next((given for given, made in self._fed if data is made), data)
 
     def fit_memory(self, run: Run, why: str = "") -> None:
         """Have blocks of the run's models recomputed as `gradient_checkpointing` says, for the step as it is now.
@@ -187,6 +206,7 @@ class Asked:
         """Take the settings of the process back."""
         while self.host:
             self.host.pop().revert()
+        self._fed.clear()
 
 
 def put(run: Run, name: str, *, ask: bool = False) -> str:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import clock
+from ..data.batches import shapes
 from ..model.reach import Reach
 from ..model.several import numbered
 from ..model.snapshot import Snapshot
-from . import clock
-from .batches import shapes
 
 if TYPE_CHECKING:
     from .run import Run

@@ -296,6 +296,7 @@ class Plan:
         try:
             self.withdraw()
         finally:
+            self._run.data = self._run.given_data = self.asked.given_of(self._run.given_data)
             self.asked.revert()
             if self._gpu is not None:
                 self._gpu.revert()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..data.batches import copied
 from ..generators import rng_state, set_rng_state
-from ..model.graph import digest, entries, has_bytes
+from ..model.graph import digest_of_rng, entries, has_bytes, value_digest
 from ..model.parking import park, rest
 from ..model.reach import Binding, bindings
 from ..optim.slot import OptimizerSlot
 from ..optim.tail import TailOptimizer
-from .batches import copied
 
 if TYPE_CHECKING:
     from .run import Run
 
 __all__ = [
-    "Call", "State", "Step", "copied", "counters", "digest", "digests", "load", "names", "own", "take",
-    "take_one", "value_digest",
+    "Call", "State", "Step", "copied", "counters", "digests", "load", "names", "own", "take", "take_one",
 ]  # fmt: skip
 
 _COUNTER = 64  # elements: a tensor of so few is a scale or a counter
@@ -287,12 +285,6 @@ def rng_digest(run: Run) -> str:
     return digest_of_rng(rng_state(run.params))
 
 
-def digest_of_rng(state: Mapping[str, Any]) -> str:
-    """Hash what `rng_state` returned."""
-    rest = {key: value for key, value in state.items() if key != "torch"}
-    return digest([*(bits.cpu().numpy().data for bits in state["torch"].values()), pickle.dumps(rest)])
-
-
 def digests(run: Run, roots: Sequence[tuple[str, Any]], step: Step) -> dict[str, str]:
     """Hash everything that a step left, each thing by its name."""
     labels = names(run)
@@ -315,16 +307,6 @@ def _called(run: Run, step: Step) -> str:
     if len(run.slots) == 1:
         return str(len(step.calls))
     return ", ".join(run.slots[call.which].name for call in step.calls)
-
-
-def value_digest(value: Any) -> str:
-    """Hash a tensor's dtype, shape and bytes; the text of anything else."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    dense = value.to_dense() if value.is_sparse else value
-    flat = dense.contiguous().cpu().reshape(-1)
-    bits = flat.view(torch.uint8).numpy().data if flat.numel() else b""
-    return digest([f"{value.dtype}{tuple(value.shape)}".encode(), bits])
 
 
 def _scalars(roots: Sequence[tuple[str, Any]]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from .. import _C
 from .._C import tune as _native
-from .batches import tensors
+from ..data.batches import tensors
 from .run import Run
 
 if TYPE_CHECKING:

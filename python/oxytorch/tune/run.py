@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..base import log
+from ..data.batches import tensors
 from ..model.call import Call, Calls
 from ..model.several import numbered
 from ..optim.slot import plain_step
 from ..step import Losses, Models, Optimizers, StepFunction, TrainingStep, is_closure
-from .batches import tensors
 from .observe import observe
 from .strategy import STRATEGIES, Strategy
 
@@ -43,6 +43,9 @@ class Run(TrainingStep):
         What batches are drawn from during training, where the user gave more than a list of batches.
     owns_loop : bool
         Whether the plan takes the steps, so that a strategy may change the loop itself.
+    draws_data : bool
+        Whether batches are drawn from `data` as it is then, so that a strategy may change how; so it is where the plan
+        takes the steps.
     state : iterable
         What else a step changes, such as a scheduler or a scaler.
     strategies : mapping, optional
@@ -70,7 +73,7 @@ class Run(TrainingStep):
         What `clip_norm` was before any strategy.
     fetch_share : float
         Of a step of the loop as given, what drawing its batch from `data` takes, as measured; 0 where `data` is no
-        loader or the loop is the user's.
+        loader or the loop draws from elsewhere.
     last : OptimizerSlot
         The one that steps last in a step: with its step one ends and the next one begins.
     falls_back : bool
@@ -93,6 +96,7 @@ class Run(TrainingStep):
         clip_norm: float | None = None,
         data: Iterable[Any] | None = None,
         owns_loop: bool = False,
+        draws_data: bool = False,
         state: Iterable[Any] = (),
         strategies: Mapping[str, type[Strategy]] = STRATEGIES,
     ) -> None:
@@ -106,6 +110,7 @@ class Run(TrainingStep):
         self.tail_options: Mapping[str, Any] = {}
         self.asked: Mapping[str, Any] = {}
         self.owns_loop = owns_loop
+        self.draws_data = draws_data or owns_loop
         self.state = tuple(state)
         losses = {} if loss_fn is None else dict(numbered("loss_fn", loss_fn))
         self.functions = {"step": step, **losses}  # code that is the user's, and may reach more

@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from .._C import tune as _native
 from .._C.memory import give_back_host_memory
+from ..data.batches import stop_drawing, visit
+from ..model.graph import digest, digest_of_rng, value_digest
 from ..model.parking import rest
 from ..model.snapshot import Snapshot
 from ..optim.slot import OptimizerSlot
-from .batches import stop_drawing, visit
 from .chance import Draws, backward_error, draws, judge_draws, still
 from .compare import Comparison, Kept, Look
 from .record import (
@@ -29,8 +30,6 @@ from .record import (
     State,
     copied,
     counters,
-    digest,
-    digest_of_rng,
     digests,
     extras,
     names,
@@ -38,7 +37,6 @@ from .record import (
     settings,
     states,
     take,
-    value_digest,
 )
 from .strategy import Kind
 from .update import UpdateJudge, rms

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .. import clock
 from .._C import tune as _native
 from ..base import log
 from ..model.snapshot import Snapshot
 from ..optim.slot import OptimizerSlot
-from . import clock
 from .record import copied, rng_digest
 from .run import Run
 from .same_draws import SameDraws

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import clock
 from .._C import memory as _memory
 from .._C import tune as _native
 from .._C.trainer import page_faults
 from ..base import median
+from ..data.batches import can_visit, shapes, stop_drawing, visit
 from ..memory import Meter
 from ..model.snapshot import Snapshot
 from ..optim.slot import OptimizerSlot
-from . import clock
 from .asked import Asked
-from .batches import can_visit, shapes, stop_drawing, visit
 from .run import Run, told
 from .strategy import Kind, offer
 from .verify import Ruling, Verifier
@@ -74,8 +74,12 @@ class RunWorkload(_native.Workload):
         return [offer(name, cls, self._refused(name), active=active) for name, cls in self.run.strategies.items()]
 
     def _refused(self, name: str) -> str:
-        if self.run.strategies[name].needs_loop and not self.run.owns_loop:
+        cls = self.run.strategies[name]
+        if cls.needs_loop and not self.run.owns_loop:
             return self._asked.get(name, "it changes the loop itself: loop='plan' and plan.step(batch) allow it")
+        if cls.feeds and not self.run.draws_data:
+            words = "it changes what batches are drawn from: loop='data' or loop='plan', and plan.data, allow it"
+            return self._asked.get(name, words)
         return self._asked.get(name, "")
 
     def hindrance(self) -> str:
@@ -204,7 +208,7 @@ class RunWorkload(_native.Workload):
     def drawing(self, step_seconds: float) -> float:
         """Time drawing batches between steps."""
         run = self.run
-        if not run.owns_loop or not can_visit(run.data):
+        if not run.draws_data or not can_visit(run.data):
             return 0.0
         seconds: list[float] = []
         with visit(run.data, run.params):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
+from ...data.batches import shapes
 from ...generators import rng_state, set_rng_state
-from ..batches import shapes
 from ..observe import observe, on_device, operator_seconds, rehearse
 from ..run import told
 from ..strategy import Strategy, strategy

@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import DataLoader, IterableDataset
 
 from ... import _C
-from ..batches import can_visit, visit
-from ..feed import Prefetched, loader_options
+from ...data.ahead import Prefetched
+from ...data.batches import can_visit, visit
+from ...data.rebuilt_loader import LoaderSetting, RebuiltLoader
 from ..record import rng_digest
 from ..strategy import Strategy, strategy
 
@@ -29,7 +30,6 @@ class _Feed(Strategy):
     """Another way to draw the same batches in the same order."""
 
     group = "feed"
-    needs_loop = True
     feeds = True
     _kept: Iterable[Any] | None = None
 
@@ -98,7 +98,7 @@ class LoaderWorkers(_Feed):
 
     def applies(self, run: Run) -> bool | str:
         loader = run.data
-        if type(loader) is not DataLoader:
+        if type(loader) not in (DataLoader, RebuiltLoader):
             return "batches do not come from a torch DataLoader"
         if loader.num_workers > 0:
             return f"the loader has {loader.num_workers} workers already"
@@ -110,4 +110,4 @@ class LoaderWorkers(_Feed):
 
     def _made(self, loader: Any) -> Iterable[Any]:
         workers = max(1, min(_MOST_WORKERS, int(_C.base.cores()["usable"])))
-        return DataLoader(**loader_options(loader, num_workers=workers))
+        return RebuiltLoader(loader, LoaderSetting.of(loader).with_workers(workers))

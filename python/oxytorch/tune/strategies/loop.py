@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ...data.batches import is_nest
 from ...step_graph import StepGraph as Graph
-from ..batches import is_nest
 from ..observe import observe
 from ..run import rows
 from ..strategy import Strategy, strategy
