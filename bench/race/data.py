@@ -5,23 +5,29 @@ workers, and wall time. Rounds are interleaved, in a random order.
 
     python bench/race/data.py [--images 512] [--rounds 7] [--case NAME]... [--quick] [--json PATH]
 
-`images`: JPEGs of 500 x 375, a random crop of 224 x 224, flipped, normalised, in batches of 64. A first epoch decodes
-the files; later epochs of a loader with a cache decode from coefficients that the first one kept. `tokens`: windows of
-2,049 uint16 tokens as int64, in batches of 32, in a random order. `first batch`: the time until the first batch of a
-set of 1,280,000 samples. Peers that are not installed are named. PIL and simplejpeg: `tools/peers.sh`.
+`images`: JPEGs of 500 x 375, a random crop of 224 x 224, flipped, normalised, in batches of 64. Without a cache each
+epoch decodes the files; later epochs of a loader with one decode from coefficients that the first kept. `training`:
+steps of a small CNN on them by `oxytorch.Trainer`, with the share of a step that waits for its batch. `tokens`: windows
+of 2,049 uint16 tokens as int64, in batches of 32, in a random order. `first batch`: the time until the first batch of a
+set of 1,280,000 samples.
+
+Peers that are not installed are named; `tools/peers.sh` installs them into build/peers, and `--peers` names another
+folder. All but spdl, whose crops ffmpeg cuts and resizes, decode by simplejpeg and resize by PIL.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import logging
 import random
 import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +42,7 @@ SCHEMA = "oxytorch-data/1"
 BATCH, CROP, WINDOW = 64, 224, 2049
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
+CASES = ("images", "training", "tokens", "first batch")
 Contenders = dict[str, Callable[[], Iterator[Any]]]
 
 
@@ -81,21 +88,26 @@ class Files(torch.utils.data.Dataset):  # type: ignore[type-arg]
         self.files = sorted(folder.glob("*/*.jpg"))
         self.labels = [int(path.parent.name[-1]) for path in self.files]
         self.decode = decode
-        self.mean, self.std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+        mean, deviation = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+        self.scale, self.shift = 1 / (255 * deviation), -mean / deviation
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.cropped(self.files[index].read_bytes()), self.labels[index]
+
+    def cropped(self, encoded: bytes) -> Tensor:
         from PIL import Image  # noqa: PLC0415
 
-        image = self.decode(self.files[index].read_bytes())
+        image = self.decode(encoded)
         box = random_box(*image.size)
         image = image.resize((CROP, CROP), Image.Resampling.BILINEAR, box=box)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         if random.random() < 0.5:
             pixels = pixels.flip(2)
-        return (pixels.float().div_(255) - self.mean) / self.std, self.labels[index]
+        # The fastest of five forms that were tried: one pass that transposes, two in place.
+        return torch.empty(3, CROP, CROP).copy_(pixels).mul_(self.scale).add_(self.shift)
 
 
 def random_box(width: int, height: int) -> tuple[int, int, int, int]:
@@ -111,43 +123,210 @@ def random_box(width: int, height: int) -> tuple[int, int, int, int]:
     return 0, 0, side, side
 
 
+def decoders_here(absent: dict[str, str]) -> dict[str, Callable[[bytes], Any]]:
+    """Return what decodes a JPEG to an image of PIL, by name, the slowest first."""
+    found: dict[str, Callable[[bytes], Any]] = {}
+    try:
+        from PIL import Image  # noqa: PLC0415
+
+        found["PIL"] = lambda encoded: Image.open(io.BytesIO(encoded)).convert("RGB")
+        import simplejpeg  # noqa: PLC0415
+
+        found["simplejpeg"] = lambda encoded: Image.fromarray(simplejpeg.decode_jpeg(encoded))
+    except ImportError as error:
+        absent[str(error.name)] = str(error)
+    return found
+
+
 def images_race(folder: Path) -> tuple[Contenders, dict[str, str]]:
     absent: dict[str, str] = {}
     stages = [ox.data.RandomResizedCrop(CROP), ox.data.HorizontalFlip(), ox.data.Normalize(MEAN, STD)]
     dataset = ox.data.open(folder)
-    kept = ox.data.Loader(dataset, BATCH, stages, shuffle=True, cache="4GB")
-    for _ in kept:  # the epoch that fills the cache
+    filled = ox.data.Cache("4GB")
+
+    def passes(epochs: int, **options: Any) -> Iterator[Any]:
+        # Its threads begin the epoch that follows, which is counted too: of three epochs that is little.
+        loader = ox.data.Loader(dataset, BATCH, stages, shuffle=True, **options)
+        for _ in range(epochs):
+            yield from loader
+
+    for _ in passes(1, cache=filled):
         pass
-
-    def fresh(**options: Any) -> Iterator[Any]:
-        return iter(ox.data.Loader(dataset, BATCH, stages, shuffle=True, **options))
-
     contenders: Contenders = {
-        "oxytorch, first epoch": fresh,
-        "oxytorch, first epoch, keeping coefficients": lambda: fresh(cache="4GB"),
-        "oxytorch, later epochs": lambda: iter(kept),
+        "oxytorch, no cache": lambda: passes(3),
+        "oxytorch, the epoch that fills a cache": lambda: passes(1, cache="4GB"),
+        "oxytorch, later epochs": lambda: passes(3, cache=filled),
     }
-    decoders: dict[str, Callable[[bytes], Any]] = {}
-    try:
-        import io  # noqa: PLC0415
-
-        from PIL import Image  # noqa: PLC0415
-
-        decoders["PIL"] = lambda encoded: Image.open(io.BytesIO(encoded)).convert("RGB")
-        import simplejpeg  # noqa: PLC0415
-
-        decoders["simplejpeg"] = lambda encoded: Image.fromarray(simplejpeg.decode_jpeg(encoded))
-    except ImportError as error:
-        absent[str(error.name)] = str(error)
+    decoders = decoders_here(absent)
     for name, decode in decoders.items():
         files = Files(folder, decode)
         for workers in (0, 2):
             contenders[f"DataLoader + {name}, {workers} workers"] = loader_of(files, BATCH, workers)
+    if decoders:
+        files = Files(folder, decoders.get("simplejpeg", decoders["PIL"]))
+        for peer in (of_spdl, of_webdataset, of_grain, of_litdata):
+            found, why = importable(peer, files, folder.parent)
+            contenders |= found
+            absent |= why
     return contenders, absent
+
+
+def importable(
+    peer: Callable[[Files, Path], Contenders], files: Files, folder: Path
+) -> tuple[Contenders, dict[str, str]]:
+    """Return a peer's contenders, or why it has none."""
+    try:
+        return peer(files, folder), {}
+    except ImportError as error:
+        return {}, {peer.__name__.removeprefix("of_"): str(error)}
+
+
+def of_spdl(files: Files, _: Path) -> Contenders:
+    """Threads that decode, crop and resize by ffmpeg, as its own examples of image classification do."""
+    import spdl.io  # noqa: PLC0415
+    from spdl.pipeline import PipelineBuilder  # noqa: PLC0415
+
+    try:
+        spdl.io.load_image(str(files.files[0]))
+    except RuntimeError as error:
+        raise ImportError("it finds no libraries of ffmpeg") from error
+
+    def load(index: int) -> tuple[Tensor, int]:
+        x0, y0, x1, y1 = random_box(500, 375)
+        flip = ",hflip" if random.random() < 0.5 else ""
+        words = f"crop={x1 - x0}:{y1 - y0}:{x0}:{y0},scale={CROP}:{CROP}:flags=bilinear{flip},format=pix_fmts=rgb24"
+        pixels = spdl.io.to_torch(spdl.io.load_image(str(files.files[index]), filter_desc=words))
+        return pixels.permute(2, 0, 1), files.labels[index]
+
+    def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+        images = torch.stack([image for image, _ in samples]).float().mul_(files.scale).add_(files.shift)
+        return images, torch.tensor([label for _, label in samples])
+
+    def begin(threads: int) -> Iterator[Any]:
+        order = torch.randperm(len(files)).tolist()
+        builder = PipelineBuilder().add_source(order).pipe(load, concurrency=threads).aggregate(BATCH)
+        pipeline = builder.pipe(collate).add_sink(2).build(num_threads=threads)
+        with pipeline.auto_stop():
+            yield from pipeline
+
+    return {f"spdl, {threads} threads": lambda threads=threads: begin(threads) for threads in (1, 2)}  # type: ignore[misc]
+
+
+def of_webdataset(files: Files, folder: Path) -> Contenders:
+    """Two shards, so that two workers have one each."""
+    import webdataset  # noqa: PLC0415
+
+    names = [str(folder / f"shard-{part}.tar") for part in range(2)]
+    for part, name in enumerate(names):
+        with webdataset.TarWriter(name) as tar:
+            for i in range(part, len(files), 2):
+                encoded = files.files[i].read_bytes()
+                tar.write({"__key__": f"{i:05}", "jpg": encoded, "cls": str(files.labels[i]).encode()})
+
+    def sample(fields: dict[str, bytes]) -> tuple[Tensor, int]:
+        return files.cropped(fields["jpg"]), int(fields["cls"])
+
+    def begin(workers: int) -> Iterator[Any]:
+        samples = webdataset.WebDataset(names, shardshuffle=2, seed=1).shuffle(256).map(sample)
+        return iter(torch.utils.data.DataLoader(samples, BATCH, num_workers=workers))
+
+    return {f"webdataset, {workers} workers": lambda workers=workers: begin(workers) for workers in (0, 2)}  # type: ignore[misc]
+
+
+def of_grain(files: Files, _: Path) -> Contenders:
+    """Its threads read ahead and share the interpreter."""
+    import grain  # noqa: PLC0415
+
+    def sample(index: int) -> tuple[np.ndarray, int]:
+        image, label = files[index]
+        return image.numpy(), label
+
+    def begin(threads: int) -> Iterator[Any]:
+        samples = grain.MapDataset.range(len(files)).shuffle(seed=1).map(sample)
+        batches = samples.to_iter_dataset(grain.ReadOptions(num_threads=threads)).batch(BATCH)
+        return ((torch.from_numpy(images), torch.from_numpy(labels)) for images, labels in batches)
+
+    return {f"grain, {threads} threads": lambda threads=threads: begin(threads) for threads in (0, 2)}  # type: ignore[misc]
+
+
+def of_litdata(files: Files, folder: Path) -> Contenders:
+    """Chunks of encoded files."""
+    import litdata  # noqa: PLC0415
+    from litdata.streaming.cache import Cache  # noqa: PLC0415
+
+    target = folder / "litdata"
+    cache = Cache(str(target), chunk_bytes="64MB")
+    for i, path in enumerate(files.files):
+        cache[i] = {"image": path.read_bytes(), "label": files.labels[i]}
+    cache.done()
+    cache.merge()
+
+    class Samples(litdata.StreamingDataset):  # type: ignore[misc]
+        def __getitem__(self, index: Any) -> tuple[Tensor, int]:
+            fields = super().__getitem__(index)
+            return files.cropped(fields["image"]), fields["label"]
+
+    def begin(workers: int) -> Iterator[Any]:
+        return iter(
+            litdata.StreamingDataLoader(Samples(str(target), shuffle=True), batch_size=BATCH, num_workers=workers)
+        )
+
+    return {f"litdata, {workers} workers": lambda workers=workers: begin(workers) for workers in (0, 2)}  # type: ignore[misc]
 
 
 def loader_of(dataset: Any, batch: int, workers: int) -> Callable[[], Iterator[Any]]:
     return lambda: iter(torch.utils.data.DataLoader(dataset, batch, shuffle=True, num_workers=workers))
+
+
+# -- a whole training step -------------------------------------------------------------------------------------------
+
+
+def training_race(folder: Path, waits: dict[str, list[float]]) -> tuple[Contenders, dict[str, str]]:
+    """Steps on the images, by loader; `waits` gets the share of each pass that waited for batches."""
+    dataset = ox.data.open(folder)
+    stages = [ox.data.RandomResizedCrop(CROP), ox.data.HorizontalFlip(), ox.data.Normalize(MEAN, STD)]
+    absent: dict[str, str] = {}
+    made: dict[str, Iterable[Any]] = {
+        "oxytorch": ox.data.Loader(dataset, BATCH, stages, shuffle=True, cache="4GB"),
+        "oxytorch, no cache": ox.data.Loader(dataset, BATCH, stages, shuffle=True),
+    }
+    for name, decode in [*decoders_here(absent).items()][-1:]:
+        for workers in (0, 1, 2):
+            files = Files(folder, decode)
+            made[f"DataLoader + {name}, {workers} workers"] = torch.utils.data.DataLoader(
+                files, BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+            )
+    return {name: steps_on(name, loader, waits) for name, loader in made.items()}, absent
+
+
+def steps_on(name: str, loader: Iterable[Any], waits: dict[str, list[float]]) -> Callable[[], Iterator[Any]]:
+    """Return a pass of training steps over a loader."""
+    torch.manual_seed(0)
+    parts: list[torch.nn.Module] = []
+    for before, after in ((3, 24), (24, 48), (48, 96), (96, 128)):
+        parts += [torch.nn.Conv2d(before, after, 3, 2, 1, bias=False), torch.nn.BatchNorm2d(after), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*parts, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(128, 4))
+
+    def loss(model: torch.nn.Module, batch: Any) -> Tensor:
+        images, labels = (batch["image"], batch["label"]) if isinstance(batch, dict) else batch
+        return torch.nn.functional.cross_entropy(model(images), labels)
+
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    trainer = ox.Trainer(model, optimizer, loss, "basic", calibrate=False)
+
+    def taken() -> Iterator[Any]:
+        began, waited, batches = time.perf_counter(), 0.0, iter(loader)
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            waited += time.perf_counter() - asked
+            if batch is None:
+                break
+            trainer.step(batch)
+            yield batch
+        waits.setdefault(name, []).append(waited / (time.perf_counter() - began))
+
+    return taken
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------
@@ -242,12 +421,14 @@ def shown(case: str, found: dict[str, dict[str, Any]]) -> list[str]:
     lines = [f"{case:44} {'samples/CPU s':>14} {'samples/s':>12}   times ours in CPU time [95% interval]"]
     ours = next(iter(found))
     for name, row in found.items():
-        ratios = [theirs / mine for theirs, mine in zip(row["busy"], found[ours]["busy"], strict=True)]
+        each, own = row["samples"], found[ours]["samples"]
+        ratios = [theirs / each / (mine / own) for theirs, mine in zip(row["busy"], found[ours]["busy"], strict=True)]
         interval = starts_interval(ratios)
         lines.append(
             f"  {name:42} {row['samples'] / statistics.median(row['busy']):14,.0f} "
             f"{row['samples'] / statistics.median(row['wall']):12,.0f}   "
             f"{interval.mid:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+            + (f"  waits for data {statistics.median(row['waiting']):.1%}" if "waiting" in row else "")
         )
     return lines
 
@@ -256,23 +437,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--case", action="append", choices=("images", "tokens", "first batch"))
+    parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("--peers", type=Path, default=Path(__file__).resolve().parents[2] / "build/peers")
     parser.add_argument("--quick", action="store_true", help="few samples and rounds")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    sys.path.append(str(asked.peers))  # behind what is installed: torch stays the one that Oxytorch was built against
+    logging.disable(logging.WARNING)  # peers name what they would have on other machines
     images, rounds = (64, 2) if asked.quick else (asked.images, asked.rounds)
-    document: dict[str, Any] = {"schema": SCHEMA, "machine": machine(), "rounds": rounds, "cases": {}, "absent": {}}
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "machine": machine.describe(torch.get_num_threads()),
+        "rounds": rounds,
+        "cases": {},
+        "absent": {},
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for case in asked.case or ("images", "tokens", "first batch"):
-            if case == "images":
-                document["image_bytes"] = write_images(folder / "images", images)
-                contenders, absent = images_race(folder / "images")
+        for case in asked.case or CASES:
+            waits: dict[str, list[float]] = {}
+            if case in ("images", "training"):
+                if not (folder / "images").exists():
+                    document["image_bytes"] = write_images(folder / "images", images)
+                makes = images_race if case == "images" else lambda folder: training_race(folder, waits)  # noqa: B023
+                contenders, absent = makes(folder / "images")
             elif case == "tokens":
                 contenders, absent = tokens_race(folder, 2_000 if asked.quick else 20_000)
             else:
                 contenders, absent = first_race(folder, 12_800 if asked.quick else 1_280_000)
             document["cases"][case] = found = raced(contenders, rounds)
+            for contender, shares in waits.items():
+                found[contender]["waiting"] = shares[1:]  # the first pass warms
             document["absent"] |= absent
             print("\n".join(shown(case, found)), flush=True)
     for peer, why in document["absent"].items():

@@ -506,16 +506,21 @@ def data() -> str | None:
     for case, found in document["cases"].items():
         ours = next(iter(found))
         for name, row in found.items():
-            ratios = [theirs / mine for theirs, mine in zip(row["busy"], found[ours]["busy"], strict=True)]
+            each, own = row["samples"], found[ours]["samples"]
+            ratios = [
+                theirs / each / (mine / own) for theirs, mine in zip(row["busy"], found[ours]["busy"], strict=True)
+            ]
             over = "" if name == ours else "{0.mid:.2f} [{0.low:.2f}, {0.high:.2f}]".format(starts_interval(ratios))
             speed = row["samples"] / float(np.median(row["busy"])), row["samples"] / float(np.median(row["wall"]))
-            rows.append([case, name, *(f"{each:,.0f}" for each in speed), over])
+            waits = f"{np.median(row['waiting']):.1%}" if "waiting" in row else ""
+            rows.append([case, name, *(f"{each:,.0f}" for each in speed), over, waits])
     head = [
         "case",
         "loader",
         "samples per CPU second",
         "samples per second",
         "CPU time, times that of the case's first row",
+        "waits for data",
     ]
     machine = document["machine"]
     said = f"`{DATA_COMMAND}`, {machine['cpu']}, {machine['instructions'].split(', ')[-1]}, {machine['cores']} cores"

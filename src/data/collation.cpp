@@ -184,6 +184,13 @@ void Collation::add(std::int64_t row, Item& item) {
   }
 }
 
+void Collation::places(std::int64_t row, std::vector<std::byte*>& to) {
+  to.clear();
+  for (std::size_t field = 0; field < roles_.size(); ++field) {
+    to.push_back(row_of(field, row, schema_.fields[field].dtype, schema_.fields[field].shape));
+  }
+}
+
 void Collation::drop(std::int64_t row) { dropped_[static_cast<std::size_t>(row)] = 1; }
 
 const std::vector<std::int64_t>& Collation::kept() {

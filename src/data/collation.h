@@ -35,6 +35,8 @@ class Collation {
   /// Copies a sample into its row.
   /// Errors: `InvalidArgument` where it does not fit the others of the batch, with both shapes.
   void add(std::int64_t row, Item& item);
+  /// Where a row of each field goes, where all are fixed and the schema says their shapes.
+  void places(std::int64_t row, std::vector<std::byte*>& to);
   /// Leaves a row out.
   void drop(std::int64_t row);
   /// The columns, when each row was added or dropped.

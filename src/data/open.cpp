@@ -17,6 +17,9 @@ constexpr std::array<OpenFormat, 10> kFormats = {open_npy,   open_megatron,    o
 Dataset::~Dataset() = default;
 
 void Dataset::will_read(std::int64_t) const {}
+void Dataset::read_into(std::int64_t, const std::vector<std::byte*>&) const {
+  detail::raise(ErrorCode::NotSupported, "samples of ", format(), " are read by themselves alone.");
+}
 
 std::shared_ptr<const Dataset> open(const std::string& location) {
   OXY_CHECK(!location.empty(), InvalidArgument, "the location of a dataset is empty; give a path or a URL.");

@@ -1,6 +1,7 @@
 #include "data/row_dataset.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "data/byte_reader.h"
 
@@ -29,6 +30,14 @@ Sample RowDataset::read(std::int64_t index) const {
     sample.push_back({field.dtype, field.shape, files_.file(place.file).view(offset(place, i), row_bytes_[i])});
   }
   return sample;
+}
+
+void RowDataset::read_into(std::int64_t index, const std::vector<std::byte*>& fields) const {
+  const auto place = files_.find(index);
+  for (std::size_t i = 0; i < fields.size(); ++i) {
+    const auto row = files_.file(place.file).view(offset(place, i), row_bytes_[i]);
+    if (!row.bytes.empty()) std::memcpy(fields[i], row.bytes.data(), row.bytes.size());
+  }
 }
 
 std::string RowDataset::place(std::int64_t index) const {

@@ -27,6 +27,8 @@ class RowDataset final : public Dataset, public TokenSource {
   [[nodiscard]] const Schema& schema() const noexcept override { return schema_; }
   [[nodiscard]] std::int64_t size() const noexcept override { return files_.size(); }
   [[nodiscard]] Sample read(std::int64_t index) const override;
+  [[nodiscard]] bool reads_into() const noexcept override { return true; }
+  void read_into(std::int64_t index, const std::vector<std::byte*>& fields) const override;
   [[nodiscard]] std::string place(std::int64_t index) const override;
   [[nodiscard]] std::string fingerprint() const override { return files_.fingerprint(); }
   void will_read(std::int64_t index) const override;

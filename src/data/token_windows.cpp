@@ -134,23 +134,17 @@ class TokenWindows final : public Dataset {
   [[nodiscard]] std::int64_t size() const noexcept override { return size_; }
 
   [[nodiscard]] Sample read(std::int64_t index) const override {
-    const auto first = first_token(index), count = length_ + 1;
-    auto window = std::make_shared_for_overwrite<std::int64_t[]>(static_cast<std::size_t>(count));
-    for (std::int64_t done = 0; done < count;) {
-      const auto run = source_->view_tokens(first + done, count - done);
-      const auto tokens = static_cast<std::int64_t>(run.bytes.size() / size_of(dtype_));
-      OXY_ASSERT(tokens > 0 && tokens <= count - done, "A run of ", tokens, " tokens.");
-      widen_tokens(dtype_, run.bytes.data(), tokens, window.get() + done);
-      done += tokens;
-    }
-    const std::span<const std::int64_t> written(window.get(), static_cast<std::size_t>(count));
-    if (dtype_ == DType::U64) {
-      const bool fits = std::all_of(written.begin(), written.end(), [](std::int64_t token) { return token >= 0; });
-      OXY_CHECK(fits, Io, place(index), ": a token is 2^63 or more, which int64 does not hold.");
-    }
+    const auto count = static_cast<std::size_t>(length_ + 1);
+    auto window = std::make_shared_for_overwrite<std::int64_t[]>(count);
+    write(index, window.get());
     Sample sample(1);
+    const std::span<const std::int64_t> written(window.get(), count);
     sample[0] = {DType::I64, schema_.fields[0].shape, {std::as_bytes(written), std::move(window)}};
     return sample;
+  }
+  [[nodiscard]] bool reads_into() const noexcept override { return true; }
+  void read_into(std::int64_t index, const std::vector<std::byte*>& fields) const override {
+    write(index, reinterpret_cast<std::int64_t*>(fields[0]));
   }
 
   [[nodiscard]] std::string place(std::int64_t index) const override {
@@ -166,6 +160,21 @@ class TokenWindows final : public Dataset {
   [[nodiscard]] std::string format() const override { return dataset_->format(); }
 
  private:
+  void write(std::int64_t index, std::int64_t* window) const {
+    const auto first = first_token(index), count = length_ + 1;
+    for (std::int64_t done = 0; done < count;) {
+      const auto run = source_->view_tokens(first + done, count - done);
+      const auto tokens = static_cast<std::int64_t>(run.bytes.size() / size_of(dtype_));
+      OXY_ASSERT(tokens > 0 && tokens <= count - done, "A run of ", tokens, " tokens.");
+      widen_tokens(dtype_, run.bytes.data(), tokens, window + done);
+      done += tokens;
+    }
+    if (dtype_ == DType::U64) {
+      const bool fits = std::all_of(window, window + count, [](std::int64_t token) { return token >= 0; });
+      OXY_CHECK(fits, Io, place(index), ": a token is 2^63 or more, which int64 does not hold.");
+    }
+  }
+
   [[nodiscard]] std::int64_t first_token(std::int64_t index) const {
     OXY_CHECK(index >= 0 && index < size_, OutOfRange, "window ", index, " is outside of the dataset, which has ",
               size_, " windows of ", length_, " tokens.");

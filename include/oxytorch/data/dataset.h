@@ -25,6 +25,11 @@ class OXY_API Dataset {
   /// Errors: `Io` with file and offset where the sample is damaged or cannot be read, `OutOfRange` for an index
   /// that is not in [0, size).
   [[nodiscard]] virtual Sample read(std::int64_t index) const = 0;
+  /// Whether `read_into` is there; every field is an array of known shape then.
+  [[nodiscard]] virtual bool reads_into() const noexcept { return false; }
+  /// Writes a sample where a batch has it: each field to memory of its bytes, aligned for its elements.
+  /// Errors: as `read`; `NotSupported` where `reads_into` says no.
+  virtual void read_into(std::int64_t index, const std::vector<std::byte*>& fields) const;
 
   /// Says where a sample is, for error messages: "train-0003.tar, offset 51200".
   [[nodiscard]] virtual std::string place(std::int64_t index) const = 0;
