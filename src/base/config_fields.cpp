@@ -31,6 +31,22 @@ ConfigField choice(std::string key, std::vector<std::string> choices, const char
           std::move(basic_reason)};
 }
 
+/// A number or size from `low` to `high`, or one of some words, of which one is the default.
+ConfigField worded(std::string key, Type type, std::vector<std::string> words, double low, double high,
+                   const char* basic, const char* others, std::string reason, std::string basic_reason = "") {
+  return {std::move(key),
+          type,
+          std::move(words),
+          low,
+          high,
+          false,
+          std::string(basic),
+          std::string(others),
+          std::string(others),
+          std::move(reason),
+          std::move(basic_reason)};
+}
+
 ConfigField integer(std::string key, std::int64_t low, std::int64_t value, std::string reason) {
   return {std::move(key), Type::Integer, {},    static_cast<double>(low), kMaxInteger, false,
           value,          value,         value, std::move(reason),        ""};
@@ -75,30 +91,15 @@ std::vector<ConfigField> make_fields() {
                           "auto lays out images channels last for models with convolutions, whose kernels want it so; "
                           "sums are rounded in another order.",
                           keeps_bits));
-  fields.push_back({"threads",
-                    Type::Integer,
-                    {"auto", "keep"},
-                    1,
-                    4096,
-                    false,
-                    std::string("keep"),
-                    std::string("auto"),
-                    std::string("auto"),
-                    "auto uses each core that affinity and cgroup leave to this process, once; the number of threads "
-                    "decides the order of torch's sums.",
-                    "keep leaves torch's own number, since another one changes the order of its sums."});
-  fields.push_back({"interop_threads",
-                    Type::Integer,
-                    {"keep"},
-                    1,
-                    4096,
-                    false,
-                    std::string("keep"),
-                    std::string("keep"),
-                    std::string("keep"),
-                    "keep leaves torch's own number; another one can be set once in a process, before torch has run "
-                    "operators beside each other.",
-                    ""});
+  fields.push_back(
+      worded("threads", Type::Integer, {"auto", "keep"}, 1, 4096, "keep", "auto",
+             "auto uses each core that affinity and cgroup leave to this process, once; the number of threads "
+             "decides the order of torch's sums.",
+             "keep leaves torch's own number, since another one changes the order of its sums."));
+  fields.push_back(
+      worded("interop_threads", Type::Integer, {"keep"}, 1, 4096, "keep", "keep",
+             "keep leaves torch's own number; another one can be set once in a process, before torch has run "
+             "operators beside each other."));
   fields.push_back(
       choice("flush_denormals", auto_on_off, "off", "auto",
              "auto flushes denormal numbers to zero on every worker thread: arithmetic on them is 10 to 100 "
@@ -187,71 +188,29 @@ std::vector<ConfigField> make_fields() {
       number("max_growth", 1, kInfinity, true, 1.05,
              "How many times the memory as given the tensors of a step may take, model and optimizer included, "
              "for what makes it faster, where goal is speed. A MiB is always allowed."));
+  fields.push_back(worded(
+      "gradient_checkpointing", Type::Size, {"off", "least"}, 0, 0, "off", "off",
+      "Bytes that the tensors of a step may take, or a share of memory: of blocks of the model, what costs least is "
+      "made again in backward. auto is what memory_limit leaves or the machine has; least is the smallest that "
+      "max_slowdown allows; off makes nothing again, since it takes time."));
   fields.push_back(
-      {"gradient_checkpointing",
-       Type::Size,
-       {"off", "least"},
-       0,
-       0,
-       false,
-       std::string("off"),
-       std::string("off"),
-       std::string("off"),
-       "Bytes that the tensors of a step may take, or a share of memory: of blocks of the model, what costs least is "
-       "made again in backward. auto is what memory_limit leaves or the machine has; least is the smallest that "
-       "max_slowdown allows; off makes nothing again, since it takes time.",
-       ""});
-  fields.push_back({"num_workers",
-                    Type::Integer,
-                    {"auto", "keep"},
-                    0,
-                    4096,
-                    false,
-                    std::string("auto"),
-                    std::string("auto"),
-                    std::string("auto"),
-                    "What draws batches: processes of torch's DataLoader, threads of oxytorch.data.Loader. auto lets "
-                    "accelerate() and PerformanceOptimizer try more and keep what pays, with the same batches in the "
-                    "same order; a Trainer leaves a loader as it was made, and so does keep.",
-                    ""});
-  fields.push_back({"prefetch",
-                    Type::Integer,
-                    {"auto", "keep"},
-                    1,
-                    4096,
-                    false,
-                    std::string("auto"),
-                    std::string("auto"),
-                    std::string("auto"),
-                    "Batches drawn ahead: by each worker of torch's DataLoader, by a thread where it has none, or by "
-                    "oxytorch.data.Loader. auto and keep are those of num_workers.",
-                    ""});
+      worded("num_workers", Type::Integer, {"auto", "keep"}, 0, 4096, "auto", "auto",
+             "What draws batches: processes of torch's DataLoader, threads of oxytorch.data.Loader. auto lets "
+             "accelerate() and PerformanceOptimizer try more and keep what pays, with the same batches in the "
+             "same order; a Trainer leaves a loader as it was made, and so does keep."));
+  fields.push_back(
+      worded("prefetch", Type::Integer, {"auto", "keep"}, 1, 4096, "auto", "auto",
+             "Batches drawn ahead: by each worker of torch's DataLoader, by a thread where it has none, or by "
+             "oxytorch.data.Loader. auto and keep are those of num_workers."));
   fields.push_back(choice("pin_memory", auto_on_off, "auto", "auto",
                           "Whether torch's DataLoader copies batches to pinned memory, for an accelerator. auto leaves "
                           "it as it was made; oxytorch.data.Loader pins what goes to a GPU."));
-  fields.push_back({"cache",
-                    Type::Size,
-                    {"off"},
-                    0,
-                    0,
-                    false,
-                    std::string("off"),
-                    std::string("off"),
-                    std::string("off"),
-                    "Memory in which oxytorch.data.Loader keeps samples as they were read, for later epochs; auto is a "
-                    "quarter of what is available. off leaves the loader as it was made.",
-                    ""});
-  fields.push_back({"seed",
-                    Type::Integer,
-                    {"auto"},
-                    0,
-                    kMaxInteger,
-                    false,
-                    std::string("auto"),
-                    std::string("auto"),
-                    std::string("auto"),
-                    "auto leaves the random generators as they are.",
-                    ""});
+  fields.push_back(
+      worded("cache", Type::Size, {"off"}, 0, 0, "off", "off",
+             "Memory in which oxytorch.data.Loader keeps samples as they were read, for later epochs; auto is a "
+             "quarter of what is available. off leaves the loader as it was made."));
+  fields.push_back(worded("seed", Type::Integer, {"auto"}, 0, kMaxInteger, "auto", "auto",
+                          "auto leaves the random generators as they are."));
   fields.push_back(
       flag("deterministic", false,
            "Deterministic algorithms can be slower and some operations have none, so they are asked for."));

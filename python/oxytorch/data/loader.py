@@ -230,7 +230,8 @@ class Loader:
 
 
 def _set_cache(options: _native.LoaderOptions, cache: _native.Cache | str | None) -> None:
-    options.cache = _native.Cache(cache) if isinstance(cache, str) else cache
+    made: Any = _native.Cache(cache) if isinstance(cache, str) else cache  # None too, which the stub does not know
+    options.cache = made
     options.strip_jpegs = cache is not None
 
 

@@ -97,7 +97,7 @@ class LoaderWorkers(_Feed):
     """A DataLoader without workers draws its batches in some."""
 
     def applies(self, run: Run) -> bool | str:
-        loader = run.data
+        loader: Any = run.data
         if type(loader) not in (DataLoader, RebuiltLoader):
             return "batches do not come from a torch DataLoader"
         if loader.num_workers > 0:
