@@ -447,7 +447,7 @@ def test_a_loss_that_is_not_finite_lets_nothing_be_tried(clock: Clock) -> None:
         ({"batches": torch.zeros(3)}, TypeError, "list of batches"),
         ({"batches": (torch.zeros(3, 6), torch.zeros(3))}, TypeError, "inputs, targets"),
         ({"level": "fast"}, ValueError, "fast"),
-        ({"loop": "mine"}, ValueError, "'yours' or 'plan'"),
+        ({"loop": "mine"}, ValueError, "'yours', 'data' or 'plan'"),
         ({"steps_planned": 0}, ValueError, "at least 1"),
         ({"exclude": ["nothing_such"]}, ValueError, "nothing_such"),
     ],
