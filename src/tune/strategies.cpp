@@ -70,7 +70,7 @@ struct HostStrategy : Strategy {
 };
 
 HostSetting tuned_allocator(const Run& run) { return tune_allocator(run.retain_limit); }
-HostSetting kept_heap(const Run& /*run*/) { return keep_heap(); }
+HostSetting kept_heap(const Run& run) { return keep_heap(run.retain_limit); }
 HostSetting host_pool(const Run& /*run*/) { return use_host_pool(); }
 HostSetting flushed_denormals(const Run& /*run*/) { return flush_denormals(); }
 HostSetting pinned_threads(const Run& /*run*/) { return pin_threads(); }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <limits>
@@ -30,8 +31,13 @@ namespace nn = torch::nn;
 bool faster = false;
 std::string order;  // of measuring: which side each step belongs to
 
+std::optional<std::uint64_t> retained;  // what the allocator of the last run may keep
+
 struct Faster : tune::Strategy {
-  void apply(tune::Run& /*run*/) override { faster = true; }
+  void apply(tune::Run& run) override {
+    faster = true;
+    retained = run.retain_limit;
+  }
   void revert(tune::Run& /*run*/) override { faster = false; }
 };
 struct Nothing : tune::Strategy {
@@ -123,6 +129,15 @@ class AccelerateOptionsTest : public testing::Test {
   std::unique_ptr<torch::optim::SGD> optimizer;
   int steps = 0;
 };
+
+TEST_F(AccelerateOptionsTest, StrategiesAreToldWhatTheAllocatorMayKeep) {
+  PerformanceConfig config;
+  plan(only({"faster"}).config(config));
+  EXPECT_EQ(retained, std::nullopt);
+  config.set("allocator_retain_limit", std::string("96MiB"));
+  plan(only({"faster"}).config(config));
+  EXPECT_EQ(retained, std::uint64_t{96} << 20);
+}
 
 TEST_F(AccelerateOptionsTest, EachHasAnEffect) {
   struct Row {

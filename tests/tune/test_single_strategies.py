@@ -14,6 +14,7 @@ from oxytorch.amp import hardware_support
 from oxytorch.model import ModelOptimizer
 from oxytorch.model.edits import EDITS
 from oxytorch.tune import STRATEGIES, Run
+from oxytorch.tune.observe import Operators
 from oxytorch.tune.strategies import compiled, precision
 from oxytorch.tune.strategy import strategy
 from torch import Tensor, nn
@@ -272,6 +273,18 @@ def test_torchs_other_steps_leave_no_flag_in_checkpoints(strategy: str) -> None:
     assert run.strategy(strategy).applies(run) == "the optimizer was told which implementation to use"
 
 
+@pytest.mark.parametrize(("strategy", "operator"), [("fused", "aten::_fused_"), ("foreach", "aten::_foreach_")])
+def test_torchs_other_steps_are_taken_while_they_are_active(strategy: str, operator: str) -> None:
+    run = make("stateful")
+    found = []
+    for active in ([], [strategy], []):
+        run.set_active(active)
+        with Operators() as seen:
+            run.step(run.batches[0])
+        found.append(seen.uses(operator))
+    assert found == [False, True, False]
+
+
 def test_int8_state_comes_back_wide() -> None:
     run, plain = make("stateful"), make("stateful")
     train(run), train(plain)
@@ -416,3 +429,14 @@ def test_a_whole_step_is_recorded_and_replayed(monkeypatch: pytest.MonkeyPatch) 
     assert run.whole_step is None
     for p, q in zip(run.params, plain.params, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["allocator", "keep_heap"])
+def test_what_the_allocator_may_keep_is_as_asked_for(name: str) -> None:
+    run = make("conv")
+    run.asked = {"retain_limit": 96 << 20}
+    run.set_active([name])
+    try:
+        assert "96" in run.strategy(name).cost
+    finally:
+        run.set_active([])

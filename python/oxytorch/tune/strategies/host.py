@@ -58,8 +58,8 @@ class Allocator(_HostSetting):
 class KeepHeap(_HostSetting):
     """glibc does not trim its heap between steps; blocks that have mappings of their own keep them."""
 
-    def _make(self, run: Run) -> Any:  # noqa: ARG002
-        return _C.trainer.keep_heap(None)
+    def _make(self, run: Run) -> Any:
+        return _C.trainer.keep_heap(run.asked.get("retain_limit"))
 
 
 @strategy("host_pool", kind="exact", interacts=("allocator",), settle=2, expected_speedup=1.3)
