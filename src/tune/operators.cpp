@@ -369,6 +369,16 @@ std::vector<OperatorReport> NativeOperators::install(const std::vector<std::stri
   return reports;
 }
 
+std::int64_t NativeOperators::handed_on() noexcept {
+  const Originals& all = originals();
+  std::int64_t calls = 0;
+  for (const Original* one : {&all.max_pool, &all.max_pool_backward, &all.batch_norm, &all.batch_norm_backward,
+                              &all.bernoulli, &all.flash_attention, &all.flash_attention_backward}) {
+    calls += one->calls();
+  }
+  return calls;
+}
+
 void NativeOperators::uninstall() noexcept {
   const std::lock_guard lock(registry_mutex());
   for (const auto& name : installed_) live().erase(name);

@@ -3,6 +3,8 @@
 
 #include <torch/library.h>
 
+#include <atomic>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -22,9 +24,12 @@ class Original {
   /// Takes hold of the kernel that serves the CPU now.
   void capture();
 
+  [[nodiscard]] std::int64_t calls() const { return calls_.load(std::memory_order_relaxed); }
+
   /// Calls it. `Result` is a tensor or a tuple of tensors.
   template <class Result, class... Args>
   Result call(Args&&... args) const {
+    calls_.fetch_add(1, std::memory_order_relaxed);
     torch::jit::Stack stack;
     torch::jit::push(stack, std::forward<Args>(args)...);
     kernel_->callBoxed(kernel_->opHandle(), c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
@@ -44,6 +49,7 @@ class Original {
 
   const char* name_;
   const char* overload_;
+  mutable std::atomic<std::int64_t> calls_ = 0;
   std::optional<c10::SafeKernelFunction> kernel_;
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import subprocess
 import sys
@@ -56,15 +57,20 @@ def odd(*size: int, seed: int = 0) -> Tensor:
     return torch.where(where, rare[torch.randint(5, size, generator=generator)], values)
 
 
-def twice(call: Callable[[], Any], *names: str) -> None:
-    """`call` gives the same with torch's kernels and with ours, for one and two threads."""
+def twice(call: Callable[[], Any], *names: str, served: bool | None = True) -> None:
+    """`call` gives the same with torch's kernels and with ours, for one and two threads.
+
+    `served`: none of its calls is handed to torch's kernels. False: some are. None: that is not looked at.
+    """
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             expected = call()
             with native(*names):
+                before = _C.tune.NativeOperators.handed_on()
                 assert same(call(), expected)
+                assert served is None or (_C.tune.NativeOperators.handed_on() == before) == served
     finally:
         torch.set_num_threads(threads)
 
@@ -99,14 +105,14 @@ def test_pooling_gives_the_values_indices_and_gradients_of_torch(case: Any) -> N
             out.backward(odd(*out.shape, seed=1))
         return out.detach(), index, leaf.grad
 
-    twice(call, "max_pool2d")
+    twice(call, "max_pool2d", served=x.numel() > 0)
 
 
 def test_what_pooling_does_not_serve_goes_to_torch() -> None:
     x = odd(2, 3, 12, 14)
     others = [x.double(), x.bfloat16(), x.to(memory_format=torch.channels_last), x[:, :, ::2], x.transpose(2, 3)]
     for other in others:
-        twice(lambda other=other: F.max_pool2d(other, 2, return_indices=True), "max_pool2d")  # type: ignore[misc]
+        twice(lambda other=other: F.max_pool2d(other, 2, return_indices=True), "max_pool2d", served=False)  # type: ignore[misc]
     with native("max_pool2d"):
         for bad in ({"kernel_size": 0}, {"kernel_size": 2, "padding": 2}, {"kernel_size": 2, "stride": 0}):
             with pytest.raises(RuntimeError):
@@ -148,7 +154,21 @@ def test_batch_norm_gives_the_bits_of_torch(size: tuple[int, ...], special: bool
         out.backward(grad)
         return [out.detach(), mean, var, *(leaf.grad for leaf in leaves)]
 
-    twice(call, "batch_norm")
+    twice(call, "batch_norm", served=math.prod(size[2:]) > 1)
+
+
+def test_gradients_of_batch_norm_in_any_layout() -> None:
+    generator = torch.Generator().manual_seed(9)
+    x, grad = (torch.randn(4, 6, 8, 8, generator=generator) for _ in range(2))
+    weight = torch.ones(6)
+    for other in (grad[:1].expand_as(x), grad.transpose(2, 3), grad.to(memory_format=torch.channels_last)):
+
+        def call(other: Tensor = other) -> Any:
+            leaf = x.clone().requires_grad_()
+            F.batch_norm(leaf, None, None, weight, weight, training=True).backward(other)
+            return leaf.grad
+
+        twice(call, "batch_norm", served=False)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +189,7 @@ def test_batch_norm_modules(options: dict[str, Any], training: bool) -> None:
             module(leaf).square().sum().backward()
         return [leaf.grad, *(p.grad for p in module.parameters()), *module.buffers()]
 
-    twice(call, "batch_norm")
+    twice(call, "batch_norm", served=training or not options.get("track_running_stats", True))
 
 
 def test_what_batch_norm_does_not_serve_goes_to_torch() -> None:
@@ -177,7 +197,7 @@ def test_what_batch_norm_does_not_serve_goes_to_torch() -> None:
     weight = torch.ones(6)
     for other in (x.double(), x.bfloat16(), x.to(memory_format=torch.channels_last), x[..., ::2]):
         w = weight.to(other.dtype)
-        twice(lambda other=other, w=w: F.batch_norm(other, None, None, w, w, training=True), "batch_norm")  # type: ignore[misc]
+        twice(lambda other=other, w=w: F.batch_norm(other, None, None, w, w, training=True), "batch_norm", served=False)  # type: ignore[misc]
     with native("batch_norm"), pytest.raises(RuntimeError):
         F.batch_norm(x, torch.zeros(5), torch.ones(5), training=True)
 
@@ -191,10 +211,14 @@ def test_bernoulli_draws_what_torch_draws_and_leaves_the_generator_alike(p: floa
             seen += [torch.empty(count).bernoulli_(p), torch.rand(1), torch.randint(2**31, (3,)), torch.randn(3)]
         own = torch.Generator().manual_seed(8)
         seen += [torch.empty(2, 3, 5, 4).to(memory_format=torch.channels_last).bernoulli_(p, generator=own)]
-        seen += [torch.empty(6, 4)[:, ::2].bernoulli_(p, generator=own), torch.empty(0).bernoulli_(p)]
         return [*seen, torch.get_rng_state(), own.get_state()]
 
+    def strided() -> Any:
+        own = torch.Generator().manual_seed(8)
+        return [torch.empty(6, 4)[:, ::2].bernoulli_(p, generator=own), torch.empty(0).bernoulli_(p), own.get_state()]
+
     twice(call, "bernoulli")
+    twice(strided, "bernoulli", served=False)
     with native("bernoulli"), pytest.raises(RuntimeError):
         torch.empty(3).bernoulli_(1.5)
 
@@ -231,7 +255,7 @@ def test_five_steps_end_at_the_same_weights(autocast: bool, compiled: bool) -> N
             optimizer.step()
         return [*model.state_dict().values()]
 
-    twice(call)
+    twice(call, served=None)
 
 
 def kernel_of(name: str) -> str:

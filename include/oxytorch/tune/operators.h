@@ -17,6 +17,7 @@
 /// torch's own error.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,9 @@ class OXY_API NativeOperators {
 
   /// Gives torch's kernels back.
   void uninstall() noexcept;
+
+  /// Calls that this process has handed to torch's kernels so far, of what is not served and while kernels are proven.
+  [[nodiscard]] static std::int64_t handed_on() noexcept;
 
   /// Names that are installed by this object.
   [[nodiscard]] const std::vector<std::string>& installed() const noexcept { return installed_; }

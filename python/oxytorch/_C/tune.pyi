@@ -762,6 +762,11 @@ class NativeOperators:
         Operators with torch's bits.
         """
     @staticmethod
+    def handed_on() -> int:
+        """
+        Calls that went to torch's kernels so far.
+        """
+    @staticmethod
     def names() -> list[str]: ...
     def __init__(self) -> None: ...
     def install(self, names: collections.abc.Sequence[str] = []) -> list[OperatorReport]: ...
