@@ -165,9 +165,8 @@ std::pair<PairedTestResult, double> Timing::compare(const Names& incumbent, cons
 
 std::string Timing::blame(const SideFailed& failure) {
   guarded({}, [&] { workload_.restore(); });
-  next_ = 0;
   try {
-    timed(1);
+    timed(1);  // of the batch at which the failed block began
   } catch (...) {
     workload_.restore();
     throw;
