@@ -239,8 +239,6 @@ class TailOptimizer(torch.optim.Optimizer):
             return
         for name, last in zip(("param_groups", "state"), self._shared, strict=True):
             own, theirs = getattr(self, name), getattr(old, name)
-            if own is theirs:
-                continue
             if own is last:
                 setattr(self, name, theirs)
             else:
