@@ -133,10 +133,11 @@ class Tree:
             return run(command, self, seconds)
         output = ""
         for test in stage.tests:
-            name, _, chosen = test.partition(":")
+            place, _, chosen = test.partition(":")
+            name, _, device = place.partition("@")
             program = next((self.folder / "build" / stage.preset / "tests").rglob(name))
             flags = ["--gtest_brief=1", "--gtest_fail_fast", f"--gtest_filter={chosen or '*'}"]
-            code, output = run([str(program), *flags], self, seconds)
+            code, output = run([str(program), *flags], self, seconds, {"OXYTORCH_DEVICE": device} if device else None)
             if code != 0:
                 return code, output
         return 0, output

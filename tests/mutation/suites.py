@@ -28,7 +28,8 @@ class Stage:
     Attributes
     ----------
     tests : tuple of str
-        Pytest paths; with `programs`, names of GoogleTest programs, with ":FILTER" where not all of one runs.
+        Pytest paths; with `programs`, names of GoogleTest programs, with "@DEVICE" where that is not the CPU and
+        ":FILTER" where not all of one runs.
     preset : str
         Of CMake, where C++ is built: "core-only" needs no torch and takes seconds. Empty for Python alone.
     programs : bool
@@ -51,7 +52,7 @@ class Stage:
         """What is built for it."""
         if not self.programs:
             return "oxytorch_python", "oxytorch_torch_device"
-        return tuple(test.partition(":")[0] for test in self.tests)
+        return tuple(re.split("[@:]", test)[0] for test in self.tests)
 
 
 def programs(preset: str, *names: str) -> Stage:
@@ -96,15 +97,22 @@ _FIRST = {
 # C++ of the torch side: the programs whose tests are of this file.
 _PLANTED = "tune_torch_test:*PlantedFaultsTest*"
 _SEVERAL = "tune_torch_test:SeveralTest*"
+_ON_DEVICES = ("native_device_test@sim", "native_device_test@privateuse1")
+_OPTIM = ("optim_test", "optimizer_edits_test", *_ON_DEVICES)
 _PROGRAMS = {
+    "src/optim/nonfinite": ("trainer_test",),
     "src/optim/archive": ("optim_test:*Archive*",),
     "src/optim/backward_hooks": ("optim_test:*InBackward*",),
-    "src/optim/device": ("native_device_test",),
+    "src/optim/device": _ON_DEVICES,
     "src/optim/nan_origin": ("optim_test:NanOrigin*",),
     "src/optim/schedule": ("optim_test:Schedule*",),
     "src/optim/spike_detector": ("optim_test:SpikeDetector*",),
     "src/optim/stability": ("optim_test:*Stability*",),
     "src/tune/chance": (_PLANTED,),
+    "src/tune/host": ("trainer_test",),
+    "src/tune/kinks": ("tune_torch_test:KinksTest*", _PLANTED),
+    "src/tune/native_step": ("tune_torch_test:*NativeStep*",),
+    "src/tune/plan": ("tune_torch_test:AccelerateTest*", "trainer_test"),
     "src/tune/record": (_PLANTED, _SEVERAL),
     "src/tune/training_step": ("tune_torch_test:*TrainingStepTest*:EngineTest*", _SEVERAL),
     "src/tune/verify": (_PLANTED,),
@@ -137,7 +145,13 @@ def stages_of(root: Path, path: str) -> list[Stage]:
         ]
         return [*(Stage((test,)) for test in first), Stage(tuple(rest))]
     if path.startswith("src/kernels/device/"):
-        return [programs("core-only", "device_tail_test"), programs("dev", "native_device_test")]
+        return [
+            programs("core-only", "device_tail_test"),
+            *(programs("dev", name) for name in _ON_DEVICES),
+            programs("dev", "optim_test"),
+        ]
+    if path.startswith("src/kernels/attention"):
+        return [programs("dev", "ops_test"), Stage(("tests/ops",), "dev")]
     if path.startswith("src/kernels/"):
         return [
             programs("core-only", "kernels_test"),
@@ -151,8 +165,9 @@ def stages_of(root: Path, path: str) -> list[Stage]:
             programs("dev", "tune_torch_test:AccelerateTest*"),
             Stage(("tests/tune/test_accelerate.py", "tests/tune/test_plan.py", "tests/tune/test_remember.py"), "dev"),
         ]
-    first = next((names for start, names in _PROGRAMS.items() if path.startswith(start)), ("optim_test",))
-    everything = ("optim_test",) if module == "optim" else ("tune_torch_test",)
+    usual = _OPTIM if module == "optim" else ("optim_test",)
+    first = next((names for start, names in _PROGRAMS.items() if path.startswith(start)), usual)
+    everything = _OPTIM if module == "optim" else ("tune_torch_test", "trainer_test")
     rest = tuple(name for name in everything if name not in first)
     return [
         *(programs("dev", name) for name in (*first, *rest)),
