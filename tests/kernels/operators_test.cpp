@@ -8,6 +8,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -33,6 +34,10 @@ std::vector<std::uint32_t> bits(const std::vector<float>& values) {
   std::vector<std::uint32_t> all;
   for (const float value : values) all.push_back(std::isnan(value) ? 0x7FC00000U : std::bit_cast<std::uint32_t>(value));
   return all;
+}
+
+float plus_product(bool fused, float value, float factor, float other) {
+  return fused ? std::fma(factor, other, value) : value + factor * other;
 }
 
 void on_each_isa(const std::function<void()>& check) {
@@ -250,23 +255,55 @@ TEST(BatchNorm, GivesTheSameBitsOnEveryInstructionSetAndSplit) {
   }
 }
 
+TEST(BatchNorm, FusesItsGradientWhereAsked) {
+  constexpr float kMean = 0.3F, kInvstd = 1;
+  NormData data{{2, 1, 37}};
+  for (float& g : data.grad) g = std::round(g);  // their sum is exact
+  Forward saved;
+  saved.mean = {kMean};
+  saved.invstd = {kInvstd};
+  const auto count = static_cast<float>(data.numel);
+  const auto grad_mean =
+      static_cast<float>(std::accumulate(data.grad.begin(), data.grad.end(), 0.0) / static_cast<double>(count));
+  for (const bool fused : {false, true}) {
+    on_each_isa([&] {
+      const Backward made = data.backward(saved, {.gradient = fused}, 1);
+      const float k = made.weight[0] / count;  // of the sum that was taken
+      std::vector<float> expected;
+      for (std::size_t i = 0; i < data.numel; ++i) {
+        expected.push_back(plus_product(fused, data.grad[i] - grad_mean, data.input[i] - kMean, -k) * data.weight[0]);
+      }
+      EXPECT_EQ(bits(made.input), bits(expected)) << fused;
+    });
+  }
+}
+
+MersenneTwister seeded(unsigned seed) {
+  MersenneTwister generator;
+  generator.word[0] = seed;
+  for (unsigned i = 1; i < MersenneTwister::kWords; ++i) {
+    const std::uint32_t last = generator.word[i - 1];
+    generator.word[i] = 1812433253U * (last ^ last >> 30) + i;
+  }
+  return generator;
+}
+
+// A draw of 53 bits, as torch makes it of two words.
+std::uint64_t draw_from(std::mt19937& engine) {
+  const std::uint64_t high = engine();
+  return (high << 32 | engine()) & ((std::uint64_t{1} << 53) - 1);
+}
+
 TEST(Bernoulli, DrawsFromTheMersenneTwister) {
   constexpr unsigned kSeed = 5489;
   for (const double p : {0.0, 0.1, 0.5, 1 - 0x1p-53, 1.0}) {
     on_each_isa([&] {
       std::mt19937 engine(kSeed);
-      MersenneTwister generator;
-      generator.word[0] = kSeed;
-      for (unsigned i = 1; i < MersenneTwister::kWords; ++i) {
-        const std::uint32_t last = generator.word[i - 1];
-        generator.word[i] = 1812433253U * (last ^ last >> 30) + i;
-      }
+      MersenneTwister generator = seeded(kSeed);
       for (const std::int64_t count : {2, 400, 1, 311, 2, 0, 1000, 5}) {
         std::vector<float> expected, draws(static_cast<std::size_t>(count));
         for (std::int64_t i = 0; i < count; ++i) {
-          const std::uint64_t high = engine();
-          const std::uint64_t draw = (high << 32 | engine()) & ((std::uint64_t{1} << 53) - 1);
-          expected.push_back(static_cast<double>(draw) * 0x1p-53 < p ? 1.0F : 0.0F);
+          expected.push_back(static_cast<double>(draw_from(engine)) * 0x1p-53 < p ? 1.0F : 0.0F);
         }
         bernoulli(generator, p, count, draws.data());
         EXPECT_EQ(draws, expected);
@@ -279,6 +316,26 @@ TEST(Bernoulli, DrawsFromTheMersenneTwister) {
   }
 }
 
+TEST(Bernoulli, DrawsEveryBit) {
+  on_each_isa([&] {
+    std::mt19937 engine(7);
+    MersenneTwister generator = seeded(7);
+    for (int i = 0; i < 700; ++i) {  // over more than two fillings; from 300 on a pair may lie across two
+      if (i == 300) {
+        engine();
+        ++generator.next;
+      }
+      const auto draw = static_cast<double>(draw_from(engine));
+      MersenneTwister same = generator;
+      float drawn = 2;
+      bernoulli(same, draw * 0x1p-53, 1, &drawn);
+      EXPECT_EQ(drawn, 0) << i;
+      bernoulli(generator, (draw + 1) * 0x1p-53, 1, &drawn);
+      EXPECT_EQ(drawn, 1) << i;
+    }
+  });
+}
+
 // -- steps of optimizers ----------------------------------------------------------------------------------------------
 
 std::vector<float> normal(std::size_t count, float scale, unsigned seed) {
@@ -287,10 +344,6 @@ std::vector<float> normal(std::size_t count, float scale, unsigned seed) {
   std::vector<float> values(count);
   for (float& value : values) value = draw(engine);
   return values;
-}
-
-float plus_product(bool fused, float value, float factor, float other) {
-  return fused ? std::fma(factor, other, value) : value + factor * other;
 }
 
 TEST(AdamLoop, RoundsEachTermAndGivesTheSameBitsOnEveryInstructionSet) {

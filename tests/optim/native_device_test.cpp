@@ -324,6 +324,19 @@ TEST_P(NativeDevice, RaisesBeforeAnythingIsChanged) {
   EXPECT_EQ(mine.tail.stats().applied.item<float>(), 1);
 }
 
+TEST_P(NativeDevice, SpikesStillOnTheirWayAreDrained) {
+  optim::SpikeDetector detector({}, device());
+  for (int i = 0; i < 50; ++i) {
+    detector.judge(at::full({}, i == 49 ? NAN : 1.0).to(device()));
+    detector.record(i, at::ones({}).to(device()));
+  }
+  auto found = detector.arrived(false);
+  const auto rest = detector.drain();
+  found.insert(found.end(), rest.begin(), rest.end());
+  ASSERT_EQ(found.size(), 1U);
+  EXPECT_EQ(found[0].step, 49);
+}
+
 TEST_P(NativeDevice, FallsBackOnceAndSaysSo) {
   if (!is_played()) GTEST_SKIP() << "needs a backend that declines";
   played().serves = false;

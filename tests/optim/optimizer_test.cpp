@@ -247,6 +247,36 @@ TEST(TailOptimizer, ClipsAveragesAndReportsLikeTheSeparatePieces) {
               HasSubstr("restore_parameters()"));
   ours.restore_parameters();
   EXPECT_TRUE(torch::equal(a[1], kept));
+  std::stringstream stream;
+  torch::save(ours, stream);
+  torch::load(ours, stream);
+  EXPECT_NO_THROW(ours.step());
+  AdamW without(make_params<AdamWCase>());
+  EXPECT_THAT(message_of([&] { without.apply_ema(); }), HasSubstr("set ema_decay"));
+}
+
+TEST(TailOptimizer, GivesTheSameBitsForAnyThreadCount) {
+  const int before = at::get_num_threads();
+  std::vector<at::Tensor> first;
+  for (const int threads : {1, 2, 3}) {
+    at::set_num_threads(threads);
+    torch::manual_seed(4);
+    Tensors mine{torch::randn({700, 600}).requires_grad_(), torch::randn({3000}).requires_grad_()}, theirs;
+    for (const auto& p : mine) theirs.push_back(p.detach().clone().requires_grad_());
+    AdamW ours(mine, AdamWOptions(1e-2).clip_norm(0.5));
+    torch::optim::AdamW plain(theirs, torch::optim::AdamWOptions(1e-2));
+    for (int i = 0; i < 3; ++i) {
+      set_grads(mine, i);
+      set_grads(theirs, i);
+      ours.step();
+      torch::nn::utils::clip_grad_norm_(theirs, 0.5);
+      plain.step();
+    }
+    expect_close(mine, theirs);
+    if (first.empty()) first = mine;
+    for (std::size_t k = 0; k < mine.size(); ++k) EXPECT_TRUE(same_bits(mine[k], first[k])) << threads;
+  }
+  at::set_num_threads(before);
 }
 
 std::vector<torch::optim::OptimizerParamGroup> two_groups(const Tensors& p, auto options) {

@@ -17,11 +17,12 @@ namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-std::vector<Spike> judged(const std::vector<double>& losses, SpikeOptions options = {}) {
+std::vector<Spike> judged(const std::vector<double>& losses, SpikeOptions options = {},
+                          at::ScalarType type = at::kFloat) {
   SpikeDetector detector(options, at::kCPU);
   std::vector<Spike> found;
   for (std::size_t i = 0; i < losses.size(); ++i) {
-    detector.judge(torch::tensor(losses[i]));
+    detector.judge(torch::tensor(losses[i]).to(type));
     detector.record(static_cast<std::int64_t>(i), torch::ones({}));
     for (const Spike& spike : detector.arrived(true)) found.push_back(spike);
   }
@@ -51,6 +52,51 @@ TEST(SpikeDetector, FindsWhatIsPlantedAndNothingElse) {
     EXPECT_EQ(found[1].loss_value, 10);
     EXPECT_GT(found[1].loss_limit, 2);
     EXPECT_LT(found[1].loss_limit, 6);
+  }
+}
+
+TEST(SpikeDetector, HoldsALossAgainstTheLevelOfThoseBefore) {
+  std::vector<double> losses = noisy(300);
+  for (double& loss : losses) loss *= 40;
+  for (const bool composite : {false, true}) {
+    SpikeOptions options;
+    options.force_composite = composite;
+    EXPECT_TRUE(judged(losses, options).empty()) << composite;
+    auto planted = losses;
+    planted[200] = 400;
+    for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
+      const auto found = judged(planted, options, type);
+      ASSERT_EQ(found.size(), 1U) << composite << type;
+      EXPECT_EQ(found[0].step, 200);
+      EXPECT_EQ(found[0].loss_value, 400);
+    }
+  }
+}
+
+TEST(SpikeDetector, HasNoMeasureInAHistoryOfZeros) {
+  std::vector<double> losses(100, 0.0);
+  losses[60] = 1e-3;
+  for (const bool composite : {false, true}) {
+    SpikeOptions options;
+    options.force_composite = composite;
+    EXPECT_TRUE(judged(losses, options).empty()) << composite;
+  }
+}
+
+TEST(SpikeDetector, WhatIsStillOnItsWayIsDrained) {
+  for (const bool composite : {false, true}) {
+    SpikeOptions options;
+    options.force_composite = composite;
+    SpikeDetector detector(options, at::kCPU);
+    for (int i = 0; i < 50; ++i) {
+      detector.judge(torch::tensor(i == 49 ? kNan : 1.0));
+      detector.record(i, torch::ones({}));
+      if (i < 49) EXPECT_TRUE(detector.arrived(true).empty());
+    }
+    const auto found = detector.drain();
+    ASSERT_EQ(found.size(), 1U) << composite;
+    EXPECT_EQ(found[0].step, 49);
+    EXPECT_TRUE(detector.drain().empty());
   }
 }
 

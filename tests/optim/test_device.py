@@ -13,7 +13,7 @@ import oxytorch.optim
 import pytest
 import torch
 import torch_device
-from referee import check_step, snapshot
+from referee import check_step, join, snapshot
 
 DEVICE = torch_device.chosen()
 # A device without kernels of its own has one path; elsewhere the composed one is asked for.
@@ -234,6 +234,16 @@ def test_stochastic_rounding_draws_the_bits_of_the_cpu(dtype, options, layout) -
     assert here.keys() == native.keys()
     for key, value in native.items():
         assert torch.equal(here[key], value), key
+
+
+@pytest.mark.parametrize("composite", PATHS)
+def test_split_weights_are_rounded_to_the_nearest_of_24_bits(composite) -> None:
+    below = torch.arange(256, device=DEVICE)  # in places of 2**-23, of which 256 are one of the low bits
+    p = torch.nn.Parameter(torch.ones(256, dtype=torch.bfloat16, device=DEVICE))
+    opt = oxytorch.optim.SGD([p], lr=1.0, master_weights="int8", force_composite=composite)
+    p.grad = (below * -(2.0**-23)).to(torch.bfloat16)
+    opt.step()
+    assert join(p.detach().cpu(), opt.state[p]["low_bits"].cpu()).tolist() == [1.0] * 128 + [1 + 2.0**-15] * 128
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

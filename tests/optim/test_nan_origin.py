@@ -314,6 +314,15 @@ def test_masked_logits_with_a_finite_loss_raise_no_alarm_but_an_output_of_nan_al
     assert (finder.origin.op, finder.origin.reached) == ("aten.mul.Tensor", "the model's output")
 
 
+def test_a_loss_that_leaves_out_what_is_nan_raises_no_alarm_where_only_the_input_has_a_gradient() -> None:
+    model = Wrap(lambda x: torch.cat([x, (-x.detach().abs() - 1).log()])).requires_grad_(False)
+    x = torch.ones(2, 4, requires_grad=True)
+    with nan_origin(model) as finder:
+        model(x)[:2].mean().backward()
+    assert x.grad is not None and bool(x.grad.isfinite().all())
+    assert finder.origin is None
+
+
 def test_missing_values_that_the_model_mends_raise_no_alarm() -> None:
     model = nn.Sequential(Wrap(lambda x: x), nn.Linear(4, 1))
     model[0].forward = torch.nan_to_num  # type: ignore[method-assign]
@@ -357,6 +366,18 @@ def test_a_compiled_model_runs_eagerly_inside_and_says_so() -> None:
     inner = middle(lambda x: (-x.abs() - 1).log())
     model = torch.compile(inner, backend="eager")
     model(torch.ones(2, 4)).mean()  # compiled before, as in a running training
+    origin = find(model, torch.ones(2, 4))
+    assert origin is not None
+    assert (origin.op, origin.module) == ("aten.log.default", "1")
+    assert any("torch.compile" in note for note in origin.notes)
+
+
+def test_that_compiled_code_is_switched_off_is_said_only_where_there_is_some() -> None:
+    model = middle(lambda x: (-x.abs() - 1).log())
+    plain = find(model, torch.ones(2, 4))
+    assert plain is not None
+    assert not any("torch.compile" in note for note in plain.notes)
+    model[1].compile(backend="eager")  # in place, so that no module around it tells
     origin = find(model, torch.ones(2, 4))
     assert origin is not None
     assert (origin.op, origin.module) == ("aten.log.default", "1")

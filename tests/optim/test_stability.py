@@ -253,6 +253,16 @@ def test_a_norm_alone_is_judged_and_a_step_without_a_loss_too() -> None:
     assert [(event.step, event.kind, event.value) for event in guard.events] == [(46, "grad_norm", 200.0)]
 
 
+@pytest.mark.parametrize(("loss", "steps"), [(1.12, []), (1.14, [51])])
+def test_of_a_flat_history_an_eighth_more_is_a_spike(loss: float, steps: list[int]) -> None:
+    p = nn.Parameter(torch.zeros(4))
+    guard = NumericalStabilityManager(ox.optim.SGD([p], lr=1.0), "warn")
+    for i in range(60):
+        p.grad = torch.ones(4)
+        guard.step(loss if i == 50 else 1.0)
+    assert [event.step for event in guard.events] == steps
+
+
 def test_warn_notes_and_does_nothing() -> None:
     models = [make_model() for _ in range(2)]
     optimizers = [MAKERS["AdamW"](model) for model in models]

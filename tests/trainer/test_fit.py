@@ -159,6 +159,21 @@ def test_max_steps_epochs_and_callbacks() -> None:
         build().fit([], epochs=1)
 
 
+def test_counters_say_how_far_into_which_epoch_the_run_is() -> None:
+    trainer = build()
+    loader = DataLoader(dataset(), batch_size=25)
+    seen: list[tuple[int, int]] = []
+
+    def where(one: Trainer, _loss: torch.Tensor) -> None:
+        counters = one.state_dict()["counters"]
+        seen.append((counters["epoch"], counters["batch_in_epoch"]))
+
+    trainer.fit(loader, epochs=2, callbacks=[where])
+    assert seen == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    counters = trainer.state_dict()["counters"]
+    assert (counters["epoch"], counters["batch_in_epoch"]) == (2, 0)
+
+
 def test_the_last_window_of_an_epoch_is_not_dropped() -> None:
     trainer = build(accumulation_steps=4)
     trainer.fit(DataLoader(dataset(), batch_size=8), epochs=2)

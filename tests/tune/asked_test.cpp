@@ -138,6 +138,23 @@ TEST(AskedTest, WhatCannotBeBroughtIsRefusedWithEachReason) {
             "there is no strategy math_attention.");
 }
 
+TEST(TunerOptionsTest, OfATrainerFollowItsConfiguration) {
+  auto config = with("goal", std::string("memory"));
+  config.set("max_slowdown", 1.5);
+  config.set("max_growth", 1.75);
+  config.set("seed", std::int64_t{7});
+  auto given = offers();
+  given.push_back({"split_batch", Kind::Tolerance, {.group = "split"}});
+  const auto options = tuning_of_trainer(config, 2'000, given);
+  EXPECT_EQ(options.goal, Goal::Memory);
+  EXPECT_DOUBLE_EQ(options.max_slowdown, 1.5);
+  EXPECT_DOUBLE_EQ(options.max_growth, 1.75);
+  EXPECT_EQ(options.seed, 7U);
+  EXPECT_EQ(options.steps_planned, 2'000);
+  EXPECT_THAT(options.exclude, ElementsAre("split_batch"));
+  EXPECT_EQ(tuning_of_trainer(PerformanceConfig(), 2'000, given).goal, Goal::Speed);
+}
+
 TEST(SettingLinesTest, SayWhatCameOfEachSetting) {
   PerformanceConfig config("advanced");
   config.set("precision", std::string("bf16"));

@@ -204,6 +204,7 @@ TEST(Certificate, IsATableForTheTerminal) {
   EXPECT_THAT(text, HasSubstr("accepted"));
   EXPECT_THAT(text, HasSubstr("Resident memory stays"));
   EXPECT_THAT(text, HasSubstr("inside the band"));
+  EXPECT_LT(text.find("Since then"), text.find("step 50: the changes still pay"));
   EXPECT_THAT(text, HasSubstr("repaid after 113 steps, without compiling after 68 steps"));
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 130) << line;
@@ -212,6 +213,7 @@ TEST(Certificate, IsATableForTheTerminal) {
 TEST(Certificate, IsAPageThatNeedsNothingElse) {
   const std::string page = example().to_html();
   EXPECT_THAT(page, HasSubstr("<svg"));
+  EXPECT_THAT(page, HasSubstr("Since then"));
   EXPECT_THAT(page, HasSubstr("class=\"whisker\""));
   EXPECT_THAT(page, HasSubstr("compile &lt;default&gt;"));
   EXPECT_THAT(page, Not(HasSubstr("<script")));

@@ -78,6 +78,26 @@ TEST(Guard, KeepsWhatPaysAndSaysSo) {
   EXPECT_LT(seen.without, 100);  // of 10,000
 }
 
+TEST(Guard, ChecksHalfAsOftenAfterEachCheckThatHeld) {
+  Guard guard({.check_every = 500});
+  std::vector<std::int64_t> ended;
+  std::string reason;
+  for (PhiloxStream random(1, 3); guard.step() < 8'000;) {
+    const Action action = guard.before();
+    if (action == Action::CompareLosses) {
+      guard.compared(1, 1);
+      continue;
+    }
+    guard.after(std::exp(0.02 * normal(random)) / (action == Action::Run ? 1.3 : 1));
+    if (std::exchange(reason, guard.reason()) != guard.reason()) ended.push_back(guard.step());
+  }
+  ASSERT_GE(ended.size(), 4U);
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_GE(ended[i + 1] - ended[i], 500 << i) << i;
+    EXPECT_LE(ended[i + 1] - ended[i], (500 << i) + 50) << "and what the check itself takes; " << i;
+  }
+}
+
 TEST(Guard, TakesBackAtMostOneInAHundredHealthyRuns) {
   int rolled_back = 0;
   double without = 0;

@@ -156,6 +156,12 @@ TEST(KinksTest, WhatIsNotThereStaysAsItIs) {
   for (int i = 0; i < 2; ++i) kinks.add({at::Tensor(), given}, {at::Tensor(), exact});
   EXPECT_FALSE(kinks.unexplained()[0].defined());
   EXPECT_TRUE(kinks.unexplained()[1].is_same(given)) << "no jump, nothing to explain";
+  // A gradient of another shape, or where the reference has none, is for the verdict to name.
+  const auto other = torch::randn({2, 2});
+  Kinks unlike({other, given}, {exact, at::Tensor()});
+  for (int i = 0; i < 3; ++i) unlike.add({other, given}, {exact, at::Tensor()});
+  EXPECT_TRUE(unlike.unexplained()[0].is_same(other));
+  EXPECT_TRUE(unlike.unexplained()[1].is_same(given));
   EXPECT_THROW(kinks.add({given}, {exact, exact}), Error);
   EXPECT_THROW(Kinks({given}, {exact, exact}), Error);
 }

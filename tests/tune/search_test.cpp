@@ -218,13 +218,14 @@ TEST(Search, TriesWhatPromisesMostFirst) {
 }
 
 TEST(Search, WhatIsPromisedDependsOnWhereTheTimeGoes) {
-  const auto first = [](double share) {
-    Search search({{.name = "forward", .expected_speedup = 1.3},
+  const auto first = [](double share, double forward = 1.3) {
+    Search search({{.name = "forward", .expected_speedup = forward},
                    {.name = "update", .group = "optimizer", .expected_speedup = 1.2}},
                   {.optimizer_share = share});
     return search.ask()->strategy;
   };
   EXPECT_EQ(first(0), "forward");
+  EXPECT_EQ(first(0, 1.1), "update") << "where the share is not known, what is expected of each";
   EXPECT_EQ(first(0.02), "forward");
   EXPECT_EQ(first(0.6), "update");
   EXPECT_THROW(first(1.5), Error);
@@ -353,6 +354,16 @@ TEST(Search, GivesATrialTimeByWhatItPromises) {
   EXPECT_DOUBLE_EQ(seconds(1.05), 10);
   EXPECT_DOUBLE_EQ(seconds(2), 25);
   EXPECT_DOUBLE_EQ(seconds(100), 40);
+}
+
+TEST(Search, GivesNoTrialMoreThanFortyStepsOrAThirdOfASecond) {
+  const auto seconds = [](double step) {
+    Search search({{.name = "one", .expected_speedup = 4}},
+                  {.step_seconds = step, .budget_seconds = 4'000 * step, .repay_steps = 2'000});
+    return search.ask()->paired_test.budget_seconds;
+  };
+  EXPECT_DOUBLE_EQ(seconds(1), 40);
+  EXPECT_DOUBLE_EQ(seconds(0.001), 0.3);
 }
 
 TEST(Search, LetsATrialGoOnForWhatTheRunRepays) {
@@ -566,6 +577,12 @@ TEST(Search, RefusesWhatDoesNotFitTogether) {
   Search search({{.name = "a"}}, {});
   EXPECT_THROW(search.tell({}), Error);
   EXPECT_THROW(search.skip("b", ""), Error);
+  try {
+    Search({{.name = "alpha"}, {.name = "beta"}}, {}).skip("alpa", "");
+    ADD_FAILURE() << "it was skipped";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("'alpha'"));
+  }
   EXPECT_THROW(search.charge(-1), Error);
 }
 

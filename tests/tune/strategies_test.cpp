@@ -104,12 +104,13 @@ INSTANTIATE_TEST_SUITE_P(Host, ExactStrategyTest, testing::Values("host_pool", "
 
 /// Weights after six steps of an optimizer over two groups, natively or as torch steps.
 template <class Optimizer, class Options>
-std::vector<at::Tensor> stepped(const Options& options, bool natively) {
+std::vector<at::Tensor> stepped(const Options& options, at::ScalarType type, bool natively) {
   torch::manual_seed(3);
   nn::Sequential model(nn::Linear(20, 70), nn::Tanh(), nn::Linear(70, 4));
+  model->to(type);
   auto second = std::make_unique<Options>(options);
   second->lr(0.02);
-  const std::vector<Batch> batches{{torch::randn({8, 20}), torch::randint(4, {8})}};
+  const std::vector<Batch> batches{{torch::randn({8, 20}).to(type), torch::randint(4, {8})}};
   Optimizer optimizer({torch::optim::OptimizerParamGroup(model[0]->parameters()),
                        torch::optim::OptimizerParamGroup(model[2]->parameters(), std::move(second))},
                       options);
@@ -126,17 +127,23 @@ std::vector<at::Tensor> stepped(const Options& options, bool natively) {
   return trace;
 }
 
+/// As torch steps and natively, in each dtype that a step may be of.
+template <class Optimizer, class Options>
+void expect_same_steps(const Options& options) {
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
+    SCOPED_TRACE(at::toString(type));
+    expect_same(stepped<Optimizer>(options, type, true), stepped<Optimizer>(options, type, false));
+  }
+}
+
 TEST(StrategiesTest, NativeStepHasTheBitsOfEveryOptimizerThatItServes) {
   using torch::optim::AdamOptions, torch::optim::AdamWOptions, torch::optim::SGDOptions;
   for (const bool amsgrad : {false, true}) {
-    const auto adamw = AdamWOptions(0.01).amsgrad(amsgrad).weight_decay(0.1);
-    expect_same(stepped<torch::optim::AdamW>(adamw, true), stepped<torch::optim::AdamW>(adamw, false));
-    const auto adam = AdamOptions(0.01).amsgrad(amsgrad).weight_decay(0.1).betas({0.5, 0.9});
-    expect_same(stepped<torch::optim::Adam>(adam, true), stepped<torch::optim::Adam>(adam, false));
+    expect_same_steps<torch::optim::AdamW>(AdamWOptions(0.01).amsgrad(amsgrad).weight_decay(0.1));
+    expect_same_steps<torch::optim::Adam>(AdamOptions(0.01).amsgrad(amsgrad).weight_decay(0.1).betas({0.5, 0.9}));
   }
   for (const double momentum : {0.0, 0.9}) {
-    const auto sgd = SGDOptions(0.1).momentum(momentum).weight_decay(0.1).nesterov(momentum > 0);
-    expect_same(stepped<torch::optim::SGD>(sgd, true), stepped<torch::optim::SGD>(sgd, false));
+    expect_same_steps<torch::optim::SGD>(SGDOptions(0.1).momentum(momentum).weight_decay(0.1).nesterov(momentum > 0));
   }
 }
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from collections.abc import Generator
 from typing import Any
 
 import oxytorch as ox
 import pytest
 import torch
 from oxytorch.tune import Run, Strategy
-from oxytorch.tune.observe import operator_seconds
+from oxytorch.tune.observe import observe, operator_seconds
 from oxytorch.tune.strategies.compiled import fused_speedup
 from oxytorch.tune.workload import RunWorkload
-from planted import CLOCK, WORKLOAD, Clock, Net, batches, clock, made, only
+from planted import CLOCK, WORKLOAD, Clock, Net, batches, clock, made, only, same
 from torch import nn
 
 pytestmark = pytest.mark.cpu_only("plants times and faults")
@@ -85,6 +87,40 @@ def test_operators_are_timed_in_forward_and_backward_and_leave_no_trace() -> Non
     assert seconds > 0 and all(value > 0 for value in named.values())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_operators_are_timed_with_the_arguments_that_they_were_given() -> None:
+    class Picks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = torch.zeros(len(x), dtype=torch.int64)  # no index without its dtype
+            out: torch.Tensor = super().forward(x)[rows]
+            return out
+
+    model = Picks(6, 3)
+    run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1), CRITERION, batches())
+    _, named = operator_seconds(run)
+    assert {"aten::zeros", "aten::index"} <= set(named)
+
+
+def test_a_look_at_a_step_of_the_users_own_leaves_the_optimizer_as_it_was() -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def loop() -> Generator[Any, Any, None]:
+        batch = yield
+        while True:
+            optimizer.zero_grad()
+            loss = CRITERION(model(batch[0]), batch[1])
+            loss.backward()
+            optimizer.step()
+            batch = yield loss.detach()
+
+    going = loop()  # what it refers to cannot be reached
+    next(going)
+    run = Run(model, optimizer, None, batches(), step=going.send)
+    before = copy.deepcopy([list(model.parameters()), optimizer.state_dict()])
+    assert observe(run).uses("aten::addmm")
+    assert same([list(model.parameters()), optimizer.state_dict()], before)
 
 
 # -- what tuning may take ----------------------------------------------------------------------------------------------

@@ -220,6 +220,22 @@ def test_auto_of_what_fits_runs_nothing_again() -> None:
     one.revert()
 
 
+def test_the_log_names_what_was_asked_for_and_is_left_out_and_nothing_else() -> None:
+    said: list[str] = []
+    ox.base.set_log_sink(lambda _level, text: said.append(text))
+    try:
+        for model in (Deep(), nn.Linear(32, 5)):
+            one = ox.Trainer(model, adamw(model), CRITERION, "basic", calibrate=False, gradient_checkpointing=True)
+            one.step(batch())
+            is_on = line_of(one.report()).state == "on"
+            assert is_on is isinstance(model, Deep)
+            left_out = [text for text in said if f"{KEY} was asked for and is left out" in text]
+            assert len(left_out) == (not is_on)
+            one.revert()
+    finally:
+        ox.base.set_log_sink(None)
+
+
 def test_what_no_choice_keeps_is_refused_and_nothing_is_lost() -> None:
     with trainer(**{KEY: held(Deep()) + 4096}) as one:
         before = [p.detach().clone() for p in one.model.parameters()]

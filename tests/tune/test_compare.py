@@ -81,6 +81,17 @@ def test_steps_in_between_are_drawn_anew_for_each_check_and_can_be_drawn_again()
         assert again.held is one.held
 
 
+def test_a_ruling_knows_nothing_of_the_candidate_before() -> None:
+    def judged(*plants: Callable[[Run], Iterator[None]]) -> dict[str, float]:
+        run = make(torch.device("cpu"))
+        verifier = Verifier(run, Snapshot.of(run.model, run.original), drawn_by=0)
+        found = [ruling(verifier, strategy(plant), "tolerance") for plant in plants]
+        assert [one.held for one in found] == [plant is nothing for plant in plants]
+        return {name: value for name, value in found[-1].evidence.items() if name != "seconds"}
+
+    assert judged(in_step(6, percent(1.9)), nothing) == judged(nothing)
+
+
 def test_an_exact_claim_is_held_to_the_bits_of_every_step() -> None:
     for number in (1, 9, 13, 20, 24):
         found = check(make(torch.device("cpu")), in_step(number, percent(1e-3)), "exact")

@@ -14,9 +14,12 @@ import pytest
 import torch
 from oxytorch._C.tune import Certificate
 from oxytorch.data.ahead import Ahead, Prefetched
+from oxytorch.model.snapshot import Snapshot
 from oxytorch.tune import Run, Strategy
+from oxytorch.tune.verify import Verifier
 from oxytorch.tune.watch import Watch
 from planted import Clock, Net, batches, clock, made
+from planted_faults import ruling
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -230,6 +233,21 @@ def test_batches_are_drawn_under_the_loops_own_gradient_mode() -> None:
 
 def train(plan: ox.tune.Plan, epochs: int) -> list[float]:
     return [float(plan.step(batch)) for _ in range(epochs) for batch in plan.data]
+
+
+@pytest.mark.parametrize("count", [400, 396])
+def test_an_epoch_that_ends_early_is_found_however_long_it_is(count: int) -> None:
+    class Feed(Strategy):
+        def apply(self, run: Run) -> None:
+            run.data = loader(count=count, shuffle=False)
+
+        def revert(self, run: Run) -> None:
+            run.data = run.given_data
+
+    run = run_of(loader(count=400, shuffle=False))
+    found = ruling(Verifier(run, Snapshot.of(run.model, run.original), steps=1), Feed, "exact")
+    assert found.held is (count == 400), found.reason
+    assert found.held or found.reason == "an epoch has 99 batches, 100 as given"
 
 
 def test_a_slow_loader_is_drawn_ahead_and_the_run_is_the_same() -> None:

@@ -167,6 +167,7 @@ def test_a_busy_machine_is_said_everywhere(clock: Clock) -> None:
     case = Case(clock)
     said = "other programs used 1.0 of its 2 cores"
     assert said in str(case.plan) and said in case.plan.explain() and said in str(case.plan.report())
+    assert f"The machine was busy while this was measured: {said}" in case.plan.explain()
     assert said in case.plan.certificate.to_html()
     case.plan.revert()
     clock.others = 0.0

@@ -211,6 +211,29 @@ def tie(model: nn.Module, _optimizer: Any) -> None:
     model[3].weight = model[2].weight  # type: ignore[index]
 
 
+def test_the_key_knows_which_weights_are_tied() -> None:
+    def tied(to: int) -> Any:
+        def change(model: nn.Module, _optimizer: Any) -> None:
+            model.append(nn.Linear(4, 4))  # type: ignore[operator]
+            model[4].weight = model[to].weight  # type: ignore[index]
+
+        return change
+
+    assert model_key(tied(2)) != model_key(tied(3))
+
+
+def test_the_key_knows_which_optimizer_it_is() -> None:
+    class Other(torch.optim.SGD):
+        """With the same settings."""
+
+    def of(cls: type[torch.optim.Optimizer]) -> str:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        return str(key(Run(model, cls(model.parameters(), lr=0.1), CRITERION, batches()), "basic", []).model)  # type: ignore[call-arg]
+
+    assert of(Other) != of(torch.optim.SGD)
+
+
 @pytest.mark.parametrize(
     "change",
     [

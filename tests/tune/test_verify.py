@@ -87,6 +87,19 @@ def test_references_are_made_once(device: torch.device) -> None:
     assert taken == first <= 24 + 16 + 2, "a check is its own steps, those compared once more, and two in float64"
 
 
+def test_the_yardstick_is_of_the_step_as_given_whatever_is_active(device: torch.device) -> None:
+    def large(run: Run) -> Iterator[None]:
+        run.call.outputs("x", lambda out: 1.05 * out)
+        yield
+        run.call.outputs("x", None)
+
+    run = make(device)
+    verifier = Verifier(run, Snapshot.of(run.model, run.original))
+    assert ruling(verifier, strategy(nothing), "tolerance").held
+    found = ruling(verifier, strategy(large), "precision")  # no yardstick of this kind was made before
+    assert not found.held and "gradient" in found.reason, found.reason
+
+
 def test_what_a_candidate_throws_is_a_ruling(device: torch.device) -> None:
     def plant(run: Run) -> Iterator[None]:
         def fail(*_: Any) -> Any:

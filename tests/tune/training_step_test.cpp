@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "oxytorch/error.h"
+#include "oxytorch/optim/optimizers.h"
 #include "oxytorch/tune/run.h"
 
 namespace oxytorch {
@@ -99,6 +100,23 @@ TEST_P(TrainingStepTest, WindowsAverageAndClippingAreThoseOfAPlainLoop) {
   run.set_active({});
   expect_close(weights(model), weights(reference));
   expect_close(run.average, wanted_average);
+}
+
+TEST(EngineTest, AnOptimizerThatStepsInBackwardWaitsForTheWindow) {
+  const auto batches = make_batches(6);
+  const auto trained = [&](bool in_backward) {
+    auto model = make_model();
+    optim::AdamW optimizer(
+        model->parameters(),
+        optim::AdamWOptions(1e-2).nonfinite(optim::NonFinite::Propagate).step_in_backward(in_backward));
+    tune::Run run(*model, optimizer, loss_of(model), batches);
+    run.accumulation = 3;
+    for (const auto& batch : batches) run.take(batch);
+    EXPECT_EQ(run.taken(), 2);
+    return weights(model);
+  };
+  const auto plain = trained(false), in_backward = trained(true);
+  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(at::equal(in_backward[i], plain[i])) << "tensor " << i;
 }
 
 TEST_P(TrainingStepTest, WhatThrowsLeavesNoTraceOfTheWindow) {

@@ -112,6 +112,11 @@ TEST(VerdictTest, UpdatesAreHeldByErrorFactorElementAndBias) {
   EXPECT_THAT(faults([](auto& f) { f[0].change.upwards = -0.4; }, {base}), SizeIs(1));
 }
 
+TEST(VerdictTest, WhatStaysWhereItIsHasNoFault) {
+  const NamedChange frozen{.name = "frozen", .change = {}, .count = 100};
+  EXPECT_THAT(update_faults(std::vector{frozen}, {}, {}, false).words, IsEmpty());
+}
+
 TEST(VerdictTest, WhatClippingMovesIsAllowed) {
   auto found = update("weight");
   found.change.error = 1e-6;
