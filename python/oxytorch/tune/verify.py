@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from .._C import tune as _native
 from .._C.memory import give_back_host_memory
-from ..data.batches import stop_drawing, visit
 from ..model.graph import digest, digest_of_rng, value_digest
 from ..model.parking import rest
 from ..model.snapshot import Snapshot
 from ..optim.slot import OptimizerSlot
 from .chance import Draws, backward_error, draws, judge_draws, still
 from .compare import Comparison, Kept, Look
+from .ends import Ends
 from .record import (
     Call,
     State,
@@ -38,6 +35,7 @@ from .record import (
     states,
     take,
 )
+from .same_batches import batches_fault
 from .strategy import Kind
 from .update import UpdateJudge, rms
 
@@ -50,9 +48,7 @@ _LATER = 9  # steps beyond those asked for that are compared one after the other
 _SPAN = 12  # steps after them, of which the last and some that are drawn are compared
 _KEPT_BYTES = 1 << 29  # of gradients and parameters that are kept at once, two steps at least
 _EXTRAS = 1 << 22  # elements of other tensors, up to which they are compared after each step
-_SEEDS = 3
 _SMALL = 0.02  # relative: what a look at one step lets pass
-_DATA = 64  # batches of a changed loader that are compared
 
 
 @dataclass(frozen=True)
@@ -169,8 +165,7 @@ class Verifier:
         self._unstable: set[str] | None = None  # names of values, where the step as given was seen not to repeat itself
         self._given: dict[bool, _Taken] = {}  # by whether dropout is at zero
         self._updates: UpdateJudge | None = None  # of the step as given
-        self._ends: list[float] = []  # of the steps as given, with other seeds
-        self._reduced_ends: dict[torch.dtype, float] = {}  # of stock autocast
+        self._ends = Ends(run, self._dense, seed, lambda: self._begin(()), self._comparison.stock)
         self._usual_draws: Draws | None = None
         self._usual_backward = 0.0
 
@@ -185,7 +180,7 @@ class Verifier:
                 else:
                     self._reference_steps(False, self._count)
                     self._comparison.usual(self._look(kind, (), False))
-                    self._reference_ends()
+                    self._ends.as_given(self._reference_steps(False, self._dense).values)
 
     def check(self, kind: Kind, steps: int | None = None) -> Ruling:
         """Judge what is active now as a change of that kind; it is left active, and the state as held.
@@ -381,39 +376,6 @@ class Verifier:
             found[name] = (t.detach().clone(), change)
         return found
 
-    def _reference_ends(self) -> list[float]:
-        """What the mean loss of the last steps is as given, with other orders of batches and other random numbers."""
-        if not self._ends:
-            ends = [self._end(self._reference_steps(False, self._dense).values)]
-            generator = torch.Generator().manual_seed(self._seed)
-            for number in range(_SEEDS):
-                self._begin(())
-                torch.manual_seed(self._seed + number + 1)
-                ends.append(self._end(self._shuffled(generator)))
-            self._ends = ends
-        return self._ends
-
-    def _reduced_end(self, dtype: torch.dtype) -> float:
-        """Where stock autocast ends: with few batches, orders of them say little about how far it may be from here."""
-        if dtype not in self._reduced_ends:
-            self._begin(())
-            with self._comparison.stock(dtype):
-                batches = self.run.batches
-                losses = [float(self.run.step(copied(batches[i % len(batches)]))) for i in range(self._dense)]
-            self._reduced_ends[dtype] = self._end(losses)
-        return self._reduced_ends[dtype]
-
-    def _shuffled(self, generator: torch.Generator) -> list[float]:
-        losses: list[float] = []
-        while len(losses) < self._dense:
-            order = torch.randperm(len(self.run.batches), generator=generator).tolist()[: self._dense - len(losses)]
-            losses += [float(self.run.step(copied(self.run.batches[i]))) for i in order]
-        return losses
-
-    def _end(self, losses: list[float]) -> float:
-        losses = losses[: self._dense]
-        return statistics.fmean(losses[-min(len(self.run.batches), len(losses)) :])
-
     # -- a candidate -----------------------------------------------------------------------------------------------
 
     def _compared(self, kind: Kind, wanted: Sequence[str], steps: _Steps, evidence: dict[str, float]) -> str:
@@ -444,7 +406,10 @@ class Verifier:
             self._check_random_numbers(kind, wanted)
         self._judge(wanted, observed, chunks, self._look(kind, wanted, quiet, steps), evidence)
         if not quiet and steps.count > 1:
-            self._check_band(taken, None if kind == "tolerance" else self._dtype(wanted), evidence)
+            losses = self._reference_steps(False, self._dense).values
+            dtype = None if kind == "tolerance" else self._dtype(wanted)
+            if words := self._ends.fault(taken.values, losses, dtype, evidence):
+                raise _Wrong(words)
         return self._summary(kind, steps, quiet, evidence)
 
     def _chunks(self, compared: list[int]) -> list[list[int]]:
@@ -616,22 +581,6 @@ class Verifier:
             evidence["loss_error"] = max(e.loss / max(e.loss_size, 1e-12) for e in errors)
             evidence["float64_steps"] = len(errors)
 
-    def _check_band(self, taken: _Taken, dtype: torch.dtype | None, evidence: dict[str, float]) -> None:
-        losses = self._reference_steps(False, self._dense).values
-        end, usual = self._end(taken.values), self._end(losses)
-        evidence |= {"end_loss": end, "given_loss": usual}
-        if _native.in_any_band(end, usual, losses[0]):
-            return  # inside whatever other seeds give
-        ends = self._reference_ends()
-        low, high = _native.band_of(ends)
-        if dtype is not None and not low <= end <= high:
-            low, high = _native.band_of(ends, self._reduced_end(dtype))
-        evidence |= {"band_low": low, "band_high": high}
-        if not low <= end <= high:
-            raise _Wrong(
-                f"after {self._dense} steps the loss is {end:.4g}, outside of {low:.4g} to {high:.4g} that seeds span"
-            )
-
     # -- data ------------------------------------------------------------------------------------------------------
 
     def _check_data(self, kind: Kind) -> None:
@@ -639,20 +588,8 @@ class Verifier:
         mine, usual = self.run.data, self._data
         if mine is usual or mine is None or usual is None:
             return
-        if _length(mine) != _length(usual):
-            raise _Wrong(f"an epoch has {_length(mine)} batches, {_length(usual)} as given")
-        found, after = [], []
-        for source in (usual, mine):
-            with visit(usual, self.run.params):
-                batches = iter(source)
-                found.append([_batch_digest(batch) for batch in islice(batches, _DATA)])
-                after.append(rng_digest(self.run))
-                stop_drawing(batches)
-        if found[0] != found[1]:
-            at = next((i for i, (a, b) in enumerate(zip(*found, strict=False)) if a != b), min(map(len, found)))
-            raise _Wrong(f"batch {at + 1} of an epoch is another one")
-        if kind == "exact" and after[0] != after[1] and self._step_draws():
-            raise _Wrong("drawing batches leaves the random generators, of which a step draws, in another state")
+        if words := batches_fault(self.run, mine, usual, self._step_draws if kind == "exact" else None):
+            raise _Wrong(words)
 
     def _step_draws(self) -> bool:
         """Whether a step as given draws random numbers. The checks that follow begin anew."""
@@ -686,14 +623,3 @@ def _first_change(now: Sequence[Mapping[str, Any]], usual: Sequence[Mapping[str,
             if mine.get(key) != theirs[key]:
                 return f"{key} of group {group} is {mine.get(key)}, {theirs[key]} as given"
     return "groups or settings were added"
-
-
-def _length(source: Any) -> int | None:
-    try:
-        return len(source)
-    except TypeError:
-        return None
-
-
-def _batch_digest(batch: Any) -> str:
-    return digest(value_digest(leaf).encode() for leaf in tree_leaves(batch))
