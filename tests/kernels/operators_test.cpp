@@ -255,6 +255,28 @@ TEST(BatchNorm, GivesTheSameBitsOnEveryInstructionSetAndSplit) {
   }
 }
 
+TEST(BatchNorm, WithoutEpsilonDividesByZeroNowhere) {
+  const float input[] = {2, 2, 2, 2, 1, 3, 1, 3};  // a channel without variance, and one of variance 1
+  float output[8], mean[2], invstd[2];
+  BatchNormForward args;
+  args.batch = 1;
+  args.channels = 2;
+  args.plane = 4;
+  args.input = input;
+  args.save_mean = mean;
+  args.save_invstd = invstd;
+  args.output = output;
+  for (const double eps : {0.0, 0.25}) {
+    args.eps = eps;
+    on_each_isa([&] {
+      batch_norm_forward(args, 0, 2);
+      EXPECT_EQ(invstd[0], eps == 0 ? 0 : 2);
+      EXPECT_FLOAT_EQ(invstd[1], static_cast<float>(1 / std::sqrt(1 + eps)));
+      EXPECT_EQ(output[0], 0);
+    });
+  }
+}
+
 TEST(BatchNorm, FusesItsGradientWhereAsked) {
   constexpr float kMean = 0.3F, kInvstd = 1;
   NormData data{{2, 1, 37}};

@@ -274,6 +274,25 @@ TEST_P(NativeDevice, ConfiguresOnlyWhatChanged) {
   EXPECT_EQ(played().created, 1);
 }
 
+TEST_P(NativeDevice, TakesParametersThatComeLater) {
+  optim::TailOptions options;
+  options.clip_norm = 1;
+  options.collect_stats = true;
+  Tail mine(Algorithm::Adam, options, device(), at::kFloat), cpu(Algorithm::Adam, options, at::kCPU, at::kFloat);
+  for (int i = 1; i <= 4; ++i) {
+    for (Tail* one : {&mine, &cpu}) {
+      if (i == 3) {
+        const auto more = parameters(one == &mine ? device() : at::kCPU, at::kFloat, true, false);
+        one->tail.add_group(more, {}, group(Algorithm::Adam));
+        one->params.insert(one->params.end(), more.begin(), more.end());
+      }
+      give_gradients(one->params, i);
+      one->tail.step();
+    }
+  }
+  expect_same(with_stats(mine.tail), with_stats(cpu.tail), "with a second group");
+}
+
 TEST_P(NativeDevice, StepsAsGradientsArrive) {
   optim::TailOptions options;
   options.step_in_backward = true;

@@ -179,6 +179,16 @@ TEST(Search, TriesWhatRequiresAnotherOnlyBesideIt) {
   EXPECT_THAT(bad.entries()[0].reason, HasSubstr("'base'"));
 }
 
+TEST(Search, TriesTwoThatFailedTogetherOnlyWhereEachLostLittle) {
+  const auto together = [](double alone) {
+    Search search({{.name = "one", .interacts = {"two"}}, {.name = "two", .interacts = {"one"}}}, {});
+    const auto seconds = [alone](const Names& on) { return on.size() == 2 ? 0.5 : on.size() == 1 ? 1 / alone : 1.0; };
+    return explore(search, {.seconds = seconds}).best;
+  };
+  EXPECT_THAT(together(0.95), ElementsAre("one", "two"));
+  EXPECT_THAT(together(0.7), IsEmpty()) << "they would have to make more of each other than is ever seen";
+}
+
 TEST(Search, TakesDependentsOutWithWhatTheyRequire) {
   // "late" is much better than "base", with which it cannot be; "needy" falls with "base".
   Search search(

@@ -6,10 +6,12 @@
 
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
+#include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/snapshot.h"
@@ -145,6 +147,30 @@ TEST(StrategiesTest, NativeStepHasTheBitsOfEveryOptimizerThatItServes) {
   for (const double momentum : {0.0, 0.9}) {
     expect_same_steps<torch::optim::SGD>(SGDOptions(0.1).momentum(momentum).weight_decay(0.1).nesterov(momentum > 0));
   }
+}
+
+TEST(StrategiesTest, NativeStepSaysWhichTensorsAreMissing) {
+  const auto refusal = [](const auto& take) -> std::string {
+    try {
+      take();
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "it was taken";
+  };
+  const auto one = [] { return std::vector{torch::ones(3)}; };
+  using Lists = std::vector<at::Tensor> tune::StepTensors::*;
+  const std::pair<Lists, const char*> lists[] = {{&tune::StepTensors::grads, "0 gradients for 1"},
+                                                 {&tune::StepTensors::exp_avgs, "0 exp_avgs for 1"},
+                                                 {&tune::StepTensors::exp_avg_sqs, "0 exp_avg_sqs for 1"}};
+  for (const auto& [list, words] : lists) {
+    tune::StepTensors tensors{.params = one(), .grads = one(), .exp_avgs = one(), .exp_avg_sqs = one()};
+    (tensors.*list).clear();
+    EXPECT_THAT(refusal([&] { tune::adam_step({}, tensors, {1}); }), HasSubstr(words));
+    EXPECT_TRUE(at::equal(tensors.params[0], torch::ones(3)));
+  }
+  tune::StepTensors tensors{.params = one(), .grads = one(), .momentum_buffers = {torch::ones(3), torch::ones(3)}};
+  EXPECT_THAT(refusal([&] { tune::sgd_step({}, tensors); }), HasSubstr("2 momentum_buffers for 1"));
 }
 
 TEST(StrategiesTest, NativeStepRefusesOptimizersThatItDoesNotKnow) {
