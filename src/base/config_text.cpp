@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/flat_text.h"
+#include "base/whole_file.h"
 #include "oxytorch/config.h"
 #include "oxytorch/error.h"
 
@@ -71,7 +72,7 @@ std::string PerformanceConfig::to_yaml() const {
 }
 
 void PerformanceConfig::save(const std::string& path) const {
-  detail::write_whole(path, detail::is_json(path) ? to_json() : to_yaml());
+  write_whole_file(path, {detail::is_json(path) ? to_json() : to_yaml()});
 }
 
 std::string PerformanceConfig::explain() const {

@@ -1,7 +1,6 @@
 #include "base/flat_text.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <yaml-cpp/eventhandler.h>
 #include <yaml-cpp/yaml.h>
@@ -287,30 +286,6 @@ FlatPairs read_flat_file(const std::string& path, Sections sections) {
   }
   const std::string origin = "file " + path;
   return json ? read_flat_json(text, origin, sections) : read_flat_yaml(text, origin, sections);
-}
-
-void write_whole(const std::string& path, const std::string& text) {
-  std::string draft = path + ".XXXXXX";
-  const Descriptor file(::mkostemp(draft.data(), O_CLOEXEC));
-  if (file.number() < 0) io_error("writing", path);
-  const auto give_up = [&] {
-    const int number = errno;
-    ::unlink(draft.c_str());
-    errno = number;
-    io_error("writing", path);
-  };
-  std::size_t done = 0;
-  while (done < text.size()) {
-    const ssize_t count = ::write(file.number(), text.data() + done, text.size() - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) give_up();
-    done += static_cast<std::size_t>(count);
-  }
-  // mkostemp makes a private file; a configuration is as readable as its folder's others.
-  const mode_t mask = ::umask(0);
-  ::umask(mask);
-  if (::fchmod(file.number(), 0666 & ~mask) != 0 || ::fsync(file.number()) != 0) give_up();
-  if (::rename(draft.c_str(), path.c_str()) != 0) give_up();
 }
 
 }  // namespace oxytorch::detail

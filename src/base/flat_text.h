@@ -27,7 +27,4 @@ FlatPairs read_flat_file(const std::string& path, Sections sections = Sections::
 /// True for .json, false for .yaml and .yml, Error(InvalidArgument) for others.
 bool is_json(const std::string& path);
 
-/// Writes beside `path` and renames, so that a reader finds the old file or the new one.
-void write_whole(const std::string& path, const std::string& text);
-
 }  // namespace oxytorch::detail

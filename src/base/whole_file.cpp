@@ -13,11 +13,13 @@
 namespace oxytorch {
 namespace {
 
-// mkstemp makes private files; a new one is as readable as the file it replaces, or as 0644.
+// mkstemp makes private files; a new one is as readable as the file it replaces, or as this process's others.
 mode_t new_file_mode(const std::string& path) {
   struct stat existing {};
   if (::stat(path.c_str(), &existing) == 0) return existing.st_mode & 0777;
-  return 0644;
+  const mode_t mask = ::umask(0);
+  ::umask(mask);
+  return 0666 & ~mask;
 }
 
 }  // namespace
@@ -35,8 +37,11 @@ int write_all(int descriptor, const void* data, std::size_t bytes) noexcept {
 void write_whole_file(const std::string& path, std::initializer_list<std::string_view> parts, Flush flush) {
   std::string temporary = path + ".XXXXXX";
   const int file = ::mkstemp(temporary.data());
-  OXY_CHECK(file >= 0, Io, "cannot write '", path, "': ", std::strerror(errno),
-            "; check that its folder exists and can be written.");
+  if (file < 0) {
+    const int number = errno;
+    detail::raise(number == ENOENT ? ErrorCode::NotFound : ErrorCode::Io, "cannot write '", path,
+                  "': ", std::strerror(number), "; check that its folder exists and can be written.");
+  }
   int failure = 0;
   for (const auto part : parts) {
     if (failure == 0) failure = write_all(file, part.data(), part.size());

@@ -13,7 +13,8 @@ namespace oxytorch {
 enum class Flush : std::uint8_t { ToDisk, No };
 
 /// Writes the parts one after another to a new file beside `path` and renames it over `path`. On failure the old file
-/// is as it was and Error(Io) names the path. Several threads may write one path.
+/// is as it was and Error(Io) names the path, Error(NotFound) where its folder is not there. Several threads may write
+/// one path.
 void write_whole_file(const std::string& path, std::initializer_list<std::string_view> parts,
                       Flush flush = Flush::ToDisk);
 

@@ -175,8 +175,11 @@ std::vector<std::string> expand_braces(const std::string& location) {
     return error == std::errc() && end == text.data() + text.size();
   };
   if (!number(low, first) || !number(high, last) || first > last) problem();
+  constexpr std::size_t kMost = 1'000'000;
   std::vector<std::string> found;
   for (std::uint64_t i = first; i <= last; ++i) {
+    OXY_CHECK(found.size() < kMost, InvalidArgument, "the braces of '", location, "' name more than ", kMost,
+              " files; give a folder, or ranges that are smaller.");
     auto digits = std::to_string(i);
     if (digits.size() < low.size()) digits.insert(0, low.size() - digits.size(), '0');
     for (auto& whole : expand_braces(location.substr(0, open) + digits + location.substr(close + 1))) {

@@ -8,8 +8,8 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
-#include "base/flat_text.h"
 #include "base/spelling.h"
+#include "base/whole_file.h"
 #include "oxytorch/error.h"
 #include "oxytorch/system.h"
 #include "tune/words.h"
@@ -325,7 +325,7 @@ Certificate Certificate::from_json(std::string_view text) {
   return certificate;
 }
 
-void Certificate::save(const std::string& path) const { detail::write_whole(path, to_json()); }
+void Certificate::save(const std::string& path) const { write_whole_file(path, {to_json()}); }
 
 Certificate Certificate::load(const std::string& path) {
   std::error_code none;
