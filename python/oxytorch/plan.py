@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from .base import format_duration, format_size, parse_size, system_info
-from .bench.step import made_by, step_of
-from .memory import MemoryPlan, available_bytes, fit
+from .bench.step import made_by, step_of, training_step
+from .memory import MemoryPlan, available_bytes, fit, will_it_fit
+from .tune.run import resized
 
 if TYPE_CHECKING:
     from .cli import Commands
@@ -32,7 +33,7 @@ def add_command(commands: Commands) -> None:
         help="what a training step takes in memory, and what it costs to fit it to less",
         description="Takes some training steps on the CPU, and prints what their tensors take, whether that fits, and "
         "what running blocks of the model again in backward would save and cost. Exit status: 0 the step fits (in "
-        "every --budget that is given), 1 it does not, 2 bad usage.",
+        "every --budget and with every --batch that is given), 1 it does not, 2 bad usage.",
     )
     parser.add_argument(
         "subject",
@@ -46,15 +47,30 @@ def add_command(commands: Commands) -> None:
         metavar="SIZE",
         help="fit to 900MiB, or to 50%% of memory; may be repeated",
     )
+    parser.add_argument(
+        "--batch",
+        action="append",
+        default=[],
+        type=_samples,
+        metavar="N",
+        help="tell whether a step with N samples would fit, from steps with small batches; may be repeated",
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="threads (torch's own number)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=_run)
 
 
-def _subject(named: str) -> tuple[nn.Module, torch.optim.Optimizer | None, Callable[[], Any]]:
+def _samples(said: str) -> int:
+    if not said.isdecimal() or int(said) < 1:
+        raise argparse.ArgumentTypeError(f"{said!r} is no number of samples; give 1 or more")
+    return int(said)
+
+
+def _given(named: str) -> tuple[Any, ...]:
+    """What the function of a script returns: (model, optimizer, loss_fn, batches) or (model, step)."""
     given = made_by(named)
     if isinstance(given, tuple) and len(given) in (2, 4) and isinstance(given[0], nn.Module):
-        return given[0], given[1] if len(given) == 4 else None, step_of(named, given)
+        return given
     raise TypeError(
         f"{named} returned a {type(given).__name__}; (model, optimizer, loss_fn, batches) or (model, step) is needed, "
         "since blocks of the model are planned"
@@ -95,15 +111,33 @@ def _planned(model: nn.Module, step: Callable[[], Any], budget: str) -> dict[str
         return {"budget": budget, "fits": False, "text": str(error)}
 
 
+def _forecast(named: str, given: tuple[Any, ...], samples: int) -> dict[str, Any]:
+    """Whether a step with a batch of so many samples would fit: those of the first batch, over and over."""
+    if len(given) != 4:
+        raise TypeError(f"{named} returned (model, step); --batch needs (model, optimizer, loss_fn, batches)")
+    *training, batches = given
+    first = next(iter(batches))
+    told = will_it_fit(training_step(*training), lambda count: resized(first, count), samples)
+    return {
+        "samples": samples,
+        "fits": told.fits,
+        "bytes": told.bytes,
+        "available_bytes": told.available,
+        "text": str(told),
+    }
+
+
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     for budget in arguments.budget:
         parse_size(budget, system_info()["memory"]["limit"])  # refused before anything runs
     torch.manual_seed(0)
-    model, optimizer, step = _subject(arguments.subject)
+    given = _given(arguments.subject)
+    model, optimizer, step = given[0], given[1] if len(given) == 4 else None, step_of(arguments.subject, given)
     reach = available_bytes() + _bytes([*model.parameters(), *model.buffers()])
     step()  # makes the optimizer's state
+    batches = [_forecast(arguments.subject, given, samples) for samples in arguments.batch]
     with fit(model, step, _PLENTY) as plan:
         parts = _parts(model, optimizer, plan)
         return {
@@ -117,6 +151,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "curve": [{"peak_bytes": peak, "added_seconds": seconds} for peak, seconds in plan.curve(POINTS)],
             "blocks": "\n".join(plan.table().splitlines()[:-1]),  # the last one is of the budget, which is none
             "budgets": [_planned(model, step, budget) for budget in arguments.budget],
+            "batches": batches,
         }
 
 
@@ -139,6 +174,9 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"  {format_size(point['peak_bytes']):>10}  {share:>5}  + {added}")
     for one in found["budgets"]:
         lines += ["", f"Fitted to {one['budget']}:", one["text"].strip()]
+    if found["batches"]:
+        lines += ["", "Other batches, told from steps with small ones:"]
+        lines += [f"  {one['text']}" for one in found["batches"]]
     return "\n".join(lines)
 
 
@@ -149,4 +187,4 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"oxytorch plan: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found, indent=1) if arguments.json else _text(found))
-    return 0 if found["fits"] and all(one["fits"] for one in found["budgets"]) else 1
+    return 0 if found["fits"] and all(one["fits"] for one in [*found["budgets"], *found["batches"]]) else 1

@@ -76,6 +76,18 @@ def test_a_budget_that_cannot_be_kept(script: Path, capsys: pytest.CaptureFixtur
     assert not one["fits"] and "the lowest peak" in one["text"]
 
 
+def test_whether_other_batches_would_fit(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few, many = 512, 10**9
+    assert cli.main(["plan", f"{script}:training", "--batch", str(few), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (one,) = found["batches"]
+    activations = 6 * (512 + 512 + 32) * 4 * few  # what backward needs, at the least
+    assert one["samples"] == few and activations < one["bytes"] < 3 * activations
+    assert cli.main(["plan", f"{script}:training", "--batch", str(few), "--batch", str(many)]) == 1
+    said = capsys.readouterr().out
+    assert f"{few} samples will take" in said and f"{many} samples will take" in said and "it does not fit" in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -85,6 +97,7 @@ def test_a_budget_that_cannot_be_kept(script: Path, capsys: pytest.CaptureFixtur
         (["SCRIPT:broken"], "returned a int"),
         (["training"], "names no function"),
         (["SCRIPT:training", "--budget", "much"], "much"),
+        (["SCRIPT:stepping", "--batch", "8"], "--batch needs (model, optimizer, loss_fn, batches)"),
     ],
 )
 def test_bad_usage(script: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

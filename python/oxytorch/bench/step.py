@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..demo import serve
 from ..model.loss import outputs_and_loss
 
-__all__ = ["CALIBRATION", "load", "made_by", "main", "step_of"]
+__all__ = ["CALIBRATION", "load", "made_by", "main", "step_of", "training_step"]
 
 CALIBRATION = "calibration"
 Step = Callable[[], Any]
@@ -41,26 +41,33 @@ def _module(place: str) -> ModuleType:
     return module
 
 
-def _training(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Any], batches: Iterable[Any]
-) -> Step:
-    """The loop that everyone writes, over the batches again and again."""
+def training_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Any]
+) -> Callable[[Any], Tensor]:
+    """Return the step that everyone writes, of a batch."""
 
-    def endless() -> Iterable[Any]:
-        while True:
-            yield from batches
-
-    source = iter(endless())
-
-    def step() -> Tensor | None:
+    def step(batch: Any) -> Tensor:
         optimizer.zero_grad()
-        _, loss = outputs_and_loss(model, next(source), loss_fn)
+        _, loss = outputs_and_loss(model, batch, loss_fn)
         assert loss is not None
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return loss
 
     return step
+
+
+def _training(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Any], batches: Iterable[Any]
+) -> Step:
+    """That step, over the batches again and again."""
+
+    def endless() -> Iterable[Any]:
+        while True:
+            yield from batches
+
+    source, step = iter(endless()), training_step(model, optimizer, loss_fn)
+    return lambda: step(next(source))
 
 
 def made_by(subject: str) -> Any:

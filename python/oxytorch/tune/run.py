@@ -260,6 +260,17 @@ def split(batch: Any, pieces: int) -> list[Any]:
     return [cut(low, high) for low, high in pairwise(bounds) if high > low]
 
 
+def resized(batch: Any, count: int) -> Any:
+    """Return a batch of `count` rows, those of `batch` over and over; values without its rows stay as they are."""
+    given = rows(batch)
+
+    def part(leaf: Any) -> Any:
+        whole = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == given
+        return leaf.index_select(0, torch.arange(count, device=leaf.device) % given) if whole else leaf
+
+    return tree_map(part, batch)
+
+
 def told(error: BaseException) -> str:
     """One line of an exception: a compiler's are pages."""
     error.__traceback__ = None  # its frames hold the tensors that an out-of-memory must let go
