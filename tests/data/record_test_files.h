@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <filesystem>
@@ -81,12 +82,26 @@ inline std::string content_of(const Sample& sample) {
   return text;
 }
 
+/// A sample that goes straight to memory is the one that is read.
+inline void expect_read_into(const Dataset& dataset, std::int64_t index, const Sample& sample) {
+  std::vector<std::vector<std::byte>> memory;
+  std::vector<std::byte*> fields;
+  for (const auto& value : sample) memory.emplace_back(value.data.bytes.size());
+  for (auto& field : memory) fields.push_back(field.data());
+  dataset.read_into(index, fields);
+  for (std::size_t k = 0; k < sample.size(); ++k) {
+    EXPECT_TRUE(std::equal(memory[k].begin(), memory[k].end(), sample[k].data.bytes.begin())) << index;
+  }
+}
+
 /// The contents of the first thousand samples.
 inline std::vector<std::string> contents_of(const Dataset& dataset) {
   std::vector<std::string> contents;
   for (std::int64_t i = 0; i < std::min<std::int64_t>(dataset.size(), 1000); ++i) {
     dataset.will_read(i);
-    contents.push_back(content_of(dataset.read(i)));
+    const Sample sample = dataset.read(i);
+    contents.push_back(content_of(sample));
+    if (dataset.reads_into()) expect_read_into(dataset, i, sample);
     EXPECT_FALSE(dataset.place(i).empty());
   }
   return contents;

@@ -167,6 +167,9 @@ TEST(TokenWindowsTest, AnyDatasetOfIntegers) {
     fixed.push_back(row<std::int16_t>(DType::I16, {i, static_cast<std::int16_t>(-i)}));
   const auto pairs = token_windows(std::make_shared<Samples>(fixed, Field{"x", Kind::Array, DType::I16, {2}}), 4);
   ASSERT_EQ(pairs->size(), 1);
+  EXPECT_TRUE(pairs->reads_into());
+  expect_error(ErrorCode::NotSupported, "read by themselves",
+               [&] { Samples(fixed, Field{"x", Kind::Array, DType::I16, {2}}).read_into(0, {}); });
   EXPECT_EQ(window(*pairs, 0), (Tokens{0, 0, 1, -1, 2}));
 }
 
