@@ -3,8 +3,8 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/node.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
 #include <algorithm>
