@@ -251,6 +251,16 @@ def test_a_function_of_workers_is_called_where_it_was(prefer: Callable[[Choice],
     assert any("worker_init_fn" in row.note for row in found.report)
 
 
+def test_a_build_for_a_gpu_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyPI's torch does on a machine without a GPU."""
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert len(list(tuned(GIVEN["in order"]()))) > 0
+
+
 def test_a_small_gain_is_not_taken(prefer: Callable[..., list[LoaderSetting]]) -> None:
     data = loader()
     prefer(CHOICES["workers"], gain=1.015)

@@ -102,7 +102,8 @@ class LoaderSearch:
 
     def run(self) -> tuple[DataLoader[Any], list[LoaderTrial]]:
         """Return the loader to take, which is the given one where none is better, and what was tried."""
-        device = torch.accelerator.current_accelerator() if self._step is not None else None
+        # A build of torch for a GPU names one where there is none.
+        device = torch.accelerator.current_accelerator(check_available=True) if self._step is not None else None
         try:
             with self._start, unmoved_generators([] if device is None else [torch.empty(0, device=device)]):
                 best, reason = self._choose()

@@ -108,7 +108,7 @@ class _Device:
 
 def _memory_of(device: torch.device | str | None) -> _Memory:
     if device is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        found = torch.accelerator.current_accelerator(check_available=True)
         device = found if found is not None else "cpu"
     device = torch.device(device)
     return _Host() if device.type == "cpu" else _Device(device)
