@@ -33,7 +33,6 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Oxytorch's native engine; use the Python package around it.";
   m.attr("__version__") = OXYTORCH_VERSION;
   m.attr("torch_version") = TORCH_VERSION;
-  // For torch's functions too: operators of this library are called through them.
   py::register_exception_translator([](std::exception_ptr pending) {
     try {
       if (pending) std::rethrow_exception(pending);

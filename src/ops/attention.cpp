@@ -235,21 +235,21 @@ TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
       "Tensor? mask, float scale, int window_before, int window_after, float soft_cap) -> "
       "(Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 }
-TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("attention", &attention_operator); }
-TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("attention", &attention_operator); }
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("attention", &attention_autocast); }
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("attention", &attention_autocast); }
+TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("attention", &Kernel<&attention_operator>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("attention", &Kernel<&attention_operator>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("attention", &Kernel<&attention_autocast>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("attention", &Kernel<&attention_autocast>::call); }
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
-  m.impl("attention_forward", &forward_autograd);
-  m.impl("attention_backward", &backward_autograd);
+  m.impl("attention_forward", &Kernel<&forward_autograd>::call);
+  m.impl("attention_backward", &Kernel<&backward_autograd>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, CPU, m) {
-  m.impl("attention_forward", &forward_cpu);
-  m.impl("attention_backward", &backward_cpu);
+  m.impl("attention_forward", &Kernel<&forward_cpu>::call);
+  m.impl("attention_backward", &Kernel<&backward_cpu>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, Meta, m) {
-  m.impl("attention_forward", &forward_meta);
-  m.impl("attention_backward", &backward_meta);
+  m.impl("attention_forward", &Kernel<&forward_meta>::call);
+  m.impl("attention_backward", &Kernel<&backward_meta>::call);
 }
 
 }  // namespace

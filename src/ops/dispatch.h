@@ -14,7 +14,30 @@
 
 namespace oxytorch::ops {
 
-/// The operator of that name, called through torch's dispatcher.
+/// Throws torch's exception for an error, by which its front ends tell a ValueError from a TypeError.
+[[noreturn]] inline void throw_as_torch_does(const Error& error) {
+  TORCH_CHECK_VALUE(error.code() != ErrorCode::InvalidArgument, error.what());
+  TORCH_CHECK_TYPE(error.code() != ErrorCode::InvalidType, error.what());
+  TORCH_CHECK_INDEX(error.code() != ErrorCode::OutOfRange, error.what());
+  TORCH_CHECK_NOT_IMPLEMENTED(error.code() != ErrorCode::NotSupported, error.what());
+  TORCH_CHECK(false, error.what());
+}
+
+/// A kernel as torch's dispatcher is given it: no exception of ours may pass through torch's code, which knows none.
+template <auto kFunction>
+struct Kernel;
+template <class Result, class... Args, Result (*kFunction)(Args...)>
+struct Kernel<kFunction> {
+  static Result call(Args... args) {
+    try {
+      return kFunction(std::forward<Args>(args)...);
+    } catch (const Error& error) {
+      throw_as_torch_does(error);
+    }
+  }
+};
+
+/// The operator of that name, called through torch's dispatcher. Its errors are ours again.
 template <const char* kName, class Signature>
 struct Operator;
 template <const char* kName, class Result, class... Args>
@@ -22,7 +45,15 @@ struct Operator<kName, Result(Args...)> {
   static Result call(Args... args) {
     static const auto handle =
         c10::Dispatcher::singleton().findSchemaOrThrow(kName, "").template typed<Result(Args...)>();
-    return handle.call(std::forward<Args>(args)...);
+    try {
+      return handle.call(std::forward<Args>(args)...);
+    } catch (const c10::ValueError& error) {
+      detail::raise(ErrorCode::InvalidArgument, error.what_without_backtrace());
+    } catch (const c10::TypeError& error) {
+      detail::raise(ErrorCode::InvalidType, error.what_without_backtrace());
+    } catch (const c10::NotImplementedError& error) {
+      detail::raise(ErrorCode::NotSupported, error.what_without_backtrace());
+    }
   }
 };
 

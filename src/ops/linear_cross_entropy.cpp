@@ -158,13 +158,17 @@ TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
       "float label_smoothing, bool mean, bool[3] wanted) -> "
       "(Tensor loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 }
-TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("linear_cross_entropy", &loss_operator); }
-TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("linear_cross_entropy", &loss_operator); }
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("linear_cross_entropy", &loss_autocast); }
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("linear_cross_entropy", &loss_autocast); }
-TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) { m.impl("linear_cross_entropy_forward", &loss_forward_autograd); }
-TORCH_LIBRARY_IMPL(oxytorch, CPU, m) { m.impl("linear_cross_entropy_forward", &loss_forward_cpu); }
-TORCH_LIBRARY_IMPL(oxytorch, Meta, m) { m.impl("linear_cross_entropy_forward", &loss_forward_meta); }
+TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) {
+  m.impl("linear_cross_entropy", &Kernel<&loss_operator>::call);
+}
+TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("linear_cross_entropy", &Kernel<&loss_operator>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("linear_cross_entropy", &Kernel<&loss_autocast>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("linear_cross_entropy", &Kernel<&loss_autocast>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
+  m.impl("linear_cross_entropy_forward", &Kernel<&loss_forward_autograd>::call);
+}
+TORCH_LIBRARY_IMPL(oxytorch, CPU, m) { m.impl("linear_cross_entropy_forward", &Kernel<&loss_forward_cpu>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, Meta, m) { m.impl("linear_cross_entropy_forward", &Kernel<&loss_forward_meta>::call); }
 
 }  // namespace
 
