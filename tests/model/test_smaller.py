@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from typing import Any
 
@@ -157,6 +158,8 @@ def test_shared_weights_and_data_dependent_ways_are_not_cut() -> None:
 
 @pytest.mark.parametrize("by", ["torch", "torchao"])
 def test_int8_is_small_and_near(by: str) -> None:
+    if by == "torchao":
+        pytest.importorskip("torchao.quantization", exc_type=ImportError)
     model = mlp()
     before = copy.deepcopy(model.state_dict())
     result = ox.model.quantize(model, "int8", example=X, by=by)
@@ -168,17 +171,31 @@ def test_int8_is_small_and_near(by: str) -> None:
 
 def test_int8_is_what_torchao_makes_itself() -> None:
     """Held to torchao, which the tests' environment has, and what "auto" takes where it is installed."""
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-
+    library = pytest.importorskip("torchao.quantization", exc_type=ImportError)
     model = mlp()
     theirs = copy.deepcopy(model).eval()
-    quantize_(theirs, Int8DynamicActivationInt8WeightConfig())
+    library.quantize_(theirs, library.Int8DynamicActivationInt8WeightConfig())
     for by in ("torchao", "auto"):
         result = ox.model.quantize(model, "int8", example=X, by=by)
         assert torch.equal(result.model(X), theirs(X)) and not torch.equal(result.model(X), model(X))
         assert [type(m) for m in result.model.modules()] == [type(m) for m in theirs.modules()]
         assert type(result.model[0].weight) is type(theirs[0].weight) is not nn.Parameter
         assert "by torchao" in result.notes[0]
+
+
+def test_a_torchao_for_another_torch_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = importlib.import_module
+
+    def broken(name: str, package: str | None = None) -> Any:
+        if name.startswith("torchao"):
+            raise ImportError("cannot import name 'ScalingType'")
+        return usual(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    result = ox.model.quantize(mlp(), "int8", example=X, by="auto")
+    assert "quantize_dynamic" in result.notes[0] and "ScalingType" in result.notes[0]
+    with pytest.raises(ImportError, match=r"does not work with torch .*ScalingType.*by='torch'"):
+        ox.model.quantize(mlp(), "int8", example=X, by="torchao")
 
 
 @pytest.mark.parametrize("group", [32, 64])

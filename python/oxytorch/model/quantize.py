@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import warnings
 from typing import Any
 
@@ -128,8 +127,8 @@ def quantize(
         for name, module in layers.items():
             _put(smaller, name, Int4Linear(module, group))
         note = "4-bit weights, products in bfloat16 by torch's kernel for CPUs."
-    elif by == "torchao" or (by == "auto" and importlib.util.find_spec("torchao") is not None):
-        note = _by_torchao(smaller, set(map(id, layers.values())))
+    elif by != "torch":
+        note = _by_torchao_if_there(smaller, layers, by)
     else:
         note = _by_torch(smaller, layers)
     comparison = compare(model, smaller, example, evaluate)
@@ -144,16 +143,38 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     model.get_submodule(owner)._modules[last] = module
 
 
-def _by_torchao(model: nn.Module, wanted: set[int]) -> str:
+def _torchao() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            torchao: Any = importlib.import_module("torchao")
+            torchao = importlib.import_module("torchao")
+            importlib.import_module("torchao.quantization")
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 "torchao is not installed: pip install oxytorch[quantize], or by='torch'"
             ) from error
-        library: Any = importlib.import_module("torchao.quantization")
+        except ImportError as error:
+            raise ImportError(
+                f"this torchao does not work with torch {torch.__version__} ({error}); install another, or by='torch'"
+            ) from error
+    return torchao
+
+
+def _by_torchao_if_there(model: nn.Module, layers: dict[str, nn.Linear], by: str) -> str:
+    try:
+        torchao = _torchao()
+    except ImportError as error:
+        if by == "torchao":
+            raise
+        missing = isinstance(error, ModuleNotFoundError)
+        return _by_torch(model, layers) + ("" if missing else f" Not by torchao: {error}.")
+    return _by_torchao(torchao, model, set(map(id, layers.values())))
+
+
+def _by_torchao(torchao: Any, model: nn.Module, wanted: set[int]) -> str:
+    library = torchao.quantization
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         library.quantize_(model, library.Int8DynamicActivationInt8WeightConfig(), lambda m, _: id(m) in wanted)
     return f"by torchao {torchao.__version__}: int8 weights, int8 inputs quantised as they come."
 
