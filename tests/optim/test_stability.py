@@ -640,5 +640,5 @@ def test_processes_of_a_group_decide_alike(tmp_path: Path) -> None:
     ]
     said = [process.communicate(timeout=120)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    assert said[0] == said[1]
+    assert said[0].splitlines()[-1] == said[1].splitlines()[-1]  # some torch's gloo says that it is connected
     assert "(46, 'loss', 'rolled back to step 40')" in said[0] and "nonfinite_loss" in said[0]
