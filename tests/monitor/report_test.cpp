@@ -187,7 +187,7 @@ TEST(Report, FilesAreReplacedWholeAndErrorsNameThePath) {
     sample().write_html(missing);
     FAIL();
   } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::Io);
+    EXPECT_EQ(error.code(), ErrorCode::NotFound);
     EXPECT_THAT(error.what(), HasSubstr(missing));
   }
   try {

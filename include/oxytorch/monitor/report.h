@@ -132,7 +132,8 @@ class OXY_API Report {
   /// "-Infinity".
   [[nodiscard]] std::string to_json() const;
   [[nodiscard]] std::string to_text(TextStyle style = TextStyle::Auto, int width = 100) const;
-  /// Written to a file beside `path`, synchronised and renamed over it. Throw Error(Io), which names the path.
+  /// Written to a file beside `path`, synchronised and renamed over it. Throw Error(NotFound) where its folder is
+  /// missing and Error(Io), which name the path.
   void write_html(const std::string& path) const;
   void write_json(const std::string& path) const;
   void write_text(const std::string& path, TextStyle style = TextStyle::Unicode) const;

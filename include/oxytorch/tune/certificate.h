@@ -90,7 +90,7 @@ struct OXY_API Certificate {
   [[nodiscard]] std::string to_json() const;
   /// Error(InvalidArgument) that says where and what, for text that is no certificate or of a newer format.
   static Certificate from_json(std::string_view text);
-  /// Writes whole or not at all. Error(Io).
+  /// Writes whole or not at all. Error(NotFound) where its folder is missing, Error(Io).
   void save(const std::string& path) const;
   /// Error(NotFound), Error(Io), or what from_json() throws, with the path.
   static Certificate load(const std::string& path);
