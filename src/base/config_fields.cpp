@@ -16,22 +16,7 @@ constexpr auto kMaxInteger = static_cast<double>(std::numeric_limits<std::int64_
 
 using Type = ConfigField::Type;
 
-ConfigField choice(std::string key, std::vector<std::string> choices, const char* basic, const char* others,
-                   std::string reason, std::string basic_reason = "") {
-  return {std::move(key),
-          Type::Choice,
-          std::move(choices),
-          0,
-          0,
-          false,
-          std::string(basic),
-          std::string(others),
-          std::string(others),
-          std::move(reason),
-          std::move(basic_reason)};
-}
-
-/// A number or size from `low` to `high`, or one of some words, of which one is the default.
+/// One of some words, or a number or size from `low` to `high`; a word is the default.
 ConfigField worded(std::string key, Type type, std::vector<std::string> words, double low, double high,
                    const char* basic, const char* others, std::string reason, std::string basic_reason = "") {
   return {std::move(key),
@@ -45,6 +30,12 @@ ConfigField worded(std::string key, Type type, std::vector<std::string> words, d
           std::string(others),
           std::move(reason),
           std::move(basic_reason)};
+}
+
+ConfigField choice(std::string key, std::vector<std::string> choices, const char* basic, const char* others,
+                   std::string reason, std::string basic_reason = "") {
+  return worded(std::move(key), Type::Choice, std::move(choices), 0, 0, basic, others, std::move(reason),
+                std::move(basic_reason));
 }
 
 ConfigField integer(std::string key, std::int64_t low, std::int64_t value, std::string reason) {
