@@ -370,11 +370,9 @@ std::vector<OperatorReport> NativeOperators::install(const std::vector<std::stri
 }
 
 std::int64_t NativeOperators::handed_on() noexcept {
-  const Originals& all = originals();
   std::int64_t calls = 0;
-  for (const Original* one : {&all.max_pool, &all.max_pool_backward, &all.batch_norm, &all.batch_norm_backward,
-                              &all.bernoulli, &all.flash_attention, &all.flash_attention_backward}) {
-    calls += one->calls();
+  for (const auto& [name, entry] : entries()) {
+    for (const Original* original : entry.originals) calls += original->calls();
   }
   return calls;
 }
