@@ -18,7 +18,6 @@ namespace oxytorch::ops {
 [[noreturn]] inline void throw_as_torch_does(const Error& error) {
   TORCH_CHECK_VALUE(error.code() != ErrorCode::InvalidArgument, error.what());
   TORCH_CHECK_TYPE(error.code() != ErrorCode::InvalidType, error.what());
-  TORCH_CHECK_INDEX(error.code() != ErrorCode::OutOfRange, error.what());
   TORCH_CHECK_NOT_IMPLEMENTED(error.code() != ErrorCode::NotSupported, error.what());
   TORCH_CHECK(false, error.what());
 }
