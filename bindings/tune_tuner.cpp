@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "oxytorch/config.h"
+#include "oxytorch/config_use.h"
 #include "oxytorch/trainer/report_lines.h"
 #include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/setting_lines.h"
@@ -264,6 +265,16 @@ void bind_tuner(py::module_& m) {
       .def_readonly("steps_planned", &TunerOptions::steps_planned);
   m.def("slowdown_left", &slowdown_left, py::arg("certificate"), py::arg("max_slowdown"),
         "How many times as long as now a step may take, where it may take max_slowdown times as long as given.");
+  m.def(
+      "has_budget",
+      [](const PerformanceConfig& config, std::optional<bool> recomputes) {
+        TunerOptions asked;
+        set_goal(config, asked);
+        return has_budget(asked.goal, checkpointing_of(config), recomputes);
+      },
+      py::arg("config"), py::arg("recomputes"),
+      "Whether steps are held to a budget of memory; recomputes: whether blocks are run again, None where not "
+      "planned.");
   m.def("planned_steps", &planned_steps, py::arg("config"), py::arg("otherwise") = 0,
         "Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.");
   m.def(

@@ -170,6 +170,13 @@ void set_goal(const PerformanceConfig& config, TunerOptions& options) {
   options.max_growth = config.number("max_growth");
 }
 
+bool has_budget(Goal goal, std::string_view checkpointing, std::optional<bool> recomputes) {
+  if (goal == Goal::Memory) return true;
+  if (!recomputes) return false;
+  const bool is_size = checkpointing != "off" && checkpointing != "auto" && checkpointing != "least";
+  return is_size || *recomputes;
+}
+
 double slowdown_left(const Certificate& certificate, double max_slowdown) {
   if (certificate.accepted().empty()) return max_slowdown;
   return max_slowdown * certificate.baseline_seconds / certificate.tuned_seconds;

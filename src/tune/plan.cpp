@@ -159,7 +159,7 @@ void Plan::Impl::fit_memory(const std::string& why) {
   constexpr const char* kSetting = "gradient_checkpointing";
   if (checkpointing == "off") return;
   named.take_back(kSetting);
-  holds_budget = false;
+  recomputes.reset();
   const auto device = c10::DeviceTypeName(run->device().type(), /*lower_case=*/true);
   if (auto refusal = tune::checkpointing_refusal(device, /*is_closure=*/false); !refusal.empty()) {
     return named.add(HostSetting::refused(kSetting, std::move(refusal)));
@@ -175,7 +175,7 @@ void Plan::Impl::fit_memory(const std::string& why) {
   if (!fitted) return named.add(HostSetting::refused(kSetting, tune::kNoBlocks));
   auto plan = std::make_shared<MemoryPlan>(*std::move(fitted));
   const auto& found = plan->figures();
-  holds_budget = target.budget || plan->is_active();
+  recomputes = plan->is_active();
   named.add(plan->is_active()
                 ? HostSetting::applied(kSetting, why + found.summary(), found.cost(), [plan] { plan->revert(); })
                 : HostSetting::unchanged(kSetting, why + found.summary()));
@@ -229,7 +229,7 @@ void Plan::Impl::revert() {
   run->required.clear();
   withdraw();
   named.revert();
-  holds_budget = false;
+  recomputes.reset();
 }
 
 at::Tensor Plan::Impl::step(const Batch& given) {

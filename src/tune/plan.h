@@ -73,7 +73,7 @@ struct Plan::Impl : tune::Watched {
 
   void activate(const std::vector<std::string>& strategies) override { run->set_active(strategies); }
   tune::BothWays compare() override;
-  bool has_budget() override { return holds_budget || goal == tune::Goal::Memory; }
+  bool has_budget() override { return tune::has_budget(goal, checkpointing, recomputes); }
 
   NamedSettings named;  // first, so that it outlives the run
   std::unique_ptr<tune::Run> run;
@@ -81,7 +81,7 @@ struct Plan::Impl : tune::Watched {
   std::string checkpointing = "off";  // checkpointing_of() its settings
   double max_slowdown = 1.25;         // with "least", times as long as now
   tune::Goal goal = tune::Goal::Speed;
-  bool holds_budget = false;  // a budget is named, or blocks are run again to stay within what there is
+  std::optional<bool> recomputes;  // whether blocks are run again, where that was planned
   std::optional<tune::CertificateStore> store;
   std::optional<tune::Watch> watch;
   const Batch* batch = nullptr;  // of the window under way, the first; valid while it is taken

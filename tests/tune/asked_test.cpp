@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -50,6 +51,18 @@ std::string refusal(const PerformanceConfig& config, const std::vector<std::stri
     return error.what();
   }
   return "it was taken";
+}
+
+TEST(AskedTest, StepsAreHeldToABudgetThatIsNamedOrThatBlocksAreRunAgainFor) {
+  EXPECT_FALSE(has_budget(Goal::Speed, "off", std::nullopt));
+  EXPECT_TRUE(has_budget(Goal::Memory, "off", std::nullopt));
+  for (const char* value : {"2 GiB", "90 %", "auto", "least"}) {
+    EXPECT_FALSE(has_budget(Goal::Speed, value, std::nullopt)) << value;  // refused, or no step was fitted yet
+    EXPECT_TRUE(has_budget(Goal::Speed, value, true)) << value;
+  }
+  EXPECT_TRUE(has_budget(Goal::Speed, "2 GiB", false));
+  EXPECT_FALSE(has_budget(Goal::Speed, "auto", false));  // all fits as it is
+  EXPECT_FALSE(has_budget(Goal::Speed, "least", false));
 }
 
 TEST(AskedTest, WhatIsNotNamedAsksForNothing) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -47,6 +48,11 @@ OXY_API void activate(Asked& asked, const PerformanceConfig& config, const std::
 [[nodiscard]] OXY_API std::string checkpointing_refusal(std::string_view device, bool is_closure);
 /// What the setting's line begins with once a step has run out of memory and was fitted anew.
 [[nodiscard]] OXY_API std::string fitted_anew(std::int64_t step);
+
+/// Whether steps are held to a budget of memory, which a copy of them would exceed: what `gradient_checkpointing`
+/// names, or what was found for the goal memory. `checkpointing`: checkpointing_of() the configuration; `recomputes`:
+/// whether blocks of the model are run again, without a value where that was not planned.
+[[nodiscard]] OXY_API bool has_budget(Goal goal, std::string_view checkpointing, std::optional<bool> recomputes);
 
 /// What a configuration says of `goal`, `max_slowdown` and `max_growth`.
 OXY_API void set_goal(const PerformanceConfig& config, TunerOptions& options);

@@ -54,6 +54,7 @@ __all__: list[str] = [
     "generators_fault",
     "gradients_apart",
     "hardware_key",
+    "has_budget",
     "hindrance",
     "in_any_band",
     "kink_states",
@@ -906,6 +907,11 @@ def gradients_apart(
 def hardware_key(root: str = "/") -> str:
     """
     The processor's part of CertificateKey.hardware.
+    """
+
+def has_budget(config: oxytorch._C.base.PerformanceConfig, recomputes: bool | None) -> bool:
+    """
+    Whether steps are held to a budget of memory; recomputes: whether blocks are run again, None where not planned.
     """
 
 def hindrance(

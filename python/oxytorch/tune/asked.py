@@ -183,10 +183,9 @@ class Asked:
     @property
     def has_budget(self) -> bool:
         """Whether steps are held to a budget, or to what was found for the goal memory, that a copy would exceed."""
-        if self.settings.goal == "memory":
-            return True
         plans = [one.plan for one in self.host if isinstance(one, Checkpointing) and one.plan is not None]
-        return any(self.checkpointing != "auto" or plan.is_active for plan in plans)
+        recomputes = any(plan.is_active for plan in plans) if plans else None
+        return bool(_native.has_budget(self.settings._native, recomputes))
 
     def refuse_memory(self, reason: str) -> None:
         """Say why `gradient_checkpointing` has no effect, where it was asked for."""
