@@ -238,7 +238,6 @@ def test_workers_end_with_the_coordinator() -> None:
 @pytest.mark.slow
 def test_quick_demo_writes_table_report_and_json(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "oxytorch", "demo", "--quick", "--only", "mlp", "--out", "report"]
-    command += ["--steps-planned", "500"]
     done = subprocess.run(
         [*command, "--json", "demo.json"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )

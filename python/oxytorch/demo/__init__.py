@@ -44,8 +44,7 @@ def add_command(commands: Commands) -> None:
         "--steps-planned",
         type=int,
         metavar="N",
-        default=10_000,
-        help="length of the run whose beginning this is: tuning is to repay itself in it (%(default)s)",
+        help="length of the run whose beginning this is: tuning is to repay itself in it (10,000; with --quick 500)",
     )
     parser.add_argument(
         "--timeout", type=float, metavar="S", default=180.0, help="longest wait for a worker (%(default)s)"

@@ -26,6 +26,8 @@ __all__ = ["run"]
 
 CONTENDERS = ("plain", ALLOCATOR, "stock", "basic", "advanced")
 TUNING_SECONDS = 30.0
+STEPS_PLANNED, QUICK_STEPS_PLANNED = 10_000, 500
+"""Tuning may take 15 % of the run, so that of a long one is not quick."""
 COMPILED = ("plain compiled", "stock compiled", "advanced compiled")
 
 
@@ -176,6 +178,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.threads is not None and arguments.threads < 1:
         print(f"oxytorch demo: --threads must be at least 1, not {arguments.threads}", file=sys.stderr)
         return 2
+    if arguments.steps_planned is None:
+        arguments.steps_planned = QUICK_STEPS_PLANNED if arguments.quick else STEPS_PLANNED
     if arguments.steps_planned < 1:
         print(f"oxytorch demo: --steps-planned must be at least 1, not {arguments.steps_planned}", file=sys.stderr)
         return 2
