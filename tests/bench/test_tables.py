@@ -83,7 +83,7 @@ def test_a_changed_figure_is_noticed(tables: ModuleType, tmp_path: Path, monkeyp
     document = json.loads((ROOT / "bench/results/convergence.json").read_text())
     page = ROOT / "docs/guide/benchmarks.md"
     content = page.read_text(encoding="utf-8")
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    monkeypatch.setattr("_tables.documents.FOLDER", tmp_path)
     assert "Not measured yet: `python bench/race/convergence.py" in tables.filled(page, content)
     document["rows"][0]["mean"] += 0.5
     (tmp_path / "convergence.json").write_text(json.dumps(document))
@@ -118,11 +118,11 @@ def test_unfair_rivals_are_not_shown(tables: ModuleType, tmp_path: Path, monkeyp
     }
     machine = {"cpu": "made up", "threads": "2", "instructions": "avx2", "torch": "2.13.0+cpu"}
     path = tmp_path / "orchestrator.json"
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    monkeypatch.setattr("_tables.documents.FOLDER", tmp_path)
     for screened in (False, True):
         found["screened"] = screened
         path.write_text(json.dumps({"machine": machine, "workloads": {"cnn": found}}))
-        speed, against = tables.orchestrator(), tables.rivals()
+        speed, against = tables.loops.orchestrator(), tables.loops.rivals()
         row = speed.splitlines()[2]
         assert row == "| CNN, 4 stages | 400 ms | 2 | 1.5 | 4 | 30 s (20 s) | 150 | 100 |"
         assert (against is None) == (not screened)
@@ -182,7 +182,7 @@ def test_the_page_of_the_gpu_says_what_has_not_run(
     tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Part by part: each shows its figures once its document is there, and the others still say so."""
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    monkeypatch.setattr("_tables.documents.FOLDER", tmp_path)
     content = GPU_PAGE.read_text(encoding="utf-8")
     documents = gpu_documents()
     (tmp_path / "gpu").mkdir()
@@ -198,17 +198,17 @@ def test_the_page_of_the_gpu_says_what_has_not_run(
 def test_the_page_of_the_gpu_shows_figures_and_failures(
     tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    monkeypatch.setattr("_tables.documents.FOLDER", tmp_path)
     (tmp_path / "gpu").mkdir()
     for name, document in gpu_documents().items():
         (tmp_path / "gpu" / f"{name}.json").write_text(json.dumps(document))
-    assert "| time to build | 201 s |" in tables.gpu_build()
-    assert "| 70 | 2 | 1 |" in tables.gpu_conformance() and "- copy.order (O1): signal 11" in tables.gpu_conformance()
-    tests = tables.gpu_tests()
+    assert "| time to build | 201 s |" in tables.gpu.build()
+    assert "| 70 | 2 | 1 |" in tables.gpu.conformance() and "- copy.order (O1): signal 11" in tables.gpu.conformance()
+    tests = tables.gpu.tests()
     assert "| C++ | 300 | 1 | 4 |" in tests and "- a::b: 1 != 2" in tests and "did not finish" in tests
-    tail = tables.gpu_step_tail()
+    tail = tables.gpu.step_tail()
     assert "| large: torch fused, over ours | 1.5 |  |  |" in tail and "| waits | no trace | <= 0 | absent |" in tail
-    race = tables.gpu_accelerate()
+    race = tables.gpu.accelerate()
     assert "| GPT-2 small | 400 ms | 2 | not measured | not measured | not measured | 4 | not measured | 8 |" in race
     assert "| 2: whole step in a CUDA graph |" in race
     assert "- gpt, stock max-autotune: ended before it was told to" in race and "Not all of it has run" in race

@@ -1,0 +1,263 @@
+"""Tables of the races of whole training loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from _orchestrator.figures import (
+    ALLOCATOR,
+    EXACT,
+    HOST_POOL,
+    OURS,
+    REFERENCE,
+    SEARCHED,
+    TOLERANCE,
+    Race,
+    geometric_mean,
+    repaid_after,
+    spent,
+)
+from _race import ratio, text
+from oxytorch.base import Interval, geometric_mean_interval
+
+from .documents import Document, measured, milliseconds, read, table
+from .tail import CASES, times
+
+PEAKS = ("jemalloc", HOST_POOL)
+NAMES = {
+    "cnn": "CNN, 4 stages",
+    "resnet": "ResNet, 3 blocks",
+    "gpt": "GPT, 4 layers",
+    "bert": "BERT-style, dropout",
+    "mlp": "MLP",
+    "lstm": "LSTM, 2 layers",
+}
+
+
+def races(name: str) -> tuple[Document, list[Race]] | None:
+    """A document of the orchestrator's race."""
+    document = read(name)
+    if document is None:
+        return None
+    return document, [Race.from_json(data) for data in document["workloads"].values()]
+
+
+def starts_of(found: Iterable[Race]) -> list[int]:
+    """How many each entry has."""
+    return [len(entry.starts) for race in found for entry in race.entries.values()]
+
+
+def over(race: Race, slower: str, faster: str) -> str:
+    """A ratio, or that there is none."""
+    return text(race.ratio(slower, faster)) if race.has(slower, faster) else "not measured"
+
+
+def repaid(race: Race, ours: str) -> str:
+    """Steps, or never."""
+    if not race.has(ours, REFERENCE):
+        return "not measured"
+    steps = repaid_after(race, ours)
+    return f"{steps:,.0f}" if math.isfinite(steps) else "never"
+
+
+def cost(race: Race, ours: str) -> str:
+    """What the first run spends."""
+    if ours not in race.entries:
+        return "not measured"
+    took = spent(race.entries[ours])
+    return f"{took['all']:.3g} s" + (f" ({took['compiling']:.2g} s)" if took["compiling"] else "")
+
+
+def orchestrator() -> str | None:
+    """Speed over the plain loop and over the plain loop with one `mallopt`, and what finding it costs."""
+    found = races("orchestrator.json")
+    if found is None:
+        return None
+    document, raced = found
+    rows = [
+        [
+            NAMES[race.name],
+            milliseconds(race.entries[REFERENCE].step),
+            over(race, REFERENCE, EXACT),
+            over(race, ALLOCATOR, EXACT),
+            over(race, REFERENCE, TOLERANCE),
+            cost(race, TOLERANCE),
+            repaid(race, EXACT),
+            repaid(race, TOLERANCE),
+        ]
+        for race in raced
+    ]
+    means = [
+        text(geometric_mean(raced, slower, faster)) if all(race.has(slower, faster) for race in raced) else ""
+        for slower, faster in ((REFERENCE, EXACT), (ALLOCATOR, EXACT), (REFERENCE, TOLERANCE))
+    ]
+    rows.append(["geometric mean", "", *means, "", "", ""])
+    head = ["", "eager", "basic, over eager", "basic, over eager + mallopt", "advanced, over eager"]
+    head += ["first run, advanced (compiling)", "basic repaid after steps", "advanced repaid after steps"]
+    command = "python bench/race/orchestrator.py --starts 8"
+    return table(head, rows) + "\n\n" + measured(command, "orchestrator.json", document, starts_of(raced))
+
+
+def rivals() -> str | None:
+    """Against the fastest of all that stock PyTorch, Lightning and Accelerate can do."""
+    found = races("orchestrator.json")
+    if found is None:
+        return None
+    document, raced = found
+    fair = [race for race in raced if race.screened and race.has(REFERENCE, TOLERANCE)]
+    if not fair:
+        return None
+    eager = {race.name: eager_best(race) for race in fair}
+    rows, ratios = [], []
+    for race in fair:
+        best = race.best_rival() or REFERENCE
+        ratios.append(race.ratios(best, TOLERANCE))
+        plain = eager[race.name]
+        rows.append(
+            [
+                NAMES[race.name],
+                f"{plain}: {race.entries[plain].settings}",
+                over(race, plain, TOLERANCE),
+                f"{best}: {race.entries[best].settings}",
+                over(race, best, TOLERANCE),
+                *(over(race, name, TOLERANCE) for name in ("lightning", "accelerate")),
+            ]
+        )
+    rows.append(["geometric mean", "", "", "", text(geometric_mean_interval(ratios)), "", ""])
+    head = ["", "best stock eager loop", "advanced, over it", "best rival of all", "advanced, over it"]
+    head += ["over Lightning", "over Accelerate"]
+    command = "python bench/race/orchestrator.py --starts 8"
+    return table(head, rows) + "\n\n" + measured(command, "orchestrator.json", document, starts_of(fair))
+
+
+def over_all_rivals() -> str | None:
+    """In the mean of the workloads, over the best rival of each."""
+    found = races("orchestrator.json")
+    fair = [] if found is None else [race for race in found[1] if race.screened and race.has(REFERENCE, TOLERANCE)]
+    if not fair:
+        return None
+    return text(geometric_mean_interval([race.ratios(race.best_rival() or REFERENCE, TOLERANCE) for race in fair]))
+
+
+def summary() -> str | None:
+    """The best and the worst result of each kind of race, and how many starts stand behind them."""
+    python, cpp_races = races("orchestrator.json"), races("orchestrator_cpp.json")
+    tail = read("step_tail.json")
+    if python is None or cpp_races is None or tail is None:
+        return None
+    of_loops = python[1]
+    best_stock = {race.name: eager_best(race) for race in of_loops if race.screened}
+    compared: list[tuple[str, list[tuple[Interval, str]]]] = [
+        (f'{len(of_loops)} training loops, "advanced" over the plain loop', _ratios(of_loops, TOLERANCE)),
+        ('the same, "basic" (no bit changes)', _ratios(of_loops, EXACT)),
+        (
+            'the same, "advanced" over the best stock loop that was found by trying all switches',
+            [
+                (race.ratio(best_stock[race.name], TOLERANCE), NAMES[race.name])
+                for race in of_loops
+                if race.name in best_stock and race.has(TOLERANCE, best_stock[race.name])
+            ],
+        ),
+        (f'{len(cpp_races[1])} C++ loops, "advanced" over LibTorch\'s plain loop', _ratios(cpp_races[1], TOLERANCE)),
+        (
+            "clip + AdamW + moving average, over torch's fastest",
+            [
+                (ratio(known, "torch fused", "oxytorch"), f"{case} parameters")
+                for case in CASES
+                if {"torch fused", "oxytorch"} <= (known := times(tail, case)).keys()
+            ],
+        ),
+    ]
+    rows = []
+    for name, found in compared:
+        ends = [end(found, key=lambda each: each[0].mid) for end in (max, min)]
+        rows.append([name, *(f"{text(got)}, {which}" for got, which in ends)])
+    return table(["time of the rival over ours", "best", "worst"], rows)
+
+
+def _ratios(found: Iterable[Race], ours: str) -> list[tuple[Interval, str]]:
+    """Of the workloads that have it, over the plain loop, with their names."""
+    ready = [race for race in found if race.has(REFERENCE, ours)]
+    return [(race.ratio(REFERENCE, ours), NAMES[race.name.removeprefix("cpp-")]) for race in ready]
+
+
+def eager_best(race: Race) -> str:
+    """The fastest stock loop that compiles nothing."""
+    names = [name for name in race.rivals() if name.startswith(("eager", "stock")) and name != "stock compiled"]
+    return min(names, key=lambda name: race.entries[name].step.mid)
+
+
+def over_best(race: Race) -> str:
+    """Over the fastest loop with stock switches, where such took part."""
+    best = race.best_rival()
+    if best is None or "stock 1" not in race.entries:
+        return "not measured"
+    return f"{over(race, best, TOLERANCE)}: {race.entries[best].settings}"
+
+
+def regret() -> str | None:
+    """Against the best of all combinations of the same strategies."""
+    found = races("orchestrator_regret.json")
+    if found is None:
+        return None
+    document, raced = found
+    rows = []
+    for race in raced:
+        searched = race.entries[SEARCHED].first
+        took = spent(race.entries[TOLERANCE])
+        share = (took["all"] - took["compiling"]) / searched["search_seconds"]
+        rows.append([NAMES[race.name], f"{searched['tried']}", over(race, SEARCHED, TOLERANCE), f"{share:.2f}"])
+    head = ["", "combinations", "advanced, over the best of them", "tuning without compiling, over the search's time"]
+    command = 'python bench/race/orchestrator.py --exhaustive --contenders "eager,oxytorch advanced"'
+    return table(head, rows) + "\n\n" + measured(command, "orchestrator_regret.json", document, starts_of(raced))
+
+
+def cpp() -> str | None:
+    """From C++, over LibTorch's plain loop."""
+    found = races("orchestrator_cpp.json")
+    if found is None:
+        return None
+    document, raced = found
+    rows = [
+        [
+            NAMES[race.name.removeprefix("cpp-")],
+            milliseconds(race.entries[REFERENCE].step),
+            over(race, REFERENCE, EXACT),
+            over(race, ALLOCATOR, EXACT),
+            over(race, REFERENCE, TOLERANCE),
+            over_best(race),
+            *(repaid(race, ours) for ours in OURS),
+        ]
+        for race in raced
+    ]
+    head = ["", "plain", "basic, over plain", "basic, over plain + mallopt", "advanced, over plain"]
+    head += ["advanced, over the best stock loop", "basic repaid after steps", "advanced repaid after steps"]
+    command = "python bench/race/orchestrator.py --workloads cpp-cnn,cpp-mlp,cpp-lstm"
+    return table(head, rows) + "\n\n" + measured(command, "orchestrator_cpp.json", document, starts_of(raced))
+
+
+def allocators() -> str | None:
+    """What serves memory under the plain loop, over glibc as it comes, and what the process holds."""
+    found = races("allocators.json")
+    if found is None:
+        return None
+    document, raced = found
+    names = list(dict.fromkeys(name for race in raced for name in race.entries if name != REFERENCE))
+    rows = [
+        [
+            NAMES[race.name],
+            *(over(race, REFERENCE, name) for name in names),
+            *(peak(race, name) for name in (REFERENCE, *PEAKS)),
+        ]
+        for race in raced
+    ]
+    rows.append(["geometric mean", *(text(geometric_mean(raced, REFERENCE, name)) for name in names), "", "", ""])
+    head = ["", *names, "MiB of glibc", *(f"MiB of {name}" for name in PEAKS)]
+    command = "python bench/race/allocators.py"
+    return table(head, rows) + "\n\n" + measured(command, "allocators.json", document, starts_of(raced))
+
+
+def peak(race: Race, name: str) -> str:
+    """MiB that the process held beyond what it had before the model was made."""
+    return f"{race.entries[name].median('peak_bytes') / 2**20:,.0f}" if name in race.entries else "not measured"
