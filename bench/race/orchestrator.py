@@ -32,6 +32,7 @@ import torch
 from _orchestrator import rivals
 from _orchestrator.figures import (
     ALLOCATOR,
+    HOST_POOL,
     OURS,
     REFERENCE,
     SEARCHED,
@@ -123,7 +124,7 @@ def command(
         "switches": switches.to_json(),
         "peers": str(PEERS),
     }
-    if contender not in (*OURS, SEARCHED):
+    if contender not in (*OURS, SEARCHED) and not contender.startswith(HOST_POOL):
         task["forbid"] = "oxytorch"
     return switches.command(python_command(task, "_orchestrator.worker", str(Path(__file__).resolve().parent)))
 
@@ -398,12 +399,12 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def kept(path: Path | None, machine_facts: dict[str, str]) -> dict[str, Race]:
+def kept(path: Path | None, machine_facts: dict[str, str], schema: str = SCHEMA) -> dict[str, Race]:
     """The races of a document that this one goes on from."""
     if path is None or not path.exists():
         return {}
     document = json.loads(path.read_text(encoding="utf-8"))
-    same_machine(path, document, SCHEMA, machine_facts)
+    same_machine(path, document, schema, machine_facts)
     return {name: Race.from_json(data) for name, data in document["workloads"].items()}
 
 

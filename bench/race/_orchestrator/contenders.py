@@ -1,7 +1,8 @@
 """The contenders: each makes what it needs of the user's model, and trains with the loop that its users write.
 
-Nothing here imports oxytorch outside `Ours` and `Exhaustive`. A loop takes its batches from an iterable that hands them
-out, times what happens between two, and keeps the losses, so a trainer that owns its loop is timed like the others.
+Nothing here imports oxytorch outside `Ours`, `HostPool` and `Exhaustive`. A loop takes batches from an iterable that
+hands them out, times what happens between two, and keeps the losses, so a trainer that owns its loop is timed like the
+others.
 """
 
 from __future__ import annotations
@@ -248,6 +249,19 @@ class Ours(Stock):
 
 
 @dataclass
+class HostPool(Stock):
+    """The plain loop on `oxytorch.memory.use_host_pool`."""
+
+    def prepare(self, given: Prepared) -> dict[str, Any]:
+        from oxytorch import memory  # noqa: PLC0415
+
+        setting = memory.use_host_pool()
+        if not setting.is_applied:
+            raise RuntimeError(f"the pool is not in: {setting.reason}")
+        return super().prepare(given)
+
+
+@dataclass
 class Exhaustive(Stock):
     """The fastest of all combinations of the strategies that `oxytorch.accelerate` tries.
 
@@ -315,9 +329,10 @@ KINDS: dict[str, Callable[[], Contender]] = {
     "oxytorch basic": lambda: Ours(level="basic"),
     "oxytorch advanced": lambda: Ours(level="advanced"),
     "exhaustive": Exhaustive,
+    "host pool": HostPool,
 }
 
 
 def make(contender: str) -> Contender:
     """The contender of that name; those without a kind of their own are stock PyTorch with switches."""
-    return KINDS.get(contender, Stock)()
+    return KINDS.get(contender.partition(" + ")[0], Stock)()

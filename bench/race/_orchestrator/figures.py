@@ -15,6 +15,7 @@ REFERENCE, ALLOCATOR = "eager", "eager + mallopt"
 EXACT, TOLERANCE = "oxytorch basic", "oxytorch advanced"
 OURS = (EXACT, TOLERANCE)
 SEARCHED = "exhaustive"
+HOST_POOL = "host pool"
 REPAID_WITHIN, REGRET, SEARCH_SHARE, SLOWEST = 300, 0.97, 0.1, 0.99
 
 
