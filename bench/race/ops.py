@@ -9,6 +9,8 @@ Linear and cross entropy, forward and backward together: `torch` is linear and c
 the same under torch.compile, and `chunks` the usual way to save memory, as Liger's kernel has it: 512 tokens at a time,
 gradients made in forward, by torch's operators.
 
+LSTM: one layer of torch.nn.LSTM, served by this library and by oneDNN, with all threads and with one.
+
     python bench/race/ops.py [--threads 2] [--starts 4] [--seconds 3] [--quick] [--case NAME]... [--keep PATH]
         [--json PATH]
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import oxytorch as ox
@@ -41,13 +44,14 @@ from _race import (
     text,
     write,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SCHEMA = "oxytorch-ops/1"
 OURS, FLASH, MATH = "oxytorch", "torch flash", "torch math"
 EAGER, COMPILED, CHUNKS = "torch", "compiled", "chunks"
+ONEDNN, ONE_THREAD = "oneDNN", "oneDNN, 1 thread"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Batch, heads, tokens, width, causal: 4,096 to 16,384 tokens in all at the short end, one sequence at the long one.
 SHAPES = [
@@ -68,6 +72,8 @@ FP32 = [SHAPES[0], SHAPES[1], SHAPES[4], SHAPES[7]]
 # Tokens, classes, width.
 LOSSES = [(2048, 32_000, 256), (2048, 32_000, 768), (2048, 50_257, 512)]
 QUICK_LOSSES = [(512, 8000, 128)]
+# Steps, batch, features, hidden.
+LSTMS = [(64, 32, 256, 256), (35, 20, 200, 200), (50, 128, 128, 512), (32, 64, 512, 1024)]
 # Scores of torch's math kernel above which it is left out: they alone would take over 2 GiB.
 MOST_SCORES = 1 << 28
 
@@ -109,6 +115,37 @@ def attention(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> lis
         kernels[MATH] = theirs(SDPBackend.MATH)
     passes = {name: Pass(attend, inputs, grad, causal) for name, attend in kernels.items()}
     return [Contender(name, {"forward": one.forward, "backward": one.backward}) for name, one in passes.items()]
+
+
+def recurrent(shape: tuple[int, int, int, int], dtype: torch.dtype, count: int) -> list[Contender]:
+    """One LSTM layer, forward and backward; torch's with all threads and with the one that it often is faster with."""
+    steps, batch, features, hidden = shape
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(steps, batch, features, generator=generator).to(dtype).requires_grad_()
+    grad = torch.randn(steps, batch, hidden, generator=generator).to(dtype)
+    torch.manual_seed(1)
+    module = nn.LSTM(features, hidden).to(dtype)
+    native = ox._C.tune.NativeOperators()
+    output = {}
+
+    def before(name: str) -> None:
+        native.uninstall()
+        torch.set_num_threads(1 if name == ONE_THREAD else count)
+        if name == OURS:
+            (report,) = native.install(["lstm"])
+            assert report.installed, report.reason
+
+    def forward(name: str) -> None:
+        output[name] = module(x)[0]
+
+    def backward(name: str) -> None:
+        torch.autograd.grad(output[name], [x, *module.parameters()], grad)
+
+    return [
+        Contender(name, {"forward": partial(forward, name), "backward": partial(backward, name)},
+                  before=partial(before, name))
+        for name in (OURS, ONEDNN, ONE_THREAD)
+    ]  # fmt: skip
 
 
 class Chunks(torch.autograd.Function):
@@ -187,6 +224,14 @@ def measure(arguments: argparse.Namespace) -> Measured:
                 continue
             progress(f"racing {case} ...")
             found.cases[case] = race(cross_entropy((tokens, classes, width), dtype, arguments.quick), seconds, rounds)
+        for shape in LSTMS[:1] if arguments.quick else LSTMS:
+            steps, batch, features, hidden = shape
+            case = f"lstm {dtype_name}, {steps} x {batch} x {features} to {hidden:,}"
+            if not is_wanted(arguments, case):
+                continue
+            progress(f"racing {case} ...")
+            found.cases[case] = race(recurrent(shape, dtype, arguments.threads), seconds, rounds)
+        torch.set_num_threads(arguments.threads)
     return found
 
 
@@ -212,11 +257,26 @@ def loss_rows(found: Measured) -> list[list[str]]:
     ]
 
 
+def lstm_rows(found: Measured) -> list[list[str]]:
+    return [
+        [f"{case}, {phase}", text(over_starts(times[f"{OURS}: {phase}"]), 1e3)]
+        + [against(times, f"{name}: {phase}", f"{OURS}: {phase}") for name in (ONEDNN, ONE_THREAD)]
+        for case, times in found.cases.items()
+        if case.startswith("lstm")
+        for phase in ("forward", "backward")
+    ]
+
+
 def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
     """Headings and rows of what was measured, by kind."""
     attended = ["attention", "oxytorch, ms", "flash, times as long", "math, times as long"]
     lost = ["linear and cross entropy", "oxytorch, ms", "torch, times as long", "compiled", "chunks"]
-    made = {"attention": (attended, attention_rows(found)), "loss": (lost, loss_rows(found))}
+    repeated = ["LSTM layer", "oxytorch, ms", "oneDNN, times as long", "oneDNN on one thread"]
+    made = {
+        "attention": (attended, attention_rows(found)),
+        "loss": (lost, loss_rows(found)),
+        "lstm": (repeated, lstm_rows(found)),
+    }
     return {kind: (headings, rows) for kind, (headings, rows) in made.items() if rows}
 
 

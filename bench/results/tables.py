@@ -92,6 +92,7 @@ def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | N
 
 DATA_COMMAND = "python bench/race/data.py"
 OPS_COMMAND = "python bench/race/ops.py --starts 4 --seconds 0.6"
+LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 4 --seconds 1"
 
 
 # --- others ----------------------------------------------------------------------------------------------------------
@@ -247,6 +248,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-attention": (
         raced(ops_race, "ops.json", OPS_COMMAND, "attention"),
         f"{OPS_COMMAND} --json bench/results/ops.json",
+    ),
+    "ops-lstm": (
+        raced(ops_race, "lstm.json", LSTM_COMMAND, "lstm"),
+        f"{LSTM_COMMAND} --json bench/results/lstm.json",
     ),
     "ops-loss": (raced(ops_race, "ops.json", OPS_COMMAND, "loss"), f"{OPS_COMMAND} --json bench/results/ops.json"),
     "memory-budgets": (

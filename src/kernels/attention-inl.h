@@ -169,13 +169,17 @@ HWY_INLINE V exp(V x) {
 }
 
 HWY_INLINE V tanh(V x) {
-  // By e = exp(-2 |x|); near zero by x itself, whose tanh differs by less than x^3 / 3.
+  // By e = exp(-2 |x|), which loses digits near zero; there by a polynomial of x^2 (Cephes, tanhf.c).
   const V size = hn::Abs(x);
   const V e = exp(hn::Mul(size, set(-2)));
   const V far = hn::Div(hn::Sub(set(1), e), hn::Add(set(1), e));
   const V square = hn::Mul(x, x);
-  const V near = fma(hn::Mul(size, square), fma(square, set(0.133333333F), set(-0.333333333F)), size);
-  return hn::CopySign(hn::IfThenElse(hn::Lt(size, set(0.04F)), near, far), x);
+  V rest = fma(set(-5.70498872745e-3F), square, set(2.06390887954e-2F));
+  rest = fma(rest, square, set(-5.37397155531e-2F));
+  rest = fma(rest, square, set(1.33314422036e-1F));
+  rest = fma(rest, square, set(-3.33332819422e-1F));
+  const V near = fma(hn::Mul(size, square), rest, size);
+  return hn::CopySign(hn::IfThenElse(hn::Lt(size, set(0.625F)), near, far), x);
 }
 
 void apply_rule(const ScoreRule& rule, std::int64_t rows, std::int64_t columns, float* scores) {

@@ -1,4 +1,4 @@
-// The kernels of operators.h and attention.h: one source, compiled for each instruction set by Highway.
+// The kernels of operators.h, attention.h and lstm.h: one source, compiled for each instruction set by Highway.
 #include "kernels/operators_table.h"
 
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
@@ -12,6 +12,7 @@
 #include "kernels/attention-inl.h"
 #include "kernels/batch_norm-inl.h"
 #include "kernels/bernoulli-inl.h"
+#include "kernels/lstm-inl.h"
 #include "kernels/optimizer_loop-inl.h"
 #include "kernels/pool-inl.h"
 
@@ -23,7 +24,7 @@ const OperatorTable& operators() {
       max_pool2d,    max_pool2d_backward, batch_norm_forward, batch_norm_backward, bernoulli,
       adam_averages, adam_parameters,     sgd_step,           load_tile,           make_operand,
       apply_rule,    softmax_tile,        scale_columns,      softmax_gradient,    cross_entropy_gradient,
-      dot_rows,      store_rows,          transpose_words};
+      dot_rows,      store_rows,          transpose_words,    lstm_forward,        lstm_backward};
   return kTable;
 }
 

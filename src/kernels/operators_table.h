@@ -1,8 +1,9 @@
-/// The kernels of oxytorch/kernels/operators.h and attention.h, one table for each instruction set.
+/// The kernels of oxytorch/kernels/operators.h, attention.h and lstm.h, one table for each instruction set.
 #pragma once
 
 #include "oxytorch/isa.h"
 #include "oxytorch/kernels/attention.h"
+#include "oxytorch/kernels/lstm.h"
 #include "oxytorch/kernels/operators.h"
 
 namespace oxytorch::kernels {
@@ -34,6 +35,8 @@ struct OperatorTable {
                      const float* factors, ElementType element, void* to, std::int64_t to_stride);
   void (*transpose_words)(const void* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, void* to,
                           std::int64_t to_stride);
+  void (*lstm_forward)(const LstmForward& step);
+  void (*lstm_backward)(const LstmBackward& step);
 };
 
 /// The table of `isa`, which must be supported.

@@ -14,6 +14,7 @@
 
 #include "base/spelling.h"
 #include "ops/attention_cpu.h"
+#include "ops/lstm_cpu.h"
 #include "oxytorch/error.h"
 #include "tune/operators_entry.h"
 
@@ -270,9 +271,49 @@ Triple flash_attention_backward(const Tensor& grad_output, const Tensor& query, 
 
 namespace {
 
+// LSTM in torch's numbers of recurrent networks (ATen/native/RNN.h).
+constexpr std::int64_t kLstm = 2;
+
+Tensor given(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
+
+}  // namespace
+
+Quad lstm(const Tensor& input, const Tensor& weight0, const Tensor& weight1, const Tensor& weight2,
+          const Tensor& weight3, const Tensor& hidden, const Tensor& cell, bool reverse, at::IntArrayRef batch_sizes,
+          std::int64_t mode, std::int64_t hidden_size, std::int64_t num_layers, bool has_biases, bool bidirectional,
+          bool batch_first, bool train) {
+  const ops::LstmLayer layer{input, weight0, weight1, weight2, weight3, hidden, cell, has_biases, reverse};
+  if (mode == kLstm && batch_sizes.empty() && ops::lstm_cpu_takes(layer)) {
+    return ops::lstm_cpu(layer, train && at::GradMode::is_enabled());
+  }
+  return originals().lstm.call<Quad>(input, weight0, weight1, weight2, weight3, hidden, cell, reverse, batch_sizes,
+                                     mode, hidden_size, num_layers, has_biases, bidirectional, batch_first, train);
+}
+
+Seven lstm_backward(const Tensor& input, const Tensor& weight0, const Tensor& weight1, const Tensor& weight2,
+                    const Tensor& weight3, const Tensor& hidden, const Tensor& cell, const Tensor& output,
+                    const Tensor& last_hidden, const Tensor& last_cell, const MaybeTensor& grad_output,
+                    const MaybeTensor& grad_hidden, const MaybeTensor& grad_cell, bool reverse, std::int64_t mode,
+                    std::int64_t hidden_size, std::int64_t num_layers, bool has_biases, bool train, bool bidirectional,
+                    at::IntArrayRef batch_sizes, bool batch_first, const Tensor& workspace) {
+  if (ops::is_lstm_cpu_workspace(workspace)) {
+    const ops::LstmLayer layer{input, weight0, weight1, weight2, weight3, hidden, cell, has_biases, reverse};
+    return ops::lstm_cpu_backward(layer, output, given(grad_output), given(grad_hidden), given(grad_cell), workspace);
+  }
+  return originals().lstm_backward.call<Seven>(input, weight0, weight1, weight2, weight3, hidden, cell, output,
+                                               last_hidden, last_cell, grad_output, grad_hidden, grad_cell, reverse,
+                                               mode, hidden_size, num_layers, has_biases, train, bidirectional,
+                                               batch_sizes, batch_first, workspace);
+}
+
+namespace {
+
 struct Entry {
   std::vector<Original*> originals;
   void (*add)(torch::Library& library);
+  /// Of a backward that stays once it was installed: torch's could not go on from what our forward left in a graph.
+  Original* backward = nullptr;
+  void (*add_backward)(torch::Library& library) = nullptr;
 };
 
 const std::map<std::string, Entry>& entries() {
@@ -298,9 +339,16 @@ const std::map<std::string, Entry>& entries() {
           library.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(flash_attention));
           library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", TORCH_FN(flash_attention_backward));
         }}},
+      {"lstm",
+       {{&originals().lstm},
+        [](torch::Library& library) { library.impl("mkldnn_rnn_layer", TORCH_FN(lstm)); },
+        &originals().lstm_backward,
+        [](torch::Library& library) { library.impl("mkldnn_rnn_layer_backward", TORCH_FN(lstm_backward)); }}},
   };
   return all;
 }
+
+std::string backward_of(const std::string& name) { return name + " backward"; }
 
 // Registrations of the process, by name.
 std::map<std::string, std::unique_ptr<torch::Library>>& live() {
@@ -323,12 +371,12 @@ class QuietOverride : public c10::WarningHandler {
   c10::WarningHandler* before_ = c10::WarningUtils::get_warning_handler();
 };
 
-std::unique_ptr<torch::Library> registered(const Entry& entry) {
+std::unique_ptr<torch::Library> registered(void (*add)(torch::Library& library)) {
   QuietOverride quiet;
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   auto library =
       std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
-  entry.add(*library);
+  add(*library);
   return library;
 }
 
@@ -340,7 +388,7 @@ const std::vector<std::string>& NativeOperators::exact_names() {
 }
 
 const std::vector<std::string>& NativeOperators::names() {
-  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli", "flash_attention"};
+  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli", "flash_attention", "lstm"};
   return all;
 }
 
@@ -357,11 +405,15 @@ std::vector<OperatorReport> NativeOperators::install(const std::vector<std::stri
     const Entry& entry = entries().at(name);
     if (!live().contains(name)) {
       for (Original* original : entry.originals) original->capture();
+      if (entry.backward != nullptr && !live().contains(backward_of(name))) {
+        entry.backward->capture();
+        live().emplace(backward_of(name), registered(entry.add_backward));
+      }
       report.reason = differs_from_original(name);
       report.installed = report.reason.empty();
     }
     if (report.installed) {
-      live().emplace(name, registered(entry));
+      live().emplace(name, registered(entry.add));
       installed_.push_back(name);
     }
     reports.push_back(std::move(report));
@@ -373,6 +425,7 @@ std::int64_t NativeOperators::handed_on() noexcept {
   std::int64_t calls = 0;
   for (const auto& [name, entry] : entries()) {
     for (const Original* original : entry.originals) calls += original->calls();
+    if (entry.backward != nullptr) calls += entry.backward->calls();
   }
   return calls;
 }

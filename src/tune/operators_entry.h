@@ -55,6 +55,8 @@ class Original {
 
 using Pair = std::tuple<at::Tensor, at::Tensor>;
 using Triple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Quad = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Seven = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using MaybeTensor = std::optional<at::Tensor>;
 
 /// The originals, and the fusion that the proof found in torch's batch normalization.
@@ -66,6 +68,8 @@ struct Originals {
   Original bernoulli{"aten::bernoulli_", "float"};
   Original flash_attention{"aten::_scaled_dot_product_flash_attention_for_cpu"};
   Original flash_attention_backward{"aten::_scaled_dot_product_flash_attention_for_cpu_backward"};
+  Original lstm{"aten::mkldnn_rnn_layer"};
+  Original lstm_backward{"aten::mkldnn_rnn_layer_backward"};
   kernels::BatchNormFusion fusion;
 };
 Originals& originals();
@@ -89,6 +93,18 @@ Pair flash_attention(const at::Tensor& query, const at::Tensor& key, const at::T
 Triple flash_attention_backward(const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
                                 const at::Tensor& value, const at::Tensor& output, const at::Tensor& log_sum,
                                 double dropout, bool causal, const MaybeTensor& mask, std::optional<double> scale);
+
+Quad lstm(const at::Tensor& input, const at::Tensor& weight0, const at::Tensor& weight1, const at::Tensor& weight2,
+          const at::Tensor& weight3, const at::Tensor& hidden, const at::Tensor& cell, bool reverse,
+          at::IntArrayRef batch_sizes, std::int64_t mode, std::int64_t hidden_size, std::int64_t num_layers,
+          bool has_biases, bool bidirectional, bool batch_first, bool train);
+Seven lstm_backward(const at::Tensor& input, const at::Tensor& weight0, const at::Tensor& weight1,
+                    const at::Tensor& weight2, const at::Tensor& weight3, const at::Tensor& hidden,
+                    const at::Tensor& cell, const at::Tensor& output, const at::Tensor& last_hidden,
+                    const at::Tensor& last_cell, const MaybeTensor& grad_output, const MaybeTensor& grad_hidden,
+                    const MaybeTensor& grad_cell, bool reverse, std::int64_t mode, std::int64_t hidden_size,
+                    std::int64_t num_layers, bool has_biases, bool train, bool bidirectional,
+                    at::IntArrayRef batch_sizes, bool batch_first, const at::Tensor& workspace);
 
 /// Why the operators of `name` may not replace the originals, which are captured; empty where they may.
 /// Sets originals().fusion. Draws nothing from torch's default generator.

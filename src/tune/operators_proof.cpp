@@ -234,14 +234,61 @@ std::string attention_differs() {
   return {};
 }
 
+std::string lstm_differs() {
+  struct Case {
+    std::int64_t steps, batch, features, hidden;
+    bool reverse, has_biases;
+  };
+  const Case cases[] = {{7, 5, 20, 24, false, true}, {1, 3, 8, 16, true, true}, {9, 17, 33, 30, true, false}};
+  Values values;
+  for (const auto& c : cases) {
+    for (const auto type : {at::kFloat, at::kBFloat16}) {
+      const auto make = [&](at::IntArrayRef sizes, double scale) { return (values.normal(sizes) * scale).to(type); };
+      const double scale = 1 / std::sqrt(static_cast<double>(c.hidden));
+      const Tensor input = make({c.steps, c.batch, c.features}, 1), hidden = make({c.batch, c.hidden}, 0.5);
+      const Tensor cell = make({c.batch, c.hidden}, 0.5), grad = make({c.steps, c.batch, c.hidden}, 1);
+      const Tensor grad_hidden = make({c.batch, c.hidden}, 1), grad_cell = make({c.batch, c.hidden}, 1);
+      const Tensor weights[] = {make({4 * c.hidden, c.features}, scale), make({4 * c.hidden, c.hidden}, scale),
+                                make({4 * c.hidden}, scale), make({4 * c.hidden}, scale)};
+      const auto all = [&](auto&& forward, auto&& backward) {
+        const auto [output, last, last_cell, workspace] =
+            forward(input, weights[0], weights[1], weights[2], weights[3], hidden, cell, c.reverse, at::IntArrayRef(),
+                    std::int64_t{2}, c.hidden, std::int64_t{1}, c.has_biases, false, false, true);
+        const Seven grads =
+            backward(input, weights[0], weights[1], weights[2], weights[3], hidden, cell, output, last, last_cell,
+                     MaybeTensor(grad), MaybeTensor(grad_hidden), MaybeTensor(grad_cell), c.reverse, std::int64_t{2},
+                     c.hidden, std::int64_t{1}, c.has_biases, true, false, at::IntArrayRef(), false, workspace);
+        std::vector<Tensor> found{output, last, last_cell};
+        std::apply([&found](const auto&... one) { (found.push_back(one), ...); }, grads);
+        if (!c.has_biases) found.erase(found.begin() + 6, found.begin() + 8);  // gradients of what is not there
+        for (Tensor& one : found) one = one.to(at::kDouble);
+        return found;
+      };
+      const auto ours = all([](const auto&... args) { return lstm(args...); },
+                            [](const auto&... args) { return lstm_backward(args...); });
+      const auto theirs = all([](const auto&... args) { return originals().lstm.call<Quad>(args...); },
+                              [](const auto&... args) { return originals().lstm_backward.call<Seven>(args...); });
+      // oneDNN has no float64; sums of this length round to some units of the dtype.
+      const double rounding = type == at::kFloat ? 0x1p-18 : 0x1p-5;
+      for (std::size_t i = 0; i < ours.size(); ++i) {
+        if ((ours[i] - theirs[i]).norm().item<double>() <= rounding * theirs[i].norm().item<double>()) continue;
+        return "the LSTM's result " + std::to_string(i) + " differs from torch's for input " + sizes_of(input);
+      }
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string differs_from_original(const std::string& name) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::AutoGradMode as_in_training(true);  // kernels keep what backward needs
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   if (name == "max_pool2d") return pool_differs();
   if (name == "batch_norm") return norm_differs();
   if (name == "flash_attention") return attention_differs();
+  if (name == "lstm") return lstm_differs();
   return bernoulli_differs();
 }
 

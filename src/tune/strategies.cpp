@@ -148,6 +148,15 @@ struct NativeAttention : Operators {
   }
 };
 
+struct NativeLstm : Operators {
+  NativeLstm() { names = {"lstm"}; }
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    if (may_call(run, {"mkldnn_rnn_layer"})) return true;
+    return "the model calls no LSTM of oneDNN's.";
+  }
+};
+
 // -- the optimizer ----------------------------------------------------------------------------------------------------
 
 /// Replaces each optimizer of the run that it fits.
@@ -395,6 +404,11 @@ std::vector<RegisteredStrategy> own_strategies() {
                                    .cost = "attention of other models in this process takes this kernel too.",
                                    .max_speedup = 4,
                                    .expected_speedup = 1.4}),
+      registered<NativeLstm>("native_lstm", Tolerance,
+                             {.interacts = {"bf16_autocast", "allocator", "host_pool"},
+                              .cost = "LSTM layers of other models in this process take this kernel too.",
+                              .max_speedup = 4,
+                              .expected_speedup = 1.5}),
       registered<Attention<false>>("math_attention", Tolerance,
                                    {.group = "attention",
                                     .interacts = {"bf16_autocast", "allocator", "host_pool"},

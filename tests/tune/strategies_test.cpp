@@ -257,6 +257,36 @@ TEST(StrategiesTest, NativeAttentionIsVerifiedAsWhatItClaims) {
   EXPECT_NO_THROW(snapshot.prove());
 }
 
+/// Pixels of a row of an image as the steps of a sequence.
+struct RecurrentImpl : nn::Module {
+  RecurrentImpl() { lstm = register_module("lstm", nn::LSTM(nn::LSTMOptions(8, 8).batch_first(true))); }
+  at::Tensor forward(const at::Tensor& image) {
+    return std::get<0>(lstm->forward(image.flatten(2).transpose(1, 2))).transpose(1, 2).reshape(image.sizes());
+  }
+  nn::LSTM lstm = nullptr;
+};
+TORCH_MODULE(Recurrent);
+
+TEST(StrategiesTest, NativeLstmServesTorchsAndGoes) {
+  auto none = Training::with(nn::ReLU());
+  EXPECT_THAT(none.run.strategy("native_lstm").applies(none.run).reason, HasSubstr("no LSTM"));
+  auto training = Training::with(Recurrent());
+  ASSERT_TRUE(training.run.strategy("native_lstm").applies(training.run).holds);
+  tune::Snapshot snapshot(training.run);
+  tune::Verifier verifier(training.run, snapshot);
+  const auto image = training.batches[0].tensors()[0];
+  const auto plain = training.model->forward(image);
+  training.run.set_active({"native_lstm"});
+  const auto served = training.model->forward(image);
+  EXPECT_FALSE(at::equal(served, plain)) << "torch's kernel still serves";
+  EXPECT_TRUE(at::allclose(served, plain, 1e-4, 1e-5));
+  const auto ruling = verifier.check(tune::Kind::Tolerance);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  training.run.set_active({});
+  EXPECT_TRUE(at::equal(training.model->forward(image), plain));
+  EXPECT_NO_THROW(snapshot.prove());
+}
+
 TEST(StrategiesTest, NativeOperatorsComeAndGo) {
   auto training = Training::full();
   const auto installed_elsewhere = [] {

@@ -175,6 +175,7 @@ SHOWN_ELSEWHERE = {
     "host_pool": "tests/memory/test_host_pool.py",
     "native_operators": "tests/tune/test_operators.py",
     "native_attention": "tests/ops/test_attention.py",
+    "native_lstm": "tests/ops/test_lstm.py",
     "pinned_threads": "tests/trainer/host_test.cpp",
     "flush_denormals": "tests/tune/test_single_strategies.py",
 }

@@ -151,30 +151,47 @@ class MathAttention(Attention):
     cost = "memory grows with the square of the sequence length."
 
 
-class NativeAttention(Attention):
-    """The kernel of this library, in place of the flash kernel."""
+class _NativeKernel(Change):
+    """Operators of torch served by kernels of this library: `kernel` in the place of `operator`."""
 
-    devices = ("cpu",)
-    cost = "attention of other models in this process takes this kernel too."
+    kernel: str
+    operator: str
+    missing: str
 
     def applies(self, run: Subject) -> bool | str:
         """See `Change.applies`."""
-        if run.device.type not in self.devices:
+        if run.device.type != "cpu":
             return f"there is no such kernel on {run.device.type}"
-        if run.uses("scaled_dot_product_flash_attention"):
-            return True
-        return "the model calls no flash attention; dropout of attention weights keeps torch from it"
+        return True if run.uses(self.operator) else self.missing
 
     def apply(self, run: Subject) -> None:  # noqa: ARG002
         """See `Change.apply`."""
         self._operators = _C.tune.NativeOperators()
-        (report,) = self._operators.install(["flash_attention"])
+        (report,) = self._operators.install([self.kernel])
         if not report.installed:
             raise RuntimeError(report.reason)
 
     def revert(self, run: Subject) -> None:  # noqa: ARG002
         """See `Change.revert`."""
         self._operators.uninstall()
+
+
+class NativeAttention(_NativeKernel):
+    """The kernel of this library, in place of the flash kernel."""
+
+    kind = "tolerance"
+    cost = "attention of other models in this process takes this kernel too."
+    kernel, operator = "flash_attention", "scaled_dot_product_flash_attention"
+    missing = "the model calls no flash attention; dropout of attention weights keeps torch from it"
+
+
+class NativeLstm(_NativeKernel):
+    """LSTM layers by the kernel of this library, in place of oneDNN's."""
+
+    kind = "tolerance"
+    cost = "LSTM layers of other models in this process take this kernel too."
+    kernel, operator = "lstm", "mkldnn_rnn_layer"
+    missing = "the model calls no LSTM of oneDNN's, which float64, projections and packed sequences keep torch from"
 
 
 class FlashAttention(Attention):
@@ -345,6 +362,7 @@ EDITS: dict[str, type[Change]] = {
     "sdpa": Attention,
     "sdpa:math": MathAttention,
     "sdpa:native": NativeAttention,
+    "lstm:native": NativeLstm,
     "sdpa:flash": FlashAttention,
     "sdpa:efficient": EfficientAttention,
     "sdpa:cudnn": CudnnAttention,
@@ -359,8 +377,8 @@ def make(name: str) -> Change:
     kind = EDITS.get(name) or EDITS.get(name.partition(":")[0])
     if kind is None:
         raise ValueError(
-            f"no edit is called {name!r}; there are channels_last, channels_last_3d, sdpa:KERNEL, checkpoint:MODULE, "
-            "fuse_conv_bn and drop_bias_before_norm"
+            f"no edit is called {name!r}; there are channels_last, channels_last_3d, sdpa:KERNEL, lstm:native, "
+            "checkpoint:MODULE, fuse_conv_bn and drop_bias_before_norm"
         )
     edit = kind()
     edit.name = name

@@ -83,3 +83,8 @@ class MathAttentionBFloat16(_Tried, edits.MathAttention):
 _offer("flash_attention", edits.FlashAttention)
 _offer("efficient_attention", edits.EfficientAttention)
 _offer("cudnn_attention", edits.CudnnAttention)
+
+
+@strategy("native_lstm", kind="tolerance", interacts=_INTERACTS, max_speedup=4.0, expected_speedup=1.5)
+class NativeLstm(edits.NativeLstm, Strategy):
+    """LSTM layers by the kernel of this library, in place of oneDNN's."""

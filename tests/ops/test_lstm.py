@@ -1,0 +1,277 @@
+"""LSTM layers against torch's in fp64: no further off than twice torch's own kernel of the same dtype."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import oxytorch as ox
+import pytest
+import torch
+from oxytorch import _C
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+
+from .rounding import ROUNDING, threads
+
+pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
+
+DTYPES = [torch.float32, torch.bfloat16]
+LUCK = {torch.float32: 16, torch.bfloat16: 2}
+
+
+@pytest.fixture(autouse=True)
+def has_torchs_bfloat16(request: pytest.FixtureRequest) -> None:
+    """Torch's LSTM in bfloat16 raises on processors that cannot multiply it."""
+    wanted = request.node.callspec.params.get("dtype") if hasattr(request.node, "callspec") else None
+    if wanted is not torch.bfloat16:
+        return
+    try:
+        nn.LSTM(2, 2).bfloat16()(torch.ones(1, 1, 2, dtype=torch.bfloat16))
+    except RuntimeError as error:
+        pytest.skip(f"torch: {error}")
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    operators = _C.tune.NativeOperators()
+    (report,) = operators.install(["lstm"])
+    assert report.installed, report.reason
+    try:
+        yield
+    finally:
+        operators.uninstall()
+
+
+class Case:
+    """Random sizes, layouts and uses of the results, by a seed."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.dtype = dtype
+        batch, steps = draw.choice([1, 2, 3, 16, 17, 33, 130]), draw.choice([1, 2, 3, 7, 20])
+        features, hidden = draw.choice([1, 7, 16, 33, 64]), draw.choice([1, 5, 16, 24, 33, 64, 100])
+        self.layers, self.first = draw.choice([1, 1, 2]), draw.random() < 0.5
+        self.module = nn.LSTM(
+            features, hidden, self.layers, bias=draw.random() < 0.8, batch_first=self.first,
+            bidirectional=draw.random() < 0.4,
+        ).to(dtype)  # fmt: skip
+        sizes = (batch, steps, features) if self.first else (steps, batch, features)
+        layout = draw.choice(["plain", "wide", "spread"])
+        self.input = torch.randn(sizes).to(dtype)
+        if layout == "wide":
+            self.input = torch.randn(*sizes[:2], features + 3).to(dtype)[..., 1 : features + 1]
+        elif layout == "spread":
+            self.input = torch.randn(*sizes[:2], 2 * features).to(dtype)[..., ::2]
+        states = self.layers * (2 if self.module.bidirectional else 1)
+        self.state = [torch.randn(states, batch, hidden).to(dtype) for _ in range(2)] if draw.random() < 0.6 else None
+        self.uses = draw.choice([(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)])
+
+    def results(self, dtype: torch.dtype) -> list[Tensor]:
+        """Outputs, and gradients of everything, computed in a dtype; in float64 afterwards."""
+        module = nn.LSTM(
+            self.module.input_size, self.module.hidden_size, self.layers, bias=self.module.bias,
+            batch_first=self.first, bidirectional=self.module.bidirectional,
+        ).to(dtype)  # fmt: skip
+        module.load_state_dict(self.module.state_dict())
+        inputs = [self.input.to(dtype).detach()] if dtype != self.dtype else [self.input.detach()]
+        inputs += [] if self.state is None else [one.detach().to(dtype) for one in self.state]
+        for one in inputs:
+            one.requires_grad_()
+        output, (last, cell) = module(inputs[0], tuple(inputs[1:]) or None)
+        noise = torch.Generator().manual_seed(7)
+        loss = torch.zeros((), dtype=dtype)
+        for used, one in zip(self.uses, (output, last, cell), strict=True):
+            weights = torch.randn(one.shape, generator=noise).to(self.dtype)
+            if used:
+                loss = loss + (one * weights.to(dtype)).sum()
+        wanted = [*inputs, *module.parameters()]
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return [t.detach().double() for t in (output, last, cell, *grads) if t is not None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(25))
+def test_no_further_off_than_twice_torchs(seed: int, dtype: torch.dtype) -> None:
+    case = Case(seed, dtype)
+    exact, torchs = case.results(torch.float64), case.results(dtype)
+    with installed():
+        handed_on = _C.tune.NativeOperators.handed_on()
+        ours = case.results(dtype)
+        assert _C.tune.NativeOperators.handed_on() == handed_on
+    assert len(ours) == len(exact)
+    errors = []
+    for right, theirs, mine in zip(exact, torchs, ours, strict=True):
+        # One tensor may be exact by luck: what is left of a gradient after steps is a difference of larger numbers.
+        allowed = 2 * (theirs - right).norm() + LUCK[dtype] * ROUNDING[dtype] * right.norm()
+        assert (mine - right).norm() <= allowed + 1e-30, (mine.shape, (mine - right).norm(), allowed)
+        size = float(right.norm())
+        errors.append([float((one - right).norm()) / size if size else 0.0 for one in (mine, theirs)])
+    mine, theirs = torch.tensor(errors).square().mean(0).sqrt().tolist()
+    assert mine <= 2 * theirs + ROUNDING[dtype], (mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_for_any_number_of_threads(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module, x = nn.LSTM(20, 40).to(dtype), torch.randn(9, 70, 20).to(dtype)
+
+    def run(count: int) -> list[Tensor]:
+        with threads(count):
+            output, _ = module(x)
+            return [output.detach(), *torch.autograd.grad(output.float().square().sum(), module.parameters())]
+
+    with installed():
+        one, *others = [run(count) for count in (1, 2, 3, 5)]
+    for other in others:
+        assert all(a.equal(b) for a, b in zip(one, other, strict=True))
+
+
+def test_rows_of_a_batch_do_not_see_each_other() -> None:
+    torch.manual_seed(0)
+    module, x = nn.LSTM(8, 12), torch.randn(4, 40, 8)
+    with installed(), torch.no_grad():
+        plain, _ = module(x)
+        x[2, 7] = torch.nan
+        spoiled, _ = module(x)
+        alone, _ = module(x[:, 3:4])
+    others = [i for i in range(40) if i != 7]
+    assert spoiled[:, others].equal(plain[:, others])
+    assert spoiled[:2, 7].equal(plain[:2, 7]) and spoiled[2:, 7].isnan().all()
+    assert alone[:, 0].equal(plain[:, 3])
+
+
+def test_large_numbers_saturate() -> None:
+    module, x = nn.LSTM(3, 4), torch.full((5, 2, 3), 1e30)
+    x[:, 1] = -1e30
+    with torch.no_grad():
+        module.bias_ih_l0.fill_(0)
+        torchs, _ = module(x)
+        with installed():
+            ours, _ = module(x)
+    torch.testing.assert_close(ours, torchs)
+    assert ours.isfinite().all()
+
+
+def test_without_gradients_it_computes_the_same() -> None:
+    torch.manual_seed(0)
+    module, x = nn.LSTM(8, 12, 2, dropout=0.0), torch.randn(4, 6, 8)
+    with installed():
+        trained, _ = module(x)
+        with torch.no_grad():
+            evaluated, _ = module.eval()(x)
+    assert evaluated.equal(trained.detach())
+
+
+def test_graphs_from_before_and_after_go_on() -> None:
+    torch.manual_seed(0)
+    module, x = nn.LSTM(8, 12), torch.randn(4, 6, 8)
+    grads = lambda output: torch.autograd.grad(output.square().sum(), list(module.parameters()))  # noqa: E731
+    expected = grads(module(x)[0])
+    before = module(x)[0]
+    with installed():
+        for mine, right in zip(grads(before), expected, strict=True):
+            assert mine.equal(right)
+        inside = module(x)[0]
+    for mine, right in zip(grads(inside), expected, strict=True):
+        torch.testing.assert_close(mine, right)
+    assert all(mine.equal(right) for mine, right in zip(grads(module(x)[0]), expected, strict=True))
+    with installed():
+        assert not module(x)[0].equal(before)
+
+
+def test_what_it_does_not_serve_stays_with_torch() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 8)
+    modules = [(nn.LSTM(8, 12).double(), x.double()), (nn.GRU(8, 12), x), (nn.LSTM(8, 12, proj_size=5), x)]
+    packed = pack_padded_sequence(x, [4, 4, 3, 2, 1, 1])
+    plain = nn.LSTM(8, 12)
+    expected = [module(given)[0] for module, given in modules]
+    expected_packed = plain(packed)[0].data
+    with installed():
+        assert all(module(given)[0].equal(right) for (module, given), right in zip(modules, expected, strict=True))
+        assert plain(packed)[0].data.equal(expected_packed)
+        assert plain(torch.randn(3, 8))[0].shape == (3, 12)  # without a batch
+
+
+class Reads(nn.Module):
+    """A classifier of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(16, 24, 2, batch_first=True), nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.lstm(x)[0][:, -1])
+        return result
+
+
+def test_checkpointing_autocast_and_compiling_take_it() -> None:
+    torch.manual_seed(0)
+    model, x = Reads(), torch.randn(5, 7, 16, requires_grad=True)
+    grads = lambda output: torch.autograd.grad(output.float().sum(), [x, *model.parameters()])  # noqa: E731
+    expected = grads(model(x))
+    with installed():
+        plain = grads(model(x))
+        again = grads(checkpoint(model, x, use_reentrant=False))
+        compiled = grads(torch.compile(model, backend="aot_eager")(x))
+        try:
+            with torch.autocast("cpu", torch.bfloat16):
+                narrow = grads(model(x))
+        except RuntimeError as error:
+            pytest.skip(f"torch: {error}")
+    for mine, right in zip(plain, expected, strict=True):
+        torch.testing.assert_close(mine, right)
+    assert all(mine.equal(right) for mine, right in zip(again, plain, strict=True))
+    for one, right in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(one, right)
+    for one, right in zip(narrow, expected, strict=True):
+        torch.testing.assert_close(one.float(), right, rtol=0.05, atol=0.05)
+
+
+def test_the_edit_is_applied_and_taken_back() -> None:
+    torch.manual_seed(0)
+    model, x = Reads(), torch.randn(4, 20, 16)
+    given = model(x)
+    tuner = ox.model.ModelOptimizer()
+    (outcome,) = tuner.apply(model, "lstm:native", (x, torch.randint(4, (4,))), F.cross_entropy)
+    assert outcome.applied, outcome
+    assert not model(x).equal(given)
+    torch.testing.assert_close(model(x), given)
+    tuner.revert()
+    assert model(x).equal(given)
+
+
+def test_a_model_without_one_is_left_alone() -> None:
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    (outcome,) = ox.model.ModelOptimizer().apply(model, "lstm:native", (x, torch.randint(3, (5,))), F.cross_entropy)
+    assert not outcome.applied and "no LSTM" in outcome.reason
+
+
+def test_accelerate_tries_it() -> None:
+    torch.manual_seed(0)
+    model = Reads()
+    batches = [(torch.randn(16, 20, 16), torch.randint(4, (16,)))]
+    plan = ox.accelerate(
+        model, torch.optim.SGD(model.parameters(), 0.1), F.cross_entropy, batches, level="advanced",
+        strategies=["native_lstm"], tune_seconds=1, remember=False,
+    )  # fmt: skip
+    (entry,) = (e for e in plan.certificate.entries if e.strategy == "native_lstm")
+    plan.revert()
+    assert entry.status in ("accepted", "rejected"), entry
+    assert "numer" not in entry.reason, entry.reason
+
+
+@pytest.mark.parametrize("isa", ["scalar", "avx2"])
+def test_the_other_instruction_sets(isa: str) -> None:
+    chosen = "twice_torchs or threads or rows" if isa == "avx2" else "(twice_torchs and 1) or saturate"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", chosen]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OXYTORCH_ISA": isa}, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
