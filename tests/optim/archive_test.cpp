@@ -169,6 +169,14 @@ TEST(Archive, StateIsConvertedToTheFormatOfTheOptimizerThatLoadsIt) {
   EXPECT_EQ(coded.moments[0].scalar_type(), at::kChar);
   EXPECT_EQ(plain.moments[0].scalar_type(), at::kFloat);
   EXPECT_FALSE(plain.scales[0].defined());
+  Trial<AdamWCase> again(torch::kFloat, [](auto o) { return o.state_dtype(StateFormat::Int8); });
+  through_archive(wide.optimizer, again.optimizer);
+  EXPECT_EQ(again.optimizer.tail().state(1).moments[0].scalar_type(), at::kChar);
+  EXPECT_EQ(again.optimizer.tail().state(1).moments[1].scalar_type(), at::kByte) << "squares have no sign";
+  for (const std::size_t k : {0U, 1U}) {
+    const at::Tensor there = again.optimizer.tail().decoded_state(1).moments[k];
+    EXPECT_LT((there - plain.moments[k]).norm().item<double>(), 0.02 * plain.moments[k].norm().item<double>()) << k;
+  }
   // And torch takes it from there.
   Tensors params = make_params<AdamWCase>();
   torch::optim::AdamW theirs(params);

@@ -196,6 +196,12 @@ TEST(SettingLinesTest, SayWhatCameOfEachSetting) {
   EXPECT_EQ(said("step_tail"), "refused: step_tail: 1.00x.");
   EXPECT_EQ(said("attention"), "off: nothing of it applies here.");
   EXPECT_EQ(said("allocator"), "on: allocator: found by the run that is continued here.");
+  EXPECT_EQ(lines.active_as("layout", {"allocator", "of_ones_own"}).reason,
+            "allocator: found by the run that is continued here. of_ones_own: 2x.");
+  EXPECT_EQ(lines.active_as("layout", {"allocator", "of_ones_own"}).cost, "");
+  lines.offers[0].traits.cost = "memory";
+  lines.offers[1].traits.cost = "digits.";
+  EXPECT_EQ(lines.active_as("layout", {"allocator", "of_ones_own", "bf16_autocast"}).cost, "memory. digits.");
   const auto beside = lines.beside_settings();
   ASSERT_EQ(beside.size(), 1U);
   EXPECT_EQ(beside[0].name, "of_ones_own");

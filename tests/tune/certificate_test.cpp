@@ -210,6 +210,23 @@ TEST(Certificate, IsATableForTheTerminal) {
   for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 130) << line;
 }
 
+TEST(Certificate, SaysOnceWhySeveralWereNotTried) {
+  Certificate certificate = example();
+  const auto skip = [&](const char* strategy, const char* reason) {
+    certificate.entries.push_back({.strategy = strategy, .status = Status::Skipped, .reason = reason});
+  };
+  skip("split_2", "the loop is yours");
+  skip("tf32", "the model is not on a CUDA device.");
+  skip("split_4", "the loop is yours");
+  const std::string text = certificate.to_text();
+  EXPECT_THAT(text, HasSubstr("Not tried: split_2, split_4: the loop is yours.\n"));
+  EXPECT_THAT(text, HasSubstr("Not tried: tf32: the model is not on a CUDA device.\n"));
+  EXPECT_THAT(text, Not(HasSubstr("split_2 (")));
+  EXPECT_THAT(text, HasSubstr("allocator (accepted): 1.446x (1.430 to 1.461) over 9 pairs, p = 0.002: faster. Costs: "
+                              "Resident memory"));
+  EXPECT_THAT(text, HasSubstr("Evidence: gradient_error 0, steps_identical 5"));
+}
+
 TEST(Certificate, IsAPageThatNeedsNothingElse) {
   const std::string page = example().to_html();
   EXPECT_THAT(page, HasSubstr("<svg"));

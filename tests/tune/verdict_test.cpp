@@ -112,6 +112,69 @@ TEST(VerdictTest, UpdatesAreHeldByErrorFactorElementAndBias) {
   EXPECT_THAT(faults([](auto& f) { f[0].change.upwards = -0.4; }, {base}), SizeIs(1));
 }
 
+TEST(VerdictTest, LimitsOfUpdatesAreWhereTheyAreSaid) {
+  const auto passes = [](const auto& change, std::vector<NamedChange> base = {}) {
+    std::vector<NamedChange> found{update("weight")};
+    change(found[0].change);
+    return update_faults(found, base, {}, false).words.empty();
+  };
+  // 5e-5 of the size and a unit, a factor of 2e-4, an element once, 0.15 of the last place and eight standard errors.
+  EXPECT_TRUE(passes([](auto& c) { c.error = 4.95e-8; }));
+  EXPECT_FALSE(passes([](auto& c) { c.error = 5.2e-8; }));
+  for (const double sign : {-1.0, 1.0}) {
+    EXPECT_TRUE(passes([&](auto& c) { c.slope = sign * 1.95e-4; }));
+    EXPECT_FALSE(passes([&](auto& c) { c.slope = sign * 2.05e-4; }));
+    EXPECT_TRUE(passes([&](auto& c) { c.upwards = sign * 0.157; }));
+    EXPECT_FALSE(passes([&](auto& c) { c.upwards = sign * 0.160; }));
+    EXPECT_TRUE(passes([&](auto& c) { c.outwards = sign * 0.157; }));
+    EXPECT_FALSE(passes([&](auto& c) { c.outwards = sign * 0.160; }));
+  }
+  EXPECT_TRUE(passes([](auto& c) { c.worst = 0.99; }));
+  EXPECT_FALSE(passes([](auto& c) { c.worst = 1.01; }));
+  // Three times what the step as given errs.
+  auto base = update("weight");
+  base.change.slope = -1e-2;
+  base.change.worst = 2;
+  EXPECT_TRUE(passes([](auto& c) { c.slope = 3.01e-2; }, {base}));
+  EXPECT_FALSE(passes([](auto& c) { c.slope = 3.03e-2; }, {base}));
+  EXPECT_TRUE(passes([](auto& c) { c.worst = 5.9; }, {base}));
+  EXPECT_FALSE(passes([](auto& c) { c.worst = 6.1; }, {base}));
+}
+
+TEST(VerdictTest, FewElementsAreFiveHundred) {
+  for (const std::int64_t count : {500, 501}) {
+    auto usual = right(), found = right();
+    usual.gradients = {{"a", 1e-3, 0.1, count}};
+    found.gradients = {{"a", 5e-3, 0.1, count}};
+    EXPECT_EQ(values_beyond(found, usual, kFloat32).empty(), count == 500);
+  }
+}
+
+TEST(VerdictTest, AShiftOfFourAndAHalfStandardErrorsIsSeen) {
+  // 16 losses at 1 +- d with the sample variance 16 d^2 / 15, in both draws.
+  const auto draws = [](double mean, double spread) {
+    Draws found;
+    for (int i = 0; i < 16; ++i) {
+      found.losses.push_back(mean + (i % 2 == 0 ? 0.1 : -0.1) * (1 + 1e-9 * i));
+      found.spreads.push_back(spread + (i % 2 == 0 ? 0.1 : -0.1));
+    }
+    return found;
+  };
+  const double error = std::sqrt(2 * 16 * 0.01 / 15 / 16);
+  for (const double sign : {-1.0, 1.0}) {
+    EXPECT_EQ(draws_fault(draws(1 + sign * 4.4 * error, 1), draws(1, 1)), "");
+    EXPECT_THAT(draws_fault(draws(1 + sign * 4.6 * error, 1), draws(1, 1)), HasSubstr("4.6 standard errors"));
+    EXPECT_EQ(draws_fault(draws(1, 1 + sign * 4.4 * error), draws(1, 1)), "");
+    EXPECT_THAT(draws_fault(draws(1, 1 + sign * 4.6 * error), draws(1, 1)), HasSubstr("variance"));
+  }
+}
+
+TEST(VerdictTest, QuotientsMayDifferByWhatTheGivenStepErrsAndAShareOfTheirKind) {
+  EXPECT_DOUBLE_EQ(quotient_allowance(Kind::Tolerance, 0), 0.01);
+  EXPECT_DOUBLE_EQ(quotient_allowance(Kind::Precision, 0), 0.06);
+  EXPECT_DOUBLE_EQ(quotient_allowance(Kind::Tolerance, 0.1), 0.31);
+}
+
 TEST(VerdictTest, WhatStaysWhereItIsHasNoFault) {
   const NamedChange frozen{.name = "frozen", .change = {}, .count = 100};
   EXPECT_THAT(update_faults(std::vector{frozen}, {}, {}, false).words, IsEmpty());
