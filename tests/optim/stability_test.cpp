@@ -319,6 +319,51 @@ TEST(NumericalStabilityManager, SevenBytesAParameterGoBackToTheBit) {
   expect_same(trained(27), trained(0));
 }
 
+TEST(NumericalStabilityManager, CodesThatWereLaidOutAnewGoBackWithTheirScales) {
+  torch::manual_seed(0);
+  auto p = torch::randn({8, 4, 6, 6}).requires_grad_();
+  AdamW optimizer({p}, AdamWOptions(1e-2).state_dtype(StateFormat::Int8));
+  NumericalStabilityManager guard(optimizer, {.policy = StabilityPolicy::Rollback, .every = 10});
+  // Each element has a size of its own, so that codes under another's scale are seen.
+  const auto sizes = torch::logspace(-3, 1, p.numel()).view_as(p);
+  const auto step = [&](double times) {
+    p.mutable_grad() = torch::randn_like(p) * sizes * times;
+    guard.step();
+  };
+  for (int i = 0; i < 10; ++i) step(1);
+  const ParamState then = optimizer.tail().decoded_state(0);
+  const auto weights = p.detach().clone();
+  {
+    const torch::NoGradGuard no_grad;
+    p.set_data(p.contiguous(at::MemoryFormat::ChannelsLast));
+  }
+  for (int i = 0; i < 2; ++i) step(1);
+  ASSERT_TRUE(optimizer.tail().state(0).moments[0].is_contiguous(at::MemoryFormat::ChannelsLast));
+  step(kNan);
+  ASSERT_TRUE(guard.rolled_back());
+  EXPECT_TRUE(torch::equal(p, weights));
+  const ParamState back = optimizer.tail().decoded_state(0);
+  for (const std::size_t k : {0U, 1U}) {  // coded anew in the layout that the weights have now
+    const auto apart = (back.moments[k] - then.moments[k]).norm().item<double>();
+    EXPECT_LT(apart, 0.05 * then.moments[k].norm().item<double>()) << k;
+  }
+}
+
+TEST(NumericalStabilityManager, WhatGoesBackStaysTheSameTensors) {
+  auto p = torch::randn({20}).requires_grad_();
+  AdamW optimizer({p}, AdamWOptions(1e-2));
+  NumericalStabilityManager guard(optimizer, {.policy = StabilityPolicy::Rollback, .every = 5});
+  const auto step = [&](double times) {
+    p.mutable_grad() = torch::ones({20}) * times;
+    guard.step();
+  };
+  for (int i = 0; i < 7; ++i) step(1);
+  const void* const held = optimizer.tail().state(0).moments[0].const_data_ptr();
+  step(kNan);
+  ASSERT_TRUE(guard.rolled_back());
+  EXPECT_EQ(optimizer.tail().state(0).moments[0].const_data_ptr(), held);
+}
+
 TEST(NumericalStabilityManager, ServesALossScaler) {
   Training run(60, 50);
   amp::GradScaler scaler(amp::GradScalerOptions{.init_scale = 1e38});
