@@ -36,8 +36,13 @@ constexpr std::array<std::uint64_t, 8> kMark{
 
 Tensor dense(const Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
 
-// Rows of a batch that one thread takes through all steps. Of the batch alone, so that sums do not depend on threads.
-std::int64_t rows_of_tile(std::int64_t batch) { return batch < 128 ? 16 : batch < 512 ? 32 : 64; }
+// Rows of a batch that a thread takes through all steps: few, so that there is work for many threads, and more where
+// they share weights that no cache near a core holds. Of sizes alone, so that no sum depends on the number of threads.
+std::int64_t rows_of_tile(std::int64_t batch, std::int64_t weight_bytes) {
+  constexpr std::int64_t kNear = std::int64_t{4} << 20;
+  const std::int64_t many = weight_bytes > kNear ? 64 : 128;
+  return batch < many ? 16 : batch < 512 ? 32 : 64;
+}
 
 Rows rows_at(const Tensor& tensor, std::int64_t step, std::int64_t first, std::int64_t count) {
   const auto* data = static_cast<const char*>(tensor.const_data_ptr()) +
@@ -56,13 +61,13 @@ struct Sizes {
         hidden(layer.hidden.size(1)),
         width(round_up(hidden, kTileStep)),
         sums(kGates * width),
-        rows(rows_of_tile(batch)),
-        tiles(round_up(batch, rows) / rows),
         reverse(layer.reverse),
         element(optim::element_type(layer.input).value()),
         element_size(layer.input.element_size()),
         format(product_format(element)),
-        format_size(format == TileFormat::BFloat16 ? 2 : 4) {}
+        format_size(format == TileFormat::BFloat16 ? 2 : 4),
+        rows(rows_of_tile(batch, sums * width * format_size)),
+        tiles(round_up(batch, rows) / rows) {}
 
   [[nodiscard]] std::int64_t time(std::int64_t step) const { return reverse ? steps - 1 - step : step; }
   [[nodiscard]] std::int64_t used(std::int64_t tile) const { return std::min(rows, batch - tile * rows); }
@@ -76,44 +81,62 @@ struct Sizes {
     return gates_at(steps, 0) + (step * tiles + tile) * rows * width * 4;
   }
 
-  std::int64_t steps, batch, features, hidden, width, sums, rows, tiles;
+  std::int64_t steps, batch, features, hidden, width, sums;
   bool reverse;
   ElementType element;
   std::int64_t element_size;
   TileFormat format;
-  std::int64_t format_size;
+  std::int64_t format_size, rows, tiles;
 };
 
-// Weights as the right operand of products: transposed, in panels of kTile columns, or as they are.
+// Weights, which have four gates of `hidden` rows, as right operands of products in blocks of kTile x kTile.
 class Weights {
  public:
-  Weights(const Sizes& sizes, const Tensor& weight, Operand operand)
-      : columns_(round_up(weight.size(1), kTileStep)), panels_(scratch_, sizes.format, columns_, sizes.sums / kTile) {
+  // Transposed, so that rows times them are sums of gates; or as they are, for sums of gates times them.
+  Weights(const Sizes& sizes, const Tensor& weight, bool transposed)
+      : columns_(round_up(weight.size(1), kTileStep)),
+        across_(Tiled(columns_).tiles),
+        down_(sizes.sums / kTile),
+        transposed_(transposed),
+        blocks_(scratch_, sizes.format, kTile, across_ * down_) {
     const Tensor from = weight.contiguous();
     const auto* data = static_cast<const char*>(from.const_data_ptr());
-    at::parallel_for(0, sizes.sums / kTile, 1, [&](std::int64_t begin, std::int64_t end) {
+    at::parallel_for(0, down_, 1, [&](std::int64_t begin, std::int64_t end) {
       Scratch scratch;
-      const Packed plain(scratch, sizes.format, columns_, 2);
-      for (std::int64_t panel = begin; panel < end; ++panel) {
+      const Packed plain(scratch, sizes.format, kTile, 2);
+      for (std::int64_t i = begin * across_; i < end * across_; ++i) {
+        const std::int64_t down = i / across_, column = i % across_ * kTile;
         for (std::int64_t at = 0; at < kTile; at += kTileStep) {
-          const std::int64_t row = panel * kTile + at, gate = row / sizes.width, unit = row % sizes.width;
+          const std::int64_t row = down * kTile + at, gate = row / sizes.width, unit = row % sizes.width;
           const std::int64_t count = std::clamp<std::int64_t>(sizes.hidden - unit, 0, kTileStep);
           const std::int64_t first = gate * sizes.hidden + std::min(unit, sizes.hidden);
-          const Rows rows{sizes.element, data + first * from.size(1) * sizes.element_size, from.size(1), count,
-                          from.size(1)};
-          kernels::load_tile(sizes.format, rows, kTileStep, columns_, plain[0] + at * columns_ * sizes.format_size);
+          const Rows rows{sizes.element, data + (first * from.size(1) + column) * sizes.element_size, from.size(1),
+                          count, std::min(kTile, from.size(1) - column)};
+          kernels::load_tile(sizes.format, rows, kTileStep, kTile, plain[0] + at * kTile * sizes.format_size);
         }
-        kernels::make_operand(sizes.format, operand, plain[0], kTile, columns_, plain[1], panels_[panel]);
+        kernels::make_operand(sizes.format, transposed ? Operand::RightTransposed : Operand::Right, plain[0], kTile,
+                              kTile, plain[1], blocks_[transposed ? i : i % across_ * down_ + down]);
       }
     });
   }
   [[nodiscard]] std::int64_t columns() const { return columns_; }
-  [[nodiscard]] const std::byte* operator[](std::int64_t panel) const { return panels_[panel]; }
+
+  // Sums of the products of `count` rows of the other operand, `stride` elements apart, with what is given here.
+  void multiply(const Sizes& sizes, const std::byte* rows, std::int64_t count, std::int64_t stride, float* to,
+                bool add) const {
+    const std::int64_t length = transposed_ ? columns_ : sizes.sums, wide = transposed_ ? sizes.sums : columns_;
+    const std::int64_t along = transposed_ ? across_ : down_;
+    for (std::int64_t panel = 0; panel < Tiled(wide).tiles; ++panel) {
+      product(sizes.format, count, std::min(kTile, wide - panel * kTile), length, rows, stride, blocks_[panel * along],
+              kTile, to + panel * kTile, wide, add);
+    }
+  }
 
  private:
-  std::int64_t columns_;
+  std::int64_t columns_, across_, down_;
+  bool transposed_;
   Scratch scratch_;
-  Packed panels_;
+  Packed blocks_;
 };
 
 void load_state(const Sizes& sizes, const Tensor& state, std::int64_t tile, float* to) {
@@ -143,8 +166,8 @@ struct ForwardPass {
         input(dense(layer.input)),
         first(as_step(layer.hidden)),
         first_cell(as_step(layer.cell)),
-        of_input(sizes, layer.weight_input, Operand::RightTransposed),
-        of_hidden(sizes, layer.weight_hidden, Operand::RightTransposed),
+        of_input(sizes, layer.weight_input, /*transposed=*/true),
+        of_hidden(sizes, layer.weight_hidden, /*transposed=*/true),
         bias(summed_biases(sizes, layer)),
         output(at::empty({sizes.steps, sizes.batch, sizes.hidden}, layer.input.options())),
         last(at::empty({sizes.batch, sizes.hidden}, layer.hidden.options())),
@@ -152,14 +175,6 @@ struct ForwardPass {
         workspace(workspace),
         together(std::clamp<std::int64_t>(std::min(kTile / sizes.rows, kSums / (sizes.rows * sizes.sums)), 1,
                                           sizes.steps)) {}
-
-  // Adds to `sums` the products of `rows` rows with the weights.
-  void multiply(const std::byte* rows, std::int64_t count, const Weights& weights, float* sums, bool add) const {
-    for (std::int64_t panel = 0; panel < sizes.sums / kTile; ++panel) {
-      product(sizes.format, count, kTile, weights.columns(), rows, weights.columns(), weights[panel], kTile,
-              sums + panel * kTile, sizes.sums, add);
-    }
-  }
 
   void run(std::int64_t tile) {
     Scratch scratch;
@@ -176,11 +191,11 @@ struct ForwardPass {
         kernels::load_tile(sizes.format, rows_at(input, sizes.time(from + i), begin, used), sizes.rows,
                            of_input.columns(), of_steps + i * sizes.rows * of_input.columns() * sizes.format_size);
       }
-      multiply(of_steps, count * sizes.rows, of_input, sums, false);
+      of_input.multiply(sizes, of_steps, count * sizes.rows, of_input.columns(), sums, false);
       for (std::int64_t i = 0; i < count; ++i) {
         const std::int64_t step = from + i;
         float* here = sums + i * sizes.rows * sizes.sums;
-        multiply(state, sizes.rows, of_hidden, here, true);
+        of_hidden.multiply(sizes, state, sizes.rows, of_hidden.columns(), here, true);
         const Rows to = rows_at(output, sizes.time(step), begin, used);
         kernels::lstm_forward(
             {.sizes = sizes.of(tile),
@@ -211,8 +226,8 @@ struct BackwardPass {
                const Tensor& of_cell, const std::byte* workspace)
       : sizes(sizes),
         first_cell(as_step(layer.cell)),
-        to_hidden(sizes, layer.weight_hidden, Operand::Right),
-        to_input(sizes, layer.weight_input, Operand::Right),
+        to_hidden(sizes, layer.weight_hidden, /*transposed=*/false),
+        to_input(sizes, layer.weight_input, /*transposed=*/false),
         workspace(workspace),
         sums(at::empty({sizes.steps, sizes.tiles * sizes.rows, kGates, sizes.width}, layer.input.options())),
         input(at::empty(layer.input.sizes(), layer.input.options())),
@@ -221,14 +236,6 @@ struct BackwardPass {
     if (of_output.defined()) grad_output = dense(of_output.to(layer.input.scalar_type()));
     if (of_hidden.defined()) grad_hidden = as_step(of_hidden);
     if (of_cell.defined()) grad_cell = as_step(of_cell);
-  }
-
-  // Sums' gradients times weights. Columns of a right operand of bfloat16 lie in pairs of rows: four bytes a column.
-  void multiply(const std::byte* of_sums, const Weights& weights, float* to) const {
-    for (std::int64_t column = 0; column < weights.columns(); column += kTile) {
-      product(sizes.format, sizes.rows, std::min(kTile, weights.columns() - column), sizes.sums, of_sums, sizes.sums,
-              weights[0] + 4 * column, weights.columns(), to + column, weights.columns(), false);
-    }
   }
 
   void run(std::int64_t tile) {
@@ -276,8 +283,8 @@ struct BackwardPass {
                            sizes.sums, wide);
         left = wide;
       }
-      multiply(left, to_hidden, of_hidden);
-      multiply(left, to_input, of_input);
+      to_hidden.multiply(sizes, left, sizes.rows, sizes.sums, of_hidden, false);
+      to_input.multiply(sizes, left, sizes.rows, sizes.sums, of_input, false);
       const Rows to = rows_at(input, time, tile * sizes.rows, sizes.used(tile));
       kernels::store_rows(of_input, to_input.columns(), to.rows, to.columns, 1, nullptr, to.element,
                           const_cast<void*>(to.data), to.stride);
@@ -295,31 +302,34 @@ struct BackwardPass {
   Tensor input, hidden, cell;
 };
 
-// Rows of a matrix as the right operand of products, in tiles.
+// Rows of a matrix as the right operand of products, in blocks of kTile x kTile.
 struct RightRows {
-  RightRows(const Sizes& sizes, const Tensor& rows)
-      : rows(rows), columns(round_up(rows.size(1), kTileStep)), tiles(scratch, sizes.format, columns, count_of(rows)) {
-    const Tiled along(rows.size(0));
+  RightRows(const Sizes& sizes, const Tensor& from)
+      : rows(from),
+        along(from.size(0)),
+        across(from.size(1)),
+        blocks(scratch, sizes.format, kTile, along.tiles * across.tiles) {
     at::parallel_for(0, along.tiles, 4, [&](std::int64_t begin, std::int64_t end) {
       Scratch own;
-      const Packed plain(own, sizes.format, columns, 2);
+      const Packed plain(own, sizes.format, kTile, 2);
       for (std::int64_t tile = begin; tile < end; ++tile) {
-        kernels::load_tile(sizes.format, whole().part(along.begin(tile), along.used(tile)), along.padded(tile), columns,
-                           plain[0]);
-        kernels::make_operand(sizes.format, Operand::Right, plain[0], along.padded(tile), columns, plain[1],
-                              tiles[tile]);
+        for (std::int64_t column = 0; column < across.tiles; ++column) {
+          const auto* data =
+              static_cast<const char*>(rows.const_data_ptr()) + across.begin(column) * sizes.element_size;
+          const Rows whole{sizes.element, data, rows.stride(0), along.count, across.used(column)};
+          kernels::load_tile(sizes.format, whole.part(along.begin(tile), along.used(tile)), along.padded(tile), kTile,
+                             plain[0]);
+          kernels::make_operand(sizes.format, Operand::Right, plain[0], along.padded(tile), kTile, plain[1],
+                                blocks[column * along.tiles + tile]);
+        }
       }
     });
   }
-  static std::int64_t count_of(const Tensor& rows) { return Tiled(rows.size(0)).tiles; }
-  [[nodiscard]] Rows whole() const {
-    return {optim::element_type(rows).value(), rows.const_data_ptr(), rows.stride(0), rows.size(0), rows.size(1)};
-  }
 
   Tensor rows;
-  std::int64_t columns;
+  Tiled along, across;
   Scratch scratch;
-  Packed tiles;
+  Packed blocks;
 };
 
 // Gradients of the weights that the rows of `factors` were multiplied with: the transposed `of_sums` times them.
@@ -349,15 +359,16 @@ std::array<Tensor, N> of_weights(const Sizes& sizes, const Tensor& of_sums, cons
                               left[tile]);
       }
       for (std::size_t i = 0; i < N; ++i) {
-        const std::int64_t size = results[i].size(1);
-        auto* to = static_cast<char*>(results[i].mutable_data_ptr()) + units.begin(unit) * size * sizes.element_size;
-        for (std::int64_t column = 0; column < size; column += kTile) {
+        const Tiled& across = right[i].across;
+        auto* to =
+            static_cast<char*>(results[i].mutable_data_ptr()) + units.begin(unit) * across.count * sizes.element_size;
+        for (std::int64_t column = 0; column < across.tiles; ++column) {
           for (std::int64_t tile = 0; tile < along.tiles; ++tile) {
-            product(sizes.format, kTile, std::min(kTile, right[i].columns - column), along.padded(tile), left[tile],
-                    kTile, right[i].tiles[tile] + 4 * column, right[i].columns, sums, kTile, tile > 0);
+            product(sizes.format, kTile, across.padded(column), along.padded(tile), left[tile], kTile,
+                    right[i].blocks[column * along.tiles + tile], kTile, sums, kTile, tile > 0);
           }
-          kernels::store_rows(sums, kTile, units.used(unit), std::min(kTile, size - column), 1, nullptr, sizes.element,
-                              to + column * sizes.element_size, size);
+          kernels::store_rows(sums, kTile, units.used(unit), across.used(column), 1, nullptr, sizes.element,
+                              to + across.begin(column) * sizes.element_size, across.count);
         }
       }
     }
