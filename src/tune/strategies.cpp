@@ -408,7 +408,7 @@ std::vector<RegisteredStrategy> own_strategies() {
                              {.interacts = {"bf16_autocast", "allocator", "host_pool"},
                               .cost = "LSTM layers of other models in this process take this kernel too.",
                               .max_speedup = 4,
-                              .expected_speedup = 1.5}),
+                              .expected_speedup = 2.2}),
       registered<Attention<false>>("math_attention", Tolerance,
                                    {.group = "attention",
                                     .interacts = {"bf16_autocast", "allocator", "host_pool"},

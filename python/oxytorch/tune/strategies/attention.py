@@ -85,6 +85,6 @@ _offer("efficient_attention", edits.EfficientAttention)
 _offer("cudnn_attention", edits.CudnnAttention)
 
 
-@strategy("native_lstm", kind="tolerance", interacts=_INTERACTS, max_speedup=4.0, expected_speedup=1.5)
+@strategy("native_lstm", kind="tolerance", interacts=_INTERACTS, max_speedup=4.0, expected_speedup=2.2)
 class NativeLstm(edits.NativeLstm, Strategy):
     """LSTM layers by the kernel of this library, in place of oneDNN's."""
