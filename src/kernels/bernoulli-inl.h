@@ -6,7 +6,7 @@
 #define OXYTORCH_KERNELS_BERNOULLI_INL
 #endif
 
-#include "kernels/formats-inl.h"
+#include "kernels/attention-inl.h"
 #include "oxytorch/kernels/operators.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -65,8 +65,14 @@ inline void temper_words(const std::uint32_t* word, int begin, std::uint32_t* ou
   }
 }
 
+// One in each format.
+inline float one_of(float) { return 1; }
+inline Bf16 one_of(Bf16) { return {0x3F80}; }
+inline Half one_of(Half) { return {0x3C00}; }
+
 // A draw is (high & 0x1FFFFF) * 2^32 + low, and hits where it is less than `bound`.
-inline void draw_pairs(const std::uint32_t* pairs, std::int64_t count, std::uint64_t bound, float* to) {
+template <class T>
+HWY_INLINE void draw_pairs(const std::uint32_t* pairs, std::int64_t count, std::uint64_t bound, T* to) {
   std::int64_t i = 0;
 #if !OXYTORCH_KERNELS_SCALAR
   const VU bound_high = set_bits(static_cast<std::uint32_t>(bound >> 32));
@@ -76,16 +82,21 @@ inline void draw_pairs(const std::uint32_t* pairs, std::int64_t count, std::uint
     hn::LoadInterleaved2(U32(), pairs + 2 * i, high, low);
     high = hn::And(high, set_bits(0x1FFFFFU));
     const auto less = hn::Or(hn::Lt(high, bound_high), hn::And(hn::Eq(high, bound_high), hn::Lt(low, bound_low)));
-    store(hn::IfThenElseZero(hn::RebindMask(F32(), less), set(1)), to + i);
+    if constexpr (sizeof(T) == sizeof(float)) {
+      store(hn::IfThenElseZero(hn::RebindMask(F32(), less), set(1)), to + i);
+    } else {
+      store_low16(hn::IfThenElseZero(less, set_bits(one_of(T()).bits)), reinterpret_cast<std::uint16_t*>(to + i));
+    }
   }
 #endif
   for (; i < count; ++i) {
     const std::uint64_t draw = std::uint64_t{pairs[2 * i] & 0x1FFFFFU} << 32 | pairs[2 * i + 1];
-    to[i] = draw < bound ? 1.0F : 0.0F;
+    to[i] = draw < bound ? one_of(T()) : T();
   }
 }
 
-void bernoulli(MersenneTwister& generator, double p, std::int64_t count, float* to) {
+template <class T>
+HWY_INLINE void draw(MersenneTwister& generator, double p, std::int64_t count, T* to) {
   // draw * 2^-53 < p for a whole number `draw`.
   const auto bound = static_cast<std::uint64_t>(std::ceil(p * 0x1p53));
   std::uint32_t output[kWords];
@@ -112,6 +123,10 @@ void bernoulli(MersenneTwister& generator, double p, std::int64_t count, float* 
     to += pairs;
     count -= pairs;
   }
+}
+
+void bernoulli(MersenneTwister& generator, double p, std::int64_t count, ElementType element, void* to) {
+  with_element(element, [&](auto kind) { draw(generator, p, count, static_cast<decltype(kind)*>(to)); });
 }
 
 }  // namespace

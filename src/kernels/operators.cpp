@@ -21,8 +21,8 @@ void batch_norm_backward(const BatchNormBackward& args, std::int64_t begin, std:
   operator_table(active_isa()).batch_norm_backward(args, begin, end);
 }
 
-void bernoulli(MersenneTwister& generator, double p, std::int64_t count, float* to) {
-  operator_table(active_isa()).bernoulli(generator, p, count, to);
+void bernoulli(MersenneTwister& generator, double p, std::int64_t count, ElementType element, void* to) {
+  operator_table(active_isa()).bernoulli(generator, p, count, element, to);
 }
 
 void adam_averages(const AdamLoop& loop, std::int64_t count, const float* param, const float* grad, float* exp_avg,

@@ -15,7 +15,7 @@ struct OperatorTable {
                               const std::int64_t* indices, float* grad_input);
   void (*batch_norm_forward)(const BatchNormForward& args, std::int64_t begin, std::int64_t end);
   void (*batch_norm_backward)(const BatchNormBackward& args, std::int64_t begin, std::int64_t end);
-  void (*bernoulli)(MersenneTwister& generator, double p, std::int64_t count, float* to);
+  void (*bernoulli)(MersenneTwister& generator, double p, std::int64_t count, ElementType element, void* to);
   void (*adam_averages)(const AdamLoop& loop, std::int64_t count, const float* param, const float* grad, float* exp_avg,
                         float* exp_avg_sq, float* max_exp_avg_sq);
   void (*adam_parameters)(const AdamLoop& loop, std::int64_t count, const float* exp_avg, const float* root,

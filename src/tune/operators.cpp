@@ -15,6 +15,7 @@
 #include "base/spelling.h"
 #include "ops/attention_cpu.h"
 #include "ops/lstm_cpu.h"
+#include "optim/dense.h"
 #include "oxytorch/error.h"
 #include "tune/operators_entry.h"
 
@@ -215,10 +216,11 @@ Triple batch_norm_backward(const Tensor& grad_output, const Tensor& input, const
 Tensor& bernoulli(Tensor& self, double p, std::optional<at::Generator> generator) {
   at::Generator source =
       generator.has_value() && generator->defined() ? *generator : at::detail::getDefaultCPUGenerator();
-  const bool dense =
-      is_plain(self) || (self.scalar_type() == at::kFloat && self.is_contiguous(at::MemoryFormat::ChannelsLast));
+  const auto element = optim::element_type(self);
+  const bool dense = self.is_contiguous() || self.is_contiguous(at::MemoryFormat::ChannelsLast);
   auto* twister = dynamic_cast<at::CPUGeneratorImpl*>(source.unsafeGetGeneratorImpl());
-  if (!dense || self.numel() == 0 || !(p >= 0 && p <= 1) || twister == nullptr) {
+  if (!element || *element == kernels::ElementType::Int8 || !dense || self.numel() == 0 || !(p >= 0 && p <= 1) ||
+      twister == nullptr) {
     originals().bernoulli.call<Tensor>(self, p, std::move(generator));
     return self;
   }
@@ -230,7 +232,7 @@ Tensor& bernoulli(Tensor& self, double p, std::optional<at::Generator> generator
   std::memcpy(words.word, state.state_.data(), sizeof words.word);
   // torch counts what is left, one too many; a fresh seed has nothing.
   words.next = state.left_ == 1 ? kernels::MersenneTwister::kWords : static_cast<int>(state.next_);
-  kernels::bernoulli(words, p, self.numel(), self.mutable_data_ptr<float>());
+  kernels::bernoulli(words, p, self.numel(), *element, self.mutable_data_ptr());
   std::memcpy(state.state_.data(), words.word, sizeof words.word);
   state.next_ = static_cast<std::uint32_t>(words.next);
   state.left_ = kernels::MersenneTwister::kWords + 1 - words.next;

@@ -157,9 +157,10 @@ std::string norm_differs() {
 
 std::string bernoulli_differs() {
   at::Generator generators[] = {at::detail::createCPUGenerator(5), at::detail::createCPUGenerator(5)};
-  for (const std::int64_t count : {1, 311, 2, 1000, 623}) {
+  for (const std::int64_t count : {1, 311, 2, 1000, 623, 1302}) {
     for (const double p : {0.9, 0.1 + 0x1p-40, 0.0, 1.0}) {
-      Tensor masks[] = {at::empty({count}, at::kFloat), at::empty({count}, at::kFloat)};
+      const auto type = count % 3 == 0 ? at::kHalf : count % 2 == 0 ? at::kBFloat16 : at::kFloat;
+      Tensor masks[] = {at::empty({count}, type), at::empty({count}, type)};
       bernoulli(masks[0], p, generators[0]);
       originals().bernoulli.call<Tensor>(masks[1], p, std::optional(generators[1]));
       if (!same(masks[0], masks[1])) return "bernoulli_ draws otherwise than torch's, which may use another generator";

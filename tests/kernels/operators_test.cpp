@@ -327,7 +327,7 @@ TEST(Bernoulli, DrawsFromTheMersenneTwister) {
         for (std::int64_t i = 0; i < count; ++i) {
           expected.push_back(static_cast<double>(draw_from(engine)) * 0x1p-53 < p ? 1.0F : 0.0F);
         }
-        bernoulli(generator, p, count, draws.data());
+        bernoulli(generator, p, count, ElementType::F32, draws.data());
         EXPECT_EQ(draws, expected);
         if (count != 1) continue;
         // Someone else took one word: from here on a pair lies across two fillings.
@@ -336,6 +336,23 @@ TEST(Bernoulli, DrawsFromTheMersenneTwister) {
       }
     });
   }
+}
+
+TEST(Bernoulli, DrawsTheSameInEveryFormat) {
+  on_each_isa([&] {
+    for (const auto& [element, one] : {std::pair(ElementType::BF16, 0x3F80), std::pair(ElementType::F16, 0x3C00)}) {
+      MersenneTwister generators[] = {seeded(11), seeded(11)};
+      for (const std::size_t count : {1U, 17U, 700U, 5U}) {
+        std::vector<float> wide(count);
+        std::vector<std::uint16_t> narrow(count + 1, 77);
+        bernoulli(generators[0], 0.4, static_cast<std::int64_t>(count), ElementType::F32, wide.data());
+        bernoulli(generators[1], 0.4, static_cast<std::int64_t>(count), element, narrow.data());
+        for (std::size_t i = 0; i < count; ++i) ASSERT_EQ(narrow[i], wide[i] == 1 ? one : 0) << i;
+        ASSERT_EQ(narrow[count], 77) << "beyond its end";
+        ASSERT_EQ(generators[0].next, generators[1].next);
+      }
+    }
+  });
 }
 
 TEST(Bernoulli, DrawsEveryBit) {
@@ -350,9 +367,9 @@ TEST(Bernoulli, DrawsEveryBit) {
       const auto draw = static_cast<double>(draw_from(engine));
       MersenneTwister same = generator;
       float drawn = 2;
-      bernoulli(same, draw * 0x1p-53, 1, &drawn);
+      bernoulli(same, draw * 0x1p-53, 1, ElementType::F32, &drawn);
       EXPECT_EQ(drawn, 0) << i;
-      bernoulli(generator, (draw + 1) * 0x1p-53, 1, &drawn);
+      bernoulli(generator, (draw + 1) * 0x1p-53, 1, ElementType::F32, &drawn);
       EXPECT_EQ(drawn, 1) << i;
     }
   });

@@ -217,6 +217,20 @@ TEST(Replace, RefusesOtherClassesByName) {
   EXPECT_THAT(message_of([&] { replace(theirs, {.clip_norm = -1}); }), HasSubstr("clip_norm is -1"));
 }
 
+TEST(Replace, StateGoesBackToTheOptimizerThatWasReplacedAlone) {
+  const auto params = make_params<AdamWCase>();
+  torch::optim::AdamW theirs(params);
+  const auto ours = replace(theirs);
+  auto others = params, more = params;
+  others[1] = others[1].detach().clone().requires_grad_();
+  more.push_back(at::zeros({3}).requires_grad_());
+  for (const auto& [wrong, place] : {std::pair(others, 1), std::pair(more, static_cast<int>(params.size()))}) {
+    torch::optim::AdamW other(wrong);
+    EXPECT_THAT(message_of([&] { hand_back(*ours, other); }),
+                HasSubstr("parameter " + std::to_string(place) + " is not the same in both optimizers"));
+  }
+}
+
 TEST(TailOptimizer, ClipsAveragesAndReportsLikeTheSeparatePieces) {
   Tensors a = make_params<AdamWCase>(), b = make_params<AdamWCase>();
   AdamW ours(a, AdamWOptions(1e-2).clip_norm(0.5).ema_decay(0.9).copy_dtype(at::kBFloat16));

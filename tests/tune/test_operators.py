@@ -202,20 +202,33 @@ def test_what_batch_norm_does_not_serve_goes_to_torch() -> None:
         F.batch_norm(x, torch.zeros(5), torch.ones(5), training=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1 - 2**-53, 1.0])
-def test_bernoulli_draws_what_torch_draws_and_leaves_the_generator_alike(p: float) -> None:
+def test_bernoulli_draws_what_torch_draws_and_leaves_the_generator_alike(p: float, dtype: torch.dtype) -> None:
     def call() -> Any:
         torch.manual_seed(7)
         seen: list[Any] = []
         for count in (1, 2, 311, 312, 313, 5000):
-            seen += [torch.empty(count).bernoulli_(p), torch.rand(1), torch.randint(2**31, (3,)), torch.randn(3)]
+            seen += [
+                torch.empty(count, dtype=dtype).bernoulli_(p),
+                torch.rand(1),
+                torch.randint(2**31, (3,)),
+                torch.randn(3),
+            ]
         own = torch.Generator().manual_seed(8)
-        seen += [torch.empty(2, 3, 5, 4).to(memory_format=torch.channels_last).bernoulli_(p, generator=own)]
+        image = torch.empty(2, 3, 5, 4, dtype=dtype).to(memory_format=torch.channels_last)
+        seen += [image.bernoulli_(p, generator=own)]
         return [*seen, torch.get_rng_state(), own.get_state()]
 
     def strided() -> Any:
         own = torch.Generator().manual_seed(8)
-        return [torch.empty(6, 4)[:, ::2].bernoulli_(p, generator=own), torch.empty(0).bernoulli_(p), own.get_state()]
+        cut = torch.empty(6, 4, dtype=dtype)[:, ::2].bernoulli_(p, generator=own)
+        return [
+            cut,
+            torch.empty(0).bernoulli_(p),
+            torch.empty(5).double().bernoulli_(p, generator=own),
+            own.get_state(),
+        ]
 
     twice(call, "bernoulli")
     twice(strided, "bernoulli", served=False)

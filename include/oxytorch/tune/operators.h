@@ -4,7 +4,7 @@
 /// |---|---|---|
 /// | max_pool2d | max_pool2d_with_indices, its backward | fp32, contiguous |
 /// | batch_norm | native_batch_norm, its backward | fp32, contiguous, images of more than one element, in training |
-/// | bernoulli | bernoulli_ (dropout's mask) | fp32, dense, by the Mersenne Twister |
+/// | bernoulli | bernoulli_ (dropout's mask) | fp32, bf16, fp16, dense, by the Mersenne Twister |
 /// | flash_attention | _scaled_dot_product_flash_attention_for_cpu, its backward | fp32, bf16, fp16 |
 /// | lstm | mkldnn_rnn_layer, its backward | fp32, bf16, LSTM |
 ///
