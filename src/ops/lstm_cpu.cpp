@@ -12,7 +12,6 @@
 #include "ops/product.h"
 #include "ops/tiles.h"
 #include "optim/dense.h"
-#include "oxytorch/error.h"
 #include "oxytorch/kernels/attention.h"
 #include "oxytorch/kernels/lstm.h"
 
@@ -423,9 +422,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_cpu_back
     const LstmLayer& layer, const Tensor& output, const Tensor& grad_output, const Tensor& grad_hidden,
     const Tensor& grad_cell, const Tensor& workspace) {
   const Sizes sizes(layer);
-  OXY_CHECK(workspace.numel() == sizes.cells_at(sizes.steps, 0), InvalidArgument, "the LSTM's backward was given ",
-            workspace.numel(), " bytes of its forward, which leaves ", sizes.cells_at(sizes.steps, 0),
-            " for these sizes; pass what forward returned.");
+  // torch's own error: this runs below its dispatcher.
+  TORCH_CHECK_VALUE(workspace.numel() == sizes.cells_at(sizes.steps, 0), "the LSTM's backward was given ",
+                    workspace.numel(), " bytes of its forward, which leaves ", sizes.cells_at(sizes.steps, 0),
+                    " for these sizes; pass what forward returned.");
   BackwardPass work(sizes, layer, grad_output, grad_hidden, grad_cell,
                     static_cast<const std::byte*>(workspace.const_data_ptr()));
   run_all(sizes, work);

@@ -97,7 +97,7 @@ _FIRST = {
 # C++ of the torch side: the programs whose tests are of this file.
 _PLANTED = "tune_torch_test:*PlantedFaultsTest*"
 _SEVERAL = "tune_torch_test:SeveralTest*"
-_ON_DEVICES = ("native_device_test@sim", "native_device_test@privateuse1")
+_ON_DEVICES = ("native_device_test@sim", "native_device_test@privateuse1", "native_device_test@hpu")
 _OPTIM = ("optim_test", "optimizer_edits_test", *_ON_DEVICES)
 _PROGRAMS = {
     "src/optim/nonfinite": ("trainer_test",),

@@ -206,6 +206,30 @@ TEST_P(NativeDevice, SkipsWithoutChangingAByte) {
   }
 }
 
+TEST_P(NativeDevice, WhatIsReducedAreTheSumsThatTheKernelsMeasured) {
+  optim::TailOptions options;
+  options.clip_norm = 0.5;
+  Tail mine(Algorithm::Adam, options, device(), at::kFloat), cpu(Algorithm::Adam, options, at::kCPU, at::kFloat);
+  int calls = 0;
+  // As of four ranks whose shards are alike.
+  for (Tail* each : {&mine, &cpu}) {
+    each->tail.set_norm_reducer([&](const at::Tensor& sums) {
+      ++calls;
+      EXPECT_GT(sums.cpu().sum().item<double>(), 0) << "read before it was measured";
+      return sums * 4;
+    });
+  }
+  for (int i = 1; i <= 3; ++i) {
+    give_gradients(mine.params, i);
+    give_gradients(cpu.params, i);
+    mine.tail.step();
+    cpu.tail.step();
+    EXPECT_EQ(mine.tail.stats().grad_norm.item<float>(), cpu.tail.stats().grad_norm.item<float>());
+  }
+  EXPECT_EQ(calls, 6);
+  expect_same(contents(mine.tail), contents(cpu.tail), "sums of four");
+}
+
 TEST_P(NativeDevice, OneVerdictServesThoseThatTheKernelsCannotTake) {
   optim::TailOptions options;
   options.clip_norm = 0.5;

@@ -16,6 +16,7 @@
 namespace oxytorch::tune {
 namespace {
 
+using testing::AllOf;
 using testing::Contains;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -161,7 +162,8 @@ TEST(Search, KeepsAtMostOneOfAGroup) {
   const Spent spent = explore(search, {.seconds = seconds});
   EXPECT_THAT(spent.best, ElementsAre("two"));
   for (const Trial& trial : spent.all) EXPECT_LE(trial.challenger.size(), 1);
-  EXPECT_THAT(search.entries()[0].reason, HasSubstr("'two' in its place"));
+  EXPECT_THAT(search.entries()[0].reason, HasSubstr("It was active until 'two' in its place was faster: "));
+  EXPECT_THAT(search.entries()[1].reason, HasSubstr(" In place of 'one'."));
 }
 
 TEST(Search, TriesWhatRequiresAnotherOnlyBesideIt) {
@@ -183,7 +185,12 @@ TEST(Search, TriesTwoThatFailedTogetherOnlyWhereEachLostLittle) {
   const auto together = [](double alone) {
     Search search({{.name = "one", .interacts = {"two"}}, {.name = "two", .interacts = {"one"}}}, {});
     const auto seconds = [alone](const Names& on) { return on.size() == 2 ? 0.5 : on.size() == 1 ? 1 / alone : 1.0; };
-    return explore(search, {.seconds = seconds}).best;
+    const auto best = explore(search, {.seconds = seconds}).best;
+    for (const int i : {0, 1}) {
+      const auto& reason = search.entries()[static_cast<std::size_t>(i)].reason;
+      EXPECT_EQ(reason.ends_with(i == 0 ? " Together with 'two'." : " Together with 'one'."), best.size() == 2);
+    }
+    return best;
   };
   EXPECT_THAT(together(0.95), ElementsAre("one", "two"));
   EXPECT_THAT(together(0.7), IsEmpty()) << "they would have to make more of each other than is ever seen";
@@ -198,6 +205,8 @@ TEST(Search, TakesDependentsOutWithWhatTheyRequire) {
                 return has(on, "late") ? 0.4 : (has(on, "base") ? 0.9 : 1) * (has(on, "needy") ? 0.9 : 1);
               }});
   EXPECT_THAT(spent.best, ElementsAre("late"));
+  EXPECT_THAT(search.entries()[2].reason, AllOf(HasSubstr("In place of"), HasSubstr("'base'"), HasSubstr("'needy'")));
+  EXPECT_THAT(search.entries()[1].reason, HasSubstr("It was active until 'late' in its place was faster"));
   for (const Trial& trial : spent.all) {
     EXPECT_TRUE(!has(trial.challenger, "needy") || has(trial.challenger, "base"));
   }

@@ -261,3 +261,32 @@ def allocators() -> str | None:
 def peak(race: Race, name: str) -> str:
     """MiB that the process held beyond what it had before the model was made."""
     return f"{race.entries[name].median('peak_bytes') / 2**20:,.0f}" if name in race.entries else "not measured"
+
+
+def roofline() -> str | None:
+    """How much of the machine's rate of products a step reaches, and what that leaves to be gained."""
+    found, counted = races("orchestrator.json"), read("roofline.json")
+    if found is None or counted is None:
+        return None
+    rows = []
+    for race in found[1]:
+        best = race.best_rival()
+        if best is None or not race.has(best, TOLERANCE):
+            continue
+        least = counted["flops"][race.name] / counted["rates"]["bf16"]
+        ours, theirs = (race.entries[name].step.mid for name in (TOLERANCE, best))
+        rows.append(
+            [
+                NAMES[race.name],
+                f"{counted['flops'][race.name] / 1e9:.3g}",
+                f"{1e3 * least:.3g} ms",
+                f"{1e3 * theirs:.3g} ms",
+                f"{1e3 * ours:.3g} ms",
+                f"{100 * least / ours:.0f} %",
+                f"{theirs / least:.3g}",
+            ]
+        )
+    head = ["", "GFLOP of products", "at the rate of one product", "best rival", "advanced", "share of that rate"]
+    head += ["over the best rival, at most"]
+    said = measured("python bench/race/roofline.py", "roofline.json", counted)
+    return table(head, rows) + f"\n\nOne product: {counted['rates']['bf16'] / 1e12:.2f} TFLOP/s in bf16. {said}"
