@@ -4,7 +4,7 @@ A step can take no less than its matrix products and convolutions take at the ra
 stock rival over that time bounds what anything could be over that rival. Products are counted as operators ask for
 them: a convolution by Winograd multiplies less, and so may pass the bound; causal attention counts in full.
 
-    python bench/race/roofline.py [--threads 2] [--json FILE]
+    python bench/race/roofline.py [--threads 2] [--quick] [--json FILE]
 
 Prints GFLOP of a step and the rates, and writes bench/report/roofline.{json,html}.
 """
@@ -31,7 +31,7 @@ from _orchestrator.models import make_workload  # noqa: E402
 from orchestrator import CPP, WORKLOADS  # noqa: E402
 
 SCHEMA = "oxytorch-roofline/1"
-SIZE, REPEATS = 2048, 15
+SIZE, QUICK_SIZE, REPEATS = 2048, 256, 15
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -49,26 +49,27 @@ def flops(name: str) -> int:
     return counter.get_total_flops()
 
 
-def rate(dtype: torch.dtype) -> float:
+def rate(dtype: torch.dtype, size: int) -> float:
     """Operations a second of one product of large matrices, the median of several."""
-    a, b = torch.randn(2, SIZE, SIZE).to(dtype).unbind(0)
+    a, b = torch.randn(2, size, size).to(dtype).unbind(0)
     seconds = []
     for _ in range(REPEATS):
         began = time.perf_counter()
         torch.mm(a, b)
         seconds.append(time.perf_counter() - began)
-    return 2 * SIZE**3 / statistics.median(seconds)
+    return 2 * size**3 / statistics.median(seconds)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="smaller products, to see that it works")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/report")
     parser.add_argument("--json", type=Path, help="write the JSON document there too")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     machine_facts = facts(arguments.threads)
-    rates = {name: rate(dtype) for name, dtype in DTYPES.items()}
+    rates = {name: rate(dtype, QUICK_SIZE if arguments.quick else SIZE) for name, dtype in DTYPES.items()}
     counted = {name: flops(name) for name in WORKLOADS if not name.startswith(CPP)}
     for name, count in counted.items():
         print(f"{name:<8}{count / 1e9:8.2f} GFLOP a step, {1e3 * count / rates['bf16']:8.2f} ms in bf16")

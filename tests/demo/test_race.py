@@ -51,12 +51,12 @@ def test_each_optimizer_is_raced(run_quick: Callable[..., Any]) -> None:
 def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
     said, document = run_quick("ops", "--starts", "1")
     kinds = {(case.partition(" ")[0], frozenset(times)) for case, times in document["cases"].items()}
-    phases = {
-        f"{name}{phase}"
-        for name in ("oxytorch", "torch flash", "torch math")
-        for phase in (": forward", ": backward", "")
+    phases = lambda *names: frozenset(f"{n}{phase}" for n in names for phase in (": forward", ": backward", ""))  # noqa: E731
+    assert kinds == {
+        ("attention", phases("oxytorch", "torch flash", "torch math")),
+        ("loss", frozenset({"oxytorch", "torch", "chunks"})),
+        ("lstm", phases("oxytorch", "oneDNN", "oneDNN, 1 thread")),
     }
-    assert kinds == {("attention", frozenset(phases)), ("loss", frozenset({"oxytorch", "torch", "chunks"}))}
     assert all(np.min(list(times.values())) > 0 for times in document["cases"].values())
     assert "attention bf16" in said and "linear and cross entropy" in said
 

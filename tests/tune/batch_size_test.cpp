@@ -72,11 +72,13 @@ TEST_F(BatchSizeTest, EveryTrialBeginsWithTheMemoryOfTheFirst) {
     resident.push_back(static_cast<double>(*read_memory().resident) / (1 << 20));
     return make(n);
   };
-  static_cast<void>(
-      largest_batch(*model, optimizer, loss(), noting,
-                    BatchSizeOptions().limit(limit(1U << 30)).start(64).most(2048).steps(1).multiple(64)));
+  const auto options = BatchSizeOptions().limit(limit(1U << 30)).start(64).most(2048).steps(1).multiple(64);
+  for (int search = 0; search < 2; ++search) {  // the first also reads code and makes kernels
+    resident.clear();
+    static_cast<void>(largest_batch(*model, optimizer, loss(), noting, options));
+  }
   ASSERT_GT(resident.size(), 3U);
-  for (const double each : resident) EXPECT_LT(each, resident.front() + 12) << "MiB";
+  for (const double each : resident) EXPECT_LT(each, resident.front() + 8) << "MiB";
 }
 
 TEST_F(BatchSizeTest, TheLargestIsFoundUnderACapAndLeavesNoTrace) {

@@ -1,4 +1,4 @@
-"""Strategies of scaled dot-product attention: edits of a model that choose its kernel, tried on its training step."""
+"""Strategies that choose the kernel of attention and of LSTM layers: edits of a model, tried on its training step."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ class NativeAttention(edits.NativeAttention, Strategy):
     """The kernel of this library, in place of the flash kernel."""
 
 
+@strategy("native_lstm", kind="tolerance", interacts=_INTERACTS, max_speedup=4.0, expected_speedup=2.2)
+class NativeLstm(edits.NativeLstm, Strategy):
+    """LSTM layers by the kernel of this library, in place of oneDNN's."""
+
+
 def _offer(name: str, edit: type[edits.Attention], expected_speedup: float = Strategy.expected_speedup) -> None:
     tried = type(edit.__name__, (_Tried, edit), {"__doc__": edit.__doc__})
     strategy(name, kind="tolerance", group="attention", interacts=_INTERACTS, expected_speedup=expected_speedup)(tried)
@@ -83,8 +88,3 @@ class MathAttentionBFloat16(_Tried, edits.MathAttention):
 _offer("flash_attention", edits.FlashAttention)
 _offer("efficient_attention", edits.EfficientAttention)
 _offer("cudnn_attention", edits.CudnnAttention)
-
-
-@strategy("native_lstm", kind="tolerance", interacts=_INTERACTS, max_speedup=4.0, expected_speedup=2.2)
-class NativeLstm(edits.NativeLstm, Strategy):
-    """LSTM layers by the kernel of this library, in place of oneDNN's."""
