@@ -50,8 +50,7 @@ void keep_moment(const Recipe& recipe, Slot& slot, std::size_t k, const at::Tens
   const kernels::StateCode code = traits(recipe.algorithm).moments[k].code;
   const at::ScalarType type = moment_type(recipe, slot);
   if (type == at::kChar) {
-    const bool is_signed = code == kernels::StateCode::Signed;
-    const at::Tensor like = empty_like_param(slot, is_signed ? at::kChar : at::kByte);
+    const at::Tensor like = empty_like_param(slot, at::kChar);  // its layout alone counts
     std::tie(slot.state.moments[k], slot.state.scales[k]) = encode_int8(values, code, like, std::nullopt);
     slot.code_strides[k] = like.strides().vec();
     return;
