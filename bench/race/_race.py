@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from oxytorch.base import Interval, starts_interval, system_info
 from oxytorch.demo import machine
+from oxytorch.demo.plan import environment
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -258,12 +259,12 @@ def is_wanted(arguments: argparse.Namespace, case: str) -> bool:
     return arguments.case is None or any(part in case for part in arguments.case)
 
 
-def another_start(folder: Path) -> Measured:
+def another_start(folder: Path, threads: int) -> Measured:
     """The race that is running, in a process of its own."""
     path = folder / "start.json"
     command = [sys.executable, *sys.argv, "--starts", "1", "--out", str(folder), "--json", str(path)]
     command += ["--keep", str(folder / "none")]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, env=environment(threads))
     if done.returncode != 0:
         raise SystemExit(f"a start failed with status {done.returncode}")
     return Measured.from_json(json.loads(path.read_text(encoding="utf-8")))
@@ -286,7 +287,7 @@ def all_starts(
     with tempfile.TemporaryDirectory(prefix="oxytorch-race-") as folder:
         while (done := sum(start.starts for start in starts)) < arguments.starts:
             progress(f"start {done + 1} of {arguments.starts}")
-            starts.append(another_start(Path(folder)))
+            starts.append(another_start(Path(folder), arguments.threads))
     return Measured.joined(starts)
 
 

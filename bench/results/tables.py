@@ -92,7 +92,7 @@ def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | N
 
 DATA_COMMAND = "python bench/race/data.py"
 OPS_COMMAND = "python bench/race/ops.py --starts 4 --seconds 0.6"
-LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 4 --seconds 1"
+LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 3 --seconds 0.7"
 
 
 # --- others ----------------------------------------------------------------------------------------------------------

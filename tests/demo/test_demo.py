@@ -232,6 +232,16 @@ def test_workers_end_with_the_coordinator() -> None:
     coordinator.stdout.close()
 
 
+def test_workers_see_no_settings_of_the_callers_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "MKL_DYNAMIC", "MALLOC_ARENA_MAX", "LD_PRELOAD")
+    for name in outside:
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    seen = plan.environment(2)
+    assert not set(outside) & seen.keys() and seen["OMP_NUM_THREADS"] == seen["MKL_NUM_THREADS"] == "2"
+    assert seen["PATH"] == os.environ["PATH"]
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 

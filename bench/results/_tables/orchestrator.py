@@ -264,29 +264,14 @@ def peak(race: Race, name: str) -> str:
 
 
 def roofline() -> str | None:
-    """How much of the machine's rate of products a step reaches, and what that leaves to be gained."""
-    found, counted = races("orchestrator.json"), read("roofline.json")
-    if found is None or counted is None:
+    """What the products of a step take at the rate of one large product."""
+    counted = read("roofline.json")
+    if counted is None:
         return None
-    rows = []
-    for race in found[1]:
-        best = race.best_rival()
-        if best is None or not race.has(best, TOLERANCE):
-            continue
-        least = counted["flops"][race.name] / counted["rates"]["bf16"]
-        ours, theirs = (race.entries[name].step.mid for name in (TOLERANCE, best))
-        rows.append(
-            [
-                NAMES[race.name],
-                f"{counted['flops'][race.name] / 1e9:.3g}",
-                f"{1e3 * least:.3g} ms",
-                f"{1e3 * theirs:.3g} ms",
-                f"{1e3 * ours:.3g} ms",
-                f"{100 * least / ours:.0f} %",
-                f"{theirs / least:.3g}",
-            ]
-        )
-    head = ["", "GFLOP of products", "at the rate of one product", "best rival", "advanced", "share of that rate"]
-    head += ["over the best rival, at most"]
+    rate = counted["rates"]["bf16"]
+    rows = [
+        [NAMES[name], f"{flops / 1e9:.3g}", f"{1e3 * flops / rate:.3g} ms"] for name, flops in counted["flops"].items()
+    ]
     said = measured("python bench/race/roofline.py", "roofline.json", counted)
-    return table(head, rows) + f"\n\nOne product: {counted['rates']['bf16'] / 1e12:.2f} TFLOP/s in bf16. {said}"
+    head = ["", "GFLOP of products", "at the rate of one product"]
+    return table(head, rows) + f"\n\nOne product: {rate / 1e12:.2f} TFLOP/s in bf16. {said}"
