@@ -15,6 +15,7 @@ bench/report/allocators.{json,html}.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 import time
@@ -105,16 +106,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="oxytorch-race-") as folder:
         arguments.cache = Path(folder)
         coordinator = Allocators(arguments, machine_facts)
-        for start in range(arguments.starts):
-            for name in arguments.workloads:
-                if len(raced[name].seeds) > start:
-                    continue
-                if time.monotonic() - began > 60 * arguments.minutes:
-                    progress("the time is up; --keep goes on from here")
-                    break
-                progress(f"{name}: start {start + 1} of {arguments.starts}")
-                coordinator.start(raced[name])
-                save(arguments, races, machine_facts)
+        for start, name in itertools.product(range(arguments.starts), arguments.workloads):
+            if len(raced[name].seeds) > start:
+                continue
+            if time.monotonic() - began > 60 * arguments.minutes:
+                progress("the time is up; --keep goes on from here")
+                break
+            progress(f"{name}: start {start + 1} of {arguments.starts}")
+            coordinator.start(raced[name])
+            save(arguments, races, machine_facts)
     for row in rows(races):
         print(f"{row[0]:<8}{row[1]:<24}{row[2]:<22}{row[3]:>12} faults a step {row[4]:>8} MiB at the peak")
     return 0

@@ -239,12 +239,12 @@ def against(times: dict[str, Any], slower: str, faster: str) -> str:
     return text(ratio(times, slower, faster)) if slower in times else "left out"
 
 
-def attention_rows(found: Measured) -> list[list[str]]:
+def rows_by_phase(found: Measured, kind: str, rivals: tuple[str, ...]) -> list[list[str]]:
     return [
         [f"{case}, {phase}", text(over_starts(times[f"{OURS}: {phase}"]), 1e3)]
-        + [against(times, f"{name}: {phase}", f"{OURS}: {phase}") for name in (FLASH, MATH)]
+        + [against(times, f"{name}: {phase}", f"{OURS}: {phase}") for name in rivals]
         for case, times in found.cases.items()
-        if case.startswith("attention")
+        if case.startswith(kind)
         for phase in ("forward", "backward")
     ]
 
@@ -257,25 +257,15 @@ def loss_rows(found: Measured) -> list[list[str]]:
     ]
 
 
-def lstm_rows(found: Measured) -> list[list[str]]:
-    return [
-        [f"{case}, {phase}", text(over_starts(times[f"{OURS}: {phase}"]), 1e3)]
-        + [against(times, f"{name}: {phase}", f"{OURS}: {phase}") for name in (ONEDNN, ONE_THREAD)]
-        for case, times in found.cases.items()
-        if case.startswith("lstm")
-        for phase in ("forward", "backward")
-    ]
-
-
 def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
     """Headings and rows of what was measured, by kind."""
     attended = ["attention", "oxytorch, ms", "flash, times as long", "math, times as long"]
     lost = ["linear and cross entropy", "oxytorch, ms", "torch, times as long", "compiled", "chunks"]
     repeated = ["LSTM layer", "oxytorch, ms", "oneDNN, times as long", "oneDNN on one thread"]
     made = {
-        "attention": (attended, attention_rows(found)),
+        "attention": (attended, rows_by_phase(found, "attention", (FLASH, MATH))),
         "loss": (lost, loss_rows(found)),
-        "lstm": (repeated, lstm_rows(found)),
+        "lstm": (repeated, rows_by_phase(found, "lstm", (ONEDNN, ONE_THREAD))),
     }
     return {kind: (headings, rows) for kind, (headings, rows) in made.items() if rows}
 

@@ -122,12 +122,12 @@ struct PinnedThreads : HostStrategy<pinned_threads> {
 int physical_cores() { return std::max(1, read_cores().usable_physical); }
 int one() { return 1; }
 
-/// Those with torch's bits, or those that are named.
+/// Those with torch's bits, or those that are named, where the model calls what they serve.
 struct Operators : Strategy {
   Applicability applies(Run& run) override {
     if (auto here = on_cpu(run); !here.holds) return here;
-    if (may_call(run, {"max_pool2d_with_indices", "native_batch_norm", "bernoulli_"})) return true;
-    return "the model has neither max pooling nor batch normalisation nor dropout.";
+    if (may_call(run, served)) return true;
+    return missing;
   }
   void apply(Run& /*run*/) override {
     std::string reasons;
@@ -136,24 +136,24 @@ struct Operators : Strategy {
   }
   void revert(Run& /*run*/) override { operators.uninstall(); }
   std::vector<std::string> names;
+  std::vector<std::string_view> served = {"max_pool2d_with_indices", "native_batch_norm", "bernoulli_"};
+  std::string missing = "the model has neither max pooling nor batch normalisation nor dropout.";
   NativeOperators operators;
 };
 
 struct NativeAttention : Operators {
-  NativeAttention() { names = {"flash_attention"}; }
-  Applicability applies(Run& run) override {
-    if (auto here = on_cpu(run); !here.holds) return here;
-    if (may_call(run, {"flash_attention"})) return true;
-    return "the model calls no flash attention.";
+  NativeAttention() {
+    names = {"flash_attention"};
+    served = {"flash_attention"};
+    missing = "the model calls no flash attention.";
   }
 };
 
 struct NativeLstm : Operators {
-  NativeLstm() { names = {"lstm"}; }
-  Applicability applies(Run& run) override {
-    if (auto here = on_cpu(run); !here.holds) return here;
-    if (may_call(run, {"mkldnn_rnn_layer"})) return true;
-    return "the model calls no LSTM of oneDNN's.";
+  NativeLstm() {
+    names = {"lstm"};
+    served = {"mkldnn_rnn_layer"};
+    missing = "the model calls no LSTM of oneDNN's.";
   }
 };
 
