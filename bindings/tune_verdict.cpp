@@ -1,6 +1,10 @@
 // Measures and verdicts of the verifier: the languages take the steps, and these judge what they showed.
 #include "tune_verdict.h"
 
+#include <pybind11/functional.h>
+
+#include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -10,6 +14,7 @@
 #include "oxytorch/tune/keep_double.h"
 #include "oxytorch/tune/kinks.h"
 #include "oxytorch/tune/measure.h"
+#include "oxytorch/tune/step_judge.h"
 #include "oxytorch/tune/verdict.h"
 #include "tune_words.h"
 
@@ -18,28 +23,50 @@ namespace {
 
 using namespace tune;
 using MaybeTensor = std::optional<at::Tensor>;
-using Gradients = std::vector<MaybeTensor>;
+using MaybeTensors = std::vector<MaybeTensor>;
 
 /// None is undefined.
-std::vector<at::Tensor> tensors_of(const Gradients& all) {
+std::vector<at::Tensor> tensors_of(const MaybeTensors& all) {
   std::vector<at::Tensor> tensors;
   for (const auto& t : all) tensors.push_back(t.value_or(at::Tensor()));
   return tensors;
 }
 
-Gradients gradients_of(const std::vector<at::Tensor>& all) {
-  Gradients gradients;
+MaybeTensors gradients_of(const std::vector<at::Tensor>& all) {
+  MaybeTensors gradients;
   for (const auto& t : all) gradients.push_back(t.defined() ? MaybeTensor(t) : std::nullopt);
   return gradients;
 }
 
-const Allowance& allowance_of(const std::string& name) {
-  if (name == "reduced") return kReduced;
-  if (name == "unknown") return kUnknown;
-  OXY_CHECK(name == "float32", InvalidArgument, "the allowance is ", in_quotes(name),
-            ", expected 'float32', 'reduced' or 'unknown'.");
-  return kFloat32;
-}
+/// A step whose members are those of a Python object.
+class PythonComparedStep : public ComparedStep {
+ public:
+  Gradients gradients() override { return taken("gradients"); }
+  Gradients take_as_given() override { return taken("take_as_given"); }
+  Gradients take_in_float64() override { return taken("take_in_float64"); }
+  ValueErrors errors() override { PYBIND11_OVERRIDE_PURE(ValueErrors, ComparedStep, errors); }
+  ValueErrors errors_with(const Gradients& gradients) override {
+    const py::gil_scoped_acquire gil;
+    return asked("errors_with")(gradients_of(gradients)).cast<ValueErrors>();
+  }
+  ValueErrors yardstick_errors() override { PYBIND11_OVERRIDE_PURE(ValueErrors, ComparedStep, yardstick_errors); }
+  std::pair<Gradients, Gradients> take_apart(int state) override {
+    const py::gil_scoped_acquire gil;
+    const auto [mine, reference] = asked("take_apart")(state).cast<std::pair<MaybeTensors, MaybeTensors>>();
+    return {tensors_of(mine), tensors_of(reference)};
+  }
+
+ private:
+  Gradients taken(const char* name) const {
+    const py::gil_scoped_acquire gil;
+    return tensors_of(asked(name)().cast<MaybeTensors>());
+  }
+  py::function asked(const char* name) const {
+    auto found = py::get_override(static_cast<const ComparedStep*>(this), name);
+    if (!found) throw py::type_error(std::string("a compared step needs a method ") + name + "().");
+    return found;
+  }
+};
 
 void bind_values(py::module_& m) {
   py::class_<ValueErrors>(m, "ValueErrors", "How far one step was from what it should be.")
@@ -70,43 +97,25 @@ void bind_values(py::module_& m) {
       .def("stepped", &ValueMeter::stepped, py::arg("given"), py::arg("right"),
            "Whether the optimizer is stepped on one side alone.")
       .def("found", &ValueMeter::found);
-  py::class_<Excess>(m, "Excess", "Something beyond what is allowed.")
-      .def_readonly("words", &Excess::words)
-      .def_readonly("relative", &Excess::relative, "The error against the size of what it should be.");
-  m.def(
-      "values_beyond",
-      [](const ValueErrors& found, const ValueErrors& usual, const std::string& allowance) {
-        return values_beyond(found, usual, allowance_of(allowance));
-      },
-      py::arg("found"), py::arg("usual"), py::arg("allowance"),
-      "What is further off than the yardstick's own error and the allowance ('float32', 'reduced' or 'unknown') "
-      "explain.");
-  py::class_<Kinks>(m, "Kinks", "Tells a rounding across a kink from a fault of gradients; see oxytorch/tune/kinks.h.")
-      .def(py::init([](const Gradients& given, const Gradients& right) {
-             return Kinks(tensors_of(given), tensors_of(right));
+  py::class_<ComparedStep, PythonComparedStep>(
+      m, "ComparedStep", "A step of a candidate that the judge has taken again; see oxytorch/tune/step_judge.h.")
+      .def(py::init<>());
+  py::class_<StepJudge>(m, "StepJudge",
+                        "Judges loss, gradients and buffers of a candidate's steps; see oxytorch/tune/step_judge.h.")
+      .def(py::init([](const ValueErrors& usual, bool reduced, bool has_float64, double small) {
+             return StepJudge(usual, reduced ? kReduced : has_float64 ? kFloat32 : kUnknown, has_float64, small);
            }),
-           py::arg("given"), py::arg("right"))
+           py::arg("usual"), py::kw_only(), py::arg("reduced"), py::arg("has_float64"), py::arg("small"))
+      .def("fault", &StepJudge::fault, release_gil(), py::arg("step"), py::arg("wide"),
+           "What is wrong with a step; empty where nothing is.")
       .def(
-          "add",
-          [](Kinks& kinks, const Gradients& given, const Gradients& right) {
-            kinks.add(tensors_of(given), tensors_of(right));
+          "evidence",
+          [](const StepJudge& judge) {
+            std::map<std::string, double> evidence;
+            judge.add_to(evidence);
+            return evidence;
           },
-          release_gil(), py::arg("given"), py::arg("right"), "Those of both at a state apart.")
-      .def(
-          "unexplained", [](const Kinks& kinks) { return gradients_of(kinks.unexplained()); }, release_gil(),
-          "The given gradients less what of their error is a rounding across a kink.");
-  py::class_<KnownKinks>(m, "KnownKinks",
-                         "What the kinks of some steps say of a candidate's others; see oxytorch/tune/kinks.h.")
-      .def(py::init<>())
-      .def("learn", &KnownKinks::learn, release_gil(), py::arg("kinks"), "Of one more step.")
-      .def("speak", &KnownKinks::speak, "Whether enough steps are known to speak for another.")
-      .def(
-          "unexplained",
-          [](const KnownKinks& known, const Gradients& given, const Gradients& right) {
-            return gradients_of(known.unexplained(tensors_of(given), tensors_of(right)));
-          },
-          release_gil(), py::arg("given"), py::arg("right"),
-          "The given gradients, with those of the reference in the place of those whose error is no larger.");
+          "Figures of the steps so far.");
   struct KeptDouble {
     std::optional<KeepDouble> kept;
   };
@@ -122,7 +131,6 @@ void bind_values(py::module_& m) {
       .def(py::init<const std::vector<at::Tensor>&, bool, int, int>(), py::arg("parameters"),
            py::arg("reduced_precision"), py::arg("step"), py::arg("state"))
       .def("moved", &Nudge::moved, release_gil(), py::arg("parameter"), "The next parameter, moved.");
-  m.attr("kink_states") = kKinkStates;
 }
 
 void bind_updates(py::module_& m) {
@@ -147,16 +155,17 @@ void bind_updates(py::module_& m) {
       py::arg("found"), py::arg("base"), py::arg("clipping"), py::arg("loose_state"),
       "What of one step's update is further off than it may be, and the largest error over what is allowed.");
   m.def(
-      "clip_factor", [](const Gradients& gradients, double norm) { return clip_factor(tensors_of(gradients), norm); },
+      "clip_factor",
+      [](const MaybeTensors& gradients, double norm) { return clip_factor(tensors_of(gradients), norm); },
       release_gil(), py::arg("gradients"), py::arg("norm"),
       "By what gradients are multiplied where they are clipped by norm; 1 where they are not above it.");
   m.def(
-      "norm_error", [](const Gradients& gradients, double norm) { return norm_error(tensors_of(gradients), norm); },
+      "norm_error", [](const MaybeTensors& gradients, double norm) { return norm_error(tensors_of(gradients), norm); },
       release_gil(), py::arg("gradients"), py::arg("norm"),
       "How far torch's own norm of gradients is from that in float64, relative.");
   m.def(
       "gradients_apart",
-      [](const Gradients& with, const Gradients& without) {
+      [](const MaybeTensors& with, const MaybeTensors& without) {
         const auto apart = gradients_apart(tensors_of(with), tensors_of(without));
         return std::pair(apart.gradient, apart.factor);
       },
@@ -183,15 +192,18 @@ void bind_verdict(py::module_& m) {
   m.def("quotient_allowance", &quotient_allowance, py::arg("kind"), py::arg("usual"),
         "How far a gradient may be from a difference quotient of the loss, relative.");
   m.def(
-      "band_of",
-      [](const std::vector<double>& ends, std::optional<double> reduced) {
-        const auto band = band_of(ends, reduced);
-        return std::pair(band.low, band.high);
+      "end_fault",
+      [](int steps, double end, double usual, double first, std::function<std::vector<double>()> as_given,
+         std::optional<std::function<double()>> reduced) {
+        std::map<std::string, double> evidence;
+        auto words =
+            end_fault({steps, end, usual, first, std::move(as_given), std::move(reduced).value_or(nullptr)}, evidence);
+        return std::pair(std::move(words), std::move(evidence));
       },
-      py::arg("ends"), py::arg("reduced") = std::nullopt,
-      "Between which losses seeds end, of those that were seen; and near where a lower precision of torch's own ends.");
-  m.def("in_any_band", &in_any_band, py::arg("end"), py::arg("usual"), py::arg("first"),
-        "So near to the end as given that no seeds need to be run.");
+      py::arg("steps"), py::arg("end"), py::arg("usual"), py::arg("first"), py::arg("as_given"), py::arg("reduced"),
+      "Why a run may not end there, empty where it may, and figures; other runs are taken only where they decide.");
+  m.def("losses_fault", &losses_fault, release_gil(), py::arg("losses"), py::arg("as_given"),
+        "What the losses of steps show by themselves, beside those as given; empty where nothing.");
   m.def(
       "draw_steps",
       [](int count, int dense, std::uint64_t drawn_by) {

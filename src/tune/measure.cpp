@@ -2,12 +2,15 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/dot.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 #include <span>
 #include <utility>
@@ -41,6 +44,12 @@ void each_slice(const std::vector<at::Tensor>& tensors, const Look& look) {
 
 at::Tensor flat_double(const at::Tensor& t) { return t.to(at::kDouble).reshape(-1); }
 double product(const at::Tensor& a, const at::Tensor& b) { return at::dot(a, b).item<double>(); }
+
+std::string brief(const at::Tensor& loss) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.4g", loss.to(at::kDouble).item<double>());
+  return text;
+}
 
 double rms(double square, std::int64_t count) {
   return std::sqrt(square / static_cast<double>(std::max<std::int64_t>(1, count)));
@@ -144,6 +153,31 @@ ValueErrors ValueMeter::found() const {
   found.slope = square_ != 0 ? along_ / square_ : 0;
   found.whole = rms(square_, count_);
   return found;
+}
+
+std::string losses_fault(const std::vector<at::Tensor>& losses, const std::vector<at::Tensor>& as_given) {
+  const at::NoGradGuard no_grad;
+  const auto count = std::min(losses.size(), as_given.size());
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::string step = "step " + std::to_string(i + 1) + ": the loss is ";
+    if (!at::isfinite(losses[i]).all().item<bool>()) {
+      return step + brief(losses[i]) + ", " + brief(as_given[i]) + " as given";
+    }
+    if (losses[i].element_size() < as_given[i].element_size()) {
+      return step + "of " + c10::toString(losses[i].scalar_type()) + ", of " +
+             c10::toString(as_given[i].scalar_type()) + " as given";
+    }
+  }
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
+    const auto coarse = [&](const std::vector<at::Tensor>& all) {
+      return std::all_of(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(count),
+                         [&](const auto& loss) { return at::equal(loss.to(type).to(loss.scalar_type()), loss); });
+    };
+    if (count > 2 && coarse(losses) && !coarse(as_given)) {
+      return std::string("the loss is computed in ") + c10::toString(type) + ": every one is a number of that dtype";
+    }
+  }
+  return "";
 }
 
 NamedChange measured_change(std::string name, const at::Tensor& before, const at::Tensor& after,

@@ -230,6 +230,20 @@ bool in_any_band(double end, double usual, double first) {
   return std::abs(end - usual) <= std::max(0.5 * kBandLeast * std::abs(usual), kBandOfFirst * std::abs(first));
 }
 
+std::string end_fault(const RunEnd& run, std::map<std::string, double>& evidence) {
+  evidence["end_loss"] = run.end;
+  evidence["given_loss"] = run.usual;
+  if (in_any_band(run.end, run.usual, run.first)) return "";
+  const auto ends = run.as_given();
+  auto band = band_of(ends);
+  if (run.reduced && !band.holds(run.end)) band = band_of(ends, run.reduced());
+  evidence["band_low"] = band.low;
+  evidence["band_high"] = band.high;
+  if (band.holds(run.end)) return "";
+  return text("after %d steps the loss is %.4g, outside of %.4g to %.4g that seeds span", run.steps, run.end, band.low,
+              band.high);
+}
+
 ComparedSteps draw_steps(int count, int dense, std::uint64_t drawn_by) {
   PhiloxStream random(drawn_by);
   const auto some_of = [&](std::vector<int> all, int wanted) {

@@ -16,8 +16,8 @@
 
 #include "generators/generators.h"
 #include "oxytorch/error.h"
-#include "oxytorch/tune/kinks.h"
 #include "oxytorch/tune/measure.h"
+#include "oxytorch/tune/step_judge.h"
 #include "oxytorch/tune/verdict.h"
 #include "tune/chance.h"
 #include "tune/digest.h"
@@ -181,72 +181,70 @@ struct Verifier::Impl {
     return *known;
   }
 
-  /// Gradients of a step less what of their error is a rounding across a kink.
-  Tensors without_kinks(int step, Kind kind, const Observed& seen, const Observed& right, Snapshot& before) {
-    Kinks kinks(seen.gradients, right.gradients);
-    for (int i = 0; i < kKinkStates; ++i) {
-      const Nudge nudge(run.parameters(), kind >= Kind::Precision, step, i);
-      before.restore();
-      run.set_active(candidate);
-      recorder.move(nudge);
-      const auto apart = recorder.forward_backward(batch(step));
-      run.set_active({});
-      before.restore();
-      recorder.move(nudge);
-      kinks.add(apart.gradients, recorder.forward_backward(batch(step), &apart).gradients);
-    }
-    known_kinks.learn(kinks);
-    return kinks.unexplained();
-  }
+  /// A compared step of the candidate, as the judge asks for it.
+  class Again : public ComparedStep {
+   public:
+    Again(Impl& verifier, int step, Kind kind, const Observed& seen, Snapshot& before)
+        : self_(verifier), step_(step), kind_(kind), seen_(seen), before_(before) {}
 
-  /// The step as given in its own precision is a reference good to 1e-6 at the price of one step; float64 costs three
-  /// to four, and decides where the first shows more than rounding.
-  void judge_values(int step, Kind kind, const Observed& seen, Snapshot& before, bool wide, Ruling& ruling) {
+    Gradients gradients() override { return seen_.gradients; }
+    Gradients take_as_given() override {
+      before_.restore();
+      buffers_ = copies(self_.run.model().buffers());
+      right_ = self_.recorder.forward_backward(batch(), &seen_);
+      return right_.gradients;
+    }
+    Gradients take_in_float64() override {
+      right_ = self_.recorder.in_float64(batch(), before_, seen_);
+      return right_.gradients;
+    }
+    ValueErrors errors() override { return self_.measure(seen_, right_, buffers_); }
+    ValueErrors errors_with(const Gradients& gradients) override {
+      auto other = seen_;
+      other.gradients = gradients;
+      return self_.measure(other, right_, buffers_);
+    }
+    ValueErrors yardstick_errors() override {
+      before_.restore();
+      return self_.measure(self_.yardstick(kind_, step_, seen_), right_, buffers_);
+    }
+    std::pair<Gradients, Gradients> take_apart(int state) override {
+      const Nudge nudge(self_.run.parameters(), kind_ >= Kind::Precision, step_, state);
+      before_.restore();
+      self_.run.set_active(self_.candidate);
+      self_.recorder.move(nudge);
+      const auto apart = self_.recorder.forward_backward(batch());
+      self_.run.set_active({});
+      before_.restore();
+      self_.recorder.move(nudge);
+      return {apart.gradients, self_.recorder.forward_backward(batch(), &apart).gradients};
+    }
+
+   private:
+    [[nodiscard]] const Batch& batch() const { return self_.batch(step_); }
+
+    Impl& self_;
+    int step_;
+    Kind kind_;
+    const Observed& seen_;
+    Snapshot& before_;
+    Observed right_;   // the reference
+    Tensors buffers_;  // before the step
+  };
+
+  /// Judges values of the compared steps that are yet to come.
+  StepJudge judge_of(Kind kind) {
     const auto& base = usual(kind);
     const auto& allowance = kind >= Kind::Precision ? kReduced : no_truth.empty() ? kFloat32 : kUnknown;
-    const auto beyond = [&](const ValueErrors& found, const ValueErrors& of) {
-      auto excess = values_beyond(found, of, allowance);
-      if (options.steps == 1) std::erase_if(excess, [](const auto& one) { return one.relative < kSmall; });
-      return excess;
-    };
-    before.restore();
-    const auto buffers = copies(run.model().buffers());
-    auto smooth = seen;  // less what kinks explain
-    std::vector<Excess> excess;
-    {
-      const auto again = recorder.forward_backward(batch(step), &seen);
-      excess = beyond(measure(seen, again, buffers), base);
-      if (!excess.empty() && !wide && known_kinks.speak()) {
-        smooth.gradients = known_kinks.unexplained(seen.gradients, again.gradients);
-        excess = beyond(measure(smooth, again, buffers), base);
-        if (excess.empty()) ruling.evidence["across_kinks"] = 1;
-      }
-    }
-    if (no_truth.empty() && (wide || !excess.empty())) {
-      const auto right = recorder.in_float64(batch(step), before, seen);
-      const auto found = measure(seen, right, buffers);
-      note(found, base, ruling);
-      excess = beyond(found, base);
-      if (!excess.empty()) {
-        before.restore();
-        const auto here = measure(yardstick(kind, step, seen), right, buffers);
-        excess = beyond(found, here);
-        if (!excess.empty() && found.wrong.empty()) {
-          smooth.gradients = without_kinks(step, kind, seen, right, before);
-          excess = values_beyond(measure(smooth, right, buffers), here, allowance);
-          if (excess.empty()) ruling.evidence["across_kinks"] = 1;
-        }
-      }
-    }
-    if (!excess.empty()) throw Wrong{"step " + std::to_string(step + 1) + ": " + excess.front().words};
+    return {base, allowance, no_truth.empty(), options.steps == 1 ? kSmall : 0};
   }
 
-  static void note(const ValueErrors& found, const ValueErrors& base, Ruling& ruling) {
-    auto& evidence = ruling.evidence;
-    evidence["gradient_error"] = std::max(evidence["gradient_error"], found.worst());
-    evidence["loss_error"] = std::max(evidence["loss_error"], found.loss / std::max(found.loss_size, 1e-12));
-    evidence["usual_error"] = base.worst();
-    evidence["float64_steps"] += 1;
+  void judge_values(StepJudge& judge, const ComparedSteps& steps, int step, Kind kind, const Observed& seen,
+                    Snapshot& before, Ruling& ruling) {
+    Again again(*this, step, kind, seen, before);
+    const auto why = judge.fault(again, steps.wide.contains(step));
+    judge.add_to(ruling.evidence);
+    if (!why.empty()) throw Wrong{"step " + std::to_string(step + 1) + ": " + why};
   }
 
   // -- the update -----------------------------------------------------------------------------------------------------
@@ -339,31 +337,6 @@ struct Verifier::Impl {
     }
   }
 
-  void judge_losses(const Given& found) {
-    const auto& all = as_given().losses;
-    for (std::size_t i = 0; i < found.losses.size(); ++i) {
-      const std::string step = "step " + std::to_string(i + 1) + ": ";
-      const auto &mine = found.losses[i], &theirs = all[i];
-      if (!std::isfinite(number(mine))) {
-        throw Wrong{step + "the loss is " + brief(number(mine)) + ", " + brief(number(theirs)) + " as given"};
-      }
-      if (mine.element_size() < theirs.element_size()) {
-        throw Wrong{step + "the loss is " + c10::toString(mine.scalar_type()) + ", " +
-                    c10::toString(theirs.scalar_type()) + " as given"};
-      }
-    }
-    for (const auto type : {at::kBFloat16, at::kHalf}) {
-      const auto coarse = [&](const Tensors& losses) {
-        return std::all_of(losses.begin(), losses.begin() + static_cast<std::ptrdiff_t>(found.losses.size()),
-                           [&](const auto& loss) { return at::equal(loss.to(type).to(loss.scalar_type()), loss); });
-      };
-      if (found.losses.size() > 2 && coarse(found.losses) && !coarse(all)) {
-        throw Wrong{std::string("the loss is computed in ") + c10::toString(type) +
-                    ": every one is a number of that dtype"};
-      }
-    }
-  }
-
   /// Whether the candidate draws other random numbers; none, or more than none, where it should not, is wrong.
   bool draws_others(const Given& found) {
     const auto& all = as_given().generators;
@@ -433,19 +406,15 @@ struct Verifier::Impl {
     run.set_active(candidate);
     const double reached = trajectory(0);
     run.set_active({});
-    ruling.evidence["end_loss"] = reached;
-    ruling.evidence["given_loss"] = ends.front();
-    if (in_any_band(reached, ends.front(), number(as_given().losses.front()))) return;
-    for (auto seed = ends.size(); seed <= static_cast<std::size_t>(options.seeds); ++seed) {
-      ends.push_back(trajectory(seed));
-    }
-    auto band = band_of(ends);
-    if (kind >= Kind::Precision && !band.holds(reached)) band = band_of(ends, reduced_end());
-    ruling.evidence["band_low"] = band.low;
-    ruling.evidence["band_high"] = band.high;
-    if (band.holds(reached)) return;
-    throw Wrong{"after " + std::to_string(options.trajectory) + " steps the loss is " + brief(reached) +
-                ", outside of " + brief(band.low) + " to " + brief(band.high) + " that seeds span"};
+    RunEnd end{options.trajectory, reached, ends.front(), number(as_given().losses.front())};
+    end.as_given = [&] {
+      for (auto seed = ends.size(); seed <= static_cast<std::size_t>(options.seeds); ++seed) {
+        ends.push_back(trajectory(seed));
+      }
+      return ends;
+    };
+    if (kind >= Kind::Precision) end.reduced = [&] { return reduced_end(); };
+    if (const auto why = end_fault(end, ruling.evidence); !why.empty()) throw Wrong{why};
   }
 
   // -- all of it
@@ -482,11 +451,13 @@ struct Verifier::Impl {
     const auto taken = observe({count() - 1}, none, no_state);
     run.set_active({});
     no_state.clear();
-    judge_losses(taken);
+    if (const auto why = losses_fault(taken.losses, as_given().losses); !why.empty()) throw Wrong{why};
     const bool quiet = draws_others(taken);
+    std::optional<StepJudge> judge;
+    if (!quiet) judge = judge_of(kind);
     each_compared(steps, [&](int step, const Observed& seen, Snapshot& before) {
       judge_update(step, kind, seen, before, ruling);
-      if (!quiet) judge_values(step, kind, seen, before, steps.wide.contains(step), ruling);
+      if (judge) judge_values(*judge, steps, step, kind, seen, before, ruling);
     });
     if (quiet) {
       judge_random_numbers(kind);
@@ -501,8 +472,9 @@ struct Verifier::Impl {
       }
       std::array<std::optional<ValueErrors>, 2> loud;
       usual_.swap(loud);
+      judge = judge_of(kind);
       each_compared(steps, [&](int step, const Observed& seen, Snapshot& before) {
-        judge_values(step, kind, seen, before, steps.wide.contains(step), ruling);
+        judge_values(*judge, steps, step, kind, seen, before, ruling);
       });
       usual_.swap(loud);
     } else if (count() > 1) {
@@ -517,7 +489,6 @@ struct Verifier::Impl {
   Ruling check(Kind kind, std::vector<std::string> names) {
     Ruling ruling;
     candidate = std::move(names);
-    known_kinks = {};
     ruling.evidence["steps"] = count();
     try {
       ruling.reason = kind == Kind::Exact ? exact() : compared(kind, ruling);
@@ -534,7 +505,6 @@ struct Verifier::Impl {
   VerifierOptions options;
   Recorder recorder;
   std::vector<std::string> candidate;  // what is judged
-  KnownKinks known_kinks;              // of its steps
   std::optional<std::pair<std::string, Tensors>> reference;
   bool repeats = true;
   std::optional<Given> given;

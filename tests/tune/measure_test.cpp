@@ -71,6 +71,25 @@ TEST_F(MeasureTest, WhatIsMissingIsSaid) {
                   "the buffer h differs", "the optimizer is stepped", "the optimizer is not stepped"));
 }
 
+TEST_F(MeasureTest, LossesThatShowAFaultByThemselves) {
+  const auto losses = [](std::initializer_list<double> values, at::ScalarType type = at::kFloat) {
+    std::vector<at::Tensor> all;
+    for (const double value : values) all.push_back(torch::tensor(value, type));
+    return all;
+  };
+  const auto given = losses({2.3001, 2.2003, 2.1007});
+  EXPECT_EQ(losses_fault(given, given), "");
+  EXPECT_EQ(losses_fault({}, given), "");
+  EXPECT_EQ(losses_fault(losses({2.3001, NAN}), given), "step 2: the loss is nan, 2.2 as given");
+  EXPECT_EQ(losses_fault(losses({2.3001, 2.2003}, at::kHalf), given), "step 1: the loss is of Half, of Float as given");
+  EXPECT_EQ(losses_fault(losses({2.3001, 2.2003}, at::kDouble), given), "") << "a wider one is no fault";
+  EXPECT_EQ(losses_fault(losses({2.296875, 2.203125, 2.09375}), given),
+            "the loss is computed in BFloat16: every one is a number of that dtype");
+  EXPECT_EQ(losses_fault(losses({2.296875, 2.203125}), given), "") << "two may be so by chance";
+  EXPECT_EQ(losses_fault(losses({2.296875, 2.203125, 2.09375}), losses({2, 1, 0.5})), "")
+      << "those as given are such numbers too";
+}
+
 TEST_F(MeasureTest, SparseGradientsAreDense) {
   const auto dense = torch::zeros({6, 2}).index_put_({torch::tensor({1, 4})}, torch::randn({2, 2}));
   ValueMeter meter(1, 1);

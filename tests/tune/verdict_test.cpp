@@ -17,7 +17,9 @@ namespace {
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::Pair;
 using testing::SizeIs;
+using testing::UnorderedElementsAre;
 
 ValueErrors right() {
   return {.loss = 1e-7,
@@ -228,6 +230,33 @@ TEST(VerdictTest, TheBandIsAsWideAsSeedsAndAHundredth) {
   EXPECT_FALSE(in_any_band(2.011, 2, 2.5));
   EXPECT_TRUE(in_any_band(0.0066, 0.0070, 2.3)) << "learnt by heart";
   EXPECT_FALSE(in_any_band(0.0095, 0.0070, 2.3));
+}
+
+TEST(VerdictTest, OtherRunsAreTakenOnlyWhereTheyDecide) {
+  std::map<std::string, double> evidence;
+  int given = 0, narrow = 0;
+  RunEnd run{12, 2.009, 2, 2.5, [&] { return ++given, std::vector<double>{2, 2.1, 1.9}; }};
+  EXPECT_EQ(end_fault(run, evidence), "");
+  EXPECT_EQ(given, 0);
+  EXPECT_THAT(evidence, UnorderedElementsAre(Pair("end_loss", 2.009), Pair("given_loss", 2)));
+
+  run.end = 2.3;  // below 2.32
+  EXPECT_EQ(end_fault(run, evidence), "");
+  EXPECT_EQ(given, 1);
+  EXPECT_NEAR(evidence["band_low"], 1.68, 1e-12);
+  EXPECT_NEAR(evidence["band_high"], 2.32, 1e-12);
+
+  run.end = 2.4;
+  EXPECT_EQ(end_fault(run, evidence), "after 12 steps the loss is 2.4, outside of 1.68 to 2.32 that seeds span");
+  run.reduced = [&] { return ++narrow, 2.5; };
+  EXPECT_EQ(end_fault(run, evidence), "") << "stock torch ends there in a lower precision";
+  EXPECT_EQ(narrow, 1);
+  EXPECT_NEAR(evidence["band_high"], 2.52, 1e-12);
+  run.end = 2.3;
+  EXPECT_EQ(end_fault(run, evidence), "");
+  EXPECT_EQ(narrow, 1) << "seeds alone explain it";
+  run.end = std::nan("");
+  EXPECT_NE(end_fault(run, evidence), "");
 }
 
 TEST(VerdictTest, ComparedStepsAreDrawn) {

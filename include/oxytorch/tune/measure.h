@@ -32,6 +32,11 @@ class OXY_API ValueMeter {
   std::int64_t count_ = 0;
 };
 
+/// What the losses of a candidate's steps show by themselves, beside those of as many steps as given: one that is not
+/// finite, a narrower dtype, or values that are all numbers of a narrower dtype. Empty where nothing.
+[[nodiscard]] OXY_API std::string losses_fault(const std::vector<at::Tensor>& losses,
+                                               const std::vector<at::Tensor>& as_given);
+
 /// The change of one tensor from `before` (undefined: zeros) to `after` against that to `wanted`; of a device too.
 [[nodiscard]] OXY_API NamedChange measured_change(std::string name, const at::Tensor& before, const at::Tensor& after,
                                                   const at::Tensor& wanted, bool state);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
@@ -123,6 +124,19 @@ struct Band {
 /// So near to the end as given that it lies in any band: no seeds need to be run. A run that learns its few batches by
 /// heart ends near 0, so the loss that it began with is a measure too.
 [[nodiscard]] OXY_API bool in_any_band(double end, double usual, double first);
+
+/// Where a run of a candidate ended, and how others are run that say whether it may end there.
+struct RunEnd {
+  int steps = 0;                                       ///< that were taken
+  double end = 0;                                      ///< mean of its last losses
+  double usual = 0;                                    ///< that of the run as given
+  double first = 0;                                    ///< the loss that the run as given began with
+  std::function<std::vector<double>()> as_given = {};  ///< runs as given, of its own and of other seeds
+  std::function<double()> reduced = {};  ///< stock torch in a lower precision; empty where the candidate's kind is none
+};
+/// Why it may not end there; empty where it may. Other runs are taken only where they decide. Figures go into
+/// `evidence`: end_loss, given_loss, and where seeds were run band_low and band_high.
+[[nodiscard]] OXY_API std::string end_fault(const RunEnd& run, std::map<std::string, double>& evidence);
 
 // -- which steps are compared -----------------------------------------------------------------------------------------
 

@@ -15,11 +15,9 @@ __all__: list[str] = [
     "CertificateKey",
     "CertificateStore",
     "ChangeMeter",
-    "Excess",
+    "ComparedStep",
     "Interval",
     "KeepDouble",
-    "Kinks",
-    "KnownKinks",
     "LoadSample",
     "NamedChange",
     "NativeOperators",
@@ -32,6 +30,7 @@ __all__: list[str] = [
     "Requirement",
     "SettingLines",
     "SideFailed",
+    "StepJudge",
     "Timing",
     "Tuner",
     "TunerOptions",
@@ -44,20 +43,19 @@ __all__: list[str] = [
     "adam_step",
     "allows",
     "asked_of",
-    "band_of",
     "checkpointing_refusal",
     "clip_factor",
     "decided_by",
     "draw_steps",
     "draws_fault",
+    "end_fault",
     "fitted_anew",
     "generators_fault",
     "gradients_apart",
     "hardware_key",
     "has_budget",
     "hindrance",
-    "in_any_band",
-    "kink_states",
+    "losses_fault",
     "native_step_differs",
     "norm_error",
     "planned_steps",
@@ -68,7 +66,6 @@ __all__: list[str] = [
     "slowdown_left",
     "tuning_of_trainer",
     "update_faults",
-    "values_beyond",
 ]
 
 class Interval:
@@ -648,54 +645,31 @@ class ValueMeter:
         Whether the optimizer is stepped on one side alone.
         """
 
-class Excess:
+class ComparedStep:
     """
-    Something beyond what is allowed.
-    """
-    @property
-    def relative(self) -> float:
-        """
-        The error against the size of what it should be.
-        """
-    @property
-    def words(self) -> str: ...
-
-class Kinks:
-    """
-    Tells a rounding across a kink from a fault of gradients; see oxytorch/tune/kinks.h.
-    """
-    def __init__(
-        self, given: collections.abc.Sequence[torch.Tensor | None], right: collections.abc.Sequence[torch.Tensor | None]
-    ) -> None: ...
-    def add(
-        self, given: collections.abc.Sequence[torch.Tensor | None], right: collections.abc.Sequence[torch.Tensor | None]
-    ) -> None:
-        """
-        Those of both at a state apart.
-        """
-    def unexplained(self) -> list[torch.Tensor | None]:
-        """
-        The given gradients less what of their error is a rounding across a kink.
-        """
-
-class KnownKinks:
-    """
-    What the kinks of some steps say of a candidate's others; see oxytorch/tune/kinks.h.
+    A step of a candidate that the judge has taken again; see oxytorch/tune/step_judge.h.
     """
     def __init__(self) -> None: ...
-    def learn(self, kinks: Kinks) -> None:
+
+class StepJudge:
+    """
+    Judges loss, gradients and buffers of a candidate's steps; see oxytorch/tune/step_judge.h.
+    """
+    def __init__(
+        self,
+        usual: ValueErrors,
+        *,
+        reduced: bool,
+        has_float64: bool,
+        small: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    def evidence(self) -> dict[str, float]:
         """
-        Of one more step.
+        Figures of the steps so far.
         """
-    def speak(self) -> bool:
+    def fault(self, step: ComparedStep, wide: bool) -> str:
         """
-        Whether enough steps are known to speak for another.
-        """
-    def unexplained(
-        self, given: collections.abc.Sequence[torch.Tensor | None], right: collections.abc.Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """
-        The given gradients, with those of the reference in the place of those whose error is no larger.
+        What is wrong with a step; empty where nothing is.
         """
 
 class KeepDouble:
@@ -837,14 +811,6 @@ def asked_of(
     Why strategies are not tried, by name; what is to be active whatever it gains; why settings are ruled out.
     """
 
-def band_of(
-    ends: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
-    reduced: typing.SupportsFloat | typing.SupportsIndex | None = None,
-) -> tuple[float, float]:
-    """
-    Between which losses seeds end, of those that were seen; and near where a lower precision of torch's own ends.
-    """
-
 def checkpointing_refusal(device: str, is_closure: bool) -> str:
     """
     Why gradient_checkpointing can have no effect on a step; empty where it can.
@@ -887,6 +853,18 @@ def draws_fault(
     What is wrong with random numbers that were drawn, against the step as given; empty where nothing.
     """
 
+def end_fault(
+    steps: typing.SupportsInt | typing.SupportsIndex,
+    end: typing.SupportsFloat | typing.SupportsIndex,
+    usual: typing.SupportsFloat | typing.SupportsIndex,
+    first: typing.SupportsFloat | typing.SupportsIndex,
+    as_given: collections.abc.Callable[[], list[float]],
+    reduced: collections.abc.Callable[[], float] | None,
+) -> tuple[str, dict[str, float]]:
+    """
+    Why a run may not end there, empty where it may, and figures; other runs are taken only where they decide.
+    """
+
 def fitted_anew(step: typing.SupportsInt | typing.SupportsIndex) -> str:
     """
     What its line begins with once a step has run out of memory and was fitted anew.
@@ -921,13 +899,11 @@ def hindrance(
     Why nothing may be tried on a trainer's first batch; empty where nothing speaks against it.
     """
 
-def in_any_band(
-    end: typing.SupportsFloat | typing.SupportsIndex,
-    usual: typing.SupportsFloat | typing.SupportsIndex,
-    first: typing.SupportsFloat | typing.SupportsIndex,
-) -> bool:
+def losses_fault(
+    losses: collections.abc.Sequence[torch.Tensor], as_given: collections.abc.Sequence[torch.Tensor]
+) -> str:
     """
-    So near to the end as given that no seeds need to be run.
+    What the losses of steps show by themselves, beside those as given; empty where nothing.
     """
 
 def native_step_differs() -> str:
@@ -1001,10 +977,3 @@ def update_faults(
     """
     What of one step's update is further off than it may be, and the largest error over what is allowed.
     """
-
-def values_beyond(found: ValueErrors, usual: ValueErrors, allowance: str) -> list[Excess]:
-    """
-    What is further off than the yardstick's own error and the allowance ('float32', 'reduced' or 'unknown') explain.
-    """
-
-kink_states: int

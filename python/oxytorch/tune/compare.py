@@ -64,11 +64,7 @@ class Look:
 
 @dataclass
 class Comparison:
-    """Takes each step once more, as given, from where the candidate stood; what stands out is taken in float64 too.
-
-    The step as given in float32 is a reference good to 1e-6, at the price of one step; one in float64 costs three to
-    four. So all steps are compared with the first, by bounds that float64 gave at the start, and the second decides
-    where those are exceeded, and is asked at some steps whatever the first says.
+    """Takes the steps of candidates once more, as given and in float64; the native judge says which of it it needs.
 
     Attributes
     ----------
@@ -78,10 +74,6 @@ class Comparison:
         Of the run as given.
     no_truth : str
         Why the model does not run in float64; empty where it does.
-    errors : dict of int to ValueErrors
-        From float64, by step, of the candidate last compared.
-    kinks : KnownKinks
-        Of its steps.
     """
 
     run: Run
@@ -89,8 +81,6 @@ class Comparison:
     begin: Callable[[Sequence[str]], None]
     clip_norm: float | None
     no_truth: str = ""
-    errors: dict[int, _native.ValueErrors] = field(default_factory=dict)
-    kinks: _native.KnownKinks = field(default_factory=_native.KnownKinks)
     _start: State | None = None
     _first: dict[bool, Sequence[Call]] = field(default_factory=dict)  # calls of the first step as given
     _counters: dict[bool, Sequence[Counters]] = field(default_factory=dict)
@@ -102,11 +92,6 @@ class Comparison:
         self._start = start
         self._counters[quiet] = counters
         self._first[quiet] = first
-
-    def forget_candidate(self) -> None:
-        """Begin with another one, or with this one again."""
-        self.errors.clear()
-        self.kinks = _native.KnownKinks()
 
     def rng_after_first(self) -> str | None:
         """Hash of the random states after the first step in float64, where there is one."""
@@ -128,19 +113,17 @@ class Comparison:
                 self._usual[key] = self._errors_of_yardstick(self._started, 0, right, look, self._first[look.quiet])
         return self._usual[key]
 
-    def fault(self, kept: Sequence[Kept], look: Look) -> tuple[int, str] | None:
-        """Return the first of these steps that is further off than it may be, and how; None where none is."""
+    def judge(self, look: Look) -> _native.StepJudge:
+        """Return a judge of one candidate's steps."""
         usual = self.usual(look)
-        allowance = "reduced" if look.dtype is not None else "unknown" if self.no_truth else "float32"
+        return _native.StepJudge(usual, reduced=look.dtype is not None, has_float64=not self.no_truth, small=look.small)
+
+    def fault(self, kept: Sequence[Kept], look: Look, judge: _native.StepJudge) -> tuple[int, str] | None:
+        """Return the first of these steps that is further off than it may be, and how; None where none is."""
         self.begin(())
         for one in kept:
-            index = one.step.index
-            excess = self._by_the_step(one, look, usual, allowance)
-            known = not self.no_truth and bool(one.step.calls)
-            if known and (excess or index in look.wide):
-                excess = self._by_float64(one, look, usual, allowance)
-            if excess:
-                return index, excess[0].words
+            if words := judge.fault(_Again(self, one, look), one.step.index in look.wide):
+                return one.step.index, words
             rest()
             give_back_host_memory()
         return None
@@ -198,68 +181,71 @@ class Comparison:
         step = Step(index, before, loss, again.calls)
         return measure(self.run, step, right, again.buffers, None)
 
-    def _by_the_step(self, one: Kept, look: Look, usual: _native.ValueErrors, allowance: str) -> list[_native.Excess]:
-        """Hold it against the step as given; what the kinks of steps before excuse is none of the excess."""
-        index = one.step.index
-        with self._scope(look.quiet, None):
-            again = self._again(one.before, index, look.quiet, one.step.calls)
-            found = measure(self.run, one.step, again, one.buffers, self.clip_norm)
-            excess = _above(_native.values_beyond(found, usual, allowance), look.small)
-            stepped = bool(one.step.calls) and not found.wrong
-            if excess and stepped and index not in look.wide and self.kinks.speak():
-                smooth = self.kinks.unexplained(self._gradients(one.step.calls), again.grads)
-                excess = _above(
-                    _native.values_beyond(self._errors_of(one, again, smooth), usual, allowance), look.small
-                )
-            return excess
-
-    # -- in float64 ------------------------------------------------------------------------------------------------
-
-    def _by_float64(self, one: Kept, look: Look, usual: _native.ValueErrors, allowance: str) -> list[_native.Excess]:
-        index = one.step.index
-        self.begin(())
-        alone = index == 0 and len(self.run.slots) == 1  # every check begins with the same values
-        known = self._truths.get(look.quiet) if alone else None
-        right = known or self._wide(one.before, index, look.quiet, one.step.calls)
-        found = self.errors[index] = measure(self.run, one.step, right, one.buffers, self.clip_norm)
-        excess = _above(_native.values_beyond(found, usual, allowance), look.small)
-        if not excess:
-            return []
-        here = self._errors_of_yardstick(one.before, index, right, look, one.step.calls)
-        excess = _above(_native.values_beyond(found, here, allowance), look.small)
-        if not excess or found.wrong:
-            return excess
-        return _native.values_beyond(self._without_kinks(one, right, look), here, allowance)
-
-    def _without_kinks(self, one: Kept, right: Truth, look: Look) -> _native.ValueErrors:
-        """Errors of the step less what of them is a rounding across a kink; see oxytorch/tune/kinks.h."""
-        index = one.step.index
-        kinks = _native.Kinks(self._gradients(one.step.calls), right.grads)
-        for state in range(_native.kink_states):
-            nudge = _native.Nudge(list(self.run.params), look.dtype is not None, index, state)
-            before = moved(one.before, nudge)
-            self.begin(look.active)
-            with still(self.run) if look.quiet else nullcontext():
-                load(self.run, self.roots, before, self._counters[look.quiet][index])
-                calls = take_one(self.run, self.roots, index, before=before).calls
-            self.begin(())
-            with self._scope(look.quiet, None):
-                kinks.add(self._gradients(calls), self._again(before, index, look.quiet, calls).grads)
-        self.begin(())
-        self.kinks.learn(kinks)
-        return self._errors_of(one, right, kinks.unexplained())
-
-    def _errors_of(self, one: Kept, right: Truth, grads: list[Tensor | None]) -> _native.ValueErrors:
-        """Errors of the step with these gradients, as its optimizers use them."""
-        left = Step(one.step.index, one.step.before, one.step.loss, replace(right, grads=grads).calls)
-        return measure(self.run, left, right, one.buffers, None)
-
-    def _gradients(self, calls: list[Call]) -> list[Tensor | None]:
+    def _gradients(self, calls: Sequence[Call]) -> list[Tensor | None]:
         """Those that the optimizers use."""
         norm = self.clip_norm
         each = (call.grads if norm is None else clip(call.grads, norm) for call in compared(self.run, calls))
         return [grad for grads in each for grad in grads]
 
 
-def _above(excess: list[_native.Excess], small: float) -> list[_native.Excess]:
-    return [one for one in excess if not one.relative < small]
+class _Again(_native.ComparedStep):
+    """A step of a candidate, as the native judge asks for it; see oxytorch/tune/step_judge.h."""
+
+    def __init__(self, comparison: Comparison, one: Kept, look: Look) -> None:
+        super().__init__()
+        self._comparison = comparison
+        self._one = one
+        self._look = look
+        self._right: Truth | None = None
+
+    @property
+    def _reference(self) -> Truth:
+        assert self._right is not None
+        return self._right
+
+    def gradients(self) -> list[Tensor | None]:
+        return self._comparison._gradients(self._one.step.calls)
+
+    def take_as_given(self) -> list[Tensor | None]:
+        one, quiet = self._one, self._look.quiet
+        with self._comparison._scope(quiet, None):
+            self._right = self._comparison._again(one.before, one.step.index, quiet, one.step.calls)
+        return self._right.grads
+
+    def take_in_float64(self) -> list[Tensor | None]:
+        one, quiet, comparison = self._one, self._look.quiet, self._comparison
+        comparison.begin(())
+        alone = one.step.index == 0 and len(comparison.run.slots) == 1  # every check begins with the same values
+        known = comparison._truths.get(quiet) if alone else None
+        self._right = known or comparison._wide(one.before, one.step.index, quiet, one.step.calls)
+        return self._right.grads
+
+    def errors(self) -> _native.ValueErrors:
+        comparison = self._comparison
+        return measure(comparison.run, self._one.step, self._reference, self._one.buffers, comparison.clip_norm)
+
+    def errors_with(self, gradients: list[Tensor | None]) -> _native.ValueErrors:
+        step = self._one.step
+        calls = replace(self._reference, grads=gradients).calls
+        left = Step(step.index, step.before, step.loss, calls)
+        return measure(self._comparison.run, left, self._reference, self._one.buffers, None)
+
+    def yardstick_errors(self) -> _native.ValueErrors:
+        step = self._one.step
+        return self._comparison._errors_of_yardstick(
+            self._one.before, step.index, self._reference, self._look, step.calls
+        )
+
+    def take_apart(self, state: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        comparison, look, index = self._comparison, self._look, self._one.step.index
+        run, counted = comparison.run, comparison._counters[look.quiet][index]
+        nudge = _native.Nudge(list(run.params), look.dtype is not None, index, state)
+        before = moved(self._one.before, nudge)
+        comparison.begin(look.active)
+        with still(run) if look.quiet else nullcontext():
+            load(run, comparison.roots, before, counted)
+            calls = take_one(run, comparison.roots, index, before=before).calls
+        comparison.begin(())
+        with comparison._scope(look.quiet, None):
+            again = comparison._again(before, index, look.quiet, calls)
+        return comparison._gradients(calls), again.grads

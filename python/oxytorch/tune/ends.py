@@ -80,18 +80,16 @@ class Ends:
 
         `dtype`: of a change of precision, whose band reaches to where stock autocast ends. Figures go into `evidence`.
         """
-        end, usual = self.of(found), self.of(given)
-        evidence.update(end_loss=end, given_loss=usual)
-        if _native.in_any_band(end, usual, given[0]):
-            return ""  # inside whatever other seeds give
-        ends = self.as_given(given)
-        low, high = _native.band_of(ends)
-        if dtype is not None and not low <= end <= high:
-            low, high = _native.band_of(ends, self._reduced_end(dtype))
-        evidence.update(band_low=low, band_high=high)
-        if low <= end <= high:
-            return ""
-        return f"after {self._steps} steps the loss is {end:.4g}, outside of {low:.4g} to {high:.4g} that seeds span"
+        words, figures = _native.end_fault(
+            self._steps,
+            self.of(found),
+            self.of(given),
+            given[0],
+            lambda: self.as_given(given),
+            None if dtype is None else lambda: self._reduced_end(dtype),
+        )
+        evidence.update(figures)
+        return words
 
     def _reduced_end(self, dtype: torch.dtype) -> float:
         """Where stock autocast ends: with few batches, orders of them say little about how far it may be from here."""

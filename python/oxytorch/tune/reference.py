@@ -147,7 +147,7 @@ def taken_again(
         return Truth(float(loss), grads, buffers, rng_digest(run), loss.dtype, which)
 
 
-def compared(run: Run, calls: list[Call]) -> list[Call]:
+def compared(run: Run, calls: Sequence[Call]) -> Sequence[Call]:
     """Calls whose gradients are judged: where one optimizer steps again from where it is, later ones are not known."""
     return calls[:1] if len(run.slots) == 1 else calls
 
