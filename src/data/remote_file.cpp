@@ -25,7 +25,7 @@ constexpr double kFirstPause = 0.1;                // seconds; twice that after 
 constexpr std::uint64_t kBlock = 1 << 20;          // bytes that are fetched at once where less is asked for
 constexpr std::size_t kBlocks = 16;                // of a file that are kept
 constexpr std::uint64_t kLargestWhole = 64 << 20;  // of a server without ranges
-constexpr long kConnectSeconds = 10, kStallSeconds = 30;
+constexpr long kConnectSeconds = 10, kStallSeconds = 15;
 
 std::string environment_variable(const char* name) {
   const char* value = std::getenv(name);

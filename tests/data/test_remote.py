@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import socket
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ class Store(ThreadingHTTPServer):
         self.signed = False
         self.requests: list[str] = []
         self.page = 1000  # keys of a listing
+        self.closing = threading.Event()
 
     @property
     def url(self) -> str:
@@ -53,6 +55,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def hang_up(self) -> None:
+        """End the connection at once, which closing one of its several files does not."""
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
         store = self.server
         store.requests.append(f"{self.path} {self.headers.get('Range', '')}".strip())
@@ -63,8 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault.isdigit():
             return self.answer(int(fault))
         if fault == "reset":
-            self.connection.close()
-            return None
+            return self.hang_up()
         if "list-type=2" in query:
             return self.listing(path, dict(urllib.parse.parse_qsl(query)))
         body = store.files.get(urllib.parse.unquote(path))
@@ -79,13 +85,14 @@ class Handler(BaseHTTPRequestHandler):
         if first >= len(body):
             return self.answer(416)
         part = body[first : last + 1]
-        if fault == "short":  # a body that ends early, on a connection that does
+        if fault in ("short", "stall"):  # a body that ends early, or goes on never
             self.send_response(206)
             self.send_header("Content-Length", str(len(part)))
             self.end_headers()
             self.wfile.write(part[: len(part) // 2])
-            self.connection.close()
-            return None
+            if fault == "stall":
+                store.closing.wait(120)
+            return self.hang_up()
         place = f"bytes {first}-{first + len(part) - 1}/{len(body)}"
         return self.answer(206, part, {"ETag": store.etag, "Content-Range": place})
 
@@ -142,6 +149,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     server = Store()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
+    server.closing.set()
     server.shutdown()
     server.server_close()
 
@@ -177,6 +185,14 @@ def test_faults_that_pass_are_tried_again(store: Store, rows: str) -> None:
     dataset = ox.data.open(rows)
     store.faults = ["short", "500", "short"]
     check(dataset)
+
+
+@pytest.mark.slow
+def test_a_body_that_stalls_is_asked_for_again(store: Store, rows: str) -> None:
+    dataset = ox.data.open(rows)
+    store.faults = ["stall"]
+    check(dataset)
+    assert not store.faults
 
 
 def test_faults_that_stay_are_told(store: Store, rows: str) -> None:
