@@ -87,9 +87,9 @@ function(oxytorch_module layer)
   endforeach()
 endfunction()
 
-# oxytorch_test(<name> <core|torch> FILE... [INTERNAL] [DEVICES DEVICE...]): a GoogleTest program named <name>, one ctest
-# entry per test on the CPU, and one entry for the whole program on each device (tests/device/torch_device.h). INTERNAL:
-# it includes headers of src/.
+# oxytorch_test(<name> <core|torch> FILE... [INTERNAL] [DEVICES DEVICE...]): a GoogleTest program named <name>; on the CPU
+# one ctest entry per test, of the torch layer per suite, and one for the whole program on each device
+# (tests/device/torch_device.h). INTERNAL: it includes headers of src/.
 function(oxytorch_test name layer)
   if(layer STREQUAL "torch" AND NOT OXYTORCH_TORCH)
     return()
@@ -107,11 +107,20 @@ function(oxytorch_test name layer)
     oxytorch_unity(${name} 4)
   else()
     target_link_libraries(${name} PRIVATE oxytorch_core)
+    target_compile_options(${name} PRIVATE -O1)
   endif()
   get_filename_component(module ${CMAKE_CURRENT_SOURCE_DIR} NAME)
-  include(GoogleTest)
-  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 PROPERTIES
-    LABELS "${module};${layer}" ENVIRONMENT OXYTORCH_CACHE=off)
+  if(layer STREQUAL "torch")
+    set(reports ${PROJECT_BINARY_DIR}/test-suites)
+    set(entries ${CMAKE_CURRENT_BINARY_DIR}/${name}_suites.cmake)
+    file(GENERATE OUTPUT ${entries} CONTENT "include([==[${PROJECT_SOURCE_DIR}/cmake/TestSuites.cmake]==])
+test_suites(${name} [==[$<TARGET_FILE:${name}>]==] [==[${reports}]==] [==[${module};${layer}]==])\n")
+    set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES ${entries})
+  else()
+    include(GoogleTest)
+    gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 PROPERTIES
+      LABELS "${module};${layer}" ENVIRONMENT OXYTORCH_CACHE=off)
+  endif()
   foreach(device IN LISTS test_DEVICES)
     add_test(NAME ${name}.${device} COMMAND ${name})
     set_tests_properties(${name}.${device} PROPERTIES ENVIRONMENT "OXYTORCH_DEVICE=${device};OXYTORCH_CACHE=off"

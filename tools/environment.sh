@@ -19,5 +19,15 @@ export PYTHONPATH=$PACKAGES${PYTHONPATH:+:$PYTHONPATH}
 # Settings of the caller's shell must not decide whether the tests pass.
 unset OXYTORCH_ISA OXYTORCH_LOG
 
+# run_ctest REPORT [ARGUMENT...]: writes REPORT.xml, and what each suite of a program says to REPORT-suites/.
+run_ctest() {
+  local report=$1 passed=0
+  shift
+  rm -f "$BUILD"/test-suites/*.xml
+  ctest --preset "$PRESET" -j "$(nproc)" --output-junit "$report.xml" "$@" || passed=1
+  mkdir -p "$report-suites" && find "$BUILD/test-suites" -name '*.xml' -exec mv -t "$report-suites" {} +
+  return $passed
+}
+
 say() { printf '%s\n' "$*"; }
 die() { printf 'oxytorch: %s\n' "$*" >&2; exit 1; }

@@ -14,7 +14,7 @@ failed=()
 for device in $devices; do
   export OXYTORCH_DEVICE=$device
   say "== $device"
-  ctest --preset "$PRESET" -j "$cores" -L torch -LE device --output-junit "$reports/ctest-$device.xml" || failed+=("ctest $device")
+  run_ctest "$reports/ctest-$device" -L torch -LE device || failed+=("ctest $device")
   python3 -m pytest -n "$cores" --junit-xml="$reports/pytest-$device.xml" "$@" || failed+=("pytest $device")
 done
 

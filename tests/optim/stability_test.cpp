@@ -91,7 +91,9 @@ TEST(SpikeDetector, WhatIsStillOnItsWayIsDrained) {
     for (int i = 0; i < 50; ++i) {
       detector.judge(torch::tensor(i == 49 ? kNan : 1.0));
       detector.record(i, torch::ones({}));
-      if (i < 49) EXPECT_TRUE(detector.arrived(true).empty());
+      if (i < 49) {
+        EXPECT_TRUE(detector.arrived(true).empty());
+      }
     }
     const auto found = detector.drain();
     ASSERT_EQ(found.size(), 1U) << composite;

@@ -1,0 +1,25 @@
+# Read by CTest: one test for each suite of a GoogleTest program, in a process of its own. A program that links LibTorch
+# takes 0.2 s to start, which is longer than most of its tests, so they are not tests of CTest one by one.
+#   test_suites(<name> <program> <folder for lists and reports> <label;...>)
+function(test_suites name program folder labels)
+  set(list ${folder}/${name}.txt)
+  if(NOT EXISTS ${program})
+    add_test(${name} "not built: ${program}")  # fails, and says why
+    return()
+  endif()
+  if(NOT EXISTS ${list} OR ${program} IS_NEWER_THAN ${list})
+    execute_process(COMMAND ${program} --gtest_list_tests OUTPUT_VARIABLE listed RESULT_VARIABLE failed)
+    if(failed)
+      add_test(${name} ${program} --gtest_list_tests)
+      return()
+    endif()
+    file(WRITE ${list} "${listed}")
+  endif()
+  file(STRINGS ${list} suites REGEX "^[A-Za-z_][A-Za-z0-9_/]*\\.( .*)?$")
+  foreach(suite IN LISTS suites)
+    string(REGEX REPLACE "\\..*" "" suite "${suite}")  # what follows is a comment on its type
+    string(REPLACE "/" "-" file ${suite})
+    add_test(${name}.${suite} ${program} --gtest_filter=${suite}.* --gtest_output=xml:${folder}/${name}.${file}.xml)
+    set_tests_properties(${name}.${suite} PROPERTIES LABELS "${labels}" ENVIRONMENT OXYTORCH_CACHE=off)
+  endforeach()
+endfunction()
