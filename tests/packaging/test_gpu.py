@@ -277,9 +277,21 @@ def test_junit_is_counted_with_what_failed(slices: ModuleType, tmp_path: Path) -
         'message="1 != 2"/></testcase><testcase classname="a" name="d"><skipped message="no"/></testcase>'
         '<testcase classname="a" name="e" status="disabled"/></testsuite></testsuites>'
     )
-    found = slices.read_junit(path)
+    found = slices.read_junit(path, tmp_path / "suites")
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 2)
     assert found["failures"] == [{"test": "a::c", "why": "1 != 2"}]
+    # A suite of a program counts as its tests, one that crashed as itself.
+    (tmp_path / "suites").mkdir()
+    path.write_text(
+        '<testsuite><testcase name="p.All/S"/><testcase name="p.T"><failure message="crashed"/></testcase></testsuite>'
+    )
+    (tmp_path / "suites" / "p.All-S.xml").write_text(
+        '<testsuites><testsuite><testcase name="a" status="run" result="completed"/><testcase name="b" status="run" '
+        'result="skipped"><skipped message="no"/></testcase><testcase name="c" status="notrun"/></testsuite>'
+        "</testsuites>"
+    )
+    found = slices.read_junit(path, tmp_path / "suites")
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 2)
 
 
 def test_a_race_goes_on_from_the_starts_that_were_kept(
