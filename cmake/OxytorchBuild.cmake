@@ -133,5 +133,9 @@ test_suites(${name} [==[$<TARGET_FILE:${name}>]==] [==[${reports}]==] [==[${modu
     add_test(NAME ${name}.${device} COMMAND ${name})
     set_tests_properties(${name}.${device} PROPERTIES ENVIRONMENT "OXYTORCH_DEVICE=${device};OXYTORCH_CACHE=off"
                                                       LABELS "${module};${layer};device")
+    # at::manual_seed of a torch for CUDA throws where the device HPU is registered too; Gaudi's bridge has a torch of its own.
+    if(device STREQUAL "hpu" AND EXISTS "${Oxytorch_TORCH_LIBRARY_DIR}/libtorch_cuda.so")
+      set_tests_properties(${name}.${device} PROPERTIES DISABLED ON)
+    endif()
   endforeach()
 endfunction()

@@ -187,6 +187,7 @@ def test_what_is_no_dataset() -> None:
 
 
 def test_ctrl_c_ends_the_wait() -> None:
+    held = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
     class Gate(Pairs):
         gate = threading.Event()
 
@@ -200,6 +201,7 @@ def test_ctrl_c_ends_the_wait() -> None:
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         next(iter(loader))
+    signal.signal(signal.SIGINT, held)
     data.gate.set()
     assert len(list(loader)) > 0
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import os
+import runpy
 import time
 import types
 from collections.abc import Iterator
@@ -13,7 +15,11 @@ from typing import Any
 
 import torch
 
-LIBRARY = Path(__file__).resolve().parents[2] / "build" / "dev" / "tests" / "device" / "liboxytorch_torch_device.so"
+# Read, not imported: the device is registered before oxytorch is loaded.
+PACKAGE = importlib.util.find_spec("oxytorch")
+assert PACKAGE is not None and PACKAGE.origin is not None
+BUILD = Path(runpy.run_path(str(Path(PACKAGE.origin).with_name("_build_info.py")))["BUILD_FOLDER"])
+LIBRARY = BUILD / "tests" / "device" / "liboxytorch_torch_device.so"
 FAKES = ("sim", "hpu", "privateuse1")
 
 

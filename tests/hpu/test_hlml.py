@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch_device
 
 pytestmark = pytest.mark.cpu_only("starts processes with devices of their own")
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = ROOT / "build" / "dev"
+BUILD = torch_device.BUILD
 BACKEND = BUILD / "src" / "liboxytorch-backend-hpu.so"
 FAKES = BUILD / "tests" / "hpu"
 CODES = {

@@ -13,11 +13,12 @@ from typing import Any
 
 import oxytorch as ox
 import pytest
+import torch_device
 
 pytestmark = pytest.mark.cpu_only("starts processes with devices of their own")
 
 ROOT = Path(__file__).resolve().parents[2]
-FAKES = ROOT / "build" / "dev" / "tests" / "hpu"
+FAKES = torch_device.BUILD / "tests" / "hpu"
 PREAMBLE = """
 import copy, json, sys
 import torch
@@ -70,7 +71,7 @@ def test_here_without_a_card_everything_says_why() -> None:
 
 
 def test_a_torch_half_that_is_missing_is_named(tmp_path: Path) -> None:
-    alone = shutil.copy(ROOT / "build" / "dev" / "src" / "liboxytorch-backend-hpu.so", tmp_path)
+    alone = shutil.copy(torch_device.BUILD / "src" / "liboxytorch-backend-hpu.so", tmp_path)
     code = f"""
 import ctypes
 told = ctypes.c_char_p()
