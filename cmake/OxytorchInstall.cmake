@@ -72,4 +72,7 @@ if(OXYTORCH_PYTHON)
   # `oxytorch bench step-tail` and its like.
   install(DIRECTORY ${PROJECT_SOURCE_DIR}/bench/race DESTINATION bench COMPONENT python EXCLUDE_FROM_ALL
     FILES_MATCHING PATTERN *.py PATTERN rivals.json PATTERN requirements.txt PATTERN __pycache__ EXCLUDE)
+  # `oxytorch demo`.
+  install(DIRECTORY ${PROJECT_SOURCE_DIR}/examples/oxytorch_demo DESTINATION examples COMPONENT python EXCLUDE_FROM_ALL
+    FILES_MATCHING PATTERN *.py PATTERN __pycache__ EXCLUDE)
 endif()

@@ -15,6 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 os.environ["OXYTORCH_CACHE"] = "off"  # no test finds what another one had measured, unless it says so
 
+sys.path.append(str(ROOT / "examples"))  # oxytorch_demo
 sys.path.append(str(ROOT / "tests" / "device"))
 sys.path.append(str(ROOT / "tests" / "tune"))  # planted: strategies and a clock for more than one module
 import torch_device  # noqa: E402

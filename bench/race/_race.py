@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from oxytorch.base import Interval, starts_interval, system_info
-from oxytorch.demo import machine
-from oxytorch.demo.plan import environment
+from oxytorch.bench.turns import machine
+from oxytorch.bench.turns.environment import environment
+from oxytorch.demo import examples
 from torch import Tensor
 
 if TYPE_CHECKING:
     from oxytorch.monitor import Report
+
+sys.path.append(str(examples()))  # oxytorch_demo, whose models are raced
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_ROUNDS, MOST_ROUNDS = 7, 200

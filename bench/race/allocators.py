@@ -25,7 +25,7 @@ from _orchestrator.figures import HOST_POOL, REFERENCE, Race
 from _orchestrator.switches import MALLOPT, PRELOADED, Switches
 from _race import facts, new_report, progress, text, write
 from orchestrator import CPP, WORKLOADS, Coordinator, kept, names
-from oxytorch.demo.measure import ends
+from oxytorch.bench.turns.times import ends
 
 SCHEMA = "oxytorch-allocators/1"
 CONTENDERS = {

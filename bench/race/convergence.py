@@ -26,7 +26,7 @@ from typing import Any
 import oxytorch.optim
 import torch
 from _race import ROOT, facts, new_report, progress, write
-from oxytorch.demo import workloads
+from oxytorch_demo import workloads
 from torch import Tensor, nn
 
 T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}

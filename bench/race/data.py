@@ -35,7 +35,7 @@ import numpy as np
 import oxytorch as ox
 import torch
 from oxytorch.base import starts_interval
-from oxytorch.demo import machine
+from oxytorch.bench.turns import machine
 from torch import Tensor
 
 SCHEMA = "oxytorch-data/1"

@@ -48,10 +48,11 @@ from _orchestrator.screen import screen
 from _orchestrator.switches import Switches
 from _peers import PEERS
 from _race import ROOT, Figure, add_figures, facts, new_report, progress, same_machine, show_figures, text, write
-from oxytorch.demo.driver import Start, WorkerFailed, python_command, race
-from oxytorch.demo.machine import has_bf16
-from oxytorch.demo.measure import ends
-from oxytorch.demo.plan import FIRST_SEED, environment
+from oxytorch.bench.turns.driver import Start, WorkerFailed, python_command, race
+from oxytorch.bench.turns.environment import FIRST_SEED, environment
+from oxytorch.bench.turns.machine import has_bf16
+from oxytorch.bench.turns.times import ends
+from oxytorch.demo import examples
 
 TURNS, QUICK_TURNS = 4, 2
 WORKLOADS = {
@@ -126,7 +127,7 @@ def command(
     }
     if contender not in (*OURS, SEARCHED) and not contender.startswith(HOST_POOL):
         task["forbid"] = "oxytorch"
-    return switches.command(python_command(task, "_orchestrator.worker", str(Path(__file__).resolve().parent)))
+    return switches.command(python_command(task, "_orchestrator.worker", Path(__file__).resolve().parent, examples()))
 
 
 def worker_environment(threads: int) -> dict[str, str]:

@@ -12,23 +12,17 @@ Prints GFLOP of a step and the rates, and writes bench/report/roofline.{json,htm
 from __future__ import annotations
 
 import argparse
-import importlib
 import statistics
 import sys
 import time
 from pathlib import Path
 
-import oxytorch.demo
+import _race
 import torch
-from _race import ROOT, facts, new_report, write
+from _orchestrator.models import make_workload
+from orchestrator import CPP, WORKLOADS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-
-# The workloads' modules know the demo's by the name that their processes have it by.
-sys.modules["oxytorch_demo"] = oxytorch.demo
-sys.modules["oxytorch_demo.workloads"] = importlib.import_module("oxytorch.demo.workloads")
-from _orchestrator.models import make_workload  # noqa: E402
-from orchestrator import CPP, WORKLOADS  # noqa: E402
 
 SCHEMA = "oxytorch-roofline/1"
 SIZE, QUICK_SIZE, REPEATS = 2048, 256, 15
@@ -64,22 +58,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="smaller products, to see that it works")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench/report")
+    parser.add_argument("--out", type=Path, default=_race.ROOT / "bench/report")
     parser.add_argument("--json", type=Path, help="write the JSON document there too")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    machine_facts = facts(arguments.threads)
+    machine_facts = _race.facts(arguments.threads)
     rates = {name: rate(dtype, QUICK_SIZE if arguments.quick else SIZE) for name, dtype in DTYPES.items()}
     counted = {name: flops(name) for name in WORKLOADS if not name.startswith(CPP)}
     for name, count in counted.items():
         print(f"{name:<8}{count / 1e9:8.2f} GFLOP a step, {1e3 * count / rates['bf16']:8.2f} ms in bf16")
     print(", ".join(f"{value / 1e12:.3f} TFLOP/s in {name}" for name, value in rates.items()))
-    report = new_report("Matrix products", __doc__, machine_facts)
+    report = _race.new_report("Matrix products", __doc__, machine_facts)
     report.table(
         ["workload", "GFLOP a step"], [[name, f"{count / 1e9:.2f}"] for name, count in counted.items()], "Steps"
     )
     document = {"schema": SCHEMA, "machine": machine_facts, "flops": counted, "rates": rates}
-    write(report, document, arguments.out, "roofline", arguments.json)
+    _race.write(report, document, arguments.out, "roofline", arguments.json)
     return 0
 
 

@@ -55,8 +55,8 @@ from _race import (
     write,
 )
 from oxytorch.base import Interval, system_info
-from oxytorch.demo import workloads
-from oxytorch.demo.measure import ends
+from oxytorch.bench.turns.times import ends
+from oxytorch_demo import workloads
 from torch import Tensor
 
 LR, WEIGHT_DECAY, MAX_NORM, EMA_DECAY = 1e-4, 0.01, 1.0, 0.999

@@ -376,7 +376,7 @@ def judge(name: str, starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """The document, of what is done so far."""
-    from oxytorch.demo import machine  # noqa: PLC0415
+    from oxytorch.bench.turns import machine  # noqa: PLC0415
 
     result = {
         "machine": machine.describe(torch.get_num_threads()),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from oxytorch import cli
 from oxytorch.bench import gate, measure
-from oxytorch.demo.driver import Block, Run
+from oxytorch.bench.turns.driver import Block, Run
 
 pytestmark = pytest.mark.cpu_only("times on the CPU, or times that are made up")
 

@@ -31,8 +31,10 @@ def test_quick_cpp_demo(tmp_path: Path) -> None:
 
 
 def test_the_cpp_demo_says_what_it_needs(tmp_path: Path) -> None:
-    package = tmp_path / "python" / "oxytorch" / "demo"
-    package.mkdir(parents=True)
-    code = f"from oxytorch.demo import cpp; cpp.__file__ = {str(package / 'cpp.py')!r}; cpp.build_program()"
+    package = str(tmp_path / "python" / "oxytorch" / "__init__.py")
+    code = (
+        "import sys, oxytorch; from oxytorch.demo import examples; sys.path.append(str(examples())); "
+        f"from oxytorch_demo import cpp; oxytorch.__file__ = {package!r}; cpp.build_program()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "examples/cpp of the source tree" in done.stderr

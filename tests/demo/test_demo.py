@@ -18,9 +18,12 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from oxytorch.demo import measure, plan, workloads
-from oxytorch.demo.driver import Block, Run, WorkerFailed, WorkerProcess, python_command, race
-from oxytorch.demo.present import foot, ratio_text, sentences, time_text, to_json
+from oxytorch.bench.turns.driver import Block, Run, WorkerFailed, WorkerProcess, python_command, race
+from oxytorch.bench.turns.environment import environment
+from oxytorch.bench.turns.times import ends, over_starts
+from oxytorch.demo import examples
+from oxytorch_demo import measure, workloads
+from oxytorch_demo.present import foot, ratio_text, sentences, time_text, to_json
 
 pytestmark = pytest.mark.cpu_only("races on the CPU")
 
@@ -31,14 +34,18 @@ def task(contender: str, **more: Any) -> dict[str, Any]:
     return {"workload": "mlp", "contender": contender, "seed": 1, "steps": 6, "threads": THREADS, **more}
 
 
+def worker_command(each: dict[str, Any]) -> list[str]:
+    return python_command(each, "oxytorch_demo.worker", examples())
+
+
 def drive(tasks: dict[str, dict[str, Any]], timeout: float = 120.0) -> dict[str, Run]:
-    commands = {name: python_command(each) for name, each in tasks.items()}
+    commands = {name: worker_command(each) for name, each in tasks.items()}
     return race(
         commands,
         seed=1,
         steps=6,
         block=3,
-        environment=plan.environment(THREADS),
+        environment=environment(THREADS),
         timeout=timeout,
         on_turn=lambda _name, _count: None,
     )
@@ -121,8 +128,8 @@ def test_interval_is_as_wide_as_the_spread_between_starts() -> None:
     rng = np.random.default_rng(0)
     turns = 1 + 0.001 * rng.standard_normal((4, 50))
     bimodal = turns + np.array([[0.0], [0.0], [0.5], [0.5]])
-    assert measure.over_starts(turns).high - measure.over_starts(turns).low < 0.01
-    wide = measure.over_starts(bimodal)
+    assert over_starts(turns).high - over_starts(turns).low < 0.01
+    wide = over_starts(bimodal)
     assert wide.low < 1.01 and wide.high > 1.49
 
 
@@ -131,7 +138,7 @@ def test_interval_is_as_wide_as_the_spread_between_starts() -> None:
 def test_intervals_hold_the_truth_whatever_dominates(starts: int, between: float, within: float) -> None:
     rng = np.random.default_rng(5)
     logs = between * rng.standard_normal((1000, starts, 1)) + within * rng.standard_normal((1000, starts, 6))
-    intervals = [measure.over_starts(2.0 * np.exp(each)) for each in logs]
+    intervals = [over_starts(2.0 * np.exp(each)) for each in logs]
     assert np.mean([low <= 2.0 <= high for low, _, high, _ in intervals]) >= 0.93
 
 
@@ -142,7 +149,7 @@ def test_one_start_has_no_interval() -> None:
     row = result.row("advanced")
     assert row is not None
     assert time_text(row.step_seconds) == "10.0 (one start)" and ratio_text(row.speedup_plain) == "2.00 (one start)"
-    assert measure.ends(row.speedup_plain) == (None, None)
+    assert ends(row.speedup_plain) == (None, None)
     assert "no intervals" in " ".join(foot(result))
     step = json.loads(to_json(result.to_json()))["rows"][-1]["step_seconds"]
     assert step["low"] is None and step["high"] is None and step["mid"] == pytest.approx(0.01, rel=0.02)
@@ -199,8 +206,8 @@ def test_a_worker_that_dies_is_named_with_what_it_printed() -> None:
 
 
 def test_a_worker_that_hangs_is_named_and_nothing_is_left_behind() -> None:
-    commands = [python_command(task("plain", hang_at=1))]
-    worker = WorkerProcess("plain", commands[0], plan.environment(THREADS))
+    commands = [worker_command(task("plain", hang_at=1))]
+    worker = WorkerProcess("plain", commands[0], environment(THREADS))
     try:
         worker.receive(120.0)
         worker.send("run 3")
@@ -214,9 +221,10 @@ def test_a_worker_that_hangs_is_named_and_nothing_is_left_behind() -> None:
 
 def test_workers_end_with_the_coordinator() -> None:
     code = (
-        "import os, time; from oxytorch.demo import plan; "
-        "from oxytorch.demo.driver import WorkerProcess, python_command; "
-        f"w = WorkerProcess('plain', python_command({task('plain')!r}), plan.environment(2)); "
+        "import os, time; from pathlib import Path; from oxytorch.bench.turns.environment import environment; "
+        "from oxytorch.bench.turns.driver import WorkerProcess, python_command; "
+        f"command = python_command({task('plain')!r}, 'oxytorch_demo.worker', Path({str(examples())!r})); "
+        "w = WorkerProcess('plain', command, environment(2)); "
         "print(w.receive(120.0)['pid'], flush=True); time.sleep(600)"
     )
     coordinator = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -237,7 +245,7 @@ def test_workers_see_no_settings_of_the_callers_shell(monkeypatch: pytest.Monkey
     for name in outside:
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    seen = plan.environment(2)
+    seen = environment(2)
     assert not set(outside) & seen.keys() and seen["OMP_NUM_THREADS"] == seen["MKL_NUM_THREADS"] == "2"
     assert seen["PATH"] == os.environ["PATH"]
 

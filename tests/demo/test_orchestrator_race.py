@@ -16,8 +16,8 @@ import torch
 
 pytest.importorskip("sklearn")
 
-import oxytorch.demo
-from oxytorch.demo.driver import Block
+import oxytorch.bench.turns
+from oxytorch.bench.turns.driver import Block
 
 pytestmark = pytest.mark.cpu_only("races on the CPU")
 
@@ -36,8 +36,8 @@ def switches(import_race: Callable[[str], ModuleType]) -> ModuleType:
 def import_worker(
     import_race: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], ModuleType]:
-    """For modules of the workers, which have the demo's under another name so that they never import oxytorch."""
-    monkeypatch.setitem(sys.modules, "oxytorch_demo", oxytorch.demo)
+    """For modules of the workers, which have these under another name so that they never import oxytorch."""
+    monkeypatch.setitem(sys.modules, "oxytorch_turns", oxytorch.bench.turns)
     return import_race
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import oxytorch as ox
 import pytest
 import torch
-from oxytorch.demo import workloads
+from oxytorch_demo import workloads
 from torch import Tensor, nn
 from torch.nn import functional as F
 

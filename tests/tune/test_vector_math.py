@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from oxytorch import _C
-from oxytorch.demo import serve
+from oxytorch.bench.turns import serve
 
 pytestmark = pytest.mark.cpu_only("the functions are the CPU's")
 

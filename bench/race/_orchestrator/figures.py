@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from _race import Figure
 from oxytorch.base import Interval, geometric_mean_interval, starts_interval
-from oxytorch.demo.driver import Run
-from oxytorch.demo.measure import block_seconds
+from oxytorch.bench.turns.driver import Run
+from oxytorch.bench.turns.times import block_seconds
 
 REFERENCE, ALLOCATOR = "eager", "eager + mallopt"
 EXACT, TOLERANCE = "oxytorch basic", "oxytorch advanced"

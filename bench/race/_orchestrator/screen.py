@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from _race import progress
-from oxytorch.demo.driver import Run, Start, WorkerFailed, WorkerProcess, python_command
-from oxytorch.demo.measure import block_seconds
+from oxytorch.bench.turns.driver import Run, Start, WorkerFailed, WorkerProcess, python_command
+from oxytorch.bench.turns.times import block_seconds
+from oxytorch.demo import examples
 
 from .switches import (
     ALLOCATORS,
@@ -87,7 +88,9 @@ class Sweep:
             switches = Switches(allocator=allocator)
             task = {"workload": workload, "contender": allocator, "seed": SEED, "threads": arguments.threads}
             task |= {"forbid": "oxytorch", "switches": switches.to_json()}
-            command = python_command(task, "_orchestrator.screen_worker", str(Path(__file__).resolve().parents[1]))
+            command = python_command(
+                task, "_orchestrator.screen_worker", Path(__file__).resolve().parents[1], examples()
+            )
             self.workers[allocator] = WorkerProcess(allocator, switches.command(command), environment)
         for worker in list(self.workers.values()):
             self.ask(worker, None)

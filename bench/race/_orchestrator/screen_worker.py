@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import torch
-from oxytorch_demo import serve
+from oxytorch_turns import serve
 
 from .models import MAKERS
 from .switches import Switches, step

@@ -107,7 +107,7 @@ class Switches:
     def enter_process(self) -> None:
         """The allocator's part inside of the process; the first thing it does."""
         if self.allocator in (MALLOPT, HUGE):
-            from oxytorch_demo.serve import keep_freed_memory  # noqa: PLC0415  (a package of the workers alone)
+            from oxytorch_turns.serve import keep_freed_memory  # noqa: PLC0415  (a package of the workers alone)
 
             keep_freed_memory()
         elif self.allocator in PRELOADED:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from oxytorch_demo import serve
 from oxytorch_demo.workloads import Batch
+from oxytorch_turns import serve
 from torch import Tensor
 
 from .contenders import Contender, Prepared, make

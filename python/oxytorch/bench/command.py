@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..base import Interval, format_duration, format_size, system_info
-from ..demo.driver import WorkerFailed
 from . import measure
 from .gate import Measurement, Trend, compare_losses, judge, ratio_interval, trend
+from .turns.driver import WorkerFailed
 
 __all__ = ["run"]
 

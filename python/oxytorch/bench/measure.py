@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..demo import machine
-from ..demo.driver import Block, Start, race
-from ..demo.plan import environment
 from .gate import Measurement
 from .step import CALIBRATION
+from .turns import machine
+from .turns.driver import Block, Start, race
+from .turns.environment import environment
 
 __all__ = ["Plan", "machine_key", "probe", "take"]
 

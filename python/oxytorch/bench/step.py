@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..demo import serve
 from ..model.loss import outputs_and_loss
+from .turns import serve
 
 __all__ = ["CALIBRATION", "load", "made_by", "main", "step_of", "training_step"]
 

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import oxytorch
 import torch
+from oxytorch._build_info import BUILD_FOLDER
+from oxytorch.bench.turns.driver import Start, WorkerFailed, race
+from oxytorch.bench.turns.environment import FIRST_SEED
+from oxytorch.bench.turns.times import block_seconds
 
-from .._build_info import BUILD_FOLDER
-from .driver import Start, WorkerFailed, race
-from .measure import WorkloadResult, block_seconds, summarise
-from .plan import FIRST_SEED, START_SECONDS, Plan
+from .measure import WorkloadResult, summarise
+from .plan import START_SECONDS, Plan
 from .progress import DemoProgress
 from .workloads import library_text
 
@@ -46,7 +49,7 @@ class Program:
 
 def build_program() -> Path:
     """Install the library where it is not, build ``examples/cpp`` against it, and return the GPT program."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(oxytorch.__file__).resolve().parent
     root = package.parents[1]
     source = root / "examples" / "cpp"
     if not (source / "gpt.cpp").exists():

@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from oxytorch.bench.turns import machine
+from oxytorch.bench.turns.driver import Start, WorkerFailed, python_command, race
+from oxytorch.bench.turns.environment import FIRST_SEED, environment
+from oxytorch.bench.turns.times import block_seconds
+from oxytorch.demo import examples
+from oxytorch.report import write_whole
 
-from ..report import write_whole
-from . import machine, page, present, workloads
+from . import page, present, workloads
 from .contenders import StockChoice
-from .driver import Start, WorkerFailed, python_command, race
-from .measure import ALLOCATOR, WorkloadResult, block_seconds, summarise
-from .plan import FIRST_SEED, START_SECONDS, Plan, environment
+from .measure import ALLOCATOR, WorkloadResult, summarise
+from .plan import START_SECONDS, Plan
 from .progress import DemoProgress
 from .workloads import Workload
 
@@ -46,7 +50,9 @@ class Calibration:
 
 def _commands(workload: Workload, tasks: dict[str, dict[str, Any]], plan: Plan) -> dict[str, list[str]]:
     shared = {"workload": workload.name, "threads": plan.threads, "steps_planned": plan.steps_planned}
-    return {name: python_command({**shared, **task}) for name, task in tasks.items()}
+    return {
+        name: python_command({**shared, **task}, "oxytorch_demo.worker", examples()) for name, task in tasks.items()
+    }
 
 
 def calibrate(workload: Workload, plan: Plan, progress: DemoProgress) -> Calibration:

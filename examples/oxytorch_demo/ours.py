@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import oxytorch
 import torch
 from torch import Tensor, nn
-
-import oxytorch
 
 from .workloads import Batch, Workload
 

@@ -9,44 +9,20 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from oxytorch.base import Interval
+from oxytorch.bench.turns.driver import Block, Run, Start
+from oxytorch.bench.turns.times import block_seconds, over_starts, timed
 
-from ..base import Interval, starts_interval
-from .driver import Block, Run, Start
-
-__all__ = ["Interval", "Row", "WorkloadResult", "block_seconds", "ends", "over_starts", "summarise"]
+__all__ = ["Row", "WorkloadResult", "summarise"]
 
 ALLOCATOR = "plain + mallopt"
 BAND_MARGIN = 0.01
 
 
-def over_starts(values: NDArray[np.float64]) -> Interval:
-    """Interval of ``values`` (starts x turns) from the median of each start; without ends where there is one start.
-
-    Turns of one process start are more alike than turns of two, because the allocator settles differently in each, so
-    a start is one observation, however many turns it takes.
-    """
-    return starts_interval(np.median(values, axis=1))
-
-
-def ends(interval: Interval) -> tuple[float | None, float | None]:
-    """``low`` and ``high`` for a chart, None where one start gives no interval."""
-    return (None, None) if math.isnan(interval.low) else (interval.low, interval.high)
-
-
-def _timed(values: Sequence[float]) -> Sequence[float]:
-    # The first step of a turn finds the caches full of another process: trained, not timed.
-    return values[1:] if len(values) > 1 else values
-
-
-def block_seconds(block: Block) -> float:
-    """Median seconds of a step in one turn."""
-    return float(np.median(_timed(block.seconds)))
-
-
 def _block_outside(block: Block) -> float:
     if block.inner is None:
         return math.nan
-    return 1.0 - sum(_timed(block.inner)) / sum(_timed(block.seconds))
+    return 1.0 - sum(timed(block.inner)) / sum(timed(block.seconds))
 
 
 def _outside_share(runs: list[Run], blocks: NDArray[np.float64]) -> float:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from oxytorch.base import Interval
 from rich.console import Console
 from rich.table import Table
 
-from .measure import ALLOCATOR, Interval, Row, WorkloadResult
+from .measure import ALLOCATOR, Row, WorkloadResult
 
 __all__ = [
     "OURS",

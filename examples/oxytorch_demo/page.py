@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-
+from oxytorch.bench.turns.times import ends
 from oxytorch.monitor import Bar, Cell, Column, Report, Series
 
-from .measure import ALLOCATOR, WorkloadResult, ends
+from .measure import ALLOCATOR, WorkloadResult
 from .present import OURS, bytes_text, foot, ratio_text, refusals, sentences, share_text, time_text
 
 __all__ = ["write"]

@@ -1,29 +1,12 @@
-"""What the demo was asked to do."""
+"""What every contender's process has in common."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
-__all__ = ["FIRST_SEED", "START_SECONDS", "Plan", "environment"]
+__all__ = ["FIRST_SEED", "environment"]
 
-START_SECONDS = 2.5
-"""What starting one worker costs, for the plan: importing torch, mostly."""
 FIRST_SEED = 1000
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the arguments ask for; times in seconds."""
-
-    threads: int
-    seconds: float
-    timeout: float
-    quick: bool
-    contenders: tuple[str, ...]
-    environment: dict[str, str]
-    steps_planned: int
-    """Of the run that trainers tune for."""
 
 
 def environment(threads: int) -> dict[str, str]:

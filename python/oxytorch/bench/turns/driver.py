@@ -20,9 +20,9 @@ from typing import IO, Any
 __all__ = ["Block", "Run", "Start", "WorkerFailed", "WorkerProcess", "python_command", "race"]
 
 _BOOTSTRAP = (
-    "import importlib, sys, types; package = types.ModuleType('oxytorch_demo'); package.__path__ = [sys.argv.pop(1)]; "
-    "sys.modules['oxytorch_demo'] = package; sys.path[:0] = [path for path in [sys.argv.pop(1)] if path]; "
-    "importlib.import_module(sys.argv.pop(1)).main()"
+    "import importlib, json, sys, types; package = types.ModuleType('oxytorch_turns'); "
+    "package.__path__ = [sys.argv.pop(1)]; sys.modules['oxytorch_turns'] = package; "
+    "sys.path[:0] = json.loads(sys.argv.pop(1)); importlib.import_module(sys.argv.pop(1)).main()"
 )
 
 
@@ -30,14 +30,14 @@ class WorkerFailed(RuntimeError):
     """A contender's process died, hung or answered nonsense; the message says which and shows what it printed."""
 
 
-def python_command(task: dict[str, Any], module: str = "oxytorch_demo.worker", path: str = "") -> list[str]:
-    """The command line of a Python contender: ``module``'s ``main()``, found in the folder ``path`` if there is one.
+def python_command(task: dict[str, Any], module: str, *paths: Path) -> list[str]:
+    """The command line of a Python contender: ``module``'s ``main()``, looked for in these folders first.
 
-    The demo's modules are loaded as a package of their own, so that the rivals' processes never import oxytorch.
+    It has the modules of this folder as the package ``oxytorch_turns``: rivals never import oxytorch.
     """
     folder = str(Path(__file__).resolve().parent)
     said = json.dumps({**task, "coordinator": os.getpid()})
-    return [sys.executable, "-c", _BOOTSTRAP, folder, path, module, said]
+    return [sys.executable, "-c", _BOOTSTRAP, folder, json.dumps([str(path) for path in paths]), module, said]
 
 
 class WorkerProcess:

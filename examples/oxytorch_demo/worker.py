@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from oxytorch_turns import serve
 from torch import Tensor, nn
 
-from . import serve, workloads
+from . import workloads
 from .contenders import Contender, PhaseClock, Plain, Stock, StockChoice
 from .workloads import Batch, Workload
 

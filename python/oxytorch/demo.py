@@ -1,18 +1,27 @@
-"""The demo: real models trained by plain PyTorch, by the best of stock PyTorch and by Oxytorch, interleaved."""
+"""`oxytorch demo`: the example ``oxytorch_demo``, from a checkout's examples or from where a wheel has them."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from oxytorch.cli import Commands
 
-__all__ = ["add_command"]
+__all__ = ["add_command", "examples"]
+
+
+def examples() -> Path:
+    """The folder that ``oxytorch_demo`` is imported from."""
+    packaged = Path(__file__).resolve().parent / "examples"
+    return packaged if packaged.is_dir() else Path(__file__).resolve().parents[2] / "examples"
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from .command import run  # noqa: PLC0415  (its needs are the demo's alone)
+    sys.path.append(str(examples()))
+    from oxytorch_demo.command import run  # noqa: PLC0415  (its needs are the demo's alone)
 
     return run(arguments)
 
