@@ -188,6 +188,7 @@ def test_what_is_no_dataset() -> None:
 
 def test_ctrl_c_ends_the_wait() -> None:
     held = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
+
     class Gate(Pairs):
         gate = threading.Event()
 

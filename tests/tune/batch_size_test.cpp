@@ -56,9 +56,7 @@ class BatchSizeTest : public testing::Test {
     for (std::size_t i = 0; i < now.size(); ++i) EXPECT_TRUE(at::equal(now[i], held[i])) << "tensor " << i;
   }
   /// Of which a search, that leaves a tenth free, may use so much beside what is resident.
-  static std::string limit(std::uint64_t beside) {
-    return std::to_string((*read_memory().resident + beside) / 9 * 10);
-  }
+  static std::string limit(std::uint64_t beside) { return std::to_string((*read_memory().resident + beside) / 9 * 10); }
 
   nn::Sequential model = [] {
     torch::manual_seed(0);
