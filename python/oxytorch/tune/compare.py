@@ -64,7 +64,7 @@ class Look:
 
 @dataclass
 class Comparison:
-    """Takes the steps of candidates once more, as given and in float64; the native judge says which of it it needs.
+    """Takes the steps of candidates once more, as given and in float64; the native judge asks for what it needs.
 
     Attributes
     ----------
