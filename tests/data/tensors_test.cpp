@@ -10,6 +10,7 @@
 #include <sstream>
 #include <vector>
 
+#include "device/remove_folder.h"
 #include "oxytorch/data/tensors.h"
 #include "oxytorch/error.h"
 #include "oxytorch/trainer.h"
@@ -29,7 +30,7 @@ class TensorLoaderTest : public testing::Test {
       file.write(reinterpret_cast<const char*>(&value), 4);
     }
   }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
+  void TearDown() override { remove_folder(folder_); }
   [[nodiscard]] std::shared_ptr<const Dataset> open_rows() const {
     return open_raw((folder_ / "x.bin").string(), DType::F32, {4});
   }

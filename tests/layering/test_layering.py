@@ -161,6 +161,11 @@ def test_layers_under_those_of_torch_know_none() -> None:
     assert not found, "\n".join(found)
 
 
+def test_nothing_calls_a_function_that_old_torch_replaces() -> None:
+    """libtorch.so 2.9 exports a copy of std::filesystem::remove_all that crashes, for every library of the process."""
+    assert not [relative(path) for path in cpp("include", "src", "backends", "bindings") if "remove_all(" in text(path)]
+
+
 def test_public_headers_hold_no_third_party_header() -> None:
     found = []
     for path in cpp("include"):

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/remove_folder.h"
 #include "oxytorch/load.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/random.h"
@@ -38,14 +39,14 @@ class CacheFolder {
  public:
   CacheFolder() : path_(std::filesystem::path(testing::TempDir()) / "oxytorch_cache") {
     if (const char* before = std::getenv("OXYTORCH_CACHE")) before_ = before;
-    std::filesystem::remove_all(path_);
+    remove_folder(path_);
     ::setenv("OXYTORCH_CACHE", path_.c_str(), 1);
   }
   CacheFolder(const CacheFolder&) = delete;
   CacheFolder& operator=(const CacheFolder&) = delete;
   ~CacheFolder() {
     before_ ? ::setenv("OXYTORCH_CACHE", before_->c_str(), 1) : ::unsetenv("OXYTORCH_CACHE");
-    std::filesystem::remove_all(path_);
+    remove_folder(path_);
   }
   [[nodiscard]] const std::filesystem::path& path() const { return path_; }
 

@@ -62,7 +62,7 @@ class AccelerateOptionsTest : public testing::Test {
     sources.emplace(clock.sources());
     set_load_source([wall = 0.0]() mutable { return LoadSample{.wall = wall += 1}; });  // a quiet machine
     folder = (std::filesystem::path(testing::TempDir()) / "oxytorch_accelerate_options").string();
-    std::filesystem::remove_all(folder);
+    remove_folder(folder);
     torch::manual_seed(1);
     model = nn::Linear(6, 3);
     batches = {{torch::randn({8, 6}), torch::randint(3, {8})}, {torch::randn({8, 6}), torch::randint(3, {8})}};
@@ -73,7 +73,7 @@ class AccelerateOptionsTest : public testing::Test {
   void TearDown() override {
     set_load_source({});
     sources.reset();
-    std::filesystem::remove_all(folder);
+    remove_folder(folder);
   }
 
   static AccelerateOptions only(std::vector<std::string> names) {
@@ -246,7 +246,7 @@ TEST_F(AccelerateOptionsTest, EachHasAnEffect) {
   };
   for (const auto& row : rows) {
     SCOPED_TRACE(row.option);
-    std::filesystem::remove_all(folder);
+    remove_folder(folder);
     row.test();
   }
   // One more option needs one more row.

@@ -249,7 +249,7 @@ TEST_F(AccelerateTest, AChecksRandomNumbersAreItsOwn) {
 
 TEST_F(AccelerateTest, RemembersAndChecksBeforeItTrusts) {
   const auto folder = std::filesystem::path(testing::TempDir()) / "oxytorch_accelerate_test";
-  std::filesystem::remove_all(folder);
+  remove_folder(folder);
   const auto options = only({"no_delay"}).remember(true).folder(folder.string());
   const auto batches = make_batches();
   for (const bool again : {false, true}) {
@@ -263,7 +263,7 @@ TEST_F(AccelerateTest, RemembersAndChecksBeforeItTrusts) {
       EXPECT_THAT(plan.certificate().events, IsEmpty());
     }
   }
-  std::filesystem::remove_all(folder);
+  remove_folder(folder);
 }
 
 TEST_F(AccelerateTest, AFolderThatCannotBeWrittenCostsNoPlan) {
@@ -291,12 +291,12 @@ TEST_F(AccelerateTest, AFolderThatCannotBeWrittenCostsNoPlan) {
     EXPECT_THAT(plan.certificate().events, Contains(HasSubstr("could not be deleted")));
   }
   set_log_sink(before);
-  std::filesystem::remove_all(folder);
+  remove_folder(folder);
 }
 
 TEST_F(AccelerateTest, NothingThatWasMeasuredBesideOtherProgramsIsRemembered) {
   const auto folder = std::filesystem::path(testing::TempDir()) / "oxytorch_accelerate_busy";
-  std::filesystem::remove_all(folder);
+  remove_folder(folder);
   set_load_source([wall = 0.0]() mutable {
     wall += 1;
     return LoadSample{.wall = wall, .busy = 2 * wall, .waited = 0.5 * wall, .cores = 2};
@@ -308,7 +308,7 @@ TEST_F(AccelerateTest, NothingThatWasMeasuredBesideOtherProgramsIsRemembered) {
   EXPECT_THAT(plan.certificate().disturbance, HasSubstr("other programs used 2.0 of its 2 cores"));
   EXPECT_THAT(plan.report(), HasSubstr("The machine was busy"));
   EXPECT_FALSE(tune::CertificateStore(folder.string()).find(plan.certificate().key).has_value());
-  std::filesystem::remove_all(folder);
+  remove_folder(folder);
 }
 
 }  // namespace
