@@ -80,13 +80,16 @@ class Current:
 
 def seed_with_torch() -> None:
     """torch seeds the devices that it knows."""
-    plain = torch.random._manual_seed_impl
+    name = "_manual_seed_impl" if hasattr(torch.random, "_manual_seed_impl") else "manual_seed"  # before torch 2.10
+    plain = getattr(torch.random, name)
 
     def seed(value: int) -> torch._C.Generator:
         torch.ops.oxytorch_device.manual_seed(int(value) & (2**63 - 1))
         return plain(value)
 
-    torch.random._manual_seed_impl = seed
+    setattr(torch.random, name, seed)
+    if name == "manual_seed":
+        torch.manual_seed = seed
 
 
 def rng_state(device: Any = None) -> torch.Tensor:
