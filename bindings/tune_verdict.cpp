@@ -102,10 +102,8 @@ void bind_values(py::module_& m) {
       .def(py::init<>());
   py::class_<StepJudge>(m, "StepJudge",
                         "Judges loss, gradients and buffers of a candidate's steps; see oxytorch/tune/step_judge.h.")
-      .def(py::init([](const ValueErrors& usual, bool reduced, bool has_float64, double small) {
-             return StepJudge(usual, reduced ? kReduced : has_float64 ? kFloat32 : kUnknown, has_float64, small);
-           }),
-           py::arg("usual"), py::kw_only(), py::arg("reduced"), py::arg("has_float64"), py::arg("small"))
+      .def(py::init<ValueErrors, bool, bool, bool>(), py::arg("usual"), py::kw_only(), py::arg("reduced_precision"),
+           py::arg("has_float64"), py::arg("short_look"))
       .def("fault", &StepJudge::fault, release_gil(), py::arg("step"), py::arg("wide"),
            "What is wrong with a step; empty where nothing is.")
       .def(

@@ -4,8 +4,13 @@
 
 namespace oxytorch::tune {
 
-StepJudge::StepJudge(ValueErrors usual, Allowance allowance, bool has_float64, double small)
-    : usual_(std::move(usual)), allowance_(allowance), has_float64_(has_float64), small_(small) {}
+StepJudge::StepJudge(ValueErrors usual, bool reduced_precision, bool has_float64, bool short_look)
+    : usual_(std::move(usual)),
+      allowance_(reduced_precision ? kReduced
+                 : has_float64     ? kFloat32
+                                   : kUnknown),
+      has_float64_(has_float64),
+      small_(short_look ? 0.02 : 0) {}
 
 std::vector<Excess> StepJudge::beyond(const ValueErrors& found, const ValueErrors& usual) const {
   auto excess = values_beyond(found, usual, allowance_);

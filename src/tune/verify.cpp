@@ -29,7 +29,6 @@ namespace oxytorch::tune {
 namespace {
 
 constexpr std::size_t kKept = 4;      // steps of a candidate that are held at once; the rest is taken anew
-constexpr double kSmall = 0.02;       // relative: what a look at one step lets pass
 constexpr double kKeptByTrade = 0.1;  // of optimizer state that a trade holds in a lower precision, relative
 
 /// What is wrong, as a sentence.
@@ -234,9 +233,8 @@ struct Verifier::Impl {
 
   /// Judges values of the compared steps that are yet to come.
   StepJudge judge_of(Kind kind) {
-    const auto& base = usual(kind);
-    const auto& allowance = kind >= Kind::Precision ? kReduced : no_truth.empty() ? kFloat32 : kUnknown;
-    return {base, allowance, no_truth.empty(), options.steps == 1 ? kSmall : 0};
+    const auto& base = usual(kind);  // says whether the model runs in float64, too
+    return {base, kind >= Kind::Precision, no_truth.empty(), options.steps == 1};
   }
 
   void judge_values(StepJudge& judge, const ComparedSteps& steps, int step, Kind kind, const Observed& seen,

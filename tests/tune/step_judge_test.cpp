@@ -85,7 +85,7 @@ ScriptedStep across_a_kink() {
 }
 
 TEST(StepJudgeTest, ARoundingCostsOneStepMore) {
-  StepJudge judge(off_by(0), kFloat32, true);
+  StepJudge judge(off_by(0), false, true);
   ScriptedStep step;
   step.cheap_error = 1e-6;
   EXPECT_EQ(judge.fault(step, false), "");
@@ -96,7 +96,7 @@ TEST(StepJudgeTest, ARoundingCostsOneStepMore) {
 }
 
 TEST(StepJudgeTest, Float64DecidesWhereTheStepAsGivenShowsMore) {
-  StepJudge judge(off_by(2e-4), kFloat32, true);
+  StepJudge judge(off_by(2e-4), false, true);
   auto step = too_large(1e-2);
   step.wide_error = 5e-4;
   EXPECT_EQ(judge.fault(step, false), "") << "three times as far off as the step as given is allowed";
@@ -110,7 +110,7 @@ TEST(StepJudgeTest, Float64DecidesWhereTheStepAsGivenShowsMore) {
 }
 
 TEST(StepJudgeTest, AWideStepIsTakenInFloat64WhateverTheOtherSays) {
-  StepJudge judge(off_by(0), kFloat32, true);
+  StepJudge judge(off_by(0), false, true);
   auto step = too_large(0);
   step.wide_error = 0.5;
   EXPECT_EQ(judge.fault(step, false), "");
@@ -120,7 +120,7 @@ TEST(StepJudgeTest, AWideStepIsTakenInFloat64WhateverTheOtherSays) {
 }
 
 TEST(StepJudgeTest, TheYardstickOfTheSameStepMayBeFurtherOffThanThatOfTheFirst) {
-  StepJudge judge(off_by(0), kReduced, true);
+  StepJudge judge(off_by(0), true, true);
   ScriptedStep step;
   step.cheap_error = step.wide_error = 0.25;
   step.yardstick_error = 0.1;
@@ -129,7 +129,7 @@ TEST(StepJudgeTest, TheYardstickOfTheSameStepMayBeFurtherOffThanThatOfTheFirst) 
 }
 
 TEST(StepJudgeTest, WithoutFloat64TheStepAsGivenDecides) {
-  StepJudge judge(off_by(0), kUnknown, false);
+  StepJudge judge(off_by(0), false, false);
   ScriptedStep step;
   step.cheap_error = 1e-2;
   EXPECT_THAT(judge.fault(step, true), HasSubstr("off by 0.01"));
@@ -137,7 +137,7 @@ TEST(StepJudgeTest, WithoutFloat64TheStepAsGivenDecides) {
 }
 
 TEST(StepJudgeTest, AStepThatCalledNoOptimizerIsComparedByLossAndBuffersAlone) {
-  StepJudge judge(off_by(0), kFloat32, true);
+  StepJudge judge(off_by(0), false, true);
   ScriptedStep step;
   step.steps = false;
   EXPECT_EQ(judge.fault(step, true), "");
@@ -145,7 +145,7 @@ TEST(StepJudgeTest, AStepThatCalledNoOptimizerIsComparedByLossAndBuffersAlone) {
 }
 
 TEST(StepJudgeTest, WhatIsMissingIsNeverARounding) {
-  StepJudge judge(off_by(0), kFloat32, true);
+  StepJudge judge(off_by(0), false, true);
   auto step = across_a_kink();
   step.wrong = {"weight has no gradient"};
   EXPECT_EQ(judge.fault(step, false), "weight has no gradient");
@@ -153,7 +153,7 @@ TEST(StepJudgeTest, WhatIsMissingIsNeverARounding) {
 }
 
 TEST(StepJudgeTest, KinksOfTwoStepsSpeakForTheNext) {
-  StepJudge judge(off_by(0), kFloat32, true);
+  StepJudge judge(off_by(0), false, true);
   for (int i = 0; i < 2; ++i) {
     auto step = across_a_kink();
     EXPECT_EQ(judge.fault(step, false), "");
@@ -172,16 +172,16 @@ TEST(StepJudgeTest, KinksOfTwoStepsSpeakForTheNext) {
 
 TEST(StepJudgeTest, AShortLookLetsSmallErrorsPass) {
   auto step = too_large(0.019);
-  EXPECT_EQ(StepJudge(off_by(0), kFloat32, true, 0.02).fault(step, true), "");
+  EXPECT_EQ(StepJudge(off_by(0), false, true, true).fault(step, true), "");
   step.cheap_error = step.wide_error = 0.021;
-  EXPECT_NE(StepJudge(off_by(0), kFloat32, true, 0.02).fault(step, true), "");
+  EXPECT_NE(StepJudge(off_by(0), false, true, true).fault(step, true), "");
 }
 
 TEST(StepJudgeTest, WhatTheStepThrowsPasses) {
   struct Throwing : ScriptedStep {
     Gradients take_in_float64() override { throw std::runtime_error("no float64"); }
   } step;
-  EXPECT_THROW((void)StepJudge(off_by(0), kFloat32, true).fault(step, true), std::runtime_error);
+  EXPECT_THROW((void)StepJudge(off_by(0), false, true).fault(step, true), std::runtime_error);
 }
 
 }  // namespace

@@ -48,8 +48,10 @@ class OXY_API ComparedStep {
 /// lies along the jumps that the reference makes across kinks is taken away (oxytorch/tune/kinks.h).
 class OXY_API StepJudge {
  public:
-  /// `has_float64`: whether the model runs in float64. Relative errors below `small` are let pass.
-  StepJudge(ValueErrors usual, Allowance allowance, bool has_float64, double small = 0);
+  /// `reduced_precision`: of a candidate that multiplies in half precision, whose yardstick is stock torch's own.
+  /// `has_float64`: whether the model runs in float64. `short_look`: at one step, which lets relative errors below 0.02
+  /// pass.
+  StepJudge(ValueErrors usual, bool reduced_precision, bool has_float64, bool short_look = false);
 
   /// What is wrong with a step; empty where nothing is. What the step throws passes through.
   [[nodiscard]] std::string fault(ComparedStep& step, bool wide);

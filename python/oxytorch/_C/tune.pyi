@@ -655,14 +655,7 @@ class StepJudge:
     """
     Judges loss, gradients and buffers of a candidate's steps; see oxytorch/tune/step_judge.h.
     """
-    def __init__(
-        self,
-        usual: ValueErrors,
-        *,
-        reduced: bool,
-        has_float64: bool,
-        small: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> None: ...
+    def __init__(self, usual: ValueErrors, *, reduced_precision: bool, has_float64: bool, short_look: bool) -> None: ...
     def evidence(self) -> dict[str, float]:
         """
         Figures of the steps so far.

@@ -49,8 +49,8 @@ class Look:
         With every dropout at zero.
     wide : container of int
         Steps that are taken in float64 whatever the cheap comparison says.
-    small : float
-        Errors below it, relative, are let pass.
+    short : bool
+        A look at one step, which lets small errors pass.
     active : sequence of str
         The candidate: what was active in those steps.
     """
@@ -58,7 +58,7 @@ class Look:
     dtype: torch.dtype | None
     quiet: bool
     wide: Container[int] = ()
-    small: float = 0.0
+    short: bool = False
     active: Sequence[str] = ()
 
 
@@ -116,7 +116,12 @@ class Comparison:
     def judge(self, look: Look) -> _native.StepJudge:
         """Return a judge of one candidate's steps."""
         usual = self.usual(look)
-        return _native.StepJudge(usual, reduced=look.dtype is not None, has_float64=not self.no_truth, small=look.small)
+        return _native.StepJudge(
+            usual,
+            reduced_precision=look.dtype is not None,
+            has_float64=not self.no_truth,
+            short_look=look.short,
+        )
 
     def fault(self, kept: Sequence[Kept], look: Look, judge: _native.StepJudge) -> tuple[int, str] | None:
         """Return the first of these steps that is further off than it may be, and how; None where none is."""

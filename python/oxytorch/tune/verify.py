@@ -48,7 +48,6 @@ _LATER = 9  # steps beyond those asked for that are compared one after the other
 _SPAN = 12  # steps after them, of which the last and some that are drawn are compared
 _KEPT_BYTES = 1 << 29  # of gradients and parameters that are kept at once, two steps at least
 _EXTRAS = 1 << 22  # elements of other tensors, up to which they are compared after each step
-_SMALL = 0.02  # relative: what a look at one step lets pass
 
 
 @dataclass(frozen=True)
@@ -537,7 +536,7 @@ class Verifier:
     def _look(self, kind: Kind, wanted: Sequence[str], quiet: bool, steps: _Steps | None = None) -> Look:
         dtype = None if kind == "tolerance" else self._dtype(wanted)
         wide = set() if steps is None else steps.wide
-        return Look(dtype, quiet, wide, _SMALL if steps is not None and steps.count == 1 else 0.0, wanted)
+        return Look(dtype, quiet, wide, steps is not None and steps.count == 1, wanted)
 
     def _judge(
         self,
