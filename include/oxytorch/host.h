@@ -77,6 +77,10 @@ OXY_API std::optional<uint64_t> heap_mmap_threshold();
 /// allocator's locks for some tens of microseconds: not for the step path.
 OXY_API std::optional<uint64_t> allocator_retained_bytes();
 
+/// Gives the heap's free pages back to the kernel, but for `keep` bytes at its end. Of no effect where malloc is not
+/// glibc's.
+OXY_API void trim_heap(uint64_t keep = 0);
+
 /// Times that the background thread has given memory back since the process started.
 OXY_API uint64_t allocator_trims();
 

@@ -105,7 +105,7 @@ class Watcher {
       if (!running_) break;
       lock.unlock();
       if (allocator_retained_bytes().value_or(0) > limit) {
-        malloc_trim(64 * kMiB);
+        trim_heap(64 * kMiB);
         trim_count.fetch_add(1, std::memory_order_relaxed);
       }
       lock.lock();
@@ -192,8 +192,16 @@ uint64_t resident_bytes() {
   std::ifstream file("/proc/self/statm");
   uint64_t size = 0, resident = 0;
   file >> size >> resident;
-  return file ? resident * static_cast<uint64_t>(sysconf(_SC_PAGESIZE)) : UINT64_MAX;
+  return file ? resident * static_cast<uint64_t>(sysconf(_SC_PAGESIZE)) : INT64_MAX;
 }
+
+/// Resident bytes that no block of malloc uses: what it holds free, and what the process has beside it.
+int64_t resident_beside(const struct mallinfo2& info) {
+  return static_cast<int64_t>(resident_bytes()) - static_cast<int64_t>(info.uordblks + info.hblkhd);
+}
+
+/// Of those, at most what the process has beside malloc: known once the heap is trimmed.
+std::atomic<int64_t> beside_heap{0};
 
 std::string mebibytes(uint64_t bytes) { return std::to_string(bytes / kMiB) + " MiB"; }
 
@@ -341,11 +349,21 @@ std::optional<uint64_t> heap_mmap_threshold() {
 }
 
 std::optional<uint64_t> allocator_retained_bytes() {
-  // Pages already given back stay in glibc's count of free bytes, so it is held against what is resident.
+  // Pages already given back stay in glibc's count of free bytes, so it is held against what is resident beyond what
+  // was when they were.
   const auto info = mallinfo2();
-  const uint64_t resident = resident_bytes();
-  const uint64_t used = info.uordblks + info.hblkhd;
-  return std::min<uint64_t>(info.fordblks, resident > used ? resident - used : 0);
+  const int64_t beside = std::max<int64_t>(resident_beside(info), 0);
+  int64_t base = beside_heap.load(std::memory_order_relaxed);
+  while (beside < base && !beside_heap.compare_exchange_weak(base, beside, std::memory_order_relaxed)) {
+  }
+  return std::min<uint64_t>(info.fordblks, static_cast<uint64_t>(std::max<int64_t>(beside - base, 0)));
+}
+
+void trim_heap(uint64_t keep) {
+  malloc_trim(keep);
+  const auto info = mallinfo2();
+  const auto kept = static_cast<int64_t>(std::min<uint64_t>(keep, info.keepcost));
+  beside_heap = std::max<int64_t>(resident_beside(info) - kept, 0);
 }
 
 uint64_t allocator_trims() { return trim_count.load(std::memory_order_relaxed); }
@@ -361,6 +379,7 @@ HostSetting keep_heap(std::optional<uint64_t>) {
 void note_heap() {}
 std::optional<uint64_t> heap_mmap_threshold() { return std::nullopt; }
 std::optional<uint64_t> allocator_retained_bytes() { return std::nullopt; }
+void trim_heap(uint64_t) {}
 uint64_t allocator_trims() { return 0; }
 
 #endif

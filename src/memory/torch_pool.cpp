@@ -1,5 +1,4 @@
 // The pool of host memory under torch's CPU tensors, as a setting.
-#include <malloc.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -95,7 +94,7 @@ void give_back_host_memory() {
     pool->set_retain_limit(0);
     pool->set_retain_limit(limit);
   }
-  malloc_trim(0);
+  trim_heap();
 }
 
 HostPoolStats host_pool_stats() {
