@@ -273,4 +273,4 @@ def run(script: str, quirks: str) -> None:
     if "asynchronous" in quirks:
         environment["OXYTORCH_SIM"] = "latency_us=2000"
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torch_device.check(done)

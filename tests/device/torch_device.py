@@ -7,12 +7,14 @@ import contextlib
 import importlib.util
 import os
 import runpy
+import subprocess
 import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 # Read, not imported: the device is registered before oxytorch is loaded.
@@ -46,6 +48,16 @@ def chosen() -> torch.device:
     """The device that tests run on: what OXYTORCH_DEVICE says, the CPU unless set."""
     name = os.environ.get("OXYTORCH_DEVICE") or "cpu"
     return load() if name in FAKES else torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def check(done: subprocess.CompletedProcess[str]) -> None:
+    """Fail if a process with a device has; skip if its torch, built for CUDA, has no place for the device it asked for.
+
+    Gaudi's bridge has a torch of its own, without CUDA.
+    """
+    if done.returncode != 0 and "Cannot have both HPU and cuda" in done.stdout + done.stderr:
+        pytest.skip("this torch is built for CUDA and takes no other accelerator")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
 def host_reads() -> int:

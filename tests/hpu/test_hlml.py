@@ -265,7 +265,7 @@ def test_texts_survive_json(tmp_path: Path) -> None:
 
 
 def test_a_process_without_torch_says_which_thing_is_missing(tmp_path: Path) -> None:
-    program = ROOT / "python" / "oxytorch" / "bin" / "oxytorch-conformance"
+    program = Path(torch_device.PACKAGE.origin).parent / "bin" / "oxytorch-conformance"
     done = subprocess.run([program, BACKEND], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "torch is not loaded in this process; Gaudi's management library" in done.stdout + done.stderr

@@ -46,7 +46,7 @@ def run(tmp_path: Path, code: str, *lines: str, preamble: str = PREAMBLE, module
         environment.pop(name, None) if name not in variables else None
     command = [sys.executable, "-m", module] if module else [sys.executable, "-c", preamble + code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    torch_device.check(done)
     return done.stdout
 
 
