@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
@@ -429,7 +430,17 @@ class Work {
 }  // namespace
 
 LossAndGradients linear_cross_entropy_cpu(const LinearCrossEntropy& call, std::array<bool, 3> wanted) {
-  return Work(call, wanted).run();
+  const Tensor counted = call.target.ne(call.ignore_index).nonzero().squeeze(1);
+  const auto some = counted.size(0), all = call.target.size(0);
+  if (some == 0 || some > all - all / 16) return Work(call, wanted).run();
+  // Tokens that do not count need no logits: their gradients are zeros.
+  const Tensor input = call.input.index_select(0, counted), target = call.target.index_select(0, counted);
+  auto done =
+      Work({input, call.weight, target, call.bias, call.ignore_index, call.label_smoothing, call.mean}, wanted).run();
+  if (done.input.defined()) {
+    done.input = at::zeros(call.input.sizes(), done.input.options()).index_copy_(0, counted, done.input);
+  }
+  return done;
 }
 
 }  // namespace oxytorch::ops

@@ -19,6 +19,7 @@
 #include "oxytorch/memory.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/system.h"
+#include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/run.h"
@@ -155,6 +156,33 @@ struct NativeLstm : Operators {
     served = {"mkldnn_rnn_layer"};
     missing = "the model calls no LSTM of oneDNN's.";
   }
+};
+
+/// The last linear layer and its cross entropy as one.
+struct NativeCrossEntropy : Strategy {
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    // Nothing of an optimizer in C++ says that it is about to change the weights.
+    if (!run.owns_loop) return "the program's own loop may read logits after the optimizer's step.";
+    if (run.batches().empty()) return true;
+    const DeferredLogits logits;
+    const auto before = DeferredLogits::losses();
+    {
+      const DeferredLogits::Scope scope;
+      forward_of(run)();
+    }
+    if (DeferredLogits::losses() > before) return true;
+    return "no cross entropy of class indices takes what a linear layer of 256 or more classes gives, alone.";
+  }
+  void apply(Run& run) override {
+    logits.emplace();
+    run.scope("logits", [] { return std::make_shared<DeferredLogits::Scope>(); });
+  }
+  void revert(Run& run) override {
+    run.scope("logits", {});
+    logits.reset();
+  }
+  std::optional<DeferredLogits> logits;
 };
 
 // -- the optimizer ----------------------------------------------------------------------------------------------------
@@ -409,6 +437,11 @@ std::vector<RegisteredStrategy> own_strategies() {
                               .cost = "LSTM layers of other models in this process take this kernel too.",
                               .max_speedup = 4,
                               .expected_speedup = 2.2}),
+      registered<NativeCrossEntropy>("native_cross_entropy", Tolerance,
+                                     {.interacts = {"bf16_autocast", "allocator", "host_pool"},
+                                      .cost = "logits that are kept until the optimizer's step are computed then.",
+                                      .max_speedup = 3,
+                                      .expected_speedup = 1.1}),
       registered<Attention<false>>("math_attention", Tolerance,
                                    {.group = "attention",
                                     .interacts = {"bf16_autocast", "allocator", "host_pool"},

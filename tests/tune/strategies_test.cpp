@@ -11,6 +11,7 @@
 
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
+#include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/run.h"
@@ -284,6 +285,47 @@ TEST(StrategiesTest, NativeLstmServesTorchsAndGoes) {
   EXPECT_TRUE(ruling.held) << ruling.reason;
   training.run.set_active({});
   EXPECT_TRUE(at::equal(training.model->forward(image), plain));
+  EXPECT_NO_THROW(snapshot.prove());
+}
+
+/// Each place of an image is one of 300 classes.
+struct LabelledImpl : nn::Module {
+  LabelledImpl() { head = register_module("head", nn::Linear(8, 300)); }
+  at::Tensor forward(const at::Tensor& image) { return head(image.flatten(2).transpose(1, 2)); }
+  nn::Linear head = nullptr;
+};
+TORCH_MODULE(Labelled);
+
+TEST(StrategiesTest, NativeCrossEntropyTakesTheLossWithoutLogits) {
+  auto none = Training::with(nn::ReLU());
+  EXPECT_THAT(none.run.strategy("native_cross_entropy").applies(none.run).reason, HasSubstr("no cross entropy"));
+
+  torch::manual_seed(0);
+  Labelled model;
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  const Batch batch(torch::randn({2, 8, 7, 7}), torch::randint(300, {2, 49}));
+  tune::Run run(*model, optimizer,
+                [&](const Batch& given) {
+                  const auto logits = model->forward(given.input).to(torch::kFloat);
+                  return nn::functional::cross_entropy(logits.flatten(0, 1), given.target.flatten());
+                },
+                {batch});
+  run.owns_loop = true;
+  auto& strategy = run.strategy("native_cross_entropy");
+  ASSERT_TRUE(strategy.applies(run).holds) << strategy.applies(run).reason;
+  tune::Snapshot snapshot(run);
+  tune::Verifier verifier(run, snapshot);
+  const auto plain = run.losses(batch);
+  auto losses = tune::DeferredLogits::losses();
+  run.set_active({"native_cross_entropy"});
+  EXPECT_TRUE(at::allclose(run.losses(batch), plain, 1e-5, 1e-6));
+  EXPECT_EQ(tune::DeferredLogits::losses(), losses + 1);
+  const auto ruling = verifier.check(tune::Kind::Tolerance);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  run.set_active({});
+  losses = tune::DeferredLogits::losses();
+  EXPECT_TRUE(at::equal(run.losses(batch), plain));
+  EXPECT_EQ(tune::DeferredLogits::losses(), losses) << "torch's layer serves again";
   EXPECT_NO_THROW(snapshot.prove());
 }
 

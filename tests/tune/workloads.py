@@ -317,6 +317,9 @@ WORKLOADS: dict[str, Workload] = {
     "graph": Workload(
         lambda: Stateful().fc, rows, ("step_graph",), recorded, {"owns_loop": True}, without=("step_tail",)
     ),
+    "classes": Workload(
+        lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 300)), rows, ("native_cross_entropy",)
+    ),
     "loader": Workload(Stateful, rows, ("prefetch", "loader_workers"), options={"owns_loop": True}, loader=True),
     "card": Workload(
         Transformer,

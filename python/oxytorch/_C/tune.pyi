@@ -16,9 +16,11 @@ __all__: list[str] = [
     "CertificateStore",
     "ChangeMeter",
     "ComparedStep",
+    "DeferredLogits",
     "Interval",
     "KeepDouble",
     "LoadSample",
+    "LogitsScope",
     "NamedChange",
     "NativeOperators",
     "Nudge",
@@ -740,6 +742,38 @@ class NativeOperators:
     def install(self, names: collections.abc.Sequence[str] = []) -> list[OperatorReport]: ...
     def installed(self) -> list[str]: ...
     def uninstall(self) -> None: ...
+
+class LogitsScope:
+    """
+    Defers on this thread while it is entered.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
+
+class DeferredLogits:
+    """
+    Logits that are computed when something but their loss asks.
+    """
+    @staticmethod
+    def before_weights_change() -> None:
+        """
+        Compute the values of deferred tensors that live.
+        """
+    @staticmethod
+    def computed() -> int:
+        """
+        Deferred tensors whose values were computed after all.
+        """
+    @staticmethod
+    def losses() -> int:
+        """
+        Losses computed without logits, so far.
+        """
+    def __init__(self) -> None: ...
+    def scope(self) -> LogitsScope:
+        """
+        Defer on this thread: a context manager.
+        """
 
 class OwnRandom:
     """

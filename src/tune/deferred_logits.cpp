@@ -1,0 +1,670 @@
+#include "oxytorch/tune/deferred_logits.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear_native.h>
+#include <ATen/ops/matmul_native.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/randn.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "ops/dispatch.h"
+#include "oxytorch/error.h"
+#include "oxytorch/ops/linear_cross_entropy.h"
+#include "tune/above_autograd.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+using torch::jit::Stack;
+
+// Fewer classes leave little to save.
+constexpr std::int64_t kLeastClasses = 256;
+
+thread_local int open_scopes = 0;
+
+/// Layers are torch's on this thread, for the end of the scope.
+class AllClosed {
+ public:
+  AllClosed() : before_(std::exchange(open_scopes, 0)) {}
+  ~AllClosed() { open_scopes = before_; }
+  AllClosed(const AllClosed&) = delete;
+  AllClosed& operator=(const AllClosed&) = delete;
+
+ private:
+  int before_;
+};
+std::atomic<std::int64_t> losses_made = 0, values_made = 0;
+
+// What a weight of some size was asked for: a layer is deferred while its values were not asked for more often.
+class Experience {
+ public:
+  bool feeds_a_loss(const Tensor& weight) {
+    const std::lock_guard lock(mutex_);
+    const Count& count = counts_[{weight.size(0), weight.size(1)}];
+    return count.values <= count.losses;
+  }
+  void note_loss(const Tensor& weight) { count_of(weight, 1, 0); }
+  void note_values(const Tensor& weight, std::int64_t times = 1) { count_of(weight, 0, times); }
+  void forget() {
+    const std::lock_guard lock(mutex_);
+    counts_.clear();
+  }
+
+ private:
+  struct Count {
+    std::int64_t losses = 0, values = 0;
+  };
+  void count_of(const Tensor& weight, std::int64_t losses, std::int64_t values) {
+    const std::lock_guard lock(mutex_);
+    Count& count = counts_[{weight.size(0), weight.size(1)}];
+    count.losses += losses;
+    count.values += values;
+  }
+  std::mutex mutex_;
+  std::map<std::pair<std::int64_t, std::int64_t>, Count> counts_;
+};
+Experience& experience() {
+  static Experience all;
+  return all;
+}
+
+Tensor on_meta(at::IntArrayRef sizes, at::ScalarType type) {
+  return at::empty(sizes, at::TensorOptions().dtype(type).device(at::kMeta));
+}
+
+/// What a deferred tensor stands for: linear(rows, weight, bias), the classes moved to `class_dim`. Rows are the
+/// layer's input, sliced and reshaped as the tensor was.
+struct Logits {
+  Tensor rows, weight, bias;
+  Tensor added;                                     // the bias of its own dtype, where it was added to a product
+  std::function<Tensor(const Logits& self)> layer;  // torch's operators, as they were called; none in a view
+  Tensor meta;                                      // sizes, strides and dtype
+  std::int64_t class_dim = 0;
+  // Of a view: what it was made of, and how.
+  std::shared_ptr<Logits> source;
+  std::function<Tensor(const Tensor& values)> change;
+  std::array<std::uint32_t, 3> versions{};  // of rows, weight and bias
+  torch::autograd::Edge edge;               // where gradients of the deferred tensor go
+
+  void note_versions() { versions = present_versions(); }
+  void check_unchanged() const {
+    OXY_CHECK(versions == present_versions(), InvalidState,
+              "logits are asked for after the weight or the input of their layer was changed in place: they were left "
+              "to the loss (native_cross_entropy). Read them before optimizer.step(), or leave that strategy out.");
+  }
+
+  /// Computed once, with the gradients that torch's layer has.
+  Tensor values() {
+    const std::lock_guard lock(mutex_);
+    if (made_.defined()) return made_;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const at::AutoGradMode as_in_training(true);
+    const AllClosed not_deferred_again;
+    if (source) {
+      made_ = change(source->values());
+    } else {
+      check_unchanged();
+      experience().note_values(weight);
+      values_made.fetch_add(1, std::memory_order_relaxed);
+      made_ = layer(*this);
+    }
+    if (has_hooks()) {  // they wait on the deferred tensor's own place in the graph
+      made_ = made_.detach();
+      torch::autograd::impl::set_gradient_edge(made_, edge);
+    }
+    return made_;
+  }
+  bool is_computed() {
+    const std::lock_guard lock(mutex_);
+    return made_.defined() || (source && source->is_computed());
+  }
+  [[nodiscard]] bool has_hooks() const {
+    auto* node = edge.function.get();
+    return node != nullptr && !(node->tensor_pre_hooks().empty() && node->retains_grad_hooks().empty() &&
+                                node->pre_hooks().empty() && node->post_hooks().empty());
+  }
+
+ private:
+  [[nodiscard]] std::array<std::uint32_t, 3> present_versions() const {
+    const auto of = [](const Tensor& t) {
+      return t.defined() && !t.is_inference() ? static_cast<std::uint32_t>(t._version()) : 0U;
+    };
+    return {of(rows), of(weight), of(bias)};
+  }
+  std::mutex mutex_;
+  Tensor made_;
+};
+
+class Deferred final : public c10::TensorImpl {
+ public:
+  Deferred(std::shared_ptr<Logits> logits, bool detached)
+      : TensorImpl(c10::DispatchKeySet(kAboveAutograd), logits->meta.dtype(), at::Device(at::kCPU)),
+        logits_(std::move(logits)),
+        detached_(detached) {
+    set_storage_access_should_throw();
+    set_sizes_and_strides(logits_->meta.sizes(), logits_->meta.strides());
+  }
+
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
+                                                         bool allow_change) const override {
+    return copied(version, allow_change);
+  }
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version,
+                                                         bool allow_change) const override {
+    return copied(version, allow_change);
+  }
+
+  /// Null for one that is cut from the graph.
+  [[nodiscard]] std::shared_ptr<Logits> logits() const { return detached_ ? nullptr : logits_; }
+  [[nodiscard]] Tensor values() const { return detached_ ? logits_->values().detach() : logits_->values(); }
+
+ private:
+  [[nodiscard]] c10::intrusive_ptr<TensorImpl> copied(const c10::VariableVersion& version, bool allow_change) const {
+    auto copy = c10::make_intrusive<Deferred>(logits_, true);
+    copy->set_version_counter(version);
+    copy->set_allow_tensor_metadata_change(allow_change);
+    return copy;
+  }
+
+  std::shared_ptr<Logits> logits_;
+  bool detached_;
+};
+
+Deferred* deferred(const Tensor& tensor) {
+  return tensor.defined() ? dynamic_cast<Deferred*>(tensor.unsafeGetTensorImpl()) : nullptr;
+}
+
+// Gradients that reach a deferred tensor itself: those of a custom function that was given it.
+struct DeferredNode final : torch::autograd::Node {
+  std::string name() const override { return "OxytorchDeferredLinearBackward"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const std::lock_guard lock(mutex_);
+    torch::autograd::variable_list made(3);
+    if (!grads[0].defined()) return made;
+    OXY_CHECK(rows.defined(), InvalidState,
+              "backward runs a second time through logits that were let go of. Pass "
+              "retain_graph=true to the first.");
+    const Tensor grad = grads[0].movedim(class_dim, -1).to(rows.scalar_type()).reshape({-1, weight.size(0)});
+    if (task_should_compute_output(0)) made[0] = grad.mm(weight).view(rows.sizes());
+    if (task_should_compute_output(1)) made[1] = grad.t().mm(rows.reshape({-1, weight.size(1)}));
+    if (task_should_compute_output(2)) made[2] = grad.sum(0);
+    return made;
+  }
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    rows = weight = Tensor();
+  }
+
+  Tensor rows, weight;
+  std::int64_t class_dim = 0;
+};
+
+Tensor wrapped(const std::shared_ptr<Logits>& logits) {
+  logits->note_versions();
+  Tensor tensor(c10::make_intrusive<Deferred>(logits, false));
+  if (torch::autograd::compute_requires_grad(logits->rows, logits->weight, logits->bias)) {
+    auto node = new_node<DeferredNode>();
+    node->set_next_edges(torch::autograd::collect_next_edges(logits->rows, logits->weight, logits->bias));
+    node->rows = logits->rows;
+    node->weight = logits->weight;
+    node->class_dim = logits->class_dim;
+    torch::autograd::set_history(tensor, node);
+    logits->edge = torch::autograd::impl::gradient_edge(tensor);
+  }
+  return tensor;
+}
+
+// Deferred tensors that a layer made, of all threads: those that live when weights change are computed before.
+class Living {
+ public:
+  void add(const std::shared_ptr<Logits>& logits) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(all_, [](const auto& one) { return one.expired(); });
+    all_.push_back(logits);
+  }
+  void compute() {
+    std::vector<std::weak_ptr<Logits>> all;
+    {
+      const std::lock_guard lock(mutex_);
+      all.swap(all_);
+    }
+    for (const auto& one : all) {
+      const auto logits = one.lock();
+      if (!logits || logits->is_computed()) continue;
+      logits->values();
+      experience().note_values(logits->weight);  // beside the loss it cost a product more than torch: twice as bad
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Logits>> all_;
+};
+Living& living() {
+  static auto* all = new Living;  // never destroyed: tensors may go later
+  return *all;
+}
+
+bool is_deferrable(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  if (open_scopes == 0 || !at::GradMode::is_enabled()) return false;
+  const auto type = weight.scalar_type();
+  if (weight.dim() != 2 || weight.size(0) < kLeastClasses || weight.size(1) < 1 || input.dim() < 1) return false;
+  if (type != at::kFloat && type != at::kBFloat16 && type != at::kHalf) return false;
+  if (!input.device().is_cpu() || !weight.device().is_cpu() || input.layout() != at::kStrided) return false;
+  if (input.scalar_type() != type || input.size(-1) != weight.size(1) || input.numel() == 0) return false;
+  if (bias.defined() && (bias.scalar_type() != type || bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
+  const Tensor all[] = {input, weight, bias.defined() ? bias : weight};
+  return torch::autograd::compute_requires_grad(all[0], all[1], all[2]) && !at::areAnyTensorSubclassLike(all) &&
+         deferred(input) == nullptr && experience().feeds_a_loss(weight);
+}
+
+Tensor deferred_layer(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                      std::function<Tensor(const Logits&)> layer) {
+  auto logits = std::make_shared<Logits>();
+  logits->rows = input;
+  logits->weight = weight;
+  logits->bias = bias;
+  logits->layer = std::move(layer);
+  auto sizes = input.sizes().vec();
+  sizes.back() = weight.size(0);
+  logits->meta = on_meta(sizes, weight.scalar_type());
+  logits->class_dim = static_cast<std::int64_t>(sizes.size()) - 1;
+  living().add(logits);
+  return wrapped(logits);
+}
+
+// Operators by which linear layers are called, where autograd is told of them: torch::nn::Linear of Python calls
+// linear, that of C++ addmm, or matmul and add_; a head that shares its weight is often a matmul.
+
+Tensor linear(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
+  const Tensor added = bias.value_or(Tensor());
+  if (!is_deferrable(input, weight, added)) return at::native::linear(input, weight, bias);
+  return deferred_layer(input, weight, added, [](const Logits& self) {
+    return at::native::linear(self.rows, self.weight, self.bias.defined() ? MaybeTensor(self.bias) : std::nullopt);
+  });
+}
+
+/// Of a right operand that is a transposed weight, that; else an undefined tensor.
+Tensor weight_of(const Tensor& right) {
+  const bool transposed = right.dim() == 2 && right.layout() == at::kStrided && right.stride(0) == 1 &&
+                          right.size(1) >= kLeastClasses && deferred(right) == nullptr;
+  return transposed ? right.t() : Tensor();
+}
+
+Tensor matmul(const Tensor& input, const Tensor& right) {
+  if (open_scopes == 0 || input.dim() < 2) return at::native::matmul(input, right);
+  const Tensor weight = weight_of(right);
+  if (!weight.defined() || !is_deferrable(input, weight, {})) return at::native::matmul(input, right);
+  return deferred_layer(input, weight, {}, [right](const Logits& self) {
+    Tensor values = at::native::matmul(self.rows, right);
+    return self.added.defined() ? values.add_(self.added) : values;
+  });
+}
+
+// addmm has a kernel for autograd of its own.
+std::optional<c10::SafeKernelFunction>& addmm_of_torch() {
+  static std::optional<c10::SafeKernelFunction> kernel;
+  return kernel;
+}
+
+void addmm(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 5);  // bias, input, right, beta, alpha
+  if (open_scopes > 0 && arguments[3].toScalar().equal(1) && arguments[4].toScalar().equal(1)) {
+    const Tensor bias = arguments[0].toTensor(), input = arguments[1].toTensor(), right = arguments[2].toTensor();
+    const Tensor weight = weight_of(right);
+    if (weight.defined() && is_deferrable(input, weight, bias)) {
+      Tensor made = deferred_layer(input, weight, bias,
+                                   [right](const Logits& self) { return at::addmm(self.bias, self.rows, right); });
+      torch::jit::drop(*stack, 5);
+      stack->emplace_back(std::move(made));
+      return;
+    }
+  }
+  addmm_of_torch()->callBoxed(op, keys, stack);
+}
+
+// -- what is done with deferred tensors -------------------------------------------------------------------------------
+
+enum class View : std::uint8_t { None, Reshape, Cast, Rows, Transpose, Permute };
+
+View view_of(const c10::OperatorName& name) {
+  static const std::map<std::string, View> all{
+      {"aten::view", View::Reshape},
+      {"aten::reshape", View::Reshape},
+      {"aten::flatten.using_ints", View::Reshape},
+      {"aten::unflatten.int", View::Reshape},
+      {"aten::contiguous", View::Reshape},
+      {"aten::squeeze.dim", View::Reshape},
+      {"aten::unsqueeze", View::Reshape},
+      {"aten::to.dtype", View::Cast},
+      {"aten::slice.Tensor", View::Rows},
+      {"aten::select.int", View::Rows},
+      {"aten::index.Tensor", View::Rows},
+      {"aten::index_select", View::Rows},
+      {"aten::transpose.int", View::Transpose},
+      {"aten::permute", View::Permute},
+  };
+  const auto found = all.find(name.overload_name.empty() ? name.name : name.name + '.' + name.overload_name);
+  return found == all.end() ? View::None : found->second;
+}
+
+/// The operator with `self` in the place of its first argument.
+Tensor called_with(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments, const Tensor& self) {
+  Stack stack(arguments.begin(), arguments.end());
+  stack.front() = self;
+  op.callBoxed(stack);
+  return std::move(stack.back()).toTensor();
+}
+
+std::int64_t dimension(const c10::IValue& given, std::int64_t dims) {
+  const auto dim = given.toInt();
+  return dim < 0 ? dim + dims : dim;
+}
+
+/// The deferred tensor after a change that leaves rows of classes whole, or null: then its values are needed. Errors
+/// are torch's own, of the same operator on a tensor of this size.
+std::shared_ptr<Logits> changed(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
+                                const std::shared_ptr<Logits>& from) {
+  const auto change = view_of(op.operator_name());
+  const auto dims = from->meta.dim(), classes = from->weight.size(0), width = from->weight.size(1);
+  if (change == View::None || (change != View::Reshape && dims < 1)) return nullptr;
+  const bool classes_last = from->class_dim == dims - 1;
+  if (!classes_last) return nullptr;
+  from->check_unchanged();
+  auto to = std::make_shared<Logits>();
+  to->weight = from->weight;
+  to->bias = from->bias;
+  switch (change) {
+    case View::None: return nullptr;
+    case View::Reshape: {
+      to->meta = called_with(op, arguments, from->meta);
+      if (to->meta.dim() < 1 || to->meta.size(-1) != classes || !to->meta.is_contiguous()) return nullptr;
+      auto sizes = to->meta.sizes().vec();
+      sizes.back() = width;
+      to->rows = from->rows.reshape(sizes);
+      break;
+    }
+    case View::Cast: {
+      const auto type = arguments[1].toScalarType();
+      if (type != at::kFloat && type != from->meta.scalar_type()) return nullptr;
+      to->meta = called_with(op, arguments, from->meta);
+      to->rows = from->rows;
+      break;
+    }
+    case View::Rows: {
+      if (arguments[1].isInt()) {
+        if (dimension(arguments[1], dims) == dims - 1) return nullptr;
+        to->meta = called_with(op, arguments, from->meta);
+        to->rows = called_with(op, arguments, from->rows);
+      } else {
+        std::int64_t indexed = 0;  // dimensions: a mask of booleans takes as many as it has
+        for (const c10::IValue& index : arguments[1].toListRef()) {
+          const bool mask = index.isTensor() && (index.toTensor().scalar_type() == at::kBool ||
+                                                 index.toTensor().scalar_type() == at::kByte);
+          indexed += mask ? index.toTensor().dim() : 1;
+        }
+        if (indexed >= dims) return nullptr;
+        to->rows = called_with(op, arguments, from->rows);
+        auto sizes = to->rows.sizes().vec();
+        sizes.back() = classes;
+        to->meta = on_meta(sizes, from->meta.scalar_type());
+      }
+      break;
+    }
+    case View::Transpose:
+    case View::Permute: {
+      to->meta = called_with(op, arguments, from->meta);
+      const Tensor moved = called_with(op, arguments, from->rows);
+      to->class_dim = dims - 1;
+      if (change == View::Transpose) {
+        const auto a = dimension(arguments[1], dims), b = dimension(arguments[2], dims);
+        to->class_dim = a == dims - 1 ? b : b == dims - 1 ? a : dims - 1;
+      } else {
+        const auto order = arguments[1].toIntVector();
+        for (std::size_t i = 0; i < order.size(); ++i) {
+          if ((order[i] < 0 ? order[i] + dims : order[i]) == dims - 1) to->class_dim = static_cast<std::int64_t>(i);
+        }
+      }
+      to->rows = moved.movedim(to->class_dim, -1);
+      break;
+    }
+  }
+  if (change != View::Transpose && change != View::Permute) to->class_dim = to->meta.dim() - 1;
+  to->source = from;
+  to->change = [op, arguments](const Tensor& values) { return called_with(op, arguments, values); };
+  return to;
+}
+
+/// C++ gives an undefined tensor for none.
+bool is_tensor(const c10::IValue& argument) { return argument.isTensor() && argument.toTensor().defined(); }
+
+/// Whether a bias was added in place to a product that nobody else has seen: then it is that layer's.
+bool takes_bias(const std::vector<c10::IValue>& arguments, const std::shared_ptr<Logits>& logits) {
+  const Tensor added = arguments[1].toTensor();
+  const bool fits = !logits->source && logits.use_count() == 2 && !logits->bias.defined() && !logits->has_hooks() &&
+                    arguments[2].toScalar().equal(1) && added.dim() == 1 && deferred(added) == nullptr &&
+                    added.size(0) == logits->weight.size(0) && added.device().is_cpu() &&
+                    at::isFloatingType(added.scalar_type()) && !at::isTensorSubclassLike(added);
+  auto* node = static_cast<DeferredNode*>(logits->edge.function.get());
+  if (!fits || node == nullptr) return false;
+  logits->check_unchanged();
+  logits->added = added;
+  logits->bias = added.to(logits->weight.scalar_type());
+  node->set_next_edge(2, torch::autograd::impl::gradient_edge(logits->bias));
+  logits->note_versions();
+  return true;
+}
+
+/// The loss, or nothing where torch's operator must see the values: to serve it, or to refuse it in its words.
+MaybeTensor loss_of(const std::vector<c10::IValue>& arguments, Logits& logits) {
+  const Tensor target = arguments[1].toTensor();
+  const auto dims = logits.meta.dim();
+  const auto reduction = arguments[3].toInt();
+  const bool fits = logits.class_dim == (dims <= 2 ? dims - 1 : 1) && !is_tensor(arguments[2]) &&
+                    (reduction == at::Reduction::Mean || reduction == at::Reduction::Sum) &&
+                    deferred(target) == nullptr && target.device().is_cpu() && target.scalar_type() == at::kLong &&
+                    !at::areAnyTensorSubclassLike({target, logits.rows}) &&
+                    target.sizes() == logits.rows.sizes().slice(0, static_cast<std::size_t>(dims) - 1) &&
+                    at::GradMode::is_enabled();
+  if (!fits || logits.is_computed()) return std::nullopt;
+  for (Logits* one = &logits; one != nullptr; one = one->source.get()) {
+    if (one->has_hooks()) return std::nullopt;
+  }
+  logits.check_unchanged();
+  const bool wide = at::autocast::is_autocast_enabled(at::kCPU);  // which computes this loss in float32
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  ops::LinearCrossEntropyOptions options;
+  if (logits.bias.defined()) options.bias = logits.bias;
+  options.ignore_index = arguments[4].toInt();
+  options.label_smoothing = arguments[5].toDouble();
+  options.reduction = reduction == at::Reduction::Mean ? ops::LossReduction::Mean : ops::LossReduction::Sum;
+  const Tensor loss = ops::linear_cross_entropy(logits.rows, logits.weight, target, options);
+  experience().note_loss(logits.weight);
+  losses_made.fetch_add(1, std::memory_order_relaxed);
+  return wide ? loss : loss.to(logits.meta.scalar_type());
+}
+
+c10::IValue with_values(const c10::IValue& argument) {
+  if (argument.isTensor()) return values_of(argument.toTensor());
+  if (argument.isTensorList()) {
+    c10::List<Tensor> values;
+    for (const Tensor& tensor : argument.toTensorVector()) values.push_back(values_of(tensor));
+    return values;
+  }
+  if (argument.isOptionalTensorList()) {
+    c10::List<MaybeTensor> values;
+    for (const auto& tensor : argument.toOptionalTensorVector()) {
+      values.push_back(tensor ? MaybeTensor(values_of(*tensor)) : tensor);
+    }
+    return values;
+  }
+  return argument;
+}
+
+bool holds_deferred(const c10::IValue& argument) {
+  const auto is_deferred = [](const Tensor& tensor) { return deferred(tensor) != nullptr; };
+  if (argument.isTensor()) return is_deferred(argument.toTensor());
+  if (argument.isTensorList()) {
+    const auto all = argument.toTensorVector();
+    return std::any_of(all.begin(), all.end(), is_deferred);
+  }
+  if (argument.isOptionalTensorList()) {
+    const auto all = argument.toOptionalTensorVector();
+    return std::any_of(all.begin(), all.end(), [&](const MaybeTensor& one) { return one && is_deferred(*one); });
+  }
+  return false;
+}
+
+void serve(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto count = op.schema().arguments().size();
+  const std::vector<c10::IValue> arguments(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+  if (std::none_of(arguments.begin(), arguments.end(), holds_deferred)) {
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kAboveAutograd), stack);
+    return;
+  }
+  const auto* self = !arguments.empty() && arguments[0].isTensor() ? deferred(arguments[0].toTensor()) : nullptr;
+  const auto logits = self != nullptr ? self->logits() : nullptr;
+  std::optional<Tensor> result;
+  const auto& name = op.operator_name();
+  if (logits && name.name == "aten::cross_entropy_loss") {
+    result = loss_of(arguments, *logits);
+  } else if (logits && name.name == "aten::add_" && name.overload_name == "Tensor") {
+    if (!logits->is_computed() && at::GradMode::is_enabled() && takes_bias(arguments, logits)) {
+      result = arguments[0].toTensor();
+    }
+  } else if (logits && !logits->is_computed() && at::GradMode::is_enabled()) {
+    if (const auto to = changed(op, arguments, logits)) result = wrapped(to);
+  }
+  torch::jit::drop(*stack, count);
+  if (result) {
+    stack->emplace_back(std::move(*result));
+    return;
+  }
+  for (const auto& argument : arguments) stack->push_back(with_values(argument));
+  op.callBoxed(stack);
+}
+
+/// Every operator that is given a deferred tensor, and all inside of KeepDouble.
+void on_deferred(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  try {
+    serve(op, keys, stack);
+  } catch (const Error& error) {
+    ops::throw_as_torch_does(error);
+  }
+}
+
+/// Why the loss may not stand in for torch's; empty where it may.
+std::string differs_from_torch() {
+  const at::AutoGradMode grads(true);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  // A generator of their own: torch's is the user's.
+  auto generator = at::detail::createCPUGenerator(0x0510);
+  constexpr std::int64_t kRows = 37, kWidth = 40, kClasses = 300;
+  const auto made = [&](at::IntArrayRef sizes, double scale) {
+    return at::randn(sizes, generator, at::TensorOptions().dtype(at::kDouble)) * scale;
+  };
+  const Tensor rows = made({kRows, kWidth}, 1), weight = made({kClasses, kWidth}, 0.2), bias = made({kClasses}, 0.1);
+  Tensor target = at::randint(0, kClasses, {kRows}, generator, at::TensorOptions().dtype(at::kLong));
+  target.slice(0, 0, kRows, 3).fill_(-100);
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    const std::vector<Tensor> given{rows.to(type), weight.to(type), bias.to(type)};
+    const auto results = [&](at::ScalarType in, auto&& loss_of) {
+      std::vector<Tensor> inputs;
+      for (const Tensor& one : given) inputs.push_back(one.to(in).detach().requires_grad_());
+      const Tensor loss = loss_of(inputs);
+      auto found = torch::autograd::grad({loss}, inputs);
+      found.push_back(loss.detach());
+      for (Tensor& one : found) one = one.to(at::kDouble);
+      return found;
+    };
+    const auto by_torch = [&](const std::vector<Tensor>& in) {
+      return at::cross_entropy_loss(at::native::linear(in[0], in[1], in[2]), target);
+    };
+    const auto exact = results(at::kDouble, by_torch), theirs = results(type, by_torch);
+    const auto ours = results(type, [&](const std::vector<Tensor>& in) {
+      return ops::linear_cross_entropy(in[0], in[1], target, {.bias = in[2]});
+    });
+    const double rounding = type == at::kFloat ? 0x1p-22 : 0x1p-8;
+    for (std::size_t i = 0; i < exact.size(); ++i) {
+      const auto error = [&](const Tensor& of) { return (of - exact[i]).norm().item<double>(); };
+      if (error(ours[i]) <= 2 * error(theirs[i]) + rounding * exact[i].norm().item<double>()) continue;
+      return std::string("linear_cross_entropy is further from fp64 than torch's own in ") + at::toString(type);
+    }
+  }
+  return {};
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_deferred>());
+}
+
+struct Registered {
+  std::mutex mutex;
+  std::int64_t owners = 0;
+  std::unique_ptr<torch::Library> layers;
+};
+Registered& registered() {
+  static Registered all;
+  return all;
+}
+
+}  // namespace
+
+Tensor values_of(const Tensor& tensor) {
+  const auto* one = deferred(tensor);
+  return one != nullptr ? one->values() : tensor;
+}
+
+DeferredLogits::DeferredLogits() {
+  static const std::string reason = differs_from_torch();
+  OXY_CHECK(reason.empty(), NotSupported, reason, ".");
+  auto& all = registered();
+  const std::lock_guard lock(all.mutex);
+  if (all.owners++ > 0) return;
+  experience().forget();
+  all.layers =
+      std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCPU, __FILE__, __LINE__);
+  const auto addmm_handle = c10::Dispatcher::singleton().findSchemaOrThrow("aten::addmm", "");
+  addmm_of_torch().emplace(addmm_handle.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradCPU));
+  all.layers->impl("linear", TORCH_FN(linear));
+  all.layers->impl("matmul", TORCH_FN(matmul));
+  all.layers->impl("addmm", torch::CppFunction::makeFromBoxedFunction<&addmm>());
+}
+
+DeferredLogits::~DeferredLogits() {
+  auto& all = registered();
+  const std::lock_guard lock(all.mutex);
+  if (--all.owners == 0) all.layers.reset();
+}
+
+DeferredLogits::Scope::Scope() { ++open_scopes; }
+DeferredLogits::Scope::~Scope() { --open_scopes; }
+
+void DeferredLogits::before_weights_change() { living().compute(); }
+std::int64_t DeferredLogits::losses() noexcept { return losses_made.load(std::memory_order_relaxed); }
+std::int64_t DeferredLogits::computed() noexcept { return values_made.load(std::memory_order_relaxed); }
+
+}  // namespace oxytorch::tune
