@@ -5,9 +5,11 @@ throughout, as its fastest setting has it, which rounds scores and weights to 8 
 inputs, in the layout that a projection of queries, keys and values together leaves, takes its turns in a random order
 each round, and has the same number of threads.
 
+With dropout of attention weights (`dropout` cases), torch has its math path alone.
+
 Linear and cross entropy, forward and backward together: `torch` is linear and cross_entropy of fp32 logits, `compiled`
 the same under torch.compile, and `chunks` the usual way to save memory, as Liger's kernel has it: 512 tokens at a time,
-gradients made in forward, by torch's operators.
+gradients made in forward, by torch's operators. In `masked` cases 15 % of the tokens count, as in BERT's training.
 
 LSTM: one layer of torch.nn.LSTM, served by this library and by oneDNN, with all threads and with one.
 
@@ -50,7 +52,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SCHEMA = "oxytorch-ops/1"
 OURS, FLASH, MATH = "oxytorch", "torch flash", "torch math"
-EAGER, COMPILED, CHUNKS = "torch", "compiled", "chunks"
+EAGER, COMPILED, CHUNKS, CHOSEN = "torch", "compiled", "chunks", "chosen rows"
 ONEDNN, ONE_THREAD = "oneDNN", "oneDNN, 1 thread"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Batch, heads, tokens, width, causal: 4,096 to 16,384 tokens in all at the short end, one sequence at the long one.
@@ -72,20 +74,23 @@ FP32 = [SHAPES[0], SHAPES[1], SHAPES[4], SHAPES[7]]
 # Tokens, classes, width.
 LOSSES = [(2048, 32_000, 256), (2048, 32_000, 768), (2048, 50_257, 512)]
 QUICK_LOSSES = [(512, 8000, 128)]
+COUNTED = 0.15  # of the tokens of a masked loss
+DROPOUT = 0.1
+DROPOUTS = [SHAPES[2], SHAPES[4], SHAPES[7]]
 # Steps, batch, features, hidden.
 LSTMS = [(64, 32, 256, 256), (35, 20, 200, 200), (50, 128, 128, 512), (32, 64, 512, 1024)]
 # Scores of torch's math kernel above which it is left out: they alone would take over 2 GiB.
 MOST_SCORES = 1 << 28
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return ox.ops.attention(q, k, v, causal=causal)
+def ours(dropout: float) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+    return lambda q, k, v, causal: ox.ops.attention(q, k, v, causal=causal, dropout=dropout)
 
 
-def theirs(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+def theirs(backend: SDPBackend, dropout: float) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
 
     return attend
 
@@ -104,15 +109,17 @@ class Pass:
         torch.autograd.grad(self.output, self.inputs, self.grad, retain_graph=True)
 
 
-def attention(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> list[Contender]:
+def attention(shape: tuple[int, int, int, int, bool], dtype: torch.dtype, dropout: float = 0.0) -> list[Contender]:
     batch, heads, tokens, width, causal = shape
     generator = torch.Generator().manual_seed(1)
     packed = torch.randn(batch, tokens, 3, heads, width, generator=generator).to(dtype)
     inputs = [t.transpose(1, 2).detach().requires_grad_() for t in packed.unbind(2)]
     grad = torch.randn(batch, tokens, heads, width, generator=generator).to(dtype).transpose(1, 2)
-    kernels: dict[str, Callable[..., Tensor]] = {OURS: ours, FLASH: theirs(SDPBackend.FLASH_ATTENTION)}
+    kernels: dict[str, Callable[..., Tensor]] = {OURS: ours(dropout)}
+    if dropout == 0:
+        kernels[FLASH] = theirs(SDPBackend.FLASH_ATTENTION, dropout)
     if batch * heads * tokens * tokens <= MOST_SCORES:
-        kernels[MATH] = theirs(SDPBackend.MATH)
+        kernels[MATH] = theirs(SDPBackend.MATH, dropout)
     passes = {name: Pass(attend, inputs, grad, causal) for name, attend in kernels.items()}
     return [Contender(name, {"forward": one.forward, "backward": one.backward}) for name, one in passes.items()]
 
@@ -154,19 +161,19 @@ class Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
         of_x, of_w = torch.empty_like(x), torch.zeros(w.shape)
-        loss = torch.zeros(())
+        loss, counted = torch.zeros(()), (y >= 0).sum()
         for begin in range(0, x.size(0), 512):
             part, target = x[begin : begin + 512], y[begin : begin + 512]
             with torch.enable_grad():
                 logits = F.linear(part, w).float().requires_grad_()
                 one = F.cross_entropy(logits, target, reduction="sum")
             (of_logits,) = torch.autograd.grad(one, logits)
-            of_logits = of_logits.div_(x.size(0)).to(x.dtype)
+            of_logits = of_logits.div_(counted).to(x.dtype)
             torch.mm(of_logits, w, out=of_x[begin : begin + 512])
             of_w.add_(torch.mm(of_logits.t(), part))
             loss += one.detach()
         ctx.save_for_backward(of_x, of_w.to(w.dtype))
-        return loss / x.size(0)
+        return loss / counted
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
@@ -178,17 +185,27 @@ def plain_loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, w).float(), y)
 
 
-def cross_entropy(shape: tuple[int, int, int], dtype: torch.dtype, quick: bool) -> list[Contender]:
+def chosen_loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """Written by somebody who knows which tokens count."""
+    return plain_loss(x[y >= 0], w, y[y >= 0])
+
+
+def cross_entropy(
+    shape: tuple[int, int, int], dtype: torch.dtype, quick: bool, counted: float = 1.0
+) -> list[Contender]:
     tokens, classes, width = shape
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
     w = (torch.randn(classes, width, generator=generator) * 0.02).to(dtype).requires_grad_()
     y = torch.randint(classes, (tokens,), generator=generator)
+    y[torch.rand(tokens, generator=generator) >= counted] = -100
     losses: dict[str, Callable[..., Tensor]] = {
         OURS: ox.ops.linear_cross_entropy,
         EAGER: plain_loss,
         CHUNKS: Chunks.apply,
     }
+    if counted < 1:
+        losses[CHOSEN] = chosen_loss
     if not quick:
         losses[COMPILED] = torch.compile(plain_loss)
 
@@ -198,9 +215,9 @@ def cross_entropy(shape: tuple[int, int, int], dtype: torch.dtype, quick: bool) 
     return [Contender(name, {"step": whole(loss)}) for name, loss in losses.items()]
 
 
-def case_name(shape: tuple[int, int, int, int, bool], dtype: str) -> str:
+def case_name(shape: tuple[int, int, int, int, bool], dtype: str, kind: str = "attention") -> str:
     batch, heads, tokens, width, causal = shape
-    return f"attention {dtype}, {batch} x {heads} x {tokens:,} x {width}{', causal' if causal else ''}"
+    return f"{kind} {dtype}, {batch} x {heads} x {tokens:,} x {width}{', causal' if causal else ''}"
 
 
 def measure(arguments: argparse.Namespace) -> Measured:
@@ -217,13 +234,21 @@ def measure(arguments: argparse.Namespace) -> Measured:
                 continue
             progress(f"racing {case} ...")
             found.cases[case] = race(attention(shape, dtype), seconds, rounds)
-        losses = QUICK_LOSSES if arguments.quick else LOSSES[:1] if dtype is torch.float32 else LOSSES
-        for tokens, classes, width in losses:
-            case = f"loss {dtype_name}, {tokens:,} x {width} to {classes:,}"
+        for shape in QUICK[:1] if arguments.quick else DROPOUTS:
+            case = case_name(shape, dtype_name, "dropout")
             if not is_wanted(arguments, case):
                 continue
             progress(f"racing {case} ...")
-            found.cases[case] = race(cross_entropy((tokens, classes, width), dtype, arguments.quick), seconds, rounds)
+            found.cases[case] = race(attention(shape, dtype, DROPOUT), seconds, rounds)
+        losses = QUICK_LOSSES if arguments.quick else LOSSES[:1] if dtype is torch.float32 else LOSSES
+        for kind, counted, sizes in (("loss", 1.0, losses), ("masked", COUNTED, losses[:1])):
+            for tokens, classes, width in sizes:
+                case = f"{kind} {dtype_name}, {tokens:,} x {width} to {classes:,}"
+                if not is_wanted(arguments, case):
+                    continue
+                progress(f"racing {case} ...")
+                contenders = cross_entropy((tokens, classes, width), dtype, arguments.quick, counted)
+                found.cases[case] = race(contenders, seconds, rounds)
         for shape in LSTMS[:1] if arguments.quick else LSTMS:
             steps, batch, features, hidden = shape
             case = f"lstm {dtype_name}, {steps} x {batch} x {features} to {hidden:,}"
@@ -249,11 +274,11 @@ def rows_by_phase(found: Measured, kind: str, rivals: tuple[str, ...]) -> list[l
     ]
 
 
-def loss_rows(found: Measured) -> list[list[str]]:
+def loss_rows(found: Measured, kind: str, rivals: tuple[str, ...]) -> list[list[str]]:
     return [
-        [case, text(over_starts(times[OURS]), 1e3)] + [against(times, name, OURS) for name in (EAGER, COMPILED, CHUNKS)]
+        [case, text(over_starts(times[OURS]), 1e3)] + [against(times, name, OURS) for name in rivals]
         for case, times in found.cases.items()
-        if case.startswith("loss")
+        if case.startswith(kind)
     ]
 
 
@@ -264,7 +289,15 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
     repeated = ["LSTM layer", "oxytorch, ms", "oneDNN, times as long", "oneDNN on one thread"]
     made = {
         "attention": (attended, rows_by_phase(found, "attention", (FLASH, MATH))),
-        "loss": (lost, loss_rows(found)),
+        "dropout": (
+            ["attention with dropout", "oxytorch, ms", "math, times as long"],
+            rows_by_phase(found, "dropout", (MATH,)),
+        ),
+        "loss": (lost, loss_rows(found, "loss", (EAGER, COMPILED, CHUNKS))),
+        "masked": (
+            ["15 % of the tokens count", *lost[1:], CHOSEN],
+            loss_rows(found, "masked", (EAGER, COMPILED, CHUNKS, CHOSEN)),
+        ),
         "lstm": (repeated, rows_by_phase(found, "lstm", (ONEDNN, ONE_THREAD))),
     }
     return {kind: (headings, rows) for kind, (headings, rows) in made.items() if rows}

@@ -92,6 +92,7 @@ def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | N
 
 DATA_COMMAND = "python bench/race/data.py"
 OPS_COMMAND = "python bench/race/ops.py --starts 4 --seconds 0.6"
+LEFT_OUT_COMMAND = "python bench/race/ops.py --case dropout --case masked --starts 3 --seconds 0.6"
 LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 3 --seconds 0.7"
 
 
@@ -253,6 +254,14 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-lstm": (
         raced(ops_race, "lstm.json", LSTM_COMMAND, "lstm"),
         f"{LSTM_COMMAND} --json bench/results/lstm.json",
+    ),
+    "ops-dropout": (
+        raced(ops_race, "left_out.json", LEFT_OUT_COMMAND, "dropout"),
+        f"{LEFT_OUT_COMMAND} --json bench/results/left_out.json",
+    ),
+    "ops-masked": (
+        raced(ops_race, "left_out.json", LEFT_OUT_COMMAND, "masked"),
+        f"{LEFT_OUT_COMMAND} --json bench/results/left_out.json",
     ),
     "ops-loss": (raced(ops_race, "ops.json", OPS_COMMAND, "loss"), f"{OPS_COMMAND} --json bench/results/ops.json"),
     "memory-budgets": (

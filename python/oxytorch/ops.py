@@ -25,6 +25,7 @@ def attention(
     window_before: int = -1,
     window_after: int = -1,
     soft_cap: float = 0.0,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return ``softmax(query key^T scale + mask) value``, differentiable once.
 
@@ -51,6 +52,10 @@ def attention(
         ``window_after=0``.
     soft_cap : float
         Where above 0, scores s become ``soft_cap * tanh(s / soft_cap)``.
+    dropout : float
+        Probability, below 1, that a weight is dropped; the others are divided by one less it. Pass 0 in evaluation.
+        One number of torch's generator seeds a call; the kernel makes the rest by Philox, to 2^-16 of the probability,
+        and keeps no mask for backward.
 
     Returns
     -------
@@ -68,7 +73,9 @@ def attention(
     """
     return cast(
         Tensor,
-        torch.ops.oxytorch.attention(query, key, value, mask, causal, scale, window_before, window_after, soft_cap),
+        torch.ops.oxytorch.attention(
+            query, key, value, mask, causal, scale, window_before, window_after, soft_cap, dropout
+        ),
     )
 
 

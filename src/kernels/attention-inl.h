@@ -216,8 +216,25 @@ HWY_INLINE void store_pair(VU low, VU high, std::uint16_t* to) {
   hn::StoreU(word, U32(), reinterpret_cast<std::uint32_t*>(to));
 }
 
+void dropout_tile(const TileDropout& rule, std::int64_t rows, std::uint32_t* keep) {
+  const RandomSource random{rule.seed, rule.head, rule.query_tile};
+  const auto last_dropped = hn::Set(I32(), static_cast<std::int32_t>(rule.dropped) - 1);
+  std::uint16_t bits[128];
+  for (std::int64_t done = 0; done < rows * kTile; done += 128) {
+    random.fill(RoundingOperand::AttentionWeight, rule.key_tile * kTile * kTile + done, 128, bits);
+    for (std::int64_t i = 0; i < 128; i += kLanes) {
+      const auto each = hn::PromoteTo(I32(), hn::LoadU(U16(), bits + i));
+      hn::StoreU(hn::BitCast(U32(), hn::VecFromMask(I32(), hn::Gt(each, last_dropped))), U32(), keep + done + i);
+    }
+  }
+}
+
+HWY_INLINE V kept(V value, const std::uint32_t* keep) {
+  return hn::BitCast(F32(), hn::And(bits_of(value), hn::LoadU(U32(), keep)));
+}
+
 bool softmax_tile(TileFormat format, float factor, std::int64_t rows, std::int64_t columns, const float* scores,
-                  SoftmaxState& state, float* correction, void* weights) {
+                  const std::uint32_t* keep, SoftmaxState& state, float* correction, void* weights) {
   const V times = set(factor);
   bool corrects = false;
   // Four vectors side by side hide the latency of the chains.
@@ -242,6 +259,7 @@ bool softmax_tile(TileFormat format, float factor, std::int64_t rows, std::int64
       for (int k = 0; k < 2; ++k) {
         weight[k] = exp(fma(load(scores + (i + k) * kTile + j), times, hn::Neg(base)));
         sum[k] = hn::Add(sum[k], weight[k]);
+        if (keep != nullptr) weight[k] = kept(weight[k], keep + (i + k) * kTile + j);
       }
       if (weights == nullptr) continue;
       if (format == TileFormat::BFloat16) {
@@ -276,7 +294,10 @@ HWY_INLINE void gradient_rows(const SoftmaxGradient& tile) {
         const std::int64_t at = (i + k) * kTile + j;
         const V score = load(tile.scores + at);
         weight[k] = exp(fma(score, times, hn::Neg(log_sum)));
-        gradient[k] = hn::Mul(weight[k], hn::Sub(load(tile.gradient + at), delta));
+        V of_weight = load(tile.gradient + at);
+        if (tile.keep != nullptr) of_weight = kept(hn::Mul(of_weight, set(tile.kept_factor)), tile.keep + at);
+        gradient[k] = hn::Mul(weight[k], hn::Sub(of_weight, delta));
+        if (tile.keep != nullptr) weight[k] = kept(weight[k], tile.keep + at);
         if constexpr (kCapped) {
           const V capped = tile.mask == nullptr ? score : hn::Sub(score, load(tile.mask + at));
           const V tanh = hn::Div(capped, set(cap));

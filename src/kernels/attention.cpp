@@ -30,9 +30,14 @@ void apply_rule(const ScoreRule& rule, std::int64_t rows, std::int64_t columns, 
   operator_table(active_isa()).apply_rule(rule, rows, columns, scores);
 }
 
+void dropout_tile(const TileDropout& rule, std::int64_t rows, std::uint32_t* keep) {
+  operator_table(active_isa()).dropout_tile(rule, rows, keep);
+}
+
 bool softmax_tile(TileFormat format, float factor, std::int64_t rows, std::int64_t columns, const float* scores,
-                  SoftmaxState& state, float* correction, void* weights) {
-  return operator_table(active_isa()).softmax_tile(format, factor, rows, columns, scores, state, correction, weights);
+                  const std::uint32_t* keep, SoftmaxState& state, float* correction, void* weights) {
+  return operator_table(active_isa())
+      .softmax_tile(format, factor, rows, columns, scores, keep, state, correction, weights);
 }
 
 void scale_columns(std::int64_t rows, const float* factors, float* tile) {

@@ -25,8 +25,9 @@ struct OperatorTable {
   void (*make_operand)(TileFormat format, Operand operand, const void* tile, std::int64_t rows, std::int64_t width,
                        void* work, void* to);
   void (*apply_rule)(const ScoreRule& rule, std::int64_t rows, std::int64_t columns, float* scores);
+  void (*dropout_tile)(const TileDropout& rule, std::int64_t rows, std::uint32_t* keep);
   bool (*softmax_tile)(TileFormat format, float factor, std::int64_t rows, std::int64_t columns, const float* scores,
-                       SoftmaxState& state, float* correction, void* weights);
+                       const std::uint32_t* keep, SoftmaxState& state, float* correction, void* weights);
   void (*scale_columns)(std::int64_t rows, const float* factors, float* tile);
   void (*softmax_gradient)(const SoftmaxGradient& tile);
   void (*cross_entropy_gradient)(const CrossEntropyGradient& tile);

@@ -2,10 +2,12 @@
 #include "oxytorch/ops/attention.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/dropout.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/randint.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/tanh.h>
@@ -29,23 +31,35 @@ using Triple = std::tuple<Tensor, Tensor, Tensor>;
 
 // -- the kernels ------------------------------------------------------------------------------------------------------
 
+AttentionRule rule_of(const MaybeTensor& mask, double scale, std::int64_t before, std::int64_t after, double soft_cap,
+                      double dropout, const MaybeTensor& seed) {
+  auto rule = attention_rule(mask, scale, before, after, soft_cap);
+  if (dropout == 0) return rule;
+  OXY_CHECK(seed.has_value() && seed->defined() && seed->numel() == 1 && seed->scalar_type() == at::kLong,
+            InvalidArgument, "attention_forward and its backward take a seed of one int64 with dropout.");
+  rule.dropout = dropout;
+  rule.seed = static_cast<std::uint64_t>(seed->item<std::int64_t>());
+  return rule;
+}
+
 Pair forward_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double scale,
-                 std::int64_t before, std::int64_t after, double soft_cap) {
+                 std::int64_t before, std::int64_t after, double soft_cap, double dropout, const MaybeTensor& seed) {
   OXY_CHECK(attention_cpu_takes(query, key, value, mask), InvalidArgument, "attention_forward does not take query ",
             query.sizes(), ", key ", key.sizes(), ", value ", value.sizes(),
             " with this mask; call oxytorch::attention.");
-  return attention_cpu(query, key, value, attention_rule(mask, scale, before, after, soft_cap));
+  return attention_cpu(query, key, value, rule_of(mask, scale, before, after, soft_cap, dropout, seed));
 }
 
 Triple backward_cpu(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
                     const Tensor& output, const Tensor& log_sum, const MaybeTensor& mask, double scale,
-                    std::int64_t before, std::int64_t after, double soft_cap) {
+                    std::int64_t before, std::int64_t after, double soft_cap, double dropout, const MaybeTensor& seed) {
   return attention_cpu_backward(grad_output, query, key, value, output, log_sum,
-                                attention_rule(mask, scale, before, after, soft_cap));
+                                rule_of(mask, scale, before, after, soft_cap, dropout, seed));
 }
 
 Pair forward_meta(const Tensor& query, const Tensor& /*key*/, const Tensor& /*value*/, const MaybeTensor& /*mask*/,
-                  double /*scale*/, std::int64_t /*before*/, std::int64_t /*after*/, double /*soft_cap*/) {
+                  double /*scale*/, std::int64_t /*before*/, std::int64_t /*after*/, double /*soft_cap*/,
+                  double /*dropout*/, const MaybeTensor& /*seed*/) {
   const auto log_sum =
       at::empty_symint({query.sym_size(0), query.sym_size(2), query.sym_size(1)}, query.options().dtype(at::kFloat));
   return {at::empty_like(query), log_sum.transpose(1, 2)};
@@ -53,7 +67,8 @@ Pair forward_meta(const Tensor& query, const Tensor& /*key*/, const Tensor& /*va
 
 Triple backward_meta(const Tensor& /*grad_output*/, const Tensor& query, const Tensor& key, const Tensor& value,
                      const Tensor& /*output*/, const Tensor& /*log_sum*/, const MaybeTensor& /*mask*/, double /*scale*/,
-                     std::int64_t /*before*/, std::int64_t /*after*/, double /*soft_cap*/) {
+                     std::int64_t /*before*/, std::int64_t /*after*/, double /*soft_cap*/, double /*dropout*/,
+                     const MaybeTensor& /*seed*/) {
   const auto like = [](const Tensor& t) {
     return at::empty_symint({t.sym_size(0), t.sym_size(2), t.sym_size(1), t.sym_size(3)}, t.options()).transpose(1, 2);
   };
@@ -73,26 +88,28 @@ struct AttentionNode : torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     const std::lock_guard lock(mutex_);
-    const Tensor bias = mask.unpack();
+    const Tensor bias = mask.unpack(), drawn = seed.unpack();
     if (!grads[0].defined()) return torch::autograd::variable_list(3);
     const auto saved = node_of<torch::autograd::Node>(*this);
-    auto [of_query, of_key, of_value] = Backward::call(
-        grads[0], query.unpack(), key.unpack(), value.unpack(), output.unpack(saved), log_sum.unpack(saved),
-        bias.defined() ? MaybeTensor(bias) : std::nullopt, scale, before, after, soft_cap);
+    auto [of_query, of_key, of_value] =
+        Backward::call(grads[0], query.unpack(), key.unpack(), value.unpack(), output.unpack(saved),
+                       log_sum.unpack(saved), bias.defined() ? MaybeTensor(bias) : std::nullopt, scale, before, after,
+                       soft_cap, dropout, drawn.defined() ? MaybeTensor(drawn) : std::nullopt);
     return torch::autograd::variable_list{of_query, of_key, of_value};
   }
   void release_variables() override {
     const std::lock_guard lock(mutex_);
-    for (auto* saved : {&query, &key, &value, &mask, &output, &log_sum}) saved->reset_data();
+    for (auto* saved : {&query, &key, &value, &mask, &output, &log_sum, &seed}) saved->reset_data();
   }
 
-  torch::autograd::SavedVariable query, key, value, mask, output, log_sum;
-  double scale = 1, soft_cap = 0;
+  torch::autograd::SavedVariable query, key, value, mask, output, log_sum, seed;
+  double scale = 1, soft_cap = 0, dropout = 0;
   std::int64_t before = -1, after = -1;
 };
 
 Pair forward_autograd(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
-                      double scale, std::int64_t before, std::int64_t after, double soft_cap) {
+                      double scale, std::int64_t before, std::int64_t after, double soft_cap, double dropout,
+                      const MaybeTensor& seed) {
   OXY_CHECK(!mask.has_value() || !mask->requires_grad() || !at::GradMode::is_enabled(), NotSupported,
             "attention has no gradient for its mask, which requires one; detach the mask, or use "
             "scaled_dot_product_attention.");
@@ -108,11 +125,13 @@ Pair forward_autograd(const Tensor& query, const Tensor& key, const Tensor& valu
     node->before = before;
     node->after = after;
     node->soft_cap = soft_cap;
+    node->dropout = dropout;
+    node->seed = {seed.value_or(Tensor()), false};
   }
   Pair results;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    results = Forward::call(query, key, value, mask, scale, before, after, soft_cap);
+    results = Forward::call(query, key, value, mask, scale, before, after, soft_cap, dropout, seed);
   }
   if (node) {
     auto& [output, log_sum] = results;
@@ -125,11 +144,13 @@ Pair forward_autograd(const Tensor& query, const Tensor& key, const Tensor& valu
 
 Triple backward_autograd(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
                          const Tensor& output, const Tensor& log_sum, const MaybeTensor& mask, double scale,
-                         std::int64_t before, std::int64_t after, double soft_cap) {
+                         std::int64_t before, std::int64_t after, double soft_cap, double dropout,
+                         const MaybeTensor& seed) {
   Triple grads;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    grads = Backward::call(grad_output, query, key, value, output, log_sum, mask, scale, before, after, soft_cap);
+    grads = Backward::call(grad_output, query, key, value, output, log_sum, mask, scale, before, after, soft_cap,
+                           dropout, seed);
   }
   const auto& [of_query, of_key, of_value] = grads;
   differentiable_once("attention", {of_query, of_key, of_value}, grad_output, query, key, value);
@@ -174,7 +195,7 @@ Tensor hidden_unless(const Tensor& shown, const Tensor& query) {
 
 // By torch's operators, which know every dtype and device.
 Tensor composed(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& bias, double scale,
-                std::int64_t before, std::int64_t after, double soft_cap) {
+                std::int64_t before, std::int64_t after, double soft_cap, double dropout) {
   Tensor added = bias.defined() ? bias.to(query.scalar_type()) : bias;
   const bool causal = after == 0 && before < 0 && !added.defined() && soft_cap == 0;
   if (!causal && (before >= 0 || after >= 0)) {
@@ -183,7 +204,7 @@ Tensor composed(const Tensor& query, const Tensor& key, const Tensor& value, con
   }
   if (soft_cap == 0) {
     const MaybeTensor mask = added.defined() ? MaybeTensor(added) : std::nullopt;
-    return at::scaled_dot_product_attention(query, key, value, mask, 0, causal, scale, true);
+    return at::scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale, true);
   }
   const auto group = query.size(1) / key.size(1);
   const auto shared = [group](const Tensor& t) { return group == 1 ? t : t.repeat_interleave(group, 1); };
@@ -191,13 +212,15 @@ Tensor composed(const Tensor& query, const Tensor& key, const Tensor& value, con
   if (added.defined()) scores = scores + added;
   const Tensor nothing = scores.isneginf().all(-1, true);
   const Tensor weights = at::softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0);
-  return at::matmul(weights, shared(value));
+  return at::matmul(at::dropout(weights, dropout, dropout > 0), shared(value));
 }
 
 Tensor attention_operator(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
                           bool causal, std::optional<double> scale, std::int64_t before, std::int64_t after,
-                          double soft_cap) {
+                          double soft_cap, double dropout) {
   check(query, key, value);
+  OXY_CHECK(dropout >= 0 && dropout < 1, InvalidArgument, "dropout is ", dropout,
+            "; give the probability that a weight is dropped, from 0 to below 1.");
   OXY_CHECK(soft_cap >= 0 && std::isfinite(soft_cap), InvalidArgument, "soft_cap is ", soft_cap,
             "; give a positive number, or 0 for none.");
   if (causal) after = 0;
@@ -205,11 +228,16 @@ Tensor attention_operator(const Tensor& query, const Tensor& key, const Tensor& 
   Tensor bias = mask.value_or(Tensor());
   if (bias.defined() && bias.scalar_type() == at::kBool) bias = hidden_unless(bias, query);
   if (!has_kernel(query) || query.sym_numel() == 0 || key.sym_numel() == 0) {
-    return composed(query, key, value, bias, factor, before, after, soft_cap);
+    return composed(query, key, value, bias, factor, before, after, soft_cap, dropout);
   }
-  if (!bias.defined()) return std::get<0>(Forward::call(query, key, value, {}, factor, before, after, soft_cap));
-  if (bias.scalar_type() != query.scalar_type()) bias = bias.to(at::kFloat);
-  return std::get<0>(Forward::call(query, key, value, bias, factor, before, after, soft_cap));
+  // A draw of torch's generator, so that seeds, checkpoints and compiled graphs hold for it as for torch's dropout.
+  MaybeTensor seed;
+  if (dropout > 0) {
+    seed = at::randint(std::numeric_limits<std::int64_t>::max(), {1}, query.options().dtype(at::kLong));
+  }
+  MaybeTensor added;
+  if (bias.defined()) added = bias.scalar_type() == query.scalar_type() ? bias : bias.to(at::kFloat);
+  return std::get<0>(Forward::call(query, key, value, added, factor, before, after, soft_cap, dropout, seed));
 }
 
 constexpr char kName[] = "oxytorch::attention";
@@ -217,22 +245,23 @@ using WholeAttention = Operator<kName, decltype(attention_operator)>;
 
 Tensor attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
                           bool causal, std::optional<double> scale, std::int64_t before, std::int64_t after,
-                          double soft_cap) {
+                          double soft_cap, double dropout) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
   return WholeAttention::call(autocast(query), autocast(key), autocast(value), mask, causal, scale, before, after,
-                              soft_cap);
+                              soft_cap, dropout);
 }
 
 TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool causal=False, float? scale=None, "
-      "int window_before=-1, int window_after=-1, float soft_cap=0.) -> Tensor");
+      "int window_before=-1, int window_after=-1, float soft_cap=0., float dropout=0.) -> Tensor");
   m.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, int window_before, "
-      "int window_after, float soft_cap) -> (Tensor output, Tensor log_sum)");
+      "int window_after, float soft_cap, float dropout=0., Tensor? seed=None) -> (Tensor output, Tensor log_sum)");
   m.def(
       "attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, Tensor log_sum, "
-      "Tensor? mask, float scale, int window_before, int window_after, float soft_cap) -> "
+      "Tensor? mask, float scale, int window_before, int window_after, float soft_cap, float dropout=0., "
+      "Tensor? seed=None) -> "
       "(Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 }
 TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("attention", &Kernel<&attention_operator>::call); }
@@ -256,7 +285,7 @@ TORCH_LIBRARY_IMPL(oxytorch, Meta, m) {
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options) {
   return WholeAttention::call(query, key, value, options.mask, options.causal, options.scale, options.window_before,
-                              options.window_after, options.soft_cap);
+                              options.window_after, options.soft_cap, options.dropout);
 }
 
 }  // namespace oxytorch::ops

@@ -49,7 +49,9 @@ struct Call {
         group(heads / key_heads),
         width(round_up(q.size(3), kTileStep)),
         format(product_format(optim::element_type(q).value())),
-        factor(static_cast<float>(rule.scale)) {
+        factor(static_cast<float>(rule.scale)),
+        dropped(std::min(static_cast<std::uint32_t>(std::lround(rule.dropout * 65536)), 65535U)),
+        kept_factor(65536.0F / static_cast<float>(65536 - dropped)) {
     if (rule.mask.has_value() && rule.mask->defined()) {
       mask = rule.mask->to(at::kFloat).expand({batch, heads, queries.count, keys.count});
     }
@@ -79,6 +81,16 @@ struct Call {
     return 1;
   }
 
+  // The weights that dropout keeps, or null where it keeps all.
+  const std::uint32_t* kept(std::int64_t b, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
+                            std::uint32_t* keep) const {
+    if (dropped == 0) return nullptr;
+    kernels::dropout_tile({rule.seed, static_cast<std::uint32_t>(b * heads + h), static_cast<std::uint32_t>(key_tile),
+                           static_cast<std::uint32_t>(query_tile), dropped},
+                          keys.padded(key_tile), keep);
+    return keep;
+  }
+
   void read_mask(std::int64_t b, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile, float* tile) const {
     const std::int64_t along_q = mask.stride(2), along_k = mask.stride(3);
     const float* from = mask.const_data_ptr<float>() + b * mask.stride(0) + h * mask.stride(1) +
@@ -96,6 +108,8 @@ struct Call {
   std::int64_t batch, heads, key_heads, group, width;
   TileFormat format;
   float factor;
+  std::uint32_t dropped;  // of 65,536 weights
+  float kept_factor;
 };
 
 // The plain tiles of one matrix.
@@ -115,6 +129,7 @@ struct ForwardWorker {
         scores(scratch.floats(kTile * kTile)),
         mask(scratch.floats(kTile * kTile)),
         weights(scratch.floats(kTile * kTile)),
+        keep(reinterpret_cast<std::uint32_t*>(scratch.floats(kTile * kTile))),
         sum(scratch.floats(kTile * call.width)),
         rows(scratch.floats(kTile * call.width)) {}
 
@@ -144,8 +159,8 @@ struct ForwardWorker {
       const std::int64_t count = call.keys.padded(tile);
       product(call.format, count, columns, call.width, key[tile], call.width, query[0], kTile, scores, kTile, false);
       const float factor = call.finish_scores(b, h, tile, query_tile, mask, scores);
-      const bool corrects =
-          kernels::softmax_tile(call.format, factor, count, columns, scores, state, correction, weights);
+      const bool corrects = kernels::softmax_tile(call.format, factor, count, columns, scores,
+                                                  call.kept(b, h, tile, query_tile, keep), state, correction, weights);
       if (add && corrects) kernels::scale_columns(call.width, correction, sum);
       product(call.format, call.width, columns, count, value[tile], kTile, weights, kTile, sum, kTile, add);
       add = true;
@@ -155,7 +170,7 @@ struct ForwardWorker {
                  call.queries.begin(query_tile) * log_sum.stride(2);
     for (std::int64_t j = 0; j < used; ++j) {
       const bool none = state.sum[j] == 0;
-      inverse[j] = none ? 0 : 1 / state.sum[j];
+      inverse[j] = none ? 0 : call.kept_factor / state.sum[j];
       logs[j * log_sum.stride(2)] = none ? 0 : state.largest[j] + std::log(state.sum[j]);
     }
     const std::int64_t at = call.queries.begin(query_tile);
@@ -171,7 +186,9 @@ struct ForwardWorker {
   Tensor& log_sum;
   Scratch scratch;
   Packed key, value, plain, query;
-  float *scores, *mask, *weights, *sum, *rows;
+  float *scores, *mask, *weights;
+  std::uint32_t* keep;
+  float *sum, *rows;
   std::int64_t loaded = -1;
 };
 
@@ -199,6 +216,7 @@ struct BackwardWorker {
         scores(scratch.floats(kTile * kTile)),
         mask(scratch.floats(kTile * kTile)),
         gradient(scratch.floats(kTile * kTile)),
+        keep(reinterpret_cast<std::uint32_t*>(scratch.floats(kTile * kTile))),
         rows(scratch.floats(kTile * call.width)) {
     for (auto& one : narrow) one = reinterpret_cast<std::uint16_t*>(scratch.bytes(kTile * kTile * 2));
   }
@@ -260,6 +278,8 @@ struct BackwardWorker {
     tile.delta = deltas + call.queries.begin(query_tile);
     tile.cap = static_cast<float>(call.rule.soft_cap);
     tile.mask = call.mask.defined() ? mask : nullptr;
+    tile.keep = call.kept(b, h, key_tile, query_tile, keep);
+    tile.kept_factor = call.kept_factor;
     tile.scores = scores;
     tile.gradient = gradient;
     tile.weights = narrow[0];
@@ -284,8 +304,8 @@ struct BackwardWorker {
     const Rows k = rows_of(grads.key, b, h).part(at, used), v = rows_of(grads.value, b, h).part(at, used);
     kernels::store_rows(of_key, call.width, used, k.columns, static_cast<float>(call.rule.scale), nullptr, k.element,
                         const_cast<void*>(k.data), k.stride);
-    kernels::store_rows(of_value, call.width, used, v.columns, 1, nullptr, v.element, const_cast<void*>(v.data),
-                        v.stride);
+    kernels::store_rows(of_value, call.width, used, v.columns, call.kept_factor, nullptr, v.element,
+                        const_cast<void*>(v.data), v.stride);
   }
 
   void store_queries(std::int64_t b, std::int64_t h, std::int64_t tile, const float* of_query) {
@@ -357,7 +377,9 @@ struct BackwardWorker {
   Gradients& grads;
   Scratch scratch;
   Packed key, key_transposed, value, query, query_transposed, grad, grad_transposed, plain;
-  float *log_sums, *deltas, *scores, *mask, *gradient, *rows;
+  float *log_sums, *deltas, *scores, *mask, *gradient;
+  std::uint32_t* keep;
+  float* rows;
   float *of_keys = nullptr, *of_values = nullptr, *of_queries = nullptr;
   std::uint16_t* narrow[3];
   std::int64_t loaded_keys = -1, loaded_queries = -1;

@@ -17,6 +17,8 @@ struct AttentionRule {
   std::int64_t behind = 0;
   double soft_cap = 0;             ///< 0: none
   std::optional<at::Tensor> mask;  ///< added to scores; broadcasts to batch x heads x queries x keys
+  double dropout = 0;              ///< probability that a weight is dropped; of 2^-16
+  std::uint64_t seed = 0;          ///< of dropout
 };
 
 /// 1 / sqrt(width) where not given.
@@ -28,7 +30,7 @@ struct AttentionRule {
 [[nodiscard]] inline AttentionRule attention_rule(const std::optional<at::Tensor>& mask, double scale,
                                                   std::int64_t before, std::int64_t after, double soft_cap) {
   constexpr std::int64_t kNoLimit = std::int64_t{1} << 40;
-  return {scale, after < 0 ? kNoLimit : after, before < 0 ? kNoLimit : before, soft_cap, mask};
+  return {scale, after < 0 ? kNoLimit : after, before < 0 ? kNoLimit : before, soft_cap, mask, 0, 0};
 }
 
 /// Whether attention_cpu() takes these.

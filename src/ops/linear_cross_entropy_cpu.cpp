@@ -201,7 +201,7 @@ class Work {
         if (bias_.defined()) add_bias(tile, to);
         if (call_.label_smoothing > 0) add_up(range, j, rows.rows, to);
         std::fill(to + rows.rows * kTile, to + padded * kTile, -kInfinity);
-        kernels::softmax_tile(TileFormat::Float32, 1, padded, columns, to,
+        kernels::softmax_tile(TileFormat::Float32, 1, padded, columns, to, nullptr,
                               states_[static_cast<std::size_t>(range * kTokenTiles + j)], correction, nullptr);
       }
     });

@@ -54,7 +54,9 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
     phases = lambda *names: frozenset(f"{n}{phase}" for n in names for phase in (": forward", ": backward", ""))  # noqa: E731
     assert kinds == {
         ("attention", phases("oxytorch", "torch flash", "torch math")),
+        ("dropout", phases("oxytorch", "torch math")),
         ("loss", frozenset({"oxytorch", "torch", "chunks"})),
+        ("masked", frozenset({"oxytorch", "torch", "chunks", "chosen rows"})),
         ("lstm", phases("oxytorch", "oneDNN", "oneDNN, 1 thread")),
     }
     assert all(np.min(list(times.values())) > 0 for times in document["cases"].values())

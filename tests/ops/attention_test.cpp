@@ -58,6 +58,21 @@ TEST(AttentionTest, TakesMasksWindowsAndCaps) {
   EXPECT_FALSE(at::allclose(ours, ops::attention(in.query, in.key, in.value), 1e-2, 1e-2));
 }
 
+TEST(AttentionTest, DropsWeightsByTorchsSeed) {
+  const Inputs in(at::kFloat);
+  const auto drop = [&](double dropout) {
+    torch::manual_seed(5);
+    return ops::attention(in.query, in.key, in.value, {.dropout = dropout});
+  };
+  const Tensor whole = ops::attention(in.query, in.key, in.value), some = drop(0.5);
+  EXPECT_TRUE(at::equal(some, drop(0.5)));
+  EXPECT_FALSE(at::allclose(some, whole, 1e-2, 1e-2));
+  EXPECT_FALSE(at::allclose(some, ops::attention(in.query, in.key, in.value, {.dropout = 0.5}), 1e-2, 1e-2));
+  Tensor mean = at::zeros_like(whole);
+  for (int i = 0; i < 400; ++i) mean += ops::attention(in.query, in.key, in.value, {.dropout = 0.5}) / 400;
+  EXPECT_LT((mean - whole).norm().item<double>(), 0.2 * (some - whole).norm().item<double>());
+}
+
 TEST(AttentionTest, TrainsABlock) {
   torch::manual_seed(0);
   torch::nn::Linear project(16, 48), out(16, 16);

@@ -40,6 +40,7 @@ def exact(
     scale: float,
     window: tuple[int, int],
     soft_cap: float,
+    keep: Tensor | float = 1.0,
 ) -> list[Tensor]:
     """Output and gradients in fp64, by the definition."""
     q, k, v = (t.detach().double().requires_grad_() for t in (query, key, value))
@@ -57,7 +58,7 @@ def exact(
         scores = scores.masked_fill(apart < -before, -math.inf)
     nothing = (scores == -math.inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
-    output = weights @ v.repeat_interleave(group, 1)
+    output = (weights * keep) @ v.repeat_interleave(group, 1)
     return [output.detach(), *torch.autograd.grad(output, (q, k, v), grad_output.double())]
 
 
@@ -174,6 +175,102 @@ def test_bits_do_not_depend_on_the_number_of_threads(seed: int) -> None:
     for count in (2, 3, 5):  # 3 and 5: tiles are shared out, not heads
         with threads(count):
             assert all(a.equal(b) for a, b in zip(one, case.ours(), strict=True))
+
+
+def kept(case: Case, dropout: float, seed: int) -> Tensor:
+    """The weights that a seed keeps: those of equal ones, seen through values that tell keys apart."""
+    batch, heads, queries, _ = case.query.shape
+    key_heads, keys = case.key.shape[1:3]
+    width = torch.eye(keys).expand(batch, key_heads, keys, keys)
+    torch.manual_seed(seed)
+    return (
+        ox.ops.attention(torch.zeros(batch, heads, queries, keys), torch.zeros_like(width), width, dropout=dropout) > 0
+    )
+
+
+def dropped(case: Case, dropout: float, seed: int) -> list[Tensor]:
+    q, k, v = (t.detach().requires_grad_() for t in (case.query, case.key, case.value))
+    torch.manual_seed(seed)
+    output = ox.ops.attention(
+        q, k, v, mask=case.mask, scale=case.scale, window_before=case.window[0], window_after=case.window[1],
+        soft_cap=case.soft_cap, dropout=dropout,
+    )  # fmt: skip
+    return [output.detach(), *torch.autograd.grad(output, (q, k, v), case.grad)]
+
+
+@pytest.mark.parametrize("seed", range(300, 340))
+def test_dropout_is_that_of_the_weights(seed: int) -> None:
+    case, dropout = Case(seed), (0.1, 0.5, 0.9)[seed % 3]
+    scale = 1 / math.sqrt(case.query.size(3)) if case.scale is None else case.scale
+    keep = kept(case, dropout, seed) / (1 - round(dropout * 65536) / 65536)
+    right = exact(case.query, case.key, case.value, case.grad, case.mask, scale, case.window, case.soft_cap, keep)
+    few = 6 * (1 + case.largest_score() / 4) * float(keep.amax().clamp(min=1))
+    rows = zip(dropped(case, dropout, seed), right, case.allowance(right), strict=True)
+    for name, (ours, expected, more) in zip(["output", "query", "key", "value"], rows, strict=True):
+        assert float((ours.double() - expected).norm()) <= few * ROUNDING[case.dtype] * (
+            float(expected.norm()) + more
+        ), name
+
+
+def test_what_dropout_keeps() -> None:
+    case = Case(0)
+    case.query, case.key = torch.zeros(2, 6, 200, 8), torch.zeros(2, 3, 150, 8)
+    for dropout in (0.1, 0.25, 0.75):
+        keep = kept(case, dropout, 1)
+        spread = math.sqrt(dropout * (1 - dropout) / keep.numel())
+        assert abs(float(keep.double().mean()) - (1 - dropout)) < 5 * spread
+        for dim in (0, 1, 2, 3):  # no line of it is like the next
+            rows = keep.transpose(0, dim).flatten(1)
+            alike = float((rows[1:] == rows[:-1]).double().mean())
+            assert abs(alike - (dropout**2 + (1 - dropout) ** 2)) < 0.01
+    assert kept(case, 0.25, 1).equal(kept(case, 0.25, 1)) and not kept(case, 0.25, 1).equal(kept(case, 0.25, 2))
+    few = kept(case, 0.75, 1)
+    assert kept(case, 0.25, 1)[few].all(), "what a larger probability keeps a smaller one does"
+
+
+KEPT = """
+import hashlib, torch, oxytorch as ox
+values = torch.eye(70).expand(1, 2, 70, 70)
+torch.manual_seed(1)
+keep = ox.ops.attention(torch.zeros(1, 2, 90, 70), torch.zeros_like(values), values, dropout=0.3) > 0
+print(hashlib.md5(keep.numpy().tobytes()).hexdigest())
+"""
+
+
+def test_every_instruction_set_keeps_the_same() -> None:
+    def run(**variables: str) -> str:
+        command = [sys.executable, "-c", KEPT]
+        return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True).stdout
+
+    widest = run()
+    assert len(widest) > 30 and widest == run(OXYTORCH_ISA="scalar") == run(OXYTORCH_ISA="avx2")
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.0, math.nan])
+def test_a_probability_that_is_none_is_refused(dropout: float) -> None:
+    q = torch.randn(1, 1, 3, 4)
+    with pytest.raises(ValueError, match=r"dropout is .*give the probability"):
+        ox.ops.attention(q, q, q, dropout=dropout)
+
+
+def test_dropout_is_repeated_where_torch_repeats_its_own() -> None:
+    case = Case(11)
+    with threads(1):
+        one = dropped(case, 0.3, 5)
+    with threads(3):
+        assert all(a.equal(b) for a, b in zip(one, dropped(case, 0.3, 5), strict=True))
+    q, k, v = (torch.randn(1, 2, 70, 16, requires_grad=True) for _ in range(3))
+    call = lambda *given: ox.ops.attention(*given, dropout=0.5)  # noqa: E731
+    results = []
+    for run in (call, lambda *given: checkpoint(call, *given, use_reentrant=False)):
+        torch.manual_seed(3)
+        results.append(torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v)))
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    first, second = compiled(q, k, v), compiled(q, k, v)
+    assert not first.equal(second), "the seed is drawn anew"
+    assert not call(q.double(), k.double(), v.double()).equal(call(q.double(), k.double(), v.double()))
 
 
 def test_boolean_masks_and_queries_that_see_nothing() -> None:

@@ -69,11 +69,25 @@ struct SoftmaxState {
   OXY_API void reset();
 };
 
+/// Which weights of a tile dropout keeps.
+struct TileDropout {
+  std::uint64_t seed = 0;
+  std::uint32_t head = 0;      ///< of the batch: sample * heads + head
+  std::uint32_t key_tile = 0;  ///< at most 2^20 - 1
+  std::uint32_t query_tile = 0;
+  std::uint32_t dropped = 0;  ///< of 65,536 weights
+};
+/// Writes all ones where a weight is kept, else 0, kTile a row. Weight (i, j) is dropped where its 16 bits of
+/// rounding_bits() (codec.h), as element key_tile * kTile^2 + i * kTile + j of stream `head` at step `query_tile`, are
+/// below `dropped`: the same for any number of threads and instruction set.
+OXY_API void dropout_tile(const TileDropout& rule, std::int64_t rows, std::uint32_t* keep);
+
 /// Takes a tile of scores (times `factor`) into `state`; writes exp(score - largest) as the right operand of the
-/// product with the values, and into `correction` by what earlier results must be multiplied. `weights` may be
-/// `scores`, or null where they are not needed. Returns whether any correction is not 1.
+/// product with the values, 0 where `keep` (dropout_tile(), or null) has 0, and into `correction` by what earlier
+/// results must be multiplied. `weights` may be `scores`, or null where they are not needed. Returns whether any
+/// correction is not 1.
 OXY_API bool softmax_tile(TileFormat format, float factor, std::int64_t rows, std::int64_t columns, const float* scores,
-                          SoftmaxState& state, float* correction, void* weights);
+                          const std::uint32_t* keep, SoftmaxState& state, float* correction, void* weights);
 
 /// Multiplies `rows` rows of a kTile wide tile, element by element, with `factors`.
 OXY_API void scale_columns(std::int64_t rows, const float* factors, float* tile);
@@ -88,13 +102,16 @@ struct SoftmaxGradient {
   const float* delta = nullptr;             ///< for each query, the product of its output and the output's gradient
   float cap = 0;                            ///< as in ScoreRule, which `scores` have been through
   const float* mask = nullptr;              ///< as in ScoreRule; needed with a cap alone
+  const std::uint32_t* keep = nullptr;      ///< of dropout_tile(); null: all
+  float kept_factor = 1;                    ///< of weights that are kept: 1 / (1 - probability)
   float* scores = nullptr;                  ///< in: scores, times `factor`. Float32: out: weights
   float* gradient = nullptr;                ///< in: gradient of the weights. Float32: out: of the scores
   std::uint16_t* weights = nullptr;         ///< BFloat16: the weights, kTile a row
   std::uint16_t* left_gradient = nullptr;   ///< BFloat16: gradient of the scores as a left operand
   std::uint16_t* right_gradient = nullptr;  ///< BFloat16: and as a right one
 };
-/// weights = exp(score - log_sum); gradient of scores = weights * (gradient - delta).
+/// weights = exp(score - log_sum); gradient of scores = weights * (gradient - delta). With `keep`, the gradient of a
+/// weight is multiplied by `kept_factor` or 0, and weights that are written are 0 where they were dropped.
 OXY_API void softmax_gradient(const SoftmaxGradient& tile);
 
 /// One tile of the gradient of cross entropy: a class a row, a token a column.

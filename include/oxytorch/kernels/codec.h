@@ -48,7 +48,7 @@ OXY_API void split_weights(std::span<const float> values, std::uint16_t* bf16, s
 OXY_API void join_weights(const std::uint16_t* bf16, const std::int8_t* low_bits, std::span<float> values);
 
 /// What a random piece is for; part of the Philox counter.
-enum class RoundingOperand : std::uint32_t { Param = 0, State0 = 1, State1 = 2, State2 = 3 };
+enum class RoundingOperand : std::uint32_t { Param = 0, State0 = 1, State1 = 2, State2 = 3, AttentionWeight = 4 };
 
 /// The 16 random bits for `element` of parameter `stream` at `step` (the count after incrementing): of the
 /// Philox4x32-10 block with key `seed` and counter {element / 128 * 16 + element % 16, operand, stream, step}, piece k

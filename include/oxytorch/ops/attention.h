@@ -20,6 +20,8 @@ struct AttentionOptions {
   std::int64_t window_before = -1;
   std::int64_t window_after = -1;
   double soft_cap = 0;  ///< where above 0, scores s become soft_cap * tanh(s / soft_cap)
+  /// Probability, below 1, that a weight is dropped; the others are divided by one less it. Pass 0 in evaluation.
+  double dropout = 0;
 };
 
 /// softmax(query key^T scale + mask) value, differentiable once.
@@ -30,8 +32,9 @@ struct AttentionOptions {
 ///
 /// On a CPU, float32, bfloat16 and float16 take the kernel of this library: memory grows with the tokens, and results
 /// have the same bits for any number of threads. Scores and sums are fp32; matrix products multiply bfloat16 where the
-/// processor does, else float32. float64 and other devices take torch's own operators.
-/// Under autocast, the three are cast as for torch's attention.
+/// processor does, else float32. Dropout takes one number of torch's generator for a call and makes the rest by
+/// Philox, to 2^-16 of the probability; it keeps no mask for backward. float64 and other devices take torch's own
+/// operators. Under autocast, the three are cast as for torch's attention.
 ///
 /// Throws InvalidArgument for shapes that do not fit and InvalidType for dtypes that differ.
 OXY_API at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
