@@ -109,8 +109,9 @@ struct Logits {
   torch::autograd::Edge edge;               // where gradients of the deferred tensor go
 
   void note_versions() { versions = present_versions(); }
+  [[nodiscard]] bool is_unchanged() const { return versions == present_versions(); }
   void check_unchanged() const {
-    OXY_CHECK(versions == present_versions(), InvalidState,
+    OXY_CHECK(is_unchanged(), InvalidState,
               "logits are asked for after the weight or the input of their layer was changed in place: they were left "
               "to the loss (native_cross_entropy). Read them before optimizer.step(), or leave that strategy out.");
   }
@@ -253,7 +254,8 @@ class Living {
     }
     for (const auto& one : all) {
       const auto logits = one.lock();
-      if (!logits || logits->is_computed()) continue;
+      // Of one that is too late for it, whoever asks is told.
+      if (!logits || logits->is_computed() || !logits->is_unchanged()) continue;
       logits->values();
       experience().note_values(logits->weight);  // beside the loss it cost a product more than torch: twice as bad
     }

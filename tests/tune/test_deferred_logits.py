@@ -279,6 +279,7 @@ def test_values_of_other_weights_are_refused(logits: Any) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="changed in place"):
         LEFT["flatten"](out, target)
+    logits.before_weights_change()  # nobody asks for those
 
 
 def test_it_outlives_its_owner_and_comes_again() -> None:
