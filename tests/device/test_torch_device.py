@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cpu_only("starts processes with devices of their own")
 ROOT = Path(__file__).resolve().parents[2]
 
 START = """
-import copy, io, time, torch, torch_device
+import copy, gc, io, torch, torch_device
 
 device = torch_device.load()
 calls = torch.ops.oxytorch_device
@@ -133,10 +133,7 @@ here.mul(2)
 assert dict(calls.cpu_fallbacks()) == {"aten::topk": 1}
 
 del here, part, model, first, drawn, result, product, state
-for _ in range(100):  # a worker of autograd lets go of the last graph a little later
-    if calls.allocated_bytes() == before:
-        break
-    time.sleep(0.05)
+gc.collect()  # torch 2.9 leaves a tensor in a circle
 assert calls.allocated_bytes() == before, "memory goes back to the backend"
 """
 
