@@ -7,6 +7,7 @@
 #include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/own_random.h"
+#include "scope.h"
 
 namespace oxytorch::bindings {
 
@@ -18,10 +19,6 @@ using tune::OwnRandom;
 namespace {
 
 using tune::StepTensors;
-
-struct LogitsScope {
-  std::unique_ptr<DeferredLogits::Scope> open;
-};
 
 // The Python front end counts steps in tensors.
 void advance(const std::vector<at::Tensor>& steps) {
@@ -94,19 +91,16 @@ void bind_tune_operators(py::module_& m) {
       .def("install", &NativeOperators::install, py::arg("names") = std::vector<std::string>(), release_gil())
       .def("uninstall", &NativeOperators::uninstall, release_gil())
       .def("installed", &NativeOperators::installed);
-  py::class_<LogitsScope>(m, "LogitsScope", "Defers on this thread while it is entered.")
-      .def("__enter__", [](LogitsScope& self) { self.open = std::make_unique<DeferredLogits::Scope>(); })
-      .def(
-          "__exit__",
-          [](LogitsScope& self, const py::object&, const py::object&, const py::object&) { self.open.reset(); },
-          py::arg("kind"), py::arg("error"), py::arg("trace"));
+  bind_scope<DeferredLogits::Scope>(m, "LogitsScope", "Defers on this thread while it is entered.");
   py::class_<DeferredLogits>(m, "DeferredLogits", "Logits that are computed when something but their loss asks.")
       .def(py::init<>(), release_gil())
       .def_static("before_weights_change", &DeferredLogits::before_weights_change, release_gil(),
                   "Compute the values of deferred tensors that live.")
       .def_static("losses", &DeferredLogits::losses, "Losses computed without logits, so far.")
       .def_static("computed", &DeferredLogits::computed, "Deferred tensors whose values were computed after all.")
-      .def("scope", [](const DeferredLogits&) { return LogitsScope(); }, "Defer on this thread: a context manager.");
+      .def(
+          "scope", [](const DeferredLogits&) { return std::make_unique<ScopeManager<DeferredLogits::Scope>>(); },
+          "Defer on this thread: a context manager.");
   py::class_<OwnRandom>(m, "OwnRandom", "Random numbers of this thread alone, from where the default generator stands.")
       .def(py::init<>())
       .def("rewind", &OwnRandom::rewind, "Let the same numbers come once more.")

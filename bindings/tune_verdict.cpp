@@ -16,6 +16,7 @@
 #include "oxytorch/tune/measure.h"
 #include "oxytorch/tune/step_judge.h"
 #include "oxytorch/tune/verdict.h"
+#include "scope.h"
 #include "tune_words.h"
 
 namespace oxytorch::bindings {
@@ -114,17 +115,8 @@ void bind_values(py::module_& m) {
             return evidence;
           },
           "Figures of the steps so far.");
-  struct KeptDouble {
-    std::optional<KeepDouble> kept;
-  };
-  py::class_<KeptDouble>(m, "KeepDouble",
-                         "Inside, tensors of float64 stay so where they are cast; see oxytorch/tune/keep_double.h.")
-      .def(py::init<>())
-      .def("__enter__", [](KeptDouble& self) { self.kept.emplace(); })
-      .def(
-          "__exit__",
-          [](KeptDouble& self, const py::object&, const py::object&, const py::object&) { self.kept.reset(); },
-          py::arg("kind"), py::arg("error"), py::arg("trace"));
+  bind_scope<KeepDouble>(m, "KeepDouble",
+                         "Inside, tensors of float64 stay so where they are cast; see oxytorch/tune/keep_double.h.");
   py::class_<Nudge>(m, "Nudge", "The way to a state apart; see oxytorch/tune/kinks.h.")
       .def(py::init<const std::vector<at::Tensor>&, bool, int, int>(), py::arg("parameters"),
            py::arg("reduced_precision"), py::arg("step"), py::arg("state"))

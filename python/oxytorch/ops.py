@@ -65,7 +65,7 @@ def attention(
     Raises
     ------
     ValueError
-        For shapes that do not fit.
+        For shapes that do not fit, and a `dropout` that is not from 0 to below 1.
     TypeError
         For dtypes that differ.
     NotImplementedError

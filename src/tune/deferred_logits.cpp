@@ -1,18 +1,12 @@
 #include "oxytorch/tune/deferred_logits.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear_native.h>
 #include <ATen/ops/matmul_native.h>
-#include <ATen/ops/randint.h>
-#include <ATen/ops/randn.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
@@ -31,6 +25,7 @@
 #include "oxytorch/error.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
 #include "tune/above_autograd.h"
+#include "tune/operators_entry.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -578,47 +573,6 @@ void on_deferred(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack*
   }
 }
 
-/// Why the loss may not stand in for torch's; empty where it may.
-std::string differs_from_torch() {
-  const at::AutoGradMode grads(true);
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // A generator of their own: torch's is the user's.
-  auto generator = at::detail::createCPUGenerator(0x0510);
-  constexpr std::int64_t kRows = 37, kWidth = 40, kClasses = 300;
-  const auto made = [&](at::IntArrayRef sizes, double scale) {
-    return at::randn(sizes, generator, at::TensorOptions().dtype(at::kDouble)) * scale;
-  };
-  const Tensor rows = made({kRows, kWidth}, 1), weight = made({kClasses, kWidth}, 0.2), bias = made({kClasses}, 0.1);
-  Tensor target = at::randint(0, kClasses, {kRows}, generator, at::TensorOptions().dtype(at::kLong));
-  target.slice(0, 0, kRows, 3).fill_(-100);
-  for (const auto type : {at::kFloat, at::kBFloat16}) {
-    const std::vector<Tensor> given{rows.to(type), weight.to(type), bias.to(type)};
-    const auto results = [&](at::ScalarType in, auto&& loss_of) {
-      std::vector<Tensor> inputs;
-      for (const Tensor& one : given) inputs.push_back(one.to(in).detach().requires_grad_());
-      const Tensor loss = loss_of(inputs);
-      auto found = torch::autograd::grad({loss}, inputs);
-      found.push_back(loss.detach());
-      for (Tensor& one : found) one = one.to(at::kDouble);
-      return found;
-    };
-    const auto by_torch = [&](const std::vector<Tensor>& in) {
-      return at::cross_entropy_loss(at::native::linear(in[0], in[1], in[2]), target);
-    };
-    const auto exact = results(at::kDouble, by_torch), theirs = results(type, by_torch);
-    const auto ours = results(type, [&](const std::vector<Tensor>& in) {
-      return ops::linear_cross_entropy(in[0], in[1], target, {.bias = in[2]});
-    });
-    const double rounding = type == at::kFloat ? 0x1p-22 : 0x1p-8;
-    for (std::size_t i = 0; i < exact.size(); ++i) {
-      const auto error = [&](const Tensor& of) { return (of - exact[i]).norm().item<double>(); };
-      if (error(ours[i]) <= 2 * error(theirs[i]) + rounding * exact[i].norm().item<double>()) continue;
-      return std::string("linear_cross_entropy is further from fp64 than torch's own in ") + at::toString(type);
-    }
-  }
-  return {};
-}
-
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_deferred>());
 }
@@ -641,7 +595,7 @@ Tensor values_of(const Tensor& tensor) {
 }
 
 DeferredLogits::DeferredLogits() {
-  static const std::string reason = differs_from_torch();
+  static const std::string reason = cross_entropy_differs();
   OXY_CHECK(reason.empty(), NotSupported, reason, ".");
   auto& all = registered();
   const std::lock_guard lock(all.mutex);

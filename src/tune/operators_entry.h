@@ -110,4 +110,7 @@ Seven lstm_backward(const at::Tensor& input, const at::Tensor& weight0, const at
 /// Sets originals().fusion. Draws nothing from torch's default generator.
 std::string differs_from_original(const std::string& name);
 
+/// Why ops::linear_cross_entropy may not stand in for torch's linear and cross_entropy; empty where it may.
+std::string cross_entropy_differs();
+
 }  // namespace oxytorch::tune

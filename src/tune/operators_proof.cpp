@@ -1,5 +1,9 @@
 // Holds each operator against the kernel it is to replace, bit for bit where it promises torch's bits.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/linear_native.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <array>
 #include <cmath>
@@ -7,6 +11,7 @@
 #include <limits>
 #include <sstream>
 
+#include "oxytorch/ops/linear_cross_entropy.h"
 #include "tune/operators_entry.h"
 
 namespace oxytorch::tune {
@@ -36,6 +41,12 @@ bool same(const std::tuple<T...>& a, const std::tuple<T...>& b, std::index_seque
 template <class... T>
 bool same(const std::tuple<T...>& a, const std::tuple<T...>& b) {
   return same(a, b, std::index_sequence_for<T...>());
+}
+
+// No further from fp64 than twice torch's own; where torch happens to be exact, one rounding is allowed.
+bool is_near(const Tensor& ours, const Tensor& theirs, const Tensor& exact, double rounding) {
+  const auto error = [&](const Tensor& of) { return (of - exact).norm().item<double>(); };
+  return error(ours) <= 2 * error(theirs) + rounding * exact.norm().item<double>();
 }
 
 // Normal values by a generator of its own, times `scale` and plus `offset`.
@@ -224,10 +235,8 @@ std::string attention_differs() {
             return flash_attention_backward(g, q, k, v, std::get<0>(out), std::get<1>(out), 0, c.causal, m, kScale);
           });
       for (std::size_t i = 0; i < exact.size(); ++i) {
-        const auto error = [&](const Tensor& of) { return (of - exact[i]).norm().item<double>(); };
-        // Where torch happens to be exact, one rounding is allowed.
         const double rounding = (type == at::kFloat ? 0x1p-24 : type == at::kHalf ? 0x1p-11 : 0x1p-8);
-        if (error(ours[i]) <= 2 * error(theirs[i]) + rounding * exact[i].norm().item<double>()) continue;
+        if (is_near(ours[i], theirs[i], exact[i], rounding)) continue;
         return "flash attention is further from fp64 than torch's for query " + sizes_of(query);
       }
     }
@@ -281,6 +290,41 @@ std::string lstm_differs() {
 }
 
 }  // namespace
+
+std::string cross_entropy_differs() {
+  const at::AutoGradMode as_in_training(true);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  constexpr std::int64_t kRows = 37, kWidth = 40, kClasses = 300;
+  Values values;
+  const Tensor rows = values.normal({kRows, kWidth}), weight = values.normal({kClasses, kWidth}, 0.2);
+  const Tensor bias = values.normal({kClasses}, 0.1);
+  Tensor target = values.normal({kRows}, 1000).abs_().remainder_(kClasses).to(at::kLong);
+  target.slice(0, 0, kRows, 3).fill_(-100);
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    const std::vector<Tensor> given{rows.to(type), weight.to(type), bias.to(type)};
+    const auto results = [&](at::ScalarType in, auto&& loss_of) {
+      std::vector<Tensor> inputs;
+      for (const Tensor& one : given) inputs.push_back(one.to(in).detach().requires_grad_());
+      const Tensor loss = loss_of(inputs);
+      auto found = torch::autograd::grad({loss}, inputs);
+      found.push_back(loss.detach());
+      for (Tensor& one : found) one = one.to(at::kDouble);
+      return found;
+    };
+    const auto by_torch = [&](const std::vector<Tensor>& in) {
+      return at::cross_entropy_loss(at::native::linear(in[0], in[1], in[2]), target);
+    };
+    const auto exact = results(at::kDouble, by_torch), theirs = results(type, by_torch);
+    const auto ours = results(type, [&](const std::vector<Tensor>& in) {
+      return ops::linear_cross_entropy(in[0], in[1], target, {.bias = in[2]});
+    });
+    for (std::size_t i = 0; i < exact.size(); ++i) {
+      if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
+      return std::string("linear_cross_entropy is further from fp64 than torch's own in ") + at::toString(type);
+    }
+  }
+  return {};
+}
 
 std::string differs_from_original(const std::string& name) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -36,7 +36,8 @@ struct AttentionOptions {
 /// Philox, to 2^-16 of the probability; it keeps no mask for backward. float64 and other devices take torch's own
 /// operators. Under autocast, the three are cast as for torch's attention.
 ///
-/// Throws InvalidArgument for shapes that do not fit and InvalidType for dtypes that differ.
+/// Throws InvalidArgument for shapes that do not fit or a dropout outside of [0, 1), InvalidType for dtypes that
+/// differ.
 OXY_API at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                              const AttentionOptions& options = {});
 

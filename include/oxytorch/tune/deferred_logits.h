@@ -7,12 +7,11 @@
 
 namespace oxytorch::tune {
 
-/// While such an object lives and a Scope is open on a thread, a large linear layer in training (linear,
-/// addmm, matmul with a transposed weight) returns a tensor that
-/// has sizes and a gradient, and no values yet. If what asks first is cross_entropy with the indices of classes (by
-/// way of views, a cast to float32, chosen rows, or classes moved to dimension 1), the loss comes from
-/// oxytorch::ops::linear_cross_entropy, which never holds all logits and leaves out rows that do not count. If
-/// anything else asks, the values are computed as they would have been, and go to it.
+/// While such an object lives and a Scope is open on a thread, a large linear layer in training (linear, addmm, matmul
+/// with a transposed weight) returns a tensor that has sizes and a gradient, and no values yet. If what asks first is
+/// cross_entropy with the indices of classes (by way of views, a cast to float32, chosen rows, or classes moved to
+/// dimension 1), the loss comes from oxytorch::ops::linear_cross_entropy, which never holds all logits and leaves out
+/// rows that do not count. If anything else asks, the values are computed as they would have been, and go to it.
 ///
 /// "Large" is a weight of at least 256 classes, of float32, bfloat16 or float16 on the CPU. Whether a layer of some
 /// size feeds a loss is learned as it runs: one whose values were asked for more often than not is left alone. Under
