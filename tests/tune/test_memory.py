@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.cpu_only("measures resident memory of the host")
 
 PROGRAM = r"""
-import json, re, sys
+import ctypes, json, re, sys
 from pathlib import Path
 import torch
 from torch import nn
@@ -35,11 +35,16 @@ def step(batch):
     criterion(model(batch[0]), batch[1]).backward()
     optimizer.step()
 
-for _ in range(6):  # the C library's heap grows in pieces for some twenty steps of a plain loop
+# Holes of the C library's heap come and go by more than 100 MiB from run to run of a plain loop: it is trimmed first.
+def in_use():
+    ctypes.CDLL(None).malloc_trim(0)
+    return now("VmRSS") - base
+
+for _ in range(6):
     for batch in batches:
         step(batch)
 training = now("VmHWM") - base
-before = now("VmRSS") - base
+before = in_use()
 Path("/proc/self/clear_refs").write_text("5")
 names = sys.argv[2].split(",")
 options = dict(level=sys.argv[1], strategies=names, tune_seconds=2, remember=False)
@@ -48,7 +53,7 @@ after = now("VmRSS") - base
 peak = now("VmHWM") - base
 for batch in batches:
     step(batch)
-going = now("VmRSS") - base
+going = in_use()
 print(json.dumps(dict(training=training, before=before, peak=peak, after=after, going=going, accepted=plan.accepted)))
 """
 
@@ -78,7 +83,7 @@ def test_what_only_tuning_needed_is_given_back(level: str, strategies: str, widt
     print(level, width, found)
     # What stays: the state, the batches, code that was loaded meanwhile; not a second copy of the state.
     assert found["after"] < found["before"] + 60, found
-    assert found["going"] < found["training"] + 100, found
+    assert found["going"] < found["before"] + 60, found
     # Copies of large tensors are in files, as are gradients as given. Beside the run itself the verifier has slices of
     # a tensor's update in float64, and once the model and its gradients; a candidate on trial (foreach) has its own.
     assert found["peak"] < {"basic": 1.7, "advanced": 2.0}[level] * found["training"], found
