@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oxytorch.model.snapshot import Snapshot
-from oxytorch.tune import update
+from oxytorch.tune import update, verify
 from oxytorch.tune.record import Call, names, states, take
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind, Strategy
@@ -85,6 +85,28 @@ def test_references_are_made_once(device: torch.device) -> None:
     first, taken = taken, 0
     assert verifier.check("tolerance").held
     assert taken == first <= 24 + 16 + 2, "a check is its own steps, those compared once more, and two in float64"
+
+
+@pytest.mark.cpu_only("copies of a device's tensors stay in its memory")
+def test_what_is_kept_on_disk_spares_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_KEPT_BYTES", 0)
+    run = make(device)
+    verifier = Verifier(run, Snapshot.of(run.model, run.original))
+    verifier.reference(["tolerance"])
+    taken = 0
+    plain = run.step
+
+    def step(batch: Any) -> Tensor:
+        nonlocal taken
+        taken += 1
+        return plain(batch)
+
+    run.step = step  # type: ignore[method-assign]
+    assert verifier.check("tolerance").held
+    once, taken = taken, 0
+    monkeypatch.setattr(verify, "parking_room", lambda _: 0)
+    assert verifier.check("tolerance").held
+    assert once <= 24 + 16 + 2 < taken - 40, "two steps at a time, each time from the start"
 
 
 def test_the_yardstick_is_of_the_step_as_given_whatever_is_active(device: torch.device) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import tempfile
 import weakref
 
 import torch
 from torch import Tensor
 
-__all__ = ["park", "rest"]
+__all__ = ["park", "parking_room", "rest"]
 
 _LEAST = 1 << 20  # bytes; smaller copies stay in memory
 _WRITTEN = 1 << 22  # bytes that are written at once
+_SHARE = 8  # of the room on the disk, one part of so many
 _FOLDERS = ("/var/tmp", None)  # the second is Python's choice, which is often a file system in memory
 
 _parked: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address
@@ -54,6 +56,14 @@ def rest(*tensors: Tensor) -> None:
     for mapped in found:
         if mapped is not None:
             mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def parking_room(device: torch.device) -> int:
+    """Return how many bytes of that device's tensors may be parked at once; 0 where parking copies them in memory."""
+    folder = _FOLDERS[0]
+    if device.type != "cpu" or folder is None or not os.access(folder, os.W_OK) or not hasattr(mmap, "MADV_DONTNEED"):
+        return 0
+    return shutil.disk_usage(folder).free // _SHARE
 
 
 def _can_park(tensor: Tensor) -> bool:

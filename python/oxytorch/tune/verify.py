@@ -16,7 +16,7 @@ from torch import Tensor
 from .._C import tune as _native
 from .._C.memory import give_back_host_memory
 from ..model.graph import digest, digest_of_rng, value_digest
-from ..model.parking import rest
+from ..model.parking import parking_room, rest
 from ..model.snapshot import Snapshot
 from ..optim.slot import OptimizerSlot
 from .chance import Draws, backward_error, draws, judge_draws, still
@@ -46,7 +46,7 @@ __all__ = ["Ruling", "Verifier"]
 
 _LATER = 9  # steps beyond those asked for that are compared one after the other
 _SPAN = 12  # steps after them, of which the last and some that are drawn are compared
-_KEPT_BYTES = 1 << 29  # of gradients and parameters that are kept at once, two steps at least
+_KEPT_BYTES = 1 << 29  # of gradients and parameters that are kept in memory at once, two steps at least
 _EXTRAS = 1 << 22  # elements of other tensors, up to which they are compared after each step
 
 
@@ -416,7 +416,7 @@ class Verifier:
         """Cut what is compared into as much as may be kept at once; for each the steps are taken anew."""
         copies = 2 if len(self.run.slots) == 1 else 3
         each = copies * sum(p.numel() * p.element_size() for p in self.run.params)
-        room = max(2, _KEPT_BYTES // max(each, 1))
+        room = max(2, max(_KEPT_BYTES, parking_room(self.run.device)) // max(each, 1))
         return [compared[i : i + room] for i in range(0, len(compared), room)]
 
     def _summary(self, kind: Kind, steps: _Steps, quiet: bool, evidence: Mapping[str, float]) -> str:
