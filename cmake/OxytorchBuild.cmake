@@ -87,6 +87,21 @@ function(oxytorch_module layer)
   endforeach()
 endfunction()
 
+# oxytorch_test_headers(<target>): compile what is only tested as quickly as can be. Most of its time goes into torch and
+# the library, and most of its compiler's into optimization and torch/torch.h: 11 s, or 4 s precompiled.
+function(oxytorch_test_headers target)
+  if(NOT TARGET oxytorch_test_headers)
+    file(GENERATE OUTPUT ${PROJECT_BINARY_DIR}/test_headers.cpp CONTENT "int main() {}\n")
+    add_executable(oxytorch_test_headers EXCLUDE_FROM_ALL ${PROJECT_BINARY_DIR}/test_headers.cpp)
+    target_link_libraries(oxytorch_test_headers PRIVATE oxytorch_flags GTest::gtest GTest::gmock oxytorch OpenMP::OpenMP_CXX)
+    target_compile_options(oxytorch_test_headers PRIVATE -O0)
+    target_precompile_headers(oxytorch_test_headers PRIVATE <torch/torch.h> <gtest/gtest.h> <gmock/gmock.h>)
+  endif()
+  target_link_libraries(${target} PRIVATE oxytorch_flags OpenMP::OpenMP_CXX)
+  target_compile_options(${target} PRIVATE -O0)
+  target_precompile_headers(${target} REUSE_FROM oxytorch_test_headers)
+endfunction()
+
 # oxytorch_test(<name> <core|torch> FILE... [INTERNAL] [DEVICES DEVICE...]): a GoogleTest program named <name>; on the CPU
 # one ctest entry per test, of the torch layer per suite, and one for the whole program on each device
 # (tests/device/torch_device.h). INTERNAL: it includes headers of src/.
@@ -102,17 +117,8 @@ function(oxytorch_test name layer)
   target_link_libraries(${name} PRIVATE oxytorch_flags GTest::gtest GTest::gmock GTest::gtest_main)
   if(layer STREQUAL "torch")
     target_link_libraries(${name} PRIVATE oxytorch oxytorch_torch_device OpenMP::OpenMP_CXX)
-    # Most of their time goes into torch and the library, and a third of their compiler's into optimization.
-    target_compile_options(${name} PRIVATE -O0)
     oxytorch_unity(${name} 4)
-    if(NOT TARGET oxytorch_test_headers)  # they read torch/torch.h, which a compiler takes 11 s for, or 4 s precompiled
-      file(GENERATE OUTPUT ${PROJECT_BINARY_DIR}/test_headers.cpp CONTENT "int main() {}\n")
-      add_executable(oxytorch_test_headers EXCLUDE_FROM_ALL ${PROJECT_BINARY_DIR}/test_headers.cpp)
-      target_link_libraries(oxytorch_test_headers PRIVATE oxytorch_flags GTest::gtest GTest::gmock oxytorch OpenMP::OpenMP_CXX)
-      target_compile_options(oxytorch_test_headers PRIVATE -O0)
-      target_precompile_headers(oxytorch_test_headers PRIVATE <torch/torch.h> <gtest/gtest.h> <gmock/gmock.h>)
-    endif()
-    target_precompile_headers(${name} REUSE_FROM oxytorch_test_headers)
+    oxytorch_test_headers(${name})
   else()
     target_link_libraries(${name} PRIVATE oxytorch_core)
     target_compile_options(${name} PRIVATE -O1)

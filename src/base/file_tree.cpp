@@ -50,13 +50,6 @@ std::vector<std::string> read_lines(const fs::path& path) {
   return lines;
 }
 
-std::string_view trim(std::string_view text) {
-  constexpr std::string_view kSpace = " \t\r\n";
-  const std::size_t first = text.find_first_not_of(kSpace);
-  if (first == std::string_view::npos) return {};
-  return text.substr(first, text.find_last_not_of(kSpace) - first + 1);
-}
-
 std::optional<std::string> field(const std::vector<std::string>& lines, std::string_view key, char separator) {
   for (const std::string& line : lines) {
     const std::size_t at = line.find(separator);

@@ -10,6 +10,8 @@
 #include <string_view>
 #include <vector>
 
+#include "base/spelling.h"
+
 namespace oxytorch::detail {
 
 /// The text of a regular file, at most 16 MiB of it; "" where there is none or it cannot be read.
@@ -18,8 +20,6 @@ std::vector<std::string> read_lines(const std::filesystem::path& path);
 
 /// `path` below `root`.
 std::filesystem::path under(const std::string& root, const std::string& path);
-
-std::string_view trim(std::string_view text);
 
 template <class T>
 std::optional<T> parse(std::string_view text) {

@@ -31,6 +31,13 @@ void append_escaped(std::string& out, std::string_view text) {
 
 }  // namespace
 
+std::string_view trim(std::string_view text) {
+  constexpr std::string_view kSpace = " \t\n\v\f\r";
+  const std::size_t first = text.find_first_not_of(kSpace);
+  if (first == std::string_view::npos) return {};
+  return text.substr(first, text.find_last_not_of(kSpace) - first + 1);
+}
+
 std::string in_quotes(std::string_view text) {
   std::string out = "'";
   if (text.size() <= kLongest) {

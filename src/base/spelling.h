@@ -1,4 +1,4 @@
-/// Text in messages: user's text made safe to print, and the nearest right name to a wrong one.
+/// User's text: trimmed, made safe to print in messages, and the nearest right name to a wrong one.
 #pragma once
 
 #include <string>
@@ -12,6 +12,9 @@ namespace oxytorch {
 /// `text` in single quotes, with bytes outside printable ASCII as hexadecimal escapes and the middle of a long text
 /// left out.
 OXY_API std::string in_quotes(std::string_view text);
+
+/// Without spaces, tabs and line ends at both ends.
+OXY_API std::string_view trim(std::string_view text);
 
 /// Insertions, deletions, substitutions and swaps of neighbours that turn `a` into `b` (optimal string alignment).
 OXY_API std::size_t edit_distance(std::string_view a, std::string_view b);

@@ -36,7 +36,6 @@ constexpr std::array<Unit, 13> kUnits{{{"EiB", 1ull << 60},
 
 constexpr const char* kForms = "Write '10GB', '1.5GiB', '512 MiB', a number of bytes, '90%' or 'auto'.";
 
-bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 char to_lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
 
@@ -46,12 +45,6 @@ bool same_word(std::string_view a, std::string_view b) {
     if (to_lower(a[i]) != to_lower(b[i])) return false;
   }
   return true;
-}
-
-std::string_view trim(std::string_view text) {
-  while (!text.empty() && is_space(text.front())) text.remove_prefix(1);
-  while (!text.empty() && is_space(text.back())) text.remove_suffix(1);
-  return text;
 }
 
 [[noreturn]] void too_large(std::string_view text) {

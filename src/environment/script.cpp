@@ -13,14 +13,6 @@ namespace {
 bool name_start(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
 bool name_part(char c) { return name_start(c) || (c >= '0' && c <= '9'); }
 
-bool is_name(std::string_view text) {
-  return !text.empty() && name_start(text[0]) && std::all_of(text.begin(), text.end(), name_part);
-}
-
-bool one_of(std::string_view word, std::initializer_list<std::string_view> words) {
-  return std::find(words.begin(), words.end(), word) != words.end();
-}
-
 struct Word {
   std::string text;
   bool exact = true;      ///< nothing in it depends on the run
@@ -45,9 +37,9 @@ std::optional<Pair> pair_in(const Word& word) {
   return Pair{std::move(name), word.text.substr(equals + 1), append};
 }
 
-class Reader {
+class ScriptReader {
  public:
-  Reader(std::string_view text, const std::string& file) : text_(text), file_(file) {}
+  ScriptReader(std::string_view text, const std::string& file) : text_(text), file_(file) {}
 
   std::vector<Assignment> read() {
     std::vector<Word> words;
@@ -560,7 +552,7 @@ class Reader {
 }  // namespace
 
 std::vector<Assignment> read_script(std::string_view text, const std::string& file) {
-  return Reader(text, file).read();
+  return ScriptReader(text, file).read();
 }
 
 }  // namespace oxytorch::environment

@@ -32,13 +32,6 @@ std::vector<std::string> names_of(E last) {
   return names;
 }
 
-bool is_name(std::string_view text) {
-  const auto fits = [](char c) {
-    return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_';
-  };
-  return !text.empty() && (text[0] < '0' || text[0] > '9') && std::all_of(text.begin(), text.end(), fits);
-}
-
 bool is_version(std::string_view text) {
   for (const std::string_view part : split(text, '.')) {
     if (part.empty() || part.find_first_not_of("0123456789") != std::string_view::npos) return false;

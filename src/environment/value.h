@@ -1,11 +1,13 @@
 /// Whether a value is one that the component reads as meant.
 #pragma once
 
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "base/spelling.h"
 #include "oxytorch/environment.h"
 
 namespace oxytorch::environment {
@@ -30,8 +32,10 @@ std::vector<std::pair<std::string, std::string>> pairs_of(std::string_view text,
 /// Whether a flag's text means yes; 0, no, off, false and "" do not.
 bool is_on(std::string_view value);
 
+/// Whether it may name a variable of the environment.
+bool is_name(std::string_view text);
+bool one_of(std::string_view word, std::initializer_list<std::string_view> words);
 std::string lower(std::string_view text);
-std::string_view trim(std::string_view text);
 std::vector<std::string_view> split(std::string_view text, char by);
 std::optional<long long> whole(std::string_view text);
 std::optional<double> real(std::string_view text);

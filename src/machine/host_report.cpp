@@ -44,7 +44,7 @@ const char* name(Verdict verdict) noexcept {
 
 std::string shown(std::string_view text) {
   constexpr std::size_t kLongest = 160;
-  text = detail::trim(text);
+  text = trim(text);
   std::string out;
   for (const char c : text.substr(0, kLongest)) out += c == '\t' || c == '\n' ? ' ' : c >= ' ' && c <= '~' ? c : '?';
   if (text.size() > kLongest) out += "...";
@@ -83,7 +83,7 @@ HostReader::HostReader(const HostReportOptions& options)
 
 std::optional<std::string> HostReader::text(const std::string& path) const {
   const std::string whole = detail::read_text(detail::under(options_.root, path));
-  const std::string_view trimmed = detail::trim(whole);
+  const std::string_view trimmed = trim(whole);
   if (trimmed.empty()) return std::nullopt;
   return std::string(trimmed);
 }
