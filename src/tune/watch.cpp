@@ -10,9 +10,20 @@ namespace {
 
 constexpr int kCheckSteps = 100;  // a check is over by then
 
-GuardOptions guarded_by(const WatchOptions& options) {
+/// Where the verifier's yardstick was further off than a kind's gradients may be, they are noise: those with the changes
+/// may be three times as far off, as for the verifier, and those of the step as given once.
+constexpr double kOfUsual = 4;
+
+GuardOptions guarded_by(const WatchOptions& options, const Certificate& certificate) {
   GuardOptions found;
   found.allow(options.kind);
+  for (const auto& entry : certificate.entries) {
+    const bool active = std::find(options.names.begin(), options.names.end(), entry.strategy) != options.names.end();
+    const auto usual = entry.evidence.find("usual_error");
+    if (!active || options.kind == Kind::Exact || usual == entry.evidence.end()) continue;
+    if (usual->second <= found.gradient_tolerance) continue;
+    found.gradient_tolerance = found.factor_tolerance = kOfUsual * usual->second;
+  }
   found.seed = options.drawn_by;
   if (options.only_when_doubted) found.loss_tolerance = -1;
   return found;
@@ -24,7 +35,7 @@ Watched::~Watched() = default;
 std::optional<std::string> Watched::told(const std::exception& error) { return error.what(); }
 
 Watch::Watch(Watched& run, Certificate& certificate, const CertificateStore* store, const WatchOptions& options)
-    : run_(run), certificate_(certificate), store_(store), options_(options), guard_(guarded_by(options)) {}
+    : run_(run), certificate_(certificate), store_(store), options_(options), guard_(guarded_by(options, certificate)) {}
 
 bool Watch::before() {
   if (!guard_) return false;

@@ -533,6 +533,20 @@ TEST_F(WatchTest, TakesNoStepWithoutWhatKeepsItWithinABudget) {
   EXPECT_GE(seen.comparisons, 4);
 }
 
+TEST_F(WatchTest, GradientsThatWereNoiseAsGivenMayBeFurtherApart) {
+  for (const double usual : {0.04, 0.4, 40.0}) {
+    made.entries[0].evidence["usual_error"] = usual;
+    made.entries[1].evidence["usual_error"] = 1e9;  // of what is not active
+    for (const auto kind : {Kind::Exact, Kind::Tolerance, Kind::Precision}) {
+      Watch on(seen, made, nullptr, {.names = {"half"}, .kind = kind});
+      const double may = kind == Kind::Tolerance ? 0.1 : 0.5;
+      seen.shown.gradients = {.gradient = 3.9 * usual, .factor = 3.9 * usual};
+      on.doubt();
+      EXPECT_EQ(on.before(), kind != Kind::Exact && usual > may) << usual;
+    }
+  }
+}
+
 TEST_F(WatchTest, WhatCannotBeComparedOrSwitchedIsTakenBackOnce) {
   for (const char* member : {"compare", "activate"}) {
     seen.throws = member;

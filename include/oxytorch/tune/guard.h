@@ -23,8 +23,9 @@ struct GuardOptions {
   std::int64_t compare_every = 500;  ///< steps between two comparisons in the mean, at the most: gaps are drawn, the
                                      ///< first within first_check, and grow from there by half each
   double loss_tolerance = 0;         ///< largest relative distance of the losses of one batch with and without; 0: the
-                                     ///< same bits; negative: compared only after suspicious()
-  double gradient_tolerance = 0;     ///< largest Apart::gradient
+                                     ///< same bits; negative: compared only after suspicious(). Of a loss under a
+                                     ///< hundredth of the largest compared so far, and of 1, relative to that
+  double gradient_tolerance = 0;     ///< largest Apart::gradient; above 0, not where the loss is under a ten-thousandth
   double factor_tolerance = 0;       ///< largest Apart::factor
   double threshold = 0.99;           ///< taken back where the speedup's whole interval lies under it
   std::uint64_t seed = 0;
