@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kCheckSteps = 100;  // a check is over by then
 
-/// Where the verifier's yardstick was further off than a kind's gradients may be, they are noise: those with the changes
-/// may be three times as far off, as for the verifier, and those of the step as given once.
+/// Where the verifier's yardstick was further off than a kind's gradients may be, they are noise: those with the
+/// changes may be three times as far off, as for the verifier, and those of the step as given once.
 constexpr double kOfUsual = 4;
 
 GuardOptions guarded_by(const WatchOptions& options, const Certificate& certificate) {
@@ -35,7 +35,11 @@ Watched::~Watched() = default;
 std::optional<std::string> Watched::told(const std::exception& error) { return error.what(); }
 
 Watch::Watch(Watched& run, Certificate& certificate, const CertificateStore* store, const WatchOptions& options)
-    : run_(run), certificate_(certificate), store_(store), options_(options), guard_(guarded_by(options, certificate)) {}
+    : run_(run),
+      certificate_(certificate),
+      store_(store),
+      options_(options),
+      guard_(guarded_by(options, certificate)) {}
 
 bool Watch::before() {
   if (!guard_) return false;

@@ -7,7 +7,10 @@ import json
 import os
 import sys
 import time
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,8 +105,8 @@ def tokenize(
     prefix : str or path
     tokenizer : object, str or callable
         Of the ``tokenizers`` library, the path of its ``tokenizer.json``, a tokenizer of ``transformers``, or a
-        function of a
-        list of texts that returns a list of lists of token numbers.
+        function of a list of texts that returns a list of lists of token numbers. It is called in a thread of its own,
+        while the texts before are written. Special tokens are not added: `end` is.
     text : str
         The field with the text.
     end : int, optional
@@ -114,7 +117,8 @@ def tokenize(
     Raises
     ------
     ValueError
-        Where there is no such field, files of that name exist, or a token does not fit the dtype.
+        Where there is no such field, files of that name exist, a token does not fit the dtype, or there are not as
+        many lists as texts.
     """
     dataset = source if isinstance(source, _native.Dataset) else sources.open(source)
     fields = {field.name: field.kind for field in dataset.schema}
@@ -129,16 +133,55 @@ def tokenize(
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = _native.MegatronWriter(str(path), dtype)
     count = len(dataset)
-    for first in range(0, count, _PIECE):
+
+    def encoded(first: int) -> Sequence[Sequence[int]]:
         texts = [dataset[i][text] for i in range(first, min(first + _PIECE, count))]
-        for at, numbers in enumerate(encode(texts)):
-            document = torch.tensor([*numbers, *([] if end is None else [end])], dtype=torch.int64)
-            if document.numel() and not 0 <= int(document.min()) <= int(document.max()) <= most:
-                raise ValueError(f"a token of text {first + at} does not fit {dtype}: tokens must be 0 to {most}.")
-            writer.add(document.to(getattr(torch, dtype)))
-        if progress is not None:
-            progress(min(first + _PIECE, count))
+        found = encode(texts)
+        if len(found) != len(texts):
+            raise ValueError(f"the tokenizer gave {len(found)} lists of tokens for {len(texts)} texts.")
+        return found
+
+    # Tokenizers release the interpreter: the next texts are made tokens while these are written.
+    try:
+        with ThreadPoolExecutor(1, "oxytorch-tokenize") as ahead:
+            coming = ahead.submit(encoded, 0)
+            for first in range(0, count, _PIECE):
+                found = coming.result()
+                if first + _PIECE < count:
+                    coming = ahead.submit(encoded, first + _PIECE)
+                for document in _documents(found, first, end, most, dtype):
+                    writer.add(document)
+                if progress is not None:
+                    progress(min(first + _PIECE, count))
+    except BaseException:
+        del writer  # with its files, which the traceback would keep
+        raise
     return _native.Converted("megatron", count, writer.finish())
+
+
+def _documents(
+    found: Sequence[Sequence[int]], first: int, end: int | None, most: int, dtype: str
+) -> Sequence[torch.Tensor]:
+    """Tokens of texts, the first of which has that number, with `end` after each."""
+    values, ends = array("q"), []
+    for at, numbers in enumerate(found):
+        try:
+            values.extend(numbers)
+        except OverflowError:
+            raise ValueError(_unfit(first + at, dtype, most)) from None
+        if end is not None:
+            values.append(end)
+        ends.append(len(values))
+    tokens = torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
+    wrong = ((tokens < 0) | (tokens > most)).nonzero()
+    if len(wrong):
+        raise ValueError(_unfit(first + bisect_right(ends, int(wrong[0])), dtype, most))
+    tokens = tokens.to(getattr(torch, dtype))
+    return [tokens[begin:stop] for begin, stop in zip([0, *ends], ends, strict=False)]
+
+
+def _unfit(text: int, dtype: str, most: int) -> str:
+    return f"a token of text {text} does not fit {dtype}: tokens must be 0 to {most}."
 
 
 def _encoder(tokenizer: Any) -> tuple[Callable[[list[str]], Sequence[Sequence[int]]], int | None]:
@@ -150,7 +193,8 @@ def _encoder(tokenizer: Any) -> tuple[Callable[[list[str]], Sequence[Sequence[in
             raise ModuleNotFoundError(f"{tokenizer} takes the tokenizers library: pip install tokenizers.") from None
         tokenizer = Tokenizer.from_file(os.fspath(tokenizer))
     if hasattr(tokenizer, "encode_batch"):
-        return lambda texts: [one.ids for one in tokenizer.encode_batch(texts)], tokenizer.get_vocab_size()
+        many = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)  # it leaves out where tokens came from
+        return lambda texts: [one.ids for one in many(texts, add_special_tokens=False)], tokenizer.get_vocab_size()
     if hasattr(tokenizer, "vocab_size") and callable(tokenizer):
         return lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"], len(tokenizer)
     if callable(tokenizer):
