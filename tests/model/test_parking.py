@@ -96,6 +96,6 @@ def test_without_a_folder_it_is_a_clone_in_memory() -> None:
     given = torch.randn(1 << 20)
     with no_folder():
         held = parking.park(given)
-        assert parking.parking_room(given.device) == 0
+        assert parking.parkable_bytes(given.device) == 0
     assert torch.equal(held, given) and held.data_ptr() != given.data_ptr()
-    assert parking.parking_room(torch.device("meta")) == 0 < parking.parking_room(given.device)
+    assert parking.parkable_bytes(torch.device("meta")) == 0 < parking.parkable_bytes(given.device)

@@ -63,10 +63,8 @@ def test_nothing_passes_as_every_kind(kind: Kind, steps: int, device: torch.devi
         assert 0 < found.evidence["gradient_error"] < 1e-3
 
 
-def test_references_are_made_once(device: torch.device) -> None:
-    run = make(device)
-    snapshot = Snapshot.of(run.model, run.original)
-    verifier = Verifier(run, snapshot)
+def counted(run: Run) -> Callable[[], int]:
+    """Count the steps that a run takes; the answer is how many since it was last asked."""
     taken = 0
     plain = run.step
 
@@ -75,16 +73,28 @@ def test_references_are_made_once(device: torch.device) -> None:
         taken += 1
         return plain(batch)
 
+    def since() -> int:
+        nonlocal taken
+        found, taken = taken, 0
+        return found
+
     run.step = step  # type: ignore[method-assign]
+    return since
+
+
+def test_references_are_made_once(device: torch.device) -> None:
+    run = make(device)
+    snapshot = Snapshot.of(run.model, run.original)
+    verifier = Verifier(run, snapshot)
+    taken = counted(run)
     verifier.reference(["tolerance", "exact"])
     snapshot.prove()
     assert verifier.charged > 0
-    made, taken = taken, 0
-    assert made < 90
+    assert taken() < 90
     assert verifier.check("tolerance").held
-    first, taken = taken, 0
+    first = taken()
     assert verifier.check("tolerance").held
-    assert taken == first <= 24 + 16 + 2, "a check is its own steps, those compared once more, and two in float64"
+    assert taken() == first <= 24 + 16 + 2, "a check is its own steps, those compared once more, and two in float64"
 
 
 @pytest.mark.cpu_only("copies of a device's tensors stay in its memory")
@@ -93,20 +103,12 @@ def test_what_is_kept_on_disk_spares_steps(device: torch.device, monkeypatch: py
     run = make(device)
     verifier = Verifier(run, Snapshot.of(run.model, run.original))
     verifier.reference(["tolerance"])
-    taken = 0
-    plain = run.step
-
-    def step(batch: Any) -> Tensor:
-        nonlocal taken
-        taken += 1
-        return plain(batch)
-
-    run.step = step  # type: ignore[method-assign]
+    taken = counted(run)
     assert verifier.check("tolerance").held
-    once, taken = taken, 0
-    monkeypatch.setattr(verify, "parking_room", lambda _: 0)
+    once = taken()
+    monkeypatch.setattr(verify, "parkable_bytes", lambda _: 0)
     assert verifier.check("tolerance").held
-    assert once <= 24 + 16 + 2 < taken - 40, "two steps at a time, each time from the start"
+    assert once <= 24 + 16 + 2 < taken() - 40, "two steps at a time, each time from the start"
 
 
 def test_the_yardstick_is_of_the_step_as_given_whatever_is_active(device: torch.device) -> None:

@@ -11,11 +11,11 @@ import weakref
 import torch
 from torch import Tensor
 
-__all__ = ["park", "parking_room", "rest"]
+__all__ = ["park", "parkable_bytes", "rest"]
 
 _LEAST = 1 << 20  # bytes; smaller copies stay in memory
 _WRITTEN = 1 << 22  # bytes that are written at once
-_SHARE = 8  # of the room on the disk, one part of so many
+_SHARE = 8  # copies may take one part of so many of the free disk space
 _FOLDERS = ("/var/tmp", None)  # the second is Python's choice, which is often a file system in memory
 
 _parked: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address
@@ -58,7 +58,7 @@ def rest(*tensors: Tensor) -> None:
             mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def parking_room(device: torch.device) -> int:
+def parkable_bytes(device: torch.device) -> int:
     """Return how many bytes of that device's tensors may be parked at once; 0 where parking copies them in memory."""
     folder = _FOLDERS[0]
     if device.type != "cpu" or folder is None or not os.access(folder, os.W_OK) or not hasattr(mmap, "MADV_DONTNEED"):

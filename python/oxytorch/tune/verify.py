@@ -16,7 +16,7 @@ from torch import Tensor
 from .._C import tune as _native
 from .._C.memory import give_back_host_memory
 from ..model.graph import digest, digest_of_rng, value_digest
-from ..model.parking import parking_room, rest
+from ..model.parking import parkable_bytes, rest
 from ..model.snapshot import Snapshot
 from ..optim.slot import OptimizerSlot
 from .chance import Draws, backward_error, draws, judge_draws, still
@@ -416,8 +416,8 @@ class Verifier:
         """Cut what is compared into as much as may be kept at once; for each the steps are taken anew."""
         copies = 2 if len(self.run.slots) == 1 else 3
         each = copies * sum(p.numel() * p.element_size() for p in self.run.params)
-        room = max(2, max(_KEPT_BYTES, parking_room(self.run.device)) // max(each, 1))
-        return [compared[i : i + room] for i in range(0, len(compared), room)]
+        kept = max(2, max(_KEPT_BYTES, parkable_bytes(self.run.device)) // max(each, 1))
+        return [compared[i : i + kept] for i in range(0, len(compared), kept)]
 
     def _summary(self, kind: Kind, steps: _Steps, quiet: bool, evidence: Mapping[str, float]) -> str:
         words = ["1 step" if steps.count == 1 else f"{steps.count} steps, {len(steps.compared)} of them compared"]
