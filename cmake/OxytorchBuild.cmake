@@ -98,7 +98,8 @@ function(oxytorch_test_headers target)
     target_precompile_headers(oxytorch_test_headers PRIVATE <torch/torch.h> <gtest/gtest.h> <gmock/gmock.h>)
   endif()
   target_link_libraries(${target} PRIVATE oxytorch_flags OpenMP::OpenMP_CXX)
-  target_compile_options(${target} PRIVATE -O0)
+  # The compiler takes a precompiled header only where all macros are the same: GoogleTest brings one.
+  target_compile_options(${target} PRIVATE -O0 $<TARGET_PROPERTY:GTest::gtest,INTERFACE_COMPILE_OPTIONS>)
   target_precompile_headers(${target} REUSE_FROM oxytorch_test_headers)
 endfunction()
 

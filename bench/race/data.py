@@ -3,13 +3,15 @@
 Each contender delivers the same samples in batches; what is counted is the processor's time of the process and of its
 workers, and wall time. Rounds are interleaved, in a random order.
 
-    python bench/race/data.py [--images 512] [--rounds 7] [--case NAME]... [--quick] [--json PATH]
+    python bench/race/data.py [--images 512] [--text 64] [--rounds 7] [--case NAME]... [--quick] [--json PATH]
 
 `images`: JPEGs of 500 x 375, a random crop of 224 x 224, flipped, normalised, in batches of 64. Without a cache each
 epoch decodes the files; later epochs of a loader with one decode from coefficients that the first kept. `training`:
 steps of a small CNN on them by `oxytorch.Trainer`, with the share of a step that waits for its batch. `tokens`: windows
 of 2,049 uint16 tokens as int64, in batches of 32, in a random order. `first batch`: the time until the first batch of a
-set of 1,280,000 samples.
+set of 1,280,000 samples. `tokenise`: texts of a JSONL file as tokens in Megatron's files, beside the tokenizers library
+alone, which writes nothing; a sample is a document of 4,096 characters. `tuned images` and `tuned vectors`: a torch
+DataLoader over a Python data set as `oxytorch.data.tune` leaves it, beside torch's default and settings by hand.
 
 Peers that are not installed are named; `tools/peers.sh` installs them into build/peers, and `--peers` names another
 folder. All but spdl, whose crops ffmpeg cuts and resizes, decode by simplejpeg and resize by PIL.
@@ -34,6 +36,7 @@ from typing import Any
 import numpy as np
 import oxytorch as ox
 import torch
+from _texts import DOCUMENT, documents, read_lines, trained, write_lines
 from oxytorch.base import starts_interval
 from oxytorch.bench.turns import machine
 from torch import Tensor
@@ -42,7 +45,8 @@ SCHEMA = "oxytorch-data/1"
 BATCH, CROP, WINDOW = 64, 224, 2049
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-CASES = ("images", "training", "tokens", "first batch")
+CASES = ("images", "training", "tokens", "first batch", "tokenise", "tuned images", "tuned vectors")
+PIECE = 1024  # documents that the tokenizers library gets at a time, which is what suits it
 Contenders = dict[str, Callable[[], Iterator[Any]]]
 
 
@@ -389,6 +393,73 @@ def first_of(batches: Iterator[Any]) -> Iterator[Any]:
     yield next(batches)
 
 
+# -- texts -----------------------------------------------------------------------------------------------------------
+
+
+def texts_race(folder: Path, size: int) -> tuple[Contenders, dict[str, str]]:
+    texts, path = documents(size), folder / "texts.jsonl"
+    write_lines(path, texts)
+    try:
+        tokenizer = trained(texts[:: max(1, len(texts) * DOCUMENT // 4_000_000)])
+    except ImportError as error:
+        return {}, {"tokenizers": str(error)}
+
+    def ours() -> Iterator[Any]:
+        made = ox.data.tokenize(path, folder / "ours", tokenizer, end=0)
+        for suffix in (".bin", ".idx"):
+            (folder / "ours").with_suffix(suffix).unlink()
+        yield [range(made.samples)]
+
+    def alone() -> Iterator[Any]:
+        for piece in read_lines(path, PIECE):
+            yield [tokenizer.encode_batch_fast(piece, add_special_tokens=False)]
+
+    def appended() -> Iterator[Any]:
+        """What a user writes: numbers of a document as an array, at the end of a file."""
+        with (folder / "theirs.bin").open("wb") as file:
+            for (encodings,) in alone():
+                for one in encodings:
+                    np.array([*one.ids, 0], np.uint16).tofile(file)
+                yield [encodings]
+        (folder / "theirs.bin").unlink()
+
+    return {
+        "oxytorch": ours,
+        "tokenizers alone, nothing written": alone,
+        "tokenizers, numpy and a file": appended,
+    }, {}
+
+
+# -- the DataLoader of a user ----------------------------------------------------------------------------------------
+
+
+class Vectors(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Rows that cost nothing to make: all that is measured is the loader."""
+
+    def __init__(self, count: int) -> None:
+        self.rows, self.labels = torch.randn(count, 64), torch.randint(10, (count,))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.rows[index], self.labels[index]
+
+
+def tuned_race(dataset: Any) -> Contenders:
+    """Loaders of one data set, as they are made once and drawn from for many epochs."""
+
+    def made(**options: Any) -> Any:
+        return torch.utils.data.DataLoader(dataset, BATCH, shuffle=True, **options)
+
+    tuned = ox.data.tune(made())
+    print(tuned)
+    loaders: dict[str, Iterable[Any]] = {"oxytorch": tuned, "torch's default": made()}
+    for workers in (1, 2, 4):
+        loaders[f"by hand, {workers} workers"] = made(num_workers=workers, persistent_workers=True, prefetch_factor=4)
+    return {name: lambda loader=loader: iter(loader) for name, loader in loaders.items()}  # type: ignore[misc]
+
+
 # -- rounds ----------------------------------------------------------------------------------------------------------
 
 
@@ -436,6 +507,7 @@ def shown(case: str, found: dict[str, dict[str, Any]]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--text", type=int, default=64, help="MiB of text that are made tokens")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--peers", type=Path, default=Path(__file__).resolve().parents[2] / "build/peers")
@@ -456,19 +528,29 @@ def main() -> int:
         folder = Path(name)
         for case in asked.case or CASES:
             waits: dict[str, list[float]] = {}
-            if case in ("images", "training"):
-                if not (folder / "images").exists():
-                    document["image_bytes"] = write_images(folder / "images", images)
+            if case in ("images", "training", "tuned images") and not (folder / "images").exists():
+                document["image_bytes"] = write_images(folder / "images", images)
+            if case == "tuned images":
+                absent = {}
+                decoders = decoders_here(absent)
+                contenders = tuned_race(Files(folder / "images", [*decoders.values()][-1])) if decoders else {}
+            elif case in ("images", "training"):
                 makes = images_race if case == "images" else lambda folder: training_race(folder, waits)  # noqa: B023
                 contenders, absent = makes(folder / "images")
+            elif case == "tokenise":
+                contenders, absent = texts_race(folder, 2_000_000 if asked.quick else asked.text << 20)
+            elif case == "tuned vectors":
+                contenders, absent = tuned_race(Vectors(6_400 if asked.quick else 64_000)), {}
             elif case == "tokens":
                 contenders, absent = tokens_race(folder, 2_000 if asked.quick else 20_000)
             else:
                 contenders, absent = first_race(folder, 12_800 if asked.quick else 1_280_000)
+            document["absent"] |= absent
+            if not contenders:
+                continue
             document["cases"][case] = found = raced(contenders, rounds)
             for contender, shares in waits.items():
                 found[contender]["waiting"] = shares[1:]  # the first pass warms
-            document["absent"] |= absent
             print("\n".join(shown(case, found)), flush=True)
     for peer, why in document["absent"].items():
         print(f"absent: {peer}: {why}")

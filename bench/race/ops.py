@@ -11,6 +11,9 @@ Linear and cross entropy, forward and backward together: `torch` is linear and c
 the same under torch.compile, and `chunks` the usual way to save memory, as Liger's kernel has it: 512 tokens at a time,
 gradients made in forward, by torch's operators. In `masked` cases 15 % of the tokens count, as in BERT's training.
 
+Linear: one layer with a float32 weight under autocast to bfloat16, as an MLP or a transformer has it. `torch` is its
+own; `bf16 weights` has no weight to cast and none to keep in float32: what a layer of bfloat16 takes.
+
 LSTM: one layer of torch.nn.LSTM, served by this library and by oneDNN, with all threads and with one.
 
     python bench/race/ops.py [--threads 2] [--starts 4] [--seconds 3] [--quick] [--case NAME]... [--keep PATH]
@@ -53,6 +56,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 SCHEMA = "oxytorch-ops/1"
 OURS, FLASH, MATH = "oxytorch", "torch flash", "torch math"
 EAGER, COMPILED, CHUNKS, CHOSEN = "torch", "compiled", "chunks", "chosen rows"
+BF16_WEIGHTS = "bf16 weights"
 ONEDNN, ONE_THREAD = "oneDNN", "oneDNN, 1 thread"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Batch, heads, tokens, width, causal: 4,096 to 16,384 tokens in all at the short end, one sequence at the long one.
@@ -79,6 +83,16 @@ DROPOUT = 0.1
 DROPOUTS = [SHAPES[2], SHAPES[4], SHAPES[7]]
 # Steps, batch, features, hidden.
 LSTMS = [(64, 32, 256, 256), (35, 20, 200, 200), (50, 128, 128, 512), (32, 64, 512, 1024)]
+# Rows, features, outputs.
+LINEARS = [
+    (128, 784, 512),
+    (128, 512, 512),
+    (2048, 256, 768),
+    (2048, 256, 1024),
+    (2048, 1024, 256),
+    (2048, 768, 3072),
+    (4096, 1024, 1024),
+]
 # Scores of torch's math kernel above which it is left out: they alone would take over 2 GiB.
 MOST_SCORES = 1 << 28
 
@@ -153,6 +167,34 @@ def recurrent(shape: tuple[int, int, int, int], dtype: torch.dtype, count: int) 
                   before=partial(before, name))
         for name in (OURS, ONEDNN, ONE_THREAD)
     ]  # fmt: skip
+
+
+def linear(shape: tuple[int, int, int]) -> list[Contender]:
+    """A layer under autocast, forward and backward."""
+    rows, features, outputs = shape
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, features, generator=generator).bfloat16().requires_grad_()
+    grad = torch.randn(rows, outputs, generator=generator).bfloat16()
+    torch.manual_seed(1)
+    wide = nn.Linear(features, outputs)
+    narrow = nn.Linear(features, outputs).bfloat16()
+    calls: dict[str, tuple[nn.Linear, Callable[..., Tensor]]] = {
+        OURS: (wide, ox.ops.linear),
+        EAGER: (wide, F.linear),
+        BF16_WEIGHTS: (narrow, F.linear),
+    }
+    output = {}
+
+    def forward(name: str) -> None:
+        layer, call = calls[name]
+        with torch.autocast("cpu", torch.bfloat16):
+            output[name] = call(x, layer.weight, layer.bias)
+
+    def backward(name: str) -> None:
+        layer = calls[name][0]
+        torch.autograd.grad(output[name], [x, layer.weight, layer.bias], grad)
+
+    return [Contender(name, {"forward": partial(forward, name), "backward": partial(backward, name)}) for name in calls]
 
 
 class Chunks(torch.autograd.Function):
@@ -249,6 +291,13 @@ def measure(arguments: argparse.Namespace) -> Measured:
                 progress(f"racing {case} ...")
                 contenders = cross_entropy((tokens, classes, width), dtype, arguments.quick, counted)
                 found.cases[case] = race(contenders, seconds, rounds)
+        for sizes in (LINEARS[:1] if arguments.quick else LINEARS) if dtype is torch.bfloat16 else []:
+            rows, features, outputs = sizes
+            case = f"linear {rows:,} x {features:,} to {outputs:,}"
+            if not is_wanted(arguments, case):
+                continue
+            progress(f"racing {case} ...")
+            found.cases[case] = race(linear(sizes), seconds, rounds)
         for shape in LSTMS[:1] if arguments.quick else LSTMS:
             steps, batch, features, hidden = shape
             case = f"lstm {dtype_name}, {steps} x {batch} x {features} to {hidden:,}"
@@ -286,6 +335,7 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
     """Headings and rows of what was measured, by kind."""
     attended = ["attention", "oxytorch, ms", "flash, times as long", "math, times as long"]
     lost = ["linear and cross entropy", "oxytorch, ms", "torch, times as long", "compiled", "chunks"]
+    layered = ["linear layer under autocast", "oxytorch, ms", "torch, times as long", BF16_WEIGHTS]
     repeated = ["LSTM layer", "oxytorch, ms", "oneDNN, times as long", "oneDNN on one thread"]
     made = {
         "attention": (attended, rows_by_phase(found, "attention", (FLASH, MATH))),
@@ -298,6 +348,7 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
             ["15 % of the tokens count", *lost[1:], CHOSEN],
             loss_rows(found, "masked", (EAGER, COMPILED, CHUNKS, CHOSEN)),
         ),
+        "linear": (layered, rows_by_phase(found, "linear", (EAGER, BF16_WEIGHTS))),
         "lstm": (repeated, rows_by_phase(found, "lstm", (ONEDNN, ONE_THREAD))),
     }
     return {kind: (headings, rows) for kind, (headings, rows) in made.items() if rows}

@@ -2,4 +2,5 @@
 #pragma once
 
 #include "oxytorch/ops/attention.h"
+#include "oxytorch/ops/linear.h"
 #include "oxytorch/ops/linear_cross_entropy.h"

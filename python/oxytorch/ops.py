@@ -11,7 +11,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-__all__ = ["attention", "linear_cross_entropy"]
+__all__ = ["attention", "linear", "linear_cross_entropy"]
 
 
 def attention(
@@ -77,6 +77,38 @@ def attention(
             query, key, value, mask, causal, scale, window_before, window_after, soft_cap, dropout
         ),
     )
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``input weight^T + bias``, with products of bfloat16 of a weight that stays float32.
+
+    On a CPU that multiplies bfloat16, inputs of bfloat16 take the kernel of this library: a float32 weight is rounded
+    as it is laid out for the products, sums and the bias are float32, and the gradients of weight and bias are the
+    float32 sums themselves, which torch rounds to bfloat16 first. Results have the same bits for any number of threads.
+    Everything else takes torch's own operators. Under autocast to bfloat16, `input` is cast and the others stay.
+
+    Parameters
+    ----------
+    input : Tensor
+        Any sizes x features.
+    weight : Tensor
+        Outputs x features, as of `torch.nn.Linear`, in the dtype of `input` or, where that is bfloat16, in float32.
+    bias : Tensor, optional
+        One for each output, in the dtype of `weight`.
+
+    Returns
+    -------
+    Tensor
+        Sizes x outputs, in the dtype of `input`.
+
+    Raises
+    ------
+    ValueError
+        For sizes that do not fit.
+    TypeError
+        For other dtypes.
+    """
+    return cast(Tensor, torch.ops.oxytorch.linear(input, weight, bias))
 
 
 def linear_cross_entropy(

@@ -149,6 +149,48 @@ void make_operand(TileFormat format, Operand operand, const void* tile, std::int
   }
 }
 
+// A value as bf16, in the upper half of each word; the lower half is anything.
+HWY_INLINE VU as_bf16(const Bf16* from) { return bits_of(load(from)); }
+template <class T>
+HWY_INLINE VU as_bf16(const T* from) {
+  const V value = load(from);
+  const VU bits = bits_of(value);
+  const VU rounded = hn::Add(bits, hn::Add(hn::And(hn::ShiftRight<16>(bits), set_bits(1)), set_bits(0x7FFF)));
+  const auto is_number = hn::RebindMask(U32(), hn::Eq(value, value));
+  return hn::IfThenElse(is_number, rounded, hn::Or(bits, set_bits(0x400000)));
+}
+
+void pack_operand(Operand operand, const Rows& given, std::int64_t rows, std::int64_t width, void* to,
+                  std::int64_t stride) {
+  alignas(64) Bf16 tile[kTile * kTile];
+  alignas(64) std::uint32_t paired[kTile / 2 * kTile];
+  Rows from = given;
+  const bool narrow = from.element == ElementType::BF16;
+  const bool ragged = from.rows < rows || from.columns < width;
+  if (ragged || (operand == Operand::RightTransposed && (!narrow || from.stride % 2 != 0))) {
+    HWY_NAMESPACE::load_tile(TileFormat::BFloat16, from, rows, width, tile);
+    from = {ElementType::BF16, tile, width, rows, width};
+  }
+  if (operand == Operand::RightTransposed) {
+    transpose_words(from.data, from.stride / 2, rows, width / 2, to, stride);
+    return;
+  }
+  const bool is_right = operand == Operand::Right;
+  auto* words = is_right ? static_cast<std::uint32_t*>(to) : paired;
+  const std::int64_t step = is_right ? stride : width;
+  with_element(from.element, [&](auto kind) {
+    using T = decltype(kind);
+    for (std::int64_t i = 0; i < rows; i += 2, words += step) {
+      const auto* low = static_cast<const T*>(from.data) + i * from.stride;
+      for (std::int64_t j = 0; j < width; j += kLanes) {
+        const VU high = hn::And(as_bf16(low + from.stride + j), set_bits(0xFFFF0000));
+        hn::StoreU(hn::Or(hn::ShiftRight<16>(as_bf16(low + j)), high), U32(), words + j);
+      }
+    }
+  });
+  if (!is_right) transpose_words(paired, width, rows / 2, width, to, stride / 2);
+}
+
 constexpr float kLog2E = 1.4426950408889634F;
 constexpr float kLog2ERest = 1.925963033500012e-8F;
 
@@ -377,21 +419,63 @@ void dot_rows(const Rows& a, const Rows& b, float* to) {
 }
 
 void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
-                const float* factors, ElementType element, void* to, std::int64_t to_stride) {
+                const float* factors, ElementType element, void* to, std::int64_t to_stride, const float* added) {
   with_element(element, [&](auto kind) {
     using T = decltype(kind);
+    const std::int64_t whole = columns / kLanes * kLanes;
+    float last_added[kLanes] = {};
+    if (added != nullptr) std::copy(added + whole, added + columns, last_added);
     for (std::int64_t i = 0; i < rows; ++i, from += stride) {
       T* row = static_cast<T*>(to) + i * to_stride;
       const V times = set(factors == nullptr ? factor : factor * factors[i]);
-      std::int64_t j = 0;
-      for (; j + kLanes <= columns; j += kLanes) store<false>(hn::Mul(load(from + j), times), row + j, nullptr);
-      if (j == columns) continue;
+      const auto result = [&](V value, const float* plus) {
+        return added == nullptr ? hn::Mul(value, times) : fma(value, times, load(plus));
+      };
+      for (std::int64_t j = 0; j < whole; j += kLanes) {
+        store<false>(result(load(from + j), added == nullptr ? nullptr : added + j), row + j, nullptr);
+      }
+      if (whole == columns) continue;
       float rest[kLanes] = {};
       T out[kLanes];
-      std::copy(from + j, from + columns, rest);
-      store<false>(hn::Mul(load(rest), times), out, nullptr);
-      std::copy_n(out, columns - j, row + j);
+      std::copy(from + whole, from + columns, rest);
+      store<false>(result(load(rest), last_added), out, nullptr);
+      std::copy_n(out, columns - whole, row + whole);
     }
+  });
+}
+
+void add_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* to,
+              std::int64_t to_stride) {
+  for (std::int64_t i = 0; i < rows; ++i, from += stride, to += to_stride) {
+    std::int64_t j = 0;
+    for (; j + kLanes <= columns; j += kLanes) store(hn::Add(load(to + j), load(from + j)), to + j);
+    for (; j < columns; ++j) to[j] += from[j];
+  }
+}
+
+void sum_columns(const Rows& from, float* to) {
+  with_element(from.element, [&](auto kind) {
+    using T = decltype(kind);
+    const auto* first = static_cast<const T*>(from.data);
+    constexpr std::int64_t kSide = 4;  // vectors side by side hide the latency of the chains
+    std::int64_t j = 0;
+    for (; j + kSide * kLanes <= from.columns; j += kSide * kLanes) {
+      V sum[kSide];
+      for (V& one : sum) one = hn::Zero(F32());
+      for (std::int64_t i = 0; i < from.rows; ++i) {
+        const T* row = first + i * from.stride + j;
+        for (std::int64_t k = 0; k < kSide; ++k) sum[k] = hn::Add(sum[k], load(row + k * kLanes));
+      }
+      for (std::int64_t k = 0; k < kSide; ++k) store(sum[k], to + j + k * kLanes);
+    }
+    if (j == from.columns) return;
+    float sums[kSide * kLanes] = {};
+    for (std::int64_t i = 0; i < from.rows; ++i) {
+      float wide[kSide * kLanes];
+      convert(first + i * from.stride + j, from.columns - j, wide);
+      for (std::int64_t k = 0; k < from.columns - j; ++k) sums[k] += wide[k];
+    }
+    std::copy_n(sums, from.columns - j, to + j);
   });
 }
 

@@ -26,6 +26,11 @@ void make_operand(TileFormat format, Operand operand, const void* tile, std::int
   operator_table(active_isa()).make_operand(format, operand, tile, rows, width, work, to);
 }
 
+void pack_operand(Operand operand, const Rows& from, std::int64_t rows, std::int64_t width, void* to,
+                  std::int64_t stride) {
+  operator_table(active_isa()).pack_operand(operand, from, rows, width, to, stride);
+}
+
 void apply_rule(const ScoreRule& rule, std::int64_t rows, std::int64_t columns, float* scores) {
   operator_table(active_isa()).apply_rule(rule, rows, columns, scores);
 }
@@ -53,9 +58,16 @@ void cross_entropy_gradient(const CrossEntropyGradient& tile) {
 void dot_rows(const Rows& a, const Rows& b, float* to) { operator_table(active_isa()).dot_rows(a, b, to); }
 
 void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
-                const float* factors, ElementType element, void* to, std::int64_t to_stride) {
-  operator_table(active_isa()).store_rows(from, stride, rows, columns, factor, factors, element, to, to_stride);
+                const float* factors, ElementType element, void* to, std::int64_t to_stride, const float* added) {
+  operator_table(active_isa()).store_rows(from, stride, rows, columns, factor, factors, element, to, to_stride, added);
 }
+
+void add_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* to,
+              std::int64_t to_stride) {
+  operator_table(active_isa()).add_rows(from, stride, rows, columns, to, to_stride);
+}
+
+void sum_columns(const Rows& from, float* to) { operator_table(active_isa()).sum_columns(from, to); }
 
 void transpose_words(const void* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, void* to,
                      std::int64_t to_stride) {

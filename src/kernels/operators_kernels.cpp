@@ -20,11 +20,29 @@ HWY_BEFORE_NAMESPACE();
 namespace oxytorch::kernels::HWY_NAMESPACE {
 
 const OperatorTable& operators() {
-  static constexpr OperatorTable kTable{max_pool2d,   max_pool2d_backward, batch_norm_forward, batch_norm_backward,
-                                        bernoulli,    adam_averages,       adam_parameters,    sgd_step,
-                                        load_tile,    make_operand,        apply_rule,         dropout_tile,
-                                        softmax_tile, scale_columns,       softmax_gradient,   cross_entropy_gradient,
-                                        dot_rows,     store_rows,          transpose_words,    lstm_forward,
+  static constexpr OperatorTable kTable{max_pool2d,
+                                        max_pool2d_backward,
+                                        batch_norm_forward,
+                                        batch_norm_backward,
+                                        bernoulli,
+                                        adam_averages,
+                                        adam_parameters,
+                                        sgd_step,
+                                        load_tile,
+                                        make_operand,
+                                        pack_operand,
+                                        apply_rule,
+                                        dropout_tile,
+                                        softmax_tile,
+                                        scale_columns,
+                                        softmax_gradient,
+                                        cross_entropy_gradient,
+                                        dot_rows,
+                                        store_rows,
+                                        add_rows,
+                                        sum_columns,
+                                        transpose_words,
+                                        lstm_forward,
                                         lstm_backward};
   return kTable;
 }

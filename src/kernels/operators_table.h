@@ -24,6 +24,8 @@ struct OperatorTable {
   void (*load_tile)(TileFormat format, const Rows& from, std::int64_t rows, std::int64_t width, void* tile);
   void (*make_operand)(TileFormat format, Operand operand, const void* tile, std::int64_t rows, std::int64_t width,
                        void* work, void* to);
+  void (*pack_operand)(Operand operand, const Rows& from, std::int64_t rows, std::int64_t width, void* to,
+                       std::int64_t stride);
   void (*apply_rule)(const ScoreRule& rule, std::int64_t rows, std::int64_t columns, float* scores);
   void (*dropout_tile)(const TileDropout& rule, std::int64_t rows, std::uint32_t* keep);
   bool (*softmax_tile)(TileFormat format, float factor, std::int64_t rows, std::int64_t columns, const float* scores,
@@ -33,7 +35,10 @@ struct OperatorTable {
   void (*cross_entropy_gradient)(const CrossEntropyGradient& tile);
   void (*dot_rows)(const Rows& a, const Rows& b, float* to);
   void (*store_rows)(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
-                     const float* factors, ElementType element, void* to, std::int64_t to_stride);
+                     const float* factors, ElementType element, void* to, std::int64_t to_stride, const float* added);
+  void (*add_rows)(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* to,
+                   std::int64_t to_stride);
+  void (*sum_columns)(const Rows& from, float* to);
   void (*transpose_words)(const void* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, void* to,
                           std::int64_t to_stride);
   void (*lstm_forward)(const LstmForward& step);

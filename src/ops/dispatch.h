@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <optional>
 #include <utility>
 
 #include "optim/torch_versions.h"
@@ -55,6 +56,9 @@ struct Operator<kName, Result(Args...)> {
     }
   }
 };
+
+/// The tensor, undefined where there is none.
+inline at::Tensor or_none(const std::optional<at::Tensor>& tensor) { return tensor.value_or(at::Tensor()); }
 
 /// Whether operators of this library have a kernel of their own for such a tensor.
 inline bool has_kernel(const at::Tensor& tensor) {

@@ -18,8 +18,6 @@ using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-Tensor or_none(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
-
 // What is not wanted is an empty tensor: an operator returns no undefined ones.
 Results loss_forward_cpu(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
                          std::int64_t ignore_index, double label_smoothing, bool mean, std::array<bool, 3> wanted) {

@@ -33,8 +33,6 @@ constexpr std::int64_t kSums = 65536;
 constexpr std::array<std::uint64_t, 8> kMark{
     0x6f78'7974'6f72'6368, 0x9e37'79b9'7f4a'7c15, 0xc2b2'ae3d'27d4'eb4f, 0x1656'67b1'9e37'79f9, 1, 0, 0, 0};
 
-Tensor dense(const Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
-
 // Rows of a batch that a thread takes through all steps: few, so that there is work for many threads, and more where
 // they share weights that no cache near a core holds. Of sizes alone, so that no sum depends on the number of threads.
 std::int64_t rows_of_tile(std::int64_t batch, std::int64_t weight_bytes) {

@@ -20,6 +20,11 @@ inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
   return (count + step - 1) / step * step;
 }
 
+/// The tensor with the elements of a row next to each other.
+[[nodiscard]] inline at::Tensor dense(const at::Tensor& tensor) {
+  return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
 /// Rows or columns of a matrix, cut into tiles.
 struct Tiled {
   explicit Tiled(std::int64_t count) : count(count), tiles(round_up(count, kernels::kTile) / kernels::kTile) {}

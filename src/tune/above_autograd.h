@@ -12,4 +12,10 @@ constexpr auto kAboveAutograd = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 /// The tensor itself, or the values of one that is deferred.
 at::Tensor values_of(const at::Tensor& tensor);
 
+/// Whether the layer of this weight may be left to its loss, on this thread.
+bool may_be_deferred(const at::Tensor& weight);
+
+/// Of the right operand of a product that is a transposed weight, that; else an undefined tensor.
+at::Tensor weight_of(const at::Tensor& right);
+
 }  // namespace oxytorch::tune

@@ -304,13 +304,6 @@ Tensor linear(const Tensor& input, const Tensor& weight, const MaybeTensor& bias
   });
 }
 
-/// Of a right operand that is a transposed weight, that; else an undefined tensor.
-Tensor weight_of(const Tensor& right) {
-  const bool transposed = right.dim() == 2 && right.layout() == at::kStrided && right.stride(0) == 1 &&
-                          right.size(1) >= kLeastClasses && deferred(right) == nullptr;
-  return transposed ? right.t() : Tensor();
-}
-
 Tensor matmul(const Tensor& input, const Tensor& right) {
   if (open_scopes == 0 || input.dim() < 2) return at::native::matmul(input, right);
   const Tensor weight = weight_of(right);
@@ -588,6 +581,16 @@ Registered& registered() {
 }
 
 }  // namespace
+
+Tensor weight_of(const Tensor& right) {
+  const bool transposed =
+      right.dim() == 2 && right.layout() == at::kStrided && right.stride(0) == 1 && deferred(right) == nullptr;
+  return transposed ? right.t() : Tensor();
+}
+
+bool may_be_deferred(const Tensor& weight) {
+  return open_scopes > 0 && weight.size(0) >= kLeastClasses && experience().feeds_a_loss(weight);
+}
 
 Tensor values_of(const Tensor& tensor) {
   const auto* one = deferred(tensor);

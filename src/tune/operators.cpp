@@ -3,6 +3,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/native/Pool.h>
 
 #include <algorithm>
@@ -17,6 +19,8 @@
 #include "ops/lstm_cpu.h"
 #include "optim/dense.h"
 #include "oxytorch/error.h"
+#include "oxytorch/ops/linear.h"
+#include "tune/above_autograd.h"
 #include "tune/operators_entry.h"
 
 namespace oxytorch::tune {
@@ -102,7 +106,7 @@ std::int64_t channel_grain(const kernels::BatchNorm& args) {
 
 void Original::capture() {
   const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name_, overload_);
-  kernel_.emplace(handle.getComputedKernelForDispatchKey(c10::DispatchKey::CPU));
+  kernel_.emplace(handle.getComputedKernelForDispatchKey(key_));
 }
 
 Originals& originals() {
@@ -310,12 +314,54 @@ Seven lstm_backward(const Tensor& input, const Tensor& weight0, const Tensor& we
 
 namespace {
 
+// A weight of float32 whose layer autocast would compute in bfloat16, and nobody has another use for.
+bool takes_linear(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  const auto is_strided = [](const Tensor& tensor) {
+    return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.numel() > 0;
+  };
+  if (at::autocast::get_autocast_dtype(at::kCPU) != at::kBFloat16 || !is_strided(input) || !is_strided(weight)) {
+    return false;
+  }
+  if (input.scalar_type() != at::kFloat && input.scalar_type() != at::kBFloat16) return false;
+  if (weight.scalar_type() != at::kFloat || weight.dim() != 2 || input.dim() < 1) return false;
+  if (input.size(-1) != weight.size(1)) return false;
+  if (bias.defined() &&
+      (bias.scalar_type() != at::kFloat || bias.dim() != 1 || bias.size(0) != weight.size(0) || !is_strided(bias))) {
+    return false;
+  }
+  const Tensor all[] = {input, weight, bias.defined() ? bias : weight};
+  return !at::areAnyTensorSubclassLike(all) && !may_be_deferred(weight);
+}
+
+}  // namespace
+
+Tensor cast_linear(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
+  if (takes_linear(input, weight, given(bias))) return ops::linear(input, weight, bias);
+  return originals().linear.call<Tensor>(input, weight, bias);
+}
+
+Tensor cast_addmm(const Tensor& bias, const Tensor& input, const Tensor& right, const at::Scalar& beta,
+                  const at::Scalar& alpha) {
+  const Tensor weight = right.dim() == 2 && beta.equal(1) && alpha.equal(1) ? weight_of(right) : Tensor();
+  const bool serves = weight.defined() && bias.dim() == 1 && input.dim() == 2 && takes_linear(input, weight, bias);
+  return serves ? ops::linear(input, weight, bias) : originals().addmm.call<Tensor>(bias, input, right, beta, alpha);
+}
+
+Tensor cast_matmul(const Tensor& input, const Tensor& right) {
+  const Tensor weight = right.dim() == 2 && input.dim() > 1 ? weight_of(right) : Tensor();
+  if (weight.defined() && takes_linear(input, weight, {})) return ops::linear(input, weight);
+  return originals().matmul.call<Tensor>(input, right);
+}
+
+namespace {
+
 struct Entry {
   std::vector<Original*> originals;
   void (*add)(torch::Library& library);
   /// Of a backward that stays once it was installed: torch's could not go on from what our forward left in a graph.
   Original* backward = nullptr;
   void (*add_backward)(torch::Library& library) = nullptr;
+  c10::DispatchKey key = c10::DispatchKey::CPU;
 };
 
 const std::map<std::string, Entry>& entries() {
@@ -346,6 +392,15 @@ const std::map<std::string, Entry>& entries() {
         [](torch::Library& library) { library.impl("mkldnn_rnn_layer", TORCH_FN(lstm)); },
         &originals().lstm_backward,
         [](torch::Library& library) { library.impl("mkldnn_rnn_layer_backward", TORCH_FN(lstm_backward)); }}},
+      {"linear",
+       {.originals = {&originals().linear, &originals().addmm, &originals().matmul},
+        .add =
+            [](torch::Library& library) {
+              library.impl("linear", TORCH_FN(cast_linear));
+              library.impl("addmm", TORCH_FN(cast_addmm));
+              library.impl("matmul", TORCH_FN(cast_matmul));
+            },
+        .key = c10::DispatchKey::AutocastCPU}},
   };
   return all;
 }
@@ -373,11 +428,10 @@ class QuietOverride : public c10::WarningHandler {
   c10::WarningHandler* before_ = c10::WarningUtils::get_warning_handler();
 };
 
-std::unique_ptr<torch::Library> registered(void (*add)(torch::Library& library)) {
+std::unique_ptr<torch::Library> registered(void (*add)(torch::Library& library), c10::DispatchKey key) {
   QuietOverride quiet;
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-  auto library =
-      std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   add(*library);
   return library;
 }
@@ -390,7 +444,8 @@ const std::vector<std::string>& NativeOperators::exact_names() {
 }
 
 const std::vector<std::string>& NativeOperators::names() {
-  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli", "flash_attention", "lstm"};
+  static const std::vector<std::string> all{"max_pool2d",      "batch_norm", "bernoulli",
+                                            "flash_attention", "lstm",       "linear"};
   return all;
 }
 
@@ -409,13 +464,13 @@ std::vector<OperatorReport> NativeOperators::install(const std::vector<std::stri
       for (Original* original : entry.originals) original->capture();
       if (entry.backward != nullptr && !live().contains(backward_of(name))) {
         entry.backward->capture();
-        live().emplace(backward_of(name), registered(entry.add_backward));
+        live().emplace(backward_of(name), registered(entry.add_backward, entry.key));
       }
       report.reason = differs_from_original(name);
       report.installed = report.reason.empty();
     }
     if (report.installed) {
-      live().emplace(name, registered(entry.add));
+      live().emplace(name, registered(entry.add, entry.key));
       installed_.push_back(name);
     }
     reports.push_back(std::move(report));

@@ -13,15 +13,16 @@
 
 namespace oxytorch::tune {
 
-/// The kernel that an operator had on the CPU when ours took its place.
+/// The kernel that an operator had when ours took its place: of the CPU, or of autocast on it.
 class Original {
  public:
-  constexpr explicit Original(const char* name, const char* overload = "") : name_(name), overload_(overload) {}
+  constexpr explicit Original(const char* name, const char* overload = "", c10::DispatchKey key = c10::DispatchKey::CPU)
+      : name_(name), overload_(overload), key_(key) {}
 
   [[nodiscard]] const char* name() const { return name_; }
   [[nodiscard]] const char* overload() const { return overload_; }
 
-  /// Takes hold of the kernel that serves the CPU now.
+  /// Takes hold of the kernel that serves now.
   void capture();
 
   [[nodiscard]] std::int64_t calls() const { return calls_.load(std::memory_order_relaxed); }
@@ -32,7 +33,7 @@ class Original {
     calls_.fetch_add(1, std::memory_order_relaxed);
     torch::jit::Stack stack;
     torch::jit::push(stack, std::forward<Args>(args)...);
-    kernel_->callBoxed(kernel_->opHandle(), c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    kernel_->callBoxed(kernel_->opHandle(), c10::DispatchKeySet(key_), &stack);
     return unpack(stack, std::type_identity<Result>());
   }
 
@@ -49,6 +50,7 @@ class Original {
 
   const char* name_;
   const char* overload_;
+  c10::DispatchKey key_;
   mutable std::atomic<std::int64_t> calls_ = 0;
   std::optional<c10::SafeKernelFunction> kernel_;
 };
@@ -70,6 +72,9 @@ struct Originals {
   Original flash_attention_backward{"aten::_scaled_dot_product_flash_attention_for_cpu_backward"};
   Original lstm{"aten::mkldnn_rnn_layer"};
   Original lstm_backward{"aten::mkldnn_rnn_layer_backward"};
+  Original linear{"aten::linear", "", c10::DispatchKey::AutocastCPU};
+  Original addmm{"aten::addmm", "", c10::DispatchKey::AutocastCPU};
+  Original matmul{"aten::matmul", "", c10::DispatchKey::AutocastCPU};
   kernels::BatchNormFusion fusion;
 };
 Originals& originals();
@@ -105,6 +110,12 @@ Seven lstm_backward(const at::Tensor& input, const at::Tensor& weight0, const at
                     const MaybeTensor& grad_cell, bool reverse, std::int64_t mode, std::int64_t hidden_size,
                     std::int64_t num_layers, bool has_biases, bool train, bool bidirectional,
                     at::IntArrayRef batch_sizes, bool batch_first, const at::Tensor& workspace);
+
+// What autocast does with linear layers. torch::nn::Linear of Python calls linear, that of C++ addmm, or matmul.
+at::Tensor cast_linear(const at::Tensor& input, const at::Tensor& weight, const MaybeTensor& bias);
+at::Tensor cast_addmm(const at::Tensor& bias, const at::Tensor& input, const at::Tensor& right, const at::Scalar& beta,
+                      const at::Scalar& alpha);
+at::Tensor cast_matmul(const at::Tensor& input, const at::Tensor& right);
 
 /// Why the operators of `name` may not replace the originals, which are captured; empty where they may.
 /// Sets originals().fusion. Draws nothing from torch's default generator.

@@ -11,6 +11,7 @@
 #include <limits>
 #include <sstream>
 
+#include "ops/linear_cpu.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
 #include "tune/operators_entry.h"
 
@@ -289,6 +290,38 @@ std::string lstm_differs() {
   return {};
 }
 
+std::string linear_differs() {
+  struct Case {
+    std::int64_t rows, features, outputs;
+    bool biased;
+  };
+  const Case cases[] = {{70, 50, 33, true}, {1, 16, 200, false}, {300, 130, 7, true}, {600, 300, 144, false}};
+  constexpr std::array<bool, 3> kAll{true, true, true};
+  Values values;
+  for (const auto& c : cases) {
+    const Tensor input = values.normal({c.rows, c.features}).to(at::kBFloat16);
+    const Tensor weight = values.normal({c.outputs, c.features}, 0.1);
+    const Tensor bias = c.biased ? values.normal({c.outputs}) : Tensor();
+    const Tensor grad = values.normal({c.rows, c.outputs}).to(at::kBFloat16);
+    if (!ops::linear_cpu_takes(input, weight, bias)) return "this processor multiplies no bfloat16";
+    // Torch's, as autocast computes it; in fp64 with operands as given.
+    const auto torchs = [&](at::ScalarType type) {
+      const auto in = [type](const Tensor& t) { return t.defined() ? t.to(type) : t; };
+      Tensor output = in(input).mm(in(weight).t());
+      if (bias.defined()) output = output + in(bias);
+      return std::array{output, in(grad).mm(in(weight)), in(grad).t().mm(in(input)), in(grad).sum(0)};
+    };
+    const auto made = ops::linear_cpu_backward(grad, input, weight, kAll);
+    const std::array ours{ops::linear_cpu(input, weight, bias), made.input, made.weight, made.bias};
+    const auto theirs = torchs(at::kBFloat16), exact = torchs(at::kDouble);
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+      if (is_near(ours[i].to(at::kDouble), theirs[i].to(at::kDouble), exact[i], 0x1p-8)) continue;
+      return "a linear layer is further from fp64 than torch's for an input " + sizes_of(input);
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string cross_entropy_differs() {
@@ -334,6 +367,7 @@ std::string differs_from_original(const std::string& name) {
   if (name == "batch_norm") return norm_differs();
   if (name == "flash_attention") return attention_differs();
   if (name == "lstm") return lstm_differs();
+  if (name == "linear") return linear_differs();
   return bernoulli_differs();
 }
 

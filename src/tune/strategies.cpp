@@ -158,6 +158,16 @@ struct NativeLstm : Operators {
   }
 };
 
+struct NativeLinear : Operators {
+  NativeLinear() { names = {"linear"}; }
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    const auto& all = run.parameters();
+    if (std::any_of(all.begin(), all.end(), [](const at::Tensor& p) { return p.dim() == 2; })) return true;
+    return "the model has no weight of a linear layer.";
+  }
+};
+
 /// The last linear layer and its cross entropy as one.
 struct NativeCrossEntropy : Strategy {
   Applicability applies(Run& run) override {
@@ -437,6 +447,12 @@ std::vector<RegisteredStrategy> own_strategies() {
                               .cost = "LSTM layers of other models in this process take this kernel too.",
                               .max_speedup = 4,
                               .expected_speedup = 2.2}),
+      registered<NativeLinear>("native_linear", Precision,
+                               {.requires_ = {"bf16_autocast"},
+                                .interacts = {"allocator", "host_pool"},
+                                .cost = "linear layers of other models in this process take this kernel too.",
+                                .max_speedup = 2,
+                                .expected_speedup = 1.1}),
       registered<NativeCrossEntropy>("native_cross_entropy", Tolerance,
                                      {.interacts = {"bf16_autocast", "allocator", "host_pool"},
                                       .cost = "logits that are kept until the optimizer's step are computed then.",

@@ -253,32 +253,6 @@ def test_workers_see_no_settings_of_the_callers_shell(monkeypatch: pytest.Monkey
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_quick_demo_writes_table_report_and_json(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "oxytorch", "demo", "--quick", "--only", "mlp", "--out", "report"]
-    done = subprocess.run(
-        [*command, "--json", "demo.json"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert str(tmp_path / "report" / "demo.html") in done.stdout
-    for word in ("plain", "stock", "basic", "advanced", "held-out", "Measured on"):
-        assert word in done.stdout
-    assert "%]" in done.stderr and "left" in done.stderr
-    document = json.loads((tmp_path / "demo.json").read_text())
-    rows = {row["contender"]: row for row in document["workloads"][0]["rows"]}
-    assert set(rows) == {"plain", "plain + mallopt", "stock", "basic", "advanced"}
-    assert "Tuning, once" in done.stdout
-    assert all((row["tuning_seconds"] > 0) == (name in ("basic", "advanced")) for name, row in rows.items())
-    assert rows["basic"]["speedup_mallopt"]["low"] is None  # One start has no interval.
-    # Level basic changes no bit of the result.
-    losses = document["workloads"][0]["losses"]
-    assert losses["basic"] == losses["plain"]
-    assert rows["basic"]["held_out_loss"] == rows["plain"]["held_out_loss"]
-    assert {note["name"] for note in rows["advanced"]["notes"]} >= {"allocator", "precision"}
-    page = (tmp_path / "report" / "demo.html").read_text()
-    assert "<svg" in page and "What the trainer did" in page and "http-equiv" not in page
-
-
 def test_bad_arguments_are_refused() -> None:
     for arguments in (["--only", "lstm"], ["--threads", "0"]):
         done = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,7 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
         ("dropout", phases("oxytorch", "torch math")),
         ("loss", frozenset({"oxytorch", "torch", "chunks"})),
         ("masked", frozenset({"oxytorch", "torch", "chunks", "chosen rows"})),
+        ("linear", phases("oxytorch", "torch", "bf16 weights")),
         ("lstm", phases("oxytorch", "oneDNN", "oneDNN, 1 thread")),
     }
     assert all(np.min(list(times.values())) > 0 for times in document["cases"].values())
@@ -170,3 +172,18 @@ def test_a_promise_is_judged_by_its_estimate(race: ModuleType) -> None:
     assert not figure.met and figure.bound == 100
     (figure,) = race.judge_statistics(race.Result({race.STATISTICS: np.full(20, 1.01), "oxytorch": ours}))
     assert figure.met and figure.at_most
+
+
+def test_each_way_to_feed_a_loop_is_raced(races: Path, tmp_path: Path) -> None:
+    cases = ("tokens", "tokenise", "tuned vectors")
+    command = [sys.executable, str(races / "data.py"), "--quick", "--json", str(tmp_path / "data.json")]
+    command += [word for case in cases for word in ("--case", case)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "data.json").read_text())
+    assert tuple(document["cases"]) == cases, document["absent"]
+    for case, found in document["cases"].items():
+        assert next(iter(found)).startswith("oxytorch") and len(found) >= 3
+        assert len({row["samples"] for row in found.values()}) == 1, f"{case}: not the same samples"
+        assert all(np.min(row["wall"]) > 0 for row in found.values())
+    assert "by hand, 2 workers" in done.stdout and "tokenizers alone" in done.stdout

@@ -155,7 +155,7 @@ def test_the_table_says_what_convergence_does():
 
 def make_run():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.BatchNorm1d(2048), nn.Dropout(0.1), nn.Linear(2048, 10))
+    model = nn.Sequential(nn.Linear(32, 2048), nn.ReLU(), nn.BatchNorm1d(2048), nn.Dropout(0.1), nn.Linear(2048, 10))
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(batch):
@@ -169,7 +169,7 @@ def make_run():
 
 
 def make_batch(n):
-    return torch.randn(n, 512), torch.randint(10, (n,))
+    return torch.randn(n, 32), torch.randint(10, (n,))
 
 
 def state_of(model, optimizer):

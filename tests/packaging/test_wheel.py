@@ -31,13 +31,18 @@ PURE = (
 )
 
 
-def run(*command: str | Path, cwd: Path, timeout: float = 280) -> str:
-    """What a command says, in an environment that knows nothing of this checkout."""
+def completed(*command: str | Path, cwd: Path, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    """A command that succeeded, in an environment that knows nothing of this checkout."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "OXYTORCH", "CMAKE"))}
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env=kept, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    return done
+
+
+def run(*command: str | Path, cwd: Path, timeout: float = 280) -> str:
+    """What such a command says."""
+    return completed(*command, cwd=cwd, timeout=timeout).stdout
 
 
 def packed(folder: Path, wheel: Path) -> None:
@@ -115,22 +120,25 @@ def test_it_is_this_package_and_says_what_it_found(command: Path, tmp_path: Path
         assert cuda["score"] == 0 and cuda["reason"]  # idle, and it says why
 
 
-def test_the_demo_runs(command: Path, tmp_path: Path) -> None:
+def test_the_demo_runs_and_writes_table_report_and_json(command: Path, tmp_path: Path) -> None:
     only = () if GIVEN else ("--only", "mlp")
-    run(
-        command,
-        "demo",
-        "--quick",
-        "--steps-planned",
-        "500",
-        *only,
-        "--json",
-        "demo.json",
-        "--out",
-        "report",
-        cwd=tmp_path,
-    )
-    assert json.loads((tmp_path / "demo.json").read_text())["workloads"]
+    files = ("--json", "demo.json", "--out", "report")
+    done = completed(command, "demo", "--quick", "--steps-planned", "500", *only, *files, cwd=tmp_path)
+    assert str(tmp_path / "report" / "demo.html") in done.stdout
+    for word in ("plain", "stock", "basic", "advanced", "held-out", "Measured on", "Tuning, once"):
+        assert word in done.stdout
+    assert "%]" in done.stderr and "left" in done.stderr
+    (mlp,) = (w for w in json.loads((tmp_path / "demo.json").read_text())["workloads"] if w["name"] == "mlp")
+    rows = {row["contender"]: row for row in mlp["rows"]}
+    assert set(rows) == {"plain", "plain + mallopt", "stock", "basic", "advanced"}
+    assert all((row["tuning_seconds"] > 0) == (name in ("basic", "advanced")) for name, row in rows.items())
+    assert rows["basic"]["speedup_mallopt"]["low"] is None  # One start has no interval.
+    # Level basic changes no bit of the result.
+    assert mlp["losses"]["basic"] == mlp["losses"]["plain"]
+    assert rows["basic"]["held_out_loss"] == rows["plain"]["held_out_loss"]
+    assert {note["name"] for note in rows["advanced"]["notes"]} >= {"allocator", "precision"}
+    page = (tmp_path / "report" / "demo.html").read_text()
+    assert "<svg" in page and "What the trainer did" in page and "http-equiv" not in page
 
 
 def test_a_bundled_benchmark_runs_and_leaves_its_report_here(command: Path, tmp_path: Path) -> None:

@@ -288,6 +288,47 @@ TEST(StrategiesTest, NativeLstmServesTorchsAndGoes) {
   EXPECT_NO_THROW(snapshot.prove());
 }
 
+/// Channels of each place of an image through a linear layer: of a matrix, and of more dimensions.
+struct MixedImpl : nn::Module {
+  MixedImpl() {
+    first = register_module("first", nn::Linear(8, 8));
+    second = register_module("second", nn::Linear(8, 8));
+  }
+  at::Tensor forward(const at::Tensor& image) {
+    const auto places = image.flatten(2).transpose(1, 2);
+    const auto matrix = first(places.reshape({-1, 8}));
+    return second(matrix.view_as(places)).transpose(1, 2).reshape(image.sizes());
+  }
+  nn::Linear first = nullptr, second = nullptr;
+};
+TORCH_MODULE(Mixed);
+
+TEST(StrategiesTest, NativeLinearServesLayersUnderAutocastAndGoes) {
+  auto training = Training::with(Mixed());
+  ASSERT_TRUE(training.run.strategy("native_linear").applies(training.run).holds);
+  tune::NativeOperators probe;
+  if (const auto report = probe.install({"linear"}).front(); !report.installed) GTEST_SKIP() << report.reason;
+  probe.uninstall();
+  tune::Snapshot snapshot(training.run);
+  tune::Verifier verifier(training.run, snapshot);
+  const auto image = training.batches[0].tensors()[0];
+  const auto narrow = [&] {
+    const amp::Autocast autocast(c10::DeviceType::CPU, at::kBFloat16);
+    return training.model->forward(image);
+  };
+  const auto plain = training.model->forward(image), by_torch = narrow();
+  training.run.set_active({"bf16_autocast", "native_linear"});
+  const auto handed_on = tune::NativeOperators::handed_on();
+  const auto served = narrow();
+  EXPECT_EQ(tune::NativeOperators::handed_on(), handed_on) << "torch's kernel still serves";
+  EXPECT_TRUE(at::allclose(served.to(at::kFloat), plain, 3e-2, 3e-2));
+  const auto ruling = verifier.check(tune::Kind::Precision);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  training.run.set_active({});
+  EXPECT_TRUE(at::equal(narrow(), by_torch));
+  EXPECT_NO_THROW(snapshot.prove());
+}
+
 /// Each place of an image is one of 300 classes.
 struct LabelledImpl : nn::Module {
   LabelledImpl() { head = register_module("head", nn::Linear(8, 300)); }

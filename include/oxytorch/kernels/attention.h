@@ -48,6 +48,11 @@ enum class Operand : std::uint8_t {
 OXY_API void make_operand(TileFormat format, Operand operand, const void* tile, std::int64_t rows, std::int64_t width,
                           void* work, void* to);
 
+/// load_tile() and make_operand() in one, of bfloat16, for a tile of at most kTile x kTile: `to` has `stride` elements
+/// from row to row, or from pair to pair of rows half as many words.
+OXY_API void pack_operand(Operand operand, const Rows& from, std::int64_t rows, std::int64_t width, void* to,
+                          std::int64_t stride);
+
 /// How raw products become scores. Key i of a tile and query j are `offset` + i - j positions apart.
 struct ScoreRule {
   float factor = 1;             ///< products are multiplied by it
@@ -134,9 +139,18 @@ OXY_API void cross_entropy_gradient(const CrossEntropyGradient& tile);
 /// Products of the rows of `a` with those of `b`, for at most kTile rows.
 OXY_API void dot_rows(const Rows& a, const Rows& b, float* to);
 
-/// Writes rows of fp32, times `factor`, and times factors[row] where that is given, in `element`.
+/// Writes rows of fp32, times `factor`, and times factors[row] where that is given, plus added[column] where that is,
+/// in `element`.
 OXY_API void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
-                        const float* factors, ElementType element, void* to, std::int64_t to_stride);
+                        const float* factors, ElementType element, void* to, std::int64_t to_stride,
+                        const float* added = nullptr);
+
+/// Adds rows of fp32 to others.
+OXY_API void add_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* to,
+                      std::int64_t to_stride);
+
+/// Sums of the columns, in fp32.
+OXY_API void sum_columns(const Rows& from, float* to);
 
 /// Transposes a matrix of 32-bit words. rows and columns are multiples of 8.
 OXY_API void transpose_words(const void* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, void* to,

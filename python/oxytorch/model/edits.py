@@ -151,7 +151,7 @@ class MathAttention(Attention):
     cost = "memory grows with the square of the sequence length."
 
 
-class _NativeKernel(Change):
+class NativeKernel(Change):
     """Operators of torch served by kernels of this library: `kernel` in the place of `operator`."""
 
     kernel: str
@@ -176,7 +176,7 @@ class _NativeKernel(Change):
         self._operators.uninstall()
 
 
-class NativeAttention(_NativeKernel):
+class NativeAttention(NativeKernel):
     """The kernel of this library, in place of the flash kernel."""
 
     kind = "tolerance"
@@ -185,7 +185,7 @@ class NativeAttention(_NativeKernel):
     missing = "the model calls no flash attention; dropout of attention weights keeps torch from it"
 
 
-class NativeLstm(_NativeKernel):
+class NativeLstm(NativeKernel):
     """LSTM layers by the kernel of this library, in place of oneDNN's."""
 
     kind = "tolerance"

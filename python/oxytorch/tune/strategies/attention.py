@@ -1,4 +1,4 @@
-"""Strategies that choose the kernel of attention and of LSTM layers: edits of a model, tried on its training step."""
+"""Strategies that choose the kernel of attention, of LSTM and of linear layers, tried on the training step."""
 
 from __future__ import annotations
 
@@ -52,6 +52,28 @@ class NativeAttention(edits.NativeAttention, Strategy):
 @strategy("native_lstm", kind="tolerance", interacts=_INTERACTS, max_speedup=4.0, expected_speedup=2.2)
 class NativeLstm(edits.NativeLstm, Strategy):
     """LSTM layers by the kernel of this library, in place of oneDNN's."""
+
+
+@strategy(
+    "native_linear",
+    kind="precision",
+    requires=("bf16_autocast",),
+    interacts=("compile", "allocator", "host_pool"),
+    max_speedup=2.0,
+    expected_speedup=1.1,
+    cost="linear layers of other models in this process take this kernel too.",
+)
+class NativeLinear(edits.NativeKernel, Strategy):
+    """Linear layers under autocast by the kernel of this library, without a copy of their weights in bfloat16."""
+
+    kernel = "linear"
+
+    def applies(self, run: Subject) -> bool | str:
+        """See `Strategy.applies`."""
+        if run.device.type != "cpu":
+            return f"there is no such kernel on {run.device.type}"
+        is_any = any(p.dim() == 2 and p.dtype == torch.float32 for p in run.model.parameters())
+        return is_any or "the model has no float32 weight of a linear layer"
 
 
 def _offer(name: str, edit: type[edits.Attention], expected_speedup: float = Strategy.expected_speedup) -> None:

@@ -1,0 +1,206 @@
+// The operators oxytorch::linear, linear_forward and linear_backward.
+#include "oxytorch/ops/linear.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <torch/library.h>
+
+#include "ops/dispatch.h"
+#include "ops/linear_cpu.h"
+#include "ops/product.h"
+#include "oxytorch/error.h"
+
+namespace oxytorch::ops {
+namespace {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
+
+// -- the kernels ------------------------------------------------------------------------------------------------------
+
+Tensor linear_forward_cpu(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
+  const Tensor added = or_none(bias);
+  OXY_CHECK(input.dim() == 2 && linear_cpu_takes(input, weight, added), InvalidArgument,
+            "linear_forward does not take an input ", input.sizes(), " of ", input.scalar_type(), " and a weight ",
+            weight.sizes(), " of ", weight.scalar_type(), " on this processor; call oxytorch::linear.");
+  return linear_cpu(input, weight, added);
+}
+
+// What is not wanted is an empty tensor: an operator returns no undefined ones.
+Triple linear_backward_cpu(const Tensor& grad_output, const MaybeTensor& input, const Tensor& weight,
+                           std::array<bool, 3> wanted) {
+  auto made = linear_cpu_backward(grad_output.to(at::kBFloat16), or_none(input), weight, wanted);
+  for (Tensor* gradient : {&made.input, &made.weight, &made.bias}) {
+    if (!gradient->defined()) *gradient = at::empty({0}, weight.options());
+  }
+  return {made.input, made.weight, made.bias};
+}
+
+Tensor linear_forward_meta(const Tensor& input, const Tensor& weight, const MaybeTensor& /*bias*/) {
+  return at::empty_symint({input.sym_size(0), weight.sym_size(0)}, input.options());
+}
+
+Triple linear_backward_meta(const Tensor& grad_output, const MaybeTensor& /*input*/, const Tensor& weight,
+                            std::array<bool, 3> wanted) {
+  const auto empty_if = [&](bool asked, c10::SymIntArrayRef sizes, at::ScalarType type) {
+    return at::empty_symint(asked ? sizes : c10::SymIntArrayRef({0}),
+                            weight.options().dtype(asked ? type : weight.scalar_type()));
+  };
+  return {empty_if(wanted[0], {grad_output.sym_size(0), weight.sym_size(1)}, at::kBFloat16),
+          empty_if(wanted[1], weight.sym_sizes(), weight.scalar_type()),
+          empty_if(wanted[2], {weight.sym_size(0)}, weight.scalar_type())};
+}
+
+constexpr char kLinearForwardName[] = "oxytorch::linear_forward";
+constexpr char kLinearBackwardName[] = "oxytorch::linear_backward";
+using LinearForward = Operator<kLinearForwardName, decltype(linear_forward_cpu)>;
+using LinearBackward = Operator<kLinearBackwardName, decltype(linear_backward_cpu)>;
+
+// -- derivatives ------------------------------------------------------------------------------------------------------
+
+// By torch's operators, which have derivatives themselves.
+Triple composed_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                         std::array<bool, 3> wanted) {
+  const Tensor grad = grad_output.to(at::kBFloat16);
+  const auto type = weight.scalar_type();
+  const auto none = [&] { return at::empty({0}, weight.options()); };
+  return {wanted[0] ? grad.mm(weight.to(at::kBFloat16)) : none(), wanted[1] ? grad.t().mm(input).to(type) : none(),
+          wanted[2] ? grad.sum(0).to(type) : none()};
+}
+
+struct LinearNode : torch::autograd::Node {
+  std::string name() const override { return "OxytorchLinearBackward"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const std::lock_guard lock(mutex_);
+    torch::autograd::variable_list made(3);
+    if (!grads[0].defined()) return made;
+    std::array<bool, 3> wanted{};
+    for (std::size_t i = 0; i < 3; ++i) wanted[i] = task_should_compute_output(i);
+    const Tensor kept = input.unpack();
+    const auto [of_input, of_weight, of_bias] =
+        LinearBackward::call(grads[0], kept.defined() ? MaybeTensor(kept) : std::nullopt, weight.unpack(), wanted);
+    if (wanted[0]) made[0] = of_input;
+    if (wanted[1]) made[1] = of_weight;
+    if (wanted[2]) made[2] = of_bias;
+    return made;
+  }
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    for (auto* saved : {&input, &weight}) saved->reset_data();
+  }
+
+  torch::autograd::SavedVariable input, weight;
+};
+
+Tensor linear_forward_autograd(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
+  const Tensor added = or_none(bias);
+  decltype(new_node<LinearNode>()) node;
+  if (torch::autograd::compute_requires_grad(input, weight, added)) {
+    node = new_node<LinearNode>();
+    node->set_next_edges(torch::autograd::collect_next_edges(input, weight, added));
+    // As torch's linear: each is kept for the gradient of the other.
+    node->input = {weight.requires_grad() ? input : Tensor(), false};
+    node->weight = {weight, false};
+  }
+  Tensor output;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    output = LinearForward::call(input, weight, bias);
+  }
+  if (node) torch::autograd::set_history(output, node);
+  return output;
+}
+
+Triple linear_backward_autograd(const Tensor& grad_output, const MaybeTensor& input, const Tensor& weight,
+                                std::array<bool, 3> wanted) {
+  if (torch::autograd::compute_requires_grad(grad_output, or_none(input), weight)) {
+    return composed_backward(grad_output, or_none(input), weight, wanted);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return LinearBackward::call(grad_output, input, weight, wanted);
+}
+
+// -- the function -----------------------------------------------------------------------------------------------------
+
+void check_linear(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  OXY_CHECK(input.dim() >= 1 && weight.dim() == 2 && input.sym_size(-1) == weight.sym_size(1), InvalidArgument,
+            "linear takes an input of any sizes x features and a weight of outputs x features; they are ",
+            input.sym_sizes(), " and ", weight.sym_sizes(), ".");
+  OXY_CHECK(weight.scalar_type() == input.scalar_type() ||
+                (weight.scalar_type() == at::kFloat && input.scalar_type() == at::kBFloat16),
+            InvalidType,
+            "linear takes a weight of the dtype of its input, or of float32 where that is bfloat16; input is ",
+            input.scalar_type(), ", weight ", weight.scalar_type(), ".");
+  if (!bias.defined()) return;
+  OXY_CHECK(bias.scalar_type() == weight.scalar_type(), InvalidType, "linear takes a bias of the dtype of its weight, ",
+            weight.scalar_type(), "; it is ", bias.scalar_type(), ".");
+  OXY_CHECK(bias.dim() == 1 && bias.sym_size(0) == weight.sym_size(0), InvalidArgument,
+            "linear takes a bias for each of the ", weight.sym_size(0), " outputs; its sizes are ", bias.sym_sizes(),
+            ".");
+}
+
+bool has_linear_kernel(const Tensor& input) {
+  return input.device().is_cpu() && input.scalar_type() == at::kBFloat16 &&
+         product_format(kernels::ElementType::BF16) == kernels::TileFormat::BFloat16;
+}
+
+Tensor linear_operator(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
+  const Tensor added = or_none(bias);
+  check_linear(input, weight, added);
+  if (!has_linear_kernel(input) || input.sym_numel() == 0 || weight.sym_numel() == 0) {
+    const auto type = input.scalar_type();
+    return at::linear(input, weight.to(type), added.defined() ? MaybeTensor(added.to(type)) : std::nullopt);
+  }
+  if (input.dim() == 2) return LinearForward::call(input, weight, bias);
+  auto sizes = input.sym_sizes().vec();
+  const Tensor rows = input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2);
+  sizes.back() = weight.sym_size(0);
+  return LinearForward::call(rows, weight, bias).view_symint(sizes);
+}
+
+constexpr char kLinearName[] = "oxytorch::linear";
+using WholeLinear = Operator<kLinearName, decltype(linear_operator)>;
+
+Tensor linear_autocast(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
+  const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
+  const Tensor narrow = autocast(input);
+  if (narrow.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kFloat) {
+    return WholeLinear::call(narrow, weight, bias);
+  }
+  const MaybeTensor added = bias.has_value() && bias->defined() ? MaybeTensor(autocast(*bias)) : std::nullopt;
+  return WholeLinear::call(narrow, autocast(weight), added);
+}
+
+TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
+  m.def("linear_forward(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
+  m.def(
+      "linear_backward(Tensor grad_output, Tensor? input, Tensor weight, bool[3] wanted) -> "
+      "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+}
+TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("linear", &Kernel<&linear_operator>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("linear", &Kernel<&linear_operator>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("linear", &Kernel<&linear_autocast>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("linear", &Kernel<&linear_autocast>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
+  m.impl("linear_forward", &Kernel<&linear_forward_autograd>::call);
+  m.impl("linear_backward", &Kernel<&linear_backward_autograd>::call);
+}
+TORCH_LIBRARY_IMPL(oxytorch, CPU, m) {
+  m.impl("linear_forward", &Kernel<&linear_forward_cpu>::call);
+  m.impl("linear_backward", &Kernel<&linear_backward_cpu>::call);
+}
+TORCH_LIBRARY_IMPL(oxytorch, Meta, m) {
+  m.impl("linear_forward", &Kernel<&linear_forward_meta>::call);
+  m.impl("linear_backward", &Kernel<&linear_backward_meta>::call);
+}
+
+}  // namespace
+
+Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return WholeLinear::call(input, weight, bias);
+}
+
+}  // namespace oxytorch::ops

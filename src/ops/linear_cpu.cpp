@@ -1,0 +1,320 @@
+#include "ops/linear_cpu.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "ops/product.h"
+#include "ops/tiles.h"
+#include "optim/dense.h"
+#include "oxytorch/kernels/attention.h"
+
+namespace oxytorch::ops {
+namespace {
+
+using at::Tensor;
+using kernels::ElementType;
+using kernels::kTile;
+using kernels::kTileStep;
+using kernels::Operand;
+using kernels::Rows;
+using kernels::TileFormat;
+
+constexpr auto kFormat = TileFormat::BFloat16;
+constexpr std::int64_t kBytes = 2;
+// Rows of the left operand of one product, and terms of its sums: both operands are then near the core, and sums are
+// read and written once for that many terms.
+constexpr std::int64_t kRows = 128, kTerms = 256;
+// Rows of a batch whose operands backward holds at a time.
+constexpr std::int64_t kChunk = 1024;
+// Multiplications and additions below which a second thread costs more than it brings.
+constexpr std::int64_t kWorkOfThread = std::int64_t{1} << 21;
+
+Rows rows_of(const Tensor& tensor) {
+  return {optim::element_type(tensor).value(), tensor.const_data_ptr(), tensor.stride(0), tensor.size(0),
+          tensor.size(1)};
+}
+Rows columns_of(const Rows& rows, std::int64_t first, std::int64_t count) {
+  const std::int64_t size = rows.element == ElementType::F32 ? 4 : 2;
+  return {rows.element, static_cast<const char*>(rows.data) + first * size, rows.stride, rows.rows, count};
+}
+
+/// Terms of a sum in equal parts of about kTerms.
+struct Parts {
+  explicit Parts(std::int64_t terms)
+      : terms(terms),
+        size(round_up((terms - 1) / std::max<std::int64_t>(1, (terms + kTerms / 2) / kTerms) + 1, kTileStep)) {}
+  template <class Run>
+  void each(const Run& run) const {
+    for (std::int64_t at = 0; at < terms; at += size) run(at, std::min(size, terms - at));
+  }
+  std::int64_t terms, size;
+};
+
+/// A right operand: panels of kTile columns, each of all terms, which are padded with zeros.
+class Panels {
+ public:
+  Panels(Scratch& scratch, std::int64_t terms, std::int64_t columns)
+      : terms(round_up(terms, kTileStep)),
+        columns(columns),
+        data_(scratch.bytes(this->terms * this->columns.tiles * kTile * kBytes)) {}
+  [[nodiscard]] std::byte* at(std::int64_t panel, std::int64_t term) const {
+    return data_ + (panel * terms + term) * kTile * kBytes;
+  }
+
+  std::int64_t terms;
+  Tiled columns;
+
+ private:
+  std::byte* data_;
+};
+
+/// A left operand: rows of bfloat16, padded to `terms`.
+struct Left {
+  const std::byte* data = nullptr;
+  std::int64_t terms = 0;
+  std::int64_t stride = 0;
+};
+Left left_of(Scratch& scratch, const Rows& rows) {
+  const std::int64_t terms = round_up(rows.columns, kTileStep);
+  if (terms == rows.columns) return {static_cast<const std::byte*>(rows.data), terms, rows.stride};
+  std::byte* padded = scratch.bytes(rows.rows * terms * kBytes);
+  const Tiled tiles(rows.rows);
+  at::parallel_for(0, tiles.tiles, 16, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t tile = begin; tile < end; ++tile) {
+      // Of the last tile no row is written that is not there.
+      for (std::int64_t row = tiles.begin(tile); row < tiles.begin(tile) + tiles.used(tile); row += kTileStep) {
+        const std::int64_t count = std::min(kTileStep, rows.rows - row);
+        if (count == kTileStep) {
+          kernels::load_tile(kFormat, rows.part(row, count), kTileStep, terms, padded + row * terms * kBytes);
+          continue;
+        }
+        Scratch own;
+        std::byte* last = own.bytes(kTileStep * terms * kBytes);
+        kernels::load_tile(kFormat, rows.part(row, count), kTileStep, terms, last);
+        std::copy_n(last, count * terms * kBytes, padded + row * terms * kBytes);
+      }
+    }
+  });
+  return {padded, terms, terms};
+}
+
+/// The weight as what rows are multiplied with in forward: a panel for kTile outputs.
+void pack_transposed(const Panels& panels, const Rows& weight, std::int64_t panel) {
+  const Rows rows = weight.part(panels.columns.begin(panel), panels.columns.used(panel));
+  for (std::int64_t term = 0; term < panels.terms; term += kTile) {
+    kernels::pack_operand(Operand::RightTransposed, columns_of(rows, term, std::min(kTile, rows.columns - term)), kTile,
+                          std::min(kTile, panels.terms - term), panels.at(panel, term), kTile);
+  }
+}
+
+/// kTile rows of a matrix, from the tile `tile`, as terms of panels.
+void pack_right(const Panels& panels, const Rows& from, std::int64_t tile) {
+  const Tiled terms(from.rows);
+  const Rows rows = from.part(terms.begin(tile), terms.used(tile));
+  for (std::int64_t panel = 0; panel < panels.columns.tiles; ++panel) {
+    kernels::pack_operand(Operand::Right, columns_of(rows, panels.columns.begin(panel), panels.columns.used(panel)),
+                          terms.padded(tile), kTile, panels.at(panel, terms.begin(tile)), kTile);
+  }
+}
+
+/// Rows of the left operand times a panel, into `sums` of kTile columns.
+void multiply(const Left& left, std::int64_t row, std::int64_t count, const Panels& right, std::int64_t panel,
+              float* sums) {
+  Parts(left.terms).each([&](std::int64_t term, std::int64_t terms) {
+    product(kFormat, count, right.columns.padded(panel), terms, left.data + (row * left.stride + term) * kBytes,
+            left.stride, right.at(panel, term), kTile, sums, kTile, term > 0);
+  });
+}
+
+std::int64_t grain(std::int64_t work_of_task) { return std::max<std::int64_t>(1, kWorkOfThread / work_of_task); }
+
+/// All rows of `left` times `right`, plus a row, rounded into `to`.
+void multiply_all(const Left& left, const Panels& right, const float* added, Tensor& to, std::int64_t first,
+                  std::int64_t rows) {
+  const std::int64_t blocks = round_up(rows, kRows) / kRows, panels = right.columns.tiles;
+  auto* out = static_cast<std::byte*>(to.mutable_data_ptr());
+  at::parallel_for(0, blocks * panels, grain(std::min(rows, kRows) * kTile * left.terms),
+                   [&](std::int64_t begin, std::int64_t end) {
+                     const ProductScope scope(kFormat);
+                     Scratch scratch;
+                     float* sums = scratch.floats(kRows * kTile);
+                     for (std::int64_t task = begin; task < end; ++task) {
+                       const std::int64_t row = task / panels * kRows, panel = task % panels;
+                       const std::int64_t count = std::min(kRows, rows - row), column = right.columns.begin(panel);
+                       multiply(left, row, count, right, panel, sums);
+                       kernels::store_rows(sums, kTile, count, right.columns.used(panel), 1, nullptr, ElementType::BF16,
+                                           out + ((first + row) * to.stride(0) + column) * kBytes, to.stride(0),
+                                           added == nullptr ? nullptr : added + column);
+                     }
+                   });
+}
+
+class LinearBackwardPass {
+ public:
+  LinearBackwardPass(const Tensor& grad_output, const Tensor& input, const Tensor& weight, std::array<bool, 3> wanted)
+      : grad_(dense(grad_output)),
+        input_(input.defined() ? dense(input) : input),
+        weight_(dense(weight)),
+        wanted_(wanted),
+        outputs_(round_up(weight.size(0), kTileStep)) {}
+
+  LinearGradients run() {
+    const std::int64_t rows = grad_.size(0);
+    LinearGradients made;
+    if (wanted_[0]) {
+      made.input = at::empty({rows, weight_.size(1)}, grad_.options());
+      weight_panels_.emplace(scratch_, weight_.size(0), weight_.size(1));
+    }
+    if (wanted_[1]) {
+      made.weight = at::empty(weight_.sizes(), weight_.options());
+      sums_ = weight_.scalar_type() == at::kFloat ? made.weight : at::empty_like(made.weight, at::kFloat);
+    }
+    if (wanted_[2]) bias_.assign(static_cast<std::size_t>(weight_.size(0)), 0.0F);
+    const std::int64_t held = std::min(rows, kChunk);
+    if (wanted_[1]) {
+      const std::int64_t blocks = round_up(held, kTerms) / kTerms;
+      left_ = scratch_.bytes(blocks * outputs_ * kTerms * kBytes);
+      input_panels_.emplace(scratch_, held, weight_.size(1));
+    }
+    for (std::int64_t first = 0; first < rows; first += kChunk) chunk(first, std::min(kChunk, rows - first), made);
+    if (wanted_[1] && !sums_.is_same(made.weight)) made.weight.copy_(sums_);
+    if (wanted_[2]) {
+      made.bias = at::empty({weight_.size(0)}, weight_.options());
+      kernels::store_rows(bias_.data(), 0, 1, weight_.size(0), 1, nullptr, optim::element_type(made.bias).value(),
+                          made.bias.mutable_data_ptr(), 0);
+    }
+    return made;
+  }
+
+ private:
+  void chunk(std::int64_t first, std::int64_t count, LinearGradients& made) {
+    const Rows grad = rows_of(grad_).part(first, count);
+    lay_out(grad, wanted_[1] ? rows_of(input_).part(first, count) : Rows(), first == 0);
+    if (wanted_[0]) {
+      Scratch scratch;
+      multiply_all(left_of(scratch, grad), *weight_panels_, nullptr, made.input, first, count);
+    }
+    if (wanted_[1]) add_to_weight(count, first > 0);
+  }
+
+  // The weight (once), the chunk's input and its gradient as operands, and the gradient's sums.
+  void lay_out(const Rows& grad, const Rows& input, bool is_first) {
+    const Tiled rows(grad.rows);
+    const std::int64_t of_weight = wanted_[0] && is_first ? Tiled(weight_.size(0)).tiles : 0;
+    const std::int64_t of_input = wanted_[1] ? rows.tiles : 0, of_grad = wanted_[1] || wanted_[2] ? rows.tiles : 0;
+    std::vector<float> sums(wanted_[2] ? static_cast<std::size_t>(rows.tiles * grad.columns) : 0);
+    at::parallel_for(0, of_weight + of_input + of_grad, grain(kTile * 16 * std::max(outputs_, weight_.size(1))),
+                     [&](std::int64_t begin, std::int64_t end) {
+                       for (std::int64_t task = begin; task < end; ++task) {
+                         std::int64_t tile = task;
+                         if (tile < of_weight) {
+                           pack_right(*weight_panels_, rows_of(weight_), tile);
+                           continue;
+                         }
+                         tile -= of_weight;
+                         if (tile < of_input) {
+                           pack_right(*input_panels_, input, tile);
+                           continue;
+                         }
+                         tile -= of_input;
+                         const Rows here = grad.part(rows.begin(tile), rows.used(tile));
+                         if (wanted_[2]) kernels::sum_columns(here, sums.data() + tile * grad.columns);
+                         if (!wanted_[1]) continue;
+                         std::byte* to = left_block(rows.begin(tile) / kTerms) + rows.begin(tile) % kTerms * kBytes;
+                         for (std::int64_t column = 0; column < outputs_; column += kTile) {
+                           kernels::pack_operand(Operand::LeftTransposed,
+                                                 columns_of(here, column, std::min(kTile, here.columns - column)),
+                                                 rows.padded(tile), std::min(kTile, outputs_ - column),
+                                                 to + column * kTerms * kBytes, kTerms);
+                         }
+                       }
+                     });
+    for (std::size_t i = 0; i < sums.size(); ++i) bias_[i % static_cast<std::size_t>(grad.columns)] += sums[i];
+  }
+
+  // The transposed gradient: outputs of kTerms rows of the batch.
+  [[nodiscard]] std::byte* left_block(std::int64_t block) const { return left_ + block * outputs_ * kTerms * kBytes; }
+
+  // Sums of several products are made where they lie together: rows of the gradient are often a power of two apart, of
+  // which caches hold few.
+  void add_to_weight(std::int64_t rows, bool add) {
+    const Panels& right = *input_panels_;
+    const std::int64_t outputs = weight_.size(0), stride = sums_.stride(0), panels = right.columns.tiles;
+    const std::int64_t terms = round_up(rows, kTileStep), blocks = round_up(outputs, kRows) / kRows;
+    auto* to = sums_.mutable_data_ptr<float>();
+    at::parallel_for(
+        0, blocks * panels, grain(std::min(outputs, kRows) * kTile * terms), [&](std::int64_t begin, std::int64_t end) {
+          const ProductScope scope(kFormat);
+          Scratch scratch;
+          float* sums = scratch.floats(kRows * kTile);
+          for (std::int64_t task = begin; task < end; ++task) {
+            const std::int64_t row = task / panels * kRows, panel = task % panels;
+            const std::int64_t count = std::min(kRows, outputs - row), columns = right.columns.used(panel);
+            float* there = to + row * stride + right.columns.begin(panel);
+            const bool at_once = terms <= kTerms && !add && columns == right.columns.padded(panel);
+            for (std::int64_t term = 0; term < terms; term += kTerms) {
+              product(kFormat, count, right.columns.padded(panel), std::min(kTerms, terms - term),
+                      left_block(term / kTerms) + row * kTerms * kBytes, kTerms, right.at(panel, term), kTile,
+                      at_once ? there : sums, at_once ? stride : kTile, term > 0);
+            }
+            if (at_once) continue;
+            if (add) {
+              kernels::add_rows(sums, kTile, count, columns, there, stride);
+            } else {
+              kernels::store_rows(sums, kTile, count, columns, 1, nullptr, ElementType::F32, there, stride);
+            }
+          }
+        });
+  }
+
+  Tensor grad_, input_, weight_;
+  std::array<bool, 3> wanted_;
+  std::int64_t outputs_;
+  Scratch scratch_;
+  std::optional<Panels> weight_panels_, input_panels_;
+  std::byte* left_ = nullptr;
+  Tensor sums_;
+  std::vector<float> bias_;
+};
+
+}  // namespace
+
+bool linear_cpu_takes(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  const auto type = weight.scalar_type();
+  const auto is_here = [](const Tensor& tensor) {
+    return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.numel() > 0;
+  };
+  return input.scalar_type() == at::kBFloat16 && (type == at::kFloat || type == at::kBFloat16) && is_here(input) &&
+         is_here(weight) && weight.dim() == 2 && input.dim() > 0 && input.size(-1) == weight.size(1) &&
+         (!bias.defined() ||
+          (bias.scalar_type() == type && is_here(bias) && bias.dim() == 1 && bias.size(0) == weight.size(0))) &&
+         product_format(ElementType::BF16) == kFormat;
+}
+
+Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  const Tensor rows = dense(input), from = dense(weight);
+  Tensor output = at::empty({rows.size(0), from.size(0)}, rows.options());
+  Scratch scratch;
+  const Panels panels(scratch, from.size(1), from.size(0));
+  const Rows of_weight = rows_of(from);
+  at::parallel_for(0, panels.columns.tiles, grain(kTile * 16 * panels.terms),
+                   [&](std::int64_t begin, std::int64_t end) {
+                     for (std::int64_t panel = begin; panel < end; ++panel) pack_transposed(panels, of_weight, panel);
+                   });
+  const Tensor added = bias.defined() ? bias.to(at::kFloat).contiguous() : bias;
+  multiply_all(left_of(scratch, rows_of(rows)), panels, added.defined() ? added.const_data_ptr<float>() : nullptr,
+               output, 0, rows.size(0));
+  return output;
+}
+
+LinearGradients linear_cpu_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                                    std::array<bool, 3> wanted) {
+  return LinearBackwardPass(grad_output, input, weight, wanted).run();
+}
+
+}  // namespace oxytorch::ops
