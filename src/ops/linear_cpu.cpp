@@ -103,41 +103,61 @@ Left left_of(Scratch& scratch, const Rows& rows) {
   return {padded, terms, terms};
 }
 
-/// The weight as what rows are multiplied with in forward: a panel for kTile outputs.
-void pack_transposed(const Panels& panels, const Rows& weight, std::int64_t panel) {
-  const Rows rows = weight.part(panels.columns.begin(panel), panels.columns.used(panel));
-  for (std::int64_t term = 0; term < panels.terms; term += kTile) {
+/// Rows of the weight as a panel, which the rows of forward are multiplied with.
+void pack_transposed(const Rows& weight, const Tiled& columns, std::int64_t panel, std::byte* to) {
+  const Rows rows = weight.part(columns.begin(panel), columns.used(panel));
+  const std::int64_t padded = round_up(rows.columns, kTileStep);
+  for (std::int64_t term = 0; term < padded; term += kTile) {
     kernels::pack_operand(Operand::RightTransposed, columns_of(rows, term, std::min(kTile, rows.columns - term)), kTile,
-                          std::min(kTile, panels.terms - term), panels.at(panel, term), kTile);
+                          std::min(kTile, padded - term), to + term * kTile * kBytes, kTile);
   }
 }
 
-/// kTile rows of a matrix, from the tile `tile`, as terms of panels.
-void pack_right(const Panels& panels, const Rows& from, std::int64_t tile) {
+/// kTile rows of a matrix, from the tile `tile`, as terms of the panel that begins at `to`.
+void pack_right(const Rows& from, const Tiled& columns, std::int64_t panel, std::int64_t tile, std::byte* to) {
   const Tiled terms(from.rows);
   const Rows rows = from.part(terms.begin(tile), terms.used(tile));
+  kernels::pack_operand(Operand::Right, columns_of(rows, columns.begin(panel), columns.used(panel)), terms.padded(tile),
+                        kTile, to + terms.begin(tile) * kTile * kBytes, kTile);
+}
+void pack_right(const Rows& from, const Tiled& columns, std::int64_t panel, std::byte* to) {
+  for (std::int64_t tile = 0; tile < Tiled(from.rows).tiles; ++tile) pack_right(from, columns, panel, tile, to);
+}
+void pack_tile(const Panels& panels, const Rows& from, std::int64_t tile) {
   for (std::int64_t panel = 0; panel < panels.columns.tiles; ++panel) {
-    kernels::pack_operand(Operand::Right, columns_of(rows, panels.columns.begin(panel), panels.columns.used(panel)),
-                          terms.padded(tile), kTile, panels.at(panel, terms.begin(tile)), kTile);
+    pack_right(from, panels.columns, panel, tile, panels.at(panel, 0));
   }
 }
 
-/// Rows of the left operand times a panel, into `sums` of kTile columns.
-void multiply(const Left& left, std::int64_t row, std::int64_t count, const Panels& right, std::int64_t panel,
+/// Rows of the left operand times the panel at `right`, into `sums` of kTile columns.
+void multiply(const Left& left, std::int64_t row, std::int64_t count, const std::byte* right, std::int64_t columns,
               float* sums) {
   Parts(left.terms).each([&](std::int64_t term, std::int64_t terms) {
-    product(kFormat, count, right.columns.padded(panel), terms, left.data + (row * left.stride + term) * kBytes,
-            left.stride, right.at(panel, term), kTile, sums, kTile, term > 0);
+    product(kFormat, count, columns, terms, left.data + (row * left.stride + term) * kBytes, left.stride,
+            right + term * kTile * kBytes, kTile, sums, kTile, term > 0);
   });
 }
 
 std::int64_t grain(std::int64_t work_of_task) { return std::max<std::int64_t>(1, kWorkOfThread / work_of_task); }
 
-/// All rows of `left` times `right`, plus a row, rounded into `to`.
-void multiply_all(const Left& left, const Panels& right, const float* added, Tensor& to, std::int64_t first,
-                  std::int64_t rows) {
+/// Where sums go that are rounded: rows from `first`, and what is added to each.
+struct Output {
+  Tensor& to;
+  std::int64_t first = 0;
+  const float* added = nullptr;
+
+  void store(const float* sums, std::int64_t row, std::int64_t count, const Tiled& columns, std::int64_t panel) const {
+    const std::int64_t column = columns.begin(panel);
+    auto* data = static_cast<std::byte*>(to.mutable_data_ptr());
+    kernels::store_rows(sums, kTile, count, columns.used(panel), 1, nullptr, ElementType::BF16,
+                        data + ((first + row) * to.stride(0) + column) * kBytes, to.stride(0),
+                        added == nullptr ? nullptr : added + column);
+  }
+};
+
+/// All rows of `left` times `right`.
+void multiply_all(const Left& left, std::int64_t rows, const Panels& right, const Output& output) {
   const std::int64_t blocks = round_up(rows, kRows) / kRows, panels = right.columns.tiles;
-  auto* out = static_cast<std::byte*>(to.mutable_data_ptr());
   at::parallel_for(0, blocks * panels, grain(std::min(rows, kRows) * kTile * left.terms),
                    [&](std::int64_t begin, std::int64_t end) {
                      const ProductScope scope(kFormat);
@@ -145,11 +165,9 @@ void multiply_all(const Left& left, const Panels& right, const float* added, Ten
                      float* sums = scratch.floats(kRows * kTile);
                      for (std::int64_t task = begin; task < end; ++task) {
                        const std::int64_t row = task / panels * kRows, panel = task % panels;
-                       const std::int64_t count = std::min(kRows, rows - row), column = right.columns.begin(panel);
-                       multiply(left, row, count, right, panel, sums);
-                       kernels::store_rows(sums, kTile, count, right.columns.used(panel), 1, nullptr, ElementType::BF16,
-                                           out + ((first + row) * to.stride(0) + column) * kBytes, to.stride(0),
-                                           added == nullptr ? nullptr : added + column);
+                       const std::int64_t count = std::min(kRows, rows - row);
+                       multiply(left, row, count, right.at(panel, 0), right.columns.padded(panel), sums);
+                       output.store(sums, row, count, right.columns, panel);
                      }
                    });
 }
@@ -168,7 +186,7 @@ class LinearBackwardPass {
     LinearGradients made;
     if (wanted_[0]) {
       made.input = at::empty({rows, weight_.size(1)}, grad_.options());
-      weight_panels_.emplace(scratch_, weight_.size(0), weight_.size(1));
+      if (!is_small()) weight_panels_.emplace(scratch_, weight_.size(0), weight_.size(1));
     }
     if (wanted_[1]) {
       made.weight = at::empty(weight_.sizes(), weight_.options());
@@ -179,7 +197,7 @@ class LinearBackwardPass {
     if (wanted_[1]) {
       const std::int64_t blocks = round_up(held, kTerms) / kTerms;
       left_ = scratch_.bytes(blocks * outputs_ * kTerms * kBytes);
-      input_panels_.emplace(scratch_, held, weight_.size(1));
+      if (!is_small()) input_panels_.emplace(scratch_, held, weight_.size(1));
     }
     for (std::int64_t first = 0; first < rows; first += kChunk) chunk(first, std::min(kChunk, rows - first), made);
     if (wanted_[1] && !sums_.is_same(made.weight)) made.weight.copy_(sums_);
@@ -192,33 +210,81 @@ class LinearBackwardPass {
   }
 
  private:
+  // Few rows are multiplied with a panel as soon as it is made: to make it takes about as long.
+  [[nodiscard]] bool is_small() const { return grad_.size(0) <= kRows; }
+
   void chunk(std::int64_t first, std::int64_t count, LinearGradients& made) {
     const Rows grad = rows_of(grad_).part(first, count);
-    lay_out(grad, wanted_[1] ? rows_of(input_).part(first, count) : Rows(), first == 0);
-    if (wanted_[0]) {
-      Scratch scratch;
-      multiply_all(left_of(scratch, grad), *weight_panels_, nullptr, made.input, first, count);
-    }
+    const Rows input = wanted_[1] ? rows_of(input_).part(first, count) : Rows();
+    lay_out(grad, input, first == 0);
+    Scratch scratch;
+    const Left left = wanted_[0] ? left_of(scratch, grad) : Left();
+    if (is_small()) return multiply_few(left, input, made.input);
+    if (wanted_[0]) multiply_all(left, count, *weight_panels_, {made.input, first});
     if (wanted_[1]) add_to_weight(count, first > 0);
+  }
+
+  void multiply_few(const Left& left, const Rows& input, Tensor& of_input) {
+    if (!wanted_[0] && !wanted_[1]) return;
+    const std::int64_t rows = grad_.size(0), outputs = weight_.size(0);
+    const Tiled columns(weight_.size(1));
+    at::parallel_for(0, columns.tiles, grain(kTile * outputs * rows), [&](std::int64_t begin, std::int64_t end) {
+      const ProductScope scope(kFormat);
+      Scratch scratch;
+      float* sums = scratch.floats(kRows * kTile);
+      std::byte* panel = scratch.bytes(std::max(outputs_, kRows) * kTile * kBytes);
+      for (std::int64_t i = begin; i < end; ++i) {
+        if (wanted_[0]) {
+          pack_right(rows_of(weight_), columns, i, panel);
+          multiply(left, 0, rows, panel, columns.padded(i), sums);
+          Output{of_input}.store(sums, 0, rows, columns, i);
+        }
+        if (!wanted_[1]) continue;
+        pack_right(input, columns, i, panel);
+        for (std::int64_t row = 0; row < outputs; row += kRows) add_product(row, rows, panel, columns, i, sums, false);
+      }
+    });
+  }
+
+  // To the gradient of kRows outputs from `row`, of a panel of the input. Sums of several products are made where they
+  // lie together: rows of the gradient are often a power of two apart, of which caches hold few.
+  void add_product(std::int64_t row, std::int64_t rows, const std::byte* panel, const Tiled& columns, std::int64_t i,
+                   float* sums, bool add) {
+    const std::int64_t stride = sums_.stride(0), padded = columns.padded(i), terms = round_up(rows, kTileStep);
+    const std::int64_t count = std::min(kRows, weight_.size(0) - row);
+    float* there = sums_.mutable_data_ptr<float>() + row * stride + columns.begin(i);
+    const bool at_once = terms <= kTerms && !add && columns.used(i) == padded;
+    for (std::int64_t term = 0; term < terms; term += kTerms) {
+      product(kFormat, count, padded, std::min(kTerms, terms - term), left_block(term / kTerms) + row * kTerms * kBytes,
+              kTerms, panel + term * kTile * kBytes, kTile, at_once ? there : sums, at_once ? stride : kTile, term > 0);
+    }
+    if (at_once) return;
+    if (add) {
+      kernels::add_rows(sums, kTile, count, columns.used(i), there, stride);
+    } else {
+      kernels::store_rows(sums, kTile, count, columns.used(i), 1, nullptr, ElementType::F32, there, stride);
+    }
   }
 
   // The weight (once), the chunk's input and its gradient as operands, and the gradient's sums.
   void lay_out(const Rows& grad, const Rows& input, bool is_first) {
     const Tiled rows(grad.rows);
-    const std::int64_t of_weight = wanted_[0] && is_first ? Tiled(weight_.size(0)).tiles : 0;
-    const std::int64_t of_input = wanted_[1] ? rows.tiles : 0, of_grad = wanted_[1] || wanted_[2] ? rows.tiles : 0;
+    const bool all = !is_small();
+    const std::int64_t of_weight = wanted_[0] && is_first && all ? Tiled(weight_.size(0)).tiles : 0;
+    const std::int64_t of_input = wanted_[1] && all ? rows.tiles : 0,
+                       of_grad = wanted_[1] || wanted_[2] ? rows.tiles : 0;
     std::vector<float> sums(wanted_[2] ? static_cast<std::size_t>(rows.tiles * grad.columns) : 0);
     at::parallel_for(0, of_weight + of_input + of_grad, grain(kTile * 16 * std::max(outputs_, weight_.size(1))),
                      [&](std::int64_t begin, std::int64_t end) {
                        for (std::int64_t task = begin; task < end; ++task) {
                          std::int64_t tile = task;
                          if (tile < of_weight) {
-                           pack_right(*weight_panels_, rows_of(weight_), tile);
+                           pack_tile(*weight_panels_, rows_of(weight_), tile);
                            continue;
                          }
                          tile -= of_weight;
                          if (tile < of_input) {
-                           pack_right(*input_panels_, input, tile);
+                           pack_tile(*input_panels_, input, tile);
                            continue;
                          }
                          tile -= of_input;
@@ -240,36 +306,20 @@ class LinearBackwardPass {
   // The transposed gradient: outputs of kTerms rows of the batch.
   [[nodiscard]] std::byte* left_block(std::int64_t block) const { return left_ + block * outputs_ * kTerms * kBytes; }
 
-  // Sums of several products are made where they lie together: rows of the gradient are often a power of two apart, of
-  // which caches hold few.
   void add_to_weight(std::int64_t rows, bool add) {
     const Panels& right = *input_panels_;
-    const std::int64_t outputs = weight_.size(0), stride = sums_.stride(0), panels = right.columns.tiles;
-    const std::int64_t terms = round_up(rows, kTileStep), blocks = round_up(outputs, kRows) / kRows;
-    auto* to = sums_.mutable_data_ptr<float>();
-    at::parallel_for(
-        0, blocks * panels, grain(std::min(outputs, kRows) * kTile * terms), [&](std::int64_t begin, std::int64_t end) {
-          const ProductScope scope(kFormat);
-          Scratch scratch;
-          float* sums = scratch.floats(kRows * kTile);
-          for (std::int64_t task = begin; task < end; ++task) {
-            const std::int64_t row = task / panels * kRows, panel = task % panels;
-            const std::int64_t count = std::min(kRows, outputs - row), columns = right.columns.used(panel);
-            float* there = to + row * stride + right.columns.begin(panel);
-            const bool at_once = terms <= kTerms && !add && columns == right.columns.padded(panel);
-            for (std::int64_t term = 0; term < terms; term += kTerms) {
-              product(kFormat, count, right.columns.padded(panel), std::min(kTerms, terms - term),
-                      left_block(term / kTerms) + row * kTerms * kBytes, kTerms, right.at(panel, term), kTile,
-                      at_once ? there : sums, at_once ? stride : kTile, term > 0);
-            }
-            if (at_once) continue;
-            if (add) {
-              kernels::add_rows(sums, kTile, count, columns, there, stride);
-            } else {
-              kernels::store_rows(sums, kTile, count, columns, 1, nullptr, ElementType::F32, there, stride);
-            }
-          }
-        });
+    const std::int64_t outputs = weight_.size(0), panels = right.columns.tiles,
+                       blocks = round_up(outputs, kRows) / kRows;
+    at::parallel_for(0, blocks * panels, grain(std::min(outputs, kRows) * kTile * rows),
+                     [&](std::int64_t begin, std::int64_t end) {
+                       const ProductScope scope(kFormat);
+                       Scratch scratch;
+                       float* sums = scratch.floats(kRows * kTile);
+                       for (std::int64_t task = begin; task < end; ++task) {
+                         const std::int64_t panel = task % panels;
+                         add_product(task / panels * kRows, rows, right.at(panel, 0), right.columns, panel, sums, add);
+                       }
+                     });
   }
 
   Tensor grad_, input_, weight_;
@@ -299,16 +349,32 @@ bool linear_cpu_takes(const Tensor& input, const Tensor& weight, const Tensor& b
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
   const Tensor rows = dense(input), from = dense(weight);
   Tensor output = at::empty({rows.size(0), from.size(0)}, rows.options());
-  Scratch scratch;
-  const Panels panels(scratch, from.size(1), from.size(0));
-  const Rows of_weight = rows_of(from);
-  at::parallel_for(0, panels.columns.tiles, grain(kTile * 16 * panels.terms),
-                   [&](std::int64_t begin, std::int64_t end) {
-                     for (std::int64_t panel = begin; panel < end; ++panel) pack_transposed(panels, of_weight, panel);
-                   });
   const Tensor added = bias.defined() ? bias.to(at::kFloat).contiguous() : bias;
-  multiply_all(left_of(scratch, rows_of(rows)), panels, added.defined() ? added.const_data_ptr<float>() : nullptr,
-               output, 0, rows.size(0));
+  const Output to{output, 0, added.defined() ? added.const_data_ptr<float>() : nullptr};
+  Scratch scratch;
+  const Left left = left_of(scratch, rows_of(rows));
+  const Rows of_weight = rows_of(from);
+  const Tiled columns(from.size(0));
+  if (rows.size(0) <= kRows) {
+    at::parallel_for(0, columns.tiles, grain(kTile * left.terms * rows.size(0)),
+                     [&](std::int64_t begin, std::int64_t end) {
+                       const ProductScope scope(kFormat);
+                       Scratch own;
+                       float* sums = own.floats(kRows * kTile);
+                       std::byte* panel = own.bytes(left.terms * kTile * kBytes);
+                       for (std::int64_t i = begin; i < end; ++i) {
+                         pack_transposed(of_weight, columns, i, panel);
+                         multiply(left, 0, rows.size(0), panel, columns.padded(i), sums);
+                         to.store(sums, 0, rows.size(0), columns, i);
+                       }
+                     });
+    return output;
+  }
+  const Panels panels(scratch, from.size(1), from.size(0));
+  at::parallel_for(0, columns.tiles, grain(kTile * 16 * panels.terms), [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) pack_transposed(of_weight, columns, i, panels.at(i, 0));
+  });
+  multiply_all(left, rows.size(0), panels, to);
   return output;
 }
 

@@ -450,6 +450,7 @@ std::vector<RegisteredStrategy> own_strategies() {
       registered<NativeLinear>("native_linear", Precision,
                                {.requires_ = {"bf16_autocast"},
                                 .interacts = {"allocator", "host_pool"},
+                                .settle = 2,  // other blocks of memory
                                 .cost = "linear layers of other models in this process take this kernel too.",
                                 .max_speedup = 2,
                                 .expected_speedup = 1.1}),

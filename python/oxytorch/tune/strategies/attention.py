@@ -59,6 +59,7 @@ class NativeLstm(edits.NativeLstm, Strategy):
     kind="precision",
     requires=("bf16_autocast",),
     interacts=("compile", "allocator", "host_pool"),
+    settle=2,
     max_speedup=2.0,
     expected_speedup=1.1,
     cost="linear layers of other models in this process take this kernel too.",
