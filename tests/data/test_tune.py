@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ pytestmark = pytest.mark.cpu_only("batches are drawn on the host")
 
 Choice = Callable[[LoaderSetting], bool]
 CHOICES: dict[str, Choice] = {
-    "workers": lambda one: one.workers == 1 and not one.persistent,
+    "workers": lambda one: one.workers == 1,
     "no workers": lambda one: one.workers == 0 and not one.ahead,
     "ahead": lambda one: one.ahead > 0,
-    "persistent": lambda one: one.workers == 1 and one.persistent,
     "prefetch": lambda one: one.workers > 0 and one.prefetch == 4,
 }
 
@@ -138,7 +138,7 @@ GIVEN: dict[str, Callable[[], DataLoader[Any]]] = {
 
 PAIRS = [
     *((given, choice) for given in ("shuffled", "two workers") for choice in CHOICES),
-    *((given, choice) for given in list(GIVEN)[1:-2] for choice in ("ahead", "persistent")),
+    *((given, choice) for given in list(GIVEN)[1:-2] for choice in ("ahead", "workers")),
     ("any order", "no workers"),
 ]
 
@@ -333,7 +333,7 @@ def test_processes_do_not_share_a_file(tmp_path: Path, prefer: Callable[[Choice]
 def test_workers_that_stay_see_a_change_of_the_data_set(prefer: Callable[[Choice], list[LoaderSetting]]) -> None:
     rows = Rows()
     data = DataLoader(Subset(rows, range(12)), batch_size=4)
-    prefer(CHOICES["persistent"])
+    prefer(CHOICES["workers"])
     found = tuned(data, seconds=1000)
     assert isinstance(found.loader, RebuiltLoader) and found.loader.persistent_workers
     list(found)
@@ -355,3 +355,56 @@ def test_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
     assert found.report[0].setting == "as given: no workers"
     assert all(row.batches_per_second for row in found.report if not row.note.startswith("it"))
     assert "as given" in capsys.readouterr().err
+
+
+class Counting(Rows):
+    """Each worker counts what it made: one that stays goes on in the next epoch."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.shift += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("data", "stays"), [(Rows(8), True), (Counting(8), False)])
+def test_workers_stay_where_that_changes_no_batch(
+    prefer: Callable[[Choice], list[LoaderSetting]], data: Rows, stays: bool
+) -> None:
+    seen = prefer(lambda one: one.persistent)
+    given = DataLoader(data, batch_size=2, num_workers=2)
+    found = tuned(given, seconds=1000)
+    assert any(one.persistent for one in seen) == stays
+    assert isinstance(found.loader, RebuiltLoader) == stays
+    assert stays or any(row.note == "its batches are others" for row in found.report)
+    found.revert()
+
+
+def test_what_kept_workers_still_make_of_the_epoch_before_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Timed:
+        """To begin takes 100 seconds, a batch one."""
+
+        def __init__(self, _loader: Any, _setting: LoaderSetting, **changes: Any) -> None:
+            self.order = changes["batch_sampler"]
+
+        def __iter__(self) -> Iterator[Tensor]:
+            now[0] += 100
+
+            def batches() -> Iterator[Tensor]:
+                for _ in self.order:
+                    now[0] += 1
+                    yield torch.zeros(1)
+
+            return batches()
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(loader_search, "RebuiltLoader", Timed)
+    monkeypatch.setattr(loader_search.clock, "seconds", lambda: now[0])
+    data = DataLoader(Rows(32), batch_size=4)
+    search = loader_search.LoaderSearch(data, 1.0, None, False)
+    search._take_order()
+    two = LoaderSetting.of(data).with_workers(2)
+    # Those that start anew take their time in each epoch; those that stay, once.
+    assert search._epoch_seconds(two, 0.0) > 100 > search._epoch_seconds(replace(two, persistent=True), 0.0)

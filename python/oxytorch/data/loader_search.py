@@ -131,7 +131,7 @@ class LoaderSearch:
         fixed = self._reason_to_keep_workers()
         if fixed and not self._given.workers:
             return self._given, fixed
-        best = self._with_best_options(self._given if fixed else self._with_best_workers(), fixed)
+        best = self._with_best_options(self._given if fixed else self._with_best_workers())
         return best, fixed or ("" if best != self._given else "nothing is at least 2 % faster")
 
     # -- what can be changed ------------------------------------------------------------------------------------------
@@ -248,7 +248,10 @@ class LoaderSearch:
             wave = max(1, setting.workers)  # the first batch of each worker comes with its start
             drawn, of_wave = 0, 0.0
             start = clock.seconds()
-            with closing(self._drawn(self._begun(loader))) as batches:
+            begun = self._begun(loader)
+            if setting.persistent:
+                start = clock.seconds()  # until here they made what they had been told to of the epoch before
+            with closing(self._drawn(begun)) as batches:
                 for batch in batches:
                     if self._step is not None:
                         self._step(batch)
@@ -273,11 +276,12 @@ class LoaderSearch:
         counts = [n for n in _WORKERS if n <= usable] or [0]
         groups = [counts[:3], *(counts[i : i + 2] for i in range(3, len(counts), 2))]
         best = given
+        if given.workers and not given.persistent and given.workers not in groups[0]:
+            groups[0].append(given.workers)
         for i, group in enumerate(groups):
-            settings = [given.with_workers(n) for n in group if n != given.workers]
+            settings = [one for n in group for one in self._of_workers(n)]
             if i == 0 and self._step is not None:
-                settings.append(replace(given.with_workers(0), ahead=2))
-            settings = self._possible(settings)
+                settings += self._possible([replace(given.with_workers(0), ahead=2)])
             self._race(list(dict.fromkeys([given, best, *settings])), _SHARE_OF_WORKERS * (i + 1) / len(groups))
             winners = [one for one, ratios in self._ratios.items() if one != given and self._wins(ratios)]
             best = max(winners, key=lambda one: median(self._ratios[one]), default=given)
@@ -285,9 +289,21 @@ class LoaderSearch:
                 break
         return best
 
-    def _with_best_options(self, best: LoaderSetting, fixed: str) -> LoaderSetting:
-        """Try the other settings one after another; where `fixed` says why, workers live as long as they did."""
-        options = self._other_options(best, fixed)
+    def _of_workers(self, count: int) -> list[LoaderSetting]:
+        """Return that number of workers, which stay where they may: to start them anew takes time in each epoch."""
+        given = self._given
+        starting = given.with_workers(count)
+        choices = [replace(starting, persistent=True), starting] if count else [starting]
+        for one in choices:
+            if one == given:
+                return []
+            if self._possible([one]):
+                return [one]
+        return []
+
+    def _with_best_options(self, best: LoaderSetting) -> LoaderSetting:
+        """Try the other settings one after another."""
+        options = self._other_options(best)
         for i, change in enumerate(options):
             share = _SHARE_OF_WORKERS + (1 - _SHARE_OF_WORKERS) * (i + 1) / len(options)
             one = replace(best, **change)
@@ -297,10 +313,9 @@ class LoaderSearch:
                     best = one
         return best
 
-    def _other_options(self, best: LoaderSetting, fixed: str) -> list[dict[str, Any]]:
+    @staticmethod
+    def _other_options(best: LoaderSetting) -> list[dict[str, Any]]:
         options: list[dict[str, Any]] = []
-        if best.workers and not best.persistent and not fixed:
-            options.append({"persistent": True})
         if best.workers and (best.prefetch or TORCH_PREFETCH) < 2 * TORCH_PREFETCH:
             options.append({"prefetch": 2 * TORCH_PREFETCH})
         if torch.accelerator.is_available() and not best.pinned:
