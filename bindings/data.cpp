@@ -4,8 +4,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -412,6 +414,41 @@ void bind_samplers(py::module_& m) {
       py::arg("lengths"), py::arg("batch"), py::arg("window"));
 }
 
+// Lists of a tokenizer are long: their numbers are read where they lie.
+std::int64_t token_at(PyObject* item) {
+  int overflow = 0;
+  long long value = PyLong_Check(item) != 0 ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
+  if (PyLong_Check(item) == 0) {
+    const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(item));
+    if (!number) throw py::error_already_set();
+    value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  }
+  return overflow != 0 ? -1 : value;
+}
+
+template <class T>
+void add_documents(MegatronWriter& writer, const py::iterable& documents, std::int64_t first,
+                   std::optional<std::int64_t> end) {
+  constexpr std::int64_t kMost = std::numeric_limits<T>::max();
+  std::vector<T> tokens;
+  const auto push = [&](std::int64_t value) {
+    OXY_CHECK(value >= 0 && value <= kMost, InvalidArgument, "a token of text ", first, " does not fit ",
+              name(writer.dtype()), ": tokens must be 0 to ", kMost, ".");
+    tokens.push_back(static_cast<T>(value));
+  };
+  for (const py::handle document : documents) {
+    const auto items = py::reinterpret_steal<py::object>(
+        PySequence_Fast(document.ptr(), "the tokens of a text are a sequence of integers"));
+    if (!items) throw py::error_already_set();
+    const auto count = PySequence_Fast_GET_SIZE(items.ptr());
+    tokens.clear();
+    for (Py_ssize_t i = 0; i < count; ++i) push(token_at(PySequence_Fast_GET_ITEM(items.ptr(), i)));
+    if (end) push(*end);
+    writer.add(std::as_bytes(std::span(tokens)));
+    ++first;
+  }
+}
+
 void bind_convert(py::module_& m) {
   py::class_<Converted>(m, "Converted", "What was written.")
       .def(py::init([](std::string format, std::int64_t samples, std::int64_t bytes) {
@@ -448,8 +485,14 @@ void bind_convert(py::module_& m) {
            }),
            py::arg("prefix"), py::arg("dtype"))
       .def(
-          "add", [](MegatronWriter& writer, const at::Tensor& tokens) { writer.add(to_value(tokens).data.bytes); },
-          py::arg("tokens"))
+          "add",
+          [](MegatronWriter& writer, const py::iterable& documents, std::int64_t first,
+             std::optional<std::int64_t> end) {
+            if (writer.dtype() == DType::U16) return add_documents<std::uint16_t>(writer, documents, first, end);
+            add_documents<std::int32_t>(writer, documents, first, end);
+          },
+          py::arg("documents"), py::arg("first"), py::arg("end"),
+          "Sequences of token numbers, the first of which has the number `first` in errors, with `end` after each.")
       .def("finish", &MegatronWriter::finish, release_gil());
 }
 

@@ -11,7 +11,8 @@ steps of a small CNN on them by `oxytorch.Trainer`, with the share of a step tha
 of 2,049 uint16 tokens as int64, in batches of 32, in a random order. `first batch`: the time until the first batch of a
 set of 1,280,000 samples. `tokenise`: texts of a JSONL file as tokens in Megatron's files, beside the tokenizers library
 alone, which writes nothing; a sample is a document of 4,096 characters. `tuned images` and `tuned vectors`: a torch
-DataLoader over a Python data set as `oxytorch.data.tune` leaves it, beside torch's default and settings by hand.
+DataLoader over a Python data set as `oxytorch.data.tune` leaves it, beside torch's default and settings by hand. Images
+are resized without random crops there: what a data set draws depends on the number of workers, and `tune` leaves that.
 
 Peers that are not installed are named; `tools/peers.sh` installs them into build/peers, and `--peers` names another
 folder. All but spdl, whose crops ffmpeg cuts and resizes, decode by simplejpeg and resize by PIL.
@@ -23,6 +24,8 @@ import argparse
 import io
 import json
 import logging
+import multiprocessing
+import os
 import random
 import resource
 import statistics
@@ -51,10 +54,16 @@ Contenders = dict[str, Callable[[], Iterator[Any]]]
 
 
 def spent() -> float:
-    """Seconds of the processor, of this process and of the workers that have ended."""
-    return sum(
-        use.ru_utime + use.ru_stime for use in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )
+    """Seconds of the processor, of this process and of its workers, those that stay for the next epoch included."""
+    ended = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    ticks = 0
+    for worker in multiprocessing.active_children():
+        try:
+            fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            continue  # ended meanwhile
+        ticks += int(fields[11]) + int(fields[12])
+    return sum(use.ru_utime + use.ru_stime for use in ended) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 # -- images ----------------------------------------------------------------------------------------------------------
@@ -88,7 +97,8 @@ def write_images(folder: Path, count: int) -> int:
 class Files(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """What a user writes without torchvision: decode, crop, resize, flip, normalise."""
 
-    def __init__(self, folder: Path, decode: Callable[[bytes], Any]) -> None:
+    def __init__(self, folder: Path, decode: Callable[[bytes], Any], augmented: bool = True) -> None:
+        self.augmented = augmented
         self.files = sorted(folder.glob("*/*.jpg"))
         self.labels = [int(path.parent.name[-1]) for path in self.files]
         self.decode = decode
@@ -105,10 +115,10 @@ class Files(torch.utils.data.Dataset):  # type: ignore[type-arg]
         from PIL import Image  # noqa: PLC0415
 
         image = self.decode(encoded)
-        box = random_box(*image.size)
+        box = random_box(*image.size) if self.augmented else None
         image = image.resize((CROP, CROP), Image.Resampling.BILINEAR, box=box)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        if random.random() < 0.5:
+        if self.augmented and random.random() < 0.5:
             pixels = pixels.flip(2)
         # The fastest of five forms that were tried: one pass that transposes, two in place.
         return torch.empty(3, CROP, CROP).copy_(pixels).mul_(self.scale).add_(self.shift)
@@ -455,7 +465,7 @@ def tuned_race(dataset: Any) -> Contenders:
     tuned = ox.data.tune(made())
     print(tuned)
     loaders: dict[str, Iterable[Any]] = {"oxytorch": tuned, "torch's default": made()}
-    for workers in (1, 2, 4):
+    for workers in (1, 2):
         loaders[f"by hand, {workers} workers"] = made(num_workers=workers, persistent_workers=True, prefetch_factor=4)
     return {name: lambda loader=loader: iter(loader) for name, loader in loaders.items()}  # type: ignore[misc]
 
@@ -533,7 +543,9 @@ def main() -> int:
             if case == "tuned images":
                 absent = {}
                 decoders = decoders_here(absent)
-                contenders = tuned_race(Files(folder / "images", [*decoders.values()][-1])) if decoders else {}
+                contenders = {}
+                if decoders:
+                    contenders = tuned_race(Files(folder / "images", [*decoders.values()][-1], augmented=False))
             elif case in ("images", "training"):
                 makes = images_race if case == "images" else lambda folder: training_race(folder, waits)  # noqa: B023
                 contenders, absent = makes(folder / "images")

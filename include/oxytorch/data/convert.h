@@ -48,6 +48,7 @@ class OXY_API MegatronWriter {
   MegatronWriter& operator=(const MegatronWriter&) = delete;
   /// Adds one document: values of the writer's dtype, one after another.
   void add(std::span<const std::byte> tokens);
+  [[nodiscard]] DType dtype() const noexcept { return dtype_; }
   /// Writes the index. Bytes of both files.
   std::int64_t finish();
 

@@ -157,7 +157,15 @@ class MegatronWriter:
     Writes documents of tokens one by one.
     """
     def __init__(self, prefix: str, dtype: str) -> None: ...
-    def add(self, tokens: torch.Tensor) -> None: ...
+    def add(
+        self,
+        documents: collections.abc.Iterable,
+        first: typing.SupportsInt | typing.SupportsIndex,
+        end: typing.SupportsInt | typing.SupportsIndex | None,
+    ) -> None:
+        """
+        Sequences of token numbers, the first of which has the number `first` in errors, with `end` after each.
+        """
     def finish(self) -> int: ...
 
 class TierStats:

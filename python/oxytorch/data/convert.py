@@ -7,15 +7,12 @@ import json
 import os
 import sys
 import time
-from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from .._C import data as _native
 from ..base import format_size, parse_size
@@ -124,17 +121,16 @@ def tokenize(
     fields = {field.name: field.kind for field in dataset.schema}
     if fields.get(text) != "text":
         raise ValueError(f"there is no field {text!r} of text; the fields are {fields}.")
-    encode, vocabulary = _encoder(tokenizer)
+    encode, numbers, vocabulary = _encoder(tokenizer)
     dtype = dtype or ("uint16" if vocabulary is not None and vocabulary <= 1 << 16 else "int32")
     if dtype not in ("uint16", "int32"):
         raise ValueError(f"dtype is {dtype!r}, expected uint16 or int32.")
-    most = (1 << 16 if dtype == "uint16" else 1 << 31) - 1
     path = Path(prefix)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = _native.MegatronWriter(str(path), dtype)
     count = len(dataset)
 
-    def encoded(first: int) -> Sequence[Sequence[int]]:
+    def encoded(first: int) -> Sequence[Any]:
         texts = [dataset[i][text] for i in range(first, min(first + _PIECE, count))]
         found = encode(texts)
         if len(found) != len(texts):
@@ -149,8 +145,7 @@ def tokenize(
                 found = coming.result()
                 if first + _PIECE < count:
                     coming = ahead.submit(encoded, first + _PIECE)
-                for document in _documents(found, first, end, most, dtype):
-                    writer.add(document)
+                writer.add(map(numbers, found), first, end)
                 if progress is not None:
                     progress(min(first + _PIECE, count))
     except BaseException:
@@ -159,33 +154,10 @@ def tokenize(
     return _native.Converted("megatron", count, writer.finish())
 
 
-def _documents(
-    found: Sequence[Sequence[int]], first: int, end: int | None, most: int, dtype: str
-) -> Sequence[torch.Tensor]:
-    """Tokens of texts, the first of which has that number, with `end` after each."""
-    values, ends = array("q"), []
-    for at, numbers in enumerate(found):
-        try:
-            values.extend(numbers)
-        except OverflowError:
-            raise ValueError(_unfit(first + at, dtype, most)) from None
-        if end is not None:
-            values.append(end)
-        ends.append(len(values))
-    tokens = torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
-    wrong = ((tokens < 0) | (tokens > most)).nonzero()
-    if len(wrong):
-        raise ValueError(_unfit(first + bisect_right(ends, int(wrong[0])), dtype, most))
-    tokens = tokens.to(getattr(torch, dtype))
-    return [tokens[begin:stop] for begin, stop in zip([0, *ends], ends, strict=False)]
-
-
-def _unfit(text: int, dtype: str, most: int) -> str:
-    return f"a token of text {text} does not fit {dtype}: tokens must be 0 to {most}."
-
-
-def _encoder(tokenizer: Any) -> tuple[Callable[[list[str]], Sequence[Sequence[int]]], int | None]:
-    """A function of many texts, and the number of tokens where it is known."""
+def _encoder(
+    tokenizer: Any,
+) -> tuple[Callable[[list[str]], Sequence[Any]], Callable[[Any], Sequence[int]], int | None]:
+    """A function of many texts, what makes numbers of one of its results, and how many there are, where it is known."""
     if isinstance(tokenizer, (str, os.PathLike)):
         try:
             from tokenizers import Tokenizer  # noqa: PLC0415  (only where such a file is given)
@@ -194,14 +166,18 @@ def _encoder(tokenizer: Any) -> tuple[Callable[[list[str]], Sequence[Sequence[in
         tokenizer = Tokenizer.from_file(os.fspath(tokenizer))
     if hasattr(tokenizer, "encode_batch"):
         many = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)  # it leaves out where tokens came from
-        return lambda texts: [one.ids for one in many(texts, add_special_tokens=False)], tokenizer.get_vocab_size()
+        return lambda texts: many(texts, add_special_tokens=False), attrgetter("ids"), tokenizer.get_vocab_size()
     if hasattr(tokenizer, "vocab_size") and callable(tokenizer):
-        return lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"], len(tokenizer)
+        return lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"], _as_given, len(tokenizer)
     if callable(tokenizer):
-        return tokenizer, None
+        return tokenizer, _as_given, None
     raise TypeError(
         f"a {type(tokenizer).__qualname__} is no tokenizer: give a tokenizer.json or a function of a list of texts."
     )
+
+
+def _as_given(numbers: Sequence[int]) -> Sequence[int]:
+    return numbers
 
 
 def add_command(commands: Commands) -> None:
