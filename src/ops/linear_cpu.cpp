@@ -62,9 +62,7 @@ class Panels {
       : terms(round_up(terms, kTileStep)),
         columns(columns),
         data_(scratch.bytes(this->terms * this->columns.tiles * kTile * kBytes)) {}
-  [[nodiscard]] std::byte* at(std::int64_t panel, std::int64_t term) const {
-    return data_ + (panel * terms + term) * kTile * kBytes;
-  }
+  [[nodiscard]] std::byte* operator[](std::int64_t panel) const { return data_ + panel * terms * kTile * kBytes; }
 
   std::int64_t terms;
   Tiled columns;
@@ -73,7 +71,7 @@ class Panels {
   std::byte* data_;
 };
 
-/// A left operand: rows of bfloat16, padded to `terms`.
+/// A left operand: rows of bfloat16, padded to `terms`, which do not overlap.
 struct Left {
   const std::byte* data = nullptr;
   std::int64_t terms = 0;
@@ -81,23 +79,15 @@ struct Left {
 };
 Left left_of(Scratch& scratch, const Rows& rows) {
   const std::int64_t terms = round_up(rows.columns, kTileStep);
-  if (terms == rows.columns) return {static_cast<const std::byte*>(rows.data), terms, rows.stride};
-  std::byte* padded = scratch.bytes(rows.rows * terms * kBytes);
+  if (terms == rows.columns && (rows.stride >= terms || rows.rows == 1)) {
+    return {static_cast<const std::byte*>(rows.data), terms, std::max(rows.stride, terms)};
+  }
+  std::byte* padded = scratch.bytes(round_up(rows.rows, kTileStep) * terms * kBytes);
   const Tiled tiles(rows.rows);
   at::parallel_for(0, tiles.tiles, 16, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t tile = begin; tile < end; ++tile) {
-      // Of the last tile no row is written that is not there.
-      for (std::int64_t row = tiles.begin(tile); row < tiles.begin(tile) + tiles.used(tile); row += kTileStep) {
-        const std::int64_t count = std::min(kTileStep, rows.rows - row);
-        if (count == kTileStep) {
-          kernels::load_tile(kFormat, rows.part(row, count), kTileStep, terms, padded + row * terms * kBytes);
-          continue;
-        }
-        Scratch own;
-        std::byte* last = own.bytes(kTileStep * terms * kBytes);
-        kernels::load_tile(kFormat, rows.part(row, count), kTileStep, terms, last);
-        std::copy_n(last, count * terms * kBytes, padded + row * terms * kBytes);
-      }
+      kernels::load_tile(kFormat, rows.part(tiles.begin(tile), tiles.used(tile)), tiles.padded(tile), terms,
+                         padded + tiles.begin(tile) * terms * kBytes);
     }
   });
   return {padded, terms, terms};
@@ -125,7 +115,7 @@ void pack_right(const Rows& from, const Tiled& columns, std::int64_t panel, std:
 }
 void pack_tile(const Panels& panels, const Rows& from, std::int64_t tile) {
   for (std::int64_t panel = 0; panel < panels.columns.tiles; ++panel) {
-    pack_right(from, panels.columns, panel, tile, panels.at(panel, 0));
+    pack_right(from, panels.columns, panel, tile, panels[panel]);
   }
 }
 
@@ -166,7 +156,7 @@ void multiply_all(const Left& left, std::int64_t rows, const Panels& right, cons
                      for (std::int64_t task = begin; task < end; ++task) {
                        const std::int64_t row = task / panels * kRows, panel = task % panels;
                        const std::int64_t count = std::min(kRows, rows - row);
-                       multiply(left, row, count, right.at(panel, 0), right.columns.padded(panel), sums);
+                       multiply(left, row, count, right[panel], right.columns.padded(panel), sums);
                        output.store(sums, row, count, right.columns, panel);
                      }
                    });
@@ -300,7 +290,9 @@ class LinearBackwardPass {
                          }
                        }
                      });
-    for (std::size_t i = 0; i < sums.size(); ++i) bias_[i % static_cast<std::size_t>(grad.columns)] += sums[i];
+    for (std::size_t tile = 0; tile * bias_.size() < sums.size(); ++tile) {
+      for (std::size_t i = 0; i < bias_.size(); ++i) bias_[i] += sums[tile * bias_.size() + i];
+    }
   }
 
   // The transposed gradient: outputs of kTerms rows of the batch.
@@ -317,7 +309,7 @@ class LinearBackwardPass {
                        float* sums = scratch.floats(kRows * kTile);
                        for (std::int64_t task = begin; task < end; ++task) {
                          const std::int64_t panel = task % panels;
-                         add_product(task / panels * kRows, rows, right.at(panel, 0), right.columns, panel, sums, add);
+                         add_product(task / panels * kRows, rows, right[panel], right.columns, panel, sums, add);
                        }
                      });
   }
@@ -372,7 +364,7 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
   }
   const Panels panels(scratch, from.size(1), from.size(0));
   at::parallel_for(0, columns.tiles, grain(kTile * 16 * panels.terms), [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) pack_transposed(of_weight, columns, i, panels.at(i, 0));
+    for (std::int64_t i = begin; i < end; ++i) pack_transposed(of_weight, columns, i, panels[i]);
   });
   multiply_all(left, rows.size(0), panels, to);
   return output;

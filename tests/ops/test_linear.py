@@ -123,6 +123,19 @@ def test_any_leading_sizes(size: tuple[int, ...]) -> None:
         torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-1)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_rows_that_overlap_in_memory(rows: int) -> None:
+    torch.manual_seed(0)
+    long, w = torch.randn(rows + 40).to(BF16), torch.randn(32, 32) / 5
+    once, grad = torch.randn(1, 32).to(BF16), torch.randn(1, 32).to(BF16)
+    for x in (long.unfold(0, 32, 1)[:rows], once.expand(rows, 32), once.as_strided((rows, 32), (0, 1))):
+        given = x.detach().requires_grad_()
+        ours, expected = ox.ops.linear(given, w), F.linear(x, w.to(BF16))
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+        (of_x,) = torch.autograd.grad(ours, given, grad.expand(rows, 32))
+        torch.testing.assert_close(of_x, (grad @ w.to(BF16)).expand(rows, 32), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 0)])
 def test_what_is_frozen_gets_no_gradient(wanted: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
