@@ -264,14 +264,21 @@ def peak(race: Race, name: str) -> str:
 
 
 def roofline() -> str | None:
-    """What the products of a step take at the rate of one large product."""
-    counted = read("roofline.json")
-    if counted is None:
+    """What the products of a step take at the rate of one large product, and what that leaves to gain."""
+    counted, found = read("roofline.json"), races("orchestrator.json")
+    if counted is None or found is None:
         return None
     rate = counted["rates"]["bf16"]
-    rows = [
-        [NAMES[name], f"{flops / 1e9:.3g}", f"{1e3 * flops / rate:.3g} ms"] for name, flops in counted["flops"].items()
-    ]
+    raced = {race.name: race for race in found[1]}
+    rows = []
+    for name, flops in counted["flops"].items():
+        least, race = flops / rate, raced[name]
+        rival = race.entries[race.best_rival() or REFERENCE].step.mid
+        ours = race.entries[TOLERANCE].step.mid
+        rows.append(
+            [NAMES[name], f"{flops / 1e9:.3g}", f"{1e3 * least:.3g} ms", f"{least / ours:.0%}", f"{rival / least:.2f}"]
+        )
     said = measured("python bench/race/roofline.py", "roofline.json", counted)
-    head = ["", "GFLOP of products", "at the rate of one product"]
+    head = ["", "GFLOP of products", "at the rate of one product", "of a step of advanced"]
+    head += ["the most over the best rival"]
     return table(head, rows) + f"\n\nOne product: {rate / 1e12:.2f} TFLOP/s in bf16. {said}"
