@@ -417,13 +417,9 @@ void bind_samplers(py::module_& m) {
 // Lists of a tokenizer are long: their numbers are read where they lie.
 std::int64_t token_at(PyObject* item) {
   int overflow = 0;
-  long long value = PyLong_Check(item) != 0 ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
-  if (PyLong_Check(item) == 0) {
-    const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(item));
-    if (!number) throw py::error_already_set();
-    value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
-  }
-  return overflow != 0 ? -1 : value;
+  const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+  if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return value;  // -1 too where it does not fit
 }
 
 template <class T>

@@ -149,15 +149,18 @@ void make_operand(TileFormat format, Operand operand, const void* tile, std::int
   }
 }
 
-// A value as bf16, in the upper half of each word; the lower half is anything.
+// To nearest even, in the upper half of each word. NaN stays one: its lower half is what bf16 or a computation left, 0.
+HWY_INLINE VU rounded_bf16(V value) {
+  const VU bits = bits_of(value);
+  return hn::Add(bits, hn::Add(hn::And(hn::ShiftRight<16>(bits), set_bits(1)), set_bits(0x7FFF)));
+}
+// Any value as bf16, in the upper half of each word; the lower half is anything.
 HWY_INLINE VU as_bf16(const Bf16* from) { return bits_of(load(from)); }
 template <class T>
 HWY_INLINE VU as_bf16(const T* from) {
   const V value = load(from);
-  const VU bits = bits_of(value);
-  const VU rounded = hn::Add(bits, hn::Add(hn::And(hn::ShiftRight<16>(bits), set_bits(1)), set_bits(0x7FFF)));
   const auto is_number = hn::RebindMask(U32(), hn::Eq(value, value));
-  return hn::IfThenElse(is_number, rounded, hn::Or(bits, set_bits(0x400000)));
+  return hn::IfThenElse(is_number, rounded_bf16(value), hn::Or(bits_of(value), set_bits(0x400000)));
 }
 
 void pack_operand(Operand operand, const Rows& given, std::int64_t rows, std::int64_t width, void* to,
@@ -247,11 +250,6 @@ void apply_rule(const ScoreRule& rule, std::int64_t rows, std::int64_t columns, 
   }
 }
 
-// To nearest even, in the upper half of each word. NaN stays one: its lower half is what bf16 or a computation left, 0.
-HWY_INLINE VU rounded_bf16(V value) {
-  const VU bits = bits_of(value);
-  return hn::Add(bits, hn::Add(hn::And(hn::ShiftRight<16>(bits), set_bits(1)), set_bits(0x7FFF)));
-}
 // Two rows as a pair.
 HWY_INLINE void store_pair(VU low, VU high, std::uint16_t* to) {
   const VU word = hn::Or(hn::ShiftRight<16>(low), hn::And(high, set_bits(0xFFFF0000)));

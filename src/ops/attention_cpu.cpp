@@ -25,10 +25,7 @@ using kernels::Operand;
 using kernels::Rows;
 using kernels::TileFormat;
 
-// Rows are read along the last dimension.
-Tensor with_rows(const Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
-
-Rows rows_of(const Tensor& tensor, std::int64_t batch, std::int64_t head) {
+Rows rows_of_head(const Tensor& tensor, std::int64_t batch, std::int64_t head) {
   const auto* data = static_cast<const char*>(tensor.const_data_ptr()) +
                      (batch * tensor.stride(0) + head * tensor.stride(1)) * tensor.element_size();
   return {optim::element_type(tensor).value(), data, tensor.stride(2), tensor.size(2), tensor.size(3)};
@@ -37,9 +34,9 @@ Rows rows_of(const Tensor& tensor, std::int64_t batch, std::int64_t head) {
 // A call with its tensors, and what all threads share.
 struct Call {
   Call(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRule& rule)
-      : query(with_rows(q)),
-        key(with_rows(k)),
-        value(with_rows(v)),
+      : query(dense(q)),
+        key(dense(k)),
+        value(dense(v)),
         rule(rule),
         queries(q.size(2)),
         keys(k.size(2)),
@@ -136,7 +133,7 @@ struct ForwardWorker {
   void keys_of(std::int64_t b, std::int64_t h) {
     if (loaded == b * call.key_heads + h) return;
     loaded = b * call.key_heads + h;
-    const Rows k = rows_of(call.key, b, h), v = rows_of(call.value, b, h);
+    const Rows k = rows_of_head(call.key, b, h), v = rows_of_head(call.value, b, h);
     for (std::int64_t tile = 0; tile < call.keys.tiles; ++tile) {
       load(call, k, call.keys, tile, key[tile]);
       load(call, v, call.keys, tile, plain[0]);
@@ -148,7 +145,7 @@ struct ForwardWorker {
   void run(std::int64_t b, std::int64_t h, std::int64_t query_tile) {
     keys_of(b, h / call.group);
     const std::int64_t columns = call.queries.padded(query_tile), used = call.queries.used(query_tile);
-    load(call, rows_of(call.query, b, h), call.queries, query_tile, plain[0]);
+    load(call, rows_of_head(call.query, b, h), call.queries, query_tile, plain[0]);
     kernels::make_operand(call.format, Operand::RightTransposed, plain[0], columns, call.width, plain[1], query[0]);
     kernels::SoftmaxState state;
     state.reset();
@@ -174,7 +171,7 @@ struct ForwardWorker {
       logs[j * log_sum.stride(2)] = none ? 0 : state.largest[j] + std::log(state.sum[j]);
     }
     const std::int64_t at = call.queries.begin(query_tile);
-    const Rows to = rows_of(output, b, h).part(at, used);
+    const Rows to = rows_of_head(output, b, h).part(at, used);
     if (!add) std::fill_n(sum, kTile * call.width, 0.0F);
     kernels::transpose_words(sum, kTile, call.width, columns, rows, call.width);
     kernels::store_rows(rows, call.width, used, to.columns, 1, inverse, to.element, const_cast<void*>(to.data),
@@ -224,7 +221,7 @@ struct BackwardWorker {
   void keys_of(std::int64_t b, std::int64_t h) {
     if (loaded_keys == b * call.key_heads + h) return;
     loaded_keys = b * call.key_heads + h;
-    const Rows k = rows_of(call.key, b, h), v = rows_of(call.value, b, h);
+    const Rows k = rows_of_head(call.key, b, h), v = rows_of_head(call.value, b, h);
     for (std::int64_t tile = 0; tile < call.keys.tiles; ++tile) {
       load(call, k, call.keys, tile, key[tile]);
       load(call, v, call.keys, tile, value[tile]);
@@ -236,7 +233,8 @@ struct BackwardWorker {
   void queries_of(std::int64_t b, std::int64_t h) {
     if (loaded_queries == b * call.heads + h) return;
     loaded_queries = b * call.heads + h;
-    const Rows q = rows_of(call.query, b, h), o = rows_of(grads.output, b, h), g = rows_of(grads.grad_output, b, h);
+    const Rows q = rows_of_head(call.query, b, h), o = rows_of_head(grads.output, b, h),
+               g = rows_of_head(grads.grad_output, b, h);
     const auto make = [&](const Rows& rows, std::int64_t tile, Packed& right, Packed& transposed) {
       load(call, rows, call.queries, tile, plain[0]);
       const std::int64_t count = call.queries.padded(tile);
@@ -301,7 +299,7 @@ struct BackwardWorker {
 
   void store_keys(std::int64_t b, std::int64_t h, std::int64_t tile, const float* of_key, const float* of_value) {
     const std::int64_t at = call.keys.begin(tile), used = call.keys.used(tile);
-    const Rows k = rows_of(grads.key, b, h).part(at, used), v = rows_of(grads.value, b, h).part(at, used);
+    const Rows k = rows_of_head(grads.key, b, h).part(at, used), v = rows_of_head(grads.value, b, h).part(at, used);
     kernels::store_rows(of_key, call.width, used, k.columns, static_cast<float>(call.rule.scale), nullptr, k.element,
                         const_cast<void*>(k.data), k.stride);
     kernels::store_rows(of_value, call.width, used, v.columns, call.kept_factor, nullptr, v.element,
@@ -310,7 +308,7 @@ struct BackwardWorker {
 
   void store_queries(std::int64_t b, std::int64_t h, std::int64_t tile, const float* of_query) {
     const std::int64_t at = call.queries.begin(tile), used = call.queries.used(tile);
-    const Rows q = rows_of(grads.query, b, h).part(at, used);
+    const Rows q = rows_of_head(grads.query, b, h).part(at, used);
     kernels::transpose_words(of_query, kTile, call.width, call.queries.padded(tile), rows, call.width);
     kernels::store_rows(rows, call.width, used, q.columns, static_cast<float>(call.rule.scale), nullptr, q.element,
                         const_cast<void*>(q.data), q.stride);
@@ -444,7 +442,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_cpu_backward(const Tensor& grad_out
   const auto empty = [](const Tensor& like) {
     return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options()).transpose(1, 2);
   };
-  const Tensor from = with_rows(grad_output), out = with_rows(output);
+  const Tensor from = dense(grad_output), out = dense(output);
   Gradients grads{from, out, log_sum, empty(query), empty(key), empty(value)};
   const auto make = [&] { return BackwardWorker(call, grads); };
   const std::int64_t heads = call.batch * call.key_heads;

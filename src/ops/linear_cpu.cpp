@@ -34,10 +34,6 @@ constexpr std::int64_t kChunk = 1024;
 // Multiplications and additions below which a second thread costs more than it brings.
 constexpr std::int64_t kWorkOfThread = std::int64_t{1} << 21;
 
-Rows rows_of(const Tensor& tensor) {
-  return {optim::element_type(tensor).value(), tensor.const_data_ptr(), tensor.stride(0), tensor.size(0),
-          tensor.size(1)};
-}
 Rows columns_of(const Rows& rows, std::int64_t first, std::int64_t count) {
   const std::int64_t size = rows.element == ElementType::F32 ? 4 : 2;
   return {rows.element, static_cast<const char*>(rows.data) + first * size, rows.stride, rows.rows, count};

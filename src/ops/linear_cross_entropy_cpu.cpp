@@ -117,11 +117,6 @@ class Work {
     }
   }
 
-  [[nodiscard]] Rows rows_of(const Tensor& tensor) const {
-    return {optim::element_type(tensor).value(), tensor.const_data_ptr(), tensor.stride(0), tensor.size(0),
-            tensor.size(1)};
-  }
-
   template <class Run>
   void over_ranges(const Run& run) const {
     at::parallel_for(0, ranges_, 1, [&](std::int64_t begin, std::int64_t end) {

@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "optim/dense.h"
 #include "oxytorch/kernels/attention.h"
 
 namespace oxytorch::ops {
@@ -23,6 +24,12 @@ inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 /// The tensor with the elements of a row next to each other.
 [[nodiscard]] inline at::Tensor dense(const at::Tensor& tensor) {
   return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+/// The rows of a dense() matrix.
+[[nodiscard]] inline kernels::Rows rows_of(const at::Tensor& matrix) {
+  return {optim::element_type(matrix).value(), matrix.const_data_ptr(), matrix.stride(0), matrix.size(0),
+          matrix.size(1)};
 }
 
 /// Rows or columns of a matrix, cut into tiles.
