@@ -4,8 +4,8 @@
 // the same bits. The last group of a row is worked on in a padded copy.
 #include "data/pixel_kernels.h"
 
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
-#define HWY_COMPILE_ALL_ATTAINABLE
+#include "kernels/targets.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "data/pixel_kernels.cpp"
 #include <hwy/foreach_target.h>

@@ -1,8 +1,8 @@
-// The kernels of operators.h, attention.h and lstm.h: one source, compiled for each instruction set by Highway.
+// The kernels of operators.h, attention.h, channel_norm.h and lstm.h: one source, compiled for each instruction set by
+// Highway.
 #include "kernels/operators_table.h"
+#include "kernels/targets.h"
 
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
-#define HWY_COMPILE_ALL_ATTAINABLE
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/operators_kernels.cpp"
 #include <hwy/foreach_target.h>

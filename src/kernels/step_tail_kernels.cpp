@@ -5,10 +5,9 @@
 // memory where it is fp32, else in a section of scratch that is decoded before and encoded after.
 #include "kernels/device/rules.h"
 #include "kernels/step_tail_table.h"
+#include "kernels/targets.h"
 #include "oxytorch/error.h"
 
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
-#define HWY_COMPILE_ALL_ATTAINABLE
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/step_tail_kernels.cpp"
 #include <hwy/foreach_target.h>

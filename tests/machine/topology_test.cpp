@@ -169,7 +169,8 @@ TEST(Topology, DetectsSlurmEfaAndPlainMachines) {
   HostTree tree;
   tree.processors(16);
   tree.memory(64);
-  auto sources = TopologySources{tree.root(), {{{"SLURM_NNODES", "3"}, {"SLURM_GPUS_ON_NODE", "8"}}}, {{}}};
+  auto sources = TopologySources{
+      tree.root(), {{{"SLURM_NNODES", "3"}, {"SLURM_GPUS_ON_NODE", "8"}}}, std::vector<backend::DeviceInfo>{}};
   sources.accelerators->push_back(device("GAUDI2", 0));
   auto config = TopologyConfig::detect(sources);
   EXPECT_EQ(config.nodes(), 3);
@@ -184,7 +185,8 @@ TEST(Topology, DetectsSlurmEfaAndPlainMachines) {
   plain.write({{"/sys/class/net/eth0/speed", "10000\n"},
                {"/sys/class/net/eth0/device/vendor", "0x8086\n"},
                {"/sys/class/net/docker0/speed", "40000\n"}});
-  config = TopologyConfig::detect({plain.root(), {{}}, {{}}});
+  config =
+      TopologyConfig::detect({plain.root(), std::map<std::string, std::string>{}, std::vector<backend::DeviceInfo>{}});
   config.check();
   EXPECT_EQ(config.nodes(), 1);
   EXPECT_EQ(config.total_accelerators(), 0);
