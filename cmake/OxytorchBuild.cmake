@@ -18,6 +18,21 @@ set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
 set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 
+# A compiler without a shared C++ library of its own links its static one. Beside the shared one that torch brings into the
+# process, that would be two, and streams would take one's locale to the other.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so OUTPUT_VARIABLE own OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(NOT IS_ABSOLUTE "${own}")
+    find_library(OXYTORCH_CXX_LIBRARY NAMES libstdc++.so libstdc++.so.6)
+    if(NOT OXYTORCH_CXX_LIBRARY)
+      message(FATAL_ERROR "${CMAKE_CXX_COMPILER} has no libstdc++.so and would link its static one, which does not work beside "
+        "torch's. Install one, or name it with -DOXYTORCH_CXX_LIBRARY=/path/to/libstdc++.so.6.")
+    endif()
+    message(STATUS "${CMAKE_CXX_COMPILER} has no libstdc++.so: ${OXYTORCH_CXX_LIBRARY} is linked")
+    link_libraries("${OXYTORCH_CXX_LIBRARY}")
+  endif()
+endif()
+
 # LibTorch takes 10 to 20 s a unit: cache the compiler where ccache is installed. The sloppiness lets it serve
 # units that use the precompiled header.
 find_program(OXYTORCH_CCACHE ccache)
