@@ -470,7 +470,9 @@ void Trainer::load(torch::serialize::InputArchive& archive) {
   self.loader_state = archive.try_read("loader", loader) ? loader.toStringRef() : "";  // not of archives of before
   engine.abandon();
   std::vector<at::Tensor> generators;
-  for (at::Tensor state; archive.try_read("generator" + std::to_string(generators.size()), state);) {
+  for (;;) {
+    at::Tensor state;  // a new one each time: an archive reads into the tensor that it is given
+    if (!archive.try_read("generator" + std::to_string(generators.size()), state)) break;
     generators.push_back(state.cpu());
   }
   generators::set_states(engine.device(), generators);

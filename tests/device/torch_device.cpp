@@ -4,6 +4,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/HPUHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/ones.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/version.h>
@@ -311,9 +313,15 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   std::uint64_t get_offset() const override { return processor.get_offset(); }
   std::uint64_t current_seed() const override { return processor.current_seed(); }
   std::uint64_t seed() override { return processor.seed(); }
-  void set_state(const c10::TensorImpl& state) override { processor.unsafeGetGeneratorImpl()->set_state(state); }
+  // One byte longer than the processor's, which must not be taken for it.
+  void set_state(const c10::TensorImpl& state) override {
+    const at::Tensor given(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(const_cast<c10::TensorImpl*>(&state)));
+    TORCH_CHECK(given.numel() == processor.get_state().numel() + 1, "a state of another device's generator");
+    processor.set_state(given.slice(0, 0, -1).clone());
+  }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return processor.unsafeGetGeneratorImpl()->get_state();
+    const at::Tensor state = processor.get_state();
+    return at::cat({state, at::ones({1}, state.options())}).getIntrusivePtr();
   }
   DeviceGenerator* clone_impl() const override { return new DeviceGenerator(device().index(), processor.clone()); }
 
