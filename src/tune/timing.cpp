@@ -80,7 +80,7 @@ bool Timing::baseline(const std::function<bool(double)>& is_short) {
   auto times = blocks(1, on_host);
   const double processor_step = (workload_.processor_seconds() - on_processor) / kBaselineBlocks;
   fastest_ = *std::min_element(times.begin(), times.end());
-  steps_ = block_steps(median(times));
+  steps_ = block_steps(median(times), workload_.on_host());
   if (steps_ > 1) times = blocks(steps_, on_host);
   disturbed_ = load_.end();
   step_seconds_ = median(times);
@@ -138,18 +138,22 @@ std::pair<PairedTestResult, double> Timing::compare(const Names& incumbent, cons
     int value;
     ~Usual() { steps = value; }
   } const back{steps_, usual};
+  const Drawing drawing(workload_, drawing_, drawn_);
+  guarded({}, [&] { workload_.restore(); });
+  guarded(incumbent, [&] { warm_up(); });
+  const double incumbent_seconds = last_;
+  const double began = workload_.seconds();
+  const int warm = guarded(challenger, [&] { return warm_up(); });
+  const double warming = workload_.seconds() - began;
+  if (!workload_.on_host()) {  // the host's part of a short step is a larger one
+    steps_ = std::max(steps_, block_steps(std::min(incumbent_seconds, last_), false));
+  }
   // The paired test counts one step for each block; what it may take is for all steps, those between blocks too.
   const double taken = steps_ + settle(incumbent, challenger);
   options.budget_seconds /= taken;
   options.most_seconds /= taken;
   options.repay_steps /= taken;
   PairedTest paired_test(options);
-  const Drawing drawing(workload_, drawing_, drawn_);
-  guarded({}, [&] { workload_.restore(); });
-  guarded(incumbent, [&] { warm_up(); });
-  const double began = workload_.seconds();
-  const int warm = guarded(challenger, [&] { return warm_up(); });
-  const double warming = workload_.seconds() - began;
   load_.begin();
   for (std::size_t half = 0;; ++half) {
     const auto side = paired_test.next();

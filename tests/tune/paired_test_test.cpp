@@ -145,6 +145,8 @@ TEST(Block, LastsLongEnoughForTheClock) {
   EXPECT_EQ(block_steps(0.001), 4);
   EXPECT_EQ(block_steps(1e-6), 64);
   EXPECT_EQ(block_steps(0), 64);
+  EXPECT_EQ(block_steps(0.5, /*on_host=*/false), 1);
+  EXPECT_EQ(block_steps(0.02, /*on_host=*/false), 5);
   EXPECT_EQ(settle_steps(2, 0.01), 2);
   EXPECT_EQ(settle_steps(2, 0.1), 1);
   EXPECT_EQ(settle_steps(0, 0.1), 0);

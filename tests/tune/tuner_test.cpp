@@ -44,6 +44,7 @@ class Table : public Workload {
   std::int64_t given_bytes = 1000;  ///< of the step as given
   std::vector<std::string> order, now, said;
   double step_seconds = 0.02;
+  double alone = 0;              ///< of steps in a row: the host before the first and after the last, on a device
   std::string everything;        ///< hindrance()
   int calls = 0, throw_at = -1;  ///< steps taken; the one that throws
   bool interrupt = false;        ///< what it throws then
@@ -102,6 +103,7 @@ class Table : public Workload {
       found.seconds += seconds_taken;
       if (updates) found.updates.push_back(0.1 * seconds_taken);
     }
+    found.seconds += alone;
     time += found.seconds;
     return found;
   }
@@ -115,7 +117,7 @@ class Table : public Workload {
     for (const auto& name : now) bytes += planted[name].bytes;
     return bytes;
   }
-  bool on_host() override { return true; }
+  bool on_host() override { return alone == 0; }
   Ruling verify(Kind kind, bool glance) override {
     verified.emplace_back(now, glance);
     time += step_seconds;
@@ -199,6 +201,16 @@ TEST_F(TunerTest, KeepsWhatPaysAndSaysWhyTheRestIsNotThere) {
   EXPECT_EQ(made.given_peak_bytes, 1000);
   EXPECT_EQ(made.tuned_peak_bytes, 900);
   EXPECT_THAT(table.said, Contains("half against nothing"));
+}
+
+TEST_F(TunerTest, StepsOfADeviceAreTimedInARow) {
+  table.alone = 0.005;  // by one step at a time it would be 25 over 15, and 25 over 7
+  table.plant("half", 0.5);
+  EXPECT_NEAR(tuned().speedup->mid, 2, 0.1);
+  Table other;
+  other.alone = 0.005;
+  other.plant({.offer = {.name = "tenth", .traits = {.max_speedup = 50}}, .factor = 0.1});
+  EXPECT_GT(tuned(other).speedup->mid, 8);
 }
 
 TEST_F(TunerTest, APeakThatCannotBeMeasuredIsLeftOut) {
