@@ -9,6 +9,7 @@ from pathlib import Path
 
 import oxytorch as ox
 import pytest
+import torch
 from oxytorch import backend, cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +53,8 @@ def test_built_in_backends_are_listed() -> None:
     assert device["memory_bytes"] > 2**26
     assert by_name(found)["sim"]["devices"][0]["torch_device"] == "sim"
     # The fake hpu of tests/device passes for a card.
-    assert backend.best() == ("hpu" if os.environ.get("OXYTORCH_DEVICE") == "hpu" else "cpu")
+    card = "hpu" if os.environ.get("OXYTORCH_DEVICE") == "hpu" else "cuda" if torch.cuda.is_available() else "cpu"
+    assert backend.best() == card
     json.dumps(found)
 
 

@@ -117,6 +117,8 @@ def with_pack(environment: dict[str, str]) -> None:
     def add(name: str, *folders: str) -> None:
         environment[name] = os.pathsep.join(filter(None, [environment.get(name, ""), *folders]))
 
+    if not shutil.which("pkg-config"):
+        environment.setdefault("PKG_CONFIG", str(PACK / "usr/bin/pkgconf"))
     add("CMAKE_PREFIX_PATH", str(PACK / "usr"))
     add("LD_LIBRARY_PATH", *libraries)
     add("PYTHONPATH", str(PACK / "python"))

@@ -6,6 +6,8 @@ travel with the tree; `make gpu` uses it where it is there.
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -15,10 +17,12 @@ from .machine import PACK, ROOT, Unusable, output
 
 LIMIT = 48 << 20
 """Bytes; more would not travel with a tree of a few MiB within 64."""
-TOOLS = {"build-essential", "ccache", "doxygen", "pkg-config", "python3-dev", "python3-venv"}
+TOOLS = {"build-essential", "ccache", "doxygen", "googletest", "python3-dev", "python3-venv"}
 """What a machine with nvcc has, or does without."""
-KEPT = ("usr/include/", "usr/lib/", "usr/share/cmake/", "usr/src/googletest/")
-WHEELS = ("expecttest", "lion-pytorch", "pytorch-optimizer", "bitsandbytes", "torchao")
+SYSTEM = ("libc6", "libc-dev", "libgcc", "libstdc++")
+"""A compiler brings them."""
+KEPT = ("usr/bin/pkg", "usr/include/", "usr/lib/", "usr/share/cmake/")
+WHEELS = ("pytest-xdist", "expecttest", "lion-pytorch", "pytorch-optimizer", "bitsandbytes", "torchao")
 """Of pyproject.toml's extras, what images with torch rarely have."""
 PYTHON, PLATFORMS = "3.12", ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
 DROPPED = ("*_rocm*.so", "*_xpu*.so", "*_cuda11*.so", "*_cuda12*.so", "_C_cutlass*.so", "_C_mxfp8*.so")
@@ -42,7 +46,7 @@ def with_libraries(packages: Iterable[str]) -> list[str]:
         found[name] = None
         for need in output("dpkg-query", "-W", "-f", "${Depends}", name).split(","):
             word = need.split("|")[0].split("(")[0].strip().partition(":")[0]
-            if word.startswith(("lib", "googletest")) and not word.startswith(("libc6", "libgcc", "libstdc++")):
+            if word.startswith(("lib", "zlib", "pkgconf")) and not word.startswith(SYSTEM):
                 todo.append(word)
     return list(found)
 
@@ -55,12 +59,21 @@ def copy_package(name: str) -> int:
     count = 0
     for line in files:
         source, inside = Path(line), line.lstrip("/")
-        if inside.startswith(KEPT) and (source.is_symlink() or source.is_file()):
+        twice = source.suffix == ".a" and source.with_suffix(".so").exists()
+        if inside.startswith(KEPT) and not twice and (source.is_symlink() or source.is_file()):
             target = PACK / inside
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
             count += 1
     return count
+
+
+def make_relocatable() -> None:
+    """Let pkg-config find headers and libraries in the pack, wherever it lies."""
+    for path in (PACK / "usr/lib").rglob("pkgconfig/*.pc"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        top = "${pcfiledir}/" + os.path.relpath(PACK / "usr", path.parent)
+        path.write_text(re.sub(r"(?<![\w}])/usr(?=/|$)", top, text, flags=re.MULTILINE), encoding="utf-8")
 
 
 def fetch_wheels(python: str) -> None:
@@ -93,6 +106,7 @@ def main(python: str) -> int:
     wanted = [name for name in listed(ROOT / "cmake/apt-packages.txt") if name not in TOOLS]
     packages = with_libraries(wanted)
     files = sum(copy_package(name) for name in packages)
+    make_relocatable()
     print(f"{files} files of {', '.join(packages)}")
     fetch_wheels(python)
     (PACK / "revision").write_text(output("git", "-C", str(ROOT), "describe", "--always", "--dirty"), encoding="utf-8")

@@ -14,7 +14,7 @@ from counts import cases, outcome
 from .machine import ROOT, Machine, keep_times, sources_digest
 from .runner import Document, Outcome, Part, write_json
 
-FILES_A_PART = 30
+FILES_A_PART = 60
 """Of Python tests: starting the workers costs seconds, and a part that is cut off runs anew."""
 MOST_FAILURES = 100
 STARTS, QUICK_STARTS = 2, 1
@@ -134,7 +134,7 @@ def chunks(files: list[Path], size: int) -> list[list[Path]]:
 
 
 def test_parts(machine: Machine) -> list[Part]:
-    """The C++ tests, then the Python tests some thirty files at a time."""
+    """The C++ tests, then the Python tests some sixty files at a time."""
     cores = str(machine.cores)
     device = "cpu" if machine.device == "fake" else machine.device
     environment = {"OXYTORCH_DEVICE": device, "OMP_WAIT_POLICY": "passive"}
