@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "oxytorch/tune/deferred_logits.h"
+#include "oxytorch/tune/deferred_norms.h"
 #include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/own_random.h"
@@ -12,6 +13,7 @@
 namespace oxytorch::bindings {
 
 using tune::DeferredLogits;
+using tune::DeferredNorms;
 using tune::NativeOperators;
 using tune::OperatorReport;
 using tune::OwnRandom;
@@ -100,6 +102,14 @@ void bind_tune_operators(py::module_& m) {
       .def_static("computed", &DeferredLogits::computed, "Deferred tensors whose values were computed after all.")
       .def(
           "scope", [](const DeferredLogits&) { return std::make_unique<ScopeManager<DeferredLogits::Scope>>(); },
+          "Defer on this thread: a context manager.");
+  bind_scope<DeferredNorms::Scope>(m, "NormsScope", "Defers on this thread while it is entered.");
+  py::class_<DeferredNorms>(m, "DeferredNorms", "Batch normalization that waits for what follows it.")
+      .def(py::init<>(), release_gil())
+      .def_static("layers", &DeferredNorms::layers, "Layers that were taken, so far.")
+      .def_static("joined", &DeferredNorms::joined, "Additions, ReLUs and poolings that joined one, so far.")
+      .def(
+          "scope", [](const DeferredNorms&) { return std::make_unique<ScopeManager<DeferredNorms::Scope>>(); },
           "Defer on this thread: a context manager.");
   py::class_<OwnRandom>(m, "OwnRandom", "Random numbers of this thread alone, from where the default generator stands.")
       .def(py::init<>())

@@ -14,6 +14,9 @@ gradients made in forward, by torch's operators. In `masked` cases 15 % of the t
 Linear: one layer with a float32 weight under autocast to bfloat16, as an MLP or a transformer has it. `torch` is its
 own; `bf16 weights` has no weight to cast and none to keep in float32: what a layer of bfloat16 takes.
 
+Norm: batch normalization of a bfloat16 image in channels_last with ReLU, and an addition before it or max pooling after
+it. `torch` is its own operators one after the other, `compiled` the same under torch.compile.
+
 LSTM: one layer of torch.nn.LSTM, served by this library and by oneDNN, with all threads and with one.
 
     python bench/race/ops.py [--threads 2] [--starts 4] [--seconds 3] [--quick] [--case NAME]... [--keep PATH]
@@ -84,6 +87,11 @@ DROPOUTS = [SHAPES[2], SHAPES[4], SHAPES[7]]
 # Steps, batch, features, hidden.
 LSTMS = [(64, 32, 256, 256), (35, 20, 200, 200), (50, 128, 128, 512), (32, 64, 512, 1024)]
 # Rows, features, outputs.
+# Batch, channels and side of an image; what is joined beside ReLU.
+NORMS = [
+    ((64, 64, 64), "pool"), ((64, 64, 32), ""), ((64, 64, 32), "sum"), ((64, 128, 16), "sum"), ((64, 256, 8), "sum"),
+    ((32, 64, 56), ""), ((32, 256, 56), "sum"),
+]  # fmt: skip
 LINEARS = [
     (128, 784, 512),
     (128, 512, 512),
@@ -197,6 +205,43 @@ def linear(shape: tuple[int, int, int]) -> list[Contender]:
     return [Contender(name, {"forward": partial(forward, name), "backward": partial(backward, name)}) for name in calls]
 
 
+def norm(sizes: tuple[int, int, int], follower: str) -> list[Contender]:
+    """Batch normalization with ReLU and `follower`, forward and backward."""
+    batch, channels, side = sizes
+    generator = torch.Generator().manual_seed(1)
+
+    def image(side: int) -> Tensor:
+        made = torch.randn(batch, channels, side, side, generator=generator).bfloat16()
+        return made.contiguous(memory_format=torch.channels_last)
+
+    x = image(side).requires_grad_()
+    added = image(side).requires_grad_() if follower == "sum" else None
+    pool = (2, 2) if follower == "pool" else ()
+    grad = image(side // 2 if pool else side)
+    weight, bias = torch.rand(channels).requires_grad_(), torch.rand(channels).requires_grad_()
+    kept = torch.zeros(channels), torch.ones(channels)
+
+    def ours(x: Tensor) -> Tensor:
+        return ox.ops.batch_norm(x, weight, bias, *kept, added=added, relu=True, pool=pool)
+
+    def theirs(x: Tensor) -> Tensor:
+        y = F.batch_norm(x, *kept, weight, bias, training=True)
+        y = F.relu(y if added is None else y + added)
+        return F.max_pool2d(y, pool) if pool else y
+
+    calls = {OURS: ours, EAGER: theirs, COMPILED: torch.compile(theirs)}
+    inputs = [x, weight, bias, *([added] if added is not None else [])]
+    output = {}
+
+    def forward(name: str) -> None:
+        output[name] = calls[name](x)
+
+    def backward(name: str) -> None:
+        torch.autograd.grad(output[name], inputs, grad)
+
+    return [Contender(name, {"forward": partial(forward, name), "backward": partial(backward, name)}) for name in calls]
+
+
 class Chunks(torch.autograd.Function):
     """Loss and gradients of 512 tokens at a time."""
 
@@ -298,6 +343,13 @@ def measure(arguments: argparse.Namespace) -> Measured:
                 continue
             progress(f"racing {case} ...")
             found.cases[case] = race(linear(sizes), seconds, rounds)
+        for sizes, follower in (NORMS[:1] if arguments.quick else NORMS) if dtype is torch.bfloat16 else []:
+            batch, channels, side = sizes
+            case = f"norm {batch} x {channels} x {side} x {side}{f', {follower}' if follower else ''}"
+            if not is_wanted(arguments, case):
+                continue
+            progress(f"racing {case} ...")
+            found.cases[case] = race(norm(sizes, follower), seconds, rounds)
         for shape in LSTMS[:1] if arguments.quick else LSTMS:
             steps, batch, features, hidden = shape
             case = f"lstm {dtype_name}, {steps} x {batch} x {features} to {hidden:,}"
@@ -336,6 +388,7 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
     attended = ["attention", "oxytorch, ms", "flash, times as long", "math, times as long"]
     lost = ["linear and cross entropy", "oxytorch, ms", "torch, times as long", "compiled", "chunks"]
     layered = ["linear layer under autocast", "oxytorch, ms", "torch, times as long", BF16_WEIGHTS]
+    normalized = ["batch normalization and ReLU", "oxytorch, ms", "torch, times as long", "compiled"]
     repeated = ["LSTM layer", "oxytorch, ms", "oneDNN, times as long", "oneDNN on one thread"]
     made = {
         "attention": (attended, rows_by_phase(found, "attention", (FLASH, MATH))),
@@ -349,6 +402,7 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
             loss_rows(found, "masked", (EAGER, COMPILED, CHUNKS, CHOSEN)),
         ),
         "linear": (layered, rows_by_phase(found, "linear", (EAGER, BF16_WEIGHTS))),
+        "norm": (normalized, rows_by_phase(found, "norm", (EAGER, COMPILED))),
         "lstm": (repeated, rows_by_phase(found, "lstm", (ONEDNN, ONE_THREAD))),
     }
     return {kind: (headings, rows) for kind, (headings, rows) in made.items() if rows}

@@ -94,6 +94,7 @@ DATA_COMMAND = "python bench/race/data.py"
 OPS_COMMAND = "python bench/race/ops.py --starts 4 --seconds 0.6"
 LEFT_OUT_COMMAND = "python bench/race/ops.py --case dropout --case masked --starts 3 --seconds 0.6"
 LINEAR_COMMAND = "python bench/race/ops.py --case linear --starts 4 --seconds 0.6"
+NORM_COMMAND = "python bench/race/ops.py --case norm --starts 4 --seconds 0.6"
 LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 3 --seconds 0.7"
 
 
@@ -255,6 +256,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-linear": (
         raced(ops_race, "linear.json", LINEAR_COMMAND, "linear"),
         f"{LINEAR_COMMAND} --json bench/results/linear.json",
+    ),
+    "ops-norm": (
+        raced(ops_race, "norm.json", NORM_COMMAND, "norm"),
+        f"{NORM_COMMAND} --json bench/results/norm.json",
     ),
     "ops-lstm": (
         raced(ops_race, "lstm.json", LSTM_COMMAND, "lstm"),

@@ -2,5 +2,6 @@
 #pragma once
 
 #include "oxytorch/ops/attention.h"
+#include "oxytorch/ops/batch_norm.h"
 #include "oxytorch/ops/linear.h"
 #include "oxytorch/ops/linear_cross_entropy.h"

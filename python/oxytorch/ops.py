@@ -6,12 +6,13 @@ They are torch operators (``torch.ops.oxytorch``) with derivatives, autocast and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["attention", "linear", "linear_cross_entropy"]
+__all__ = ["attention", "batch_norm", "linear", "linear_cross_entropy"]
 
 
 def attention(
@@ -75,6 +76,63 @@ def attention(
         Tensor,
         torch.ops.oxytorch.attention(
             query, key, value, mask, causal, scale, window_before, window_after, soft_cap, dropout
+        ),
+    )
+
+
+def batch_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    *,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    added: Tensor | None = None,
+    relu: bool = False,
+    pool: Sequence[int] = (),
+) -> Tensor:
+    """Return ``max_pool2d(relu(batch_norm(input) + added), pool)`` in training, differentiable.
+
+    On the CPU, a dense matrix, or an image in channels_last, of float32, bfloat16 or float16 with weights of float32
+    takes the kernel of this library, which reads the input twice, writes the result once, and keeps nothing but the
+    input, and the result where something was added, for backward. Sums are float32 and float64, results have the same
+    bits for any number of threads. Windows that do not fill the image, and everything else, take torch's own operators.
+
+    Parameters
+    ----------
+    input : Tensor
+        Batch x channels, or batch x channels x height x width.
+    weight, bias : Tensor, optional
+        Of each channel.
+    running_mean, running_var : Tensor, optional
+        Updated in place, as torch does.
+    momentum : float
+        Share of this batch in the running ones.
+    eps : float
+        Added to the variance.
+    added : Tensor, optional
+        Of the shape and dtype of `input`, added to what is normalized.
+    relu : bool
+        Negative results become zero.
+    pool : sequence of int
+        Size, or height and width, of windows that lie side by side, of which the largest elements are returned.
+
+    Returns
+    -------
+    Tensor
+        In the dtype and layout of `input`.
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not fit.
+    """
+    return cast(
+        Tensor,
+        torch.ops.oxytorch.batch_norm(
+            input, weight, bias, running_mean, running_var, momentum, eps, added, relu, list(pool)
         ),
     )
 

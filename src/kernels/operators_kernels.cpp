@@ -12,6 +12,7 @@
 #include "kernels/attention-inl.h"
 #include "kernels/batch_norm-inl.h"
 #include "kernels/bernoulli-inl.h"
+#include "kernels/channel_norm-inl.h"
 #include "kernels/lstm-inl.h"
 #include "kernels/optimizer_loop-inl.h"
 #include "kernels/pool-inl.h"
@@ -42,6 +43,13 @@ const OperatorTable& operators() {
                                         add_rows,
                                         sum_columns,
                                         transpose_words,
+                                        channel_moments,
+                                        normalize_rows,
+                                        normalize_windows,
+                                        channel_gradient_sums,
+                                        window_gradient_sums,
+                                        channel_gradient,
+                                        window_gradient,
                                         lstm_forward,
                                         lstm_backward};
   return kTable;

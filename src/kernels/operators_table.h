@@ -1,8 +1,10 @@
-/// The kernels of oxytorch/kernels/operators.h, attention.h and lstm.h, one table for each instruction set.
+/// The kernels of oxytorch/kernels/operators.h, attention.h, channel_norm.h and lstm.h, one table for each instruction
+/// set.
 #pragma once
 
 #include "oxytorch/isa.h"
 #include "oxytorch/kernels/attention.h"
+#include "oxytorch/kernels/channel_norm.h"
 #include "oxytorch/kernels/lstm.h"
 #include "oxytorch/kernels/operators.h"
 
@@ -41,6 +43,16 @@ struct OperatorTable {
   void (*sum_columns)(const Rows& from, float* to);
   void (*transpose_words)(const void* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, void* to,
                           std::int64_t to_stride);
+  void (*channel_moments)(const Rows& input, float* mean, float* squares, float* rest);
+  void (*normalize_rows)(const ChannelRule& rule, const Rows& input, const Rows& added, void* to);
+  void (*normalize_windows)(const ChannelRule& rule, const WindowRow& windows, const Rows& input, void* to,
+                            std::uint8_t* taps);
+  void (*channel_gradient_sums)(const ChannelGradient& args, float* sum, float* dot);
+  void (*window_gradient_sums)(const ChannelGradient& args, const WindowRow& windows, const std::uint8_t* taps,
+                               float* sum, float* dot);
+  void (*channel_gradient)(const ChannelGradient& args, const ChannelSlope& slope, void* to, void* added);
+  void (*window_gradient)(const ChannelGradient& args, const ChannelSlope& slope, const WindowRow& windows,
+                          const std::uint8_t* taps, void* to);
   void (*lstm_forward)(const LstmForward& step);
   void (*lstm_backward)(const LstmBackward& step);
 };

@@ -25,6 +25,7 @@
 #include "oxytorch/error.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
 #include "tune/above_autograd.h"
+#include "tune/deferred.h"
 #include "tune/operators_entry.h"
 
 namespace oxytorch::tune {
@@ -91,17 +92,15 @@ Tensor on_meta(at::IntArrayRef sizes, at::ScalarType type) {
 
 /// What a deferred tensor stands for: linear(rows, weight, bias), the classes moved to `class_dim`. Rows are the
 /// layer's input, sliced and reshaped as the tensor was.
-struct Logits {
+struct Logits final : DeferredValue {
   Tensor rows, weight, bias;
   Tensor added;                                     // the bias of its own dtype, where it was added to a product
   std::function<Tensor(const Logits& self)> layer;  // torch's operators, as they were called; none in a view
-  Tensor meta;                                      // sizes, strides and dtype
   std::int64_t class_dim = 0;
   // Of a view: what it was made of, and how.
   std::shared_ptr<Logits> source;
   std::function<Tensor(const Tensor& values)> change;
   std::array<std::uint32_t, 3> versions{};  // of rows, weight and bias
-  torch::autograd::Edge edge;               // where gradients of the deferred tensor go
 
   void note_versions() { versions = present_versions(); }
   [[nodiscard]] bool is_unchanged() const { return versions == present_versions(); }
@@ -111,8 +110,7 @@ struct Logits {
               "to the loss (native_cross_entropy). Read them before optimizer.step(), or leave that strategy out.");
   }
 
-  /// Computed once, with the gradients that torch's layer has.
-  Tensor values() {
+  Tensor values() override {
     const std::lock_guard lock(mutex_);
     if (made_.defined()) return made_;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -126,20 +124,19 @@ struct Logits {
       values_made.fetch_add(1, std::memory_order_relaxed);
       made_ = layer(*this);
     }
-    if (has_hooks()) {  // they wait on the deferred tensor's own place in the graph
-      made_ = made_.detach();
-      torch::autograd::impl::set_gradient_edge(made_, edge);
-    }
-    return made_;
+    return made_ = behind_hooks(made_);
   }
-  bool is_computed() {
+  std::optional<Tensor> serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
+                              std::size_t position, std::shared_ptr<DeferredValue> self) override;
+  void settle() override {
+    // Of one that is too late for it, whoever asks is told.
+    if (is_computed() || !is_unchanged()) return;
+    values();
+    experience().note_values(weight);  // beside the loss it cost a product more than torch: twice as bad
+  }
+  bool is_computed() override {
     const std::lock_guard lock(mutex_);
     return made_.defined() || (source && source->is_computed());
-  }
-  [[nodiscard]] bool has_hooks() const {
-    auto* node = edge.function.get();
-    return node != nullptr && !(node->tensor_pre_hooks().empty() && node->retains_grad_hooks().empty() &&
-                                node->pre_hooks().empty() && node->post_hooks().empty());
   }
 
  private:
@@ -152,45 +149,6 @@ struct Logits {
   std::mutex mutex_;
   Tensor made_;
 };
-
-class Deferred final : public c10::TensorImpl {
- public:
-  Deferred(std::shared_ptr<Logits> logits, bool detached)
-      : TensorImpl(c10::DispatchKeySet(kAboveAutograd), logits->meta.dtype(), at::Device(at::kCPU)),
-        logits_(std::move(logits)),
-        detached_(detached) {
-    set_storage_access_should_throw();
-    set_sizes_and_strides(logits_->meta.sizes(), logits_->meta.strides());
-  }
-
-  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
-                                                         bool allow_change) const override {
-    return copied(version, allow_change);
-  }
-  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version,
-                                                         bool allow_change) const override {
-    return copied(version, allow_change);
-  }
-
-  /// Null for one that is cut from the graph.
-  [[nodiscard]] std::shared_ptr<Logits> logits() const { return detached_ ? nullptr : logits_; }
-  [[nodiscard]] Tensor values() const { return detached_ ? logits_->values().detach() : logits_->values(); }
-
- private:
-  [[nodiscard]] c10::intrusive_ptr<TensorImpl> copied(const c10::VariableVersion& version, bool allow_change) const {
-    auto copy = c10::make_intrusive<Deferred>(logits_, true);
-    copy->set_version_counter(version);
-    copy->set_allow_tensor_metadata_change(allow_change);
-    return copy;
-  }
-
-  std::shared_ptr<Logits> logits_;
-  bool detached_;
-};
-
-Deferred* deferred(const Tensor& tensor) {
-  return tensor.defined() ? dynamic_cast<Deferred*>(tensor.unsafeGetTensorImpl()) : nullptr;
-}
 
 // Gradients that reach a deferred tensor itself: those of a custom function that was given it.
 struct DeferredNode final : torch::autograd::Node {
@@ -220,7 +178,7 @@ struct DeferredNode final : torch::autograd::Node {
 
 Tensor wrapped(const std::shared_ptr<Logits>& logits) {
   logits->note_versions();
-  Tensor tensor(c10::make_intrusive<Deferred>(logits, false));
+  Tensor tensor = deferred_tensor(logits);
   if (torch::autograd::compute_requires_grad(logits->rows, logits->weight, logits->bias)) {
     auto node = new_node<DeferredNode>();
     node->set_next_edges(torch::autograd::collect_next_edges(logits->rows, logits->weight, logits->bias));
@@ -233,40 +191,8 @@ Tensor wrapped(const std::shared_ptr<Logits>& logits) {
   return tensor;
 }
 
-// Deferred tensors that a layer made, of all threads: those that live when weights change are computed before.
-class Living {
- public:
-  void add(const std::shared_ptr<Logits>& logits) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(all_, [](const auto& one) { return one.expired(); });
-    all_.push_back(logits);
-  }
-  void compute() {
-    std::vector<std::weak_ptr<Logits>> all;
-    {
-      const std::lock_guard lock(mutex_);
-      all.swap(all_);
-    }
-    for (const auto& one : all) {
-      const auto logits = one.lock();
-      // Of one that is too late for it, whoever asks is told.
-      if (!logits || logits->is_computed() || !logits->is_unchanged()) continue;
-      logits->values();
-      experience().note_values(logits->weight);  // beside the loss it cost a product more than torch: twice as bad
-    }
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::weak_ptr<Logits>> all_;
-};
-Living& living() {
-  static auto* all = new Living;  // never destroyed: tensors may go later
-  return *all;
-}
-
 bool is_deferrable(const Tensor& input, const Tensor& weight, const Tensor& bias) {
-  if (open_scopes == 0 || !at::GradMode::is_enabled()) return false;
+  if (open_scopes == 0 || !at::GradMode::is_enabled() || has_saved_tensor_hooks()) return false;
   const auto type = weight.scalar_type();
   if (weight.dim() != 2 || weight.size(0) < kLeastClasses || weight.size(1) < 1 || input.dim() < 1) return false;
   if (type != at::kFloat && type != at::kBFloat16 && type != at::kHalf) return false;
@@ -275,7 +201,7 @@ bool is_deferrable(const Tensor& input, const Tensor& weight, const Tensor& bias
   if (bias.defined() && (bias.scalar_type() != type || bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
   const Tensor all[] = {input, weight, bias.defined() ? bias : weight};
   return torch::autograd::compute_requires_grad(all[0], all[1], all[2]) && !at::areAnyTensorSubclassLike(all) &&
-         deferred(input) == nullptr && experience().feeds_a_loss(weight);
+         !is_deferred(input) && experience().feeds_a_loss(weight);
 }
 
 Tensor deferred_layer(const Tensor& input, const Tensor& weight, const Tensor& bias,
@@ -289,7 +215,7 @@ Tensor deferred_layer(const Tensor& input, const Tensor& weight, const Tensor& b
   sizes.back() = weight.size(0);
   logits->meta = on_meta(sizes, weight.scalar_type());
   logits->class_dim = static_cast<std::int64_t>(sizes.size()) - 1;
-  living().add(logits);
+  remember(logits);
   return wrapped(logits);
 }
 
@@ -448,14 +374,11 @@ std::shared_ptr<Logits> changed(const c10::OperatorHandle& op, const std::vector
   return to;
 }
 
-/// C++ gives an undefined tensor for none.
-bool is_tensor(const c10::IValue& argument) { return argument.isTensor() && argument.toTensor().defined(); }
-
 /// Whether a bias was added in place to a product that nobody else has seen: then it is that layer's.
 bool takes_bias(const std::vector<c10::IValue>& arguments, const std::shared_ptr<Logits>& logits) {
   const Tensor added = arguments[1].toTensor();
   const bool fits = !logits->source && logits.use_count() == 2 && !logits->bias.defined() && !logits->has_hooks() &&
-                    arguments[2].toScalar().equal(1) && added.dim() == 1 && deferred(added) == nullptr &&
+                    arguments[2].toScalar().equal(1) && added.dim() == 1 && !is_deferred(added) &&
                     added.size(0) == logits->weight.size(0) && added.device().is_cpu() &&
                     at::isFloatingType(added.scalar_type()) && !at::isTensorSubclassLike(added);
   auto* node = static_cast<DeferredNode*>(logits->edge.function.get());
@@ -474,8 +397,8 @@ MaybeTensor loss_of(const std::vector<c10::IValue>& arguments, Logits& logits) {
   const auto dims = logits.meta.dim();
   const auto reduction = arguments[3].toInt();
   const bool fits = logits.class_dim == (dims <= 2 ? dims - 1 : 1) && !is_tensor(arguments[2]) &&
-                    (reduction == at::Reduction::Mean || reduction == at::Reduction::Sum) &&
-                    deferred(target) == nullptr && target.device().is_cpu() && target.scalar_type() == at::kLong &&
+                    (reduction == at::Reduction::Mean || reduction == at::Reduction::Sum) && !is_deferred(target) &&
+                    target.device().is_cpu() && target.scalar_type() == at::kLong &&
                     !at::areAnyTensorSubclassLike({target, logits.rows}) &&
                     target.sizes() == logits.rows.sizes().slice(0, static_cast<std::size_t>(dims) - 1) &&
                     at::GradMode::is_enabled();
@@ -497,77 +420,18 @@ MaybeTensor loss_of(const std::vector<c10::IValue>& arguments, Logits& logits) {
   return wide ? loss : loss.to(logits.meta.scalar_type());
 }
 
-c10::IValue with_values(const c10::IValue& argument) {
-  if (argument.isTensor()) return values_of(argument.toTensor());
-  if (argument.isTensorList()) {
-    c10::List<Tensor> values;
-    for (const Tensor& tensor : argument.toTensorVector()) values.push_back(values_of(tensor));
-    return values;
-  }
-  if (argument.isOptionalTensorList()) {
-    c10::List<MaybeTensor> values;
-    for (const auto& tensor : argument.toOptionalTensorVector()) {
-      values.push_back(tensor ? MaybeTensor(values_of(*tensor)) : tensor);
-    }
-    return values;
-  }
-  return argument;
-}
-
-bool holds_deferred(const c10::IValue& argument) {
-  const auto is_deferred = [](const Tensor& tensor) { return deferred(tensor) != nullptr; };
-  if (argument.isTensor()) return is_deferred(argument.toTensor());
-  if (argument.isTensorList()) {
-    const auto all = argument.toTensorVector();
-    return std::any_of(all.begin(), all.end(), is_deferred);
-  }
-  if (argument.isOptionalTensorList()) {
-    const auto all = argument.toOptionalTensorVector();
-    return std::any_of(all.begin(), all.end(), [&](const MaybeTensor& one) { return one && is_deferred(*one); });
-  }
-  return false;
-}
-
-void serve(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const auto count = op.schema().arguments().size();
-  const std::vector<c10::IValue> arguments(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
-  if (std::none_of(arguments.begin(), arguments.end(), holds_deferred)) {
-    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kAboveAutograd), stack);
-    return;
-  }
-  const auto* self = !arguments.empty() && arguments[0].isTensor() ? deferred(arguments[0].toTensor()) : nullptr;
-  const auto logits = self != nullptr ? self->logits() : nullptr;
-  std::optional<Tensor> result;
+std::optional<Tensor> Logits::serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
+                                    std::size_t position, std::shared_ptr<DeferredValue> self) {
+  const auto logits = std::static_pointer_cast<Logits>(std::move(self));
+  if (position > 0) return std::nullopt;
   const auto& name = op.operator_name();
-  if (logits && name.name == "aten::cross_entropy_loss") {
-    result = loss_of(arguments, *logits);
-  } else if (logits && name.name == "aten::add_" && name.overload_name == "Tensor") {
-    if (!logits->is_computed() && at::GradMode::is_enabled() && takes_bias(arguments, logits)) {
-      result = arguments[0].toTensor();
-    }
-  } else if (logits && !logits->is_computed() && at::GradMode::is_enabled()) {
-    if (const auto to = changed(op, arguments, logits)) result = wrapped(to);
+  if (name.name == "aten::cross_entropy_loss") return loss_of(arguments, *logits);
+  if (is_computed() || !at::GradMode::is_enabled()) return std::nullopt;
+  if (name.name == "aten::add_" && name.overload_name == "Tensor") {
+    return takes_bias(arguments, logits) ? MaybeTensor(arguments[0].toTensor()) : std::nullopt;
   }
-  torch::jit::drop(*stack, count);
-  if (result) {
-    stack->emplace_back(std::move(*result));
-    return;
-  }
-  for (const auto& argument : arguments) stack->push_back(with_values(argument));
-  op.callBoxed(stack);
-}
-
-/// Every operator that is given a deferred tensor, and all inside of KeepDouble.
-void on_deferred(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  try {
-    serve(op, keys, stack);
-  } catch (const Error& error) {
-    ops::throw_as_torch_does(error);
-  }
-}
-
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_deferred>());
+  if (const auto to = changed(op, arguments, logits)) return wrapped(to);
+  return std::nullopt;
 }
 
 struct Registered {
@@ -584,17 +448,12 @@ Registered& registered() {
 
 Tensor weight_of(const Tensor& right) {
   const bool transposed =
-      right.dim() == 2 && right.layout() == at::kStrided && right.stride(0) == 1 && deferred(right) == nullptr;
+      right.dim() == 2 && right.layout() == at::kStrided && right.stride(0) == 1 && !is_deferred(right);
   return transposed ? right.t() : Tensor();
 }
 
 bool may_be_deferred(const Tensor& weight) {
   return open_scopes > 0 && weight.size(0) >= kLeastClasses && experience().feeds_a_loss(weight);
-}
-
-Tensor values_of(const Tensor& tensor) {
-  const auto* one = deferred(tensor);
-  return one != nullptr ? one->values() : tensor;
 }
 
 DeferredLogits::DeferredLogits() {
@@ -622,7 +481,7 @@ DeferredLogits::~DeferredLogits() {
 DeferredLogits::Scope::Scope() { ++open_scopes; }
 DeferredLogits::Scope::~Scope() { --open_scopes; }
 
-void DeferredLogits::before_weights_change() { living().compute(); }
+void DeferredLogits::before_weights_change() { settle_all(); }
 std::int64_t DeferredLogits::losses() noexcept { return losses_made.load(std::memory_order_relaxed); }
 std::int64_t DeferredLogits::computed() noexcept { return values_made.load(std::memory_order_relaxed); }
 

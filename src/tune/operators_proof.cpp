@@ -12,6 +12,7 @@
 #include <sstream>
 
 #include "ops/linear_cpu.h"
+#include "oxytorch/ops/batch_norm.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
 #include "tune/operators_entry.h"
 
@@ -354,6 +355,54 @@ std::string cross_entropy_differs() {
     for (std::size_t i = 0; i < exact.size(); ++i) {
       if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
       return std::string("linear_cross_entropy is further from fp64 than torch's own in ") + at::toString(type);
+    }
+  }
+  return {};
+}
+
+std::string batch_norm_followed_differs() {
+  const at::AutoGradMode as_in_training(true);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  Values values;
+  const auto image = [&](at::ScalarType type, double offset) {
+    return values.normal({5, 18, 6, 4}, 2, offset).to(type).contiguous(at::MemoryFormat::ChannelsLast);
+  };
+  const Tensor weight = values.normal({18}, 0.3, 1), bias = values.normal({18});
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    for (const bool pools : {false, true}) {
+      const std::vector<Tensor> given{image(type, 1), weight, bias, image(type, 0)};
+      const Tensor grad = pools ? values.normal({5, 18, 3, 2}) : values.normal({5, 18, 6, 4});
+      const auto results = [&](bool exact, auto&& result_of) {
+        std::vector<Tensor> inputs;
+        for (const Tensor& one : given) {
+          inputs.push_back((exact ? one.to(at::kDouble) : one).detach().requires_grad_());
+        }
+        if (pools) inputs.pop_back();
+        const Tensor result = result_of(inputs);
+        auto found = torch::autograd::grad({result}, inputs, {grad.to(result.scalar_type())});
+        found.push_back(result.detach());
+        for (Tensor& one : found) one = one.to(at::kDouble);
+        return found;
+      };
+      const auto by_torch = [&](const std::vector<Tensor>& in) {
+        const Tensor value = at::batch_norm(in[0], in[1], in[2], {}, {}, true, 0.1, 1e-5, false);
+        const Tensor positive = at::relu(pools ? value : value + in[3]);
+        return pools ? at::max_pool2d(positive, {2, 2}, {2, 2}) : positive;
+      };
+      const auto exact = results(true, by_torch), theirs = results(false, by_torch);
+      const auto ours = results(false, [&](const std::vector<Tensor>& in) {
+        ops::BatchNormOptions options{.weight = in[1], .bias = in[2], .relu = true};
+        if (pools) {
+          options.pool = {2, 2};
+        } else {
+          options.added = in[3];
+        }
+        return ops::batch_norm(in[0], options);
+      });
+      for (std::size_t i = 0; i < exact.size(); ++i) {
+        if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
+        return std::string("batch_norm is further from fp64 than torch's own operators in ") + at::toString(type);
+      }
     }
   }
   return {};

@@ -20,6 +20,7 @@
 #include "oxytorch/optim.h"
 #include "oxytorch/system.h"
 #include "oxytorch/tune/deferred_logits.h"
+#include "oxytorch/tune/deferred_norms.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/run.h"
@@ -193,6 +194,24 @@ struct NativeCrossEntropy : Strategy {
     logits.reset();
   }
   std::optional<DeferredLogits> logits;
+};
+
+/// Batch normalization, what is added to it, ReLU and max pooling as one.
+struct NativeBatchNorm : Strategy {
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    if (may_call(run, {"batch_norm"})) return true;
+    return "the model calls no batch normalization.";
+  }
+  void apply(Run& run) override {
+    norms.emplace();
+    run.scope("norms", [] { return std::make_shared<DeferredNorms::Scope>(); });
+  }
+  void revert(Run& run) override {
+    run.scope("norms", {});
+    norms.reset();
+  }
+  std::optional<DeferredNorms> norms;
 };
 
 // -- the optimizer ----------------------------------------------------------------------------------------------------
@@ -454,6 +473,12 @@ std::vector<RegisteredStrategy> own_strategies() {
                                 .cost = "linear layers of other models in this process take this kernel too.",
                                 .max_speedup = 2,
                                 .expected_speedup = 1.1}),
+      registered<NativeBatchNorm>("native_batch_norm", Tolerance,
+                                  {.interacts = {"channels_last", "bf16_autocast", "allocator", "host_pool"},
+                                   .settle = 2,  // other blocks of memory
+                                   .cost = "the memory of a normalized tensor cannot be read directly in the model.",
+                                   .max_speedup = 3,
+                                   .expected_speedup = 1.2}),
       registered<NativeCrossEntropy>("native_cross_entropy", Tolerance,
                                      {.interacts = {"bf16_autocast", "allocator", "host_pool"},
                                       .cost = "logits that are kept until the optimizer's step are computed then.",

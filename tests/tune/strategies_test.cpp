@@ -12,6 +12,7 @@
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
 #include "oxytorch/tune/deferred_logits.h"
+#include "oxytorch/tune/deferred_norms.h"
 #include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/run.h"
@@ -367,6 +368,45 @@ TEST(StrategiesTest, NativeCrossEntropyTakesTheLossWithoutLogits) {
   losses = tune::DeferredLogits::losses();
   EXPECT_TRUE(at::equal(run.losses(batch), plain));
   EXPECT_EQ(tune::DeferredLogits::losses(), losses) << "torch's layer serves again";
+  EXPECT_NO_THROW(snapshot.prove());
+}
+
+/// Images in channels_last are normalized.
+struct NormedImpl : nn::Module {
+  NormedImpl() {
+    conv = register_module("conv", nn::Conv2d(nn::Conv2dOptions(8, 8, 3).padding(1)));
+    norm = register_module("norm", nn::BatchNorm2d(8));
+  }
+  at::Tensor forward(const at::Tensor& image) {
+    return torch::relu(norm(conv(image.contiguous(at::MemoryFormat::ChannelsLast))));
+  }
+  nn::Conv2d conv = nullptr;
+  nn::BatchNorm2d norm = nullptr;
+};
+TORCH_MODULE(Normed);
+
+TEST(StrategiesTest, NativeBatchNormTakesWhatFollowsTheLayer) {
+  auto none = Training::with(nn::ReLU());
+  EXPECT_THAT(none.run.strategy("native_batch_norm").applies(none.run).reason, HasSubstr("no batch normalization"));
+
+  auto training = Training::with(Normed());
+  auto& run = training.run;
+  ASSERT_TRUE(run.strategy("native_batch_norm").applies(run).holds);
+  tune::Snapshot snapshot(run);
+  tune::Verifier verifier(run, snapshot);
+  const auto& batch = training.batches[0];
+  const auto plain = run.losses(batch);
+  run.set_active({"native_batch_norm"});
+  const auto joined = tune::DeferredNorms::joined();
+  EXPECT_TRUE(at::allclose(run.losses(batch), plain, 1e-5, 1e-6));
+  EXPECT_EQ(tune::DeferredNorms::joined(), joined + 1);
+  snapshot.restore();
+  const auto ruling = verifier.check(tune::Kind::Tolerance);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  run.set_active({});
+  snapshot.restore();
+  EXPECT_TRUE(at::equal(run.losses(batch), plain)) << "torch's layer serves again";
+  snapshot.restore();
   EXPECT_NO_THROW(snapshot.prove());
 }
 

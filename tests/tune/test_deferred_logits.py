@@ -14,6 +14,7 @@ from oxytorch.tune.run import Run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 
 CLASSES, WIDTH = 300, 24
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -262,6 +263,17 @@ def test_nothing_is_deferred_where_it_must_not_be(logits: Any) -> None:
     for name, p in model.named_parameters():
         torch.testing.assert_close(under[name], p.grad)
     del logits
+
+
+def test_a_checkpointed_head_is_left_alone(logits: Any) -> None:
+    head, x, y = nn.Linear(WIDTH, CLASSES), torch.randn(9, WIDTH, requires_grad=True), torch.randint(CLASSES, (9,))
+    grads = []
+    for scope in (nullcontext(), logits.scope()):
+        with scope:
+            F.cross_entropy(checkpoint(head, x, use_reentrant=False), y).backward()
+        grads.append(head.weight.grad)
+        head.zero_grad()
+    assert grads[0].equal(grads[1])
 
 
 def test_values_of_other_weights_are_refused(logits: Any) -> None:

@@ -177,6 +177,7 @@ SHOWN_ELSEWHERE = {
     "native_attention": "tests/ops/test_attention.py",
     "native_lstm": "tests/ops/test_lstm.py",
     "native_linear": "tests/ops/test_linear.py",
+    "native_batch_norm": "tests/tune/test_deferred_norms.py",
     "native_cross_entropy": "tests/tune/test_deferred_logits.py",
     "pinned_threads": "tests/trainer/host_test.cpp",
     "flush_denormals": "tests/tune/test_single_strategies.py",

@@ -17,12 +17,14 @@ __all__: list[str] = [
     "ChangeMeter",
     "ComparedStep",
     "DeferredLogits",
+    "DeferredNorms",
     "Interval",
     "KeepDouble",
     "LoadSample",
     "LogitsScope",
     "NamedChange",
     "NativeOperators",
+    "NormsScope",
     "Nudge",
     "Offer",
     "OperatorReport",
@@ -772,6 +774,34 @@ class DeferredLogits:
         """
     def __init__(self) -> None: ...
     def scope(self) -> LogitsScope:
+        """
+        Defer on this thread: a context manager.
+        """
+
+class NormsScope:
+    """
+    Defers on this thread while it is entered.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
+
+class DeferredNorms:
+    """
+    Batch normalization that waits for what follows it.
+    """
+    @staticmethod
+    def joined() -> int:
+        """
+        Additions, ReLUs and poolings that joined one, so far.
+        """
+    @staticmethod
+    def layers() -> int:
+        """
+        Layers that were taken, so far.
+        """
+    def __init__(self) -> None: ...
+    def scope(self) -> NormsScope:
         """
         Defer on this thread: a context manager.
         """

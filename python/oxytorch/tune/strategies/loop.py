@@ -77,6 +77,44 @@ class Split8(_Split):
     _pieces = 8
 
 
+class _Deferred(Strategy):
+    """Layers that leave their results to what follows them, while the model is called."""
+
+    _kind: Any
+    """Made and entered: `_C.tune.DeferredLogits` or the like."""
+
+    def apply(self, run: Run) -> None:
+        self._made = self._kind()
+        run.call.scope(self, self._made.scope)
+
+    def revert(self, run: Run) -> None:
+        run.call.scope(self, None)
+        del self._made
+
+
+@strategy(
+    "native_batch_norm",
+    kind="tolerance",
+    interacts=("channels_last", "compile", "bf16_autocast", "allocator", "host_pool"),
+    settle=2,
+    cost="the memory of a normalized tensor cannot be read directly in the model (numpy, data_ptr).",
+    max_speedup=3.0,
+    expected_speedup=1.2,
+)
+class NativeBatchNorm(_Deferred):
+    """Batch normalization, what is added to it, ReLU and max pooling as one."""
+
+    _kind = _C.tune.DeferredNorms
+
+    def applies(self, run: Run) -> bool | str:
+        if run.device.type != "cpu":
+            return f"there is no such kernel on {run.device.type}"
+        if run.own_step is not None:
+            return "the user's own step is called whole"
+        is_any = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules())
+        return is_any or "the model has no batch normalization"
+
+
 @strategy(
     "native_cross_entropy",
     kind="tolerance",
@@ -85,8 +123,10 @@ class Split8(_Split):
     max_speedup=3.0,
     expected_speedup=1.1,
 )
-class NativeCrossEntropy(Strategy):
+class NativeCrossEntropy(_Deferred):
     """The last linear layer and its cross entropy as one, without the logits."""
+
+    _kind = _C.tune.DeferredLogits
 
     def applies(self, run: Run) -> bool | str:
         if run.device.type != "cpu":
@@ -104,14 +144,12 @@ class NativeCrossEntropy(Strategy):
         return "no cross entropy of class indices takes what a linear layer of 256 or more classes gives, alone"
 
     def apply(self, run: Run) -> None:
-        self._logits = _C.tune.DeferredLogits()
-        run.call.scope(self, self._logits.scope)
+        super().apply(run)
         self._hook = register_optimizer_step_pre_hook(lambda *_: _C.tune.DeferredLogits.before_weights_change())
 
     def revert(self, run: Run) -> None:
-        run.call.scope(self, None)
         self._hook.remove()
-        del self._logits, self._hook
+        super().revert(run)
 
 
 @strategy(

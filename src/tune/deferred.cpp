@@ -1,0 +1,208 @@
+#include "tune/deferred.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "ops/dispatch.h"
+#include "oxytorch/error.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+using torch::jit::Stack;
+
+/// What is computed here is nobody's to keep.
+class WithoutSavedTensorHooks {
+ public:
+  WithoutSavedTensorHooks() {
+    if (!has_saved_tensor_hooks()) return;
+    before_ = at::SavedTensorDefaultHooks::get_tls_state();
+    at::SavedTensorDefaultHooks::set_tls_state({});
+  }
+  ~WithoutSavedTensorHooks() {
+    if (before_) at::SavedTensorDefaultHooks::set_tls_state(*before_);
+  }
+  WithoutSavedTensorHooks(const WithoutSavedTensorHooks&) = delete;
+  WithoutSavedTensorHooks& operator=(const WithoutSavedTensorHooks&) = delete;
+
+ private:
+  std::optional<at::impl::SavedTensorDefaultHooksTLS> before_;
+};
+
+class Deferred final : public c10::TensorImpl {
+ public:
+  Deferred(std::shared_ptr<DeferredValue> value, bool detached)
+      : TensorImpl(c10::DispatchKeySet(kAboveAutograd), value->meta.dtype(), at::Device(at::kCPU)),
+        value_(std::move(value)),
+        detached_(detached) {
+    set_storage_access_should_throw();
+    set_sizes_and_strides(value_->meta.sizes(), value_->meta.strides());
+  }
+
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
+                                                         bool allow_change) const override {
+    return copied(version, allow_change);
+  }
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version,
+                                                         bool allow_change) const override {
+    return copied(version, allow_change);
+  }
+
+  /// Null for one that is cut from the graph.
+  [[nodiscard]] std::shared_ptr<DeferredValue> value() const { return detached_ ? nullptr : value_; }
+  [[nodiscard]] Tensor values() const {
+    const WithoutSavedTensorHooks apart;
+    return detached_ ? value_->values().detach() : value_->values();
+  }
+
+ private:
+  [[nodiscard]] c10::intrusive_ptr<TensorImpl> copied(const c10::VariableVersion& version, bool allow_change) const {
+    auto copy = c10::make_intrusive<Deferred>(value_, true);
+    copy->set_version_counter(version);
+    copy->set_allow_tensor_metadata_change(allow_change);
+    return copy;
+  }
+
+  std::shared_ptr<DeferredValue> value_;
+  bool detached_;
+};
+
+Deferred* deferred(const Tensor& tensor) {
+  return tensor.defined() ? dynamic_cast<Deferred*>(tensor.unsafeGetTensorImpl()) : nullptr;
+}
+
+// Values of all threads that live when weights change.
+class Living {
+ public:
+  void add(const std::shared_ptr<DeferredValue>& value) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(all_, [](const auto& one) { return one.expired(); });
+    all_.push_back(value);
+  }
+  void settle() {
+    std::vector<std::weak_ptr<DeferredValue>> all;
+    {
+      const std::lock_guard lock(mutex_);
+      all.swap(all_);
+    }
+    for (const auto& one : all) {
+      if (const auto value = one.lock()) value->settle();
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<DeferredValue>> all_;
+};
+Living& living() {
+  static auto* all = new Living;  // never destroyed: tensors may go later
+  return *all;
+}
+
+c10::IValue with_values(const c10::IValue& argument) {
+  if (argument.isTensor()) return values_of(argument.toTensor());
+  if (argument.isTensorList()) {
+    c10::List<Tensor> values;
+    for (const Tensor& tensor : argument.toTensorVector()) values.push_back(values_of(tensor));
+    return values;
+  }
+  if (argument.isOptionalTensorList()) {
+    c10::List<MaybeTensor> values;
+    for (const auto& tensor : argument.toOptionalTensorVector()) {
+      values.push_back(tensor ? MaybeTensor(values_of(*tensor)) : tensor);
+    }
+    return values;
+  }
+  return argument;
+}
+
+bool holds_deferred(const c10::IValue& argument) {
+  if (argument.isTensor()) return is_deferred(argument.toTensor());
+  if (argument.isTensorList()) {
+    const auto all = argument.toTensorVector();
+    return std::any_of(all.begin(), all.end(), is_deferred);
+  }
+  if (argument.isOptionalTensorList()) {
+    const auto all = argument.toOptionalTensorVector();
+    return std::any_of(all.begin(), all.end(), [&](const MaybeTensor& one) { return one && is_deferred(*one); });
+  }
+  return false;
+}
+
+void serve(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto count = op.schema().arguments().size();
+  const std::vector<c10::IValue> arguments(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+  const auto first = std::find_if(arguments.begin(), arguments.end(), holds_deferred);
+  if (first == arguments.end()) {
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kAboveAutograd), stack);
+    return;
+  }
+  std::optional<Tensor> result;
+  auto* const tensor = first->isTensor() ? deferred(first->toTensor()) : nullptr;
+  if (auto value = tensor != nullptr && !has_saved_tensor_hooks() ? tensor->value() : nullptr) {
+    auto& asked = *value;
+    result = asked.serve(op, arguments, static_cast<std::size_t>(first - arguments.begin()), std::move(value));
+  }
+  torch::jit::drop(*stack, count);
+  if (result) {
+    stack->emplace_back(std::move(*result));
+    return;
+  }
+  for (const auto& argument : arguments) stack->push_back(with_values(argument));
+  op.callBoxed(stack);
+}
+
+/// Every operator that is given a deferred tensor, and all inside of KeepDouble.
+void on_deferred(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  try {
+    serve(op, keys, stack);
+  } catch (const Error& error) {
+    ops::throw_as_torch_does(error);
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_deferred>());
+}
+
+}  // namespace
+
+bool has_saved_tensor_hooks() { return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty(); }
+
+bool DeferredValue::has_hooks() const {
+  auto* node = edge.function.get();
+  return node != nullptr && !(node->tensor_pre_hooks().empty() && node->retains_grad_hooks().empty() &&
+                              node->pre_hooks().empty() && node->post_hooks().empty());
+}
+
+Tensor DeferredValue::behind_hooks(Tensor made) const {
+  if (!has_hooks()) return made;
+  made = made.detach();
+  torch::autograd::impl::set_gradient_edge(made, edge);
+  return made;
+}
+
+Tensor deferred_tensor(std::shared_ptr<DeferredValue> value) {
+  return Tensor(c10::make_intrusive<Deferred>(std::move(value), false));
+}
+
+bool is_deferred(const Tensor& tensor) { return deferred(tensor) != nullptr; }
+bool is_tensor(const c10::IValue& argument) { return argument.isTensor() && argument.toTensor().defined(); }
+
+void remember(const std::shared_ptr<DeferredValue>& value) { living().add(value); }
+void settle_all() { living().settle(); }
+
+Tensor values_of(const Tensor& tensor) {
+  const auto* one = deferred(tensor);
+  return one != nullptr ? one->values() : tensor;
+}
+
+}  // namespace oxytorch::tune

@@ -1,0 +1,59 @@
+/// Tensors that have sizes and a gradient and no values yet: those of a layer whose result is left to what follows it.
+///
+/// An operator that is given such a tensor asks what it stands for; where that cannot serve the operator, the values
+/// are computed, once, and go to it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/edge.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "tune/above_autograd.h"
+
+namespace oxytorch::tune {
+
+class DeferredValue {
+ public:
+  virtual ~DeferredValue() = default;
+
+  at::Tensor meta;             ///< sizes, strides and dtype
+  torch::autograd::Edge edge;  ///< where gradients of the deferred tensor go
+
+  /// Computed once, with the gradients that torch's operators give; with hooks of the tensor, behind its edge.
+  virtual at::Tensor values() = 0;
+  [[nodiscard]] virtual bool is_computed() = 0;
+  /// What an operator gives of it without its values, or nothing. The argument at `position` is the first that is
+  /// deferred. `self` is the one owner beside the tensor, where nobody else has one.
+  virtual std::optional<at::Tensor> serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
+                                          std::size_t position, std::shared_ptr<DeferredValue> self) = 0;
+  /// The weights are about to change: computes what could not be computed afterwards.
+  virtual void settle() = 0;
+
+  /// Whether something waits at the tensor's own place in the graph.
+  [[nodiscard]] bool has_hooks() const;
+
+ protected:
+  /// `made`, behind the edge where something waits there.
+  [[nodiscard]] at::Tensor behind_hooks(at::Tensor made) const;
+};
+
+/// A tensor that stands for it, without a place in the graph.
+at::Tensor deferred_tensor(std::shared_ptr<DeferredValue> value);
+[[nodiscard]] bool is_deferred(const at::Tensor& tensor);
+
+/// Whether an argument is a defined tensor: C++ gives an undefined one for none.
+[[nodiscard]] bool is_tensor(const c10::IValue& argument);
+
+/// Whether what backward needs is handed to somebody now, as under torch's checkpoint: he counts what an operator
+/// keeps, so layers are left alone, and values that are asked for are computed apart.
+[[nodiscard]] bool has_saved_tensor_hooks();
+
+/// Settles it before_weights_change(), if it lives.
+void remember(const std::shared_ptr<DeferredValue>& value);
+void settle_all();
+
+}  // namespace oxytorch::tune
