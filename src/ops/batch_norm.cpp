@@ -1,6 +1,7 @@
 // The operators oxytorch::batch_norm, batch_norm_moments, batch_norm_forward and batch_norm_backward.
 #include "oxytorch/ops/batch_norm.h"
 
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/empty.h>
@@ -294,7 +295,8 @@ TORCH_LIBRARY_IMPL(oxytorch, Meta, m) {
 bool running_cpu_takes(const Tensor& input, const MaybeTensor& mean, const MaybeTensor& var) {
   const auto fits = [&](const MaybeTensor& one) {
     return !one || !one->defined() ||
-           (one->scalar_type() == at::kFloat && one->dim() == 1 && one->size(0) == input.size(1));
+           (one->scalar_type() == at::kFloat && one->dim() == 1 && one->size(0) == input.size(1) &&
+            one->device().is_cpu());
   };
   return fits(mean) && fits(var);
 }
@@ -304,6 +306,10 @@ namespace {
 // The part `momentum` of a running value becomes `factor` times that of the batch.
 void follow(const MaybeTensor& running, const Tensor& of_batch, double factor, double momentum) {
   if (!running || !running->defined()) return;
+  if (at::isTensorSubclassLike(*running)) {  // traced: there are no numbers yet
+    running->mul_(1 - momentum).add_(of_batch, momentum * factor);
+    return;
+  }
   auto kept = running->accessor<float, 1>();
   const auto* now = of_batch.const_data_ptr<float>();
   for (std::int64_t c = 0; c < kept.size(0); ++c) {

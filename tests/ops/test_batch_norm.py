@@ -209,13 +209,17 @@ def test_it_is_an_operator_that_torch_checks() -> None:
 
 def test_compiled_it_agrees_with_eager() -> None:
     x, w, b = image(3, 5, 4, 4).requires_grad_(), torch.rand(5).requires_grad_(), torch.rand(5).requires_grad_()
+    kept = [torch.zeros(5), torch.ones(5)]
+    others = [t.clone() for t in kept]
 
-    def loss(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return ox.ops.batch_norm(x * 2, w, b, relu=True, pool=[2]).float().square().mean()
+    def loss(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return ox.ops.batch_norm(x * 2, w, b, mean, var, relu=True, pool=[2]).float().square().mean()
 
-    expected = loss(x, w, b)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w, b)
+    expected = loss(x, w, b, *kept)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w, b, *others)
     assert compiled.equal(expected)
+    for a, e in zip(kept, others, strict=True):
+        torch.testing.assert_close(a, e)
     for a, e in zip(*(torch.autograd.grad(one, (x, w, b)) for one in (compiled, expected)), strict=True):
         torch.testing.assert_close(a, e)
 
