@@ -205,7 +205,7 @@ def linear(shape: tuple[int, int, int]) -> list[Contender]:
     return [Contender(name, {"forward": partial(forward, name), "backward": partial(backward, name)}) for name in calls]
 
 
-def norm(sizes: tuple[int, int, int], follower: str) -> list[Contender]:
+def norm(sizes: tuple[int, int, int], follower: str, quick: bool) -> list[Contender]:
     """Batch normalization with ReLU and `follower`, forward and backward."""
     batch, channels, side = sizes
     generator = torch.Generator().manual_seed(1)
@@ -229,7 +229,9 @@ def norm(sizes: tuple[int, int, int], follower: str) -> list[Contender]:
         y = F.relu(y if added is None else y + added)
         return F.max_pool2d(y, pool) if pool else y
 
-    calls = {OURS: ours, EAGER: theirs, COMPILED: torch.compile(theirs)}
+    calls = {OURS: ours, EAGER: theirs}
+    if not quick:
+        calls[COMPILED] = torch.compile(theirs)
     inputs = [x, weight, bias, *([added] if added is not None else [])]
     output = {}
 
@@ -349,7 +351,7 @@ def measure(arguments: argparse.Namespace) -> Measured:
             if not is_wanted(arguments, case):
                 continue
             progress(f"racing {case} ...")
-            found.cases[case] = race(norm(sizes, follower), seconds, rounds)
+            found.cases[case] = race(norm(sizes, follower, arguments.quick), seconds, rounds)
         for shape in LSTMS[:1] if arguments.quick else LSTMS:
             steps, batch, features, hidden = shape
             case = f"lstm {dtype_name}, {steps} x {batch} x {features} to {hidden:,}"

@@ -59,6 +59,7 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
         ("loss", frozenset({"oxytorch", "torch", "chunks"})),
         ("masked", frozenset({"oxytorch", "torch", "chunks", "chosen rows"})),
         ("linear", phases("oxytorch", "torch", "bf16 weights")),
+        ("norm", phases("oxytorch", "torch")),
         ("lstm", phases("oxytorch", "oneDNN", "oneDNN, 1 thread")),
     }
     assert all(np.min(list(times.values())) > 0 for times in document["cases"].values())
