@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/version.h>
