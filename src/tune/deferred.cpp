@@ -190,6 +190,19 @@ Tensor DeferredValue::behind_hooks(Tensor made) const {
   return made;
 }
 
+void LayerKernels::acquire(const std::function<void(torch::Library&)>& add) {
+  const std::lock_guard lock(mutex_);
+  if (owners_++ > 0) return;
+  library_ =
+      std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCPU, __FILE__, __LINE__);
+  add(*library_);
+}
+
+void LayerKernels::release() {
+  const std::lock_guard lock(mutex_);
+  if (--owners_ == 0) library_.reset();
+}
+
 Tensor deferred_tensor(std::shared_ptr<DeferredValue> value) {
   return Tensor(c10::make_intrusive<Deferred>(std::move(value), false));
 }

@@ -7,8 +7,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/edge.h>
+#include <torch/library.h>
 
+#include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -51,6 +55,19 @@ at::Tensor deferred_tensor(std::shared_ptr<DeferredValue> value);
 /// Whether what backward needs is handed to somebody now, as under torch's checkpoint: he counts what an operator
 /// keeps, so layers are left alone, and values that are asked for are computed apart.
 [[nodiscard]] bool has_saved_tensor_hooks();
+
+/// Kernels of layers where autograd is told of them, in the place of torch's, while anybody has them.
+class LayerKernels {
+ public:
+  /// For the first owner `add` registers them.
+  void acquire(const std::function<void(torch::Library& library)>& add);
+  void release();
+
+ private:
+  std::mutex mutex_;
+  std::int64_t owners_ = 0;
+  std::unique_ptr<torch::Library> library_;
+};
 
 /// Settles it before_weights_change(), if it lives.
 void remember(const std::shared_ptr<DeferredValue>& value);

@@ -434,13 +434,8 @@ std::optional<Tensor> Logits::serve(const c10::OperatorHandle& op, const std::ve
   return std::nullopt;
 }
 
-struct Registered {
-  std::mutex mutex;
-  std::int64_t owners = 0;
-  std::unique_ptr<torch::Library> layers;
-};
-Registered& registered() {
-  static Registered all;
+LayerKernels& linear_kernels() {
+  static LayerKernels all;
   return all;
 }
 
@@ -459,24 +454,17 @@ bool may_be_deferred(const Tensor& weight) {
 DeferredLogits::DeferredLogits() {
   static const std::string reason = cross_entropy_differs();
   OXY_CHECK(reason.empty(), NotSupported, reason, ".");
-  auto& all = registered();
-  const std::lock_guard lock(all.mutex);
-  if (all.owners++ > 0) return;
-  experience().forget();
-  all.layers =
-      std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCPU, __FILE__, __LINE__);
-  const auto addmm_handle = c10::Dispatcher::singleton().findSchemaOrThrow("aten::addmm", "");
-  addmm_of_torch().emplace(addmm_handle.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradCPU));
-  all.layers->impl("linear", TORCH_FN(linear));
-  all.layers->impl("matmul", TORCH_FN(matmul));
-  all.layers->impl("addmm", torch::CppFunction::makeFromBoxedFunction<&addmm>());
+  linear_kernels().acquire([](torch::Library& library) {
+    experience().forget();
+    const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow("aten::addmm", "");
+    addmm_of_torch().emplace(handle.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradCPU));
+    library.impl("linear", TORCH_FN(linear));
+    library.impl("matmul", TORCH_FN(matmul));
+    library.impl("addmm", torch::CppFunction::makeFromBoxedFunction<&addmm>());
+  });
 }
 
-DeferredLogits::~DeferredLogits() {
-  auto& all = registered();
-  const std::lock_guard lock(all.mutex);
-  if (--all.owners == 0) all.layers.reset();
-}
+DeferredLogits::~DeferredLogits() { linear_kernels().release(); }
 
 DeferredLogits::Scope::Scope() { ++open_scopes; }
 DeferredLogits::Scope::~Scope() { --open_scopes; }

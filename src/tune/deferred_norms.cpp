@@ -246,13 +246,8 @@ Tensor batch_norm_layer(const Tensor& input, const MaybeTensor& weight, const Ma
   return deferred_norm(norm);
 }
 
-struct RegisteredNorms {
-  std::mutex mutex;
-  std::int64_t owners = 0;
-  std::unique_ptr<torch::Library> layers;
-};
-RegisteredNorms& registered_norms() {
-  static RegisteredNorms all;
+LayerKernels& norm_kernels() {
+  static LayerKernels all;
   return all;
 }
 
@@ -261,19 +256,10 @@ RegisteredNorms& registered_norms() {
 DeferredNorms::DeferredNorms() {
   static const std::string reason = batch_norm_followed_differs();
   OXY_CHECK(reason.empty(), NotSupported, reason, ".");
-  auto& all = registered_norms();
-  const std::lock_guard lock(all.mutex);
-  if (all.owners++ > 0) return;
-  all.layers =
-      std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCPU, __FILE__, __LINE__);
-  all.layers->impl("batch_norm", TORCH_FN(batch_norm_layer));
+  norm_kernels().acquire([](torch::Library& library) { library.impl("batch_norm", TORCH_FN(batch_norm_layer)); });
 }
 
-DeferredNorms::~DeferredNorms() {
-  auto& all = registered_norms();
-  const std::lock_guard lock(all.mutex);
-  if (--all.owners == 0) all.layers.reset();
-}
+DeferredNorms::~DeferredNorms() { norm_kernels().release(); }
 
 DeferredNorms::Scope::Scope() { ++open_norm_scopes; }
 DeferredNorms::Scope::~Scope() { --open_norm_scopes; }

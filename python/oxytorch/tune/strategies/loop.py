@@ -83,6 +83,17 @@ class _Deferred(Strategy):
     _kind: Any
     """Made and entered: `_C.tune.DeferredLogits` or the like."""
 
+    def applies(self, run: Run) -> bool | str:
+        if run.device.type != "cpu":
+            return f"there is no such kernel on {run.device.type}"
+        if run.own_step is not None:
+            return "the user's own step is called whole"
+        return self._finds(run)
+
+    def _finds(self, run: Run) -> bool | str:
+        """Whether the model has what it serves, or why not."""
+        raise NotImplementedError
+
     def apply(self, run: Run) -> None:
         self._made = self._kind()
         run.call.scope(self, self._made.scope)
@@ -106,11 +117,7 @@ class NativeBatchNorm(_Deferred):
 
     _kind = _C.tune.DeferredNorms
 
-    def applies(self, run: Run) -> bool | str:
-        if run.device.type != "cpu":
-            return f"there is no such kernel on {run.device.type}"
-        if run.own_step is not None:
-            return "the user's own step is called whole"
+    def _finds(self, run: Run) -> bool | str:
         is_any = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules())
         return is_any or "the model has no batch normalization"
 
@@ -128,11 +135,7 @@ class NativeCrossEntropy(_Deferred):
 
     _kind = _C.tune.DeferredLogits
 
-    def applies(self, run: Run) -> bool | str:
-        if run.device.type != "cpu":
-            return f"there is no such kernel on {run.device.type}"
-        if run.own_step is not None:
-            return "the user's own step is called whole"
+    def _finds(self, run: Run) -> bool | str:
         if not run.batches:
             return True
         logits = _C.tune.DeferredLogits()
