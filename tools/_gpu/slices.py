@@ -123,7 +123,7 @@ def read_junit(path: Path, suites: Path) -> Document:
         counts[outcome(case)] += 1
         bad = next((child for child in case if child.tag in ("failure", "error")), None)
         if bad is not None:
-            why = (bad.get("message") or bad.text or "").strip()
+            why = (bad.get("message") or bad.text or "").strip().replace(f"{ROOT}/", "")
             failures.append({"test": f"{case.get('classname')}::{case.get('name')}", "why": why[:300]})
     return {**counts, "failures": failures[:MOST_FAILURES]}
 
