@@ -55,11 +55,11 @@ Pair batch_norm_forward_cpu(const Tensor& input, const MaybeTensor& weight, cons
 
 // What is not wanted is an empty tensor: an operator returns no undefined ones.
 Four batch_norm_backward_cpu(const Tensor& grad_output, const Tensor& input, const MaybeTensor& weight,
-                             const MaybeTensor& bias, const MaybeTensor& added, const Tensor& mean,
-                             const Tensor& invstd, const MaybeTensor& output, const MaybeTensor& taps, bool relu,
-                             at::IntArrayRef pool, std::array<bool, 4> wanted) {
-  const Tensor scale = or_none(weight), shift = or_none(bias), plus = or_none(added);
-  auto made = batch_norm_cpu_backward({input, scale, shift, plus, mean, invstd, relu, pool}, grad_output,
+                             const MaybeTensor& bias, const Tensor& mean, const Tensor& invstd,
+                             const MaybeTensor& output, const MaybeTensor& taps, bool relu, at::IntArrayRef pool,
+                             std::array<bool, 4> wanted) {
+  const Tensor scale = or_none(weight), shift = or_none(bias), none;
+  auto made = batch_norm_cpu_backward({input, scale, shift, none, mean, invstd, relu, pool}, grad_output,
                                       or_none(output), or_none(taps), wanted);
   for (auto& gradient : made) {
     if (!gradient.defined()) gradient = at::empty({0}, input.options());
@@ -85,9 +85,9 @@ Pair batch_norm_forward_meta(const Tensor& input, const MaybeTensor& /*weight*/,
 }
 
 Four batch_norm_backward_meta(const Tensor& /*grad_output*/, const Tensor& input, const MaybeTensor& /*weight*/,
-                              const MaybeTensor& /*bias*/, const MaybeTensor& /*added*/, const Tensor& /*mean*/,
-                              const Tensor& /*invstd*/, const MaybeTensor& /*output*/, const MaybeTensor& /*taps*/,
-                              bool /*relu*/, at::IntArrayRef /*pool*/, std::array<bool, 4> wanted) {
+                              const MaybeTensor& /*bias*/, const Tensor& /*mean*/, const Tensor& /*invstd*/,
+                              const MaybeTensor& /*output*/, const MaybeTensor& /*taps*/, bool /*relu*/,
+                              at::IntArrayRef /*pool*/, std::array<bool, 4> wanted) {
   const auto none = [&] { return at::empty({0}, input.options()); };
   return {wanted[0] ? at::empty_like(input) : none(), wanted[1] ? of_channels_meta(input) : none(),
           wanted[2] ? of_channels_meta(input) : none(), wanted[3] ? at::empty_like(input) : none()};
@@ -110,9 +110,9 @@ Tensor followed(Tensor value, const Tensor& added, bool relu, at::IntArrayRef po
 
 // -- derivatives ------------------------------------------------------------------------------------------------------
 
-// With derivatives of their own. mean and invstd are those of this input. eps is what invstd says it was.
+// With derivatives of their own. invstd is that of this input; eps is what invstd says it was.
 Four composed_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight, const Tensor& bias,
-                       const Tensor& added, const Tensor& mean, const Tensor& invstd, bool relu, at::IntArrayRef pool,
+                       const Tensor& invstd, const Tensor& output, bool relu, at::IntArrayRef pool,
                        std::array<bool, 4> wanted) {
   const at::AutoGradMode with_grad(true);
   const Tensor wide = input.to(at::kFloat);
@@ -127,20 +127,24 @@ Four composed_backward(const Tensor& grad_output, const Tensor& input, const Ten
   Tensor value = (wide - wide.mean(others, true)) * (var(wide) + eps).rsqrt();
   if (weight.defined()) value = value * weight.view(shape);
   if (bias.defined()) value = value + bias.view(shape);
-  value = followed(value.to(input.scalar_type()), added, relu, pool);
+  // What was added is not kept: the result says where ReLU let it through.
+  Tensor grad = grad_output.to(input.scalar_type());
+  if (output.defined()) grad = grad * (output.detach() > 0);
+  value = followed(value.to(input.scalar_type()), Tensor(), relu && !output.defined(), pool);
   torch::autograd::variable_list of;
-  const std::array<Tensor, 4> given{input, weight, bias, added};
+  const std::array<Tensor, 3> given{input, weight, bias};
   for (std::size_t i = 0; i < given.size(); ++i) {
     if (wanted[i] && given[i].requires_grad()) of.push_back(given[i]);
   }
   std::array<Tensor, 4> made;
   if (!of.empty()) {
-    const auto found = torch::autograd::grad({value}, of, {grad_output.to(value.scalar_type())}, true, true);
+    const auto found = torch::autograd::grad({value}, of, {grad}, true, true);
     std::size_t at = 0;
     for (std::size_t i = 0; i < given.size(); ++i) {
       if (wanted[i] && given[i].requires_grad()) made[i] = found[at++];
     }
   }
+  if (wanted[3]) made[3] = grad;
   for (auto& one : made) {
     if (!one.defined()) one = at::empty({0}, input.options());
   }
@@ -157,9 +161,9 @@ struct BatchNormNode : torch::autograd::Node {
     std::array<bool, 4> wanted{};
     for (std::size_t i = 0; i < 4; ++i) wanted[i] = task_should_compute_output(i);
     const auto saved = node_of(*this);
-    const auto [of_input, of_weight, of_bias, of_added] = BatchNormBackward::call(
-        grads[0], input.unpack(), maybe(weight.unpack()), maybe(bias.unpack()), maybe(added.unpack()), mean.unpack(),
-        invstd.unpack(), maybe(output.unpack(saved)), maybe(taps.unpack()), relu, pool, wanted);
+    const auto [of_input, of_weight, of_bias, of_added] =
+        BatchNormBackward::call(grads[0], input.unpack(), maybe(weight.unpack()), maybe(bias.unpack()), mean.unpack(),
+                                invstd.unpack(), maybe(output.unpack(saved)), maybe(taps.unpack()), relu, pool, wanted);
     if (wanted[0]) made[0] = of_input;
     if (wanted[1]) made[1] = of_weight;
     if (wanted[2]) made[2] = of_bias;
@@ -168,10 +172,10 @@ struct BatchNormNode : torch::autograd::Node {
   }
   void release_variables() override {
     const std::lock_guard lock(mutex_);
-    for (auto* saved : {&input, &weight, &bias, &added, &mean, &invstd, &output, &taps}) saved->reset_data();
+    for (auto* saved : {&input, &weight, &bias, &mean, &invstd, &output, &taps}) saved->reset_data();
   }
 
-  torch::autograd::SavedVariable input, weight, bias, added, mean, invstd, output, taps;
+  torch::autograd::SavedVariable input, weight, bias, mean, invstd, output, taps;
   bool relu = false;
   std::vector<std::int64_t> pool;
 };
@@ -187,7 +191,6 @@ Pair batch_norm_forward_autograd(const Tensor& input, const MaybeTensor& weight,
     node->input = {input, false};
     node->weight = {scale, false};
     node->bias = {shift, false};
-    node->added = {plus, false};
     node->mean = {mean, false};
     node->invstd = {invstd, false};
     node->relu = relu;
@@ -207,16 +210,15 @@ Pair batch_norm_forward_autograd(const Tensor& input, const MaybeTensor& weight,
 }
 
 Four batch_norm_backward_autograd(const Tensor& grad_output, const Tensor& input, const MaybeTensor& weight,
-                                  const MaybeTensor& bias, const MaybeTensor& added, const Tensor& mean,
-                                  const Tensor& invstd, const MaybeTensor& output, const MaybeTensor& taps, bool relu,
-                                  at::IntArrayRef pool, std::array<bool, 4> wanted) {
-  if (torch::autograd::compute_requires_grad(grad_output, input, or_none(weight), or_none(bias), or_none(added))) {
-    return composed_backward(grad_output, input, or_none(weight), or_none(bias), or_none(added), mean, invstd, relu,
-                             pool, wanted);
+                                  const MaybeTensor& bias, const Tensor& mean, const Tensor& invstd,
+                                  const MaybeTensor& output, const MaybeTensor& taps, bool relu, at::IntArrayRef pool,
+                                  std::array<bool, 4> wanted) {
+  if (torch::autograd::compute_requires_grad(grad_output, input, or_none(weight), or_none(bias))) {
+    return composed_backward(grad_output, input, or_none(weight), or_none(bias), invstd, or_none(output), relu, pool,
+                             wanted);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  return BatchNormBackward::call(grad_output, input, weight, bias, added, mean, invstd, output, taps, relu, pool,
-                                 wanted);
+  return BatchNormBackward::call(grad_output, input, weight, bias, mean, invstd, output, taps, relu, pool, wanted);
 }
 
 Pair batch_norm_moments_autograd(const Tensor& input) {
@@ -266,8 +268,8 @@ TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
       "batch_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? added, Tensor mean, Tensor invstd, "
       "bool relu, int[] pool) -> (Tensor output, Tensor taps)");
   m.def(
-      "batch_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor? bias, Tensor? added, Tensor mean, "
-      "Tensor invstd, Tensor? output, Tensor? taps, bool relu, int[] pool, bool[4] wanted) -> "
+      "batch_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "Tensor? output, Tensor? taps, bool relu, int[] pool, bool[4] wanted) -> "
       "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_added)");
 }
 TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) {

@@ -223,7 +223,7 @@ std::array<Tensor, 4> batch_norm_cpu_backward(const NormalizedLayer& layer, cons
   const bool pools = !layer.pool.empty();
   const std::optional<Lines> lines = pools ? std::optional(Lines(input, layer.pool)) : std::nullopt;
   const std::uint8_t* places = pools ? taps.const_data_ptr<std::uint8_t>() : nullptr;
-  const Rows output_rows = layer.added.defined() && layer.relu ? rows_of(channel_rows(output)) : Rows();
+  const Rows output_rows = rows_or_none(output);
   const auto part_of = [&](std::int64_t begin, std::int64_t count) {
     return kernels::ChannelGradient{rule.rule, grad_rows.part(begin, count), rows.part(begin, count),
                                     output_rows.data == nullptr ? Rows() : output_rows.part(begin, count)};

@@ -33,8 +33,8 @@ std::pair<at::Tensor, at::Tensor> batch_norm_cpu_moments(const at::Tensor& input
 /// The result, and where it is one of windows the places of the maxima; else an empty tensor.
 std::pair<at::Tensor, at::Tensor> batch_norm_cpu(const NormalizedLayer& layer);
 
-/// Gradients of input, weight, bias and what was added; undefined where not wanted. `output` is read where something
-/// was added, `taps` of windows.
+/// Gradients of input, weight, bias and what was added; undefined where not wanted. Of the layer `added` is not
+/// read: `output` is given where something was added and ReLU followed, `taps` of windows.
 std::array<at::Tensor, 4> batch_norm_cpu_backward(const NormalizedLayer& layer, const at::Tensor& grad_output,
                                                   const at::Tensor& output, const at::Tensor& taps,
                                                   std::array<bool, 4> wanted);

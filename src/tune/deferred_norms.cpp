@@ -171,7 +171,7 @@ bool may_join(const c10::IValue& argument, const Norm& norm) {
          (is_deferred(other) || (!at::isTensorSubclassLike(other) && ops::lies_as(other, norm.given[0])));
 }
 
-/// The norm with one more operator: itself where nobody else has seen it, for an operator in place.
+/// Another norm, with one more operator.
 Tensor joined(const std::shared_ptr<Norm>& norm, const std::function<void(Norm&)>& change) {
   auto next = std::make_shared<Norm>();
   next->meta = norm->meta;

@@ -183,6 +183,41 @@ def test_what_is_frozen_gets_no_gradient(wanted: tuple[int, ...]) -> None:
         assert one.grad is None or one.grad.equal(all_of.grad)
 
 
+def test_what_is_added_is_not_kept() -> None:
+    x, w = image(4, 9, 3, 3).requires_grad_(), torch.rand(9).requires_grad_()
+    kept: list[int] = []
+    added = image(4, 9, 3, 3) * 2
+    expected = by_torch(x, w, None, None, None, added=added, relu=True)
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t.data_ptr())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = ox.ops.batch_norm(x, w, added=added, relu=True)
+    assert added.data_ptr() not in kept and x.data_ptr() in kept
+    added.zero_()  # as behind torch's addition
+    for a, e in zip(*(torch.autograd.grad(y.float().square().sum(), (x, w)) for y in (output, expected)), strict=True):
+        torch.testing.assert_close(a, e, rtol=5e-2, atol=5e-2)
+
+
+def test_a_second_derivative_behind_an_addition_is_torchs() -> None:
+    x, w, added = (
+        image(5, 6, 4, 4, dtype=torch.float32),
+        torch.rand(6) + 0.5,
+        image(5, 6, 4, 4, dtype=torch.float32) * 2,
+    )
+
+    def penalty(call: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        given, weight, plus = (t.detach().requires_grad_() for t in (x, w, added))
+        output = call(given, weight, None, None, None, added=plus, relu=True)
+        of_x, of_added = torch.autograd.grad(output.tanh().sum(), (given, plus), create_graph=True)
+        return torch.autograd.grad(of_x.square().sum() + of_added.square().sum(), (given, weight, plus))
+
+    for ours, theirs in zip(penalty(by_us), penalty(by_torch), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
 def test_a_second_derivative_is_torchs() -> None:
     torch.manual_seed(0)
     x, w = image(5, 6, 4, 4, dtype=torch.float32), torch.rand(6) + 0.5
