@@ -299,7 +299,8 @@ def test_a_quick_screening_finds_rivals_and_the_race_takes_them(
     said, document = run_quick("orchestrator", "--starts", "1", "--workloads", "mlp", "--rivals", str(path))
     raced = document["workloads"]["mlp"]
     assert raced["screened"] and {"stock 1", "stock 2", "oxytorch advanced"} <= raced["entries"].keys()
-    assert "fused AdamW" in raced["entries"]["stock 1"]["settings"]
+    # Which optimizer was fastest is the clock's to say.
+    assert f"{found['mlp']['rivals']['stock 1']['optimizer']} AdamW" in raced["entries"]["stock 1"]["settings"]
     assert "over the best rival" in said and "not screened" not in said
 
 
