@@ -3,6 +3,8 @@
 
 #include <torch/extension.h>
 
+#include "oxytorch/error.h"
+
 namespace oxytorch::bindings {
 
 namespace py = pybind11;
@@ -10,6 +12,9 @@ namespace py = pybind11;
 /// Hands the messages to Python that were logged while this thread did not hold the GIL; see base_log.cpp. With the
 /// GIL.
 void deliver_log() noexcept;
+
+/// Sets the Python error that stands for it: the one table of exception types.
+void set_python_error(const Error& error);
 
 struct GilReleased {
   struct Deliver {

@@ -29,6 +29,8 @@ PyObject* exception_type(ErrorCode code) {
 
 }  // namespace
 
+void set_python_error(const Error& error) { PyErr_SetString(exception_type(error.code()), error.what()); }
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Oxytorch's native engine; use the Python package around it.";
   m.attr("__version__") = OXYTORCH_VERSION;
@@ -37,7 +39,7 @@ PYBIND11_MODULE(_C, m) {
     try {
       if (pending) std::rethrow_exception(pending);
     } catch (const Error& error) {
-      PyErr_SetString(exception_type(error.code()), error.what());
+      set_python_error(error);
     }
   });
   // A bad OXYTORCH_ISA is told here, not in the middle of the first step.

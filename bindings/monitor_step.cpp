@@ -25,17 +25,13 @@ struct NamedObject {  // Phase and Scalar
   std::uint32_t id;
 };
 
-// Runs `call`; on an exception sets the Python error and returns null. Those of the step path are few.
+// Runs `call`; on an exception sets the Python error and returns null, as pybind11 does for its own functions.
 template <class Call>
 PyObject* translated(Call&& call) {
   try {
     call();
   } catch (const Error& error) {
-    PyObject* type = error.code() == ErrorCode::InvalidArgument ? PyExc_ValueError
-                     : error.code() == ErrorCode::InvalidType   ? PyExc_TypeError
-                     : error.code() == ErrorCode::OutOfRange    ? PyExc_IndexError
-                                                                : PyExc_RuntimeError;
-    PyErr_SetString(type, error.what());
+    set_python_error(error);
     return nullptr;
   } catch (py::error_already_set& error) {
     error.restore();
