@@ -5,6 +5,7 @@
 
 #include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/deferred_norms.h"
+#include "oxytorch/tune/deferred_sums.h"
 #include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/own_random.h"
@@ -14,6 +15,7 @@ namespace oxytorch::bindings {
 
 using tune::DeferredLogits;
 using tune::DeferredNorms;
+using tune::DeferredSums;
 using tune::NativeOperators;
 using tune::OperatorReport;
 using tune::OwnRandom;
@@ -110,6 +112,14 @@ void bind_tune_operators(py::module_& m) {
       .def_static("joined", &DeferredNorms::joined, "Additions, ReLUs and poolings that joined one, so far.")
       .def(
           "scope", [](const DeferredNorms&) { return std::make_unique<ScopeManager<DeferredNorms::Scope>>(); },
+          "Defer on this thread: a context manager.");
+  bind_scope<DeferredSums::Scope>(m, "SumsScope", "Defers on this thread while it is entered.");
+  py::class_<DeferredSums>(m, "DeferredSums", "Sums and dropout that wait for the normalization that follows them.")
+      .def(py::init<>(), release_gil())
+      .def_static("sums", &DeferredSums::sums, "Dropouts and additions that were taken, so far.")
+      .def_static("joined", &DeferredSums::joined, "Normalizations that one was computed with, so far.")
+      .def(
+          "scope", [](const DeferredSums&) { return std::make_unique<ScopeManager<DeferredSums::Scope>>(); },
           "Defer on this thread: a context manager.");
   py::class_<OwnRandom>(m, "OwnRandom", "Random numbers of this thread alone, from where the default generator stands.")
       .def(py::init<>())

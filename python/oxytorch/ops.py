@@ -12,7 +12,19 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-__all__ = ["attention", "batch_norm", "linear", "linear_cross_entropy"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention",
+    "batch_norm",
+    "geglu",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "rms_norm",
+    "swiglu",
+]
 
 
 def attention(
@@ -135,6 +147,149 @@ def batch_norm(
             input, weight, bias, running_mean, running_var, momentum, eps, added, relu, list(pool)
         ),
     )
+
+
+def gelu(input: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """Return ``input * Phi(input)``, or its form by tanh, differentiable twice (Hendrycks and Gimpel, arXiv:1606.08415).
+
+    On a CPU, float32, bfloat16 and float16 take the kernel of this library: float32 arithmetic, one rounding, the same
+    bits for any number of threads. Everything else takes torch's own operators.
+
+    Parameters
+    ----------
+    input : Tensor
+        Any sizes.
+    approximate : {"none", "tanh"}
+        As of `torch.nn.functional.gelu`.
+
+    Returns
+    -------
+    Tensor
+        In the sizes, dtype and layout of `input`.
+
+    Raises
+    ------
+    ValueError
+        For another `approximate`.
+    """
+    return cast(Tensor, torch.ops.oxytorch.gelu(input, approximate))
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Return ``silu(gate) * up`` in one pass, differentiable twice (Shazeer, arXiv:2002.05202).
+
+    Of both, only the inputs are kept for backward, which makes both gradients in one pass. Kernel and bits as of `gelu`.
+
+    Parameters
+    ----------
+    gate : Tensor
+        Any sizes. Without `up`, its last dimension holds both side by side, the gate first.
+    up : Tensor, optional
+        In the sizes and dtype of `gate`.
+
+    Returns
+    -------
+    Tensor
+        In the sizes of `gate`; without `up`, of half its last dimension.
+
+    Raises
+    ------
+    ValueError
+        For sizes that differ, or a last dimension that has no halves.
+    TypeError
+        For dtypes that differ.
+    """
+    return cast(Tensor, torch.ops.oxytorch.swiglu(gate, up))
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """Return ``gelu(gate, approximate) * up`` in one pass; all else as of `swiglu`."""
+    return cast(Tensor, torch.ops.oxytorch.geglu(gate, up, approximate))
+
+
+def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Return the layer normalization of the last dimension, differentiable twice (Ba et al., arXiv:1607.06450).
+
+    On a CPU, float32, bfloat16 and float16 with weights of float32 or of their dtype take the kernel of this library:
+    float32 arithmetic, the same bits for any number of threads. Everything else takes torch's own operators.
+
+    Parameters
+    ----------
+    input : Tensor
+        Any sizes x columns.
+    weight, bias : Tensor, optional
+        One for each column.
+    eps : float
+        Added to the variance.
+
+    Returns
+    -------
+    Tensor
+        In the sizes and dtype of `input`.
+
+    Raises
+    ------
+    ValueError
+        For sizes that do not fit.
+    """
+    return cast(Tensor, torch.ops.oxytorch.layer_norm(input, weight, bias, eps))
+
+
+def rms_norm(input: Tensor, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """Return the RMS normalization of the last dimension (Zhang and Sennrich, arXiv:1910.07467).
+
+    `eps` is added to the mean square; without one it is that of `torch.nn.functional.rms_norm`. All else as of
+    `layer_norm`.
+    """
+    return cast(Tensor, torch.ops.oxytorch.rms_norm(input, weight, eps))
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the layer normalization of ``dropout(input) + residual``, and that sum, in one pass.
+
+    Both gradients are made in one pass too. Of a transformer's block it is the end of one part and the beginning of the
+    next: the sum goes on as the next residual.
+
+    Parameters
+    ----------
+    input, residual : Tensor
+        Any sizes x columns, the same of both. The dtypes may differ, as under autocast.
+    weight, bias : Tensor, optional
+        One for each column.
+    eps : float
+        Added to the variance.
+    dropout : float
+        Probability, below 1, that an element of `input` is dropped; the others are divided by one less it. The mask is
+        the one that `torch.nn.functional.dropout` draws. Pass 0 in evaluation.
+
+    Returns
+    -------
+    normed, sum : Tensor
+        Both in the dtype of ``input + residual``.
+
+    Raises
+    ------
+    ValueError
+        For sizes that do not fit, and a `dropout` that is not from 0 to below 1.
+    """
+    return cast(
+        "tuple[Tensor, Tensor]", torch.ops.oxytorch.add_layer_norm(input, residual, weight, bias, eps, dropout)
+    )
+
+
+def add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float | None = None, *, dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return the RMS normalization of ``dropout(input) + residual``, and that sum; all else as of `add_layer_norm`."""
+    return cast("tuple[Tensor, Tensor]", torch.ops.oxytorch.add_rms_norm(input, residual, weight, eps, dropout))
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

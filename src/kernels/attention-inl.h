@@ -201,7 +201,7 @@ constexpr float kLog2ERest = 1.925963033500012e-8F;
 HWY_INLINE V exp(V x) {
   const V most = hn::IfThenElse(hn::Gt(x, set(88.8F)), set(88.8F), x);
   const V whole = hn::Round(hn::Mul(most, set(kLog2E)));
-  const V rest = fma(most, set(kLog2ERest), hn::MulSub(most, set(kLog2E), whole));
+  const V rest = fma(most, set(kLog2ERest), fms(most, set(kLog2E), whole));
   V power = fma(set(1.535336188319500e-4F), rest, set(1.339887440266574e-3F));
   power = fma(power, rest, set(9.618437357674640e-3F));
   power = fma(power, rest, set(5.550332471162809e-2F));

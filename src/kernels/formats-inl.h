@@ -67,6 +67,14 @@ HWY_INLINE W fma(D d, W a, W b, W c) {
 #endif
 }
 HWY_INLINE V fma(V a, V b, V c) { return fma(F32(), a, b, c); }
+// a * b - c with one rounding.
+HWY_INLINE V fms(V a, V b, V c) {
+#if OXYTORCH_KERNELS_SCALAR
+  return fma(a, b, hn::Neg(c));
+#else
+  return hn::MulSub(a, b, c);
+#endif
+}
 
 HWY_INLINE V set(float value) { return hn::Set(F32(), value); }
 HWY_INLINE VU bits_of(V value) { return hn::BitCast(U32(), value); }
@@ -93,7 +101,7 @@ HWY_INLINE void store(V value, float* to, const std::uint16_t*) {
 }
 
 HWY_INLINE void store_low16(VU value, std::uint16_t* to) {
-  hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), value)), U16(), to);
+  hn::StoreU(hn::TruncateTo(U16(), value), U16(), to);
 }
 
 HWY_INLINE V load(const Bf16* from) {

@@ -1,5 +1,5 @@
-// The kernels of operators.h, attention.h, channel_norm.h and lstm.h: one source, compiled for each instruction set by
-// Highway.
+// The kernels of operators.h, activation.h, attention.h, channel_norm.h, row_norm.h and lstm.h: one source,
+// compiled for each instruction set by Highway.
 #include "kernels/operators_table.h"
 #include "kernels/targets.h"
 
@@ -9,6 +9,7 @@
 //
 #include <hwy/highway.h>
 
+#include "kernels/activation-inl.h"
 #include "kernels/attention-inl.h"
 #include "kernels/batch_norm-inl.h"
 #include "kernels/bernoulli-inl.h"
@@ -16,6 +17,7 @@
 #include "kernels/lstm-inl.h"
 #include "kernels/optimizer_loop-inl.h"
 #include "kernels/pool-inl.h"
+#include "kernels/row_norm-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace oxytorch::kernels::HWY_NAMESPACE {
@@ -50,6 +52,10 @@ const OperatorTable& operators() {
                                         window_gradient_sums,
                                         channel_gradient,
                                         window_gradient,
+                                        activate,
+                                        activate_backward,
+                                        normalize_sums,
+                                        row_norm_gradient,
                                         lstm_forward,
                                         lstm_backward};
   return kTable;

@@ -1,12 +1,14 @@
-/// The kernels of oxytorch/kernels/operators.h, attention.h, channel_norm.h and lstm.h, one table for each instruction
-/// set.
+/// The kernels of oxytorch/kernels/operators.h, activation.h, attention.h, channel_norm.h, row_norm.h and lstm.h, one
+/// table for each instruction set.
 #pragma once
 
 #include "oxytorch/isa.h"
+#include "oxytorch/kernels/activation.h"
 #include "oxytorch/kernels/attention.h"
 #include "oxytorch/kernels/channel_norm.h"
 #include "oxytorch/kernels/lstm.h"
 #include "oxytorch/kernels/operators.h"
+#include "oxytorch/kernels/row_norm.h"
 
 namespace oxytorch::kernels {
 
@@ -53,6 +55,12 @@ struct OperatorTable {
   void (*channel_gradient)(const ChannelGradient& args, const ChannelSlope& slope, void* to, void* added);
   void (*window_gradient)(const ChannelGradient& args, const ChannelSlope& slope, const WindowRow& windows,
                           const std::uint8_t* taps, void* to);
+  void (*activate)(const Activated& of, const RowsTo& to);
+  void (*activate_backward)(const Activated& of, const Rows& grad, const RowsTo& to_input, const RowsTo& to_times);
+  void (*normalize_sums)(const RowSum& sum_of, const RowNorm& norm, const RowsOf& sum, const RowsOf& output, float* mean,
+                         float* invstd, float* work);
+  void (*row_norm_gradient)(const RowNormGradient& of, const RowsOf& to_input, const RowsOf& to_residual, float* weight,
+                            float* bias, float* work);
   void (*lstm_forward)(const LstmForward& step);
   void (*lstm_backward)(const LstmBackward& step);
 };

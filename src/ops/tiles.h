@@ -32,6 +32,12 @@ inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
           matrix.size(1)};
 }
 
+/// The tensor as a dense() matrix of its last dimension: a view where its strides allow.
+[[nodiscard]] inline at::Tensor as_rows(const at::Tensor& tensor) {
+  const at::Tensor rows = tensor.dim() < 2 ? tensor.reshape({1, -1}) : tensor.flatten(0, -2);
+  return rows.stride(1) == 1 || rows.size(1) == 1 ? rows : rows.contiguous();
+}
+
 /// Rows or columns of a matrix, cut into tiles.
 struct Tiled {
   explicit Tiled(std::int64_t count) : count(count), tiles(round_up(count, kernels::kTile) / kernels::kTile) {}

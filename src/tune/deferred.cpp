@@ -1,6 +1,7 @@
 #include "tune/deferred.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "ops/dispatch.h"
+#include "ops/row_norm.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::tune {
@@ -177,11 +179,12 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) {
 
 bool has_saved_tensor_hooks() { return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty(); }
 
-bool DeferredValue::has_hooks() const {
-  auto* node = edge.function.get();
-  return node != nullptr && !(node->tensor_pre_hooks().empty() && node->retains_grad_hooks().empty() &&
-                              node->pre_hooks().empty() && node->post_hooks().empty());
+bool is_transformed() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
+
+bool DeferredValue::has_hooks() const { return edge.function && ops::has_hooks(*edge.function); }
 
 Tensor DeferredValue::behind_hooks(Tensor made) const {
   if (!has_hooks()) return made;

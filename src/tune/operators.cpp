@@ -15,6 +15,7 @@
 #include <mutex>
 
 #include "base/spelling.h"
+#include "ops/activation_cpu.h"
 #include "ops/attention_cpu.h"
 #include "ops/lstm_cpu.h"
 #include "optim/dense.h"
@@ -355,6 +356,53 @@ Tensor cast_matmul(const Tensor& input, const Tensor& right) {
 
 namespace {
 
+// What the kernel takes as it lies.
+bool takes_activation(const Tensor& self) {
+  return ops::activation_cpu_takes(self, {}) && self.is_non_overlapping_and_dense();
+}
+bool takes_activation_backward(const Tensor& grad, const Tensor& self) {
+  return takes_activation(self) && grad.scalar_type() == self.scalar_type() && grad.sizes() == self.sizes();
+}
+
+}  // namespace
+
+Tensor gelu(const Tensor& self, std::string_view approximate) {
+  if (approximate != "tanh" || !takes_activation(self)) return originals().gelu.call<Tensor>(self, approximate);
+  return ops::activation_cpu({kernels::Activation::GeluTanh, self, {}});
+}
+
+Tensor gelu_backward(const Tensor& grad_output, const Tensor& self, std::string_view approximate) {
+  const bool is_known = approximate == "none" || approximate == "tanh";
+  if (!is_known || !takes_activation_backward(grad_output, self)) {
+    return originals().gelu_backward.call<Tensor>(grad_output, self, approximate);
+  }
+  const auto form = approximate == "tanh" ? kernels::Activation::GeluTanh : kernels::Activation::Gelu;
+  return ops::activation_cpu_backward({form, self, {}}, grad_output, {true, false})[0];
+}
+
+Tensor silu(const Tensor& self) {
+  if (!takes_activation(self)) return originals().silu.call<Tensor>(self);
+  return ops::activation_cpu({kernels::Activation::Silu, self, {}});
+}
+
+Tensor& silu_in_place(Tensor& self) {
+  if (takes_activation(self)) {
+    ops::activation_cpu_into({kernels::Activation::Silu, self, {}}, self);
+  } else {
+    originals().silu_in_place.call<Tensor>(self);
+  }
+  return self;
+}
+
+Tensor silu_backward(const Tensor& grad_output, const Tensor& self) {
+  if (!takes_activation_backward(grad_output, self)) {
+    return originals().silu_backward.call<Tensor>(grad_output, self);
+  }
+  return ops::activation_cpu_backward({kernels::Activation::Silu, self, {}}, grad_output, {true, false})[0];
+}
+
+namespace {
+
 struct Entry {
   std::vector<Original*> originals;
   void (*add)(torch::Library& library);
@@ -392,6 +440,19 @@ const std::map<std::string, Entry>& entries() {
         [](torch::Library& library) { library.impl("mkldnn_rnn_layer", TORCH_FN(lstm)); },
         &originals().lstm_backward,
         [](torch::Library& library) { library.impl("mkldnn_rnn_layer_backward", TORCH_FN(lstm_backward)); }}},
+      {"gelu",
+       {{&originals().gelu, &originals().gelu_backward},
+        [](torch::Library& library) {
+          library.impl("gelu", TORCH_FN(gelu));
+          library.impl("gelu_backward", TORCH_FN(gelu_backward));
+        }}},
+      {"silu",
+       {{&originals().silu, &originals().silu_in_place, &originals().silu_backward},
+        [](torch::Library& library) {
+          library.impl("silu", TORCH_FN(silu));
+          library.impl("silu_", TORCH_FN(silu_in_place));
+          library.impl("silu_backward", TORCH_FN(silu_backward));
+        }}},
       {"linear",
        {.originals = {&originals().linear, &originals().addmm, &originals().matmul},
         .add =
@@ -444,8 +505,8 @@ const std::vector<std::string>& NativeOperators::exact_names() {
 }
 
 const std::vector<std::string>& NativeOperators::names() {
-  static const std::vector<std::string> all{"max_pool2d",      "batch_norm", "bernoulli",
-                                            "flash_attention", "lstm",       "linear"};
+  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli", "flash_attention",
+                                            "lstm",       "linear",     "gelu",      "silu"};
   return all;
 }
 

@@ -75,6 +75,11 @@ struct Originals {
   Original linear{"aten::linear", "", c10::DispatchKey::AutocastCPU};
   Original addmm{"aten::addmm", "", c10::DispatchKey::AutocastCPU};
   Original matmul{"aten::matmul", "", c10::DispatchKey::AutocastCPU};
+  Original gelu{"aten::gelu"};
+  Original gelu_backward{"aten::gelu_backward"};
+  Original silu{"aten::silu"};
+  Original silu_in_place{"aten::silu_"};
+  Original silu_backward{"aten::silu_backward"};
   kernels::BatchNormFusion fusion;
 };
 Originals& originals();
@@ -117,6 +122,13 @@ at::Tensor cast_addmm(const at::Tensor& bias, const at::Tensor& input, const at:
                       const at::Scalar& alpha);
 at::Tensor cast_matmul(const at::Tensor& input, const at::Tensor& right);
 
+// Torch's GELU without tanh is as fast forward; backward ours is.
+at::Tensor gelu(const at::Tensor& self, std::string_view approximate);
+at::Tensor gelu_backward(const at::Tensor& grad_output, const at::Tensor& self, std::string_view approximate);
+at::Tensor silu(const at::Tensor& self);
+at::Tensor& silu_in_place(at::Tensor& self);
+at::Tensor silu_backward(const at::Tensor& grad_output, const at::Tensor& self);
+
 /// Why the operators of `name` may not replace the originals, which are captured; empty where they may.
 /// Sets originals().fusion. Draws nothing from torch's default generator.
 std::string differs_from_original(const std::string& name);
@@ -126,5 +138,8 @@ std::string cross_entropy_differs();
 
 /// Why ops::batch_norm may not stand in for torch's batch_norm and what follows it; empty where it may.
 std::string batch_norm_followed_differs();
+
+/// Why ops::add_layer_norm and add_rms_norm may not stand in for torch's operators; empty where they may.
+std::string row_norm_differs();
 
 }  // namespace oxytorch::tune

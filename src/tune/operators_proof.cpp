@@ -14,6 +14,7 @@
 #include "ops/linear_cpu.h"
 #include "oxytorch/ops/batch_norm.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
+#include "oxytorch/ops/row_norm.h"
 #include "tune/operators_entry.h"
 
 namespace oxytorch::tune {
@@ -291,6 +292,31 @@ std::string lstm_differs() {
   return {};
 }
 
+std::string activation_differs(bool is_gelu) {
+  Values values;
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    for (const std::string_view form : {"none", "tanh"}) {
+      const Tensor input = values.normal({7, 333}, 3).to(type), grad = values.normal({7, 333}).to(type);
+      const auto& all = originals();
+      const std::array ours{is_gelu ? tune::gelu(input, form) : tune::silu(input),
+                            is_gelu ? tune::gelu_backward(grad, input, form) : tune::silu_backward(grad, input)};
+      const std::array theirs{is_gelu ? all.gelu.call<Tensor>(input, form) : all.silu.call<Tensor>(input),
+                              is_gelu ? all.gelu_backward.call<Tensor>(grad, input, form)
+                                      : all.silu_backward.call<Tensor>(grad, input)};
+      const Tensor wide = input.to(at::kDouble), slope = grad.to(at::kDouble);
+      const std::array exact{is_gelu ? all.gelu.call<Tensor>(wide, form) : all.silu.call<Tensor>(wide),
+                             is_gelu ? all.gelu_backward.call<Tensor>(slope, wide, form)
+                                     : all.silu_backward.call<Tensor>(slope, wide)};
+      for (std::size_t i = 0; i < ours.size(); ++i) {
+        const double rounding = type == at::kFloat ? 0x1p-24 : 0x1p-8;
+        if (is_near(ours[i].to(at::kDouble), theirs[i].to(at::kDouble), exact[i], rounding)) continue;
+        return std::string(is_gelu ? "GELU" : "SiLU") + " is further from fp64 than torch's in " + at::toString(type);
+      }
+    }
+  }
+  return {};
+}
+
 std::string linear_differs() {
   struct Case {
     std::int64_t rows, features, outputs;
@@ -408,6 +434,48 @@ std::string batch_norm_followed_differs() {
   return {};
 }
 
+std::string row_norm_differs() {
+  const at::AutoGradMode as_in_training(true);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  Values values;
+  const Tensor weight = values.normal({75}, 0.3, 1), bias = values.normal({75});
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    for (const bool is_centered : {false, true}) {
+      // As under autocast, a residual stays in float32.
+      const std::vector<Tensor> given{values.normal({9, 13, 75}).to(type), values.normal({9, 13, 75}, 2, 1), weight, bias};
+      const Tensor grad = values.normal({9, 13, 75}), grad_sum = values.normal({9, 13, 75});
+      const auto results = [&](bool exact, auto&& results_of) {
+        std::vector<Tensor> inputs;
+        for (const Tensor& one : given) {
+          inputs.push_back((exact ? one.to(at::kDouble) : one).detach().requires_grad_());
+        }
+        if (!is_centered) inputs.pop_back();
+        const auto [normed, sum] = results_of(inputs);
+        auto found = torch::autograd::grad({normed, sum}, inputs,
+                                           {grad.to(normed.scalar_type()), grad_sum.to(sum.scalar_type())});
+        found.insert(found.end(), {normed.detach(), sum.detach()});
+        for (Tensor& one : found) one = one.to(at::kDouble);
+        return found;
+      };
+      const auto by_torch = [&](const std::vector<Tensor>& in) {
+        const Tensor sum = in[0] + in[1];
+        const Tensor normed = is_centered ? at::layer_norm(sum, {75}, in[2], in[3]) : at::rms_norm(sum, {75}, in[2], 1e-5);
+        return std::pair(normed, sum);
+      };
+      const auto exact = results(true, by_torch), theirs = results(false, by_torch);
+      const auto ours = results(false, [&](const std::vector<Tensor>& in) {
+        const ops::RowNormOptions options{.weight = in[2], .bias = is_centered ? MaybeTensor(in[3]) : std::nullopt, .eps = 1e-5};
+        return is_centered ? ops::add_layer_norm(in[0], in[1], options) : ops::add_rms_norm(in[0], in[1], options);
+      });
+      for (std::size_t i = 0; i < exact.size(); ++i) {
+        if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
+        return std::string("the norm of a sum is further from fp64 than torch's own operators in ") + at::toString(type);
+      }
+    }
+  }
+  return {};
+}
+
 std::string differs_from_original(const std::string& name) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::AutoGradMode as_in_training(true);  // kernels keep what backward needs
@@ -417,6 +485,7 @@ std::string differs_from_original(const std::string& name) {
   if (name == "flash_attention") return attention_differs();
   if (name == "lstm") return lstm_differs();
   if (name == "linear") return linear_differs();
+  if (name == "gelu" || name == "silu") return activation_differs(name == "gelu");
   return bernoulli_differs();
 }
 

@@ -10,11 +10,10 @@
 #include <optional>
 #include <string>
 
+#include "tune/thread_key.h"
+
 namespace oxytorch::tune {
 namespace {
-
-// A key that torch keeps free for such use: nothing sees it but a thread that asks for it.
-constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local at::Generator* own = nullptr;
 
@@ -40,15 +39,14 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   const auto first = stack->end() - static_cast<std::ptrdiff_t>(count);
   auto& generator = *(first + static_cast<std::ptrdiff_t>(*generator_argument(op.schema())));
   if (own != nullptr && generator.isNone() && std::none_of(first, stack->end(), elsewhere)) generator = *own;
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  op.redispatchBoxed(behind_thread_key(keys), stack);
 }
 
 /// Registered once and never taken back: a thread without the key does not meet it.
 void register_once() {
   static const bool done = [] {
-    auto* const all = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
-    all->fallback(torch::CppFunction::makeFallthrough());
-    auto* const aten = new torch::Library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+    register_thread_key();
+    auto* const aten = new torch::Library(torch::Library::IMPL, "aten", kThreadKey, __FILE__, __LINE__);
     auto& dispatcher = c10::Dispatcher::singleton();
     for (const auto& name : dispatcher.getAllOpNames()) {
       const auto op = dispatcher.findSchema(name);
@@ -69,6 +67,15 @@ at::Generator copy_of_default() {
 
 }  // namespace
 
+void register_thread_key() {
+  static const bool done = [] {
+    auto* const all = new torch::Library(torch::Library::IMPL, "_", kThreadKey, __FILE__, __LINE__);
+    all->fallback(torch::CppFunction::makeFallthrough());
+    return true;
+  }();
+  static_cast<void>(done);
+}
+
 struct OwnRandom::Impl {
   at::Generator start = copy_of_default();
   at::Generator now = start.clone();
@@ -78,7 +85,7 @@ struct OwnRandom::Impl {
 OwnRandom::OwnRandom() : impl_(std::make_unique<Impl>()) {
   register_once();
   own = &impl_->now;
-  impl_->guard.emplace(kKey);
+  impl_->guard.emplace(kThreadKey);
 }
 
 OwnRandom::~OwnRandom() { close(); }

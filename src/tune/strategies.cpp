@@ -21,6 +21,7 @@
 #include "oxytorch/system.h"
 #include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/deferred_norms.h"
+#include "oxytorch/tune/deferred_sums.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/run.h"
@@ -159,6 +160,14 @@ struct NativeLstm : Operators {
   }
 };
 
+struct NativeActivation : Operators {
+  NativeActivation() {
+    names = {"gelu", "silu"};
+    served = {"gelu", "silu", "silu_"};
+    missing = "the model calls neither GELU nor SiLU.";
+  }
+};
+
 struct NativeLinear : Operators {
   NativeLinear() { names = {"linear"}; }
   Applicability applies(Run& run) override {
@@ -212,6 +221,24 @@ struct NativeBatchNorm : Strategy {
     norms.reset();
   }
   std::optional<DeferredNorms> norms;
+};
+
+/// Dropout, the residual and the normalization of their sum as one.
+struct NativeLayerNorm : Strategy {
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    if (may_call(run, {"layer_norm", "rms_norm"})) return true;
+    return "the model calls neither layer nor RMS normalization.";
+  }
+  void apply(Run& run) override {
+    sums.emplace();
+    run.scope("sums", [] { return std::make_shared<DeferredSums::Scope>(); });
+  }
+  void revert(Run& run) override {
+    run.scope("sums", {});
+    sums.reset();
+  }
+  std::optional<DeferredSums> sums;
 };
 
 // -- the optimizer ----------------------------------------------------------------------------------------------------
@@ -466,6 +493,12 @@ std::vector<RegisteredStrategy> own_strategies() {
                               .cost = "LSTM layers of other models in this process take this kernel too.",
                               .max_speedup = 4,
                               .expected_speedup = 2.2}),
+      registered<NativeActivation>("native_activation", Tolerance,
+                                   {.interacts = {"bf16_autocast", "allocator", "host_pool"},
+                                    .settle = 2,  // other blocks of memory
+                                    .cost = "activations of other models in this process take these kernels too.",
+                                    .max_speedup = 1.5,
+                                    .expected_speedup = 1.02}),
       registered<NativeLinear>("native_linear", Precision,
                                {.requires_ = {"bf16_autocast"},
                                 .interacts = {"allocator", "host_pool"},
@@ -479,6 +512,12 @@ std::vector<RegisteredStrategy> own_strategies() {
                                    .cost = "the memory of a normalized tensor cannot be read directly in the model.",
                                    .max_speedup = 3,
                                    .expected_speedup = 1.2}),
+      registered<NativeLayerNorm>("native_layer_norm", Tolerance,
+                                  {.interacts = {"bf16_autocast", "allocator", "host_pool"},
+                                   .settle = 2,  // other blocks of memory
+                                   .cost = "the memory of a sum cannot be read directly in the model.",
+                                   .max_speedup = 2,
+                                   .expected_speedup = 1.03}),
       registered<NativeCrossEntropy>("native_cross_entropy", Tolerance,
                                      {.interacts = {"bf16_autocast", "allocator", "host_pool"},
                                       .cost = "logits that are kept until the optimizer's step are computed then.",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.nn import functional as F
 
-from .rounding import ROUNDING, threads
+from .rounding import ROUNDING, results_by_isa, threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
 
@@ -276,19 +273,6 @@ def test_bad_input_is_refused_in_words(call: Callable[..., Any], text: str) -> N
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2"])
 def test_the_other_instruction_sets_give_the_same_bits(isa: str, tmp_path: Path) -> None:
-    code = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from ops.test_batch_norm import Case, by_us
-torch.save([t for seed in (1, 2, 4, 7, 9, 13) for t in Case(seed).run(by_us).values()], sys.argv[2])
-"""
-    results = []
-    for which in ("avx512", isa):
-        command = [sys.executable, "-c", code, str(Path(__file__).parents[1]), str(tmp_path / which)]
-        environment = {**os.environ, "OXYTORCH_ISA": which}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if which == "avx512" and done.returncode:
-            pytest.skip("this processor has no AVX-512")
-        assert done.returncode == 0, done.stderr[-2000:]
-        results.append(torch.load(tmp_path / which))
-    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+    tensors = "[t for seed in (1, 2, 4, 7, 9, 13) for t in Case(seed).run(by_us).values()]"
+    first, other = results_by_isa("test_batch_norm", tensors, ("avx512", isa), tmp_path)
+    assert all(a.equal(b) for a, b in zip(first, other, strict=True))

@@ -13,6 +13,7 @@
 #include "oxytorch/memory.h"
 #include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/deferred_norms.h"
+#include "oxytorch/tune/deferred_sums.h"
 #include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/run.h"
@@ -408,6 +409,47 @@ TEST(StrategiesTest, NativeBatchNormTakesWhatFollowsTheLayer) {
   EXPECT_TRUE(at::equal(run.losses(batch), plain)) << "torch's layer serves again";
   snapshot.restore();
   EXPECT_NO_THROW(snapshot.prove());
+}
+
+/// A block of a transformer that has no attention.
+struct BlockImpl : nn::Module {
+  BlockImpl() {
+    layer = register_module("layer", nn::Linear(8, 8));
+    norm = register_module("norm", nn::LayerNorm(nn::LayerNormOptions({8})));
+  }
+  at::Tensor forward(const at::Tensor& image) {
+    const at::Tensor x = image.contiguous();
+    return norm(x + torch::gelu(layer(x), "tanh"));
+  }
+  nn::Linear layer = nullptr;
+  nn::LayerNorm norm = nullptr;
+};
+TORCH_MODULE(Block);
+
+TEST(StrategiesTest, ABlocksActivationAndNormAreServed) {
+  auto none = Training::with(nn::ReLU());
+  EXPECT_THAT(none.run.strategy("native_layer_norm").applies(none.run).reason, HasSubstr("neither layer nor RMS"));
+  EXPECT_THAT(none.run.strategy("native_activation").applies(none.run).reason, HasSubstr("neither GELU nor SiLU"));
+  auto training = Training::with(Block());
+  auto& run = training.run;
+  tune::Snapshot snapshot(run);
+  tune::Verifier verifier(run, snapshot);
+  const auto& batch = training.batches[0];
+  const auto plain = run.losses(batch);
+  for (const std::string name : {"native_layer_norm", "native_activation"}) {
+    ASSERT_TRUE(run.strategy(name).applies(run).holds) << name;
+    run.set_active({name});
+    const auto joined = tune::DeferredSums::joined();
+    EXPECT_TRUE(at::allclose(run.losses(batch), plain, 1e-5, 1e-6)) << name;
+    if (name == "native_layer_norm") EXPECT_GT(tune::DeferredSums::joined(), joined);
+    snapshot.restore();
+    const auto ruling = verifier.check(tune::Kind::Tolerance);
+    EXPECT_TRUE(ruling.held) << name << ruling.reason;
+    run.set_active({});
+    snapshot.restore();
+    EXPECT_TRUE(at::equal(run.losses(batch), plain)) << name;
+    snapshot.restore();
+  }
 }
 
 TEST(StrategiesTest, NativeOperatorsComeAndGo) {

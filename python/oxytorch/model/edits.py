@@ -152,24 +152,24 @@ class MathAttention(Attention):
 
 
 class NativeKernel(Change):
-    """Operators of torch served by kernels of this library: `kernel` in the place of `operator`."""
+    """Operators of torch served by kernels of this library: `kernels` in the place of `operators`."""
 
-    kernel: str
-    operator: str
+    kernels: tuple[str, ...]
+    operators: tuple[str, ...]
     missing: str
 
     def applies(self, run: Subject) -> bool | str:
         """See `Change.applies`."""
         if run.device.type != "cpu":
             return f"there is no such kernel on {run.device.type}"
-        return True if run.uses(self.operator) else self.missing
+        return True if any(run.uses(name) for name in self.operators) else self.missing
 
     def apply(self, run: Subject) -> None:  # noqa: ARG002
         """See `Change.apply`."""
         self._operators = _C.tune.NativeOperators()
-        (report,) = self._operators.install([self.kernel])
-        if not report.installed:
-            raise RuntimeError(report.reason)
+        reports = self._operators.install(list(self.kernels))
+        if not any(report.installed for report in reports):
+            raise RuntimeError("; ".join(report.reason for report in reports))
 
     def revert(self, run: Subject) -> None:  # noqa: ARG002
         """See `Change.revert`."""
@@ -181,8 +181,17 @@ class NativeAttention(NativeKernel):
 
     kind = "tolerance"
     cost = "attention of other models in this process takes this kernel too."
-    kernel, operator = "flash_attention", "scaled_dot_product_flash_attention"
+    kernels, operators = ("flash_attention",), ("scaled_dot_product_flash_attention",)
     missing = "the model calls no flash attention; dropout of attention weights keeps torch from it"
+
+
+class NativeActivation(NativeKernel):
+    """GELU and SiLU by the kernels of this library."""
+
+    kind = "tolerance"
+    cost = "activations of other models in this process take these kernels too."
+    kernels, operators = ("gelu", "silu"), ("gelu", "silu", "silu_")
+    missing = "the model calls neither GELU nor SiLU"
 
 
 class NativeLstm(NativeKernel):
@@ -190,7 +199,7 @@ class NativeLstm(NativeKernel):
 
     kind = "tolerance"
     cost = "LSTM layers of other models in this process take this kernel too."
-    kernel, operator = "lstm", "mkldnn_rnn_layer"
+    kernels, operators = ("lstm",), ("mkldnn_rnn_layer",)
     missing = "the model calls no LSTM of oneDNN's, which float64, projections and packed sequences keep torch from"
 
 
@@ -363,6 +372,7 @@ EDITS: dict[str, type[Change]] = {
     "sdpa:math": MathAttention,
     "sdpa:native": NativeAttention,
     "lstm:native": NativeLstm,
+    "activation:native": NativeActivation,
     "sdpa:flash": FlashAttention,
     "sdpa:efficient": EfficientAttention,
     "sdpa:cudnn": CudnnAttention,
@@ -378,7 +388,7 @@ def make(name: str) -> Change:
     if kind is None:
         raise ValueError(
             f"no edit is called {name!r}; there are channels_last, channels_last_3d, sdpa:KERNEL, lstm:native, "
-            "checkpoint:MODULE, fuse_conv_bn and drop_bias_before_norm"
+            "activation:native, checkpoint:MODULE, fuse_conv_bn and drop_bias_before_norm"
         )
     edit = kind()
     edit.name = name

@@ -1,4 +1,4 @@
-"""Strategies that choose the kernel of attention, of LSTM and of linear layers, tried on the training step."""
+"""Strategies that choose the kernel of attention, of LSTM, activation and linear layers, tried on the training step."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ class NativeLstm(edits.NativeLstm, Strategy):
     """LSTM layers by the kernel of this library, in place of oneDNN's."""
 
 
+@strategy("native_activation", kind="tolerance", interacts=_INTERACTS, settle=2, max_speedup=1.5, expected_speedup=1.02)
+class NativeActivation(edits.NativeActivation, Strategy):
+    """GELU and SiLU by the kernels of this library."""
+
+
 @strategy(
     "native_linear",
     kind="precision",
@@ -67,7 +72,7 @@ class NativeLstm(edits.NativeLstm, Strategy):
 class NativeLinear(edits.NativeKernel, Strategy):
     """Linear layers under autocast by the kernel of this library, without a copy of their weights in bfloat16."""
 
-    kernel = "linear"
+    kernels = ("linear",)
 
     def applies(self, run: Subject) -> bool | str:
         """See `Strategy.applies`."""

@@ -123,6 +123,26 @@ class NativeBatchNorm(_Deferred):
 
 
 @strategy(
+    "native_layer_norm",
+    kind="tolerance",
+    interacts=("compile", "bf16_autocast", "allocator", "host_pool"),
+    settle=2,
+    cost="the memory of a sum cannot be read directly in the model (numpy, data_ptr).",
+    max_speedup=2.0,
+    expected_speedup=1.03,
+)
+class NativeLayerNorm(_Deferred):
+    """Dropout, the residual and the layer or RMS normalization of their sum as one."""
+
+    _kind = _C.tune.DeferredSums
+
+    def _finds(self, run: Run) -> bool | str:
+        found = any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in run.model.modules())
+        found = found or any(run.uses(name) for name in ("native_layer_norm", "_fused_rms_norm"))
+        return found or "the model has neither layer nor RMS normalization"
+
+
+@strategy(
     "native_cross_entropy",
     kind="tolerance",
     interacts=("compile", "bf16_autocast", "allocator", "host_pool"),

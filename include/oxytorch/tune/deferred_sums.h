@@ -1,0 +1,43 @@
+/// Dropout, the addition of a residual and the layer or RMS normalization of the sum as one, in a model that knows
+/// nothing of it.
+#pragma once
+
+#include <cstdint>
+
+#include "oxytorch/api.h"
+
+namespace oxytorch::tune {
+
+/// While a Scope is open on a thread, dropout in training, and the addition of two tensors of one size (dense, of
+/// float32, bfloat16 or float16, on the CPU, with a gradient), give a tensor that has no values yet. An addition joins
+/// dropout, and a layer or RMS normalization over the last dimension of either computes it and itself in one pass, by
+/// oxytorch::ops::add_layer_norm and add_rms_norm. Anything else that asks gets the values that torch's operators give.
+/// Layer and RMS normalization of other tensors takes this library's kernel too. Under torch.func transforms, dispatch modes,
+/// torch.compile, hooks for saved tensors and inference mode all is left alone.
+///
+/// Asked for after what was added was changed in place, it throws Error(InvalidState). Direct access to the memory of a
+/// tensor that has none (data_ptr, numpy) throws in torch's words.
+class OXY_API DeferredSums {
+ public:
+  /// Error(NotSupported) where the results are further from fp64 than twice torch's own.
+  DeferredSums();
+
+  /// Of one thread, until it ends. Scopes may lie in each other.
+  class OXY_API Scope {
+   public:
+    Scope();
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    bool is_first_;
+  };
+
+  /// Dropouts and additions of this process that were taken, so far.
+  [[nodiscard]] static std::int64_t sums() noexcept;
+  /// Normalizations that one was computed with.
+  [[nodiscard]] static std::int64_t joined() noexcept;
+};
+
+}  // namespace oxytorch::tune

@@ -1,0 +1,285 @@
+#include "oxytorch/tune/deferred_sums.h"
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/add_ops.h>
+#include <ATen/ops/dropout_ops.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/layer_norm_ops.h>
+#include <ATen/ops/result_type.h>
+#include <ATen/ops/rms_norm_ops.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "ops/dispatch.h"
+#include "ops/row_norm.h"
+#include "oxytorch/error.h"
+#include "tune/deferred.h"
+#include "tune/operators_entry.h"
+#include "tune/thread_key.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using at::Tensor;
+
+thread_local int open_sum_scopes = 0;
+std::atomic<std::int64_t> sums_taken = 0, norms_joined = 0;
+
+/// What torch's dropout multiplies with.
+Tensor noise_of(const Tensor& keep, double dropout) { return keep.div(1 - dropout); }
+
+// Gradients that reach a deferred tensor itself: those of a custom function that was given it.
+struct DeferredSumNode final : torch::autograd::Node {
+  std::string name() const override { return "OxytorchDeferredSumBackward"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    torch::autograd::variable_list made(2);
+    if (!grads[0].defined()) return made;
+    if (task_should_compute_output(0)) {
+      made[0] = (keep.defined() ? grads[0] * noise_of(keep, dropout) : grads[0]).to(types[0]);
+    }
+    if (task_should_compute_output(1)) made[1] = grads[0].to(types[1]);
+    return made;
+  }
+
+  Tensor keep;
+  double dropout = 0;
+  std::array<at::ScalarType, 2> types{};
+};
+
+/// input, behind dropout, + residual.
+struct Sum final : DeferredValue {
+  Tensor input, residual;  // no residual: dropout alone
+  Tensor keep;             // of dropout; undefined: none
+  double dropout = 0;
+  std::array<std::uint32_t, 2> versions{};
+
+  [[nodiscard]] std::array<std::uint32_t, 2> present_versions() const {
+    std::array<std::uint32_t, 2> found{};
+    for (std::size_t i = 0; i < 2; ++i) {
+      const Tensor& t = i == 0 ? input : residual;
+      if (t.defined() && !t.is_inference()) found[i] = static_cast<std::uint32_t>(t._version());
+    }
+    return found;
+  }
+
+  Tensor values() override {
+    const std::lock_guard lock(mutex_);
+    if (made_.defined()) return made_;
+    OXY_CHECK(versions == present_versions(), InvalidState,
+              "a sum is asked for after what was added, or dropped, was changed in place: it was left to what follows "
+              "it (native_layer_norm). Read it before, or leave that strategy out.");
+    const at::AutoGradMode as_in_training(true);
+    const c10::impl::ExcludeDispatchKeyGuard as_left_alone(kThreadKey);
+    Tensor made = keep.defined() ? input * noise_of(keep, dropout) : input;
+    if (residual.defined()) made = is_residual_first ? residual + made : made + residual;
+    made_ = behind_hooks(made);
+    return made_;
+  }
+  bool is_computed() override {
+    const std::lock_guard lock(mutex_);
+    return made_.defined();
+  }
+  void settle() override {}
+  std::optional<Tensor> serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
+                              std::size_t position, std::shared_ptr<DeferredValue> self) override;
+
+  bool is_residual_first = false;
+
+ private:
+  std::mutex mutex_;
+  Tensor made_;
+};
+
+/// What torch's operators would give, without values.
+Tensor meta_of(const Sum& sum) {
+  const auto on_meta = [](const Tensor& t) { return at::empty_like(t, t.options().device(at::kMeta)); };
+  if (!sum.residual.defined()) return on_meta(sum.input);
+  if (sum.input.is_contiguous() && sum.residual.is_contiguous()) {
+    return at::empty(sum.input.sizes(),
+                     sum.input.options().dtype(at::result_type(sum.input, sum.residual)).device(at::kMeta));
+  }
+  const at::NoGradGuard no_grad;
+  const Tensor input = on_meta(sum.input), residual = on_meta(sum.residual);
+  const c10::impl::ExcludeDispatchKeyGuard as_left_alone(kThreadKey);
+  return sum.is_residual_first ? residual + input : input + residual;
+}
+
+Tensor deferred_sum(const std::shared_ptr<Sum>& sum) {
+  sum->versions = sum->present_versions();
+  sum->meta = meta_of(*sum);
+  Tensor tensor = deferred_tensor(sum);
+  const Tensor& second = sum->residual.defined() ? sum->residual : sum->input;
+  auto node = new_node<DeferredSumNode>();
+  node->set_next_edges(torch::autograd::collect_next_edges(sum->input, second));
+  if (!sum->residual.defined()) node->set_next_edge(1, {});
+  node->types = {sum->input.scalar_type(), second.scalar_type()};
+  node->keep = sum->keep;
+  node->dropout = sum->dropout;
+  torch::autograd::set_history(tensor, node);
+  sum->edge = torch::autograd::impl::gradient_edge(tensor);
+  sums_taken.fetch_add(1, std::memory_order_relaxed);
+  return tensor;
+}
+
+/// What the kernel takes, and nobody else has a use for.
+bool is_addend(const Tensor& tensor) {
+  return tensor.defined() && ops::has_kernel(tensor) && tensor.layout() == at::kStrided && tensor.dim() >= 2 &&
+         tensor.numel() > 0 && tensor.size(-1) > 1 && tensor.is_non_overlapping_and_dense() &&
+         !tensor.is_inference();
+}
+bool defers_now(const Tensor& one, const Tensor& other) {
+  const std::array<Tensor, 2> both{one, other};
+  return open_sum_scopes > 0 && at::GradMode::is_enabled() && !has_saved_tensor_hooks() && !is_transformed() &&
+         torch::autograd::compute_requires_grad(one, other) && !at::areAnyTensorSubclassLike(both);
+}
+
+/// Whether normalizing goes over the last dimension alone.
+bool is_of_rows(const Tensor& meta, const c10::IValue& shape) {
+  const auto sizes = shape.toIntVector();
+  return sizes.size() == 1 && sizes[0] == meta.size(-1);
+}
+Tensor tensor_or_none(const c10::IValue& argument) { return is_tensor(argument) ? argument.toTensor() : Tensor(); }
+
+std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
+                                 std::size_t position, std::shared_ptr<DeferredValue> /*self*/) {
+  if (is_computed() || has_hooks() || versions != present_versions() || !at::GradMode::is_enabled()) {
+    return std::nullopt;
+  }
+  const auto& name = op.operator_name();
+  if (name.name == "aten::add" && name.overload_name == "Tensor") {
+    const c10::IValue& beside = arguments[position == 0 ? 1 : 0];
+    if (residual.defined() || !arguments[2].toScalar().equal(1) || !is_tensor(beside)) return std::nullopt;
+    const Tensor other = values_of(beside.toTensor());
+    const std::array<Tensor, 1> one{other};
+    if (!is_addend(other) || other.sizes() != meta.sizes() || at::areAnyTensorSubclassLike(one)) return std::nullopt;
+    auto next = std::make_shared<Sum>();
+    next->input = input;
+    next->residual = other;
+    next->keep = keep;
+    next->dropout = dropout;
+    next->is_residual_first = position == 1;
+    return deferred_sum(next);
+  }
+  const bool is_centered = name.name == "aten::layer_norm";
+  if (position != 0 || (!is_centered && name.name != "aten::rms_norm") || !is_of_rows(meta, arguments[1]) ||
+      !meta.is_contiguous()) {
+    return std::nullopt;
+  }
+  ops::NormOfSum of{input, residual, keep, tensor_or_none(arguments[2])};
+  of.keep_scale = 1 / (1 - dropout);
+  of.is_centered = is_centered;
+  if (is_centered) of.bias = tensor_or_none(arguments[3]);
+  const c10::IValue& eps = arguments[is_centered ? 4 : 3];
+  of.eps = eps.isNone() ? std::numeric_limits<float>::epsilon() : eps.toDouble();
+  if (is_deferred(of.weight) || is_deferred(of.bias) || !ops::row_norm_cpu_takes(of)) return std::nullopt;
+  const std::lock_guard lock(mutex_);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  auto [normed, sum] = ops::normalized_sum(of);
+  ops::let_hooks_see_sum(normed, edge);
+  made_ = sum;
+  norms_joined.fetch_add(1, std::memory_order_relaxed);
+  return normed;
+}
+
+// -- where a thread asks for it ---------------------------------------------------------------------------------------
+
+Tensor add_in_scope(c10::DispatchKeySet keys, const Tensor& self, const Tensor& other, const at::Scalar& alpha) {
+  if (open_sum_scopes > 0 && alpha.equal(1) && !is_deferred(self) && !is_deferred(other) && is_addend(self) &&
+      is_addend(other) && self.sizes() == other.sizes() && defers_now(self, other)) {
+    auto sum = std::make_shared<Sum>();
+    sum->input = self;
+    sum->residual = other;
+    return deferred_sum(sum);
+  }
+  return at::_ops::add_Tensor::redispatch(behind_thread_key(keys), self, other, alpha);
+}
+
+Tensor dropout_in_scope(c10::DispatchKeySet keys, const Tensor& input, double p, bool train) {
+  if (open_sum_scopes > 0 && train && p > 0 && p < 1 && !is_deferred(input) && is_addend(input) &&
+      defers_now(input, input)) {
+    auto sum = std::make_shared<Sum>();
+    sum->input = input;
+    sum->keep = at::empty_like(input.detach()).bernoulli_(1 - p);  // as torch draws it
+    sum->dropout = p;
+    return deferred_sum(sum);
+  }
+  return at::_ops::dropout::redispatch(behind_thread_key(keys), input, p, train);
+}
+
+/// The norm by the kernel of this library, or nothing where torch's must see the arguments.
+std::optional<Tensor> norm_in_scope(const Tensor& input, c10::SymIntArrayRef shape, const MaybeTensor& weight,
+                                    const MaybeTensor& bias, double eps, bool is_centered) {
+  if (open_sum_scopes == 0 || is_deferred(input) || !is_addend(input) || shape.size() != 1 ||
+      shape[0] != input.sym_size(-1)) {
+    return std::nullopt;
+  }
+  const ops::NormOfSum of{input, {}, {}, ops::or_none(weight), ops::or_none(bias), eps, 1, is_centered};
+  if (is_deferred(of.weight) || is_deferred(of.bias)) return std::nullopt;
+  if (!defers_now(input, of.weight.defined() ? of.weight : input) || !ops::row_norm_cpu_takes(of)) return std::nullopt;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return ops::normalized_sum(of).first;
+}
+
+Tensor rms_norm_in_scope(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef shape,
+                         const MaybeTensor& weight, std::optional<double> eps) {
+  auto made = norm_in_scope(input, shape, weight, {}, eps.value_or(std::numeric_limits<float>::epsilon()), false);
+  return made ? *made : at::_ops::rms_norm::redispatch(behind_thread_key(keys), input, shape, weight, eps);
+}
+
+Tensor layer_norm_in_scope(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef shape,
+                           const MaybeTensor& weight, const MaybeTensor& bias, double eps, bool cudnn) {
+  auto made = norm_in_scope(input, shape, weight, bias, eps, true);
+  return made ? *made : at::_ops::layer_norm::redispatch(behind_thread_key(keys), input, shape, weight, bias, eps, cudnn);
+}
+
+void register_sums_once() {
+  static const bool done = [] {
+    register_thread_key();
+    auto* const aten = new torch::Library(torch::Library::IMPL, "aten", kThreadKey, __FILE__, __LINE__);
+    aten->impl("add.Tensor", TORCH_FN(add_in_scope));
+    aten->impl("dropout", TORCH_FN(dropout_in_scope));
+    aten->impl("rms_norm", TORCH_FN(rms_norm_in_scope));
+    aten->impl("layer_norm", TORCH_FN(layer_norm_in_scope));
+    return true;
+  }();
+  static_cast<void>(done);
+}
+
+}  // namespace
+
+DeferredSums::DeferredSums() {
+  static const std::string reason = row_norm_differs();
+  OXY_CHECK(reason.empty(), NotSupported, reason, ".");
+  register_sums_once();
+}
+
+DeferredSums::Scope::Scope() : is_first_(!c10::impl::tls_is_dispatch_key_included(kThreadKey)) {
+  register_sums_once();
+  ++open_sum_scopes;
+  c10::impl::tls_set_dispatch_key_included(kThreadKey, true);
+}
+DeferredSums::Scope::~Scope() {
+  --open_sum_scopes;
+  if (is_first_) c10::impl::tls_set_dispatch_key_included(kThreadKey, false);
+}
+
+std::int64_t DeferredSums::sums() noexcept { return sums_taken.load(std::memory_order_relaxed); }
+std::int64_t DeferredSums::joined() noexcept { return norms_joined.load(std::memory_order_relaxed); }
+
+}  // namespace oxytorch::tune
