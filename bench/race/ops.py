@@ -17,7 +17,8 @@ own; `bf16 weights` has no weight to cast and none to keep in float32: what a la
 Norm: batch normalization of a bfloat16 image in channels_last with ReLU, and an addition before it or max pooling after
 it. `torch` is its own operators one after the other, `compiled` the same under torch.compile.
 
-LSTM: one layer of torch.nn.LSTM, served by this library and by oneDNN, with all threads and with one.
+LSTM: one layer of torch.nn.LSTM, served by this library and by oneDNN, with all threads and with one. GRU: the same of
+torch.nn.GRU, which torch composes of operators for each step.
 
     python bench/race/ops.py [--threads 2] [--starts 4] [--seconds 3] [--quick] [--case NAME]... [--keep PATH]
         [--json PATH]
@@ -60,7 +61,7 @@ SCHEMA = "oxytorch-ops/1"
 OURS, FLASH, MATH = "oxytorch", "torch flash", "torch math"
 EAGER, COMPILED, CHUNKS, CHOSEN = "torch", "compiled", "chunks", "chosen rows"
 BF16_WEIGHTS = "bf16 weights"
-ONEDNN, ONE_THREAD = "oneDNN", "oneDNN, 1 thread"
+ONEDNN, ONE_THREAD, EAGER_ONE_THREAD = "oneDNN", "oneDNN, 1 thread", "torch, 1 thread"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Batch, heads, tokens, width, causal: 4,096 to 16,384 tokens in all at the short end, one sequence at the long one.
 SHAPES = [
@@ -85,13 +86,15 @@ COUNTED = 0.15  # of the tokens of a masked loss
 DROPOUT = 0.1
 DROPOUTS = [SHAPES[2], SHAPES[4], SHAPES[7]]
 # Steps, batch, features, hidden.
-LSTMS = [(64, 32, 256, 256), (35, 20, 200, 200), (50, 128, 128, 512), (32, 64, 512, 1024)]
-# Rows, features, outputs.
+SEQUENCES = [(64, 32, 256, 256), (35, 20, 200, 200), (50, 128, 128, 512), (32, 64, 512, 1024)]
+# The layer of each kind, and its rivals: torch's with all threads and with the one that it often is faster with.
+RECURRENT = {"lstm": (nn.LSTM, ONEDNN, ONE_THREAD), "gru": (nn.GRU, EAGER, EAGER_ONE_THREAD)}
 # Batch, channels and side of an image; what is joined beside ReLU.
 NORMS = [
     ((64, 64, 64), "pool"), ((64, 64, 32), ""), ((64, 64, 32), "sum"), ((64, 128, 16), "sum"), ((64, 256, 8), "sum"),
     ((32, 64, 56), ""), ((32, 256, 56), "sum"),
 ]  # fmt: skip
+# Rows, features, outputs.
 LINEARS = [
     (128, 784, 512),
     (128, 512, 512),
@@ -146,22 +149,23 @@ def attention(shape: tuple[int, int, int, int, bool], dtype: torch.dtype, dropou
     return [Contender(name, {"forward": one.forward, "backward": one.backward}) for name, one in passes.items()]
 
 
-def recurrent(shape: tuple[int, int, int, int], dtype: torch.dtype, count: int) -> list[Contender]:
-    """One LSTM layer, forward and backward; torch's with all threads and with the one that it often is faster with."""
+def recurrent(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, count: int) -> list[Contender]:
+    """One layer, forward and backward."""
+    layer, *rivals = RECURRENT[kind]
     steps, batch, features, hidden = shape
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(steps, batch, features, generator=generator).to(dtype).requires_grad_()
     grad = torch.randn(steps, batch, hidden, generator=generator).to(dtype)
     torch.manual_seed(1)
-    module = nn.LSTM(features, hidden).to(dtype)
+    module = layer(features, hidden).to(dtype)
     native = ox._C.tune.NativeOperators()
     output = {}
 
     def before(name: str) -> None:
         native.uninstall()
-        torch.set_num_threads(1 if name == ONE_THREAD else count)
+        torch.set_num_threads(1 if name == rivals[1] else count)
         if name == OURS:
-            (report,) = native.install(["lstm"])
+            (report,) = native.install([kind])
             assert report.installed, report.reason
 
     def forward(name: str) -> None:
@@ -173,7 +177,7 @@ def recurrent(shape: tuple[int, int, int, int], dtype: torch.dtype, count: int) 
     return [
         Contender(name, {"forward": partial(forward, name), "backward": partial(backward, name)},
                   before=partial(before, name))
-        for name in (OURS, ONEDNN, ONE_THREAD)
+        for name in (OURS, *rivals)
     ]  # fmt: skip
 
 
@@ -352,13 +356,14 @@ def measure(arguments: argparse.Namespace) -> Measured:
                 continue
             progress(f"racing {case} ...")
             found.cases[case] = race(norm(sizes, follower, arguments.quick), seconds, rounds)
-        for shape in LSTMS[:1] if arguments.quick else LSTMS:
-            steps, batch, features, hidden = shape
-            case = f"lstm {dtype_name}, {steps} x {batch} x {features} to {hidden:,}"
-            if not is_wanted(arguments, case):
-                continue
-            progress(f"racing {case} ...")
-            found.cases[case] = race(recurrent(shape, dtype, arguments.threads), seconds, rounds)
+        for kind in RECURRENT:
+            for shape in SEQUENCES[:1] if arguments.quick else SEQUENCES:
+                steps, batch, features, hidden = shape
+                case = f"{kind} {dtype_name}, {steps} x {batch} x {features} to {hidden:,}"
+                if not is_wanted(arguments, case):
+                    continue
+                progress(f"racing {case} ...")
+                found.cases[case] = race(recurrent(kind, shape, dtype, arguments.threads), seconds, rounds)
         torch.set_num_threads(arguments.threads)
     return found
 
@@ -392,6 +397,7 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
     layered = ["linear layer under autocast", "oxytorch, ms", "torch, times as long", BF16_WEIGHTS]
     normalized = ["batch normalization and ReLU", "oxytorch, ms", "torch, times as long", "compiled"]
     repeated = ["LSTM layer", "oxytorch, ms", "oneDNN, times as long", "oneDNN on one thread"]
+    gated = ["GRU layer", "oxytorch, ms", "torch, times as long", "torch on one thread"]
     made = {
         "attention": (attended, rows_by_phase(found, "attention", (FLASH, MATH))),
         "dropout": (
@@ -405,7 +411,8 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
         ),
         "linear": (layered, rows_by_phase(found, "linear", (EAGER, BF16_WEIGHTS))),
         "norm": (normalized, rows_by_phase(found, "norm", (EAGER, COMPILED))),
-        "lstm": (repeated, rows_by_phase(found, "lstm", (ONEDNN, ONE_THREAD))),
+        "lstm": (repeated, rows_by_phase(found, "lstm", RECURRENT["lstm"][1:])),
+        "gru": (gated, rows_by_phase(found, "gru", RECURRENT["gru"][1:])),
     }
     return {kind: (headings, rows) for kind, (headings, rows) in made.items() if rows}
 

@@ -6,14 +6,12 @@
 #define OXYTORCH_KERNELS_LSTM_INL
 #endif
 
-#include "kernels/attention-inl.h"
+#include "kernels/gates-inl.h"
 #include "oxytorch/kernels/lstm.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace oxytorch::kernels::HWY_NAMESPACE {
 namespace {
-
-HWY_INLINE V sigmoid(V x) { return hn::Div(set(1), hn::Add(set(1), exp(hn::Neg(x)))); }
 
 // The first `count` lanes, of at most a vector.
 template <class T>
@@ -64,9 +62,6 @@ void lstm_backward(const LstmBackward& step) {
   const auto [element, rows, used, hidden, width] = step.sizes;
   with_element(element, [&, rows = rows, used = used, hidden = hidden, width = width](auto kind) {
     using T = decltype(kind);
-    const V one = set(1);
-    const auto slope = [&](V sigmoid) { return hn::Mul(sigmoid, hn::Sub(one, sigmoid)); };
-    const auto slope_of_tanh = [&](V tanh) { return fma(hn::Neg(tanh), tanh, one); };
     for (std::int64_t i = 0; i < rows; ++i) {
       const T* gates = static_cast<const T*>(step.gates) + i * 4 * width;
       T* grad_sums = static_cast<T*>(step.grad_sums) + i * 4 * width;
@@ -82,10 +77,10 @@ void lstm_backward(const LstmBackward& step) {
         if (has_output) grad = hn::Add(grad, load_part(grad_output + j, hidden - j));
         const V of_cell = fma(hn::Mul(grad, out), slope_of_tanh(shown), load(grad_cell + j));
         const V before = load(step.before + i * width + j);
-        store<false>(hn::Mul(hn::Mul(of_cell, fresh), slope(in)), grad_sums + j, nullptr);
-        store<false>(hn::Mul(hn::Mul(of_cell, before), slope(forget)), grad_sums + width + j, nullptr);
+        store<false>(hn::Mul(hn::Mul(of_cell, fresh), slope_of_sigmoid(in)), grad_sums + j, nullptr);
+        store<false>(hn::Mul(hn::Mul(of_cell, before), slope_of_sigmoid(forget)), grad_sums + width + j, nullptr);
         store<false>(hn::Mul(hn::Mul(of_cell, in), slope_of_tanh(fresh)), grad_sums + 2 * width + j, nullptr);
-        store<false>(hn::Mul(hn::Mul(grad, shown), slope(out)), grad_sums + 3 * width + j, nullptr);
+        store<false>(hn::Mul(hn::Mul(grad, shown), slope_of_sigmoid(out)), grad_sums + 3 * width + j, nullptr);
         store(hn::Mul(of_cell, forget), grad_cell + j);
       }
     }

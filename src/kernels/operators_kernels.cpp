@@ -1,4 +1,4 @@
-// The kernels of operators.h, activation.h, attention.h, channel_norm.h, row_norm.h and lstm.h: one source,
+// The kernels of operators.h, activation.h, attention.h, channel_norm.h, gru.h, lstm.h and row_norm.h: one source,
 // compiled for each instruction set by Highway.
 #include "kernels/operators_table.h"
 #include "kernels/targets.h"
@@ -14,6 +14,7 @@
 #include "kernels/batch_norm-inl.h"
 #include "kernels/bernoulli-inl.h"
 #include "kernels/channel_norm-inl.h"
+#include "kernels/gru-inl.h"
 #include "kernels/lstm-inl.h"
 #include "kernels/optimizer_loop-inl.h"
 #include "kernels/pool-inl.h"
@@ -57,7 +58,9 @@ const OperatorTable& operators() {
                                         normalize_sums,
                                         row_norm_gradient,
                                         lstm_forward,
-                                        lstm_backward};
+                                        lstm_backward,
+                                        gru_forward,
+                                        gru_backward};
   return kTable;
 }
 

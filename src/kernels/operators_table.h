@@ -1,11 +1,12 @@
-/// The kernels of oxytorch/kernels/operators.h, activation.h, attention.h, channel_norm.h, row_norm.h and lstm.h, one
-/// table for each instruction set.
+/// The kernels of oxytorch/kernels/operators.h, activation.h, attention.h, channel_norm.h, gru.h, lstm.h and row_norm.h,
+/// one table for each instruction set.
 #pragma once
 
 #include "oxytorch/isa.h"
 #include "oxytorch/kernels/activation.h"
 #include "oxytorch/kernels/attention.h"
 #include "oxytorch/kernels/channel_norm.h"
+#include "oxytorch/kernels/gru.h"
 #include "oxytorch/kernels/lstm.h"
 #include "oxytorch/kernels/operators.h"
 #include "oxytorch/kernels/row_norm.h"
@@ -63,6 +64,8 @@ struct OperatorTable {
                             float* bias, float* work);
   void (*lstm_forward)(const LstmForward& step);
   void (*lstm_backward)(const LstmBackward& step);
+  void (*gru_forward)(const GruForward& step);
+  void (*gru_backward)(const GruBackward& step);
 };
 
 /// The table of `isa`, which must be supported.

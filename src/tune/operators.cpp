@@ -17,6 +17,7 @@
 #include "base/spelling.h"
 #include "ops/activation_cpu.h"
 #include "ops/attention_cpu.h"
+#include "ops/gru.h"
 #include "ops/lstm_cpu.h"
 #include "optim/dense.h"
 #include "oxytorch/error.h"
@@ -313,6 +314,14 @@ Seven lstm_backward(const Tensor& input, const Tensor& weight0, const Tensor& we
                                                batch_sizes, batch_first, workspace);
 }
 
+Pair gru(const Tensor& input, const Tensor& hidden, at::TensorList params, bool has_biases, std::int64_t num_layers,
+         double dropout, bool train, bool bidirectional, bool batch_first) {
+  const ops::Gru all{input, hidden, params, has_biases, num_layers, dropout, train, bidirectional, batch_first};
+  if (ops::gru_takes(all)) return ops::gru(all);
+  return originals().gru.call<Pair>(input, hidden, params, has_biases, num_layers, dropout, train, bidirectional,
+                                    batch_first);
+}
+
 namespace {
 
 // A weight of float32 whose layer autocast would compute in bfloat16, and nobody has another use for.
@@ -453,6 +462,10 @@ const std::map<std::string, Entry>& entries() {
           library.impl("silu_", TORCH_FN(silu_in_place));
           library.impl("silu_backward", TORCH_FN(silu_backward));
         }}},
+      {"gru",
+       {.originals = {&originals().gru},
+        .add = [](torch::Library& library) { library.impl("gru.input", TORCH_FN(gru)); },
+        .key = c10::DispatchKey::AutogradCPU}},
       {"linear",
        {.originals = {&originals().linear, &originals().addmm, &originals().matmul},
         .add =
@@ -506,7 +519,8 @@ const std::vector<std::string>& NativeOperators::exact_names() {
 
 const std::vector<std::string>& NativeOperators::names() {
   static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli", "flash_attention",
-                                            "lstm",       "linear",     "gelu",      "silu"};
+                                            "lstm",       "gru",        "linear",    "gelu",
+                                            "silu"};
   return all;
 }
 

@@ -13,7 +13,7 @@
 
 namespace oxytorch::tune {
 
-/// The kernel that an operator had when ours took its place: of the CPU, or of autocast on it.
+/// The kernel that an operator had when ours took its place: of the CPU, or of autograd or autocast on it.
 class Original {
  public:
   constexpr explicit Original(const char* name, const char* overload = "", c10::DispatchKey key = c10::DispatchKey::CPU)
@@ -72,6 +72,7 @@ struct Originals {
   Original flash_attention_backward{"aten::_scaled_dot_product_flash_attention_for_cpu_backward"};
   Original lstm{"aten::mkldnn_rnn_layer"};
   Original lstm_backward{"aten::mkldnn_rnn_layer_backward"};
+  Original gru{"aten::gru", "input", c10::DispatchKey::AutogradCPU};
   Original linear{"aten::linear", "", c10::DispatchKey::AutocastCPU};
   Original addmm{"aten::addmm", "", c10::DispatchKey::AutocastCPU};
   Original matmul{"aten::matmul", "", c10::DispatchKey::AutocastCPU};
@@ -115,6 +116,10 @@ Seven lstm_backward(const at::Tensor& input, const at::Tensor& weight0, const at
                     const MaybeTensor& grad_cell, bool reverse, std::int64_t mode, std::int64_t hidden_size,
                     std::int64_t num_layers, bool has_biases, bool train, bool bidirectional,
                     at::IntArrayRef batch_sizes, bool batch_first, const at::Tensor& workspace);
+
+/// Of torch composed of other operators, so ours stands where autograd is told of it.
+Pair gru(const at::Tensor& input, const at::Tensor& hidden, at::TensorList params, bool has_biases,
+         std::int64_t num_layers, double dropout, bool train, bool bidirectional, bool batch_first);
 
 // What autocast does with linear layers. torch::nn::Linear of Python calls linear, that of C++ addmm, or matmul.
 at::Tensor cast_linear(const at::Tensor& input, const at::Tensor& weight, const MaybeTensor& bias);

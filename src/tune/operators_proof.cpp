@@ -11,7 +11,9 @@
 #include <limits>
 #include <sstream>
 
+#include "ops/gru.h"
 #include "ops/linear_cpu.h"
+#include "oxytorch/amp.h"
 #include "oxytorch/ops/batch_norm.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
 #include "oxytorch/ops/row_norm.h"
@@ -317,6 +319,65 @@ std::string activation_differs(bool is_gelu) {
   return {};
 }
 
+std::string gru_differs() {
+  struct Case {
+    std::int64_t steps, batch, features, hidden, layers;
+    bool bidirectional, has_biases, batch_first;
+  };
+  const Case cases[] = {{7, 5, 20, 24, 1, false, true, false},
+                        {1, 3, 8, 16, 1, false, false, true},
+                        {9, 17, 33, 30, 2, true, true, true}};
+  const at::AutoGradMode as_in_training(true);
+  Values values;
+  for (const auto& c : cases) {
+    const std::int64_t directions = c.bidirectional ? 2 : 1;
+    const double scale = 1 / std::sqrt(static_cast<double>(c.hidden));
+    std::vector<Tensor> given{
+        c.batch_first ? values.normal({c.batch, c.steps, c.features}) : values.normal({c.steps, c.batch, c.features}),
+        values.normal({c.layers * directions, c.batch, c.hidden}, 0.5)};
+    for (std::int64_t i = 0; i < c.layers * directions; ++i) {
+      given.push_back(values.normal({3 * c.hidden, i < directions ? c.features : directions * c.hidden}, scale));
+      given.push_back(values.normal({3 * c.hidden, c.hidden}, scale));
+      for (int bias = 0; bias < 2 && c.has_biases; ++bias) given.push_back(values.normal({3 * c.hidden}, scale));
+    }
+    const Tensor grad_last = values.normal(given[1].sizes());
+    const Tensor grad = values.normal({given[0].size(0), given[0].size(1), directions * c.hidden});
+    const auto results = [&](at::ScalarType in, auto&& call) {
+      std::vector<Tensor> inputs;
+      for (const Tensor& one : given) inputs.push_back(one.to(in).detach().requires_grad_());
+      const Pair made = call(inputs[0], inputs[1], at::TensorList(inputs).slice(2), c.has_biases, c.layers, 0.0, true,
+                             c.bidirectional, c.batch_first);
+      const auto& [output, last] = made;
+      auto found = torch::autograd::grad({output, last}, inputs, {grad.to(in), grad_last.to(in)});
+      found.insert(found.end(), {output.detach(), last.detach()});
+      for (Tensor& one : found) one = one.to(at::kDouble);
+      return found;
+    };
+    const auto by_torch = [](const auto&... args) { return originals().gru.call<Pair>(args...); };
+    bool takes = true;
+    const auto by_kernel = [&takes](const auto&... args) {
+      takes = takes && ops::gru_takes({args...});
+      return tune::gru(args...);
+    };
+    const auto results_of = [&](at::ScalarType in, bool casts, auto&& call) {
+      const amp::Autocast as_said(at::kCPU, at::kBFloat16, casts, /*cache=*/false);
+      return results(in, call);
+    };
+    const auto exact = results_of(at::kDouble, false, by_torch);
+    for (const auto& [type, casts] : {std::pair(at::kFloat, false), {at::kBFloat16, false}, {at::kFloat, true}}) {
+      const auto theirs = results_of(type, casts, by_torch), ours = results_of(type, casts, by_kernel);
+      if (!takes) return "the GRU is not served here; install it outside of torch's dispatch modes and transforms";
+      const double rounding = type == at::kFloat && !casts ? 0x1p-20 : 0x1p-7;
+      for (std::size_t i = 0; i < exact.size(); ++i) {
+        if (is_near(ours[i], theirs[i], exact[i], rounding)) continue;
+        return "the GRU's result " + std::to_string(i) + " is further from fp64 than torch's in " + at::toString(type) +
+               (casts ? " under autocast" : "") + " for input " + sizes_of(given[0]);
+      }
+    }
+  }
+  return {};
+}
+
 std::string linear_differs() {
   struct Case {
     std::int64_t rows, features, outputs;
@@ -477,6 +538,7 @@ std::string row_norm_differs() {
 }
 
 std::string differs_from_original(const std::string& name) {
+  if (name == "gru") return gru_differs();  // with autograd's
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::AutoGradMode as_in_training(true);  // kernels keep what backward needs
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);

@@ -160,6 +160,14 @@ struct NativeLstm : Operators {
   }
 };
 
+struct NativeGru : Operators {
+  NativeGru() {
+    names = {"gru"};
+    served = {"aten::gru"};
+    missing = "the model has no GRU.";
+  }
+};
+
 struct NativeActivation : Operators {
   NativeActivation() {
     names = {"gelu", "silu"};
@@ -493,6 +501,11 @@ std::vector<RegisteredStrategy> own_strategies() {
                               .cost = "LSTM layers of other models in this process take this kernel too.",
                               .max_speedup = 4,
                               .expected_speedup = 2.2}),
+      registered<NativeGru>("native_gru", Tolerance,
+                            {.interacts = {"bf16_autocast", "allocator", "host_pool"},
+                             .cost = "GRU layers of other models in this process take this kernel too.",
+                             .max_speedup = 8,
+                             .expected_speedup = 2.5}),
       registered<NativeActivation>("native_activation", Tolerance,
                                    {.interacts = {"bf16_autocast", "allocator", "host_pool"},
                                     .settle = 2,  // other blocks of memory

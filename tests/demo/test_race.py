@@ -61,6 +61,7 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
         ("linear", phases("oxytorch", "torch", "bf16 weights")),
         ("norm", phases("oxytorch", "torch")),
         ("lstm", phases("oxytorch", "oneDNN", "oneDNN, 1 thread")),
+        ("gru", phases("oxytorch", "torch", "torch, 1 thread")),
     }
     assert all(np.min(list(times.values())) > 0 for times in document["cases"].values())
     assert "attention bf16" in said and "linear and cross entropy" in said

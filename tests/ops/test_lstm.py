@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import oxytorch as ox
 import pytest
@@ -18,12 +15,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-from .rounding import ROUNDING, threads
+from .recurrent import DTYPES, Case, Reads, assert_no_further_off, installed
+from .rounding import threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
-
-DTYPES = [torch.float32, torch.bfloat16]
-LUCK = {torch.float32: 16, torch.bfloat16: 2}
 
 
 @pytest.fixture(autouse=True)
@@ -38,84 +33,16 @@ def has_torchs_bfloat16(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"torch: {error}")
 
 
-@contextmanager
-def installed() -> Iterator[None]:
-    operators = _C.tune.NativeOperators()
-    (report,) = operators.install(["lstm"])
-    assert report.installed, report.reason
-    try:
-        yield
-    finally:
-        operators.uninstall()
-
-
-class Case:
-    """Random sizes, layouts and uses of the results, by a seed."""
-
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        draw = random.Random(seed)
-        torch.manual_seed(seed)
-        self.dtype = dtype
-        batch, steps = draw.choice([1, 2, 3, 16, 17, 33, 130]), draw.choice([1, 2, 3, 7, 20])
-        features, hidden = draw.choice([1, 7, 16, 33, 64]), draw.choice([1, 5, 16, 24, 33, 64, 100])
-        self.layers, self.first = draw.choice([1, 1, 2]), draw.random() < 0.5
-        self.module = nn.LSTM(
-            features, hidden, self.layers, bias=draw.random() < 0.8, batch_first=self.first,
-            bidirectional=draw.random() < 0.4,
-        ).to(dtype)  # fmt: skip
-        sizes = (batch, steps, features) if self.first else (steps, batch, features)
-        layout = draw.choice(["plain", "wide", "spread"])
-        self.input = torch.randn(sizes).to(dtype)
-        if layout == "wide":
-            self.input = torch.randn(*sizes[:2], features + 3).to(dtype)[..., 1 : features + 1]
-        elif layout == "spread":
-            self.input = torch.randn(*sizes[:2], 2 * features).to(dtype)[..., ::2]
-        states = self.layers * (2 if self.module.bidirectional else 1)
-        self.state = [torch.randn(states, batch, hidden).to(dtype) for _ in range(2)] if draw.random() < 0.6 else None
-        self.uses = draw.choice([(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)])
-
-    def results(self, dtype: torch.dtype) -> list[Tensor]:
-        """Outputs, and gradients of everything, computed in a dtype; in float64 afterwards."""
-        module = nn.LSTM(
-            self.module.input_size, self.module.hidden_size, self.layers, bias=self.module.bias,
-            batch_first=self.first, bidirectional=self.module.bidirectional,
-        ).to(dtype)  # fmt: skip
-        module.load_state_dict(self.module.state_dict())
-        inputs = [self.input.to(dtype).detach()] if dtype != self.dtype else [self.input.detach()]
-        inputs += [] if self.state is None else [one.detach().to(dtype) for one in self.state]
-        for one in inputs:
-            one.requires_grad_()
-        output, (last, cell) = module(inputs[0], tuple(inputs[1:]) or None)
-        noise = torch.Generator().manual_seed(7)
-        loss = torch.zeros((), dtype=dtype)
-        for used, one in zip(self.uses, (output, last, cell), strict=True):
-            weights = torch.randn(one.shape, generator=noise).to(self.dtype)
-            if used:
-                loss = loss + (one * weights.to(dtype)).sum()
-        wanted = [*inputs, *module.parameters()]
-        grads = torch.autograd.grad(loss, wanted, allow_unused=True)
-        return [t.detach().double() for t in (output, last, cell, *grads) if t is not None]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(25))
 def test_no_further_off_than_twice_torchs(seed: int, dtype: torch.dtype) -> None:
-    case = Case(seed, dtype)
+    case = Case(nn.LSTM, seed, dtype)
     exact, torchs = case.results(torch.float64), case.results(dtype)
-    with installed():
+    with installed("lstm"):
         handed_on = _C.tune.NativeOperators.handed_on()
         ours = case.results(dtype)
         assert _C.tune.NativeOperators.handed_on() == handed_on
-    assert len(ours) == len(exact)
-    errors = []
-    for right, theirs, mine in zip(exact, torchs, ours, strict=True):
-        # One tensor may be exact by luck: what is left of a gradient after steps is a difference of larger numbers.
-        allowed = 2 * (theirs - right).norm() + LUCK[dtype] * ROUNDING[dtype] * right.norm()
-        assert (mine - right).norm() <= allowed + 1e-30, (mine.shape, (mine - right).norm(), allowed)
-        size = float(right.norm())
-        errors.append([float((one - right).norm()) / size if size else 0.0 for one in (mine, theirs)])
-    mine, theirs = torch.tensor(errors).square().mean(0).sqrt().tolist()
-    assert mine <= 2 * theirs + ROUNDING[dtype], (mine, theirs)
+    assert_no_further_off(exact, torchs, ours, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,7 +55,7 @@ def test_the_same_bits_for_any_number_of_threads(dtype: torch.dtype) -> None:
             output, _ = module(x)
             return [output.detach(), *torch.autograd.grad(output.float().square().sum(), module.parameters())]
 
-    with installed():
+    with installed("lstm"):
         one, *others = [run(count) for count in (1, 2, 3, 5)]
     for other in others:
         assert all(a.equal(b) for a, b in zip(one, other, strict=True))
@@ -137,7 +64,7 @@ def test_the_same_bits_for_any_number_of_threads(dtype: torch.dtype) -> None:
 def test_rows_of_a_batch_do_not_see_each_other() -> None:
     torch.manual_seed(0)
     module, x = nn.LSTM(8, 12), torch.randn(4, 40, 8)
-    with installed(), torch.no_grad():
+    with installed("lstm"), torch.no_grad():
         plain, _ = module(x)
         x[2, 7] = torch.nan
         spoiled, _ = module(x)
@@ -154,7 +81,7 @@ def test_large_numbers_saturate() -> None:
     with torch.no_grad():
         module.bias_ih_l0.fill_(0)
         torchs, _ = module(x)
-        with installed():
+        with installed("lstm"):
             ours, _ = module(x)
     torch.testing.assert_close(ours, torchs)
     assert ours.isfinite().all()
@@ -163,7 +90,7 @@ def test_large_numbers_saturate() -> None:
 def test_without_gradients_it_computes_the_same() -> None:
     torch.manual_seed(0)
     module, x = nn.LSTM(8, 12, 2, dropout=0.0), torch.randn(4, 6, 8)
-    with installed():
+    with installed("lstm"):
         trained, _ = module(x)
         with torch.no_grad():
             evaluated, _ = module.eval()(x)
@@ -176,14 +103,14 @@ def test_graphs_from_before_and_after_go_on() -> None:
     grads = lambda output: torch.autograd.grad(output.square().sum(), list(module.parameters()))  # noqa: E731
     expected = grads(module(x)[0])
     before = module(x)[0]
-    with installed():
+    with installed("lstm"):
         for mine, right in zip(grads(before), expected, strict=True):
             assert mine.equal(right)
         inside = module(x)[0]
     for mine, right in zip(grads(inside), expected, strict=True):
         torch.testing.assert_close(mine, right)
     assert all(mine.equal(right) for mine, right in zip(grads(module(x)[0]), expected, strict=True))
-    with installed():
+    with installed("lstm"):
         assert not module(x)[0].equal(before)
 
 
@@ -195,30 +122,18 @@ def test_what_it_does_not_serve_stays_with_torch() -> None:
     plain = nn.LSTM(8, 12)
     expected = [module(given)[0] for module, given in modules]
     expected_packed = plain(packed)[0].data
-    with installed():
+    with installed("lstm"):
         assert all(module(given)[0].equal(right) for (module, given), right in zip(modules, expected, strict=True))
         assert plain(packed)[0].data.equal(expected_packed)
         assert plain(torch.randn(3, 8))[0].shape == (3, 12)  # without a batch
 
 
-class Reads(nn.Module):
-    """A classifier of sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.out = nn.LSTM(16, 24, 2, batch_first=True), nn.Linear(24, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.out(self.lstm(x)[0][:, -1])
-        return result
-
-
 def test_checkpointing_autocast_and_compiling_take_it() -> None:
     torch.manual_seed(0)
-    model, x = Reads(), torch.randn(5, 7, 16, requires_grad=True)
+    model, x = Reads(nn.LSTM), torch.randn(5, 7, 16, requires_grad=True)
     grads = lambda output: torch.autograd.grad(output.float().sum(), [x, *model.parameters()])  # noqa: E731
     expected = grads(model(x))
-    with installed():
+    with installed("lstm"):
         plain = grads(model(x))
         again = grads(checkpoint(model, x, use_reentrant=False))
         compiled = grads(torch.compile(model, backend="aot_eager")(x))
@@ -238,7 +153,7 @@ def test_checkpointing_autocast_and_compiling_take_it() -> None:
 
 def test_the_edit_is_applied_and_taken_back() -> None:
     torch.manual_seed(0)
-    model, x = Reads(), torch.randn(4, 20, 16)
+    model, x = Reads(nn.LSTM), torch.randn(4, 20, 16)
     given = model(x)
     tuner = ox.model.ModelOptimizer()
     (outcome,) = tuner.apply(model, "lstm:native", (x, torch.randint(4, (4,))), F.cross_entropy)
@@ -257,7 +172,7 @@ def test_a_model_without_one_is_left_alone() -> None:
 
 def test_accelerate_tries_it() -> None:
     torch.manual_seed(0)
-    model = Reads()
+    model = Reads(nn.LSTM)
     batches = [(torch.randn(16, 20, 16), torch.randint(4, (16,)))]
     plan = ox.accelerate(
         model, torch.optim.SGD(model.parameters(), 0.1), F.cross_entropy, batches, level="advanced",

@@ -261,25 +261,28 @@ TEST(StrategiesTest, NativeAttentionIsVerifiedAsWhatItClaims) {
 }
 
 /// Pixels of a row of an image as the steps of a sequence.
+template <class Layer, class Options>
 struct RecurrentImpl : nn::Module {
-  RecurrentImpl() { lstm = register_module("lstm", nn::LSTM(nn::LSTMOptions(8, 8).batch_first(true))); }
+  RecurrentImpl() { layer = register_module("layer", Layer(Options(8, 8).batch_first(true))); }
   at::Tensor forward(const at::Tensor& image) {
-    return std::get<0>(lstm->forward(image.flatten(2).transpose(1, 2))).transpose(1, 2).reshape(image.sizes());
+    return std::get<0>(layer->forward(image.flatten(2).transpose(1, 2))).transpose(1, 2).reshape(image.sizes());
   }
-  nn::LSTM lstm = nullptr;
+  Layer layer = nullptr;
 };
-TORCH_MODULE(Recurrent);
+template <class Layer, class Options>
+using Recurrent = nn::ModuleHolder<RecurrentImpl<Layer, Options>>;
 
-TEST(StrategiesTest, NativeLstmServesTorchsAndGoes) {
+template <class Model>
+void serves_torchs_and_goes(const std::string& name, const Model& model, const std::string& missing) {
   auto none = Training::with(nn::ReLU());
-  EXPECT_THAT(none.run.strategy("native_lstm").applies(none.run).reason, HasSubstr("no LSTM"));
-  auto training = Training::with(Recurrent());
-  ASSERT_TRUE(training.run.strategy("native_lstm").applies(training.run).holds);
+  EXPECT_THAT(none.run.strategy(name).applies(none.run).reason, HasSubstr(missing));
+  auto training = Training::with(model);
+  ASSERT_TRUE(training.run.strategy(name).applies(training.run).holds);
   tune::Snapshot snapshot(training.run);
   tune::Verifier verifier(training.run, snapshot);
   const auto image = training.batches[0].tensors()[0];
   const auto plain = training.model->forward(image);
-  training.run.set_active({"native_lstm"});
+  training.run.set_active({name});
   const auto served = training.model->forward(image);
   EXPECT_FALSE(at::equal(served, plain)) << "torch's kernel still serves";
   EXPECT_TRUE(at::allclose(served, plain, 1e-4, 1e-5));
@@ -288,6 +291,14 @@ TEST(StrategiesTest, NativeLstmServesTorchsAndGoes) {
   training.run.set_active({});
   EXPECT_TRUE(at::equal(training.model->forward(image), plain));
   EXPECT_NO_THROW(snapshot.prove());
+}
+
+TEST(StrategiesTest, NativeLstmServesTorchsAndGoes) {
+  serves_torchs_and_goes("native_lstm", Recurrent<nn::LSTM, nn::LSTMOptions>(), "no LSTM");
+}
+
+TEST(StrategiesTest, NativeGruServesTorchsAndGoes) {
+  serves_torchs_and_goes("native_gru", Recurrent<nn::GRU, nn::GRUOptions>(), "no GRU");
 }
 
 /// Channels of each place of an image through a linear layer: of a matrix, and of more dimensions.

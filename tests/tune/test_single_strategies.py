@@ -88,6 +88,7 @@ def test_everything_cheap_together_and_in_any_order(tail: tuple[str, ...]) -> No
         ("math_attention_bf16", "sdpa:math"),
         ("native_attention", "sdpa:native"),
         ("native_lstm", "lstm:native"),
+        ("native_gru", "gru:native"),
         ("native_activation", "activation:native"),
         ("flash_attention", "sdpa:flash"),
         ("efficient_attention", "sdpa:efficient"),

@@ -176,6 +176,7 @@ SHOWN_ELSEWHERE = {
     "native_operators": "tests/tune/test_operators.py",
     "native_attention": "tests/ops/test_attention.py",
     "native_lstm": "tests/ops/test_lstm.py",
+    "native_gru": "tests/ops/test_gru.py",
     "native_activation": "tests/ops/test_activation.py",
     "native_linear": "tests/ops/test_linear.py",
     "native_batch_norm": "tests/tune/test_deferred_norms.py",

@@ -76,6 +76,17 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.embed(x))[0]).flatten(0, 1)
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.gru = nn.GRU(8, 8, 2, dropout=0.1, bidirectional=True)
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(self.embed(x))[0]).flatten(0, 1)
+
+
 @cache
 def bfloat16_lstm() -> bool:
     """Whether torch computes an LSTM under bfloat16 autocast here: oneDNN refuses where there is no AVX-512."""
@@ -307,6 +318,7 @@ WORKLOADS: dict[str, Workload] = {
     "transformer": Workload(Transformer, tokens),
     "recurrent": Workload(Recurrent, tokens),
     "stateful": Workload(Stateful, rows),
+    "gated": Workload(Gated, tokens, ("native_gru",)),
     "volume": Workload(Volume, volumes, ("channels_last_3d",)),
     "threads": Workload(Conv, images, ("one_thread", "physical_cores"), many_threads),
     "caches": Workload(Conv, images, ("pinned_threads",), two_caches),

@@ -162,7 +162,11 @@ class NativeKernel(Change):
         """See `Change.applies`."""
         if run.device.type != "cpu":
             return f"there is no such kernel on {run.device.type}"
-        return True if any(run.uses(name) for name in self.operators) else self.missing
+        return self.serves(run) or self.missing
+
+    def serves(self, run: Subject) -> bool:
+        """Whether the model has what the kernels are for."""
+        return any(run.uses(name) for name in self.operators)
 
     def apply(self, run: Subject) -> None:  # noqa: ARG002
         """See `Change.apply`."""
@@ -201,6 +205,21 @@ class NativeLstm(NativeKernel):
     cost = "LSTM layers of other models in this process take this kernel too."
     kernels, operators = ("lstm",), ("mkldnn_rnn_layer",)
     missing = "the model calls no LSTM of oneDNN's, which float64, projections and packed sequences keep torch from"
+
+
+class NativeGru(NativeKernel):
+    """GRU layers by the kernel of this library, in place of torch's operators for each step."""
+
+    kind = "tolerance"
+    cost = "GRU layers of other models in this process take this kernel too."
+    kernels = ("gru",)
+    missing = "the model has no GRU of float32 or bfloat16"
+
+    def serves(self, run: Subject) -> bool:
+        """See `NativeKernel.serves`."""
+        # No operator is noted for the layer itself: torch composes it of others.
+        layers = [module for module in run.model.modules() if isinstance(module, nn.GRU)]
+        return any(p.dtype in (torch.float32, torch.bfloat16) for layer in layers for p in layer.parameters())
 
 
 class FlashAttention(Attention):
@@ -372,6 +391,7 @@ EDITS: dict[str, type[Change]] = {
     "sdpa:math": MathAttention,
     "sdpa:native": NativeAttention,
     "lstm:native": NativeLstm,
+    "gru:native": NativeGru,
     "activation:native": NativeActivation,
     "sdpa:flash": FlashAttention,
     "sdpa:efficient": EfficientAttention,
@@ -388,7 +408,7 @@ def make(name: str) -> Change:
     if kind is None:
         raise ValueError(
             f"no edit is called {name!r}; there are channels_last, channels_last_3d, sdpa:KERNEL, lstm:native, "
-            "activation:native, checkpoint:MODULE, fuse_conv_bn and drop_bias_before_norm"
+            "gru:native, activation:native, checkpoint:MODULE, fuse_conv_bn and drop_bias_before_norm"
         )
     edit = kind()
     edit.name = name

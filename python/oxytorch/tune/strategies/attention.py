@@ -1,4 +1,4 @@
-"""Strategies that choose the kernel of attention, of LSTM, activation and linear layers, tried on the training step."""
+"""Strategies that choose the kernel of attention, recurrent, linear layers and activations, tried on the training step."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ class NativeLstm(edits.NativeLstm, Strategy):
     """LSTM layers by the kernel of this library, in place of oneDNN's."""
 
 
+@strategy("native_gru", kind="tolerance", interacts=_INTERACTS, max_speedup=8.0, expected_speedup=2.5)
+class NativeGru(edits.NativeGru, Strategy):
+    """GRU layers by the kernel of this library, in place of torch's operators for each step."""
+
+
 @strategy("native_activation", kind="tolerance", interacts=_INTERACTS, settle=2, max_speedup=1.5, expected_speedup=1.02)
 class NativeActivation(edits.NativeActivation, Strategy):
     """GELU and SiLU by the kernels of this library."""
@@ -73,13 +78,11 @@ class NativeLinear(edits.NativeKernel, Strategy):
     """Linear layers under autocast by the kernel of this library, without a copy of their weights in bfloat16."""
 
     kernels = ("linear",)
+    missing = "the model has no float32 weight of a linear layer"
 
-    def applies(self, run: Subject) -> bool | str:
-        """See `Strategy.applies`."""
-        if run.device.type != "cpu":
-            return f"there is no such kernel on {run.device.type}"
-        is_any = any(p.dim() == 2 and p.dtype == torch.float32 for p in run.model.parameters())
-        return is_any or "the model has no float32 weight of a linear layer"
+    def serves(self, run: Subject) -> bool:
+        """See `NativeKernel.serves`."""
+        return any(p.dim() == 2 and p.dtype == torch.float32 for p in run.model.parameters())
 
 
 def _offer(name: str, edit: type[edits.Attention], expected_speedup: float = Strategy.expected_speedup) -> None:
