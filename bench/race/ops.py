@@ -5,6 +5,9 @@ throughout, as its fastest setting has it, which rounds scores and weights to 8 
 inputs, in the layout that a projection of queries, keys and values together leaves, takes its turns in a random order
 each round, and has the same number of threads.
 
+Packed: documents one after the other, of many lengths or of one, causal. `padded` is torch's attention of a batch in
+which all are as long as the longest, and `one by one` a loop over the documents.
+
 With dropout of attention weights (`dropout` cases), torch has its math path alone.
 
 Linear and cross entropy, forward and backward together: `torch` is linear and cross_entropy of fp32 logits, `compiled`
@@ -61,6 +64,7 @@ SCHEMA = "oxytorch-ops/1"
 OURS, FLASH, MATH = "oxytorch", "torch flash", "torch math"
 EAGER, COMPILED, CHUNKS, CHOSEN = "torch", "compiled", "chunks", "chosen rows"
 BF16_WEIGHTS = "bf16 weights"
+PADDED, ONE_BY_ONE = "padded", "one by one"
 ONEDNN, ONE_THREAD, EAGER_ONE_THREAD = "oneDNN", "oneDNN, 1 thread", "torch, 1 thread"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Batch, heads, tokens, width, causal: 4,096 to 16,384 tokens in all at the short end, one sequence at the long one.
@@ -85,6 +89,9 @@ QUICK_LOSSES = [(512, 8000, 128)]
 COUNTED = 0.15  # of the tokens of a masked loss
 DROPOUT = 0.1
 DROPOUTS = [SHAPES[2], SHAPES[4], SHAPES[7]]
+# Tokens of the documents, heads, width.
+LENGTHS = [32, 48, 64, 96, 100, 128, 150, 180, 220, 260, 300, 350, 400, 468, 600, 700]
+PACKED = [(sorted(LENGTHS, key=lambda n: n * 7 % 11), 8, 64), ([1024, 1024, 1024, 1024], 8, 64), ([64] * 64, 4, 64)]
 # Steps, batch, features, hidden.
 SEQUENCES = [(64, 32, 256, 256), (35, 20, 200, 200), (50, 128, 128, 512), (32, 64, 512, 1024)]
 # The layer of each kind, and its rivals: torch's with all threads and with the one that it often is faster with.
@@ -146,6 +153,36 @@ def attention(shape: tuple[int, int, int, int, bool], dtype: torch.dtype, dropou
     if batch * heads * tokens * tokens <= MOST_SCORES:
         kernels[MATH] = theirs(SDPBackend.MATH, dropout)
     passes = {name: Pass(attend, inputs, grad, causal) for name, attend in kernels.items()}
+    return [Contender(name, {"forward": one.forward, "backward": one.backward}) for name, one in passes.items()]
+
+
+def packed_attention(lengths: list[int], heads: int, width: int, dtype: torch.dtype) -> list[Contender]:
+    """Documents one after the other, and what is done with them without an operator that takes them."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, longest = sum(lengths), max(lengths)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    packed = torch.randn(tokens, 3, heads, width, generator=generator).to(dtype)
+    padded = torch.zeros(len(lengths), longest, 3, heads, width, dtype=dtype)
+    grad = torch.randn(tokens, heads, width, generator=generator).to(dtype)
+    padded_grad = torch.zeros(len(lengths), longest, heads, width, dtype=dtype)
+    for i, (begin, length) in enumerate(zip(offsets.tolist(), lengths, strict=False)):
+        padded[i, :length] = packed[begin : begin + length]
+        padded_grad[i, :length] = grad[begin : begin + length]
+
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        cut = [[part.transpose(0, 1)[None] for part in t.split(lengths)] for t in (q, k, v)]
+        attended = [theirs(SDPBackend.FLASH_ATTENTION, 0.0)(*parts, causal) for parts in zip(*cut, strict=True)]
+        return torch.cat([part[0].transpose(0, 1) for part in attended])
+
+    inputs = [t.detach().requires_grad_() for t in packed.unbind(1)]
+    as_batch = [t.transpose(1, 2).detach().requires_grad_() for t in padded.unbind(2)]
+    passes = {
+        OURS: Pass(
+            lambda q, k, v, causal: ox.ops.packed_attention(q, k, v, offsets, causal=causal), inputs, grad, True
+        ),
+        PADDED: Pass(theirs(SDPBackend.FLASH_ATTENTION, 0.0), as_batch, padded_grad.transpose(1, 2), True),
+        ONE_BY_ONE: Pass(one_by_one, inputs, grad, True),
+    }
     return [Contender(name, {"forward": one.forward, "backward": one.backward}) for name, one in passes.items()]
 
 
@@ -333,6 +370,12 @@ def measure(arguments: argparse.Namespace) -> Measured:
                 continue
             progress(f"racing {case} ...")
             found.cases[case] = race(attention(shape, dtype, DROPOUT), seconds, rounds)
+        for lengths, heads, width in PACKED[:1] if arguments.quick else PACKED:
+            case = f"packed {dtype_name}, {len(lengths)} documents, {sum(lengths):,} x {heads} x {width}"
+            if not is_wanted(arguments, case):
+                continue
+            progress(f"racing {case} ...")
+            found.cases[case] = race(packed_attention(lengths, heads, width, dtype), seconds, rounds)
         losses = QUICK_LOSSES if arguments.quick else LOSSES[:1] if dtype is torch.float32 else LOSSES
         for kind, counted, sizes in (("loss", 1.0, losses), ("masked", COUNTED, losses[:1])):
             for tokens, classes, width in sizes:
@@ -403,6 +446,10 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
         "dropout": (
             ["attention with dropout", "oxytorch, ms", "math, times as long"],
             rows_by_phase(found, "dropout", (MATH,)),
+        ),
+        "packed": (
+            ["packed documents", "oxytorch, ms", "padded, times as long", "one by one"],
+            rows_by_phase(found, "packed", (PADDED, ONE_BY_ONE)),
         ),
         "loss": (lost, loss_rows(found, "loss", (EAGER, COMPILED, CHUNKS))),
         "masked": (

@@ -93,6 +93,7 @@ def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | N
 DATA_COMMAND = "python bench/race/data.py"
 OPS_COMMAND = "python bench/race/ops.py --starts 4 --seconds 0.6"
 LEFT_OUT_COMMAND = "python bench/race/ops.py --case dropout --case masked --starts 3 --seconds 0.6"
+PACKED_COMMAND = "python bench/race/ops.py --case packed --starts 3 --seconds 0.6"
 LINEAR_COMMAND = "python bench/race/ops.py --case linear --starts 4 --seconds 0.6"
 NORM_COMMAND = "python bench/race/ops.py --case norm --starts 4 --seconds 0.6"
 LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 3 --seconds 0.7"
@@ -252,6 +253,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-attention": (
         raced(ops_race, "ops.json", OPS_COMMAND, "attention"),
         f"{OPS_COMMAND} --json bench/results/ops.json",
+    ),
+    "ops-packed": (
+        raced(ops_race, "packed.json", PACKED_COMMAND, "packed"),
+        f"{PACKED_COMMAND} --json bench/results/packed.json",
     ),
     "ops-linear": (
         raced(ops_race, "linear.json", LINEAR_COMMAND, "linear"),

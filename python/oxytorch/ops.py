@@ -22,6 +22,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "packed_attention",
     "rms_norm",
     "swiglu",
 ]
@@ -376,5 +377,79 @@ def linear_cross_entropy(
         Tensor,
         torch.ops.oxytorch.linear_cross_entropy(
             input, weight, target, bias, ignore_index, label_smoothing, reduction == "mean"
+        ),
+    )
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_offsets: Tensor,
+    key_offsets: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window_before: int = -1,
+    window_after: int = -1,
+    soft_cap: float = 0.0,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return `attention` of documents whose tokens lie one after the other, without padding, differentiable once.
+
+    Each query sees keys of its own document; memory grows with the tokens. What `attention` says of its kernel holds:
+    a document has the bits that `attention` has of it alone, with dropout those of a sample of that number. float64 and
+    other devices take torch's own operators, document by document, and read the offsets on the host.
+
+    Parameters
+    ----------
+    query : Tensor
+        Tokens x heads x width.
+    key, value : Tensor
+        Tokens x key heads x width, in the dtype and on the device of `query`. Heads are a multiple of key heads;
+        consecutive heads share one.
+    query_offsets : Tensor
+        int64 or int32, on the CPU or on the device of `query`: where each document begins, and the number of tokens,
+        as in ``cu_seqlens`` of flash-attn or the offsets of a jagged nested tensor. Documents may be empty.
+    key_offsets : Tensor, optional
+        The same of the keys; `query_offsets` where not given.
+    causal : bool
+        A query sees keys up to its own position, counted from the first query and the first key of its document.
+    scale : float, optional
+        Of the products; 1 / sqrt(width) where not given.
+    window_before, window_after : int
+        Keys a query sees before and after its own position; a negative number is no limit.
+    soft_cap : float
+        Where above 0, scores s become ``soft_cap * tanh(s / soft_cap)``.
+    dropout : float
+        As of `attention`.
+
+    Returns
+    -------
+    Tensor
+        With the shape, dtype and layout of `query`; zeros for a query that sees nothing.
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not fit, for offsets that do not begin with 0, fall, do not end with the number of tokens or
+        lie on another device, and for a `dropout` that is not from 0 to below 1.
+    TypeError
+        For dtypes that differ, and offsets that are not int64 or int32.
+    """
+    return cast(
+        Tensor,
+        torch.ops.oxytorch.packed_attention(
+            query,
+            key,
+            value,
+            query_offsets,
+            key_offsets,
+            causal,
+            scale,
+            window_before,
+            window_after,
+            soft_cap,
+            dropout,
         ),
     )

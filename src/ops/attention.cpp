@@ -1,10 +1,11 @@
-// The operators oxytorch::attention, attention_forward and attention_backward.
+// The operators oxytorch::attention, packed_attention, attention_forward and attention_backward.
 #include "oxytorch/ops/attention.h"
 
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/randint.h>
@@ -31,9 +32,40 @@ using Triple = std::tuple<Tensor, Tensor, Tensor>;
 
 // -- the kernels ------------------------------------------------------------------------------------------------------
 
-AttentionRule rule_of(const MaybeTensor& mask, double scale, std::int64_t before, std::int64_t after, double soft_cap,
-                      double dropout, const MaybeTensor& seed) {
+// The offsets as numbers, which say where `tokens` tokens are cut into documents.
+std::vector<std::int64_t> offset_values(const char* name, const Tensor& offsets, std::int64_t tokens) {
+  const Tensor here = offsets.to(at::kCPU, at::kLong).contiguous();
+  std::vector<std::int64_t> values;
+  if (at::isTensorSubclassLike(here)) {  // a tracer has no numbers, and answers item() in its own way
+    for (std::int64_t i = 0; i < here.size(0); ++i) values.push_back(here.select(0, i).item<std::int64_t>());
+  } else {
+    const auto* data = here.const_data_ptr<std::int64_t>();
+    values.assign(data, data + here.numel());
+  }
+  OXY_CHECK(!values.empty() && values.front() == 0, InvalidArgument, name, " begin with ",
+            values.empty() ? "nothing" : std::to_string(values.front()), "; the first document begins at 0.");
+  for (std::size_t i = 1; i < values.size(); ++i) {
+    OXY_CHECK(values[i - 1] <= values[i], InvalidArgument, name, " fall from ", values[i - 1], " to ", values[i],
+              " at entry ", i, "; give the first token of each document in order, and the number of tokens.");
+  }
+  OXY_CHECK(values.back() == tokens, InvalidArgument, name, " end with ", values.back(), " for ", tokens,
+            " tokens; the last entry is their number.");
+  return values;
+}
+
+AttentionRule rule_of(const Tensor& query, const Tensor& key, const MaybeTensor& mask, double scale,
+                      std::int64_t before, std::int64_t after, double soft_cap, double dropout, const MaybeTensor& seed,
+                      const MaybeTensor& query_offsets, const MaybeTensor& key_offsets) {
   auto rule = attention_rule(mask, scale, before, after, soft_cap);
+  if (query_offsets.has_value() || key_offsets.has_value()) {
+    OXY_CHECK(query_offsets.has_value() && key_offsets.has_value() && query.size(0) == 1, InvalidArgument,
+              "attention_forward and its backward take offsets of queries and of keys with a batch of one; call "
+              "oxytorch::packed_attention.");
+    rule.query_offsets = offset_values("query_offsets", *query_offsets, query.size(2));
+    rule.key_offsets = offset_values("key_offsets", *key_offsets, key.size(2));
+    OXY_CHECK(rule.query_offsets.size() == rule.key_offsets.size(), InvalidArgument, "query_offsets have ",
+              rule.query_offsets.size(), " entries and key_offsets ", rule.key_offsets.size(), ".");
+  }
   if (dropout == 0) return rule;
   OXY_CHECK(seed.has_value() && seed->defined() && seed->numel() == 1 && seed->scalar_type() == at::kLong,
             InvalidArgument, "attention_forward and its backward take a seed of one int64 with dropout.");
@@ -43,32 +75,39 @@ AttentionRule rule_of(const MaybeTensor& mask, double scale, std::int64_t before
 }
 
 Pair forward_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double scale,
-                 std::int64_t before, std::int64_t after, double soft_cap, double dropout, const MaybeTensor& seed) {
+                 std::int64_t before, std::int64_t after, double soft_cap, double dropout, const MaybeTensor& seed,
+                 const MaybeTensor& query_offsets, const MaybeTensor& key_offsets) {
   OXY_CHECK(attention_cpu_takes(query, key, value, mask), InvalidArgument, "attention_forward does not take query ",
             query.sizes(), ", key ", key.sizes(), ", value ", value.sizes(),
             " with this mask; call oxytorch::attention.");
-  return attention_cpu(query, key, value, rule_of(mask, scale, before, after, soft_cap, dropout, seed));
+  return attention_cpu(
+      query, key, value,
+      rule_of(query, key, mask, scale, before, after, soft_cap, dropout, seed, query_offsets, key_offsets));
 }
 
 Triple backward_cpu(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
                     const Tensor& output, const Tensor& log_sum, const MaybeTensor& mask, double scale,
-                    std::int64_t before, std::int64_t after, double soft_cap, double dropout, const MaybeTensor& seed) {
-  return attention_cpu_backward(grad_output, query, key, value, output, log_sum,
-                                rule_of(mask, scale, before, after, soft_cap, dropout, seed));
+                    std::int64_t before, std::int64_t after, double soft_cap, double dropout, const MaybeTensor& seed,
+                    const MaybeTensor& query_offsets, const MaybeTensor& key_offsets) {
+  return attention_cpu_backward(
+      grad_output, query, key, value, output, log_sum,
+      rule_of(query, key, mask, scale, before, after, soft_cap, dropout, seed, query_offsets, key_offsets));
 }
 
 Pair forward_meta(const Tensor& query, const Tensor& /*key*/, const Tensor& /*value*/, const MaybeTensor& /*mask*/,
                   double /*scale*/, std::int64_t /*before*/, std::int64_t /*after*/, double /*soft_cap*/,
-                  double /*dropout*/, const MaybeTensor& /*seed*/) {
+                  double /*dropout*/, const MaybeTensor& /*seed*/, const MaybeTensor& /*query_offsets*/,
+                  const MaybeTensor& /*key_offsets*/) {
   const auto log_sum =
       at::empty_symint({query.sym_size(0), query.sym_size(2), query.sym_size(1)}, query.options().dtype(at::kFloat));
-  return {at::empty_like(query), log_sum.transpose(1, 2)};
+  return {attention_output(query), log_sum.transpose(1, 2)};
 }
 
 Triple backward_meta(const Tensor& /*grad_output*/, const Tensor& query, const Tensor& key, const Tensor& value,
                      const Tensor& /*output*/, const Tensor& /*log_sum*/, const MaybeTensor& /*mask*/, double /*scale*/,
                      std::int64_t /*before*/, std::int64_t /*after*/, double /*soft_cap*/, double /*dropout*/,
-                     const MaybeTensor& /*seed*/) {
+                     const MaybeTensor& /*seed*/, const MaybeTensor& /*query_offsets*/,
+                     const MaybeTensor& /*key_offsets*/) {
   const auto like = [](const Tensor& t) {
     return at::empty_symint({t.sym_size(0), t.sym_size(2), t.sym_size(1), t.sym_size(3)}, t.options()).transpose(1, 2);
   };
@@ -88,28 +127,33 @@ struct AttentionNode : torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     const std::lock_guard lock(mutex_);
-    const Tensor bias = mask.unpack(), drawn = seed.unpack();
     if (!grads[0].defined()) return torch::autograd::variable_list(3);
     const auto saved = node_of<torch::autograd::Node>(*this);
-    auto [of_query, of_key, of_value] =
-        Backward::call(grads[0], query.unpack(), key.unpack(), value.unpack(), output.unpack(saved),
-                       log_sum.unpack(saved), bias.defined() ? MaybeTensor(bias) : std::nullopt, scale, before, after,
-                       soft_cap, dropout, drawn.defined() ? MaybeTensor(drawn) : std::nullopt);
+    auto [of_query, of_key, of_value] = Backward::call(
+        grads[0], query.unpack(), key.unpack(), value.unpack(), output.unpack(saved), log_sum.unpack(saved),
+        maybe(mask), scale, before, after, soft_cap, dropout, maybe(seed), maybe(query_offsets), maybe(key_offsets));
     return torch::autograd::variable_list{of_query, of_key, of_value};
   }
   void release_variables() override {
     const std::lock_guard lock(mutex_);
-    for (auto* saved : {&query, &key, &value, &mask, &output, &log_sum, &seed}) saved->reset_data();
+    for (auto* saved : {&query, &key, &value, &mask, &output, &log_sum, &seed, &query_offsets, &key_offsets}) {
+      saved->reset_data();
+    }
   }
 
-  torch::autograd::SavedVariable query, key, value, mask, output, log_sum, seed;
+  static MaybeTensor maybe(const torch::autograd::SavedVariable& saved) {
+    const Tensor tensor = saved.unpack();
+    return tensor.defined() ? MaybeTensor(tensor) : std::nullopt;
+  }
+
+  torch::autograd::SavedVariable query, key, value, mask, output, log_sum, seed, query_offsets, key_offsets;
   double scale = 1, soft_cap = 0, dropout = 0;
   std::int64_t before = -1, after = -1;
 };
 
 Pair forward_autograd(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
                       double scale, std::int64_t before, std::int64_t after, double soft_cap, double dropout,
-                      const MaybeTensor& seed) {
+                      const MaybeTensor& seed, const MaybeTensor& query_offsets, const MaybeTensor& key_offsets) {
   OXY_CHECK(!mask.has_value() || !mask->requires_grad() || !at::GradMode::is_enabled(), NotSupported,
             "attention has no gradient for its mask, which requires one; detach the mask, or use "
             "scaled_dot_product_attention.");
@@ -120,18 +164,21 @@ Pair forward_autograd(const Tensor& query, const Tensor& key, const Tensor& valu
     node->query = {query, false};
     node->key = {key, false};
     node->value = {value, false};
-    node->mask = {mask.value_or(Tensor()), false};
+    node->mask = {or_none(mask), false};
     node->scale = scale;
     node->before = before;
     node->after = after;
     node->soft_cap = soft_cap;
     node->dropout = dropout;
-    node->seed = {seed.value_or(Tensor()), false};
+    node->seed = {or_none(seed), false};
+    node->query_offsets = {or_none(query_offsets), false};
+    node->key_offsets = {or_none(key_offsets), false};
   }
   Pair results;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    results = Forward::call(query, key, value, mask, scale, before, after, soft_cap, dropout, seed);
+    results = Forward::call(query, key, value, mask, scale, before, after, soft_cap, dropout, seed, query_offsets,
+                            key_offsets);
   }
   if (node) {
     auto& [output, log_sum] = results;
@@ -145,12 +192,12 @@ Pair forward_autograd(const Tensor& query, const Tensor& key, const Tensor& valu
 Triple backward_autograd(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
                          const Tensor& output, const Tensor& log_sum, const MaybeTensor& mask, double scale,
                          std::int64_t before, std::int64_t after, double soft_cap, double dropout,
-                         const MaybeTensor& seed) {
+                         const MaybeTensor& seed, const MaybeTensor& query_offsets, const MaybeTensor& key_offsets) {
   Triple grads;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     grads = Backward::call(grad_output, query, key, value, output, log_sum, mask, scale, before, after, soft_cap,
-                           dropout, seed);
+                           dropout, seed, query_offsets, key_offsets);
   }
   const auto& [of_query, of_key, of_value] = grads;
   differentiable_once("attention", {of_query, of_key, of_value}, grad_output, query, key, value);
@@ -159,22 +206,30 @@ Triple backward_autograd(const Tensor& grad_output, const Tensor& query, const T
 
 // -- the function -----------------------------------------------------------------------------------------------------
 
-void check(const Tensor& query, const Tensor& key, const Tensor& value) {
-  OXY_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, InvalidArgument,
-            "attention takes tensors of batch x heads x tokens x width; query has ", query.dim(), " dimensions, key ",
-            key.dim(), ", value ", value.dim(), ".");
-  OXY_CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(), InvalidType,
-            "attention takes one dtype; query is ", query.scalar_type(), ", key ", key.scalar_type(), ", value ",
+// `name` is that of the function, which takes tensors of `sizes`.
+void check(const char* name, const char* sizes, std::int64_t dims, const Tensor& query, const Tensor& key,
+           const Tensor& value) {
+  OXY_CHECK(query.dim() == dims && key.dim() == dims && value.dim() == dims, InvalidArgument, name,
+            " takes tensors of ", sizes, "; query has ", query.dim(), " dimensions, key ", key.dim(), ", value ",
+            value.dim(), ".");
+  OXY_CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(), InvalidType, name,
+            " takes one dtype; query is ", query.scalar_type(), ", key ", key.scalar_type(), ", value ",
             value.scalar_type(), ".");
-  OXY_CHECK(key.device() == query.device() && value.device() == query.device(), InvalidArgument,
-            "attention takes tensors of one device; query is on ", query.device(), ", key on ", key.device(),
-            ", value on ", value.device(), ".");
-  const auto q = query.sym_sizes(), k = key.sym_sizes();
-  OXY_CHECK(value.sym_sizes() == k && k[0] == q[0] && k[3] == q[3], InvalidArgument,
-            "attention takes key and value of one size, with the batch and width of query; query is ", q, ", key ", k,
-            ", value ", value.sym_sizes(), ".");
-  OXY_CHECK(k[1] > 0 && q[1] % k[1] == 0, InvalidArgument,
-            "attention takes a multiple of key heads as heads; there are ", q[1], " heads and ", k[1], " key heads.");
+  OXY_CHECK(key.device() == query.device() && value.device() == query.device(), InvalidArgument, name,
+            " takes tensors of one device; query is on ", query.device(), ", key on ", key.device(), ", value on ",
+            value.device(), ".");
+}
+
+void check_rates(double soft_cap, double dropout) {
+  OXY_CHECK(dropout >= 0 && dropout < 1, InvalidArgument, "dropout is ", dropout,
+            "; give the probability that a weight is dropped, from 0 to below 1.");
+  OXY_CHECK(soft_cap >= 0 && std::isfinite(soft_cap), InvalidArgument, "soft_cap is ", soft_cap,
+            "; give a positive number, or 0 for none.");
+}
+
+void check_heads(const char* name, const c10::SymInt& heads, const c10::SymInt& key_heads) {
+  OXY_CHECK(key_heads > 0 && heads % key_heads == 0, InvalidArgument, name,
+            " takes a multiple of key heads as heads; there are ", heads, " heads and ", key_heads, " key heads.");
 }
 
 // Pairs of positions within the window.
@@ -215,33 +270,103 @@ Tensor composed(const Tensor& query, const Tensor& key, const Tensor& value, con
   return at::matmul(at::dropout(weights, dropout, dropout > 0), shared(value));
 }
 
+// Of symbolic sizes this fixes the width alone, where size() would fix all.
+double factor_of(std::optional<double> scale, const Tensor& query) {
+  return scale_or_default(scale, query.sym_size(-1).guard_int(__FILE__, __LINE__));
+}
+
+// A draw of torch's generator, so that seeds, checkpoints and compiled graphs hold for it as for torch's dropout.
+MaybeTensor drawn_seed(const Tensor& query, double dropout) {
+  if (dropout == 0) return std::nullopt;
+  return at::randint(std::numeric_limits<std::int64_t>::max(), {1}, query.options().dtype(at::kLong));
+}
+
 Tensor attention_operator(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
                           bool causal, std::optional<double> scale, std::int64_t before, std::int64_t after,
                           double soft_cap, double dropout) {
-  check(query, key, value);
-  OXY_CHECK(dropout >= 0 && dropout < 1, InvalidArgument, "dropout is ", dropout,
-            "; give the probability that a weight is dropped, from 0 to below 1.");
-  OXY_CHECK(soft_cap >= 0 && std::isfinite(soft_cap), InvalidArgument, "soft_cap is ", soft_cap,
-            "; give a positive number, or 0 for none.");
+  check("attention", "batch x heads x tokens x width", 4, query, key, value);
+  const auto q = query.sym_sizes(), k = key.sym_sizes();
+  OXY_CHECK(value.sym_sizes() == k && k[0] == q[0] && k[3] == q[3], InvalidArgument,
+            "attention takes key and value of one size, with the batch and width of query; query is ", q, ", key ", k,
+            ", value ", value.sym_sizes(), ".");
+  check_heads("attention", q[1], k[1]);
+  check_rates(soft_cap, dropout);
   if (causal) after = 0;
-  const double factor = scale_or_default(scale, query.size(3));
+  const double factor = factor_of(scale, query);
   Tensor bias = mask.value_or(Tensor());
   if (bias.defined() && bias.scalar_type() == at::kBool) bias = hidden_unless(bias, query);
   if (!has_kernel(query) || query.sym_numel() == 0 || key.sym_numel() == 0) {
     return composed(query, key, value, bias, factor, before, after, soft_cap, dropout);
   }
-  // A draw of torch's generator, so that seeds, checkpoints and compiled graphs hold for it as for torch's dropout.
-  MaybeTensor seed;
-  if (dropout > 0) {
-    seed = at::randint(std::numeric_limits<std::int64_t>::max(), {1}, query.options().dtype(at::kLong));
-  }
   MaybeTensor added;
   if (bias.defined()) added = bias.scalar_type() == query.scalar_type() ? bias : bias.to(at::kFloat);
-  return std::get<0>(Forward::call(query, key, value, added, factor, before, after, soft_cap, dropout, seed));
+  return std::get<0>(Forward::call(query, key, value, added, factor, before, after, soft_cap, dropout,
+                                   drawn_seed(query, dropout), std::nullopt, std::nullopt));
+}
+
+void check_offsets(const char* name, const Tensor& offsets, const Tensor& query) {
+  OXY_CHECK(offsets.scalar_type() == at::kLong || offsets.scalar_type() == at::kInt, InvalidType, name, " are ",
+            offsets.scalar_type(), "; give int64 or int32.");
+  OXY_CHECK(offsets.dim() == 1 && offsets.sym_size(0) > 0, InvalidArgument, name, " have sizes ", offsets.sym_sizes(),
+            "; give one dimension: where each document begins, and the number of tokens.");
+  OXY_CHECK(offsets.device() == query.device() || offsets.is_cpu(), InvalidArgument, name, " are on ", offsets.device(),
+            "; move them to the CPU, or to the device of query, ", query.device(), ".");
+}
+
+Tensor packed_attention_operator(const Tensor& query, const Tensor& key, const Tensor& value,
+                                 const Tensor& query_offsets, const MaybeTensor& key_offsets, bool causal,
+                                 std::optional<double> scale, std::int64_t before, std::int64_t after, double soft_cap,
+                                 double dropout) {
+  check("packed_attention", "tokens x heads x width", 3, query, key, value);
+  const auto q = query.sym_sizes(), k = key.sym_sizes();
+  OXY_CHECK(value.sym_sizes() == k && k[2] == q[2], InvalidArgument,
+            "packed_attention takes key and value of one size, with the width of query; query is ", q, ", key ", k,
+            ", value ", value.sym_sizes(), ".");
+  check_heads("packed_attention", q[1], k[1]);
+  check_rates(soft_cap, dropout);
+  check_offsets("query_offsets", query_offsets, query);
+  if (key_offsets.has_value()) {
+    check_offsets("key_offsets", *key_offsets, query);
+    OXY_CHECK(key_offsets->sym_size(0) == query_offsets.sym_size(0), InvalidArgument, "query_offsets have ",
+              query_offsets.sym_size(0), " entries and key_offsets ", key_offsets->sym_size(0),
+              "; give one for each document, and the number of tokens.");
+  } else {
+    OXY_CHECK(k[0] == q[0], InvalidArgument, "query has ", q[0], " tokens and key ", k[0],
+              "; give key_offsets where documents have other keys than queries.");
+  }
+  const Tensor& of_keys = key_offsets.has_value() ? *key_offsets : query_offsets;
+  if (causal) after = 0;
+  const double factor = factor_of(scale, query);
+  // Tokens are a batch of one, whose documents the offsets tell.
+  const auto as_batch = [](const Tensor& t) { return t.transpose(0, 1).unsqueeze(0); };
+  const auto as_tokens = [](const Tensor& t) { return t.squeeze(0).transpose(0, 1); };
+  const Tensor queries = as_batch(query), keys = as_batch(key), values = as_batch(value);
+  if (has_kernel(query) && query.sym_size(2) > 0) {
+    return as_tokens(std::get<0>(Forward::call(queries, keys, values, std::nullopt, factor, before, after, soft_cap,
+                                               dropout, drawn_seed(query, dropout), query_offsets, of_keys)));
+  }
+  auto begin = offset_values("query_offsets", query_offsets, query.size(0));
+  auto key_begin = offset_values("key_offsets", of_keys, key.size(0));
+  if (begin.size() == 1) {  // no document is one without tokens
+    begin.push_back(0);
+    key_begin.push_back(0);
+  }
+  std::vector<Tensor> parts;
+  for (std::size_t i = 1; i < begin.size(); ++i) {
+    const auto cut = [i](const Tensor& t, const std::vector<std::int64_t>& from) {
+      return t.narrow(2, from[i - 1], from[i] - from[i - 1]);
+    };
+    const Tensor part = composed(cut(queries, begin), cut(keys, key_begin), cut(values, key_begin), {}, factor, before,
+                                 after, soft_cap, dropout);
+    parts.push_back(as_tokens(part));
+  }
+  return at::cat(parts);
 }
 
 constexpr char kName[] = "oxytorch::attention";
+constexpr char kPackedName[] = "oxytorch::packed_attention";
 using WholeAttention = Operator<kName, decltype(attention_operator)>;
+using PackedAttention = Operator<kPackedName, decltype(packed_attention_operator)>;
 
 Tensor attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
                           bool causal, std::optional<double> scale, std::int64_t before, std::int64_t after,
@@ -251,23 +376,49 @@ Tensor attention_autocast(const Tensor& query, const Tensor& key, const Tensor& 
                               soft_cap, dropout);
 }
 
+Tensor packed_attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
+                                 const Tensor& query_offsets, const MaybeTensor& key_offsets, bool causal,
+                                 std::optional<double> scale, std::int64_t before, std::int64_t after, double soft_cap,
+                                 double dropout) {
+  const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
+  return PackedAttention::call(autocast(query), autocast(key), autocast(value), query_offsets, key_offsets, causal,
+                               scale, before, after, soft_cap, dropout);
+}
+
 TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool causal=False, float? scale=None, "
       "int window_before=-1, int window_after=-1, float soft_cap=0., float dropout=0.) -> Tensor");
   m.def(
+      "packed_attention(Tensor query, Tensor key, Tensor value, Tensor query_offsets, Tensor? key_offsets=None, "
+      "bool causal=False, float? scale=None, int window_before=-1, int window_after=-1, float soft_cap=0., "
+      "float dropout=0.) -> Tensor");
+  m.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, int window_before, "
-      "int window_after, float soft_cap, float dropout=0., Tensor? seed=None) -> (Tensor output, Tensor log_sum)");
+      "int window_after, float soft_cap, float dropout=0., Tensor? seed=None, Tensor? query_offsets=None, "
+      "Tensor? key_offsets=None) -> (Tensor output, Tensor log_sum)");
   m.def(
       "attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, Tensor log_sum, "
       "Tensor? mask, float scale, int window_before, int window_after, float soft_cap, float dropout=0., "
-      "Tensor? seed=None) -> "
+      "Tensor? seed=None, Tensor? query_offsets=None, Tensor? key_offsets=None) -> "
       "(Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 }
-TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("attention", &Kernel<&attention_operator>::call); }
-TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("attention", &Kernel<&attention_operator>::call); }
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("attention", &Kernel<&attention_autocast>::call); }
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("attention", &Kernel<&attention_autocast>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) {
+  m.impl("attention", &Kernel<&attention_operator>::call);
+  m.impl("packed_attention", &Kernel<&packed_attention_operator>::call);
+}
+TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
+  m.impl("attention", &Kernel<&attention_operator>::call);
+  m.impl("packed_attention", &Kernel<&packed_attention_operator>::call);
+}
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) {
+  m.impl("attention", &Kernel<&attention_autocast>::call);
+  m.impl("packed_attention", &Kernel<&packed_attention_autocast>::call);
+}
+TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) {
+  m.impl("attention", &Kernel<&attention_autocast>::call);
+  m.impl("packed_attention", &Kernel<&packed_attention_autocast>::call);
+}
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
   m.impl("attention_forward", &Kernel<&forward_autograd>::call);
   m.impl("attention_backward", &Kernel<&backward_autograd>::call);
@@ -286,6 +437,12 @@ TORCH_LIBRARY_IMPL(oxytorch, Meta, m) {
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options) {
   return WholeAttention::call(query, key, value, options.mask, options.causal, options.scale, options.window_before,
                               options.window_after, options.soft_cap, options.dropout);
+}
+
+Tensor packed_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& query_offsets,
+                        const PackedAttentionOptions& options) {
+  return PackedAttention::call(query, key, value, query_offsets, options.key_offsets, options.causal, options.scale,
+                               options.window_before, options.window_after, options.soft_cap, options.dropout);
 }
 
 }  // namespace oxytorch::ops

@@ -2,11 +2,12 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
+#include <vector>
 
 #include "ops/dispatch.h"
 #include "ops/product.h"
@@ -25,10 +26,46 @@ using kernels::Operand;
 using kernels::Rows;
 using kernels::TileFormat;
 
-Rows rows_of_head(const Tensor& tensor, std::int64_t batch, std::int64_t head) {
-  const auto* data = static_cast<const char*>(tensor.const_data_ptr()) +
-                     (batch * tensor.stride(0) + head * tensor.stride(1)) * tensor.element_size();
-  return {optim::element_type(tensor).value(), data, tensor.stride(2), tensor.size(2), tensor.size(3)};
+Rows rows_of_head(const Tensor& tensor, std::int64_t batch, std::int64_t head, std::int64_t first, std::int64_t count) {
+  const auto* data =
+      static_cast<const char*>(tensor.const_data_ptr()) +
+      (batch * tensor.stride(0) + head * tensor.stride(1) + first * tensor.stride(2)) * tensor.element_size();
+  return {optim::element_type(tensor).value(), data, tensor.stride(2), count, tensor.size(3)};
+}
+
+// Queries and the keys they see: a sample of a batch, or a range of tokens of a batch of one.
+struct Document {
+  [[nodiscard]] Rows query_rows(const Tensor& tensor, std::int64_t head) const {
+    return rows_of_head(tensor, sample, head, first_query, queries.count);
+  }
+  [[nodiscard]] Rows key_rows(const Tensor& tensor, std::int64_t head) const {
+    return rows_of_head(tensor, sample, head, first_key, keys.count);
+  }
+  // Where one head's value of the first query lies in a tensor of batch x heads x queries.
+  [[nodiscard]] std::int64_t query_offset(const Tensor& tensor, std::int64_t head) const {
+    return sample * tensor.stride(0) + head * tensor.stride(1) + first_query * tensor.stride(2);
+  }
+
+  std::int64_t number, sample, first_query, first_key;
+  Tiled queries, keys;
+};
+
+std::vector<Document> documents_of(const Tensor& query, const Tensor& key, const AttentionRule& rule) {
+  std::vector<Document> documents;
+  const auto& queries = rule.query_offsets;
+  const auto& keys = rule.key_offsets;
+  const auto count = queries.empty() ? query.size(0) : static_cast<std::int64_t>(queries.size()) - 1;
+  documents.reserve(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (queries.empty()) {
+      documents.push_back({i, i, 0, 0, Tiled(query.size(2)), Tiled(key.size(2))});
+    } else {
+      const auto at = static_cast<std::size_t>(i);
+      documents.push_back(
+          {i, 0, queries[at], keys[at], Tiled(queries[at + 1] - queries[at]), Tiled(keys[at + 1] - keys[at])});
+    }
+  }
+  return documents;
 }
 
 // A call with its tensors, and what all threads share.
@@ -38,9 +75,7 @@ struct Call {
         key(dense(k)),
         value(dense(v)),
         rule(rule),
-        queries(q.size(2)),
-        keys(k.size(2)),
-        batch(q.size(0)),
+        documents(documents_of(q, k, rule)),
         heads(q.size(1)),
         key_heads(k.size(1)),
         group(heads / key_heads),
@@ -50,28 +85,33 @@ struct Call {
         dropped(std::min(static_cast<std::uint32_t>(std::lround(rule.dropout * 65536)), 65535U)),
         kept_factor(65536.0F / static_cast<float>(65536 - dropped)) {
     if (rule.mask.has_value() && rule.mask->defined()) {
-      mask = rule.mask->to(at::kFloat).expand({batch, heads, queries.count, keys.count});
+      mask = rule.mask->to(at::kFloat).expand({q.size(0), heads, q.size(2), k.size(2)});
+    }
+    for (const auto& document : documents) {
+      most_query_tiles = std::max(most_query_tiles, document.queries.tiles);
+      most_key_tiles = std::max(most_key_tiles, document.keys.tiles);
     }
   }
 
   // Whether a tile of keys and one of queries have a visible pair.
-  [[nodiscard]] bool meet(std::int64_t key_tile, std::int64_t query_tile) const {
-    const std::int64_t k = keys.begin(key_tile), q = queries.begin(query_tile);
-    return k - (q + queries.used(query_tile) - 1) <= rule.ahead && q - (k + keys.used(key_tile) - 1) <= rule.behind;
+  [[nodiscard]] bool meet(const Document& in, std::int64_t key_tile, std::int64_t query_tile) const {
+    const std::int64_t k = in.keys.begin(key_tile), q = in.queries.begin(query_tile);
+    return k - (q + in.queries.used(query_tile) - 1) <= rule.ahead &&
+           q - (k + in.keys.used(key_tile) - 1) <= rule.behind;
   }
 
   // Turns raw products into scores, and returns the factor that they still lack.
-  float finish_scores(std::int64_t b, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile, float* mask_tile,
-                      float* scores) const {
-    const std::int64_t k = keys.begin(key_tile), q = queries.begin(query_tile);
-    const std::int64_t rows = keys.padded(key_tile), columns = queries.padded(query_tile);
+  float finish_scores(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
+                      float* mask_tile, float* scores) const {
+    const std::int64_t k = in.keys.begin(key_tile), q = in.queries.begin(query_tile);
+    const std::int64_t rows = in.keys.padded(key_tile), columns = in.queries.padded(query_tile);
     const bool whole =
-        keys.used(key_tile) == rows && k + rows - 1 - q <= rule.ahead && q + columns - 1 - k <= rule.behind;
+        in.keys.used(key_tile) == rows && k + rows - 1 - q <= rule.ahead && q + columns - 1 - k <= rule.behind;
     if (whole && !mask.defined() && rule.soft_cap == 0) return factor;
     kernels::ScoreRule edit{
-        factor, keys.used(key_tile), k - q, rule.ahead, rule.behind, static_cast<float>(rule.soft_cap), nullptr};
+        factor, in.keys.used(key_tile), k - q, rule.ahead, rule.behind, static_cast<float>(rule.soft_cap), nullptr};
     if (mask.defined()) {
-      read_mask(b, h, key_tile, query_tile, mask_tile);
+      read_mask(in, h, key_tile, query_tile, mask_tile);
       edit.mask = mask_tile;
     }
     kernels::apply_rule(edit, rows, columns, scores);
@@ -79,21 +119,22 @@ struct Call {
   }
 
   // The weights that dropout keeps, or null where it keeps all.
-  const std::uint32_t* kept(std::int64_t b, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
+  const std::uint32_t* kept(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
                             std::uint32_t* keep) const {
     if (dropped == 0) return nullptr;
-    kernels::dropout_tile({rule.seed, static_cast<std::uint32_t>(b * heads + h), static_cast<std::uint32_t>(key_tile),
-                           static_cast<std::uint32_t>(query_tile), dropped},
-                          keys.padded(key_tile), keep);
+    kernels::dropout_tile({rule.seed, static_cast<std::uint32_t>(in.number * heads + h),
+                           static_cast<std::uint32_t>(key_tile), static_cast<std::uint32_t>(query_tile), dropped},
+                          in.keys.padded(key_tile), keep);
     return keep;
   }
 
-  void read_mask(std::int64_t b, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile, float* tile) const {
+  void read_mask(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
+                 float* tile) const {
     const std::int64_t along_q = mask.stride(2), along_k = mask.stride(3);
-    const float* from = mask.const_data_ptr<float>() + b * mask.stride(0) + h * mask.stride(1) +
-                        queries.begin(query_tile) * along_q + keys.begin(key_tile) * along_k;
-    const std::int64_t columns = queries.used(query_tile);
-    for (std::int64_t i = 0; i < keys.used(key_tile); ++i, tile += kTile) {
+    const float* from = mask.const_data_ptr<float>() + in.query_offset(mask, h) +
+                        in.queries.begin(query_tile) * along_q + (in.first_key + in.keys.begin(key_tile)) * along_k;
+    const std::int64_t columns = in.queries.used(query_tile);
+    for (std::int64_t i = 0; i < in.keys.used(key_tile); ++i, tile += kTile) {
       for (std::int64_t j = 0; j < columns; ++j) tile[j] = from[j * along_q + i * along_k];
       std::fill(tile + columns, tile + kTile, 0.0F);
     }
@@ -101,8 +142,9 @@ struct Call {
 
   Tensor query, key, value, mask;
   const AttentionRule& rule;
-  Tiled queries, keys;
-  std::int64_t batch, heads, key_heads, group, width;
+  std::vector<Document> documents;
+  std::int64_t most_query_tiles = 0, most_key_tiles = 0;  // of a document
+  std::int64_t heads, key_heads, group, width;
   TileFormat format;
   float factor;
   std::uint32_t dropped;  // of 65,536 weights
@@ -119,8 +161,8 @@ struct ForwardWorker {
       : call(call),
         output(output),
         log_sum(log_sum),
-        key(scratch, call.format, call.width, call.keys.tiles),
-        value(scratch, call.format, call.width, call.keys.tiles),
+        key(scratch, call.format, call.width, call.most_key_tiles),
+        value(scratch, call.format, call.width, call.most_key_tiles),
         plain(scratch, call.format, call.width, 2),
         query(scratch, call.format, call.width, 1),
         scores(scratch.floats(kTile * kTile)),
@@ -130,48 +172,48 @@ struct ForwardWorker {
         sum(scratch.floats(kTile * call.width)),
         rows(scratch.floats(kTile * call.width)) {}
 
-  void keys_of(std::int64_t b, std::int64_t h) {
-    if (loaded == b * call.key_heads + h) return;
-    loaded = b * call.key_heads + h;
-    const Rows k = rows_of_head(call.key, b, h), v = rows_of_head(call.value, b, h);
-    for (std::int64_t tile = 0; tile < call.keys.tiles; ++tile) {
-      load(call, k, call.keys, tile, key[tile]);
-      load(call, v, call.keys, tile, plain[0]);
-      kernels::make_operand(call.format, Operand::LeftTransposed, plain[0], call.keys.padded(tile), call.width,
-                            plain[1], value[tile]);
+  void keys_of(const Document& in, std::int64_t h) {
+    if (loaded == in.number * call.key_heads + h || in.keys.count == 0) return;
+    loaded = in.number * call.key_heads + h;
+    const Rows k = in.key_rows(call.key, h), v = in.key_rows(call.value, h);
+    for (std::int64_t tile = 0; tile < in.keys.tiles; ++tile) {
+      load(call, k, in.keys, tile, key[tile]);
+      load(call, v, in.keys, tile, plain[0]);
+      kernels::make_operand(call.format, Operand::LeftTransposed, plain[0], in.keys.padded(tile), call.width, plain[1],
+                            value[tile]);
     }
   }
 
-  void run(std::int64_t b, std::int64_t h, std::int64_t query_tile) {
-    keys_of(b, h / call.group);
-    const std::int64_t columns = call.queries.padded(query_tile), used = call.queries.used(query_tile);
-    load(call, rows_of_head(call.query, b, h), call.queries, query_tile, plain[0]);
+  void run(const Document& in, std::int64_t h, std::int64_t query_tile) {
+    keys_of(in, h / call.group);
+    const std::int64_t columns = in.queries.padded(query_tile), used = in.queries.used(query_tile);
+    load(call, in.query_rows(call.query, h), in.queries, query_tile, plain[0]);
     kernels::make_operand(call.format, Operand::RightTransposed, plain[0], columns, call.width, plain[1], query[0]);
     kernels::SoftmaxState state;
     state.reset();
     alignas(64) float correction[kTile];
     bool add = false;
-    for (std::int64_t tile = 0; tile < call.keys.tiles; ++tile) {
-      if (!call.meet(tile, query_tile)) continue;
-      const std::int64_t count = call.keys.padded(tile);
+    for (std::int64_t tile = 0; tile < in.keys.tiles; ++tile) {
+      if (!call.meet(in, tile, query_tile)) continue;
+      const std::int64_t count = in.keys.padded(tile);
       product(call.format, count, columns, call.width, key[tile], call.width, query[0], kTile, scores, kTile, false);
-      const float factor = call.finish_scores(b, h, tile, query_tile, mask, scores);
+      const float factor = call.finish_scores(in, h, tile, query_tile, mask, scores);
       const bool corrects = kernels::softmax_tile(call.format, factor, count, columns, scores,
-                                                  call.kept(b, h, tile, query_tile, keep), state, correction, weights);
+                                                  call.kept(in, h, tile, query_tile, keep), state, correction, weights);
       if (add && corrects) kernels::scale_columns(call.width, correction, sum);
       product(call.format, call.width, columns, count, value[tile], kTile, weights, kTile, sum, kTile, add);
       add = true;
     }
     float inverse[kTile];
-    auto* logs = log_sum.mutable_data_ptr<float>() + b * log_sum.stride(0) + h * log_sum.stride(1) +
-                 call.queries.begin(query_tile) * log_sum.stride(2);
+    auto* logs = log_sum.mutable_data_ptr<float>() + in.query_offset(log_sum, h) +
+                 in.queries.begin(query_tile) * log_sum.stride(2);
     for (std::int64_t j = 0; j < used; ++j) {
       const bool none = state.sum[j] == 0;
       inverse[j] = none ? 0 : call.kept_factor / state.sum[j];
       logs[j * log_sum.stride(2)] = none ? 0 : state.largest[j] + std::log(state.sum[j]);
     }
-    const std::int64_t at = call.queries.begin(query_tile);
-    const Rows to = rows_of_head(output, b, h).part(at, used);
+    const std::int64_t at = in.queries.begin(query_tile);
+    const Rows to = in.query_rows(output, h).part(at, used);
     if (!add) std::fill_n(sum, kTile * call.width, 0.0F);
     kernels::transpose_words(sum, kTile, call.width, columns, rows, call.width);
     kernels::store_rows(rows, call.width, used, to.columns, 1, inverse, to.element, const_cast<void*>(to.data),
@@ -200,16 +242,16 @@ struct BackwardWorker {
   BackwardWorker(const Call& call, Gradients& grads)
       : call(call),
         grads(grads),
-        key(scratch, call.format, call.width, call.keys.tiles),
-        key_transposed(scratch, call.format, call.width, call.keys.tiles),
-        value(scratch, call.format, call.width, call.keys.tiles),
-        query(scratch, call.format, call.width, call.queries.tiles),
-        query_transposed(scratch, call.format, call.width, call.queries.tiles),
-        grad(scratch, call.format, call.width, call.queries.tiles),
-        grad_transposed(scratch, call.format, call.width, call.queries.tiles),
+        key(scratch, call.format, call.width, call.most_key_tiles),
+        key_transposed(scratch, call.format, call.width, call.most_key_tiles),
+        value(scratch, call.format, call.width, call.most_key_tiles),
+        query(scratch, call.format, call.width, call.most_query_tiles),
+        query_transposed(scratch, call.format, call.width, call.most_query_tiles),
+        grad(scratch, call.format, call.width, call.most_query_tiles),
+        grad_transposed(scratch, call.format, call.width, call.most_query_tiles),
         plain(scratch, call.format, call.width, 2),
-        log_sums(scratch.floats(kTile * call.queries.tiles)),
-        deltas(scratch.floats(kTile * call.queries.tiles)),
+        log_sums(scratch.floats(kTile * call.most_query_tiles)),
+        deltas(scratch.floats(kTile * call.most_query_tiles)),
         scores(scratch.floats(kTile * kTile)),
         mask(scratch.floats(kTile * kTile)),
         gradient(scratch.floats(kTile * kTile)),
@@ -218,36 +260,35 @@ struct BackwardWorker {
     for (auto& one : narrow) one = reinterpret_cast<std::uint16_t*>(scratch.bytes(kTile * kTile * 2));
   }
 
-  void keys_of(std::int64_t b, std::int64_t h) {
-    if (loaded_keys == b * call.key_heads + h) return;
-    loaded_keys = b * call.key_heads + h;
-    const Rows k = rows_of_head(call.key, b, h), v = rows_of_head(call.value, b, h);
-    for (std::int64_t tile = 0; tile < call.keys.tiles; ++tile) {
-      load(call, k, call.keys, tile, key[tile]);
-      load(call, v, call.keys, tile, value[tile]);
-      kernels::make_operand(call.format, Operand::LeftTransposed, key[tile], call.keys.padded(tile), call.width,
-                            plain[1], key_transposed[tile]);
+  void keys_of(const Document& in, std::int64_t h) {
+    if (loaded_keys == in.number * call.key_heads + h || in.keys.count == 0) return;
+    loaded_keys = in.number * call.key_heads + h;
+    const Rows k = in.key_rows(call.key, h), v = in.key_rows(call.value, h);
+    for (std::int64_t tile = 0; tile < in.keys.tiles; ++tile) {
+      load(call, k, in.keys, tile, key[tile]);
+      load(call, v, in.keys, tile, value[tile]);
+      kernels::make_operand(call.format, Operand::LeftTransposed, key[tile], in.keys.padded(tile), call.width, plain[1],
+                            key_transposed[tile]);
     }
   }
 
-  void queries_of(std::int64_t b, std::int64_t h) {
-    if (loaded_queries == b * call.heads + h) return;
-    loaded_queries = b * call.heads + h;
-    const Rows q = rows_of_head(call.query, b, h), o = rows_of_head(grads.output, b, h),
-               g = rows_of_head(grads.grad_output, b, h);
+  void queries_of(const Document& in, std::int64_t h) {
+    if (loaded_queries == in.number * call.heads + h || in.queries.count == 0) return;
+    loaded_queries = in.number * call.heads + h;
+    const Rows q = in.query_rows(call.query, h), o = in.query_rows(grads.output, h),
+               g = in.query_rows(grads.grad_output, h);
     const auto make = [&](const Rows& rows, std::int64_t tile, Packed& right, Packed& transposed) {
-      load(call, rows, call.queries, tile, plain[0]);
-      const std::int64_t count = call.queries.padded(tile);
+      load(call, rows, in.queries, tile, plain[0]);
+      const std::int64_t count = in.queries.padded(tile);
       kernels::make_operand(call.format, Operand::Right, plain[0], count, call.width, plain[1], right[tile]);
       kernels::make_operand(call.format, Operand::RightTransposed, plain[0], count, call.width, plain[1],
                             transposed[tile]);
     };
-    const float* logs =
-        grads.log_sum.const_data_ptr<float>() + b * grads.log_sum.stride(0) + h * grads.log_sum.stride(1);
-    for (std::int64_t tile = 0; tile < call.queries.tiles; ++tile) {
+    const float* logs = grads.log_sum.const_data_ptr<float>() + in.query_offset(grads.log_sum, h);
+    for (std::int64_t tile = 0; tile < in.queries.tiles; ++tile) {
       make(q, tile, query, query_transposed);
       make(g, tile, grad, grad_transposed);
-      const std::int64_t at = call.queries.begin(tile), used = call.queries.used(tile);
+      const std::int64_t at = in.queries.begin(tile), used = in.queries.used(tile);
       kernels::dot_rows(g.part(at, used), o.part(at, used), deltas + at);
       for (std::int64_t j = 0; j < kTile; ++j) {
         // Queries that are padding weigh nothing.
@@ -258,9 +299,9 @@ struct BackwardWorker {
   }
 
   // Adds one tile's share to the gradients that are given.
-  void pair(std::int64_t b, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile, float* of_query,
+  void pair(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile, float* of_query,
             float* of_key, float* of_value) {
-    const std::int64_t count = call.keys.padded(key_tile), columns = call.queries.padded(query_tile);
+    const std::int64_t count = in.keys.padded(key_tile), columns = in.queries.padded(query_tile);
     const std::int64_t width = call.width;
     const TileFormat format = call.format;
     product(format, count, columns, width, key[key_tile], width, query_transposed[query_tile], kTile, scores, kTile,
@@ -269,14 +310,14 @@ struct BackwardWorker {
             false);
     kernels::SoftmaxGradient tile;
     tile.format = format;
-    tile.factor = call.finish_scores(b, h, key_tile, query_tile, mask, scores);
+    tile.factor = call.finish_scores(in, h, key_tile, query_tile, mask, scores);
     tile.rows = count;
     tile.columns = columns;
-    tile.log_sum = log_sums + call.queries.begin(query_tile);
-    tile.delta = deltas + call.queries.begin(query_tile);
+    tile.log_sum = log_sums + in.queries.begin(query_tile);
+    tile.delta = deltas + in.queries.begin(query_tile);
     tile.cap = static_cast<float>(call.rule.soft_cap);
     tile.mask = call.mask.defined() ? mask : nullptr;
-    tile.keep = call.kept(b, h, key_tile, query_tile, keep);
+    tile.keep = call.kept(in, h, key_tile, query_tile, keep);
     tile.kept_factor = call.kept_factor;
     tile.scores = scores;
     tile.gradient = gradient;
@@ -297,78 +338,78 @@ struct BackwardWorker {
     }
   }
 
-  void store_keys(std::int64_t b, std::int64_t h, std::int64_t tile, const float* of_key, const float* of_value) {
-    const std::int64_t at = call.keys.begin(tile), used = call.keys.used(tile);
-    const Rows k = rows_of_head(grads.key, b, h).part(at, used), v = rows_of_head(grads.value, b, h).part(at, used);
+  void store_keys(const Document& in, std::int64_t h, std::int64_t tile, const float* of_key, const float* of_value) {
+    const std::int64_t at = in.keys.begin(tile), used = in.keys.used(tile);
+    const Rows k = in.key_rows(grads.key, h).part(at, used), v = in.key_rows(grads.value, h).part(at, used);
     kernels::store_rows(of_key, call.width, used, k.columns, static_cast<float>(call.rule.scale), nullptr, k.element,
                         const_cast<void*>(k.data), k.stride);
     kernels::store_rows(of_value, call.width, used, v.columns, call.kept_factor, nullptr, v.element,
                         const_cast<void*>(v.data), v.stride);
   }
 
-  void store_queries(std::int64_t b, std::int64_t h, std::int64_t tile, const float* of_query) {
-    const std::int64_t at = call.queries.begin(tile), used = call.queries.used(tile);
-    const Rows q = rows_of_head(grads.query, b, h).part(at, used);
-    kernels::transpose_words(of_query, kTile, call.width, call.queries.padded(tile), rows, call.width);
+  void store_queries(const Document& in, std::int64_t h, std::int64_t tile, const float* of_query) {
+    const std::int64_t at = in.queries.begin(tile), used = in.queries.used(tile);
+    const Rows q = in.query_rows(grads.query, h).part(at, used);
+    kernels::transpose_words(of_query, kTile, call.width, in.queries.padded(tile), rows, call.width);
     kernels::store_rows(rows, call.width, used, q.columns, static_cast<float>(call.rule.scale), nullptr, q.element,
                         const_cast<void*>(q.data), q.stride);
   }
 
   // All of one head of keys.
-  void head(std::int64_t b, std::int64_t key_head) {
+  void head(const Document& in, std::int64_t key_head) {
     const std::int64_t tile_size = kTile * call.width;
     if (of_keys == nullptr) {
-      of_keys = scratch.floats(tile_size * call.keys.tiles);
-      of_values = scratch.floats(tile_size * call.keys.tiles);
-      of_queries = scratch.floats(tile_size * call.queries.tiles);
+      of_keys = scratch.floats(tile_size * call.most_key_tiles);
+      of_values = scratch.floats(tile_size * call.most_key_tiles);
+      of_queries = scratch.floats(tile_size * call.most_query_tiles);
     }
-    keys_of(b, key_head);
-    std::fill_n(of_keys, tile_size * call.keys.tiles, 0.0F);
-    std::fill_n(of_values, tile_size * call.keys.tiles, 0.0F);
+    keys_of(in, key_head);
+    std::fill_n(of_keys, tile_size * in.keys.tiles, 0.0F);
+    std::fill_n(of_values, tile_size * in.keys.tiles, 0.0F);
     for (std::int64_t h = key_head * call.group; h < (key_head + 1) * call.group; ++h) {
-      queries_of(b, h);
-      std::fill_n(of_queries, tile_size * call.queries.tiles, 0.0F);
-      for (std::int64_t k = 0; k < call.keys.tiles; ++k) {
-        for (std::int64_t q = 0; q < call.queries.tiles; ++q) {
-          if (!call.meet(k, q)) continue;
-          pair(b, h, k, q, of_queries + q * tile_size, of_keys + k * tile_size, of_values + k * tile_size);
+      queries_of(in, h);
+      std::fill_n(of_queries, tile_size * in.queries.tiles, 0.0F);
+      for (std::int64_t k = 0; k < in.keys.tiles; ++k) {
+        for (std::int64_t q = 0; q < in.queries.tiles; ++q) {
+          if (!call.meet(in, k, q)) continue;
+          pair(in, h, k, q, of_queries + q * tile_size, of_keys + k * tile_size, of_values + k * tile_size);
         }
       }
-      for (std::int64_t q = 0; q < call.queries.tiles; ++q) store_queries(b, h, q, of_queries + q * tile_size);
+      for (std::int64_t q = 0; q < in.queries.tiles; ++q) store_queries(in, h, q, of_queries + q * tile_size);
     }
-    for (std::int64_t k = 0; k < call.keys.tiles; ++k) {
-      store_keys(b, key_head, k, of_keys + k * tile_size, of_values + k * tile_size);
+    for (std::int64_t k = 0; k < in.keys.tiles; ++k) {
+      store_keys(in, key_head, k, of_keys + k * tile_size, of_values + k * tile_size);
     }
   }
 
   // One tile of keys, or one of queries: more work, which more threads can share. The sums are head()'s.
-  void one_of_keys(std::int64_t b, std::int64_t key_head, std::int64_t k) {
+  void one_of_keys(const Document& in, std::int64_t key_head, std::int64_t k) {
     const std::int64_t tile_size = kTile * call.width;
     if (of_keys == nullptr) {
       of_keys = scratch.floats(tile_size);
       of_values = scratch.floats(tile_size);
     }
-    keys_of(b, key_head);
+    keys_of(in, key_head);
     std::fill_n(of_keys, tile_size, 0.0F);
     std::fill_n(of_values, tile_size, 0.0F);
     for (std::int64_t h = key_head * call.group; h < (key_head + 1) * call.group; ++h) {
-      queries_of(b, h);
-      for (std::int64_t q = 0; q < call.queries.tiles; ++q) {
-        if (call.meet(k, q)) pair(b, h, k, q, nullptr, of_keys, of_values);
+      queries_of(in, h);
+      for (std::int64_t q = 0; q < in.queries.tiles; ++q) {
+        if (call.meet(in, k, q)) pair(in, h, k, q, nullptr, of_keys, of_values);
       }
     }
-    store_keys(b, key_head, k, of_keys, of_values);
+    store_keys(in, key_head, k, of_keys, of_values);
   }
-  void one_of_queries(std::int64_t b, std::int64_t h, std::int64_t q) {
+  void one_of_queries(const Document& in, std::int64_t h, std::int64_t q) {
     const std::int64_t tile_size = kTile * call.width;
     if (of_queries == nullptr) of_queries = scratch.floats(tile_size);
-    keys_of(b, h / call.group);
-    queries_of(b, h);
+    keys_of(in, h / call.group);
+    queries_of(in, h);
     std::fill_n(of_queries, tile_size, 0.0F);
-    for (std::int64_t k = 0; k < call.keys.tiles; ++k) {
-      if (call.meet(k, q)) pair(b, h, k, q, of_queries, nullptr, nullptr);
+    for (std::int64_t k = 0; k < in.keys.tiles; ++k) {
+      if (call.meet(in, k, q)) pair(in, h, k, q, of_queries, nullptr, nullptr);
     }
-    store_queries(b, h, q, of_queries);
+    store_queries(in, h, q, of_queries);
   }
 
   const Call& call;
@@ -383,15 +424,87 @@ struct BackwardWorker {
   std::int64_t loaded_keys = -1, loaded_queries = -1;
 };
 
-// Items [0, count), each thread with a worker of its own.
-template <class Make, class Run>
-void in_parallel(const Call& call, std::int64_t count, const Make& make, const Run& run) {
-  at::parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
-    const ProductScope products(call.format);
-    auto worker = make();
-    for (std::int64_t item = begin; item < end; ++item) run(worker, item);
-  });
+// What a thread does on its own: one head of keys of a document, or one tile of a head.
+enum class Piece : std::uint8_t { KeyHead, KeyTile, QueryTile };
+struct Item {
+  const Document* document;
+  std::int64_t head, tile;
+  double cost;  // in scores
+};
+
+std::vector<Item> items_of(const Call& call, Piece piece) {
+  const bool by_query = piece == Piece::QueryTile;
+  const auto heads = by_query ? call.heads : call.key_heads;
+  const auto passes = by_query ? 1 : call.group;
+  std::vector<Item> items;
+  std::vector<double> costs;
+  for (const auto& in : call.documents) {
+    const Tiled& side = by_query ? in.queries : in.keys;
+    costs.clear();
+    for (std::int64_t tile = 0; tile < side.tiles; ++tile) {
+      costs.push_back(static_cast<double>(kTile * side.padded(tile)));  // to load it
+    }
+    for (std::int64_t k = 0; k < in.keys.tiles; ++k) {
+      for (std::int64_t q = 0; q < in.queries.tiles; ++q) {
+        if (!call.meet(in, k, q)) continue;
+        costs[static_cast<std::size_t>(by_query ? q : k)] +=
+            static_cast<double>(passes * in.keys.padded(k) * in.queries.padded(q));
+      }
+    }
+    if (piece == Piece::KeyHead) {
+      // Queries are loaded and stored for keys that they do not see, too.
+      const auto loads = static_cast<double>(kTile * passes * round_up(in.queries.count, kTileStep));
+      costs = {std::accumulate(costs.begin(), costs.end(), loads)};
+    }
+    for (std::int64_t h = 0; h < heads; ++h) {
+      std::int64_t tile = 0;
+      for (const double cost : costs) items.push_back({&in, h, tile++, cost});
+    }
+  }
+  return items;
 }
+
+// Items in a row, cut into a share for each thread. Documents differ in length, so shares are equal in cost.
+class Schedule {
+ public:
+  Schedule(const Call& call, Piece piece) : call_(call), items_(items_of(call, piece)) {
+    const auto threads = static_cast<std::size_t>(at::get_num_threads());
+    double total = 0, before = 0;
+    for (const auto& item : items_) total += item.cost;
+    std::vector<double> costs(threads);
+    for (std::size_t i = 0; i < items_.size(); ++i) {
+      const double middle = (before + items_[i].cost / 2) / std::max(total, 1.0);
+      const auto share = std::min(static_cast<std::size_t>(middle * static_cast<double>(threads)), threads - 1);
+      first_.resize(std::max(first_.size(), share + 1), i);
+      costs[share] += items_[i].cost;
+      before += items_[i].cost;
+    }
+    first_.resize(threads + 1, items_.size());
+    is_even_ = *std::max_element(costs.begin(), costs.end()) * static_cast<double>(threads) <= 1.25 * total;
+  }
+
+  // Whether no thread has much more to do than others.
+  [[nodiscard]] bool is_even() const { return is_even_; }
+
+  // Runs all items, each thread with a worker of its own.
+  template <class Make, class Run>
+  void run(const Make& make, const Run& run) const {
+    at::parallel_for(0, static_cast<std::int64_t>(first_.size()) - 1, 1, [&](std::int64_t begin, std::int64_t end) {
+      const auto until = first_[static_cast<std::size_t>(end)];
+      auto i = first_[static_cast<std::size_t>(begin)];
+      if (i == until) return;
+      const ProductScope products(call_.format);
+      auto worker = make();
+      for (; i < until; ++i) run(worker, items_[i]);
+    });
+  }
+
+ private:
+  const Call& call_;
+  std::vector<Item> items_;
+  std::vector<std::size_t> first_;  // of each share, and the end
+  bool is_even_ = true;
+};
 
 bool is_taken(const Tensor& tensor, at::ScalarType type) {
   return tensor.dim() == 4 && tensor.scalar_type() == type && tensor.device().is_cpu() &&
@@ -400,12 +513,19 @@ bool is_taken(const Tensor& tensor, at::ScalarType type) {
 
 }  // namespace
 
+// torch's empty_like() has fixed sizes in a graph that is compiled for any.
+Tensor attention_output(const Tensor& query) {
+  const auto size = query.sym_sizes();
+  if (query.sym_stride(2) <= query.sym_stride(1)) return at::empty_symint(size, query.options());
+  return at::empty_symint({size[0], size[2], size[1], size[3]}, query.options()).transpose(1, 2);
+}
+
 bool attention_cpu_takes(const Tensor& query, const Tensor& key, const Tensor& value,
                          const std::optional<Tensor>& mask) {
   const auto type = query.scalar_type();
   if (!has_kernel(query) || !is_taken(query, type) || !is_taken(key, type) || !is_taken(value, type)) return false;
   const bool fits = key.size(0) == query.size(0) && value.sizes() == key.sizes() && key.size(3) == query.size(3) &&
-                    query.numel() > 0 && key.numel() > 0 && query.size(1) % key.size(1) == 0;
+                    query.size(3) > 0 && key.size(1) > 0 && query.size(1) % key.size(1) == 0;
   if (!fits) return false;
   if (!mask.has_value() || !mask->defined()) return true;
   const bool known = mask->scalar_type() == at::kFloat || mask->scalar_type() == type;
@@ -421,17 +541,12 @@ bool attention_cpu_takes(const Tensor& query, const Tensor& key, const Tensor& v
 std::tuple<Tensor, Tensor> attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
                                          const AttentionRule& rule) {
   const Call call(query, key, value, rule);
-  Tensor output = at::empty_like(query);
-  if (output.stride(3) != 1) output = at::empty(query.sizes(), query.options());
-  Tensor log_sum =
-      at::empty({call.batch, call.queries.count, call.heads}, query.options().dtype(at::kFloat)).transpose(1, 2);
-  const std::int64_t tiles = call.queries.tiles;
-  in_parallel(
-      call, call.batch * call.heads * tiles, [&] { return ForwardWorker(call, output, log_sum); },
-      [&](ForwardWorker& worker, std::int64_t item) {
-        const std::int64_t head = item / tiles;
-        worker.run(head / call.heads, head % call.heads, item % tiles);
-      });
+  Tensor output = attention_output(query);
+  Tensor log_sum = at::empty({query.size(0), query.size(2), query.size(1)}, query.options().dtype(at::kFloat));
+  log_sum = log_sum.transpose(1, 2);
+  Schedule(call, Piece::QueryTile)
+      .run([&] { return ForwardWorker(call, output, log_sum); },
+           [](ForwardWorker& worker, const Item& item) { worker.run(*item.document, item.head, item.tile); });
   return {output, log_sum};
 }
 
@@ -445,20 +560,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_cpu_backward(const Tensor& grad_out
   const Tensor from = dense(grad_output), out = dense(output);
   Gradients grads{from, out, log_sum, empty(query), empty(key), empty(value)};
   const auto make = [&] { return BackwardWorker(call, grads); };
-  const std::int64_t heads = call.batch * call.key_heads;
-  if (heads % at::get_num_threads() == 0 || heads >= 4 * at::get_num_threads()) {
-    in_parallel(call, heads, make, [&](BackwardWorker& worker, std::int64_t item) {
-      worker.head(item / call.key_heads, item % call.key_heads);
-    });
+  const Schedule heads(call, Piece::KeyHead);
+  if (heads.is_even()) {
+    heads.run(make, [](BackwardWorker& worker, const Item& item) { worker.head(*item.document, item.head); });
     return {grads.query, grads.key, grads.value};
   }
-  in_parallel(call, heads * call.keys.tiles, make, [&](BackwardWorker& worker, std::int64_t item) {
-    const std::int64_t head = item / call.keys.tiles;
-    worker.one_of_keys(head / call.key_heads, head % call.key_heads, item % call.keys.tiles);
+  // The products of scores are then made twice, and no thread waits for one with a long document.
+  Schedule(call, Piece::KeyTile).run(make, [](BackwardWorker& worker, const Item& item) {
+    worker.one_of_keys(*item.document, item.head, item.tile);
   });
-  in_parallel(call, call.batch * call.heads * call.queries.tiles, make, [&](BackwardWorker& worker, std::int64_t item) {
-    const std::int64_t head = item / call.queries.tiles;
-    worker.one_of_queries(head / call.heads, head % call.heads, item % call.queries.tiles);
+  Schedule(call, Piece::QueryTile).run(make, [](BackwardWorker& worker, const Item& item) {
+    worker.one_of_queries(*item.document, item.head, item.tile);
   });
   return {grads.query, grads.key, grads.value};
 }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 namespace oxytorch::ops {
 
@@ -19,6 +20,10 @@ struct AttentionRule {
   std::optional<at::Tensor> mask;  ///< added to scores; broadcasts to batch x heads x queries x keys
   double dropout = 0;              ///< probability that a weight is dropped; of 2^-16
   std::uint64_t seed = 0;          ///< of dropout
+  /// Where each document begins in the tokens of a batch of one, and their end; positions and dropout are of a document
+  /// as of a sample. Empty: each sample of the batch is one.
+  std::vector<std::int64_t> query_offsets = {};
+  std::vector<std::int64_t> key_offsets = {};
 };
 
 /// 1 / sqrt(width) where not given.
@@ -30,14 +35,21 @@ struct AttentionRule {
 [[nodiscard]] inline AttentionRule attention_rule(const std::optional<at::Tensor>& mask, double scale,
                                                   std::int64_t before, std::int64_t after, double soft_cap) {
   constexpr std::int64_t kNoLimit = std::int64_t{1} << 40;
-  return {scale, after < 0 ? kNoLimit : after, before < 0 ? kNoLimit : before, soft_cap, mask, 0, 0};
+  return {.scale = scale,
+          .ahead = after < 0 ? kNoLimit : after,
+          .behind = before < 0 ? kNoLimit : before,
+          .soft_cap = soft_cap,
+          .mask = mask};
 }
 
 /// Whether attention_cpu() takes these.
 [[nodiscard]] bool attention_cpu_takes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                        const std::optional<at::Tensor>& mask);
 
-/// Output, laid out as `query`, and the logarithm of each query's sum of exponentials, fp32, batch x heads x queries
+/// An output, not cleared: dense, with tokens around heads in memory where `query` has them so.
+[[nodiscard]] at::Tensor attention_output(const at::Tensor& query);
+
+/// Output and the logarithm of each query's sum of exponentials, fp32, batch x heads x queries
 /// (0 where nothing is visible, as torch's).
 std::tuple<at::Tensor, at::Tensor> attention_cpu(const at::Tensor& query, const at::Tensor& key,
                                                  const at::Tensor& value, const AttentionRule& rule);

@@ -56,6 +56,7 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
     assert kinds == {
         ("attention", phases("oxytorch", "torch flash", "torch math")),
         ("dropout", phases("oxytorch", "torch math")),
+        ("packed", phases("oxytorch", "padded", "one by one")),
         ("loss", frozenset({"oxytorch", "torch", "chunks"})),
         ("masked", frozenset({"oxytorch", "torch", "chunks", "chosen rows"})),
         ("linear", phases("oxytorch", "torch", "bf16 weights")),

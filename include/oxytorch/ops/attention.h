@@ -41,4 +41,32 @@ struct AttentionOptions {
 OXY_API at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                              const AttentionOptions& options = {});
 
+struct PackedAttentionOptions {
+  std::optional<at::Tensor> key_offsets = {};  ///< as query_offsets; where not given, documents attend to themselves
+  bool causal = false;                         ///< this and what follows: as in AttentionOptions, within a document
+  std::optional<double> scale = {};
+  std::int64_t window_before = -1;
+  std::int64_t window_after = -1;
+  double soft_cap = 0;
+  double dropout = 0;
+};
+
+/// attention() of documents whose tokens lie one after the other, without padding: each query sees keys of its own
+/// document. Memory grows with the tokens.
+///
+/// `query`: tokens x heads x width; `key` and `value`: tokens x key heads x width. `query_offsets`: int64 or int32, on
+/// the CPU or on the device of `query`: where each document begins, and the number of tokens, as cumulative sequence
+/// lengths are elsewhere. Documents may be empty. Positions are counted from the first query and the first key of a
+/// document. The output has the shape, dtype and layout of `query`.
+///
+/// What is said of attention() holds, and a document has the bits that attention() has of it alone, with dropout those
+/// of a sample of that number. float64 and other devices take torch's operators, document by document, and read the
+/// offsets on the host.
+///
+/// Throws InvalidArgument for shapes that do not fit, for offsets that do not begin with 0, fall, do not end with the
+/// number of tokens or lie on another device, and for a dropout outside of [0, 1); InvalidType for dtypes that differ
+/// and offsets that are no int64 or int32.
+OXY_API at::Tensor packed_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                    const at::Tensor& query_offsets, const PackedAttentionOptions& options = {});
+
 }  // namespace oxytorch::ops
