@@ -20,6 +20,9 @@ own; `bf16 weights` has no weight to cast and none to keep in float32: what a la
 Norm: batch normalization of a bfloat16 image in channels_last with ReLU, and an addition before it or max pooling after
 it. `torch` is its own operators one after the other, `compiled` the same under torch.compile.
 
+Rotary: rotary embedding of one tensor, halves or interleaved pairs, forward and backward together. `torch` is the usual
+composition in the dtype of the tensor, `compiled` the same under torch.compile.
+
 LSTM: one layer of torch.nn.LSTM, served by this library and by oneDNN, with all threads and with one. GRU: the same of
 torch.nn.GRU, which torch composes of operators for each step.
 
@@ -101,6 +104,8 @@ NORMS = [
     ((64, 64, 64), "pool"), ((64, 64, 32), ""), ((64, 64, 32), "sum"), ((64, 128, 16), "sum"), ((64, 256, 8), "sum"),
     ((32, 64, 56), ""), ((32, 256, 56), "sum"),
 ]  # fmt: skip
+# Batch, heads, tokens, width.
+ROTARIES = [(4, 8, 1024, 64), (16, 12, 128, 64), (1, 32, 2048, 128)]
 # Rows, features, outputs.
 LINEARS = [
     (128, 784, 512),
@@ -285,6 +290,44 @@ def norm(sizes: tuple[int, int, int], follower: str, quick: bool) -> list[Conten
     return [Contender(name, {"forward": partial(forward, name), "backward": partial(backward, name)}) for name in calls]
 
 
+def rotate_half(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+def rotate_every_two(x: Tensor) -> Tensor:
+    return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+
+
+def rotary(shape: tuple[int, int, int, int], dtype: torch.dtype, interleaved: bool, quick: bool) -> list[Contender]:
+    """Rotary embedding in the layout that a projection leaves, forward and backward."""
+    batch, heads, tokens, width = shape
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (
+        torch.randn(batch, tokens, heads, width, generator=generator).to(dtype).transpose(1, 2) for _ in range(2)
+    )
+    x.requires_grad_()
+    angles = torch.arange(tokens)[:, None] * 10_000.0 ** (-torch.arange(width // 2) / (width // 2))
+    both = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
+    cos, sin = both.cos().to(dtype), both.sin().to(dtype)
+    swap = rotate_every_two if interleaved else rotate_half
+
+    def composed(x: Tensor) -> Tensor:
+        return x * cos + swap(x) * sin
+
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        OURS: lambda x: ox.ops.rotary(x, cos, sin, interleaved=interleaved),
+        EAGER: composed,
+    }
+    if not quick:
+        calls[COMPILED] = torch.compile(composed)
+
+    def whole(call: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(call(x), x, grad)
+
+    return [Contender(name, {"step": whole(call)}) for name, call in calls.items()]
+
+
 class Chunks(torch.autograd.Function):
     """Loss and gradients of 512 tokens at a time."""
 
@@ -399,6 +442,15 @@ def measure(arguments: argparse.Namespace) -> Measured:
                 continue
             progress(f"racing {case} ...")
             found.cases[case] = race(norm(sizes, follower, arguments.quick), seconds, rounds)
+        for sizes in ROTARIES[:1] if arguments.quick else ROTARIES:
+            for interleaved in (False, True):
+                batch, heads, tokens, width = sizes
+                kind = "pairs" if interleaved else "halves"
+                case = f"rotary {dtype_name}, {batch} x {heads} x {tokens:,} x {width}, {kind}"
+                if not is_wanted(arguments, case):
+                    continue
+                progress(f"racing {case} ...")
+                found.cases[case] = race(rotary(sizes, dtype, interleaved, arguments.quick), seconds, rounds)
         for kind in RECURRENT:
             for shape in SEQUENCES[:1] if arguments.quick else SEQUENCES:
                 steps, batch, features, hidden = shape
@@ -458,6 +510,10 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
         ),
         "linear": (layered, rows_by_phase(found, "linear", (EAGER, BF16_WEIGHTS))),
         "norm": (normalized, rows_by_phase(found, "norm", (EAGER, COMPILED))),
+        "rotary": (
+            ["rotary embedding, forward and backward", *lost[1:4]],
+            loss_rows(found, "rotary", (EAGER, COMPILED)),
+        ),
         "lstm": (repeated, rows_by_phase(found, "lstm", RECURRENT["lstm"][1:])),
         "gru": (gated, rows_by_phase(found, "gru", RECURRENT["gru"][1:])),
     }

@@ -96,6 +96,7 @@ LEFT_OUT_COMMAND = "python bench/race/ops.py --case dropout --case masked --star
 PACKED_COMMAND = "python bench/race/ops.py --case packed --starts 3 --seconds 0.6"
 LINEAR_COMMAND = "python bench/race/ops.py --case linear --starts 4 --seconds 0.6"
 NORM_COMMAND = "python bench/race/ops.py --case norm --starts 4 --seconds 0.6"
+ROTARY_COMMAND = "python bench/race/ops.py --case rotary --starts 3 --seconds 0.6"
 LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 3 --seconds 0.7"
 
 
@@ -265,6 +266,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-norm": (
         raced(ops_race, "norm.json", NORM_COMMAND, "norm"),
         f"{NORM_COMMAND} --json bench/results/norm.json",
+    ),
+    "ops-rotary": (
+        raced(ops_race, "rotary.json", ROTARY_COMMAND, "rotary"),
+        f"{ROTARY_COMMAND} --json bench/results/rotary.json",
     ),
     "ops-lstm": (
         raced(ops_race, "lstm.json", LSTM_COMMAND, "lstm"),

@@ -6,4 +6,5 @@
 #include "oxytorch/ops/batch_norm.h"
 #include "oxytorch/ops/linear.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
+#include "oxytorch/ops/rotary.h"
 #include "oxytorch/ops/row_norm.h"

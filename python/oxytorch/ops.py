@@ -24,6 +24,7 @@ __all__ = [
     "linear_cross_entropy",
     "packed_attention",
     "rms_norm",
+    "rotary",
     "swiglu",
 ]
 
@@ -453,3 +454,41 @@ def packed_attention(
             dropout,
         ),
     )
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rotary_dim: int | None = None) -> Tensor:
+    """Return `x` with pairs of features (a, b) rotated to (a cos - b sin, b cos + a sin), differentiable.
+
+    On a CPU, float32, bfloat16 and float16 take the kernel of this library: tables and arithmetic are float32, a result
+    is rounded once, and results have the same bits for any number of threads. The gradient is the rotation back, by the
+    same kernel. Everything else takes torch's own operators, in float32 for the 16-bit dtypes.
+
+    Parameters
+    ----------
+    x : Tensor
+        Batch x heads x tokens x width.
+    cos, sin : Tensor
+        Tokens x angles, batch x tokens x angles, or batch x heads x tokens x angles, where batch, heads and tokens may
+        be 1. Angles are half of the rotated features, or as many: then each angle is there twice, as Hugging Face's
+        tables have it, and one of the two is read. Of any floating dtype; they get no gradient.
+    interleaved : bool
+        A pair is two features side by side, as in RoFormer and GPT-J; else it is one of each half, as in GPT-NeoX and
+        in LLaMA of Hugging Face.
+    rotary_dim : int, optional
+        Features that are rotated, the first ones; the others are copied. All where not given.
+
+    Returns
+    -------
+    Tensor
+        With the shape and dtype of `x`.
+
+    Raises
+    ------
+    ValueError
+        For sizes that do not fit.
+    TypeError
+        For dtypes that are not floating.
+    NotImplementedError
+        For tables that require a gradient.
+    """
+    return cast(Tensor, torch.ops.oxytorch.rotary(x, cos, sin, interleaved, rotary_dim))

@@ -17,22 +17,6 @@ namespace {
 constexpr std::int64_t kAbreast = 64 / kLanes;
 using Abreast = V[kAbreast];
 
-// The first `count` elements, and zeros.
-template <class T>
-HWY_INLINE V load_some(const T* from, std::int64_t count) {
-  if (count >= kLanes) return load(from);
-  T rest[kLanes] = {};
-  std::copy_n(from, count, rest);
-  return load(rest);
-}
-template <class T>
-HWY_INLINE void store_some(V value, T* to, std::int64_t count) {
-  if (count >= kLanes) return store<false>(value, to, nullptr);
-  T rest[kLanes];
-  store<false>(value, rest, nullptr);
-  std::copy_n(rest, count, to);
-}
-
 template <class T>
 HWY_INLINE V rounded_to(V value) {
   if constexpr (std::is_same_v<T, float>) {

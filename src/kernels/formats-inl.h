@@ -186,6 +186,22 @@ HWY_INLINE void store(V value, Bf16* to, std::int8_t* low_bits, const std::uint1
   hn::StoreU(hn::DemoteTo(I8(), hn::BitCast(I32(), low)), I8(), low_bits);
 }
 
+// The first `count` elements, and zeros.
+template <class T>
+HWY_INLINE V load_some(const T* from, std::int64_t count) {
+  if (count >= kLanes) return load(from);
+  T rest[kLanes] = {};
+  std::copy_n(from, count, rest);
+  return load(rest);
+}
+template <class T>
+HWY_INLINE void store_some(V value, T* to, std::int64_t count) {
+  if (count >= kLanes) return store<false>(value, to, nullptr);
+  T rest[kLanes];
+  store<false>(value, rest, nullptr);
+  std::copy_n(rest, count, to);
+}
+
 // 8-bit state. Both curves share their form: y = bits >> kShift, plus what maps 1 to 1.
 template <StateCode kCode>
 struct Curve {

@@ -1,5 +1,5 @@
-// The kernels of operators.h, activation.h, attention.h, channel_norm.h, gru.h, lstm.h and row_norm.h: one source,
-// compiled for each instruction set by Highway.
+// The kernels of operators.h, activation.h, attention.h, channel_norm.h, gru.h, lstm.h, rotary.h and row_norm.h: one
+// source, compiled for each instruction set by Highway.
 #include "kernels/operators_table.h"
 #include "kernels/targets.h"
 
@@ -18,6 +18,7 @@
 #include "kernels/lstm-inl.h"
 #include "kernels/optimizer_loop-inl.h"
 #include "kernels/pool-inl.h"
+#include "kernels/rotary-inl.h"
 #include "kernels/row_norm-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -60,7 +61,8 @@ const OperatorTable& operators() {
                                         lstm_forward,
                                         lstm_backward,
                                         gru_forward,
-                                        gru_backward};
+                                        gru_backward,
+                                        rotate_rows};
   return kTable;
 }
 

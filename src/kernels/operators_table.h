@@ -1,5 +1,5 @@
-/// The kernels of oxytorch/kernels/operators.h, activation.h, attention.h, channel_norm.h, gru.h, lstm.h and row_norm.h,
-/// one table for each instruction set.
+/// The kernels of oxytorch/kernels/operators.h, activation.h, attention.h, channel_norm.h, gru.h, lstm.h, rotary.h and
+/// row_norm.h, one table for each instruction set.
 #pragma once
 
 #include "oxytorch/isa.h"
@@ -9,6 +9,7 @@
 #include "oxytorch/kernels/gru.h"
 #include "oxytorch/kernels/lstm.h"
 #include "oxytorch/kernels/operators.h"
+#include "oxytorch/kernels/rotary.h"
 #include "oxytorch/kernels/row_norm.h"
 
 namespace oxytorch::kernels {
@@ -66,6 +67,7 @@ struct OperatorTable {
   void (*lstm_backward)(const LstmBackward& step);
   void (*gru_forward)(const GruForward& step);
   void (*gru_backward)(const GruBackward& step);
+  void (*rotate_rows)(const RotaryRule& rule, const Rows& from, void* to, std::int64_t to_stride);
 };
 
 /// The table of `isa`, which must be supported.

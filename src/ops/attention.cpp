@@ -100,7 +100,7 @@ Pair forward_meta(const Tensor& query, const Tensor& /*key*/, const Tensor& /*va
                   const MaybeTensor& /*key_offsets*/) {
   const auto log_sum =
       at::empty_symint({query.sym_size(0), query.sym_size(2), query.sym_size(1)}, query.options().dtype(at::kFloat));
-  return {attention_output(query), log_sum.transpose(1, 2)};
+  return {empty_heads(query), log_sum.transpose(1, 2)};
 }
 
 Triple backward_meta(const Tensor& /*grad_output*/, const Tensor& query, const Tensor& key, const Tensor& value,

@@ -513,13 +513,6 @@ bool is_taken(const Tensor& tensor, at::ScalarType type) {
 
 }  // namespace
 
-// torch's empty_like() has fixed sizes in a graph that is compiled for any.
-Tensor attention_output(const Tensor& query) {
-  const auto size = query.sym_sizes();
-  if (query.sym_stride(2) <= query.sym_stride(1)) return at::empty_symint(size, query.options());
-  return at::empty_symint({size[0], size[2], size[1], size[3]}, query.options()).transpose(1, 2);
-}
-
 bool attention_cpu_takes(const Tensor& query, const Tensor& key, const Tensor& value,
                          const std::optional<Tensor>& mask) {
   const auto type = query.scalar_type();
@@ -541,7 +534,7 @@ bool attention_cpu_takes(const Tensor& query, const Tensor& key, const Tensor& v
 std::tuple<Tensor, Tensor> attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
                                          const AttentionRule& rule) {
   const Call call(query, key, value, rule);
-  Tensor output = attention_output(query);
+  Tensor output = empty_heads(query);
   Tensor log_sum = at::empty({query.size(0), query.size(2), query.size(1)}, query.options().dtype(at::kFloat));
   log_sum = log_sum.transpose(1, 2);
   Schedule(call, Piece::QueryTile)

@@ -46,9 +46,6 @@ struct AttentionRule {
 [[nodiscard]] bool attention_cpu_takes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                        const std::optional<at::Tensor>& mask);
 
-/// An output, not cleared: dense, with tokens around heads in memory where `query` has them so.
-[[nodiscard]] at::Tensor attention_output(const at::Tensor& query);
-
 /// Output and the logarithm of each query's sum of exponentials, fp32, batch x heads x queries
 /// (0 where nothing is visible, as torch's).
 std::tuple<at::Tensor, at::Tensor> attention_cpu(const at::Tensor& query, const at::Tensor& key,

@@ -3,6 +3,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -64,6 +65,14 @@ inline at::Tensor or_none(const std::optional<at::Tensor>& tensor) { return tens
 inline bool has_kernel(const at::Tensor& tensor) {
   const auto type = tensor.scalar_type();
   return tensor.device().is_cpu() && (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf);
+}
+
+/// A tensor like one of batch x heads x tokens x width, not cleared: dense, with tokens around heads in memory where
+/// that has them so. torch's empty_like() would fix the sizes of a graph that is compiled for any.
+inline at::Tensor empty_heads(const at::Tensor& like) {
+  const auto size = like.sym_sizes();
+  if (like.sym_stride(2) <= like.sym_stride(1)) return at::empty_symint(size, like.options());
+  return at::empty_symint({size[0], size[2], size[1], size[3]}, like.options()).transpose(1, 2);
 }
 
 /// `tensor` in the dtype that autocast has for its device.
