@@ -29,7 +29,7 @@ from planted_faults import FAULTS, HEALTHY, Fault, workload
 OURS = "float64 verifier"
 
 
-class Bench:
+class VerifiedWorkload:
     """One workload with its verifier and what the rivals compare with."""
 
     def __init__(self, name: str) -> None:
@@ -106,15 +106,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    benches: dict[str, Bench] = {}
+    workloads: dict[str, VerifiedWorkload] = {}
     rows: dict[str, dict[str, dict[str, Any]]] = {"faults": {}, "healthy": {}}
     for kind, book in (("faults", FAULTS), ("healthy", HEALTHY)):
         for name, fault in book.items():
             if asked.names and name not in asked.names:
                 continue
-            if fault.workload not in benches:
-                benches[fault.workload] = Bench(fault.workload)
-            found = benches[fault.workload].caught(fault)
+            if fault.workload not in workloads:
+                workloads[fault.workload] = VerifiedWorkload(fault.workload)
+            found = workloads[fault.workload].caught(fault)
             rows[kind][name] = {"claim": fault.kind, "from step": fault.since + 1, **found}
             print(f"\r{kind} {len(rows[kind])}/{len(book)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

@@ -68,7 +68,7 @@ class StepGraph:
 
     What may go wrong with graphs is looked after. A replay runs no Python, so a learning rate set on the host would be
     ignored: hyperparameters are compared at each call and a change is recorded anew; with a learning rate that is a
-    tensor on the device nothing is. A recording is not believed: one step is taken both ways from the same state, and
+    tensor on the device nothing is. A recording is verified: one step is taken both ways from the same state, and
     the graph is used only where every byte comes out the same. What cannot be recorded runs eagerly from then on, and
     `reason` says why.
 

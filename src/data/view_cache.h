@@ -1,4 +1,4 @@
-/// The last few of many views that are dear to make, shared by threads.
+/// The last few of many views that are expensive to make, shared by threads.
 #pragma once
 
 #include <cstddef>

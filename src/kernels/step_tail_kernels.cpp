@@ -253,7 +253,7 @@ void apply_rule(const RuleSection& s, const Coefficients& coefficients, bool nes
   for (int j = 0; j < kVectors; ++j) params[j] = updates[j] = hn::Zero(F32());
   float* const to[3] = {s.state[0], s.state[1], s.state[2]};
   for (std::int64_t i = 0; i < s.count; i += kLanes) {
-    // A section ahead: the arithmetic of one then hides the way of the next from memory.
+    // Prefetches the next section while this one is computed.
     if (s.more) {
       prefetch(s.weight, i + kSection);
       prefetch(s.grad, i + kSection);

@@ -106,7 +106,7 @@ void mitigations(HostReader& host) {
   if (mitigated + open == 0) return;
   host.reported("kernel mitigations", folder,
                 std::to_string(mitigated) + " active, " + std::to_string(open) + " vulnerable",
-                "They make system calls and page faults dearer; whether to run without them is a question of safety, "
+                "They make system calls and page faults slower; whether to run without them is a question of safety, "
                 "not of speed.");
 }
 

@@ -25,7 +25,7 @@ constexpr double kClipEpsilon = 1e-6;  // torch.nn.utils.clip_grad_norm_
 /// torch's own intra-op pool: all tensors of a pass run in one region of it.
 kernels::Parallel intra_op_pool();
 
-/// Under a loss scale, inf and NaN are the scaler's business.
+/// Under a loss scale, inf and NaN are handled by the scaler.
 inline bool is_scaled(const StepInputs& in) { return in.grad_scale.defined() || in.found_inf.defined(); }
 
 /// The slots that one call works on, divided into those with native kernels and the others.

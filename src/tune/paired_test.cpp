@@ -135,9 +135,9 @@ struct PairedTest::Impl {
     // 1.4826 makes it the standard deviation of normal values; the rest corrects for few of them.
     const double spread = std::max(1.4826 * median_absolute_deviation(margins) * n / (n - 0.8), 1e-6);
     const double last = options.most_pairs;
-    const double hoped = center + 2 * spread / std::sqrt(n);
-    if (hoped < std::log(options.worth / options.threshold)) return true;
-    const double reached = (n * center + (last - n) * hoped) / (spread * std::sqrt(last));
+    const double optimistic = center + 2 * spread / std::sqrt(n);
+    if (optimistic < std::log(options.worth / options.threshold)) return true;
+    const double reached = (n * center + (last - n) * optimistic) / (spread * std::sqrt(last));
     return reached + std::sqrt((last - n) / last) < normal_upper(error_at(analyses.size() - 1));
   }
 

@@ -261,7 +261,7 @@ struct Search::Impl {
   [[nodiscard]] bool worth_repeating(std::size_t i) const {
     const double cost = repeated_cost(i);
     if (cost <= 0 || options.repay_steps <= 0) return can_afford(cost);
-    const double promised = std::max(items[i].facts.expected_speedup, hope(items[i]));
+    const double promised = std::max(items[i].facts.expected_speedup, highest_speedup(items[i]));
     return cost < options.repay_steps * step_seconds * (1 - 1 / std::max(1.0, promised));
   }
 
@@ -293,7 +293,7 @@ struct Search::Impl {
     return std::nullopt;
   }
 
-  /// Whether its update, timed by itself, leaves no hope for the step.
+  /// Whether its update, timed by itself, shows that the step cannot become faster.
   [[nodiscard]] bool outdone(std::size_t i) const {
     const double gain = active(i) ? 0 : update_gain(items[i]);
     return faster_update(i).has_value() || (gain > 0 && gain <= least_gain());
@@ -316,10 +316,12 @@ struct Search::Impl {
     return false;
   }
 
-  /// What it was worth when it was last on trial, hopefully: the upper end of its speedup.
-  [[nodiscard]] static double hope(const Item& item) { return item.entry.speedup ? item.entry.speedup->high : 1; }
+  /// The upper end of its speedup in its last trial.
+  [[nodiscard]] static double highest_speedup(const Item& item) {
+    return item.entry.speedup ? item.entry.speedup->high : 1;
+  }
 
-  /// What is known to pay goes before what is only hoped to pay a little more.
+  /// Expected speedup, with a bonus for gains that were measured before.
   [[nodiscard]] double rank(const Item& item) const {
     const double gain = update_gain(item);
     return gain > kPolicy.worth ? gain + kPolicy.known_lead : item.facts.expected_speedup;
@@ -391,17 +393,17 @@ struct Search::Impl {
         const Item& other = items[j];
         if ((item.ties & bit(j)) == 0 || (item.rivals & bit(j)) != 0 || other.settled || !other.tried) continue;
         Move move{i, 0, false, false};
-        double hoped = kPolicy.interplay * hope(item);
+        double product = kPolicy.interplay * highest_speedup(item);
         if (active(j)) {
           move.challenger = with(sound(force & ~bit(j)), i);
-          hoped /= other.entry.speedup ? other.entry.speedup->low : 1;
+          product /= other.entry.speedup ? other.entry.speedup->low : 1;
         } else {
           if (j < i || !can_repay(other)) continue;
           move.challenger = with(with(force, i), j);
-          hoped *= hope(other);
+          product *= highest_speedup(other);
         }
         const bool turned_on = (move.challenger & bit(i)) != 0 && (active(j) || (move.challenger & bit(j)) != 0);
-        if (turned_on && hoped > options.paired_test.threshold && fresh(move.challenger)) return move;
+        if (turned_on && product > options.paired_test.threshold && fresh(move.challenger)) return move;
       }
     }
     return std::nullopt;

@@ -429,7 +429,7 @@ struct Tuner::Impl {
   /// `result`: of what is kept so far against nothing.
   void lower_memory(Names& kept, std::optional<PairedTestResult>& result) {
     for (const auto& entry : search->entries()) {
-      // What was refused or failed stays out; what was only not faster has its turn.
+      // Refused and failed strategies stay out; those that were only not faster are tried.
       if (entry.status == Status::Refused || entry.status == Status::Failed)
         judged[entry.strategy] = {entry.status, entry.reason};
     }

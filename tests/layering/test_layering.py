@@ -318,18 +318,18 @@ def test_python_modules_import_only_the_layers_under_them() -> None:
 @pytest.mark.parametrize("tree", BESIDE_MODULES)
 def test_every_folder_is_a_module(tree: str) -> None:
     folders = {path.name for path in (ROOT / tree).iterdir() if path.is_dir() and any(path.rglob("*.*"))}
-    strangers = folders - set(LAYERS) - BESIDE_MODULES[tree] - {"__pycache__"}
-    assert not strangers, f"{tree}/ has folders that are no module: {sorted(strangers)}"
+    unknown = folders - set(LAYERS) - BESIDE_MODULES[tree] - {"__pycache__"}
+    assert not unknown, f"{tree}/ has folders that are no module: {sorted(unknown)}"
 
 
 def test_every_binding_python_module_and_page_is_of_a_module() -> None:
     bindings = {path.stem for path in (ROOT / "bindings").glob("*.cpp")} - {"module"}
-    strangers = [f"bindings/{name}.cpp" for name in bindings if name.split("_")[0] not in LAYERS]
+    unknown = [f"bindings/{name}.cpp" for name in bindings if name.split("_")[0] not in LAYERS]
     modules = {python_module(path) for path in (ROOT / "python" / "oxytorch").rglob("*.py")}
-    strangers += [f"python/oxytorch/{name}" for name in modules if python_layer(name) is None]
+    unknown += [f"python/oxytorch/{name}" for name in modules if python_layer(name) is None]
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    strangers += [f"docs/{name}.md" for name in pages if name not in LAYERS and name not in PAGES_BESIDE_MODULES]
-    assert not strangers, f"these belong to no module: {sorted(strangers)}"
+    unknown += [f"docs/{name}.md" for name in pages if name not in LAYERS and name not in PAGES_BESIDE_MODULES]
+    assert not unknown, f"these belong to no module: {sorted(unknown)}"
 
 
 def test_every_module_of_the_table_is_there() -> None:

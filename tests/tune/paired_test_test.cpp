@@ -194,13 +194,13 @@ TEST(PairedTest, RejectsAGainUnderTheThreshold) {
 
 TEST(PairedTest, GivesUpAGainThatIsNotWorthTheTrial) {
   const PairedTestOptions usual{.most_pairs = 200};
-  const PairedTestOptions dear{.most_pairs = 200, .worth = 1.1};
+  const PairedTestOptions demanding{.most_pairs = 200, .worth = 1.1};
   EXPECT_EQ(fight(1.03, gaussian(0.02), 3, usual).decision, Decision::Accept);
-  const PairedTestResult given_up = fight(1.03, gaussian(0.02), 3, dear);
+  const PairedTestResult given_up = fight(1.03, gaussian(0.02), 3, demanding);
   EXPECT_EQ(given_up.decision, Decision::Reject);
   EXPECT_LT(given_up.pairs, 9);
   EXPECT_NE(given_up.reason.find("1.100x"), std::string::npos) << given_up.reason;
-  EXPECT_EQ(fight(1.2, gaussian(0.02), 3, dear).decision, Decision::Accept);
+  EXPECT_EQ(fight(1.2, gaussian(0.02), 3, demanding).decision, Decision::Accept);
 }
 
 TEST(PairedTest, TakesTurnsInRandomOrderWithinPairs) {

@@ -16,15 +16,15 @@ namespace {
 
 using tune::Kind;
 
-Bench* current = nullptr;  // that strategies are made for
+PlantedRun* current = nullptr;  // that strategies are made for
 
 /// What a fault is given: the run, whether it acts now, and what it leaves for later.
 struct Site {
-  Bench& bench;
+  PlantedRun& planted;
   Acts acts;
   std::vector<std::function<void()>> undo = {};
 
-  [[nodiscard]] bool now() const { return acts(bench.taken, bench.under_way); }
+  [[nodiscard]] bool now() const { return acts(planted.taken, planted.under_way); }
 };
 using Plant = std::function<void(Site&)>;
 
@@ -38,19 +38,19 @@ struct Case {
 struct Planted : tune::Strategy {
   Planted(Acts a, Plant p) : acts(std::move(a)), plant(std::move(p)) {}
   void apply(tune::Run& run) override {
-    auto& bench = *current;
-    bench.taken = 0;
-    site.emplace(Site{bench, acts});
+    auto& planted = *current;
+    planted.taken = 0;
+    site.emplace(Site{planted, acts});
     plant(*site);
     run.replace_optimizer([&](torch::optim::Optimizer& own) {
-      return tune::Replacement{std::make_unique<PlantedOptimizer>(own, bench), [] {}, bench.reach.clips};
+      return tune::Replacement{std::make_unique<PlantedOptimizer>(own, planted), [] {}, planted.reach.clips};
     });
   }
   void revert(tune::Run& run) override {
     run.replace_optimizer({});
     run.scope("planted", {});
     run.inputs("planted", {});
-    site->bench.reach = {};
+    site->planted.reach = {};
     for (auto undo = site->undo.rbegin(); undo != site->undo.rend(); ++undo) (*undo)();
     site.reset();
   }
@@ -99,7 +99,7 @@ Acts on_large_value() {
 using Change = std::function<at::Tensor(const at::Tensor& grad)>;
 
 void hook(Site& site, std::size_t index, Change change) {
-  const auto p = site.bench.parameter(index);
+  const auto p = site.planted.parameter(index);
   const auto made = p.register_hook(
       [&site, change = std::move(change)](const at::Tensor& grad) { return site.now() ? change(grad) : grad; });
   site.undo.emplace_back([p, made] { p.remove_hook(made); });
@@ -109,15 +109,15 @@ Plant gradient_of(std::size_t index, Change change) {
 }
 Plant all_gradients(const Change& change) {
   return [=](Site& site) {
-    for (std::size_t i = 0; i < site.bench.run->parameters().size(); ++i) hook(site, i, change);
+    for (std::size_t i = 0; i < site.planted.run->parameters().size(); ++i) hook(site, i, change);
   };
 }
 /// With what the step before had: in its place, or added to it.
 Plant with_last(std::optional<std::size_t> index, bool added = false) {
   return [=](Site& site) {
-    for (std::size_t i = 0; i < site.bench.run->parameters().size(); ++i) {
+    for (std::size_t i = 0; i < site.planted.run->parameters().size(); ++i) {
       if (index && *index != i) continue;
-      const auto p = site.bench.parameter(i);
+      const auto p = site.planted.parameter(i);
       const auto last = std::make_shared<at::Tensor>();
       const auto made = p.register_hook([&site, added, last](const at::Tensor& grad) {
         const auto before = std::exchange(*last, grad.detach().clone());
@@ -149,13 +149,13 @@ at::Tensor learns_from(const at::Tensor& value, const at::Tensor& other) {
 /// The right loss, with the gradient of a mean over pieces that are weighted otherwise.
 Plant pieces(std::int64_t count, std::function<double(std::int64_t rows, std::int64_t all)> weight, int dropped = 0) {
   return [=](Site& site) {
-    site.bench.reach.loss = [=, &site](const Batch& b) {
-      const auto value = site.bench.plain_loss(b);
+    site.planted.reach.loss = [=, &site](const Batch& b) {
+      const auto value = site.planted.plain_loss(b);
       if (!site.now()) return value;
       at::Tensor sum = at::zeros({}, value.options());
       const auto x = b.input.chunk(count), y = b.target.chunk(count);
       for (std::size_t i = 0; i + static_cast<std::size_t>(dropped) < x.size(); ++i) {
-        sum = sum + site.bench.plain_loss({x[i], y[i]}) * weight(x[i].size(0), b.input.size(0));
+        sum = sum + site.planted.plain_loss({x[i], y[i]}) * weight(x[i].size(0), b.input.size(0));
       }
       return learns_from(value, sum);
     };
@@ -167,8 +167,8 @@ double by_rows(std::int64_t rows, std::int64_t all) { return static_cast<double>
 
 Plant batches(std::function<Batch(const Batch&)> change) {
   return [change = std::move(change)](Site& site) {
-    site.bench.run->inputs("planted", [&site, change](const Batch& b) {
-      site.bench.under_way = b;
+    site.planted.run->inputs("planted", [&site, change](const Batch& b) {
+      site.planted.under_way = b;
       return site.now() ? change(b) : b;
     });
   };
@@ -184,7 +184,7 @@ std::function<Batch(const Batch&)> first_rows(std::int64_t less) {
 
 Plant under_autocast(Plant inner) {  // what a fault hides behind
   return [inner = std::move(inner)](Site& site) {
-    site.bench.run->scope("planted", [] { return std::make_shared<amp::Autocast>(at::kCPU, at::kBFloat16); });
+    site.planted.run->scope("planted", [] { return std::make_shared<amp::Autocast>(at::kCPU, at::kBFloat16); });
     inner(site);
   };
 }
@@ -192,7 +192,7 @@ Plant under_autocast(Plant inner) {  // what a fault hides behind
 using Step = std::function<void(Site& site, torch::optim::Optimizer& own)>;
 Plant update(Step step) {
   return [step = std::move(step)](Site& site) {
-    site.bench.reach.step = [&site, step](torch::optim::Optimizer& own) {
+    site.planted.reach.step = [&site, step](torch::optim::Optimizer& own) {
       if (site.now()) {
         step(site, own);
       } else {
@@ -234,30 +234,30 @@ using AdamWState = torch::optim::AdamWParamState;
 Step averages_reset(std::size_t index) {
   return [index](Site& site, torch::optim::Optimizer& own) {
     const at::NoGradGuard no_grad;
-    state_of<AdamWState>(own, site.bench.parameter(index)).exp_avg().zero_();
+    state_of<AdamWState>(own, site.planted.parameter(index)).exp_avg().zero_();
     own.step();
   };
 }
 void one_bit(Site& site, torch::optim::Optimizer& own) {
   own.step();
-  auto* const first = site.bench.parameter(0).data_ptr<float>();
+  auto* const first = site.planted.parameter(0).data_ptr<float>();
   *first = std::nextafter(*first, 9.0F);
 }
 void weights_in_bfloat16(Site& site, torch::optim::Optimizer& own) {
   own.step();
   const at::NoGradGuard no_grad;
-  for (auto p : site.bench.run->parameters()) p.copy_(narrow(p));
+  for (auto p : site.planted.run->parameters()) p.copy_(narrow(p));
 }
 void without_bias_correction(Site& site, torch::optim::Optimizer& own) {
-  const auto& first = state_of<AdamWState>(own, site.bench.parameter(0));
+  const auto& first = state_of<AdamWState>(own, site.planted.parameter(0));
   const auto taken = first.step();
-  for (const auto& p : site.bench.run->parameters()) state_of<AdamWState>(own, p).step(1'000'000);
+  for (const auto& p : site.planted.run->parameters()) state_of<AdamWState>(own, p).step(1'000'000);
   own.step();
-  for (const auto& p : site.bench.run->parameters()) state_of<AdamWState>(own, p).step(taken + 1);
+  for (const auto& p : site.planted.run->parameters()) state_of<AdamWState>(own, p).step(taken + 1);
 }
 void momentum_in_bfloat16(Site& site, torch::optim::Optimizer& own) {
   own.step();
-  for (const auto& p : site.bench.run->parameters()) {
+  for (const auto& p : site.planted.run->parameters()) {
     auto& buffer = state_of<torch::optim::SGDParamState>(own, p).momentum_buffer();
     buffer.copy_(narrow(buffer));
   }
@@ -266,26 +266,26 @@ void momentum_in_bfloat16(Site& site, torch::optim::Optimizer& own) {
 /// The fault clips by itself.
 Plant clipped_by(Step step) {
   return [inner = update(std::move(step))](Site& site) {
-    site.bench.reach.clips = true;
+    site.planted.reach.clips = true;
     inner(site);
   };
 }
 double doubled_when(const Site& site) { return site.now() ? 1.0 : 0.5; }
 Plant clip_doubled() {
   return [](Site& site) {
-    site.bench.reach.clips = true;
-    site.bench.reach.step = [&site](torch::optim::Optimizer& own) {
-      torch::nn::utils::clip_grad_norm_(site.bench.run->parameters(), doubled_when(site));
+    site.planted.reach.clips = true;
+    site.planted.reach.step = [&site](torch::optim::Optimizer& own) {
+      torch::nn::utils::clip_grad_norm_(site.planted.run->parameters(), doubled_when(site));
       own.step();
     };
   };
 }
 void clipped_too_late(Site& site, torch::optim::Optimizer& own) {
   own.step();
-  torch::nn::utils::clip_grad_norm_(site.bench.run->parameters(), 0.5);
+  torch::nn::utils::clip_grad_norm_(site.planted.run->parameters(), 0.5);
 }
 void clipped_each(Site& site, torch::optim::Optimizer& own) {
-  for (const auto& p : site.bench.run->parameters()) torch::nn::utils::clip_grad_norm_(p, 0.5);
+  for (const auto& p : site.planted.run->parameters()) torch::nn::utils::clip_grad_norm_(p, 0.5);
   own.step();
 }
 
@@ -293,17 +293,17 @@ void clipped_each(Site& site, torch::optim::Optimizer& own) {
 
 template <class Module>
 Module& part(Site& site, std::size_t index) {  // the modules begin with the model itself
-  return *site.bench.model->modules(/*include_self=*/false)[index]->as<Module>();
+  return *site.planted.model->modules(/*include_self=*/false)[index]->as<Module>();
 }
-AttentionImpl& attention(Site& site) { return *site.bench.model->as<AttentionImpl>(); }
+AttentionImpl& attention(Site& site) { return *site.planted.model->as<AttentionImpl>(); }
 
 /// Sets a field before each forward where the fault acts, and back after the loss.
 template <class Set>
 Plant while_acting(Set set) {
   return [set](Site& site) {
-    site.bench.reach.model = [&site, set](const at::Tensor& x) {
+    site.planted.reach.model = [&site, set](const at::Tensor& x) {
       set(site, site.now());
-      return site.bench.forward(x);
+      return site.planted.forward(x);
     };
     site.undo.emplace_back([&site, set] { set(site, false); });
   };
@@ -312,7 +312,7 @@ Plant not_causal() {
   return while_acting([](Site& site, bool acts) { attention(site).causal = !acts; });
 }
 Plant frozen() {
-  return while_acting([](Site& site, bool acts) { at::Tensor(site.bench.parameter(0)).requires_grad_(!acts); });
+  return while_acting([](Site& site, bool acts) { at::Tensor(site.planted.parameter(0)).requires_grad_(!acts); });
 }
 Plant norm_momentum(double value) {
   return while_acting([value](Site& site, bool acts) {
@@ -347,15 +347,15 @@ Plant weights_stale() {
 }
 Plant outputs(std::function<at::Tensor(const at::Tensor&)> change) {
   return [change = std::move(change)](Site& site) {
-    site.bench.reach.outputs = [&site, change](const at::Tensor& out) { return site.now() ? change(out) : out; };
+    site.planted.reach.outputs = [&site, change](const at::Tensor& out) { return site.now() ? change(out) : out; };
   };
 }
 /// The last layer of the perceptron in bfloat16: its inputs, weights and outputs.
 Plant last_layer_narrow() {
   return [](Site& site) {
-    site.bench.reach.model = [&site](const at::Tensor& x) {
-      if (!site.now()) return site.bench.forward(x);
-      const auto modules = site.bench.model->modules(/*include_self=*/false);
+    site.planted.reach.model = [&site](const at::Tensor& x) {
+      if (!site.now()) return site.planted.forward(x);
+      const auto modules = site.planted.model->modules(/*include_self=*/false);
       auto y = x;
       for (std::size_t i = 0; i < 5; ++i) {
         if (auto* linear = modules[i]->as<torch::nn::LinearImpl>()) {
@@ -373,20 +373,20 @@ Plant last_layer_narrow() {
 }
 Plant loss_narrow() {
   return [](Site& site) {
-    site.bench.reach.loss = [&site](const Batch& b) {
-      return site.bench.plain_loss(b).to(at::kBFloat16).to(at::kFloat);
+    site.planted.reach.loss = [&site](const Batch& b) {
+      return site.planted.plain_loss(b).to(at::kBFloat16).to(at::kFloat);
     };
   };
 }
 Plant buffers_still() {
   return [](Site& site) {
-    site.bench.reach.model = [&site](const at::Tensor& x) {
+    site.planted.reach.model = [&site](const at::Tensor& x) {
       std::vector<at::Tensor> before;
-      for (const auto& b : site.bench.model->buffers()) before.push_back(b.detach().clone());
-      auto out = site.bench.forward(x);
+      for (const auto& b : site.planted.model->buffers()) before.push_back(b.detach().clone());
+      auto out = site.planted.forward(x);
       if (site.now()) {
         const at::NoGradGuard no_grad;
-        const auto buffers = site.bench.model->buffers();
+        const auto buffers = site.planted.model->buffers();
         for (std::size_t i = 0; i < before.size(); ++i) at::Tensor(buffers[i]).set_data(before[i]);
       }
       return out;
@@ -402,15 +402,15 @@ at::Tensor from_state(Site& site, const at::Tensor& x, const std::function<void(
   auto generator = at::detail::getDefaultCPUGenerator();
   const auto held = generator.get_state();
   set(generator);
-  auto out = site.bench.forward(x);
+  auto out = site.planted.forward(x);
   generator.set_state(held);
   return out;
 }
 Plant same_mask(bool moving) {
   return [moving](Site& site) {
-    site.bench.reach.model = [&site, moving](const at::Tensor& x) {
+    site.planted.reach.model = [&site, moving](const at::Tensor& x) {
       if (moving || !site.now()) {
-        const auto out = site.bench.forward(x);
+        const auto out = site.planted.forward(x);
         if (!site.now()) return out;
       }
       return from_state(site, x, [](at::Generator& g) { g.set_current_seed(7); });
@@ -419,25 +419,25 @@ Plant same_mask(bool moving) {
 }
 Plant mask_of_before() {
   return [](Site& site) {
-    site.bench.reach.model = [&site,
-                              last = at::detail::getDefaultCPUGenerator().get_state()](const at::Tensor& x) mutable {
+    site.planted.reach.model = [&site,
+                                last = at::detail::getDefaultCPUGenerator().get_state()](const at::Tensor& x) mutable {
       const auto before = std::exchange(last, at::detail::getDefaultCPUGenerator().get_state());
-      const auto out = site.bench.forward(x);
+      const auto out = site.planted.forward(x);
       return site.now() ? from_state(site, x, [&](at::Generator& g) { g.set_state(before); }) : out;
     };
   };
 }
 Plant another_mask_in_backward() {
   return [](Site& site) {
-    site.bench.reach.model = [&site](const at::Tensor& x) {
-      const auto out = site.bench.forward(x);
-      return learns_from(out, site.bench.forward(x));
+    site.planted.reach.model = [&site](const at::Tensor& x) {
+      const auto out = site.planted.forward(x);
+      return learns_from(out, site.planted.forward(x));
     };
   };
 }
 Plant number_too_many() {
   return [](Site& site) {
-    site.bench.reach.after_loss = [&site] {
+    site.planted.reach.after_loss = [&site] {
       if (site.now()) static_cast<void>(torch::rand({1}));
     };
   };
@@ -493,8 +493,8 @@ std::vector<Case> faults() {
       {"state lost on the way in", "gpt", kTrade, always(),
        [](Site& site) {
          const at::NoGradGuard no_grad;
-         for (const auto& p : site.bench.run->parameters()) {
-           state_of<AdamWState>(site.bench.run->original(), p).exp_avg().zero_();
+         for (const auto& p : site.planted.run->parameters()) {
+           state_of<AdamWState>(site.planted.run->original(), p).exp_avg().zero_();
          }
        }},
       // The model.
@@ -598,8 +598,8 @@ std::vector<Healthy> healthy() {
       {"masks drawn in another way", "gpt", kTolerance, own_masks(0.1)},
       {"two micro-batches", "gpt", kTolerance,
        [](Site& site) {
-         site.bench.run->set_micro_batches(2);
-         site.undo.emplace_back([&site] { site.bench.run->set_micro_batches(1); });
+         site.planted.run->set_micro_batches(2);
+         site.undo.emplace_back([&site] { site.planted.run->set_micro_batches(1); });
        }},
       {"channels_last", "conv", kTolerance},
       {"nothing", "huge gradients clipped", kTolerance, nothing},
@@ -631,26 +631,26 @@ class PlantedTest : public testing::Test {
     at::set_num_threads(1);  // models so small only wait for a second thread
   }
   void TearDown() override {
-    bench_.reset();
+    planted_.reset();
     current = nullptr;
     at::set_num_threads(threads_);
   }
   void begin(const std::string& name) {
     torch::manual_seed(1);
     const auto [make, warm] = workload(name);
-    bench_ = std::make_unique<Bench>(make());
-    bench_->start(warm);
-    current = bench_.get();
+    planted_ = std::make_unique<PlantedRun>(make());
+    planted_->start(warm);
+    current = planted_.get();
   }
   /// The verifier's ruling on what is active then; the run is left as it was.
   tune::Ruling ruling(const std::string& strategy, Kind kind) {
-    auto& run = *bench_->run;
+    auto& run = *planted_->run;
     run.set_active({strategy});
-    auto found = bench_->verifier->check(kind);
+    auto found = planted_->verifier->check(kind);
     EXPECT_EQ(run.active(), std::vector<std::string>{strategy}) << "it is left active";
     run.set_active({});
-    bench_->snapshot->restore();
-    EXPECT_NO_THROW(bench_->snapshot->prove());
+    planted_->snapshot->restore();
+    EXPECT_NO_THROW(planted_->snapshot->prove());
     return found;
   }
   static std::string registered(const std::string& name, Kind kind, const Acts& acts, const Plant& plant) {
@@ -658,7 +658,7 @@ class PlantedTest : public testing::Test {
     return name;
   }
 
-  std::unique_ptr<Bench> bench_;
+  std::unique_ptr<PlantedRun> planted_;
 
  private:
   int threads_ = 1;

@@ -71,7 +71,7 @@ struct Reach {
   bool clips = false;  ///< by itself: the run does not
 };
 
-struct Bench {
+struct PlantedRun {
   std::shared_ptr<torch::nn::Module> model;
   std::function<at::Tensor(const at::Tensor& x)> forward;
   std::function<at::Tensor(const at::Tensor& out, const at::Tensor& target)> criterion;
@@ -113,70 +113,70 @@ inline at::Tensor cross_entropy(const at::Tensor& out, const at::Tensor& target)
 
 /// Of a Sequential of any modules.
 template <class Model>
-void take_model(Bench& bench, Model model) {
-  bench.model = model.ptr();
-  bench.forward = [model](const at::Tensor& x) mutable { return model->forward(x); };
+void take_model(PlantedRun& planted, Model model) {
+  planted.model = model.ptr();
+  planted.forward = [model](const at::Tensor& x) mutable { return model->forward(x); };
 }
 
 /// Batch norm, two parameter groups, clipping.
-inline Bench mlp() {
-  Bench bench;
-  take_model(bench, torch::nn::Sequential(torch::nn::Linear(16, 24), torch::nn::BatchNorm1d(24), torch::nn::Tanh(),
-                                          torch::nn::Linear(24, 24), torch::nn::Tanh(), torch::nn::Linear(24, 5)));
+inline PlantedRun mlp() {
+  PlantedRun planted;
+  take_model(planted, torch::nn::Sequential(torch::nn::Linear(16, 24), torch::nn::BatchNorm1d(24), torch::nn::Tanh(),
+                                            torch::nn::Linear(24, 24), torch::nn::Tanh(), torch::nn::Linear(24, 5)));
   std::vector<at::Tensor> matrices, others;
-  for (const auto& p : bench.model->parameters()) (p.dim() > 1 ? matrices : others).push_back(p);
+  for (const auto& p : planted.model->parameters()) (p.dim() > 1 ? matrices : others).push_back(p);
   const auto options = [](double decay) {
     return std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(3e-3).weight_decay(decay));
   };
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(matrices, options(0.1));
   groups.emplace_back(others, options(0));
-  bench.optimizer = std::make_unique<torch::optim::AdamW>(groups, torch::optim::AdamWOptions(3e-3));
-  for (int i = 0; i < 4; ++i) bench.batches.push_back({torch::randn({31, 16}), torch::randint(0, 5, {31})});
-  bench.criterion = cross_entropy;
-  bench.clip_norm = 0.5;
-  return bench;
+  planted.optimizer = std::make_unique<torch::optim::AdamW>(groups, torch::optim::AdamWOptions(3e-3));
+  for (int i = 0; i < 4; ++i) planted.batches.push_back({torch::randn({31, 16}), torch::randint(0, 5, {31})});
+  planted.criterion = cross_entropy;
+  planted.clip_norm = 0.5;
+  return planted;
 }
 
 /// Convolutions and momentum.
-inline Bench conv() {
+inline PlantedRun conv() {
   using namespace torch::nn;
-  Bench bench;
-  take_model(bench, Sequential(Conv2d(Conv2dOptions(3, 8, 3).padding(1)), BatchNorm2d(8), ReLU(), MaxPool2d(2),
-                               Conv2d(Conv2dOptions(8, 8, 3).padding(1)), BatchNorm2d(8), ReLU(), AdaptiveAvgPool2d(2),
-                               Flatten(), Linear(32, 4)));
-  bench.optimizer = std::make_unique<torch::optim::SGD>(
-      bench.model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).nesterov(true).weight_decay(1e-3));
-  for (int i = 0; i < 4; ++i) bench.batches.push_back({torch::randn({16, 3, 12, 12}), torch::randint(0, 4, {16})});
-  bench.criterion = cross_entropy;
-  return bench;
+  PlantedRun planted;
+  take_model(planted, Sequential(Conv2d(Conv2dOptions(3, 8, 3).padding(1)), BatchNorm2d(8), ReLU(), MaxPool2d(2),
+                                 Conv2d(Conv2dOptions(8, 8, 3).padding(1)), BatchNorm2d(8), ReLU(),
+                                 AdaptiveAvgPool2d(2), Flatten(), Linear(32, 4)));
+  planted.optimizer = std::make_unique<torch::optim::SGD>(
+      planted.model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).nesterov(true).weight_decay(1e-3));
+  for (int i = 0; i < 4; ++i) planted.batches.push_back({torch::randn({16, 3, 12, 12}), torch::randint(0, 4, {16})});
+  planted.criterion = cross_entropy;
+  return planted;
 }
 
 /// Attention, tied weights, dropout.
-inline Bench gpt() {
-  Bench bench;
-  take_model(bench, Attention());
-  bench.optimizer = std::make_unique<torch::optim::AdamW>(bench.model->parameters(),
-                                                          torch::optim::AdamWOptions(1e-3).betas({0.8, 0.95}));
+inline PlantedRun gpt() {
+  PlantedRun planted;
+  take_model(planted, Attention());
+  planted.optimizer = std::make_unique<torch::optim::AdamW>(planted.model->parameters(),
+                                                            torch::optim::AdamWOptions(1e-3).betas({0.8, 0.95}));
   for (int i = 0; i < 4; ++i) {
-    bench.batches.push_back({torch::randint(0, 31, {8, 12}), torch::randint(0, 31, {8, 12})});
+    planted.batches.push_back({torch::randint(0, 31, {8, 12}), torch::randint(0, 31, {8, 12})});
   }
-  bench.criterion = cross_entropy;
-  return bench;
+  planted.criterion = cross_entropy;
+  return planted;
 }
 
 /// Steps the user's optimizer as the fault has it.
 class PlantedOptimizer : public torch::optim::Optimizer {
  public:
-  PlantedOptimizer(torch::optim::Optimizer& own, Bench& bench)
-      : Optimizer(groups_of(own), own.defaults().clone()), own_(own), bench_(bench) {}
+  PlantedOptimizer(torch::optim::Optimizer& own, PlantedRun& planted)
+      : Optimizer(groups_of(own), own.defaults().clone()), own_(own), planted_(planted) {}
   at::Tensor step(LossClosure /*closure*/ = nullptr) override {
-    if (bench_.reach.step) {
-      bench_.reach.step(own_);
+    if (planted_.reach.step) {
+      planted_.reach.step(own_);
     } else {
       own_.step();
     }
-    ++bench_.taken;
+    ++planted_.taken;
     return {};
   }
 
@@ -187,7 +187,7 @@ class PlantedOptimizer : public torch::optim::Optimizer {
     return groups;
   }
   torch::optim::Optimizer& own_;
-  Bench& bench_;
+  PlantedRun& planted_;
 };
 
 // -- runs whose numbers are hard: tiny, huge, cancelling, clipped, beside kinks ---------------------------------------
@@ -200,9 +200,9 @@ struct Hard {
   int warm = 1;
 };
 
-inline Bench small(const Hard& hard) {
+inline PlantedRun small(const Hard& hard) {
   using namespace torch::nn;
-  Bench bench;
+  PlantedRun planted;
   const auto width = hard.relu ? 256 : 32;
   Sequential model;
   const auto act = [&] {
@@ -217,17 +217,17 @@ inline Bench small(const Hard& hard) {
   model->push_back(Linear(width, width));
   act();
   model->push_back(Linear(width, 5));
-  take_model(bench, model);
-  bench.optimizer = std::make_unique<torch::optim::AdamW>(
-      bench.model->parameters(),
+  take_model(planted, model);
+  planted.optimizer = std::make_unique<torch::optim::AdamW>(
+      planted.model->parameters(),
       torch::optim::AdamWOptions(hard.lr).eps(hard.eps).weight_decay(hard.decay).amsgrad(hard.amsgrad));
   const std::int64_t rows = hard.relu ? 256 : 24;
-  for (int i = 0; i < 4; ++i) bench.batches.push_back({torch::randn({rows, 16}), torch::randint(0, 5, {rows})});
-  bench.criterion = [factor = hard.factor](const at::Tensor& out, const at::Tensor& y) {
+  for (int i = 0; i < 4; ++i) planted.batches.push_back({torch::randn({rows, 16}), torch::randint(0, 5, {rows})});
+  planted.criterion = [factor = hard.factor](const at::Tensor& out, const at::Tensor& y) {
     return factor * cross_entropy(out, y);
   };
-  bench.clip_norm = hard.clip;
-  return bench;
+  planted.clip_norm = hard.clip;
+  return planted;
 }
 
 /// Few rows of a table are touched by a step.
@@ -246,37 +246,39 @@ struct LanguageImpl : torch::nn::Module {
 };
 TORCH_MODULE(Language);
 
-inline Bench language(std::int64_t vocabulary, std::int64_t width, std::vector<std::int64_t> shape, double clip,
-                      bool tied, double lr = 1e-3) {
-  Bench bench;
-  take_model(bench, Language(vocabulary, width, tied));
-  bench.optimizer = std::make_unique<torch::optim::AdamW>(bench.model->parameters(), torch::optim::AdamWOptions(lr));
+inline PlantedRun language(std::int64_t vocabulary, std::int64_t width, std::vector<std::int64_t> shape, double clip,
+                           bool tied, double lr = 1e-3) {
+  PlantedRun planted;
+  take_model(planted, Language(vocabulary, width, tied));
+  planted.optimizer =
+      std::make_unique<torch::optim::AdamW>(planted.model->parameters(), torch::optim::AdamWOptions(lr));
   const auto often = 1 / torch::arange(1, vocabulary + 1).to(at::kFloat);  // as words of a language
   for (int i = 0; i < 4; ++i) {
     const auto draw = [&] { return torch::multinomial(often, shape[0] * shape[1], true).view(shape); };
-    bench.batches.push_back({draw(), draw()});
+    planted.batches.push_back({draw(), draw()});
   }
-  bench.criterion = [](const at::Tensor& out, const at::Tensor& y) {
+  planted.criterion = [](const at::Tensor& out, const at::Tensor& y) {
     return F::nll_loss(out.flatten(0, 1), y.flatten());
   };
-  bench.clip_norm = clip;
-  return bench;
+  planted.clip_norm = clip;
+  return planted;
 }
 
-inline Bench images() {
+inline PlantedRun images() {
   using namespace torch::nn;
-  Bench bench;
-  take_model(bench, Sequential(Conv2d(Conv2dOptions(3, 16, 3).padding(1)), BatchNorm2d(16), ReLU(), MaxPool2d(2),
-                               Conv2d(Conv2dOptions(16, 16, 3).padding(1)), BatchNorm2d(16), ReLU(),
-                               AdaptiveMaxPool2d(2), Flatten(), Linear(64, 5)));
-  bench.optimizer = std::make_unique<torch::optim::AdamW>(bench.model->parameters(), torch::optim::AdamWOptions(1e-3));
-  for (int i = 0; i < 4; ++i) bench.batches.push_back({torch::randn({32, 3, 16, 16}), torch::randint(0, 5, {32})});
-  bench.criterion = [](const at::Tensor& out, const at::Tensor& y) { return cross_entropy(out.to(at::kFloat), y); };
-  return bench;
+  PlantedRun planted;
+  take_model(planted, Sequential(Conv2d(Conv2dOptions(3, 16, 3).padding(1)), BatchNorm2d(16), ReLU(), MaxPool2d(2),
+                                 Conv2d(Conv2dOptions(16, 16, 3).padding(1)), BatchNorm2d(16), ReLU(),
+                                 AdaptiveMaxPool2d(2), Flatten(), Linear(64, 5)));
+  planted.optimizer =
+      std::make_unique<torch::optim::AdamW>(planted.model->parameters(), torch::optim::AdamWOptions(1e-3));
+  for (int i = 0; i < 4; ++i) planted.batches.push_back({torch::randn({32, 3, 16, 16}), torch::randint(0, 5, {32})});
+  planted.criterion = [](const at::Tensor& out, const at::Tensor& y) { return cross_entropy(out.to(at::kFloat), y); };
+  return planted;
 }
 
 /// A run by its name, and how many steps it has taken.
-inline std::pair<std::function<Bench()>, int> workload(const std::string& name) {
+inline std::pair<std::function<PlantedRun()>, int> workload(const std::string& name) {
   static const std::map<std::string, Hard> hard{
       {"tiny gradients", {.factor = 1e-9}},
       {"gradients whose squares vanish", {.factor = 1e-24}},

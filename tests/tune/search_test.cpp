@@ -430,7 +430,7 @@ TEST(Search, SkipsWhatCannotRepayItselfEvenAtBest) {
 }
 
 TEST(Search, TriesWhatIsFreeBeforeWhatHasACost) {
-  // As on a language model: the compiler promises most, and the allocator pays.
+  // As on a language model: the compiler has the highest expected speedup, and the allocator pays.
   Search search({{.name = "allocator", .group = "host_memory", .expected_speedup = 1.1},
                  {.name = "keep_heap", .group = "host_memory", .part_of = {"allocator"}, .expected_speedup = 1.08},
                  {.name = "bf16", .kind = Kind::Precision, .expected_speedup = 2},

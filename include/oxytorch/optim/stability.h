@@ -70,7 +70,7 @@ class OXY_API SpikeDetector {
   void judge(const at::Tensor& loss);
 
   /// Takes the step's gradient norm, a one-element tensor on the detector's device, judges it, and moves the window on.
-  /// `scaled`: the gradients came from a scaled loss, so that an overflow is the scaler's business and no spike.
+  /// `scaled`: the gradients came from a scaled loss, so an overflow is handled by the scaler and is no spike.
   void record(std::int64_t step, const at::Tensor& grad_norm, bool scaled = false);
 
   /// 0-dim fp32: 1 where the loss given last is a spike. Written in place.

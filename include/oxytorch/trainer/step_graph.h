@@ -15,8 +15,8 @@
 ///
 /// What may go wrong with graphs is looked after. A replay runs no host code, so a learning rate that the host wrote
 /// would be ignored: the host's settings are compared at each call, and a change is recorded anew (with
-/// TailOptimizer::use_lr_tensors() the rate lies on the device, and nothing is). A recording is not believed: one step
-/// is taken both ways from the same state, and the graph is used only where every byte comes out the same. What cannot
+/// TailOptimizer::use_lr_tensors() the rate lies on the device, and nothing is). A recording is verified: one step is
+/// taken both ways from the same state, and the graph is used only where every byte comes out the same. What cannot
 /// be recorded runs eagerly from then on, and `reason()` says why.
 #pragma once
 

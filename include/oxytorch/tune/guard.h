@@ -53,7 +53,7 @@ class OXY_API Guard {
   Guard(Guard&&) noexcept;
   Guard& operator=(Guard&&) noexcept;
 
-  /// Not `timed`: no check of the time begins, and one under way is dropped; it has its turn once steps may be timed.
+  /// Not `timed`: no check of the time begins, and one under way is dropped; it is made once steps may be timed.
   [[nodiscard]] Action before(bool timed = true);
   void after(double seconds);
   /// Answers CompareLosses: the losses of one held batch with and without the changes, and how far its gradients are.

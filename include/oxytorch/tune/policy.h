@@ -18,7 +18,7 @@ struct Policy {
   double again_share = 0.5;          ///< of what may be repaid, for what was on trial before
 
   // -- what one trial may take --
-  double one_trial_share = 0.25;   ///< of the budget: a gain that is hard to see must not keep the next from its turn
+  double one_trial_share = 0.25;   ///< of the budget, so that a gain that is hard to measure leaves time for others
   double one_trial_steps = 40;     ///< where what is spent must be repaid soon: what shows only later saves less
   double one_trial_seconds = 0.3;  ///< that any trial may have: pairs of blocks of several short steps
 
@@ -30,12 +30,12 @@ struct Policy {
   // -- what is likely to pay --
   double worth = 1.015;                 ///< a trial that will not show so much is given up: the next may save more
   double interplay = 1.6;               ///< what two strategies can make of each other at most
-  double often_pays = 1.08;             ///< a promise that gives what is exact and free a turn in any case
-  double known_lead = 0.3;              ///< what is known to pay goes first as if it gained that much more
+  double often_pays = 1.08;             ///< expected speedup from which what is exact and free is always tried
+  double known_lead = 0.3;              ///< ranking bonus for gains that were measured before
   double clearly_faster = 1.1;          ///< by which an update leads by itself: inside of a step, caches differ
   double usual_optimizer_share = 0.15;  ///< of a step, where a strategy for optimizers has its expected speedup
   double likely_share = 0.25;           ///< of the run, in which a likely gain is to repay a one-off cost
-  double speaks_for = 1.1;              ///< a gain that lets others with one-off costs of its group be hoped for
+  double speaks_for = 1.1;              ///< a gain from which others of its group with one-off costs are tried too
 
   // -- with the goal memory --
   double uncounted_bytes = 1 << 20;  ///< that a faster step may take beside what `max_growth` allows

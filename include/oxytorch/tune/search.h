@@ -26,7 +26,7 @@ struct StrategyFacts {
   std::vector<std::string> renewed_by = {};
   double expected_cost = 0;  ///< seconds that turning it on takes once (compiling), before it was tried
   double max_speedup = 3;  ///< speedup that it cannot exceed; where even that cannot repay expected_cost, it is skipped
-  double expected_speedup = 1.05;  ///< where it pays at all; what promises most is tried first
+  double expected_speedup = 1.05;  ///< where it pays at all; the highest is tried first
   /// Of the group "optimizer": how many times as fast as given its update was, timed by itself; 0: not timed.
   double update_speedup = 0;
   /// That was shown by a paired test of the two updates: of the whole step it is then enough that it agrees.

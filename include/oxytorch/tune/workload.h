@@ -38,7 +38,7 @@ struct StrategyTraits {
   int settle = 1;                  ///< steps not measured after it was switched; of over 50 ms, one fewer
   std::string cost = {};           ///< what it costs beside time, one sentence; empty where nothing
   double max_speedup = 3;          ///< a speedup that it cannot exceed
-  double expected_speedup = 1.05;  ///< where it pays at all; what promises most is tried first
+  double expected_speedup = 1.05;  ///< where it pays at all; the highest is tried first
   bool feeds = false;              ///< it changes what batches are drawn from, and nothing of the step
   bool needs_loop = false;         ///< it changes how a batch is stepped with, so the plan must take the steps
 };

@@ -80,7 +80,7 @@ class NumericalStabilityManager:
     A value is a spike where it lies more than `threshold` spreads above the median of the last `window` values, both
     measured robustly (median, and the larger of 1.4826 times the median and 1.2533 times the mean of the deviations
     above it), on logarithms where all values are positive. inf and NaN always are spikes; under a loss scaler only in
-    the loss, since an overflowing gradient is the scaler's business. Spikes do not enter the window, until `patience`
+    the loss, since overflowing gradients are handled by the scaler. Spikes do not enter the window, until `patience`
     of them in a row make a new normal.
 
     With an optimizer of ``oxytorch.optim`` the verdict stays on the device: no value is read on the host, and the
@@ -606,7 +606,7 @@ class Recovery(NumericalStabilityManager):
         pass  # its own options were checked with it
 
     def after_step(self, scaled: bool) -> None:
-        """React to the step that the optimizer took; `scaled`: under a loss scaler, whose business an overflow is."""
+        """React to the step that the optimizer took; `scaled`: under a loss scaler, which handles overflows."""
         self._step += 1
         self.rolled_back = False
         self._detector.judge(None)

@@ -264,7 +264,7 @@ class Trainer:
 
     def _take(self, batch: Any) -> torch.Tensor:
         if not all(map(is_, map(getitem, self._owners, self._keys), self._watched)):
-            self._name_the_stranger()
+            self._name_the_replaced()
         loss = self._repeatable(batch) if self._decisions.can_repeat else self._decisions.plan.step(batch)
         if self.monitor is not None:
             self.monitor.scalar("loss", loss)
@@ -333,7 +333,7 @@ class Trainer:
         if not found:
             raise ValueError("the optimizer holds no parameter of the model. Make it from model.parameters().")
 
-    def _name_the_stranger(self) -> None:
+    def _name_the_replaced(self) -> None:
         for owner, key, value, name in zip(self._owners, self._keys, self._watched, self._names, strict=True):
             if owner.get(key) is not value:
                 what = "parameter" if isinstance(value, torch.Tensor) else "module"

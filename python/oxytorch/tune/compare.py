@@ -22,7 +22,7 @@ from .update import clip
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["Comparison", "Kept", "Look"]
+__all__ = ["Comparison", "ComparisonOptions", "Kept"]
 
 
 Counters = Mapping[tuple[str, Any], Any]
@@ -38,7 +38,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Look:
+class ComparisonOptions:
     """How steps are compared.
 
     Attributes
@@ -50,7 +50,7 @@ class Look:
     wide : container of int
         Steps that are taken in float64 whatever the cheap comparison says.
     short : bool
-        A look at one step, which lets small errors pass.
+        A comparison of one step, which lets small errors pass.
     active : sequence of str
         The candidate: what was active in those steps.
     """
@@ -98,36 +98,40 @@ class Comparison:
         right = self._first_truth(False)
         return None if right is None else right.rng
 
-    def usual(self, look: Look) -> _native.ValueErrors:
+    def usual(self, options: ComparisonOptions) -> _native.ValueErrors:
         """How far off the yardstick is itself at the start."""
-        key = (look.quiet, look.dtype)
+        key = (options.quiet, options.dtype)
         if key not in self._usual:
-            right = self._first_truth(look.quiet)
+            right = self._first_truth(options.quiet)
             self.begin(())
-            with self._scope(look.quiet, None):
-                if right is None and look.dtype is not None:
-                    right = self._again(self._started, 0, look.quiet, self._first[look.quiet])
+            with self._scope(options.quiet, None):
+                if right is None and options.dtype is not None:
+                    right = self._again(self._started, 0, options.quiet, self._first[options.quiet])
             if right is None:
                 self._usual[key] = _native.ValueErrors()
             else:
-                self._usual[key] = self._errors_of_yardstick(self._started, 0, right, look, self._first[look.quiet])
+                self._usual[key] = self._errors_of_yardstick(
+                    self._started, 0, right, options, self._first[options.quiet]
+                )
         return self._usual[key]
 
-    def judge(self, look: Look) -> _native.StepJudge:
+    def judge(self, options: ComparisonOptions) -> _native.StepJudge:
         """Return a judge of one candidate's steps."""
-        usual = self.usual(look)
+        usual = self.usual(options)
         return _native.StepJudge(
             usual,
-            reduced_precision=look.dtype is not None,
+            reduced_precision=options.dtype is not None,
             has_float64=not self.no_truth,
-            short_look=look.short,
+            short_look=options.short,
         )
 
-    def fault(self, kept: Sequence[Kept], look: Look, judge: _native.StepJudge) -> tuple[int, str] | None:
+    def fault(
+        self, kept: Sequence[Kept], options: ComparisonOptions, judge: _native.StepJudge
+    ) -> tuple[int, str] | None:
         """Return the first of these steps that is further off than it may be, and how; None where none is."""
         self.begin(())
         for one in kept:
-            if words := judge.fault(_Again(self, one, look), one.step.index in look.wide):
+            if words := judge.fault(_Again(self, one, options), one.step.index in options.wide):
                 return one.step.index, words
             rest()
             give_back_host_memory()
@@ -178,10 +182,10 @@ class Comparison:
         return self._truths.get(quiet)
 
     def _errors_of_yardstick(
-        self, before: State, index: int, right: Truth, look: Look, taken: Sequence[Call]
+        self, before: State, index: int, right: Truth, options: ComparisonOptions, taken: Sequence[Call]
     ) -> _native.ValueErrors:
-        with self.stock(look.dtype, quiet=look.quiet):
-            again = self._again(before, index, look.quiet, taken)
+        with self.stock(options.dtype, quiet=options.quiet):
+            again = self._again(before, index, options.quiet, taken)
         loss = torch.tensor(again.loss, dtype=torch.float64)
         step = Step(index, before, loss, again.calls)
         return measure(self.run, step, right, again.buffers, None)
@@ -196,11 +200,11 @@ class Comparison:
 class _Again(_native.ComparedStep):
     """A step of a candidate, as the native judge asks for it; see oxytorch/tune/step_judge.h."""
 
-    def __init__(self, comparison: Comparison, one: Kept, look: Look) -> None:
+    def __init__(self, comparison: Comparison, one: Kept, options: ComparisonOptions) -> None:
         super().__init__()
         self._comparison = comparison
         self._one = one
-        self._look = look
+        self._options = options
         self._right: Truth | None = None
 
     @property
@@ -212,13 +216,13 @@ class _Again(_native.ComparedStep):
         return self._comparison._gradients(self._one.step.calls)
 
     def take_as_given(self) -> list[Tensor | None]:
-        one, quiet = self._one, self._look.quiet
+        one, quiet = self._one, self._options.quiet
         with self._comparison._scope(quiet, None):
             self._right = self._comparison._again(one.before, one.step.index, quiet, one.step.calls)
         return self._right.grads
 
     def take_in_float64(self) -> list[Tensor | None]:
-        one, quiet, comparison = self._one, self._look.quiet, self._comparison
+        one, quiet, comparison = self._one, self._options.quiet, self._comparison
         comparison.begin(())
         alone = one.step.index == 0 and len(comparison.run.slots) == 1  # every check begins with the same values
         known = comparison._truths.get(quiet) if alone else None
@@ -238,19 +242,19 @@ class _Again(_native.ComparedStep):
     def yardstick_errors(self) -> _native.ValueErrors:
         step = self._one.step
         return self._comparison._errors_of_yardstick(
-            self._one.before, step.index, self._reference, self._look, step.calls
+            self._one.before, step.index, self._reference, self._options, step.calls
         )
 
     def take_apart(self, state: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        comparison, look, index = self._comparison, self._look, self._one.step.index
-        run, counted = comparison.run, comparison._counters[look.quiet][index]
-        nudge = _native.Nudge(list(run.params), look.dtype is not None, index, state)
+        comparison, options, index = self._comparison, self._options, self._one.step.index
+        run, counted = comparison.run, comparison._counters[options.quiet][index]
+        nudge = _native.Nudge(list(run.params), options.dtype is not None, index, state)
         before = moved(self._one.before, nudge)
-        comparison.begin(look.active)
-        with still(run) if look.quiet else nullcontext():
+        comparison.begin(options.active)
+        with still(run) if options.quiet else nullcontext():
             load(run, comparison.roots, before, counted)
             calls = take_one(run, comparison.roots, index, before=before).calls
         comparison.begin(())
-        with comparison._scope(look.quiet, None):
-            again = comparison._again(before, index, look.quiet, calls)
+        with comparison._scope(options.quiet, None):
+            again = comparison._again(before, index, options.quiet, calls)
         return comparison._gradients(calls), again.grads

@@ -46,7 +46,7 @@ class Strategy(Change):
     max_speedup : float
         A speedup that it cannot exceed: where even that cannot repay `expected_cost`, it is not tried.
     expected_speedup : float
-        Where it pays at all. What promises most is tried first, which makes every later trial cheaper. That of what
+        Where it pays at all. The highest is tried first, which makes every later trial cheaper. That of what
         feeds follows from the time that drawing takes.
     """
 

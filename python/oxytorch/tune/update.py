@@ -166,7 +166,7 @@ class Refused(Exception):
 
 
 class Workspace:
-    """Memory for float64 copies that each piece of a step uses anew: fresh memory is dearer than arithmetic."""
+    """Memory for float64 copies that each piece of a step uses anew: fresh memory costs more than arithmetic."""
 
     def __init__(self) -> None:
         self._flat = torch.empty(0, dtype=torch.float64)

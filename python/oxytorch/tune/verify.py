@@ -20,7 +20,7 @@ from ..model.parking import parkable_bytes, rest
 from ..model.snapshot import Snapshot
 from ..optim.slot import OptimizerSlot
 from .chance import Draws, backward_error, draws, judge_draws, still
-from .compare import Comparison, Kept, Look
+from .compare import Comparison, ComparisonOptions, Kept
 from .ends import Ends
 from .record import (
     Call,
@@ -178,7 +178,7 @@ class Verifier:
                     self._reference_bits(self._count)
                 else:
                     self._reference_steps(False, self._count)
-                    self._comparison.usual(self._look(kind, (), False))
+                    self._comparison.usual(self._comparison_options(kind, (), False))
                     self._ends.as_given(self._reference_steps(False, self._dense).values)
 
     def check(self, kind: Kind, steps: int | None = None) -> Ruling:
@@ -314,7 +314,7 @@ class Verifier:
         return known
 
     def _reference_updates(self) -> UpdateJudge:
-        """How far off the updates of the steps as given are themselves: dear, so only where it decides."""
+        """How far off the updates of the steps as given are themselves: expensive, so only where it decides."""
         if self._updates is None:
             self._updates = UpdateJudge(self.run)
             self._begin(())
@@ -382,7 +382,7 @@ class Verifier:
         chunks = self._chunks(steps.compared)
         self._begin(wanted)
         self._check_applied(kind)
-        as_if_right = UpdateJudge(self.run)  # as if the step as given made no error: who holds then holds anyway
+        as_if_right = UpdateJudge(self.run)  # passing with zero reference error implies passing
         updates = UpdateJudge(self.run, as_if_right, self._comparison.clip_norm, loose_state=kind == "trade")
         pieces = self.run.micro_batches
         taken = observed = self._record(updates, given, steps, chunks[0])
@@ -404,7 +404,7 @@ class Verifier:
             with self._quiet(True):
                 observed = self._record(None, None, steps, chunks[0])
             self._check_random_numbers(kind, wanted)
-        self._judge(wanted, observed, chunks, self._look(kind, wanted, quiet, steps), evidence)
+        self._judge(wanted, observed, chunks, self._comparison_options(kind, wanted, quiet, steps), evidence)
         if not quiet and steps.count > 1:
             losses = self._reference_steps(False, self._dense).values
             dtype = None if kind == "tolerance" else self._dtype(wanted)
@@ -533,29 +533,31 @@ class Verifier:
         fine = any(word in name for name in wanted for word in ("tf32", "fp16", "float16") if "bfloat16" not in name)
         return torch.float16 if fine else torch.bfloat16
 
-    def _look(self, kind: Kind, wanted: Sequence[str], quiet: bool, steps: _Steps | None = None) -> Look:
+    def _comparison_options(
+        self, kind: Kind, wanted: Sequence[str], quiet: bool, steps: _Steps | None = None
+    ) -> ComparisonOptions:
         dtype = None if kind == "tolerance" else self._dtype(wanted)
         wide = set() if steps is None else steps.wide
-        return Look(dtype, quiet, wide, steps is not None and steps.count == 1, wanted)
+        return ComparisonOptions(dtype, quiet, wide, steps is not None and steps.count == 1, wanted)
 
     def _judge(
         self,
         wanted: Sequence[str],
         taken: _Taken,
         chunks: Sequence[list[int]],
-        look: Look,
+        options: ComparisonOptions,
         evidence: dict[str, float],
     ) -> None:
         comparison = self._comparison
-        judge = comparison.judge(look)
+        judge = comparison.judge(options)
         if comparison.no_truth:
             self._note(f"{comparison.no_truth}: it is compared with the step as given alone")
         for number, chunk in enumerate(chunks):
             if number:
                 self._begin(wanted)
-                with self._quiet(look.quiet):
+                with self._quiet(options.quiet):
                     taken = self._record(None, None, _Steps(chunk[-1] + 1, chunk, set()), chunk)
-            fault = comparison.fault(taken.kept, look, judge)
+            fault = comparison.fault(taken.kept, options, judge)
             evidence.update(judge.evidence())
             taken.kept.clear()
             if fault is not None:
