@@ -294,7 +294,10 @@ std::vector<ConfigWord> make_words() {
   refuse({"cache_dir"},
          "the loader that you make decides it. Give cache=oxytorch.data.Cache(disk=..., folder=...) to "
          "oxytorch.data.Loader (C++: oxytorch::data::LoaderOptions).");
-  refuse({"cpu_offload", "offload", "optimizer_offload"}, "offloading comes with a later module, memory. Leave it out.",
+  refuse({"cpu_offload", "offload", "optimizer_offload"},
+         "no setting moves optimizer state or activations to the host. Leave it out; optimizer_state='int8' keeps the "
+         "running averages in one byte an element, and gradient_checkpointing='50%' keeps activations within a budget, "
+         "as oxytorch.memory.fit() does (C++: oxytorch::fit).",
          /*is_switch=*/true);
   refuse({"max_gpu_memory", "gpu_memory_fraction", "memory_fraction", "gpu_memory_limit"},
          "a share of a card is a setting of the process. Give oxytorch.PerformanceOptimizer "
@@ -307,7 +310,8 @@ std::vector<ConfigWord> make_words() {
          "cudnn_benchmark, matmul_precision or conv_precision; C++ has oxytorch::accelerator::GPUConfig.",
          /*is_switch=*/true);
   refuse({"gc_threshold", "gc_interval", "automatic_gc", "empty_cache_interval", "clear_cache_every"},
-         "nothing collects memory by a rule yet. Call gc.collect() in a callback of fit(), or leave it out.",
+         "a memory manager cleans up by rules. Give the trainer memory=oxytorch.memory.MemoryManager(clean_at=..., "
+         "clean_every=..., cache_limit=...); C++ has oxytorch::MemoryConfig for TrainerOptions::memory.",
          /*is_switch=*/true);
   refuse({"learning_rate", "lr", "weight_decay", "momentum", "betas", "optimizer_type"},
          "it belongs to the optimizer. Give it there.");

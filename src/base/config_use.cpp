@@ -100,11 +100,12 @@ constexpr Row kRows[] = {
     {"seed", kHonoured},
     {"deterministic", kHonoured},
     {"progress", kHonoured},
-    {"log_every", all("nothing writes the loss to a log yet. Leave it out, and read what step() returns, or give fit() "
-                      "a callback.")},
-    {"monitor",
-     all("it does not switch monitoring on or off yet. Leave it out; in Python pass monitor=PerformanceMonitor() to "
-         "have steps timed.")},
+    {"log_every",
+     all("no setting has the loss logged every so many steps. Leave it out, and read what step() returns, "
+         "give fit() a callback, or in Python give the trainer monitor=PerformanceMonitor(), which records "
+         "it.")},
+    {"monitor", all("a configuration does not switch monitoring on or off. Leave it out; in Python give the trainer "
+                    "monitor=PerformanceMonitor(), in C++ put oxytorch::monitor::Step and Phase around your steps.")},
 };
 
 const Row& use_of(std::string_view key) {

@@ -314,6 +314,11 @@ hardware:
   EXPECT_EQ(json.word("model.mixed_precision"), "bf16");
 }
 
+TEST(ConfigText, WhatMemoryOffersIsNamedInPlaceOfItsWords) {
+  EXPECT_THAT(set_refusal("cpu_offload", true), AllOf(HasSubstr("optimizer_state='int8'"), HasSubstr("oxytorch::fit")));
+  EXPECT_THAT(set_refusal("gc_interval", std::int64_t{10}), AllOf(HasSubstr("clean_every"), HasSubstr("MemoryConfig")));
+}
+
 TEST(ConfigText, EveryOtherWordIsASettingOrSaysWhatToDo) {
   std::set<std::string> seen;
   for (const auto& field : PerformanceConfig::fields()) seen.insert(field.key);

@@ -104,6 +104,14 @@ def test_the_words_and_sections_of_guides(tmp_path: Path) -> None:
     trainer.revert()
 
 
+def test_no_refusal_waits_for_a_module_that_exists() -> None:
+    source = Path(__file__).resolve().parents[2] / "src"
+    for path in sorted((source / "base").glob("config*.cpp")):
+        said = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', path.read_text()))
+        there = [name for name in re.findall(r"later module, (\w+)", said) if (source / name).is_dir()]
+        assert not there, f"{path.name} says that these come later: {there}"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
