@@ -243,7 +243,8 @@ def largest_batch(
     -----
     On a CPU an allocation beyond the limit is refused to this process while a size runs (``RLIMIT_DATA``), so that the
     kernel's out-of-memory killer is not met; memory that other processes take meanwhile is out of its reach. What
-    `step` throws for any other reason passes through, the state put back. The device side was not run on a device yet.
+    `step` throws for any other reason passes through, the state put back. The device side has not been measured
+    on a card.
 
     Examples
     --------
