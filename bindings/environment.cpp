@@ -35,18 +35,17 @@ Facts facts(const environment::Setting& setting) {
                py::arg("evidence") = setting.evidence);
 }
 
-Facts facts(const environment::Finding& finding) {
-  return Facts(py::arg("verdict") = environment::name(finding.verdict),
-               py::arg("severity") = environment::name(finding.severity), py::arg("name") = text(finding.name),
-               py::arg("value") = text(finding.value), py::arg("message") = text(finding.message),
-               py::arg("other") = finding.other, py::arg("replacement") = finding.replacement,
-               py::arg("evidence") = finding.evidence, py::arg("file") = text(finding.file),
-               py::arg("line") = finding.line);
+Facts facts(const environment::EnvironmentIssue& issue) {
+  return Facts(py::arg("verdict") = environment::name(issue.verdict),
+               py::arg("severity") = environment::name(issue.severity), py::arg("name") = text(issue.name),
+               py::arg("value") = text(issue.value), py::arg("message") = text(issue.message),
+               py::arg("other") = issue.other, py::arg("replacement") = issue.replacement,
+               py::arg("evidence") = issue.evidence, py::arg("file") = text(issue.file), py::arg("line") = issue.line);
 }
 
-py::typing::List<Facts> all_facts(const std::vector<environment::Finding>& findings) {
+py::typing::List<Facts> all_facts(const std::vector<environment::EnvironmentIssue>& issues) {
   py::typing::List<Facts> list;
-  for (const auto& finding : findings) list.append(facts(finding));
+  for (const auto& issue : issues) list.append(facts(issue));
   return list;
 }
 

@@ -177,9 +177,9 @@ Sample unknown() {
 }
 
 // One card as the sampling thread sees it.
-class Watch {
+class CardSampler {
  public:
-  explicit Watch(const std::string& bus_id) {
+  explicit CardSampler(const std::string& bus_id) {
     if (library().usable) see(library().nvmlDeviceGetHandleByPciBusId_v2(bus_id.c_str(), &card_));
     GpmSupport support{1, 0};
     const Library& nvml = library();
@@ -191,13 +191,13 @@ class Watch {
            see(nvml.nvmlGpmSampleGet(card_, older_));
   }
 
-  ~Watch() {
+  ~CardSampler() {
     for (GpmSample sample : {older_, newer_}) {
       if (sample != nullptr && library().nvmlGpmSampleFree != nullptr) library().nvmlGpmSampleFree(sample);
     }
   }
-  Watch(const Watch&) = delete;
-  Watch& operator=(const Watch&) = delete;
+  CardSampler(const CardSampler&) = delete;
+  CardSampler& operator=(const CardSampler&) = delete;
 
   [[nodiscard]] bool lost() const { return lost_; }
 
@@ -319,7 +319,7 @@ class Sampler {
   }
 
   void run() {
-    std::map<std::string, Watch> watches;
+    std::map<std::string, CardSampler> samplers;
     std::unique_lock lock(mutex_);
     while (!stopping_) {
       std::vector<std::string> cards;
@@ -328,10 +328,10 @@ class Sampler {
       lock.unlock();
       std::vector<Entry> fresh;
       for (const std::string& bus_id : cards) {
-        Watch& watch = watches.try_emplace(bus_id, bus_id).first->second;
+        CardSampler& sampler = samplers.try_emplace(bus_id, bus_id).first->second;
         Entry& entry = fresh.emplace_back();
-        entry.sample = watch.take();
-        entry.lost = watch.lost();
+        entry.sample = sampler.take();
+        entry.lost = sampler.lost();
       }
       lock.lock();
       for (std::size_t i = 0; i < cards.size(); ++i) entries_[cards[i]] = fresh[i];

@@ -1,4 +1,4 @@
-"""`oxytorch demo`: plan, calibrate, race, show."""
+"""`oxytorch demo`: calibrate, tune, race, show."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from oxytorch.report import write_whole
 from . import page, present, workloads
 from .contenders import StockChoice
 from .measure import ALLOCATOR, WorkloadResult, summarise
-from .plan import START_SECONDS, Plan
+from .options import START_SECONDS, DemoOptions
 from .progress import DemoProgress
 from .workloads import Workload
 
@@ -48,20 +48,20 @@ class Calibration:
         return slow + 1.4 * slow + 2.0 * fast + max(0, contenders - 5) * fast
 
 
-def _commands(workload: Workload, tasks: dict[str, dict[str, Any]], plan: Plan) -> dict[str, list[str]]:
-    shared = {"workload": workload.name, "threads": plan.threads, "steps_planned": plan.steps_planned}
+def _commands(workload: Workload, tasks: dict[str, dict[str, Any]], options: DemoOptions) -> dict[str, list[str]]:
+    shared = {"workload": workload.name, "threads": options.threads, "steps_planned": options.steps_planned}
     return {
         name: python_command({**shared, **task}, "oxytorch_demo.worker", examples()) for name, task in tasks.items()
     }
 
 
-def calibrate(workload: Workload, plan: Plan, progress: DemoProgress) -> Calibration:
+def calibrate(workload: Workload, options: DemoOptions, progress: DemoProgress) -> Calibration:
     """Race stock PyTorch's own options against each other and keep the fastest: the rival should be strong."""
     layouts = (False, True) if workload.is_image else (False,)
     made = itertools.product((False, True), layouts, (False, True))
     choices = {str(choice): choice for choice in (StockChoice(*each) for each in made)}
-    block = 2 if plan.quick else max(3, workload.recipe.block // 2)
-    steps = block * (2 if plan.quick else 3)
+    block = 2 if options.quick else max(3, workload.recipe.block // 2)
+    steps = block * (2 if options.quick else 3)
     part = f"calibrate {workload.name}"
 
     def on_turn(_name: str, count: int) -> None:
@@ -72,12 +72,12 @@ def calibrate(workload: Workload, plan: Plan, progress: DemoProgress) -> Calibra
         for name, choice in choices.items()
     }
     start = race(
-        _commands(workload, tasks, plan),
+        _commands(workload, tasks, options),
         seed=1,
         steps=steps,
         block=block,
-        environment=plan.environment,
-        timeout=plan.timeout,
+        environment=options.environment,
+        timeout=options.timeout,
         on_turn=on_turn,
         evaluate=False,
     )
@@ -88,31 +88,33 @@ def calibrate(workload: Workload, plan: Plan, progress: DemoProgress) -> Calibra
     return Calibration(min(seconds, key=lambda choice: seconds[choice]), seconds)
 
 
-def _length(workload: Workload, calibration: Calibration, contenders: int, plan: Plan, share: float) -> tuple[int, int]:
+def _length(
+    workload: Workload, calibration: Calibration, contenders: int, options: DemoOptions, share: float
+) -> tuple[int, int]:
     """Starts and steps per start that fit the workload's share of the training time, in whole turns."""
     recipe = workload.recipe
-    if plan.quick:
+    if options.quick:
         return 1, 2 * min(recipe.block, 4)
-    fits = share * plan.seconds / recipe.starts / calibration.training_seconds(contenders)
+    fits = share * options.seconds / recipe.starts / calibration.training_seconds(contenders)
     steps = int(min(recipe.steps, max(recipe.least_steps, fits)))
     return recipe.starts, steps - steps % recipe.block
 
 
-def tune(workload: Workload, plan: Plan, progress: DemoProgress) -> dict[str, float]:
+def tune(workload: Workload, options: DemoOptions, progress: DemoProgress) -> dict[str, float]:
     """Let each trainer tune itself in a process of its own, as the first of a user's runs does; seconds that took.
 
     What it finds is remembered, so that the starts that are raced check it and go on, as later runs do.
     """
     part, seconds = f"tune {workload.name}", {}
-    for name in sorted(present.OURS.intersection(plan.contenders)):
+    for name in sorted(present.OURS.intersection(options.contenders)):
         progress.advance(part, 0.0, f"{workload.name}: {name} tunes itself, once")
         started = race(
-            _commands(workload, {name: {"contender": name, "seed": FIRST_SEED, "steps": 1}}, plan),
+            _commands(workload, {name: {"contender": name, "seed": FIRST_SEED, "steps": 1}}, options),
             seed=FIRST_SEED,
             steps=1,
             block=1,
-            environment=plan.environment,
-            timeout=plan.timeout * 10,
+            environment=options.environment,
+            timeout=options.timeout * 10,
             on_turn=lambda _name, _count: None,
             evaluate=False,
         )
@@ -128,13 +130,13 @@ def _rule(contender: str, choice: StockChoice) -> dict[str, Any]:
     return {**rule, "choice": asdict(choice)} if contender.startswith("stock") else rule
 
 
-def race_workload(workload: Workload, plan: Plan, share: float, progress: DemoProgress) -> WorkloadResult:
+def race_workload(workload: Workload, options: DemoOptions, share: float, progress: DemoProgress) -> WorkloadResult:
     """Calibrate and race one workload."""
-    names = list(plan.contenders)
-    calibration = calibrate(workload, plan, progress)
-    tuning = tune(workload, plan, progress)
-    starts, steps = _length(workload, calibration, len(names), plan, share)
-    block = min(workload.recipe.block, 4) if plan.quick else workload.recipe.block
+    names = list(options.contenders)
+    calibration = calibrate(workload, options, progress)
+    tuning = tune(workload, options, progress)
+    starts, steps = _length(workload, calibration, len(names), options, share)
+    block = min(workload.recipe.block, 4) if options.quick else workload.recipe.block
     part = f"train {workload.name}"
     step_seconds = calibration.training_seconds(len(names)) / len(names)
     progress.expect(part, starts * len(names) * (steps * step_seconds + START_SECONDS / 2))
@@ -151,12 +153,12 @@ def race_workload(workload: Workload, plan: Plan, share: float, progress: DemoPr
         }
         results.append(
             race(
-                _commands(workload, tasks, plan),
+                _commands(workload, tasks, options),
                 seed=seed,
                 steps=steps,
                 block=block,
-                environment=plan.environment,
-                timeout=plan.timeout * slow,
+                environment=options.environment,
+                timeout=options.timeout * slow,
                 on_turn=on_turn,
             )
         )
@@ -164,19 +166,21 @@ def race_workload(workload: Workload, plan: Plan, share: float, progress: DemoPr
     return summarise(workload, str(calibration.choice), results, tuning)
 
 
-def _race_all(names: list[str], plan: Plan) -> list[WorkloadResult]:
+def _race_all(names: list[str], options: DemoOptions) -> list[WorkloadResult]:
     loaded = [workloads.load(name) for name in names]
     whole = sum(workload.recipe.share for workload in loaded)
     with DemoProgress() as progress:
         for workload in loaded:
             share = workload.recipe.share / whole
             choices = 8 if workload.is_image else 4
-            progress.expect(f"calibrate {workload.name}", 5.0 if plan.quick else choices * 2.2)
-            progress.expect(f"tune {workload.name}", TUNING_SECONDS * len(present.OURS.intersection(plan.contenders)))
-            starts = 1 if plan.quick else workload.recipe.starts
-            train = 4.0 if plan.quick else share * plan.seconds
+            progress.expect(f"calibrate {workload.name}", 5.0 if options.quick else choices * 2.2)
+            progress.expect(
+                f"tune {workload.name}", TUNING_SECONDS * len(present.OURS.intersection(options.contenders))
+            )
+            starts = 1 if options.quick else workload.recipe.starts
+            train = 4.0 if options.quick else share * options.seconds
             progress.expect(f"train {workload.name}", train + starts * len(CONTENDERS) * START_SECONDS / 2)
-        return [race_workload(workload, plan, workload.recipe.share / whole, progress) for workload in loaded]
+        return [race_workload(workload, options, workload.recipe.share / whole, progress) for workload in loaded]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -194,7 +198,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # The coordinator only waits and counts.
     cache = tempfile.TemporaryDirectory(prefix="oxytorch-demo-")  # what trainers remember, for this demo alone
     settings = {**environment(threads), "OXYTORCH_CACHE": cache.name}
-    plan = Plan(
+    options = DemoOptions(
         threads,
         arguments.seconds,
         arguments.timeout,
@@ -207,9 +211,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.cpp:
             from . import cpp  # noqa: PLC0415
 
-            results = [cpp.race_cpp(plan)]
+            results = [cpp.race_cpp(options)]
         else:
-            results = _race_all(arguments.only or list(workloads.NAMES), plan)
+            results = _race_all(arguments.only or list(workloads.NAMES), options)
     except (WorkerFailed, ModuleNotFoundError, FileNotFoundError) as error:
         print(f"oxytorch demo: {error}", file=sys.stderr)
         return 1
@@ -218,7 +222,7 @@ def run(arguments: argparse.Namespace) -> int:
     document: dict[str, Any] = {
         "schema": "oxytorch-demo/1",
         "machine": machine.describe(threads),
-        "quick": plan.quick,
+        "quick": options.quick,
         "workloads": [result.to_json() for result in results],
     }
     folder = Path(arguments.out)

@@ -17,7 +17,7 @@ from oxytorch.bench.turns.environment import FIRST_SEED
 from oxytorch.bench.turns.times import block_seconds
 
 from .measure import WorkloadResult, summarise
-from .plan import START_SECONDS, Plan
+from .options import START_SECONDS, DemoOptions
 from .progress import DemoProgress
 from .workloads import library_text
 
@@ -82,12 +82,12 @@ def build_program() -> Path:
     return build / "gpt"
 
 
-def race_cpp(plan: Plan) -> WorkloadResult:
+def race_cpp(options: DemoOptions) -> WorkloadResult:
     """Race LibTorch's own loop against Oxytorch's, process by process, on the Python demo's text."""
     contenders = CONTENDERS
     with tempfile.TemporaryDirectory(prefix="oxytorch-demo-") as folder, DemoProgress() as progress:
         progress.expect("build", 40.0)
-        progress.expect("train", plan.seconds)
+        progress.expect("train", options.seconds)
         progress.advance("build", 0.0, "building the C++ program")
         program = build_program()
         progress.finish("build")
@@ -97,8 +97,8 @@ def race_cpp(plan: Plan) -> WorkloadResult:
 
         def commands(seed: int, steps: int) -> dict[str, list[str]]:
             shared = ["--train", str(texts[0]), "--held", str(texts[1]), "--steps", str(steps), "--seed", str(seed)]
-            shared += ["--threads", str(plan.threads), "--coordinator", str(os.getpid()), "--serve"]
-            shared += ["--steps-planned", str(plan.steps_planned)]
+            shared += ["--threads", str(options.threads), "--coordinator", str(os.getpid()), "--serve"]
+            shared += ["--steps-planned", str(options.steps_planned)]
             return {name: [str(program), "--contender", value, *shared] for name, value in contenders.items()}
 
         def start(seed: int, steps: int, block: int, label: str, step_seconds: float) -> Start:
@@ -107,19 +107,19 @@ def race_cpp(plan: Plan) -> WorkloadResult:
                 seed=seed,
                 steps=steps,
                 block=block,
-                environment=plan.environment,
-                timeout=plan.timeout,
+                environment=options.environment,
+                timeout=options.timeout,
                 on_turn=lambda name, count: progress.advance("train", count * step_seconds, f"{label}, {name}"),
             )
 
-        block = 2 if plan.quick else BLOCK
+        block = 2 if options.quick else BLOCK
         pace, starts, steps = 1.0, 1, 2 * block
-        if not plan.quick:
+        if not options.quick:
             # A short start tells how long the others may be.
             trial = start(1, 2 * block, block, "C++: finding the pace", 0.3)
             pace = sum(block_seconds(trial[name].blocks[-1]) for name in contenders)
             starts = STARTS
-            steps = int(min(MOST_STEPS, max(LEAST_STEPS, plan.seconds / starts / pace)))
+            steps = int(min(MOST_STEPS, max(LEAST_STEPS, options.seconds / starts / pace)))
             steps -= steps % block
         each = pace / len(contenders)
         progress.expect("train", starts * (steps * pace + START_SECONDS / 2))

@@ -127,7 +127,7 @@ struct Assignment {
 };
 
 /// One judgement. `message` is one sentence or two: what is wrong with which value, and what to do.
-struct Finding {
+struct EnvironmentIssue {
   Verdict verdict;
   Severity severity;
   std::string name;
@@ -142,10 +142,11 @@ struct Finding {
 
 /// Judges assignments in the order in which a script makes them. Each is judged by itself; contradictions are judged
 /// within what is set at the end, and within what each command with settings of its own sees.
-OXY_API std::vector<Finding> lint(const std::vector<Assignment>& assignments, const Context& context = {});
+OXY_API std::vector<EnvironmentIssue> lint(const std::vector<Assignment>& assignments, const Context& context = {});
 
 /// Judges an environment.
-OXY_API std::vector<Finding> lint(const std::map<std::string, std::string>& variables, const Context& context = {});
+OXY_API std::vector<EnvironmentIssue> lint(const std::map<std::string, std::string>& variables,
+                                           const Context& context = {});
 
 /// Reads a POSIX shell, bash or sbatch script without running it: `A=B`, `export A=B`, `declare -x A=B`,
 /// `env A=B command`, `A=B command`, `unset A`, `#SBATCH --export=...` and `srun --export=...`, with quotes, comments,
@@ -177,7 +178,7 @@ struct PresetOptions {
   std::string recipe_cache;  ///< Gaudi: a directory on a local disk for compiled recipes; "" for none
 };
 
-/// Few settings, each with a reason, that serve `goal` on `device`; none that the judge has a finding for. Throws
+/// Few settings, each with a reason, that serve `goal` on `device`; none that the judge has an issue for. Throws
 /// Error(InvalidArgument) for an unknown goal or device or counts below 1.
 OXY_API Preset preset(const std::string& goal, const std::string& device, const PresetOptions& options = {});
 

@@ -12,7 +12,7 @@ import torch
 
 from . import _C
 
-__all__ = ["FieldReport", "GPUConfig", "Report"]
+__all__ = ["FieldReport", "GPUConfig", "GPUConfigReport"]
 
 _native = _C.accelerator
 _Native = _C.accelerator.GPUConfig
@@ -30,7 +30,7 @@ class FieldReport:
     reason: str
 
 
-class Report(dict[str, FieldReport]):
+class GPUConfigReport(dict[str, FieldReport]):
     """What became of each field, by name; `str` prints one line a field."""
 
     def __init__(self, rows: Sequence[Any]) -> None:
@@ -172,7 +172,7 @@ class GPUConfig:
         """Names that `preset` takes."""
         return _Native.presets()
 
-    def apply(self, strict: bool = False) -> Report:
+    def apply(self, strict: bool = False) -> GPUConfigReport:
         """Set each field, read it back, and say what became of it; active until `revert`.
 
         Parameters
@@ -182,7 +182,7 @@ class GPUConfig:
 
         Returns
         -------
-        Report
+        GPUConfigReport
             By field. Where a setter raises, everything is put back and the error passes.
 
         Raises
@@ -193,7 +193,7 @@ class GPUConfig:
         if self._applied is not None:
             raise RuntimeError("this GPUConfig is active already; revert() it first.")
         applied = self._make().apply(_runtime())
-        report = Report(applied.report())
+        report = GPUConfigReport(applied.report())
         if strict and not report.complete:
             applied.revert()
             missing = "; ".join(f"{row.field}: {row.reason}" for row in report.values() if not row.applied)
@@ -208,7 +208,7 @@ class GPUConfig:
             applied.revert()
 
     @contextmanager
-    def applied(self, strict: bool = False) -> Iterator[Report]:
+    def applied(self, strict: bool = False) -> Iterator[GPUConfigReport]:
         """Apply for the end of the block, also when an exception passes; gives the report."""
         report = self.apply(strict)
         try:

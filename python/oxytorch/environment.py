@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .cli import Commands
 
 __all__ = [
-    "Finding",
+    "EnvironmentIssue",
     "Preset",
     "PresetSetting",
     "Setting",
@@ -68,7 +68,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Finding:
+class EnvironmentIssue:
     """One judgement.
 
     Attributes
@@ -202,7 +202,7 @@ def lint_env(
     determinism: bool | None = None,
     openmp: str | None = None,
     fine: bool = False,
-) -> list[Finding]:
+) -> list[EnvironmentIssue]:
     """Judge an environment.
 
     Parameters
@@ -231,7 +231,7 @@ def lint_env(
 
     Returns
     -------
-    list of Finding
+    list of EnvironmentIssue
         Empty where there is nothing to say.
 
     Raises
@@ -250,7 +250,7 @@ def lint_env(
         others = neighbours()
         sharing = others["said"] if others["share_cores"] else ""
     context = _context(backend, versions, cores, efa, compile, determinism, openmp, fine, sharing)
-    return [Finding(**found) for found in _native.lint(dict(mapping), context)]
+    return [EnvironmentIssue(**found) for found in _native.lint(dict(mapping), context)]
 
 
 def lint_script(
@@ -265,7 +265,7 @@ def lint_script(
     determinism: bool | None = None,
     openmp: str | None = None,
     fine: bool = False,
-) -> list[Finding]:
+) -> list[EnvironmentIssue]:
     """Judge the settings of a shell or sbatch script, which is read and never run.
 
     Parameters
@@ -275,20 +275,20 @@ def lint_script(
         ``srun --export=``, ``mpirun -x``, ``docker run -e``; quotes, comments, continued lines, ``${A:-default}``.
         A value that depends on the run is not judged.
     file : str
-        Its name, for `Finding.file`.
+        Its name, for `EnvironmentIssue.file`.
 
     Other parameters are those of `lint_env`; nothing is taken from this process.
 
     Returns
     -------
-    list of Finding
+    list of EnvironmentIssue
         By line.
     """
     context = _context(backend, versions, cores, efa, compile, determinism, openmp, fine)
-    return [Finding(**found) for found in _native.lint_script(text, file, context)]
+    return [EnvironmentIssue(**found) for found in _native.lint_script(text, file, context)]
 
 
-def lint_file(path: str | os.PathLike[str], **context: Any) -> list[Finding]:
+def lint_file(path: str | os.PathLike[str], **context: Any) -> list[EnvironmentIssue]:
     """Judge the settings in a file.
 
     Parameters
@@ -306,7 +306,7 @@ def lint_file(path: str | os.PathLike[str], **context: Any) -> list[Finding]:
     return _lint_text(Path(path).read_bytes(), os.fspath(path), context)
 
 
-def _lint_text(content: bytes, name: str, context: dict[str, Any]) -> list[Finding]:
+def _lint_text(content: bytes, name: str, context: dict[str, Any]) -> list[EnvironmentIssue]:
     text = content.decode(errors="surrogateescape")
     if "\0" not in text:
         return lint_script(text, name, **context)
@@ -360,8 +360,8 @@ def preset(
     return Preset(**made)
 
 
-def _counted(findings: list[Finding]) -> str:
-    counts = {severity: sum(one.severity == severity for one in findings) for severity in ("error", "warning", "note")}
+def _counted(issues: list[EnvironmentIssue]) -> str:
+    counts = {severity: sum(one.severity == severity for one in issues) for severity in ("error", "warning", "note")}
     return ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
 
 
@@ -378,22 +378,22 @@ def _run_lint(arguments: argparse.Namespace) -> int:
     }
     try:
         if arguments.file is None:
-            findings = lint_env(**context)
+            issues = lint_env(**context)
         elif arguments.file == "-":
-            findings = _lint_text(sys.stdin.buffer.read(), "stdin", context)
+            issues = _lint_text(sys.stdin.buffer.read(), "stdin", context)
         else:
-            findings = lint_file(arguments.file, **context)
+            issues = lint_file(arguments.file, **context)
     except (OSError, ValueError) as error:
         print(f"oxytorch lint-env: {error}", file=sys.stderr)
         return 2
-    found = any(one.severity != "note" for one in findings)
+    found = any(one.severity != "note" for one in issues)
     if arguments.json:
-        print(json.dumps({"findings": [asdict(one) for one in findings], "found": found}, indent=2))
+        print(json.dumps({"issues": [asdict(one) for one in issues], "found": found}, indent=2))
     else:
-        for one in findings:
+        for one in issues:
             print(str(one).encode(errors="replace").decode())
         where = "the environment" if arguments.file is None else arguments.file
-        print(f"{_counted(findings) or 'nothing to say'} in {where}")
+        print(f"{_counted(issues) or 'nothing to say'} in {where}")
     return 1 if found else 0
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Report", "SettingLine"]
+__all__ = ["SettingLine", "TrainingReport"]
 
 
 @dataclass
@@ -55,7 +55,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> Path:
 
 
 @dataclass
-class Report:
+class TrainingReport:
     """A trainer's account of itself; ``str()`` is a table.
 
     Parameters

@@ -13,10 +13,10 @@
 
 namespace oxytorch::environment {
 
-/// Rules write their findings through this.
+/// Rules write their issues through this.
 class Judge {
  public:
-  Judge(const View& view, const Assignment& assignment, const std::function<void(Finding)>& report)
+  Judge(const View& view, const Assignment& assignment, const std::function<void(EnvironmentIssue)>& report)
       : view(view), assignment(assignment), report_(report) {}
 
   const View& view;
@@ -53,7 +53,7 @@ class Judge {
              std::move(replacement), std::move(evidence), assignment.file, assignment.line});
   }
 
-  const std::function<void(Finding)>& report_;
+  const std::function<void(EnvironmentIssue)>& report_;
 };
 
 inline constexpr Severity kNote = Severity::Note;

@@ -133,7 +133,7 @@ class Linter {
  public:
   explicit Linter(const Context& context) : context_(context) {}
 
-  std::vector<Finding> run(const std::vector<Assignment>& assignments) {
+  std::vector<EnvironmentIssue> run(const std::vector<Assignment>& assignments) {
     // Names anywhere tell the device; a script sets them line by line.
     backend_ = context_.backend;
     if (backend_.empty()) {
@@ -167,9 +167,9 @@ class Linter {
     end_command();
     judge_environment(set_);
     if (context_.fine) list_fine(assignments);
-    std::stable_sort(findings_.begin(), findings_.end(),
-                     [](const Finding& a, const Finding& b) { return a.line < b.line; });
-    return std::move(findings_);
+    std::stable_sort(issues_.begin(), issues_.end(),
+                     [](const EnvironmentIssue& a, const EnvironmentIssue& b) { return a.line < b.line; });
+    return std::move(issues_);
   }
 
  private:
@@ -181,9 +181,9 @@ class Linter {
     }
   }
 
-  void add(Finding finding) {
-    if (seen_.insert({finding.name, finding.file, finding.line, finding.message}).second) {
-      findings_.push_back(std::move(finding));
+  void add(EnvironmentIssue issue) {
+    if (seen_.insert({issue.name, issue.file, issue.line, issue.message}).second) {
+      issues_.push_back(std::move(issue));
     }
   }
 
@@ -267,7 +267,7 @@ class Linter {
   void judge_one(const Set& set, const Assignment& one) {
     const Setting* setting = find(one.name);
     if (setting == nullptr || !one.exact || !fault_of(*setting, one.value).empty()) return;
-    apply_rules({set, context_, backend_}, one, [this](Finding finding) { add(std::move(finding)); });
+    apply_rules({set, context_, backend_}, one, [this](EnvironmentIssue issue) { add(std::move(issue)); });
   }
 
   void judge_environment(const Set& set) {
@@ -283,18 +283,18 @@ class Linter {
     };
     if (context_.neighbours.empty() || !waiting_threads_spin(value)) return;
     const auto policy = set.find("OMP_WAIT_POLICY");
-    Finding found{Verdict::Harmful,
-                  Severity::Warning,
-                  "OMP_WAIT_POLICY",
-                  "",
-                  "other programs use " + context_.neighbours + ", and " +
-                      (policy == set.end() ? "OMP_WAIT_POLICY is not set" : shown(policy->second)) + ". " +
-                      advice_on_shared_cores(true),
-                  "",
-                  "passive",
-                  "OpenMP 5.2, OMP_WAIT_POLICY",
-                  "",
-                  0};
+    EnvironmentIssue found{Verdict::Harmful,
+                           Severity::Warning,
+                           "OMP_WAIT_POLICY",
+                           "",
+                           "other programs use " + context_.neighbours + ", and " +
+                               (policy == set.end() ? "OMP_WAIT_POLICY is not set" : shown(policy->second)) + ". " +
+                               advice_on_shared_cores(true),
+                           "",
+                           "passive",
+                           "OpenMP 5.2, OMP_WAIT_POLICY",
+                           "",
+                           0};
     if (policy != set.end()) {
       found.value = policy->second.value;
       found.file = policy->second.file;
@@ -306,8 +306,8 @@ class Linter {
   void list_fine(const std::vector<Assignment>& assignments) {
     for (const Assignment& one : assignments) {
       const Setting* setting = find(one.name);
-      const bool judged = std::any_of(findings_.begin(), findings_.end(), [&](const Finding& finding) {
-        return finding.name == one.name && finding.line == one.line;
+      const bool judged = std::any_of(issues_.begin(), issues_.end(), [&](const EnvironmentIssue& issue) {
+        return issue.name == one.name && issue.line == one.line;
       });
       if (setting == nullptr || judged || one.removed) continue;
       const bool standard = one.exact && !setting->standard.empty() && lower(one.value) == lower(setting->standard);
@@ -319,16 +319,16 @@ class Linter {
   std::string backend_;
   Set set_;
   std::set<std::tuple<std::string, std::string, int, std::string>> seen_;
-  std::vector<Finding> findings_;
+  std::vector<EnvironmentIssue> issues_;
 };
 
 }  // namespace
 
-std::vector<Finding> lint(const std::vector<Assignment>& assignments, const Context& context) {
+std::vector<EnvironmentIssue> lint(const std::vector<Assignment>& assignments, const Context& context) {
   return Linter(context).run(assignments);
 }
 
-std::vector<Finding> lint(const std::map<std::string, std::string>& variables, const Context& context) {
+std::vector<EnvironmentIssue> lint(const std::map<std::string, std::string>& variables, const Context& context) {
   std::vector<Assignment> assignments;
   assignments.reserve(variables.size());
   for (const auto& [name, value] : variables) {

@@ -56,7 +56,7 @@ std::string guess_backend(const std::map<std::string, Assignment, std::less<>>& 
   return cuda ? "cuda" : "";
 }
 
-void apply_rules(const View& view, const Assignment& assignment, const std::function<void(Finding)>& report) {
+void apply_rules(const View& view, const Assignment& assignment, const std::function<void(EnvironmentIssue)>& report) {
   for (const auto rules : {nccl_rules(), torch_rules(), host_rules(), gaudi_rules()}) {
     for (const Rule& rule : rules) {
       const std::string_view name = rule.name;

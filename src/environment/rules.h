@@ -31,7 +31,7 @@ std::string shown(const Assignment& assignment);
 /// "cuda" or "hpu" where the names that are set tell, else "".
 std::string guess_backend(const std::map<std::string, Assignment, std::less<>>& set);
 
-/// Findings of all rules for the setting `assignment` of the view, whose value is known and well written.
-void apply_rules(const View& view, const Assignment& assignment, const std::function<void(Finding)>& report);
+/// Issues of all rules for the setting `assignment` of the view, whose value is known and well written.
+void apply_rules(const View& view, const Assignment& assignment, const std::function<void(EnvironmentIssue)>& report);
 
 }  // namespace oxytorch::environment

@@ -108,7 +108,7 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-Changed::Watch::Watch(Changed& into)
+Changed::Recording::Recording(Changed& into)
     : into_(into),
       previous_(std::exchange(watched, &into)),
       handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(note_writes, after_operator)
@@ -116,7 +116,7 @@ Changed::Watch::Watch(Changed& into)
                                              .needsOutputs(true)
                                              .scopes({at::RecordScope::FUNCTION}))) {}
 
-Changed::Watch::~Watch() {
+Changed::Recording::~Recording() {
   at::removeCallback(handle_);
   watched = previous_;
   std::erase_if(into_.memory_, [](const Memory& each) { return each.storage.expired(); });

@@ -21,12 +21,12 @@ class Changed {
   };
 
   /// While it lives, operators of this thread are noted in `into`; in the end what has gone by then is left out.
-  class Watch {
+  class Recording {
    public:
-    explicit Watch(Changed& into);
-    ~Watch();
-    Watch(const Watch&) = delete;
-    Watch& operator=(const Watch&) = delete;
+    explicit Recording(Changed& into);
+    ~Recording();
+    Recording(const Recording&) = delete;
+    Recording& operator=(const Recording&) = delete;
 
    private:
     Changed& into_;
@@ -41,7 +41,7 @@ class Changed {
 
  private:
   std::vector<Memory> memory_;
-  std::unordered_set<const c10::StorageImpl*> known_;  // made under the watch, or noted
+  std::unordered_set<const c10::StorageImpl*> known_;  // made while recording, or noted
 };
 
 /// Puts what of `changed` is alive to what it was before, and in the end back to what it is now, bytes and version

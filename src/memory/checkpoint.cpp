@@ -295,7 +295,7 @@ Recomputation::Recomputation(const std::vector<at::Tensor>& inputs,
 Recomputation::~Recomputation() = default;
 
 void Recomputation::run(const std::function<void()>& first) {
-  const Changed::Watch watch(inside_->changed);
+  const Changed::Recording recording(inside_->changed);
   const KeepingTensors keeping(*inside_);
   first();
   inside_->random.drop_if_unused();

@@ -127,7 +127,7 @@ struct SelectiveCheckpoint::Inside : std::enable_shared_from_this<Inside>, Tenso
   }
 
   /// A call of an operator, until it ends.
-  struct Call final : at::ObserverContext {
+  struct OperatorCall final : at::ObserverContext {
     std::shared_ptr<Recipe> recipe;
     std::size_t length = 0, first_called = 0;
     bool has_two_values = false, is_batch_norm = false;
@@ -137,7 +137,7 @@ struct SelectiveCheckpoint::Inside : std::enable_shared_from_this<Inside>, Tenso
     const RegionClock clock(region);
     const auto& cheap = cheap_operator(call);
     if (!cheap) return nullptr;
-    auto noted = std::make_unique<Call>();
+    auto noted = std::make_unique<OperatorCall>();
     if (cheap->draws_zeros_and_ones) {
       noted->has_two_values = true;
     } else {
@@ -149,7 +149,7 @@ struct SelectiveCheckpoint::Inside : std::enable_shared_from_this<Inside>, Tenso
     return noted;
   }
 
-  void note(c10::ArrayRef<const c10::IValue> inputs, const CheapOperator& cheap, Call& call) {
+  void note(c10::ArrayRef<const c10::IValue> inputs, const CheapOperator& cheap, OperatorCall& call) {
     const auto is_large = [](const c10::IValue& value) {
       if (!value.isTensor()) return value.isTensorList();
       const auto& tensor = value.toTensor();
@@ -200,7 +200,7 @@ struct SelectiveCheckpoint::Inside : std::enable_shared_from_this<Inside>, Tenso
     if (call.length <= kLongestChain) call.recipe = std::move(recipe);
   }
 
-  void end(const at::RecordFunction& call, Call& noted) {
+  void end(const at::RecordFunction& call, OperatorCall& noted) {
     const RegionClock clock(region);
     --depth;
     const auto& outputs = call.outputs();
@@ -386,7 +386,7 @@ std::unique_ptr<at::ObserverContext> begin_operator(const at::RecordFunction& ca
 
 void end_operator(const at::RecordFunction& call, at::ObserverContext* context) {
   if (recorded != nullptr && context != nullptr)
-    recorded->end(call, *static_cast<SelectiveCheckpoint::Inside::Call*>(context));
+    recorded->end(call, *static_cast<SelectiveCheckpoint::Inside::OperatorCall*>(context));
 }
 
 }  // namespace

@@ -130,7 +130,7 @@ struct Input {
   const Record* record = nullptr;  // of one that is not finite
 };
 
-struct Call final : at::ObserverContext {
+struct OperatorCall final : at::ObserverContext {
   std::vector<Input> inputs;
   std::vector<at::Tensor> written;
   Site site;
@@ -205,7 +205,7 @@ struct NanOrigin::Impl {
   // ---- what an operator does
 
   static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& fn) {
-    auto call = std::make_unique<Call>();
+    auto call = std::make_unique<OperatorCall>();
     if (fn.scope() != at::RecordScope::FUNCTION) {
       frames.push_back({fn.name(), fn.scope() == at::RecordScope::BACKWARD_FUNCTION, fn.seqNr()});
       return call;
@@ -220,7 +220,7 @@ struct NanOrigin::Impl {
   }
 
   static void end(const at::RecordFunction& fn, at::ObserverContext* context) {
-    auto* call = static_cast<Call*>(context);
+    auto* call = static_cast<OperatorCall*>(context);
     if (call == nullptr) return;
     if (!call->is_op) {
       if (!frames.empty()) frames.pop_back();
@@ -233,7 +233,7 @@ struct NanOrigin::Impl {
     self->leave(fn, *call);
   }
 
-  void enter(const at::RecordFunction& fn, Call& call) {
+  void enter(const at::RecordFunction& fn, OperatorCall& call) {
     call.site.op = fn.name();
     const Frame* node = nullptr;
     for (const Frame& frame : frames) {
@@ -260,7 +260,7 @@ struct NanOrigin::Impl {
     }
   }
 
-  void read_inputs(const at::RecordFunction& fn, Call& call) {
+  void read_inputs(const at::RecordFunction& fn, OperatorCall& call) {
     const std::optional<c10::FunctionSchema> schema = fn.operator_schema();
     const auto values = fn.inputs();
     for (std::size_t i = 0; i < values.size(); ++i) {
@@ -279,7 +279,7 @@ struct NanOrigin::Impl {
     }
   }
 
-  Input input(const std::string& name, const at::Tensor& tensor, bool written, const Call& call) {
+  Input input(const std::string& name, const at::Tensor& tensor, bool written, const OperatorCall& call) {
     Input in{name, tensor, {}, written, true, false, nullptr};
     if (kUnwritten.contains(call.site.op)) return in;
     if (written) in.before = facts(name, tensor);
@@ -291,7 +291,7 @@ struct NanOrigin::Impl {
     return in;
   }
 
-  void leave(const at::RecordFunction& fn, const Call& call) {
+  void leave(const at::RecordFunction& fn, const OperatorCall& call) {
     if (kUnwritten.contains(call.site.op)) return;
     std::vector<at::Tensor> outputs = call.written;
     for (const c10::IValue& value : fn.outputs()) {
@@ -315,7 +315,7 @@ struct NanOrigin::Impl {
   }
 
   // The record that bad outputs owe to: of a bad input, or a new one.
-  const Record* account(const Call& call, const std::vector<at::Tensor>& bad) {
+  const Record* account(const OperatorCall& call, const std::vector<at::Tensor>& bad) {
     bool nan = false;
     for (const at::Tensor& tensor : bad) nan = nan || has_nan(tensor);
     std::vector<const Record*> sources, spoilt;
@@ -340,7 +340,7 @@ struct NanOrigin::Impl {
     return born(std::move(report), !nan && (call.inf_argument || call.inputs.empty()), std::move(sources));
   }
 
-  static NanReport place(const Call& call) {
+  static NanReport place(const OperatorCall& call) {
     NanReport report;
     report.scope = call.site.scope;
     report.op = call.site.op;
@@ -355,7 +355,7 @@ struct NanOrigin::Impl {
   }
 
   // The record of a bad tensor; one that no watched operator made is recorded as given.
-  const Record* record_of(const std::string& label, const at::Tensor& tensor, const Call& call) {
+  const Record* record_of(const std::string& label, const at::Tensor& tensor, const OperatorCall& call) {
     if (const Record* found = find(tensor)) return found;
     const auto owner = owners.find(key(tensor));
     NanReport report = place(call);
@@ -396,7 +396,7 @@ struct NanOrigin::Impl {
     if (!watched(tensor)) return;
     const Unseen unseen;
     const std::scoped_lock lock(mutex);
-    if (!is_finite(tensor)) harm.emplace_back(record_of(name, tensor, Call()), name);
+    if (!is_finite(tensor)) harm.emplace_back(record_of(name, tensor, OperatorCall()), name);
   }
 
   std::optional<NanReport> judge() {

@@ -94,7 +94,7 @@ struct Block {
   std::int64_t count;
 };
 
-struct Plan {
+struct StepBlocks {
   std::vector<Block> blocks;          // of the tensors that the kernels serve
   std::vector<std::size_t> by_torch;  // the others
 };
@@ -127,23 +127,23 @@ bool served(const StepTensors& t, std::size_t i) {
   return std::all_of(lists.begin(), lists.end(), [&](const auto* list) { return list->empty() || alike((*list)[i]); });
 }
 
-Plan planned(const StepTensors& t) {
-  Plan plan;
+StepBlocks blocks_of(const StepTensors& t) {
+  StepBlocks work;
   const bool all_by_torch = needs_torchs_order(t);
   std::int64_t all = 0;
   for (const Tensor& param : t.params) all += param.numel();
   const std::int64_t most = std::clamp(all / (2 * at::get_num_threads()), kLeastBlock, kBlock);
   for (std::size_t i = 0; i < t.params.size(); ++i) {
     if (all_by_torch || !served(t, i)) {
-      plan.by_torch.push_back(i);
+      work.by_torch.push_back(i);
       continue;
     }
     const std::int64_t size = t.params[i].numel();
     for (std::int64_t begin = 0; begin < size; begin += most) {
-      plan.blocks.push_back({i, begin, std::min(most, size - begin)});
+      work.blocks.push_back({i, begin, std::min(most, size - begin)});
     }
   }
-  return plan;
+  return work;
 }
 
 const float* read(const Tensor& tensor, std::int64_t at) { return tensor.const_data_ptr<float>() + at; }
@@ -158,10 +158,10 @@ struct Below {
 };
 
 template <class Body>
-void run(const Plan& plan, Body body) {
-  at::parallel_for(0, static_cast<std::int64_t>(plan.blocks.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+void run(const StepBlocks& work, Body body) {
+  at::parallel_for(0, static_cast<std::int64_t>(work.blocks.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     const Below below;
-    body(plan.blocks.data() + begin, plan.blocks.data() + end);
+    body(work.blocks.data() + begin, work.blocks.data() + end);
   });
 }
 
@@ -209,8 +209,8 @@ kernels::AdamLoop adam_loop(const AdamStep& o, double step, bool fused) {
 
 // `fused`: whether torch's kernels fuse multiply-adds.
 void adam_as(const AdamStep& options, const StepTensors& t, const std::vector<double>& steps, bool fused) {
-  const Plan plan = planned(t);
-  run(plan, [&](const Block* begin, const Block* end) {
+  const StepBlocks work = blocks_of(t);
+  run(work, [&](const Block* begin, const Block* end) {
     const Tensor scratch = at::empty({kBlock}, at::kFloat);
     auto* const root = scratch.mutable_data_ptr<float>();
     for (const Block* block = begin; block != end; ++block) {
@@ -229,7 +229,7 @@ void adam_as(const AdamStep& options, const StepTensors& t, const std::vector<do
     }
   });
   const Below below;
-  for (const std::size_t i : plan.by_torch) adam_by_torch(options, t, i, steps[i]);
+  for (const std::size_t i : work.by_torch) adam_by_torch(options, t, i, steps[i]);
 }
 
 void sgd_as(const SgdStep& o, const StepTensors& t, bool fused) {
@@ -241,15 +241,15 @@ void sgd_as(const SgdStep& o, const StepTensors& t, bool fused) {
   loop.momentum = static_cast<float>(o.momentum);
   loop.dampening_rest = static_cast<float>(1 - o.dampening);
   loop.rate = static_cast<float>(-o.lr);
-  const Plan plan = planned(t);
-  run(plan, [&](const Block* begin, const Block* end) {
+  const StepBlocks work = blocks_of(t);
+  run(work, [&](const Block* begin, const Block* end) {
     for (const Block* block = begin; block != end; ++block) {
       kernels::sgd_step(loop, block->count, read(t.grads[block->tensor], block->begin),
                         write(t.momentum_buffers, *block), write(t.params, *block));
     }
   });
   const Below below;
-  for (const std::size_t i : plan.by_torch) sgd_by_torch(o, t, i);
+  for (const std::size_t i : work.by_torch) sgd_by_torch(o, t, i);
 }
 
 // -- the proof -------------------------------------------------------------------------------------------------------

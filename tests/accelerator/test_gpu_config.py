@@ -242,7 +242,7 @@ def test_presets() -> None:
         assert config.preset_name == name
         assert all(reason in config.explain() for reason in config.reasons.values())
         with config.applied() as report:
-            assert isinstance(report, accelerator.Report)
+            assert isinstance(report, accelerator.GPUConfigReport)
     assert ox.GPUConfig.preset("Gaudi3").matmul_precision is None
     with pytest.raises(ValueError, match="did you mean 'H100'"):
         ox.GPUConfig.preset("H1000")

@@ -178,7 +178,9 @@ class Machine:
         self.key = {"cpu": "made up", "torch": "2.13"}
         self.plans: list[Any] = []
         self.file = folder / "baseline.json"
-        monkeypatch.setattr(measure, "probe", lambda _subject, threads, _timeout: measure.Plan(threads, 3, 2))
+        monkeypatch.setattr(
+            measure, "probe", lambda _subject, threads, _timeout: measure.MeasurementPlan(threads, 3, 2)
+        )
         monkeypatch.setattr(measure, "machine_key", lambda _threads: dict(self.key))
         monkeypatch.setattr(measure, "take", self._take)
 

@@ -21,39 +21,39 @@ Context for_backend(const std::string& backend) {
   return context;
 }
 
-std::string described(const std::vector<Finding>& findings) {
+std::string described(const std::vector<EnvironmentIssue>& issues) {
   std::string text;
-  for (const Finding& one : findings) {
+  for (const EnvironmentIssue& one : issues) {
     text += std::string(name(one.severity)) + " " + name(one.verdict) + ": " + one.message + "\n";
   }
   return text;
 }
 
-/// The one finding for `name`.
-Finding only(const std::vector<Finding>& findings, const std::string& name) {
-  Finding found{};
+/// The one issue for `name`.
+EnvironmentIssue only(const std::vector<EnvironmentIssue>& issues, const std::string& name) {
+  EnvironmentIssue found{};
   int count = 0;
-  for (const Finding& one : findings) {
+  for (const EnvironmentIssue& one : issues) {
     if (one.name == name) {
       found = one;
       ++count;
     }
   }
-  EXPECT_EQ(count, 1) << name << "\n" << described(findings);
+  EXPECT_EQ(count, 1) << name << "\n" << described(issues);
   return found;
 }
 
 /// Warnings and errors; notes leave a run as it is.
-std::vector<Finding> alarms(const std::vector<Finding>& findings) {
-  std::vector<Finding> left;
-  std::copy_if(findings.begin(), findings.end(), std::back_inserter(left),
-               [](const Finding& one) { return one.severity != Severity::Note; });
+std::vector<EnvironmentIssue> alarms(const std::vector<EnvironmentIssue>& issues) {
+  std::vector<EnvironmentIssue> left;
+  std::copy_if(issues.begin(), issues.end(), std::back_inserter(left),
+               [](const EnvironmentIssue& one) { return one.severity != Severity::Note; });
   return left;
 }
 
 Verdict verdict(const std::string& name, const std::string& value, const Context& context = {}) {
-  const auto findings = lint(Variables{{name, value}}, context);
-  return findings.empty() ? Verdict::Fine : only(findings, name).verdict;
+  const auto issues = lint(Variables{{name, value}}, context);
+  return issues.empty() ? Verdict::Fine : only(issues, name).verdict;
 }
 
 TEST(Registry, RowsAreWholeAndNamesDiffer) {
@@ -78,8 +78,8 @@ TEST(Registry, ItsDefaultsAreAccepted) {
     const bool prose = one.standard.find(' ') != std::string::npos || one.standard == "cores" || one.standard == "AUTO";
     if (!(number || one.kind == Kind::Flag || one.kind == Kind::Choice) || prose || one.standard == "OMP_NUM_THREADS")
       continue;
-    for (const Finding& finding : lint(Variables{{one.name, one.standard}})) {
-      EXPECT_NE(finding.verdict, Verdict::BadValue) << finding.message;
+    for (const EnvironmentIssue& issue : lint(Variables{{one.name, one.standard}})) {
+      EXPECT_NE(issue.verdict, Verdict::BadValue) << issue.message;
     }
   }
 }
@@ -239,22 +239,23 @@ INSTANTIATE_TEST_SUITE_P(
                     Expected{"PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "cuda", Verdict::Harmful}));
 
 TEST(Judge, SaysWhatWhichAndWhatToDo) {
-  const Finding rings = only(lint(Variables{{"NCCL_MIN_NRINGS", "8"}}), "NCCL_MIN_NRINGS");
+  const EnvironmentIssue rings = only(lint(Variables{{"NCCL_MIN_NRINGS", "8"}}), "NCCL_MIN_NRINGS");
   EXPECT_EQ(rings.severity, Severity::Warning);
   EXPECT_EQ(rings.replacement, "NCCL_MIN_CTAS");
   EXPECT_THAT(rings.message, HasSubstr("NCCL_MIN_NRINGS=8"));
   EXPECT_THAT(rings.message, HasSubstr("2.17"));
   EXPECT_THAT(rings.message, HasSubstr("set NCCL_MIN_CTAS"));
 
-  const Finding pool = only(lint(Variables{{"PT_HPU_POOL_STRATEGY", "OPTIMIZE_UTILIZATION"}}), "PT_HPU_POOL_STRATEGY");
+  const EnvironmentIssue pool =
+      only(lint(Variables{{"PT_HPU_POOL_STRATEGY", "OPTIMIZE_UTILIZATION"}}), "PT_HPU_POOL_STRATEGY");
   EXPECT_EQ(pool.severity, Severity::Error);
   EXPECT_THAT(pool.message, HasSubstr("'0' or '4'"));
 
-  const Finding slip = only(lint(Variables{{"PT_HPU_LAZY_MOD", "1"}}), "PT_HPU_LAZY_MOD");
+  const EnvironmentIssue slip = only(lint(Variables{{"PT_HPU_LAZY_MOD", "1"}}), "PT_HPU_LAZY_MOD");
   EXPECT_EQ(slip.replacement, "PT_HPU_LAZY_MODE");
   EXPECT_THAT(slip.message, HasSubstr("Did you mean PT_HPU_LAZY_MODE?"));
 
-  const Finding huawei = only(lint(Variables{{"HCCL_RDMA_SL", "4"}}), "HCCL_RDMA_SL");
+  const EnvironmentIssue huawei = only(lint(Variables{{"HCCL_RDMA_SL", "4"}}), "HCCL_RDMA_SL");
   EXPECT_THAT(huawei.message, HasSubstr("Ascend"));
 }
 
@@ -278,7 +279,7 @@ TEST(Judge, CountsVersions) {
 
 TEST(Judge, FindsWhatContradicts) {
   const auto other = [](const Variables& variables, const std::string& name, const Context& context = {}) {
-    const Finding found = only(lint(variables, context), name);
+    const EnvironmentIssue found = only(lint(variables, context), name);
     EXPECT_EQ(found.verdict, Verdict::Contradicting) << found.message;
     return found.other;
   };
@@ -492,7 +493,7 @@ TEST(Presets, RefuseWhatTheyDoNotKnow) {
   EXPECT_THROW(preset("latency", "cpu", options), Error);
 }
 
-// Any name and value: no crash, and every finding names what it judges.
+// Any name and value: no crash, and every issue names what it judges.
 TEST(Judge, TakesAnyText) {
   std::mt19937_64 random(20);
   const std::string letters =
@@ -511,7 +512,7 @@ TEST(Judge, TakesAnyText) {
       if (random() % 8 == 0 && !key.empty()) key[random() % key.size()] = letters[random() % letters.size()];
       variables[key] = text(24);
     }
-    for (const Finding& one : lint(variables)) {
+    for (const EnvironmentIssue& one : lint(variables)) {
       EXPECT_TRUE(variables.count(one.name) == 1);
       EXPECT_FALSE(one.message.empty());
     }

@@ -70,13 +70,13 @@ TEST(Script, PassesOverRedirectionsAndDocuments) {
 }
 
 TEST(Script, IsJudgedByLine) {
-  const auto findings =
+  const auto issues =
       lint(read_script("export NCCL_DEBUG=WARN\nexport NCCL_P2P_DISABLE=1\nNCCL_MIN_NRINGS=4 python train.py\nexport "
                        "OMP_PROC_BIND=close\n"
                        "GOMP_CPU_AFFINITY=0-3 python eval.py\n",
                        "job.sh"));
   std::vector<std::string> said;
-  for (const Finding& one : findings)
+  for (const EnvironmentIssue& one : issues)
     said.push_back(std::to_string(one.line) + " " + one.name + " " + name(one.verdict));
   EXPECT_EQ(said,
             (Lines{"2 NCCL_P2P_DISABLE harmful", "3 NCCL_MIN_NRINGS obsolete", "5 GOMP_CPU_AFFINITY contradicting"}));

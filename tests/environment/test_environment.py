@@ -21,8 +21,8 @@ SEVERITIES = {"note", "warning", "error"}
 VERDICTS = {"unknown", "obsolete", "harmful", "contradicting", "bad value"}
 
 
-def verdicts(findings: list[environment.Finding]) -> dict[str, str]:
-    return {one.name: one.verdict for one in findings}
+def verdicts(issues: list[environment.EnvironmentIssue]) -> dict[str, str]:
+    return {one.name: one.verdict for one in issues}
 
 
 def test_the_registry_is_a_table() -> None:
@@ -60,7 +60,7 @@ def test_torchs_own_names_are_in_it() -> None:
         assert ours <= set(everywhere)
 
 
-def test_findings_say_what_where_and_why() -> None:
+def test_issues_say_what_where_and_why() -> None:
     (one,) = environment.lint_env({"NCCL_MIN_NRINGS": "8", "PATH": "/bin"})
     assert (one.verdict, one.severity, one.replacement, one.line) == ("obsolete", "warning", "NCCL_MIN_CTAS", 0)
     assert str(one).startswith("warning: NCCL_MIN_NRINGS=8 ")
@@ -91,12 +91,12 @@ def test_this_process_is_judged_by_what_it_runs_on(monkeypatch: pytest.MonkeyPat
     assert found["KMP_BLOCKTIME"].severity == "warning"  # torch's wheel has loaded libgomp
 
 
-def test_programs_on_the_same_cores_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_on_the_same_cores_are_an_issue(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
     for name in names:
         monkeypatch.delenv(name, raising=False)
 
-    def found() -> list[environment.Finding]:
+    def found() -> list[environment.EnvironmentIssue]:
         return [one for one in environment.lint_env() if one.name == "OMP_WAIT_POLICY"]
 
     try:
@@ -118,7 +118,7 @@ def test_programs_on_the_same_cores_are_a_finding(monkeypatch: pytest.MonkeyPatc
         native.set_neighbours(None)
 
 
-def test_a_plain_environment_gets_no_finding() -> None:
+def test_a_plain_environment_gets_no_issue() -> None:
     clean = subprocess.run(["env", "-i", "bash", "-lc", "env -0"], capture_output=True, text=True, check=True).stdout
     plain = dict(entry.split("=", 1) for entry in clean.split("\0") if "=" in entry)
     for backend in (None, "cuda", "hpu", "cpu"):
@@ -148,7 +148,7 @@ def test_lint_env_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     shown = capsys.readouterr().out
     assert f"{bad}:1: error: PT_HPU_POOL_STRATEGY=OPTIMIZE" in shown and "1 error in" in shown
     assert cli.main(["lint-env", "--json", str(bad)]) == 1
-    (one,) = json.loads(capsys.readouterr().out)["findings"]
+    (one,) = json.loads(capsys.readouterr().out)["issues"]
     assert (one["verdict"], one["file"], one["line"]) == ("bad value", str(bad), 1)
 
     note = tmp_path / "note.sh"

@@ -111,9 +111,9 @@ std::string part(const std::string& key, const std::string& value) {
 int card_of(void* device) { return static_cast<int>(reinterpret_cast<std::uintptr_t>(device)) - 1; }
 
 // One call: who asks, of which card, and what the scenario says.
-class Call {
+class HlmlCall {
  public:
-  explicit Call(const char* name, int card = -1) : lock_(mutex), all_(scenario()), card_(card) {
+  explicit HlmlCall(const char* name, int card = -1) : lock_(mutex), all_(scenario()), card_(card) {
     if (const std::string path = text("calls", ""); !path.empty()) std::ofstream(path, std::ios::app) << name << '\n';
     const long hang = number(std::string("hang.") + name, 0);
     if (hang > 0) {
@@ -147,7 +147,7 @@ class Call {
   int card_;
 };
 
-int give_text(Call& call, const std::string& value, char* text, unsigned length) {
+int give_text(HlmlCall& call, const std::string& value, char* text, unsigned length) {
   if (call.status != kOk) return call.status;
   if (text == nullptr) return kInvalid;
   if (value.size() >= length) return kTooSmall;
@@ -156,7 +156,7 @@ int give_text(Call& call, const std::string& value, char* text, unsigned length)
 }
 
 template <class Number>
-int give(Call& call, Number* to, long long value) {
+int give(HlmlCall& call, Number* to, long long value) {
   if (call.status != kOk) return call.status;
   if (to == nullptr) return kInvalid;
   *to = static_cast<Number>(value);
@@ -177,7 +177,7 @@ FAKE hlml_something_else() { return kOk; }
 #else
 
 FAKE hlml_init() {
-  Call call("init");
+  HlmlCall call("init");
   if (call.status != kOk) return call.status;
   if (initialized) return kTwice;
   initialized = true;
@@ -185,16 +185,16 @@ FAKE hlml_init() {
 }
 FAKE hlml_init_with_flags(unsigned) { return hlml_init(); }
 FAKE hlml_shutdown() {
-  Call call("shutdown");
+  HlmlCall call("shutdown");
   if (call.status == kOk) initialized = false;
   return call.status;
 }
 FAKE hlml_device_get_count(unsigned* count) {
-  Call call("device_get_count");
+  HlmlCall call("device_get_count");
   return give(call, count, call.number("cards", 1));
 }
 FAKE hlml_device_get_handle_by_index(unsigned index, void** device) {
-  Call call("device_get_handle_by_index", static_cast<int>(index));
+  HlmlCall call("device_get_handle_by_index", static_cast<int>(index));
   if (call.status != kOk) return call.status;
   *device = reinterpret_cast<void*>(static_cast<std::uintptr_t>(index) + 1);
   return kOk;
@@ -213,31 +213,31 @@ FAKE hlml_device_get_handle_by_pci_bus_id(const char* address, void** device) {
 
 #define FAKE_TEXT(name, key, otherwise)                              \
   FAKE hlml_##name(void* device, char* text, unsigned length) {      \
-    Call call(#name, OF(device));                                    \
+    HlmlCall call(#name, OF(device));                                \
     return give_text(call, call.text(key, otherwise), text, length); \
   }
 #define FAKE_NUMBER(name, type, key, otherwise)            \
   FAKE hlml_##name(void* device, type* value) {            \
-    Call call(#name, OF(device));                          \
+    HlmlCall call(#name, OF(device));                      \
     return give(call, value, call.number(key, otherwise)); \
   }
 #define FAKE_CHOSEN(name, type, key, otherwise)                                    \
   FAKE hlml_##name(void* device, int which, type* value) {                         \
-    Call call(#name, OF(device));                                                  \
+    HlmlCall call(#name, OF(device));                                              \
     return give(call, value, call.number(key + std::to_string(which), otherwise)); \
   }
 
 FAKE_TEXT(device_get_name, "name", "HL-325L")
 FAKE hlml_device_get_uuid(void* device, char* text, unsigned length) {
-  Call call("device_get_uuid", OF(device));
+  HlmlCall call("device_get_uuid", OF(device));
   return give_text(call, "01P0-FAKE-" + std::to_string(OF(device)), text, length);
 }
 FAKE hlml_device_get_serial(void* device, char* text, unsigned length) {
-  Call call("device_get_serial", OF(device));
+  HlmlCall call("device_get_serial", OF(device));
   return give_text(call, "FAKE" + std::to_string(OF(device)), text, length);
 }
 FAKE hlml_device_get_pci_info(void* device, hlml_pci_info* pci) {
-  Call call("device_get_pci_info", OF(device));
+  HlmlCall call("device_get_pci_info", OF(device));
   if (call.status != kOk) return call.status;
   *pci = {static_cast<unsigned>(OF(device)), "", 0, 0, 0x1da31060, {"32GT/s", "x16"}};
   std::snprintf(pci->bus_id, sizeof(pci->bus_id), "0000:%02x:00.0", static_cast<unsigned>(OF(device)) & 0xFF);
@@ -246,11 +246,11 @@ FAKE hlml_device_get_pci_info(void* device, hlml_pci_info* pci) {
 FAKE_CHOSEN(device_get_clock_info, unsigned, "clock", 1650)
 FAKE_CHOSEN(device_get_max_clock_info, unsigned, "max_clock", 1800)
 FAKE hlml_device_get_utilization_rates(void* device, hlml_utilization* rates) {
-  Call call("device_get_utilization_rates", OF(device));
+  HlmlCall call("device_get_utilization_rates", OF(device));
   return give(call, &rates->aip, call.number("utilization", 42));
 }
 FAKE hlml_device_get_memory_info(void* device, hlml_memory* memory) {
-  Call call("device_get_memory_info", OF(device));
+  HlmlCall call("device_get_memory_info", OF(device));
   if (call.status != kOk) return call.status;
   const auto total = static_cast<unsigned long long>(call.number("total", 137438953472));
   const auto used = static_cast<unsigned long long>(call.number("used", 1 << 30));
@@ -264,39 +264,39 @@ FAKE_NUMBER(device_get_performance_state, int, "fail.device_get_performance_stat
 FAKE_NUMBER(device_get_power_usage, unsigned, "power", 350000)
 FAKE_NUMBER(device_get_power_management_default_limit, unsigned, "power_limit", 900000)
 FAKE hlml_device_get_ecc_mode(void* device, int* current, int* pending) {
-  Call call("device_get_ecc_mode", OF(device));
+  HlmlCall call("device_get_ecc_mode", OF(device));
   if (give(call, current, 1) != kOk) return call.status;
   return give(call, pending, 1);
 }
 FAKE hlml_device_get_total_ecc_errors(void* device, int type, int counter, unsigned long long* count) {
-  Call call("device_get_total_ecc_errors", OF(device));
+  HlmlCall call("device_get_total_ecc_errors", OF(device));
   if (type == 0) return kNotSupported;  // corrected ones are not counted
   return give(call, count, call.number("ecc" + std::to_string(counter), 0));
 }
 FAKE hlml_device_get_memory_error_counter(void* device, int type, int counter, int, unsigned long long* count) {
-  Call call("device_get_memory_error_counter", OF(device));
+  HlmlCall call("device_get_memory_error_counter", OF(device));
   if (type == 0) return kNotSupported;
   return give(call, count, call.number("ecc" + std::to_string(counter), 0));
 }
 FAKE hlml_device_get_minor_number(void* device, unsigned* minor) {
-  Call call("device_get_minor_number", OF(device));
+  HlmlCall call("device_get_minor_number", OF(device));
   return give(call, minor, call.number("minor", OF(device)));
 }
 FAKE hlml_device_register_events(void* device, unsigned long long, void* set) {
-  Call call("device_register_events", OF(device));
+  HlmlCall call("device_register_events", OF(device));
   return call.status != kOk ? call.status : set == &event_set ? kOk : kInvalid;
 }
 FAKE hlml_event_set_create(void** set) {
-  Call call("event_set_create");
+  HlmlCall call("event_set_create");
   if (call.status == kOk) *set = &event_set;
   return call.status;
 }
 FAKE hlml_event_set_free(void* set) {
-  Call call("event_set_free");
+  HlmlCall call("event_set_free");
   return call.status != kOk ? call.status : set == &event_set ? kOk : kInvalid;
 }
 FAKE hlml_event_set_wait(void*, hlml_event_data* data, unsigned milliseconds) {
-  Call call("event_set_wait");
+  HlmlCall call("event_set_wait");
   const long long type = call.number("event", 0);
   if (call.status != kOk) return call.status;
   if (type == 0) {
@@ -307,7 +307,7 @@ FAKE hlml_event_set_wait(void*, hlml_event_data* data, unsigned milliseconds) {
   return kOk;
 }
 FAKE hlml_device_get_mac_info(void* device, hlml_mac_info* infos, unsigned size, unsigned first, unsigned* actual) {
-  Call call("device_get_mac_info", OF(device));
+  HlmlCall call("device_get_mac_info", OF(device));
   if (call.status != kOk) return call.status;
   *actual = 0;
   for (unsigned id = first; id < kPorts && *actual < size; ++id) {
@@ -317,17 +317,17 @@ FAKE hlml_device_get_mac_info(void* device, hlml_mac_info* infos, unsigned size,
   return kOk;
 }
 FAKE hlml_device_err_inject(void* device, int) {
-  Call call("device_err_inject", OF(device));
+  HlmlCall call("device_err_inject", OF(device));
   return call.status != kOk ? call.status : kNotSupported;
 }
 FAKE_NUMBER(device_get_hl_revision, int, "revision", 1)
 FAKE hlml_device_get_pcb_info(void* device, hlml_pcb_info* pcb) {
-  Call call("device_get_pcb_info", OF(device));
+  HlmlCall call("device_get_pcb_info", OF(device));
   if (call.status == kOk) *pcb = {"V1", "R2"};
   return call.status;
 }
 FAKE hlml_device_get_module_id(void* device, unsigned* module) {
-  Call call("device_get_module_id", OF(device));
+  HlmlCall call("device_get_module_id", OF(device));
   return give(call, module, call.number("module", OF(device)));
 }
 FAKE_NUMBER(device_get_board_id, unsigned, "board", 0)
@@ -338,18 +338,18 @@ FAKE_NUMBER(device_get_curr_pcie_link_width, unsigned, "pcie_width", 16)
 FAKE_NUMBER(device_get_current_clocks_throttle_reasons, unsigned long long, "throttle", 0)
 FAKE_NUMBER(device_get_total_energy_consumption, unsigned long long, "energy", 5000000)
 FAKE hlml_get_hlml_version(char* text, unsigned length) {
-  Call call("get_hlml_version");
+  HlmlCall call("get_hlml_version");
   return give_text(call, call.text("hlml", "1.24.0-fake"), text, length);
 }
 FAKE hlml_get_driver_version(char* text, unsigned length) {
-  Call call("get_driver_version");
+  HlmlCall call("get_driver_version");
   return give_text(call, call.text("driver", "1.24.0-fake"), text, length);
 }
 
 #if !defined(FAKE_HLML_OLD)
 
 FAKE hlml_get_mac_addr_info(void* device, std::uint64_t* mask, std::uint64_t* external) {
-  Call call("get_mac_addr_info", OF(device));
+  HlmlCall call("get_mac_addr_info", OF(device));
   if (call.status != kOk) return call.status;
   mask[0] = static_cast<std::uint64_t>(call.number("ports", (1 << kPorts) - 1));
   mask[1] = static_cast<std::uint64_t>(call.number("ports1", 0));
@@ -358,40 +358,40 @@ FAKE hlml_get_mac_addr_info(void* device, std::uint64_t* mask, std::uint64_t* ex
   return kOk;
 }
 FAKE hlml_nic_get_link(void* device, std::uint32_t port, bool* up) {
-  Call call("nic_get_link", OF(device));
+  HlmlCall call("nic_get_link", OF(device));
   return give(call, up, call.number("down", -1) != static_cast<long long>(port));
 }
 FAKE hlml_nic_get_statistics(void* device, hlml_nic_stats_info* info) {
-  Call call("nic_get_statistics", OF(device));
+  HlmlCall call("nic_get_statistics", OF(device));
   if (call.status != kOk) return call.status;
   std::snprintf(info->str_buf, 32, "port_rcv_data");
   info->val_buf[0] = static_cast<std::uint64_t>(call.number("received", 0));
   *info->num_of_counters_out = 1;
   return kOk;
 }
-FAKE hlml_device_clear_cpu_affinity(void* device) { return Call("device_clear_cpu_affinity", OF(device)).status; }
-FAKE hlml_device_set_cpu_affinity(void* device) { return Call("device_set_cpu_affinity", OF(device)).status; }
+FAKE hlml_device_clear_cpu_affinity(void* device) { return HlmlCall("device_clear_cpu_affinity", OF(device)).status; }
+FAKE hlml_device_set_cpu_affinity(void* device) { return HlmlCall("device_set_cpu_affinity", OF(device)).status; }
 FAKE hlml_device_get_cpu_affinity(void* device, unsigned, unsigned long* set) {
-  Call call("device_get_cpu_affinity", OF(device));
+  HlmlCall call("device_get_cpu_affinity", OF(device));
   return give(call, set, 0xFF);
 }
 FAKE hlml_device_get_cpu_affinity_within_scope(void* device, unsigned, unsigned long* set, unsigned) {
-  Call call("device_get_cpu_affinity_within_scope", OF(device));
+  HlmlCall call("device_get_cpu_affinity_within_scope", OF(device));
   return give(call, set, 0xFF);
 }
 FAKE hlml_device_get_memory_affinity(void* device, unsigned, unsigned long* set, unsigned) {
-  Call call("device_get_memory_affinity", OF(device));
+  HlmlCall call("device_get_memory_affinity", OF(device));
   return give(call, set, OF(device) < 4 ? 1 : 2);
 }
 FAKE hlml_device_get_violation_status(void* device, int policy, hlml_violation_time* times) {
-  Call call("device_get_violation_status", OF(device));
+  HlmlCall call("device_get_violation_status", OF(device));
   if (call.status != kOk) return call.status;
   const long long nanoseconds = call.number("violation" + std::to_string(policy), 0);
   *times = {1, static_cast<unsigned long long>(nanoseconds)};
   return kOk;
 }
 FAKE hlml_device_get_replaced_rows(void* device, int cause, unsigned* count, hlml_row_address* rows) {
-  Call call("device_get_replaced_rows", OF(device));
+  HlmlCall call("device_get_replaced_rows", OF(device));
   const auto there = static_cast<unsigned>(call.number("rows" + std::to_string(cause), 0));
   if (call.status != kOk) return call.status;
   if (rows != nullptr && *count < there) return kTooSmall;

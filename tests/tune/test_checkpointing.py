@@ -55,7 +55,7 @@ def trainer(**settings: Any) -> Iterator[ox.Trainer]:
         made.revert()
 
 
-def line_of(report: ox.Report) -> Any:
+def line_of(report: ox.report.TrainingReport) -> Any:
     (found,) = (line for line in report.settings if line.name == KEY)
     return found
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from oxytorch.model.snapshot import Snapshot
 from oxytorch.tune import update, verify
-from oxytorch.tune.record import Call, names, states, take
+from oxytorch.tune.record import OptimizerCall, names, states, take
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind, Strategy
 from oxytorch.tune.update import Change, UpdateJudge, _compare_by_torch, compare
@@ -310,9 +310,9 @@ def test_one_gradient_that_is_not_finite_keeps_the_step_of_all_together() -> Non
     model = nn.Sequential(nn.Linear(600, 1000), nn.Linear(1000, 600))
     run = Run(model, ox.optim.AdamW(model.parameters()), nn.MSELoss(), [(torch.zeros(1, 600), torch.zeros(1, 600))])
     grads: list[Tensor | None] = [torch.zeros_like(p) for p in run.params]
-    assert len(update._pieces(run, [Call(grads, [])])) > 1
+    assert len(update._pieces(run, [OptimizerCall(grads, [])])) > 1
     grads[0] = torch.full_like(run.params[0], float("nan"))
-    assert update._pieces(run, [Call(grads, [])]) == [[0, 1, 2, 3]]
+    assert update._pieces(run, [OptimizerCall(grads, [])]) == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adafactor])

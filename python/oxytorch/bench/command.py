@@ -146,7 +146,7 @@ def _bench(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     fresh = known is None or arguments.update
     if not fresh:
         _check_machine(known["machine"], machine, path)
-    plan = measure.probe(subject, threads, arguments.timeout) if fresh else measure.Plan(**known["plan"])
+    plan = measure.probe(subject, threads, arguments.timeout) if fresh else measure.MeasurementPlan(**known["plan"])
 
     def on_start(index: int) -> None:
         print(f"start {index + 1} of {arguments.starts}", file=sys.stderr, flush=True)

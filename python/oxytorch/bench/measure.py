@@ -17,7 +17,7 @@ from .turns import machine
 from .turns.driver import Block, Start, race
 from .turns.environment import environment
 
-__all__ = ["Plan", "machine_key", "probe", "take"]
+__all__ = ["MeasurementPlan", "machine_key", "probe", "take"]
 
 TURNS, TURN_SECONDS, MOST_STEPS = 8, 0.25, 500
 LOSSES_KEPT = 100
@@ -25,7 +25,7 @@ SUBJECT = "subject"
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """How a subject is measured; kept with the baseline, so that the next run does the same.
 
     ``block`` steps a turn of the subject, ``units`` of work a turn of the calibration.
@@ -43,7 +43,7 @@ def machine_key(threads: int) -> dict[str, str]:
     return {key: facts[key] for key in ("cpu", "instructions", "cores", "threads", "torch", "python")}
 
 
-def _start(subject: str, plan: Plan, seed: int, steps: int, timeout: float) -> Start:
+def _start(subject: str, plan: MeasurementPlan, seed: int, steps: int, timeout: float) -> Start:
     commands = {}
     for name, each in ((SUBJECT, subject), (CALIBRATION, CALIBRATION)):
         task = {"subject": each, "threads": plan.threads, "units": plan.units, "coordinator": os.getpid()}
@@ -59,12 +59,12 @@ def _start(subject: str, plan: Plan, seed: int, steps: int, timeout: float) -> S
     )
 
 
-def probe(subject: str, threads: int, timeout: float) -> Plan:
+def probe(subject: str, threads: int, timeout: float) -> MeasurementPlan:
     """Find out how long a step takes, and plan turns of a quarter of a second."""
-    start = _start(subject, Plan(threads, 2, 3), 0, 6, timeout)
+    start = _start(subject, MeasurementPlan(threads, 2, 3), 0, 6, timeout)
     lengths = (min(start[name].blocks[-1].seconds) for name in (SUBJECT, CALIBRATION))
     block, units = (max(1, min(MOST_STEPS, round(TURN_SECONDS / length))) for length in lengths)
-    return Plan(threads, block, max(3, units))
+    return MeasurementPlan(threads, block, max(3, units))
 
 
 def _turn(block: Block) -> float:
@@ -93,7 +93,9 @@ def summed_up(starts: list[Start]) -> Measurement:
     )
 
 
-def take(subject: str, plan: Plan, starts: int, timeout: float, on_start: Callable[[int], Any]) -> Measurement:
+def take(
+    subject: str, plan: MeasurementPlan, starts: int, timeout: float, on_start: Callable[[int], Any]
+) -> Measurement:
     """Measure ``subject`` in ``starts`` processes.
 
     Raises

@@ -1,4 +1,4 @@
-"""Reads a model: runs its step a few times under watch, asks every rule, and leaves no trace."""
+"""Reads a model: runs its step a few times, records its operators, asks every rule, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from .finding import Advice
 from .loss import Loss, outputs_and_loss
+from .recorder import OperatorRecorder, key_of, saved_bytes
 from .rules import RULES, Step
 from .snapshot import Snapshot, untouched
-from .watch import Watch, key_of, saved_bytes
 
 
 def read(model: nn.Module, example: Any, loss_fn: Loss | None, rules: Iterable[str] | None = None) -> Advice:
@@ -28,9 +28,9 @@ def read(model: nn.Module, example: Any, loss_fn: Loss | None, rules: Iterable[s
         step = _observe(model, example, loss_fn, snapshot, notes)
         findings = [finding for name in wanted for finding in RULES[name](step)]
     spent: Counter[str] = Counter()
-    for op in step.watch.ops:
+    for op in step.recorder.ops:
         spent[op.name] += op.seconds  # type: ignore[assignment]
-    total = step.watch.seconds or 1.0
+    total = step.recorder.seconds or 1.0
     return Advice(findings, step.seconds, [(name, s / total) for name, s in spent.most_common(8)], notes)
 
 
@@ -64,10 +64,10 @@ def _observe(model: nn.Module, example: Any, loss_fn: Loss | None, snapshot: Sna
         torch.accelerator.synchronize()
     seconds = time.perf_counter() - start
     fresh()
-    watch = Watch(model)
-    with watch:
+    recorder = OperatorRecorder(model)
+    with recorder:
         backward = _run(model, example, loss_fn)
-    step = Step(model, watch, seconds, backward)
+    step = Step(model, recorder, seconds, backward)
     if not backward:
         notes.append("no output needs a gradient: backward was not run, and rules about gradients were left out.")
     _gradients(step)
@@ -77,7 +77,7 @@ def _observe(model: nn.Module, example: Any, loss_fn: Loss | None, snapshot: Sna
     fresh()
     if model.training:
         model.eval()
-        inference = Watch(model)
+        inference = OperatorRecorder(model)
         try:
             with torch.no_grad(), warnings.catch_warnings(), inference:
                 warnings.simplefilter("ignore")
@@ -86,13 +86,13 @@ def _observe(model: nn.Module, example: Any, loss_fn: Loss | None, snapshot: Sna
         except Exception as error:  # what does not run in evaluation mode was not asked to
             notes.append(f"evaluation mode was not looked at: {type(error).__name__}: {error}")
     else:
-        step.inference = watch
+        step.inference = recorder
     fresh()
     return step
 
 
 def _gradients(step: Step) -> None:
-    read = {fact.key for op in step.watch.forward for fact in op.inputs}
+    read = {fact.key for op in step.recorder.forward for fact in op.inputs}
     for name, parameter in step.model.named_parameters():
         if key_of(parameter) in read:
             step.used.add(name)

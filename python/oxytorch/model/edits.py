@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import _C
 from .change import Change, Subject
+from .recorder import OperatorRecorder
 from .rules import Step, norms_after
 from .snapshot import untouched
-from .watch import Watch
 
 __all__ = ["EDITS", "make"]
 
@@ -286,15 +286,15 @@ Pair = tuple[str, nn.Module, str, nn.Module]
 
 def _pairs(run: Subject) -> list[Pair]:
     """(name, layer, name, normalisation) in traced order, where each of the two runs once."""
-    watch = Watch(run.model)
-    with untouched(run.model), torch.no_grad(), watch:
+    recorder = OperatorRecorder(run.model)
+    with untouched(run.model), torch.no_grad(), recorder:
         run.forward()
-    step = Step(run.model, watch, 0.0, has_backward=False)
+    step = Step(run.model, recorder, 0.0, has_backward=False)
     found = []
     for source, norm in norms_after(step):
         layer, behind = step.module(source.module), step.module(norm.module)
         assert source.module is not None and norm.module is not None and layer is not None and behind is not None
-        if watch.calls[source.module] == watch.calls[norm.module] == 1:
+        if recorder.calls[source.module] == recorder.calls[norm.module] == 1:
             found.append((source.module, layer, norm.module, behind))
     return found
 

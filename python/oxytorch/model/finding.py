@@ -81,7 +81,7 @@ class Advice(list[Finding]):
     Attributes
     ----------
     step_seconds : float
-        Forward and backward of the example, unwatched, second run.
+        Forward and backward of the example, not recorded, second run.
     operators : list of (str, float)
         The operators that took most time and their share, largest first.
     notes : tuple of str

@@ -17,8 +17,8 @@ from .change import Change
 from .edits import make
 from .finding import Advice
 from .loss import Loss, outputs_and_loss, tensors_in
+from .recorder import OperatorRecorder
 from .snapshot import untouched
-from .watch import Watch
 
 __all__ = ["ModelOptimizer", "Outcome"]
 
@@ -88,8 +88,8 @@ class ModelOptimizer:
     def advise(self, model: nn.Module, example: Any, loss_fn: Loss | None = None) -> Advice:
         """Return what was found, largest share of the step's time first.
 
-        The step (forward, loss, backward) runs a few times: to warm up, to be timed, under watch, for the memory that
-        backward keeps, and once in evaluation mode. Compiled modules run eagerly while watched.
+        The step (forward, loss, backward) runs a few times: to warm up, to be timed, to record its operators, for the
+        memory that backward keeps, and once in evaluation mode. Compiled modules run eagerly while recorded.
 
         Parameters
         ----------
@@ -197,9 +197,9 @@ class _Example:
         return outputs_and_loss(self.model, self.example, self.loss_fn)
 
     def uses(self, part: str) -> bool:
-        with Watch(self.model) as watch, torch.no_grad(), untouched(self.model):
+        with OperatorRecorder(self.model) as recorder, torch.no_grad(), untouched(self.model):
             self.forward()
-        return any(part in op.name for op in watch.ops)
+        return any(part in op.name for op in recorder.ops)
 
     def state_of(self, param: Tensor) -> Mapping[str, Any]:  # noqa: ARG002
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..report import Report, SettingLine
+from ..report import SettingLine, TrainingReport
 from ..step_graph import StepGraph
 from .early_stopping import EarlyStopping
 from .fit import Callback, FitResult
@@ -14,8 +14,8 @@ __all__ = [
     "EarlyStopping",
     "FitResult",
     "PerformanceOptimizer",
-    "Report",
     "SettingLine",
     "StepGraph",
     "Trainer",
+    "TrainingReport",
 ]

@@ -17,7 +17,7 @@ from ..config import PerformanceConfig
 from ..data.batches import on_device
 from ..data.loader import Loader
 from ..generators import rng_state, seed_generators, set_rng_state
-from ..report import Report, SettingLine
+from ..report import SettingLine, TrainingReport
 from ..step import is_closure, no_phase
 from ..tune.accelerate import earlier_plan
 from ..tune.checkpointing import StepStart
@@ -576,7 +576,7 @@ class Trainer:
 
     # -- report --------------------------------------------------------------------------------------------------
 
-    def report(self) -> Report:
+    def report(self) -> TrainingReport:
         """Return what was on, what was refused and why, and where the time went. Off the step path."""
         timings: dict[str, float] = {}
         counters: dict[str, float] = {"steps": self.global_step, "batches": self.batches}
@@ -601,7 +601,7 @@ class Trainer:
         lines = self._decisions.lines()
         if self.memory is not None:
             lines.append(SettingLine("memory", "on", f"{self.memory.use()}."))
-        return Report(self.settings.level, lines, timings, counters, verdict)
+        return TrainingReport(self.settings.level, lines, timings, counters, verdict)
 
     def _skipped(self) -> int:
         """Steps left out because a gradient was not finite, those of an optimizer of oxytorch.optim all told."""

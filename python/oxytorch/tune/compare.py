@@ -15,7 +15,7 @@ from .._C.memory import give_back_host_memory
 from ..model.call import widened
 from ..model.parking import rest
 from .chance import still
-from .record import Call, State, Step, load, take_one
+from .record import OptimizerCall, State, Step, load, take_one
 from .reference import Truth, compared, measure, moved, taken_again, truth
 from .update import clip
 
@@ -82,12 +82,14 @@ class Comparison:
     clip_norm: float | None
     no_truth: str = ""
     _start: State | None = None
-    _first: dict[bool, Sequence[Call]] = field(default_factory=dict)  # calls of the first step as given
+    _first: dict[bool, Sequence[OptimizerCall]] = field(default_factory=dict)  # calls of the first step as given
     _counters: dict[bool, Sequence[Counters]] = field(default_factory=dict)
     _truths: dict[bool, Truth | None] = field(default_factory=dict)
     _usual: dict[tuple[bool, torch.dtype | None], _native.ValueErrors] = field(default_factory=dict)
 
-    def start_from(self, start: State, quiet: bool, counters: Sequence[Counters], first: Sequence[Call]) -> None:
+    def start_from(
+        self, start: State, quiet: bool, counters: Sequence[Counters], first: Sequence[OptimizerCall]
+    ) -> None:
         """Say where every check begins, what the counters of the run as given are before each step, its first calls."""
         self._start = start
         self._counters[quiet] = counters
@@ -160,11 +162,11 @@ class Comparison:
         finally:
             self._scope(False, None)
 
-    def _again(self, before: State, index: int, quiet: bool, taken: Sequence[Call]) -> Truth:
+    def _again(self, before: State, index: int, quiet: bool, taken: Sequence[OptimizerCall]) -> Truth:
         batch = self.run.batches[index % len(self.run.batches)]
         return taken_again(self.run, self.roots, before, batch, self._counters[quiet][index], taken)
 
-    def _wide(self, before: State, index: int, quiet: bool, taken: Sequence[Call]) -> Truth:
+    def _wide(self, before: State, index: int, quiet: bool, taken: Sequence[OptimizerCall]) -> Truth:
         batch = self.run.batches[index % len(self.run.batches)]
         with self._scope(quiet, None):
             return truth(self.run, self.roots, before, batch, self._counters[quiet][index], taken)
@@ -182,7 +184,7 @@ class Comparison:
         return self._truths.get(quiet)
 
     def _errors_of_yardstick(
-        self, before: State, index: int, right: Truth, options: ComparisonOptions, taken: Sequence[Call]
+        self, before: State, index: int, right: Truth, options: ComparisonOptions, taken: Sequence[OptimizerCall]
     ) -> _native.ValueErrors:
         with self.stock(options.dtype, quiet=options.quiet):
             again = self._again(before, index, options.quiet, taken)
@@ -190,7 +192,7 @@ class Comparison:
         step = Step(index, before, loss, again.calls)
         return measure(self.run, step, right, again.buffers, None)
 
-    def _gradients(self, calls: Sequence[Call]) -> list[Tensor | None]:
+    def _gradients(self, calls: Sequence[OptimizerCall]) -> list[Tensor | None]:
         """Those that the optimizers use."""
         norm = self.clip_norm
         each = (call.grads if norm is None else clip(call.grads, norm) for call in compared(self.run, calls))

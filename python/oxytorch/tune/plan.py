@@ -14,7 +14,7 @@ from .. import _C
 from ..base import format_duration, format_size, log, system_info
 from ..generators import unmoved_generators
 from ..memory import MemoryManager
-from ..report import Report, SettingLine, write_whole
+from ..report import SettingLine, TrainingReport, write_whole
 from ..step import is_closure
 from .asked import Asked
 from .run import Run
@@ -252,7 +252,7 @@ class Plan:
         lines.append(f"Memory: {self.memory.use()}; {format_size(self._resident)} before.")
         return "\n".join(lines)
 
-    def report(self) -> Report:
+    def report(self) -> TrainingReport:
         """Return a line a strategy, times, and what happened since, as `oxytorch.Trainer.report` does."""
         made = self.certificate
         states = {"accepted": "on", "skipped": "off"}
@@ -271,7 +271,9 @@ class Plan:
         counters = {"tuning_seconds": round(made.tuning_seconds, 3), "compile_seconds": round(made.compile_seconds, 3)}
         busy = [f"measured on a busy machine: {made.disturbance}"] if made.disturbance else []
         verdict = "; ".join([*busy, *made.events]) or f"{self.speedup[1]:.2f} times as fast as given."
-        return Report(made.level, lines, {name: value for name, value in timings.items() if value}, counters, verdict)
+        return TrainingReport(
+            made.level, lines, {name: value for name, value in timings.items() if value}, counters, verdict
+        )
 
     def _fallen_back(self, line: SettingLine) -> SettingLine:
         why = self._run.fallbacks.get(line.name)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 __all__ = [
-    "Call", "State", "Step", "copied", "counters", "digests", "load", "names", "own", "take", "take_one",
+    "OptimizerCall", "State", "Step", "copied", "counters", "digests", "load", "names", "own", "take", "take_one",
 ]  # fmt: skip
 
 _COUNTER = 64  # elements: a tensor of so few is a scale or a counter
@@ -54,7 +54,7 @@ class State:
 
 
 @dataclass
-class Call:
+class OptimizerCall:
     """One call of an optimizer's step: the gradients that it was given, unscaled, and its groups' settings.
 
     What clips in the update multiplies gradients by `factor`. `which` of the run's optimizers it is; gradients are in
@@ -69,17 +69,17 @@ class Call:
     after: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def hashed(cls, run: Run, which: int = 0) -> Call:
+    def hashed(cls, run: Run, which: int = 0) -> OptimizerCall:
         """Hash what the optimizer is about to use, one gradient at a time: nothing is copied."""
         return cls._made(run, which, value_digest)
 
     @classmethod
-    def of(cls, run: Run, which: int = 0) -> Call:
+    def of(cls, run: Run, which: int = 0) -> OptimizerCall:
         """Copy what the optimizer is about to use."""
         return cls._made(run, which, lambda grad: park(grad.to_dense() if grad.is_sparse else grad))
 
     @classmethod
-    def _made(cls, run: Run, which: int, keep: Callable[[Tensor], Any]) -> Call:
+    def _made(cls, run: Run, which: int, keep: Callable[[Tensor], Any]) -> OptimizerCall:
         original = run.slots[which].original
         scale = getattr(original, "grad_scale", None)
         mine = own(run, which)
@@ -102,7 +102,7 @@ class Step:
     index: int
     before: State | None
     loss: Tensor
-    calls: list[Call] = field(default_factory=list)
+    calls: list[OptimizerCall] = field(default_factory=list)
     rng: str = ""
 
     @property
@@ -141,12 +141,12 @@ def take_one(
     if before is None and observed and not hashed:
         before = State.of(run, roots)
     step = Step(index, before, torch.zeros(()))
-    what = Call.hashed if hashed else Call.of
+    what = OptimizerCall.hashed if hashed else OptimizerCall.of
     several = len(run.slots) > 1 and observed and not hashed
 
     def watch(which: int, slot: OptimizerSlot) -> list[Any]:
         def note(*_: Any) -> None:
-            step.calls.append(what(run, which) if observed else Call([], settings(slot.original), which=which))
+            step.calls.append(what(run, which) if observed else OptimizerCall([], settings(slot.original), which=which))
 
         def note_left(*_: Any) -> None:
             step.calls[-1].after = [park(p) for p in slot.params]

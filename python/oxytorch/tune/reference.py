@@ -15,7 +15,7 @@ from .._C import tune as _native
 from ..model.parking import park, rest
 from ..model.snapshot import Snapshot
 from ..optim.slot import OptimizerSlot
-from .record import Call, State, Step, copied, load, names, own, rng_digest
+from .record import OptimizerCall, State, Step, copied, load, names, own, rng_digest
 from .update import clip_factor
 
 if TYPE_CHECKING:
@@ -39,20 +39,20 @@ class Truth:
     which: Sequence[int] = (0,)
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[OptimizerCall]:
         """The gradients, by the calls of the optimizers."""
         each = len(self.grads) // max(len(self.which), 1)
-        return [Call(self.grads[i * each :][:each], [], which=one) for i, one in enumerate(self.which) if each]
+        return [OptimizerCall(self.grads[i * each :][:each], [], which=one) for i, one in enumerate(self.which) if each]
 
 
 @contextmanager
-def _noting(run: Run, taken: Sequence[Call]) -> Iterator[list[Call]]:
+def _noting(run: Run, taken: Sequence[OptimizerCall]) -> Iterator[list[OptimizerCall]]:
     """The optimizers noting what they are given while inside; none steps.
 
     Of several, each leaves in its parameters what it left in the calls that were `taken`: what the next one is given
     depends on that.
     """
-    calls: list[Call] = []
+    calls: list[OptimizerCall] = []
     befores: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def noting(which: int, slot: OptimizerSlot) -> Any:
@@ -61,7 +61,7 @@ def _noting(run: Run, taken: Sequence[Call]) -> Iterator[list[Call]]:
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
-            calls.append(Call.of(run, which))
+            calls.append(OptimizerCall.of(run, which))
             same = taken[len(calls) - 1] if len(calls) <= len(taken) else None
             if same is not None and same.which == which and same.after:
                 with torch.no_grad():
@@ -130,7 +130,7 @@ def taken_again(
     before: State,
     batch: Any,
     counters: Counters,
-    taken: Sequence[Call] = (),
+    taken: Sequence[OptimizerCall] = (),
 ) -> Truth:
     """Take a step's forward and backward once more, from a state, with what is active now; the run stands there then.
 
@@ -147,7 +147,7 @@ def taken_again(
         return Truth(float(loss), grads, buffers, rng_digest(run), loss.dtype, which)
 
 
-def compared(run: Run, calls: Sequence[Call]) -> Sequence[Call]:
+def compared(run: Run, calls: Sequence[OptimizerCall]) -> Sequence[OptimizerCall]:
     """Calls whose gradients are judged: where one optimizer steps again from where it is, later ones are not known."""
     return calls[:1] if len(run.slots) == 1 else calls
 
@@ -158,13 +158,13 @@ def truth(
     before: State,
     batch: Any,
     counters: Counters,
-    taken: Sequence[Call] = (),
+    taken: Sequence[OptimizerCall] = (),
 ) -> Truth:
     """Compute a step's loss, gradients and buffers in float64, from a state; nothing of the run is changed.
 
     Parameters
     ----------
-    taken : sequence of Call
+    taken : sequence of OptimizerCall
         See `taken_again`.
 
     Raises

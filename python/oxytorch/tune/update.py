@@ -17,7 +17,7 @@ from .._C.memory import give_back_host_memory
 from ..model.parking import park, rest
 from ..optim.slot import OptimizerSlot, plain_step
 from ..optim.tail import TailOptimizer
-from .record import Call, State, names, own, states
+from .record import OptimizerCall, State, names, own, states
 
 if TYPE_CHECKING:
     from .run import Run
@@ -196,7 +196,7 @@ class Workspace:
 def in_float64(
     run: Run,
     before: State,
-    calls: Sequence[Call],
+    calls: Sequence[OptimizerCall],
     settings: Sequence[list[dict[str, Any]]],
     memory: Workspace | None = None,
     chosen: Sequence[int] | None = None,
@@ -280,7 +280,7 @@ def _is_elementwise(optimizer: Any) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def _pieces(run: Run, calls: Sequence[Call]) -> list[list[int]]:
+def _pieces(run: Run, calls: Sequence[OptimizerCall]) -> list[list[int]]:
     """Parameters that are stepped together: some, where the optimizer is known to step each by itself."""
     if len({id(p) for p in run.params}) < len(run.params):  # one of two optimizers, which follow each other
         return [list(range(len(run.params)))]
@@ -288,7 +288,7 @@ def _pieces(run: Run, calls: Sequence[Call]) -> list[list[int]]:
     return [piece for which, slot in slots for piece in _pieces_of(run, slot, list(own(run, which)), calls)]
 
 
-def _pieces_of(run: Run, slot: OptimizerSlot, every: list[int], calls: Sequence[Call]) -> list[list[int]]:
+def _pieces_of(run: Run, slot: OptimizerSlot, every: list[int], calls: Sequence[OptimizerCall]) -> list[list[int]]:
     cls = type(slot.original)
     ours = cls.__module__.startswith("oxytorch.optim.")
     grads = [call.grads[i] for call in calls for i in every]
@@ -381,7 +381,9 @@ class UpdateJudge:
     _clipping: dict[int, dict[str, float]] = field(default_factory=dict)  # what torch's own norm is off by moves so far
     _memory: Workspace = field(default_factory=Workspace)
 
-    def judge(self, index: int, before: State, calls: Sequence[Call], settings: Sequence[list[dict[str, Any]]]) -> None:
+    def judge(
+        self, index: int, before: State, calls: Sequence[OptimizerCall], settings: Sequence[list[dict[str, Any]]]
+    ) -> None:
         """Judge the step that the run has just taken."""
         found: dict[str, Change] = {}
         self.found[index] = found
@@ -432,7 +434,7 @@ class UpdateJudge:
         cuts: Sequence[Cut],
         before: State,
         now: dict[str, Any],
-        calls: Sequence[Call],
+        calls: Sequence[OptimizerCall],
         settings: Sequence[list[dict[str, Any]]],
         found: dict[str, Change],
     ) -> None:
@@ -470,7 +472,7 @@ class UpdateJudge:
         off: float,
         before: State,
         now: Sequence[dict[str, Any]],
-        calls: Sequence[Call],
+        calls: Sequence[OptimizerCall],
         settings: Sequence[list[dict[str, Any]]],
     ) -> dict[str, float]:
         """How far each parameter and state moves where all gradients are clipped to a norm that is off by so much."""
@@ -573,7 +575,7 @@ def _let_go(pieces: Sequence[Any]) -> None:
         give_back_host_memory()  # else what is let go stays resident in the heap, below what comes next
 
 
-def clipped(calls: Sequence[Call], norm: float | None) -> Sequence[Call]:
+def clipped(calls: Sequence[OptimizerCall], norm: float | None) -> Sequence[OptimizerCall]:
     """Clip by norm what a run's optimizer clips itself; gradients that the loop clipped stay."""
     if norm is None:
         return calls

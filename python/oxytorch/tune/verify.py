@@ -23,7 +23,7 @@ from .chance import Draws, backward_error, draws, judge_draws, still
 from .compare import Comparison, ComparisonOptions, Kept
 from .ends import Ends
 from .record import (
-    Call,
+    OptimizerCall,
     State,
     copied,
     counters,
@@ -81,7 +81,9 @@ class _Taken:
     rng: list[str] = field(default_factory=list)
     settings: list[list[list[dict[str, Any]]]] = field(default_factory=list)
     which: list[list[int]] = field(default_factory=list)  # of the optimizers, in the order in which they stepped
-    first: list[Call] = field(default_factory=list)  # of several optimizers, in the first step, without gradients
+    first: list[OptimizerCall] = field(
+        default_factory=list
+    )  # of several optimizers, in the first step, without gradients
     extras: dict[int, dict[str, tuple[Tensor, float]]] = field(default_factory=dict)
     counters: list[dict[tuple[str, Any], Any]] = field(default_factory=list)  # before each step, of the run as given
     kept: list[Kept] = field(default_factory=list)

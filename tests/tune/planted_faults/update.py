@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from oxytorch.tune.record import Call, State
+from oxytorch.tune.record import OptimizerCall, State
 from oxytorch.tune.run import Run, plain_step
 from oxytorch.tune.update import in_float64
 from torch import Tensor
@@ -99,7 +99,7 @@ def towards_zero(value: Tensor) -> Tensor:
 @fault("mlp", "tolerance")
 def rounding_towards_zero(run: Run, now: Callable[[], bool]) -> Iterator[None]:
     def step(optimizer: Any) -> None:
-        call = Call.of(run)
+        call = OptimizerCall.of(run)
         params, _ = in_float64(run, State.of(run, []), [call], [call.settings])
         plain_step(optimizer)
         with torch.no_grad():

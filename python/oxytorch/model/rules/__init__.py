@@ -1,4 +1,4 @@
-"""The rules of advice: each reads one watched step and yields what it finds."""
+"""The rules of advice: each reads one recorded step and yields what it finds."""
 
 from __future__ import annotations
 

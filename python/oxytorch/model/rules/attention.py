@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ...base import format_size
 from ..finding import Finding
-from ..watch import Op
+from ..recorder import Op
 from .step import DROPOUTS, POINTWISE, Step, fastest, places, rule, severity
 
 _PRODUCTS = {"bmm", "mm", "matmul", "baddbmm", "addmm"}
@@ -22,7 +22,7 @@ _PRODUCTS = {"bmm", "mm", "matmul", "baddbmm", "addmm"}
 def unfused_attention(step: Step) -> Iterator[Finding]:
     """softmax(QK^T)V as separate operators."""
     by_kind: dict[str, list[tuple[Op, list[Op]]]] = defaultdict(list)
-    for op in step.watch.forward:
+    for op in step.recorder.forward:
         if op.name not in ("_softmax", "_safe_softmax"):
             continue
         scores = step.up(op, lambda o: o.name in _PRODUCTS, POINTWISE)
@@ -31,7 +31,7 @@ def unfused_attention(step: Step) -> Iterator[Finding]:
             continue
         module = step.module(op.module)
         kind = "math" if op.name == "_safe_softmax" else "weights" if _is_attention(module) else "hand"
-        between = [o for o in step.watch.forward if scores.index <= o.index <= mixed.index and o.module == op.module]
+        between = [o for o in step.recorder.forward if scores.index <= o.index <= mixed.index and o.module == op.module]
         by_kind[kind].append((op, between))
     for kind, found in by_kind.items():
         softmaxes = [op for op, _ in found]

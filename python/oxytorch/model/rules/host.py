@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ..finding import Finding
-from ..watch import Op
+from ..recorder import Op
 from .step import Step, rule, severity
 
 _SYNCS = {
@@ -27,11 +27,11 @@ _SMALL = 65_536  # elements below which an operator's time is mostly its launch
 def python_loop(step: Step) -> Iterator[Finding]:
     """One module, or one line, run many times on little data."""
     inside: dict[str, list[Op]] = defaultdict(list)
-    for op in step.watch.forward:
+    for op in step.recorder.forward:
         if op.module is not None:
             inside[op.module].append(op)
     looped: list[str] = []
-    for name, count in step.watch.calls.items():
+    for name, count in step.recorder.calls.items():
         ops = [op for inner, found in inside.items() if inner == name or inner.startswith(f"{name}.") for op in found]
         if name == "" or count < _MANY or not ops or any(name.startswith(f"{outer}.") for outer in looped):
             continue
@@ -52,7 +52,7 @@ def python_loop(step: Step) -> Iterator[Finding]:
             share,
         )
     lines: dict[tuple[str | None, int, str, str], list[Op]] = defaultdict(list)
-    for op in step.watch.forward:
+    for op in step.recorder.forward:
         module = step.module(op.module)
         own = module is not None and not type(module).__module__.startswith("torch.")
         if own and op.source and not op.is_view:
@@ -66,7 +66,7 @@ def python_loop(step: Step) -> Iterator[Finding]:
         sizes = sorted(max((f.numel for f in op.outputs), default=0) for op in run)
         if sizes[len(sizes) // 2] > _SMALL or any((place or "").startswith(outer) for outer in looped):
             continue
-        between = [op for op in step.watch.forward if run[0].index <= op.index <= run[-1].index]
+        between = [op for op in step.recorder.forward if run[0].index <= op.index <= run[-1].index]
         share = step.share(between)
         yield Finding(
             "python_loop",
@@ -94,13 +94,13 @@ def _longest_run(ops: list[Op]) -> list[Op]:
 def hidden_sync(step: Step) -> Iterator[Finding]:
     """Values read on the host, and shapes that depend on values."""
     found: dict[tuple[str, str | None, str, bool], list[Op | None]] = defaultdict(list)
-    for op in step.watch.ops:
+    for op in step.recorder.ops:
         crosses = op.name in ("_to_copy", "copy_") and {f.device for f in (*op.inputs, *op.outputs)} > {"cpu"}
         masks = op.name == "index" and any(f.dtype in (torch.bool, torch.uint8) for f in op.inputs[1:])
         if op.name in _SYNCS or crosses or masks:
             kind = "nonzero" if masks else "copy to the host" if crosses else op.name
             found[kind, op.module, op.source, op.backward].append(op)
-    for name, module, source in step.watch.reads:
+    for name, module, source in step.recorder.reads:
         found[name, module, source, False].append(None)
     for (kind, module, source, backward), hits in found.items():
         ops = [op for op in hits if op is not None]

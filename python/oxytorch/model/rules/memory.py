@@ -8,7 +8,7 @@ from torch import nn
 
 from ...base import format_size
 from ..finding import Finding
-from ..watch import Fact, Op
+from ..recorder import Fact, Op
 from .step import MIB, POINTWISE, Step, places, rule, severity
 
 
@@ -43,12 +43,12 @@ def activation_memory(step: Step) -> Iterator[Finding]:
 @rule
 def layout_flips(step: Step) -> Iterator[Finding]:
     """Images that change their memory layout between convolutions."""
-    convolutions = [op for op in step.watch.forward if "convolution" in op.name and _images(op.inputs[:1])]
+    convolutions = [op for op in step.recorder.forward if "convolution" in op.name and _images(op.inputs[:1])]
     if not convolutions:
         return
     around = POINTWISE | {"relu", "relu_", "gelu", "silu", "native_layer_norm", "native_batch_norm", "addmm", "mm"}
     flips = []
-    for op in step.watch.forward:
+    for op in step.recorder.forward:
         if op.name not in ("clone", "copy_", "_to_copy") or not _images(op.inputs[:1]) or not _images(op.outputs[:1]):
             continue
         before, after = op.inputs[0].layout, op.outputs[0].layout
@@ -95,5 +95,5 @@ def _images(facts: list[Fact]) -> bool:
 def _is_flipped(step: Step, op: Op) -> bool:
     """Whether the other layout was made inside the model, by something that is no convolution."""
     return any(not p.name.startswith("convolution") for p in step.parents(op)) and any(
-        other.inputs[0].layout == "nchw" for other in step.watch.forward if "convolution" in other.name
+        other.inputs[0].layout == "nchw" for other in step.recorder.forward if "convolution" in other.name
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from ..finding import Finding
-from ..watch import Op
+from ..recorder import Op
 from .step import Step, places, rule
 
 _WEIGHTED = (nn.Linear, nn.modules.conv._ConvNd)
@@ -16,15 +16,15 @@ _WEIGHTED = (nn.Linear, nn.modules.conv._ConvNd)
 
 def norms_after(step: Step) -> Iterator[tuple[Op, Op]]:
     """(weighted operator, batch or instance normalisation fed by it alone), in the order that really ran."""
-    for op in step.watch.forward:
+    for op in step.recorder.forward:
         if "batch_norm" not in op.name or not op.parents:
             continue
         source = next((p for p in step.parents(op) if op.inputs and p.outputs and op.inputs[0].key in
                        {fact.key for fact in p.outputs}), None)  # fmt: skip
         if source is None or not isinstance(step.module(source.module), _WEIGHTED):
             continue
-        readers = {child for child in source.children if not step.watch.ops[child].backward}
-        if all(step.watch.ops[child].is_view or child == op.index for child in readers):
+        readers = {child for child in source.children if not step.recorder.ops[child].backward}
+        if all(step.recorder.ops[child].is_view or child == op.index for child in readers):
             yield source, op
 
 
@@ -66,7 +66,7 @@ def batch_norm_of_one(step: Step) -> Iterator[Finding]:
     """Batch normalisation over a batch of one."""
     found = [
         op
-        for op in step.watch.forward
+        for op in step.recorder.forward
         if "batch_norm" in op.name
         and isinstance(behind := step.module(op.module), nn.modules.batchnorm._BatchNorm)
         and behind.training

@@ -114,8 +114,8 @@ def embedding_gradient(step: Step) -> Iterator[Finding]:
         touched, rows = step.rows.get(full, (0, 0))
         size = rows * module.embedding_dim * module.weight.element_size()
         if rows and touched * 50 < rows and size >= 16 * MIB:
-            ops = [o for o in step.watch.ops if "embedding_dense_backward" in o.name and o.module == name]
-            share = sum(op.seconds for op in ops) / step.watch.seconds
+            ops = [o for o in step.recorder.ops if "embedding_dense_backward" in o.name and o.module == name]
+            share = sum(op.seconds for op in ops) / step.recorder.seconds
             yield Finding(
                 "embedding_gradient",
                 severity(share),

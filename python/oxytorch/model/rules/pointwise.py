@@ -7,15 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ..finding import Finding
-from ..watch import Op
+from ..recorder import Op
 from .step import DROPOUTS, Step, places, rule, severity
 
 
 @rule
 def dropout(step: Step) -> Iterator[Finding]:
     """Dropout on dropout, and dropout in evaluation mode."""
-    dropped = {op.index for op in step.watch.forward if _is_dropout(step, op)}
-    twice = [op for op in step.watch.forward if op.index in dropped and dropped & set(op.parents)]
+    dropped = {op.index for op in step.recorder.forward if _is_dropout(step, op)}
+    twice = [op for op in step.recorder.forward if op.index in dropped and dropped & set(op.parents)]
     if twice:
         share = step.share(twice)
         yield Finding(
@@ -57,13 +57,13 @@ def _draws(step: Step, op: Op) -> bool:
 def unfused_pointwise(step: Step) -> Iterator[Finding]:
     """GELU and layer normalisation written out; torch has each as one operator, the same function within rounding."""
     chains: dict[str, list[tuple[Op, list[Op]]]] = defaultdict(list)
-    for op in step.watch.forward:
+    for op in step.recorder.forward:
         module = step.module(op.module)
         if module is not None and type(module).__module__.startswith("torch."):
             continue
         kind = _written_out(step, op)
         if kind is not None:
-            near = [o for o in step.watch.forward if abs(o.index - op.index) <= 10 and o.source == op.source]
+            near = [o for o in step.recorder.forward if abs(o.index - op.index) <= 10 and o.source == op.source]
             chains[kind].append((op, near))
     for kind, found in chains.items():
         heads = [op for op, _ in found]

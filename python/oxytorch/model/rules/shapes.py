@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..finding import Finding
-from ..watch import Op
+from ..recorder import Op
 from .step import Step, fastest, places, rule, severity
 
 _WIDE = 64  # below it a dimension is a number of classes or colours, not of features
@@ -23,7 +23,7 @@ def _up(size: int, grid: int) -> int:
 @rule
 def off_grid_shape(step: Step) -> Iterator[Finding]:
     """Wide dimensions that are no multiple of 8, and attention heads that are none."""
-    for op in step.watch.forward:
+    for op in step.recorder.forward:
         module = step.module(op.module)
         if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or op.call != 1 or not op.outputs:
             continue
@@ -52,7 +52,7 @@ def off_grid_shape(step: Step) -> Iterator[Finding]:
             gain,
         )
     seen = set()
-    for op in step.watch.forward:
+    for op in step.recorder.forward:
         if "scaled_dot_product" not in op.name or not op.inputs:
             continue
         width = op.inputs[0].shape[-1]
@@ -93,13 +93,13 @@ def float64_leak(step: Step) -> Iterator[Finding]:
         return
     wide = [
         op
-        for op in step.watch.ops
+        for op in step.recorder.ops
         if not op.is_view and any(f.dtype == torch.float64 and f.numel > 1 for f in op.outputs)
     ]
     if not wide:
         return
     first = wide[0]
-    share = sum(op.seconds for op in wide) / step.watch.seconds if step.watch.seconds else 0.0
+    share = sum(op.seconds for op in wide) / step.recorder.seconds if step.recorder.seconds else 0.0
     yield Finding(
         "float64_leak",
         "high" if share >= 0.05 else "medium",

@@ -1,4 +1,4 @@
-"""One watched step as the rules read it, and the register of rules."""
+"""One recorded step as the rules read it, and the register of rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..finding import Finding
-from ..watch import Op, Watch
+from ..recorder import Op, OperatorRecorder
 
 POINTWISE = {
     "mul", "mul_", "div", "div_", "add", "add_", "sub", "masked_fill", "masked_fill_", "where", "native_dropout",
@@ -26,10 +26,10 @@ class Step:
     """What the rules read: a model, and what was seen of one step of it."""
 
     model: nn.Module
-    watch: Watch
+    recorder: OperatorRecorder
     seconds: float
     has_backward: bool
-    inference: Watch | None = None
+    inference: OperatorRecorder | None = None
     saved: dict[str | None, int] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     without_grad: set[str] = field(default_factory=set)
@@ -48,7 +48,7 @@ class Step:
 
     def parents(self, op: Op) -> list[Op]:
         """Operators that made the inputs."""
-        return [self.watch.ops[index] for index in op.parents]
+        return [self.recorder.ops[index] for index in op.parents]
 
     def up(self, op: Op, wanted: Callable[[Op], bool], through: Iterable[str]) -> Op | None:
         """Nearest ancestor that is wanted, over operators of the names in `through`."""
@@ -56,11 +56,11 @@ class Step:
 
     def down(self, op: Op, wanted: Callable[[Op], bool], through: Iterable[str]) -> Op | None:
         """Nearest descendant that is wanted."""
-        return _nearest(op, lambda found: [self.watch.ops[index] for index in found.children], wanted, through)
+        return _nearest(op, lambda found: [self.recorder.ops[index] for index in found.children], wanted, through)
 
     def share(self, ops: Iterable[Op]) -> float:
         """Share of the operators' time, with the backward of these."""
-        return self.watch.share(list(ops))
+        return self.recorder.share(list(ops))
 
 
 def _nearest(

@@ -112,28 +112,28 @@ def _fact(tensor: Tensor) -> Fact:
 
 
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, recorder: OperatorRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
+        self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._watch.run(func, args, kwargs or {})
+        return self._recorder.run(func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):
     """Sees what reaches no operator on a CPU: reads of values by Python."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, recorder: OperatorRecorder) -> None:
         super().__init__()
-        self._watch = watch
+        self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOST_READS and isinstance(args[0], Tensor):
-            self._watch.reads.append((func.__name__, self._watch.place()[0], caller(_OWN)))
+            self._recorder.reads.append((func.__name__, self._recorder.place()[0], caller(_OWN)))
         return func(*args, **(kwargs or {}))
 
 
-class Watch:
+class OperatorRecorder:
     """Context that records every operator of the code inside.
 
     Attributes
@@ -162,7 +162,7 @@ class Watch:
         self._accelerated = any(p.device.type != "cpu" for p in model.parameters())
         self._exits = ExitStack()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> OperatorRecorder:
         with ExitStack() as exits:
             exits.enter_context(torch.compiler.set_stance("force_eager"))
             hooks = nn.modules.module

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["START_SECONDS", "Plan"]
+__all__ = ["START_SECONDS", "DemoOptions"]
 
 START_SECONDS = 2.5
-"""What starting one worker costs, for the plan: importing torch, mostly."""
+"""What starting one worker costs, for the progress bar: importing torch, mostly."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoOptions:
     """What the arguments ask for; times in seconds."""
 
     threads: int
