@@ -7,7 +7,7 @@
 help:
 	@echo "make setup     install what is missing: Debian packages, .venv, PyTorch"
 	@echo "make build     compile the libraries, the Python module, tests and benchmarks"
-	@echo "make demo      train real models three ways and show the result"
+	@echo "make demo      train three models with plain, tuned and Oxytorch loops, and show the result"
 	@echo "make test      build everything and run every test"
 	@echo "make test-devices  every test on each device: cpu, sim, hpu, privateuse1, cuda (DEVICE=... chooses)"
 	@echo "make nightly   20,000 random optimizer cases, a wheel from the source distribution, and make test with other torch versions"

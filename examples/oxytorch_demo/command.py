@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,8 @@ def race_workload(workload: Workload, options: DemoOptions, share: float, progre
     return summarise(workload, str(calibration.choice), results, tuning)
 
 
-def _race_all(names: list[str], options: DemoOptions) -> list[WorkloadResult]:
+def _race_all(names: list[str], options: DemoOptions, show: Callable[[WorkloadResult], None]) -> list[WorkloadResult]:
+    """Race one workload after the other; each result is shown before the next workload starts."""
     loaded = [workloads.load(name) for name in names]
     whole = sum(workload.recipe.share for workload in loaded)
     with DemoProgress() as progress:
@@ -180,7 +182,12 @@ def _race_all(names: list[str], options: DemoOptions) -> list[WorkloadResult]:
             starts = 1 if options.quick else workload.recipe.starts
             train = 4.0 if options.quick else share * options.seconds
             progress.expect(f"train {workload.name}", train + starts * len(CONTENDERS) * START_SECONDS / 2)
-        return [race_workload(workload, options, workload.recipe.share / whole, progress) for workload in loaded]
+        results = []
+        for workload in loaded:
+            results.append(race_workload(workload, options, workload.recipe.share / whole, progress))
+            with progress.paused():
+                show(results[-1])
+        return results
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -207,13 +214,19 @@ def run(arguments: argparse.Namespace) -> int:
         settings,
         steps_planned=arguments.steps_planned,
     )
+
+    def show(result: WorkloadResult) -> None:
+        if arguments.json != "-":
+            present.show(result)
+
     try:
         if arguments.cpp:
             from . import cpp  # noqa: PLC0415
 
             results = [cpp.race_cpp(options)]
+            show(results[0])
         else:
-            results = _race_all(arguments.only or list(workloads.NAMES), options)
+            results = _race_all(arguments.only or list(workloads.NAMES), options, show)
     except (WorkerFailed, ModuleNotFoundError, FileNotFoundError) as error:
         print(f"oxytorch demo: {error}", file=sys.stderr)
         return 1
@@ -233,5 +246,5 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         if arguments.json:
             write_whole(arguments.json, present.to_json(document) + "\n")
-        present.show(results, document["machine"], written)
+        present.show_end(document["machine"], written)
     return 1 if any(row.worse for result in results for row in result.rows if row.contender in present.OURS) else 0

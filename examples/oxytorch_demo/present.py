@@ -23,6 +23,7 @@ __all__ = [
     "sentences",
     "share_text",
     "show",
+    "show_end",
     "time_text",
     "to_json",
 ]
@@ -171,16 +172,23 @@ def foot(result: WorkloadResult) -> list[str]:
     return lines
 
 
-def show(results: list[WorkloadResult], machine: dict[str, str], page: Path) -> None:
-    """Print tables, sentences and where the report is."""
+def _console() -> Console:
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=170)
-    for result in results:
-        console.print()
-        console.print(_table(result))
-        for line in [*foot(result), *sentences(result), *refusals(result)]:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return console if console.is_terminal else Console(width=170)
+
+
+def show(result: WorkloadResult) -> None:
+    """Print one workload's table and sentences."""
+    console = _console()
+    console.print()
+    console.print(_table(result))
+    for line in [*foot(result), *sentences(result), *refusals(result)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_end(machine: dict[str, str], page: Path) -> None:
+    """Print where it was measured and where the report is."""
+    console = _console()
     console.print()
     facts = ", ".join(f"{key} {value}" for key, value in machine.items() if value)
     console.print(f"Measured on: {facts}", highlight=False, markup=False, soft_wrap=True)

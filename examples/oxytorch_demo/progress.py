@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -54,6 +56,17 @@ class DemoProgress:
         if self._bar is not None:
             self._bar.stop()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the bar off the terminal while something else is printed."""
+        if self._bar is not None:
+            self._bar.stop()
+        try:
+            yield
+        finally:
+            if self._bar is not None:
+                self._bar.start()
+
     def expect(self, part: str, seconds: float) -> None:
         """Set how long ``part`` is expected to take in all."""
         self._parts[part] = seconds
@@ -73,7 +86,7 @@ class DemoProgress:
         total = sum(self._parts.values()) or 1.0
         done = sum(self._done.values())
         elapsed = time.monotonic() - self._began
-        # The plan is trusted at first, the pace seen so far later on.
+        # The expectation counts at first, the pace seen so far later on.
         pace = 1.0 if done < 5.0 else elapsed / done
         left = f"about {_clock(pace * (total - done))} left"
         if self._bar is not None:

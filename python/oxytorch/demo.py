@@ -30,13 +30,13 @@ def add_command(commands: Commands) -> None:
     """Add `oxytorch demo`."""
     parser = commands.add_parser(
         "demo",
-        help="train real models three ways, interleaved, and compare",
-        description="Trains a byte-level GPT, a CNN and an MLP with plain PyTorch, with the best of stock PyTorch and "
+        help="train three models with plain PyTorch, with the best of stock PyTorch and with Oxytorch, and compare",
+        description="Trains an MLP, a CNN and a byte-level GPT with plain PyTorch, with the best of stock PyTorch and "
         "with Oxytorch, on data that this machine has. Exit status 1: a held-out loss is worse than it should be, or "
         "a contender failed.",
     )
     parser.add_argument(
-        "--only", action="append", choices=("gpt", "cnn", "mlp"), help="this model only; may be repeated"
+        "--only", action="append", choices=("mlp", "cnn", "gpt"), help="this model only; may be repeated"
     )
     parser.add_argument(
         "--compile", action="store_true", help="add torch.compile'd contenders (compiling takes minutes)"

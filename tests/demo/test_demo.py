@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("sklearn")
 
 from oxytorch.bench.turns.driver import Block, Run, WorkerFailed, WorkerProcess, python_command, race
 from oxytorch.bench.turns.environment import environment
 from oxytorch.bench.turns.times import ends, over_starts
+from oxytorch.cli import main
 from oxytorch.demo import examples
-from oxytorch_demo import measure, workloads
+from oxytorch_demo import command, measure, workloads
 from oxytorch_demo.present import foot, ratio_text, sentences, time_text, to_json
 
 pytestmark = pytest.mark.cpu_only("races on the CPU")
@@ -251,6 +253,43 @@ def test_workers_see_no_settings_of_the_callers_shell(monkeypatch: pytest.Monkey
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str]]:
+    """Each workload that the demo starts, and what stands on the screen by then; nothing is trained."""
+    started: list[tuple[str, str]] = []
+
+    def raced(workload: workloads.Workload, *_: object) -> measure.WorkloadResult:
+        started.append((workload.name, (started[-1][1] if started else "") + capsys.readouterr().out))
+        starts = [{name: made_up(name, 1, 0.01, 1.0) for name in ("plain", "advanced")}]
+        return measure.summarise(workload, "fp32", starts)
+
+    monkeypatch.setattr(command, "race_workload", raced)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _count: None)
+    return started
+
+
+def test_the_quickest_model_comes_first_and_its_table_before_the_next_starts(
+    order: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--quick", "--out", str(tmp_path)]) == 0
+    shares = [workloads.load(name).recipe.share for name, _ in order]
+    assert len(order) == len(workloads.NAMES) and shares == sorted(shares)
+    titles = [workloads.load(name).title for name, _ in order]
+    for index, (_, seen) in enumerate(order):
+        assert [title in seen for title in titles] == [place < index for place in range(len(titles))]
+    end = capsys.readouterr().out
+    assert titles[-1] in end and "Measured on" in end and str(tmp_path / "demo.html") in end
+    page = (tmp_path / "demo.html").read_text()
+    assert all(title in page for title in titles)
+
+
+def test_json_on_the_screen_is_json_alone(
+    order: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--quick", "--only", "mlp", "--json", "-", "--out", str(tmp_path)]) == 0
+    assert [each["name"] for each in json.loads(capsys.readouterr().out)["workloads"]] == [name for name, _ in order]
 
 
 def test_bad_arguments_are_refused() -> None:
