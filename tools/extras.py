@@ -1,4 +1,7 @@
-"""Print what pyproject.toml's dependencies and the named extras ask for, one per line, torch left out."""
+"""Print what pyproject.toml's dependencies and the named extras ask for, one per line, torch left out.
+
+`--only`: what the extras ask for, without the dependencies.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ def listed(name: str) -> list[str]:
     return re.findall(r'"([^"]+)"', match.group(1))
 
 
-for requirement in [r for name in ("dependencies", *sys.argv[1:]) for r in listed(name)]:
+names = sys.argv[2:] if sys.argv[1:2] == ["--only"] else ["dependencies", *sys.argv[1:]]
+for requirement in [r for name in names for r in listed(name)]:
     if re.match(r"[\w.-]+", requirement).group() != "torch":  # type: ignore[union-attr]
         print(requirement)

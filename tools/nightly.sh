@@ -29,11 +29,19 @@ else
   say "nightly: this machine cannot pretend to be a CPU without AVX-512; skipped"
 fi
 
-say "nightly: a wheel from the source distribution"
-dist=$ROOT/build/nightly-dist
-rm -rf "$dist"
-python3 -c "from scikit_build_core.build import build_sdist; build_sdist('$dist')"
-python3 -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dist" "$dist"/oxytorch-*.tar.gz
+say "nightly: a wheel from the source distribution, in an environment of torch and the build requirements alone"
+dist=$ROOT/build/nightly-dist empty=$ROOT/build/nightly-venv
+rm -rf "$dist" "$empty"
+torch=$(python3 -c 'from importlib.metadata import version; print(version("torch"))')
+listed=$(python3 tools/extras.py --only build)
+mapfile -t needs <<<"$listed"
+python3 -m venv "$empty"
+# Neither the modules nor the programs of .venv.
+in_empty() { env -u PYTHONPATH PATH="$empty/bin:${PATH#"$VENV"/bin:}" "$@"; }
+in_empty python -m pip --disable-pip-version-check install --quiet "torch==$torch" "${needs[@]}"
+in_empty python -c "from scikit_build_core.build import build_sdist; build_sdist('$dist')"
+in_empty python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dist" "$dist"/oxytorch-*.tar.gz
+rm -rf "$empty"
 OXYTORCH_WHEEL=$(echo "$dist"/oxytorch-*.whl) python3 -m pytest tests/packaging/test_wheel.py
 
 say "nightly: every source as a unit of its own"

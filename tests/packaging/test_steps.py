@@ -59,3 +59,11 @@ def test_the_layers_without_torch_configure(tmp_path: Path) -> None:
     """The presets of the sanitizers and of coverage inherit it; no other test builds it."""
     said("cmake", "--preset", "core-only", "-B", str(tmp_path))
     assert "several_test" not in said("ninja", "-C", str(tmp_path), "-t", "targets", "all")
+
+
+def test_the_nightly_wheel_is_built_with_the_build_requirements_alone() -> None:
+    needs = {line.split(">")[0] for line in said("python3", "tools/extras.py", "--only", "build").splitlines()}
+    assert needs == {"cmake", "ninja", "scikit-build-core"}
+    steps = (ROOT / "tools" / "nightly.sh").read_text()
+    (built,) = (line for line in steps.splitlines() if "pip" in line and " wheel " in line)
+    assert built.startswith("in_empty ") and "--no-build-isolation" in built

@@ -1,7 +1,8 @@
 """A wheel in an environment of its own: the command, a C++ program and a benchmark work, and nothing is left behind.
 
 The wheel is put together from what the build folder holds, so that nothing is compiled twice. `OXYTORCH_WHEEL` names
-another one, which is installed with all that it asks for: `make nightly` builds it from the source distribution.
+another one, which is installed with all that it asks for: `make nightly` builds it from the source distribution, in an
+environment of torch and the build requirements alone.
 """
 
 from __future__ import annotations
