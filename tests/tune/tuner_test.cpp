@@ -6,11 +6,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <map>
 
 #include "oxytorch/error.h"
 #include "oxytorch/load.h"
+#include "oxytorch/logging.h"
 #include "oxytorch/tune/timing.h"
 #include "oxytorch/tune/watch.h"
 
@@ -201,6 +203,36 @@ TEST_F(TunerTest, KeepsWhatPaysAndSaysWhyTheRestIsNotThere) {
   EXPECT_EQ(made.given_peak_bytes, 1000);
   EXPECT_EQ(made.tuned_peak_bytes, 900);
   EXPECT_THAT(table.said, Contains("half against nothing"));
+}
+
+TEST_F(TunerTest, SaysWhatToSetWhereOtherProgramsKeepTheMachineBusy) {
+  std::vector<std::string> said;
+  const LogSink before = set_log_sink([&](const LogRecord& record) { said.emplace_back(record.message); });
+  double wall = 0;
+  set_load_source([&] {
+    ++wall;
+    return LoadSample{.wall = wall, .busy = 2 * wall, .waited = 0.5 * wall, .cores = 2};
+  });
+  std::map<std::string, std::optional<std::string>> given;
+  for (const char* name : {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}) {
+    const char* const value = std::getenv(name);
+    given[name] = value == nullptr ? std::nullopt : std::optional<std::string>(value);
+    ::unsetenv(name);
+  }
+  tuned();
+  ::setenv("OMP_WAIT_POLICY", "passive", 1);
+  tuned();
+  for (const auto& [name, value] : given) {
+    value ? ::setenv(name.c_str(), value->c_str(), 1) : ::unsetenv(name.c_str());
+  }
+  set_log_sink(before);
+  const std::string busy =
+      "accelerate: the machine is busy: other programs used 2.0 of its 2 cores, and threads of this one waited 50 % of "
+      "the time for one. ";
+  ASSERT_EQ(std::count_if(said.begin(), said.end(), [&](const auto& text) { return text.starts_with(busy); }), 2);
+  EXPECT_THAT(said, Contains(busy + advice_on_shared_cores(true)));
+  EXPECT_THAT(advice_on_shared_cores(true), HasSubstr("OMP_WAIT_POLICY=passive"));
+  EXPECT_THAT(said, Contains(busy + advice_on_shared_cores(false)));
 }
 
 TEST_F(TunerTest, StepsOfADeviceAreTimedInARow) {
