@@ -16,11 +16,17 @@ INCLUDE = ROOT / "include"
 
 # What a contributor reads is what is held to: the layers, the lowest 0, and whether their modules know torch.
 LAYER_ROW = re.compile(r"^\| (\d+) \| (.*?) \| (yes|no) \|$", re.MULTILINE)
-TABLE = LAYER_ROW.findall((ROOT / "docs/guide/contributing.md").read_text())
+GUIDE = (ROOT / "docs/guide/contributing.md").read_text()
+TABLE = LAYER_ROW.findall(GUIDE)
 LAYERS = {name.partition("/")[0]: int(layer) for layer, names, _ in TABLE for name in re.findall(r"`([\w/*]+)`", names)}
 TOP = LAYERS.pop("bindings")
 LAYERS.pop("python")
 TORCH_LAYER = min(int(layer) for layer, _, knows_torch in TABLE if knows_torch == "yes")
+# Python modules that are of no module there, or stand in another layer than their C++ part.
+PYTHON_ROW = re.compile(r"^\| (`.*?`) \| (\d+) \| .+ \|$", re.MULTILINE)
+PYTHON_LAYERS = {
+    name: int(layer) for names, layer in PYTHON_ROW.findall(GUIDE) for name in re.findall(r"`(\w+)`", names)
+}
 # Folders that are no modules, by the tree they stand in.
 BESIDE_MODULES = {
     "src": set(),
@@ -39,27 +45,6 @@ BESIDE_MODULES = {
         "examples",
     },
     "bench": {"race", "results", "report"},
-}
-# Python files that are of no module, with their layer.
-PYTHON_LAYERS = {
-    "__init__": TOP,
-    "__main__": TOP,
-    "cli": TOP,
-    "info": TOP,
-    "demo": TOP,
-    "bench": TOP,
-    "hpu": TOP,
-    "plan": TOP,
-    "_torch_check": LAYERS["base"],
-    "_build_info": LAYERS["base"],
-    "config": LAYERS["base"],
-    "report": LAYERS["base"],
-    "clock": LAYERS["base"],
-    # In C++ it stands lower; Python's part compares loaders by what model knows of objects.
-    "data": LAYERS["accelerator"],
-    # One training step, which tune and trainer take.
-    "step": LAYERS["tune"] - 1,
-    "step_graph": LAYERS["tune"] - 1,
 }
 PAGES_BESIDE_MODULES = {"index", "results-gpu", "systems", "demo", "bench", "hpu"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
@@ -202,16 +187,21 @@ def type_checking_only(tree: ast.AST) -> set[ast.AST]:
 
 
 def imports(path: Path, *, at_once: bool = False) -> set[str]:
-    """Modules of oxytorch that a Python file imports, as `oxytorch.optim.tail`; `at_once`: not those in functions.
+    """What `imported` finds in a file of the Python package."""
+    package = ("oxytorch", *path.relative_to(ROOT / "python" / "oxytorch").parent.parts)
+    return imported(text(path), package, at_once=at_once)
 
-    Those for type checking only are left out.
+
+def imported(source: str, package: tuple[str, ...], *, at_once: bool = False) -> set[str]:
+    """Modules of oxytorch that Python source in `package` imports, as `oxytorch.optim.tail`.
+
+    Those for type checking only are left out; `at_once`: those in functions too.
     """
-    tree = ast.parse(text(path))
+    tree = ast.parse(source)
     left_out = type_checking_only(tree)
     if at_once:
         functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
         left_out |= {inner for node in ast.walk(tree) if isinstance(node, functions) for inner in ast.walk(node)}
-    package = ("oxytorch", *path.relative_to(ROOT / "python" / "oxytorch").parent.parts)
     found: set[str] = set()
     for node in ast.walk(tree):
         if node in left_out:
@@ -269,6 +259,35 @@ def test_circles_are_found() -> None:
     assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
 
 
+def test_imports_are_found_by_the_dots_before_them() -> None:
+    package = ("oxytorch", "tune", "strategies")
+    source = """
+from typing import TYPE_CHECKING
+import os, oxytorch.amp
+from ... import clock
+from ...base import log
+from ..._C import tune as _native
+from ...model.rules import pointwise, unknown
+from ..run import Run
+from .. import plan
+from . import layout
+
+if TYPE_CHECKING:
+    from ...trainer import Trainer
+
+def late():
+    from ...data import convert
+"""
+    at_once = {
+        "oxytorch.amp", "oxytorch.clock", "oxytorch.base", "oxytorch._C", "oxytorch.model.rules",
+        "oxytorch.model.rules.pointwise", "oxytorch.tune.run", "oxytorch.tune.plan", "oxytorch.tune.strategies.layout",
+    }  # fmt: skip
+    assert imported(source, package, at_once=True) == at_once
+    assert imported(source, package) == at_once | {"oxytorch.data.convert"}
+    assert imported("from ..base import log", ("oxytorch", "tune")) == {"oxytorch.base"}
+    assert imported("from .base import log", ("oxytorch",)) == {"oxytorch.base"}
+
+
 def test_no_python_modules_import_each_other() -> None:
     files = sorted((ROOT / "python" / "oxytorch").rglob("*.py"))
     graph = {
@@ -293,9 +312,7 @@ def python_module(path: Path) -> str:
 
 
 def python_layer(module: str) -> int | None:
-    # A private file of a module is named `_module_noun`.
-    inner = module.lstrip("_").split("_")[0]
-    return PYTHON_LAYERS.get(module, LAYERS.get(module, LAYERS.get(inner)))
+    return PYTHON_LAYERS.get(module, LAYERS.get(module))
 
 
 def test_python_modules_import_only_the_layers_under_them() -> None:
@@ -303,13 +320,14 @@ def test_python_modules_import_only_the_layers_under_them() -> None:
     for path in sorted((ROOT / "python" / "oxytorch").rglob("*.py")):
         module = python_module(path)
         layer = python_layer(module)
-        if layer is None or layer == TOP:
+        assert layer is not None, f"{relative(path)} is of no layer"
+        if layer == TOP:
             continue
         for name in imported_modules(path):
             other = python_layer(name)
-            same_module = name.lstrip("_").split("_")[0] == module.lstrip("_").split("_")[0]
-            if name == "_C" or other is None or same_module:
+            if name in ("_C", module):
                 continue
+            assert other is not None, f"{relative(path)} imports {name}, which is of no layer"
             if other >= layer:
                 ups.append(f"{relative(path)} (layer {layer}) imports {name} (layer {other})")
     assert not ups, "\n".join(ups)
@@ -335,6 +353,7 @@ def test_every_binding_python_module_and_page_is_of_a_module() -> None:
 def test_every_module_of_the_table_is_there() -> None:
     trees = (ROOT / "src", ROOT, ROOT / "python" / "oxytorch")
     missing = [name for name in LAYERS if not any((tree / name).is_dir() for tree in trees)]
+    missing += [name for name in PYTHON_LAYERS if name != "_build_info" and file_of(f"oxytorch.{name}") is None]
     assert not missing, f"docs/guide/contributing.md lists modules that do not exist: {missing}"
 
 
