@@ -357,6 +357,15 @@ def test_every_module_of_the_table_is_there() -> None:
     assert not missing, f"docs/guide/contributing.md lists modules that do not exist: {missing}"
 
 
+def test_the_index_lists_every_module_with_its_page() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| \[(\w+)\]\((\S+)\) \|$", text(ROOT / "docs" / "index.md"), re.MULTILINE)
+    assert all(name == label and page == f"{name}.md" for name, label, page in rows)
+    modules = {path.name for path in (ROOT / "src").iterdir() if path.is_dir()}
+    modules |= {python_module(path) for path in (ROOT / "python" / "oxytorch").rglob("*.py")}
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(name for name, _, _ in rows) == sorted(modules & pages)
+
+
 def test_every_module_has_its_page_and_its_tests() -> None:
     modules = sorted(path.name for path in (ROOT / "src").iterdir() if path.is_dir() and any(path.glob("*.cpp")))
     missing = [f"docs/{module}.md" for module in modules if not (ROOT / "docs" / f"{module}.md").is_file()]
