@@ -7,7 +7,7 @@ namespace oxytorch::tune {
 struct Policy {
   // -- what trials may take (SearchOptions::for_run()) --
   double trial_steps = 60;           ///< as given, whose time all trials together may take
-  double least_trial_seconds = 3;    ///< for them, however short a step is: some trials and looks by the verifier
+  double least_trial_seconds = 3;    ///< for them, however short a step is: some trials and checks by the verifier
   double repay_steps = 240;          ///< trials may spend more where the saving so far repays all in so many steps
   double short_run_trials = 0.02;    ///< of the steps of a short run, for trials
   double short_run_repay = 0.03;     ///< of its steps, in which what was spent is to be repaid
@@ -25,7 +25,7 @@ struct Policy {
   // -- where everything has to end in time --
   double reserved_steps = 200;  ///< at their fastest, kept back for verifying and measuring what is kept
   double reserved_share = 0.6;  ///< of the seconds for everything, at most
-  double least_steps = 30;  ///< that all takes at the least: warming up, the baseline, a trial, a look at the numbers
+  double least_steps = 30;  ///< that all takes at the least: warming up, the baseline, a trial, a check of the numbers
 
   // -- what is likely to pay --
   double worth = 1.015;                 ///< a trial that will not show so much is given up: the next may save more

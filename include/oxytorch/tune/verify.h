@@ -15,7 +15,7 @@
 namespace oxytorch::tune {
 
 struct VerifierOptions {
-  int steps = 12;          ///< compared, one after the other; 1 is a look at one step, without those of `span`
+  int steps = 12;          ///< compared, one after the other; 1 is a check of one step, without those of `span`
   int span = 12;           ///< steps after them, of which draw_steps() has four compared
   int trajectory = 8;      ///< steps whose losses are held to the band of seeds
   int seeds = 3;           ///< runs as given with another seed and order of batches; they span the band

@@ -127,7 +127,7 @@ class Verifier:
         Of the state that every check starts from and ends with.
     steps : int
         Nine more are compared, one after the other, since some faults act late or in some steps alone; then twelve are
-        taken of which four are compared, the last and others drawn once the candidate is fixed. 1 is a short look at
+        taken of which four are compared, the last and others drawn once the candidate is fixed. 1 is a short check of
         one step, which lets small errors pass.
     seed : int
         Of the seeds that span the band; mixed into what is drawn.
@@ -190,7 +190,7 @@ class Verifier:
         ----------
         kind : {"exact", "tolerance", "precision", "trade"}
         steps : int, optional
-            1 for a short look, as of a verifier made with it, by the references of this one.
+            1 for a short check, as of a verifier made with it, by the references of this one.
         """
         wanted = self.run.active
         count = self._count if steps is None else min(steps, self._count)
