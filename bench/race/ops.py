@@ -20,6 +20,10 @@ own; `bf16 weights` has no weight to cast and none to keep in float32: what a la
 Norm: batch normalization of a bfloat16 image in channels_last with ReLU, and an addition before it or max pooling after
 it. `torch` is its own operators one after the other, `compiled` the same under torch.compile.
 
+Sum: layer or RMS normalization of the sum of a layer's output and a float32 residual, with and without dropout before,
+forward and backward together; activation: GELU and SwiGLU, the same. `torch` is its own operators one after the other,
+`compiled` the same under torch.compile.
+
 Rotary: rotary embedding of one tensor, halves or interleaved pairs, forward and backward together. `torch` is the usual
 composition in the dtype of the tensor, `compiled` the same under torch.compile.
 
@@ -104,6 +108,10 @@ NORMS = [
     ((64, 64, 64), "pool"), ((64, 64, 32), ""), ((64, 64, 32), "sum"), ((64, 128, 16), "sum"), ((64, 256, 8), "sum"),
     ((32, 64, 56), ""), ((32, 256, 56), "sum"),
 ]  # fmt: skip
+# Rows, columns.
+SUMS, ACTIVATIONS = (4096, 768), (4096, 3072)
+NORMALIZED = {"layer norm": 0.0, "layer norm, dropout": 0.1, "RMS norm": 0.0}
+ACTIVATED = ("gelu", "gelu by tanh", "swiglu")
 # Batch, heads, tokens, width.
 ROTARIES = [(4, 8, 1024, 64), (16, 12, 128, 64), (1, 32, 2048, 128)]
 # Rows, features, outputs.
@@ -322,10 +330,59 @@ def rotary(shape: tuple[int, int, int, int], dtype: torch.dtype, interleaved: bo
     if not quick:
         calls[COMPILED] = torch.compile(composed)
 
-    def whole(call: Callable[[Tensor], Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(call(x), x, grad)
+    return step_of(calls, [x], [grad])
+
+
+def step_of(calls: dict[str, Callable[..., Any]], inputs: list[Tensor], grads: list[Tensor]) -> list[Contender]:
+    """Forward and backward of each."""
+
+    def whole(call: Callable[..., Any]) -> Callable[[], object]:
+        def step() -> object:
+            made = call(*inputs)
+            return torch.autograd.grad(made if isinstance(made, tuple) else (made,), inputs, grads)
+
+        return step
 
     return [Contender(name, {"step": whole(call)}) for name, call in calls.items()]
+
+
+def summed(kind: str, dtype: torch.dtype, quick: bool) -> list[Contender]:
+    """A residual and the norm of the sum, which both go on."""
+    generator, p = torch.Generator().manual_seed(1), NORMALIZED[kind]
+    x, residual, *grads = (torch.randn(SUMS, generator=generator) for _ in range(4))
+    weight, bias = torch.rand(SUMS[1], generator=generator), torch.randn(SUMS[1], generator=generator)
+    if kind == "RMS norm":
+        inputs = [x.to(dtype), residual, weight]
+        ours: Callable[..., Any] = ox.ops.add_rms_norm
+
+        def composed(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            return F.rms_norm(r + x, SUMS[1:], w), r + x
+
+    else:
+        inputs = [x.to(dtype), residual, weight, bias]
+        ours = partial(ox.ops.add_layer_norm, dropout=p)
+
+        def composed(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[misc]
+            total = r + F.dropout(x, p)
+            return F.layer_norm(total, SUMS[1:], w, b), total
+
+    calls: dict[str, Callable[..., Any]] = {OURS: ours, EAGER: composed}
+    if not quick:
+        calls[COMPILED] = torch.compile(composed)
+    return step_of(calls, [t.requires_grad_() for t in inputs], grads)
+
+
+def activated(kind: str, dtype: torch.dtype, quick: bool) -> list[Contender]:
+    """An activation of a transformer's wide layer."""
+    generator = torch.Generator().manual_seed(1)
+    x, up, grad = (torch.randn(ACTIVATIONS, generator=generator).to(dtype) for _ in range(3))
+    form = "tanh" if "tanh" in kind else "none"
+    ours = ox.ops.swiglu if kind == "swiglu" else partial(ox.ops.gelu, approximate=form)
+    composed = (lambda x, u: F.silu(x) * u) if kind == "swiglu" else partial(F.gelu, approximate=form)
+    calls: dict[str, Callable[..., Any]] = {OURS: ours, EAGER: composed}
+    if not quick:
+        calls[COMPILED] = torch.compile(composed)
+    return step_of(calls, [t.requires_grad_() for t in ([x, up] if kind == "swiglu" else [x])], [grad])
 
 
 class Chunks(torch.autograd.Function):
@@ -442,6 +499,16 @@ def measure(arguments: argparse.Namespace) -> Measured:
                 continue
             progress(f"racing {case} ...")
             found.cases[case] = race(norm(sizes, follower, arguments.quick), seconds, rounds)
+        for kind in NORMALIZED:
+            case = f"sum {dtype_name}, {kind}, {SUMS[0]:,} x {SUMS[1]:,}"
+            if is_wanted(arguments, case):
+                progress(f"racing {case} ...")
+                found.cases[case] = race(summed(kind, dtype, arguments.quick), seconds, rounds)
+        for kind in ACTIVATED:
+            case = f"activation {dtype_name}, {kind}, {ACTIVATIONS[0]:,} x {ACTIVATIONS[1]:,}"
+            if is_wanted(arguments, case):
+                progress(f"racing {case} ...")
+                found.cases[case] = race(activated(kind, dtype, arguments.quick), seconds, rounds)
         for sizes in ROTARIES[:1] if arguments.quick else ROTARIES:
             for interleaved in (False, True):
                 batch, heads, tokens, width = sizes
@@ -510,6 +577,11 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
         ),
         "linear": (layered, rows_by_phase(found, "linear", (EAGER, BF16_WEIGHTS))),
         "norm": (normalized, rows_by_phase(found, "norm", (EAGER, COMPILED))),
+        "sum": (["norm of a sum, forward and backward", *lost[1:4]], loss_rows(found, "sum", (EAGER, COMPILED))),
+        "activation": (
+            ["activation, forward and backward", *lost[1:4]],
+            loss_rows(found, "activation", (EAGER, COMPILED)),
+        ),
         "rotary": (
             ["rotary embedding, forward and backward", *lost[1:4]],
             loss_rows(found, "rotary", (EAGER, COMPILED)),

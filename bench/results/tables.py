@@ -96,6 +96,8 @@ LEFT_OUT_COMMAND = "python bench/race/ops.py --case dropout --case masked --star
 PACKED_COMMAND = "python bench/race/ops.py --case packed --starts 3 --seconds 0.6"
 LINEAR_COMMAND = "python bench/race/ops.py --case linear --starts 4 --seconds 0.6"
 NORM_COMMAND = "python bench/race/ops.py --case norm --starts 4 --seconds 0.6"
+BLOCK_COMMAND = "python bench/race/ops.py --case sum --case activation --starts 3 --seconds 0.6"
+GRU_COMMAND = "python bench/race/ops.py --case gru --starts 3 --seconds 0.6"
 ROTARY_COMMAND = "python bench/race/ops.py --case rotary --starts 3 --seconds 0.6"
 LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 3 --seconds 0.7"
 
@@ -266,6 +268,18 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-norm": (
         raced(ops_race, "norm.json", NORM_COMMAND, "norm"),
         f"{NORM_COMMAND} --json bench/results/norm.json",
+    ),
+    "ops-sum": (
+        raced(ops_race, "block.json", BLOCK_COMMAND, "sum"),
+        f"{BLOCK_COMMAND} --json bench/results/block.json",
+    ),
+    "ops-activation": (
+        raced(ops_race, "block.json", BLOCK_COMMAND, "activation"),
+        f"{BLOCK_COMMAND} --json bench/results/block.json",
+    ),
+    "ops-gru": (
+        raced(ops_race, "gru.json", GRU_COMMAND, "gru"),
+        f"{GRU_COMMAND} --json bench/results/gru.json",
     ),
     "ops-rotary": (
         raced(ops_race, "rotary.json", ROTARY_COMMAND, "rotary"),

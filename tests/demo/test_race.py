@@ -61,6 +61,8 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
         ("masked", frozenset({"oxytorch", "torch", "chunks", "chosen rows"})),
         ("linear", phases("oxytorch", "torch", "bf16 weights")),
         ("norm", phases("oxytorch", "torch")),
+        ("sum", frozenset({"oxytorch", "torch"})),
+        ("activation", frozenset({"oxytorch", "torch"})),
         ("rotary", frozenset({"oxytorch", "torch"})),
         ("lstm", phases("oxytorch", "oneDNN", "oneDNN, 1 thread")),
         ("gru", phases("oxytorch", "torch", "torch, 1 thread")),
