@@ -152,7 +152,7 @@ def batch_norm(
 
 
 def gelu(input: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """Return ``input * Phi(input)``, or its form by tanh, differentiable twice (Hendrycks and Gimpel, arXiv:1606.08415).
+    """Return ``input * Phi(input)``, or its form by tanh; differentiable twice (Hendrycks, Gimpel, arXiv:1606.08415).
 
     On a CPU, float32, bfloat16 and float16 take the kernel of this library: float32 arithmetic, one rounding, the same
     bits for any number of threads. Everything else takes torch's own operators.
@@ -180,7 +180,7 @@ def gelu(input: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Return ``silu(gate) * up`` in one pass, differentiable twice (Shazeer, arXiv:2002.05202).
 
-    Of both, only the inputs are kept for backward, which makes both gradients in one pass. Kernel and bits as of `gelu`.
+    Only the inputs are kept for backward, which makes both gradients in one pass. Kernel and bits as of `gelu`.
 
     Parameters
     ----------
@@ -282,9 +282,7 @@ def add_layer_norm(
     ValueError
         For sizes that do not fit, and a `dropout` that is not from 0 to below 1.
     """
-    return cast(
-        "tuple[Tensor, Tensor]", torch.ops.oxytorch.add_layer_norm(input, residual, weight, bias, eps, dropout)
-    )
+    return cast("tuple[Tensor, Tensor]", torch.ops.oxytorch.add_layer_norm(input, residual, weight, bias, eps, dropout))
 
 
 def add_rms_norm(

@@ -100,9 +100,7 @@ HWY_INLINE void store(V value, float* to, const std::uint16_t*) {
   store(value, to);
 }
 
-HWY_INLINE void store_low16(VU value, std::uint16_t* to) {
-  hn::StoreU(hn::TruncateTo(U16(), value), U16(), to);
-}
+HWY_INLINE void store_low16(VU value, std::uint16_t* to) { hn::StoreU(hn::TruncateTo(U16(), value), U16(), to); }
 
 HWY_INLINE V load(const Bf16* from) {
   return float_of(hn::ShiftLeft<16>(hn::PromoteTo(U32(), hn::LoadU(U16(), &from->bits))));

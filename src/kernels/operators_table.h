@@ -59,8 +59,8 @@ struct OperatorTable {
                           const std::uint8_t* taps, void* to);
   void (*activate)(const Activated& of, const RowsTo& to);
   void (*activate_backward)(const Activated& of, const Rows& grad, const RowsTo& to_input, const RowsTo& to_times);
-  void (*normalize_sums)(const RowSum& sum_of, const RowNorm& norm, const RowsOf& sum, const RowsOf& output, float* mean,
-                         float* invstd, float* work);
+  void (*normalize_sums)(const RowSum& sum_of, const RowNorm& norm, const RowsOf& sum, const RowsOf& output,
+                         float* mean, float* invstd, float* work);
   void (*row_norm_gradient)(const RowNormGradient& of, const RowsOf& to_input, const RowsOf& to_residual, float* weight,
                             float* bias, float* work);
   void (*lstm_forward)(const LstmForward& step);

@@ -1,6 +1,7 @@
 // The operators oxytorch::gelu, swiglu and geglu, and activated_forward and activated_backward under them.
 #include "oxytorch/ops/activation.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/chunk.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -89,8 +90,9 @@ Tensor composed_activation(const Tensor& input, const Tensor& times, Activation 
     const auto halves = at::chunk(input, 2, -1);
     return composed_activation(halves[0], halves[1], activation, false);
   }
-  const Tensor value =
-      activation == Activation::Silu ? at::silu(input) : at::gelu(input, activation == Activation::Gelu ? "none" : "tanh");
+  const Tensor value = activation == Activation::Silu
+                           ? at::silu(input)
+                           : at::gelu(input, activation == Activation::Gelu ? "none" : "tanh");
   return times.defined() ? value * times : value;
 }
 
@@ -135,9 +137,8 @@ struct ActivatedNode : torch::autograd::Node {
     if (!grads[0].defined()) return made;
     const std::array<bool, 2> wanted{task_should_compute_output(0), task_should_compute_output(1)};
     const Tensor up = times.unpack();
-    auto [of_input, of_times] =
-        ActivatedBackward::call(grads[0], input.unpack(), up.defined() ? MaybeTensor(up) : std::nullopt,
-                                name_of(activation), packed, wanted);
+    auto [of_input, of_times] = ActivatedBackward::call(
+        grads[0], input.unpack(), up.defined() ? MaybeTensor(up) : std::nullopt, name_of(activation), packed, wanted);
     if (wanted[0]) made[0] = of_input;
     if (wanted[1] && up.defined()) made[1] = of_times;
     return made;
@@ -202,8 +203,8 @@ Tensor gated(const char* name, const Tensor& gate, const MaybeTensor& up, Activa
               gate.sym_sizes(), ".");
     return activated(gate, {}, activation, true);
   }
-  OXY_CHECK(gate.sym_sizes() == times.sym_sizes(), InvalidArgument, name, " takes two tensors of the same sizes; they are ",
-            gate.sym_sizes(), " and ", times.sym_sizes(), ".");
+  OXY_CHECK(gate.sym_sizes() == times.sym_sizes(), InvalidArgument, name,
+            " takes two tensors of the same sizes; they are ", gate.sym_sizes(), " and ", times.sym_sizes(), ".");
   OXY_CHECK(gate.scalar_type() == times.scalar_type(), InvalidType, name, " takes two tensors of one dtype; they are ",
             gate.scalar_type(), " and ", times.scalar_type(), ".");
   OXY_CHECK(gate.device() == times.device(), InvalidArgument, name, " takes two tensors on one device; they are on ",
@@ -214,7 +215,9 @@ Tensor gated(const char* name, const Tensor& gate, const MaybeTensor& up, Activa
 Tensor gelu_operator(const Tensor& input, std::string_view approximate) {
   return activated(input, {}, gelu_form(approximate), false);
 }
-Tensor swiglu_operator(const Tensor& gate, const MaybeTensor& up) { return gated("swiglu", gate, up, Activation::Silu); }
+Tensor swiglu_operator(const Tensor& gate, const MaybeTensor& up) {
+  return gated("swiglu", gate, up, Activation::Silu);
+}
 Tensor geglu_operator(const Tensor& gate, const MaybeTensor& up, std::string_view approximate) {
   return gated("geglu", gate, up, gelu_form(approximate));
 }

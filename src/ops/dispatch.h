@@ -4,6 +4,8 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -73,6 +75,13 @@ inline at::Tensor empty_heads(const at::Tensor& like) {
   const auto size = like.sym_sizes();
   if (like.sym_stride(2) <= like.sym_stride(1)) return at::empty_symint(size, like.options());
   return at::empty_symint({size[0], size[2], size[1], size[3]}, like.options()).transpose(1, 2);
+}
+
+/// Whether a transform of torch.func or a dispatch mode sees this call: it has operators of its own.
+inline bool is_transformed() {
+  return c10::impl::dispatch_mode_enabled() ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
 /// `tensor` in the dtype that autocast has for its device.

@@ -4,7 +4,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/stack.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -91,16 +90,10 @@ bool is_ordinary(const Tensor& tensor) {
   return tensor.defined() && tensor.key_set() == kOrdinary && tensor.numel() > 0 && !tensor._fw_grad(0).defined();
 }
 
-bool in_transform() {
-  return c10::impl::dispatch_mode_enabled() ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
-
 }  // namespace
 
 bool gru_takes(const Gru& gru) {
-  if (in_transform() || !is_ordinary(gru.input) || !is_ordinary(gru.hidden)) return false;
+  if (is_transformed() || !is_ordinary(gru.input) || !is_ordinary(gru.hidden)) return false;
   if (gru.input.dim() != 3 || gru.hidden.dim() != 3 || gru.num_layers < 1) return false;
   const bool casts = at::autocast::is_autocast_enabled(at::kCPU);
   if (casts && at::autocast::get_autocast_dtype(at::kCPU) != at::kBFloat16) return false;

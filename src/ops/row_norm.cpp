@@ -2,6 +2,7 @@
 // row_norm_backward under them.
 #include "ops/row_norm.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -33,8 +34,8 @@ MaybeTensor if_defined(const Tensor& tensor) { return tensor.defined() ? MaybeTe
 Four row_norm_forward_cpu(const Tensor& input, const MaybeTensor& residual, const MaybeTensor& keep,
                           const MaybeTensor& weight, const MaybeTensor& bias, double eps, double keep_scale,
                           bool is_centered) {
-  const NormOfSum of{input,       or_none(residual), or_none(keep), or_none(weight), or_none(bias), eps,
-                     keep_scale, is_centered};
+  const NormOfSum of{input, or_none(residual), or_none(keep), or_none(weight), or_none(bias),
+                     eps,   keep_scale,        is_centered};
   OXY_CHECK(row_norm_cpu_takes(of), InvalidArgument, "row_norm_forward does not take an input ", input.sizes(), " of ",
             input.scalar_type(), " with these; call oxytorch::layer_norm, rms_norm or the like.");
   auto made = row_norm_cpu(of);
@@ -121,9 +122,7 @@ Four composed_row_norm_backward(const Tensor& grad_output, const Tensor& grad_su
                                 bool is_centered, std::array<bool, 4> wanted) {
   const at::AutoGradMode with_grad(true);
   const Tensor wide = sum.to(at::kFloat);
-  const auto square = [&](const Tensor& t) {
-    return (is_centered ? t - t.mean(-1, true) : t).square().mean(-1, true);
-  };
+  const auto square = [&](const Tensor& t) { return (is_centered ? t - t.mean(-1, true) : t).square().mean(-1, true); };
   const Tensor eps = (invstd.square().reciprocal() - square(wide.detach())).detach();
   const Tensor normed = (is_centered ? wide - wide.mean(-1, true) : wide) * (square(wide) + eps).rsqrt();
   const Tensor grad = grad_output.to(at::kFloat);
@@ -219,8 +218,8 @@ Four row_norm_forward_autograd(const Tensor& input, const MaybeTensor& residual,
     torch::autograd::set_history(output, node);
     node->sum_is_output = plus.defined() || or_none(keep).defined();
     if (node->sum_is_output) torch::autograd::set_history(sum, node);
-    node->sum = node->sum_is_output ? torch::autograd::SavedVariable(sum, true)
-                                    : torch::autograd::SavedVariable(input, false);
+    node->sum =
+        node->sum_is_output ? torch::autograd::SavedVariable(sum, true) : torch::autograd::SavedVariable(input, false);
     node->mean = {mean, false};
     node->invstd = {invstd, false};
     node->keep = {or_none(keep), false};

@@ -21,7 +21,8 @@ using kernels::Rows;
 class NormParts {
  public:
   NormParts(std::int64_t rows, std::int64_t columns)
-      : rows_(rows), size_(std::clamp<std::int64_t>(16384 / std::max<std::int64_t>(columns, 1), kernels::kNormGroup, 64)) {}
+      : rows_(rows),
+        size_(std::clamp<std::int64_t>(16384 / std::max<std::int64_t>(columns, 1), kernels::kNormGroup, 64)) {}
   [[nodiscard]] std::int64_t count() const { return (rows_ + size_ - 1) / size_; }
   /// `act(part, first row, rows, scratch)`; the scratch holds what the kernels want.
   template <class Act>

@@ -1,7 +1,6 @@
 #include "tune/deferred.h"
 
 #include <ATen/SavedTensorHooks.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
@@ -178,11 +177,6 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) {
 }  // namespace
 
 bool has_saved_tensor_hooks() { return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty(); }
-
-bool is_transformed() {
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
 
 bool DeferredValue::has_hooks() const { return edge.function && ops::has_hooks(*edge.function); }
 

@@ -56,9 +56,6 @@ at::Tensor deferred_tensor(std::shared_ptr<DeferredValue> value);
 /// keeps, so layers are left alone, and values that are asked for are computed apart.
 [[nodiscard]] bool has_saved_tensor_hooks();
 
-/// Whether a transform of torch.func is computing: what it is given are tensors of its own.
-[[nodiscard]] bool is_transformed();
-
 /// Kernels of layers where autograd is told of them, in the place of torch's, while anybody has them.
 class LayerKernels {
  public:

@@ -1,5 +1,6 @@
 #include "oxytorch/tune/deferred_sums.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -140,12 +141,11 @@ Tensor deferred_sum(const std::shared_ptr<Sum>& sum) {
 /// What the kernel takes, and nobody else has a use for.
 bool is_addend(const Tensor& tensor) {
   return tensor.defined() && ops::has_kernel(tensor) && tensor.layout() == at::kStrided && tensor.dim() >= 2 &&
-         tensor.numel() > 0 && tensor.size(-1) > 1 && tensor.is_non_overlapping_and_dense() &&
-         !tensor.is_inference();
+         tensor.numel() > 0 && tensor.size(-1) > 1 && tensor.is_non_overlapping_and_dense() && !tensor.is_inference();
 }
 bool defers_now(const Tensor& one, const Tensor& other) {
   const std::array<Tensor, 2> both{one, other};
-  return open_sum_scopes > 0 && at::GradMode::is_enabled() && !has_saved_tensor_hooks() && !is_transformed() &&
+  return open_sum_scopes > 0 && at::GradMode::is_enabled() && !has_saved_tensor_hooks() && !ops::is_transformed() &&
          torch::autograd::compute_requires_grad(one, other) && !at::areAnyTensorSubclassLike(both);
 }
 
@@ -245,7 +245,8 @@ Tensor rms_norm_in_scope(c10::DispatchKeySet keys, const Tensor& input, c10::Sym
 Tensor layer_norm_in_scope(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef shape,
                            const MaybeTensor& weight, const MaybeTensor& bias, double eps, bool cudnn) {
   auto made = norm_in_scope(input, shape, weight, bias, eps, true);
-  return made ? *made : at::_ops::layer_norm::redispatch(behind_thread_key(keys), input, shape, weight, bias, eps, cudnn);
+  return made ? *made
+              : at::_ops::layer_norm::redispatch(behind_thread_key(keys), input, shape, weight, bias, eps, cudnn);
 }
 
 void register_sums_once() {

@@ -1,6 +1,7 @@
 #include "oxytorch/tune/kinks.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/eye.h>
 #include <ATen/ops/linalg_solve.h>

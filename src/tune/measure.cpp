@@ -1,5 +1,6 @@
 #include "oxytorch/tune/measure.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/dot.h>
 #include <ATen/ops/equal.h>

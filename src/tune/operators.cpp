@@ -518,9 +518,8 @@ const std::vector<std::string>& NativeOperators::exact_names() {
 }
 
 const std::vector<std::string>& NativeOperators::names() {
-  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli", "flash_attention",
-                                            "lstm",       "gru",        "linear",    "gelu",
-                                            "silu"};
+  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli", "flash_attention", "lstm", "gru",
+                                            "linear",     "gelu",       "silu"};
   return all;
 }
 

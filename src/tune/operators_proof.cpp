@@ -302,13 +302,13 @@ std::string activation_differs(bool is_gelu) {
       const auto& all = originals();
       const std::array ours{is_gelu ? tune::gelu(input, form) : tune::silu(input),
                             is_gelu ? tune::gelu_backward(grad, input, form) : tune::silu_backward(grad, input)};
-      const std::array theirs{is_gelu ? all.gelu.call<Tensor>(input, form) : all.silu.call<Tensor>(input),
-                              is_gelu ? all.gelu_backward.call<Tensor>(grad, input, form)
-                                      : all.silu_backward.call<Tensor>(grad, input)};
+      const std::array theirs{
+          is_gelu ? all.gelu.call<Tensor>(input, form) : all.silu.call<Tensor>(input),
+          is_gelu ? all.gelu_backward.call<Tensor>(grad, input, form) : all.silu_backward.call<Tensor>(grad, input)};
       const Tensor wide = input.to(at::kDouble), slope = grad.to(at::kDouble);
-      const std::array exact{is_gelu ? all.gelu.call<Tensor>(wide, form) : all.silu.call<Tensor>(wide),
-                             is_gelu ? all.gelu_backward.call<Tensor>(slope, wide, form)
-                                     : all.silu_backward.call<Tensor>(slope, wide)};
+      const std::array exact{
+          is_gelu ? all.gelu.call<Tensor>(wide, form) : all.silu.call<Tensor>(wide),
+          is_gelu ? all.gelu_backward.call<Tensor>(slope, wide, form) : all.silu_backward.call<Tensor>(slope, wide)};
       for (std::size_t i = 0; i < ours.size(); ++i) {
         const double rounding = type == at::kFloat ? 0x1p-24 : 0x1p-8;
         if (is_near(ours[i].to(at::kDouble), theirs[i].to(at::kDouble), exact[i], rounding)) continue;
@@ -503,7 +503,8 @@ std::string row_norm_differs() {
   for (const auto type : {at::kFloat, at::kBFloat16}) {
     for (const bool is_centered : {false, true}) {
       // As under autocast, a residual stays in float32.
-      const std::vector<Tensor> given{values.normal({9, 13, 75}).to(type), values.normal({9, 13, 75}, 2, 1), weight, bias};
+      const std::vector<Tensor> given{values.normal({9, 13, 75}).to(type), values.normal({9, 13, 75}, 2, 1), weight,
+                                      bias};
       const Tensor grad = values.normal({9, 13, 75}), grad_sum = values.normal({9, 13, 75});
       const auto results = [&](bool exact, auto&& results_of) {
         std::vector<Tensor> inputs;
@@ -520,17 +521,20 @@ std::string row_norm_differs() {
       };
       const auto by_torch = [&](const std::vector<Tensor>& in) {
         const Tensor sum = in[0] + in[1];
-        const Tensor normed = is_centered ? at::layer_norm(sum, {75}, in[2], in[3]) : at::rms_norm(sum, {75}, in[2], 1e-5);
+        const Tensor normed =
+            is_centered ? at::layer_norm(sum, {75}, in[2], in[3]) : at::rms_norm(sum, {75}, in[2], 1e-5);
         return std::pair(normed, sum);
       };
       const auto exact = results(true, by_torch), theirs = results(false, by_torch);
       const auto ours = results(false, [&](const std::vector<Tensor>& in) {
-        const ops::RowNormOptions options{.weight = in[2], .bias = is_centered ? MaybeTensor(in[3]) : std::nullopt, .eps = 1e-5};
+        const ops::RowNormOptions options{
+            .weight = in[2], .bias = is_centered ? MaybeTensor(in[3]) : std::nullopt, .eps = 1e-5};
         return is_centered ? ops::add_layer_norm(in[0], in[1], options) : ops::add_rms_norm(in[0], in[1], options);
       });
       for (std::size_t i = 0; i < exact.size(); ++i) {
         if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
-        return std::string("the norm of a sum is further from fp64 than torch's own operators in ") + at::toString(type);
+        return std::string("the norm of a sum is further from fp64 than torch's own operators in ") +
+               at::toString(type);
       }
     }
   }

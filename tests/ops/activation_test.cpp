@@ -17,7 +17,8 @@ TEST(ActivationTest, AgreesWithTorchs) {
     EXPECT_TRUE(at::allclose(ours, theirs, 1e-5, 1e-6));
     const auto of_ours = torch::autograd::grad({ours.square().sum()}, inputs);
     const auto of_theirs = torch::autograd::grad({theirs.square().sum()}, inputs);
-    for (std::size_t i = 0; i < inputs.size(); ++i) EXPECT_TRUE(at::allclose(of_ours[i], of_theirs[i], 1e-4, 1e-5)) << i;
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      EXPECT_TRUE(at::allclose(of_ours[i], of_theirs[i], 1e-4, 1e-5)) << i;
   };
   agree(ops::gelu(gate), at::gelu(gate), {gate});
   agree(ops::gelu(gate, "tanh"), at::gelu(gate, "tanh"), {gate});

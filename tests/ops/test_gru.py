@@ -291,12 +291,11 @@ def test_checkpointing_autocast_and_compiling_take_it() -> None:
         torch.testing.assert_close(one.float(), right, rtol=0.05, atol=0.05)
 
 
-def test_what_the_compiler_takes_apart_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)
+def test_what_the_compiler_takes_apart_is_torchs() -> None:
     torch.manual_seed(0)
     module, x = nn.GRU(8, 12), torch.randn(4, 6, 8)
     expected, _ = module(x)
-    with installed("gru"):
+    with installed("gru"), torch._dynamo.config.patch(allow_rnn=True):
         whole = torch.compile(module, backend="aot_eager", fullgraph=True)
         output, _ = whole(x)
         grads = torch.autograd.grad(output.sum(), list(module.parameters()))

@@ -87,6 +87,21 @@ class Gated(nn.Module):
         return self.head(self.gru(self.embed(x))[0]).flatten(0, 1)
 
 
+class Normed(nn.Module):
+    """A residual and dropout before each norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.out = nn.Embedding(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.rms = nn.LayerNorm(16), nn.RMSNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        h = h + F.dropout(self.inner(self.norm(h)), 0.1, self.training)
+        out: Tensor = self.out(self.rms(h + torch.tanh(self.inner(self.norm(h))))).flatten(0, 1)
+        return out
+
+
 @cache
 def bfloat16_lstm() -> bool:
     """Whether torch computes an LSTM under bfloat16 autocast here: oneDNN refuses where there is no AVX-512."""
@@ -319,6 +334,7 @@ WORKLOADS: dict[str, Workload] = {
     "recurrent": Workload(Recurrent, tokens),
     "stateful": Workload(Stateful, rows),
     "gated": Workload(Gated, tokens, ("native_gru",)),
+    "normed": Workload(Normed, tokens, ("native_layer_norm",)),
     "volume": Workload(Volume, volumes, ("channels_last_3d",)),
     "threads": Workload(Conv, images, ("one_thread", "physical_cores"), many_threads),
     "caches": Workload(Conv, images, ("pinned_threads",), two_caches),

@@ -1,5 +1,5 @@
-/// Layer and RMS normalization of rows (Ba et al., arXiv:1607.06450; Zhang and Sennrich, arXiv:1910.07467), of a sum that
-/// is made on the way: an input, with dropout, and a residual. Forward and backward.
+/// Layer and RMS normalization of rows (Ba et al., arXiv:1607.06450; Zhang and Sennrich, arXiv:1910.07467), of a sum
+/// that is made on the way: an input, with dropout, and a residual. Forward and backward.
 ///
 /// Torch-free; `oxytorch::ops` runs these over tensors. Arithmetic is fp32. A sum along a row has one order for every
 /// instruction set, and one over rows is of those of a call, in order.
@@ -56,8 +56,8 @@ struct RowNormGradient {
 /// Rows of which sums over rows are made at once.
 inline constexpr std::int64_t kNormGroup = 8;
 
-/// Gradients of the residual (the sum's) and of the input (that, behind dropout); of weight and bias the sums over these
-/// rows, where they are not null. `work` holds 2 * kNormGroup rows.
+/// Gradients of the residual (the sum's) and of the input (that, behind dropout); of weight and bias the sums over
+/// these rows, where they are not null. `work` holds 2 * kNormGroup rows.
 OXY_API void row_norm_gradient(const RowNormGradient& of, const RowsOf& to_input, const RowsOf& to_residual,
                                float* weight, float* bias, float* work);
 

@@ -20,8 +20,8 @@ OXY_API at::Tensor gelu(const at::Tensor& input, std::string_view approximate = 
 /// silu(gate) * up (Shazeer, arXiv:2002.05202). Without `up`, the last dimension of `gate` holds both side by side, the
 /// gate first, and so does its gradient.
 ///
-/// Kept for backward are `gate` and `up`; between, nothing is written. Kernel, bits and derivatives as of gelu(). Throws
-/// InvalidArgument for sizes that differ or an odd last dimension, InvalidType for dtypes that differ.
+/// Kept for backward are `gate` and `up`; between, nothing is written. Kernel, bits and derivatives as of gelu().
+/// Throws InvalidArgument for sizes that differ or an odd last dimension, InvalidType for dtypes that differ.
 OXY_API at::Tensor swiglu(const at::Tensor& gate, const std::optional<at::Tensor>& up = {});
 
 /// gelu(gate) * up, as swiglu() otherwise.

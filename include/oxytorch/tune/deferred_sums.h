@@ -12,8 +12,8 @@ namespace oxytorch::tune {
 /// float32, bfloat16 or float16, on the CPU, with a gradient), give a tensor that has no values yet. An addition joins
 /// dropout, and a layer or RMS normalization over the last dimension of either computes it and itself in one pass, by
 /// oxytorch::ops::add_layer_norm and add_rms_norm. Anything else that asks gets the values that torch's operators give.
-/// Layer and RMS normalization of other tensors takes this library's kernel too. Under torch.func transforms, dispatch modes,
-/// torch.compile, hooks for saved tensors and inference mode all is left alone.
+/// Layer and RMS normalization of other tensors takes this library's kernel too. Under torch.func transforms, dispatch
+/// modes, torch.compile, hooks for saved tensors and inference mode all is left alone.
 ///
 /// Asked for after what was added was changed in place, it throws Error(InvalidState). Direct access to the memory of a
 /// tensor that has none (data_ptr, numpy) throws in torch's words.

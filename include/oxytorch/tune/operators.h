@@ -16,13 +16,13 @@
 /// other devices, under torch.func transforms and in what torch.compile generates itself; of gru also what runs in
 /// inference mode, since torch takes it apart at autograd.
 ///
-/// Bits. max_pool2d, batch_norm and bernoulli give torch's. Before such an operator is installed it meets the kernel that
-/// it replaces on a set of odd shapes; one that differs in a bit is refused with a reason. Where a compiler was free to
-/// fuse a multiply-add of torch's kernel, this finds out which it did. Only the payload of a computed NaN may differ.
-/// flash_attention (oxytorch/ops/attention.h) rounds otherwise and is refused where it is further from fp64 than twice
-/// torch's own error, and so are linear, gelu, silu (oxytorch/ops) and gru; lstm, where it differs from torch's by more
-/// than sums of its length round. The backward of lstm stays when it is taken out: it serves graphs that were recorded
-/// with it, and hands on all others.
+/// Bits. max_pool2d, batch_norm and bernoulli give torch's. Before such an operator is installed it meets the kernel
+/// that it replaces on a set of odd shapes; one that differs in a bit is refused with a reason. Where a compiler was
+/// free to fuse a multiply-add of torch's kernel, this finds out which it did. Only the payload of a computed NaN may
+/// differ. flash_attention (oxytorch/ops/attention.h) rounds otherwise and is refused where it is further from fp64
+/// than twice torch's own error, and so are linear, gelu, silu (oxytorch/ops) and gru; lstm, where it differs from
+/// torch's by more than sums of its length round. The backward of lstm stays when it is taken out: it serves graphs
+/// that were recorded with it, and hands on all others.
 #pragma once
 
 #include <cstdint>

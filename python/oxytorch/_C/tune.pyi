@@ -18,6 +18,7 @@ __all__: list[str] = [
     "ComparedStep",
     "DeferredLogits",
     "DeferredNorms",
+    "DeferredSums",
     "Interval",
     "KeepDouble",
     "LoadSample",
@@ -35,6 +36,7 @@ __all__: list[str] = [
     "SettingLines",
     "SideFailed",
     "StepJudge",
+    "SumsScope",
     "Timing",
     "Tuner",
     "TunerOptions",
@@ -802,6 +804,34 @@ class DeferredNorms:
         """
     def __init__(self) -> None: ...
     def scope(self) -> NormsScope:
+        """
+        Defer on this thread: a context manager.
+        """
+
+class SumsScope:
+    """
+    Defers on this thread while it is entered.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
+
+class DeferredSums:
+    """
+    Sums and dropout that wait for the normalization that follows them.
+    """
+    @staticmethod
+    def joined() -> int:
+        """
+        Normalizations that one was computed with, so far.
+        """
+    @staticmethod
+    def sums() -> int:
+        """
+        Dropouts and additions that were taken, so far.
+        """
+    def __init__(self) -> None: ...
+    def scope(self) -> SumsScope:
         """
         Defer on this thread: a context manager.
         """

@@ -1,4 +1,4 @@
-"""Strategies that choose the kernel of attention, recurrent, linear layers and activations, tried on the training step."""
+"""Strategies that choose kernels of attention, recurrent and linear layers and activations, tried on the step."""
 
 from __future__ import annotations
 
