@@ -89,7 +89,7 @@ struct Sum final : DeferredValue {
     const c10::impl::ExcludeDispatchKeyGuard as_left_alone(kThreadKey);
     Tensor made = keep.defined() ? input * noise_of(keep, dropout) : input;
     if (residual.defined()) made = is_residual_first ? residual + made : made + residual;
-    made_ = behind_hooks(made);
+    keep_made(behind_hooks(made));
     return made_;
   }
   bool is_computed() override {
@@ -103,6 +103,11 @@ struct Sum final : DeferredValue {
   bool is_residual_first = false;
 
  private:
+  /// What it was made of is nobody's to hold any longer.
+  void keep_made(Tensor made) {
+    made_ = std::move(made);
+    input = residual = keep = Tensor();
+  }
   std::mutex mutex_;
   Tensor made_;
 };
@@ -158,16 +163,23 @@ Tensor tensor_or_none(const c10::IValue& argument) { return is_tensor(argument) 
 
 std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
                                  std::size_t position, std::shared_ptr<DeferredValue> /*self*/) {
-  if (is_computed() || has_hooks() || versions != present_versions() || !at::GradMode::is_enabled()) {
+  const auto& name = op.operator_name();
+  const bool adds = name.name == "aten::add" && name.overload_name == "Tensor";
+  Tensor other;
+  if (adds) {
+    const c10::IValue& beside = arguments[position == 0 ? 1 : 0];
+    if (!arguments[2].toScalar().equal(1) || !is_tensor(beside)) return std::nullopt;
+    other = values_of(beside.toTensor());  // before the lock: it may be this one
+  }
+  const std::lock_guard lock(mutex_);
+  if (made_.defined() || has_hooks() || versions != present_versions() || !at::GradMode::is_enabled()) {
     return std::nullopt;
   }
-  const auto& name = op.operator_name();
-  if (name.name == "aten::add" && name.overload_name == "Tensor") {
-    const c10::IValue& beside = arguments[position == 0 ? 1 : 0];
-    if (residual.defined() || !arguments[2].toScalar().equal(1) || !is_tensor(beside)) return std::nullopt;
-    const Tensor other = values_of(beside.toTensor());
+  if (adds) {
     const std::array<Tensor, 1> one{other};
-    if (!is_addend(other) || other.sizes() != meta.sizes() || at::areAnyTensorSubclassLike(one)) return std::nullopt;
+    if (residual.defined() || !is_addend(other) || other.sizes() != meta.sizes() || at::areAnyTensorSubclassLike(one)) {
+      return std::nullopt;
+    }
     auto next = std::make_shared<Sum>();
     next->input = input;
     next->residual = other;
@@ -188,11 +200,10 @@ std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vecto
   const c10::IValue& eps = arguments[is_centered ? 4 : 3];
   of.eps = eps.isNone() ? std::numeric_limits<float>::epsilon() : eps.toDouble();
   if (is_deferred(of.weight) || is_deferred(of.bias) || !ops::row_norm_cpu_takes(of)) return std::nullopt;
-  const std::lock_guard lock(mutex_);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   auto [normed, sum] = ops::normalized_sum(of);
   ops::let_hooks_see_sum(normed, edge);
-  made_ = sum;
+  keep_made(sum);
   norms_joined.fetch_add(1, std::memory_order_relaxed);
   return normed;
 }
