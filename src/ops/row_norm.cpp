@@ -3,6 +3,7 @@
 #include "ops/row_norm.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -16,6 +17,7 @@
 #include <array>
 #include <limits>
 
+#include "ops/bernoulli_cpu.h"
 #include "ops/dispatch.h"
 #include "oxytorch/error.h"
 #include "oxytorch/ops/row_norm.h"
@@ -261,10 +263,20 @@ void check_row_norm(const char* name, const NormOfSum& of, double dropout) {
             ".");
 }
 
+// The mask that torch's dropout draws, by our kernel where nobody else is to see the draw: a tracer, or a thread that
+// has random numbers of its own.
+Tensor drawn_mask(const Tensor& input, double dropout) {
+  Tensor keep = at::empty_like(input.detach());
+  const bool is_seen = is_transformed() || at::isTensorSubclassLike(keep) ||
+                       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::TESTING_ONLY_GenericMode);
+  if (is_seen || !bernoulli_cpu(keep, 1 - dropout, std::nullopt)) keep.bernoulli_(1 - dropout);
+  return keep;
+}
+
 std::pair<Tensor, Tensor> norm_of(const char* name, NormOfSum of, double dropout) {
   check_row_norm(name, of, dropout);
   if (dropout > 0) {
-    of.keep = at::empty_like(of.input.detach()).bernoulli_(1 - dropout);
+    of.keep = drawn_mask(of.input, dropout);
     of.keep_scale = 1 / (1 - dropout);
   }
   return normalized_sum(of);

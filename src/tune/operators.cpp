@@ -1,7 +1,6 @@
 // Serves torch's operators by the kernels of oxytorch/kernels/operators.h, or hands them on.
 #include "oxytorch/tune/operators.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
@@ -9,7 +8,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,6 +15,7 @@
 #include "base/spelling.h"
 #include "ops/activation_cpu.h"
 #include "ops/attention_cpu.h"
+#include "ops/bernoulli_cpu.h"
 #include "ops/gru.h"
 #include "ops/lstm_cpu.h"
 #include "optim/dense.h"
@@ -220,30 +219,7 @@ Triple batch_norm_backward(const Tensor& grad_output, const Tensor& input, const
 }
 
 Tensor& bernoulli(Tensor& self, double p, std::optional<at::Generator> generator) {
-  at::Generator source =
-      generator.has_value() && generator->defined() ? *generator : at::detail::getDefaultCPUGenerator();
-  const auto element = optim::element_type(self);
-  const bool dense = self.is_contiguous() || self.is_contiguous(at::MemoryFormat::ChannelsLast);
-  auto* twister = dynamic_cast<at::CPUGeneratorImpl*>(source.unsafeGetGeneratorImpl());
-  if (!element || *element == kernels::ElementType::Int8 || !dense || self.numel() == 0 || !(p >= 0 && p <= 1) ||
-      twister == nullptr) {
-    originals().bernoulli.call<Tensor>(self, p, std::move(generator));
-    return self;
-  }
-  const std::lock_guard lock(twister->mutex_);
-  auto engine = twister->engine();
-  at::mt19937_data_pod state = engine.data();
-  kernels::MersenneTwister words;
-  static_assert(sizeof words.word == sizeof state.state_);
-  std::memcpy(words.word, state.state_.data(), sizeof words.word);
-  // torch counts what is left, one too many; a fresh seed has nothing.
-  words.next = state.left_ == 1 ? kernels::MersenneTwister::kWords : static_cast<int>(state.next_);
-  kernels::bernoulli(words, p, self.numel(), *element, self.mutable_data_ptr());
-  std::memcpy(state.state_.data(), words.word, sizeof words.word);
-  state.next_ = static_cast<std::uint32_t>(words.next);
-  state.left_ = kernels::MersenneTwister::kWords + 1 - words.next;
-  engine.set_data(state);
-  twister->set_engine(engine);
+  if (!ops::bernoulli_cpu(self, p, generator)) originals().bernoulli.call<Tensor>(self, p, std::move(generator));
   return self;
 }
 

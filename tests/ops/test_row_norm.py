@@ -120,13 +120,15 @@ def test_the_other_instruction_sets_give_the_same_bits(isa: str, tmp_path: Path)
     assert all(a.equal(b) for a, b in zip(first, other, strict=True))
 
 
-def test_the_mask_is_the_one_of_torchs_dropout() -> None:
-    x, residual = torch.ones(50, 8), torch.zeros(50, 8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mask_is_the_one_of_torchs_dropout(dtype: torch.dtype) -> None:
+    x, residual = torch.ones(50, 8, dtype=dtype), torch.zeros(50, 8, dtype=dtype)
     torch.manual_seed(3)
-    expected = F.dropout(x, 0.4)
-    torch.manual_seed(3)
-    _, total = ox.ops.add_layer_norm(x, residual, dropout=0.4)
-    assert total.equal(expected)
+    expected, after = F.dropout(x, 0.5), torch.rand(4)
+    for _ in range(2):
+        torch.manual_seed(3)
+        _, total = ox.ops.add_layer_norm(x, residual, dropout=0.5)
+        assert total.equal(expected) and torch.rand(4).equal(after)
 
 
 def test_large_offsets_do_not_cost_the_variance() -> None:
