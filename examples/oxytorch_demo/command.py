@@ -31,8 +31,8 @@ __all__ = ["run"]
 
 CONTENDERS = ("plain", ALLOCATOR, "stock", "basic", "advanced")
 TUNING_SECONDS = 30.0
-STEPS_PLANNED, QUICK_STEPS_PLANNED = 10_000, 500
-"""Tuning may take 15 % of the run, so that of a long one is not quick."""
+STEPS_PLANNED = 10_000
+"""Tuning may take 15 % of the run, so that of a long one is not quick; a quick demo plans the run of its recipe."""
 COMPILED = ("plain compiled", "stock compiled", "advanced compiled")
 
 
@@ -50,7 +50,8 @@ class Calibration:
 
 
 def _commands(workload: Workload, tasks: dict[str, dict[str, Any]], options: DemoOptions) -> dict[str, list[str]]:
-    shared = {"workload": workload.name, "threads": options.threads, "steps_planned": options.steps_planned}
+    planned = options.run_of(workload.recipe.quick_run)
+    shared = {"workload": workload.name, "threads": options.threads, "steps_planned": planned}
     return {
         name: python_command({**shared, **task}, "oxytorch_demo.worker", examples()) for name, task in tasks.items()
     }
@@ -195,9 +196,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.threads is not None and arguments.threads < 1:
         print(f"oxytorch demo: --threads must be at least 1, not {arguments.threads}", file=sys.stderr)
         return 2
-    if arguments.steps_planned is None:
-        arguments.steps_planned = QUICK_STEPS_PLANNED if arguments.quick else STEPS_PLANNED
-    if arguments.steps_planned < 1:
+    if arguments.steps_planned is None and not arguments.quick:
+        arguments.steps_planned = STEPS_PLANNED
+    if arguments.steps_planned is not None and arguments.steps_planned < 1:
         print(f"oxytorch demo: --steps-planned must be at least 1, not {arguments.steps_planned}", file=sys.stderr)
         return 2
     threads = arguments.threads or len(os.sched_getaffinity(0))

@@ -23,6 +23,8 @@ from .workloads import library_text
 
 __all__ = ["build_program", "race_cpp"]
 
+QUICK_RUN = 500
+"""Steps of the run that a quick race of the GPT tunes for."""
 CONTENDERS = {"torch": "torch", "oxytorch optim": "tail", "oxytorch trainer": "trainer"}
 STARTS, MOST_STEPS, LEAST_STEPS, BLOCK = 4, 48, 16, 4
 
@@ -98,7 +100,7 @@ def race_cpp(options: DemoOptions) -> WorkloadResult:
         def commands(seed: int, steps: int) -> dict[str, list[str]]:
             shared = ["--train", str(texts[0]), "--held", str(texts[1]), "--steps", str(steps), "--seed", str(seed)]
             shared += ["--threads", str(options.threads), "--coordinator", str(os.getpid()), "--serve"]
-            shared += ["--steps-planned", str(options.steps_planned)]
+            shared += ["--steps-planned", str(options.run_of(QUICK_RUN))]
             return {name: [str(program), "--contender", value, *shared] for name, value in contenders.items()}
 
         def start(seed: int, steps: int, block: int, label: str, step_seconds: float) -> Start:

@@ -20,5 +20,9 @@ class DemoOptions:
     quick: bool
     contenders: tuple[str, ...]
     environment: dict[str, str]
-    steps_planned: int
-    """Of the run that trainers tune for."""
+    steps_planned: int | None
+    """Of the run that trainers tune for; None: what the recipe has for a quick demo."""
+
+    def run_of(self, quick_run: int) -> int:
+        """Return the steps of the run that trainers tune for, of a recipe whose quick demo plans `quick_run`."""
+        return quick_run if self.steps_planned is None else self.steps_planned

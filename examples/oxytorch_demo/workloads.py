@@ -26,6 +26,7 @@ class Recipe:
 
     ``warmup`` is a share of all steps; ``steps`` and ``least_steps`` bound the length of one training run, and the
     demo takes the longest that fits its time; ``block`` is how many steps a contender runs before the next one's turn.
+    ``quick_run`` is the length of the run that a quick demo tunes for: a minute's at least.
     """
 
     lr: float
@@ -39,6 +40,7 @@ class Recipe:
     block: int
     starts: int
     share: float
+    quick_run: int = 500
 
     def lr_factor(self, steps: int) -> Callable[[int], float]:
         """Linear warm-up, then a cosine down to a tenth, as a factor of ``lr`` for ``LambdaLR``."""
@@ -276,7 +278,7 @@ def _mlp(width: int = 768, batch: int = 128) -> Workload:
 
     recipe = Recipe(
         lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1, clip_norm=1.0, ema_decay=0.98, warmup=0.1,
-        steps=240, least_steps=160, block=40, starts=6, share=0.10,
+        steps=240, least_steps=160, block=40, starts=6, share=0.10, quick_run=12_000,
     )  # fmt: skip
     return Workload(
         name="mlp",
