@@ -137,8 +137,8 @@ struct ActivatedNode : torch::autograd::Node {
     if (!grads[0].defined()) return made;
     const std::array<bool, 2> wanted{task_should_compute_output(0), task_should_compute_output(1)};
     const Tensor up = times.unpack();
-    auto [of_input, of_times] = ActivatedBackward::call(
-        grads[0], input.unpack(), up.defined() ? MaybeTensor(up) : std::nullopt, name_of(activation), packed, wanted);
+    auto [of_input, of_times] =
+        ActivatedBackward::call(grads[0], input.unpack(), if_defined(up), name_of(activation), packed, wanted);
     if (wanted[0]) made[0] = of_input;
     if (wanted[1] && up.defined()) made[1] = of_times;
     return made;
@@ -191,8 +191,7 @@ Tensor activated(const Tensor& input, const Tensor& times, Activation activation
   const bool has = has_kernel(input) && input.layout() == at::kStrided && input.sym_numel() != 0 &&
                    (!times.defined() || times.layout() == at::kStrided);
   if (!has) return composed_activation(input, times, activation, packed);
-  return ActivatedForward::call(input, times.defined() ? MaybeTensor(times) : std::nullopt, name_of(activation),
-                                packed);
+  return ActivatedForward::call(input, if_defined(times), name_of(activation), packed);
 }
 
 Tensor gated(const char* name, const Tensor& gate, const MaybeTensor& up, Activation activation) {

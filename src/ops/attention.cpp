@@ -143,7 +143,7 @@ struct AttentionNode : torch::autograd::Node {
 
   static MaybeTensor maybe(const torch::autograd::SavedVariable& saved) {
     const Tensor tensor = saved.unpack();
-    return tensor.defined() ? MaybeTensor(tensor) : std::nullopt;
+    return if_defined(tensor);
   }
 
   torch::autograd::SavedVariable query, key, value, mask, output, log_sum, seed, query_offsets, key_offsets;
@@ -258,7 +258,7 @@ Tensor composed(const Tensor& query, const Tensor& key, const Tensor& value, con
     added = added.defined() ? added + window : window;
   }
   if (soft_cap == 0) {
-    const MaybeTensor mask = added.defined() ? MaybeTensor(added) : std::nullopt;
+    const MaybeTensor mask = if_defined(added);
     return at::scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale, true);
   }
   const auto group = query.size(1) / key.size(1);

@@ -26,8 +26,6 @@ using MaybeTensor = std::optional<Tensor>;
 using Pair = std::tuple<Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-MaybeTensor maybe(const Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
-
 // -- the kernels ------------------------------------------------------------------------------------------------------
 
 void check_taken(const char* name, const Tensor& input, const Tensor& weight, const Tensor& bias) {
@@ -161,9 +159,9 @@ struct BatchNormNode : torch::autograd::Node {
     std::array<bool, 4> wanted{};
     for (std::size_t i = 0; i < 4; ++i) wanted[i] = task_should_compute_output(i);
     const auto saved = node_of(*this);
-    const auto [of_input, of_weight, of_bias, of_added] =
-        BatchNormBackward::call(grads[0], input.unpack(), maybe(weight.unpack()), maybe(bias.unpack()), mean.unpack(),
-                                invstd.unpack(), maybe(output.unpack(saved)), maybe(taps.unpack()), relu, pool, wanted);
+    const auto [of_input, of_weight, of_bias, of_added] = BatchNormBackward::call(
+        grads[0], input.unpack(), if_defined(weight.unpack()), if_defined(bias.unpack()), mean.unpack(),
+        invstd.unpack(), if_defined(output.unpack(saved)), if_defined(taps.unpack()), relu, pool, wanted);
     if (wanted[0]) made[0] = of_input;
     if (wanted[1]) made[1] = of_weight;
     if (wanted[2]) made[2] = of_bias;
@@ -339,8 +337,8 @@ Tensor normalized(const Tensor& input, const Tensor& weight, const Tensor& bias,
   const bool is_last = !added.defined() || adds;
   const bool pools = is_last && !pool.empty() && windows_fill(input, pool);
   const Tensor value = std::get<0>(
-      BatchNormForward::call(input, maybe(weight), maybe(bias), adds ? MaybeTensor(added) : std::nullopt, moments.mean,
-                             moments.invstd, relu && is_last, pools ? pool : at::IntArrayRef()));
+      BatchNormForward::call(input, if_defined(weight), if_defined(bias), adds ? MaybeTensor(added) : std::nullopt,
+                             moments.mean, moments.invstd, relu && is_last, pools ? pool : at::IntArrayRef()));
   return followed(value, is_last ? Tensor() : added, relu && !is_last, pools ? at::IntArrayRef() : pool);
 }
 

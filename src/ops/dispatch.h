@@ -63,6 +63,17 @@ struct Operator<kName, Result(Args...)> {
 /// The tensor, undefined where there is none.
 inline at::Tensor or_none(const std::optional<at::Tensor>& tensor) { return tensor.value_or(at::Tensor()); }
 
+/// None where the tensor is undefined.
+inline std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+}
+
+/// Whether anybody waits for the gradient of the tensor that a node made.
+inline bool has_hooks(torch::autograd::Node& node) {
+  return !(node.tensor_pre_hooks().empty() && node.retains_grad_hooks().empty() && node.pre_hooks().empty() &&
+           node.post_hooks().empty());
+}
+
 /// Whether operators of this library have a kernel of their own for such a tensor.
 inline bool has_kernel(const at::Tensor& tensor) {
   const auto type = tensor.scalar_type();

@@ -80,7 +80,7 @@ struct LinearNode : torch::autograd::Node {
     for (std::size_t i = 0; i < 3; ++i) wanted[i] = task_should_compute_output(i);
     const Tensor kept = input.unpack();
     const auto [of_input, of_weight, of_bias] =
-        LinearBackward::call(grads[0], kept.defined() ? MaybeTensor(kept) : std::nullopt, weight.unpack(), wanted);
+        LinearBackward::call(grads[0], if_defined(kept), weight.unpack(), wanted);
     if (wanted[0]) made[0] = of_input;
     if (wanted[1]) made[1] = of_weight;
     if (wanted[2]) made[2] = of_bias;

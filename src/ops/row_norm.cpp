@@ -29,8 +29,6 @@ using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-MaybeTensor if_defined(const Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
-
 // -- the kernels ------------------------------------------------------------------------------------------------------
 
 Four row_norm_forward_cpu(const Tensor& input, const MaybeTensor& residual, const MaybeTensor& keep,
@@ -53,18 +51,10 @@ Four row_norm_backward_cpu(const Tensor& grad_output, const MaybeTensor& grad_su
   auto made = row_norm_cpu_backward(
       {sum, mean, invstd, or_none(keep), or_none(weight), keep_scale, is_centered, input_type, residual_type},
       grad_output, or_none(grad_sum), wanted);
-  // Nor one tensor twice.
-  if (made[1].defined() && made[1].is_same(made[0])) made[1] = at::empty({0}, sum.options());
   for (auto& gradient : made) {
     if (!gradient.defined()) gradient = at::empty({0}, sum.options());
   }
   return {made[0], made[1], made[2], made[3]};
-}
-
-/// Whether the gradients of input and residual are the same numbers, which the operator then gives once.
-bool is_one_gradient(const MaybeTensor& keep, at::ScalarType input_type, at::ScalarType residual_type,
-                     std::array<bool, 4> wanted) {
-  return wanted[0] && wanted[1] && !or_none(keep).defined() && input_type == residual_type;
 }
 
 Tensor empty_rows_like(const Tensor& tensor, at::ScalarType type) {
@@ -92,7 +82,7 @@ Four row_norm_backward_meta(const Tensor& /*grad_output*/, const MaybeTensor& /*
     const auto type = or_none(weight).defined() ? weight->scalar_type() : at::kFloat;
     return at::empty_symint({sum.sym_size(-1)}, sum.options().dtype(type));
   };
-  const bool is_one = is_one_gradient(keep, input_type, residual_type, wanted);
+  const bool is_one = is_one_gradient(or_none(keep), input_type, residual_type, wanted);
   return {wanted[0] ? empty_rows_like(sum, input_type) : none(),
           wanted[1] && !is_one ? empty_rows_like(sum, residual_type) : none(), wanted[2] ? of_columns() : none(),
           wanted[3] ? of_columns() : none()};
@@ -184,7 +174,7 @@ struct RowNormNode : torch::autograd::Node {
         RowNormBackward::call(grad, if_defined(of_sum), of, mean.unpack(), invstd.unpack(), mask,
                               if_defined(weight.unpack()), input_type, residual_type, keep_scale, is_centered, wanted);
     if (wanted[0]) made[0] = of_input;
-    if (wanted[1]) made[1] = is_one_gradient(mask, input_type, residual_type, wanted) ? of_input : of_residual;
+    if (wanted[1]) made[1] = is_one_gradient(or_none(mask), input_type, residual_type, wanted) ? of_input : of_residual;
     if (wanted[2]) made[2] = of_weight;
     if (wanted[3]) made[3] = of_bias;
     return made;
@@ -282,13 +272,6 @@ std::pair<Tensor, Tensor> norm_of(const char* name, NormOfSum of, double dropout
   return normalized_sum(of);
 }
 
-// As torch's rms_norm.
-double rms_eps(const Tensor& input, const std::optional<double>& eps) {
-  if (eps) return *eps;
-  return input.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
-                                            : std::numeric_limits<float>::epsilon();
-}
-
 Tensor layer_norm_operator(const Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
   return norm_of("layer_norm", {input, {}, {}, or_none(weight), or_none(bias), eps}, 0).first;
 }
@@ -362,17 +345,18 @@ constexpr const char* kNoSum = "dropout belongs to a sum: call add_layer_norm or
 
 }  // namespace
 
+double rms_eps(const Tensor& input, std::optional<double> eps) {
+  if (eps) return *eps;
+  return input.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                            : std::numeric_limits<float>::epsilon();
+}
+
 std::pair<Tensor, Tensor> normalized_sum(const NormOfSum& of) {
   if (!row_norm_cpu_takes(of)) return composed_norm_of_sum(of);
   auto [output, sum, mean, invstd] =
       RowNormForward::call(of.input, if_defined(of.residual), if_defined(of.keep), if_defined(of.weight),
                            if_defined(of.bias), of.eps, of.keep_scale, of.is_centered);
   return {output, of.has_sum() ? sum : Tensor()};
-}
-
-bool has_hooks(torch::autograd::Node& node) {
-  return !(node.tensor_pre_hooks().empty() && node.retains_grad_hooks().empty() && node.pre_hooks().empty() &&
-           node.post_hooks().empty());
 }
 
 void let_hooks_see_sum(const Tensor& normed, torch::autograd::Edge sum) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/function.h>
 
 #include "ops/row_norm_cpu.h"
 
@@ -12,8 +11,8 @@ namespace oxytorch::ops {
 /// the kernel does not take them.
 std::pair<at::Tensor, at::Tensor> normalized_sum(const NormOfSum& of);
 
-/// Whether anybody waits for the gradient of the tensor that a node made.
-[[nodiscard]] bool has_hooks(torch::autograd::Node& node);
+/// The eps of RMS normalization, as torch's where none is given.
+[[nodiscard]] double rms_eps(const at::Tensor& input, std::optional<double> eps);
 
 /// `normed` came of normalized_sum(), `sum` leads to the node of the sum as somebody else sees it: hooks that it gets,
 /// also later, see the sum's gradient in backward, which then goes through that node.

@@ -110,16 +110,21 @@ NormedRows row_norm_cpu(const NormOfSum& of) {
   return made;
 }
 
+bool is_one_gradient(const Tensor& keep, at::ScalarType input_type, at::ScalarType residual_type,
+                     std::array<bool, 4> wanted) {
+  return wanted[0] && wanted[1] && !keep.defined() && input_type == residual_type;
+}
+
 std::array<Tensor, 4> row_norm_cpu_backward(const NormedSum& of, const Tensor& grad_output, const Tensor& grad_sum,
                                             std::array<bool, 4> wanted) {
   const Matrix sum(of.sum), keep(of.keep), grad(grad_output), beside(grad_sum);
   const std::int64_t columns = sum.rows.columns;
   const Tensor weight = floats_of(of.weight);
   std::array<Tensor, 4> made;
-  // Without dropout, and in one dtype, both get the same.
-  const bool is_shared = wanted[0] && wanted[1] && !of.keep.defined() && of.input_type == of.residual_type;
   if (wanted[0]) made[0] = contiguous_like(of.sum, of.input_type);
-  if (wanted[1] && !is_shared) made[1] = contiguous_like(of.sum, of.residual_type);
+  if (wanted[1] && !is_one_gradient(of.keep, of.input_type, of.residual_type, wanted)) {
+    made[1] = contiguous_like(of.sum, of.residual_type);
+  }
   const NormParts parts(sum.rows.rows, columns);
   Scratch scratch;
   const auto sums_of_parts = [&](bool is_wanted) {
@@ -144,7 +149,6 @@ std::array<Tensor, 4> row_norm_cpu_backward(const NormedSum& of, const Tensor& g
     kernels::row_norm_gradient(rows, rows_to(made[0], columns, first), rows_to(made[1], columns, first),
                                at_part(of_weight), at_part(of_bias), work);
   });
-  if (is_shared) made[1] = made[0];
   const auto total = [&](const float* sums) {
     std::vector<double> all(static_cast<std::size_t>(columns));
     for (std::int64_t part = 0; part < parts.count(); ++part) {

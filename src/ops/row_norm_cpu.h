@@ -44,7 +44,12 @@ struct NormedSum {
   at::ScalarType input_type, residual_type;
 };
 
-/// Gradients of input, residual, weight and bias; undefined where not wanted. `grad_sum` may be undefined.
+/// Whether the gradients of input and residual are the same numbers, which are then made once.
+[[nodiscard]] bool is_one_gradient(const at::Tensor& keep, at::ScalarType input_type, at::ScalarType residual_type,
+                                   std::array<bool, 4> wanted);
+
+/// Gradients of input, residual, weight and bias; undefined where not wanted, and of the residual where it
+/// is_one_gradient(). `grad_sum` may be undefined.
 std::array<at::Tensor, 4> row_norm_cpu_backward(const NormedSum& of, const at::Tensor& grad_output,
                                                 const at::Tensor& grad_sum, std::array<bool, 4> wanted);
 

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "ops/dispatch.h"
-#include "ops/row_norm.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::tune {

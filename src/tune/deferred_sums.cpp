@@ -19,7 +19,6 @@
 
 #include <array>
 #include <atomic>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -198,7 +197,7 @@ std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vecto
   of.is_centered = is_centered;
   if (is_centered) of.bias = tensor_or_none(arguments[3]);
   const c10::IValue& eps = arguments[is_centered ? 4 : 3];
-  of.eps = eps.isNone() ? std::numeric_limits<float>::epsilon() : eps.toDouble();
+  of.eps = ops::rms_eps(input, eps.isNone() ? std::nullopt : std::optional(eps.toDouble()));
   if (is_deferred(of.weight) || is_deferred(of.bias) || !ops::row_norm_cpu_takes(of)) return std::nullopt;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   auto [normed, sum] = ops::normalized_sum(of);
@@ -249,7 +248,7 @@ std::optional<Tensor> norm_in_scope(const Tensor& input, c10::SymIntArrayRef sha
 
 Tensor rms_norm_in_scope(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef shape,
                          const MaybeTensor& weight, std::optional<double> eps) {
-  auto made = norm_in_scope(input, shape, weight, {}, eps.value_or(std::numeric_limits<float>::epsilon()), false);
+  auto made = norm_in_scope(input, shape, weight, {}, ops::rms_eps(input, eps), false);
   return made ? *made : at::_ops::rms_norm::redispatch(behind_thread_key(keys), input, shape, weight, eps);
 }
 
