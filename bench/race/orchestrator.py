@@ -68,7 +68,7 @@ CUDA_WORKLOADS = {
     "resnet": "ResNet-34, 128 x 3 x 224 x 224",
     "bert": "BERT base, 12 layers of width 768, 16 x 512 tokens of 4,096, dropout 0.1",
 }
-CUDA_TURN_STEPS = 20
+CUDA_TURN_STEPS = 40  # more than the watch of `accelerate` waits for the card in its first checks
 # Steps of a turn: about a second of the plain loop.
 TURN_STEPS = {"cnn": 3, "resnet": 3, "gpt": 4, "bert": 3, "mlp": 60, "lstm": 10}
 # The same from C++: LibTorch's own loop takes the place of eager PyTorch.

@@ -267,7 +267,9 @@ def test_every_python_test_is_in_one_part(
     assert parts[0].name == "C++" and all(part.environment["OXYTORCH_DEVICE"] == "cuda" for part in parts)
     named = [word for part in parts for word in part.command(60.0) if word.endswith(".py")]
     here = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
-    assert named == here and len(parts) > 3
+    assert sorted(named) == here and len(parts) > 3
+    on_device = parts[1].command(60.0)
+    assert "tests/optim/test_device.py" in on_device and "tests/base/test_base.py" not in on_device
 
 
 def test_junit_is_counted_with_what_failed(slices: ModuleType, tmp_path: Path) -> None:

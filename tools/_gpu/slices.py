@@ -14,8 +14,10 @@ from counts import cases, outcome
 from .machine import ROOT, Machine, keep_times, sources_digest
 from .runner import Document, Outcome, Part, write_json
 
-FILES_A_PART = 60
+FILES_A_PART = 20
 """Of Python tests: starting the workers costs seconds, and a part that is cut off runs anew."""
+ON_DEVICE = re.compile(r"^import torch_device|\bdevice: torch\.device", re.MULTILINE)
+"""In a file with tests that go by OXYTORCH_DEVICE."""
 MOST_FAILURES = 100
 STARTS, QUICK_STARTS = 2, 1
 TAIL_CASES = ("large", "small", "graph", "waits", "table")
@@ -134,7 +136,7 @@ def chunks(files: list[Path], size: int) -> list[list[Path]]:
 
 
 def test_parts(machine: Machine) -> list[Part]:
-    """The C++ tests, then the Python tests some sixty files at a time."""
+    """The C++ tests, the Python tests that go by the device, then the others some twenty files at a time."""
     cores = str(machine.cores)
     device = "cpu" if machine.device == "fake" else machine.device
     environment = {"OXYTORCH_DEVICE": device, "OMP_WAIT_POLICY": "passive"}
@@ -170,9 +172,11 @@ def test_parts(machine: Machine) -> list[Part]:
     if machine.quick:
         few = [path for path in files if path.parent.name == "base"]
         return [part("C++", ctest("-L", "^base$")), part("Python", pytest(few))]
-    groups = chunks(files, FILES_A_PART)
-    python = [part(f"Python {n} of {len(groups)}", pytest(group)) for n, group in enumerate(groups, 1)]
-    return [part("C++", ctest("-L", "torch", "-LE", "device")), *python]
+    first = [file for file in files if ON_DEVICE.search(file.read_text(encoding="utf-8"))]
+    groups = chunks([file for file in files if file not in first], FILES_A_PART)
+    others = [part(f"Python, the rest {n} of {len(groups)}", pytest(group)) for n, group in enumerate(groups, 1)]
+    on_device = part("Python on the device", pytest(first))
+    return [part("C++", ctest("-L", "torch", "-LE", "device")), on_device, *others]
 
 
 # --- races -----------------------------------------------------------------------------------------------------------
