@@ -56,11 +56,10 @@ def _settings(optimizers: Iterable[Optimizer]) -> str:
     )
 
 
-def _recorder() -> Callable[[], Any] | None:
+def _recorder(state: Iterable[Tensor]) -> Callable[[], Any] | None:
     # Before torch 2.13 only Python's class of the device records; None leaves it to torch's graphs for any device.
-    if hasattr(torch.accelerator, "Graph") or not torch.cuda.is_available():
-        return None
-    return torch.cuda.CUDAGraph
+    on_card = any(tensor.is_cuda for tensor in state)
+    return torch.cuda.CUDAGraph if on_card and not hasattr(torch.accelerator, "Graph") else None
 
 
 class StepGraph:
@@ -121,8 +120,7 @@ class StepGraph:
         max_recordings: int = 8,
         recorder: Callable[[], Any] | None = None,
     ) -> None:
-        for owner in state:
-            next(_tensors(owner), None)
+        given = [tensor for owner in state for tensor in _tensors(owner)]
         optimizers = [owner for owner in state if isinstance(owner, Optimizer)]
         self._spec: TreeSpec | None = None
 
@@ -138,7 +136,7 @@ class StepGraph:
             flat_step,
             all_state,
             lambda: _settings(optimizers),
-            recorder or _recorder(),
+            recorder or _recorder(given),
             warmup,
             max_recordings,
             verify,

@@ -26,6 +26,8 @@ bool can_be_fused(const CompositeStep& step, const CompositeParam& p) {
       p.state->low_bits.defined()) {
     return false;
   }
+  // The kernels take the gradient's multiplier in fp32, which is not what fp64 parameters are for.
+  if (p.param.scalar_type() == at::kDouble) return false;
   if (!p.param.is_cuda() || p.grad.is_sparse() || p.param.is_complex() || !p.param.is_non_overlapping_and_dense() ||
       !like(p.grad, p.param)) {
     return false;

@@ -25,7 +25,7 @@ def set_to_copy(t: Tensor) -> None:
 
 def resized(t: Tensor) -> None:
     kept, shape = t.detach().clone(), t.shape
-    t.data = torch.empty(0, dtype=t.dtype)
+    t.data = t.new_empty(0)
     part = t.detach() if t.requires_grad else t
     part.resize_(shape).copy_(kept)
     t.data = part
@@ -35,19 +35,19 @@ def offloaded(t: Tensor) -> None:
     kept, storage = t.detach().clone(), t.untyped_storage()
     size = storage.nbytes()
     storage.resize_(0)
-    torch.zeros(max(size // 4, 1))  # somebody else may get the memory
+    torch.zeros(max(size // 4, 1), device=t.device)  # somebody else may get the memory
     storage.resize_(size)
     t.copy_(kept)
 
 
 def with_gaps(t: Tensor) -> None:
-    room = torch.zeros(*t.shape, 2, dtype=t.dtype)
+    room = t.new_zeros((*t.shape, 2))
     room[..., 0] = t
     t.data = room[..., 0]
 
 
 def with_offset(t: Tensor) -> None:
-    room = torch.zeros(t.numel() + 3, dtype=t.dtype)
+    room = t.new_zeros(t.numel() + 3)
     room[3:] = t.flatten()
     t.data = room[3:].view(t.shape)
 

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import pickle
 import sys
@@ -49,8 +50,9 @@ def timm_lion() -> type:
         assert found is not None and found.submodule_search_locations, "timm is not installed: make setup"
         root = Path(found.submodule_search_locations[0])
         for name, folder in (("timm", root), ("timm.optim", root / "optim")):
-            package = types.ModuleType(name)
-            package.__path__ = [str(folder)]
+            spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [str(folder)]
+            package = importlib.util.module_from_spec(spec)
             sys.modules[name] = package
     return importlib.import_module("timm.optim.lion").Lion
 
