@@ -12,8 +12,8 @@ import oxytorch as ox
 import pytest
 import torch
 from oxytorch.tune import Run, Strategy
-from oxytorch.tune.observe import observe, operator_seconds
-from oxytorch.tune.strategies.compiled import fused_speedup
+from oxytorch.tune.observe import kernel_seconds, observe, operator_seconds
+from oxytorch.tune.strategies.compiled import fused_speedup, launched_speedup
 from oxytorch.tune.workload import RunWorkload
 from planted import CLOCK, WORKLOAD, Clock, Net, batches, clock, made, only, same
 from torch import nn
@@ -75,6 +75,26 @@ def test_what_a_compiler_gains_is_outside_of_library_calls() -> None:
     assert fused_speedup(1.0, {"aten::mm": 1.1}) == 1.0  # the clock's noise
     for name in ("aten::_mkldnn_linear", "mkldnn::_linear_pointwise", "aten::_scaled_dot_product_flash_attention"):
         assert fused_speedup(1.0, {name: 1.0}) == 1.0, name
+
+
+def test_what_a_compiler_gains_on_a_card_is_what_waits_for_the_host() -> None:
+    waits = {"sm90_xmma_gemm_bf16": 0.4, "vectorized_elementwise_kernel": 0.2}
+    assert launched_speedup(1.0, waits, graphed=True) == pytest.approx(2.0)
+    assert launched_speedup(1.0, waits, graphed=False) == pytest.approx(1 / 0.85)
+    busy = {"nvjet_tst_128x256": 0.8, "layer_norm_kernel": 0.2}
+    for graphed in (False, True):
+        assert launched_speedup(1.0, busy, graphed) == pytest.approx(1 / 0.9)
+    assert launched_speedup(1.0, {"cutlass_80_tensorop": 1.1}, graphed=True) == 1.0  # the clock's noise
+    assert launched_speedup(1.0, {}, graphed=True) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card")
+def test_kernels_of_a_card_are_timed() -> None:
+    model = nn.Linear(512, 512, device="cuda")
+    given = [(torch.randn(512, 512, device="cuda"), torch.randint(512, (512,), device="cuda"))]
+    seconds, named = kernel_seconds(Run(model, torch.optim.SGD(model.parameters(), lr=0.1), CRITERION, given))
+    assert 0 < sum(named.values()) < seconds and any("gemm" in name for name in named)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_operators_are_timed_in_forward_and_backward_and_leave_no_trace() -> None:
