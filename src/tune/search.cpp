@@ -189,11 +189,14 @@ struct Search::Impl {
 
   /// For trials: what concluding takes is kept back once there is something to conclude.
   [[nodiscard]] double seconds_left() const {
-    if (options.total_seconds <= 0) return std::numeric_limits<double>::infinity();
     const double kept_back =
         force != 0 ? std::min(options.conclude_steps * step_seconds, options.conclude_share * options.total_seconds)
                    : 0;
-    return options.total_seconds - used - kept_back;
+    return seconds_to_conclude() - kept_back;
+  }
+
+  [[nodiscard]] double seconds_to_conclude() const {
+    return options.total_seconds > 0 ? options.total_seconds - used : std::numeric_limits<double>::infinity();
   }
 
   /// What is exact and often pays must not lose its turn to others that were refused after a long verification.
@@ -650,7 +653,9 @@ void Search::expect(const std::string& strategy, double speedup) {
   if (self.pending && self.pending->item == i) self.pending.reset();
 }
 
+double Search::step_seconds() const { return impl_->step_seconds; }
 double Search::seconds_left() const { return impl_->seconds_left(); }
+double Search::seconds_to_conclude() const { return impl_->seconds_to_conclude(); }
 
 PairedTestOptions Search::conclusion() const {
   const SearchOptions& options = impl_->options;

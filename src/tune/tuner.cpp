@@ -327,6 +327,10 @@ struct Tuner::Impl {
       explore();
       const auto chosen = search->best();
       if (chosen.empty()) return std::nullopt;
+      if (const auto why = not_repaid(chosen); !why.empty()) {
+        drop_all(chosen, Status::Rejected, why);
+        continue;
+      }
       try {
         const auto ruling = verify(chosen);
         const bool over = search->seconds_left() <= 0;  // then what fails is not looked into
@@ -342,6 +346,18 @@ struct Tuner::Impl {
         drop(chosen.back(), Status::Failed, "all together failed: " + timing.blame(failure));
       }
     }
+  }
+
+  /// Why verifying what was found takes longer than tuning may and than it saves in the planned run; empty where it
+  /// does not, or where the user said how long tuning may take.
+  [[nodiscard]] std::string not_repaid(const Names& names) const {
+    if (options.tune_seconds > 0 || options.goal != Goal::Speed || rulings.contains({names, false})) return "";
+    const double given = timing.step_seconds(), steps = static_cast<double>(options.steps_planned);
+    const double takes = given * (widest(names) == Kind::Exact ? kPolicy.verify_exact_steps : kPolicy.verify_steps);
+    const double saves = steps * std::max(0.0, given - search->step_seconds());
+    if (takes < std::max(search->seconds_to_conclude(), saves)) return "";
+    return "verifying takes about " + monitor::format_seconds(takes) + ", and in the " + monitor::format_count(steps) +
+           " steps that are planned " + monitor::format_seconds(saves) + " are saved";
   }
 
   PairedTestResult against_nothing(const Names& chosen) {

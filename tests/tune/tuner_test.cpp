@@ -477,6 +477,27 @@ TEST_F(TunerTest, NotesWhatCannotBeMadeActiveAtTheEnd) {
   EXPECT_THAT(entry(made, "half").reason, HasSubstr("could not be made active: half throws"));
 }
 
+TEST_F(TunerTest, AShortRunPaysForNoProofThatItCannotRepay) {
+  const auto after = [](Kind kind, TunerOptions options) {
+    Table table;
+    table.step_seconds = 0.3;
+    table.plant("two_thirds", 2.0 / 3, kind);
+    auto made = tuned(table, std::move(options));
+    const bool proven =
+        std::any_of(table.verified.begin(), table.verified.end(), [](const auto& v) { return !v.second; });
+    EXPECT_EQ(proven, !made.accepted().empty());
+    return made;
+  };
+  const auto brief = after(Kind::Precision, {.steps_planned = 200});
+  EXPECT_THAT(brief.accepted(), IsEmpty());
+  EXPECT_EQ(entry(brief, "two_thirds").status, Status::Rejected);
+  EXPECT_THAT(entry(brief, "two_thirds").reason,
+              HasSubstr("verifying takes about 27 s, and in the 200 steps that are planned 20 s are saved"));
+  EXPECT_THAT(after(Kind::Precision, {.steps_planned = 400}).accepted(), ElementsAre("two_thirds"));
+  EXPECT_THAT(after(Kind::Exact, {.steps_planned = 200}).accepted(), ElementsAre("two_thirds"));
+  EXPECT_THAT(after(Kind::Precision, {.steps_planned = 200, .tune_seconds = 60}).accepted(), ElementsAre("two_thirds"));
+}
+
 TEST_F(TunerTest, SaysWhatCannotBeMeant) {
   table.plant("half", 0.5);
   const auto make = [&](TunerOptions options) { Tuner(table, {}, std::move(options)); };

@@ -27,6 +27,10 @@ struct Policy {
   double reserved_share = 0.6;  ///< of the seconds for everything, at most
   double least_steps = 30;  ///< that all takes at the least: warming up, the baseline, a trial, a check of the numbers
 
+  // -- what verifying usually takes, in steps as given --
+  double verify_exact_steps = 50;
+  double verify_steps = 90;  ///< of other kinds, whose losses are also held against those of other seeds and orders
+
   // -- what is likely to pay --
   double worth = 1.015;                 ///< a trial that will not show so much is given up: the next may save more
   double interplay = 1.6;               ///< what two strategies can make of each other at most

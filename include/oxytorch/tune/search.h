@@ -117,8 +117,12 @@ class OXY_API Search {
   /// Error(InvalidState) where it is not active.
   void drop(const std::string& strategy, Status status, std::string reason);
 
+  /// Of a step with what is kept so far, as its trial measured it.
+  [[nodiscard]] double step_seconds() const;
   /// Of `total_seconds`, what is left; infinite without that bound.
   [[nodiscard]] double seconds_left() const;
+  /// The same with what was kept back for concluding.
+  [[nodiscard]] double seconds_to_conclude() const;
   /// Of everything against nothing at the end: PairedTestOptions::conclusion() in what is left of `total_seconds`.
   [[nodiscard]] PairedTestOptions conclusion() const;
   [[nodiscard]] std::vector<std::string> best() const;  ///< the active combination
