@@ -11,7 +11,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
-#include <torch/serialize/archive.h>
 
 #include <cstdint>
 #include <functional>
