@@ -24,6 +24,8 @@ fi
 # Tests share the cores: a thread of OpenMP that spins while it waits keeps the other test's from running, and both then
 # take up to twenty times as long.
 export OMP_WAIT_POLICY=passive
+# Hundreds of processes import the package.
+unset PYTHONDONTWRITEBYTECODE
 step ctest run_ctest "$reports/ctest"
 if [[ $PRESET == dev ]]; then
   step docs wait "$docs"

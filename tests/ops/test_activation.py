@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import oxytorch as ox
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.library import opcheck
 from torch.nn import functional as F
 
-from .rounding import ROUNDING, results_by_isa, threads
+from .rounding import ROUNDING, threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
 
@@ -118,11 +117,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(seed: int) -> None:
     assert all(a.equal(b) for other in runs[1:] for a, b in zip(other, runs[0], strict=True))
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2"])
-def test_the_other_instruction_sets_give_the_same_bits(isa: str, tmp_path: Path) -> None:
-    code = "[t for seed in range(14) for t in Case(seed).run(OURS)]"
-    first, other = results_by_isa("test_activation", code, ("avx512", isa), tmp_path)
-    assert all(a.equal(b) for a, b in zip(first, other, strict=True))
+def bits() -> list[Tensor]:
+    return [t for seed in range(14) for t in Case(seed).run(OURS)]
 
 
 @pytest.mark.parametrize("name", list(OURS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from .rounding import ROUNDING, threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
+NARROWER = {"avx2": "twice_torchs or finite", "scalar": "(twice_torchs and 1) or finite"}
 
 BF16 = torch.bfloat16
 NAMES = ("output", "input", "weight", "bias")
@@ -357,11 +357,3 @@ print(meter.peak_bytes)
         done = subprocess.run([sys.executable, "-c", code, which], capture_output=True, text=True, check=True)
         peaks[which] = int(done.stdout)
     assert peaks["ours"] <= peaks["torch"], peaks
-
-
-@pytest.mark.parametrize("isa", ["scalar", "avx2"])
-def test_the_other_instruction_sets(isa: str) -> None:
-    chosen = "twice_torchs or finite" if isa == "avx2" else "(twice_torchs and 1) or finite"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", chosen]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OXYTORCH_ISA": isa}, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import oxytorch as ox
 import pytest
 import torch
@@ -19,6 +15,7 @@ from .recurrent import DTYPES, Case, Reads, assert_no_further_off, installed
 from .rounding import threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
+NARROWER = {"avx2": "twice_torchs or threads or rows", "scalar": "(twice_torchs and 1) or saturate"}
 
 
 @pytest.fixture(autouse=True)
@@ -182,11 +179,3 @@ def test_accelerate_tries_it() -> None:
     plan.revert()
     assert entry.status in ("accepted", "rejected"), entry
     assert "numer" not in entry.reason, entry.reason
-
-
-@pytest.mark.parametrize("isa", ["scalar", "avx2"])
-def test_the_other_instruction_sets(isa: str) -> None:
-    chosen = "twice_torchs or threads or rows" if isa == "avx2" else "(twice_torchs and 1) or saturate"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", chosen]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OXYTORCH_ISA": isa}, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

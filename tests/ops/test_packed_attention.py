@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from .exact import exact
 from .rounding import ROUNDING, threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
+NARROWER = {"avx2": "twice_torchs or alone or nothing", "scalar": "(alone and 10) or nothing"}
 
 NAMES = ["output", "query", "key", "value"]
 
@@ -436,11 +436,3 @@ print((peak(8192) - small) // 1024)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     # The scores alone would be 256 MiB.
     assert int(done.stdout) < 64, done.stdout
-
-
-@pytest.mark.parametrize("isa", ["scalar", "avx2"])
-def test_the_other_instruction_sets(isa: str) -> None:
-    chosen = "twice_torchs or alone or nothing" if isa == "avx2" else "(alone and 10) or nothing"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", chosen]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OXYTORCH_ISA": isa}, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

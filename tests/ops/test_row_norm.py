@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import oxytorch as ox
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.nn import functional as F
 
-from .rounding import ROUNDING, results_by_isa, threads
+from .rounding import ROUNDING, threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
 
@@ -113,11 +112,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(seed: int) -> None:
     assert all(other[name].equal(runs[0][name]) for other in runs[1:] for name in runs[0])
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2"])
-def test_the_other_instruction_sets_give_the_same_bits(isa: str, tmp_path: Path) -> None:
-    tensors = "[t for seed in range(12) for t in Case(seed).run('by_us').values()]"
-    first, other = results_by_isa("test_row_norm", tensors, ("avx512", isa), tmp_path)
-    assert all(a.equal(b) for a, b in zip(first, other, strict=True))
+def bits() -> list[Tensor]:
+    return [t for seed in range(12) for t in Case(seed).run("by_us").values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
