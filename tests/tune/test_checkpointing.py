@@ -143,8 +143,8 @@ def test_auto_is_what_the_limit_leaves() -> None:
 
     model = Large()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = torch.randn(2048, 8)  # 64 MiB a block
-    limit = limit_above(400 << 20)
+    x = torch.randn(1024, 8)  # 32 MiB a block
+    limit = limit_above(200 << 20)
     with pytest.raises(torch.OutOfMemoryError):
         short = ox.Trainer(model, optimizer, nn.MSELoss(), "basic", calibrate=False, memory_limit=limit)
         try:
