@@ -204,6 +204,7 @@ void bind_recompute_plan(py::module_& m) {
       .def_property_readonly("same_bits", &BudgetSearch::same_bits)
       .def("curve", &BudgetSearch::curve, py::arg("points"), release_gil())
       .def("table", &BudgetSearch::table)
+      .def("report", &BudgetSearch::report, release_gil(), "The same as a document, with the curve as a plot.")
       .def("summary", &BudgetSearch::summary)
       .def("cost", &BudgetSearch::cost);
 }

@@ -1,4 +1,5 @@
 #include "monitor_step.h"
+#include "oxytorch/monitor/training_report.h"
 #include "path.h"
 
 namespace oxytorch::bindings {
@@ -21,6 +22,17 @@ Cell to_cell(py::handle value) {
     return Cell(py::str(value).cast<std::string>());
   }
   return Cell(number);
+}
+
+Report training_report_of(
+    const std::string& level,
+    const std::vector<std::tuple<std::string, std::string, std::string, std::string, std::optional<double>>>& settings,
+    std::vector<std::pair<std::string, double>> timings, std::vector<std::pair<std::string, double>> counters,
+    std::string verdict) {
+  std::vector<SettingLine> lines;
+  lines.reserve(settings.size());
+  for (const auto& [name, state, reason, cost, gain] : settings) lines.push_back({name, state, reason, cost, gain});
+  return training_report(level, lines, {std::move(timings), std::move(counters), std::move(verdict)});
 }
 
 Table to_table(const std::vector<std::variant<Column, std::string>>& columns, const Rows& rows, std::string title,
@@ -200,6 +212,10 @@ Raises
 ValueError
     If a bar has one end of an interval.)doc")
       .def("append", &Report::append, py::arg("other"), "The blocks of another report under a heading with its title.")
+      .def_static("of_training", &training_report_of, py::arg("level"), py::arg("settings"), py::arg("timings"),
+                  py::arg("counters"), py::arg("verdict"),
+                  "A trainer's report. `settings` are lists of name, state, reason, cost and gain, or None for the "
+                  "last; `timings` seconds of a step by phase.")
       .def(
           "to_html",
           [](const Report& report, const Path& path) {

@@ -24,6 +24,7 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/config.h"
+#include "oxytorch/monitor/report.h"
 #include "oxytorch/trainer/early_stopping.h"
 #include "oxytorch/trainer/step_graph.h"
 #include "oxytorch/tune/batch.h"
@@ -141,6 +142,9 @@ class OXY_API Trainer {
   /// Settings, times of the phases of a step and counters as a table.
   [[nodiscard]] std::string report() const;
   [[nodiscard]] std::string report_json() const;
+  /// The report as a document, with what `gradient_checkpointing` found:
+  /// `trainer.report_page().write_html("run.html")`.
+  [[nodiscard]] monitor::Report report_page() const;
 
   /// Takes back what is active on the model, the optimizer and the process; of a plan, Plan::revert() does. What was
   /// trained stays, and steps go on as given.

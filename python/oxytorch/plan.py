@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from .base import format_duration, format_size, parse_size, system_info
 from .bench.step import made_by, step_of, training_step
 from .memory import MemoryPlan, available_bytes, fit, will_it_fit
+from .monitor import Bar, Report
+from .report import write_whole
 from .tune.run import resized
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ def add_command(commands: Commands) -> None:
     )
     parser.add_argument("--threads", type=int, metavar="N", help="threads (torch's own number)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write plan.html there, with the curve as a plot")
     parser.set_defaults(run=_run)
 
 
@@ -127,7 +131,8 @@ def _forecast(named: str, given: tuple[Any, ...], samples: int) -> dict[str, Any
     }
 
 
-def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], Report]:
+    """Return the figures, and a page on what running blocks again would save."""
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     for budget in arguments.budget:
@@ -140,7 +145,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     batches = [_forecast(arguments.subject, given, samples) for samples in arguments.batch]
     with fit(model, step, _PLENTY) as plan:
         parts = _parts(model, optimizer, plan)
-        return {
+        found = {
             "schema": SCHEMA,
             "subject": arguments.subject,
             "peak_bytes": plan.plain_peak,
@@ -153,14 +158,37 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "budgets": [_planned(model, step, budget) for budget in arguments.budget],
             "batches": batches,
         }
+        return found, plan.report()
+
+
+def _page(found: dict[str, Any], blocks: Report) -> Report:
+    """Everything as one page."""
+    page = Report(f"Memory of a training step: {found['subject']}")
+    page.paragraph(_verdict(found))
+    bars = [Bar(part, size / 2**20) for part, size in found["parts"].items()]
+    page.bar_chart(bars, "What the peak is made of", "memory", "MiB")
+    page.append(blocks)
+    for one in found["budgets"]:
+        page.heading(f"Fitted to {one['budget']}").preformatted(one["text"].strip())
+    if found["batches"]:
+        page.heading("Other batches, told from steps with small ones")
+        for one in found["batches"]:
+            page.paragraph(one["text"])
+    return page
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    verdict = "it fits." if found["fits"] else "it does not fit."
+    return (
+        f"A step's tensors take {format_size(found['peak_bytes'])} at the most. This process can reach "
+        f"{format_size(found['reach_bytes'])}: {verdict}"
+    )
 
 
 def _text(found: dict[str, Any]) -> str:
     peak = found["peak_bytes"]
-    verdict = "it fits." if found["fits"] else "it does not fit."
     lines = [
-        f"A step's tensors take {format_size(peak)} at the most. This process can reach "
-        f"{format_size(found['reach_bytes'])}: {verdict}",
+        _verdict(found),
         "",
         *(f"  {part:<36} {format_size(size)}" for part, size in found["parts"].items()),
         "",
@@ -182,7 +210,10 @@ def _text(found: dict[str, Any]) -> str:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        found = _measure(arguments)
+        found, blocks = _measure(arguments)
+        if arguments.out is not None:
+            path = write_whole(arguments.out / "plan.html", _page(found, blocks).to_html())
+            print(f"Report: {path}", file=sys.stderr)
     except (TypeError, ValueError, AttributeError, OSError, ImportError) as error:
         print(f"oxytorch plan: {error}", file=sys.stderr)
         return 2

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from .monitor import Report
 
 __all__ = ["SettingLine", "TrainingReport"]
 
@@ -70,6 +71,8 @@ class TrainingReport:
         ``steps``, ``batches``, ``page_faults_per_step`` and others.
     verdict
         Where to look next, one sentence.
+    pages
+        Documents that stand below it in the HTML page, such as what `gradient_checkpointing` found.
     """
 
     level: str
@@ -77,6 +80,7 @@ class TrainingReport:
     timings: dict[str, float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     verdict: str = ""
+    pages: list[Report] = field(default_factory=list, repr=False, compare=False)
 
     def __getitem__(self, name: str) -> SettingLine:
         """Return the line of one setting; KeyError where there is none."""
@@ -86,8 +90,10 @@ class TrainingReport:
         raise KeyError(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
-        return asdict(self)
+        """Return everything but the pages as plain values."""
+        plain = asdict(replace(self, pages=[]))
+        del plain["pages"]
+        return plain
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the report as JSON; also write it where ``path`` is given."""
@@ -119,32 +125,19 @@ class TrainingReport:
             out.append("verdict: " + self.verdict)
         return "\n".join(out)
 
+    def page(self) -> Report:
+        """Return the report as a document, with what was found beside it."""
+        lines = [(s.name, s.state, s.reason, s.cost, s.gain) for s in self.settings]
+        made = Report.of_training(
+            self.level, lines, list(self.timings.items()), list(self.counters.items()), self.verdict
+        )
+        for page in self.pages:
+            made.append(page)
+        return made
+
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the report as one HTML page that needs no network; also write it where ``path`` is given."""
-        e = html.escape
-        lines = "".join(
-            f"<tr><td>{e(s.name)}</td><td class='{e(s.state)}'>{e(s.state)}</td>"
-            f"<td>{f'{s.gain:.2f}x' if s.gain is not None else ''}</td><td>{e(s.reason)}</td><td>{e(s.cost)}</td></tr>"
-            for s in self.settings
-        )
-        step = self.timings.get("step", 0.0)
-        bars = "".join(
-            f"<tr><td>{e(name)}</td><td>{seconds * 1e3:.3f} ms</td><td><div class='bar' style='width:"
-            f"{(300 * seconds / step) if step else 0:.0f}px'></div></td></tr>"
-            for name, seconds in self.timings.items()
-        )
-        counts = "".join(f"<tr><td>{e(name)}</td><td>{value:g}</td></tr>" for name, value in self.counters.items())
-        text = (
-            "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Oxytorch trainer</title><style>"
-            "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:60em;padding:0 1em}"
-            "table{border-collapse:collapse;margin:1em 0}td,th{padding:.3em .8em;border-bottom:1px solid #ddd;"
-            "text-align:left;vertical-align:top}.on{color:#176b2c}.refused{color:#a33}.off{color:#777}"
-            ".bar{height:.9em;background:#3a6ea5}</style></head><body>"
-            f"<h1>Oxytorch trainer</h1><p>Level {e(self.level)}. {e(self.verdict)}</p>"
-            f"<h2>Settings</h2><table><tr><th>setting</th><th>state</th><th>gain</th><th>why</th><th>cost</th></tr>"
-            f"{lines}</table><h2>Time of a step</h2><table>{bars}</table><h2>Counters</h2><table>{counts}"
-            "</table></body></html>\n"
-        )
+        text = self.page().to_html()
         if path is not None:
             write_whole(path, text)
         return text

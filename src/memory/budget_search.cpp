@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kTries = 8;                    // choices by prediction, before the lowest one is taken, or none
 constexpr std::int64_t kTimeFineness = 500;  // parts of a peak to which the one that time allows is looked for
+constexpr int kReportPoints = 9;             // of the curve
 constexpr double kLessTime = 0.9;            // of the time that was allowed, where its choice took too long
 
 std::string milliseconds(double seconds) {
@@ -189,7 +190,8 @@ std::string BudgetSearch::cost() const {
   return text.data();
 }
 
-std::string BudgetSearch::table() const {
+/// A row for each block, after one of titles.
+std::vector<std::vector<std::string>> BudgetSearch::block_rows() const {
   const auto seconds = tape_.seconds();
   std::vector<std::int64_t> saved(tape_.names.size()), selective(tape_.names.size());
   const bool has_selective = std::all_of(tape_.calls.begin(), tape_.calls.end(),
@@ -212,17 +214,54 @@ std::string BudgetSearch::table() const {
                     : has(choice_.selective, name) ? "selective"
                                                    : "kept"});
   }
-  auto text = aligned(std::move(rows), 1) + "Peak " + size_text(measured_peak_) + " (predicted " +
-              size_text(predicted_peak_) + ')' +
+  return rows;
+}
+
+/// What the choice comes to, in sentences.
+std::string BudgetSearch::outcome() const {
+  auto text = "Peak " + size_text(measured_peak_) + " (predicted " + size_text(predicted_peak_) + ')' +
               (is_bound_by_time() ? ", the least " + slowdown_text() : " of a budget of " + size_text(budget_)) + "; " +
               size_text(plain_peak_) + " with every block kept, and " + size_text(floor_) + " at the least.";
   if (!without_selective_.empty()) text += " " + without_selective_;
   if (seconds_ > 0) {
     text += " A step takes " + milliseconds(seconds_) + " instead of " + milliseconds(plain_seconds_) + ".";
   }
-  if (choice_.empty()) return text + '\n';
-  if (!same_bits_) return text + " Two steps with every block kept differ from each other: bits cannot be compared.\n";
-  return text + (*same_bits_ ? " A step leaves the same bits." : " A step leaves other bits.") + '\n';
+  if (choice_.empty()) return text;
+  if (!same_bits_) return text + " Two steps with every block kept differ from each other: bits cannot be compared.";
+  return text + (*same_bits_ ? " A step leaves the same bits." : " A step leaves other bits.");
+}
+
+std::string BudgetSearch::table() const { return aligned(block_rows(), 1) + outcome() + '\n'; }
+
+monitor::Report BudgetSearch::report() const {
+  monitor::Report report("Memory of a step");
+  report.paragraph(choice_.empty() ? "A step takes " + size_text(plain_peak_) + " with every block kept, and " +
+                                         size_text(floor_) + " at the least."
+                                   : outcome());
+  constexpr double kMiB = 1 << 20;
+  monitor::Series predicted{.name = "predicted"};
+  for (const auto& [peak, seconds] : curve(kReportPoints)) {
+    predicted.x.push_back(static_cast<double>(peak) / kMiB);
+    predicted.y.push_back(1e3 * seconds);
+  }
+  monitor::LineChart chart{.title = "What less memory costs",
+                           .x_label = "peak, MiB",
+                           .y_label = "added to a step, ms",
+                           .series = {std::move(predicted)},
+                           .zero_based = true};
+  if (seconds_ > 0) {
+    const double peak = static_cast<double>(measured_peak_) / kMiB;
+    const double added = 1e3 * std::max(0.0, seconds_ - plain_seconds_);
+    chart.series.push_back({.name = "this choice, measured", .x = {peak, peak}, .y = {0, added}, .dashed = true});
+  }
+  report.add(std::move(chart));
+  auto rows = block_rows();
+  monitor::Table blocks{.title = "Blocks"};
+  for (auto& title : rows.front()) blocks.columns.push_back({std::move(title)});
+  for (std::size_t i = 1; i < blocks.columns.size() - 1; ++i) blocks.columns[i].align = monitor::Align::Right;
+  for (std::size_t i = 1; i < rows.size(); ++i) blocks.rows.emplace_back(rows[i].begin(), rows[i].end());
+  report.add(std::move(blocks));
+  return report;
 }
 
 }  // namespace oxytorch::memory

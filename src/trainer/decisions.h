@@ -56,6 +56,8 @@ class Decisions {
   void revert();
 
   [[nodiscard]] std::vector<SettingLine> lines() const;
+  /// What gradient_checkpointing found; empty where nothing was planned.
+  [[nodiscard]] const std::optional<memory::BudgetSearch>& fitted() const { return plan_.fitted; }
 
   std::int64_t steps = 0;  ///< of the run, where the settings do not say it and something else does; 0: not known
 

@@ -1,4 +1,5 @@
 #include "oxytorch/trainer.h"
+#include "oxytorch/monitor/training_report.h"
 
 #include <ATen/ops/_foreach_copy.h>
 #include <c10/util/Exception.h>
@@ -526,6 +527,33 @@ std::string Trainer::report_json() const {
       << "}, \"steps\": " << global_step() << ", \"batches\": " << self.batch_count
       << ", \"skipped\": " << self.skipped() << '}';
   return out.str();
+}
+
+monitor::Report Trainer::report_page() const {
+  auto& self = *impl_;
+  self.renew_lines();
+  monitor::TrainingFigures figures;
+  if (self.batch_count > 1) {
+    const auto count = static_cast<double>(self.batch_count - 1);
+    const std::array<std::pair<const char*, double>, 4> phases{{{"data", self.waited},
+                                                                {"forward", self.seconds[0]},
+                                                                {"backward", self.seconds[1]},
+                                                                {"tail", self.seconds[2]}}};
+    double whole = 0;
+    for (const auto& [name, seconds] : phases) {
+      if (seconds > 0) figures.timings.emplace_back(name, seconds / count);
+      whole += seconds / count;
+    }
+    figures.timings.emplace_back("step", whole);
+  }
+  figures.counters = {{"steps", static_cast<double>(global_step())},
+                      {"batches", static_cast<double>(self.batch_count)}};
+  if (const auto skipped = self.skipped(); skipped > 0) {
+    figures.counters.emplace_back("skipped", static_cast<double>(skipped));
+  }
+  auto page = monitor::training_report(self.config.level(), self.lines, figures);
+  if (const auto& fitted = self.decisions.fitted()) page.append(fitted->report());
+  return page;
 }
 
 void Trainer::revert() { impl_->decisions.revert(); }

@@ -160,6 +160,7 @@ void Plan::Impl::fit_memory(const std::string& why) {
   if (checkpointing == "off") return;
   named.take_back(kSetting);
   recomputes.reset();
+  fitted.reset();
   const auto device = c10::DeviceTypeName(run->device().type(), /*lower_case=*/true);
   if (auto refusal = tune::checkpointing_refusal(device, /*is_closure=*/false); !refusal.empty()) {
     return named.add(HostSetting::refused(kSetting, std::move(refusal)));
@@ -170,11 +171,11 @@ void Plan::Impl::fit_memory(const std::string& why) {
   } else if (checkpointing != "auto") {
     target.budget = static_cast<std::int64_t>(Size::parse(checkpointing).resolve(read_memory().limit.value_or(0)));
   }
-  auto fitted = tune::fit_run(*run, target);
-  OXY_CHECK(fitted || !target.budget, InvalidArgument, kSetting, " = '", checkpointing, "': ", tune::kNoBlocks);
-  if (!fitted) return named.add(HostSetting::refused(kSetting, tune::kNoBlocks));
-  auto plan = std::make_shared<MemoryPlan>(*std::move(fitted));
-  const auto& found = plan->figures();
+  auto made = tune::fit_run(*run, target);
+  OXY_CHECK(made || !target.budget, InvalidArgument, kSetting, " = '", checkpointing, "': ", tune::kNoBlocks);
+  if (!made) return named.add(HostSetting::refused(kSetting, tune::kNoBlocks));
+  auto plan = std::make_shared<MemoryPlan>(*std::move(made));
+  const auto& found = fitted.emplace(plan->figures());
   recomputes = plan->is_active();
   named.add(plan->is_active()
                 ? HostSetting::applied(kSetting, why + found.summary(), found.cost(), [plan] { plan->revert(); })

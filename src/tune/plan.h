@@ -11,6 +11,7 @@
 
 #include "oxytorch/config.h"
 #include "oxytorch/host.h"
+#include "oxytorch/memory/budget_search.h"
 #include "oxytorch/tune/accelerate.h"
 #include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/run.h"
@@ -81,7 +82,8 @@ struct Plan::Impl : tune::Watched {
   std::string checkpointing = "off";  // checkpointing_of() its settings
   double max_slowdown = 1.25;         // with "least", times as long as now
   tune::Goal goal = tune::Goal::Speed;
-  std::optional<bool> recomputes;  // whether blocks are run again, where that was planned
+  std::optional<bool> recomputes;              // whether blocks are run again, where that was planned
+  std::optional<memory::BudgetSearch> fitted;  // the figures of that plan
   std::optional<tune::CertificateStore> store;
   std::optional<tune::Watch> watch;
   const Batch* batch = nullptr;  // of the window under way, the first; valid while it is taken

@@ -64,9 +64,12 @@ def test_it_says_what_fits(script: Path, function: str, capsys: pytest.CaptureFi
     assert peaks == sorted(peaks, reverse=True) and found["curve"][0]["added_seconds"] == 0
 
     middle = (found["peak_bytes"] + found["floor_bytes"]) // 2
-    words = ["plan", f"{script}:{function}", "--budget", str(middle), "--threads", "1"]
+    words = ["plan", f"{script}:{function}", "--budget", str(middle), "--threads", "1", "--out", str(script.parent)]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
+    page = (script.parent / "plan.html").read_text()
+    for part in ("<svg", "What less memory costs", "What the peak is made of", f"Fitted to {middle}", "it fits."):
+        assert part in page
     assert "it fits." in said and f"Fitted to {middle}:" in said and "selective" in said and "parameters" in said
 
 

@@ -263,6 +263,19 @@ TEST(RecomputePlanTest, ASearchCorrectsItselfByWhatIsMeasured) {
     EXPECT_LT(curve[i].first, curve[i - 1].first);
     EXPECT_GT(curve[i].second, curve[i - 1].second);
   }
+
+  const auto report = search.report();
+  const auto& blocks = report.blocks();
+  ASSERT_EQ(blocks.size(), 3U);
+  EXPECT_THAT(search.table(), HasSubstr(std::get<monitor::Paragraph>(blocks[0]).text));
+  const auto& series = std::get<monitor::LineChart>(blocks[1]).series;
+  ASSERT_EQ(series.size(), 2U) << "what can be had, and what is had";
+  ASSERT_EQ(series[0].x.size(), curve.size());
+  EXPECT_DOUBLE_EQ(series[0].x.back() * (1 << 20), static_cast<double>(curve.back().first));
+  EXPECT_DOUBLE_EQ(series[0].y.back(), 1e3 * curve.back().second);
+  EXPECT_DOUBLE_EQ(series[1].x[0] * (1 << 20), static_cast<double>(search.measured_peak()));
+  EXPECT_NEAR(series[1].y[1], 25, 1e-9);
+  EXPECT_EQ(std::get<monitor::Table>(blocks[2]).rows.size(), 8U);
 }
 
 TEST(RecomputePlanTest, ASearchThatCannotEndWellIsRefused) {

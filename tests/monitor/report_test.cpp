@@ -1,4 +1,5 @@
 #include "oxytorch/monitor/report.h"
+#include "oxytorch/monitor/training_report.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -137,6 +138,27 @@ TEST(Report, PartsThatDoNotFitAreRefused) {
   EXPECT_THROW(report.add(BarChart{"b", "", "", {{"x", 1, 0.5, {}, ""}}, {}, "", {}}), Error);
   EXPECT_THROW(report.heading("h", 1), Error);
   EXPECT_TRUE(report.blocks().empty());
+}
+
+TEST(Report, OfATraining) {
+  const std::vector<SettingLine> settings{{"precision", "on", "1.49x", "products are rounded", 1.494},
+                                          {"threads", "off", "<keep>"}};
+  const auto report =
+      training_report("advanced", settings, {{{"forward", 0.002}, {"step", 0.005}}, {{"steps", 40}}, "all is well"});
+  const auto& blocks = report.blocks();
+  ASSERT_EQ(blocks.size(), 4U);
+  EXPECT_EQ(std::get<Paragraph>(blocks[0]).text, "all is well");
+  const auto& rows = std::get<Table>(blocks[1]).rows;
+  EXPECT_TRUE(rows[0][0].strong && !rows[1][0].strong);
+  EXPECT_EQ(rows[0][2].value, 1.494);
+  EXPECT_EQ(rows[0][2].text, "1.49x");
+  EXPECT_FALSE(rows[1][2].value);
+  const auto& chart = std::get<BarChart>(blocks[2]);
+  EXPECT_EQ(chart.unit, "ms");
+  EXPECT_DOUBLE_EQ(chart.bars[1].value, 5);
+  EXPECT_EQ(std::get<Table>(blocks[3]).rows[0][1].value, 40);
+  EXPECT_THAT(report.to_html(), testing::HasSubstr("&lt;keep&gt;"));
+  EXPECT_EQ(training_report("basic", settings, {}).blocks().size(), 1U);
 }
 
 TEST(Report, AppendsAnotherUnderItsTitle) {

@@ -21,6 +21,7 @@ namespace {
 
 namespace nn = torch::nn;
 using testing::HasSubstr;
+using testing::Not;
 using Settings = std::vector<std::pair<const char*, ConfigValue>>;
 
 constexpr const char* kKey = "gradient_checkpointing";
@@ -102,8 +103,10 @@ TEST_F(GradientCheckpointingTest, ATrainerStaysWithinItsBudgetAndTrainsTheSame) 
       EXPECT_THAT(line, HasSubstr("on: "));
       EXPECT_THAT(line, HasSubstr(" blocks are "));
       EXPECT_THAT(line, HasSubstr("times as long."));
+      EXPECT_THAT(trainer->report_page().to_html(), HasSubstr("What less memory costs"));
     }
     const auto plain = other.trainer();
+    EXPECT_THAT(plain->report_page().to_html(), Not(HasSubstr("What less memory costs")));
     torch::manual_seed(5);
     EXPECT_GT(peak([&] { plain->step(other.batch); }), limit);
     const auto mine = one.model->parameters(), theirs = other.model->parameters();

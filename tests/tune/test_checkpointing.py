@@ -128,6 +128,16 @@ def test_a_continued_run_is_planned_too() -> None:
         assert line_of(one.report()).state == "on" and one.global_step == 2
 
 
+def test_the_page_of_a_report_shows_what_less_memory_costs() -> None:
+    with trainer() as one:
+        one.step(batch())
+        assert not one.report().pages and "What less memory costs" not in one.report().to_html()
+    with trainer(**{KEY: budget()}) as one:
+        one.step(batch())
+        report = one.report()
+        assert "What less memory costs" in report.to_html() and "pages" not in report.to_dict()
+
+
 def test_auto_is_what_the_limit_leaves() -> None:
     class Large(nn.Module):
         def __init__(self) -> None:

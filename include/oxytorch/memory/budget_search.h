@@ -10,6 +10,7 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/memory/recompute_plan.h"
+#include "oxytorch/monitor/report.h"
 
 namespace oxytorch::memory {
 
@@ -57,6 +58,8 @@ class OXY_API BudgetSearch {
   [[nodiscard]] std::vector<std::pair<std::int64_t, double>> curve(int points) const;
   /// What each block saves and costs, and what the choice comes to, as text.
   [[nodiscard]] std::string table() const;
+  /// The same as a document, with the curve as a plot.
+  [[nodiscard]] monitor::Report report() const;
   /// What the choice comes to, in a sentence; and what it costs, empty where nothing is made again.
   [[nodiscard]] std::string summary() const;
   [[nodiscard]] std::string cost() const;
@@ -64,6 +67,8 @@ class OXY_API BudgetSearch {
  private:
   [[nodiscard]] std::optional<RecomputeChoice> next_least();
   [[nodiscard]] std::string slowdown_text() const;
+  [[nodiscard]] std::vector<std::vector<std::string>> block_rows() const;
+  [[nodiscard]] std::string outcome() const;
   [[nodiscard]] bool choose(const RecomputePlan& plan);
   [[noreturn]] void refuse(const std::string& found) const;
 

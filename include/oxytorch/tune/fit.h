@@ -27,6 +27,8 @@ class OXY_API MemoryPlan {
 
   [[nodiscard]] const memory::BudgetSearch& figures() const noexcept { return search_; }
   [[nodiscard]] std::string table() const { return search_.table(); }
+  /// The table, and the curve of peak against time as a plot: `plan.report().write_html("memory.html")`.
+  [[nodiscard]] monitor::Report report() const { return search_.report(); }
   [[nodiscard]] bool is_active() const noexcept { return active_ != nullptr; }
   /// Every block is kept again.
   void revert() { active_.reset(); }

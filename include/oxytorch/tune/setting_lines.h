@@ -8,19 +8,11 @@
 
 #include "oxytorch/api.h"
 #include "oxytorch/config.h"
+#include "oxytorch/monitor/training_report.h"
 #include "oxytorch/tune/certificate.h"
 #include "oxytorch/tune/workload.h"
 
 namespace oxytorch {
-
-/// One line of a trainer's report.
-struct SettingLine {
-  std::string name;
-  std::string state;  ///< "on", "off" (not asked for) or "refused" (asked for, and not done)
-  std::string reason;
-  std::string cost = {};
-  std::optional<double> gain = {};  ///< seconds of a step without it over those with it, where measured
-};
 
 namespace tune {
 

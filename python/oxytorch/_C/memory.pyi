@@ -4,6 +4,7 @@ The meter, checkpoints, and the pool of host memory.
 
 from __future__ import annotations
 import collections.abc
+import oxytorch._C.monitor
 import oxytorch._C.trainer
 import torch
 import typing
@@ -467,6 +468,10 @@ class BudgetSearch:
     def next(self) -> RecomputeChoice | None:
         """
         What is to be made again next; None: it is over.
+        """
+    def report(self) -> oxytorch._C.monitor.Report:
+        """
+        The same as a document, with the curve as a plot.
         """
     def summary(self) -> str: ...
     def table(self) -> str: ...

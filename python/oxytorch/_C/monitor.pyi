@@ -92,6 +92,19 @@ class Report:
     Every method that adds something returns the report. Texts are data and are escaped. The HTML is one file with
     inline style and SVG, light and dark, that needs nothing else.
     """
+    @staticmethod
+    def of_training(
+        level: str,
+        settings: collections.abc.Sequence[
+            tuple[str, str, str, str, typing.SupportsFloat | typing.SupportsIndex | None]
+        ],
+        timings: collections.abc.Sequence[tuple[str, typing.SupportsFloat | typing.SupportsIndex]],
+        counters: collections.abc.Sequence[tuple[str, typing.SupportsFloat | typing.SupportsIndex]],
+        verdict: str,
+    ) -> Report:
+        """
+        A trainer's report. `settings` are lists of name, state, reason, cost and gain, or None for the last; `timings` seconds of a step by phase.
+        """
     def __init__(self, title: str = "Report") -> None: ...
     def append(self, other: Report) -> Report:
         """

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from ..base import format_size, parse_size, system_info
 from ..model.snapshot import Snapshot, snapshot_of_step
+from ..monitor import Report
 from .checkpoint import checkpoint, selective_checkpoint
 from .meter import Meter
 
@@ -212,6 +213,10 @@ class MemoryPlan:
     def table(self) -> str:
         """Return what each block saves and costs, and what the plan comes to, as text."""
         return self._search.table()
+
+    def report(self) -> Report:
+        """Return the same as a document with the curve as a plot: ``plan.report().to_html("memory.html")``."""
+        return self._search.report()
 
     def summary(self) -> str:
         """Return what the plan comes to, in a sentence."""

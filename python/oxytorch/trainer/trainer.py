@@ -601,7 +601,7 @@ class Trainer:
         lines = self._decisions.lines()
         if self.memory is not None:
             lines.append(SettingLine("memory", "on", f"{self.memory.use()}."))
-        return TrainingReport(self.settings.level, lines, timings, counters, verdict)
+        return TrainingReport(self.settings.level, lines, timings, counters, verdict, self._decisions.asked.pages())
 
     def _skipped(self) -> int:
         """Steps left out because a gradient was not finite, those of an optimizer of oxytorch.optim all told."""

@@ -12,6 +12,7 @@ from ..base import log, parse_size, system_info
 from ..config import PerformanceConfig
 from ..data.loader_settings import LOADER_SETTINGS, with_settings
 from ..memory import set_limit
+from ..monitor import Report
 from ..report import SettingLine
 from .checkpointing import Checkpointing
 from .strategy import Strategy, offer
@@ -200,6 +201,10 @@ class Asked:
     def lines(self) -> list[SettingLine]:
         """Return a line for a report of each setting of the process that was asked for."""
         return [SettingLine(s.name, "on" if s.is_in_effect else "refused", s.reason, s.cost) for s in self.host]
+
+    def pages(self) -> list[Report]:
+        """Return what stands below those lines in a page: what `gradient_checkpointing` found."""
+        return [s.plan.report() for s in self.host if isinstance(s, Checkpointing) and s.plan is not None]
 
     def revert(self) -> None:
         """Take the settings of the process back."""

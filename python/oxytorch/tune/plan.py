@@ -272,8 +272,9 @@ class Plan:
         busy = [f"measured on a busy machine: {made.disturbance}"] if made.disturbance else []
         verdict = "; ".join([*busy, *made.events]) or f"{self.speedup[1]:.2f} times as fast as given."
         return TrainingReport(
-            made.level, lines, {name: value for name, value in timings.items() if value}, counters, verdict
-        )
+            made.level, lines, {name: value for name, value in timings.items() if value}, counters, verdict,
+            self.asked.pages(),
+        )  # fmt: skip
 
     def _fallen_back(self, line: SettingLine) -> SettingLine:
         why = self._run.fallbacks.get(line.name)
