@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class TrainingReport:
     verdict
         Where to look next, one sentence.
     pages
-        Documents that stand below it in the HTML page, such as what `gradient_checkpointing` found.
+        Functions that make documents for below it in the HTML page, such as what `gradient_checkpointing` found.
     """
 
     level: str
@@ -80,7 +81,7 @@ class TrainingReport:
     timings: dict[str, float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     verdict: str = ""
-    pages: list[Report] = field(default_factory=list, repr=False, compare=False)
+    pages: list[Callable[[], Report]] = field(default_factory=list, repr=False, compare=False)
 
     def __getitem__(self, name: str) -> SettingLine:
         """Return the line of one setting; KeyError where there is none."""
@@ -132,7 +133,7 @@ class TrainingReport:
             self.level, lines, list(self.timings.items()), list(self.counters.items()), self.verdict
         )
         for page in self.pages:
-            made.append(page)
+            made.append(page())
         return made
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -202,9 +202,9 @@ class Asked:
         """Return a line for a report of each setting of the process that was asked for."""
         return [SettingLine(s.name, "on" if s.is_in_effect else "refused", s.reason, s.cost) for s in self.host]
 
-    def pages(self) -> list[Report]:
-        """Return what stands below those lines in a page: what `gradient_checkpointing` found."""
-        return [s.plan.report() for s in self.host if isinstance(s, Checkpointing) and s.plan is not None]
+    def pages(self) -> list[Callable[[], Report]]:
+        """Return functions that make what stands below those lines in a page: what `gradient_checkpointing` found."""
+        return [s.plan.report for s in self.host if isinstance(s, Checkpointing) and s.plan is not None]
 
     def revert(self) -> None:
         """Take the settings of the process back."""
