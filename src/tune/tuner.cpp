@@ -328,7 +328,9 @@ struct Tuner::Impl {
       const auto chosen = search->best();
       if (chosen.empty()) return std::nullopt;
       if (const auto why = not_repaid(chosen); !why.empty()) {
-        drop_all(chosen, Status::Rejected, why);
+        for (auto name = chosen.rbegin(); name != chosen.rend(); ++name) {
+          if (holds(search->best(), *name)) search->drop(*name, Status::Rejected, why);  // else it went with another
+        }
         continue;
       }
       try {
@@ -356,8 +358,8 @@ struct Tuner::Impl {
     const double takes = given * (widest(names) == Kind::Exact ? kPolicy.verify_exact_steps : kPolicy.verify_steps);
     const double saves = steps * std::max(0.0, given - search->step_seconds());
     if (takes < std::max(search->seconds_to_conclude(), saves)) return "";
-    return "verifying takes about " + monitor::format_seconds(takes) + ", and in the " + monitor::format_count(steps) +
-           " steps that are planned " + monitor::format_seconds(saves) + " are saved";
+    return "Verifying takes about " + monitor::format_seconds(takes) + ", and in the " + monitor::format_count(steps) +
+           " steps that are planned " + monitor::format_seconds(saves) + " are saved.";
   }
 
   PairedTestResult against_nothing(const Names& chosen) {

@@ -492,7 +492,7 @@ TEST_F(TunerTest, AShortRunPaysForNoProofThatItCannotRepay) {
   EXPECT_THAT(brief.accepted(), IsEmpty());
   EXPECT_EQ(entry(brief, "two_thirds").status, Status::Rejected);
   EXPECT_THAT(entry(brief, "two_thirds").reason,
-              HasSubstr("verifying takes about 27 s, and in the 200 steps that are planned 20 s are saved"));
+              HasSubstr("Verifying takes about 27 s, and in the 200 steps that are planned 20 s are saved."));
   EXPECT_THAT(after(Kind::Precision, {.steps_planned = 400}).accepted(), ElementsAre("two_thirds"));
   EXPECT_THAT(after(Kind::Exact, {.steps_planned = 200}).accepted(), ElementsAre("two_thirds"));
   EXPECT_THAT(after(Kind::Precision, {.steps_planned = 200, .tune_seconds = 60}).accepted(), ElementsAre("two_thirds"));
