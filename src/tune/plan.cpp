@@ -300,11 +300,15 @@ tune::BothWays Plan::Impl::compare() {
     const bool generators = !on_cpu;
     return only_losses ? held(tune::StepStart(*run, generators), loss) : held(tune::Snapshot(*run, generators), whole);
   };
-  const auto with = seen();  // as it stands: what is active goes on, and is not put on anew for this
+  auto with = seen();  // as it stands: what is active goes on, and is not put on anew for this
   run->set_active({});
   if (random) random->rewind();
-  const auto without = seen();
-  return {with.loss, without.loss, tune::gradients_apart(with.gradients, without.gradients)};
+  auto without = seen();
+  auto apart = tune::gradients_apart(with.gradients, without.gradients);
+  with.gradients.clear();
+  without.gradients.clear();
+  give_back_host_memory();  // a heap or pool that keeps memory would hold the copies' from now on
+  return {with.loss, without.loss, std::move(apart)};
 }
 
 Plan::Plan(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oxytorch._C.tune import Certificate
-from oxytorch.memory import Meter
+from oxytorch.memory import Meter, host_pool_stats, use_host_pool
 from oxytorch.tune import watch as watch_module
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind
@@ -153,6 +153,25 @@ def test_a_comparison_within_a_budget_copies_no_parameters(is_doubted: bool) -> 
 
     assert taken(budget=True) < size / 10 < 3 * size < taken(budget=False)  # the optimizer's state too
     run.set_active(())
+
+
+def test_the_pool_keeps_nothing_of_a_comparison() -> None:
+    setting = use_host_pool()
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 5))
+        batch = (torch.randn(4, 1024), torch.randint(5, (4,)))
+        strategies = {"planted": HEALTHY["foreach"].strategy()}
+        run = Run(model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), [batch], strategies=strategies)
+        run.set_active(["planted"])
+        run.step(batch)
+        watch = Watch(run, Certificate())
+        watch.compare()
+        assert host_pool_stats().retained_bytes < sum(p.nbytes for p in run.params)  # copies take several times that
+        watch.stop()
+        run.set_active(())
+    finally:
+        setting.revert()
 
 
 def test_a_comparison_within_a_budget_finds_a_loss_that_is_off() -> None:

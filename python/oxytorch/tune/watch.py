@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import clock
 from .._C import tune as _native
+from .._C.memory import give_back_host_memory
 from ..base import log
 from ..model.snapshot import Snapshot
 from ..optim.slot import OptimizerSlot
@@ -207,7 +208,10 @@ class Watch(_native.Watched):
             self._told = True
             return without.loss, without.loss, 0.0, 0.0
         apart = _native.gradients_apart(together.values, without.values) if together.rng == without.rng else (0.0, 0.0)
-        return together.loss, without.loss, *apart
+        losses = together.loss, without.loss
+        del together, without
+        give_back_host_memory()  # a heap or pool that keeps memory would hold the copies' from now on
+        return *losses, *apart
 
     def _is_compiled(self) -> bool:
         """Whether something in the step is a function of torch.compile."""
