@@ -328,9 +328,7 @@ struct Tuner::Impl {
       const auto chosen = search->best();
       if (chosen.empty()) return std::nullopt;
       if (const auto why = not_repaid(chosen); !why.empty()) {
-        for (auto name = chosen.rbegin(); name != chosen.rend(); ++name) {
-          if (holds(search->best(), *name)) search->drop(*name, Status::Rejected, why);  // else it went with another
-        }
+        drop_all(chosen, Status::Rejected, why, /*is_fault=*/false);
         continue;
       }
       try {
@@ -368,14 +366,14 @@ struct Tuner::Impl {
     return timing.compare({}, chosen, search->conclusion()).first;
   }
 
-  void drop(const std::string& name, Status status, const std::string& reason) {
+  void drop(const std::string& name, Status status, const std::string& reason, bool is_fault = true) {
     if (!holds(search->best(), name)) return;  // it went with what it requires
-    warn(name + " is taken back: " + reason);
+    if (is_fault) warn(name + " is taken back: " + reason);
     search->drop(name, status, reason);
   }
 
-  void drop_all(const Names& chosen, Status status, const std::string& reason) {
-    for (auto name = chosen.rbegin(); name != chosen.rend(); ++name) drop(*name, status, reason);
+  void drop_all(const Names& chosen, Status status, const std::string& reason, bool is_fault = true) {
+    for (auto name = chosen.rbegin(); name != chosen.rend(); ++name) drop(*name, status, reason, is_fault);
   }
 
   /// What is refused by itself in a combination that is refused; else its last.
