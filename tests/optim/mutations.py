@@ -41,15 +41,15 @@ def offloaded(t: Tensor) -> None:
 
 
 def with_gaps(t: Tensor) -> None:
-    room = t.new_zeros((*t.shape, 2))
-    room[..., 0] = t
-    t.data = room[..., 0]
+    wider = t.new_zeros((*t.shape, 2))
+    wider[..., 0] = t
+    t.data = wider[..., 0]
 
 
 def with_offset(t: Tensor) -> None:
-    room = t.new_zeros(t.numel() + 3)
-    room[3:] = t.flatten()
-    t.data = room[3:].view(t.shape)
+    wider = t.new_zeros(t.numel() + 3)
+    wider[3:] = t.flatten()
+    t.data = wider[3:].view(t.shape)
 
 
 MOVES: dict[str, Callable[[Tensor], None]] = {

@@ -88,7 +88,7 @@ def in_fp64(name: str) -> Iterator[None]:
 
 
 def options_for(of_torch: bool, dtype: torch.dtype, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A copy of them. torch takes the bias corrections of a capturable fp64 step in fp32, so the referee is none."""
+    """A copy. torch takes the bias corrections of a capturable fp64 step in fp32, so that step is no fp64 reference."""
     exact = of_torch and dtype in (torch.float64, torch.complex128) and kwargs.get("capturable")
     return copy.deepcopy(kwargs) | ({"capturable": False} if exact else {})
 
