@@ -273,7 +273,8 @@ def test_the_remote_tier_of_a_cache(store: Store, rows: str, tmp_path: Path) -> 
         store.files[f"/kept/{path.relative_to(tmp_path / 'cache')}"] = path.read_bytes()
     damaged = next(name for name in store.files if name.startswith("/kept/"))
     store.files[damaged] = store.files[damaged][:-1] + b"?"
-    loader = ox.data.Loader(dataset, 10, cache=ox.data.Cache(memory="0", remote=f"{store.url}/kept"))
+    cache = ox.data.Cache(memory="0", remote=f"{store.url}/kept")
+    loader = ox.data.Loader(dataset, 10, cache=cache, prefetch=1)  # so much of the next epoch is begun
     assert all(a.equal(b["array"]) for a, b in zip(expected, loader, strict=True))
     remote = loader.stats()["cache"].remote
-    assert (remote.hits, remote.damaged) == (49, 1)
+    assert 49 <= remote.hits <= 59 and 1 <= remote.damaged <= 2

@@ -64,6 +64,8 @@ def referee_step(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_thousand_steps_stay_at_the_referee_and_skip_what_torch_skips(dtype: torch.dtype) -> None:
+    if DEVICE.type == "cuda" and dtype == torch.bfloat16:
+        pytest.skip("torch's GradScaler takes no bfloat16 gradients on a card")
     ours, theirs = make_params(dtype), make_params(dtype)
     opt = AdamW(ours, lr=1e-2, weight_decay=0.1, clip_norm=MAX_NORM, ema_decay=DECAY)
     peer = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1, fused=True)

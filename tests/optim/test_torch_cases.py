@@ -16,7 +16,7 @@ import torch
 import torch_device
 from referee import orthogonal
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 # torch's internal tests forbid setting flags of torch.backends; other tests of this process set them.
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
@@ -88,9 +88,11 @@ def in_fp64(name: str) -> Iterator[None]:
 
 
 def options_for(of_torch: bool, dtype: torch.dtype, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A copy. torch takes the bias corrections of a capturable fp64 step in fp32, so that step is no fp64 reference."""
-    exact = of_torch and dtype in (torch.float64, torch.complex128) and kwargs.get("capturable")
-    return copy.deepcopy(kwargs) | ({"capturable": False} if exact else {})
+    """A copy. torch takes the factors of a capturable fp64 step in fp32: its reference step has them as numbers."""
+    if of_torch and dtype in (torch.float64, torch.complex128) and kwargs.get("capturable"):
+        as_number = tree_map_only(torch.Tensor, lambda option: option.item(), kwargs)
+        return {**as_number, "capturable": False}
+    return copy.deepcopy(kwargs)
 
 
 def flat(tree: Any) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable
 
 from _orchestrator.figures import OURS, REFERENCE, TOLERANCE, Race
@@ -22,6 +23,8 @@ RIVALS = {
     "stock graph": "whole step in a CUDA graph",
 }
 NOT_RUN = "not run yet"
+LONGEST_REASON = 160
+"""Characters of why something failed; the document has the rest."""
 
 
 def of_gpu(which: str) -> tuple[str, Document] | None:
@@ -39,7 +42,7 @@ def of_gpu(which: str) -> tuple[str, Document] | None:
 
 def failures(rows: Iterable[tuple[str, str]]) -> str:
     """A list of what failed, cut where it gets long; "" where nothing did."""
-    found = [f"- {what}: {' '.join(why.split())}" for what, why in rows]
+    found = [f"- {what}: {textwrap.shorten(why, LONGEST_REASON)}" for what, why in rows]
     more = [f"- and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
     return "\n\nFailed:\n\n" + "\n".join([*found[:SHOWN], *more]) if found else ""
 
