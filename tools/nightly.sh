@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What takes too long for `make test`: the Gaudi files against the headers of older torch versions; the optimizers' random
-# cases, spread over the cores: all of them, and a part under the address sanitizer, in C++ and in Python; the Python tests
-# as on a CPU without AVX-512; a wheel built from the source distribution; a build without units of several sources; and
-# `make test` with other torch versions.
+# cases, spread over the cores: all of them, and a part under the address sanitizer, in C++ and in Python; the parsers under
+# libFuzzer; the Python tests as on a CPU without AVX-512; a wheel built from the source distribution; a build without units of
+# several sources; and `make test` with other torch versions.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 python3 tools/headers.py || { [[ $? == 75 ]] && say "nightly: headers skipped"; }
 export OXYTORCH_FUZZ_CASES=${OXYTORCH_FUZZ_CASES:-20000}
@@ -19,6 +19,12 @@ export ASAN_OPTIONS=detect_leaks=0 OXYTORCH_FUZZ_CASES=$((OXYTORCH_FUZZ_CASES / 
 LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libstdc++.so)" \
   PYTHONPATH=$ROOT/build/asan-torch/python python3 -m pytest tests/optim/test_fuzz.py tests/optim/test_edits.py tests/optim/test_shared_memory.py "$@"
 unset ASAN_OPTIONS
+
+if command -v clang++ >/dev/null; then
+  tools/fuzz.sh "${OXYTORCH_FUZZ_SECONDS:-120}"
+else
+  say "nightly: there is no clang++, so the parsers are not fuzzed"
+fi
 
 older=$BUILD/older_cpu.so
 cc -O1 -shared -fPIC -o "$older" tests/device/older_cpu.c

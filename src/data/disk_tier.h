@@ -16,9 +16,9 @@ namespace oxytorch::data {
 /// hash.
 std::string entry_name(const std::string& key);
 /// What stands before an entry's bytes: magic, version, sizes, checksum, key.
-std::string entry_head(const std::string& key, std::string_view bytes);
+OXY_API std::string entry_head(const std::string& key, std::string_view bytes);
 /// The bytes of an entry with its head; empty where they are damaged or another key's.
-std::optional<View> checked_entry(const std::string& key, const View& file);
+OXY_API std::optional<View> checked_entry(const std::string& key, const View& file);
 
 /// May be used by several threads, and its folder by several processes.
 class DiskTier {

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "oxytorch/api.h"
+
 namespace oxytorch::data {
 
 struct LoaderState {
@@ -15,8 +17,8 @@ struct LoaderState {
 };
 
 /// At most 256 bytes.
-std::string write_loader_state(const LoaderState& state);
+OXY_API std::string write_loader_state(const LoaderState& state);
 /// Errors: `InvalidArgument` for text that is no state.
-LoaderState read_loader_state(const std::string& text);
+OXY_API LoaderState read_loader_state(const std::string& text);
 
 }  // namespace oxytorch::data

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "data/byte_reader.h"
+
 namespace oxytorch::data {
 namespace {
 
@@ -61,10 +63,7 @@ std::optional<CachedSample> unpack_sample(const View& entry, std::size_t fields)
     const View bytes{rest.first(header.bytes), entry.owner};
     rest = rest.subspan(header.bytes);
     (header.stripped != 0 ? found.stripped : value.data) = bytes;
-    if (header.stripped == 0 &&
-        value.elements() * static_cast<std::int64_t>(size_of(value.dtype)) != static_cast<std::int64_t>(header.bytes)) {
-      return std::nullopt;
-    }
+    if (header.stripped == 0 && array_bytes(value.dtype, value.shape) != header.bytes) return std::nullopt;
     found.sample.push_back(std::move(value));
   }
   if (!rest.empty()) return std::nullopt;

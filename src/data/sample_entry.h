@@ -15,8 +15,8 @@ struct CachedSample {
 };
 
 /// `image`: index of the field whose JPEG is kept as `stripped`, where that is not empty; else -1.
-std::string pack_sample(const Sample& sample, std::int64_t image, const std::string& stripped);
+OXY_API std::string pack_sample(const Sample& sample, std::int64_t image, const std::string& stripped);
 /// Undoes pack_sample(); the values point into `entry`. Empty where it is damaged or of another schema.
-std::optional<CachedSample> unpack_sample(const View& entry, std::size_t fields);
+OXY_API std::optional<CachedSample> unpack_sample(const View& entry, std::size_t fields);
 
 }  // namespace oxytorch::data

@@ -380,8 +380,7 @@ constexpr Tunable kTunables[] = {
 
 std::string glibc_fault(std::string_view value) {
   for (const auto& [key, text] : pairs_of(value, ':', '=')) {
-    const auto* found =
-        std::find_if(std::begin(kTunables), std::end(kTunables), [&](const Tunable& one) { return key == one.name; });
+    const auto* found = std::ranges::find(kTunables, std::string_view(key), &Tunable::name);
     if (found == std::end(kTunables)) {
       // Tunables of processors differ from machine to machine.
       if (key.starts_with("glibc.cpu.") || key.starts_with("glibc.elision.") || key.starts_with("glibc.gmon."))

@@ -206,8 +206,10 @@ struct Tuner::Impl {
     auto [updates, proven] = timing.updates(of_optimizer, options.seed);
     const double in_faults = most_heap_speedup(timing.faults(), timing.step_seconds());
     std::vector<StrategyFacts> facts;
-    for (const auto& [name, kind, traits, refused] : offers) {
-      StrategyFacts one{.name = name, .kind = kind, .group = traits.group};
+    for (const auto& offer : offers) {
+      const auto& name = offer.name;  // Clang before 16 lets no lambda capture a structured binding
+      const auto& traits = offer.traits;
+      StrategyFacts one{.name = name, .kind = offer.kind, .group = traits.group};
       one.requires_ = offered_of(traits.requires_);
       one.interacts = offered_of(traits.interacts);
       one.part_of = offered_of(traits.part_of);

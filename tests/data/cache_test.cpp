@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "data/sample_entry.h"
 #include "oxytorch/data/order.h"
 #include "oxytorch/error.h"
 
@@ -249,6 +250,40 @@ TEST_F(DiskCacheTest, ServesManyThreads) {
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(wrong, 0);
   EXPECT_GT(cache.stats().memory.hits + cache.stats().disk.hits, 0);
+}
+
+View view_of(const std::string& text) {
+  const auto owner = std::make_shared<const std::string>(text);
+  return {std::as_bytes(std::span(*owner)), owner};
+}
+
+TEST(SampleEntry, ComesBackAsItWas) {
+  const Sample sample{own(DType::I64, {2}, view_of("0123456789abcdef").bytes), own("text"),
+                      own(DType::F32, {0, 3}, {})};
+  const auto found = unpack_sample(view_of(pack_sample(sample, -1, "")), 3);
+  ASSERT_TRUE(found);
+  for (std::size_t i = 0; i < sample.size(); ++i) {
+    EXPECT_EQ(found->sample[i].dtype, sample[i].dtype);
+    EXPECT_EQ(found->sample[i].shape, sample[i].shape);
+    EXPECT_EQ(found->sample[i].data.text(), sample[i].data.text());
+  }
+  EXPECT_FALSE(unpack_sample(view_of(pack_sample(sample, -1, "")), 2));
+  const auto stripped = unpack_sample(view_of(pack_sample(sample, 1, "coefficients")), 3);
+  ASSERT_TRUE(stripped);
+  EXPECT_EQ(stripped->stripped.text(), "coefficients");
+}
+
+TEST(SampleEntry, ShapesThatDoNotFitTheirBytesAreDamage) {
+  const auto bytes = view_of("0123456789abcdef").bytes;
+  for (const auto& shape :
+       std::vector<std::vector<std::int64_t>>{{15},
+                                              {-16},
+                                              {-4, -4},
+                                              {std::int64_t{1} << 62, 1 << 6},
+                                              {(std::int64_t{1} << 32) + 1, std::int64_t{1} << 32, 16}}) {
+    const Sample lying{Value{DType::U8, shape, View{bytes, nullptr}}};
+    EXPECT_FALSE(unpack_sample(view_of(pack_sample(lying, -1, "")), 1)) << testing::PrintToString(shape);
+  }
 }
 
 TEST(Cache, RefusesWhatCannotBeMeant) {

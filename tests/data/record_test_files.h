@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -18,33 +17,9 @@
 
 #include "oxytorch/data/dataset.h"
 #include "oxytorch/error.h"
+#include "test_folder.h"
 
 namespace oxytorch::data {
-
-/// A folder that goes with its scope.
-class TestFolder {
- public:
-  TestFolder() {
-    static std::atomic<int> number{0};
-    path_ = ::testing::TempDir() + "oxytorch_records_" + std::to_string(::getpid()) + "_" + std::to_string(number++);
-    std::filesystem::create_directories(path_);
-  }
-  TestFolder(const TestFolder&) = delete;
-  TestFolder& operator=(const TestFolder&) = delete;
-  ~TestFolder() { std::filesystem::remove_all(path_); }
-  [[nodiscard]] std::string path(const std::string& name = "") const {
-    return name.empty() ? path_ : path_ + "/" + name;
-  }
-  /// Writes a file. @returns its path.
-  [[nodiscard]] std::string write(const std::string& name, const std::string& content) const {
-    std::filesystem::create_directories(std::filesystem::path(path(name)).parent_path());
-    std::ofstream(path(name), std::ios::binary) << content;
-    return path(name);
-  }
-
- private:
-  std::string path_;
-};
 
 /// The bytes of numbers, as they lie in a little-endian file.
 template <class... T>

@@ -2,9 +2,7 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -18,34 +16,9 @@
 
 #include "oxytorch/data/dataset.h"
 #include "oxytorch/error.h"
+#include "test_folder.h"
 
 namespace oxytorch::data::shard_files {
-
-class TestFolder {
- public:
-  TestFolder() {
-    static std::atomic<int> count{0};
-    path_ = ::testing::TempDir() + "/oxytorch-shards-" + std::to_string(::getpid()) + "-" + std::to_string(count++);
-    std::filesystem::create_directories(path_);
-  }
-  TestFolder(const TestFolder&) = delete;
-  TestFolder& operator=(const TestFolder&) = delete;
-  ~TestFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  [[nodiscard]] const std::string& path() const { return path_; }
-  [[nodiscard]] std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-  std::string write(const std::string& name, const std::string& content) const {
-    const auto path = *this / name;
-    std::filesystem::create_directories(std::filesystem::path(path).parent_path());
-    std::ofstream(path, std::ios::binary) << content;
-    return path;
-  }
-
- private:
-  std::string path_;
-};
 
 inline std::string content_of(const std::string& path) {
   std::ostringstream text;
