@@ -262,10 +262,17 @@ void bind_datasets(py::module_& m) {
       .def_property_readonly("format", &Dataset::format)
       .def_property_readonly("classes", &Dataset::classes)
       .def_property_readonly("fingerprint", &Dataset::fingerprint)
+      .def_property_readonly("part_sizes", &Dataset::part_sizes)
       .def("place", &Dataset::place, py::arg("index"));
   m.def(
       "open", [](const std::string& location) { return std::const_pointer_cast<Dataset>(open(location)); },
       py::arg("location"), release_gil());
+  m.def(
+      "concatenate",
+      [](const std::vector<std::shared_ptr<Dataset>>& parts) {
+        return std::const_pointer_cast<Dataset>(concatenate({parts.begin(), parts.end()}));
+      },
+      py::arg("parts"));
   m.def(
       "open_raw",
       [](const std::string& location, const std::string& dtype, std::vector<std::int64_t> shape) {
@@ -406,6 +413,12 @@ void bind_samplers(py::module_& m) {
       "weighted",
       [=](const std::vector<double>& weights, std::int64_t draws) { return shared(weighted(weights, draws)); },
       py::arg("weights"), py::arg("draws"));
+  m.def(
+      "mixed",
+      [=](const std::vector<std::int64_t>& sizes, const std::vector<double>& weights, std::int64_t draws) {
+        return shared(mixed(sizes, weights, draws));
+      },
+      py::arg("sizes"), py::arg("weights"), py::arg("draws"));
   m.def(
       "bucketed",
       [=](std::vector<std::int32_t> lengths, std::int64_t batch, std::int64_t window) {

@@ -13,7 +13,7 @@ namespace {
 constexpr std::int64_t kMostSamples = std::int64_t{1} << 60;  // sums of a few sizes do not overflow
 
 /// What a key is for: numbers for one thing never repeat those for another.
-enum class KeyUse : std::uint64_t { Augmentation, Order, Groups, Draws };
+enum class KeyUse : std::uint64_t { Augmentation, Order, Groups, Draws, Mixture };
 
 std::uint64_t first_word64(const PhiloxBlock& block) { return std::uint64_t{block.word[0]} << 32 | block.word[1]; }
 
@@ -159,23 +159,28 @@ class BlockSampler final : public CheckedSampler {
   std::int64_t block_, blocks_, window_, lacks_;
 };
 
+/// The greatest of weights that can be drawn by.
+double greatest_weight(const std::vector<double>& weights) {
+  double most = 0;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    OXY_CHECK(std::isfinite(weights[i]) && weights[i] >= 0, InvalidArgument, "weight ", i, " is ", weights[i],
+              "; weights are finite numbers that are not negative.");
+    most = std::max(most, weights[i]);
+  }
+  OXY_CHECK(most > 0, InvalidArgument, "all of the ", weights.size(), " weights are 0; at least one must be positive.");
+  return most;
+}
+
+std::string bytes_of(const auto& numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(numbers[0])};
+}
+
 /// Each of n equal columns holds its own sample up to a share, and above it one other.
 class WeightedSampler final : public CheckedSampler {
  public:
   WeightedSampler(const std::vector<double>& weights, std::int64_t draws)
-      : CheckedSampler(
-            draws, fingerprint_of({"weighted",
-                                   std::to_string(draws),
-                                   {reinterpret_cast<const char*>(weights.data()), weights.size() * sizeof(double)}})),
-        share_(weights) {
-    double most = 0;
-    for (std::size_t i = 0; i < weights.size(); ++i) {
-      OXY_CHECK(std::isfinite(weights[i]) && weights[i] >= 0, InvalidArgument, "weight ", i, " is ", weights[i],
-                "; weights are finite numbers that are not negative.");
-      most = std::max(most, weights[i]);
-    }
-    OXY_CHECK(most > 0, InvalidArgument, "all of the ", weights.size(),
-              " weights are 0; at least one must be positive.");
+      : CheckedSampler(draws, fingerprint_of({"weighted", std::to_string(draws), bytes_of(weights)})), share_(weights) {
+    const double most = greatest_weight(weights);
     double sum = 0;
     for (auto& share : share_) sum += share /= most;  // of the greatest, so that no sum overflows
     for (auto& share : share_) share *= static_cast<double>(share_.size()) / sum;
@@ -220,6 +225,66 @@ class WeightedSampler final : public CheckedSampler {
   std::vector<std::int64_t> other_;
 };
 
+/// A tree of splits: at each the draws go to its left and right half of the sets as evenly as whole numbers can, which
+/// tells in constant time how many of the first n went left (J. Bresenham, "Algorithm for computer control of a digital
+/// plotter", 1965). A leaf counts the draws of its set, and passes over it one shuffled order after the other.
+class MixedSampler final : public CheckedSampler {
+ public:
+  MixedSampler(const std::vector<std::int64_t>& sizes, const std::vector<double>& weights, std::int64_t draws)
+      : CheckedSampler(draws, fingerprint_of({"mixed", std::to_string(draws), bytes_of(weights), bytes_of(sizes)})),
+        sizes_(sizes) {
+    OXY_CHECK(sizes.size() == weights.size(), InvalidArgument, "there are ", weights.size(), " weights for ",
+              sizes.size(), " datasets; give one for each.");
+    const double most = greatest_weight(weights);
+    std::int64_t samples = 0;
+    sums_.push_back(0);
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      check_sampler_size(sizes[i]);
+      OXY_CHECK(sizes[i] > 0 || weights[i] == 0, InvalidArgument, "dataset ", i, " has no samples and the weight ",
+                weights[i], "; give it 0.");
+      firsts_.push_back(samples);
+      samples += sizes[i];
+      check_sampler_size(samples);
+      sums_.push_back(sums_.back() + weights[i] / most);
+    }
+  }
+
+ private:
+  using Wide = unsigned __int128;
+
+  [[nodiscard]] std::int64_t draw(std::int64_t position, std::uint64_t epoch, std::uint64_t seed) const override {
+    auto number = epoch * static_cast<std::uint64_t>(size()) + static_cast<std::uint64_t>(position);
+    std::size_t first = 0, last = sizes_.size();
+    while (last - first > 1) {
+      const auto middle = first + (last - first) / 2;
+      const auto share = (sums_[middle] - sums_[first]) / (sums_[last] - sums_[first]);
+      // In 1/2^62: exact at 0 and 1, so that a half without a weight is never drawn from.
+      const auto left = static_cast<std::uint64_t>(std::lround(share * 0x1p62));
+      // Where in its period a split begins, by the seed alone: two runs do not draw alike, and epochs go on.
+      const auto phase = epoch_key(seed, middle, KeyUse::Mixture) >> 2;
+      const auto drawn_left = [&](std::uint64_t n) {
+        return static_cast<std::uint64_t>((Wide{n} * left + phase) >> 62);
+      };
+      const auto before = drawn_left(number);
+      if (drawn_left(number + 1) > before) {
+        number = before;
+        last = middle;
+      } else {
+        number -= before;
+        first = middle;
+      }
+    }
+    const auto set = static_cast<std::int64_t>(first);
+    const auto samples = sizes_[first];
+    const auto pass = number / static_cast<std::uint64_t>(samples);
+    const auto inside = static_cast<std::int64_t>(number % static_cast<std::uint64_t>(samples));
+    return firsts_[first] + group_order(samples, set, pass, seed)(inside);
+  }
+
+  std::vector<std::int64_t> sizes_, firsts_;
+  std::vector<double> sums_;  // of the weights before each set, and of all
+};
+
 /// A window of the shuffled order, sorted by length: numbers of its samples in the window. Made when it is first drawn
 /// from.
 struct SortedWindow {
@@ -232,12 +297,8 @@ struct SortedWindow {
 class BucketedSampler final : public CheckedSampler {
  public:
   BucketedSampler(std::vector<std::int32_t> lengths, std::int64_t batch, std::int64_t window)
-      : CheckedSampler(
-            static_cast<std::int64_t>(lengths.size()),
-            fingerprint_of({"bucketed",
-                            std::to_string(batch),
-                            std::to_string(window),
-                            {reinterpret_cast<const char*>(lengths.data()), lengths.size() * sizeof(std::int32_t)}})),
+      : CheckedSampler(static_cast<std::int64_t>(lengths.size()),
+                       fingerprint_of({"bucketed", std::to_string(batch), std::to_string(window), bytes_of(lengths)})),
         lengths_(std::move(lengths)),
         batch_(std::clamp<std::int64_t>(size(), 1, batch)),
         window_((std::clamp(window, batch_, std::max(size(), batch_)) - 1) / batch_ * batch_ + batch_) {
@@ -345,6 +406,12 @@ std::shared_ptr<const Sampler> shuffled_blocks(std::int64_t size, std::int64_t b
 std::shared_ptr<const Sampler> weighted(const std::vector<double>& weights, std::int64_t draws) {
   check_sampler_size(draws);
   return std::make_shared<WeightedSampler>(weights, draws);
+}
+
+std::shared_ptr<const Sampler> mixed(const std::vector<std::int64_t>& sizes, const std::vector<double>& weights,
+                                     std::int64_t draws) {
+  check_sampler_size(draws);
+  return std::make_shared<MixedSampler>(sizes, weights, draws);
 }
 
 std::shared_ptr<const Sampler> bucketed(std::vector<std::int32_t> lengths, std::int64_t batch, std::int64_t window) {

@@ -193,6 +193,60 @@ TEST(Sampler, TheBatchThatIsNotFullIsOfAnyLength) {
   EXPECT_EQ(last, (std::set<std::int64_t>{0, 8, 16, 24, 32, 40}));
 }
 
+/// Of a draw: which set it is of, and which sample of it.
+std::pair<std::size_t, std::int64_t> set_and_sample(const std::vector<std::int64_t>& sizes, std::int64_t drawn) {
+  std::size_t set = 0;
+  for (; drawn >= sizes[set]; ++set) drawn -= sizes[set];
+  return {set, drawn};
+}
+
+TEST(Sampler, AMixtureHasItsSharesAnywhere) {
+  const std::vector<std::int64_t> sizes{7, 1, 40, 0, 1000, 13};
+  const std::vector<double> weights{0.1, 3e-3, 0.4, 0, 0.25, 1};
+  const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
+  const auto sampler = mixed(sizes, weights, 997);
+  for (const std::uint64_t seed : {0, 1, 2}) {
+    std::vector<std::int64_t> counts(sizes.size());
+    for (std::int64_t n = 0; n < 20 * 997; ++n) {
+      ++counts[set_and_sample(sizes, sampler->at(n % 997, static_cast<std::uint64_t>(n / 997), seed)).first];
+      for (std::size_t set = 0; set < sizes.size(); ++set) {
+        const double share = static_cast<double>(n + 1) * weights[set] / sum;
+        ASSERT_LT(std::abs(static_cast<double>(counts[set]) - share), 3.0) << set << " of the first " << n + 1;
+      }
+    }
+    EXPECT_EQ(counts[3], 0);
+  }
+}
+
+TEST(Sampler, AMixtureDrawsEachSampleOfASetBeforeOneComesAgain) {
+  const std::vector<std::int64_t> sizes{7, 40, 13};
+  const auto sampler = mixed(sizes, {1, 2, 3}, 100);
+  std::vector<Samples> drawn(sizes.size());
+  for (std::int64_t n = 0; n < 2000; ++n) {
+    const auto [set, sample] = set_and_sample(sizes, sampler->at(n % 100, static_cast<std::uint64_t>(n / 100), 5));
+    drawn[set].push_back(sample);
+  }
+  for (std::size_t set = 0; set < sizes.size(); ++set) {
+    std::set<Samples> orders;
+    const auto whole = static_cast<std::int64_t>(drawn[set].size()) / sizes[set];
+    ASSERT_GE(whole, 10);
+    for (std::int64_t pass = 0; pass < whole; ++pass) {
+      const auto begin = drawn[set].begin() + pass * sizes[set];
+      const Samples order(begin, begin + sizes[set]);
+      EXPECT_EQ(sorted(order), counted(sizes[set]));
+      orders.insert(order);
+    }
+    EXPECT_EQ(orders.size(), static_cast<std::size_t>(whole));  // each pass has an order of its own
+  }
+}
+
+TEST(Sampler, AMixtureOfOneSetIsThatSet) {
+  const auto sampler = mixed({9}, {0.3}, 9);
+  EXPECT_EQ(sorted(epoch_of(*sampler)), counted(9));
+  EXPECT_NE(epoch_of(*sampler), epoch_of(*sampler, 1));
+  EXPECT_NE(epoch_of(*sampler), epoch_of(*sampler, 0, 1));
+}
+
 TEST(Sampler, BucketsDoNotDependOnWhatWasDrawnBefore) {
   const auto lengths = some_lengths(700);
   const auto expected = epoch_of(*bucketed(lengths, 4, 40), 3, 2);
@@ -235,6 +289,10 @@ TEST(Sampler, FingerprintsDifferWhereTheOrderDoes) {
                                           weighted({1, 2}, 10),
                                           weighted({1, 2}, 11),
                                           weighted({2, 1}, 10),
+                                          mixed({5, 5}, {1, 2}, 10),
+                                          mixed({5, 5}, {1, 2}, 11),
+                                          mixed({5, 5}, {2, 1}, 10),
+                                          mixed({4, 6}, {1, 2}, 10),
                                           bucketed({1, 2, 3}, 1, 2),
                                           bucketed({1, 2, 3}, 1, 3),
                                           bucketed({1, 2, 4}, 1, 2),
@@ -259,6 +317,12 @@ TEST(Sampler, RefusesWhatMakesNoOrder) {
   EXPECT_THROW(weighted({1, std::nan("")}, 3), Error);
   EXPECT_THROW(weighted({1, std::numeric_limits<double>::infinity()}, 3), Error);
   EXPECT_THROW(weighted({1}, -3), Error);
+  EXPECT_THROW(mixed({}, {}, 3), Error);
+  EXPECT_THROW(mixed({3}, {1, 1}, 3), Error);
+  EXPECT_THROW(mixed({3, 0}, {1, 1}, 3), Error);
+  EXPECT_THROW(mixed({3, -1}, {1, 0}, 3), Error);
+  EXPECT_THROW(mixed({3, 1}, {0, 0}, 3), Error);
+  EXPECT_THROW(mixed({3, 1}, {1, 1}, -1), Error);
   EXPECT_THROW(bucketed({1, -2}, 1, 1), Error);
   EXPECT_THROW(bucketed({1}, 0, 1), Error);
   EXPECT_THROW(bucketed({1}, 1, 0), Error);
@@ -274,6 +338,7 @@ TEST(Sampler, OrdersStayWhatTheyAre) {  // a later version goes on where this on
   EXPECT_EQ(epoch_of(*shuffled_blocks(8, 3, 2), 2, 1), (Samples{4, 5, 3, 7, 6, 2, 1, 0}));
   EXPECT_EQ(epoch_of(*weighted({1, 2, 3}, 8), 2, 1), (Samples{2, 1, 1, 1, 1, 2, 1, 0}));
   EXPECT_EQ(epoch_of(*bucketed({1, 1, 2, 2, 3, 3, 4, 4}, 2, 5), 2, 1), (Samples{2, 3, 1, 0, 6, 7, 4, 5}));
+  EXPECT_EQ(epoch_of(*mixed({3, 5}, {1, 2}, 8), 2, 1), (Samples{4, 1, 6, 3, 1, 7, 4, 0}));
   EXPECT_EQ(sample_random(1, 2, 3).next64(), 4'879'360'871'508'595'706U);
 }
 

@@ -150,6 +150,38 @@ def test_weights_decide_how_often(numbers: Any) -> None:
         ox.data.Loader(numbers, 8, shuffle=ox.data.Weighted([1, 2, 3]))
 
 
+def test_a_mixture_of_datasets(numbers: Any, tmp_path: Path) -> None:
+    np.save(tmp_path / "y.npy", -np.ones((5, 4), dtype=np.float32))
+    both = ox.data.concatenate(numbers, ox.data.open(tmp_path / "y.npy"))
+    assert len(both) == N + 5 and both.part_sizes == [N, 5]
+    loader = ox.data.Loader(both, 8, shuffle=ox.data.Mixed([3, 1], draws=80), seed=4)
+    batches = [batch["array"].clone() for _ in range(3) for batch in loader]
+    assert len(batches) == 30
+    assert all(int((batch[:, 0] < 0).sum()) == 2 for batch in batches)  # a quarter of any eight
+    first = torch.cat(batches)[:, 0]
+    assert len(set(first[first >= 0][:N].tolist())) == N  # each once before one comes again, over epochs too
+
+    again = ox.data.Loader(both, 8, shuffle=ox.data.Mixed([3, 1], draws=80), seed=4, threads=1)
+    stopped = ox.data.Loader(both, 8, shuffle=ox.data.Mixed([3, 1], draws=80), seed=4)
+    for _, _batch in zip(range(7), stopped, strict=False):
+        state = stopped.state_dict()
+    again.load_state_dict(state)
+    assert all(a.equal(b["array"]) for a, b in zip(batches[7:10], again, strict=True))
+
+
+def test_a_mixture_of_pythons_datasets() -> None:
+    both = torch.utils.data.ConcatDataset([Pairs(30), Pairs(10)])
+    loader = ox.data.Loader(both, 8, shuffle=ox.data.Mixed([1, 1]))
+    first = {tuple(row.tolist()) for row in Pairs(30).x}
+    batches = [x for x, _ in loader]
+    assert sum(len(x) for x in batches) == 40
+    assert all(sum(tuple(row.tolist()) in first for row in x) >= 4 for x in batches)
+    with pytest.raises(ValueError, match="3 weights for 2 datasets"):
+        ox.data.Loader(both, 8, shuffle=ox.data.Mixed([1, 1, 1]))
+    with pytest.raises(ValueError, match="there are no datasets"):
+        ox.data.concatenate()
+
+
 def test_batches_outlive_the_loader(numbers: Any) -> None:
     loader = ox.data.Loader(numbers, 6)
     kept = [batch["array"] for batch in loader]

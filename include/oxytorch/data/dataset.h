@@ -48,6 +48,9 @@ class OXY_API Dataset {
 
   /// Names of the classes where the labels are indices into them; empty where they are not.
   [[nodiscard]] virtual std::vector<std::string> classes() const { return {}; }
+
+  /// Samples of each dataset that concatenate() made this one of; its own size where it is none of those.
+  [[nodiscard]] virtual std::vector<std::int64_t> part_sizes() const;
 };
 
 /// Opens a file, a folder or a URL. The format is found by content, and by the names in a folder:
@@ -66,6 +69,10 @@ OXY_API std::shared_ptr<const Dataset> open_raw(const std::string& location, DTy
 /// (images).
 /// Errors: `NotSupported` for a column of another type, by name.
 OXY_API std::shared_ptr<const Dataset> from_arrow(void* arrow_array_stream);
+
+/// Several datasets as one, the samples of the first before those of the second; `mixed` draws from them by weight.
+/// Errors: `InvalidArgument` where there are none, or where fields or classes are not those of the first.
+OXY_API std::shared_ptr<const Dataset> concatenate(std::vector<std::shared_ptr<const Dataset>> parts);
 
 /// Windows of `length + 1` tokens that overlap by one, as next-token training takes them: of a one-dimensional .npy, a
 /// raw file, Megatron documents or MDS tokens, read as one long text in order. One field "tokens", I64 of length + 1.

@@ -64,6 +64,14 @@ OXY_API std::shared_ptr<const Sampler> shuffled_blocks(std::int64_t size, std::i
 /// M. Vose, "A linear algorithm for generating random numbers with a given distribution", 1991).
 /// Errors: `InvalidArgument` for weights that are negative, not finite or all zero.
 OXY_API std::shared_ptr<const Sampler> weighted(const std::vector<double>& weights, std::int64_t draws);
+/// Draws from several sets of samples, those of the first before those of the second (`sizes` of each), in proportion
+/// to their weights. Epochs of `draws` follow one another as one stream without an end: of its first n samples n times
+/// the share of a set are of it, but for fewer than one more or less at each of the log2 splits of the sets into
+/// halves, and every sample of a set comes once before one comes again, in an order that differs from pass to pass.
+/// Errors: `InvalidArgument` for other than one weight a set, for weights that are negative, not finite or all zero,
+/// and for a set without samples that has a weight.
+OXY_API std::shared_ptr<const Sampler> mixed(const std::vector<std::int64_t>& sizes, const std::vector<double>& weights,
+                                             std::int64_t draws);
 /// As shuffled, but samples of like length together: of each `window` samples of the shuffled order the batches of
 /// `batch` (of all processes) are cut from the order by length, and come in random order. `window` is rounded up to
 /// whole batches, and a batch that is not full ends the epoch. A window is sorted when it is first drawn from.

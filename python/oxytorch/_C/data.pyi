@@ -24,6 +24,7 @@ __all__: list[str] = [
     "bucketed",
     "center_crop",
     "color_jitter",
+    "concatenate",
     "convert",
     "cut_mix",
     "decode_image",
@@ -32,6 +33,7 @@ __all__: list[str] = [
     "function_stage",
     "horizontal_flip",
     "mix_up",
+    "mixed",
     "open",
     "open_raw",
     "python_dataset",
@@ -90,6 +92,8 @@ class Dataset:
     def fingerprint(self) -> str: ...
     @property
     def format(self) -> str: ...
+    @property
+    def part_sizes(self) -> list[int]: ...
     @property
     def schema(self) -> list[Field]: ...
 
@@ -299,6 +303,7 @@ def color_jitter(
     saturation: typing.SupportsFloat | typing.SupportsIndex,
     hue: typing.SupportsFloat | typing.SupportsIndex,
 ) -> Stage: ...
+def concatenate(parts: collections.abc.Sequence[Dataset]) -> Dataset: ...
 def convert(
     dataset: Dataset,
     folder: str,
@@ -332,6 +337,11 @@ def mix_up(
     image: str,
     label: str,
 ) -> BatchStage: ...
+def mixed(
+    sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    weights: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    draws: typing.SupportsInt | typing.SupportsIndex,
+) -> Sampler: ...
 def open(location: str) -> Dataset: ...
 def open_raw(
     location: str, dtype: str, shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]

@@ -13,9 +13,11 @@ from .convert import convert as convert
 from .convert import tokenize as tokenize
 from .loader import Loader as Loader
 from .sampling import Bucketed as Bucketed
+from .sampling import Mixed as Mixed
 from .sampling import ShuffledBlocks as ShuffledBlocks
 from .sampling import Weighted as Weighted
 from .sources import TokenWindows as TokenWindows
+from .sources import concatenate as concatenate
 from .sources import open as open
 from .sources import open_raw as open_raw
 from .transforms import CenterCrop as CenterCrop

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from .._C import data as _native
 from .sampling import Sampling, sampler_of
-from .sources import PythonSource
+from .sources import PythonSource, part_sizes
 from .transforms import Normalize
 
 __all__ = ["Loader"]
@@ -35,7 +35,7 @@ class Loader:
         own takes and returns a dict of the sample's fields (an image is uint8 of height x width x channels); it runs
         under the interpreter's lock, and `stats` shows what it takes. `MixUp` and `CutMix` work on whole batches,
         behind all others.
-    shuffle : bool, Weighted, Bucketed or ShuffledBlocks
+    shuffle : bool, Weighted, Mixed, Bucketed or ShuffledBlocks
     seed : int
         Of the order and of all randomness of stages.
     rank, world_size : int, optional
@@ -122,7 +122,7 @@ class Loader:
         options.pad = [(field, value) for field, value in (pad or {}).items() if value is not None]
         options.set_channels_last(channels_last)
         if batch_size > 0:  # else the native loader says so
-            options.set_sampler(sampler_of(shuffle, len(native), batch_size))
+            options.set_sampler(sampler_of(shuffle, part_sizes(dataset), batch_size))
         _set_cache(options, cache)
         stages: list[_native.Stage] = []
         batch_stages: list[_native.BatchStage] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .._C import data as _native
 
-__all__ = ["Bucketed", "Sampling", "ShuffledBlocks", "Weighted", "sampler_of"]
+__all__ = ["Bucketed", "Mixed", "Sampling", "ShuffledBlocks", "Weighted", "sampler_of"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,31 @@ class Weighted:
         One a sample.
     draws : int, optional
         An epoch's; as many as there are samples unless given.
+    """
+
+    weights: Sequence[float]
+    draws: int | None = None
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Draws from several datasets in proportion to their weights, without an end.
+
+    Of each dataset every sample comes once before one comes again, in an order that differs from pass to pass. Epochs
+    are parts of one stream: the second goes on where the first ended, and of any part of it a dataset has its share to
+    within a few samples.
+
+    Parameters
+    ----------
+    weights : sequence of float
+        One for each dataset that `concatenate` or `torch.utils.data.ConcatDataset` joined.
+    draws : int, optional
+        Samples of an epoch; as many as there are unless given.
+
+    Examples
+    --------
+    >>> both = concatenate(open("web"), open("code"))
+    >>> loader = Loader(both, 64, shuffle=Mixed([0.8, 0.2], draws=100_000))
     """
 
     weights: Sequence[float]
@@ -58,16 +83,19 @@ class ShuffledBlocks:
     window: int = 16
 
 
-Sampling = Weighted | Bucketed | ShuffledBlocks
+Sampling = Weighted | Mixed | Bucketed | ShuffledBlocks
 
 
-def sampler_of(order: Sampling | bool | _native.Sampler, size: int, batch: int) -> _native.Sampler:
-    """Make the sampler of a set of `size` samples; True shuffles, False does not."""
+def sampler_of(order: Sampling | bool | _native.Sampler, parts: Sequence[int], batch: int) -> _native.Sampler:
+    """Make the sampler of datasets of these sizes, one behind the other; True shuffles, False does not."""
+    size = sum(parts)
     if isinstance(order, _native.Sampler):
         return order
     if isinstance(order, Weighted):
         _matches(len(order.weights), size, "weights")
         return _native.weighted(list(order.weights), size if order.draws is None else order.draws)
+    if isinstance(order, Mixed):
+        return _native.mixed(parts, list(order.weights), size if order.draws is None else order.draws)
     if isinstance(order, Bucketed):
         _matches(len(order.lengths), size, "lengths")
         return _native.bucketed(list(order.lengths), batch, order.window)

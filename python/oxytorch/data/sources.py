@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._C import data as _native
 
-__all__ = ["PythonSource", "TokenWindows", "open", "open_raw"]
+__all__ = ["PythonSource", "TokenWindows", "concatenate", "open", "open_raw", "part_sizes"]
 
 
 def open(location: Any) -> _native.Dataset:
@@ -48,6 +48,35 @@ def open(location: Any) -> _native.Dataset:
     if path.endswith((".parquet", ".arrow", ".feather")):
         return _native.from_arrow(_read_table(path).__arrow_c_stream__())
     return _native.open(path)
+
+
+def concatenate(*datasets: _native.Dataset) -> _native.Dataset:
+    """Make several datasets one; `Mixed` draws from them by weight.
+
+    Parameters
+    ----------
+    *datasets : Dataset
+        With the same fields and classes. Datasets of Python's are joined by `torch.utils.data.ConcatDataset`.
+
+    Returns
+    -------
+    Dataset
+        The samples of the first before those of the second; ``part_sizes`` has how many are of each.
+
+    Raises
+    ------
+    ValueError
+        Where there are none, or where fields or classes are not those of the first.
+    """
+    return _native.concatenate(list(datasets))
+
+
+def part_sizes(dataset: Any) -> list[int]:
+    """Return the samples of each dataset that this one was made of; its own alone where it was not."""
+    if isinstance(dataset, _native.Dataset):
+        return list(dataset.part_sizes)
+    parts: Any = dataset.datasets if isinstance(dataset, torch.utils.data.ConcatDataset) else [dataset]
+    return [len(part) for part in parts]
 
 
 def _table(source: Any) -> Any:
