@@ -24,7 +24,7 @@ TAIL_CASES = ("large", "small", "graph", "waits", "table")
 WORKLOADS = ("gpt", "resnet", "bert")
 SOON = "eager,stock 1,stock compiled,stock reduce-overhead,stock graph,oxytorch basic,oxytorch advanced"
 AUTOTUNE_SECONDS = 300.0
-"""With less time a start leaves max-autotune out, which compiles GPT-2 small for 110 s: what is cut off keeps nothing."""
+"""With less time max-autotune is left out, which compiles GPT-2 small for 110 s: a start cut off keeps nothing."""
 PROGRESS = re.compile(r"\[(\d+)/(\d+)\]")
 
 
