@@ -2,7 +2,7 @@
 #   make demo ARGS="--quick"     passes ARGS on
 #   OXYTORCH_TORCH_SPEC=torch==2.15.0 make test     with another torch, in an environment and a build folder of its own
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-devices nightly mutation bench gpu lint docs sanitize clean
+.PHONY: help setup build demo test test-devices nightly mutation bench gpu lint docs sanitize fuzz clean
 
 help:
 	@echo "make setup     install what is missing: Debian packages, .venv, PyTorch"
@@ -17,15 +17,19 @@ help:
 	@echo "make lint      formats, types, static analysis"
 	@echo "make docs      the site, in build/docs/index.html"
 	@echo "make sanitize  core tests under the address, undefined and thread sanitizers"
+	@echo "make fuzz      the parsers under libFuzzer, ten minutes each; ARGS=\"60 dataset\" is a minute of one; needs clang++"
 	@echo "make clean     remove what was built; .venv stays"
+
+# Compiles while what only tests and the demo need is installed.
+set_up_and_build = tools/setup.sh --to-build && { tools/setup.sh & tools/build.sh $(1); built=$$?; wait $$! && exit $$built; }
 
 setup:
 	@tools/setup.sh
-build: setup
-	@tools/build.sh
+build:
+	@$(call set_up_and_build)
 # All that it runs; --cpp installs the whole library first.
-demo: setup
-	@tools/build.sh $(if $(findstring --cpp,$(ARGS)),,oxytorch_python)
+demo:
+	@$(call set_up_and_build,$(if $(findstring --cpp,$(ARGS)),,oxytorch_python))
 	@tools/run.sh oxytorch demo $(ARGS)
 test: build
 	@tools/test.sh $(ARGS)
@@ -46,5 +50,7 @@ docs: build
 	@tools/docs.sh
 sanitize: setup
 	@tools/sanitize.sh
+fuzz: build
+	@tools/fuzz.sh $(ARGS)
 clean:
 	@tools/clean.sh

@@ -1,12 +1,26 @@
 #!/usr/bin/env bash
 # Installs what is missing: Debian packages, the .venv, torch at one version, then the rest. Quick when nothing is to do.
+#   setup.sh --to-build    only what compiling takes; the rest can come beside it
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 SYSTEM_PYTHON=${PYTHON:-python3}
 
 # The stamp holds a hash of all that decides what setup does.
 wanted=$( (echo "$TORCH"; cat cmake/apt-packages.txt pyproject.toml tools/setup.sh) | sha256sum | cut -d' ' -f1)
 stamp=$VENV/.oxytorch-setup
-if [[ -x $VENV/bin/python3 && -f $stamp && $(<"$stamp") == "$wanted" ]]; then exit 0; fi
+is_done() { [[ -x $VENV/bin/python3 && -f $1 && $(<"$1") == "$wanted" ]]; }
+if is_done "$stamp"; then exit 0; fi
+
+install_rest() {
+  listed=$("$VENV/bin/python3" tools/extras.py test lint docs demo)
+  mapfile -t needs <<<"$listed"
+  say "Installing ${#needs[@]} Python packages"
+  "${pip[@]}" --constraint <(echo "torch==$1") "${needs[@]}"
+  listed=$("$VENV/bin/python3" tools/extras.py peers formats)
+  mapfile -t peers <<<"$listed"
+  say "Installing ${#peers[@]} libraries that tests compare with"
+  "${pip[@]}" --no-deps "${peers[@]}"
+  echo "$wanted" >"$stamp"
+}
 
 missing_packages() {
   comm -23 <(grep -v '^#' cmake/apt-packages.txt | sort -u) \
@@ -36,17 +50,15 @@ if [[ ! -x $VENV/bin/python3 ]]; then
   "$SYSTEM_PYTHON" -m venv "$VENV"
 fi
 
-# torch first and alone: whatever follows must take this one as it is.
 pip=("$VENV/bin/python3" -m pip --disable-pip-version-check install --quiet)
-say "Installing $TORCH"
-"${pip[@]}" "$TORCH"
-installed=$("$VENV/bin/python3" -c 'from importlib.metadata import version; print(version("torch"))')
-listed=$("$VENV/bin/python3" tools/extras.py build test lint docs demo)
-mapfile -t needs <<<"$listed"
-say "Installing ${#needs[@]} Python packages"
-"${pip[@]}" --constraint <(echo "torch==$installed") "${needs[@]}"
-listed=$("$VENV/bin/python3" tools/extras.py peers formats)
-mapfile -t peers <<<"$listed"
-say "Installing ${#peers[@]} libraries that tests compare with"
-"${pip[@]}" --no-deps "${peers[@]}"
-echo "$wanted" >"$stamp"
+installed() { "$VENV/bin/python3" -c 'from importlib.metadata import version; print(version("torch"))'; }
+if ! is_done "$stamp-build"; then
+  # torch first and alone: whatever follows must take this one as it is.
+  say "Installing $TORCH"
+  "${pip[@]}" "$TORCH"
+  listed=$("$VENV/bin/python3" tools/extras.py build)
+  mapfile -t needs <<<"$listed"
+  "${pip[@]}" --constraint <(echo "torch==$(installed)") "${needs[@]}"
+  echo "$wanted" >"$stamp-build"
+fi
+if [[ ${1:-} != --to-build ]]; then install_rest "$(installed)"; fi
