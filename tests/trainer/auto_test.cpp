@@ -252,7 +252,7 @@ TEST_F(TrainerAutoTest, WhatIsNamedAndCannotBeIsRefusedWithTheReason) {
 }
 
 TEST_F(TrainerAutoTest, ASmallModelTakesNoLongerThanItsSecond) {
-  costs.rest = costs.delay = 1e-4;
+  costs.rest = costs.delay = 4e-4;
   for (const auto& [key, value, most] : std::vector<std::tuple<const char*, ConfigValue, double>>{
            {"steps_planned", std::int64_t{100}, 1.0}, {"tune_seconds", 3.0, 3.0}}) {
     auto all = useless(60);

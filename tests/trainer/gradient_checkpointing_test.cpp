@@ -213,13 +213,13 @@ TEST_F(GradientCheckpointingTest, AStepThatRunsOutOfMemoryIsTakenAgain) {
     torch::manual_seed(2);
     return Batch(torch::randn({rows, 32}), torch::randint(5, {rows}));
   };
-  const auto small = batch_of(256), large = batch_of(8192);
+  const auto small = batch_of(256), large = batch_of(4096);
   std::vector<std::vector<at::Tensor>> ends;
   for (const bool limited : {false, true}) {
     Settings given{{kKey, std::string("auto")}};
     give_back_host_memory();
     if (limited) {
-      given.emplace_back("memory_limit", std::to_string(memory::resident_bytes() + (std::uint64_t{320} << 20)));
+      given.emplace_back("memory_limit", std::to_string(memory::resident_bytes() + (std::uint64_t{160} << 20)));
     }
     Training training(given);
     const auto trainer = training.trainer();

@@ -199,10 +199,10 @@ def test_what_is_named_is_brought_where_nothing_is_tried(clock: Clock) -> None:
 
 
 def test_a_small_model_takes_no_longer_than_its_second(clock: Clock) -> None:
-    clock.cost.update(slow=1e-4, rest=1e-4)
+    clock.cost.update(slow=4e-4, rest=4e-4)
     for settings, most in (({"steps_planned": 100}, 1.0), ({"tune_seconds": 3.0}, 3.0)):
         began = clock.now
-        with only(made(clock, "rest", 5e-5), *(useless(clock, number, 1e-4) for number in range(60))):
+        with only(made(clock, "rest", 2e-4), *(useless(clock, number, 4e-4) for number in range(60))):
             one = trainer(clock, **settings)
             one.step(batches(1)[0])
         assert clock.now - began < 1.1 * most
