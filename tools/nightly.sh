@@ -8,6 +8,7 @@ python3 tools/headers.py || { [[ $? == 75 ]] && say "nightly: headers skipped"; 
 export OXYTORCH_FUZZ_CASES=${OXYTORCH_FUZZ_CASES:-20000}
 python3 -m pytest -n "$(nproc)" --dist=load tests/optim/test_fuzz.py "$@"
 "$BUILD/tests/optim/optimizer_edits_test"
+OXYTORCH_KILLS=1000 "$BUILD/tests/data/data_test" --gtest_filter="*KillsAndResumes*"
 
 say "nightly: the optimizers under the address sanitizer"
 cmake --preset asan-torch --log-level=ERROR
