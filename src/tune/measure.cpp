@@ -79,13 +79,13 @@ double norm_of(const std::vector<at::Tensor>& gradients) {
 }
 
 template <class T>
-Change meter_of(const at::Tensor& before, const at::Tensor& after, const at::Tensor& wanted) {
+Change meter_of(const at::Tensor& before, const at::Tensor& after, const at::Tensor& wanted, double element) {
   const auto span = []<class U>(const at::Tensor& t, U*) {
     return std::span<const U>(t.const_data_ptr<U>(), static_cast<std::size_t>(t.numel()));
   };
   T* const own = nullptr;
   double* const exact = nullptr;
-  ChangeMeter<T> meter(static_cast<std::size_t>(after.numel()), kElement, kSample);
+  ChangeMeter<T> meter(static_cast<std::size_t>(after.numel()), element, kSample);
   for (int look = 0; look < (meter.stands_out() ? 2 : 1); ++look) {
     meter.add(before.defined() ? span(before, own) : std::span<const T>(), span(after, own), span(wanted, exact));
   }
@@ -193,7 +193,9 @@ NamedChange measured_change(std::string name, const at::Tensor& before, const at
   };
   const auto start = before.defined() ? flat(before, type) : before;
   const auto measure = type == at::kDouble ? meter_of<double> : meter_of<float>;
-  found.change = measure(start, flat(after, type), flat(wanted, at::kDouble));
+  // At least what arithmetic in the dtype of the parameter rounds away.
+  const double element = std::max(kElement, 2 * epsilon(after.scalar_type()));
+  found.change = measure(start, flat(after, type), flat(wanted, at::kDouble), element);
   return found;
 }
 

@@ -135,6 +135,19 @@ TEST_F(MeasureTest, AChangeIsMeasuredAgainstTheWantedOne) {
   EXPECT_EQ(measured_change("a", at::Tensor(), torch::ones(0), torch::ones(0), true).count, 0);
 }
 
+TEST_F(MeasureTest, AnElementMayBeOffByWhatItsDtypeRoundsAway) {
+  for (const auto type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    const auto moved = 1e-3 * torch::randn({5000}, at::kDouble), before = (-0.999 * moved).to(type);
+    const auto wanted = before.to(at::kDouble) + moved;  // next to zero
+    const double place = type == at::kFloat ? 0x1p-23 : type == at::kHalf ? 0x1p-10 : 0x1p-7;
+    auto after = (before.to(at::kDouble) + moved * (1 + place)).to(type);
+    EXPECT_LT(measured_change("a", before, after, wanted, false).change.worst, 1) << type;
+    const auto largest = moved.abs().argmax().item<std::int64_t>();
+    after[largest] = before[largest];
+    EXPECT_GT(measured_change("a", before, after, wanted, false).change.worst, 1) << type;
+  }
+}
+
 TEST_F(MeasureTest, ClippedGradientsAreNotClippedAgain) {
   const auto large = torch::rand({4'000'000}).pow(8) + 1e-4;
   auto p = torch::zeros({4'000'000}).set_requires_grad(true);

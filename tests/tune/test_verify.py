@@ -234,6 +234,19 @@ def test_one_wrong_element_of_many_shows() -> None:
     assert compare(before, after, wanted).worst > 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_element_may_be_off_by_what_its_dtype_rounds_away(dtype: torch.dtype) -> None:
+    """An optimizer whose state is of the dtype rounds the update, also where a weight ends next to zero."""
+    torch.manual_seed(3)
+    moved = 1e-3 * torch.randn(5000, dtype=torch.float64)
+    before = (-0.999 * moved).to(dtype)
+    after = (before.double() + moved * (1 + torch.finfo(dtype).eps)).to(dtype)
+    assert compare(before, after, before.double() + moved).worst < 1
+    largest = moved.abs().argmax()
+    after[largest] = before[largest]
+    assert compare(before, after, before.double() + moved).worst > 1
+
+
 @pytest.mark.parametrize("stands_out", [False, True])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

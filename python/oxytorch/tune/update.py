@@ -110,8 +110,13 @@ def _is_metered(t: Tensor) -> bool:
     return t.device.type == "cpu" and t.dtype in _FLOATS
 
 
+def _element(dtype: torch.dtype) -> float:
+    """Share of its change that an element may be off by: at least what arithmetic in its dtype rounds away."""
+    return max(_ELEMENT, 2 * torch.finfo(dtype).eps)
+
+
 def _meter(like: Tensor) -> _native.ChangeMeter:
-    return _native.ChangeMeter(like.numel(), like.dtype is torch.float64, _ELEMENT, _SAMPLE)
+    return _native.ChangeMeter(like.numel(), like.dtype is torch.float64, _element(like.dtype), _SAMPLE)
 
 
 def _meet(meter: _native.ChangeMeter, before: Tensor | None, after: Tensor, wanted: Tensor) -> None:
@@ -137,7 +142,8 @@ def _compare_by_torch(before: Tensor | None, after: Tensor, wanted: Tensor) -> C
     square = float(change.dot(change))
     size = math.sqrt(square / count)
     slope = float(error.dot(change)) / square if square > 0 else 0.0
-    stands_out = not float(torch.linalg.vector_norm(error, math.inf)) <= _ELEMENT * size
+    element = _element(after.dtype)
+    stands_out = not float(torch.linalg.vector_norm(error, math.inf)) <= element * size
     every = 1 if stands_out else max(1, count // _SAMPLE)
     some, off, moved = after.reshape(-1)[::every].double(), error[::every], change[::every]
     unit = unit_in_last_place(some, after.dtype)
@@ -148,7 +154,7 @@ def _compare_by_torch(before: Tensor | None, after: Tensor, wanted: Tensor) -> C
         size,
         rms(unit),
         slope,
-        float((off.abs() / (4 * unit + _ELEMENT * (moved.abs() + size))).max()),
+        float((off.abs() / (4 * unit + element * (moved.abs() + size))).max()),
         (float(places.mean()), float((places * some.sign()).mean())),
         spread / math.sqrt(some.numel()),
         float((moved.abs() / unit).mean()),
