@@ -39,7 +39,8 @@ struct Training {
   [[nodiscard]] std::vector<std::unique_ptr<Loader>> loaders(std::int64_t world, int threads, bool cached) const {
     std::vector<std::unique_ptr<Loader>> made;
     const auto cache =
-        cached ? std::make_shared<Cache>(CacheOptions{.memory = "0", .disk = "1MB", .folder = folder / "cache"}) : nullptr;
+        cached ? std::make_shared<Cache>(CacheOptions{.memory = "0", .disk = "1MB", .folder = folder / "cache"})
+               : nullptr;
     for (std::int64_t rank = 0; rank < world; ++rank) {
       made.push_back(std::make_unique<Loader>(dataset, LoaderOptions{.batch_size = kGlobal / world,
                                                                      .stages = {noise()},

@@ -39,6 +39,7 @@ BESIDE_MODULES = {
         "consumer",
         "plugin",
         "layering",
+        "fuzz",
         "mutation",
         "packaging",
         "pages",

@@ -30,9 +30,28 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def test_the_demo_builds_what_it_runs_and_no_tests() -> None:
-    assert "build.sh oxytorch_python\n" in said("make", "-n", "demo")
+    assert "build.sh oxytorch_python;" in said("make", "-n", "demo")
     whole = said("make", "-n", "demo", "ARGS=--quick --cpp")  # it installs the library
-    assert "build.sh \n" in whole and "oxytorch_python" not in whole
+    assert "build.sh ;" in whole and "oxytorch_python" not in whole
+
+
+def test_compiling_begins_before_the_rest_is_installed_and_fails_where_that_does(tmp_path: Path) -> None:
+    """The recipe of `make build`, with steps that note when they run."""
+    (tmp_path / "tools").mkdir()
+    rest = '[ "$1" = --to-build ] || { sleep 0.2; echo rest >>log; exit $REST; }'
+    for step, does in (("setup", rest), ("build", "exit $BUILT")):
+        path = tmp_path / "tools" / f"{step}.sh"
+        path.write_text(f"#!/bin/sh\necho {step} $1 >>log\n{does}\n")
+        path.chmod(0o755)
+    for installed, built in ((0, 0), (1, 0), (0, 1)):
+        (tmp_path / "log").unlink(missing_ok=True)
+        done = subprocess.run(
+            ["make", "-f", ROOT / "Makefile", "build"], cwd=tmp_path, capture_output=True, check=False,
+            env={**os.environ, "REST": str(installed), "BUILT": str(built)},
+        )  # fmt: skip
+        assert (done.returncode == 0) == (installed == built == 0)
+        steps = (tmp_path / "log").read_text().splitlines()
+        assert steps[0] == "setup --to-build" and {"setup", "build"} <= set(steps) and steps[-1] == "rest"
 
 
 def test_another_torch_has_an_environment_and_a_build_of_its_own() -> None:
