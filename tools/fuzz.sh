@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # The parsers under libFuzzer with the address and undefined-behaviour sanitizers.
-#   fuzz.sh [SECONDS [TARGET...]]      600 seconds of each target; tests/fuzz/fuzz.cpp has their names
+#   fuzz.sh [SECONDS [TARGET...]]      600 seconds of each target of tests/fuzz/fuzz.cpp
 # Inputs that show something new stay in build/fuzz/inputs, and the next run begins with them; one that ends the program
 # in build/fuzz/found. The targets begin with the files that the tests of the formats write.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 command -v clang++ >/dev/null || die "there is no clang++, which libFuzzer comes with: install clang"
 seconds=${1:-600}
 shift || true
-targets=("$@")
-((${#targets[@]})) || targets=(dataset image stripped entry state config certificate words)
 
 say "fuzz: building with $(clang++ --version | head -n 1)"
 cmake --preset fuzz --log-level=ERROR
 cmake --build --preset fuzz
 fuzz=$ROOT/build/fuzz/tests/fuzz/oxytorch_fuzz inputs=$ROOT/build/fuzz/inputs found=$ROOT/build/fuzz/found
+targets=("$@")
+if ((${#targets[@]} == 0)); then mapfile -t targets < <("$fuzz" targets); fi
 mkdir -p "$inputs/dataset" "$found"
 "$fuzz" seeds "$inputs"
 if [[ -x $BUILD/tests/data/data_test ]]; then

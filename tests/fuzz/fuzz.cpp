@@ -1,4 +1,5 @@
 // oxytorch_fuzz TARGET [libFuzzer's options and folders of inputs]
+// oxytorch_fuzz targets                prints their names
 // oxytorch_fuzz seeds FOLDER           writes the first inputs of the targets that no test leaves any of
 //
 // What may come of any input is an Error other than Internal, or a result that is read to its end; all else ends the
@@ -12,7 +13,6 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -123,12 +123,8 @@ void fuzz_stripped(std::string_view input) {
 
 // A cache's entry, with the checksum right, so that what is behind it is reached too.
 void fuzz_entry(std::string_view input) {
-  const auto view = [](std::string text) {
-    auto owner = std::make_shared<std::string>(std::move(text));
-    return data::View{.bytes = std::as_bytes(std::span(*owner)), .owner = owner};
-  };
-  (void)data::checked_entry("key", view(std::string(input)));
-  const auto whole = data::checked_entry("key", view(data::entry_head("key", input) + std::string(input)));
+  (void)data::checked_entry("key", data::own(input).data);
+  const auto whole = data::checked_entry("key", data::own(data::entry_head("key", input) + std::string(input)).data);
   expect(whole.has_value(), "an entry with the right checksum is refused");
   for (const std::size_t fields : {0, 1, 2}) {
     const auto found = data::unpack_sample(*whole, fields);
@@ -214,8 +210,7 @@ void write_seeds(const std::string& folder) {
   write("image", image_cases::make_png(8, 9, SPNG_COLOR_TYPE_TRUECOLOR_ALPHA, 8, false,
                                        std::vector<std::uint8_t>(8 * 9 * 4, 77)));
   write("image", image_cases::make_png(8, 9, SPNG_COLOR_TYPE_INDEXED, 2, true, std::vector<std::uint8_t>(2 * 9, 0x1B)));
-  const auto bytes = std::make_shared<std::string>("0123456789abcdef");
-  const data::View view{.bytes = std::as_bytes(std::span(*bytes)), .owner = bytes};
+  const auto view = data::own("0123456789abcdef").data;
   const data::Sample sample = {{.dtype = data::DType::U8, .shape = {4, 4}, .data = view},
                                {.dtype = data::DType::I64, .shape = {2}, .data = view}};
   write("entry", data::pack_sample(sample, -1, ""));
@@ -241,6 +236,10 @@ int main(int argc, char** argv) {
   using namespace oxytorch::fuzz;
   static const Target* chosen = nullptr;
   const std::string_view word = argc > 1 ? argv[1] : "";
+  if (word == "targets") {
+    for (const auto& target : kTargets) std::puts(target.name);
+    return 0;
+  }
   if (word == "seeds" && argc == 3) {
     write_seeds(argv[2]);
     return 0;
@@ -249,8 +248,7 @@ int main(int argc, char** argv) {
     if (target.name == word) chosen = &target;
   }
   if (chosen == nullptr) {
-    std::fprintf(stderr, "usage: %s seeds FOLDER | TARGET [libFuzzer's options]; the targets are:\n", argv[0]);
-    for (const auto& target : kTargets) std::fprintf(stderr, "  %s\n", target.name);
+    std::fprintf(stderr, "usage: %s targets | seeds FOLDER | TARGET [libFuzzer's options]\n", argv[0]);
     return 2;
   }
   argv[1] = argv[0];
