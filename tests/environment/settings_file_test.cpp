@@ -28,7 +28,9 @@ constexpr char kEntry[] =
     "    what: \"Does it: sooner.\"\n"
     "    deprecated: 3.1.4\n";
 
-std::vector<Setting> read(const std::string& text) { return read_settings(std::vector{SettingsFile{"a.yaml", text}}); }
+std::vector<Setting> settings_of(const std::string& text) {
+  return read_settings(std::vector{SettingsFile{"a.yaml", text}});
+}
 
 /// The message with which files are refused.
 std::string refusal(const std::vector<SettingsFile>& files) {
@@ -52,7 +54,7 @@ std::string with(const std::string& old, const std::string& replacement) {
 }
 
 TEST(SettingsFile, EveryFieldIsRead) {
-  const auto settings = read(std::string("# A comment.\n") + kHead + kEntry);
+  const auto settings = settings_of(std::string("# A comment.\n") + kHead + kEntry);
   ASSERT_EQ(settings.size(), 2U);
   const Setting& first = settings[0];
   EXPECT_EQ(first.name, "NCCL_ALPHA");
@@ -78,7 +80,7 @@ TEST(SettingsFile, EveryFieldIsRead) {
 }
 
 TEST(SettingsFile, ValuesNameAKindAndWhatBelongsToIt) {
-  const auto of = [](const std::string& values) { return read(with("integer 1..32", values)).at(0); };
+  const auto of = [](const std::string& values) { return settings_of(with("integer 1..32", values)).at(0); };
   for (const char* word : {"flag", "digit", "size", "list", "path", "text", "integer", "number"}) {
     EXPECT_EQ(name(of(word).kind), std::string(word));
   }
@@ -220,7 +222,7 @@ TEST(SettingsFileFuzz, AnyTextGivesSettingsOrAMessage) {
       }
     }
     try {
-      for (const Setting& one : read(text)) {
+      for (const Setting& one : settings_of(text)) {
         ASSERT_FALSE(one.name.empty() || one.what.empty() || one.component.empty() || one.evidence.empty()) << text;
         ASSERT_EQ(one.kind == Kind::Choice, !one.choices.empty()) << text;
       }

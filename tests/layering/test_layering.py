@@ -164,6 +164,21 @@ def test_public_headers_hold_no_third_party_header() -> None:
     assert not found, "\n".join(found)
 
 
+def test_public_headers_include_what_they_use_of_torch() -> None:
+    """The build compiles each of them alone, but with torch's precompiled (cmake/OxytorchInstall.cmake)."""
+    found = []
+    for path in cpp("include"):
+        code = re.sub(r"//.*", "", text(path))
+        known = {name for name in reached(path) if TORCH_HEADER.match(name)}
+        if re.search(r"\b(at|c10)::", code) and not known and not re.search(r"namespace (at|c10)\b", code):
+            found.append(f"{relative(path)} needs ATen/core/Tensor.h, or to declare what it names")
+        if "torch::optim::" in code.replace("namespace torch::optim", "") and not (
+            "torch/optim/optimizer.h" in known or "namespace torch::optim" in code
+        ):
+            found.append(f"{relative(path)} needs torch/optim/optimizer.h, or to declare what it names")
+    assert not found, "\n".join(found)
+
+
 def test_no_unit_sees_both_spdlog_and_torch() -> None:
     # torch's own fmt is newer than the one spdlog was built with: together they do not compile, or worse.
     found = []

@@ -22,10 +22,10 @@ using testing::Contains;
 using testing::HasSubstr;
 using Settings = std::vector<std::pair<const char*, ConfigValue>>;
 
-std::vector<Batch> make_batches(int count = 4) {
+std::vector<Batch> four_batches() {
   torch::manual_seed(3);
   std::vector<Batch> batches;
-  for (int i = 0; i < count; ++i) batches.push_back({torch::randn({8, 6}), torch::randint(0, 3, {8})});
+  for (int i = 0; i < 4; ++i) batches.push_back({torch::randn({8, 6}), torch::randint(0, 3, {8})});
   return batches;
 }
 
@@ -69,7 +69,7 @@ class PerformanceOptimizerTest : public testing::Test {
   }();
   std::unique_ptr<torch::optim::Optimizer> optimizer =
       std::make_unique<torch::optim::SGD>(model->parameters(), torch::optim::SGDOptions(1.0));
-  std::vector<Batch> batches = make_batches();
+  std::vector<Batch> batches = four_batches();
   std::optional<accelerator::GPUConfig> gpu;
   int calls = 0;
   at::ScalarType dtype = at::ScalarType::Undefined;

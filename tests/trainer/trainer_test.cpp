@@ -34,12 +34,12 @@ std::vector<Batch> make_batches(int count, int64_t size = 8) {
   return batches;
 }
 
-struct Example {
+struct Drawn {
   at::Tensor data, target;
 };
 
-std::vector<Example> make_loader(int count) {
-  std::vector<Example> loader;
+std::vector<Drawn> make_loader(int count) {
+  std::vector<Drawn> loader;
   for (auto& batch : make_batches(count)) loader.push_back({batch.input, batch.target});
   return loader;
 }
@@ -182,7 +182,7 @@ TEST(TrainerTest, AccumulationUnderHalfPrecisionEqualsTheLoopWrittenByHand) {
                                 {"threads", std::string("keep")},
                                 {"flush_denormals", std::string("off")}}),
                       kUntuned);
-      std::vector<Example> loader;
+      std::vector<Drawn> loader;
       for (const auto& batch : batches) loader.push_back({batch.input, batch.target});
       EXPECT_EQ(trainer.fit(loader, 1).steps, (static_cast<int64_t>(count) + 3) / 4);
       for (size_t i = 0; i < model->parameters().size(); ++i) {

@@ -4,21 +4,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numbers>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "normal.h"
 #include "oxytorch/error.h"
 #include "oxytorch/random.h"
 
 namespace oxytorch::tune {
 namespace {
-
-double normal(PhiloxStream& random) {
-  const double radius = std::sqrt(-2 * std::log(1 - random.uniform_double()));
-  return radius * std::cos(2 * std::numbers::pi * random.uniform_double());
-}
 
 struct Run {
   double speedup = 1.3;  ///< of a step with the changes
@@ -30,17 +25,17 @@ struct Run {
   double loss_without = 1;
 };
 
-struct Seen {
+struct Driven {
   std::int64_t rolled_back = -1;
   std::int64_t without = 0;  ///< before it was rolled back
   std::int64_t compared = 0;
   std::string reason;
 };
 
-Seen drive(const Run& run, GuardOptions options) {
+Driven drive(const Run& run, GuardOptions options) {
   Guard guard(options);
   PhiloxStream random(options.seed, 3);
-  Seen seen;
+  Driven seen;
   while (guard.step() < run.steps) {
     const Action action = guard.before();
     if (action == Action::CompareLosses) {
@@ -63,7 +58,7 @@ Seen drive(const Run& run, GuardOptions options) {
 
 TEST(Guard, TakesBackAChangeThatStoppedPayingWithinOneCheck) {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
-    const Seen seen = drive({.later = 0.8, .turn = 1000}, {.seed = seed});
+    const Driven seen = drive({.later = 0.8, .turn = 1000}, {.seed = seed});
     EXPECT_GT(seen.rolled_back, 1000);
     EXPECT_LE(seen.rolled_back, 2050 + 100);  // the check after the turn
     EXPECT_NE(seen.reason.find("stopped paying"), std::string::npos) << seen.reason;
@@ -72,7 +67,7 @@ TEST(Guard, TakesBackAChangeThatStoppedPayingWithinOneCheck) {
 }
 
 TEST(Guard, KeepsWhatPaysAndSaysSo) {
-  const Seen seen = drive({}, {});
+  const Driven seen = drive({}, {});
   EXPECT_EQ(seen.rolled_back, -1);
   EXPECT_NE(seen.reason.find("still pay"), std::string::npos) << seen.reason;
   EXPECT_GT(seen.without, 0);
@@ -104,7 +99,7 @@ TEST(Guard, TakesBackAtMostOneInAHundredHealthyRuns) {
   double without = 0;
   for (std::uint64_t seed = 0; seed < 1000; ++seed) {
     // Equal sides are the hardest of the healthy ones.
-    const Seen seen =
+    const Driven seen =
         drive({.speedup = 1, .later = 1, .noise = 0.01 + 0.0002 * static_cast<double>(seed)}, {.seed = seed});
     rolled_back += seen.rolled_back >= 0;
     without += static_cast<double>(seen.without) / 1000;
@@ -115,7 +110,7 @@ TEST(Guard, TakesBackAtMostOneInAHundredHealthyRuns) {
 
 TEST(Guard, TakesBackAChangeWhoseLossDrifts) {
   constexpr std::int64_t kFirst = 26;  // the first step that seed 0 draws
-  const Seen seen = drive({.loss_with = 1.001}, {.loss_tolerance = 1e-4});
+  const Driven seen = drive({.loss_with = 1.001}, {.loss_tolerance = 1e-4});
   EXPECT_EQ(seen.rolled_back, kFirst);
   EXPECT_NE(seen.reason.find("1.001"), std::string::npos) << seen.reason;
   EXPECT_EQ(drive({.loss_with = 1.00001}, {.loss_tolerance = 1e-4}).rolled_back, -1);

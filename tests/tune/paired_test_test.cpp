@@ -4,8 +4,8 @@
 
 #include <cmath>
 #include <functional>
-#include <numbers>
 
+#include "normal.h"
 #include "oxytorch/error.h"
 #include "oxytorch/random.h"
 #include "oxytorch/tune/block.h"
@@ -13,11 +13,6 @@
 
 namespace oxytorch::tune {
 namespace {
-
-double normal(PhiloxStream& random) {
-  const double radius = std::sqrt(-2 * std::log(1 - random.uniform_double()));
-  return radius * std::cos(2 * std::numbers::pi * random.uniform_double());
-}
 
 /// Seconds of one step of a side that takes one second without noise; called once a step, in order of time.
 using Noise = std::function<double(PhiloxStream&)>;

@@ -8,8 +8,8 @@
 #include <cmath>
 #include <functional>
 #include <map>
-#include <numbers>
 
+#include "normal.h"
 #include "oxytorch/error.h"
 #include "oxytorch/random.h"
 
@@ -23,11 +23,6 @@ using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::Not;
 using Names = std::vector<std::string>;
-
-double normal(PhiloxStream& random) {
-  const double radius = std::sqrt(-2 * std::log(1 - random.uniform_double()));
-  return radius * std::cos(2 * std::numbers::pi * random.uniform_double());
-}
 
 /// True seconds of a step under a combination.
 using Landscape = std::function<double(const Names&)>;
