@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from oxytorch._build_info import BUILD_FOLDER  # noqa: E402
 
 DEVICE = torch_device.chosen()  # torch must know it before anything runs on it
 
+looked_through = {"modules": 0}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of the CPU alone are left out elsewhere, with their reason."""
@@ -32,6 +35,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker in item.iter_markers("cpu_only"):
             item.add_marker(pytest.mark.skip(reason=f"CPU only: {marker.args[0]}"))
+
+
+def pytest_runtest_setup() -> None:
+    """Keep the garbage collector from what modules hold: accelerate() runs it, which would take 0.2 s each time."""
+    if len(sys.modules) > looked_through["modules"] + 100:
+        gc.collect()
+        gc.freeze()
+        looked_through["modules"] = len(sys.modules)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

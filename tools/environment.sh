@@ -24,7 +24,7 @@ run_ctest() {
   local report=$1 passed=0
   shift
   rm -f "$BUILD"/test-suites/*.xml
-  ctest --preset "$PRESET" -j "$(nproc)" --output-junit "$report.xml" "$@" || passed=1
+  ctest --preset "$PRESET" -j "$(($(nproc) + 1))" --output-junit "$report.xml" "$@" || passed=1
   mkdir -p "$report-suites" && find "$BUILD/test-suites" -name '*.xml' -exec mv -t "$report-suites" {} +
   return $passed
 }

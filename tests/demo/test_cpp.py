@@ -15,7 +15,8 @@ pytestmark = pytest.mark.cpu_only("races on the CPU")
 @pytest.mark.slow
 def test_quick_cpp_demo(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "oxytorch", "demo", "--cpp", "--quick", "--json", "demo.json", "--out", "report"]
-    command += ["--steps-planned", "100"]  # tuning for a run as short ends soon
+    # Tuning for a run as short ends soon; two threads would spin beside other tests.
+    command += ["--steps-planned", "100", "--threads", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (result,) = json.loads((tmp_path / "demo.json").read_text())["workloads"]

@@ -124,7 +124,8 @@ def test_it_is_this_package_and_says_what_it_found(command: Path, tmp_path: Path
 def test_the_demo_runs_and_writes_table_report_and_json(command: Path, tmp_path: Path) -> None:
     only = () if GIVEN else ("--only", "mlp")
     files = ("--json", "demo.json", "--out", "report")
-    done = completed(command, "demo", "--quick", "--steps-planned", "500", *only, *files, cwd=tmp_path)
+    few = ("--quick", "--threads", "1", "--steps-planned", "500")  # two would spin beside other tests
+    done = completed(command, "demo", *few, *only, *files, cwd=tmp_path)
     assert str(tmp_path / "report" / "demo.html") in done.stdout
     for word in ("plain", "stock", "basic", "advanced", "held-out", "Measured on", "Tuning, once"):
         assert word in done.stdout
@@ -143,7 +144,8 @@ def test_the_demo_runs_and_writes_table_report_and_json(command: Path, tmp_path:
 
 
 def test_a_bundled_benchmark_runs_and_leaves_its_report_here(command: Path, tmp_path: Path) -> None:
-    said = run(command, "bench", "step-tail", "--quick", "--starts", "1", "--case", "200 x 64", cwd=tmp_path)
+    few = ("--quick", "--starts", "1", "--threads", "1", "--case", "200 x 64")
+    said = run(command, "bench", "step-tail", *few, cwd=tmp_path)
     assert "oxytorch" in said
     assert json.loads((tmp_path / "oxytorch-report" / "step_tail.json").read_text())["cases"]
 
