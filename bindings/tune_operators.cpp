@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include "oxytorch/tune/deferred_gates.h"
 #include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/deferred_norms.h"
 #include "oxytorch/tune/deferred_sums.h"
@@ -13,6 +14,7 @@
 
 namespace oxytorch::bindings {
 
+using tune::DeferredGates;
 using tune::DeferredLogits;
 using tune::DeferredNorms;
 using tune::DeferredSums;
@@ -120,6 +122,14 @@ void bind_tune_operators(py::module_& m) {
       .def_static("joined", &DeferredSums::joined, "Normalizations that one was computed with, so far.")
       .def(
           "scope", [](const DeferredSums&) { return std::make_unique<ScopeManager<DeferredSums::Scope>>(); },
+          "Defer on this thread: a context manager.");
+  bind_scope<DeferredGates::Scope>(m, "GatesScope", "Defers on this thread while it is entered.");
+  py::class_<DeferredGates>(m, "DeferredGates", "Activations that wait for the product that follows them.")
+      .def(py::init<>(), release_gil())
+      .def_static("activations", &DeferredGates::activations, "Activations that were taken, so far.")
+      .def_static("joined", &DeferredGates::joined, "Products that one was computed with, so far.")
+      .def(
+          "scope", [](const DeferredGates&) { return std::make_unique<ScopeManager<DeferredGates::Scope>>(); },
           "Defer on this thread: a context manager.");
   py::class_<OwnRandom>(m, "OwnRandom", "Random numbers of this thread alone, from where the default generator stands.")
       .def(py::init<>())

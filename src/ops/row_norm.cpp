@@ -64,7 +64,7 @@ Tensor empty_rows_like(const Tensor& tensor, at::ScalarType type) {
 Four row_norm_forward_meta(const Tensor& input, const MaybeTensor& residual, const MaybeTensor& keep,
                            const MaybeTensor& /*weight*/, const MaybeTensor& /*bias*/, double /*eps*/,
                            double /*keep_scale*/, bool is_centered) {
-  const NormOfSum of{input, or_none(residual), or_none(keep)};
+  const NormOfSum of{input, or_none(residual), or_none(keep), {}, {}};
   auto of_rows = input.sym_sizes().vec();
   of_rows.back() = 1;
   const auto floats = input.options().dtype(at::kFloat);

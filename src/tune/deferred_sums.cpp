@@ -192,7 +192,7 @@ std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vecto
       !meta.is_contiguous()) {
     return std::nullopt;
   }
-  ops::NormOfSum of{input, residual, keep, tensor_or_none(arguments[2])};
+  ops::NormOfSum of{input, residual, keep, tensor_or_none(arguments[2]), {}};
   of.keep_scale = 1 / (1 - dropout);
   of.is_centered = is_centered;
   if (is_centered) of.bias = tensor_or_none(arguments[3]);

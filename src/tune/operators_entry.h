@@ -147,4 +147,7 @@ std::string batch_norm_followed_differs();
 /// Why ops::add_layer_norm and add_rms_norm may not stand in for torch's operators; empty where they may.
 std::string row_norm_differs();
 
+/// Why ops::swiglu and geglu may not stand in for torch's activation and product; empty where they may.
+std::string gate_differs();
+
 }  // namespace oxytorch::tune

@@ -2,7 +2,9 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/gelu.h>
 #include <ATen/ops/linear_native.h>
+#include <ATen/ops/silu.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <array>
@@ -14,6 +16,7 @@
 #include "ops/gru.h"
 #include "ops/linear_cpu.h"
 #include "oxytorch/amp.h"
+#include "oxytorch/ops/activation.h"
 #include "oxytorch/ops/batch_norm.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
 #include "oxytorch/ops/row_norm.h"
@@ -534,6 +537,39 @@ std::string row_norm_differs() {
       for (std::size_t i = 0; i < exact.size(); ++i) {
         if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
         return std::string("the norm of a sum is further from fp64 than torch's own operators in ") +
+               at::toString(type);
+      }
+    }
+  }
+  return {};
+}
+
+std::string gate_differs() {
+  const at::AutoGradMode as_in_training(true);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  Values values;
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    for (const std::string_view form : {"", "none", "tanh"}) {  // of GELU; none: SiLU
+      const std::array given{values.normal({7, 333}, 3).to(type), values.normal({7, 333}).to(type)};
+      const Tensor grad = values.normal({7, 333}).to(type);
+      const auto results = [&](at::ScalarType in, auto&& product_of) {
+        const Tensor gate = given[0].to(in).detach().requires_grad_(), up = given[1].to(in).detach().requires_grad_();
+        const Tensor product = product_of(gate, up);
+        auto found = torch::autograd::grad({product}, {gate, up}, {grad.to(in)});
+        found.push_back(product.detach());
+        for (Tensor& one : found) one = one.to(at::kDouble);
+        return found;
+      };
+      const auto by_torch = [&](const Tensor& gate, const Tensor& up) {
+        return (form.empty() ? at::silu(gate) : at::gelu(gate, form)) * up;
+      };
+      const auto exact = results(at::kDouble, by_torch), theirs = results(type, by_torch);
+      const auto ours = results(type, [&](const Tensor& gate, const Tensor& up) {
+        return form.empty() ? ops::swiglu(gate, up) : ops::geglu(gate, up, form);
+      });
+      for (std::size_t i = 0; i < exact.size(); ++i) {
+        if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
+        return std::string(form.empty() ? "swiglu" : "geglu") + " is further from fp64 than torch's own operators in " +
                at::toString(type);
       }
     }

@@ -19,6 +19,7 @@
 #include "oxytorch/memory.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/system.h"
+#include "oxytorch/tune/deferred_gates.h"
 #include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/deferred_norms.h"
 #include "oxytorch/tune/deferred_sums.h"
@@ -186,67 +187,72 @@ struct NativeLinear : Operators {
   }
 };
 
+/// Layers that leave their results to what follows them, while the model is called. `Kind`: DeferredLogits or the like.
+template <class Kind>
+struct Deferring : Strategy {
+  explicit Deferring(const char* scope_name) : scope_name(scope_name) {}
+  void apply(Run& run) override {
+    kind.emplace();
+    run.scope(scope_name, [] { return std::make_shared<typename Kind::Scope>(); });
+  }
+  void revert(Run& run) override {
+    run.scope(scope_name, {});
+    kind.reset();
+  }
+  /// Whether a loss of this run's has any of what `count` counts.
+  [[nodiscard]] static bool has_any(Run& run, std::int64_t (*count)() noexcept) {
+    const Kind tried;
+    const auto before = count();
+    {
+      const typename Kind::Scope scope;
+      forward_of(run)();
+    }
+    return count() > before;
+  }
+  const char* scope_name;
+  std::optional<Kind> kind;
+};
+
 /// The last linear layer and its cross entropy as one.
-struct NativeCrossEntropy : Strategy {
+struct NativeCrossEntropy : Deferring<DeferredLogits> {
+  NativeCrossEntropy() : Deferring("logits") {}
   Applicability applies(Run& run) override {
     if (auto here = on_cpu(run); !here.holds) return here;
     // Nothing of an optimizer in C++ says that it is about to change the weights.
     if (!run.owns_loop) return "the program's own loop may read logits after the optimizer's step.";
-    if (run.batches().empty()) return true;
-    const DeferredLogits logits;
-    const auto before = DeferredLogits::losses();
-    {
-      const DeferredLogits::Scope scope;
-      forward_of(run)();
-    }
-    if (DeferredLogits::losses() > before) return true;
+    if (run.batches().empty() || has_any(run, &DeferredLogits::losses)) return true;
     return "no cross entropy of class indices takes what a linear layer of 256 or more classes gives, alone.";
   }
-  void apply(Run& run) override {
-    logits.emplace();
-    run.scope("logits", [] { return std::make_shared<DeferredLogits::Scope>(); });
-  }
-  void revert(Run& run) override {
-    run.scope("logits", {});
-    logits.reset();
-  }
-  std::optional<DeferredLogits> logits;
 };
 
 /// Batch normalization, what is added to it, ReLU and max pooling as one.
-struct NativeBatchNorm : Strategy {
+struct NativeBatchNorm : Deferring<DeferredNorms> {
+  NativeBatchNorm() : Deferring("norms") {}
   Applicability applies(Run& run) override {
     if (auto here = on_cpu(run); !here.holds) return here;
     if (may_call(run, {"batch_norm"})) return true;
     return "the model calls no batch normalization.";
   }
-  void apply(Run& run) override {
-    norms.emplace();
-    run.scope("norms", [] { return std::make_shared<DeferredNorms::Scope>(); });
-  }
-  void revert(Run& run) override {
-    run.scope("norms", {});
-    norms.reset();
-  }
-  std::optional<DeferredNorms> norms;
 };
 
 /// Dropout, the residual and the normalization of their sum as one.
-struct NativeLayerNorm : Strategy {
+struct NativeLayerNorm : Deferring<DeferredSums> {
+  NativeLayerNorm() : Deferring("sums") {}
   Applicability applies(Run& run) override {
     if (auto here = on_cpu(run); !here.holds) return here;
     if (may_call(run, {"layer_norm", "rms_norm"})) return true;
     return "the model calls neither layer nor RMS normalization.";
   }
-  void apply(Run& run) override {
-    sums.emplace();
-    run.scope("sums", [] { return std::make_shared<DeferredSums::Scope>(); });
+};
+
+/// SiLU or GELU and the product with it as one.
+struct NativeGate : Deferring<DeferredGates> {
+  NativeGate() : Deferring("gates") {}
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    if (run.batches().empty() || has_any(run, &DeferredGates::joined)) return true;
+    return "the model multiplies nothing by a SiLU or GELU.";
   }
-  void revert(Run& run) override {
-    run.scope("sums", {});
-    sums.reset();
-  }
-  std::optional<DeferredSums> sums;
 };
 
 // -- the optimizer ----------------------------------------------------------------------------------------------------
@@ -531,6 +537,12 @@ std::vector<RegisteredStrategy> own_strategies() {
                                    .cost = "the memory of a sum cannot be read directly in the model.",
                                    .max_speedup = 2,
                                    .expected_speedup = 1.03}),
+      registered<NativeGate>("native_gate", Tolerance,
+                             {.interacts = {"bf16_autocast", "allocator", "host_pool"},
+                              .settle = 2,  // other blocks of memory
+                              .cost = "the memory of an activation cannot be read directly in the model.",
+                              .max_speedup = 1.5,
+                              .expected_speedup = 1.01}),
       registered<NativeCrossEntropy>("native_cross_entropy", Tolerance,
                                      {.interacts = {"bf16_autocast", "allocator", "host_pool"},
                                       .cost = "logits that are kept until the optimizer's step are computed then.",

@@ -11,6 +11,7 @@
 
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
+#include "oxytorch/tune/deferred_gates.h"
 #include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/deferred_norms.h"
 #include "oxytorch/tune/deferred_sums.h"
@@ -461,6 +462,44 @@ TEST(StrategiesTest, ABlocksActivationAndNormAreServed) {
     EXPECT_TRUE(at::equal(run.losses(batch), plain)) << name;
     snapshot.restore();
   }
+}
+
+/// A gated layer over rows of images: SwiGLU, then GEGLU.
+struct GatedImpl : nn::Module {
+  GatedImpl() {
+    gate = register_module("gate", nn::Linear(16, 16));
+    up = register_module("up", nn::Linear(16, 16));
+  }
+  at::Tensor forward(const at::Tensor& image) {
+    const at::Tensor x = torch::silu(gate(image)) * up(image);
+    return up(x) * torch::gelu(gate(x));
+  }
+  nn::Linear gate = nullptr, up = nullptr;
+};
+TORCH_MODULE(Gated);
+
+TEST(StrategiesTest, GatedActivationsAreOneOperator) {
+  auto none = Training::with(nn::GELU());
+  EXPECT_THAT(none.run.strategy("native_gate").applies(none.run).reason, HasSubstr("multiplies nothing by a SiLU"));
+  auto training = Training::with(Gated());
+  auto& run = training.run;
+  tune::Snapshot snapshot(run);
+  tune::Verifier verifier(run, snapshot);
+  const auto& batch = training.batches[0];
+  const auto plain = run.losses(batch);
+  ASSERT_TRUE(run.strategy("native_gate").applies(run).holds);
+  run.set_active({"native_gate"});
+  const auto joined = tune::DeferredGates::joined();
+  EXPECT_TRUE(at::allclose(run.losses(batch), plain, 1e-5, 1e-6));
+  EXPECT_EQ(tune::DeferredGates::joined(), joined + 2);
+  snapshot.restore();
+  const auto ruling = verifier.check(tune::Kind::Tolerance);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  run.set_active({});
+  snapshot.restore();
+  EXPECT_TRUE(at::equal(run.losses(batch), plain)) << "torch's operators serve again";
+  snapshot.restore();
+  EXPECT_NO_THROW(snapshot.prove());
 }
 
 TEST(StrategiesTest, NativeOperatorsComeAndGo) {

@@ -181,6 +181,7 @@ SHOWN_ELSEWHERE = {
     "native_linear": "tests/ops/test_linear.py",
     "native_batch_norm": "tests/tune/test_deferred_norms.py",
     "native_layer_norm": "tests/tune/test_deferred_sums.py",
+    "native_gate": "tests/tune/test_deferred_gates.py",
     "native_cross_entropy": "tests/tune/test_deferred_logits.py",
     "pinned_threads": "tests/trainer/host_test.cpp",
     "flush_denormals": "tests/tune/test_single_strategies.py",

@@ -102,6 +102,18 @@ class Normed(nn.Module):
         return out
 
 
+class Swiglu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gate, self.up = nn.Embedding(16, 8), nn.Linear(8, 24), nn.Linear(8, 24)
+        self.down, self.act = nn.Linear(24, 16), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        out: Tensor = self.down(self.act(self.gate(h)) * self.up(h)).flatten(0, 1)
+        return out
+
+
 @cache
 def bfloat16_lstm() -> bool:
     """Whether torch computes an LSTM under bfloat16 autocast here: oneDNN refuses where there is no AVX-512."""
@@ -335,6 +347,7 @@ WORKLOADS: dict[str, Workload] = {
     "stateful": Workload(Stateful, rows),
     "gated": Workload(Gated, tokens, ("native_gru",)),
     "normed": Workload(Normed, tokens, ("native_layer_norm",)),
+    "swiglu": Workload(Swiglu, tokens, ("native_gate",)),
     "volume": Workload(Volume, volumes, ("channels_last_3d",)),
     "threads": Workload(Conv, images, ("one_thread", "physical_cores"), many_threads),
     "caches": Workload(Conv, images, ("pinned_threads",), two_caches),

@@ -16,9 +16,11 @@ __all__: list[str] = [
     "CertificateStore",
     "ChangeMeter",
     "ComparedStep",
+    "DeferredGates",
     "DeferredLogits",
     "DeferredNorms",
     "DeferredSums",
+    "GatesScope",
     "Interval",
     "KeepDouble",
     "LoadSample",
@@ -832,6 +834,34 @@ class DeferredSums:
         """
     def __init__(self) -> None: ...
     def scope(self) -> SumsScope:
+        """
+        Defer on this thread: a context manager.
+        """
+
+class GatesScope:
+    """
+    Defers on this thread while it is entered.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
+
+class DeferredGates:
+    """
+    Activations that wait for the product that follows them.
+    """
+    @staticmethod
+    def activations() -> int:
+        """
+        Activations that were taken, so far.
+        """
+    @staticmethod
+    def joined() -> int:
+        """
+        Products that one was computed with, so far.
+        """
+    def __init__(self) -> None: ...
+    def scope(self) -> GatesScope:
         """
         Defer on this thread: a context manager.
         """

@@ -94,6 +94,15 @@ class _Deferred(Strategy):
         """Whether the model has what it serves, or why not."""
         raise NotImplementedError
 
+    def _has_any(self, run: Run, count: Callable[[], int]) -> bool:
+        """Whether a loss of the run has any of what `count` counts; with no batch to tell by it may."""
+        if not run.batches:
+            return True
+        made, before = self._kind(), count()  # kernels are registered while it lives
+        with rehearsal(run), made.scope():
+            run.loss(run.batches[0])
+        return count() > before
+
     def apply(self, run: Run) -> None:
         self._made = self._kind()
         run.call.scope(self, self._made.scope)
@@ -143,6 +152,24 @@ class NativeLayerNorm(_Deferred):
 
 
 @strategy(
+    "native_gate",
+    kind="tolerance",
+    interacts=("compile", "bf16_autocast", "allocator", "host_pool"),
+    settle=2,
+    cost="the memory of an activation cannot be read directly in the model (numpy, data_ptr).",
+    max_speedup=1.5,
+    expected_speedup=1.01,
+)
+class NativeGate(_Deferred):
+    """SiLU or GELU and the product with it as one (SwiGLU, GEGLU)."""
+
+    _kind = _C.tune.DeferredGates
+
+    def _finds(self, run: Run) -> bool | str:
+        return self._has_any(run, _C.tune.DeferredGates.joined) or "the model multiplies nothing by a SiLU or GELU"
+
+
+@strategy(
     "native_cross_entropy",
     kind="tolerance",
     interacts=("compile", "bf16_autocast", "allocator", "host_pool"),
@@ -156,15 +183,8 @@ class NativeCrossEntropy(_Deferred):
     _kind = _C.tune.DeferredLogits
 
     def _finds(self, run: Run) -> bool | str:
-        if not run.batches:
-            return True
-        logits = _C.tune.DeferredLogits()
-        before = logits.losses()
-        with rehearsal(run), logits.scope():
-            run.loss(run.batches[0])
-        if logits.losses() > before:
-            return True
-        return "no cross entropy of class indices takes what a linear layer of 256 or more classes gives, alone"
+        missing = "no cross entropy of class indices takes what a linear layer of 256 or more classes gives, alone"
+        return self._has_any(run, _C.tune.DeferredLogits.losses) or missing
 
     def apply(self, run: Run) -> None:
         super().apply(run)
