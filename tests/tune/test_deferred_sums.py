@@ -10,6 +10,7 @@ from typing import Any
 import oxytorch as ox
 import pytest
 import torch
+from deferred_runs import assert_near, gradients
 from oxytorch import _C
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -96,23 +97,6 @@ LEFT: dict[str, tuple[int, int, Part]] = {
     "view": (0, 1, lambda b, y, x: b.norm((x + y).flatten(0, 1)).view(x.shape)),
     "checkpoint": (0, 1, lambda b, y, x: checkpoint(torch.sigmoid, x + y, use_reentrant=False)),
 }
-
-
-def gradients(model: nn.Module, scope: Any = None, bf16: bool = False) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    x = torch.randn(5, 7, 12).requires_grad_()
-    with scope or nullcontext(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        output = model(x)
-    output.float().square().mean().backward()
-    found = {"output": output.detach().float(), "input": x.grad}
-    found |= {name: p.grad for name, p in model.named_parameters()}
-    return {name: t for name, t in found.items() if t is not None}
-
-
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-4) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert float((found[key] - value).norm()) <= tolerance * float(value.norm()) + 1e-6, key
 
 
 @pytest.mark.parametrize("bf16", [False, True])
