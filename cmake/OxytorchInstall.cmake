@@ -30,8 +30,8 @@ if(OXYTORCH_TORCH)
     INSTALL_RPATH "$ORIGIN;$<IF:$<BOOL:${SKBUILD}>,$ORIGIN/../../torch/lib,${Oxytorch_TORCH_LIBRARY_DIR}>")
 endif()
 if(OXYTORCH_TORCH AND OXYTORCH_TESTS)
-  # The same check, with torch's headers precompiled: CMake's own would read them once for each of ours, a tenth of the
-  # whole build. That a header includes those of torch that it needs is left to tests/layering.
+  # The same check, with torch's headers precompiled: CMake's own would read them once for each of ours, a
+  # twelfth of the build. That a header includes those of torch that it needs is left to tests/layering.
   set(units "")
   foreach(header IN LISTS torch_headers)
     file(RELATIVE_PATH name ${PROJECT_SOURCE_DIR}/include ${header})

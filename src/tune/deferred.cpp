@@ -1,11 +1,14 @@
 #include "tune/deferred.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <mutex>
 #include <utility>
 
@@ -176,6 +179,12 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) {
 }  // namespace
 
 bool has_saved_tensor_hooks() { return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty(); }
+
+bool may_defer(const Tensor& one, const Tensor& other) {
+  const std::array<Tensor, 2> both{one, other};
+  return at::GradMode::is_enabled() && !has_saved_tensor_hooks() && !ops::is_transformed() &&
+         torch::autograd::compute_requires_grad(one, other) && !at::areAnyTensorSubclassLike(both);
+}
 
 bool DeferredValue::has_hooks() const { return edge.function && ops::has_hooks(*edge.function); }
 

@@ -56,6 +56,10 @@ at::Tensor deferred_tensor(std::shared_ptr<DeferredValue> value);
 /// keeps, so layers are left alone, and values that are asked for are computed apart.
 [[nodiscard]] bool has_saved_tensor_hooks();
 
+/// Whether what an operator makes of these may be left to what follows: in training, of plain tensors, with nobody who
+/// would have to see it.
+[[nodiscard]] bool may_defer(const at::Tensor& one, const at::Tensor& other);
+
 /// Kernels of layers where autograd is told of them, in the place of torch's, while anybody has them.
 class LayerKernels {
  public:

@@ -114,11 +114,9 @@ std::optional<Tensor> Gate::serve(const c10::OperatorHandle& op, const std::vect
 /// The activation without values, or nothing where torch's must see its argument.
 std::optional<Tensor> gate_in_scope(const Tensor& input, std::string_view approximate) {
   if (open_gate_scopes == 0 || !input.defined() || is_deferred(input) || !ops::activation_cpu_takes(input, {}) ||
-      input.is_inference() || !at::GradMode::is_enabled() || has_saved_tensor_hooks() || ops::is_transformed()) {
+      input.is_inference() || !may_defer(input, input)) {
     return std::nullopt;
   }
-  const std::array<Tensor, 1> one{input};
-  if (!torch::autograd::compute_requires_grad(input) || at::areAnyTensorSubclassLike(one)) return std::nullopt;
   auto gate = std::make_shared<Gate>();
   gate->input = input;
   gate->approximate = approximate;
@@ -165,15 +163,11 @@ DeferredGates::DeferredGates() {
   register_gates_once();
 }
 
-DeferredGates::Scope::Scope() : is_first_(!c10::impl::tls_is_dispatch_key_included(kThreadKey)) {
+DeferredGates::Scope::Scope() {
   register_gates_once();
-  ++open_gate_scopes;
-  c10::impl::tls_set_dispatch_key_included(kThreadKey, true);
+  is_first_ = open_scope(open_gate_scopes);
 }
-DeferredGates::Scope::~Scope() {
-  --open_gate_scopes;
-  if (is_first_) c10::impl::tls_set_dispatch_key_included(kThreadKey, false);
-}
+DeferredGates::Scope::~Scope() { close_scope(open_gate_scopes, is_first_); }
 
 std::int64_t DeferredGates::activations() noexcept { return activations_taken.load(std::memory_order_relaxed); }
 std::int64_t DeferredGates::joined() noexcept { return products_joined.load(std::memory_order_relaxed); }

@@ -147,11 +147,6 @@ bool is_addend(const Tensor& tensor) {
   return tensor.defined() && ops::has_kernel(tensor) && tensor.layout() == at::kStrided && tensor.dim() >= 2 &&
          tensor.numel() > 0 && tensor.size(-1) > 1 && tensor.is_non_overlapping_and_dense() && !tensor.is_inference();
 }
-bool defers_now(const Tensor& one, const Tensor& other) {
-  const std::array<Tensor, 2> both{one, other};
-  return open_sum_scopes > 0 && at::GradMode::is_enabled() && !has_saved_tensor_hooks() && !ops::is_transformed() &&
-         torch::autograd::compute_requires_grad(one, other) && !at::areAnyTensorSubclassLike(both);
-}
 
 /// Whether normalizing goes over the last dimension alone.
 bool is_of_rows(const Tensor& meta, const c10::IValue& shape) {
@@ -211,7 +206,7 @@ std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vecto
 
 Tensor add_in_scope(c10::DispatchKeySet keys, const Tensor& self, const Tensor& other, const at::Scalar& alpha) {
   if (open_sum_scopes > 0 && alpha.equal(1) && !is_deferred(self) && !is_deferred(other) && is_addend(self) &&
-      is_addend(other) && self.sizes() == other.sizes() && defers_now(self, other)) {
+      is_addend(other) && self.sizes() == other.sizes() && may_defer(self, other)) {
     auto sum = std::make_shared<Sum>();
     sum->input = self;
     sum->residual = other;
@@ -222,7 +217,7 @@ Tensor add_in_scope(c10::DispatchKeySet keys, const Tensor& self, const Tensor& 
 
 Tensor dropout_in_scope(c10::DispatchKeySet keys, const Tensor& input, double p, bool train) {
   if (open_sum_scopes > 0 && train && p > 0 && p < 1 && !is_deferred(input) && is_addend(input) &&
-      defers_now(input, input)) {
+      may_defer(input, input)) {
     auto sum = std::make_shared<Sum>();
     sum->input = input;
     sum->keep = at::empty_like(input.detach()).bernoulli_(1 - p);  // as torch draws it
@@ -241,7 +236,7 @@ std::optional<Tensor> norm_in_scope(const Tensor& input, c10::SymIntArrayRef sha
   }
   const ops::NormOfSum of{input, {}, {}, ops::or_none(weight), ops::or_none(bias), eps, 1, is_centered};
   if (is_deferred(of.weight) || is_deferred(of.bias)) return std::nullopt;
-  if (!defers_now(input, of.weight.defined() ? of.weight : input) || !ops::row_norm_cpu_takes(of)) return std::nullopt;
+  if (!may_defer(input, of.weight.defined() ? of.weight : input) || !ops::row_norm_cpu_takes(of)) return std::nullopt;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return ops::normalized_sum(of).first;
 }
@@ -280,15 +275,11 @@ DeferredSums::DeferredSums() {
   register_sums_once();
 }
 
-DeferredSums::Scope::Scope() : is_first_(!c10::impl::tls_is_dispatch_key_included(kThreadKey)) {
+DeferredSums::Scope::Scope() {
   register_sums_once();
-  ++open_sum_scopes;
-  c10::impl::tls_set_dispatch_key_included(kThreadKey, true);
+  is_first_ = open_scope(open_sum_scopes);
 }
-DeferredSums::Scope::~Scope() {
-  --open_sum_scopes;
-  if (is_first_) c10::impl::tls_set_dispatch_key_included(kThreadKey, false);
-}
+DeferredSums::Scope::~Scope() { close_scope(open_sum_scopes, is_first_); }
 
 std::int64_t DeferredSums::sums() noexcept { return sums_taken.load(std::memory_order_relaxed); }
 std::int64_t DeferredSums::joined() noexcept { return norms_joined.load(std::memory_order_relaxed); }
