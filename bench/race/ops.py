@@ -27,6 +27,8 @@ forward and backward together; activation: GELU and SwiGLU, the same. `torch` is
 Rotary: rotary embedding of one tensor, halves or interleaved pairs, forward and backward together. `torch` is the usual
 composition in the dtype of the tensor, `compiled` the same under torch.compile.
 
+Embedding: the gradient of a table, from that of its rows; of numbers that fall evenly, or half of them on one row.
+
 LSTM: one layer of torch.nn.LSTM, served by this library and by oneDNN, with all threads and with one. GRU: the same of
 torch.nn.GRU, which torch composes of operators for each step.
 
@@ -114,6 +116,10 @@ NORMALIZED = {"layer norm": 0.0, "layer norm, dropout": 0.1, "RMS norm": 0.0}
 ACTIVATED = ("gelu", "gelu by tanh", "swiglu")
 # Batch, heads, tokens, width.
 ROTARIES = [(4, 8, 1024, 64), (16, 12, 128, 64), (1, 32, 2048, 128)]
+# Numbers, rows of the table, columns, the share that falls on one row.
+EMBEDDINGS = [
+    (2048, 256, 256, 0.0), (8192, 32_000, 1024, 0.0), (65_536, 100_000, 32, 0.0), (65_536, 1000, 64, 0.5),
+]  # fmt: skip
 # Rows, features, outputs.
 LINEARS = [
     (128, 784, 512),
@@ -333,6 +339,17 @@ def rotary(shape: tuple[int, int, int, int], dtype: torch.dtype, interleaved: bo
     return step_of(calls, [x], [grad])
 
 
+def embedding(count: int, rows: int, columns: int, share: float, dtype: torch.dtype) -> list[Contender]:
+    """The gradient alone: the rows themselves are torch's for both."""
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randint(rows, (count,), generator=generator)
+    numbers[torch.rand(count, generator=generator) < share] = rows // 3
+    grad = torch.randn(count, columns, generator=generator).to(dtype)
+    gradients = {OURS: torch.ops.oxytorch.embedding_gradient, EAGER: torch.ops.aten.embedding_dense_backward}
+    given = {OURS: (rows, -1), EAGER: (rows, -1, False)}
+    return [Contender(name, {"step": partial(call, grad, numbers, *given[name])}) for name, call in gradients.items()]
+
+
 def step_of(calls: dict[str, Callable[..., Any]], inputs: list[Tensor], grads: list[Tensor]) -> list[Contender]:
     """Forward and backward of each."""
 
@@ -518,6 +535,13 @@ def measure(arguments: argparse.Namespace) -> Measured:
                     continue
                 progress(f"racing {case} ...")
                 found.cases[case] = race(rotary(sizes, dtype, interleaved, arguments.quick), seconds, rounds)
+        for count, rows, columns, share in EMBEDDINGS[:1] if arguments.quick else EMBEDDINGS:
+            spread = f"{share:.0%} on one row" if share else "even"
+            case = f"embedding {dtype_name}, {count:,} of {rows:,} x {columns:,}, {spread}"
+            if not is_wanted(arguments, case):
+                continue
+            progress(f"racing {case} ...")
+            found.cases[case] = race(embedding(count, rows, columns, share, dtype), seconds, rounds)
         for kind in RECURRENT:
             for shape in SEQUENCES[:1] if arguments.quick else SEQUENCES:
                 steps, batch, features, hidden = shape
@@ -586,6 +610,7 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
             ["rotary embedding, forward and backward", *lost[1:4]],
             loss_rows(found, "rotary", (EAGER, COMPILED)),
         ),
+        "embedding": (["gradient of an embedding", *lost[1:3]], loss_rows(found, "embedding", (EAGER,))),
         "lstm": (repeated, rows_by_phase(found, "lstm", RECURRENT["lstm"][1:])),
         "gru": (gated, rows_by_phase(found, "gru", RECURRENT["gru"][1:])),
     }

@@ -4,6 +4,7 @@
 #include "oxytorch/ops/activation.h"
 #include "oxytorch/ops/attention.h"
 #include "oxytorch/ops/batch_norm.h"
+#include "oxytorch/ops/embedding.h"
 #include "oxytorch/ops/linear.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
 #include "oxytorch/ops/rotary.h"

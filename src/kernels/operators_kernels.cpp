@@ -1,5 +1,5 @@
-// The kernels of operators.h, activation.h, attention.h, channel_norm.h, gru.h, lstm.h, rotary.h and row_norm.h: one
-// source, compiled for each instruction set by Highway.
+// The kernels of operators.h, activation.h, attention.h, channel_norm.h, embedding.h, gru.h, lstm.h, rotary.h and
+// row_norm.h: one source, compiled for each instruction set by Highway.
 #include "kernels/operators_table.h"
 #include "kernels/targets.h"
 
@@ -14,6 +14,7 @@
 #include "kernels/batch_norm-inl.h"
 #include "kernels/bernoulli-inl.h"
 #include "kernels/channel_norm-inl.h"
+#include "kernels/embedding-inl.h"
 #include "kernels/gru-inl.h"
 #include "kernels/lstm-inl.h"
 #include "kernels/optimizer_loop-inl.h"
@@ -62,7 +63,8 @@ const OperatorTable& operators() {
                                         lstm_backward,
                                         gru_forward,
                                         gru_backward,
-                                        rotate_rows};
+                                        rotate_rows,
+                                        sum_rows};
   return kTable;
 }
 

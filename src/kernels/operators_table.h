@@ -1,11 +1,12 @@
-/// The kernels of oxytorch/kernels/operators.h, activation.h, attention.h, channel_norm.h, gru.h, lstm.h, rotary.h and
-/// row_norm.h, one table for each instruction set.
+/// The kernels of oxytorch/kernels/operators.h, activation.h, attention.h, channel_norm.h, embedding.h, gru.h, lstm.h,
+/// rotary.h and row_norm.h, one table for each instruction set.
 #pragma once
 
 #include "oxytorch/isa.h"
 #include "oxytorch/kernels/activation.h"
 #include "oxytorch/kernels/attention.h"
 #include "oxytorch/kernels/channel_norm.h"
+#include "oxytorch/kernels/embedding.h"
 #include "oxytorch/kernels/gru.h"
 #include "oxytorch/kernels/lstm.h"
 #include "oxytorch/kernels/operators.h"
@@ -68,6 +69,7 @@ struct OperatorTable {
   void (*gru_forward)(const GruForward& step);
   void (*gru_backward)(const GruBackward& step);
   void (*rotate_rows)(const RotaryRule& rule, const Rows& from, void* to, std::int64_t to_stride);
+  void (*sum_rows)(const RowSums& sums, void* to, std::int64_t to_stride);
 };
 
 /// The table of `isa`, which must be supported.

@@ -16,6 +16,7 @@
 #include "ops/activation_cpu.h"
 #include "ops/attention_cpu.h"
 #include "ops/bernoulli_cpu.h"
+#include "ops/embedding_cpu.h"
 #include "ops/gru.h"
 #include "ops/lstm_cpu.h"
 #include "optim/dense.h"
@@ -223,6 +224,16 @@ Tensor& bernoulli(Tensor& self, double p, std::optional<at::Generator> generator
   return self;
 }
 
+// In 16 bits torch rounds each addition, and the bits are others.
+Tensor embedding_backward(const Tensor& grad_output, const Tensor& indices, std::int64_t rows, std::int64_t padding,
+                          bool scale_by_frequency) {
+  if (!scale_by_frequency && grad_output.scalar_type() == at::kFloat &&
+      ops::embedding_gradient_cpu_takes(grad_output, indices, rows)) {
+    if (auto made = ops::embedding_gradient_cpu(grad_output, indices, rows, padding)) return *std::move(made);
+  }
+  return originals().embedding_backward.call<Tensor>(grad_output, indices, rows, padding, scale_by_frequency);
+}
+
 namespace {
 
 // Nothing where torch's kernel must see the arguments.
@@ -414,6 +425,9 @@ const std::map<std::string, Entry>& entries() {
       {"bernoulli",
        {{&originals().bernoulli},
         [](torch::Library& library) { library.impl("bernoulli_.float", TORCH_FN(bernoulli)); }}},
+      {"embedding",
+       {{&originals().embedding_backward},
+        [](torch::Library& library) { library.impl("embedding_dense_backward", TORCH_FN(embedding_backward)); }}},
       {"flash_attention",
        {{&originals().flash_attention, &originals().flash_attention_backward},
         [](torch::Library& library) {
@@ -489,13 +503,13 @@ std::unique_ptr<torch::Library> registered(void (*add)(torch::Library& library),
 }  // namespace
 
 const std::vector<std::string>& NativeOperators::exact_names() {
-  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli"};
+  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli", "embedding"};
   return all;
 }
 
 const std::vector<std::string>& NativeOperators::names() {
-  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli", "flash_attention", "lstm", "gru",
-                                            "linear",     "gelu",       "silu"};
+  static const std::vector<std::string> all{"max_pool2d", "batch_norm", "bernoulli", "embedding", "flash_attention",
+                                            "lstm",       "gru",        "linear",    "gelu",      "silu"};
   return all;
 }
 

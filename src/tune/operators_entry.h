@@ -68,6 +68,7 @@ struct Originals {
   Original batch_norm{"aten::native_batch_norm"};
   Original batch_norm_backward{"aten::native_batch_norm_backward"};
   Original bernoulli{"aten::bernoulli_", "float"};
+  Original embedding_backward{"aten::embedding_dense_backward"};
   Original flash_attention{"aten::_scaled_dot_product_flash_attention_for_cpu"};
   Original flash_attention_backward{"aten::_scaled_dot_product_flash_attention_for_cpu_backward"};
   Original lstm{"aten::mkldnn_rnn_layer"};
@@ -99,6 +100,8 @@ Triple batch_norm_backward(const at::Tensor& grad_output, const at::Tensor& inpu
                            const MaybeTensor& save_mean, const MaybeTensor& save_invstd, bool train, double eps,
                            std::array<bool, 3> mask);
 at::Tensor& bernoulli(at::Tensor& self, double p, std::optional<at::Generator> generator);
+at::Tensor embedding_backward(const at::Tensor& grad_output, const at::Tensor& indices, std::int64_t rows,
+                              std::int64_t padding, bool scale_by_frequency);
 Pair flash_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double dropout,
                      bool causal, const MaybeTensor& mask, std::optional<double> scale);
 Triple flash_attention_backward(const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,

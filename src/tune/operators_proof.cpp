@@ -1,6 +1,7 @@
 // Holds each operator against the kernel it is to replace, bit for bit where it promises torch's bits.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/linear_native.h>
@@ -106,6 +107,19 @@ std::string pool_differs() {
               originals().max_pool_backward.call<Tensor>(grad, input, c.kernel, c.stride, c.padding, c.dilation,
                                                          c.ceil_mode, indices))) {
       return "max_pool2d_with_indices_backward differs from torch's for input " + sizes_of(input);
+    }
+  }
+  return {};
+}
+
+std::string embedding_differs() {
+  Values values;
+  for (const auto& [rows, columns, count, padding] : {std::array<std::int64_t, 4>{5, 70, 400, 2}, {3000, 7, 900, -1}}) {
+    const Tensor numbers = at::arange(count).mul_(7919).remainder_(rows).view({2, -1});
+    const Tensor grad = values.odd({2, count / 2, columns});
+    if (!same(embedding_backward(grad, numbers, rows, padding, false),
+              originals().embedding_backward.call<Tensor>(grad, numbers, rows, padding, false))) {
+      return "embedding_dense_backward differs from torch's for a table of " + std::to_string(rows) + " rows";
     }
   }
   return {};
@@ -583,6 +597,7 @@ std::string differs_from_original(const std::string& name) {
   const at::AutoGradMode as_in_training(true);  // kernels keep what backward needs
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   if (name == "max_pool2d") return pool_differs();
+  if (name == "embedding") return embedding_differs();
   if (name == "batch_norm") return norm_differs();
   if (name == "flash_attention") return attention_differs();
   if (name == "lstm") return lstm_differs();

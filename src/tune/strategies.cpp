@@ -5,6 +5,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -141,8 +142,28 @@ struct Operators : Strategy {
   void revert(Run& /*run*/) override { operators.uninstall(); }
   std::vector<std::string> names;
   std::vector<std::string_view> served = {"max_pool2d_with_indices", "native_batch_norm", "bernoulli_"};
-  std::string missing = "the model has neither max pooling nor batch normalisation nor dropout.";
+  std::string missing = "the model has neither max pooling nor batch normalisation nor dropout";
   NativeOperators operators;
+};
+
+/// Pooling, normalization, dropout and embeddings with torch's bits. Gradients of tables are worth a trial of their own
+/// where a model is little else.
+struct ExactOperators : Operators {
+  ExactOperators() { missing += ", and is not mostly embeddings."; }
+  Applicability applies(Run& run) override {
+    auto answer = Operators::applies(run);
+    if (answer.holds || !run.device().is_cpu()) return answer;
+    std::int64_t all = 0, embedded = 0;
+    for (const auto& parameter : run.parameters()) all += parameter.numel();
+    for (const auto& module : run.model().modules()) {
+      const auto* table = module->as<torch::nn::Embedding>();
+      if (table != nullptr && !table->options.sparse() && table->weight.requires_grad()) {
+        embedded += table->weight.numel();
+      }
+    }
+    if (all > 0 && 2 * embedded >= all) return true;
+    return answer;
+  }
 };
 
 struct NativeAttention : Operators {
@@ -483,7 +504,7 @@ std::vector<RegisteredStrategy> own_strategies() {
            .cost = "resident memory stays at its peak; free pages above half of what was "
                    "available are given back.",
            .expected_speedup = 1.3}),
-      registered<Operators>("native_operators", Exact, {.max_speedup = 2, .expected_speedup = 1.2}),
+      registered<ExactOperators>("native_operators", Exact, {.max_speedup = 2, .expected_speedup = 1.2}),
       registered<Bf16Autocast>("bf16_autocast", Precision,
                                {.group = "precision",
                                 .interacts = {"channels_last", "allocator", "host_pool"},

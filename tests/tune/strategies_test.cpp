@@ -214,6 +214,16 @@ TEST(StrategiesTest, HostPoolSaysThatItIsInUse) {
   own.revert();
 }
 
+/// Adds a row of a table to each channel.
+struct ShiftedImpl : nn::Module {
+  explicit ShiftedImpl(std::int64_t rows) { table = register_module("table", nn::Embedding(rows, 8)); }
+  at::Tensor forward(const at::Tensor& image) {
+    return image + table(torch::zeros({image.size(0)}, at::kLong)).view({-1, 8, 1, 1});
+  }
+  nn::Embedding table{nullptr};
+};
+TORCH_MODULE(Shifted);
+
 TEST(StrategiesTest, NativeOperatorsAreTriedWhereTheyServe) {
   const auto answer = [](Training training) { return training.run.strategy("native_operators").applies(training.run); };
   EXPECT_TRUE(answer(Training::with(nn::MaxPool2d(2))).holds);
@@ -223,6 +233,9 @@ TEST(StrategiesTest, NativeOperatorsAreTriedWhereTheyServe) {
   const auto neither = answer(Training::with(nn::ReLU()));
   EXPECT_FALSE(neither.holds);
   EXPECT_THAT(neither.reason, HasSubstr("max pooling"));
+  EXPECT_THAT(neither.reason, HasSubstr("not mostly embeddings"));
+  EXPECT_TRUE(answer(Training::with(Shifted(4096))).holds);
+  EXPECT_FALSE(answer(Training::with(Shifted(8))).holds);
 }
 
 /// Attention among the 256 places of an image.

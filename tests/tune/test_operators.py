@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import oxytorch as ox
 import pytest
 import torch
 from oxytorch import _C
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 pytestmark = pytest.mark.cpu_only("the operators are the CPU's")
 
-NAMES = ["max_pool2d", "batch_norm", "bernoulli"]
+NAMES = ["max_pool2d", "batch_norm", "bernoulli", "embedding"]
 
 
 @contextmanager
@@ -236,6 +237,50 @@ def test_bernoulli_draws_what_torch_draws_and_leaves_the_generator_alike(p: floa
         torch.empty(3).bernoulli_(1.5)
 
 
+def numbers(kind: str, count: int, rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randint(rows, (count,), generator=generator)
+    if kind == "skewed":
+        return torch.where(torch.rand(count, generator=generator) < 0.8, rows // 2, drawn)
+    return drawn.sort().values if kind == "sorted" else drawn
+
+
+@pytest.mark.parametrize("kind", ["even", "skewed", "sorted"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (7, 257), (130, 64), (5000, 33), (70_000, 2)])
+def test_gradients_of_embeddings(kind: str, rows: int, columns: int) -> None:
+    for count, padding in ((0, None), (1, 0), (900, None), (900, rows // 2), (4100, -1)):
+        given = numbers(kind, count, rows)
+        grad = odd(count, columns)
+
+        def call(given: Tensor = given, padding: int | None = padding, grad: Tensor = grad) -> Any:
+            weight = torch.zeros(rows, columns).requires_grad_()
+            F.embedding(given.view(1, -1), weight, padding).backward(grad[None])
+            F.embedding(given.int(), weight, padding).backward(grad.t().contiguous().t())
+            return weight.grad
+
+        twice(call, "embedding")
+
+
+def test_what_gradients_of_embeddings_are_not_served_go_to_torch() -> None:
+    weight, given = torch.randn(6, 5), torch.tensor([[0, 5, 2], [2, 2, 1]])
+
+    def grad_of(weight: Tensor, **options: Any) -> Tensor:
+        leaf = weight.clone().requires_grad_()
+        F.embedding(given, leaf, **options).square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    for call in (
+        lambda: grad_of(weight.double()),
+        lambda: grad_of(weight.bfloat16()),
+        lambda: grad_of(weight, scale_grad_by_freq=True),
+        # torch passes numbers outside of the table by
+        lambda: torch.ops.aten.embedding_dense_backward(torch.ones(3, 2), torch.tensor([0, 9, -2]), 4, -1, False),
+    ):
+        twice(call, "embedding", served=False)
+    twice(lambda: grad_of(weight, sparse=True).to_dense(), "embedding", served=None)
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -347,3 +392,18 @@ def test_an_operator_that_differs_is_refused() -> None:
         assert operators.installed() == []
     finally:
         library._destroy()
+
+
+@pytest.mark.parametrize(("rows", "tried"), [(4096, True), (16, False)])
+def test_they_are_tried_for_a_model_that_is_mostly_embeddings(rows: int, tried: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(rows, 8), nn.Flatten(), nn.Linear(32, 4), nn.ReLU(), nn.Linear(4, 4))
+    batches = [(torch.randint(rows, (16, 4)), torch.randint(4, (16,))) for _ in range(2)]
+    plan = ox.accelerate(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), batches,
+        strategies=["native_operators"], tune_seconds=1, remember=False,
+    )  # fmt: skip
+    (entry,) = (e for e in plan.certificate.entries if e.strategy == "native_operators")
+    assert (entry.status != "skipped") == tried, entry.reason
+    assert tried or "not mostly embeddings" in entry.reason
+    plan.revert()

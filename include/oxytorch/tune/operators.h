@@ -5,6 +5,7 @@
 /// | max_pool2d | max_pool2d_with_indices, its backward | fp32, contiguous |
 /// | batch_norm | native_batch_norm, its backward | fp32, contiguous, images of more than one element, in training |
 /// | bernoulli | bernoulli_ (dropout's mask) | fp32, bf16, fp16, dense, by the Mersenne Twister |
+/// | embedding | embedding_dense_backward | fp32, gradients not scaled by frequency |
 /// | flash_attention | _scaled_dot_product_flash_attention_for_cpu, its backward | fp32, bf16, fp16 |
 /// | lstm | mkldnn_rnn_layer, its backward | fp32, bf16, LSTM |
 /// | gru | gru of a sequence that is not packed | fp32, bf16, and fp32 under autocast to bf16 |
@@ -16,13 +17,13 @@
 /// other devices, under torch.func transforms and in what torch.compile generates itself; of gru also what runs in
 /// inference mode, since torch takes it apart at autograd.
 ///
-/// Bits. max_pool2d, batch_norm and bernoulli give torch's. Before such an operator is installed it meets the kernel
-/// that it replaces on a set of odd shapes; one that differs in a bit is refused with a reason. Where a compiler was
-/// free to fuse a multiply-add of torch's kernel, this finds out which it did. Only the payload of a computed NaN may
-/// differ. flash_attention (oxytorch/ops/attention.h) rounds otherwise and is refused where it is further from fp64
-/// than twice torch's own error, and so are linear, gelu, silu (oxytorch/ops) and gru; lstm, where it differs from
-/// torch's by more than sums of its length round. The backward of lstm stays when it is taken out: it serves graphs
-/// that were recorded with it, and hands on all others.
+/// Bits. max_pool2d, batch_norm, bernoulli and embedding give torch's. Before such an operator is installed it meets
+/// the kernel that it replaces on a set of odd shapes; one that differs in a bit is refused with a reason. Where a
+/// compiler was free to fuse a multiply-add of torch's kernel, this finds out which it did. Only the payload of a
+/// computed NaN may differ. flash_attention (oxytorch/ops/attention.h) rounds otherwise and is refused where it is
+/// further from fp64 than twice torch's own error, and so are linear, gelu, silu (oxytorch/ops) and gru; lstm, where it
+/// differs from torch's by more than sums of its length round. The backward of lstm stays when it is taken out: it
+/// serves graphs that were recorded with it, and hands on all others.
 #pragma once
 
 #include <cstdint>

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import _C
 from ...memory import use_host_pool
@@ -72,14 +72,16 @@ class HostPool(_HostSetting):
 
 @strategy("native_operators", kind="exact", max_speedup=2.0, expected_speedup=1.2)
 class NativeOperators(Strategy):
-    """Max pooling, batch normalisation and dropout's draws by this library's kernels, which give torch's bits."""
+    """Max pooling, batch normalisation, dropout's draws and gradients of embeddings by kernels with torch's bits."""
 
     def applies(self, run: Run) -> bool | str:
         if (where := on_device(run, "cpu")) is not True:
             return where
-        if not any(observe(run).uses(name) for name in ("max_pool2d", "batch_norm", "bernoulli", "dropout")):
-            return "the model has neither max pooling nor batch normalisation nor dropout"
-        return True
+        if any(observe(run).uses(name) for name in ("max_pool2d", "batch_norm", "bernoulli", "dropout")):
+            return True
+        if _embedded(run.model) * 2 >= sum(parameter.numel() for parameter in run.params) > 0:
+            return True
+        return "the model has neither max pooling nor batch normalisation nor dropout, and is not mostly embeddings"
 
     def apply(self, run: Run) -> None:  # noqa: ARG002
         self._operators = _C.tune.NativeOperators()
@@ -89,6 +91,12 @@ class NativeOperators(Strategy):
 
     def revert(self, run: Run) -> None:  # noqa: ARG002
         self._operators.uninstall()
+
+
+def _embedded(model: nn.Module) -> int:
+    """Elements of the tables whose gradients `NativeOperators` makes."""
+    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding) and not m.sparse}
+    return sum(weight.numel() for weight in tables.values() if weight.requires_grad)
 
 
 class _Threads(Strategy):

@@ -1,0 +1,20 @@
+/// The gradient of an embedding on the CPU.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace oxytorch::ops {
+
+/// Whether embedding_gradient_cpu() takes these.
+[[nodiscard]] bool embedding_gradient_cpu_takes(const at::Tensor& grad_output, const at::Tensor& input,
+                                                std::int64_t rows);
+
+/// The gradient of a table of `rows` rows, from that of its rows by number; nothing where a number lies outside of the
+/// table. `padding`, where not negative, is left out.
+std::optional<at::Tensor> embedding_gradient_cpu(const at::Tensor& grad_output, const at::Tensor& input,
+                                                 std::int64_t rows, std::int64_t padding);
+
+}  // namespace oxytorch::ops
