@@ -5,7 +5,7 @@ include(CMakePackageConfigHelpers)
 set(OXYTORCH_CMAKE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/Oxytorch)
 
 # Headers of the layers that know torch; the rest must compile with no torch on the machine.
-set(OXYTORCH_TORCH_MODULES accelerator data generators ops optim amp memory model tune trainer oxytorch)
+set(OXYTORCH_TORCH_MODULES accelerator data generators ops optim amp memory model nn tune trainer oxytorch)
 file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/include/oxytorch/*.h)
 set(core_headers ${PROJECT_BINARY_DIR}/include/oxytorch/version.h)
 set(torch_headers "")

@@ -104,6 +104,23 @@ def race(contenders: list[Contender], seconds: float, most_rounds: int = MOST_RO
     return {name: values for contender in contenders for name, values in contender.times().items()}
 
 
+def run_cpp(program: Path, threads: int, seconds: float, names: list[str]) -> dict[str, Times]:
+    """What a race in C++ measured (bench/race/rounds.h); `names`: of its cases, all where there are none."""
+    command = [str(program), "--threads", str(threads), "--seconds", str(seconds)]
+    for name in names:
+        command += ["--case", name]
+    libraries = os.pathsep.join(
+        filter(None, [str(Path(torch.__file__).parent / "lib"), os.environ.get("LD_LIBRARY_PATH")])
+    )
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "LD_LIBRARY_PATH": libraries}, timeout=600
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{program} failed with status {done.returncode}:\n{done.stderr[-2000:]}")
+    answer = json.loads(done.stdout)
+    return {case: {name: np.array(values) for name, values in times.items()} for case, times in answer["cases"].items()}
+
+
 @dataclass
 class Measured:
     """What one start gave, or several; the times of a case are arrays of starts x rounds then."""

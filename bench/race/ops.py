@@ -27,6 +27,10 @@ forward and backward together; activation: GELU and SwiGLU, the same. `torch` is
 Rotary: rotary embedding of one tensor, halves or interleaved pairs, forward and backward together. `torch` is the usual
 composition in the dtype of the tensor, `compiled` the same under torch.compile.
 
+Transformer: from C++, forward and backward of four layers, by oxytorch::nn and by torch's modules and operators as
+they are usually written, with flash and with math attention; for BERT's also torch::nn::TransformerEncoder. A program
+of its own, `bench/race/transformer.cpp`, which `make build` compiles; left out where it is not there.
+
 Embedding: the gradient of a table, from that of its rows; of numbers that fall evenly, or half of them on one row.
 
 LSTM: one layer of torch.nn.LSTM, served by this library and by oneDNN, with all threads and with one. GRU: the same of
@@ -51,6 +55,7 @@ import oxytorch as ox
 import torch
 from _race import (
     MOST_ROUNDS,
+    ROOT,
     Contender,
     Measured,
     add_options,
@@ -62,6 +67,7 @@ from _race import (
     progress,
     race,
     ratio,
+    run_cpp,
     text,
     write,
 )
@@ -75,6 +81,7 @@ EAGER, COMPILED, CHUNKS, CHOSEN = "torch", "compiled", "chunks", "chosen rows"
 BF16_WEIGHTS = "bf16 weights"
 PADDED, ONE_BY_ONE = "padded", "one by one"
 ONEDNN, ONE_THREAD, EAGER_ONE_THREAD = "oneDNN", "oneDNN, 1 thread", "torch, 1 thread"
+USUAL_MATH, ENCODER = "torch, math attention", "TransformerEncoder"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Batch, heads, tokens, width, causal: 4,096 to 16,384 tokens in all at the short end, one sequence at the long one.
 SHAPES = [
@@ -120,6 +127,12 @@ ROTARIES = [(4, 8, 1024, 64), (16, 12, 128, 64), (1, 32, 2048, 128)]
 EMBEDDINGS = [
     (2048, 256, 256, 0.0), (8192, 32_000, 1024, 0.0), (65_536, 100_000, 32, 0.0), (65_536, 1000, 64, 0.5),
 ]  # fmt: skip
+TRANSFORMERS = [
+    f"transformer {dtype}, {family} of 4 x 256, 16 x 128 tokens"
+    for dtype in DTYPES
+    for family in ("GPT", "LLaMA", "BERT")
+]
+TRANSFORMER_PROGRAM = ROOT / "build/dev/bench/race/transformer_race"
 # Rows, features, outputs.
 LINEARS = [
     (128, 784, 512),
@@ -470,10 +483,14 @@ def case_name(shape: tuple[int, int, int, int, bool], dtype: str, kind: str = "a
 def measure(arguments: argparse.Namespace) -> Measured:
     """One start: every case that was asked for, in this process."""
     torch.set_num_threads(arguments.threads)
+    found = Measured()
+    wanted = [case for case in TRANSFORMERS[: 1 if arguments.quick else None] if is_wanted(arguments, case)]
+    if wanted and TRANSFORMER_PROGRAM.exists():
+        progress("racing transformers in C++ ...")
+        found.cases |= run_cpp(TRANSFORMER_PROGRAM, arguments.threads, 0.2 if arguments.quick else 4.0, wanted)
     ox._C.trainer.tune_allocator(None)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     seconds, rounds = (0.2, 5) if arguments.quick else (arguments.seconds, MOST_ROUNDS)
-    found = Measured()
     for dtype_name, dtype in DTYPES.items():
         for shape in QUICK if arguments.quick else FP32 if dtype is torch.float32 else SHAPES:
             case = case_name(shape, dtype_name)
@@ -609,6 +626,16 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
         "rotary": (
             ["rotary embedding, forward and backward", *lost[1:4]],
             loss_rows(found, "rotary", (EAGER, COMPILED)),
+        ),
+        "transformer": (
+            [
+                "transformer in C++, forward and backward",
+                "oxytorch, ms",
+                "torch, times as long",
+                "math attention",
+                ENCODER,
+            ],
+            loss_rows(found, "transformer", (EAGER, USUAL_MATH, ENCODER)),
         ),
         "embedding": (["gradient of an embedding", *lost[1:3]], loss_rows(found, "embedding", (EAGER,))),
         "lstm": (repeated, rows_by_phase(found, "lstm", RECURRENT["lstm"][1:])),

@@ -18,9 +18,6 @@ import argparse
 import ctypes
 import functools
 import gc
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +47,7 @@ from _race import (
     progress,
     race,
     ratio,
+    run_cpp,
     show_figures,
     text,
     write,
@@ -484,23 +482,6 @@ def cpp_figures(cpp: dict[str, Times]) -> list[Figure]:
         for case, bound in (("200 x 64", 100.0), ("16 x 4M", 9.0))
         if case in cpp
     ]
-
-
-def run_cpp(program: Path, threads: int, seconds: float, names: list[str]) -> dict[str, Times]:
-    """The C++ half."""
-    command = [str(program), "--threads", str(threads), "--seconds", str(seconds)]
-    for name in names:
-        command += ["--case", name]
-    libraries = os.pathsep.join(
-        filter(None, [str(Path(torch.__file__).parent / "lib"), os.environ.get("LD_LIBRARY_PATH")])
-    )
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "LD_LIBRARY_PATH": libraries}, timeout=600
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{program} failed with status {done.returncode}:\n{done.stderr[-2000:]}")
-    answer = json.loads(done.stdout)
-    return {case: {name: np.array(values) for name, values in times.items()} for case, times in answer["cases"].items()}
 
 
 # --- showing ---------------------------------------------------------------------------------------------------------

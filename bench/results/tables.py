@@ -99,6 +99,7 @@ NORM_COMMAND = "python bench/race/ops.py --case norm --starts 4 --seconds 0.6"
 BLOCK_COMMAND = "python bench/race/ops.py --case sum --case activation --starts 3 --seconds 0.6"
 GRU_COMMAND = "python bench/race/ops.py --case gru --starts 3 --seconds 0.6"
 ROTARY_COMMAND = "python bench/race/ops.py --case rotary --starts 3 --seconds 0.6"
+TRANSFORMER_COMMAND = "python bench/race/ops.py --case transformer --starts 3"
 EMBEDDING_COMMAND = "python bench/race/ops.py --case embedding --starts 3 --seconds 0.6"
 LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 3 --seconds 0.7"
 
@@ -285,6 +286,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-rotary": (
         raced(ops_race, "rotary.json", ROTARY_COMMAND, "rotary"),
         f"{ROTARY_COMMAND} --json bench/results/rotary.json",
+    ),
+    "nn-transformer": (
+        raced(ops_race, "transformer.json", TRANSFORMER_COMMAND, "transformer"),
+        f"{TRANSFORMER_COMMAND} --json bench/results/transformer.json",
     ),
     "ops-embedding": (
         raced(ops_race, "embedding.json", EMBEDDING_COMMAND, "embedding"),

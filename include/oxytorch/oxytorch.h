@@ -22,6 +22,7 @@
 #include "oxytorch/memory.h"
 #include "oxytorch/memory/host_pool.h"
 #include "oxytorch/monitor.h"
+#include "oxytorch/nn.h"
 #include "oxytorch/ops.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/random.h"

@@ -64,6 +64,7 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
         ("sum", frozenset({"oxytorch", "torch"})),
         ("activation", frozenset({"oxytorch", "torch"})),
         ("rotary", frozenset({"oxytorch", "torch"})),
+        ("transformer", frozenset({"oxytorch", "torch", "torch, math attention"})),
         ("embedding", frozenset({"oxytorch", "torch"})),
         ("lstm", phases("oxytorch", "oneDNN", "oneDNN, 1 thread")),
         ("gru", phases("oxytorch", "torch", "torch, 1 thread")),
