@@ -16,6 +16,7 @@
 #include "ops/batch_norm.h"
 #include "ops/batch_norm_cpu.h"
 #include "ops/dispatch.h"
+#include "ops/mapped.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::ops {
@@ -273,7 +274,12 @@ TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
 TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) {
   m.impl("batch_norm", &Kernel<&batch_norm_operator>::call);
 }
-TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("batch_norm", &Kernel<&batch_norm_operator>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
+  m.impl("batch_norm", &Kernel<&batch_norm_operator>::call);
+  m.impl("batch_norm_moments", &Kernel<&Each<BatchNormMoments>::call>::call);
+  m.impl("batch_norm_forward", &Kernel<&Each<BatchNormForward>::call>::call);
+  m.impl("batch_norm_backward", &Kernel<&Each<BatchNormBackward>::call>::call);
+}
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
   m.impl("batch_norm_moments", &Kernel<&batch_norm_moments_autograd>::call);
   m.impl("batch_norm_forward", &Kernel<&batch_norm_forward_autograd>::call);

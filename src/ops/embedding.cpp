@@ -2,6 +2,7 @@
 #include "oxytorch/ops/embedding.h"
 
 #include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
 #include <torch/library.h>
 
 #include "ops/dispatch.h"
@@ -45,6 +46,12 @@ constexpr char kEmbeddingForwardName[] = "oxytorch::embedding_forward";
 constexpr char kEmbeddingGradientName[] = "oxytorch::embedding_gradient";
 using EmbeddingForward = Operator<kEmbeddingForwardName, decltype(embedding_forward_cpu)>;
 using EmbeddingGradient = Operator<kEmbeddingGradientName, decltype(embedding_gradient_meta)>;
+
+// Torch's operator knows what vmap maps over.
+Tensor embedding_gradient_composed(const Tensor& grad_output, const Tensor& input, c10::SymInt rows,
+                                   std::int64_t padding) {
+  return at::embedding_dense_backward_symint(grad_output, input, std::move(rows), padding, false);
+}
 
 // -- derivatives ------------------------------------------------------------------------------------------------------
 
@@ -150,7 +157,11 @@ TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
   m.def("embedding_gradient(Tensor grad_output, Tensor input, SymInt rows, int padding) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("embedding", &Kernel<&embedding_operator>::call); }
-TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("embedding", &Kernel<&embedding_operator>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
+  m.impl("embedding", &Kernel<&embedding_operator>::call);
+  m.impl("embedding_forward", &Kernel<&embedding_forward_cpu>::call);
+  m.impl("embedding_gradient", &Kernel<&embedding_gradient_composed>::call);
+}
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
   m.impl("embedding_forward", &Kernel<&embedding_forward_autograd>::call);
   m.impl("embedding_gradient", &Kernel<&embedding_gradient_autograd>::call);

@@ -9,6 +9,7 @@
 
 #include "ops/dispatch.h"
 #include "ops/linear_cross_entropy_cpu.h"
+#include "ops/mapped.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::ops {
@@ -159,7 +160,10 @@ TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
 TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) {
   m.impl("linear_cross_entropy", &Kernel<&loss_operator>::call);
 }
-TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) { m.impl("linear_cross_entropy", &Kernel<&loss_operator>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
+  m.impl("linear_cross_entropy", &Kernel<&loss_operator>::call);
+  m.impl("linear_cross_entropy_forward", &Kernel<&Each<LossForward>::call>::call);
+}
 TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("linear_cross_entropy", &Kernel<&loss_autocast>::call); }
 TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("linear_cross_entropy", &Kernel<&loss_autocast>::call); }
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {

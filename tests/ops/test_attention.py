@@ -333,7 +333,7 @@ def test_torch_func_transforms_it() -> None:
     expected = torch.autograd.grad(loss(q, k, v), q)[0]
     assert grad(loss)(*given).equal(expected)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch would like batching rules
+        warnings.simplefilter("error")  # torch warns of loops
         each = vmap(grad(lambda q, k, v: loss(q[None], k[None], v[None])))(*given)
     torch.testing.assert_close(each, expected)
 

@@ -339,7 +339,7 @@ def test_torch_func_transforms_it() -> None:
     expected = torch.autograd.grad(loss(q, k, v), q)[0]
     assert grad(loss)(*given).equal(expected)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch would like batching rules
+        warnings.simplefilter("error")  # torch warns of loops
         each = vmap(grad(loss))(*[torch.stack([t, 2 * t]) for t in given])
     assert each[0].equal(expected) and each[1].equal(grad(loss)(*[2 * t for t in given]))
     wide = [t.double() for t in given]

@@ -289,7 +289,7 @@ def test_torch_func_transforms_it() -> None:
     expected = torch.autograd.grad(loss(x), x)[0]
     assert grad(loss)(given).equal(expected)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch would like batching rules
+        warnings.simplefilter("error")  # torch warns of loops
         each = vmap(grad(lambda x: loss(x[None])))(given)
         tables = vmap(lambda c, s: ox.ops.rotary(given, c, s))(torch.stack([cos, sin]), torch.stack([sin, cos]))
     assert each.equal(expected)
