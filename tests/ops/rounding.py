@@ -1,9 +1,10 @@
-"""What tests of operators share: roundings of the dtypes, a number of threads for a while."""
+"""What tests of operators share: roundings of the dtypes, a number of threads for a while, graphs that are counted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -18,3 +19,15 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def compiled_for_any_size(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """`function`, compiled as a whole, and a list of the graphs that this takes."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def counted(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    return torch.compile(function, backend=counted, fullgraph=True, dynamic=True), graphs

@@ -16,7 +16,7 @@ from torch.library import opcheck
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .rounding import ROUNDING, threads
+from .rounding import ROUNDING, compiled_for_any_size, threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
 
@@ -149,14 +149,7 @@ def test_compiled_exported_and_checkpointed_agree_with_eager() -> None:
 
 
 def test_one_compiled_graph_serves_other_numbers_of_tokens() -> None:
-    torch._dynamo.reset()
-    graphs = []
-
-    def counted(graph: Any, _inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    embed = torch.compile(ox.ops.embedding, backend=counted, fullgraph=True, dynamic=True)
+    embed, graphs = compiled_for_any_size(ox.ops.embedding)
     weight = torch.randn(50, 8)
     for tokens in (5, 40, 97):
         given = torch.arange(tokens) % 50

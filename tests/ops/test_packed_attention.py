@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .exact import exact
-from .rounding import ROUNDING, threads
+from .rounding import ROUNDING, compiled_for_any_size, threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
 NARROWER = {"avx2": "twice_torchs or alone or nothing", "scalar": "(alone and 10) or nothing"}
@@ -307,14 +307,7 @@ def test_compiled_exported_and_checkpointed_agree_with_eager() -> None:
 
 
 def test_one_compiled_graph_serves_other_numbers_of_tokens_and_documents() -> None:
-    torch._dynamo.reset()
-    graphs = []
-
-    def counted(graph: Any, _inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    attend = torch.compile(ox.ops.packed_attention, backend=counted, fullgraph=True, dynamic=True)
+    attend, graphs = compiled_for_any_size(ox.ops.packed_attention)
     for lengths in ([5, 6], [70, 2, 9], [3, 4, 5, 6, 129]):
         q = torch.randn(sum(lengths), 2, 8)
         offsets = offsets_of(lengths)

@@ -15,7 +15,7 @@ from torch.func import grad, vmap
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from .rounding import ROUNDING, threads
+from .rounding import ROUNDING, compiled_for_any_size, threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
 
@@ -265,14 +265,7 @@ def test_compiled_exported_and_checkpointed_agree_with_eager() -> None:
 
 
 def test_one_compiled_graph_serves_other_numbers_of_tokens() -> None:
-    torch._dynamo.reset()
-    graphs = []
-
-    def counted(graph: Any, _inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    rotate = torch.compile(ox.ops.rotary, backend=counted, fullgraph=True, dynamic=True)
+    rotate, graphs = compiled_for_any_size(ox.ops.rotary)
     for tokens in (5, 40, 97):
         x, angles = torch.randn(2, 3, tokens, 8), angles_of(torch.arange(tokens), 4).float()
         assert rotate(x, angles.cos(), angles.sin()).equal(ox.ops.rotary(x, angles.cos(), angles.sin()))
