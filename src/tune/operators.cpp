@@ -542,6 +542,10 @@ std::vector<OperatorReport> NativeOperators::install(const std::vector<std::stri
   return reports;
 }
 
+bool NativeOperators::is_mostly_embeddings(std::int64_t embedding_elements, std::int64_t parameter_elements) noexcept {
+  return parameter_elements > 0 && 2 * embedding_elements >= parameter_elements;
+}
+
 std::int64_t NativeOperators::handed_on() noexcept {
   std::int64_t calls = 0;
   for (const auto& [name, entry] : entries()) {

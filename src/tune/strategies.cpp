@@ -161,7 +161,7 @@ struct ExactOperators : Operators {
         embedded += table->weight.numel();
       }
     }
-    if (all > 0 && 2 * embedded >= all) return true;
+    if (NativeOperators::is_mostly_embeddings(embedded, all)) return true;
     return answer;
   }
 };

@@ -56,6 +56,11 @@ class OXY_API NativeOperators {
   /// Every name that install() takes.
   static const std::vector<std::string>& names();
 
+  /// Whether gradients of embeddings alone are worth a trial: tables of `embedding_elements` hold at least half of all
+  /// `parameter_elements`.
+  [[nodiscard]] static bool is_mostly_embeddings(std::int64_t embedding_elements,
+                                                 std::int64_t parameter_elements) noexcept;
+
   /// Proves and installs `names`; those with torch's bits where it is empty. One that is installed already, here or by
   /// another object, is refused. Error(InvalidArgument) for an unknown name, and then none is installed.
   std::vector<OperatorReport> install(const std::vector<std::string>& names = {});

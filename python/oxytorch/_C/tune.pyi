@@ -743,6 +743,14 @@ class NativeOperators:
         Calls that went to torch's kernels so far.
         """
     @staticmethod
+    def is_mostly_embeddings(
+        embedding_elements: typing.SupportsInt | typing.SupportsIndex,
+        parameter_elements: typing.SupportsInt | typing.SupportsIndex,
+    ) -> bool:
+        """
+        Whether gradients of embeddings alone are worth a trial.
+        """
+    @staticmethod
     def names() -> list[str]: ...
     def __init__(self) -> None: ...
     def install(self, names: collections.abc.Sequence[str] = []) -> list[OperatorReport]: ...

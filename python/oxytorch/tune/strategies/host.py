@@ -79,7 +79,8 @@ class NativeOperators(Strategy):
             return where
         if any(observe(run).uses(name) for name in ("max_pool2d", "batch_norm", "bernoulli", "dropout")):
             return True
-        if _embedded(run.model) * 2 >= sum(parameter.numel() for parameter in run.params) > 0:
+        parameters = sum(parameter.numel() for parameter in run.params)
+        if _C.tune.NativeOperators.is_mostly_embeddings(_embedded(run.model), parameters):
             return True
         return "the model has neither max pooling nor batch normalisation nor dropout, and is not mostly embeddings"
 
