@@ -6,8 +6,9 @@
 #include <sstream>
 
 #include "oxytorch/error.h"
-#include "oxytorch/memory/block.h"
+#include "oxytorch/memory.h"
 #include "oxytorch/nn.h"
+#include "oxytorch/trainer.h"
 
 namespace oxytorch {
 namespace {
@@ -312,6 +313,34 @@ TEST(TransformerTest, DropoutIsOfTrainingAlone) {
   const torch::NoGradGuard no_grad;
   for (auto& item : same->named_parameters()) item.value().copy_(model->named_parameters()[item.key()]);
   EXPECT_TRUE(at::equal(same(x), model(x)));
+}
+
+TEST(TransformerTest, ATrainersMemoryBudgetRecomputesLayersAndTrainsTheSame) {
+  const auto options = TransformerOptions::llama(64, 4, 4);
+  const auto run = [&](const std::string& budget, std::int64_t& peak) {
+    torch::manual_seed(9);
+    Transformer model(options);
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+    const Tensor x = torch::randn({4, 64, 64});
+    PerformanceConfig config("basic");
+    config.set("step_tail", std::string("off"));
+    if (!budget.empty()) config.set("gradient_checkpointing", budget);
+    Trainer trainer(
+        *model, optimizer, [&](const Batch&) { return model(x).square().mean(); }, config,
+        TrainerOptions{.calibrate = false});
+    const Batch batch(x, x);
+    trainer.step(batch);
+    const memory::Meter meter;
+    trainer.step(batch);
+    peak = meter.peak_bytes();
+    return model->parameters();
+  };
+  std::int64_t plain_peak = 0, peak = 0, held = 0;
+  const auto plain = run("", plain_peak);
+  for (const auto& parameter : plain) held += static_cast<std::int64_t>(parameter.nbytes());
+  const auto recomputed = run(std::to_string(held + plain_peak / 2), peak);
+  EXPECT_LT(peak, plain_peak * 6 / 10);
+  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(at::equal(plain[i], recomputed[i])) << i;
 }
 
 TEST(TransformerTest, HiddenTokensChangeNothing) {

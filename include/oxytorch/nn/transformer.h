@@ -67,8 +67,8 @@ struct OXY_API TransformerOptions {
 };
 OXY_API std::ostream& operator<<(std::ostream& out, const TransformerOptions& options);
 
-/// Which tokens see each other and where they stand: made once for all layers that it passes through. An empty one is
-/// that of batch x tokens x width without a mask.
+/// The mask or the document offsets of a batch, and its rotary tables: made once for all layers. An empty one stands
+/// for batch x tokens x width without a mask.
 struct OXY_API Sequences {
   /// Of batch x tokens x width. `mask`: batch x tokens, true where there is a token (torch's key_padding_mask has it
   /// the other way round); or as ops::AttentionOptions has it; undefined: all are there.
@@ -90,6 +90,7 @@ class OXY_API RowNormImpl : public torch::nn::Cloneable<RowNormImpl> {
                        bool bias = true);
   void reset() override;
   void pretty_print(std::ostream& out) const override;
+  /// `x`: any sizes x features, of which the last dimension is normalized.
   at::Tensor forward(const at::Tensor& x) const;
   /// The norm of dropout(x) + residual, and that sum, in one pass.
   std::pair<at::Tensor, at::Tensor> add(const at::Tensor& x, const at::Tensor& residual, double dropout = 0) const;
@@ -110,7 +111,8 @@ class OXY_API SelfAttentionImpl : public torch::nn::Cloneable<SelfAttentionImpl>
   explicit SelfAttentionImpl(TransformerOptions options);
   void reset() override;
   void pretty_print(std::ostream& out) const override;
-  /// Throws InvalidArgument for an `x` that is not of `options`.
+  /// `x`: batch x tokens x width, or tokens x width of packed documents; the result has the same. Throws
+  /// InvalidArgument for other sizes.
   at::Tensor forward(const at::Tensor& x, const Sequences& sequences = {});
 
   TransformerOptions options;
@@ -127,6 +129,7 @@ class OXY_API FeedForwardImpl : public torch::nn::Cloneable<FeedForwardImpl> {
   explicit FeedForwardImpl(TransformerOptions options);
   void reset() override;
   void pretty_print(std::ostream& out) const override;
+  /// `x`: any sizes x width; the result has the same.
   at::Tensor forward(const at::Tensor& x);
 
   TransformerOptions options;
@@ -139,6 +142,7 @@ class OXY_API TransformerLayerImpl : public torch::nn::Cloneable<TransformerLaye
  public:
   explicit TransformerLayerImpl(TransformerOptions options);
   void reset() override;
+  /// Sizes and errors as of SelfAttention.
   at::Tensor forward(const at::Tensor& x, const Sequences& sequences = {});
   /// The layer between two norms: from `sum` and norm1 of it, those of the layer's result and `next`.
   std::pair<at::Tensor, at::Tensor> between(const at::Tensor& normed, const at::Tensor& sum, const Sequences& sequences,
@@ -161,6 +165,7 @@ class OXY_API TransformerImpl : public torch::nn::Cloneable<TransformerImpl> {
   explicit TransformerImpl(TransformerOptions options);
   void reset() override;
   void pretty_print(std::ostream& out) const override;
+  /// Sizes and errors as of SelfAttention.
   at::Tensor forward(const at::Tensor& x, const Sequences& sequences = {});
   /// Of batch x tokens x width; `mask` as of Sequences::padded().
   at::Tensor forward_masked(const at::Tensor& x, const at::Tensor& mask) {
