@@ -153,18 +153,18 @@ def batch_norm(
 
 
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Return the rows of `weight` that `input` numbers: torch's embedding, differentiable any number of times.
+    """Return the rows of `weight` at the indices `input`: torch's embedding, differentiable any number of times.
 
     On a CPU, the gradient of a weight of float32, bfloat16 or float16 takes the kernel of this library: each row is
     the sum in fp32 of what belongs to it, in the order of `input`, rounded once. In float32 these are
     torch's bits; in 16 bits torch rounds after each addition, and loses what is small beside the sum. Results have the
-    same bits for any number of threads. Beside the gradient it holds 16 bytes for each number. Everything else takes
+    same bits for any number of threads. Beside the gradient it holds 16 bytes for each index. Everything else takes
     torch's operators.
 
     Parameters
     ----------
     input : Tensor
-        Numbers of rows, int64 or int32, of any shape.
+        Indices of rows, int64 or int32, of any shape.
     weight : Tensor
         Rows x columns.
     padding_idx : int, optional
@@ -180,9 +180,9 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
     ValueError
         For a weight that is no matrix, and a `padding_idx` outside of it.
     TypeError
-        For an `input` that is not of numbers.
+        For an `input` that is not of int64 or int32.
     IndexError
-        For numbers outside of the table.
+        For an index out of range.
     """
     return cast(Tensor, torch.ops.oxytorch.embedding(input, weight, padding_idx))
 

@@ -1,4 +1,4 @@
-// Sums of rows that share a number; compiled once for each instruction set.
+// Sums of rows with the same index; compiled once for each instruction set.
 #if defined(OXYTORCH_KERNELS_EMBEDDING_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef OXYTORCH_KERNELS_EMBEDDING_INL
 #undef OXYTORCH_KERNELS_EMBEDDING_INL

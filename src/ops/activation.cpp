@@ -15,7 +15,7 @@
 #include "base/spelling.h"
 #include "ops/activation_cpu.h"
 #include "ops/dispatch.h"
-#include "ops/mapped.h"
+#include "ops/vmap.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::ops {
@@ -249,7 +249,7 @@ TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("geglu", &Kernel<&geglu_operator>::call);
   // Torch's operators know batches.
   m.impl("activated_forward", &Kernel<&activated_forward_composed>::call);
-  m.impl("activated_backward", &Kernel<&Each<ActivatedBackward>::call>::call);
+  m.impl("activated_backward", &Kernel<&LoopOverSamples<ActivatedBackward>::call>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
   m.impl("activated_forward", &Kernel<&activated_forward_autograd>::call);

@@ -20,7 +20,7 @@
 
 #include "ops/attention_cpu.h"
 #include "ops/dispatch.h"
-#include "ops/mapped.h"
+#include "ops/vmap.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::ops {
@@ -120,40 +120,40 @@ constexpr char kBackwardName[] = "oxytorch::attention_backward";
 using Forward = Operator<kForwardName, decltype(forward_cpu)>;
 using Backward = Operator<kBackwardName, decltype(backward_cpu)>;
 
-// -- under vmap -------------------------------------------------------------------------------------------------------
+// -- batching rules ---------------------------------------------------------------------------------------------------
 
-// Documents have lengths of their own, and the mask of dropout depends on a sample's number: those are calls each.
-Pair forward_mapped(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double scale,
-                    std::int64_t before, std::int64_t after, double soft_cap, double dropout, const MaybeTensor& seed,
-                    const MaybeTensor& query_offsets, const MaybeTensor& key_offsets) {
+// Samples fold into the batch. Packed documents differ in length, and dropout's mask depends on the index of a sample
+// in the batch: both loop.
+Pair forward_vmap(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double scale,
+                  std::int64_t before, std::int64_t after, double soft_cap, double dropout, const MaybeTensor& seed,
+                  const MaybeTensor& query_offsets, const MaybeTensor& key_offsets) {
   const c10::SymInt batch = query.sym_size(0);
   if (dropout != 0 || query_offsets.has_value()) {
-    return Each<Forward>::call(query, key, value, mask, scale, before, after, soft_cap, dropout, seed, query_offsets,
-                               key_offsets);
+    return LoopOverSamples<Forward>::call(query, key, value, mask, scale, before, after, soft_cap, dropout, seed,
+                                          query_offsets, key_offsets);
   }
-  const MappedCall call(query, key, value, mask);
-  const MaybeTensor added = mask.has_value() ? MaybeTensor(call.joined_broadcast(*mask, 4, batch)) : std::nullopt;
-  const auto [output, log_sum] =
-      Forward::call(call.joined(query), call.joined(key), call.joined(value), added, scale, before, after, soft_cap,
-                    dropout, std::nullopt, std::nullopt, std::nullopt);
-  return {call.give_joined(output), call.give_joined(log_sum)};
+  const VmapCall call(query, key, value, mask);
+  const MaybeTensor added = mask.has_value() ? MaybeTensor(call.fold_broadcast(*mask, 4, batch)) : std::nullopt;
+  const auto [output, log_sum] = Forward::call(call.fold(query), call.fold(key), call.fold(value), added, scale, before,
+                                               after, soft_cap, dropout, std::nullopt, std::nullopt, std::nullopt);
+  return {call.unfold(output), call.unfold(log_sum)};
 }
 
-Triple backward_mapped(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
-                       const Tensor& output, const Tensor& log_sum, const MaybeTensor& mask, double scale,
-                       std::int64_t before, std::int64_t after, double soft_cap, double dropout,
-                       const MaybeTensor& seed, const MaybeTensor& query_offsets, const MaybeTensor& key_offsets) {
+Triple backward_vmap(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
+                     const Tensor& output, const Tensor& log_sum, const MaybeTensor& mask, double scale,
+                     std::int64_t before, std::int64_t after, double soft_cap, double dropout, const MaybeTensor& seed,
+                     const MaybeTensor& query_offsets, const MaybeTensor& key_offsets) {
   const c10::SymInt batch = query.sym_size(0);
   if (dropout != 0 || query_offsets.has_value()) {
-    return Each<Backward>::call(grad_output, query, key, value, output, log_sum, mask, scale, before, after, soft_cap,
-                                dropout, seed, query_offsets, key_offsets);
+    return LoopOverSamples<Backward>::call(grad_output, query, key, value, output, log_sum, mask, scale, before, after,
+                                           soft_cap, dropout, seed, query_offsets, key_offsets);
   }
-  const MappedCall call(grad_output, query, key, value, output, log_sum, mask);
-  const MaybeTensor added = mask.has_value() ? MaybeTensor(call.joined_broadcast(*mask, 4, batch)) : std::nullopt;
+  const VmapCall call(grad_output, query, key, value, output, log_sum, mask);
+  const MaybeTensor added = mask.has_value() ? MaybeTensor(call.fold_broadcast(*mask, 4, batch)) : std::nullopt;
   const auto [of_query, of_key, of_value] = Backward::call(
-      call.joined(grad_output), call.joined(query), call.joined(key), call.joined(value), call.joined(output),
-      call.joined(log_sum), added, scale, before, after, soft_cap, dropout, std::nullopt, std::nullopt, std::nullopt);
-  return {call.give_joined(of_query), call.give_joined(of_key), call.give_joined(of_value)};
+      call.fold(grad_output), call.fold(query), call.fold(key), call.fold(value), call.fold(output), call.fold(log_sum),
+      added, scale, before, after, soft_cap, dropout, std::nullopt, std::nullopt, std::nullopt);
+  return {call.unfold(of_query), call.unfold(of_key), call.unfold(of_value)};
 }
 
 // -- derivatives ------------------------------------------------------------------------------------------------------
@@ -447,8 +447,8 @@ TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("attention", &Kernel<&attention_operator>::call);
   m.impl("packed_attention", &Kernel<&packed_attention_operator>::call);
-  m.impl("attention_forward", &Kernel<&forward_mapped>::call);
-  m.impl("attention_backward", &Kernel<&backward_mapped>::call);
+  m.impl("attention_forward", &Kernel<&forward_vmap>::call);
+  m.impl("attention_backward", &Kernel<&backward_vmap>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) {
   m.impl("attention", &Kernel<&attention_autocast>::call);

@@ -16,7 +16,7 @@
 #include "ops/batch_norm.h"
 #include "ops/batch_norm_cpu.h"
 #include "ops/dispatch.h"
-#include "ops/mapped.h"
+#include "ops/vmap.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::ops {
@@ -276,9 +276,9 @@ TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) {
 }
 TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("batch_norm", &Kernel<&batch_norm_operator>::call);
-  m.impl("batch_norm_moments", &Kernel<&Each<BatchNormMoments>::call>::call);
-  m.impl("batch_norm_forward", &Kernel<&Each<BatchNormForward>::call>::call);
-  m.impl("batch_norm_backward", &Kernel<&Each<BatchNormBackward>::call>::call);
+  m.impl("batch_norm_moments", &Kernel<&LoopOverSamples<BatchNormMoments>::call>::call);
+  m.impl("batch_norm_forward", &Kernel<&LoopOverSamples<BatchNormForward>::call>::call);
+  m.impl("batch_norm_backward", &Kernel<&LoopOverSamples<BatchNormBackward>::call>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
   m.impl("batch_norm_moments", &Kernel<&batch_norm_moments_autograd>::call);

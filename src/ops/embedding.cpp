@@ -26,7 +26,7 @@ Tensor embedding_gradient_cpu_kernel(const Tensor& grad_output, const Tensor& in
             "embedding_gradient does not take a gradient ", grad_output.sizes(), " of ", grad_output.scalar_type(),
             " for an input ", input.sizes(), " of ", input.scalar_type(), "; call oxytorch::embedding.");
   auto made = embedding_gradient_cpu(grad_output, input, rows, padding);
-  OXY_CHECK(made.has_value(), InvalidArgument, "embedding_gradient has a number outside of the ", rows,
+  OXY_CHECK(made.has_value(), InvalidArgument, "embedding_gradient has an index outside of the ", rows,
             " rows of its table.");
   return *std::move(made);
 }
@@ -47,7 +47,7 @@ constexpr char kEmbeddingGradientName[] = "oxytorch::embedding_gradient";
 using EmbeddingForward = Operator<kEmbeddingForwardName, decltype(embedding_forward_cpu)>;
 using EmbeddingGradient = Operator<kEmbeddingGradientName, decltype(embedding_gradient_meta)>;
 
-// Torch's operator knows what vmap maps over.
+// The batching rule: torch's operator has one.
 Tensor embedding_gradient_composed(const Tensor& grad_output, const Tensor& input, c10::SymInt rows,
                                    std::int64_t padding) {
   return at::embedding_dense_backward_symint(grad_output, input, std::move(rows), padding, false);
@@ -55,8 +55,7 @@ Tensor embedding_gradient_composed(const Tensor& grad_output, const Tensor& inpu
 
 // -- derivatives ------------------------------------------------------------------------------------------------------
 
-// The gradient is linear in that of the result, and its gradient are rows by number again: each needs the numbers
-// alone.
+// Lookup and gradient are linear and each other's transpose: both nodes save the indices alone.
 struct EmbeddingNode : torch::autograd::Node {
   std::string name() const override { return "OxytorchEmbeddingBackward"; }
 
@@ -81,9 +80,9 @@ struct EmbeddingGradientNode : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     const std::lock_guard lock(mutex_);
     if (!grads[0].defined()) return torch::autograd::variable_list(1);
-    const Tensor numbers = input.unpack();
-    const Tensor rows = EmbeddingForward::call(grads[0], numbers, padding);
-    return {padding < 0 ? rows : rows.masked_fill(numbers.eq(padding).unsqueeze(-1), 0)};
+    const Tensor indices = input.unpack();
+    const Tensor rows = EmbeddingForward::call(grads[0], indices, padding);
+    return {padding < 0 ? rows : rows.masked_fill(indices.eq(padding).unsqueeze(-1), 0)};
   }
   void release_variables() override {
     const std::lock_guard lock(mutex_);
@@ -136,13 +135,13 @@ Tensor embedding_operator(const Tensor& input, const Tensor& weight, std::option
   OXY_CHECK(weight.dim() == 2, InvalidArgument, "embedding takes a weight of rows x columns; its sizes are ",
             weight.sym_sizes(), ".");
   OXY_CHECK(input.scalar_type() == at::kLong || input.scalar_type() == at::kInt, InvalidType,
-            "embedding takes an input of int64 or int32, the numbers of rows; it is of ", input.scalar_type(), ".");
+            "embedding takes indices of int64 or int32; input is ", input.scalar_type(), ".");
   std::int64_t padding = -1;
   if (padding_idx.has_value()) {
     const std::int64_t rows = weight.sym_size(0).guard_int(__FILE__, __LINE__);
     padding = *padding_idx < 0 ? *padding_idx + rows : *padding_idx;
     OXY_CHECK(padding >= 0 && padding < rows, InvalidArgument, "padding_idx is ", *padding_idx, " and the weight has ",
-              rows, " rows; give the number of one of them, or none.");
+              rows, " rows; give the index of one of them, or none.");
   }
   const bool is_served = has_kernel(weight) && weight.layout() == at::kStrided && input.device().is_cpu();
   return is_served ? EmbeddingForward::call(weight, input, padding) : at::embedding(weight, input, padding);

@@ -24,21 +24,21 @@ std::int32_t* ints(Scratch& scratch, std::int64_t count) {
   return reinterpret_cast<std::int32_t*>(scratch.bytes(count * static_cast<std::int64_t>(sizeof(std::int32_t))));
 }
 
-// Numbers in ascending order, and where each one came from. Equal ones stay in order.
-class SortedNumbers {
+// A stable sort of indices, with the position that each came from.
+class SortedIndices {
  public:
-  // False where a number is outside of the table.
-  template <class Number>
-  bool take(const Number* numbers, std::int64_t count, std::int64_t rows, std::int64_t padding) {
+  // False where an index is out of range.
+  template <class Index>
+  bool take(const Index* indices, std::int64_t count, std::int64_t rows, std::int64_t padding) {
     for (Column* column : {&here_, &there_}) *column = {ints(scratch_, count), ints(scratch_, count)};
     bool sorted = true;
     for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t number = numbers[i];
-      if (number < 0 || number >= rows) return false;
-      if (number == padding) continue;
-      here_.targets[count_] = static_cast<std::int32_t>(number);
+      const std::int64_t index = indices[i];
+      if (index < 0 || index >= rows) return false;
+      if (index == padding) continue;
+      here_.targets[count_] = static_cast<std::int32_t>(index);
       here_.sources[count_] = static_cast<std::int32_t>(i);
-      sorted = sorted && (count_ == 0 || here_.targets[count_ - 1] <= number);
+      sorted = sorted && (count_ == 0 || here_.targets[count_ - 1] <= index);
       ++count_;
     }
     for (int shift = 0; !sorted && (rows - 1) >> shift != 0; shift += kBits) by_digit(shift);
@@ -48,7 +48,7 @@ class SortedNumbers {
   [[nodiscard]] const std::int32_t* targets() const { return here_.targets; }
   [[nodiscard]] const std::int32_t* sources() const { return here_.sources; }
   [[nodiscard]] std::int64_t count() const { return count_; }
-  [[nodiscard]] std::int64_t most_of_one() const {
+  [[nodiscard]] std::int64_t largest_count() const {
     std::int64_t most = 0;
     for (std::int64_t first = 0, i = 0; i < count_; ++i) {
       if (here_.targets[i] != here_.targets[first]) first = i;
@@ -56,8 +56,8 @@ class SortedNumbers {
     }
     return most;
   }
-  // The first place from `place` on where a number begins.
-  [[nodiscard]] std::int64_t begin_from(std::int64_t place) const {
+  // The first position from `place` on where another index begins.
+  [[nodiscard]] std::int64_t next_index_from(std::int64_t place) const {
     while (place > 0 && place < count_ && here_.targets[place] == here_.targets[place - 1]) ++place;
     return place;
   }
@@ -66,7 +66,7 @@ class SortedNumbers {
   static constexpr int kBits = 11;
   static constexpr std::int32_t kMask = (1 << kBits) - 1;
 
-  // One pass of a radix sort.
+  // One pass of a radix sort, least significant digit first.
   void by_digit(int shift) {
     std::array<std::int32_t, kMask + 1> next{};
     for (std::int64_t i = 0; i < count_; ++i) ++next[here_.targets[i] >> shift & kMask];
@@ -102,11 +102,11 @@ bool embedding_gradient_cpu_takes(const Tensor& grad_output, const Tensor& input
 std::optional<Tensor> embedding_gradient_cpu(const Tensor& grad_output, const Tensor& input, std::int64_t rows,
                                              std::int64_t padding) {
   const std::int64_t columns = grad_output.size(-1);
-  const Tensor numbers = input.contiguous();
-  SortedNumbers sorted;
-  const bool inside = numbers.scalar_type() == at::kLong
-                          ? sorted.take(numbers.const_data_ptr<std::int64_t>(), numbers.numel(), rows, padding)
-                          : sorted.take(numbers.const_data_ptr<std::int32_t>(), numbers.numel(), rows, padding);
+  const Tensor indices = input.contiguous();
+  SortedIndices sorted;
+  const bool inside = indices.scalar_type() == at::kLong
+                          ? sorted.take(indices.const_data_ptr<std::int64_t>(), indices.numel(), rows, padding)
+                          : sorted.take(indices.const_data_ptr<std::int32_t>(), indices.numel(), rows, padding);
   if (!inside) return std::nullopt;
   Tensor made = at::zeros({rows, columns}, grad_output.options());
   const std::int64_t count = sorted.count();
@@ -115,16 +115,16 @@ std::optional<Tensor> embedding_gradient_cpu(const Tensor& grad_output, const Te
   const Tensor from = as_rows(grad_output);
   const auto element = optim::element_type(made).value();
   const std::int64_t size = made.element_size(), threads = at::get_num_threads();
-  // Rows that most numbers fall on are shared out by columns.
+  // Threads share the columns of a row that most indices point to.
   constexpr std::int64_t kStrip = 64;
   const std::int64_t strips =
-      sorted.most_of_one() * 2 * threads > count ? std::clamp<std::int64_t>(columns / kStrip, 1, threads) : 1;
+      sorted.largest_count() * 2 * threads > count ? std::clamp<std::int64_t>(columns / kStrip, 1, threads) : 1;
   const std::int64_t width = round_up((columns + strips - 1) / strips, kStrip);
   const std::int64_t parts = std::clamp<std::int64_t>(count * columns / at::internal::GRAIN_SIZE, 1, 4 * threads);
   at::parallel_for(0, parts * strips, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t item = begin; item < end; ++item) {
       const std::int64_t part = item / strips, column = std::min(item % strips * width, columns);
-      const std::int64_t first = sorted.begin_from(count * part / parts);
+      const std::int64_t first = sorted.next_index_from(count * part / parts);
       const kernels::RowSums sums{.from = {.element = element,
                                            .data = static_cast<const char*>(from.const_data_ptr()) + column * size,
                                            .stride = from.stride(0),
@@ -132,7 +132,7 @@ std::optional<Tensor> embedding_gradient_cpu(const Tensor& grad_output, const Te
                                            .columns = std::min(width, columns - column)},
                                   .targets = sorted.targets() + first,
                                   .sources = sorted.sources() + first,
-                                  .count = sorted.begin_from(count * (part + 1) / parts) - first};
+                                  .count = sorted.next_index_from(count * (part + 1) / parts) - first};
       kernels::sum_rows(sums, static_cast<char*>(made.mutable_data_ptr()) + column * size, columns);
     }
   });

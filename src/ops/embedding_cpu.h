@@ -12,8 +12,8 @@ namespace oxytorch::ops {
 [[nodiscard]] bool embedding_gradient_cpu_takes(const at::Tensor& grad_output, const at::Tensor& input,
                                                 std::int64_t rows);
 
-/// The gradient of a table of `rows` rows, from that of its rows by number; nothing where a number lies outside of the
-/// table. `padding`, where not negative, is left out.
+/// The gradient of a table of `rows` rows, from that of the lookup; nothing where an index is out of range. `padding`,
+/// where not negative, is left out.
 std::optional<at::Tensor> embedding_gradient_cpu(const at::Tensor& grad_output, const at::Tensor& input,
                                                  std::int64_t rows, std::int64_t padding);
 

@@ -7,8 +7,8 @@
 
 #include "ops/dispatch.h"
 #include "ops/linear_cpu.h"
-#include "ops/mapped.h"
 #include "ops/product.h"
+#include "ops/vmap.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::ops {
@@ -58,23 +58,23 @@ constexpr char kLinearBackwardName[] = "oxytorch::linear_backward";
 using LinearForward = Operator<kLinearForwardName, decltype(linear_forward_cpu)>;
 using LinearBackward = Operator<kLinearBackwardName, decltype(linear_backward_cpu)>;
 
-Tensor linear_forward_mapped(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
-  const MappedCall call(input, weight, bias);
-  if (call.maps(weight) || call.maps(bias)) {
+Tensor linear_forward_vmap(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
+  const VmapCall call(input, weight, bias);
+  if (call.is_mapped(weight) || call.is_mapped(bias)) {
     return call.each(
         [&](std::int64_t i) { return LinearForward::call(call.of(input, i), call.of(weight, i), call.of(bias, i)); });
   }
-  return call.give_joined(LinearForward::call(call.joined(input), call.plain(weight), call.plain(bias)));
+  return call.unfold(LinearForward::call(call.fold(input), call.unwrap(weight), call.unwrap(bias)));
 }
 
-// Each sample has a gradient of the weight of its own.
-Triple linear_backward_mapped(const Tensor& grad_output, const MaybeTensor& input, const Tensor& weight,
-                              std::array<bool, 3> wanted) {
-  const MappedCall call(grad_output, input, weight);
-  if (!call.maps(weight) && !wanted[1] && !wanted[2]) {
+// Gradients of the weight are per sample, so they loop.
+Triple linear_backward_vmap(const Tensor& grad_output, const MaybeTensor& input, const Tensor& weight,
+                            std::array<bool, 3> wanted) {
+  const VmapCall call(grad_output, input, weight);
+  if (!call.is_mapped(weight) && !wanted[1] && !wanted[2]) {
     const auto [of_input, of_weight, of_bias] =
-        LinearBackward::call(call.joined(grad_output), std::nullopt, call.plain(weight), wanted);
-    return {wanted[0] ? call.give_joined(of_input) : of_input, of_weight, of_bias};
+        LinearBackward::call(call.fold(grad_output), std::nullopt, call.unwrap(weight), wanted);
+    return {wanted[0] ? call.unfold(of_input) : of_input, of_weight, of_bias};
   }
   return call.each([&](std::int64_t i) {
     return LinearBackward::call(call.of(grad_output, i), call.of(input, i), call.of(weight, i), wanted);
@@ -207,8 +207,8 @@ TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
 TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("linear", &Kernel<&linear_operator>::call); }
 TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("linear", &Kernel<&linear_operator>::call);
-  m.impl("linear_forward", &Kernel<&linear_forward_mapped>::call);
-  m.impl("linear_backward", &Kernel<&linear_backward_mapped>::call);
+  m.impl("linear_forward", &Kernel<&linear_forward_vmap>::call);
+  m.impl("linear_backward", &Kernel<&linear_backward_vmap>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("linear", &Kernel<&linear_autocast>::call); }
 TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("linear", &Kernel<&linear_autocast>::call); }

@@ -9,7 +9,7 @@
 
 #include "ops/dispatch.h"
 #include "ops/linear_cross_entropy_cpu.h"
-#include "ops/mapped.h"
+#include "ops/vmap.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::ops {
@@ -162,7 +162,7 @@ TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) {
 }
 TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("linear_cross_entropy", &Kernel<&loss_operator>::call);
-  m.impl("linear_cross_entropy_forward", &Kernel<&Each<LossForward>::call>::call);
+  m.impl("linear_cross_entropy_forward", &Kernel<&LoopOverSamples<LossForward>::call>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("linear_cross_entropy", &Kernel<&loss_autocast>::call); }
 TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("linear_cross_entropy", &Kernel<&loss_autocast>::call); }

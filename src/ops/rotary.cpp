@@ -6,8 +6,8 @@
 #include <torch/library.h>
 
 #include "ops/dispatch.h"
-#include "ops/mapped.h"
 #include "ops/rotary_cpu.h"
+#include "ops/vmap.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::ops {
@@ -32,11 +32,11 @@ Tensor rotary_apply_meta(const Tensor& x, const Tensor& /*cos*/, const Tensor& /
 constexpr char kRotaryApplyName[] = "oxytorch::rotary_apply";
 using RotaryApply = Operator<kRotaryApplyName, decltype(rotary_apply_cpu)>;
 
-Tensor rotary_apply_mapped(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved, bool inverse) {
+Tensor rotary_apply_vmap(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved, bool inverse) {
   const c10::SymInt batch = x.sym_size(0);
-  const MappedCall call(x, cos, sin);
-  return call.give_joined(RotaryApply::call(call.joined(x), call.joined_broadcast(cos, 4, batch),
-                                            call.joined_broadcast(sin, 4, batch), interleaved, inverse));
+  const VmapCall call(x, cos, sin);
+  return call.unfold(RotaryApply::call(call.fold(x), call.fold_broadcast(cos, 4, batch),
+                                       call.fold_broadcast(sin, 4, batch), interleaved, inverse));
 }
 
 // -- derivatives ------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
 TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) { m.impl("rotary", &Kernel<&rotary_operator>::call); }
 TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("rotary", &Kernel<&rotary_operator>::call);
-  m.impl("rotary_apply", &Kernel<&rotary_apply_mapped>::call);
+  m.impl("rotary_apply", &Kernel<&rotary_apply_vmap>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) { m.impl("rotary_apply", &Kernel<&rotary_apply_autograd>::call); }
 TORCH_LIBRARY_IMPL(oxytorch, CPU, m) { m.impl("rotary_apply", &Kernel<&rotary_apply_cpu>::call); }

@@ -19,7 +19,7 @@
 
 #include "ops/bernoulli_cpu.h"
 #include "ops/dispatch.h"
-#include "ops/mapped.h"
+#include "ops/vmap.h"
 #include "oxytorch/error.h"
 #include "oxytorch/ops/row_norm.h"
 
@@ -94,24 +94,24 @@ constexpr char kRowNormBackwardName[] = "oxytorch::row_norm_backward";
 using RowNormForward = Operator<kRowNormForwardName, decltype(row_norm_forward_cpu)>;
 using RowNormBackward = Operator<kRowNormBackwardName, decltype(row_norm_backward_cpu)>;
 
-// -- under vmap -------------------------------------------------------------------------------------------------------
+// -- batching rules ---------------------------------------------------------------------------------------------------
 
-// Rows are apart, and any dimensions of them are taken; weights of each sample are calls each.
-Four row_norm_forward_mapped(const Tensor& input, const MaybeTensor& residual, const MaybeTensor& keep,
-                             const MaybeTensor& weight, const MaybeTensor& bias, double eps, double keep_scale,
-                             bool is_centered) {
-  const MappedCall call(input, residual, keep, weight, bias);
-  if (call.maps(weight) || call.maps(bias)) {
+// The kernel takes any leading dimensions. Mapped weights loop.
+Four row_norm_forward_vmap(const Tensor& input, const MaybeTensor& residual, const MaybeTensor& keep,
+                           const MaybeTensor& weight, const MaybeTensor& bias, double eps, double keep_scale,
+                           bool is_centered) {
+  const VmapCall call(input, residual, keep, weight, bias);
+  if (call.is_mapped(weight) || call.is_mapped(bias)) {
     return call.each([&](std::int64_t i) {
       return RowNormForward::call(call.of(input, i), call.of(residual, i), call.of(keep, i), call.of(weight, i),
                                   call.of(bias, i), eps, keep_scale, is_centered);
     });
   }
   const auto [output, sum, mean, invstd] =
-      RowNormForward::call(call.front(input), call.front(residual), call.front(keep), call.plain(weight),
-                           call.plain(bias), eps, keep_scale, is_centered);
+      RowNormForward::call(call.batch_first(input), call.batch_first(residual), call.batch_first(keep),
+                           call.unwrap(weight), call.unwrap(bias), eps, keep_scale, is_centered);
   const bool has_sum = residual.has_value() || keep.has_value();
-  return {call.give(output), has_sum ? call.give(sum) : sum, is_centered ? call.give(mean) : mean, call.give(invstd)};
+  return {call.wrap(output), has_sum ? call.wrap(sum) : sum, is_centered ? call.wrap(mean) : mean, call.wrap(invstd)};
 }
 
 // -- by torch's operators, and derivatives ----------------------------------------------------------------------------
@@ -348,8 +348,8 @@ TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("rms_norm", &Kernel<&rms_norm_operator>::call);
   m.impl("add_layer_norm", &Kernel<&add_layer_norm_operator>::call);
   m.impl("add_rms_norm", &Kernel<&add_rms_norm_operator>::call);
-  m.impl("row_norm_forward", &Kernel<&row_norm_forward_mapped>::call);
-  m.impl("row_norm_backward", &Kernel<&Each<RowNormBackward>::call>::call);
+  m.impl("row_norm_forward", &Kernel<&row_norm_forward_vmap>::call);
+  m.impl("row_norm_backward", &Kernel<&LoopOverSamples<RowNormBackward>::call>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
   m.impl("row_norm_forward", &Kernel<&row_norm_forward_autograd>::call);

@@ -1,4 +1,4 @@
-/// Sums of rows that share a number: the gradient of an embedding.
+/// Sums of rows with the same index: the gradient of an embedding.
 ///
 /// Torch-free; `oxytorch::ops::embedding` runs this over a tensor. Results have the same bits for any instruction set.
 ///
@@ -15,7 +15,7 @@ namespace oxytorch::kernels {
 /// Which rows are added up where.
 struct RowSums {
   Rows from;                              ///< of `from.columns` columns; `from.rows` is not read
-  const std::int32_t* targets = nullptr;  ///< numbers of rows of the result, ascending
+  const std::int32_t* targets = nullptr;  ///< rows of the result, ascending
   const std::int32_t* sources = nullptr;  ///< the row of `from` that belongs to each of them
   std::int64_t count = 0;                 ///< of both
 };

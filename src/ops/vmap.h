@@ -1,5 +1,4 @@
-/// Operators under torch.func.vmap: one call for all that it maps over where samples are apart anyway, else a call
-/// each.
+/// Batching rules: operators under torch.func.vmap.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,64 +18,66 @@
 
 namespace oxytorch::ops {
 
-/// A call at the innermost level of vmap. Made of all its arguments; while it lives, operators see what tensors hold.
-class MappedCall {
+/// A call of an operator at the innermost level of vmap, made of all its arguments. While it lives, operators are
+/// called with the tensors that vmap has wrapped.
+class VmapCall {
  public:
   template <class... Args>
-  explicit MappedCall(const Args&... args)
+  explicit VmapCall(const Args&... args)
       : level_(at::functorch::maybeCurrentDynamicLayer()->layerId()), below_(c10::DispatchKey::FuncTorchBatched) {
     (see(args), ...);
   }
 
-  [[nodiscard]] bool maps(const at::Tensor& tensor) const {
+  [[nodiscard]] bool is_mapped(const at::Tensor& tensor) const {
     return std::get<1>(at::functorch::unwrapTensorAtLevel(tensor, level_)).has_value();
   }
-  [[nodiscard]] bool maps(const std::optional<at::Tensor>& tensor) const {
-    return tensor.has_value() && tensor->defined() && maps(*tensor);
+  [[nodiscard]] bool is_mapped(const std::optional<at::Tensor>& tensor) const {
+    return tensor.has_value() && tensor->defined() && is_mapped(*tensor);
   }
 
-  /// With what is mapped over as a dimension in front; the same for all where the tensor has none.
-  [[nodiscard]] at::Tensor front(const at::Tensor& tensor) const {
+  /// The tensor with the mapped dimension first; expanded to it where the tensor is not mapped.
+  [[nodiscard]] at::Tensor batch_first(const at::Tensor& tensor) const {
     const auto [value, dim] = at::functorch::unwrapTensorAtLevel(tensor, level_);
     if (dim.has_value()) return value.movedim(*dim, 0);
     auto sizes = value.sym_sizes().vec();
     sizes.insert(sizes.begin(), count_);
     return value.unsqueeze(0).expand_symint(sizes);
   }
-  [[nodiscard]] std::optional<at::Tensor> front(const std::optional<at::Tensor>& tensor) const {
-    return tensor.has_value() && tensor->defined() ? std::optional(front(*tensor)) : std::nullopt;
+  [[nodiscard]] std::optional<at::Tensor> batch_first(const std::optional<at::Tensor>& tensor) const {
+    return tensor.has_value() && tensor->defined() ? std::optional(batch_first(*tensor)) : std::nullopt;
   }
-  /// front(), joined to the dimension that was the first.
-  [[nodiscard]] at::Tensor joined(const at::Tensor& tensor) const { return front(tensor).flatten(0, 1); }
-  /// As joined(), of a tensor that broadcasts to `dims` dimensions, the first of size `first`.
-  [[nodiscard]] at::Tensor joined_broadcast(const at::Tensor& tensor, std::int64_t dims,
-                                            const c10::SymInt& first) const {
-    if (!maps(tensor) && (tensor.dim() < dims || tensor.sym_size(0) == 1)) return plain(tensor);
-    at::Tensor wide = front(tensor);
+  /// batch_first(), with the first two dimensions flattened into one.
+  [[nodiscard]] at::Tensor fold(const at::Tensor& tensor) const { return batch_first(tensor).flatten(0, 1); }
+  /// fold() of a tensor that broadcasts to `dims` dimensions, of which the first has size `first`.
+  [[nodiscard]] at::Tensor fold_broadcast(const at::Tensor& tensor, std::int64_t dims, const c10::SymInt& first) const {
+    if (!is_mapped(tensor) && (tensor.dim() < dims || tensor.sym_size(0) == 1)) return unwrap(tensor);
+    at::Tensor wide = batch_first(tensor);
     while (wide.dim() <= dims) wide = wide.unsqueeze(1);
     auto sizes = wide.sym_sizes().vec();
     sizes[1] = first;
     return wide.expand_symint(sizes).flatten(0, 1);
   }
-  /// The tensor that the call is given where vmap does not map over it.
-  [[nodiscard]] at::Tensor plain(const at::Tensor& tensor) const {
+  /// A tensor that is not mapped.
+  [[nodiscard]] at::Tensor unwrap(const at::Tensor& tensor) const {
     return std::get<0>(at::functorch::unwrapTensorAtLevel(tensor, level_));
   }
-  [[nodiscard]] std::optional<at::Tensor> plain(const std::optional<at::Tensor>& tensor) const {
-    return tensor.has_value() && tensor->defined() ? std::optional(plain(*tensor)) : std::nullopt;
+  [[nodiscard]] std::optional<at::Tensor> unwrap(const std::optional<at::Tensor>& tensor) const {
+    return tensor.has_value() && tensor->defined() ? std::optional(unwrap(*tensor)) : std::nullopt;
   }
 
-  /// A result with what is mapped over in front, and one with it joined to the first dimension.
-  [[nodiscard]] at::Tensor give(const at::Tensor& result) const {
+  /// A result that has the mapped dimension first, for vmap.
+  [[nodiscard]] at::Tensor wrap(const at::Tensor& result) const {
     return at::functorch::makeBatched(result, 0, level_);
   }
-  [[nodiscard]] at::Tensor give_joined(const at::Tensor& result) const {
-    return give(result.unflatten_symint(0, std::vector<c10::SymInt>{count_, result.sym_size(0) / count_}));
+  /// A result of folded tensors, for vmap.
+  [[nodiscard]] at::Tensor unfold(const at::Tensor& result) const {
+    return wrap(result.unflatten_symint(0, std::vector<c10::SymInt>{count_, result.sym_size(0) / count_}));
   }
 
-  /// What the call for sample `i` is given for an argument.
+  /// The argument for sample `i`.
   [[nodiscard]] at::Tensor of(const at::Tensor& tensor, std::int64_t i) const {
-    return maps(tensor) ? front(tensor).select(0, i) : plain(tensor);
+    const auto [value, dim] = at::functorch::unwrapTensorAtLevel(tensor, level_);
+    return dim.has_value() ? value.select(*dim, i) : value;
   }
   [[nodiscard]] std::optional<at::Tensor> of(const std::optional<at::Tensor>& tensor, std::int64_t i) const {
     return tensor.has_value() && tensor->defined() ? std::optional(of(*tensor, i)) : std::nullopt;
@@ -105,7 +106,7 @@ class MappedCall {
   template <class Other>
   void see(const Other& /*argument*/) {}
 
-  [[nodiscard]] at::Tensor stacked(const std::vector<at::Tensor>& made) const { return give(at::stack(made)); }
+  [[nodiscard]] at::Tensor stacked(const std::vector<at::Tensor>& made) const { return wrap(at::stack(made)); }
   template <class... T>
   [[nodiscard]] std::tuple<T...> stacked(const std::vector<std::tuple<T...>>& made) const {
     return stacked(made, std::index_sequence_for<T...>());
@@ -124,13 +125,13 @@ class MappedCall {
   c10::impl::ExcludeDispatchKeyGuard below_;
 };
 
-/// The kernel under vmap of an operator whose samples are calls each.
+/// The batching rule that calls the operator for each sample.
 template <class Op>
-struct Each;
+struct LoopOverSamples;
 template <const char* kName, class Result, class... Args>
-struct Each<Operator<kName, Result(Args...)>> {
+struct LoopOverSamples<Operator<kName, Result(Args...)>> {
   static Result call(Args... args) {
-    const MappedCall mapped(args...);
+    const VmapCall mapped(args...);
     return mapped.each([&](std::int64_t i) { return Operator<kName, Result(Args...)>::call(mapped.of(args, i)...); });
   }
 };
