@@ -65,10 +65,7 @@ constexpr Row kRows[] = {
     {"attention", kHonoured},
     {"compile",
      {"C++ has no torch.compile. Leave it at 'off'; oxytorch.Trainer of Python compiles.", "", "", "", "", ""}},
-    {"accumulation_steps",
-     loop_only("accelerate() measures a step of one batch. Give step=, one call of which takes a whole window, or use "
-               "PerformanceOptimizer(...).prepare(...), whose trainer accumulates.",
-               kOwnStep)},
+    {"accumulation_steps", {"", "", "", "", kOwnStep, ""}},
     {"clip_norm", kHonoured},
     {"clip_value",
      loop_only("the step that accelerate() measures can clip by clip_norm alone. Give step=, which clips as your loop "

@@ -162,8 +162,9 @@ struct Trainer::Impl {
     if (!tail && config.source("nonfinite") != ConfigSource::Level) {
       engine.guard = NonFiniteGuard(optim::parse_nonfinite(config.word("nonfinite")));
     }
+    const bool was_fitted = engine.accumulation > 1;
     set_loop();
-    if (engine.accumulation > 1) plan.fit_memory();  // with the gradients of earlier batches
+    if (engine.accumulation > 1 && !was_fitted) plan.fit_memory();  // with the gradients of earlier batches
   }
 
   /// A batch with its tensors where the model is; as it is where the model lies on several devices, and knows by

@@ -86,7 +86,12 @@ Plan accelerate(const Models& models, const Optimizers& optimizers, std::vector<
   auto run =
       std::make_unique<tune::Run>(models, optimizers, std::move(losses), std::move(batches), options.clip_norm());
   run->owns_loop = options.loop() == "plan";
-  if (options.config()) name_settings(*options.config(), tune::AskedBy::Loop, *run);
+  if (options.config()) {
+    name_settings(*options.config(), tune::AskedBy::Loop, *run);
+    run->accumulation = options.config()->integer("accumulation_steps").value_or(1);
+    OXY_CHECK(run->accumulation == 1 || run->parts() == 1, InvalidArgument, "accumulation_steps is ", run->accumulation,
+              ", and a step of several losses is of one batch. Leave it out.");
+  }
   std::optional<tune::CertificateStore> store;
   if (options.remember()) store.emplace(options.folder());
   auto plan = std::make_unique<Plan::Impl>(

@@ -34,15 +34,8 @@ std::vector<std::string> blocks_of(const memory::Timeline& timeline) {
   return found;
 }
 
-/// A whole step. Where batches are accumulated, one with the gradients of an earlier batch.
 void take_step(tune::Run& run, const Batch& batch) {
-  if (run.accumulation == 1) {
-    run.step(batch);
-    return;
-  }
-  run.zero_grad(0);
-  for (int i = 0; i < 2; ++i) run.loss(batch).backward();
-  run.update();
+  run.step_of_window(batch, [&run](std::size_t part) { run.update(part); });
 }
 
 double median(std::array<double, kPairs> values) {

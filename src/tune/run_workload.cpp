@@ -80,7 +80,7 @@ StepTimes RunWorkload::steps(std::size_t first, int count, bool updates, bool /*
   for (int i = 0; i < count; ++i) {
     const auto& batch = run_.batches()[(first + static_cast<std::size_t>(i)) % run_.batches().size()];
     double updating = 0;
-    loss = run_.backward(batch, [&](std::size_t part) {  // Run::step() in its parts
+    loss = run_.step_of_window(batch, [&](std::size_t part) {
       if (updates) {
         updating += update(part);
       } else {
@@ -124,10 +124,11 @@ std::optional<std::int64_t> RunWorkload::step_bytes() {
   const auto& batch = run_.batches().front();
   const memory::Meter whole;
   const auto before = run_.held_bytes(batch);
-  run_.step(batch);  // makes gradients and the optimizer's state
+  const auto update = [this](std::size_t part) { run_.update(part); };
+  run_.step_of_window(batch, update);  // makes gradients and the optimizer's state
   const auto made = whole.live_bytes();
   const memory::Meter meter;
-  run_.step(batch);
+  run_.step_of_window(batch, update);
   return before + made + meter.peak_bytes();
 }
 

@@ -237,13 +237,16 @@ at::Tensor TrainingStep::differentiate(const Function& compute, double share, bo
   return value.detach();
 }
 
-at::Tensor TrainingStep::differentiate_batch(const Batch& batch, bool windowed, std::size_t part) {
-  if (micro_batches_ == 1) return differentiate([&] { return loss(batch, part); }, 1, windowed, /*last=*/true);
+/// Of a whole batch, which is a `share` of those that are averaged, and the `last` of them or not.
+at::Tensor TrainingStep::differentiate_batch(const Batch& batch, bool windowed, std::size_t part, double share,
+                                             bool last) {
+  if (micro_batches_ == 1) return differentiate([&] { return loss(batch, part); }, share, windowed, last);
   const auto pieces = split(batch, micro_batches_);
   at::Tensor total;
   for (std::size_t i = 0; i < pieces.size(); ++i) {
-    const double share = static_cast<double>(rows(pieces[i])) / static_cast<double>(rows(batch));
-    const auto value = differentiate([&] { return loss(pieces[i], part); }, share, windowed, i + 1 == pieces.size());
+    const double of_batch = static_cast<double>(rows(pieces[i])) / static_cast<double>(rows(batch));
+    const auto value = differentiate([&] { return loss(pieces[i], part); }, share * of_batch, windowed,
+                                     last && i + 1 == pieces.size());
     total = total.defined() ? total + value : value;
   }
   return total;
@@ -262,6 +265,20 @@ at::Tensor TrainingStep::backward(const Batch& batch, const std::function<void(s
     total = total.defined() ? total + value : value;
     if (then) then(part);
   }
+  return total;
+}
+
+at::Tensor TrainingStep::step_of_window(const Batch& batch, const std::function<void(std::size_t part)>& then) {
+  constexpr std::int64_t kMost = 4;
+  const auto batches = std::min(accumulation, kMost);
+  if (batches == 1 || parts() > 1) return backward(batch, then);
+  zero_grad(0);
+  at::Tensor total;
+  for (auto left = batches; left > 0; --left) {
+    const auto value = differentiate_batch(batch, /*windowed=*/false, 0, 1 / static_cast<double>(batches), left == 1);
+    total = total.defined() ? total + value : value;
+  }
+  then(0);
   return total;
 }
 

@@ -42,7 +42,7 @@ WITH: dict[str, dict[str, Any]] = {
 }
 NOT_YET = {"log_every", "monitor"}
 LOOP = {
-    "accumulation_steps", "clip_value", "ema_decay", "nonfinite", "grad_scaler", "schedule", "warmup_steps",
+    "clip_value", "ema_decay", "nonfinite", "grad_scaler", "schedule", "warmup_steps",
     "min_lr_ratio", "early_stopping_patience", "early_stopping_min_delta", "early_stopping_mode",
     "early_stopping_restore_best",
 }  # fmt: skip

@@ -639,6 +639,17 @@ def drawn_from(key: str, native: bool = False) -> tuple[Any, str]:
     return data, line.state
 
 
+def accumulates(clock: Clock) -> bool:
+    plan = tuned(clock, {"accumulation_steps": 2}, strategies=[], loop="plan")
+    before = [p.detach().clone() for p in plan._run.params]
+    moved_by = []
+    for batch in batches(2):
+        plan.step(batch)
+        moved_by.append(any(not p.equal(old) for p, old in zip(plan._run.params, before, strict=True)))
+    plan.revert()
+    return moved_by == [False, True]
+
+
 ACCELERATE: dict[str, Callable[..., Any]] = {
     "level": accelerated_level,
     "precision": lambda clock: forced(clock, "precision", "bf16", "bf16_autocast", "precision", "precision"),
@@ -662,6 +673,7 @@ ACCELERATE: dict[str, Callable[..., Any]] = {
         forced(clock, "compile", "default", "compile", "compile", "tolerance")
         and forced(clock, "compile", "max-autotune", "compile_max_autotune", "compile", "tolerance")
     ),
+    "accumulation_steps": accumulates,
     "clip_norm": accelerated_clip,
     "max_steps": lambda clock: (planned(clock, max_steps=7), planned(clock)) == (7, 10_000),
     "steps_planned": lambda clock: planned(clock, steps_planned=77, max_steps=7) == 77,

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cpu_only("plants times")
 
 
 @pytest.mark.parametrize("loop", ["yours", "plan"])
-@pytest.mark.parametrize("key", sorted(LOOP))
+@pytest.mark.parametrize("key", sorted(LOOP | {"accumulation_steps"}))
 def test_the_trainer_of_a_plan_honours_what_belongs_to_the_loop(key: str, loop: Any) -> None:
     """What these do in a trainer is shown above; here it is a plan's trainer that has them."""
     model = net()

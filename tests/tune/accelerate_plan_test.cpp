@@ -126,6 +126,27 @@ TEST_F(AccelerateTest, ATrainerOnAPlanAccumulatesAveragesAndSchedulesInItsSteps)
   EXPECT_THAT(lines, testing::IsSupersetOf({"no_delay: on", "throws: refused", "grad_scaler: off"}));
 }
 
+TEST_F(AccelerateTest, APlanAccumulatesAsItsConfigurationSays) {
+  auto model = make_model();
+  auto optimizer = make_optimizer("SGD", model);
+  const auto batches = make_batches();
+  PerformanceConfig config("basic");
+  config.set("accumulation_steps", std::int64_t{2});
+  auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches, only({"no_delay"}).config(config));
+  ASSERT_THAT(plan.accepted(), ElementsAre("no_delay"));
+  const auto weights = [&] { return model->head->weight.detach().clone(); };
+  const auto before = weights();
+  plan.step(batches[0]);
+  EXPECT_TRUE(at::equal(weights(), before));
+  plan.step(batches[1]);
+  EXPECT_FALSE(at::equal(weights(), before));
+  Trainer trainer(plan, config);
+  plan.step(batches[0]);
+  EXPECT_EQ(trainer.global_step(), 1);
+  plan.step(batches[1]);
+  EXPECT_EQ(trainer.global_step(), 2);
+}
+
 TEST_F(AccelerateTest, AWindowHasAllOfItsStrategiesOrNone) {
   auto model = make_model();
   auto optimizer = make_optimizer("SGD", model);

@@ -102,6 +102,32 @@ TEST_P(TrainingStepTest, WindowsAverageAndClippingAreThoseOfAPlainLoop) {
   expect_close(run.average, wanted_average);
 }
 
+TEST(EngineTest, AStepThatIsTriedIsAWindowOfAtMostFour) {
+  const auto batches = make_batches(1);
+  for (const auto& [accumulation, taken] : {std::pair<std::int64_t, int>{1, 1}, {3, 3}, {16, 4}}) {
+    auto model = make_model(), reference = make_model();
+    auto optimizer = adamw(model), plain = adamw(reference);
+    int losses = 0, updates = 0;
+    tune::Run run(
+        *model, optimizer,
+        [&, inner = loss_of(model)](const Batch& batch) {
+          ++losses;
+          return inner(batch);
+        },
+        batches);
+    run.accumulation = accumulation;
+    const auto loss = run.step_of_window(batches[0], [&](std::size_t part) {
+      ++updates;
+      run.update(part);
+    });
+    EXPECT_EQ(losses, taken);
+    EXPECT_EQ(updates, 1);
+    tune::Run once(*reference, plain, loss_of(reference), batches);
+    EXPECT_NEAR(loss.item<double>(), once.step(batches[0]).item<double>(), 1e-5);
+    expect_close(weights(model), weights(reference));
+  }
+}
+
 TEST(EngineTest, AnOptimizerThatStepsInBackwardWaitsForTheWindow) {
   const auto batches = make_batches(6);
   const auto trained = [&](bool in_backward) {

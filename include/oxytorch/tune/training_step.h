@@ -125,6 +125,8 @@ class OXY_API TrainingStep {
   void update(std::size_t part);
   void update();
   at::Tensor step(const Batch& batch);
+  /// step() as a run with `accumulation` takes it, of the same batch up to four times; `then` as in backward().
+  at::Tensor step_of_window(const Batch& batch, const std::function<void(std::size_t part)>& then);
 
   // -- the step of the run --------------------------------------------------------------------------------------------
 
@@ -180,7 +182,8 @@ class OXY_API TrainingStep {
   at::Tensor timed(const Function& take);
   template <class Function>
   at::Tensor take_one(const Function& gradients);
-  at::Tensor differentiate_batch(const Batch& batch, bool windowed, std::size_t part);
+  at::Tensor differentiate_batch(const Batch& batch, bool windowed, std::size_t part, double share = 1,
+                                 bool last = true);
   /// Of a part's optimizers the first, and one past the last.
   [[nodiscard]] std::pair<std::size_t, std::size_t> slots_of(std::size_t part) const noexcept;
   void apply();

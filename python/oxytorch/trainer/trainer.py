@@ -163,9 +163,10 @@ class Trainer:
         self._is_on_one_device = len({p.device for p in model.parameters()}) == 1
         self._watch()
         self.scheduler = scheduler if scheduler is not None else self._make_schedule()
+        planned = self._run.accumulation
         self._equip()
         self._decisions = Decisions(self._run, self.config, calibrate=calibrate, plan=plan)
-        if plan is not None and self._run.accumulation > 1:
+        if plan is not None and planned == 1 < self._run.accumulation:
             plan.asked.fit_memory(self._run)  # with the gradients of earlier batches
         if plan is None:
             self._run.keeps_gradients = False

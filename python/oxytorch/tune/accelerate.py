@@ -98,8 +98,10 @@ def accelerate(
         ``attention``, ``compile``, ``step_tail`` and ``optimizer_state`` by their strategies once these are verified.
         ``allocator_retain_limit`` bounds what the allocator keeps. ``num_workers``, ``prefetch``, ``pin_memory`` and
         ``cache`` are of the loader, which is `plan.data` then, whatever `loop` is. ``clip_norm``, ``seed``,
-        ``progress``, ``tune_seconds`` and ``steps_planned``, else ``max_steps``, are used where not given here. A key
-        that belongs to a training loop, which is yours, is refused.
+        ``progress``, ``tune_seconds`` and ``steps_planned``, else ``max_steps``, are used where not given here. With
+        ``accumulation_steps`` a step that is tried adds up the gradients of up to four batches, and `plan.step` takes
+        one batch and lets the optimizer step once so many are in. Another key that belongs to a training loop, which is
+        yours, is refused.
     strategies : iterable of str or class, optional
         To be tried, in this order; all that are registered unless given.
     exclude : iterable of str
@@ -171,6 +173,13 @@ def accelerate(
             settings.set(name, value)
     settings.check("accelerate")
     _check(model, optimizer, loss_fn, step, loop)
+    window = settings.accumulation_steps
+    if window > 1 and (step is not None or len(listed(optimizer)) > 1):
+        what = "step=, which does all of a step" if step is not None else "several optimizers, whose step is one batch"
+        raise ValueError(
+            f"accumulation_steps = {window} was given beside {what}. Leave it out, and give step=, one call of which "
+            "takes a whole window, where batches are accumulated."
+        )
     clip_norm = clip_norm if clip_norm is not None else settings.clip_norm or None
     if step is not None and clip_norm is not None:
         raise ValueError(
@@ -204,6 +213,7 @@ def accelerate(
     )
     if step is None:
         run.check(examples[0])
+    run.accumulation = window
     run.asked = {**asked.named, "retain_limit": asked.retain_limit}
     run_steps = steps_planned if steps_planned is not None else _native.planned_steps(settings._native)
     offered = [name for name in classes if name not in set(exclude)]

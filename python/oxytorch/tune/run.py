@@ -22,6 +22,7 @@ from .strategy import STRATEGIES, Strategy
 __all__ = ["Run", "plain_step", "told"]
 
 _LONGEST = 200  # characters of what an exception says
+_WINDOW = 4  # batches of a step that is tried, at the most
 
 
 class Run(TrainingStep):
@@ -134,12 +135,13 @@ class Run(TrainingStep):
         return [(piece, rows(piece) / rows(batch)) for piece in split(batch, self.micro_batches)]
 
     def step_of_window(self, batch: Any) -> Tensor:
-        """Take a whole step; where batches are accumulated, one with the gradients of an earlier batch."""
-        if self.accumulation == 1:
+        """Take a whole step; where batches are accumulated, of the same one as often as there are, up to four times."""
+        batches = min(self.accumulation, _WINDOW)
+        if batches == 1 or self.own_step is not None or len(self.slots) > 1:
             return self.step(batch)
         self.original.zero_grad()
-        for more in (True, False):
-            loss = self._backward(batch, batches=2, more=more)
+        for left in reversed(range(batches)):
+            loss = self._backward(batch, batches=batches, more=left > 0)
         self.update()
         return loss
 

@@ -149,7 +149,7 @@ class RunWorkload(_native.Workload):
             run.synchronize()
             began = clock.seconds()
             for index in range(first, first + count):
-                self._loss = run.step(self._draw_one() if drawn else examples[index % len(examples)])
+                self._loss = run.step_of_window(self._draw_one() if drawn else examples[index % len(examples)])
             run.synchronize()
             seconds = clock.seconds() - began
         each = len(parts) // count
@@ -220,7 +220,7 @@ class RunWorkload(_native.Workload):
                 except StopIteration:
                     break
                 seconds.append(clock.seconds() - began)
-                run.step(batch)
+                run.step_of_window(batch)
                 run.synchronize()
             stop_drawing(batches)
         fetching = median(seconds[1:] or [0.0])  # the first starts workers
@@ -267,10 +267,10 @@ class RunWorkload(_native.Workload):
             return None
         with Meter() as whole:
             before = run.held_bytes(run.batches[0])
-            run.step(run.batches[0])  # makes gradients and the optimizer's state
+            run.step_of_window(run.batches[0])  # makes gradients and the optimizer's state
             made = whole.live_bytes
             with Meter() as meter:
-                run.step(run.batches[0])
+                run.step_of_window(run.batches[0])
         return before + made + meter.peak_bytes
 
     # -- saying --------------------------------------------------------------------------------------------------
