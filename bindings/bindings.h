@@ -32,6 +32,7 @@ void bind_backend(py::module_& m);
 void bind_environment(py::module_& m);
 void bind_machine(py::module_& m);
 void bind_monitor(py::module_& m);
+void bind_ops(py::module_& m);
 void bind_optim(py::module_& m);
 void bind_optim_stability(py::module_& m);
 void bind_amp(py::module_& m);

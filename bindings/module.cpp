@@ -63,6 +63,8 @@ PYBIND11_MODULE(_C, m) {
   bind_optim_stability(optim);
   auto amp = submodule("amp", "Mixed precision.");
   bind_amp(amp);
+  auto ops = submodule("ops", "Of training operators, what is no operator.");
+  bind_ops(ops);
   auto trainer = submodule("trainer", "Host settings and the training step.");
   bind_trainer(trainer);
   auto tune = submodule("tune", "Paired test, search, certificate and guard.");

@@ -14,9 +14,9 @@ struct ScopeManager {
 };
 
 template <class Scope>
-void bind_scope(py::module_& m, const char* name, const char* doc) {
+py::class_<ScopeManager<Scope>> bind_scope(py::module_& m, const char* name, const char* doc) {
   using Manager = ScopeManager<Scope>;
-  py::class_<Manager>(m, name, doc)
+  return py::class_<Manager>(m, name, doc)
       .def(py::init<>())
       .def("__enter__", [](Manager& self) { self.open.emplace(); })
       .def(

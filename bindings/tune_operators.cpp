@@ -93,8 +93,9 @@ void bind_tune_operators(py::module_& m) {
       .def(py::init<>())
       .def_static("exact_names", &NativeOperators::exact_names, "Operators with torch's bits.")
       .def_static("names", &NativeOperators::names)
-      .def_static("is_mostly_embeddings", &NativeOperators::is_mostly_embeddings, py::arg("embedding_elements"),
-                  py::arg("parameter_elements"), "Whether gradients of embeddings alone are worth a trial.")
+      .def_static("is_worth_a_trial", &NativeOperators::is_worth_a_trial, py::arg("embedding_elements"),
+                  py::arg("parameter_elements"), py::arg("accumulates"),
+                  "Whether gradients of embeddings alone are worth a trial.")
       .def_static("handed_on", &NativeOperators::handed_on, "Calls that went to torch's kernels so far.")
       .def("install", &NativeOperators::install, py::arg("names") = std::vector<std::string>(), release_gil())
       .def("uninstall", &NativeOperators::uninstall, release_gil())

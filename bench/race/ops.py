@@ -33,6 +33,9 @@ of its own, `bench/race/transformer.cpp`, which `make build` compiles; left out 
 
 Embedding: the gradient of a table, from that of its rows; of numbers that fall evenly, or half of them on one row.
 
+Accumulated: forward and backward of one batch more, whose gradients are added to those of an earlier one: of eight
+linear layers under autocast with packed weights (`bf16 weights` as above, in bfloat16 sums), and of a float32 table.
+
 LSTM: one layer of torch.nn.LSTM, served by this library and by oneDNN, with all threads and with one. GRU: the same of
 torch.nn.GRU, which torch composes of operators for each step.
 
@@ -143,6 +146,10 @@ LINEARS = [
     (2048, 768, 3072),
     (4096, 1024, 1024),
 ]
+# Rows of a batch through linear layers; tables, as indices, rows and columns.
+BATCHES = (32, 128, 512)
+STACK = (8, 768, 3072)
+TABLES = [(128, 50_257, 768), (2048, 50_257, 768), (8192, 32_000, 256)]
 # Scores of torch's math kernel above which it is left out: they alone would take over 2 GiB.
 MOST_SCORES = 1 << 28
 
@@ -276,6 +283,50 @@ def linear(shape: tuple[int, int, int]) -> list[Contender]:
         torch.autograd.grad(output[name], [x, layer.weight, layer.bias], grad)
 
     return [Contender(name, {"forward": partial(forward, name), "backward": partial(backward, name)}) for name in calls]
+
+
+def accumulated_layers(rows: int, count: int, width: int, wide: int) -> list[Contender]:
+    """Layers that widen and narrow in turn, whose gradients there are already."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, width, generator=generator)
+
+    def contender(name: str, call: Callable[..., Tensor], dtype: torch.dtype) -> Contender:
+        torch.manual_seed(1)
+        layers = [nn.Linear(*((width, wide) if i % 2 == 0 else (wide, width))).to(dtype) for i in range(count)]
+
+        def step() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = x
+                for layer in layers:
+                    hidden = call(hidden, layer.weight, layer.bias)
+            hidden.float().sum().backward()
+
+        step()
+        return Contender(name, {"step": step})
+
+    return [
+        contender(OURS, ox.ops.linear, torch.float32),
+        contender(EAGER, F.linear, torch.float32),
+        contender(BF16_WEIGHTS, F.linear, torch.bfloat16),
+    ]
+
+
+def accumulated_table(count: int, rows: int, columns: int) -> list[Contender]:
+    """A lookup in a table whose gradient there is already."""
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.randint(rows, (count,), generator=generator)
+    grad = torch.randn(count, columns, generator=generator)
+
+    def contender(name: str, call: Callable[..., Tensor]) -> Contender:
+        table = torch.zeros(rows, columns, requires_grad=True)
+
+        def step() -> None:
+            call(indices, table).backward(grad)
+
+        step()
+        return Contender(name, {"step": step})
+
+    return [contender(OURS, ox.ops.embedding), contender(EAGER, F.embedding)]
 
 
 def norm(sizes: tuple[int, int, int], follower: str, quick: bool) -> list[Contender]:
@@ -526,6 +577,21 @@ def measure(arguments: argparse.Namespace) -> Measured:
                 continue
             progress(f"racing {case} ...")
             found.cases[case] = race(linear(sizes), seconds, rounds)
+        for rows in (BATCHES[:1] if arguments.quick else BATCHES) if dtype is torch.bfloat16 else []:
+            count, width, wide = (2, 64, 128) if arguments.quick else STACK
+            case = f"accumulated layers, {count} of {width:,} x {wide:,}, {rows:,} rows"
+            if not is_wanted(arguments, case):
+                continue
+            progress(f"racing {case} ...")
+            with ox.ops.PackedWeights():
+                found.cases[case] = race(accumulated_layers(rows, count, width, wide), seconds, rounds)
+        tables_of = [(16, 300, 20)] if arguments.quick else TABLES
+        for count, rows, columns in tables_of if dtype is torch.float32 else []:
+            case = f"accumulated table of {rows:,} x {columns:,}, {count:,} indices"
+            if not is_wanted(arguments, case):
+                continue
+            progress(f"racing {case} ...")
+            found.cases[case] = race(accumulated_table(count, rows, columns), seconds, rounds)
         for sizes, follower in (NORMS[:1] if arguments.quick else NORMS) if dtype is torch.bfloat16 else []:
             batch, channels, side = sizes
             case = f"norm {batch} x {channels} x {side} x {side}{f', {follower}' if follower else ''}"
@@ -638,6 +704,10 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
             loss_rows(found, "transformer", (EAGER, USUAL_MATH, ENCODER)),
         ),
         "embedding": (["gradient of an embedding", *lost[1:3]], loss_rows(found, "embedding", (EAGER,))),
+        "accumulated": (
+            ["one batch more, its gradients added", *layered[1:]],
+            loss_rows(found, "accumulated", (EAGER, BF16_WEIGHTS)),
+        ),
         "lstm": (repeated, rows_by_phase(found, "lstm", RECURRENT["lstm"][1:])),
         "gru": (gated, rows_by_phase(found, "gru", RECURRENT["gru"][1:])),
     }

@@ -101,6 +101,7 @@ GRU_COMMAND = "python bench/race/ops.py --case gru --starts 3 --seconds 0.6"
 ROTARY_COMMAND = "python bench/race/ops.py --case rotary --starts 3 --seconds 0.6"
 TRANSFORMER_COMMAND = "python bench/race/ops.py --case transformer --starts 3"
 EMBEDDING_COMMAND = "python bench/race/ops.py --case embedding --starts 3 --seconds 0.6"
+ACCUMULATED_COMMAND = "python bench/race/ops.py --case accumulated --starts 4 --seconds 2"
 LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 3 --seconds 0.7"
 
 
@@ -294,6 +295,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-embedding": (
         raced(ops_race, "embedding.json", EMBEDDING_COMMAND, "embedding"),
         f"{EMBEDDING_COMMAND} --json bench/results/embedding.json",
+    ),
+    "ops-accumulated": (
+        raced(ops_race, "accumulated.json", ACCUMULATED_COMMAND, "accumulated"),
+        f"{ACCUMULATED_COMMAND} --json bench/results/accumulated.json",
     ),
     "ops-lstm": (
         raced(ops_race, "lstm.json", LSTM_COMMAND, "lstm"),

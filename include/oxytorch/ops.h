@@ -7,5 +7,6 @@
 #include "oxytorch/ops/embedding.h"
 #include "oxytorch/ops/linear.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
+#include "oxytorch/ops/packed_weights.h"
 #include "oxytorch/ops/rotary.h"
 #include "oxytorch/ops/row_norm.h"

@@ -12,7 +12,10 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from . import _C
+
 __all__ = [
+    "PackedWeights",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
@@ -326,6 +329,28 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the RMS normalization of ``dropout(input) + residual``, and that sum; all else as of `add_layer_norm`."""
     return cast("tuple[Tensor, Tensor]", torch.ops.oxytorch.add_rms_norm(input, residual, weight, eps, dropout))
+
+
+class PackedWeights(_C.ops.PackedWeights):
+    """While entered, `linear` keeps the weights that it has laid out for its products.
+
+    A weight is laid out anew only where it has changed. With few rows that takes as long as the products: it pays where
+    the gradients of several small batches are accumulated between two steps of the optimizer. Bits stay what they are.
+    It acts on the whole process, on linear layers that the strategy ``native_linear`` serves too, and takes 2 bytes for
+    each element of a weight from its first forward on and 2 more from its first backward on. They are freed where the
+    last one is left.
+
+    A change is seen by the tensor's version, and, for writes that pass it by (through ``.data``), by 64 elements that
+    are compared. Call `clear` after a write to few elements that passes it by.
+
+    Examples
+    --------
+    >>> with ox.ops.PackedWeights():
+    ...     for batch in window:
+    ...         loss_of(model, batch).backward()
+    """
+
+    __slots__ = ()
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ namespace {
 // `kVectors` vectors of columns of `count` rows; of the last one `rest` columns.
 template <int kVectors, class T>
 HWY_INLINE void sum_strip(const T* from, std::int64_t stride, const std::int32_t* sources, std::int64_t count,
-                          std::int64_t rest, T* to) {
+                          std::int64_t rest, bool adds, T* to) {
   V sums[kVectors];
   for (auto& sum : sums) sum = hn::Zero(F32());
   for (std::int64_t i = 0; i < count; ++i) {
@@ -27,7 +27,11 @@ HWY_INLINE void sum_strip(const T* from, std::int64_t stride, const std::int32_t
       sums[v] = hn::Add(sums[v], load_some(row + v * kLanes, v + 1 < kVectors ? kLanes : rest));
     }
   }
-  for (int v = 0; v < kVectors; ++v) store_some(sums[v], to + v * kLanes, v + 1 < kVectors ? kLanes : rest);
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t columns = v + 1 < kVectors ? kLanes : rest;
+    if (adds) sums[v] = hn::Add(load_some(to + v * kLanes, columns), sums[v]);
+    store_some(sums[v], to + v * kLanes, columns);
+  }
 }
 
 template <class T>
@@ -42,11 +46,11 @@ void sum_rows_of(const RowSums& sums, T* to, std::int64_t to_stride) {
     T* row = to + target * to_stride;
     std::int64_t column = 0;
     for (; columns - column >= kVectors * kLanes; column += kVectors * kLanes) {
-      sum_strip<kVectors>(from + column, sums.from.stride, sources, next - first, kLanes, row + column);
+      sum_strip<kVectors>(from + column, sums.from.stride, sources, next - first, kLanes, sums.adds, row + column);
     }
     for (; column < columns; column += kLanes) {
       const std::int64_t rest = std::min<std::int64_t>(kLanes, columns - column);
-      sum_strip<1>(from + column, sums.from.stride, sources, next - first, rest, row + column);
+      sum_strip<1>(from + column, sums.from.stride, sources, next - first, rest, sums.adds, row + column);
     }
   }
 }

@@ -95,6 +95,15 @@ inline bool is_transformed() {
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
+/// Whether the tensor holds its elements in memory of the host, and nobody else is told of it. Its keys say what else
+/// it may be: a subclass, one of torch.func's, negated, without elements.
+inline bool is_ordinary(const at::Tensor& tensor) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet kOrdinary(
+      {DispatchKey::CPU, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU, DispatchKey::AutocastCPU});
+  return tensor.defined() && tensor.key_set() == kOrdinary && tensor.numel() > 0 && !tensor._fw_grad(0).defined();
+}
+
 /// `tensor` in the dtype that autocast has for its device.
 inline at::Tensor autocast(const at::Tensor& tensor) {
   const auto device = tensor.device().type();

@@ -7,6 +7,7 @@
 
 #include "ops/dispatch.h"
 #include "ops/embedding_cpu.h"
+#include "ops/gradient_sum.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::ops {
@@ -62,7 +63,14 @@ struct EmbeddingNode : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     const std::lock_guard lock(mutex_);
     if (!grads[0].defined()) return torch::autograd::variable_list(1);
-    return {EmbeddingGradient::call(grads[0], input.unpack(), rows, padding)};
+    const Tensor indices = input.unpack();
+    const GradientSum sum(next_edge(0), grads[0]);
+    if (const Tensor& to = sum.tensor(); to.defined() && to.scalar_type() == grads[0].scalar_type() &&
+                                         embedding_gradient_cpu_takes(grads[0], indices, to.size(0)) &&
+                                         embedding_gradient_cpu(grads[0], indices, to.size(0), padding, to)) {
+      return torch::autograd::variable_list(1);
+    }
+    return {EmbeddingGradient::call(grads[0], indices, rows, padding)};
   }
   void release_variables() override {
     const std::lock_guard lock(mutex_);
@@ -175,6 +183,10 @@ TORCH_LIBRARY_IMPL(oxytorch, Meta, m) {
 }
 
 }  // namespace
+
+Tensor embedding_forward(const Tensor& weight, const Tensor& input, std::int64_t padding) {
+  return EmbeddingForward::call(weight, input, padding);
+}
 
 Tensor embedding(const Tensor& input, const Tensor& weight, std::optional<std::int64_t> padding_idx) {
   return WholeEmbedding::call(input, weight, padding_idx);

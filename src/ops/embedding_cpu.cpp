@@ -100,7 +100,7 @@ bool embedding_gradient_cpu_takes(const Tensor& grad_output, const Tensor& input
 }
 
 std::optional<Tensor> embedding_gradient_cpu(const Tensor& grad_output, const Tensor& input, std::int64_t rows,
-                                             std::int64_t padding) {
+                                             std::int64_t padding, const Tensor& sum) {
   const std::int64_t columns = grad_output.size(-1);
   const Tensor indices = input.contiguous();
   SortedIndices sorted;
@@ -108,7 +108,7 @@ std::optional<Tensor> embedding_gradient_cpu(const Tensor& grad_output, const Te
                           ? sorted.take(indices.const_data_ptr<std::int64_t>(), indices.numel(), rows, padding)
                           : sorted.take(indices.const_data_ptr<std::int32_t>(), indices.numel(), rows, padding);
   if (!inside) return std::nullopt;
-  Tensor made = at::zeros({rows, columns}, grad_output.options());
+  Tensor made = sum.defined() ? sum : at::zeros({rows, columns}, grad_output.options());
   const std::int64_t count = sorted.count();
   if (made.numel() == 0 || count == 0) return made;
 
@@ -132,7 +132,8 @@ std::optional<Tensor> embedding_gradient_cpu(const Tensor& grad_output, const Te
                                            .columns = std::min(width, columns - column)},
                                   .targets = sorted.targets() + first,
                                   .sources = sorted.sources() + first,
-                                  .count = sorted.next_index_from(count * (part + 1) / parts) - first};
+                                  .count = sorted.next_index_from(count * (part + 1) / parts) - first,
+                                  .adds = sum.defined()};
       kernels::sum_rows(sums, static_cast<char*>(made.mutable_data_ptr()) + column * size, columns);
     }
   });

@@ -81,15 +81,6 @@ OfLayer of_layer(const GruLayer& layer) {
   return {results.output, results.last};
 }
 
-// One that holds its elements in memory, and of which nobody else is told. The keys of a tensor say what else it may
-// be: a subclass, one of torch.func's, negated, without elements.
-bool is_ordinary(const Tensor& tensor) {
-  using c10::DispatchKey;
-  constexpr c10::DispatchKeySet kOrdinary(
-      {DispatchKey::CPU, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU, DispatchKey::AutocastCPU});
-  return tensor.defined() && tensor.key_set() == kOrdinary && tensor.numel() > 0 && !tensor._fw_grad(0).defined();
-}
-
 }  // namespace
 
 bool gru_takes(const Gru& gru) {

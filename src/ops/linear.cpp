@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "ops/dispatch.h"
+#include "ops/gradient_sum.h"
 #include "ops/linear_cpu.h"
 #include "ops/product.h"
 #include "ops/vmap.h"
@@ -102,9 +103,17 @@ struct LinearNode : torch::autograd::Node {
     if (!grads[0].defined()) return made;
     std::array<bool, 3> wanted{};
     for (std::size_t i = 0; i < 3; ++i) wanted[i] = task_should_compute_output(i);
-    const Tensor kept = input.unpack();
-    const auto [of_input, of_weight, of_bias] =
-        LinearBackward::call(grads[0], if_defined(kept), weight.unpack(), wanted);
+    const Tensor kept = input.unpack(), by = weight.unpack();
+    if (wanted[1]) {
+      const GradientSum sum(next_edge(1), grads[0]);
+      if (sum.tensor().defined() && linear_cpu_takes(kept, by, {})) {
+        auto gradients = linear_cpu_backward(grads[0].to(at::kBFloat16), kept, by, wanted, sum.tensor());
+        made[0] = std::move(gradients.input);
+        made[2] = std::move(gradients.bias);
+        return made;
+      }
+    }
+    const auto [of_input, of_weight, of_bias] = LinearBackward::call(grads[0], if_defined(kept), by, wanted);
     if (wanted[0]) made[0] = of_input;
     if (wanted[1]) made[1] = of_weight;
     if (wanted[2]) made[2] = of_bias;

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 #include <vector>
 
+#include "ops/kept_panels.h"
 #include "ops/product.h"
 #include "ops/tiles.h"
 #include "optim/dense.h"
@@ -54,16 +56,21 @@ struct Parts {
 /// A right operand: panels of kTile columns, each of all terms, which are padded with zeros.
 class Panels {
  public:
-  Panels(Scratch& scratch, std::int64_t terms, std::int64_t columns)
+  /// In `memory`, which another one has had, where that is defined.
+  Panels(std::int64_t terms, std::int64_t columns, Tensor memory = {})
       : terms(round_up(terms, kTileStep)),
         columns(columns),
-        data_(scratch.bytes(this->terms * this->columns.tiles * kTile * kBytes)) {}
+        memory_(memory.defined() ? std::move(memory)
+                                 : at::empty({this->terms * this->columns.tiles * kTile * kBytes}, at::kByte)),
+        data_(static_cast<std::byte*>(memory_.mutable_data_ptr())) {}
   [[nodiscard]] std::byte* operator[](std::int64_t panel) const { return data_ + panel * terms * kTile * kBytes; }
+  [[nodiscard]] const Tensor& memory() const { return memory_; }
 
   std::int64_t terms;
   Tiled columns;
 
  private:
+  Tensor memory_;
   std::byte* data_;
 };
 
@@ -160,11 +167,15 @@ void multiply_all(const Left& left, std::int64_t rows, const Panels& right, cons
 
 class LinearBackwardPass {
  public:
-  LinearBackwardPass(const Tensor& grad_output, const Tensor& input, const Tensor& weight, std::array<bool, 3> wanted)
+  LinearBackwardPass(const Tensor& grad_output, const Tensor& input, const Tensor& weight, std::array<bool, 3> wanted,
+                     const Tensor& sum)
       : grad_(dense(grad_output)),
         input_(input.defined() ? dense(input) : input),
+        given_weight_(weight),
         weight_(dense(weight)),
         wanted_(wanted),
+        adds_(sum.defined() && sum.scalar_type() == at::kFloat && grad_.size(0) <= kChunk),
+        of_weight_(sum),
         outputs_(round_up(weight.size(0), kTileStep)) {}
 
   LinearGradients run() {
@@ -172,21 +183,30 @@ class LinearBackwardPass {
     LinearGradients made;
     if (wanted_[0]) {
       made.input = at::empty({rows, weight_.size(1)}, grad_.options());
-      if (!is_small()) weight_panels_.emplace(scratch_, weight_.size(0), weight_.size(1));
+      keeps_ = keeps_panels(given_weight_);
+      if (keeps_) kept_ = kept_panels(given_weight_, PackedFor::Backward);
+      if (!is_small() || keeps_) weight_panels_.emplace(weight_.size(0), weight_.size(1), kept_);
     }
     if (wanted_[1]) {
-      made.weight = at::empty(weight_.sizes(), weight_.options());
-      sums_ = weight_.scalar_type() == at::kFloat ? made.weight : at::empty_like(made.weight, at::kFloat);
+      if (!of_weight_.defined()) of_weight_ = made.weight = at::empty(weight_.sizes(), weight_.options());
+      const bool there = adds_ || (made.weight.defined() && made.weight.scalar_type() == at::kFloat);
+      sums_ = there ? of_weight_ : at::empty_like(of_weight_, at::kFloat);
     }
     if (wanted_[2]) bias_.assign(static_cast<std::size_t>(weight_.size(0)), 0.0F);
     const std::int64_t held = std::min(rows, kChunk);
     if (wanted_[1]) {
       const std::int64_t blocks = round_up(held, kTerms) / kTerms;
       left_ = scratch_.bytes(blocks * outputs_ * kTerms * kBytes);
-      if (!is_small()) input_panels_.emplace(scratch_, held, weight_.size(1));
+      if (!is_small()) input_panels_.emplace(held, weight_.size(1));
     }
     for (std::int64_t first = 0; first < rows; first += kChunk) chunk(first, std::min(kChunk, rows - first), made);
-    if (wanted_[1] && !sums_.is_same(made.weight)) made.weight.copy_(sums_);
+    if (wanted_[1] && !sums_.is_same(of_weight_)) {
+      if (made.weight.defined()) {
+        made.weight.copy_(sums_);
+      } else {
+        of_weight_.add_(sums_);
+      }
+    }
     if (wanted_[2]) {
       made.bias = at::empty({weight_.size(0)}, weight_.options());
       kernels::store_rows(bias_.data(), 0, 1, weight_.size(0), 1, nullptr, optim::element_type(made.bias).value(),
@@ -196,18 +216,20 @@ class LinearBackwardPass {
   }
 
  private:
-  // Few rows are multiplied with a panel as soon as it is made: to make it takes about as long.
   [[nodiscard]] bool is_small() const { return grad_.size(0) <= kRows; }
 
   void chunk(std::int64_t first, std::int64_t count, LinearGradients& made) {
     const Rows grad = rows_of(grad_).part(first, count);
     const Rows input = wanted_[1] ? rows_of(input_).part(first, count) : Rows();
-    lay_out(grad, input, first == 0);
+    lay_out(grad, input, first == 0 && !kept_.defined());
+    if (keeps_ && first == 0 && !kept_.defined()) {
+      keep_panels(given_weight_, PackedFor::Backward, weight_panels_->memory());
+    }
     Scratch scratch;
     const Left left = wanted_[0] ? left_of(scratch, grad) : Left();
     if (is_small()) return multiply_few(left, input, made.input);
     if (wanted_[0]) multiply_all(left, count, *weight_panels_, {made.input, first});
-    if (wanted_[1]) add_to_weight(count, first > 0);
+    if (wanted_[1]) add_to_weight(count, adds_ || first > 0);
   }
 
   void multiply_few(const Left& left, const Rows& input, Tensor& of_input) {
@@ -221,13 +243,13 @@ class LinearBackwardPass {
       std::byte* panel = scratch.bytes(std::max(outputs_, kRows) * kTile * kBytes);
       for (std::int64_t i = begin; i < end; ++i) {
         if (wanted_[0]) {
-          pack_right(rows_of(weight_), columns, i, panel);
-          multiply(left, 0, rows, panel, columns.padded(i), sums);
+          if (!weight_panels_) pack_right(rows_of(weight_), columns, i, panel);
+          multiply(left, 0, rows, weight_panels_ ? (*weight_panels_)[i] : panel, columns.padded(i), sums);
           Output{of_input}.store(sums, 0, rows, columns, i);
         }
         if (!wanted_[1]) continue;
         pack_right(input, columns, i, panel);
-        for (std::int64_t row = 0; row < outputs; row += kRows) add_product(row, rows, panel, columns, i, sums, false);
+        for (std::int64_t row = 0; row < outputs; row += kRows) add_product(row, rows, panel, columns, i, sums, adds_);
       }
     });
   }
@@ -240,6 +262,11 @@ class LinearBackwardPass {
     const std::int64_t count = std::min(kRows, weight_.size(0) - row);
     float* there = sums_.mutable_data_ptr<float>() + row * stride + columns.begin(i);
     const bool at_once = terms <= kTerms && !add && columns.used(i) == padded;
+    if (add) {  // its rows lie apart, and come while the products are made
+      for (std::int64_t r = 0; r < count; ++r) {
+        for (std::int64_t c = 0; c < columns.used(i); c += 16) __builtin_prefetch(there + r * stride + c, 1, 2);
+      }
+    }
     for (std::int64_t term = 0; term < terms; term += kTerms) {
       product(kFormat, count, padded, std::min(kTerms, terms - term), left_block(term / kTerms) + row * kTerms * kBytes,
               kTerms, panel + term * kTile * kBytes, kTile, at_once ? there : sums, at_once ? stride : kTile, term > 0);
@@ -252,13 +279,11 @@ class LinearBackwardPass {
     }
   }
 
-  // The weight (once), the chunk's input and its gradient as operands, and the gradient's sums.
-  void lay_out(const Rows& grad, const Rows& input, bool is_first) {
+  // The weight (where it `is_new`), the chunk's input and its gradient as operands, and the gradient's sums.
+  void lay_out(const Rows& grad, const Rows& input, bool is_new) {
     const Tiled rows(grad.rows);
-    const bool all = !is_small();
-    const std::int64_t of_weight = wanted_[0] && is_first && all ? Tiled(weight_.size(0)).tiles : 0;
-    const std::int64_t of_input = wanted_[1] && all ? rows.tiles : 0,
-                       of_grad = wanted_[1] || wanted_[2] ? rows.tiles : 0;
+    const std::int64_t of_weight = weight_panels_ && is_new ? Tiled(weight_.size(0)).tiles : 0;
+    const std::int64_t of_input = input_panels_ ? rows.tiles : 0, of_grad = wanted_[1] || wanted_[2] ? rows.tiles : 0;
     std::vector<float> sums(wanted_[2] ? static_cast<std::size_t>(rows.tiles * grad.columns) : 0);
     at::parallel_for(0, of_weight + of_input + of_grad, grain(kTile * 16 * std::max(outputs_, weight_.size(1))),
                      [&](std::int64_t begin, std::int64_t end) {
@@ -310,13 +335,16 @@ class LinearBackwardPass {
                      });
   }
 
-  Tensor grad_, input_, weight_;
+  Tensor grad_, input_, given_weight_, weight_;
   std::array<bool, 3> wanted_;
+  bool adds_;                // each sum, once it is whole, to what the gradient holds already
+  Tensor of_weight_, sums_;  // the gradient and its fp32 sums: often one tensor
   std::int64_t outputs_;
+  bool keeps_ = false;
+  Tensor kept_;
   Scratch scratch_;
   std::optional<Panels> weight_panels_, input_panels_;
   std::byte* left_ = nullptr;
-  Tensor sums_;
   std::vector<float> bias_;
 };
 
@@ -343,7 +371,9 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
   const Left left = left_of(scratch, rows_of(rows));
   const Rows of_weight = rows_of(from);
   const Tiled columns(from.size(0));
-  if (rows.size(0) <= kRows) {
+  const bool keeps = keeps_panels(weight);
+  // Few rows are multiplied with a panel as soon as it is made: to make it takes about as long.
+  if (rows.size(0) <= kRows && !keeps) {
     at::parallel_for(0, columns.tiles, grain(kTile * left.terms * rows.size(0)),
                      [&](std::int64_t begin, std::int64_t end) {
                        const ProductScope scope(kFormat);
@@ -358,17 +388,21 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
                      });
     return output;
   }
-  const Panels panels(scratch, from.size(1), from.size(0));
-  at::parallel_for(0, columns.tiles, grain(kTile * 16 * panels.terms), [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) pack_transposed(of_weight, columns, i, panels[i]);
-  });
+  const Tensor kept = keeps ? kept_panels(weight, PackedFor::Forward) : Tensor();
+  const Panels panels(from.size(1), from.size(0), kept);
+  if (!kept.defined()) {
+    at::parallel_for(0, columns.tiles, grain(kTile * 16 * panels.terms), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) pack_transposed(of_weight, columns, i, panels[i]);
+    });
+    if (keeps) keep_panels(weight, PackedFor::Forward, panels.memory());
+  }
   multiply_all(left, rows.size(0), panels, to);
   return output;
 }
 
 LinearGradients linear_cpu_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                                    std::array<bool, 3> wanted) {
-  return LinearBackwardPass(grad_output, input, weight, wanted).run();
+                                    std::array<bool, 3> wanted, const Tensor& sum) {
+  return LinearBackwardPass(grad_output, input, weight, wanted, sum).run();
 }
 
 }  // namespace oxytorch::ops

@@ -15,11 +15,13 @@ namespace oxytorch::ops {
 at::Tensor linear_cpu(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 
 /// Gradients of input, weight and bias where they are wanted; undefined where not. Those of weight and bias have the
-/// dtype of `weight`. `input` may be undefined where the weight's is not wanted.
+/// dtype of `weight`. `input` may be undefined where the weight's is not wanted. The weight's is added to `sum` where
+/// that is defined (contiguous, in the sizes and dtype of `weight`), as fp32 sums that are rounded once, and is
+/// undefined then.
 struct LinearGradients {
   at::Tensor input, weight, bias;
 };
 LinearGradients linear_cpu_backward(const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
-                                    std::array<bool, 3> wanted);
+                                    std::array<bool, 3> wanted, const at::Tensor& sum = {});
 
 }  // namespace oxytorch::ops

@@ -33,7 +33,8 @@ class Original {
     calls_.fetch_add(1, std::memory_order_relaxed);
     torch::jit::Stack stack;
     torch::jit::push(stack, std::forward<Args>(args)...);
-    kernel_->callBoxed(kernel_->opHandle(), c10::DispatchKeySet(key_), &stack);
+    // A kernel of autograd goes on to the CPU's.
+    kernel_->callBoxed(kernel_->opHandle(), c10::DispatchKeySet({key_, c10::DispatchKey::CPU}), &stack);
     return unpack(stack, std::type_identity<Result>());
   }
 
@@ -69,6 +70,7 @@ struct Originals {
   Original batch_norm_backward{"aten::native_batch_norm_backward"};
   Original bernoulli{"aten::bernoulli_", "float"};
   Original embedding_backward{"aten::embedding_dense_backward"};
+  Original embedding{"aten::embedding", "", c10::DispatchKey::AutogradCPU};
   Original flash_attention{"aten::_scaled_dot_product_flash_attention_for_cpu"};
   Original flash_attention_backward{"aten::_scaled_dot_product_flash_attention_for_cpu_backward"};
   Original lstm{"aten::mkldnn_rnn_layer"};
@@ -102,6 +104,9 @@ Triple batch_norm_backward(const at::Tensor& grad_output, const at::Tensor& inpu
 at::Tensor& bernoulli(at::Tensor& self, double p, std::optional<at::Generator> generator);
 at::Tensor embedding_backward(const at::Tensor& grad_output, const at::Tensor& indices, std::int64_t rows,
                               std::int64_t padding, bool scale_by_frequency);
+/// Adds gradients to those of the table where they are made, so it stands where autograd is told of the lookup.
+at::Tensor embedding(const at::Tensor& weight, const at::Tensor& indices, c10::SymInt padding, bool scale_by_frequency,
+                     bool sparse);
 Pair flash_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double dropout,
                      bool causal, const MaybeTensor& mask, std::optional<double> scale);
 Triple flash_attention_backward(const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,

@@ -18,6 +18,7 @@
 #include "oxytorch/error.h"
 #include "oxytorch/host.h"
 #include "oxytorch/memory.h"
+#include "oxytorch/ops/packed_weights.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/system.h"
 #include "oxytorch/tune/deferred_gates.h"
@@ -146,10 +147,9 @@ struct Operators : Strategy {
   NativeOperators operators;
 };
 
-/// Pooling, normalization, dropout and embeddings with torch's bits. Gradients of tables are worth a trial of their own
-/// where a model is little else.
+/// Pooling, normalization, dropout and embeddings with torch's bits.
 struct ExactOperators : Operators {
-  ExactOperators() { missing += ", and is not mostly embeddings."; }
+  ExactOperators() { missing += ", and too few embeddings."; }
   Applicability applies(Run& run) override {
     auto answer = Operators::applies(run);
     if (answer.holds || !run.device().is_cpu()) return answer;
@@ -161,7 +161,7 @@ struct ExactOperators : Operators {
         embedded += table->weight.numel();
       }
     }
-    if (NativeOperators::is_mostly_embeddings(embedded, all)) return true;
+    if (NativeOperators::is_worth_a_trial(embedded, all, run.accumulation > 1)) return true;
     return answer;
   }
 };
@@ -206,6 +206,17 @@ struct NativeLinear : Operators {
     if (std::any_of(all.begin(), all.end(), [](const at::Tensor& p) { return p.dim() == 2; })) return true;
     return "the model has no weight of a linear layer.";
   }
+};
+
+/// Weights that are laid out once for all batches whose gradients are accumulated.
+struct PackedWeights : Strategy {
+  Applicability applies(Run& run) override {
+    if (run.accumulation > 1) return true;
+    return "each step is of one batch: its weights are packed once in any case.";
+  }
+  void apply(Run& /*run*/) override { kept.emplace(); }
+  void revert(Run& /*run*/) override { kept.reset(); }
+  std::optional<ops::PackedWeights> kept;
 };
 
 /// Layers that leave their results to what follows them, while the model is called. `Kind`: DeferredLogits or the like.
@@ -546,6 +557,13 @@ std::vector<RegisteredStrategy> own_strategies() {
                                 .cost = "linear layers of other models in this process take this kernel too.",
                                 .max_speedup = 2,
                                 .expected_speedup = 1.1}),
+      registered<PackedWeights>("packed_weights", Exact,
+                                {.requires_ = {"native_linear"},
+                                 .interacts = {"allocator", "host_pool"},
+                                 .settle = 2,  // the first one packs
+                                 .cost = "4 bytes of memory for each element of a linear layer's weight.",
+                                 .max_speedup = 3,
+                                 .expected_speedup = 1.1}),
       registered<NativeBatchNorm>("native_batch_norm", Tolerance,
                                   {.interacts = {"channels_last", "bf16_autocast", "allocator", "host_pool"},
                                    .settle = 2,  // other blocks of memory

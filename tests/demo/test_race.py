@@ -66,6 +66,8 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
         ("rotary", frozenset({"oxytorch", "torch"})),
         ("transformer", frozenset({"oxytorch", "torch", "torch, math attention"})),
         ("embedding", frozenset({"oxytorch", "torch"})),
+        ("accumulated", frozenset({"oxytorch", "torch", "bf16 weights"})),
+        ("accumulated", frozenset({"oxytorch", "torch"})),
         ("lstm", phases("oxytorch", "oneDNN", "oneDNN, 1 thread")),
         ("gru", phases("oxytorch", "torch", "torch, 1 thread")),
     }

@@ -30,6 +30,48 @@ TEST(LinearTest, AgreesWithTorchs) {
   }
 }
 
+Tensor gradient_of_three(const Tensor& weight, std::int64_t rows, bool watched) {
+  torch::manual_seed(1);
+  Tensor leaf = weight.detach().clone().requires_grad_();
+  if (watched) leaf.register_hook([](const Tensor& grad) { return grad; });
+  for (int batch = 0; batch < 3; ++batch) {
+    const Tensor input = torch::randn({rows, weight.size(1)}).to(at::kBFloat16);
+    ops::linear(input, leaf).to(at::kFloat).square().sum().backward();
+  }
+  return leaf.grad();
+}
+
+TEST(LinearTest, GradientsOfSeveralBatchesAddUpWithTorchsBits) {
+  torch::manual_seed(0);
+  const Tensor weight = torch::randn({70, 40});
+  for (const std::int64_t rows : {5, 300, 1500}) {
+    EXPECT_TRUE(at::equal(gradient_of_three(weight, rows, false), gradient_of_three(weight, rows, true))) << rows;
+  }
+}
+
+TEST(LinearTest, PackedWeightsChangeNoBitAndEndWithTheirScope) {
+  torch::manual_seed(0);
+  const Tensor weight = torch::randn({70, 40});
+  const auto expected = gradient_of_three(weight, 20, false);
+  {
+    const ops::PackedWeights packed;
+    EXPECT_TRUE(at::equal(gradient_of_three(weight, 20, false), expected));
+    const Tensor input = torch::randn({5, 40}).to(at::kBFloat16);
+    Tensor changing = weight.clone();
+    for (int step = 0; step < 3; ++step) {
+      const auto output = ops::linear(input, changing);
+      EXPECT_TRUE(at::equal(output, ops::linear(input, changing.clone()))) << step;
+      changing.add_(1);
+    }
+    ops::PackedWeights::clear();
+    EXPECT_EQ(ops::PackedWeights::bytes(), 0);
+    static_cast<void>(ops::linear(input, weight));
+    // Where torch's operators serve, nothing is packed.
+    EXPECT_TRUE(ops::PackedWeights::bytes() == 0 || ops::PackedWeights::bytes() >= 2 * weight.numel());
+  }
+  EXPECT_EQ(ops::PackedWeights::bytes(), 0);
+}
+
 TEST(LinearTest, RefusesAWeightOfAnotherWidth) {
   try {
     static_cast<void>(ops::linear(torch::randn({2, 4}), torch::randn({5, 3})));

@@ -11,6 +11,7 @@
 
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
+#include "oxytorch/ops.h"
 #include "oxytorch/tune/deferred_gates.h"
 #include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/deferred_norms.h"
@@ -233,9 +234,13 @@ TEST(StrategiesTest, NativeOperatorsAreTriedWhereTheyServe) {
   const auto neither = answer(Training::with(nn::ReLU()));
   EXPECT_FALSE(neither.holds);
   EXPECT_THAT(neither.reason, HasSubstr("max pooling"));
-  EXPECT_THAT(neither.reason, HasSubstr("not mostly embeddings"));
+  EXPECT_THAT(neither.reason, HasSubstr("too few embeddings"));
   EXPECT_TRUE(answer(Training::with(Shifted(4096))).holds);
   EXPECT_FALSE(answer(Training::with(Shifted(8))).holds);
+  auto accumulating = Training::with(Shifted(40));
+  EXPECT_FALSE(accumulating.run.strategy("native_operators").applies(accumulating.run).holds);
+  accumulating.run.accumulation = 2;
+  EXPECT_TRUE(accumulating.run.strategy("native_operators").applies(accumulating.run).holds);
 }
 
 /// Attention among the 256 places of an image.
@@ -513,6 +518,31 @@ TEST(StrategiesTest, GatedActivationsAreOneOperator) {
   EXPECT_TRUE(at::equal(run.losses(batch), plain)) << "torch's operators serve again";
   snapshot.restore();
   EXPECT_NO_THROW(snapshot.prove());
+}
+
+TEST(StrategiesTest, PackedWeightsAreTriedWhereBatchesAreAccumulated) {
+  auto training = Training::with(Mixed());
+  auto& run = training.run;
+  EXPECT_THAT(run.strategy("packed_weights").applies(run).reason, HasSubstr("one batch"));
+  run.accumulation = 3;
+  ASSERT_TRUE(run.strategy("packed_weights").applies(run).holds);
+  tune::NativeOperators probe;
+  if (const auto report = probe.install({"linear"}).front(); !report.installed) GTEST_SKIP() << report.reason;
+  probe.uninstall();
+  tune::Snapshot snapshot(run);
+  const auto losses = [&](const std::vector<std::string>& names) {
+    snapshot.restore();
+    run.set_active(names);
+    std::vector<double> found;
+    for (int batch = 0; batch < 9; ++batch) found.push_back(run.take(training.batches[0]).item<double>());
+    EXPECT_EQ(ops::PackedWeights::bytes() > 0, names.size() == 3);
+    run.set_active({});
+    EXPECT_EQ(ops::PackedWeights::bytes(), 0);
+    return found;
+  };
+  const auto expected = losses({"bf16_autocast", "native_linear"});
+  EXPECT_EQ(losses({"bf16_autocast", "native_linear", "packed_weights"}), expected);
+  EXPECT_NE(expected.front(), expected.back());
 }
 
 TEST(StrategiesTest, NativeOperatorsComeAndGo) {

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 pytestmark = pytest.mark.cpu_only("the operators are the CPU's")
 
-NAMES = ["max_pool2d", "batch_norm", "bernoulli", "embedding"]
+NAMES = ["max_pool2d", "batch_norm", "bernoulli", "embedding", "embedding_sum"]
 
 
 @contextmanager
@@ -259,6 +259,32 @@ def test_gradients_of_embeddings(kind: str, rows: int, columns: int) -> None:
             return weight.grad
 
         twice(call, "embedding")
+        twice(call, "embedding", "embedding_sum", served=True if count else None)  # of nothing torch's does
+
+
+def test_added_gradients_of_a_table_take_no_memory_of_its_size() -> None:
+    weight, given = torch.zeros(20_000, 30, requires_grad=True), torch.arange(9)
+
+    def peak() -> int:
+        loss = F.embedding(given, weight).sum()
+        with ox.memory.Meter() as meter:
+            loss.backward()
+        return int(meter.peak_bytes)
+
+    peak()  # makes the gradient
+    assert peak() >= weight.nbytes
+    with native("embedding_sum"):
+        assert peak() < weight.nbytes / 2
+        weight.requires_grad_(False)
+        before = _C.tune.NativeOperators.handed_on()
+        F.embedding(given, weight)  # nobody asks for its gradient
+        assert _C.tune.NativeOperators.handed_on() == before + 1
+        compiled = torch.compile(lambda w: F.embedding(given, w).sum(), backend="aot_eager")
+        leaf = weight.clone().requires_grad_()
+        compiled(leaf).backward()
+        assert leaf.grad.sum() == 9 * 30
+    weight.requires_grad_(True)
+    assert peak() >= weight.nbytes
 
 
 def test_what_gradients_of_embeddings_are_not_served_go_to_torch() -> None:
@@ -277,8 +303,8 @@ def test_what_gradients_of_embeddings_are_not_served_go_to_torch() -> None:
         # torch passes numbers outside of the table by
         lambda: torch.ops.aten.embedding_dense_backward(torch.ones(3, 2), torch.tensor([0, 9, -2]), 4, -1, False),
     ):
-        twice(call, "embedding", served=False)
-    twice(lambda: grad_of(weight, sparse=True).to_dense(), "embedding", served=None)
+        twice(call, "embedding", "embedding_sum", served=False)
+    twice(lambda: grad_of(weight, sparse=True).to_dense(), "embedding", "embedding_sum", served=None)
 
 
 class Residual(nn.Module):
@@ -394,16 +420,18 @@ def test_an_operator_that_differs_is_refused() -> None:
         library._destroy()
 
 
-@pytest.mark.parametrize(("rows", "tried"), [(4096, True), (16, False)])
-def test_they_are_tried_for_a_model_that_is_mostly_embeddings(rows: int, tried: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "accumulation", "tried"), [(4096, 1, True), (16, 1, False), (8, 1, False), (8, 2, True), (1, 2, False)]
+)
+def test_they_are_tried_for_a_model_with_many_embeddings(rows: int, accumulation: int, tried: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(rows, 8), nn.Flatten(), nn.Linear(32, 4), nn.ReLU(), nn.Linear(4, 4))
     batches = [(torch.randint(rows, (16, 4)), torch.randint(4, (16,))) for _ in range(2)]
     plan = ox.accelerate(
         model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), batches,
-        strategies=["native_operators"], tune_seconds=1, remember=False,
+        strategies=["native_operators"], tune_seconds=1, remember=False, config={"accumulation_steps": accumulation},
     )  # fmt: skip
     (entry,) = (e for e in plan.certificate.entries if e.strategy == "native_operators")
     assert (entry.status != "skipped") == tried, entry.reason
-    assert tried or "not mostly embeddings" in entry.reason
+    assert tried or "too few embeddings" in entry.reason
     plan.revert()

@@ -179,6 +179,7 @@ SHOWN_ELSEWHERE = {
     "native_gru": "tests/ops/test_gru.py",
     "native_activation": "tests/ops/test_activation.py",
     "native_linear": "tests/ops/test_linear.py",
+    "packed_weights": "tests/ops/test_accumulation.py",
     "native_batch_norm": "tests/tune/test_deferred_norms.py",
     "native_layer_norm": "tests/tune/test_deferred_sums.py",
     "native_gate": "tests/tune/test_deferred_gates.py",

@@ -287,6 +287,11 @@ def tiny_average(run: Run) -> None:
         average.view(-1)[0] = 1e-40
 
 
+def accumulating(run: Run) -> None:
+    """Steps of several batches."""
+    run.accumulation = 3
+
+
 def on_a_card(run: Run) -> None:
     """The run says that it is on a card; its tensors stay where they are."""
     run.device = torch.device("cuda", 0)
@@ -357,6 +362,9 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "graph": Workload(
         lambda: Stateful().fc, rows, ("step_graph",), recorded, {"owns_loop": True}, without=("step_tail",)
+    ),
+    "windows": Workload(
+        lambda: Stateful().fc, rows, ("packed_weights",), prepare=accumulating, without=("native_linear",)
     ),
     "classes": Workload(
         lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 300)), rows, ("native_cross_entropy",)

@@ -6,6 +6,7 @@
 /// | batch_norm | native_batch_norm, its backward | fp32, contiguous, images of more than one element, in training |
 /// | bernoulli | bernoulli_ (dropout's mask) | fp32, bf16, fp16, dense, by the Mersenne Twister |
 /// | embedding | embedding_dense_backward | fp32, gradients not scaled by frequency |
+/// | embedding_sum | embedding | the same of a parameter: what backward adds to its gradient, it adds to rows alone |
 /// | flash_attention | _scaled_dot_product_flash_attention_for_cpu, its backward | fp32, bf16, fp16 |
 /// | lstm | mkldnn_rnn_layer, its backward | fp32, bf16, LSTM |
 /// | gru | gru of a sequence that is not packed | fp32, bf16, and fp32 under autocast to bf16 |
@@ -17,13 +18,13 @@
 /// other devices, under torch.func transforms and in what torch.compile generates itself; of gru also what runs in
 /// inference mode, since torch takes it apart at autograd.
 ///
-/// Bits. max_pool2d, batch_norm, bernoulli and embedding give torch's. Before such an operator is installed it meets
-/// the kernel that it replaces on a set of odd shapes; one that differs in a bit is refused with a reason. Where a
-/// compiler was free to fuse a multiply-add of torch's kernel, this finds out which it did. Only the payload of a
-/// computed NaN may differ. flash_attention (oxytorch/ops/attention.h) rounds otherwise and is refused where it is
-/// further from fp64 than twice torch's own error, and so are linear, gelu, silu (oxytorch/ops) and gru; lstm, where it
-/// differs from torch's by more than sums of its length round. The backward of lstm stays when it is taken out: it
-/// serves graphs that were recorded with it, and hands on all others.
+/// Bits. max_pool2d, batch_norm, bernoulli, embedding and embedding_sum give torch's. Before such an operator is
+/// installed it meets the kernel that it replaces on a set of odd shapes; one that differs in a bit is refused with a
+/// reason. Where a compiler was free to fuse a multiply-add of torch's kernel, this finds out which it did. Only the
+/// payload of a computed NaN may differ. flash_attention (oxytorch/ops/attention.h) rounds otherwise and is refused
+/// where it is further from fp64 than twice torch's own error, and so are linear, gelu, silu (oxytorch/ops) and gru;
+/// lstm, where it differs from torch's by more than sums of its length round. The backward of lstm stays when it is
+/// taken out: it serves graphs that were recorded with it, and hands on all others.
 #pragma once
 
 #include <cstdint>
@@ -57,9 +58,9 @@ class OXY_API NativeOperators {
   static const std::vector<std::string>& names();
 
   /// Whether gradients of embeddings alone are worth a trial: tables of `embedding_elements` hold at least half of all
-  /// `parameter_elements`.
-  [[nodiscard]] static bool is_mostly_embeddings(std::int64_t embedding_elements,
-                                                 std::int64_t parameter_elements) noexcept;
+  /// `parameter_elements`, or an eighth where a step `accumulates` the gradients of several batches.
+  [[nodiscard]] static bool is_worth_a_trial(std::int64_t embedding_elements, std::int64_t parameter_elements,
+                                             bool accumulates) noexcept;
 
   /// Proves and installs `names`; those with torch's bits where it is empty. One that is installed already, here or by
   /// another object, is refused. Error(InvalidArgument) for an unknown name, and then none is installed.

@@ -11,6 +11,7 @@ from . import monitor
 from . import data
 from . import optim
 from . import amp
+from . import ops
 from . import trainer
 from . import tune
 from . import accelerator
@@ -26,6 +27,7 @@ __all__: list[str] = [
     "machine",
     "memory",
     "monitor",
+    "ops",
     "optim",
     "torch_version",
     "trainer",

@@ -743,9 +743,10 @@ class NativeOperators:
         Calls that went to torch's kernels so far.
         """
     @staticmethod
-    def is_mostly_embeddings(
+    def is_worth_a_trial(
         embedding_elements: typing.SupportsInt | typing.SupportsIndex,
         parameter_elements: typing.SupportsInt | typing.SupportsIndex,
+        accumulates: bool,
     ) -> bool:
         """
         Whether gradients of embeddings alone are worth a trial.

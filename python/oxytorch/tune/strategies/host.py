@@ -80,9 +80,10 @@ class NativeOperators(Strategy):
         if any(observe(run).uses(name) for name in ("max_pool2d", "batch_norm", "bernoulli", "dropout")):
             return True
         parameters = sum(parameter.numel() for parameter in run.params)
-        if _C.tune.NativeOperators.is_mostly_embeddings(_embedded(run.model), parameters):
+        accumulates = run.accumulation > 1 or run.own_step is not None
+        if _C.tune.NativeOperators.is_worth_a_trial(_embedded(run.model), parameters, accumulates):
             return True
-        return "the model has neither max pooling nor batch normalisation nor dropout, and is not mostly embeddings"
+        return "the model has neither max pooling nor batch normalisation nor dropout, and too few embeddings"
 
     def apply(self, run: Run) -> None:  # noqa: ARG002
         self._operators = _C.tune.NativeOperators()
