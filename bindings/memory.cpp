@@ -2,7 +2,10 @@
 
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings.h"
 
@@ -71,10 +74,45 @@ void bind_batch_search(py::module_& m) {
   m.def("reset_host_peak", &reset_host_peak, "Begins the peak of resident memory anew.");
 }
 
+void bind_pack_saved_tensors(py::module_& m) {
+  using memory::PackedReport;
+  using memory::PackSavedTensors;
+  py::class_<PackedReport>(m, "PackedReport", "What was packed since the object was made, each memory once.")
+      .def_readonly("tensors", &PackedReport::tensors)
+      .def_readonly("bytes", &PackedReport::bytes, "As torch keeps them.")
+      .def_readonly("packed_bytes", &PackedReport::packed_bytes, "In memory.")
+      .def_readonly("file_bytes", &PackedReport::file_bytes)
+      .def_readonly("relative_error", &PackedReport::relative_error,
+                    "Root of the sum of squared errors over that of squared values, of all that was rounded.")
+      .def("text", &PackedReport::text, "Return it in a sentence.");
+  struct Packing {
+    Packing(const std::string& format, const std::string& folder)
+        : packed(memory::parse_saved_format(format), folder) {}
+    PackSavedTensors packed;
+    std::vector<std::unique_ptr<PackSavedTensors::Scope>> scopes;
+  };
+  py::class_<Packing>(m, "PackSavedTensors", "Packs what operators save while it is entered.")
+      .def(py::init<const std::string&, const std::string&>(), py::arg("format"), py::arg("folder"))
+      .def("__enter__",
+           [](py::object self) {
+             auto& packing = self.cast<Packing&>();
+             packing.scopes.push_back(std::make_unique<PackSavedTensors::Scope>(packing.packed));
+             return self;
+           })
+      .def(
+          "__exit__",
+          [](Packing& self, const py::object&, const py::object&, const py::object&) { self.scopes.pop_back(); },
+          py::arg("kind"), py::arg("error"), py::arg("trace"))
+      .def_static("others_keep", &PackSavedTensors::others_keep,
+                  "Whether hooks or a checkpoint keep what is saved on this thread.")
+      .def("report", [](const Packing& self) { return self.packed.report(); });
+}
+
 }  // namespace
 
 void bind_memory(py::module_& m) {
   bind_batch_search(m);
+  bind_pack_saved_tensors(m);
   py::class_<HostPoolStats>(m, "HostPoolStats", "Bytes and counts of the pool of host memory.")
       .def_readonly("live_bytes", &HostPoolStats::live_bytes)
       .def_readonly("peak_bytes", &HostPoolStats::peak_bytes)

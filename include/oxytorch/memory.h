@@ -14,6 +14,7 @@
 #include "oxytorch/memory/host_cap.h"
 #include "oxytorch/memory/host_pool.h"
 #include "oxytorch/memory/meter.h"
+#include "oxytorch/memory/pack_saved_tensors.h"
 
 namespace oxytorch {
 

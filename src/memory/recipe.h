@@ -49,6 +49,7 @@ class TwoValues {
   /// Empty where there is a third value.
   static std::optional<TwoValues> pack(const c10::Storage& storage, std::size_t element_bytes);
   [[nodiscard]] c10::Storage unpack() const;
+  [[nodiscard]] std::size_t bytes() const { return bits_.nbytes(); }  ///< that it takes
 
  private:
   at::Tensor bits_;

@@ -75,6 +75,8 @@ KeepingTensors::~KeepingTensors() { innermost = previous_; }
 
 bool KeepingTensors::is_active() { return innermost.keeper != nullptr; }
 
+bool KeepingTensors::has_python_hooks() { return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty(); }
+
 bool KeepingTensors::is_possible() { return !at::SavedTensorDefaultHooks::get_disabled_error_message().has_value(); }
 
 }  // namespace oxytorch::memory

@@ -28,6 +28,8 @@ class KeepingTensors {
   KeepingTensors& operator=(const KeepingTensors&) = delete;
   /// Whether a keeper counts on this thread.
   [[nodiscard]] static bool is_active();
+  /// Whether hooks of Python count on this thread, or would where no keeper does.
+  [[nodiscard]] static bool has_python_hooks();
   /// Whether torch allows hooks of saved tensors here, as it does not inside torch.func.grad.
   [[nodiscard]] static bool is_possible();
 

@@ -1,6 +1,7 @@
 #include "ops/gradient_sum.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -27,12 +28,12 @@ GradientSum::GradientSum(const torch::autograd::Edge& edge, const at::Tensor& gr
   auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
   if (leaf == nullptr || at::GradMode::is_enabled() || is_transformed() || !adds_to_every_leaf()) return;
   if (edge.function.use_count() > 1 || !is_ordinary(gradient)) return;
+  if (torch::autograd::AnomalyMode::is_enabled()) return;  // it looks at what nodes give
   leaf_ = edge;
   lock_ = std::unique_lock(Lock::of(*leaf));
   const at::Tensor& variable = leaf->variable;
-  if (!variable.defined() || !variable.requires_grad() || has_hooks(*leaf) ||
-      leaf->tensor_post_acc_grad_hooks() != nullptr)
-    return;
+  if (!variable.defined() || !variable.requires_grad()) return;
+  if (has_hooks(*leaf) || leaf->tensor_post_acc_grad_hooks() != nullptr) return;
   const at::Tensor& grad = variable.grad();
   if (!is_ordinary(grad) || !grad.is_contiguous() || grad.scalar_type() != variable.scalar_type() ||
       grad.sizes() != variable.sizes() || grad.requires_grad()) {

@@ -15,8 +15,9 @@ namespace oxytorch::ops {
 /// - for the first gradient, which AccumulateGrad keeps without a copy;
 /// - where the parameter has another part in a graph, since AccumulateGrad adds the sum of all parts: bits stay
 /// torch's;
-/// - where somebody waits for the gradient: under torch.autograd.grad and create_graph, and where the parameter has
-///   hooks, as of DistributedDataParallel or of an optimizer that steps in backward;
+/// - where somebody waits for the gradient: under torch.autograd.grad, create_graph and anomaly detection, and where
+/// the
+///   parameter has hooks, as of DistributedDataParallel or of an optimizer that steps in backward;
 /// - under transforms and dispatch modes, and for tensors that are no parameters.
 ///
 /// Holds the lock that AccumulateGrad adds under.

@@ -219,6 +219,24 @@ struct PackedWeights : Strategy {
   std::optional<ops::PackedWeights> kept;
 };
 
+/// What backward needs, in less memory.
+template <memory::SavedFormat Format>
+struct Saved : Strategy {
+  Applicability applies(Run& run) override { return on_cpu(run); }
+  void apply(Run& run) override {
+    packed.emplace(Format);
+    run.scope("saved tensors", [this]() -> std::shared_ptr<void> {
+      if (memory::PackSavedTensors::others_keep()) return nullptr;  // hooks of the user's own
+      return std::make_shared<memory::PackSavedTensors::Scope>(*packed);
+    });
+  }
+  void revert(Run& run) override {
+    run.scope("saved tensors", {});
+    packed.reset();
+  }
+  std::optional<memory::PackSavedTensors> packed;
+};
+
 /// Layers that leave their results to what follows them, while the model is called. `Kind`: DeferredLogits or the like.
 template <class Kind>
 struct Deferring : Strategy {
@@ -490,6 +508,7 @@ std::vector<RegisteredStrategy> own_strategies() {
   using enum Kind;
   const std::vector<std::string> faster = {"allocator", "host_pool", "bf16_autocast", "channels_last", "step_tail"};
   const StrategyTraits split{.group = "split", .interacts = faster, .max_speedup = 1.5, .needs_loop = true};
+  using memory::SavedFormat;
   const std::string squares = "memory grows with the square of the sequence length.";
   return {
       registered<HostStrategy<tuned_allocator>>(
@@ -630,6 +649,18 @@ std::vector<RegisteredStrategy> own_strategies() {
       registered<Split<2>>("split_2", Tolerance, split),
       registered<Split<4>>("split_4", Tolerance, split),
       registered<Split<8>>("split_8", Tolerance, split),
+      registered<Saved<SavedFormat::BFloat16>>("saved_bf16", Precision,
+                                               {.group = "saved",
+                                                .interacts = {"bf16_autocast"},
+                                                .settle = 2,
+                                                .cost = "activations that backward reads are rounded to bfloat16.",
+                                                .max_speedup = 1}),
+      registered<Saved<SavedFormat::File>>(
+          "saved_in_file", Tolerance,
+          {.group = "saved",
+           .settle = 2,
+           .cost = "each step writes and reads a file as large as its activations, in TMPDIR, else /var/tmp.",
+           .max_speedup = 1}),
   };
 }
 

@@ -185,6 +185,8 @@ SHOWN_ELSEWHERE = {
     "native_gate": "tests/tune/test_deferred_gates.py",
     "native_cross_entropy": "tests/tune/test_deferred_logits.py",
     "pinned_threads": "tests/trainer/host_test.cpp",
+    "saved_bf16": "tests/memory/test_pack_saved_tensors.py",
+    "saved_in_file": "tests/memory/test_pack_saved_tensors.py",
     "flush_denormals": "tests/tune/test_single_strategies.py",
 }
 IMPLEMENTATION = {"foreach": "_foreach_", "fused": "_fused_adam"}

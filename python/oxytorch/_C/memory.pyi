@@ -23,6 +23,8 @@ __all__: list[str] = [
     "Meter",
     "OpenPhase",
     "OpenRegion",
+    "PackSavedTensors",
+    "PackedReport",
     "PausedLimit",
     "PeakPart",
     "PhaseUse",
@@ -180,6 +182,48 @@ class BatchSearch:
         step_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
     ) -> None: ...
     def ran_out(self, why: str) -> None: ...
+
+class PackedReport:
+    """
+    What was packed since the object was made, each memory once.
+    """
+    def text(self) -> str:
+        """
+        Return it in a sentence.
+        """
+    @property
+    def bytes(self) -> int:
+        """
+        As torch keeps them.
+        """
+    @property
+    def file_bytes(self) -> int: ...
+    @property
+    def packed_bytes(self) -> int:
+        """
+        In memory.
+        """
+    @property
+    def relative_error(self) -> float:
+        """
+        Root of the sum of squared errors over that of squared values, of all that was rounded.
+        """
+    @property
+    def tensors(self) -> int: ...
+
+class PackSavedTensors:
+    """
+    Packs what operators save while it is entered.
+    """
+    @staticmethod
+    def others_keep() -> bool:
+        """
+        Whether hooks or a checkpoint keep what is saved on this thread.
+        """
+    def __enter__(self) -> typing.Any: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
+    def __init__(self, format: str, folder: str) -> None: ...
+    def report(self) -> PackedReport: ...
 
 class HostPoolStats:
     """

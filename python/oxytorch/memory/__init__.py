@@ -21,6 +21,7 @@ from .meter import (
     resident_bytes,
     set_limit,
 )
+from .pack import PackedReport, PackSavedTensors
 
 __all__ = [
     "BatchForecast",
@@ -33,6 +34,8 @@ __all__ = [
     "MemoryPlan",
     "MemoryUse",
     "Meter",
+    "PackSavedTensors",
+    "PackedReport",
     "PeakPart",
     "PhaseUse",
     "Timeline",

@@ -9,7 +9,8 @@ from . import layout  # isort: skip
 from . import precision  # isort: skip
 from . import attention  # isort: skip
 from . import loop  # isort: skip
+from . import saved  # isort: skip
 from . import feed  # isort: skip
 from . import compiled  # isort: skip
 
-__all__ = ["attention", "compiled", "feed", "host", "layout", "loop", "optimizer", "precision"]
+__all__ = ["attention", "compiled", "feed", "host", "layout", "loop", "optimizer", "precision", "saved"]
