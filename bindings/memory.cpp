@@ -85,27 +85,28 @@ void bind_pack_saved_tensors(py::module_& m) {
       .def_readonly("relative_error", &PackedReport::relative_error,
                     "Root of the sum of squared errors over that of squared values, of all that was rounded.")
       .def("text", &PackedReport::text, "Return it in a sentence.");
-  struct Packing {
-    Packing(const std::string& format, const std::string& folder)
-        : packed(memory::parse_saved_format(format), folder) {}
-    PackSavedTensors packed;
-    std::vector<std::unique_ptr<PackSavedTensors::Scope>> scopes;
-  };
-  py::class_<Packing>(m, "PackSavedTensors", "Packs what operators save while it is entered.")
-      .def(py::init<const std::string&, const std::string&>(), py::arg("format"), py::arg("folder"))
+  using Scopes = std::vector<std::unique_ptr<PackSavedTensors::Scope>>;
+  static thread_local Scopes open;  // of all objects, the innermost last
+  py::class_<PackSavedTensors>(m, "PackSavedTensors", "Packs what operators save while it is entered.")
+      .def(py::init([](const std::string& format, const std::string& folder) {
+             return std::make_unique<PackSavedTensors>(memory::parse_saved_format(format), folder);
+           }),
+           py::arg("format"), py::arg("folder"))
       .def("__enter__",
            [](py::object self) {
-             auto& packing = self.cast<Packing&>();
-             packing.scopes.push_back(std::make_unique<PackSavedTensors::Scope>(packing.packed));
+             open.push_back(std::make_unique<PackSavedTensors::Scope>(self.cast<PackSavedTensors&>()));
              return self;
            })
       .def(
           "__exit__",
-          [](Packing& self, const py::object&, const py::object&, const py::object&) { self.scopes.pop_back(); },
+          [](PackSavedTensors&, const py::object&, const py::object&, const py::object&) {
+            OXY_CHECK(!open.empty(), InvalidState, "PackSavedTensors is left on a thread that has not entered it.");
+            open.pop_back();
+          },
           py::arg("kind"), py::arg("error"), py::arg("trace"))
       .def_static("others_keep", &PackSavedTensors::others_keep,
                   "Whether hooks or a checkpoint keep what is saved on this thread.")
-      .def("report", [](const Packing& self) { return self.packed.report(); });
+      .def("report", &PackSavedTensors::report);
 }
 
 }  // namespace

@@ -385,24 +385,16 @@ struct PackSavedTensors::Inside : std::enable_shared_from_this<Inside>, TensorKe
       content = of->content_of(tensor);
       if (content) {
         view.emplace(nullptr, tensor);
-      } else {  // with its node it would keep itself alive
-        as_it_is = tensor.defined() && !tensor.is_leaf() ? tensor.detach() : tensor;
-        version = tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
+      } else {
+        as_it_is = SavedAsItIs(tensor);
       }
       of.reset();
     }
-    Tensor call_unpack_hook() override {
-      if (content) return view->over(content->get());
-      OXY_CHECK(!as_it_is.defined() || as_it_is.is_inference() || version == as_it_is._version(), InvalidState,
-                "a tensor that backward needs was changed in place after forward (its version is ", as_it_is._version(),
-                ", ", version, " was saved). Make that operation one that is not in place.");
-      return as_it_is;
-    }
+    Tensor call_unpack_hook() override { return content ? view->over(content->get()) : as_it_is.get(); }
     std::shared_ptr<Inside> of;
     std::shared_ptr<Content> content;
     std::optional<View> view;
-    Tensor as_it_is;
-    std::int64_t version = 0;
+    SavedAsItIs as_it_is;
   };
   std::unique_ptr<autograd::SavedVariableHooks> make() override {
     return std::make_unique<Placeholder>(shared_from_this());

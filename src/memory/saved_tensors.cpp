@@ -64,6 +64,19 @@ void put_engine_in() {
 
 }  // namespace
 
+SavedAsItIs::SavedAsItIs(const at::Tensor& tensor) {
+  if (!tensor.defined()) return;
+  tensor_ = tensor.is_leaf() ? tensor : tensor.detach();  // with its node it would keep itself alive
+  version_ = tensor.is_inference() ? 0 : tensor._version();
+}
+
+const at::Tensor& SavedAsItIs::get() const {
+  OXY_CHECK(!tensor_.defined() || tensor_.is_inference() || version_ == tensor_._version(), InvalidState,
+            "a tensor that backward needs was changed in place after forward (its version is ", tensor_._version(),
+            ", ", version_, " was saved). Make that operation one that is not in place.");
+  return tensor_;
+}
+
 KeepingTensors::KeepingTensors(TensorKeeper& keeper) : previous_(innermost) {
   const auto& disabled = at::SavedTensorDefaultHooks::get_disabled_error_message();
   OXY_CHECK(!disabled, NotSupported, "torch refuses hooks of saved tensors here: ", *disabled);

@@ -2,12 +2,27 @@
 /// (torch.autograd.graph.saved_tensors_hooks); an engine that hands on to torch's asks ours too.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 namespace oxytorch::memory {
+
+/// A saved tensor that stays as it is. torch does not look whether what hooks keep was changed since; this does.
+class SavedAsItIs {
+ public:
+  SavedAsItIs() = default;
+  explicit SavedAsItIs(const at::Tensor& tensor);
+  /// Error(InvalidState) where it was changed in place since.
+  [[nodiscard]] const at::Tensor& get() const;
+
+ private:
+  at::Tensor tensor_;
+  std::int64_t version_ = 0;
+};
 
 /// Keeps what is saved on the thread that runs forward. `make` is called once for each tensor.
 class TensorKeeper {

@@ -61,17 +61,13 @@ struct SelectiveCheckpoint::Inside : std::enable_shared_from_this<Inside>, Tenso
     void call_pack_hook(const at::Tensor& tensor) override { of->pack(tensor, *this); }
     at::Tensor call_unpack_hook() override {
       if (saved != nullptr) return of->unpack(*this);
-      OXY_CHECK(!as_it_is.defined() || as_it_is.is_inference() || version == as_it_is._version(), InvalidState,
-                "a tensor that backward needs was changed in place after forward (its version is ", as_it_is._version(),
-                ", ", version, " was saved). Make that operation one that is not in place.");
-      return as_it_is;
+      return as_it_is.get();
     }
     std::shared_ptr<Inside> of;
     std::shared_ptr<Saved> saved;
     std::optional<View> view;
     bool was_asked = false;
-    at::Tensor as_it_is;  // where it is none to be made again
-    std::int64_t version = 0;
+    SavedAsItIs as_it_is;  // where it is none to be made again
   };
   std::unique_ptr<autograd::SavedVariableHooks> make() override {
     return std::make_unique<Placeholder>(shared_from_this());
@@ -79,9 +75,7 @@ struct SelectiveCheckpoint::Inside : std::enable_shared_from_this<Inside>, Tenso
 
   void pack(const at::Tensor& tensor, Placeholder& into) {
     if (!is_dense(tensor) || tensor.storage().nbytes() < kSmall || (tensor.is_leaf() && tensor.requires_grad())) {
-      // With its node it would keep itself alive.
-      into.as_it_is = tensor.defined() && !tensor.is_leaf() ? tensor.detach() : tensor;
-      into.version = tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
+      into.as_it_is = SavedAsItIs(tensor);
       return;
     }
     const std::lock_guard lock(mutex);

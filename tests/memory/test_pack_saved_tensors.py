@@ -304,6 +304,8 @@ def test_bad_input(tmp_path: Path) -> None:
 
 def test_who_else_keeps() -> None:
     packed = ox.memory.PackSavedTensors()
+    with pytest.raises(RuntimeError, match="has not entered it"):
+        packed.__exit__(None, None, None)
     assert not packed.others_keep()
     with packed:
         assert packed.others_keep()

@@ -22,14 +22,12 @@
 namespace oxytorch::memory {
 
 /// How tensors are kept. Each does what Lossless does, too.
-///
-/// | | what is packed | bytes of float32 |
-/// |---|---|---|
-/// | Lossless | masks and other tensors of zero and one more value, as bits; whole numbers, as narrow as they fit | 4 |
-/// | BFloat16 | float32 and float64 that an operator made, rounded to nearest | 2 |
-/// | Int8 | floating point that an operator made, as whole numbers of the largest magnitude of 256 neighbours / 127
-/// | 1.02 | | File | all that an operator made, in a file | 0 |
-enum class SavedFormat : std::uint8_t { Lossless, BFloat16, Int8, File };
+enum class SavedFormat : std::uint8_t {
+  Lossless,  ///< tensors of zero and one more value, as masks, in bits; int64 in 8, 16 or 32 bits where it fits
+  BFloat16,  ///< float32 and float64 that an operator made, rounded to nearest
+  Int8,      ///< floating point that an operator made, in units of the largest magnitude of 256 neighbours / 127
+  File       ///< all that an operator made, in a file
+};
 
 /// "lossless", "bf16", "int8", "file".
 [[nodiscard]] OXY_API std::string_view name(SavedFormat format) noexcept;
