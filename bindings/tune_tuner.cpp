@@ -19,6 +19,7 @@
 #include "oxytorch/tune/timing.h"
 #include "oxytorch/tune/tuner.h"
 #include "oxytorch/tune/watch.h"
+#include "oxytorch/tune/window.h"
 #include "oxytorch/tune/workload.h"
 #include "tune_words.h"
 
@@ -275,6 +276,8 @@ void bind_tuner(py::module_& m) {
       py::arg("config"), py::arg("recomputes"),
       "Whether steps are held to a budget of memory; recomputes: whether blocks are run again, None where not "
       "planned.");
+  m.def("batches_of_trial", &batches_of_trial, py::arg("accumulation"),
+        "Batches of a step that is tried, where a step of the run is of `accumulation`.");
   m.def("planned_steps", &planned_steps, py::arg("config"), py::arg("otherwise") = 0,
         "Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.");
   m.def(

@@ -73,6 +73,19 @@ std::int64_t count_of(const c10::Storage& storage, std::size_t element_bytes) {
 }
 Tensor new_memory(std::size_t bytes) { return at::empty({static_cast<std::int64_t>(bytes)}, at::kByte); }
 
+// Memory of `count` numbers of a floating-point `type`, the float that `value_of` gives for each.
+template <class ValueOf>
+c10::Storage filled(std::int64_t count, at::ScalarType type, const ValueOf& value_of) {
+  const Tensor made = new_memory(static_cast<std::size_t>(count) * c10::elementSize(type));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, type, "pack_saved_tensors", [&] {
+    auto* to = static_cast<scalar_t*>(made.mutable_data_ptr());
+    at::parallel_for(0, count, kChunk, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) to[i] = static_cast<scalar_t>(value_of(i));
+    });
+  });
+  return made.storage();
+}
+
 // -- whole numbers, as narrow as they fit -----------------------------------------------------------------------------
 
 struct Narrow {
@@ -80,7 +93,7 @@ struct Narrow {
   std::int64_t count = 0;
 
   static std::optional<Narrow> pack(const c10::Storage& storage) {
-    const auto* from = numbers_of(storage);
+    const auto* from = memory::numbers<std::int64_t>(storage);
     const std::int64_t count = count_of(storage, sizeof(std::int64_t));
     const auto [least, most] = std::minmax_element(from, from + count);
     const auto within = [&, low = *least, high = *most](auto limit) {
@@ -107,11 +120,6 @@ struct Narrow {
     return made.storage();
   }
   [[nodiscard]] std::size_t bytes() const { return numbers.nbytes(); }
-
- private:
-  static const std::int64_t* numbers_of(const c10::Storage& storage) {
-    return static_cast<const std::int64_t*>(storage.data());
-  }
 };
 
 // -- rounded to bfloat16 ----------------------------------------------------------------------------------------------
@@ -143,16 +151,8 @@ struct Rounded {
     return packed;
   }
   [[nodiscard]] c10::Storage unpack() const {
-    const std::int64_t count = numbers.numel();
-    const Tensor made = new_memory(static_cast<std::size_t>(count) * c10::elementSize(type));
     const auto* from = numbers.const_data_ptr<at::BFloat16>();
-    AT_DISPATCH_FLOATING_TYPES(type, "pack_saved_tensors", [&] {
-      auto* to = static_cast<scalar_t*>(made.mutable_data_ptr());
-      at::parallel_for(0, count, kChunk, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t i = begin; i < end; ++i) to[i] = static_cast<scalar_t>(static_cast<float>(from[i]));
-      });
-    });
-    return made.storage();
+    return filled(numbers.numel(), type, [from](std::int64_t i) { return static_cast<float>(from[i]); });
   }
   [[nodiscard]] std::size_t bytes() const { return numbers.nbytes(); }
 };
@@ -196,19 +196,9 @@ struct Scaled {
     return packed;
   }
   [[nodiscard]] c10::Storage unpack() const {
-    const std::int64_t count = codes.numel();
-    const Tensor made = new_memory(static_cast<std::size_t>(count) * c10::elementSize(type));
     const auto* from = codes.const_data_ptr<std::int8_t>();
     const auto* scale = scales.const_data_ptr<float>();
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, type, "pack_saved_tensors", [&] {
-      auto* to = static_cast<scalar_t*>(made.mutable_data_ptr());
-      at::parallel_for(0, count, kChunk, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t i = begin; i < end; ++i) {
-          to[i] = static_cast<scalar_t>(static_cast<float>(from[i]) * scale[i / kBlock]);
-        }
-      });
-    });
-    return made.storage();
+    return filled(codes.numel(), type, [=](std::int64_t i) { return static_cast<float>(from[i]) * scale[i / kBlock]; });
   }
   [[nodiscard]] std::size_t bytes() const { return codes.nbytes() + scales.nbytes(); }
 };
@@ -362,25 +352,21 @@ struct PackSavedTensors::Inside : std::enable_shared_from_this<Inside>, TensorKe
     std::uint32_t version;
     at::ScalarType type;
     std::mutex mutex = {};
-    c10::weak_intrusive_ptr<c10::StorageImpl> unpacked = original;  // as long as somebody holds it
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> unpacked = {};  // as long as somebody holds it
 
     [[nodiscard]] c10::Storage get() {
       const std::lock_guard lock(mutex);
       if (auto held = original.lock(); held && versions.current_version() == version) return c10::Storage(held);
-      if (is_unpacked) {
-        if (auto held = unpacked.lock()) return c10::Storage(held);
-      }
+      if (auto held = unpacked ? unpacked->lock() : nullptr) return c10::Storage(held);
       auto made = std::visit([](const auto& one) { return one.unpack(); }, packed);
       unpacked = made.getWeakStorageImpl();
-      is_unpacked = true;
       return made;
     }
-    bool is_unpacked = false;
   };
 
   /// In place of a tensor that a node saves.
-  struct Placeholder final : autograd::SavedVariableHooks {
-    explicit Placeholder(std::shared_ptr<Inside> of) : of(std::move(of)) {}
+  struct Hooks final : autograd::SavedVariableHooks {
+    explicit Hooks(std::shared_ptr<Inside> of) : of(std::move(of)) {}
     void call_pack_hook(const Tensor& tensor) override {
       content = of->content_of(tensor);
       if (content) {
@@ -396,9 +382,7 @@ struct PackSavedTensors::Inside : std::enable_shared_from_this<Inside>, TensorKe
     std::optional<View> view;
     SavedAsItIs as_it_is;
   };
-  std::unique_ptr<autograd::SavedVariableHooks> make() override {
-    return std::make_unique<Placeholder>(shared_from_this());
-  }
+  std::unique_ptr<autograd::SavedVariableHooks> make() override { return std::make_unique<Hooks>(shared_from_this()); }
 
   /// Of a tensor that is to be packed; null where it stays as it is.
   std::shared_ptr<Content> content_of(const Tensor& tensor) {
@@ -437,7 +421,7 @@ struct PackSavedTensors::Inside : std::enable_shared_from_this<Inside>, TensorKe
   std::optional<decltype(Content::packed)> pack(const Tensor& tensor, Squares& squares) const {
     const auto type = tensor.scalar_type();
     const auto& storage = tensor.storage();
-    const bool is_made = !tensor.is_leaf(), is_float = c10::isFloatingType(type);
+    const bool is_made = !tensor.is_leaf();
     // Masks lead to no parameter: no node made them.
     if (!is_made && tensor.element_size() <= 8 && !c10::isComplexType(type)) {
       if (auto bits = TwoValues::pack(storage, static_cast<std::size_t>(tensor.element_size())))
@@ -450,8 +434,8 @@ struct PackSavedTensors::Inside : std::enable_shared_from_this<Inside>, TensorKe
     if (format == SavedFormat::BFloat16 && (type == at::kFloat || type == at::kDouble)) {
       if (auto rounded = Rounded::pack(storage, type, squares)) return *std::move(rounded);
     }
-    const bool is_narrow = type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
-    if (format == SavedFormat::Int8 && is_float && is_narrow) {
+    const bool has_scale = type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
+    if (format == SavedFormat::Int8 && has_scale) {
       if (auto scaled = Scaled::pack(storage, type, squares)) return *std::move(scaled);
     }
     if (format == SavedFormat::File) return Spilled(file, storage);

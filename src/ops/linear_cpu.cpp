@@ -221,10 +221,9 @@ class LinearBackwardPass {
   void chunk(std::int64_t first, std::int64_t count, LinearGradients& made) {
     const Rows grad = rows_of(grad_).part(first, count);
     const Rows input = wanted_[1] ? rows_of(input_).part(first, count) : Rows();
-    lay_out(grad, input, first == 0 && !kept_.defined());
-    if (keeps_ && first == 0 && !kept_.defined()) {
-      keep_panels(given_weight_, PackedFor::Backward, weight_panels_->memory());
-    }
+    const bool is_new = first == 0 && !kept_.defined();
+    lay_out(grad, input, is_new);
+    if (keeps_ && is_new) keep_panels(given_weight_, PackedFor::Backward, weight_panels_->memory());
     Scratch scratch;
     const Left left = wanted_[0] ? left_of(scratch, grad) : Left();
     if (is_small()) return multiply_few(left, input, made.input);

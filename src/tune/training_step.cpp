@@ -17,6 +17,7 @@
 #include "optim/torch_versions.h"
 #include "oxytorch/clock.h"
 #include "oxytorch/error.h"
+#include "oxytorch/tune/window.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -269,8 +270,7 @@ at::Tensor TrainingStep::backward(const Batch& batch, const std::function<void(s
 }
 
 at::Tensor TrainingStep::step_of_window(const Batch& batch, const std::function<void(std::size_t part)>& then) {
-  constexpr std::int64_t kMost = 4;
-  const auto batches = std::min(accumulation, kMost);
+  const auto batches = batches_of_trial(accumulation);
   if (batches == 1 || parts() > 1) return backward(batch, then);
   zero_grad(0);
   at::Tensor total;

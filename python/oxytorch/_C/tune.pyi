@@ -51,6 +51,7 @@ __all__: list[str] = [
     "adam_step",
     "allows",
     "asked_of",
+    "batches_of_trial",
     "checkpointing_refusal",
     "clip_factor",
     "decided_by",
@@ -936,6 +937,11 @@ def asked_of(
 ) -> tuple[dict[str, str], list[Requirement], dict[str, str]]:
     """
     Why strategies are not tried, by name; what is to be active whatever it gains; why settings are ruled out.
+    """
+
+def batches_of_trial(accumulation: typing.SupportsInt | typing.SupportsIndex) -> int:
+    """
+    Batches of a step that is tried, where a step of the run is of `accumulation`.
     """
 
 def checkpointing_refusal(device: str, is_closure: bool) -> str:

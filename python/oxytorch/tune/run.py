@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from .._C import tune as _native
 from ..base import log
 from ..data.batches import tensors
 from ..model.call import Call, Calls
@@ -22,7 +23,6 @@ from .strategy import STRATEGIES, Strategy
 __all__ = ["Run", "plain_step", "told"]
 
 _LONGEST = 200  # characters of what an exception says
-_WINDOW = 4  # batches of a step that is tried, at the most
 
 
 class Run(TrainingStep):
@@ -136,7 +136,7 @@ class Run(TrainingStep):
 
     def step_of_window(self, batch: Any) -> Tensor:
         """Take a whole step; where batches are accumulated, of the same one as often as there are, up to four times."""
-        batches = min(self.accumulation, _WINDOW)
+        batches = _native.batches_of_trial(self.accumulation)
         if batches == 1 or self.own_step is not None or len(self.slots) > 1:
             return self.step(batch)
         self.original.zero_grad()
