@@ -102,6 +102,7 @@ ROTARY_COMMAND = "python bench/race/ops.py --case rotary --starts 3 --seconds 0.
 TRANSFORMER_COMMAND = "python bench/race/ops.py --case transformer --starts 3"
 EMBEDDING_COMMAND = "python bench/race/ops.py --case embedding --starts 3 --seconds 0.6"
 ACCUMULATED_COMMAND = "python bench/race/ops.py --case accumulated --starts 4 --seconds 2"
+HEAD_COMMAND = "python bench/race/ops.py --case head --starts 3 --seconds 2"
 LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 3 --seconds 0.7"
 
 
@@ -299,6 +300,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-accumulated": (
         raced(ops_race, "accumulated.json", ACCUMULATED_COMMAND, "accumulated"),
         f"{ACCUMULATED_COMMAND} --json bench/results/accumulated.json",
+    ),
+    "ops-head": (
+        raced(ops_race, "head.json", HEAD_COMMAND, "head"),
+        f"{HEAD_COMMAND} --json bench/results/head.json",
     ),
     "ops-lstm": (
         raced(ops_race, "lstm.json", LSTM_COMMAND, "lstm"),

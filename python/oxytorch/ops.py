@@ -399,19 +399,21 @@ def linear_cross_entropy(
 
     On a CPU, float32, bfloat16 and float16 take the kernel of this library: of the logits it holds those of 256 tokens
     at a time, in float32, and computes the gradients in the same pass, so that backward only multiplies them. Results
-    have the same bits for any number of threads. float64 and other devices take torch's own operators. Under autocast,
-    `input`, `weight` and `bias` are cast as for torch's linear.
+    have the same bits for any number of threads. Where an earlier batch left a gradient of `weight`, that of this one
+    is added to it without a tensor of its size. float64 and other devices take torch's own operators. Autocast to
+    bfloat16 casts `input` alone and leaves a float32 `weight` and `bias` as they are, so that their gradients are not
+    rounded; other dtypes are cast as for torch's linear.
 
     Parameters
     ----------
     input : Tensor
         Any sizes x width.
     weight : Tensor
-        Classes x width, as of `torch.nn.Linear`.
+        Classes x width, as of `torch.nn.Linear`; of the dtype of `input`, or float32 where that is bfloat16.
     target : Tensor
         int64, with the sizes of `input` but the last.
     bias : Tensor, optional
-        One for each class.
+        One for each class, of the dtype of `weight`.
     ignore_index : int
         Tokens of this target do not count.
     label_smoothing : float

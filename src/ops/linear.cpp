@@ -2,7 +2,6 @@
 #include "oxytorch/ops/linear.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include "ops/dispatch.h"
@@ -10,6 +9,7 @@
 #include "ops/linear_cpu.h"
 #include "ops/product.h"
 #include "ops/vmap.h"
+#include "ops/wide_weight.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::ops {
@@ -161,15 +161,8 @@ void check_linear(const Tensor& input, const Tensor& weight, const Tensor& bias)
   OXY_CHECK(input.dim() >= 1 && weight.dim() == 2 && input.sym_size(-1) == weight.sym_size(1), InvalidArgument,
             "linear takes an input of any sizes x features and a weight of outputs x features; they are ",
             input.sym_sizes(), " and ", weight.sym_sizes(), ".");
-  OXY_CHECK(weight.scalar_type() == input.scalar_type() ||
-                (weight.scalar_type() == at::kFloat && input.scalar_type() == at::kBFloat16),
-            InvalidType,
-            "linear takes a weight of the dtype of its input, or of float32 where that is bfloat16; input is ",
-            input.scalar_type(), ", weight ", weight.scalar_type(), ".");
-  if (!bias.defined()) return;
-  OXY_CHECK(bias.scalar_type() == weight.scalar_type(), InvalidType, "linear takes a bias of the dtype of its weight, ",
-            weight.scalar_type(), "; it is ", bias.scalar_type(), ".");
-  OXY_CHECK(bias.dim() == 1 && bias.sym_size(0) == weight.sym_size(0), InvalidArgument,
+  check_types("linear", input, weight, bias);
+  OXY_CHECK(!bias.defined() || (bias.dim() == 1 && bias.sym_size(0) == weight.sym_size(0)), InvalidArgument,
             "linear takes a bias for each of the ", weight.sym_size(0), " outputs; its sizes are ", bias.sym_sizes(),
             ".");
 }
@@ -183,8 +176,7 @@ Tensor linear_operator(const Tensor& input, const Tensor& weight, const MaybeTen
   const Tensor added = or_none(bias);
   check_linear(input, weight, added);
   if (!has_linear_kernel(input) || input.sym_numel() == 0 || weight.sym_numel() == 0) {
-    const auto type = input.scalar_type();
-    return at::linear(input, weight.to(type), added.defined() ? MaybeTensor(added.to(type)) : std::nullopt);
+    return linear_by_torch(input, weight, bias);
   }
   if (input.dim() == 2) return LinearForward::call(input, weight, bias);
   auto sizes = input.sym_sizes().vec();
@@ -198,12 +190,8 @@ using WholeLinear = Operator<kLinearName, decltype(linear_operator)>;
 
 Tensor linear_autocast(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
-  const Tensor narrow = autocast(input);
-  if (narrow.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kFloat) {
-    return WholeLinear::call(narrow, weight, bias);
-  }
-  const MaybeTensor added = bias.has_value() && bias->defined() ? MaybeTensor(autocast(*bias)) : std::nullopt;
-  return WholeLinear::call(narrow, autocast(weight), added);
+  const auto [narrow, by, added] = autocast_input(input, weight, bias);
+  return WholeLinear::call(narrow, by, added);
 }
 
 TORCH_LIBRARY_FRAGMENT(oxytorch, m) {

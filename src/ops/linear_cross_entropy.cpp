@@ -4,12 +4,14 @@
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/linear.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include "ops/dispatch.h"
+#include "ops/gradient_sum.h"
 #include "ops/linear_cross_entropy_cpu.h"
 #include "ops/vmap.h"
+#include "ops/wide_weight.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::ops {
@@ -33,12 +35,13 @@ Results loss_forward_cpu(const Tensor& input, const Tensor& weight, const Tensor
 Results loss_forward_meta(const Tensor& input, const Tensor& weight, const Tensor& /*target*/,
                           const MaybeTensor& /*bias*/, std::int64_t /*ignore_index*/, double /*label_smoothing*/,
                           bool /*mean*/, std::array<bool, 3> wanted) {
-  const auto stored = input.options().dtype(input.scalar_type() == at::kHalf ? at::kFloat : input.scalar_type());
-  const auto empty_if = [&](bool asked, c10::SymIntArrayRef sizes) {
-    return asked ? at::empty_symint(sizes, stored) : at::empty({0}, input.options());
+  const auto empty_if = [&](bool asked, c10::SymIntArrayRef sizes, const Tensor& like) {
+    const auto options = input.options();
+    return asked ? at::empty_symint(sizes, options.dtype(type_of_gradient(like.scalar_type())))
+                 : at::empty({0}, options);
   };
-  return {at::empty({}, input.options().dtype(at::kFloat)), empty_if(wanted[0], input.sym_sizes()),
-          empty_if(wanted[1], weight.sym_sizes()), empty_if(wanted[2], {weight.sym_size(0)})};
+  return {at::empty({}, input.options().dtype(at::kFloat)), empty_if(wanted[0], input.sym_sizes(), input),
+          empty_if(wanted[1], weight.sym_sizes(), weight), empty_if(wanted[2], {weight.sym_size(0)}, weight)};
 }
 
 constexpr char kLossForwardName[] = "oxytorch::linear_cross_entropy_forward";
@@ -52,11 +55,14 @@ struct LossNode : torch::autograd::Node {
     torch::autograd::variable_list scaled(3);
     if (!grads[0].defined()) return scaled;
     const Tensor in = input.unpack(), by = weight.unpack(), added = bias.unpack();
-    {
-      const at::AutoGradMode once(false);
-      for (std::size_t i = 0; i < 3; ++i) {
-        if (!task_should_compute_output(i)) continue;
-        scaled[i] = (gradients[i].unpack() * grads[0]).to(types[i]);  // a number does not widen a tensor
+    for (std::size_t i = 0; i < 3; ++i) {
+      if (task_should_compute_output(i)) scaled[i] = times(gradients[i], grads[0]).to(types[i]);
+    }
+    if (scaled[1].defined()) {
+      const GradientSum sum(next_edge(1), grads[0]);
+      if (sum.tensor().defined()) {
+        sum.tensor().add_(scaled[1]);
+        scaled[1] = Tensor();
       }
     }
     torch::autograd::variable_list made;
@@ -75,6 +81,17 @@ struct LossNode : torch::autograd::Node {
   torch::autograd::SavedVariable input, weight, bias;
   std::array<torch::autograd::SavedVariable, 3> gradients;
   std::array<at::ScalarType, 3> types{};
+
+ private:
+  // The gradient of a large weight is not copied where this is its last use.
+  static Tensor times(torch::autograd::SavedVariable& saved, const Tensor& number) {
+    const at::AutoGradMode once(false);
+    Tensor gradient = saved.unpack();
+    if (!torch::autograd::get_current_graph_task_keep_graph()) saved.reset_data();
+    const bool is_ours = gradient.use_count() == 1 && is_ordinary(gradient) && gradient.storage().use_count() == 1;
+    if (!is_ours || !is_ordinary(number) || is_transformed()) return gradient * number;  // which does not widen it
+    return number.item<float>() == 1 ? gradient : gradient.mul_(number);
+  }
 };
 
 Results loss_forward_autograd(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
@@ -114,11 +131,9 @@ void check(const Tensor& input, const Tensor& weight, const Tensor& target, cons
   OXY_CHECK(target.sym_sizes() == input.sym_sizes().slice(0, static_cast<std::size_t>(input.dim()) - 1),
             InvalidArgument, "linear_cross_entropy takes a target for each row of its input; input is ",
             input.sym_sizes(), ", target ", target.sym_sizes(), ".");
-  const bool added = bias.has_value() && bias->defined();
-  OXY_CHECK(weight.scalar_type() == input.scalar_type() && (!added || bias->scalar_type() == input.scalar_type()),
-            InvalidType, "linear_cross_entropy takes one dtype; input is ", input.scalar_type(), ", weight ",
-            weight.scalar_type(), ".");
-  OXY_CHECK(!added || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0)), InvalidArgument,
+  const Tensor added = or_none(bias);
+  check_types("linear_cross_entropy", input, weight, added);
+  OXY_CHECK(!added.defined() || (added.dim() == 1 && added.sym_size(0) == weight.sym_size(0)), InvalidArgument,
             "linear_cross_entropy takes a bias for each of the ", weight.sym_size(0), " classes.");
   OXY_CHECK(label_smoothing >= 0 && label_smoothing <= 1, InvalidArgument, "label_smoothing is ", label_smoothing,
             "; give a number from 0 to 1.");
@@ -129,7 +144,7 @@ Tensor loss_operator(const Tensor& input, const Tensor& weight, const Tensor& ta
   check(input, weight, target, bias, label_smoothing);
   const Tensor rows = input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2), targets = target.flatten();
   if (!has_kernel(input) || input.sym_numel() == 0 || weight.sym_numel() == 0) {
-    Tensor logits = at::linear(rows, weight, bias);
+    Tensor logits = linear_by_torch(rows, weight, bias);
     if (input.scalar_type() != at::kDouble) logits = logits.to(at::kFloat);
     return at::cross_entropy_loss(logits, targets, {}, mean ? at::Reduction::Mean : at::Reduction::Sum, ignore_index,
                                   label_smoothing);
@@ -144,8 +159,8 @@ using WholeLoss = Operator<kLossName, decltype(loss_operator)>;
 Tensor loss_autocast(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
                      std::int64_t ignore_index, double label_smoothing, bool mean) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
-  const MaybeTensor added = bias.has_value() && bias->defined() ? MaybeTensor(autocast(*bias)) : std::nullopt;
-  return WholeLoss::call(autocast(input), autocast(weight), target, added, ignore_index, label_smoothing, mean);
+  const auto [narrow, by, added] = autocast_input(input, weight, bias);
+  return WholeLoss::call(narrow, by, target, added, ignore_index, label_smoothing, mean);
 }
 
 TORCH_LIBRARY_FRAGMENT(oxytorch, m) {

@@ -38,17 +38,17 @@ class Work {
       : call_(call),
         wanted_(wanted),
         input_(call.input.contiguous()),
-        weight_(call.weight.stride(1) == 1 ? call.weight : call.weight.contiguous()),
         target_(call.target.contiguous()),
         tokens_(input_.size(0)),
-        classes_(weight_.size(0)),
+        classes_(call.weight.size(0)),
         width_(round_up(input_.size(1), kTileStep)),
-        element_(optim::element_type(input_).value()),
-        format_(product_format(element_)),
+        format_(product_format(optim::element_type(input_).value())),
+        // Operands of bfloat16 are read once for each chunk of tokens.
+        weight_(dense(format_ == TileFormat::BFloat16 ? call.weight.to(at::kBFloat16) : call.weight)),
         range_tiles_(std::max(kRangeTiles, round_up((classes_.tiles + kMostRanges - 1) / kMostRanges, kClassTiles))),
         ranges_((classes_.tiles + range_tiles_ - 1) / range_tiles_),
-        in_place_(width_ == input_.size(1) && (element_ == ElementType::F32) == (format_ == TileFormat::Float32) &&
-                  element_ != ElementType::F16) {
+        in_place_(width_ == input_.size(1) &&
+                  weight_.scalar_type() == (format_ == TileFormat::BFloat16 ? at::kBFloat16 : at::kFloat)) {
     if (call.bias.defined()) bias_ = call.bias.to(at::kFloat).contiguous();
     check_targets();
   }
@@ -56,14 +56,12 @@ class Work {
   LossAndGradients run() {
     const auto options = input_.options();
     const bool gradients = wanted_[0] || wanted_[1] || wanted_[2];
-    // float16 cannot hold gradients that the loss scale has not been applied to.
-    const auto stored = element_ == ElementType::F16 ? at::kFloat : input_.scalar_type();
-    const auto empty_if = [&](bool asked, at::IntArrayRef sizes) {
-      return asked ? at::empty(sizes, options.dtype(stored)) : Tensor();
+    const auto empty_if = [&](bool asked, const Tensor& like) {
+      return asked ? at::empty(like.sizes(), options.dtype(type_of_gradient(like.scalar_type()))) : Tensor();
     };
-    of_input_ = empty_if(wanted_[0], input_.sizes());
-    Tensor of_weight = empty_if(wanted_[1], weight_.sizes());
-    Tensor of_bias = empty_if(wanted_[2], {classes_.count});
+    of_input_ = empty_if(wanted_[0], call_.input);
+    Tensor of_weight = empty_if(wanted_[1], call_.weight);
+    Tensor of_bias = empty_if(wanted_[2], call_.bias);
 
     tokens_right_ = Packed(scratch_, format_, width_, kTokenTiles);
     tokens_transposed_ = Packed(scratch_, format_, width_, kTokenTiles);
@@ -75,10 +73,9 @@ class Work {
       partial_ = scratch_.floats(ranges_ * kTokenTiles * width_ * kTile);
       transpose_weight();
     }
-    const std::int64_t weight_size = classes_.tiles * kTile * width_;
+    const bool sums_are_kept = wanted_[1] && of_weight.scalar_type() == at::kFloat && width_ == of_weight.size(1);
     if (wanted_[1]) {
-      sum_weight_ = scratch_.floats(weight_size);
-      std::fill_n(sum_weight_, weight_size, 0.0F);
+      sum_weight_ = sums_are_kept ? of_weight.mutable_data_ptr<float>() : scratch_.floats(classes_.count * width_);
     }
     if (wanted_[2]) sum_bias_.assign(static_cast<std::size_t>(classes_.count), 0.0F);
 
@@ -93,7 +90,7 @@ class Work {
       over_ranges([&](std::int64_t range) { gradients_of(range); });
       if (wanted_[0]) store_input();
     }
-    if (wanted_[1]) store_weight(of_weight);
+    if (wanted_[1] && !sums_are_kept) store_weight(of_weight);
     if (wanted_[2]) {
       kernels::store_rows(sum_bias_.data(), 0, 1, classes_.count, 1, nullptr, optim::element_type(of_bias).value(),
                           of_bias.mutable_data_ptr(), 0);
@@ -318,12 +315,12 @@ class Work {
     if (paired()) {
       const std::int64_t columns = (token_tiles_ - 1) * kTile + tokens_.padded(first_ + token_tiles_ - 1);
       product(format_, used, width_, columns, from.left + tile % kClassTiles * kTile * kTokens, kTokens,
-              tokens_right_[0], width_, sum, width_, true);
+              tokens_right_[0], width_, sum, width_, first_ > 0);
       return;
     }
     for (std::int64_t j = 0; j < token_tiles_; ++j) {
       product(format_, used, width_, tokens_.padded(first_ + j), logits(tile, j), kTile, tokens_right_[j], width_, sum,
-              width_, true);
+              width_, first_ > 0 || j > 0);
     }
   }
 
@@ -403,13 +400,14 @@ class Work {
 
   const LinearCrossEntropy& call_;
   std::array<bool, 3> wanted_;
-  Tensor input_, weight_, target_, bias_, of_input_;
+  Tensor input_, target_;
   Tiled tokens_, classes_;
   std::int64_t width_;
-  ElementType element_;
   TileFormat format_;
+  Tensor weight_;
   std::int64_t range_tiles_, ranges_;
   bool in_place_;  // rows of the weight are left operands as they lie
+  Tensor bias_, of_input_;
   std::int64_t counted_ = 0;
 
   Scratch scratch_;

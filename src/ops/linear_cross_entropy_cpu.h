@@ -10,16 +10,21 @@ namespace oxytorch::ops {
 
 struct LinearCrossEntropy {
   const at::Tensor& input;   ///< tokens x width
-  const at::Tensor& weight;  ///< classes x width
+  const at::Tensor& weight;  ///< classes x width, of the dtype of `input` or of float32
   const at::Tensor& target;  ///< tokens; each is a class or `ignore_index`
-  const at::Tensor& bias;    ///< classes, or undefined
+  const at::Tensor& bias;    ///< classes, of the dtype of `weight`; or undefined
   std::int64_t ignore_index = -100;
   double label_smoothing = 0;
   bool mean = true;
 };
 
-/// The loss, and the gradients of input, weight and bias that are wanted; undefined where not. Gradients of float16 are
-/// float32: they are not scaled yet.
+/// float16 cannot hold gradients that the loss scale has not been applied to.
+[[nodiscard]] inline at::ScalarType type_of_gradient(at::ScalarType type) {
+  return type == at::kHalf ? at::kFloat : type;
+}
+
+/// The loss, and the gradients of input, weight and bias that are wanted, each of its type_of_gradient(); undefined
+/// where not wanted.
 struct LossAndGradients {
   at::Tensor loss, input, weight, bias;
 };

@@ -12,8 +12,9 @@ constexpr auto kAboveAutograd = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 /// The tensor itself, or the values of one that is deferred.
 at::Tensor values_of(const at::Tensor& tensor);
 
-/// Whether the layer of this weight may be left to its loss, on this thread.
-bool may_be_deferred(const at::Tensor& weight);
+/// A linear layer of a bfloat16 input that is left to its loss, where it may be; else an undefined tensor. The weight
+/// is float32, as is the bias, which may be undefined.
+at::Tensor deferred_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 
 /// Of the right operand of a product that is a transposed weight, that; else an undefined tensor.
 at::Tensor weight_of(const at::Tensor& right);

@@ -23,6 +23,7 @@
 
 #include "ops/dispatch.h"
 #include "oxytorch/error.h"
+#include "oxytorch/ops/linear.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
 #include "tune/above_autograd.h"
 #include "tune/deferred.h"
@@ -162,9 +163,10 @@ struct DeferredNode final : torch::autograd::Node {
               "backward runs a second time through logits that were let go of. Pass "
               "retain_graph=true to the first.");
     const Tensor grad = grads[0].movedim(class_dim, -1).to(rows.scalar_type()).reshape({-1, weight.size(0)});
-    if (task_should_compute_output(0)) made[0] = grad.mm(weight).view(rows.sizes());
-    if (task_should_compute_output(1)) made[1] = grad.t().mm(rows.reshape({-1, weight.size(1)}));
-    if (task_should_compute_output(2)) made[2] = grad.sum(0);
+    const auto type = weight.scalar_type();  // which may be wider than that of the rows
+    if (task_should_compute_output(0)) made[0] = grad.mm(weight.to(grad.scalar_type())).view(rows.sizes());
+    if (task_should_compute_output(1)) made[1] = grad.t().mm(rows.reshape({-1, weight.size(1)})).to(type);
+    if (task_should_compute_output(2)) made[2] = grad.sum(0).to(type);
     return made;
   }
   void release_variables() override {
@@ -191,17 +193,20 @@ Tensor wrapped(const std::shared_ptr<Logits>& logits) {
   return tensor;
 }
 
-bool is_deferrable(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+bool is_deferrable(const Tensor& input, at::ScalarType of_input, const Tensor& weight, const Tensor& bias) {
   if (open_scopes == 0 || !at::GradMode::is_enabled() || has_saved_tensor_hooks()) return false;
   const auto type = weight.scalar_type();
   if (weight.dim() != 2 || weight.size(0) < kLeastClasses || weight.size(1) < 1 || input.dim() < 1) return false;
   if (type != at::kFloat && type != at::kBFloat16 && type != at::kHalf) return false;
   if (!input.device().is_cpu() || !weight.device().is_cpu() || input.layout() != at::kStrided) return false;
-  if (input.scalar_type() != type || input.size(-1) != weight.size(1) || input.numel() == 0) return false;
+  if (input.scalar_type() != of_input || input.size(-1) != weight.size(1) || input.numel() == 0) return false;
   if (bias.defined() && (bias.scalar_type() != type || bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
   const Tensor all[] = {input, weight, bias.defined() ? bias : weight};
   return torch::autograd::compute_requires_grad(all[0], all[1], all[2]) && !at::areAnyTensorSubclassLike(all) &&
          !is_deferred(input) && experience().feeds_a_loss(weight);
+}
+bool is_deferrable(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  return is_deferrable(input, weight.scalar_type(), weight, bias);
 }
 
 Tensor deferred_layer(const Tensor& input, const Tensor& weight, const Tensor& bias,
@@ -213,7 +218,7 @@ Tensor deferred_layer(const Tensor& input, const Tensor& weight, const Tensor& b
   logits->layer = std::move(layer);
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
-  logits->meta = on_meta(sizes, weight.scalar_type());
+  logits->meta = on_meta(sizes, input.scalar_type());
   logits->class_dim = static_cast<std::int64_t>(sizes.size()) - 1;
   remember(logits);
   return wrapped(logits);
@@ -447,8 +452,11 @@ Tensor weight_of(const Tensor& right) {
   return transposed ? right.t() : Tensor();
 }
 
-bool may_be_deferred(const Tensor& weight) {
-  return open_scopes > 0 && weight.size(0) >= kLeastClasses && experience().feeds_a_loss(weight);
+Tensor deferred_linear(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  if (weight.scalar_type() != at::kFloat || !is_deferrable(input, at::kBFloat16, weight, bias)) return {};
+  return deferred_layer(input, weight, bias, [](const Logits& self) {
+    return ops::linear(self.rows, self.weight, ops::if_defined(self.bias));
+  });
 }
 
 DeferredLogits::DeferredLogits() {

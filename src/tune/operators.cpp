@@ -321,7 +321,7 @@ Pair gru(const Tensor& input, const Tensor& hidden, at::TensorList params, bool 
 
 namespace {
 
-// A weight of float32 whose layer autocast would compute in bfloat16, and nobody has another use for.
+// A weight of float32 whose layer autocast would compute in bfloat16.
 bool takes_linear(const Tensor& input, const Tensor& weight, const Tensor& bias) {
   const auto is_strided = [](const Tensor& tensor) {
     return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.numel() > 0;
@@ -337,13 +337,19 @@ bool takes_linear(const Tensor& input, const Tensor& weight, const Tensor& bias)
     return false;
   }
   const Tensor all[] = {input, weight, bias.defined() ? bias : weight};
-  return !at::areAnyTensorSubclassLike(all) && !may_be_deferred(weight);
+  return !at::areAnyTensorSubclassLike(all);
+}
+
+Tensor layer_of(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  const Tensor narrow = ops::autocast(input);
+  const Tensor logits = deferred_linear(narrow, weight, bias);
+  return logits.defined() ? logits : ops::linear(narrow, weight, ops::if_defined(bias));
 }
 
 }  // namespace
 
 Tensor cast_linear(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
-  if (takes_linear(input, weight, given(bias))) return ops::linear(input, weight, bias);
+  if (takes_linear(input, weight, given(bias))) return layer_of(input, weight, given(bias));
   return originals().linear.call<Tensor>(input, weight, bias);
 }
 
@@ -351,12 +357,12 @@ Tensor cast_addmm(const Tensor& bias, const Tensor& input, const Tensor& right, 
                   const at::Scalar& alpha) {
   const Tensor weight = right.dim() == 2 && beta.equal(1) && alpha.equal(1) ? weight_of(right) : Tensor();
   const bool serves = weight.defined() && bias.dim() == 1 && input.dim() == 2 && takes_linear(input, weight, bias);
-  return serves ? ops::linear(input, weight, bias) : originals().addmm.call<Tensor>(bias, input, right, beta, alpha);
+  return serves ? layer_of(input, weight, bias) : originals().addmm.call<Tensor>(bias, input, right, beta, alpha);
 }
 
 Tensor cast_matmul(const Tensor& input, const Tensor& right) {
   const Tensor weight = right.dim() == 2 && input.dim() > 1 ? weight_of(right) : Tensor();
-  if (weight.defined() && takes_linear(input, weight, {})) return ops::linear(input, weight);
+  if (weight.defined() && takes_linear(input, weight, {})) return layer_of(input, weight, {});
   return originals().matmul.call<Tensor>(input, right);
 }
 

@@ -66,6 +66,7 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
         ("rotary", frozenset({"oxytorch", "torch"})),
         ("transformer", frozenset({"oxytorch", "torch", "torch, math attention"})),
         ("embedding", frozenset({"oxytorch", "torch"})),
+        ("head", frozenset({"oxytorch", "torch", "chunks", "bf16 weights"})),
         ("accumulated", frozenset({"oxytorch", "torch", "bf16 weights"})),
         ("accumulated", frozenset({"oxytorch", "torch"})),
         ("lstm", phases("oxytorch", "oneDNN", "oneDNN, 1 thread")),

@@ -56,6 +56,17 @@ def embedding_of(rows: int, columns: int, dtype: torch.dtype = torch.float32) ->
     return call, torch.randn(rows, columns).to(dtype)
 
 
+def loss_of(rows: int, classes: int, width: int) -> tuple[Callable[[Tensor, int], Tensor], Tensor]:
+    torch.manual_seed(rows)
+    inputs, targets = torch.randn(3, rows, width), torch.randint(classes, (3, rows))
+
+    def call(weight: Tensor, number: int) -> Tensor:
+        with torch.autocast("cpu", BF16, enabled=NARROW):
+            return ox.ops.linear_cross_entropy(inputs[number], weight, targets[number]) / 3
+
+    return call, torch.randn(classes, width)
+
+
 @bfloat16_products
 @pytest.mark.parametrize("rows", [1, 17, 128, 129, 300, 1024, 1025, 2100])
 @pytest.mark.parametrize(("features", "outputs"), [(16, 64), (70, 33), (129, 200)])
@@ -101,18 +112,28 @@ def memory_of_second(call: Callable[[Tensor, int], Tensor], weight: Tensor, *, h
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("what", ["linear", "embedding"])
+@pytest.mark.parametrize("what", ["linear", "embedding", "loss"])
 def test_no_second_tensor_of_the_weights_size_is_made(what: str) -> None:
     if what == "linear" and not NARROW:
         pytest.skip("torch's operators serve this processor")
-    call, weight = linear_of(4, 1000, 1000) if what == "linear" else embedding_of(20_000, 50)
+    call, weight = {
+        "linear": lambda: linear_of(4, 1000, 1000), "embedding": lambda: embedding_of(20_000, 50),
+        "loss": lambda: loss_of(4, 5000, 256),
+    }[what]()  # fmt: skip
+    if what == "loss":  # it made the gradient in forward, and hands that over
+        assert memory_of_second(call, weight, hooked=False) < weight.nbytes / 2
+        return
     assert memory_of_second(call, weight, hooked=True) >= weight.nbytes
     assert memory_of_second(call, weight, hooked=False) < weight.nbytes / 2
     with torch.autograd.set_detect_anomaly(True, check_nan=False):  # which looks at what nodes give
         assert memory_of_second(call, weight, hooked=False) >= weight.nbytes
 
 
-CALLS = {"embedding": embedding_of(50, 8), **({"linear": linear_of(20, 30, 10)} if NARROW else {})}
+CALLS = {
+    "embedding": embedding_of(50, 8),
+    "loss": loss_of(20, 70, 32),
+    **({"linear": linear_of(20, 30, 10)} if NARROW else {}),
+}
 
 
 @pytest.mark.parametrize("what", CALLS)
@@ -141,8 +162,9 @@ def test_whoever_waits_for_a_gradient_gets_it(what: str) -> None:
     while "Oxytorch" not in node.name():  # called by hand, whose result somebody keeps
         node = node.next_functions[0][0]
     before = leaf.grad.clone()
-    width = weight.shape[1] if what == "embedding" else weight.shape[0]
-    given = torch.ones(40, width) if what == "embedding" else torch.ones(20, width).to(BF16)
+    given = {"embedding": torch.ones(40, weight.shape[1]), "loss": torch.ones(())}.get(
+        what, torch.ones(20, weight.shape[0]).to(BF16)
+    )
     made = node(given)
     made = made if isinstance(made, Tensor) else made[1]
     assert made is not None and made.shape == weight.shape and leaf.grad.equal(before)

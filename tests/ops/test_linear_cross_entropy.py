@@ -52,9 +52,15 @@ class Case:
             "reduction": draw.choice(["mean", "sum"]),
         }
 
-    def run(self, call: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor | None]:
-        """Loss and gradients."""
-        given = [None if t is None else t.detach().to(dtype).requires_grad_() for t in (self.x, self.w, self.b)]
+    def run(
+        self, call: Callable[..., Tensor], dtype: torch.dtype, of_weight: torch.dtype | None = None
+    ) -> list[Tensor | None]:
+        """Loss and gradients; `of_weight`: the dtype of weight and bias, where it is another."""
+        types = (dtype, of_weight or dtype, of_weight or dtype)
+        given = [
+            None if t is None else t.detach().to(to).requires_grad_()
+            for t, to in zip((self.x, self.w, self.b), types, strict=True)
+        ]
         loss = call(given[0], given[1], self.y, given[2], **self.options)
         inputs = [t for t in given if t is not None]
         grads = list(torch.autograd.grad(loss, inputs))
@@ -78,6 +84,39 @@ def test_no_further_off_than_twice_torchs(seed: int) -> None:
         # Each gradient of a logit is rounded once before it is multiplied.
         more = 2 * ROUNDING[case.dtype] * float(e.norm()) + 1e-6
         assert error <= 2 * allowed + more, (name, error, allowed, float(e.norm()))
+
+
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_a_float32_weight_beside_bfloat16(seed: int) -> None:
+    case = Case(seed)
+    noise = torch.Generator().manual_seed(seed)
+    case.x = case.x.bfloat16()
+    case.w, case.b = (None if t is None else torch.randn(t.shape, generator=noise) for t in (case.w, case.b))
+    ours = case.run(ox.ops.linear_cross_entropy, torch.bfloat16, torch.float32)
+    right = case.run(torchs, torch.float64)
+
+    def cast(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **options: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torchs(x, w, y, b, **options)
+
+    theirs = case.run(cast, torch.bfloat16, torch.float32)
+    for name, a, t, e in zip(NAMES, ours, theirs, right, strict=True):
+        if e is None or t is None or a is None:
+            continue
+        assert a.dtype == (torch.bfloat16 if name == "input" else torch.float32)
+        if e.isnan().any():
+            assert a.isnan().equal(e.isnan())
+            continue
+        error, allowed = (float((one.double() - e).norm()) for one in (a, t))
+        more = 2 * ROUNDING[torch.bfloat16] * float(e.norm()) + 1e-6
+        assert error <= 2 * allowed + more, (name, error, allowed, float(e.norm()))
+
+    def by_autocast(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **options: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return ox.ops.linear_cross_entropy(x, w, y, b, **options)
+
+    for a, b in zip(ours, case.run(by_autocast, torch.bfloat16, torch.float32), strict=True):
+        assert (a is None and b is None) or (a is not None and b is not None and a.equal(b)) or a.isnan().any()
 
 
 @pytest.mark.parametrize("seed", [1, 5, 8, 21])
@@ -126,6 +165,24 @@ def test_the_gradient_of_the_loss_counts() -> None:
     plain = torch.autograd.grad(ox.ops.linear_cross_entropy(x, w, y), (x, w))
     scaled = torch.autograd.grad(ox.ops.linear_cross_entropy(x, w, y) * 1024, (x, w))
     assert all((a * 1024).equal(b) for a, b in zip(plain, scaled, strict=True))
+
+
+def test_backward_twice_and_gradients_that_somebody_keeps() -> None:
+    x, w, y = batch(9)
+    plain = torch.autograd.grad(ox.ops.linear_cross_entropy(x, w, y), (x, w))
+    loss = ox.ops.linear_cross_entropy(x, w, y) * 2
+    first = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    kept = [g.clone() for g in first]
+    first[1].zero_()
+    again = torch.autograd.grad(loss, (x, w))
+    assert all(a.equal(b) and a.equal(2 * c) for a, b, c in zip(kept, again, plain, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, (x, w))
+    # What the operator gives of its own is not written to.
+    wanted = [True, True, False]
+    loss, of_x, of_w, _ = torch.ops.oxytorch.linear_cross_entropy_forward(x, w, y, None, -100, 0.0, True, wanted)
+    (loss * 3).backward()
+    assert of_x.equal(plain[0]) and of_w.equal(plain[1]) and w.grad.equal(3 * plain[1])
 
 
 def test_a_loss_scale_is_not_rounded_to_the_dtype_of_the_gradients() -> None:
@@ -209,6 +266,17 @@ def test_autocast_and_a_whole_model() -> None:
         torch.testing.assert_close(a, b, rtol=3e-2, atol=2e-3)
 
 
+def test_autocast_takes_a_bias_of_another_dtype() -> None:
+    x, w, y = batch(9)
+    bias = torch.zeros(50, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = ox.ops.linear_cross_entropy(x, w, y, bias), F.cross_entropy(F.linear(x, w, bias), y)
+        assert ox.ops.linear(x, w, bias).dtype == torch.bfloat16
+    ours.backward()
+    assert bias.grad is not None and bias.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+
+
 def test_float64_is_torchs_own() -> None:
     x, w, y = (t.detach().double().requires_grad_() if t.is_floating_point() else t for t in batch(4))
     assert torch.autograd.gradcheck(lambda x, w: ox.ops.linear_cross_entropy(x, w, y, label_smoothing=0.2), (x, w))
@@ -221,6 +289,8 @@ def test_float64_is_torchs_own() -> None:
         (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y[:3]), ValueError, "a target for each row"),
         (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y.int()), TypeError, "targets of int64"),
         (lambda x, w, y: ox.ops.linear_cross_entropy(x, w.double(), y), TypeError, "weight Double"),
+        (lambda x, w, y: ox.ops.linear_cross_entropy(x, w.bfloat16(), y), TypeError, "float32 where that is bfloat16"),
+        (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y, w[:, 0].bfloat16()), TypeError, "a bias of the dtype"),
         (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y, label_smoothing=2), ValueError, "label_smoothing is 2"),
         (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y, w[:, 0][:7]), ValueError, "each of the 50 classes"),
         (lambda x, w, y: ox.ops.linear_cross_entropy(x, w, y + 50), ValueError, "of token 0 is no class: there are 50"),

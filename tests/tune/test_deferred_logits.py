@@ -197,6 +197,34 @@ def test_layers_that_are_written_out(call: Any, bias: bool, bf16: bool, logits: 
         assert mine.equal(right)
 
 
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="layers are torch's on this processor")
+@pytest.mark.parametrize(
+    ("call", "bias"),
+    [(nn.Linear.__call__, True), (nn.Linear.__call__, False), (product, True), (product, False),
+     (sum_and_product, True)],
+)  # fmt: skip
+def test_beside_native_layers_the_weight_of_the_head_is_not_cast(
+    call: Any, bias: bool, logits: Any, request: pytest.FixtureRequest
+) -> None:
+    model, data = Model(bias, call), batch(masked=True)
+    expected = results(model, LEFT["flatten"], data, nullcontext(), bf16=True)
+    wanted = results(model, WANTED["scaled"], data, nullcontext(), bf16=True)
+    native = _C.tune.NativeOperators()
+    native.install(["linear"])
+    request.addfinalizer(native.uninstall)
+    results(model, LEFT["flatten"], data, logits.scope(), bf16=True)
+    losses, computed = logits.losses(), logits.computed()
+    found = results(model, LEFT["flatten"], data, logits.scope(), bf16=True)
+    assert (logits.losses(), logits.computed()) == (losses + 1, computed)
+    # The gradient of its weight has more digits than one that went through bfloat16.
+    of_head = dict(zip([name for name, _ in model.named_parameters()], found[1:], strict=True))["head.weight"]
+    assert not of_head.equal(of_head.bfloat16().float())
+    asked = results(model, WANTED["scaled"], data, logits.scope(), bf16=True)
+    for mine, right in [*zip(found, expected, strict=True), *zip(asked, wanted, strict=True)]:
+        assert mine.dtype == right.dtype
+        torch.testing.assert_close(mine, right, rtol=0.05, atol=0.02 * float(expected[0]))
+
+
 @pytest.mark.parametrize("what", ["twice", "scaled", "of rows", "seen"])
 def test_a_sum_in_place_that_is_no_bias(what: str, logits: Any) -> None:
     def call(head: nn.Linear, x: Tensor) -> Tensor:

@@ -25,9 +25,13 @@ struct LinearCrossEntropyOptions {
 /// `input` without the last. Mean is over the tokens that count; NaN where none does. Returns a number.
 ///
 /// On a CPU, float32, bfloat16 and float16 take the kernel of this library: of the logits it holds those of 256 tokens
-/// at a time, in fp32, and computes the gradients in the same pass, so that backward only multiplies them. Results have
-/// the same bits for any number of threads. The loss is float32. float64 and other devices take torch's own
-/// operators. Under autocast, `input`, `weight` and `bias` are cast as for torch's linear.
+/// at a time, in fp32, and computes the gradients in the same pass, so that backward only multiplies them, and where an
+/// earlier batch left a gradient of `weight`, adds them to it. Results have the same bits for any number of threads.
+/// The loss is float32. float64 and other devices take torch's own operators.
+///
+/// `weight` and `bias` have the dtype of `input`, or are float32 where that is bfloat16: products are of bfloat16 where
+/// the processor multiplies it, and gradients are sums of float32 that are not rounded. Autocast to bfloat16 leaves
+/// them so, too; other dtypes it casts as for torch's linear.
 ///
 /// Throws InvalidArgument for sizes or targets that do not fit and InvalidType for dtypes that differ.
 OXY_API at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& target,
