@@ -76,7 +76,7 @@ py::object checkpoint(const py::function& first, const std::vector<at::Tensor>& 
   return result;
 }
 
-std::tuple<std::vector<int>, std::int64_t, double, bool> parts_of(const RecomputePlan& plan) {
+std::tuple<std::vector<int>, std::int64_t, double, bool> parts_of(const BlockPlan& plan) {
   std::vector<int> choice;
   for (const auto each : plan.choice) choice.push_back(static_cast<int>(each));
   return {std::move(choice), plan.peak_bytes, plan.seconds, plan.is_optimal};
@@ -145,17 +145,22 @@ void bind_batch_forecast(py::module_& m) {
       .def("forecast", &BatchReplay::forecast, py::arg("kept"), py::arg("smaller"), py::arg("larger"));
 }
 
-void bind_recompute_plan(py::module_& m) {
+void bind_block_plan(py::module_& m) {
   py::class_<StepTape>(m, "StepTape", "A step as it was recorded; see oxytorch/memory/step_tape.h.")
       .def_static("of", &StepTape::of, py::arg("timeline"), py::arg("blocks"), release_gil())
       .def_static("steady", &StepTape::steady, py::arg("recordings"), release_gil())
-      .def("add_selective", &StepTape::add_selective, py::arg("recording"),
-           "Take over what calls take under selective_checkpoint().")
+      .def(
+          "add",
+          [](StepTape& tape, const std::string& action, const StepTape& recording) {
+            tape.add(parse_block_action(action), recording);
+          },
+          py::arg("action"), py::arg("recording"),
+          "Take over what calls take under an action, from a recording with every block under it.")
       .def(
           "spans",
           [](const StepTape& tape) {
             using Lowered = std::pair<std::size_t, Span::Bytes>;
-            using Condition = std::pair<std::size_t, std::array<bool, kRecomputes>>;
+            using Condition = std::pair<std::size_t, std::array<bool, kBlockActions>>;
             std::vector<std::tuple<std::int64_t, std::vector<Lowered>, std::optional<Condition>>> found;
             for (const auto& span : tape.spans()) {
               std::optional<Condition> only_with;
@@ -164,34 +169,53 @@ void bind_recompute_plan(py::module_& m) {
             }
             return found;
           },
-          "Of each part of the step: the most that is live, (block, bytes that lowers by what is made again), and "
-          "(block, by what is made again whether it counts) or None.")
-      .def("seconds", py::overload_cast<>(&StepTape::seconds, py::const_), "Of each block, by what is made again.")
+          "Of each part of the step: the most that is live, (block, bytes that lowers by action), and (block, by "
+          "action whether it counts) or None.")
+      .def("seconds", py::overload_cast<>(&StepTape::seconds, py::const_),
+           "That each block adds, by action; infinite where that is not known, or saves nothing.")
       .def(
-          "plan", [](const StepTape& tape, std::int64_t budget) { return parts_of(plan_recomputation(tape, budget)); },
+          "plan", [](const StepTape& tape, std::int64_t budget) { return parts_of(plan_blocks(tape, budget)); },
           py::arg("budget"), release_gil(),
-          "(What is made again of each block, peak, seconds added, whether no choice is faster). See "
-          "plan_recomputation() in oxytorch/memory/recompute_plan.h.")
+          "(The action for each block, peak, seconds added, whether no choice is faster). See "
+          "plan_blocks() in oxytorch/memory/block_plan.h.")
       .def(
           "lowest", [](const StepTape& tape) { return parts_of(lowest_peak(tape)); }, release_gil(),
           "The same for the lowest peak.")
       .def_readonly("names", &StepTape::names, "Of blocks.");
-  py::class_<RecomputeChoice>(m, "RecomputeChoice", "Names of blocks of which something is made again.")
-      .def(py::init<std::vector<std::string>, std::vector<std::string>>(), py::arg("selective") = py::tuple(),
-           py::arg("full") = py::tuple())
-      .def_readonly("selective", &RecomputeChoice::selective, "Results of cheap operators.")
-      .def_readonly("full", &RecomputeChoice::full, "The whole block.");
-  py::class_<BudgetSearch>(m, "BudgetSearch", "Finds what to make again; see oxytorch/memory/budget_search.h.")
+  py::class_<BlockChoice>(m, "BlockChoice", "Names of blocks by what is done with them.")
+      .def(py::init([](const std::string& action, std::vector<std::string> names) {
+             return BlockChoice(parse_block_action(action), std::move(names));
+           }),
+           py::arg("action"), py::arg("names"), "One action for all of them.")
+      .def(
+          "names",
+          [](const BlockChoice& choice, const std::string& action) { return choice[parse_block_action(action)]; },
+          py::arg("action"));
+  m.def(
+      "block_actions",
+      [] {
+        std::vector<std::string> words;
+        for (std::size_t i = 0; i < kBlockActions; ++i) words.emplace_back(name(static_cast<BlockAction>(i)));
+        return words;
+      },
+      "What may be done with a block, in the order of StepTape.seconds().");
+  py::class_<BudgetSearch>(m, "BudgetSearch", "Finds what to do with blocks; see oxytorch/memory/budget_search.h.")
       .def(py::init<StepTape, std::int64_t, std::int64_t, std::int64_t>(), py::arg("tape"), py::arg("base"),
            py::arg("plain_peak"), py::arg("budget"), release_gil())
       .def_static("least", &BudgetSearch::least, py::arg("tape"), py::arg("base"), py::arg("plain_peak"),
                   py::arg("plain_seconds"), py::arg("max_slowdown"), release_gil(), "By time in place of a budget.")
       .def_property_readonly("is_bound_by_time", &BudgetSearch::is_bound_by_time)
-      .def("next", &BudgetSearch::next, release_gil(), "What is to be made again next; None: it is over.")
+      .def("next", &BudgetSearch::next, release_gil(), "What is to be done with blocks next; None: it is over.")
       .def("measured", &BudgetSearch::measured, py::arg("peak"))
       .def("timed", &BudgetSearch::timed, py::arg("plain_seconds"), py::arg("seconds"))
       .def("compared", &BudgetSearch::compared, py::arg("same"))
-      .def("without_selective", &BudgetSearch::without_selective, py::arg("error"))
+      .def(
+          "without",
+          [](BudgetSearch& search, const std::string& action, const std::string& error) {
+            search.without(parse_block_action(action), error);
+          },
+          py::arg("action"), py::arg("error"))
+      .def("rounded", &BudgetSearch::rounded, py::arg("relative_error"))
       .def_property_readonly("choice", &BudgetSearch::choice)
       .def_property_readonly("budget", &BudgetSearch::budget)
       .def_property_readonly("plain_peak", &BudgetSearch::plain_peak)
@@ -214,7 +238,7 @@ void bind_recompute_plan(py::module_& m) {
 void bind_memory_meter(py::module_& m) {
   bind_figures(m);
   bind_batch_forecast(m);
-  bind_recompute_plan(m);
+  bind_block_plan(m);
   py::class_<Ended<Region>>(m, "OpenRegion", "A region of a model that runs on this thread, until end().")
       .def(py::init<const std::string&, Tensors>(), py::arg("name"), py::arg("inputs") = Tensors())
       .def(

@@ -4,7 +4,8 @@ The models are those of _memory_models.py, and train by AdamW. Rivals: `plain` k
 block under torch.utils.checkpoint (use_reentrant=False); `selective` does so and keeps the results of matrix products,
 convolutions, recurrences and attention; `sequential` is torch.utils.checkpoint.checkpoint_sequential over the blocks at
 the number of segments that has the lowest peak, where the blocks are a chain. Ours is oxytorch.memory.fit, once with
-the peak of each rival as its budget, and once with budgets of 60 and 40 % of what activations take, and the least.
+the peak of each rival as its budget, and once with budgets of 60 and 40 % of what activations take, and the least; of
+the last two also with a `file` for what blocks save, in /var/tmp or TMPDIR.
 
 With --compile the model under torch.compile takes part too, as it is and with torch._functorch.config's
 activation_memory_budget at 0.6, 0.4 and 0.2 of what it would keep: minutes of compiling for each model. Its buffers are
@@ -47,14 +48,22 @@ from _race import (
     text,
     write,
 )
+from oxytorch.memory.pack import Format
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 SCHEMA = "oxytorch-memory/1"
 PLAIN, LAYERS, SELECTIVE, SEQUENTIAL = "plain", "per layer", "selective", "sequential"
 RIVALS = (LAYERS, SELECTIVE, SEQUENTIAL)
-SHARES = {"60 %": 0.6, "40 %": 0.4, "least": 0.0}
-OURS = {name: f"fit {name}" for name in SHARES}
+LEAST, LEAST_IN_FILE = "fit least", "fit least, file"
+# Shares of the activations of a plain step, and formats for saved tensors.
+OURS: dict[str, tuple[float, tuple[Format, ...]]] = {
+    "fit 60 %": (0.6, ("lossless",)),
+    "fit 40 %": (0.4, ("lossless",)),
+    "fit 40 %, file": (0.4, ("lossless", "file")),
+    LEAST: (0.0, ("lossless",)),
+    LEAST_IN_FILE: (0.0, ("lossless", "file")),
+}
 COMPILED = {"compiled": 1.0, "compiled, 60 %": 0.6, "compiled, 40 %": 0.4, "compiled, 20 %": 0.2}
 
 PRODUCTS = {
@@ -106,8 +115,8 @@ class Step:
             self()
         return meter.peak_bytes
 
-    def fit(self, budget: int) -> None:
-        self.plan = ox.memory.fit(self.net, self, budget, blocks=self.net.blocks_by_name())
+    def fit(self, budget: int, formats: tuple[Format, ...] = ("lossless",)) -> None:
+        self.plan = ox.memory.fit(self.net, self, budget, formats=formats, blocks=self.net.blocks_by_name())
 
 
 def best_segments(model: str, quick: bool) -> Step:
@@ -141,20 +150,26 @@ def contenders(model: str, arguments: argparse.Namespace) -> tuple[dict[str, Ste
     else:
         absent[SEQUENTIAL] = "its blocks are no chain, which checkpoint_sequential needs"
     peaks = {name: step.peak() for name, step in steps.items()}
-    probe = Step(model, quick)
-    probe.fit(1 << 40)
-    assert probe.plan is not None
-    # A plan counts what lives between steps too.
-    between = probe.plan.plain_peak - peaks[PLAIN]
-    budgets = {f"fit to {name}": peaks[name] + between for name in RIVALS if name in peaks}
-    floor = probe.plan.floor
-    for name, share in SHARES.items():
-        budgets[OURS[name]] = max(between + int(share * peaks[PLAIN]), floor + floor // 500)
-    for name, budget in budgets.items():
+    floors: dict[tuple[Format, ...], int] = {}
+    for _, formats in OURS.values():
+        if formats not in floors:
+            probe = Step(model, quick)
+            probe.fit(1 << 40, formats)
+            assert probe.plan is not None
+            floors[formats] = probe.plan.floor
+            # A plan counts what lives between steps too.
+            between = probe.plan.plain_peak - peaks[PLAIN]
+    fitted: dict[str, tuple[int, tuple[Format, ...]]] = {
+        f"fit to {name}": (peaks[name] + between, ("lossless",)) for name in RIVALS if name in peaks
+    }
+    for name, (share, formats) in OURS.items():
+        lowest = floors[formats] + floors[formats] // 500
+        fitted[name] = max(between + int(share * peaks[PLAIN]), lowest), formats
+    for name, (budget, formats) in fitted.items():
         step = Step(model, quick)
         for slack in (1.0, 1.01, 1.05):  # the floor is a prediction
             try:
-                step.fit(int(slack * budget))
+                step.fit(int(slack * budget), formats)
             except torch.OutOfMemoryError as error:
                 absent[name] = str(error)
                 progress(f"{model}, {name}: {error}")
@@ -201,7 +216,7 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
     least: list[tuple[float, list[str]]] = []
     for model, times in found.cases.items():
         share = {name: peaks[f"{model}: {name}"] / peaks[f"{model}: {PLAIN}"] for name in times}
-        for name in (PLAIN, *OURS.values(), *COMPILED):
+        for name in (PLAIN, *OURS, *COMPILED):
             if name in times:
                 of_plain = text(ratio(times, name, PLAIN))
                 budgets.append([model, name, percent(share[name]), text(over_starts(times[name]), 1e3), of_plain])
@@ -210,10 +225,15 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
             if ours in times:
                 of = [percent(share[name]) for name in (rival, ours)]
                 beside.append([model, rival, *of, *(text(ratio(times, rival, other)) for other in (PLAIN, ours))])
-        if (smallest := OURS["least"]) in times:
-            of = [f"{peaks[f'{model}: {name}'] / 2**20:.1f} MiB" for name in (PLAIN, smallest)]
-            row = [model, *of, percent(1 - share[smallest]), text(ratio(times, smallest, PLAIN))]
-            least.append((share[smallest], row))
+        if LEAST in times:
+            row = [model, f"{peaks[f'{model}: {PLAIN}'] / 2**20:.1f} MiB"]
+            for name in (LEAST, LEAST_IN_FILE):
+                if name in times:
+                    of = f"{peaks[f'{model}: {name}'] / 2**20:.1f} MiB, {percent(1 - share[name])} less"
+                    row += [of, text(ratio(times, name, PLAIN))]
+                else:
+                    row += ["left out", ""]
+            least.append((share[LEAST], row))
     absent = [[model, name, why] for model, names in found.absent.items() for name, why in names.items()]
     return {
         "budgets": (["model", "step", "peak, of plain", "ms", "times as long as plain"], budgets),
@@ -229,7 +249,14 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
             beside,
         ),
         "least": (
-            ["model", "activations of a plain step", "at the least budget", "less", "times as long as plain"],
+            [
+                "model",
+                "activations of a plain step",
+                "at the least budget",
+                "times as long as plain",
+                "at the least with a file",
+                "times as long as plain",
+            ],
             [row for _, row in sorted(least)],
         ),
         "absent": (["model", "absent", "why"], absent),

@@ -204,7 +204,7 @@ class Deep(nn.Sequential):
 
 
 def tape_of(net: Any, loss: Any) -> Any:
-    """A step as `fit` records it: as it is, and with every block under selective_checkpoint."""
+    """A step as `fit` records it: as it is, and with every block under each action."""
     names, fitting = net.blocks_by_name(), importlib.import_module("oxytorch.memory.fit")
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
 
@@ -215,9 +215,10 @@ def tape_of(net: Any, loss: Any) -> Any:
 
     step()  # makes the optimizer's state
     tape = fitting._recorded(net, step, names)
-    put = fitting._Recomputed(net, ox._C.memory.RecomputeChoice(selective=names))
-    tape.add_selective(fitting._recorded(net, step, names))
-    put.close()
+    for action in ("selective", "lossless"):
+        put = fitting._Planned(net, ox._C.memory.BlockChoice(action, names))
+        tape.add(action, fitting._recorded(net, step, names))
+        put.close()
     return tape
 
 

@@ -83,6 +83,7 @@ class PerformanceConfig:
         max_slowdown: float
         max_growth: float
         gradient_checkpointing: str
+        saved_tensors: str
         num_workers: int | str
         prefetch: int | str
         pin_memory: str

@@ -15,6 +15,7 @@ from torch import nn
 from .base import format_duration, format_size, parse_size, system_info
 from .bench.step import made_by, step_of, training_step
 from .memory import MemoryPlan, available_bytes, fit, will_it_fit
+from .memory.pack import Format
 from .monitor import Bar, Report
 from .report import write_whole
 from .tune.run import resized
@@ -35,8 +36,8 @@ def add_command(commands: Commands) -> None:
         "plan",
         help="what a training step takes in memory, and what it costs to fit it to less",
         description="Takes some training steps on the CPU, and prints what their tensors take, whether that fits, and "
-        "what running blocks of the model again in backward would save and cost. Exit status: 0 the step fits (in "
-        "every --budget and with every --batch that is given), 1 it does not, 2 bad usage.",
+        "what running blocks of the model again in backward, or packing what they save, would bring and cost. Exit "
+        "status: 0 the step fits (in every --budget and with every --batch that is given), 1 it does not, 2 bad usage.",
     )
     parser.add_argument(
         "subject",
@@ -57,6 +58,14 @@ def add_command(commands: Commands) -> None:
         type=_samples,
         metavar="N",
         help="tell whether a step with N samples would fit, from steps with small batches; may be repeated",
+    )
+    parser.add_argument(
+        "--format",
+        action="append",
+        default=[],
+        choices=("bf16", "int8", "file"),
+        help="let saved tensors be kept like this too; bf16 and int8 round gradients, file writes to TMPDIR in each "
+        "step; may be repeated",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="threads (torch's own number)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -97,9 +106,9 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Memo
     return {**parts, "gradients, activations and the rest": plan.plain_peak - sum(parts.values())}
 
 
-def _planned(model: nn.Module, step: Callable[[], Any], budget: str) -> dict[str, Any]:
+def _planned(model: nn.Module, step: Callable[[], Any], budget: str, formats: list[Format]) -> dict[str, Any]:
     try:
-        with fit(model, step, budget) as plan:
+        with fit(model, step, budget, formats=formats) as plan:
             return {
                 "budget": budget,
                 "fits": True,
@@ -108,6 +117,7 @@ def _planned(model: nn.Module, step: Callable[[], Any], budget: str) -> dict[str
                 "plain_step_seconds": plan.plain_seconds,
                 "full": list(plan.full),
                 "selective": list(plan.selective),
+                "packed": {format: list(names) for format, names in plan.packed.items()},
                 "same_bits": plan.same_bits,
                 "text": plan.table(),
             }
@@ -132,7 +142,7 @@ def _forecast(named: str, given: tuple[Any, ...], samples: int) -> dict[str, Any
 
 
 def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], Report]:
-    """Return the figures, and a page on what running blocks again would save."""
+    """Return the figures, and a page on what running blocks again or packing them would save."""
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     for budget in arguments.budget:
@@ -143,7 +153,8 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], Report]:
     reach = available_bytes() + _bytes([*model.parameters(), *model.buffers()])
     step()  # makes the optimizer's state
     batches = [_forecast(arguments.subject, given, samples) for samples in arguments.batch]
-    with fit(model, step, _PLENTY) as plan:
+    formats: list[Format] = ["lossless", *arguments.format]
+    with fit(model, step, _PLENTY, formats=formats) as plan:
         parts = _parts(model, optimizer, plan)
         found = {
             "schema": SCHEMA,
@@ -155,7 +166,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], Report]:
             "parts": parts,
             "curve": [{"peak_bytes": peak, "added_seconds": seconds} for peak, seconds in plan.curve(POINTS)],
             "blocks": "\n".join(plan.table().splitlines()[:-1]),  # the last one is of the budget, which is none
-            "budgets": [_planned(model, step, budget) for budget in arguments.budget],
+            "budgets": [_planned(model, step, budget, formats) for budget in arguments.budget],
             "batches": batches,
         }
         return found, plan.report()

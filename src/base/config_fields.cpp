@@ -182,8 +182,12 @@ std::vector<ConfigField> make_fields() {
   fields.push_back(worded(
       "gradient_checkpointing", Type::Size, {"off", "least"}, 0, 0, "off", "off",
       "Bytes that the tensors of a step may take, or a share of memory: of blocks of the model, what costs least is "
-      "made again in backward. auto is what memory_limit leaves or the machine has; least is the smallest that "
-      "max_slowdown allows; off makes nothing again, since it takes time."));
+      "made again in backward, or packed until then. auto is what memory_limit leaves or the machine has; least is the "
+      "smallest that max_slowdown allows; off keeps everything, since that takes time."));
+  fields.push_back(
+      choice("saved_tensors", {"lossless", "bf16", "int8", "file"}, "lossless", "lossless",
+             "How gradient_checkpointing may pack what blocks keep for backward: always masks as bits and integers as "
+             "narrow as they fit; with bf16 and int8 also rounded, with file also written to TMPDIR in each step."));
   fields.push_back(
       worded("num_workers", Type::Integer, {"auto", "keep"}, 0, 4096, "auto", "auto",
              "What draws batches: processes of torch's DataLoader, threads of oxytorch.data.Loader. auto lets "

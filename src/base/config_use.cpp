@@ -90,6 +90,7 @@ constexpr Row kRows[] = {
     {"max_slowdown", kHonoured},
     {"max_growth", kHonoured},
     {"gradient_checkpointing", kHonoured},
+    {"saved_tensors", kHonoured},
     {"num_workers", kLoader, "keep"},
     {"prefetch", kLoader, "keep"},
     {"pin_memory", kLoader},
@@ -133,6 +134,11 @@ void check_dependent(const PerformanceConfig& config, ConfigUser user) {
   if (is_given(config, "max_growth") && config.word("goal") == "memory") {
     refuse("max_growth",
            "the goal is memory, for which nothing may take more than as given. Leave it out, or set goal = 'speed'.");
+  }
+  if (is_given(config, "saved_tensors") && checkpointing_of(config) == "off") {
+    refuse("saved_tensors",
+           "gradient_checkpointing is 'off', which keeps them as they are. Set that to a budget, 'auto' or 'least', or "
+           "leave it out.");
   }
   const char* const checkpoints = is_given(config, "goal") ? "goal" : "gradient_checkpointing";
   if (is_given(config, checkpoints) && config.word("compile") != "off") {

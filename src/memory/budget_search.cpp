@@ -2,12 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <utility>
 
 #include "base/size_text.h"
 #include "memory/aligned.h"
-#include "memory/recompute_search.h"
+#include "memory/block_search.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::memory {
@@ -17,6 +18,20 @@ constexpr int kTries = 8;                    // choices by prediction, before th
 constexpr std::int64_t kTimeFineness = 500;  // parts of a peak to which the one that time allows is looked for
 constexpr int kReportPoints = 9;             // of the curve
 constexpr double kLessTime = 0.9;            // of the time that was allowed, where its choice took too long
+
+/// How a block is under it, as the table has it.
+std::string now_text(BlockAction action) {
+  switch (action) {
+    case BlockAction::Keep: return "kept";
+    case BlockAction::Full: return "run again";
+    case BlockAction::Selective: return "selective";
+    case BlockAction::Lossless: return "packed";
+    case BlockAction::BFloat16: return "packed as bf16";
+    case BlockAction::Int8: return "packed as int8";
+    case BlockAction::File: return "written to a file";
+  }
+  return "";
+}
 
 std::string milliseconds(double seconds) {
   char text[32];
@@ -54,11 +69,11 @@ BudgetSearch BudgetSearch::least(StepTape tape, std::int64_t base, std::int64_t 
 }
 
 /// The smallest peak whose seconds are allowed; nothing where none is smaller than that of a plain step.
-std::optional<RecomputeChoice> BudgetSearch::next_least() {
+std::optional<BlockChoice> BudgetSearch::next_least() {
   const auto spans = tape_.spans();
-  const auto plain = peak_of(spans, std::vector(tape_.names.size(), Recompute::Nothing));
+  const auto plain = peak_of(spans, std::vector(tape_.names.size(), BlockAction::Keep));
   while (!is_over_ && tries_++ < kTries) {
-    std::optional<RecomputePlan> best;
+    std::optional<BlockPlan> best;
     std::int64_t low = floor_ - base_ - 1, high = plain;
     while (high - low > std::max<std::int64_t>(plain / kTimeFineness, 1)) {
       const auto budget = low + (high - low) / 2;
@@ -82,7 +97,7 @@ std::optional<RecomputeChoice> BudgetSearch::next_least() {
   return std::nullopt;
 }
 
-std::optional<RecomputeChoice> BudgetSearch::next() {
+std::optional<BlockChoice> BudgetSearch::next() {
   if (is_bound_by_time()) return next_least();
   if (is_over_ || measured_peak_ <= budget_) return std::nullopt;
   if (tried_lowest_) refuse("the lowest peak of tensors that was reached is " + size_text(floor_));
@@ -103,12 +118,9 @@ std::optional<RecomputeChoice> BudgetSearch::next() {
 }
 
 /// False where it is the choice before.
-bool BudgetSearch::choose(const RecomputePlan& plan) {
-  RecomputeChoice choice;
-  for (std::size_t i = 0; i < tape_.names.size(); ++i) {
-    if (plan.choice[i] == Recompute::Selective) choice.selective.push_back(tape_.names[i]);
-    if (plan.choice[i] == Recompute::Full) choice.full.push_back(tape_.names[i]);
-  }
+bool BudgetSearch::choose(const BlockPlan& plan) {
+  BlockChoice choice;
+  for (std::size_t i = 0; i < tape_.names.size(); ++i) choice.add(plan.choice[i], tape_.names[i]);
   predicted_peak_ = base_ + plan.peak_bytes;
   is_optimal_ = plan.is_optimal;
   return std::exchange(choice_, choice) != choice;
@@ -139,12 +151,17 @@ void BudgetSearch::timed(double plain_seconds, double seconds) {
   }
 }
 
-void BudgetSearch::without_selective(const std::string& error) {
-  without_selective_ = "Results of cheap operators are kept, as a step that made them again failed: " + error;
+void BudgetSearch::without(BlockAction action, const std::string& error) {
+  left_out_ += left_out_.empty() ? "" : " ";
+  left_out_ += action == BlockAction::Selective
+                   ? "Results of cheap operators are kept, as a step that made them again failed: " + error
+                   : "No block is " + now_text(action) + ", as a step with all of them so failed: " + error;
 }
 
+void BudgetSearch::rounded(double relative_error) { relative_error_ = relative_error; }
+
 void BudgetSearch::refuse(const std::string& found) const {
-  detail::raise(ErrorCode::OutOfMemory, "no choice of what to make again keeps a step within ", size_text(budget_),
+  detail::raise(ErrorCode::OutOfMemory, "no choice of actions for blocks keeps a step within ", size_text(budget_),
                 ": ", found, ". Give a larger budget, smaller blocks or a smaller batch.");
 }
 
@@ -163,15 +180,21 @@ std::vector<std::pair<std::int64_t, double>> BudgetSearch::curve(int points) con
 
 std::string BudgetSearch::summary() const {
   const auto within = is_bound_by_time() ? std::string() : " of the budget of " + size_text(budget_);
-  const auto note = without_selective_.empty() ? "" : " " + without_selective_;
+  const auto note = left_out_.empty() ? "" : " " + left_out_;
   if (choice_.empty()) return "a step takes " + size_text(measured_peak_) + within + " as it is." + note;
   const auto of = " of " + std::to_string(tape_.names.size()) + " blocks";
-  std::string text;
-  if (!choice_.full.empty()) text = std::to_string(choice_.full.size()) + of + " are run again in backward";
-  if (!choice_.selective.empty()) {
-    text += text.empty() ? "" : ", and ";
-    text += "results of cheap operators of " + std::to_string(choice_.selective.size()) + of + " are made again";
+  std::vector<std::string> parts;
+  if (const auto& full = choice_[BlockAction::Full]; !full.empty()) {
+    parts.push_back(std::to_string(full.size()) + of + " are run again in backward");
   }
+  for (const auto action : kRecordedActions) {
+    if (choice_[action].empty()) continue;
+    const auto count = std::to_string(choice_[action].size()) + of;
+    parts.push_back(action == BlockAction::Selective ? "results of cheap operators of " + count + " are made again"
+                                                     : "saved tensors of " + count + " are " + now_text(action));
+  }
+  std::string text = parts.front();
+  for (std::size_t i = 1; i < parts.size(); ++i) text += (i + 1 < parts.size() ? ", " : ", and ") + parts[i];
   text += ": a step takes " + size_text(measured_peak_) + within + ", and " + size_text(plain_peak_) + " without.";
   if (is_bound_by_time()) text += " That is the least " + slowdown_text() + '.';
   return text + note;
@@ -193,26 +216,31 @@ std::string BudgetSearch::cost() const {
 /// A row for each block, after one of titles.
 std::vector<std::vector<std::string>> BudgetSearch::block_rows() const {
   const auto seconds = tape_.seconds();
-  std::vector<std::int64_t> saved(tape_.names.size()), selective(tape_.names.size());
-  const bool has_selective = std::all_of(tape_.calls.begin(), tape_.calls.end(),
-                                         [](const BlockCall& call) { return call.selective.has_value(); });
+  std::vector<std::array<std::int64_t, kBlockActions>> bytes(tape_.names.size());  // that are kept, by action
   for (const auto& call : tape_.calls) {
-    saved[call.block] += call.saved_bytes;
-    if (call.selective) selective[call.block] += call.selective->saved_bytes;
+    bytes[call.block][index_of(BlockAction::Keep)] += call.saved_bytes;
+    for (const auto action : kRecordedActions) {
+      if (const auto& under = call.under[index_of(action)]) bytes[call.block][index_of(action)] += under->saved_bytes;
+    }
   }
-  std::vector<std::vector<std::string>> rows{
-      {"block", "keeps for backward", "selective keeps", "selective takes", "forward takes", "now"}};
-  const auto has = [](const std::vector<std::string>& names, const std::string& name) {
-    return std::find(names.begin(), names.end(), name) != names.end();
-  };
-  for (std::size_t i = 0; i < saved.size(); ++i) {
-    const auto& name = tape_.names[i];
-    const auto& [none, of_cheap, of_all] = seconds[i];
-    rows.push_back({name, size_text(saved[i]), has_selective ? size_text(selective[i]) : "unknown",
-                    has_selective ? milliseconds(of_cheap) : "", milliseconds(of_all),
-                    has(choice_.full, name)        ? "run again"
-                    : has(choice_.selective, name) ? "selective"
-                                                   : "kept"});
+  std::vector<BlockAction> known;
+  std::vector<std::vector<std::string>> rows{{"block", "keeps for backward"}};
+  for (const auto action : kRecordedActions) {
+    if (!tape_.has(action)) continue;
+    known.push_back(action);
+    for (const auto* what : {" keeps", " takes"}) rows.front().push_back(std::string(name(action)) + what);
+  }
+  rows.front().insert(rows.front().end(), {"forward takes", "now"});
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    auto& row = rows.emplace_back();
+    row = {tape_.names[i], size_text(bytes[i][index_of(BlockAction::Keep)])};
+    for (const auto action : known) {
+      row.push_back(size_text(bytes[i][index_of(action)]));
+      const double taken = seconds[i][index_of(action)];
+      row.push_back(std::isfinite(taken) ? milliseconds(taken) : "saves nothing");
+    }
+    row.push_back(milliseconds(seconds[i][index_of(BlockAction::Full)]));
+    row.push_back(now_text(choice_.action_of(tape_.names[i])));
   }
   return rows;
 }
@@ -222,11 +250,16 @@ std::string BudgetSearch::outcome() const {
   auto text = "Peak " + size_text(measured_peak_) + " (predicted " + size_text(predicted_peak_) + ')' +
               (is_bound_by_time() ? ", the least " + slowdown_text() : " of a budget of " + size_text(budget_)) + "; " +
               size_text(plain_peak_) + " with every block kept, and " + size_text(floor_) + " at the least.";
-  if (!without_selective_.empty()) text += " " + without_selective_;
+  if (!left_out_.empty()) text += " " + left_out_;
   if (seconds_ > 0) {
     text += " A step takes " + milliseconds(seconds_) + " instead of " + milliseconds(plain_seconds_) + ".";
   }
   if (choice_.empty()) return text;
+  if (relative_error_ > 0) {
+    std::array<char, 96> error{};
+    std::snprintf(error.data(), error.size(), " What is packed is rounded by %.2g of its size.", relative_error_);
+    text += error.data();
+  }
   if (!same_bits_) return text + " Two steps with every block kept differ from each other: bits cannot be compared.";
   return text + (*same_bits_ ? " A step leaves the same bits." : " A step leaves other bits.");
 }

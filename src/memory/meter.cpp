@@ -111,9 +111,9 @@ class Recorder final : public BlockObserver {
         {static_cast<std::int64_t>(events_.size()), now(), region, begins, in_backward, std::move(addresses)});
   }
 
-  void add_selective(int region, std::chrono::nanoseconds time) {
+  void add_overhead(int region, std::chrono::nanoseconds time) {
     const std::lock_guard lock(mutex_);
-    selective_ns_[region] += time.count();
+    overhead_ns_[region] += time.count();
   }
 
   Timeline timeline() const {
@@ -124,7 +124,7 @@ class Recorder final : public BlockObserver {
       const std::lock_guard lock(mutex_);
       found.events = events_;
       found.marks = marks_;
-      found.selective_ns.assign(selective_ns_.begin(), selective_ns_.end());
+      found.overhead_ns.assign(overhead_ns_.begin(), overhead_ns_.end());
       tracebacks = tracebacks_;
     }
     if (tracebacks.empty()) return found;
@@ -175,7 +175,7 @@ class Recorder final : public BlockObserver {
   std::int64_t live_ = 0;
   std::vector<BlockEvent> events_;
   std::vector<RegionMark> marks_;
-  std::map<int, std::int64_t> selective_ns_;
+  std::map<int, std::int64_t> overhead_ns_;
   std::vector<std::shared_ptr<torch::CapturedTraceback>> tracebacks_;
 };
 
@@ -330,7 +330,7 @@ RegionClock::~RegionClock() {
   if (region_ < 0) return;
   const auto time = std::chrono::steady_clock::now() - began_;
   const std::lock_guard lock(recording_mutex);
-  if (recording != nullptr) recording->add_selective(region_, time);
+  if (recording != nullptr) recording->add_overhead(region_, time);
 }
 
 int RegionClock::region() { return region_of_thread; }

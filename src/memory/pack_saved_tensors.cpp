@@ -26,6 +26,7 @@
 
 #include "base/spelling.h"
 #include "memory/recipe.h"
+#include "memory/region_clock.h"
 #include "memory/saved_tensors.h"
 #include "oxytorch/error.h"
 #include "oxytorch/units.h"
@@ -368,6 +369,8 @@ struct PackSavedTensors::Inside : std::enable_shared_from_this<Inside>, TensorKe
   struct Hooks final : autograd::SavedVariableHooks {
     explicit Hooks(std::shared_ptr<Inside> of) : of(std::move(of)) {}
     void call_pack_hook(const Tensor& tensor) override {
+      region = RegionClock::region();
+      const RegionClock clock(region);
       content = of->content_of(tensor);
       if (content) {
         view.emplace(nullptr, tensor);
@@ -376,8 +379,12 @@ struct PackSavedTensors::Inside : std::enable_shared_from_this<Inside>, TensorKe
       }
       of.reset();
     }
-    Tensor call_unpack_hook() override { return content ? view->over(content->get()) : as_it_is.get(); }
+    Tensor call_unpack_hook() override {
+      const RegionClock clock(region);
+      return content ? view->over(content->get()) : as_it_is.get();
+    }
     std::shared_ptr<Inside> of;
+    int region = -1;
     std::shared_ptr<Content> content;
     std::optional<View> view;
     SavedAsItIs as_it_is;

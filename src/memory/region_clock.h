@@ -1,4 +1,4 @@
-/// The time that selective_checkpoint() takes in a region.
+/// The time that selective_checkpoint() or PackSavedTensors takes in a region.
 #pragma once
 
 #include <chrono>

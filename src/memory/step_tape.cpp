@@ -5,7 +5,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "memory/recompute_search.h"
+#include "base/spelling.h"
+#include "memory/block_search.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::memory {
@@ -34,6 +35,47 @@ bool have_same_calls(const StepTape& one, const StepTape& other) {
 }
 
 }  // namespace
+
+std::string_view name(BlockAction action) noexcept {
+  switch (action) {
+    case BlockAction::Keep: return "keep";
+    case BlockAction::Selective: return "selective";
+    case BlockAction::Full: return "full";
+    case BlockAction::Lossless: return "lossless";
+    case BlockAction::BFloat16: return "bf16";
+    case BlockAction::Int8: return "int8";
+    case BlockAction::File: return "file";
+  }
+  return "";
+}
+
+BlockAction parse_block_action(std::string_view word) {
+  for (std::size_t i = 0; i < kBlockActions; ++i) {
+    if (word == name(static_cast<BlockAction>(i))) return static_cast<BlockAction>(i);
+  }
+  oxytorch::detail::raise(ErrorCode::InvalidArgument, "the action for a block is ", in_quotes(std::string(word)),
+                          ", expected 'keep', 'selective', 'full', 'lossless', 'bf16', 'int8' or 'file'.");
+}
+
+BlockChoice::BlockChoice(BlockAction action, std::vector<std::string> names) {
+  if (action != BlockAction::Keep) names_[index_of(action)] = std::move(names);
+}
+
+BlockChoice& BlockChoice::add(BlockAction action, std::string name) {
+  if (action != BlockAction::Keep) names_[index_of(action)].push_back(std::move(name));
+  return *this;
+}
+
+BlockAction BlockChoice::action_of(std::string_view name) const {
+  for (std::size_t i = 0; i < kBlockActions; ++i) {
+    if (std::find(names_[i].begin(), names_[i].end(), name) != names_[i].end()) return static_cast<BlockAction>(i);
+  }
+  return BlockAction::Keep;
+}
+
+bool BlockChoice::empty() const noexcept {
+  return std::all_of(names_.begin(), names_.end(), [](const auto& names) { return names.empty(); });
+}
 
 StepTape StepTape::of(const Timeline& timeline, const std::vector<std::string>& blocks) {
   StepTape tape;
@@ -107,6 +149,7 @@ StepTape StepTape::of(const Timeline& timeline, const std::vector<std::string>& 
     const auto first = std::lower_bound(moments.begin(), moments.end(), forward_end);
     return first == moments.end() ? kNever : *first;
   };
+  std::vector<std::vector<const Block*>> inputs_of, outputs_of;  // of each call
   for (std::size_t begin = 0; begin < timeline.marks.size(); ++begin) {
     const auto& entered = timeline.marks[begin];
     const auto block = block_of.find(entered.region);
@@ -130,27 +173,45 @@ StepTape StepTape::of(const Timeline& timeline, const std::vector<std::string>& 
     };
     call.forward_peak = peak_between(call.forward_begin, call.forward_end);
     call.backward_peak = peak_between(call.backward_begin, call.backward_end);
-    std::vector<const Block*> outputs;
+    auto& outputs = outputs_of.emplace_back();
     for (const auto address : end->addresses) outputs.push_back(at(address, call.forward_end));
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      const auto* output = outputs[i];
+      if (output == nullptr || output->given_back < call.backward_begin || output->given_back == kNever) continue;
+      call.kept_outputs.push_back({i, call.backward_begin, output->bytes});
+    }
     for (const auto& each : taken) {
       const bool is_output = std::find(outputs.begin(), outputs.end(), &each) != outputs.end();
       if (call.forward_begin <= each.taken && each.taken < call.forward_end && !is_output &&
           each.given_back >= call.backward_begin && each.given_back != kNever)
         call.saved_bytes += each.bytes;
     }
+    auto& inputs = inputs_of.emplace_back();
     for (std::size_t i = 0; i < entered.addresses.size(); ++i) {
-      const auto* input = at(entered.addresses[i], call.forward_begin);
+      const auto* input = inputs.emplace_back(at(entered.addresses[i], call.forward_begin));
       if (input != nullptr && input->given_back < call.backward_begin)
         call.held.push_back({i, std::max(input->given_back, call.forward_end), input->bytes});
     }
     tape.calls.push_back(std::move(call));
   }
-  for (const auto& [region, time_ns] : timeline.selective_ns) {
+  for (std::size_t i = 0; i < tape.calls.size(); ++i) {
+    for (auto& kept : tape.calls[i].kept_outputs) {
+      std::int64_t last = -1;
+      for (std::size_t j = 0; j < tape.calls.size(); ++j) {
+        const auto& inputs = inputs_of[j];
+        if (std::find(inputs.begin(), inputs.end(), outputs_of[i][kept.output]) != inputs.end()) {
+          last = std::max(last, tape.calls[j].backward_begin);
+        }
+      }
+      if (last >= 0) kept.from = std::min(kept.from, last);
+    }
+  }
+  for (const auto& [region, time_ns] : timeline.overhead_ns) {
     const auto block = block_of.find(region);
     if (block == block_of.end()) continue;
     const auto first = std::find_if(tape.calls.begin(), tape.calls.end(),
                                     [&](const BlockCall& call) { return call.block == block->second; });
-    if (first != tape.calls.end()) first->selective_seconds = static_cast<double>(time_ns) * 1e-9;
+    if (first != tape.calls.end()) first->overhead_seconds = static_cast<double>(time_ns) * 1e-9;
   }
   return tape;
 }
@@ -161,41 +222,63 @@ StepTape StepTape::steady(std::vector<StepTape> recordings) {
   recordings.pop_back();
   std::erase_if(recordings, [&](const StepTape& other) { return !have_same_calls(last, other); });
   set_median(&BlockCall::seconds, last, recordings);
-  set_median(&BlockCall::selective_seconds, last, recordings);
+  set_median(&BlockCall::overhead_seconds, last, recordings);
   return last;
 }
 
-void StepTape::add_selective(const StepTape& recording) {
+void StepTape::add(BlockAction action, const StepTape& recording) {
   if (!have_same_calls(*this, recording)) return;
+  const auto has = [](const std::vector<BlockCall::Held>& inputs, std::size_t input) {
+    return std::any_of(inputs.begin(), inputs.end(), [&](const auto& held) { return held.input == input; });
+  };
   for (std::size_t i = 0; i < calls.size(); ++i) {
-    const auto& under = recording.calls[i];
-    BlockCall::Selective selective{under.saved_bytes, under.backward_peak, under.selective_seconds};
+    const auto& found = recording.calls[i];
+    BlockCall::Under under{found.saved_bytes, found.backward_peak, found.overhead_seconds};
     for (const auto& held : calls[i].held) {
-      const bool is_given_back = std::any_of(under.held.begin(), under.held.end(),
-                                             [&](const BlockCall::Held& other) { return other.input == held.input; });
-      if (!is_given_back) selective.held.push_back(held);
+      if (!has(found.held, held.input)) under.held.push_back(held);
     }
-    calls[i].selective = std::move(selective);
+    for (const auto& given_back : found.held) {
+      if (!has(calls[i].held, given_back.input)) under.released_bytes += given_back.bytes;
+    }
+    for (const auto& kept : calls[i].kept_outputs) {
+      const auto is_same = [&](const BlockCall::KeptOutput& other) { return other.output == kept.output; };
+      if (std::none_of(found.kept_outputs.begin(), found.kept_outputs.end(), is_same)) under.released.push_back(kept);
+    }
+    calls[i].under[index_of(action)] = std::move(under);
   }
 }
 
-std::int64_t StepTape::peak(const std::vector<Recompute>& choice) const { return peak_of(spans(), choice); }
+bool StepTape::has(BlockAction action) const {
+  return std::all_of(calls.begin(), calls.end(), [&](const auto& call) { return call.under[index_of(action)]; });
+}
 
-double StepTape::seconds(const std::vector<Recompute>& choice) const {
+std::int64_t StepTape::peak(const std::vector<BlockAction>& choice) const { return peak_of(spans(), choice); }
+
+double StepTape::seconds(const std::vector<BlockAction>& choice) const {
   const auto each = seconds();
   double all = 0;
   for (std::size_t i = 0; i < each.size(); ++i) all += each[i][static_cast<std::size_t>(choice[i])];
   return all;
 }
 
-std::vector<std::array<double, kRecomputes>> StepTape::seconds() const {
-  constexpr auto kSelective = static_cast<std::size_t>(Recompute::Selective);
-  constexpr auto kFull = static_cast<std::size_t>(Recompute::Full);
-  std::vector<std::array<double, kRecomputes>> found(names.size());
+std::vector<std::array<double, kBlockActions>> StepTape::seconds() const {
+  std::vector<std::array<double, kBlockActions>> found(names.size());
+  std::vector<std::array<bool, kBlockActions>> saves(names.size());
   for (const auto& call : calls) {
     auto& of_block = found[call.block];
-    of_block[kFull] += call.seconds;
-    of_block[kSelective] += call.selective ? call.selective->seconds : std::numeric_limits<double>::infinity();
+    of_block[index_of(BlockAction::Full)] += call.seconds;
+    for (const auto action : kRecordedActions) {
+      const auto& under = call.under[index_of(action)];
+      of_block[index_of(action)] += under ? under->seconds : std::numeric_limits<double>::infinity();
+      if (under && (under->saved_bytes - under->released_bytes < call.saved_bytes || !under->released.empty())) {
+        saves[call.block][index_of(action)] = true;
+      }
+    }
+  }
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    for (const auto action : kRecordedActions) {
+      if (!saves[i][index_of(action)]) found[i][index_of(action)] = std::numeric_limits<double>::infinity();
+    }
   }
   return found;
 }

@@ -73,6 +73,8 @@ Decisions::Decisions(torch::nn::Module& model, torch::optim::Optimizer& optimize
   auto& run = *plan_.run;
   plan_.certificate.level = config.level();
   plan_.checkpointing = checkpointing_of(config);
+  plan_.can_repeat = true;
+  plan_.saved_tensors = memory::parse_saved_format(config.word("saved_tensors"));
   plan_.max_slowdown = config.number("max_slowdown");
   fits_memory_ = plan_.checkpointing != "off";
   name_settings(config, tune::AskedBy::Trainer, run);

@@ -65,10 +65,11 @@ PerformanceConfig beside(PerformanceConfig config) {
                           "attention",     "memory_limit",
                           "goal",          "max_slowdown",
                           "max_growth",    "gradient_checkpointing",
-                          "num_workers",   "prefetch",
-                          "pin_memory",    "cache",
-                          "deterministic", "seed",
-                          "steps_planned", "tune_seconds"}) {
+                          "saved_tensors", "num_workers",
+                          "prefetch",      "pin_memory",
+                          "cache",         "deterministic",
+                          "seed",          "steps_planned",
+                          "tune_seconds"}) {
     config.unset(key);
   }
   return config;

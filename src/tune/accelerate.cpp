@@ -104,6 +104,7 @@ Plan accelerate(const Models& models, const Optimizers& optimizers, std::vector<
                             .required = std::move(asked.required)};
   if (options.config()) {
     plan->checkpointing = checkpointing_of(*options.config());
+    plan->saved_tensors = memory::parse_saved_format(options.config()->word("saved_tensors"));
     tune::set_goal(*options.config(), tuning);
   }
   auto key = key_of(options, strategies);

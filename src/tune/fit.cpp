@@ -17,6 +17,7 @@
 #include "oxytorch/tune/snapshot.h"
 #include "oxytorch/units.h"
 #include "tune/fit_run.h"
+#include "tune/step_start.h"
 
 namespace oxytorch {
 namespace {
@@ -34,7 +35,9 @@ std::vector<std::string> blocks_of(const memory::Timeline& timeline) {
   return found;
 }
 
-void take_step(tune::Run& run, const Batch& batch) {
+void take_step(tune::Run& run, const Batch& batch, bool can_repeat) {
+  std::optional<tune::StepStart> start;
+  if (can_repeat) start.emplace(run);
   run.step_of_window(batch, [&run](std::size_t part) { run.update(part); });
 }
 
@@ -46,20 +49,20 @@ double median(std::array<double, kPairs> values) {
 }  // namespace
 
 MemoryPlan::MemoryPlan(memory::BudgetSearch search) : search_(std::move(search)) {
-  if (!search_.choice().empty()) active_ = std::make_unique<memory::RecomputeBlocks>(search_.choice());
+  if (!search_.choice().empty()) active_ = std::make_unique<memory::PlannedBlocks>(search_.choice());
 }
 
 MemoryPlan fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss, const Batch& batch,
-               std::string_view budget, double clip_norm, double max_slowdown) {
-  tune::FitTarget target;
+               std::string_view budget, const FitOptions& options) {
+  tune::FitTarget target{.formats = options.formats};
   if (budget == "least") {
-    OXY_CHECK(max_slowdown >= 1, InvalidArgument, "max_slowdown is ", max_slowdown,
+    OXY_CHECK(options.max_slowdown >= 1, InvalidArgument, "max_slowdown is ", options.max_slowdown,
               ", expected at least 1: times as long as a step with everything kept.");
-    target.max_slowdown = max_slowdown;
+    target.max_slowdown = options.max_slowdown;
   } else {
     target.budget = static_cast<std::int64_t>(Size::parse(budget).resolve(read_memory().limit.value_or(0)));
   }
-  tune::Run run(model, optimizer, std::move(loss), {batch}, clip_norm);
+  tune::Run run(model, optimizer, std::move(loss), {batch}, options.clip_norm);
   auto plan = tune::fit_run(run, target);
   OXY_CHECK(plan, InvalidArgument, tune::kNoBlocks);
   return *std::move(plan);
@@ -80,25 +83,25 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
     ~Restored() { snapshot.restore(); }
   } const restored{snapshot};
   const memory::Meter whole;
-  take_step(run, batch);  // makes gradients and the optimizer's state
+  take_step(run, batch, target.can_repeat);  // makes gradients and the optimizer's state
   const auto base = before + whole.live_bytes();
   double seconds = 0;
-  const auto measured = [&](const memory::RecomputeChoice& choice) {
-    const memory::RecomputeBlocks active(choice);
+  const auto measured = [&](const memory::BlockChoice& choice) {
+    const memory::PlannedBlocks active(choice);
     const auto began = std::chrono::steady_clock::now();
     const auto at_begin = before + whole.live_bytes();
     const memory::Meter meter;
-    take_step(run, batch);
+    take_step(run, batch, target.can_repeat);
     seconds = seconds_since(began);
     return at_begin + meter.peak_bytes();
   };
   std::vector<std::string> blocks;
-  const auto recorded = [&](const memory::RecomputeChoice& choice) {
-    const memory::RecomputeBlocks active(choice);
+  const auto recorded = [&](const memory::BlockChoice& choice) {
+    const memory::PlannedBlocks active(choice);
     std::vector<memory::StepTape> tapes;
     for (std::size_t i = 0; i < kRecordings; ++i) {
       const memory::Meter meter({.timeline = true});
-      take_step(run, batch);
+      take_step(run, batch, target.can_repeat);
       const auto timeline = meter.timeline();
       if (blocks.empty()) blocks = blocks_of(timeline);
       tapes.push_back(memory::StepTape::of(timeline, blocks));
@@ -108,20 +111,24 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
   auto tape = recorded({});
   if (blocks.empty()) return std::nullopt;
   const auto plain_peak = measured({});
-  std::optional<std::string> selective_error;
-  try {
-    tape.add_selective(recorded({.selective = blocks, .full = {}}));
-  } catch (const std::exception& error) {
-    // The same step went well without it. The report says why it is left out.
-    selective_error = error.what();
-    snapshot.restore();
-    take_step(run, batch);
+  std::vector<std::pair<memory::BlockAction, std::string>> failed;
+  for (const auto action : memory::kRecordedActions) {
+    const auto format = memory::format_of(action);
+    if (format && std::find(target.formats.begin(), target.formats.end(), *format) == target.formats.end()) continue;
+    try {
+      tape.add(action, recorded({action, blocks}));
+    } catch (const std::exception& error) {
+      // The same step went well without it. The report says why it is left out.
+      failed.emplace_back(action, error.what());
+      snapshot.restore();
+      take_step(run, batch, target.can_repeat);
+    }
   }
   if (is_least) measured({});  // for the time of a plain step
   auto search = is_least ? memory::BudgetSearch::least(std::move(tape), base, plain_peak, seconds, target.max_slowdown)
                          : memory::BudgetSearch(std::move(tape), base, plain_peak, budget);
-  if (selective_error) search.without_selective(*selective_error);
-  const auto time = [&](const memory::RecomputeChoice& choice) {
+  for (const auto& [action, error] : failed) search.without(action, error);
+  const auto time = [&](const memory::BlockChoice& choice) {
     std::array<double, kPairs> plain{}, planned{};
     for (std::size_t i = 0; i < kPairs; ++i) {
       measured(choice);
@@ -138,9 +145,11 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
   }
   if (!search.choice().empty()) {
     if (!search.is_bound_by_time()) time(search.choice());
-    const auto left = [&](const memory::RecomputeChoice& choice) {
+    const auto left = [&](const memory::BlockChoice& choice) {
       snapshot.restore();
-      measured(choice);
+      const memory::PlannedBlocks active(choice);
+      take_step(run, batch, target.can_repeat);
+      search.rounded(active.relative_error());
       return snapshot.digest();
     };
     const auto kept = left({});

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "oxytorch/tune/fit.h"
 #include "oxytorch/tune/run.h"
@@ -15,6 +16,10 @@ struct FitTarget {
   std::optional<std::int64_t> budget = {};
   /// Above 0, in place of a budget: the smallest peak at which a step takes at most so many times as long as now.
   double max_slowdown = 0;
+  /// Whether each step has a StepStart beside it, as that of a Trainer, which takes memory too.
+  bool can_repeat = false;
+  /// As FitOptions::formats.
+  std::vector<memory::SavedFormat> formats = {memory::SavedFormat::Lossless};
 };
 
 /// What fit() does, on the first of the run's batches. A window of several batches is measured with the gradients of

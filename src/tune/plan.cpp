@@ -166,6 +166,8 @@ void Plan::Impl::fit_memory(const std::string& why) {
     return named.add(HostSetting::refused(kSetting, std::move(refusal)));
   }
   tune::FitTarget target;
+  target.formats.push_back(saved_tensors);
+  target.can_repeat = can_repeat;
   if (checkpointing == "least") {
     target.max_slowdown = max_slowdown;
   } else if (checkpointing != "auto") {

@@ -12,6 +12,7 @@
 #include "oxytorch/config.h"
 #include "oxytorch/host.h"
 #include "oxytorch/memory/budget_search.h"
+#include "oxytorch/memory/pack_saved_tensors.h"
 #include "oxytorch/tune/accelerate.h"
 #include "oxytorch/tune/asked.h"
 #include "oxytorch/tune/run.h"
@@ -80,7 +81,9 @@ struct Plan::Impl : tune::Watched {
   std::unique_ptr<tune::Run> run;
   tune::Certificate certificate;
   std::string checkpointing = "off";  // checkpointing_of() its settings
-  double max_slowdown = 1.25;         // with "least", times as long as now
+  memory::SavedFormat saved_tensors = memory::SavedFormat::Lossless;
+  bool can_repeat = false;     // each step has a StepStart beside it
+  double max_slowdown = 1.25;  // with "least", times as long as now
   tune::Goal goal = tune::Goal::Speed;
   std::optional<bool> recomputes;              // whether blocks are run again, where that was planned
   std::optional<memory::BudgetSearch> fitted;  // the figures of that plan

@@ -88,7 +88,7 @@ TEST(Config, EveryRowIsWhole) {
       EXPECT_EQ(config.get(field.key), value) << field.key;
     }
   }
-  EXPECT_EQ(keys.size(), 43u);
+  EXPECT_EQ(keys.size(), 44u);
 }
 
 TEST(Config, SettingTheLevelKeepsWhatWasSet) {

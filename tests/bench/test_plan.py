@@ -73,6 +73,20 @@ def test_it_says_what_fits(script: Path, function: str, capsys: pytest.CaptureFi
     assert "it fits." in said and f"Fitted to {middle}:" in said and "selective" in said and "parameters" in said
 
 
+def test_a_file_for_saved_tensors_widens_what_can_be_had(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    floors = []
+    for words in ([], ["--format", "file"]):
+        assert cli.main(["plan", f"{script}:training", *words, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        floors.append(found["floor_bytes"])
+        assert ("file keeps" in found["blocks"]) is bool(words)
+    assert floors[1] < floors[0]
+    lowest = str(floors[1] + (floors[0] - floors[1]) // 2)
+    assert cli.main(["plan", f"{script}:training", "--format", "file", "--budget", lowest, "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["budgets"]
+    assert one["fits"] and one["packed"]["file"] and one["same_bits"]
+
+
 def test_a_budget_that_cannot_be_kept(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", f"{script}:training", "--budget", "1MiB", "--json"]) == 1
     (one,) = json.loads(capsys.readouterr().out)["budgets"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -109,13 +110,13 @@ def test_every_budget_down_to_the_floor_is_kept(kind: str) -> None:
     model, _, step = prepared(kind)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with fit(model, step, "4GB") as loose:
-        assert loose.recomputed == () and not loose.is_active
+        assert loose.planned == () and not loose.is_active
     assert all(value.equal(before[name]) for name, value in model.state_dict().items()), "trials left a trace"
     last = loose.plain_peak
     for share in (0.9, 0.6, 0.3, 0.05):
         budget = loose.floor + int(share * (loose.plain_peak - loose.floor))
         with fit(model, step, budget) as plan:
-            assert plan.recomputed and plan.measured_peak <= budget
+            assert plan.planned and plan.measured_peak <= budget
             assert plan.same_bits is True
             assert plan.measured_peak <= last * 1.001, "a smaller budget never peaks higher"
             # What the user's own loop takes then.
@@ -215,6 +216,47 @@ def test_a_block_that_is_called_twice_is_one() -> None:
         assert "shared" in plan.recomputed
 
 
+@pytest.mark.parametrize("kind", ["images", "tokens"])
+def test_a_file_goes_below_what_running_again_reaches(kind: str) -> None:
+    model, _, step = prepared(kind)
+    before = copy.deepcopy(model.state_dict())
+    with fit(model, step, "least", max_slowdown=100.0) as plain:
+        assert plain.packed.get("file") is None
+    with fit(model, step, "least", max_slowdown=100.0, formats=("lossless", "file")) as plan:
+        assert plan.packed["file"] and set(plan.packed["file"]) <= set(plan.planned)
+        assert plan.measured_peak < plain.measured_peak and plan.same_bits is True
+        assert abs(plan.measured_peak - plan.predicted_peak) <= 0.01 * plan.plain_peak
+        assert plan.table().count("written to a file\n") == len(plan.packed["file"])
+        assert f"saved tensors of {len(plan.packed['file'])} of" in plan.summary()
+        assert f"{sum(map(len, plan.packed.values()))} packed" in repr(plan)
+    for name, value in model.state_dict().items():
+        assert value.equal(before[name]), name
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+def test_what_rounds_is_asked_for_and_says_by_how_much(format: Any) -> None:
+    model, _, step = prepared("tokens")
+    with fit(model, step, "4GB") as loose:
+        pass
+    names = [f"encoder.layers.{i}" for i in range(6)]
+    packed = {}
+    for share in (0.9, 0.6, 0.3):
+        budget = loose.floor + int(share * (loose.plain_peak - loose.floor))
+        with fit(model, step, budget, blocks=names, formats=[format]) as plan:
+            packed = plan.packed
+            if packed:
+                assert set(packed) == {format} and plan.same_bits is False
+                error = float(plan.table().partition("is rounded by ")[2].partition(" ")[0])
+                assert 1e-5 < error < (0.005 if format == "bf16" else 0.05)
+    assert "lossless" not in packed, "it was not asked for"
+
+
+def test_formats_that_there_are_not() -> None:
+    model, _, step = prepared("experts")
+    with pytest.raises(ValueError, match="formats has 'zip'; saved tensors are packed as 'lossless', 'bf16', 'int8'"):
+        fit(model, step, "4GB", formats=["zip"])  # type: ignore[list-item]
+
+
 def test_what_it_says() -> None:
     model, _, step = prepared("tokens")
     with fit(model, step, "4GB") as loose:
@@ -227,6 +269,7 @@ def test_what_it_says() -> None:
         text = plan.table()
     assert all(f"encoder.layers.{i}" in text for i in range(6))
     assert text.count("run again\n") == len(plan.full) and text.count("selective\n") == len(plan.selective)
-    assert plan.recomputed == plan.full + plan.selective != ()
+    assert text.count("packed\n") == sum(map(len, plan.packed.values()))
+    assert plan.recomputed == plan.full + plan.selective and plan.planned != ()
     assert ox.base.format_size(plan.measured_peak) in text and "same bits" in text
     assert plan.seconds > 0 and plan.plain_seconds > 0

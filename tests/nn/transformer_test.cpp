@@ -213,7 +213,8 @@ TEST_P(FamiliesTest, LayersMadeAgainInBackwardGiveTheSameBits) {
     return gradients(model, model(x), x);
   };
   const auto kept = run();
-  const memory::RecomputeBlocks again({.selective = {"transformer.0"}, .full = {"transformer.1", "transformer.2"}});
+  const memory::PlannedBlocks again(memory::BlockChoice(memory::BlockAction::Full, {"transformer.1", "transformer.2"})
+                                        .add(memory::BlockAction::Selective, "transformer.0"));
   const auto made = run();
   for (std::size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(at::equal(kept[i], made[i])) << i;
 }

@@ -113,8 +113,7 @@ TEST_F(GradientCheckpointingTest, ATrainerStaysWithinItsBudgetAndTrainsTheSame) 
     if (calibrate) continue;  // which may have found another order of sums
     for (std::size_t i = 0; i < mine.size(); ++i) EXPECT_TRUE(at::equal(mine[i], theirs[i])) << i;
   }
-  for (int i = 0; i < 6; ++i)
-    EXPECT_EQ(memory::recompute_of("deep.layer" + std::to_string(i)), memory::Recompute::Nothing);
+  for (int i = 0; i < 6; ++i) EXPECT_EQ(memory::action_of("deep.layer" + std::to_string(i)), memory::BlockAction::Keep);
 }
 
 TEST_F(GradientCheckpointingTest, ChecksOfWhatTuningFoundStayWithinTheBudget) {

@@ -26,7 +26,7 @@ GIVEN: dict[str, Any] = {
     "early_stopping_patience": 1, "early_stopping_min_delta": 100.0, "early_stopping_mode": "max",
     "early_stopping_restore_best": True, "memory_limit": "90%",
     "goal": "memory", "max_slowdown": 1.5, "max_growth": 2.0,
-    "gradient_checkpointing": "1GiB",
+    "gradient_checkpointing": "1GiB", "saved_tensors": "file",
     "num_workers": 2, "prefetch": 3, "pin_memory": "on", "cache": "16MiB",
     "seed": 5, "deterministic": True, "progress": "on", "log_every": 3, "monitor": False,
 }  # fmt: skip
@@ -39,6 +39,7 @@ WITH: dict[str, dict[str, Any]] = {
     "early_stopping_mode": {"early_stopping_patience": 1},
     "early_stopping_restore_best": {"early_stopping_patience": 1},
     "max_slowdown": {"goal": "memory"},
+    "saved_tensors": {"gradient_checkpointing": "least"},
 }
 NOT_YET = {"log_every", "monitor"}
 LOOP = {

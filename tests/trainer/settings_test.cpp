@@ -403,6 +403,12 @@ const std::map<std::string, std::function<void()>>& effects() {
          Training one({{"gradient_checkpointing", std::string("1GiB")}});
          EXPECT_THROW(one.trainer->step(Batch(data(1)[0].data, data(1)[0].target)), Error);  // it calls no blocks
        }},
+      {"saved_tensors",
+       [] {
+         EXPECT_THROW(Training({{"saved_tensors", std::string("file")}}), Error) << "nothing is planned";
+         Training one({{"gradient_checkpointing", std::string("1GiB")}, {"saved_tensors", std::string("file")}});
+         // shown by GradientCheckpointingTest
+       }},
       {"progress",
        [] {
          EXPECT_THAT(progress_of("on"), ContainsRegex("epoch 1  step 1  loss [0-9]"));

@@ -321,10 +321,10 @@ def checkpointed() -> bool:
     return line.state == "on" and "of the budget of 1.00 GiB as it is" in line.reason
 
 
-def least(slowdown: float) -> str:
+def least(slowdown: float, **settings: Any) -> str:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 60), nn.ReLU(), nn.Linear(60, 6)) for _ in range(4)))
-    x = torch.randn(300, 6), torch.randint(3, (300,))
-    with closed(trainer(model=model, goal="memory", max_slowdown=slowdown)) as one:
+    x = torch.randn(3000, 6), torch.randint(3, (3000,))
+    with closed(trainer(model=model, goal="memory", max_slowdown=slowdown, **settings)) as one:
         one.step(x)
         (line,) = (line for line in one.report().settings if line.name == "gradient_checkpointing")
     return line.reason
@@ -399,6 +399,9 @@ TRAINER: dict[str, Callable[..., Any]] = {
     "max_slowdown": lambda: "as it is" in least(1.0),
     "max_growth": trainer_grows,
     "gradient_checkpointing": checkpointed,
+    "saved_tensors": lambda: (
+        "written to a file" in least(50.0, saved_tensors="file") and "written to a file" not in least(50.0)
+    ),
     "num_workers": lambda: fed("num_workers")[0].num_workers == 2 and fed("num_workers", native=True)[1] == "on",
     "prefetch": lambda: fed("prefetch")[0].ahead == 3 and fed("prefetch", native=True)[1] == "on",
     "pin_memory": lambda: (
@@ -687,6 +690,9 @@ ACCELERATE: dict[str, Callable[..., Any]] = {
     ),
     "max_growth": grows,
     "gradient_checkpointing": accelerated_process,
+    "saved_tensors": lambda clock: (
+        tuned(clock, {"goal": "memory", "saved_tensors": "bf16"}, strategies=[]).asked.saved_tensors == "bf16"
+    ),
     "num_workers": lambda: drawn_from("num_workers")[0].num_workers == 2 and drawn_from("num_workers", True)[1] == "on",
     "prefetch": lambda: drawn_from("prefetch")[0].ahead == 3 and drawn_from("prefetch", native=True)[1] == "on",
     "pin_memory": lambda: drawn_from("pin_memory")[1] == ("on" if torch.accelerator.is_available() else "refused"),

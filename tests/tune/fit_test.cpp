@@ -67,10 +67,10 @@ TEST(FitTest, EveryBudgetIsKeptAndLeavesNoTrace) {
     EXPECT_LE(figures.measured_peak(), last) << "a smaller budget never peaks higher";
     EXPECT_EQ(figures.same_bits(), true);
     EXPECT_TRUE(equal(before, training.state()));
-    EXPECT_THAT(plan.table(), HasSubstr("selective\n"));
+    EXPECT_THAT(plan.table(), testing::AnyOf(HasSubstr("selective\n"), HasSubstr("packed\n")));
     last = figures.measured_peak();
     plan.revert();
-    EXPECT_EQ(memory::recompute_of("deep.layer0"), memory::Recompute::Nothing);
+    EXPECT_EQ(memory::action_of("deep.layer0"), memory::BlockAction::Keep);
   }
 }
 
@@ -110,7 +110,7 @@ TEST(FitTest, WhatCannotBeIsRefused) {
   refused(training, "-5MB", "-5MB");
   refused(training, "much", "much");
   refused(without, "1GB", "calls no blocks");
-  EXPECT_EQ(memory::recompute_of("deep.layer0"), memory::Recompute::Nothing);
+  EXPECT_EQ(memory::action_of("deep.layer0"), memory::BlockAction::Keep);
 }
 
 TEST(FitTest, TheLeastThatTimeAllows) {
@@ -118,7 +118,7 @@ TEST(FitTest, TheLeastThatTimeAllows) {
   const auto before = training.state();
   const auto least = [&](double slowdown) {
     return fit(*training.model, *training.optimizer, supervised(training.model, nn::CrossEntropyLoss()), training.batch,
-               "least", /*clip_norm=*/0, slowdown);
+               "least", {.max_slowdown = slowdown});
   };
   auto plan = least(50);
   const auto& figures = plan.figures();
@@ -132,21 +132,48 @@ TEST(FitTest, TheLeastThatTimeAllows) {
   EXPECT_THROW((void)least(0.5), Error);
 }
 
-TEST(BlockTest, OfSeveralPlansTheOneThatKeepsTheLeastCounts) {
-  using memory::Recompute;
-  {
-    const memory::RecomputeBlocks one({.selective = {"a", "b"}, .full = {"c"}});
-    {
-      const memory::RecomputeBlocks other({.selective = {"c"}, .full = {"b"}});
-      EXPECT_EQ(memory::recompute_of("b"), Recompute::Full);
-      EXPECT_EQ(memory::recompute_of("c"), Recompute::Full);
-    }
-    EXPECT_EQ(memory::recompute_of("a"), Recompute::Selective);
-    EXPECT_EQ(memory::recompute_of("b"), Recompute::Selective);
-    EXPECT_EQ(memory::recompute_of("c"), Recompute::Full);
-    EXPECT_EQ(memory::recompute_of("d"), Recompute::Nothing);
+TEST(FitTest, WhatBlocksSaveIsPackedWhereThatCostsLess) {
+  using memory::BlockAction, memory::SavedFormat;
+  Training training;
+  const auto before = training.state();
+  const auto fitted = [&](std::vector<SavedFormat> formats) {
+    return fit(*training.model, *training.optimizer, supervised(training.model, nn::CrossEntropyLoss()), training.batch,
+               "least", {.max_slowdown = 50, .formats = std::move(formats)});
+  };
+  const auto plain = fitted({});
+  auto plan = fitted({SavedFormat::Lossless, SavedFormat::File});
+  const auto& in_file = plan.figures().choice()[BlockAction::File];
+  ASSERT_FALSE(in_file.empty()) << plan.table();
+  EXPECT_EQ(memory::action_of(in_file.front()), BlockAction::File);
+  EXPECT_LT(plan.figures().measured_peak(), plain.figures().measured_peak());
+  EXPECT_EQ(plan.figures().same_bits(), true);
+  EXPECT_THAT(plan.table(), HasSubstr("written to a file\n"));
+  EXPECT_THAT(plan.figures().summary(), HasSubstr("blocks are written to a file"));
+  plan.revert();
+  EXPECT_TRUE(equal(before, training.state()));
+  auto rounded = fitted({SavedFormat::Int8});
+  if (!rounded.figures().choice()[BlockAction::Int8].empty()) {
+    EXPECT_EQ(rounded.figures().same_bits(), false);
+    EXPECT_THAT(rounded.table(), HasSubstr("What is packed is rounded by 0.0"));
   }
-  EXPECT_EQ(memory::recompute_of("b"), Recompute::Nothing);
+}
+
+TEST(BlockTest, OfSeveralPlansTheOneThatKeepsTheLeastCounts) {
+  using memory::BlockAction;
+  {
+    const memory::PlannedBlocks one(
+        memory::BlockChoice(BlockAction::Selective, {"a", "b"}).add(BlockAction::Full, "c"));
+    {
+      const memory::PlannedBlocks other(memory::BlockChoice(BlockAction::Selective, {"c"}).add(BlockAction::Full, "b"));
+      EXPECT_EQ(memory::action_of("b"), BlockAction::Full);
+      EXPECT_EQ(memory::action_of("c"), BlockAction::Full);
+    }
+    EXPECT_EQ(memory::action_of("a"), BlockAction::Selective);
+    EXPECT_EQ(memory::action_of("b"), BlockAction::Selective);
+    EXPECT_EQ(memory::action_of("c"), BlockAction::Full);
+    EXPECT_EQ(memory::action_of("d"), BlockAction::Keep);
+  }
+  EXPECT_EQ(memory::action_of("b"), BlockAction::Keep);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-/// Brings a training step within a budget of memory: what is made again is chosen by a recorded step, and corrected by
-/// what is measured. Knows no torch.
+/// Brings a training step within a budget of memory: what is done with each block is chosen by recorded steps, and
+/// corrected by what is measured. Knows no torch.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "oxytorch/api.h"
-#include "oxytorch/memory/recompute_plan.h"
+#include "oxytorch/memory/block_plan.h"
 #include "oxytorch/monitor/report.h"
 
 namespace oxytorch::memory {
@@ -30,18 +30,20 @@ class OXY_API BudgetSearch {
   /// Whether timed() is to be called for each choice, since it decides, and not for the last one alone.
   [[nodiscard]] bool is_bound_by_time() const noexcept { return max_slowdown_ > 0; }
 
-  /// What is to be made again in the step that is to be measured next; empty: the search is over.
+  /// What is to be done with blocks in the step that is to be measured next; empty: the search is over.
   /// Error(OutOfMemory), with the lowest peak, where no choice is within the budget.
-  [[nodiscard]] std::optional<RecomputeChoice> next();
+  [[nodiscard]] std::optional<BlockChoice> next();
   void measured(std::int64_t peak);
   /// Medians of steps with everything kept and with the choice.
   void timed(double plain_seconds, double seconds);
   /// Whether a step leaves the same bits as with everything kept; empty: two such steps differ from each other.
   void compared(std::optional<bool> same) { same_bits_ = same; }
-  /// What a step with every block under selective_checkpoint() threw: none is put under it, and summary() says why.
-  void without_selective(const std::string& error);
+  /// What a step with every block under that action threw: none is put under it, and summary() says why.
+  void without(BlockAction action, const std::string& error);
+  /// The error of what was rounded, relative to its size.
+  void rounded(double relative_error);
 
-  [[nodiscard]] const RecomputeChoice& choice() const noexcept { return choice_; }
+  [[nodiscard]] const BlockChoice& choice() const noexcept { return choice_; }
   /// Bytes; the measured peak where there is none.
   [[nodiscard]] std::int64_t budget() const noexcept { return budget_; }
   [[nodiscard]] std::int64_t plain_peak() const noexcept { return plain_peak_; }
@@ -60,27 +62,28 @@ class OXY_API BudgetSearch {
   [[nodiscard]] std::string table() const;
   /// The same as a document, with the curve as a plot.
   [[nodiscard]] monitor::Report report() const;
-  /// What the choice comes to, in a sentence; and what it costs, empty where nothing is made again.
+  /// What the choice comes to, in a sentence; and what it costs, empty where every block is kept.
   [[nodiscard]] std::string summary() const;
   [[nodiscard]] std::string cost() const;
 
  private:
-  [[nodiscard]] std::optional<RecomputeChoice> next_least();
+  [[nodiscard]] std::optional<BlockChoice> next_least();
   [[nodiscard]] std::string slowdown_text() const;
   [[nodiscard]] std::vector<std::vector<std::string>> block_rows() const;
   [[nodiscard]] std::string outcome() const;
-  [[nodiscard]] bool choose(const RecomputePlan& plan);
+  [[nodiscard]] bool choose(const BlockPlan& plan);
   [[noreturn]] void refuse(const std::string& found) const;
 
   StepTape tape_;
   std::int64_t base_, budget_, target_, plain_peak_, predicted_peak_, measured_peak_, floor_;
-  RecomputeChoice choice_;
+  BlockChoice choice_;
   double plain_seconds_ = 0, seconds_ = 0;
-  double max_slowdown_ = 0, allowed_seconds_ = 0;  // in place of a budget; of what is made again
+  double max_slowdown_ = 0, allowed_seconds_ = 0;  // in place of a budget; that the choice adds
   bool is_optimal_ = true, is_over_ = false, tried_lowest_ = false;
   int tries_ = 0;
   std::optional<bool> same_bits_ = true;
-  std::string without_selective_;
+  std::string left_out_;
+  double relative_error_ = 0;
 };
 
 }  // namespace oxytorch::memory

@@ -1,5 +1,5 @@
-/// A training step as it was recorded, block by block: what a choice of blocks to recompute saves and costs. Knows no
-/// torch.
+/// A training step as it was recorded, block by block: what a choice of actions for its blocks saves and costs. Knows
+/// no torch.
 #pragma once
 
 #include <array>
@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -15,20 +16,41 @@
 
 namespace oxytorch::memory {
 
-/// What backward makes again of a block.
-enum class Recompute : std::uint8_t {
-  Nothing,    ///< everything that its nodes save is kept
-  Selective,  ///< results of cheap operators: selective_checkpoint()
+/// What is done with what backward needs of a block.
+enum class BlockAction : std::uint8_t {
+  Keep,       ///< everything that its nodes save is kept as it is
+  Selective,  ///< results of cheap operators are made again: selective_checkpoint()
   Full,       ///< the whole block is run again: checkpoint()
+  Lossless,   ///< packed: PackSavedTensors of SavedFormat::Lossless, and so on
+  BFloat16,
+  Int8,
+  File,
 };
-constexpr std::size_t kRecomputes = 3;
+constexpr std::size_t kBlockActions = 7;
+/// Those whose cost is known by a recording under them alone: all but Keep and Full.
+inline constexpr std::array kRecordedActions{BlockAction::Selective, BlockAction::Lossless, BlockAction::BFloat16,
+                                             BlockAction::Int8, BlockAction::File};
+/// "keep", "selective", "full", "lossless", "bf16", "int8", "file".
+[[nodiscard]] OXY_API std::string_view name(BlockAction action) noexcept;
+/// Error(InvalidArgument) for another word.
+[[nodiscard]] OXY_API BlockAction parse_block_action(std::string_view word);
 
-/// Blocks by name, those of which something is made again.
-struct RecomputeChoice {
-  std::vector<std::string> selective, full;
+/// Names of blocks by what is done with them; those that are kept are left out.
+class OXY_API BlockChoice {
+ public:
+  BlockChoice() = default;
+  BlockChoice(BlockAction action, std::vector<std::string> names);
 
-  [[nodiscard]] bool empty() const noexcept { return selective.empty() && full.empty(); }
-  bool operator==(const RecomputeChoice&) const = default;
+  [[nodiscard]] const std::vector<std::string>& operator[](BlockAction action) const {
+    return names_[static_cast<std::size_t>(action)];
+  }
+  BlockChoice& add(BlockAction action, std::string name);
+  [[nodiscard]] BlockAction action_of(std::string_view name) const;
+  [[nodiscard]] bool empty() const noexcept;
+  bool operator==(const BlockChoice&) const = default;
+
+ private:
+  std::array<std::vector<std::string>, kBlockActions> names_;
 };
 
 /// One call of a block in a recorded step. Moments are indices of events.
@@ -39,12 +61,20 @@ struct BlockCall {
     std::int64_t from = 0;  ///< the moment at which the step gives it back
     std::int64_t bytes = 0;
   };
-  /// Under selective_checkpoint().
-  struct Selective {
-    std::int64_t saved_bytes = 0;    ///< that are still kept
-    std::int64_t backward_peak = 0;  ///< the most that backward had live beyond what was live when it began
-    double seconds = 0;              ///< to leave out in forward and to make again
-    std::vector<Held> held{};
+  /// An output that is kept for backward of the block itself, too, as that of a ReLU.
+  struct KeptOutput {
+    std::size_t output = 0;
+    std::int64_t from = 0;  ///< the moment from which no other block keeps it
+    std::int64_t bytes = 0;
+  };
+  /// Under an action that was recorded.
+  struct Under {
+    std::int64_t saved_bytes = 0;        ///< that are still kept
+    std::int64_t backward_peak = 0;      ///< the most that backward had live beyond what was live when it began
+    double seconds = 0;                  ///< that it adds to forward and backward
+    std::vector<Held> held{};            ///< of BlockCall::held, those that it holds
+    std::int64_t released_bytes = 0;     ///< of inputs that the step would keep for this block, and it does not
+    std::vector<KeptOutput> released{};  ///< of BlockCall::kept_outputs, those that it does not keep
   };
   std::size_t block = 0;  ///< index into StepTape::names
   std::int64_t forward_begin = 0;
@@ -52,22 +82,23 @@ struct BlockCall {
   std::int64_t backward_begin = 0;  ///< the first that backward of it takes
   std::int64_t backward_end = 0;    ///< the first that backward of another block takes, or the end
   double seconds = 0;               ///< of its forward
-  double selective_seconds = 0;     ///< that selective_checkpoint() worked, where the step was recorded under it
+  double overhead_seconds = 0;      ///< that the action worked under which the step was recorded
   std::int64_t saved_bytes = 0;     ///< made in forward, kept for its backward alone
   std::int64_t forward_peak = 0;    ///< the most that forward had live beyond what was live before it
   std::int64_t backward_peak = 0;   ///< likewise
   std::vector<Held> held{};
-  std::optional<Selective> selective{};  ///< where it is known
+  std::vector<KeptOutput> kept_outputs{};
+  std::array<std::optional<Under>, kBlockActions> under{};  ///< by action, those that are known
 };
 
 /// What `live` becomes between two moments at which a choice may change it: the peak in between, and by how much each
-/// block lowers it (below 0: raises it), by what is made again of it.
+/// block lowers it (below 0: raises it), by what is done with it.
 struct Span {
-  using Bytes = std::array<std::int64_t, kRecomputes>;
-  /// It counts where this block is recomputed in one of these ways.
+  using Bytes = std::array<std::int64_t, kBlockActions>;
+  /// It counts where one of these actions is taken for this block.
   struct Condition {
     std::size_t block = 0;
-    std::array<bool, kRecomputes> counts{};
+    std::array<bool, kBlockActions> counts{};
   };
   std::int64_t live = 0;
   std::vector<std::pair<std::size_t, Bytes>> lowered;
@@ -84,18 +115,20 @@ struct OXY_API StepTape {
   /// The last of some recordings of one step, at least one; each call takes the median of its seconds in those that
   /// have the same calls. One recording alone mistakes a page fault for a slow block.
   static StepTape steady(std::vector<StepTape> recordings);
-  /// Takes over what each call takes under selective_checkpoint(), from a recording with every block under it. One with
-  /// other calls changes nothing.
-  void add_selective(const StepTape& recording);
+  /// Takes over what each call takes under an action, from a recording with every block under it. One with other calls
+  /// changes nothing.
+  void add(BlockAction action, const StepTape& recording);
+  /// Whether it is known of every call.
+  [[nodiscard]] bool has(BlockAction action) const;
 
   /// The most that is live with a choice, one for each block.
-  [[nodiscard]] std::int64_t peak(const std::vector<Recompute>& choice) const;
+  [[nodiscard]] std::int64_t peak(const std::vector<BlockAction>& choice) const;
   /// Seconds that it adds to a step.
-  [[nodiscard]] double seconds(const std::vector<Recompute>& choice) const;
+  [[nodiscard]] double seconds(const std::vector<BlockAction>& choice) const;
   /// What any choice comes to, the highest first.
   [[nodiscard]] std::vector<Span> spans() const;
-  /// Seconds that each block adds, by Recompute; infinite where it is not known.
-  [[nodiscard]] std::vector<std::array<double, kRecomputes>> seconds() const;
+  /// Seconds that each block adds, by action; infinite where that is not known, or saves nothing.
+  [[nodiscard]] std::vector<std::array<double, kBlockActions>> seconds() const;
 };
 
 }  // namespace oxytorch::memory

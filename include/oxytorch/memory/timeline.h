@@ -34,8 +34,9 @@ struct Timeline {
   std::vector<BlockEvent> events;
   std::vector<RegionMark> marks;
   std::vector<std::string> names;
-  /// How long selective_checkpoint() worked in a region: to leave tensors out, and to make them again in backward.
-  std::vector<std::pair<int, std::int64_t>> selective_ns{};
+  /// How long selective_checkpoint() or PackSavedTensors worked in a region: to leave tensors out or to pack them, and
+  /// to make them again or unpack them in backward.
+  std::vector<std::pair<int, std::int64_t>> overhead_ns{};
   /// Where blocks were taken: "file:line function", the innermost call first, one call a line.
   std::vector<std::string> sites;
 };

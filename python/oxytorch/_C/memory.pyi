@@ -15,6 +15,7 @@ __all__: list[str] = [
     "BatchReplay",
     "BatchSearch",
     "BatchTrial",
+    "BlockChoice",
     "BlockEvent",
     "BudgetSearch",
     "HostPoolStats",
@@ -28,10 +29,10 @@ __all__: list[str] = [
     "PausedLimit",
     "PeakPart",
     "PhaseUse",
-    "RecomputeChoice",
     "StepTape",
     "Timeline",
     "available_bytes",
+    "block_actions",
     "can_count",
     "cap_host_memory",
     "checkpoint",
@@ -431,9 +432,9 @@ class StepTape:
     def of(timeline: Timeline, blocks: collections.abc.Sequence[str]) -> StepTape: ...
     @staticmethod
     def steady(recordings: collections.abc.Sequence[StepTape]) -> StepTape: ...
-    def add_selective(self, recording: StepTape) -> None:
+    def add(self, action: str, recording: StepTape) -> None:
         """
-        Take over what calls take under selective_checkpoint().
+        Take over what calls take under an action, from a recording with every block under it.
         """
     def lowest(self) -> tuple[list[int], int, float, bool]:
         """
@@ -441,23 +442,23 @@ class StepTape:
         """
     def plan(self, budget: typing.SupportsInt | typing.SupportsIndex) -> tuple[list[int], int, float, bool]:
         """
-        (What is made again of each block, peak, seconds added, whether no choice is faster). See plan_recomputation() in oxytorch/memory/recompute_plan.h.
+        (The action for each block, peak, seconds added, whether no choice is faster). See plan_blocks() in oxytorch/memory/block_plan.h.
         """
-    def seconds(self) -> list[typing.Annotated[list[float], "FixedSize(3)"]]:
+    def seconds(self) -> list[typing.Annotated[list[float], "FixedSize(7)"]]:
         """
-        Of each block, by what is made again.
+        That each block adds, by action; infinite where that is not known, or saves nothing.
         """
     def spans(
         self,
     ) -> list[
         tuple[
             int,
-            list[tuple[int, typing.Annotated[list[int], "FixedSize(3)"]]],
-            tuple[int, typing.Annotated[list[bool], "FixedSize(3)"]] | None,
+            list[tuple[int, typing.Annotated[list[int], "FixedSize(7)"]]],
+            tuple[int, typing.Annotated[list[bool], "FixedSize(7)"]] | None,
         ]
     ]:
         """
-        Of each part of the step: the most that is live, (block, bytes that lowers by what is made again), and (block, by what is made again whether it counts) or None.
+        Of each part of the step: the most that is live, (block, bytes that lowers by action), and (block, by action whether it counts) or None.
         """
     @property
     def names(self) -> list[str]:
@@ -465,27 +466,19 @@ class StepTape:
         Of blocks.
         """
 
-class RecomputeChoice:
+class BlockChoice:
     """
-    Names of blocks of which something is made again.
+    Names of blocks by what is done with them.
     """
-    def __init__(
-        self, selective: collections.abc.Sequence[str] = (), full: collections.abc.Sequence[str] = ()
-    ) -> None: ...
-    @property
-    def full(self) -> list[str]:
+    def __init__(self, action: str, names: collections.abc.Sequence[str]) -> None:
         """
-        The whole block.
+        One action for all of them.
         """
-    @property
-    def selective(self) -> list[str]:
-        """
-        Results of cheap operators.
-        """
+    def names(self, action: str) -> list[str]: ...
 
 class BudgetSearch:
     """
-    Finds what to make again; see oxytorch/memory/budget_search.h.
+    Finds what to do with blocks; see oxytorch/memory/budget_search.h.
     """
     @staticmethod
     def least(
@@ -509,14 +502,15 @@ class BudgetSearch:
     def cost(self) -> str: ...
     def curve(self, points: typing.SupportsInt | typing.SupportsIndex) -> list[tuple[int, float]]: ...
     def measured(self, peak: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def next(self) -> RecomputeChoice | None:
+    def next(self) -> BlockChoice | None:
         """
-        What is to be made again next; None: it is over.
+        What is to be done with blocks next; None: it is over.
         """
     def report(self) -> oxytorch._C.monitor.Report:
         """
         The same as a document, with the curve as a plot.
         """
+    def rounded(self, relative_error: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
     def summary(self) -> str: ...
     def table(self) -> str: ...
     def timed(
@@ -524,11 +518,11 @@ class BudgetSearch:
         plain_seconds: typing.SupportsFloat | typing.SupportsIndex,
         seconds: typing.SupportsFloat | typing.SupportsIndex,
     ) -> None: ...
-    def without_selective(self, error: str) -> None: ...
+    def without(self, action: str, error: str) -> None: ...
     @property
     def budget(self) -> int: ...
     @property
-    def choice(self) -> RecomputeChoice: ...
+    def choice(self) -> BlockChoice: ...
     @property
     def floor(self) -> int: ...
     @property
@@ -664,6 +658,11 @@ class MemoryManager:
 def available_bytes(limit: typing.SupportsInt | typing.SupportsIndex | None = None) -> int:
     """
     Bytes that tensors may still take.
+    """
+
+def block_actions() -> list[str]:
+    """
+    What may be done with a block, in the order of StepTape.seconds().
     """
 
 def can_count() -> bool:

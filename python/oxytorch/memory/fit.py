@@ -1,4 +1,4 @@
-"""A training step within a budget of memory: what backward needs of a block is made again where that costs least."""
+"""A training step within a budget of memory: what backward needs of a block is made again or packed, as costs least."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MethodType, TracebackType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -19,6 +19,7 @@ from ..model.snapshot import Snapshot, snapshot_of_step
 from ..monitor import Report
 from .checkpoint import checkpoint, selective_checkpoint
 from .meter import Meter
+from .pack import Format, PackSavedTensors
 
 __all__ = ["MemoryPlan", "blocks_of", "fit", "fit_held"]
 
@@ -26,6 +27,9 @@ _native = _C.memory
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _RECORDINGS = 3  # of the step, for the time that each block takes
 _PAIRS = 3  # of steps with and without the plan, for the time it costs
+_CHECKPOINTS = {"selective": selective_checkpoint, "full": checkpoint}
+_ACTIONS = [action for action in _native.block_actions() if action != "keep"]
+_FORMATS = [action for action in _ACTIONS if action not in _CHECKPOINTS]
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -88,8 +92,8 @@ class _Recorded:
             handle.remove()
 
 
-class _Checkpointed:
-    """A block's forward, under a kind of checkpointing. Copies and pickles of the block have its forward as it was."""
+class _Wrapped:
+    """A block's forward, under an action. Copies and pickles of the block have its forward as it was."""
 
     def __init__(self, block: nn.Module, kind: Callable[..., Any]) -> None:
         self.block, self.kind = block, kind
@@ -114,16 +118,41 @@ def _same(value: Any) -> Any:
     return value
 
 
-class _Recomputed:
-    """Puts blocks under `checkpoint` or `selective_checkpoint`, and takes them out."""
+class _Packed:
+    """Calls a function with what it saves packed."""
 
-    def __init__(self, model: nn.Module, choice: _native.RecomputeChoice) -> None:
-        self._put: list[_Checkpointed] = []
-        for names, kind in ((choice.selective, selective_checkpoint), (choice.full, checkpoint)):
+    def __init__(self, format: Format) -> None:
+        self.packed = PackSavedTensors(format)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.packed:
+            return function(*args, **kwargs)
+
+
+class _Planned:
+    """Puts blocks under `checkpoint`, `selective_checkpoint` or `PackSavedTensors`, and takes them out."""
+
+    def __init__(self, model: nn.Module, choice: _native.BlockChoice) -> None:
+        self._put: list[_Wrapped] = []
+        self._packed: list[_Packed] = []
+        for action in _ACTIONS:
+            names = choice.names(action)
+            if names:
+                kind = self._kind(action)
             for name in names:
-                one = _Checkpointed(model.get_submodule(name), kind)
+                one = _Wrapped(model.get_submodule(name), kind)
                 one.block.forward = one
                 self._put.append(one)
+
+    def _kind(self, action: str) -> Callable[..., Any]:
+        if action in _CHECKPOINTS:
+            return _CHECKPOINTS[action]
+        self._packed.append(_Packed(cast(Format, action)))
+        return self._packed[-1]
+
+    def relative_error(self) -> float:
+        """Return the largest of `PackedReport.relative_error`."""
+        return max((one.packed.report().relative_error for one in self._packed), default=0.0)
 
     def close(self) -> None:
         for one in reversed(self._put):
@@ -135,11 +164,22 @@ class _Recomputed:
 
 
 class MemoryPlan:
-    """What of which blocks is made again, what it saves and costs. Active until `revert()` or the end of a `with`."""
+    """What is done with which blocks, what it saves and costs. Active until `revert()` or the end of a `with`."""
 
     def __init__(self, model: nn.Module, search: _native.BudgetSearch) -> None:
         self._model, self._search = model, search
-        self._put: _Recomputed | None = None
+        self._put: _Planned | None = None
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """Names of the modules that are not kept as they are: those of `full`, `selective` and `packed`."""
+        return tuple(name for action in _ACTIONS for name in self._search.choice.names(action))
+
+    @property
+    def packed(self) -> dict[str, tuple[str, ...]]:
+        """Names of the modules under `PackSavedTensors`, by format."""
+        by_format = {format: tuple(self._search.choice.names(format)) for format in _FORMATS}
+        return {format: names for format, names in by_format.items() if names}
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -149,12 +189,12 @@ class MemoryPlan:
     @property
     def full(self) -> tuple[str, ...]:
         """Names of the modules that are run again in backward, under `checkpoint`."""
-        return tuple(self._search.choice.full)
+        return tuple(self._search.choice.names("full"))
 
     @property
     def selective(self) -> tuple[str, ...]:
         """Names of the modules of which results of cheap operators are made again, under `selective_checkpoint`."""
-        return tuple(self._search.choice.selective)
+        return tuple(self._search.choice.names("selective"))
 
     @property
     def budget(self) -> int:
@@ -183,12 +223,12 @@ class MemoryPlan:
 
     @property
     def plain_seconds(self) -> float:
-        """Of a step without the plan, a median of steps in turn; 0 where nothing is made again."""
+        """Of a step without the plan, a median of steps in turn; 0 where every block is kept."""
         return self._search.plain_seconds
 
     @property
     def seconds(self) -> float:
-        """Of a step with it, a median of steps in turn; 0 where nothing is made again."""
+        """Of a step with it, a median of steps in turn; 0 where every block is kept."""
         return self._search.seconds
 
     @property
@@ -224,7 +264,7 @@ class MemoryPlan:
 
     @property
     def cost(self) -> str:
-        """What it costs, in a sentence; empty where nothing is made again."""
+        """What it costs, in a sentence; empty where every block is kept."""
         return self._search.cost()
 
     def revert(self) -> None:
@@ -235,7 +275,7 @@ class MemoryPlan:
 
     def _apply(self) -> None:
         self.revert()
-        self._put = _Recomputed(self._model, self._search.choice)
+        self._put = _Planned(self._model, self._search.choice)
 
     def __enter__(self) -> MemoryPlan:
         """Return the plan, which the end of the `with` reverts."""
@@ -246,9 +286,11 @@ class MemoryPlan:
         self.revert()
 
     def __repr__(self) -> str:
-        """Return peak and budget, and of how many blocks something is made again."""
+        """Return peak and budget, and how many blocks are run again, in part or whole, or packed."""
         peak, budget = format_size(self.measured_peak), format_size(self.budget)
-        return f"MemoryPlan({len(self.full)} blocks run again, {len(self.selective)} in part, peak {peak} of {budget})"
+        packed = sum(map(len, self.packed.values()))
+        blocks = f"{len(self.full)} blocks run again, {len(self.selective)} in part, {packed} packed"
+        return f"MemoryPlan({blocks}, peak {peak} of {budget})"
 
 
 def fit(
@@ -257,31 +299,36 @@ def fit(
     budget: int | str,
     *,
     max_slowdown: float = 1.25,
+    formats: Sequence[Format] = ("lossless",),
     blocks: Sequence[str] | None = None,
     state: Sequence[Any] | None = None,
 ) -> MemoryPlan:
-    """Bring a training step within a budget of memory by making tensors of its model's blocks again in backward.
+    """Bring a training step within a budget of memory by making tensors of its model's blocks again, or packing them.
 
     A step is recorded: what each block makes in forward and keeps for its backward, and how long its forward takes; and
-    once more with every block under `selective_checkpoint`. Each block is then left as it is, put under that, or under
-    `checkpoint`, whatever costs the least time within the budget, and the step is measured; where its peak is above the
-    budget, the difference is taken off and the choice is made again. What the trial steps changed (model, optimizer,
-    random states) is put back.
+    once more with every block under `selective_checkpoint`, and under `PackSavedTensors` of each format. Each block is
+    then left as it is, put under one of these, or under `checkpoint`, whatever costs the least time within the budget,
+    and the step is measured; where its peak is above the budget, the difference is taken off and the choice is made
+    again. What the trial steps changed (model, optimizer, random states) is put back.
 
     Parameters
     ----------
     model : nn.Module
         In training mode, on the CPU.
     step : callable
-        Takes one whole training step: forward, backward, optimizer. It is called about twenty times.
+        Takes one whole training step: forward, backward, optimizer. It is called about twenty times, and three times
+        more for each format.
     budget : int or str
         The most that tensors may take, parameters, gradients and optimizer state included: bytes, ``"900MiB"``, or
         ``"50%"`` of the memory that this process may use. ``"least"``: the lowest peak that `max_slowdown` allows.
     max_slowdown : float
         How many times as long a step may take, with ``"least"``.
+    formats : sequence of {"lossless", "bf16", "int8", "file"}
+        How `PackSavedTensors` may keep what a block saves. "lossless" and "file" keep every bit; "file" writes to
+        ``TMPDIR`` in each step; the others round gradients, and the report says by how much what is saved is rounded.
     blocks : sequence of str, optional
-        Names of modules of which something may be made again, and that do not lie in each other. Default: children of
-        the model's lists and sequences, and what stands beside them.
+        Names of modules that may be planned, and that do not lie in each other. Default: children of the model's lists
+        and sequences, and what stands beside them.
     state : sequence, optional
         What the step changes. Default: all that `step` reaches.
 
@@ -295,18 +342,26 @@ def fit(
     torch.OutOfMemoryError
         Where no choice of blocks is within the budget; the message has the lowest peak. The model is as before.
     ValueError
-        For a budget that is no size or under 1 byte, for blocks that the model lacks or that lie in each other, and
-        where the step calls none of them: a compiled model does not.
+        For a budget that is no size or under 1 byte, for formats that there are not, for blocks that the model lacks or
+        that lie in each other, and where the step calls none of them: a compiled model does not.
 
     Notes
     -----
-    Gradients, buffers and random state keep every bit (see `checkpoint`); the plan compares them once. Bytes are those
-    of tensors, as `Meter` counts them.
+    Gradients, buffers and random state keep every bit (see `checkpoint`), unless formats round; the plan compares them
+    once. Bytes are those of tensors, as `Meter` counts them.
     """
     is_least = budget == "least"
     limit = None if is_least else parse_size(budget, system_info()["memory"]["limit"])
     most = max_slowdown if is_least else None
-    return fit_held(model, step, limit, lambda: snapshot_of_step(step, state, model), blocks, max_slowdown=most)
+    return fit_held(
+        model,
+        step,
+        limit,
+        lambda: snapshot_of_step(step, state, model),
+        blocks,
+        max_slowdown=most,
+        formats=formats,
+    )
 
 
 def fit_held(
@@ -316,6 +371,7 @@ def fit_held(
     held: Callable[[], Snapshot],
     blocks: Sequence[str] | None = None,
     max_slowdown: float | None = None,
+    formats: Sequence[Format] = ("lossless",),
 ) -> MemoryPlan:
     """Do what `fit` does; `held()` takes a snapshot of what the step changes.
 
@@ -323,15 +379,18 @@ def fit_held(
     the lowest peak that this allows. No memory limit holds back the steps that are taken here.
     """
     names = _checked(model, blocks)
+    for format in formats:
+        if format not in _FORMATS:
+            raise ValueError(f"formats has {format!r}; saved tensors are packed as {', '.join(map(repr, _FORMATS))}.")
     with _unlimited():
         available = _native.available_bytes() if budget is None else 0
         snapshot = held()
         try:
             within = snapshot.nbytes() + available if budget is None else budget
-            plan = _fitted(model, step, within, names, snapshot, max_slowdown)
+            plan = _fitted(model, step, within, names, snapshot, max_slowdown, formats)
         finally:
             snapshot.restore()  # of the attributes of modules too: the plan goes in after it
-    if plan.recomputed:
+    if plan.planned:
         plan._apply()
     return plan
 
@@ -350,7 +409,7 @@ def _checked(model: nn.Module, blocks: Sequence[str] | None) -> list[str]:
         found = blocks_of(model)
         if not found:
             raise ValueError(
-                f"{type(model).__name__} has no modules that could be run again; checkpoint() takes functions."
+                f"{type(model).__name__} has no modules that could be planned; checkpoint() takes functions."
             )
         return found
     named = dict(model.named_modules())
@@ -373,6 +432,7 @@ def _fitted(
     names: list[str],
     snapshot: Snapshot,
     max_slowdown: float | None,
+    formats: Sequence[Format],
 ) -> MemoryPlan:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     with Meter() as whole, ExitStack() as undo:
@@ -390,13 +450,17 @@ def _fitted(
         base = held + whole.live_bytes
         tape = _recorded(model, step, names)
         plain_peak, _ = measured()
-        error = _add_selective(tape, model, step, names, snapshot)
+        failed = {}
+        for action in ["selective", *(format for format in _FORMATS if format in formats)]:
+            error = _add_action(action, tape, model, step, names, snapshot)
+            if error is not None:
+                failed[action] = error
         if max_slowdown is None:
             search = _native.BudgetSearch(tape, base, plain_peak, budget)
         else:
             search = _native.BudgetSearch.least(tape, base, plain_peak, measured()[1], max_slowdown)
-        if error is not None:
-            search.without_selective(str(error))
+        for action, error in failed.items():
+            search.without(action, str(error))
         plan = MemoryPlan(model, search)
         undo.callback(plan.revert)
         while search.next() is not None:
@@ -405,7 +469,7 @@ def _fitted(
             search.measured(measured()[0])
             if search.is_bound_by_time:
                 _time(plan, lambda: measured()[1])
-        if plan.recomputed:
+        if plan.planned:
             if not search.is_bound_by_time:
                 _time(plan, lambda: measured()[1])
             search.compared(_same_bits(plan, model, step, snapshot))
@@ -425,13 +489,18 @@ def _recorded(model: nn.Module, step: Callable[[], Any], names: list[str]) -> _n
     return _native.StepTape.steady(tapes)
 
 
-def _add_selective(
-    tape: _native.StepTape, model: nn.Module, step: Callable[[], Any], names: list[str], snapshot: Snapshot
+def _add_action(
+    action: str,
+    tape: _native.StepTape,
+    model: nn.Module,
+    step: Callable[[], Any],
+    names: list[str],
+    snapshot: Snapshot,
 ) -> Exception | None:
-    """Record what blocks take under `selective_checkpoint`, or return what the step raised, which went well without."""
-    put = _Recomputed(model, _native.RecomputeChoice(selective=names))
+    """Record what blocks take under an action, or return what the step raised, which went well without."""
+    put = _Planned(model, _native.BlockChoice(action, names))
     try:
-        tape.add_selective(_recorded(model, step, names))
+        tape.add(action, _recorded(model, step, names))
     except Exception as error:
         put.close()
         snapshot.restore()
@@ -458,6 +527,8 @@ def _same_bits(plan: MemoryPlan, model: nn.Module, step: Callable[[], Any], snap
         if planned:
             plan._apply()
         step()
+        if plan._put is not None:
+            plan._search.rounded(plan._put.relative_error())
         return [t.detach().clone() for t in [*model.parameters(), *model.buffers()]]
 
     plain = left(planned=False)

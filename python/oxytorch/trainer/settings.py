@@ -29,6 +29,7 @@ _DECIDED = (
         "max_slowdown",
         "max_growth",
         "gradient_checkpointing",
+        "saved_tensors",
         "num_workers",
         "prefetch",
         "pin_memory",

@@ -78,6 +78,8 @@ class Asked:
         self.host: list[Any] = []
         self._fed: list[tuple[Any, Any]] = []
         self.checkpointing: str = _C.base.checkpointing_of(settings._native)  # asked for at each step
+        self.saved_tensors: str = settings.saved_tensors
+        self._by_trainer = by_trainer
         self.max_slowdown: float = settings.max_slowdown  # of "least", against a step as it is then
         offers = [offer(name, cls) for name, cls in strategies.items()]
         self.skipped, self.required, self.refused = _native.asked_of(
@@ -166,7 +168,15 @@ class Asked:
         for setting in [one for one in self.host if isinstance(one, Checkpointing)]:
             setting.revert()
             self.host.remove(setting)
-        self._add(Checkpointing.of(run, self.checkpointing, why, self.max_slowdown))
+        fitted = Checkpointing.of(
+            run,
+            self.checkpointing,
+            why,
+            self.max_slowdown,
+            saved_tensors=self.saved_tensors,
+            can_repeat=self._by_trainer,
+        )
+        self._add(fitted)
 
     @property
     def fits_memory(self) -> bool:
@@ -177,7 +187,7 @@ class Asked:
 
     @property
     def fitted_peak(self) -> int | None:
-        """Bytes that a step was measured to take where something of its blocks is made again; else None."""
+        """Bytes that a step was measured to take where a plan has changed its blocks; else None."""
         plans = [one.plan for one in self.host if isinstance(one, Checkpointing) and one.plan is not None]
         return next((plan.measured_peak for plan in plans if plan.is_active), None)
 

@@ -1,8 +1,8 @@
-"""The setting `gradient_checkpointing`: what of a run's models is made again in backward, to take less memory."""
+"""The setting `gradient_checkpointing`: which blocks of a run's models are run again in backward, or packed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -10,6 +10,7 @@ from .._C import tune as _native
 from ..base import parse_size, system_info
 from ..generators import rng_state, set_rng_state
 from ..memory.fit import MemoryPlan, blocks_of, fit_held
+from ..memory.pack import Format
 from ..model.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -36,7 +37,16 @@ class Checkpointing:
         self.cost = "" if plan is None else plan.cost
 
     @classmethod
-    def of(cls, run: Run, wanted: str, why: str = "", max_slowdown: float = 0.0) -> Checkpointing:
+    def of(
+        cls,
+        run: Run,
+        wanted: str,
+        why: str = "",
+        max_slowdown: float = 0.0,
+        *,
+        saved_tensors: str = "lossless",
+        can_repeat: bool = False,
+    ) -> Checkpointing:
         """Fit the step of a run, with what is active on it, on the first of its batches.
 
         Parameters
@@ -48,6 +58,10 @@ class Checkpointing:
             What the reason begins with.
         max_slowdown : float
             With "least", how many times as long as now a step may take.
+        saved_tensors : str
+            The format, beside "lossless", in which they may be packed.
+        can_repeat : bool
+            Whether each step has a `StepStart` beside it, which takes memory too.
         """
         if refusal := _native.checkpointing_refusal(run.device.type, is_closure=False):
             return cls(None, refusal)
@@ -59,10 +73,23 @@ class Checkpointing:
 
         by_itself = wanted in ("auto", "least")
         if by_itself and not blocks_of(run.model):
-            return cls(None, f"{type(run.model).__name__} has no blocks that could be run again.")
+            return cls(None, f"{type(run.model).__name__} has no blocks that could be planned.")
         budget = None if by_itself else parse_size(wanted, system_info()["memory"]["limit"])
         most = max_slowdown if wanted == "least" else None
-        plan = fit_held(run.model, lambda: run.step_of_window(batch), budget, held, max_slowdown=most)
+
+        def step() -> None:
+            start = StepStart(run) if can_repeat else None
+            run.step_of_window(batch)
+            del start
+
+        plan = fit_held(
+            run.model,
+            step,
+            budget,
+            held,
+            max_slowdown=most,
+            formats=["lossless", cast(Format, saved_tensors)],
+        )
         return cls(plan, why + plan.summary())
 
     @property
@@ -71,7 +98,7 @@ class Checkpointing:
         return self.plan is not None
 
     def revert(self) -> None:
-        """Run nothing again."""
+        """Keep every block."""
         if self.plan is not None:
             self.plan.revert()
 

@@ -1,9 +1,10 @@
-#include "oxytorch/memory/recompute_plan.h"
+#include "oxytorch/memory/block_plan.h"
 
 #include <gmock/gmock.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <random>
@@ -83,8 +84,8 @@ Chain random_chain(std::mt19937& random, std::size_t length) {
   return Chain(parts);
 }
 
-using Choice = std::vector<Recompute>;
-constexpr auto kNothing = Recompute::Nothing, kSelective = Recompute::Selective, kFull = Recompute::Full;
+using Choice = std::vector<BlockAction>;
+constexpr auto kKeep = BlockAction::Keep, kSelective = BlockAction::Selective, kFull = BlockAction::Full;
 
 /// Every choice of `count` blocks, of `ways` ways each.
 std::vector<Choice> all_choices(std::size_t count, std::size_t ways) {
@@ -94,7 +95,7 @@ std::vector<Choice> all_choices(std::size_t count, std::size_t ways) {
     for (const auto& each : found) {
       for (std::size_t way = 0; way < ways; ++way) {
         longer.push_back(each);
-        longer.back().push_back(ways == 2 && way == 1 ? kFull : static_cast<Recompute>(way));
+        longer.back().push_back(ways == 2 && way == 1 ? kFull : static_cast<BlockAction>(way));
       }
     }
     found = std::move(longer);
@@ -114,13 +115,13 @@ StepTape selective_tape(std::mt19937& random, std::size_t length) {
   auto tape = Chain(plain).tape();
   Chain chain(under);
   for (std::size_t i = 0; i < length; ++i) {
-    chain.timeline.selective_ns.emplace_back(static_cast<int>(i), std::int64_t{1'000'000'000} * (random() % 20));
+    chain.timeline.overhead_ns.emplace_back(static_cast<int>(i), std::int64_t{1'000'000'000} * (random() % 20));
   }
-  tape.add_selective(chain.tape());
+  tape.add(kSelective, chain.tape());
   return tape;
 }
 
-TEST(RecomputePlanTest, ATapeHasWhatBlocksKeepAndWhatTheyCost) {
+TEST(BlockPlanTest, ATapeHasWhatBlocksKeepAndWhatTheyCost) {
   const Chain chain({{100, 30, 10, 1}, {200, 0, 20, 2}});
   const auto tape = chain.tape();
   ASSERT_EQ(tape.calls.size(), 2U);
@@ -131,28 +132,28 @@ TEST(RecomputePlanTest, ATapeHasWhatBlocksKeepAndWhatTheyCost) {
   EXPECT_DOUBLE_EQ(tape.calls[1].seconds, 2);
   EXPECT_EQ(tape.calls[0].backward_peak, 8);
   EXPECT_EQ(tape.calls[1].backward_end, tape.calls[0].backward_begin);
-  EXPECT_FALSE(tape.calls[0].selective);
-  EXPECT_EQ(tape.peak({kNothing, kNothing}), 338);
-  EXPECT_EQ(tape.peak({kFull, kNothing}), 238) << "the first block keeps 10, and both run backward with 8 more";
+  EXPECT_FALSE(tape.has(kSelective));
+  EXPECT_EQ(tape.peak({kKeep, kKeep}), 338);
+  EXPECT_EQ(tape.peak({kFull, kKeep}), 238) << "the first block keeps 10, and both run backward with 8 more";
   EXPECT_DOUBLE_EQ(tape.seconds({kFull, kFull}), 3);
 }
 
-TEST(RecomputePlanTest, ATapeHasWhatBlocksKeepWithoutCheapOperators) {
+TEST(BlockPlanTest, ATapeHasWhatBlocksKeepWithoutCheapOperators) {
   auto tape = Chain({{100, 30, 10, 1}, {200, 0, 20, 2}}).tape();
   Chain under({{60, 30, 10, 1}, {50, 0, 20, 2}});
-  under.timeline.selective_ns = {{0, 500'000'000}, {1, 250'000'000}};
-  tape.add_selective(under.tape());
-  EXPECT_EQ(tape.calls[0].selective->saved_bytes, 60);
-  EXPECT_EQ(tape.peak({kSelective, kNothing}), 298);
+  under.timeline.overhead_ns = {{0, 500'000'000}, {1, 250'000'000}};
+  tape.add(kSelective, under.tape());
+  EXPECT_EQ(tape.calls[0].under[static_cast<std::size_t>(kSelective)]->saved_bytes, 60);
+  EXPECT_EQ(tape.peak({kSelective, kKeep}), 298);
   EXPECT_EQ(tape.peak({kSelective, kSelective}), 290) << "forward of the second has 200 still, beside 60, 10 and 20";
   EXPECT_DOUBLE_EQ(tape.seconds({kSelective, kSelective}), 0.75);
   EXPECT_DOUBLE_EQ(tape.seconds({kSelective, kFull}), 2.5);
   auto other = Chain({{100, 30, 10, 1}}).tape();
-  other.add_selective(under.tape());
-  EXPECT_FALSE(other.calls[0].selective) << "of other calls";
+  other.add(kSelective, under.tape());
+  EXPECT_FALSE(other.has(kSelective)) << "of other calls";
 }
 
-TEST(RecomputePlanTest, AnInputThatIsGivenBackIsHeldBySelectiveOnesOnlyWhereTheyHoldIt) {
+TEST(BlockPlanTest, AnInputThatIsGivenBackIsHeldBySelectiveOnesOnlyWhereTheyHoldIt) {
   // x is made outside, goes into block a, and is given back before backward, unless a holds it.
   const auto recorded = [](bool holds) {
     Timeline timeline;
@@ -181,13 +182,13 @@ TEST(RecomputePlanTest, AnInputThatIsGivenBackIsHeldBySelectiveOnesOnlyWhereThey
   };
   auto tape = recorded(false);
   ASSERT_EQ(tape.calls.at(0).held.size(), 1U);
-  EXPECT_EQ(tape.peak({kNothing, kNothing}), 600);
-  EXPECT_EQ(tape.peak({kFull, kNothing}), 540) << "a second forward needs x";
+  EXPECT_EQ(tape.peak({kKeep, kKeep}), 600);
+  EXPECT_EQ(tape.peak({kFull, kKeep}), 540) << "a second forward needs x";
   auto free = tape;
-  tape.add_selective(recorded(true));
-  EXPECT_EQ(tape.peak({kSelective, kNothing}), 640);
-  free.add_selective(recorded(false));
-  EXPECT_EQ(free.peak({kSelective, kNothing}), 600);
+  tape.add(kSelective, recorded(true));
+  EXPECT_EQ(tape.peak({kSelective, kKeep}), 640);
+  free.add(kSelective, recorded(false));
+  EXPECT_EQ(free.peak({kSelective, kKeep}), 600);
 }
 
 void expect_no_faster_choice(const StepTape& tape, const std::vector<Choice>& choices) {
@@ -203,7 +204,7 @@ void expect_no_faster_choice(const StepTape& tape, const std::vector<Choice>& ch
     for (const auto& [peak, seconds] : costs) {
       if (peak <= budget) least = std::min(least.value_or(1e9), seconds);
     }
-    const auto plan = plan_recomputation(tape, budget);
+    const auto plan = plan_blocks(tape, budget);
     EXPECT_TRUE(plan.is_optimal);
     EXPECT_LE(plan.peak_bytes, budget);
     EXPECT_EQ(plan.peak_bytes, tape.peak(plan.choice));
@@ -213,7 +214,7 @@ void expect_no_faster_choice(const StepTape& tape, const std::vector<Choice>& ch
   }
 }
 
-TEST(RecomputePlanTest, NoChoiceIsFasterByExhaustion) {
+TEST(BlockPlanTest, NoChoiceIsFasterByExhaustion) {
   std::mt19937 random(1);
   for (int turn = 0; turn < 150; ++turn) {
     const std::size_t length = 1 + random() % 9;
@@ -227,11 +228,141 @@ TEST(RecomputePlanTest, NoChoiceIsFasterByExhaustion) {
   }
 }
 
-TEST(RecomputePlanTest, ABudgetUnderTheLowestPeakIsRefusedWithIt) {
+TEST(BlockPlanTest, NoChoiceAmongAllActionsIsFasterByExhaustion) {
+  std::mt19937 random(2);
+  for (int turn = 0; turn < 60; ++turn) {
+    const std::size_t length = 1 + random() % 4;
+    auto tape = random_chain(random, length).tape();
+    std::vector<std::size_t> ways{0, 2};
+    for (const auto action : kRecordedActions) {
+      if (random() % 4 == 0) continue;
+      ways.push_back(static_cast<std::size_t>(action));
+      std::vector<Chain::Part> under;
+      for (const auto& call : tape.calls) {
+        const auto kept = call.saved_bytes * static_cast<std::int64_t>(random() % 110) / 100;
+        under.push_back(
+            {kept, static_cast<std::int64_t>(random() % 300), static_cast<std::int64_t>(1 + random() % 100), 1});
+      }
+      Chain chain(under);
+      for (std::size_t i = 0; i < length; ++i) {
+        chain.timeline.overhead_ns.emplace_back(static_cast<int>(i), std::int64_t{1'000'000'000} * (random() % 30));
+      }
+      tape.add(action, chain.tape());
+    }
+    std::vector<Choice> choices{Choice{}};
+    const auto seconds = tape.seconds();
+    for (std::size_t block = 0; block < length; ++block) {
+      std::vector<Choice> longer;
+      for (const auto& each : choices) {
+        for (const auto way : ways) {
+          if (!std::isfinite(seconds[block][way])) continue;  // it saves nothing
+          longer.push_back(each);
+          longer.back().push_back(static_cast<BlockAction>(way));
+        }
+      }
+      choices = std::move(longer);
+    }
+    expect_no_faster_choice(tape, choices);
+  }
+}
+
+TEST(BlockPlanTest, AnInputThatIsPackedAwayIsReleased) {
+  // x is made outside and kept for block a alone: packed, it is given back when forward is done with it.
+  const auto recorded = [](bool is_packed) {
+    Timeline timeline;
+    timeline.names = {"a"};
+    std::int64_t live = 0;
+    const auto event = [&](std::uint64_t at, std::int64_t bytes, int region, bool in_backward) {
+      live += bytes;
+      timeline.events.push_back({0, at, bytes, live, -1, region, -1, in_backward});
+    };
+    const auto mark = [&](bool begins, std::vector<std::uint64_t> addresses) {
+      timeline.marks.push_back(
+          {static_cast<std::int64_t>(timeline.events.size()), 0, 0, begins, false, std::move(addresses)});
+    };
+    event(1, 40, -1, false);
+    mark(true, {1});
+    event(2, is_packed ? 10 : 100, 0, false);
+    mark(false, {});
+    if (is_packed) event(1, -40, -1, false);
+    event(9, 500, -1, false);
+    event(9, -500, -1, false);
+    event(3, is_packed ? 148 : 8, 0, true);
+    event(2, is_packed ? -10 : -100, -1, false);
+    if (!is_packed) event(1, -40, -1, false);
+    event(3, is_packed ? -148 : -8, -1, false);
+    return StepTape::of(timeline, {"a"});
+  };
+  auto tape = recorded(false);
+  EXPECT_EQ(tape.peak({kKeep}), 640);
+  tape.add(BlockAction::File, recorded(true));
+  EXPECT_EQ(tape.peak({BlockAction::File}), 510);
+  EXPECT_EQ(tape.peak({kFull}), 540) << "it goes into the second forward";
+}
+
+TEST(BlockPlanTest, AnOutputThatItsBlockKeepsTooIsGoneWhereBothPackIt) {
+  // b takes a's output, of 50, and both keep it. Backward of a takes 500 beside.
+  const auto recorded = [](bool is_packed) {
+    Timeline timeline;
+    timeline.names = {"a", "b"};
+    std::int64_t live = 0;
+    const auto event = [&](std::uint64_t at, std::int64_t bytes, int region, bool in_backward) {
+      live += bytes;
+      timeline.events.push_back({0, at, bytes, live, -1, region, -1, in_backward});
+    };
+    const auto mark = [&](int region, bool begins, std::vector<std::uint64_t> addresses) {
+      timeline.marks.push_back(
+          {static_cast<std::int64_t>(timeline.events.size()), 0, region, begins, false, std::move(addresses)});
+    };
+    mark(0, true, {});
+    event(1, 50, 0, false);
+    mark(0, false, {1});
+    mark(1, true, {1});
+    event(2, 100, 1, false);
+    mark(1, false, {});
+    if (is_packed) {
+      event(1, -50, -1, false);
+      event(2, -100, -1, false);
+    }
+    event(3, is_packed ? 158 : 8, 1, true);
+    if (!is_packed) event(2, -100, -1, false);
+    event(3, is_packed ? -158 : -8, -1, false);
+    event(4, is_packed ? 550 : 500, 0, true);
+    event(4, is_packed ? -550 : -500, -1, false);
+    if (!is_packed) event(1, -50, -1, false);
+    return StepTape::of(timeline, {"a", "b"});
+  };
+  auto tape = recorded(false);
+  EXPECT_EQ(tape.peak({kKeep, kKeep}), 550);
+  tape.add(BlockAction::File, recorded(true));
+  EXPECT_EQ(tape.peak({BlockAction::File, BlockAction::File}), 550);
+  EXPECT_EQ(tape.calls[0].kept_outputs.size(), 1U);
+  EXPECT_EQ(tape.calls[1].under[static_cast<std::size_t>(BlockAction::File)]->released_bytes, 50);
+}
+
+TEST(BlockPlanTest, NamesOfActions) {
+  for (std::size_t i = 0; i < kBlockActions; ++i) {
+    EXPECT_EQ(parse_block_action(name(static_cast<BlockAction>(i))), static_cast<BlockAction>(i));
+  }
+  try {
+    (void)parse_block_action("pack");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::InvalidArgument);
+    EXPECT_THAT(error.what(), HasSubstr("'pack', expected 'keep', 'selective'"));
+  }
+  const auto choice = BlockChoice(BlockAction::File, {"a", "b"}).add(kFull, "c").add(kKeep, "d");
+  EXPECT_EQ(choice.action_of("b"), BlockAction::File);
+  EXPECT_EQ(choice.action_of("c"), kFull);
+  EXPECT_EQ(choice.action_of("d"), kKeep);
+  EXPECT_TRUE(BlockChoice(kKeep, {"a"}).empty());
+}
+
+TEST(BlockPlanTest, ABudgetUnderTheLowestPeakIsRefusedWithIt) {
   const Chain chain({{100, 30, 10, 1}, {200, 0, 20, 2}});
   const auto tape = chain.tape();
   try {
-    (void)plan_recomputation(tape, 10);
+    (void)plan_blocks(tape, 10);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::OutOfMemory);
@@ -239,7 +370,7 @@ TEST(RecomputePlanTest, ABudgetUnderTheLowestPeakIsRefusedWithIt) {
   }
 }
 
-TEST(RecomputePlanTest, ASearchCorrectsItselfByWhatIsMeasured) {
+TEST(BlockPlanTest, ASearchCorrectsItselfByWhatIsMeasured) {
   const std::vector<Chain::Part> parts(8, {1000, 200, 50, 0.01});
   const auto tape = Chain(parts).tape();
   const auto plain = tape.peak(Choice(8));
@@ -249,11 +380,11 @@ TEST(RecomputePlanTest, ASearchCorrectsItselfByWhatIsMeasured) {
   EXPECT_LE(search.predicted_peak(), search.budget());
   search.measured(search.budget() + 900);
   const auto second = search.next().value();
-  EXPECT_GT(second.full.size(), first.full.size());
+  EXPECT_GT(second[kFull].size(), first[kFull].size());
   search.measured(search.budget() - 1);
   EXPECT_FALSE(search.next());
   EXPECT_EQ(search.choice(), second);
-  EXPECT_THAT(search.summary(), HasSubstr(std::to_string(second.full.size()) + " of 8 blocks are run again"));
+  EXPECT_THAT(search.summary(), HasSubstr(std::to_string(second[kFull].size()) + " of 8 blocks are run again"));
   search.timed(0.1, 0.125);
   EXPECT_THAT(search.table(), HasSubstr("A step takes 125 ms instead of 100 ms. A step leaves the same bits."));
   const auto curve = search.curve(9);
@@ -278,13 +409,13 @@ TEST(RecomputePlanTest, ASearchCorrectsItselfByWhatIsMeasured) {
   EXPECT_EQ(std::get<monitor::Table>(blocks[2]).rows.size(), 8U);
 }
 
-TEST(RecomputePlanTest, ASearchThatCannotEndWellIsRefused) {
+TEST(BlockPlanTest, ASearchThatCannotEndWellIsRefused) {
   const auto tape = Chain({{100, 30, 10, 1}, {200, 0, 20, 2}}).tape();
   EXPECT_FALSE(BudgetSearch(tape, 0, 338, 338).next()) << "nothing is to be done";
   EXPECT_THROW((void)BudgetSearch(tape, 0, 338, 0), Error);
   EXPECT_THROW((void)BudgetSearch({}, 0, 338, 10), Error);
   BudgetSearch low(tape, 0, 338, 20);
-  EXPECT_EQ(low.next()->full.size(), 1U) << "the lowest choice is measured before it is refused";
+  EXPECT_EQ(low.next().value()[kFull].size(), 1U) << "the lowest choice is measured before it is refused";
   low.measured(21);
   EXPECT_EQ(low.floor(), 21);
   EXPECT_THROW((void)low.next(), Error);
@@ -308,39 +439,39 @@ TEST(RecomputePlanTest, ASearchThatCannotEndWellIsRefused) {
   EXPECT_THROW(never(), Error) << "each plan peaks over the budget";
 }
 
-TEST(RecomputePlanTest, ASearchSaysWhatIsMadeAgainInPartAndWhyNot) {
+TEST(BlockPlanTest, ASearchSaysWhatIsMadeAgainInPartAndWhyNot) {
   auto tape = Chain(std::vector<Chain::Part>(8, {1000, 0, 50, 0.01})).tape();
   auto under = Chain(std::vector<Chain::Part>(8, {400, 0, 50, 0.01}));
-  for (int i = 0; i < 8; ++i) under.timeline.selective_ns.emplace_back(i, 1'000'000);
-  tape.add_selective(under.tape());
+  for (int i = 0; i < 8; ++i) under.timeline.overhead_ns.emplace_back(i, 1'000'000);
+  tape.add(kSelective, under.tape());
   const auto plain = tape.peak(Choice(8));
   BudgetSearch search(tape, 0, plain, plain * 7 / 10);
   const auto choice = search.next().value();
-  EXPECT_TRUE(choice.full.empty()) << "ten times as slow for not twice as much";
-  EXPECT_GE(choice.selective.size(), 4U);
+  EXPECT_TRUE(choice[kFull].empty()) << "ten times as slow for not twice as much";
+  EXPECT_GE(choice[kSelective].size(), 4U);
   search.measured(search.predicted_peak());
-  EXPECT_THAT(search.summary(), HasSubstr("results of cheap operators of " + std::to_string(choice.selective.size()) +
+  EXPECT_THAT(search.summary(), HasSubstr("results of cheap operators of " + std::to_string(choice[kSelective].size()) +
                                           " of 8 blocks are made again: a step takes"));
   EXPECT_THAT(search.table(), HasSubstr("selective\n"));
-  search.without_selective("no such luck.");
+  search.without(kSelective, "no such luck.");
   EXPECT_THAT(search.summary(), HasSubstr("Results of cheap operators are kept"));
   EXPECT_THAT(search.table(), HasSubstr("failed: no such luck."));
 }
 
-TEST(RecomputePlanTest, TheLeastPeakIsWhatTimeAllows) {
+TEST(BlockPlanTest, TheLeastPeakIsWhatTimeAllows) {
   const auto tape = Chain(std::vector<Chain::Part>(8, {1000, 0, 50, 0.01})).tape();
   const auto plain = tape.peak(Choice(8));
   const auto searched = [&](double slowdown) { return BudgetSearch::least(tape, 100, 100 + plain, 0.1, slowdown); };
   auto search = searched(1.35);  // three of eight: 0.03 s of 0.1
   EXPECT_TRUE(search.is_bound_by_time());
-  EXPECT_EQ(search.next()->full.size(), 3U);
+  EXPECT_EQ(search.next().value()[kFull].size(), 3U);
   search.measured(search.predicted_peak() + 1);
   search.timed(0.1, 0.14);  // which is more than was told
-  EXPECT_EQ(search.next()->full.size(), 2U);
+  EXPECT_EQ(search.next().value()[kFull].size(), 2U);
   search.measured(search.predicted_peak());
   search.timed(0.1, 0.13);
   EXPECT_FALSE(search.next());
-  EXPECT_EQ(search.choice().full.size(), 2U);
+  EXPECT_EQ(search.choice()[kFull].size(), 2U);
   EXPECT_EQ(search.budget(), search.measured_peak());
   EXPECT_LT(search.measured_peak(), search.plain_peak());
   EXPECT_THAT(search.summary(), HasSubstr("That is the least where a step may take 1.35 times as long."));
@@ -360,18 +491,18 @@ TEST(RecomputePlanTest, TheLeastPeakIsWhatTimeAllows) {
   EXPECT_THROW((void)searched(0.9), Error);
 }
 
-TEST(RecomputePlanTest, TwoHundredBlocksOfAKind) {
+TEST(BlockPlanTest, TwoHundredBlocksOfAKind) {
   const std::vector<Chain::Part> parts(200, {1'000'000, 200'000, 50'000, 0.01});
   const auto tape = Chain(parts).tape();
   const auto plain = tape.peak(Choice(200));
-  const auto plan = plan_recomputation(tape, plain / 2);
+  const auto plan = plan_blocks(tape, plain / 2);
   const auto count = std::count(plan.choice.begin(), plan.choice.end(), kFull);
   // 1 MB each has to go, from the start of the chain so that what is run again finds the rest gone.
   EXPECT_NEAR(static_cast<double>(count), 106, 1);
   EXPECT_LE(plan.peak_bytes, plain / 2);
 }
 
-TEST(RecomputePlanTest, UnevenBlocksBeyondExhaustionAreImproved) {
+TEST(BlockPlanTest, UnevenBlocksBeyondExhaustionAreImproved) {
   std::mt19937 random(3);
   const auto tape = selective_tape(random, 200);
   const Choice everything(200);
@@ -379,14 +510,14 @@ TEST(RecomputePlanTest, UnevenBlocksBeyondExhaustionAreImproved) {
   double before = 0;
   for (int percent = 90; percent >= 30; percent -= 30) {
     const auto budget = least + (plain - least) * percent / 100;
-    const auto plan = plan_recomputation(tape, budget);
+    const auto plan = plan_blocks(tape, budget);
     EXPECT_LE(tape.peak(plan.choice), budget);
     EXPECT_GE(plan.seconds, before * 0.99);
     before = plan.seconds;
     // No single block can be kept that is not, or in a cheaper way.
     const auto seconds = tape.seconds();
     for (std::size_t block = 0; block < plan.choice.size(); ++block) {
-      for (const auto other : {kNothing, kSelective, kFull}) {
+      for (const auto other : {kKeep, kSelective, kFull}) {
         auto cheaper = plan.choice;
         cheaper[block] = other;
         if (tape.seconds(cheaper) < plan.seconds - 1e-6) {
@@ -397,7 +528,7 @@ TEST(RecomputePlanTest, UnevenBlocksBeyondExhaustionAreImproved) {
   }
 }
 
-TEST(RecomputePlanTest, BackwardComesToTheLastCallOfABlockFirst) {
+TEST(BlockPlanTest, BackwardComesToTheLastCallOfABlockFirst) {
   // Forward: a, b, a; backward: a, b, a. Each call keeps 100.
   Timeline timeline;
   timeline.names = {"a", "b"};
@@ -423,16 +554,16 @@ TEST(RecomputePlanTest, BackwardComesToTheLastCallOfABlockFirst) {
   EXPECT_EQ(tape.calls[1].backward_begin, 6);
   EXPECT_EQ(tape.calls[2].backward_begin, 3);
   EXPECT_EQ(tape.calls[0].saved_bytes, 100);
-  EXPECT_EQ(tape.peak({kNothing, kNothing}), 308);
-  EXPECT_EQ(tape.peak({kFull, kNothing}), 208);
+  EXPECT_EQ(tape.peak({kKeep, kKeep}), 308);
+  EXPECT_EQ(tape.peak({kFull, kKeep}), 208);
 }
 
-TEST(RecomputePlanTest, RegionsThatAreNoBlocksAndCallsWithoutBackwardAreLeftOut) {
+TEST(BlockPlanTest, RegionsThatAreNoBlocksAndCallsWithoutBackwardAreLeftOut) {
   Chain chain({{100, 30, 10, 1}, {200, 0, 20, 2}});
   EXPECT_EQ(StepTape::of(chain.timeline, {"block1", "elsewhere"}).calls.size(), 1U);
   EXPECT_TRUE(StepTape::of(chain.timeline, {}).calls.empty());
   EXPECT_TRUE(StepTape::of({}, {"block0"}).calls.empty());
-  EXPECT_EQ(StepTape::of({}, {"block0"}).peak({kNothing}), 0);
+  EXPECT_EQ(StepTape::of({}, {"block0"}).peak({kKeep}), 0);
   for (auto& event : chain.timeline.events) event.in_backward = false;
   EXPECT_TRUE(chain.tape().calls.empty());
 }

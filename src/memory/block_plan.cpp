@@ -1,8 +1,9 @@
-#include "memory/recompute_search.h"
+#include "memory/block_search.h"
 
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <random>
 #include <string>
 
 #include "base/size_text.h"
@@ -13,29 +14,36 @@ namespace {
 
 constexpr std::int64_t kFineness = 2'000;  // parts of a peak to which the lowest one is looked for
 // A search looks at about so many numbers, half a second, and at no more nodes than that.
+constexpr int kKicks = 12, kKicked = 6;  // of a choice that a search was cut off at, and blocks of each
 constexpr std::size_t kMostWork = 300'000'000, kLeastNodes = 1'000, kMostNodes = 200'000;
 
-constexpr std::size_t index(Recompute recompute) { return static_cast<std::size_t>(recompute); }
-constexpr auto kSelective = index(Recompute::Selective), kFull = index(Recompute::Full);
+constexpr auto kFull = index_of(BlockAction::Full);
 
-using Seconds = std::array<double, kRecomputes>;
+using Seconds = std::array<double, kBlockActions>;
 
 /// Of forwards that have ended by `moment`, and backwards that begin at `next` at the earliest.
 void add_changes(const StepTape& tape, std::int64_t moment, std::int64_t next, Span& span) {
   std::map<std::size_t, Span::Bytes> lowered;
   for (const auto& call : tape.calls) {
     if (call.backward_begin < next) continue;
-    if (call.forward_end <= moment) {
-      auto& bytes = lowered[call.block];
-      bytes[kFull] += call.saved_bytes;
-      if (call.selective) bytes[kSelective] += call.saved_bytes - call.selective->saved_bytes;
-    }
-    for (const auto& held : call.held) {
-      if (held.from < next) lowered[call.block][kFull] -= held.bytes;
-    }
-    if (!call.selective) continue;
-    for (const auto& held : call.selective->held) {
-      if (held.from < next) lowered[call.block][kSelective] -= held.bytes;
+    const auto hold = [&](BlockAction action, const std::vector<BlockCall::Held>& inputs) {
+      for (const auto& held : inputs) {
+        if (held.from < next) lowered[call.block][index_of(action)] -= held.bytes;
+      }
+    };
+    const bool has_ended = call.forward_end <= moment;
+    if (has_ended) lowered[call.block][kFull] += call.saved_bytes;
+    hold(BlockAction::Full, call.held);
+    for (const auto action : kRecordedActions) {
+      const auto& under = call.under[index_of(action)];
+      if (!under) continue;
+      if (has_ended) {
+        lowered[call.block][index_of(action)] += call.saved_bytes - under->saved_bytes + under->released_bytes;
+      }
+      for (const auto& output : under->released) {
+        if (output.from <= moment) lowered[call.block][index_of(action)] += output.bytes;
+      }
+      hold(action, under->held);
     }
   }
   for (const auto& each : lowered) {
@@ -43,23 +51,23 @@ void add_changes(const StepTape& tape, std::int64_t moment, std::int64_t next, S
   }
 }
 
-bool counts(const Span& span, const std::vector<Recompute>& choice) {
-  return !span.only_with || span.only_with->counts[index(choice[span.only_with->block])];
+bool counts(const Span& span, const std::vector<BlockAction>& choice) {
+  return !span.only_with || span.only_with->counts[index_of(choice[span.only_with->block])];
 }
 
-std::int64_t live(const Span& span, const std::vector<Recompute>& choice) {
+std::int64_t live(const Span& span, const std::vector<BlockAction>& choice) {
   auto live = span.live;
-  for (const auto& [block, bytes] : span.lowered) live -= bytes[index(choice[block])];
+  for (const auto& [block, bytes] : span.lowered) live -= bytes[index_of(choice[block])];
   return live;
 }
 
-/// Branch and bound: what is made again of which blocks, at the least time, keeps every span within the budget.
+/// Branch and bound: what is done with which blocks, at the least time, keeps every span within the budget.
 class Search {
  public:
   Search(const StepTape& tape, const std::vector<Span>& spans, std::int64_t budget)
       : seconds_(tape.seconds()),
         budget_(budget),
-        choice_(tape.names.size(), Recompute::Nothing),
+        choice_(tape.names.size(), BlockAction::Keep),
         is_free_(tape.names.size(), true) {
     std::size_t work = 1;
     for (const auto& span : spans) {
@@ -76,38 +84,42 @@ class Search {
     descend(0);
     return best_.has_value();
   }
-  [[nodiscard]] const std::vector<Recompute>& best() const { return *best_; }
+  [[nodiscard]] const std::vector<BlockAction>& best() const { return *best_; }
   [[nodiscard]] bool is_complete() const { return nodes_ < most_nodes_; }
 
  private:
-  /// A block is to be recomputed like this, instead of in the way before it: what that saves and costs more.
+  /// An action for a block, instead of the one before it: what that saves and costs more.
   struct Gain {
     std::size_t block = 0;
-    Recompute recompute = Recompute::Nothing;
+    BlockAction action = BlockAction::Keep;
     double bytes = 0, seconds = 0;
   };
 
-  /// By how much a span is over the budget with nothing made again of free blocks; 0: it is not, or does not count yet.
+  /// By how much a span is over the budget with free blocks kept; 0: it is not, or does not count yet.
   [[nodiscard]] std::int64_t excess(const Span& span) const {
     return counts(span, choice_) ? std::max<std::int64_t>(live(span, choice_) - budget_, 0) : 0;
   }
 
-  /// The ways to recompute a block, from the most bytes a second to the least: the lower hull of their costs.
+  /// The actions for a block, from the most bytes a second to the least: the lower hull of their costs.
   void add_gains(std::size_t block, const Span::Bytes& bytes) {
     const auto& seconds = seconds_[block];
-    const Gain selective{block, Recompute::Selective, static_cast<double>(bytes[kSelective]), seconds[kSelective]};
-    const Gain full{block, Recompute::Full, static_cast<double>(bytes[kFull]), seconds[kFull]};
-    const bool has_selective = selective.bytes > 0 && std::isfinite(selective.seconds);
-    const bool has_full = full.bytes > 0;
-    // Across, so that nothing is divided by 0.
-    const bool is_first =
-        has_selective && (!has_full || selective.seconds * full.bytes <= full.seconds * selective.bytes);
-    if (is_first) gains_.push_back(selective);
-    if (has_full && !is_first) gains_.push_back(full);
-    const auto& first = is_first ? selective : full;
-    const auto& second = is_first ? full : selective;
-    if (has_selective && has_full && second.bytes > first.bytes)
-      gains_.push_back({block, second.recompute, second.bytes - first.bytes, second.seconds - first.seconds});
+    double bytes_before = 0, seconds_before = 0;
+    while (true) {
+      Gain best;
+      for (std::size_t i = 1; i < kBlockActions; ++i) {
+        const double more = static_cast<double>(bytes[i]) - bytes_before, longer = seconds[i] - seconds_before;
+        if (more <= 0 || !std::isfinite(longer)) continue;
+        // Across, so that nothing is divided by 0.
+        const double mine = longer * best.bytes, its = best.seconds * more;
+        if (best.bytes == 0 || mine < its || (mine == its && more > best.bytes)) {
+          best = {block, static_cast<BlockAction>(i), more, longer};
+        }
+      }
+      if (best.bytes == 0) return;
+      gains_.push_back(best);
+      bytes_before += best.bytes;
+      seconds_before += best.seconds;
+    }
   }
 
   /// The least time at which free blocks, taken in part, could bring a span down by `over`; empty: they cannot.
@@ -116,7 +128,7 @@ class Search {
     const auto* const only = span.only_with && is_free_[span.only_with->block] ? &*span.only_with : nullptr;
     bool is_added = only == nullptr;
     const auto with_condition = [&](Span::Bytes bytes) {
-      for (std::size_t i = 1; i < kRecomputes; ++i) {
+      for (std::size_t i = 1; i < kBlockActions; ++i) {
         if (!only->counts[i]) bytes[i] = std::max(bytes[i], over);  // it would not count
       }
       is_added = true;
@@ -166,41 +178,43 @@ class Search {
     }
     const auto block = branch.block;
     is_free_[block] = false;
-    const auto other = branch.recompute == Recompute::Full ? Recompute::Selective : Recompute::Full;
-    for (const auto recompute : {branch.recompute, other, Recompute::Nothing}) {
-      const auto seconds = seconds_[block][index(recompute)];
-      if (!std::isfinite(seconds)) continue;
-      choice_[block] = recompute;
-      descend(spent + seconds);
+    const auto take = [&](std::size_t action) {
+      if (!std::isfinite(seconds_[block][action])) return;
+      choice_[block] = static_cast<BlockAction>(action);
+      descend(spent + seconds_[block][action]);
+    };
+    take(index_of(branch.action));
+    for (std::size_t action = kBlockActions; action-- > 0;) {
+      if (action != index_of(branch.action)) take(action);
     }
-    choice_[block] = Recompute::Nothing;
+    choice_[block] = BlockAction::Keep;
     is_free_[block] = true;
   }
 
   std::vector<Seconds> seconds_;
   std::vector<const Span*> spans_;
   std::int64_t budget_;
-  std::vector<Recompute> choice_;
+  std::vector<BlockAction> choice_;
   std::vector<bool> is_free_;
   std::vector<Gain> gains_;
   std::size_t nodes_ = 0, most_nodes_ = 0;
   double best_seconds_ = 0;
-  std::optional<std::vector<Recompute>> best_;
+  std::optional<std::vector<BlockAction>> best_;
 };
 
 /// Improves a choice within a budget by changing one block, or two at once, as long as that takes less time: for tapes
 /// of so many blocks that a search ends before it has seen all.
 class Descent {
  public:
-  Descent(const StepTape& tape, const std::vector<Span>& spans, std::int64_t budget, std::vector<Recompute> choice)
+  Descent(const StepTape& tape, const std::vector<Span>& spans, std::int64_t budget, std::vector<BlockAction> choice)
       : seconds_(tape.seconds()), choice_(std::move(choice)), lowered_(choice_.size()), slack_(spans.size()) {
-    for (auto& each : lowered_) each.assign(kRecomputes, std::vector<std::int64_t>(spans.size()));
+    for (auto& each : lowered_) each.assign(kBlockActions, std::vector<std::int64_t>(spans.size()));
     for (std::size_t i = 0; i < spans.size(); ++i) {
       for (const auto& [block, bytes] : spans[i].lowered) {
-        for (std::size_t way = 0; way < kRecomputes; ++way) lowered_[block][way][i] = bytes[way];
+        for (std::size_t way = 0; way < kBlockActions; ++way) lowered_[block][way][i] = bytes[way];
       }
       // A way in which it does not count is one that lowers it without end.
-      for (std::size_t way = 0; spans[i].only_with && way < kRecomputes; ++way) {
+      for (std::size_t way = 0; spans[i].only_with && way < kBlockActions; ++way) {
         if (!spans[i].only_with->counts[way]) lowered_[spans[i].only_with->block][way][i] += kEndless;
       }
       slack_[i] = budget - spans[i].live;
@@ -208,11 +222,11 @@ class Descent {
     }
   }
 
-  std::vector<Recompute> run() {
+  std::vector<BlockAction> run() {
     while (auto best = best_change()) {
       for (const auto& [block, way] : *best) {
         for (std::size_t i = 0; i < slack_.size(); ++i) slack_[i] += change(block, way, i);
-        choice_[block] = static_cast<Recompute>(way);
+        choice_[block] = static_cast<BlockAction>(way);
       }
     }
     return choice_;
@@ -224,7 +238,7 @@ class Descent {
   };
   static constexpr std::int64_t kEndless = std::int64_t{1} << 50;
 
-  [[nodiscard]] std::size_t now(std::size_t block) const { return index(choice_[block]); }
+  [[nodiscard]] std::size_t now(std::size_t block) const { return index_of(choice_[block]); }
   [[nodiscard]] std::int64_t change(std::size_t block, std::size_t way, std::size_t span) const {
     return lowered_[block][way][span] - lowered_[block][now(block)][span];
   }
@@ -252,7 +266,7 @@ class Descent {
   std::optional<std::vector<Move>> best_change() {
     std::vector<Move> moves;
     for (std::size_t block = 0; block < choice_.size(); ++block) {
-      for (std::size_t way = 0; way < kRecomputes; ++way) {
+      for (std::size_t way = 0; way < kBlockActions; ++way) {
         if (way != now(block) && std::isfinite(seconds_[block][way])) moves.push_back({block, way});
       }
     }
@@ -278,14 +292,14 @@ class Descent {
 
   static constexpr double kLeastSaved = 1e-9;  // seconds
   std::vector<Seconds> seconds_;
-  std::vector<Recompute> choice_;
+  std::vector<BlockAction> choice_;
   std::vector<std::vector<std::vector<std::int64_t>>> lowered_;  // by block, way and span
   std::vector<std::int64_t> slack_;                              // of each span
   std::size_t last_over_ = 0;
 };
 
-RecomputePlan made(const StepTape& tape, const std::vector<Span>& spans, const std::vector<Recompute>& choice,
-                   bool is_optimal) {
+BlockPlan made(const StepTape& tape, const std::vector<Span>& spans, const std::vector<BlockAction>& choice,
+               bool is_optimal) {
   return {choice, peak_of(spans, choice), tape.seconds(choice), is_optimal};
 }
 
@@ -295,9 +309,9 @@ std::vector<Span> StepTape::spans() const {
   std::vector<Span> all;
   std::vector<std::int64_t> moments{0, static_cast<std::int64_t>(live.size())};
   for (const auto& call : calls) {
-    moments.insert(moments.end(), {call.forward_end, call.backward_begin});
-    if (call.selective) moments.push_back(call.backward_end);
+    moments.insert(moments.end(), {call.forward_end, call.backward_begin, call.backward_end});
     for (const auto& held : call.held) moments.push_back(held.from);
+    for (const auto& output : call.kept_outputs) moments.push_back(output.from);
   }
   std::sort(moments.begin(), moments.end());
   moments.erase(std::unique(moments.begin(), moments.end()), moments.end());
@@ -306,9 +320,12 @@ std::vector<Span> StepTape::spans() const {
     span.live = *std::max_element(live.begin() + moments[i], live.begin() + moments[i + 1]);
     add_changes(*this, moments[i], moments[i] + 1, span);
     for (const auto& call : calls) {
-      // What backward takes under selective_checkpoint() was recorded as well.
-      if (call.selective && call.backward_begin <= moments[i] && moments[i] < call.backward_end)
-        span.only_with = {call.block, {true, false, true}};
+      // What backward takes under some actions was recorded as well.
+      const bool is_known = std::any_of(call.under.begin(), call.under.end(), [](const auto& one) { return one; });
+      if (!is_known || moments[i] < call.backward_begin || call.backward_end <= moments[i]) continue;
+      Span::Condition condition{call.block, {}};
+      for (std::size_t action = 0; action < kBlockActions; ++action) condition.counts[action] = !call.under[action];
+      span.only_with = condition;
     }
     all.push_back(std::move(span));
   }
@@ -316,20 +333,25 @@ std::vector<Span> StepTape::spans() const {
     // Just before its backward begins, what it saved is given up still.
     const auto moment = call.backward_begin;
     const auto before = moment == 0 ? 0 : live[static_cast<std::size_t>(moment) - 1];
-    Span span{before + call.forward_peak, {}, Span::Condition{call.block, {false, false, true}}};
+    Span span{before + call.forward_peak, {}, Span::Condition{call.block, {}}};
     add_changes(*this, moment, moment, span);
+    span.only_with->counts[kFull] = true;
     all.push_back(span);
-    if (!call.selective) continue;
-    span.live = before + call.selective->backward_peak;
-    span.only_with->counts = {false, true, false};
-    all.push_back(std::move(span));
+    for (const auto action : kRecordedActions) {
+      const auto& under = call.under[index_of(action)];
+      if (!under) continue;
+      span.live = before + under->backward_peak;
+      span.only_with->counts = {};
+      span.only_with->counts[index_of(action)] = true;
+      all.push_back(span);
+    }
   }
   // What no choice can push over another span needs no look.
   std::sort(all.begin(), all.end(), [](const Span& a, const Span& b) { return a.live > b.live; });
   return all;
 }
 
-std::int64_t peak_of(const std::vector<Span>& spans, const std::vector<Recompute>& choice) {
+std::int64_t peak_of(const std::vector<Span>& spans, const std::vector<BlockAction>& choice) {
   std::int64_t highest = 0;
   for (const auto& span : spans) {
     if (counts(span, choice)) highest = std::max(highest, live(span, choice));
@@ -337,18 +359,41 @@ std::int64_t peak_of(const std::vector<Span>& spans, const std::vector<Recompute
   return highest;
 }
 
-std::optional<RecomputePlan> find_plan(const StepTape& tape, const std::vector<Span>& spans, std::int64_t budget) {
+std::optional<BlockPlan> find_plan(const StepTape& tape, const std::vector<Span>& spans, std::int64_t budget) {
   Search search(tape, spans, budget);
   const bool found = search.run();
   if (search.is_complete()) return found ? std::optional(made(tape, spans, search.best(), true)) : std::nullopt;
-  // What ended before it found anything goes on from the choice that is most likely to be within the budget.
-  const auto from = found ? search.best() : std::vector(tape.names.size(), Recompute::Full);
-  if (peak_of(spans, from) > budget) return std::nullopt;
-  return made(tape, spans, Descent(tape, spans, budget, from).run(), false);
+  // A search that was cut off goes on from several choices: each descent ends where no small change helps.
+  std::vector<std::vector<BlockAction>> starts;
+  if (found) starts.push_back(search.best());
+  const auto seconds = tape.seconds();
+  for (std::size_t action = 1; action < kBlockActions; ++action) {
+    auto& start = starts.emplace_back(tape.names.size(), BlockAction::Full);
+    for (std::size_t block = 0; block < start.size(); ++block) {
+      if (std::isfinite(seconds[block][action])) start[block] = static_cast<BlockAction>(action);
+    }
+  }
+  std::optional<BlockPlan> best;
+  for (const auto& start : starts) {
+    if (peak_of(spans, start) > budget) continue;
+    auto plan = made(tape, spans, Descent(tape, spans, budget, start).run(), false);
+    if (!best || plan.seconds < best->seconds) best = std::move(plan);
+  }
+  if (!best) return std::nullopt;
+  // Some blocks are taken back to what frees the most, and their neighbours in cost find a better place.
+  std::mt19937 random(1);
+  for (int kick = 0; kick < kKicks; ++kick) {
+    auto from = best->choice;
+    for (int i = 0; i < kKicked; ++i) from[random() % from.size()] = BlockAction::Full;
+    if (peak_of(spans, from) > budget) continue;
+    auto plan = made(tape, spans, Descent(tape, spans, budget, std::move(from)).run(), false);
+    if (plan.seconds < best->seconds) best = std::move(plan);
+  }
+  return best;
 }
 
-RecomputePlan find_lowest(const StepTape& tape, const std::vector<Span>& spans) {
-  auto found = made(tape, spans, std::vector(tape.names.size(), Recompute::Full), true);
+BlockPlan find_lowest(const StepTape& tape, const std::vector<Span>& spans) {
+  auto found = made(tape, spans, std::vector(tape.names.size(), BlockAction::Full), true);
   std::int64_t lowest = -1;
   // What a search finds is within its budget: the next one looks below the half between.
   while (found.peak_bytes - lowest > std::max<std::int64_t>(found.peak_bytes / kFineness, 1)) {
@@ -364,7 +409,7 @@ RecomputePlan find_lowest(const StepTape& tape, const std::vector<Span>& spans) 
   return found;
 }
 
-RecomputePlan plan_recomputation(const StepTape& tape, std::int64_t budget) {
+BlockPlan plan_blocks(const StepTape& tape, std::int64_t budget) {
   const auto spans = tape.spans();
   if (auto plan = find_plan(tape, spans, budget)) return *std::move(plan);
   detail::raise(ErrorCode::OutOfMemory, "no choice of what to make again keeps a step within ", size_text(budget),
@@ -372,6 +417,6 @@ RecomputePlan plan_recomputation(const StepTape& tape, std::int64_t budget) {
                 ". Give a larger budget, smaller blocks or a smaller batch.");
 }
 
-RecomputePlan lowest_peak(const StepTape& tape) { return find_lowest(tape, tape.spans()); }
+BlockPlan lowest_peak(const StepTape& tape) { return find_lowest(tape, tape.spans()); }
 
 }  // namespace oxytorch::memory
