@@ -71,7 +71,7 @@ def demo() -> str | None:
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-MEMORY_COMMAND = "python bench/race/memory.py --starts 3 --seconds 1.5"
+MEMORY_COMMAND = "python bench/race/memory.py --starts 3 --seconds 0.8"
 
 
 def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | None]:

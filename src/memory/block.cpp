@@ -34,16 +34,6 @@ int rank(BlockAction action) {
 
 }  // namespace
 
-std::optional<SavedFormat> format_of(BlockAction action) {
-  switch (action) {
-    case BlockAction::Lossless: return SavedFormat::Lossless;
-    case BlockAction::BFloat16: return SavedFormat::BFloat16;
-    case BlockAction::Int8: return SavedFormat::Int8;
-    case BlockAction::File: return SavedFormat::File;
-    default: return std::nullopt;
-  }
-}
-
 BlockAction action_of(std::string_view name) { return detail::planned(name).action; }
 
 detail::Planned detail::planned(std::string_view name) {

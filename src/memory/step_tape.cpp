@@ -36,17 +36,19 @@ bool have_same_calls(const StepTape& one, const StepTape& other) {
 
 }  // namespace
 
-std::string_view name(BlockAction action) noexcept {
+std::optional<SavedFormat> format_of(BlockAction action) noexcept {
   switch (action) {
-    case BlockAction::Keep: return "keep";
-    case BlockAction::Selective: return "selective";
-    case BlockAction::Full: return "full";
-    case BlockAction::Lossless: return "lossless";
-    case BlockAction::BFloat16: return "bf16";
-    case BlockAction::Int8: return "int8";
-    case BlockAction::File: return "file";
+    case BlockAction::Lossless: return SavedFormat::Lossless;
+    case BlockAction::BFloat16: return SavedFormat::BFloat16;
+    case BlockAction::Int8: return SavedFormat::Int8;
+    case BlockAction::File: return SavedFormat::File;
+    default: return std::nullopt;
   }
-  return "";
+}
+
+std::string_view name(BlockAction action) noexcept {
+  if (const auto format = format_of(action)) return name(*format);
+  return action == BlockAction::Selective ? "selective" : action == BlockAction::Full ? "full" : "keep";
 }
 
 BlockAction parse_block_action(std::string_view word) {

@@ -56,12 +56,12 @@ class Work {
   LossAndGradients run() {
     const auto options = input_.options();
     const bool gradients = wanted_[0] || wanted_[1] || wanted_[2];
-    const auto empty_if = [&](bool asked, const Tensor& like) {
-      return asked ? at::empty(like.sizes(), options.dtype(type_of_gradient(like.scalar_type()))) : Tensor();
+    const auto empty_if = [&](bool asked, at::IntArrayRef sizes, const Tensor& like) {
+      return asked ? at::empty(sizes, options.dtype(type_of_gradient(like.scalar_type()))) : Tensor();
     };
-    of_input_ = empty_if(wanted_[0], call_.input);
-    Tensor of_weight = empty_if(wanted_[1], call_.weight);
-    Tensor of_bias = empty_if(wanted_[2], call_.bias);
+    of_input_ = empty_if(wanted_[0], input_.sizes(), input_);
+    Tensor of_weight = empty_if(wanted_[1], call_.weight.sizes(), call_.weight);
+    Tensor of_bias = empty_if(wanted_[2], {classes_.count}, call_.weight);
 
     tokens_right_ = Packed(scratch_, format_, width_, kTokenTiles);
     tokens_transposed_ = Packed(scratch_, format_, width_, kTokenTiles);

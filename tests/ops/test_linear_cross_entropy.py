@@ -228,6 +228,8 @@ def test_it_is_an_operator_that_torch_checks() -> None:
     b = torch.randn(50, requires_grad=True)
     opcheck(torch.ops.oxytorch.linear_cross_entropy, (x, w, y, b, -100, 0.1, True))
     opcheck(torch.ops.oxytorch.linear_cross_entropy, (x, w, y))
+    narrow = x.detach().bfloat16().requires_grad_()
+    opcheck(torch.ops.oxytorch.linear_cross_entropy, (narrow, w, y, b))
 
 
 def test_compiled_and_transformed_it_agrees_with_eager() -> None:
@@ -242,6 +244,21 @@ def test_compiled_and_transformed_it_agrees_with_eager() -> None:
     assert compiled.equal(expected)
     assert all(a.equal(b) for a, b in zip(torch.autograd.grad(compiled, (x, w)), grads, strict=True))
     assert grad(loss)(x.detach(), w.detach()).equal(grads[0])
+
+
+def test_compiled_under_autocast_it_agrees_with_eager() -> None:
+    x, w, y = batch(9)
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return ox.ops.linear_cross_entropy(x * 2, w, y)
+
+    expected = loss(x, w)
+    grads = torch.autograd.grad(expected, (x, w))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w)
+    assert compiled.equal(expected)
+    found = torch.autograd.grad(compiled, (x, w))
+    assert all(a.dtype == torch.float32 and a.equal(b) for a, b in zip(found, grads, strict=True))
 
 
 def test_autocast_and_a_whole_model() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import oxytorch as ox
+import pytest
 import torch
+from oxytorch import _C
 from oxytorch.tune import Strategy
 from planted import Clock, Net, batches, made
 from torch import nn
 
 EXACT: dict[str, Any] = {"precision": "fp32", "channels_last": "off", "attention": "default"}
 CRITERION = nn.CrossEntropyLoss()
+HIDDEN = torch.Generator()
 
 # A value other than any level's default, for each setting.
 GIVEN: dict[str, Any] = {
@@ -108,3 +111,29 @@ def tuned(clock: Clock, config: dict[str, Any] | None = None, **options: Any) ->
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     arguments = {"remember": False, "tune_seconds": 2.0, **options}
     return ox.accelerate(model, optimizer, CRITERION, batches(), config=config, **arguments)
+
+
+def limit_asked(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> list[int | None]:
+    asked: list[int | None] = []
+    own = _C.trainer.tune_allocator
+    monkeypatch.setattr(_C.trainer, "tune_allocator", lambda limit=None: (asked.append(limit), own(limit))[1])
+    make()
+    return asked
+
+
+def interop_asked(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> bool:
+    """What torch takes once in a process is shown by what is asked of it; tests/trainer/test_interop.py does it."""
+    asked: list[int] = []
+    same = _C.trainer.size_interop_threads(torch.get_num_interop_threads())
+    monkeypatch.setattr(_C.trainer, "size_interop_threads", lambda threads: (asked.append(threads), same)[1])
+    run()
+    return asked == [3]
+
+
+def rows(native: bool = False) -> Any:
+    """A loader of ten batches."""
+    x, y = torch.arange(60.0).reshape(10, 6) / 60, torch.arange(10) % 3
+    if not native:
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
+    data = [(x[i], y[i]) for i in range(10)]
+    return ox.data.Loader(data, 2)

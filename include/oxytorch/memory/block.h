@@ -30,9 +30,6 @@ namespace oxytorch::memory {
 /// What plans that are active do with this block.
 [[nodiscard]] OXY_API BlockAction action_of(std::string_view name);
 
-/// Of an action that packs what is saved; nothing for the others.
-[[nodiscard]] OXY_API std::optional<SavedFormat> format_of(BlockAction action);
-
 /// Takes a choice of actions for blocks until it ends. Any number may be active, of any thread: the one that keeps the
 /// least in memory counts.
 class OXY_API PlannedBlocks {

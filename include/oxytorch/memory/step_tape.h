@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "oxytorch/api.h"
+#include "oxytorch/memory/saved_format.h"
 #include "oxytorch/memory/timeline.h"
 
 namespace oxytorch::memory {
@@ -21,16 +22,18 @@ enum class BlockAction : std::uint8_t {
   Keep,       ///< everything that its nodes save is kept as it is
   Selective,  ///< results of cheap operators are made again: selective_checkpoint()
   Full,       ///< the whole block is run again: checkpoint()
-  Lossless,   ///< packed: PackSavedTensors of SavedFormat::Lossless, and so on
-  BFloat16,
-  Int8,
-  File,
+  Lossless,   ///< what is saved is packed, as SavedFormat::Lossless
+  BFloat16,   ///< SavedFormat::BFloat16
+  Int8,       ///< SavedFormat::Int8
+  File,       ///< SavedFormat::File
 };
 constexpr std::size_t kBlockActions = 7;
 /// Those whose cost is known by a recording under them alone: all but Keep and Full.
 inline constexpr std::array kRecordedActions{BlockAction::Selective, BlockAction::Lossless, BlockAction::BFloat16,
                                              BlockAction::Int8, BlockAction::File};
-/// "keep", "selective", "full", "lossless", "bf16", "int8", "file".
+/// Of one that packs what is saved.
+[[nodiscard]] OXY_API std::optional<SavedFormat> format_of(BlockAction action) noexcept;
+/// "keep", "selective", "full", or that of its format.
 [[nodiscard]] OXY_API std::string_view name(BlockAction action) noexcept;
 /// Error(InvalidArgument) for another word.
 [[nodiscard]] OXY_API BlockAction parse_block_action(std::string_view word);

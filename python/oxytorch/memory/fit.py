@@ -136,13 +136,12 @@ class _Planned:
         self._put: list[_Wrapped] = []
         self._packed: list[_Packed] = []
         for action in _ACTIONS:
-            names = choice.names(action)
-            if names:
+            if names := choice.names(action):
                 kind = self._kind(action)
-            for name in names:
-                one = _Wrapped(model.get_submodule(name), kind)
-                one.block.forward = one
-                self._put.append(one)
+                for name in names:
+                    one = _Wrapped(model.get_submodule(name), kind)
+                    one.block.forward = one
+                    self._put.append(one)
 
     def _kind(self, action: str) -> Callable[..., Any]:
         if action in _CHECKPOINTS:
