@@ -78,6 +78,16 @@ def test_gradients_of_a_linear_layer_have_the_bits_of_torchs_sum(rows: int, feat
             assert added_up(call, weight).equal(expected)
 
 
+@pytest.mark.parametrize(("rows", "classes", "width"), [(1, 7, 16), (40, 129, 33), (300, 1000, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_gradients_of_a_head_have_the_bits_of_torchs_sum(
+    rows: int, classes: int, width: int, dtype: torch.dtype
+) -> None:
+    call, weight = loss_of(rows, classes, width)
+    weight = weight.to(dtype)
+    assert added_up(call, weight).equal(added_up(call, weight, hooked=True))
+
+
 @bfloat16_products
 def test_gradients_of_a_bfloat16_weight_are_rounded_once_a_batch() -> None:
     call, weight = linear_of(60, 48, 40)
