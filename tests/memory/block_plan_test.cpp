@@ -84,6 +84,21 @@ Chain random_chain(std::mt19937& random, std::size_t length) {
   return Chain(parts);
 }
 
+/// A timeline written out by hand. An event of bytes below 0 gives back.
+struct Recorder {
+  explicit Recorder(std::vector<std::string> names) { timeline.names = std::move(names); }
+  void event(std::uint64_t at, std::int64_t bytes, int region, bool in_backward) {
+    live += bytes;
+    timeline.events.push_back({0, at, bytes, live, -1, region, -1, in_backward});
+  }
+  void mark(int region, bool begins, std::vector<std::uint64_t> addresses) {
+    timeline.marks.push_back(
+        {static_cast<std::int64_t>(timeline.events.size()), 0, region, begins, false, std::move(addresses)});
+  }
+  Timeline timeline;
+  std::int64_t live = 0;
+};
+
 using Choice = std::vector<BlockAction>;
 constexpr auto kKeep = BlockAction::Keep, kSelective = BlockAction::Selective, kFull = BlockAction::Full;
 
@@ -156,29 +171,19 @@ TEST(BlockPlanTest, ATapeHasWhatBlocksKeepWithoutCheapOperators) {
 TEST(BlockPlanTest, AnInputThatIsGivenBackIsHeldBySelectiveOnesOnlyWhereTheyHoldIt) {
   // x is made outside, goes into block a, and is given back before backward, unless a holds it.
   const auto recorded = [](bool holds) {
-    Timeline timeline;
-    timeline.names = {"a", "b"};
-    std::int64_t live = 0;
-    const auto event = [&](std::uint64_t at, std::int64_t bytes, int region, bool in_backward) {
-      live += bytes;
-      timeline.events.push_back({0, at, bytes, live, -1, region, -1, in_backward});
-    };
-    const auto mark = [&](int region, bool begins, std::vector<std::uint64_t> addresses) {
-      timeline.marks.push_back(
-          {static_cast<std::int64_t>(timeline.events.size()), 0, region, begins, false, std::move(addresses)});
-    };
-    event(1, 40, -1, false);
-    mark(0, true, {1});
-    event(2, 100, 0, false);
-    mark(0, false, {});
-    if (!holds) event(1, -40, -1, false);
-    event(9, 500, -1, false);
-    event(9, -500, -1, false);
-    event(3, 8, 0, true);
-    event(2, -100, -1, false);
-    if (holds) event(1, -40, -1, false);
-    event(3, -8, -1, false);
-    return StepTape::of(timeline, {"a", "b"});
+    Recorder record({"a", "b"});
+    record.event(1, 40, -1, false);
+    record.mark(0, true, {1});
+    record.event(2, 100, 0, false);
+    record.mark(0, false, {});
+    if (!holds) record.event(1, -40, -1, false);
+    record.event(9, 500, -1, false);
+    record.event(9, -500, -1, false);
+    record.event(3, 8, 0, true);
+    record.event(2, -100, -1, false);
+    if (holds) record.event(1, -40, -1, false);
+    record.event(3, -8, -1, false);
+    return StepTape::of(record.timeline, {"a", "b"});
   };
   auto tape = recorded(false);
   ASSERT_EQ(tape.calls.at(0).held.size(), 1U);
@@ -269,29 +274,19 @@ TEST(BlockPlanTest, NoChoiceAmongAllActionsIsFasterByExhaustion) {
 TEST(BlockPlanTest, AnInputThatIsPackedAwayIsReleased) {
   // x is made outside and kept for block a alone: packed, it is given back when forward is done with it.
   const auto recorded = [](bool is_packed) {
-    Timeline timeline;
-    timeline.names = {"a"};
-    std::int64_t live = 0;
-    const auto event = [&](std::uint64_t at, std::int64_t bytes, int region, bool in_backward) {
-      live += bytes;
-      timeline.events.push_back({0, at, bytes, live, -1, region, -1, in_backward});
-    };
-    const auto mark = [&](bool begins, std::vector<std::uint64_t> addresses) {
-      timeline.marks.push_back(
-          {static_cast<std::int64_t>(timeline.events.size()), 0, 0, begins, false, std::move(addresses)});
-    };
-    event(1, 40, -1, false);
-    mark(true, {1});
-    event(2, is_packed ? 10 : 100, 0, false);
-    mark(false, {});
-    if (is_packed) event(1, -40, -1, false);
-    event(9, 500, -1, false);
-    event(9, -500, -1, false);
-    event(3, is_packed ? 148 : 8, 0, true);
-    event(2, is_packed ? -10 : -100, -1, false);
-    if (!is_packed) event(1, -40, -1, false);
-    event(3, is_packed ? -148 : -8, -1, false);
-    return StepTape::of(timeline, {"a"});
+    Recorder record({"a"});
+    record.event(1, 40, -1, false);
+    record.mark(0, true, {1});
+    record.event(2, is_packed ? 10 : 100, 0, false);
+    record.mark(0, false, {});
+    if (is_packed) record.event(1, -40, -1, false);
+    record.event(9, 500, -1, false);
+    record.event(9, -500, -1, false);
+    record.event(3, is_packed ? 148 : 8, 0, true);
+    record.event(2, is_packed ? -10 : -100, -1, false);
+    if (!is_packed) record.event(1, -40, -1, false);
+    record.event(3, is_packed ? -148 : -8, -1, false);
+    return StepTape::of(record.timeline, {"a"});
   };
   auto tape = recorded(false);
   EXPECT_EQ(tape.peak({kKeep}), 640);
@@ -303,34 +298,24 @@ TEST(BlockPlanTest, AnInputThatIsPackedAwayIsReleased) {
 TEST(BlockPlanTest, AnOutputThatItsBlockKeepsTooIsGoneWhereBothPackIt) {
   // b takes a's output, of 50, and both keep it. Backward of a takes 500 beside.
   const auto recorded = [](bool is_packed) {
-    Timeline timeline;
-    timeline.names = {"a", "b"};
-    std::int64_t live = 0;
-    const auto event = [&](std::uint64_t at, std::int64_t bytes, int region, bool in_backward) {
-      live += bytes;
-      timeline.events.push_back({0, at, bytes, live, -1, region, -1, in_backward});
-    };
-    const auto mark = [&](int region, bool begins, std::vector<std::uint64_t> addresses) {
-      timeline.marks.push_back(
-          {static_cast<std::int64_t>(timeline.events.size()), 0, region, begins, false, std::move(addresses)});
-    };
-    mark(0, true, {});
-    event(1, 50, 0, false);
-    mark(0, false, {1});
-    mark(1, true, {1});
-    event(2, 100, 1, false);
-    mark(1, false, {});
+    Recorder record({"a", "b"});
+    record.mark(0, true, {});
+    record.event(1, 50, 0, false);
+    record.mark(0, false, {1});
+    record.mark(1, true, {1});
+    record.event(2, 100, 1, false);
+    record.mark(1, false, {});
     if (is_packed) {
-      event(1, -50, -1, false);
-      event(2, -100, -1, false);
+      record.event(1, -50, -1, false);
+      record.event(2, -100, -1, false);
     }
-    event(3, is_packed ? 158 : 8, 1, true);
-    if (!is_packed) event(2, -100, -1, false);
-    event(3, is_packed ? -158 : -8, -1, false);
-    event(4, is_packed ? 550 : 500, 0, true);
-    event(4, is_packed ? -550 : -500, -1, false);
-    if (!is_packed) event(1, -50, -1, false);
-    return StepTape::of(timeline, {"a", "b"});
+    record.event(3, is_packed ? 158 : 8, 1, true);
+    if (!is_packed) record.event(2, -100, -1, false);
+    record.event(3, is_packed ? -158 : -8, -1, false);
+    record.event(4, is_packed ? 550 : 500, 0, true);
+    record.event(4, is_packed ? -550 : -500, -1, false);
+    if (!is_packed) record.event(1, -50, -1, false);
+    return StepTape::of(record.timeline, {"a", "b"});
   };
   auto tape = recorded(false);
   EXPECT_EQ(tape.peak({kKeep, kKeep}), 550);
