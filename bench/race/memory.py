@@ -150,20 +150,20 @@ def contenders(model: str, arguments: argparse.Namespace) -> tuple[dict[str, Ste
     else:
         absent[SEQUENTIAL] = "its blocks are no chain, which checkpoint_sequential needs"
     peaks = {name: step.peak() for name, step in steps.items()}
-    floors: dict[tuple[Format, ...], int] = {}
+    lowest_peaks: dict[tuple[Format, ...], int] = {}
     for _, formats in OURS.values():
-        if formats not in floors:
+        if formats not in lowest_peaks:
             probe = Step(model, quick)
             probe.fit(1 << 40, formats)
             assert probe.plan is not None
-            floors[formats] = probe.plan.floor
+            lowest_peaks[formats] = probe.plan.floor
             # A plan counts what lives between steps too.
             between = probe.plan.plain_peak - peaks[PLAIN]
     fitted: dict[str, tuple[int, tuple[Format, ...]]] = {
         f"fit to {name}": (peaks[name] + between, ("lossless",)) for name in RIVALS if name in peaks
     }
     for name, (share, formats) in OURS.items():
-        lowest = floors[formats] + floors[formats] // 500
+        lowest = lowest_peaks[formats] + lowest_peaks[formats] // 500
         fitted[name] = max(between + int(share * peaks[PLAIN]), lowest), formats
     for name, (budget, formats) in fitted.items():
         step = Step(model, quick)

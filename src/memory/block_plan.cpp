@@ -367,11 +367,14 @@ std::optional<BlockPlan> find_plan(const StepTape& tape, const std::vector<Span>
   std::vector<std::vector<BlockAction>> starts;
   if (found) starts.push_back(search.best());
   const auto seconds = tape.seconds();
-  for (std::size_t action = 1; action < kBlockActions; ++action) {
-    auto& start = starts.emplace_back(tape.names.size(), BlockAction::Full);
+  const std::vector all_again(tape.names.size(), BlockAction::Full);
+  starts.push_back(all_again);
+  for (const auto action : kRecordedActions) {
+    auto start = all_again;
     for (std::size_t block = 0; block < start.size(); ++block) {
-      if (std::isfinite(seconds[block][action])) start[block] = static_cast<BlockAction>(action);
+      if (std::isfinite(seconds[block][index_of(action)])) start[block] = action;
     }
+    if (start != all_again) starts.push_back(std::move(start));
   }
   std::optional<BlockPlan> best;
   for (const auto& start : starts) {

@@ -85,7 +85,7 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
   const memory::Meter whole;
   take_step(run, batch, target.can_repeat);  // makes gradients and the optimizer's state
   const auto base = before + whole.live_bytes();
-  double seconds = 0;
+  double seconds = 0, relative_error = 0;
   const auto measured = [&](const memory::BlockChoice& choice) {
     const memory::PlannedBlocks active(choice);
     const auto began = std::chrono::steady_clock::now();
@@ -93,6 +93,7 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
     const memory::Meter meter;
     take_step(run, batch, target.can_repeat);
     seconds = seconds_since(began);
+    relative_error = active.relative_error();
     return at_begin + meter.peak_bytes();
   };
   std::vector<std::string> blocks;
@@ -141,15 +142,14 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
   while (const auto choice = search.next()) {
     measured(*choice);  // what the first step under it takes once
     search.measured(measured(*choice));
+    search.rounded(relative_error);
     if (search.is_bound_by_time()) time(*choice);
   }
   if (!search.choice().empty()) {
     if (!search.is_bound_by_time()) time(search.choice());
     const auto left = [&](const memory::BlockChoice& choice) {
       snapshot.restore();
-      const memory::PlannedBlocks active(choice);
-      take_step(run, batch, target.can_repeat);
-      search.rounded(active.relative_error());
+      measured(choice);
       return snapshot.digest();
     };
     const auto kept = left({});

@@ -74,14 +74,14 @@ def test_it_says_what_fits(script: Path, function: str, capsys: pytest.CaptureFi
 
 
 def test_a_file_for_saved_tensors_widens_what_can_be_had(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    floors = []
+    lowest_peaks = []
     for words in ([], ["--format", "file"]):
         assert cli.main(["plan", f"{script}:training", *words, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        floors.append(found["floor_bytes"])
+        lowest_peaks.append(found["floor_bytes"])
         assert ("file keeps" in found["blocks"]) is bool(words)
-    assert floors[1] < floors[0]
-    lowest = str(floors[1] + (floors[0] - floors[1]) // 2)
+    assert lowest_peaks[1] < lowest_peaks[0]
+    lowest = str(lowest_peaks[1] + (lowest_peaks[0] - lowest_peaks[1]) // 2)
     assert cli.main(["plan", f"{script}:training", "--format", "file", "--budget", lowest, "--json"]) == 0
     (one,) = json.loads(capsys.readouterr().out)["budgets"]
     assert one["fits"] and one["packed"]["file"] and one["same_bits"]

@@ -251,6 +251,25 @@ def test_what_rounds_is_asked_for_and_says_by_how_much(format: Any) -> None:
     assert "lossless" not in packed, "it was not asked for"
 
 
+def test_what_rounds_is_said_where_bits_cannot_be_compared() -> None:
+    model, x, y = of_tokens()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noise = torch.Generator()
+
+    def step() -> None:
+        noise.seed()  # never twice the same
+        optimizer.zero_grad()
+        logits = model(x) + 0.01 * torch.randn(50, generator=noise)
+        nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+
+    with fit(model, step, "4GB") as loose:
+        budget = loose.floor + int(0.3 * (loose.plain_peak - loose.floor))
+    with fit(model, step, budget, formats=["bf16"]) as plan:
+        assert plan.same_bits is None
+        assert ("is rounded by" in plan.table()) is bool(plan.packed)
+
+
 def test_formats_that_there_are_not() -> None:
     model, _, step = prepared("experts")
     with pytest.raises(ValueError, match="formats has 'zip'; saved tensors are packed as 'lossless', 'bf16', 'int8'"):

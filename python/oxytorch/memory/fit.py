@@ -272,9 +272,10 @@ class MemoryPlan:
             self._put.close()
             self._put = None
 
-    def _apply(self) -> None:
+    def _apply(self) -> _Planned:
         self.revert()
         self._put = _Planned(self._model, self._search.choice)
+        return self._put
 
     def __enter__(self) -> MemoryPlan:
         """Return the plan, which the end of the `with` reverts."""
@@ -463,9 +464,10 @@ def _fitted(
         plan = MemoryPlan(model, search)
         undo.callback(plan.revert)
         while search.next() is not None:
-            plan._apply()
+            put = plan._apply()
             measured()  # what the first step under it takes once
             search.measured(measured()[0])
+            search.rounded(put.relative_error())
             if search.is_bound_by_time:
                 _time(plan, lambda: measured()[1])
         if plan.planned:
@@ -526,8 +528,6 @@ def _same_bits(plan: MemoryPlan, model: nn.Module, step: Callable[[], Any], snap
         if planned:
             plan._apply()
         step()
-        if plan._put is not None:
-            plan._search.rounded(plan._put.relative_error())
         return [t.detach().clone() for t in [*model.parameters(), *model.buffers()]]
 
     plain = left(planned=False)
