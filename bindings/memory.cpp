@@ -88,10 +88,10 @@ void bind_pack_saved_tensors(py::module_& m) {
   using Scopes = std::vector<std::unique_ptr<PackSavedTensors::Scope>>;
   static thread_local Scopes open;  // of all objects, the innermost last
   py::class_<PackSavedTensors>(m, "PackSavedTensors", "Packs what operators save while it is entered.")
-      .def(py::init([](const std::string& format, const std::string& folder) {
-             return std::make_unique<PackSavedTensors>(memory::parse_saved_format(format), folder);
+      .def(py::init([](const std::string& format, const std::string& folder, std::size_t least) {
+             return std::make_unique<PackSavedTensors>(memory::parse_saved_format(format), folder, least);
            }),
-           py::arg("format"), py::arg("folder"))
+           py::arg("format"), py::arg("folder"), py::arg("least"))
       .def("__enter__",
            [](py::object self) {
              open.push_back(std::make_unique<PackSavedTensors::Scope>(self.cast<PackSavedTensors&>()));
@@ -109,11 +109,30 @@ void bind_pack_saved_tensors(py::module_& m) {
       .def("report", &PackSavedTensors::report);
 }
 
+void bind_parked(py::module_& m) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  m.attr("packed_bytes") = memory::kPackedBytes;
+  m.attr("parked_bytes") = memory::kParkedBytes;
+  m.def("parking_folders", &memory::parking_folders, "Where files of parked tensors are made, the first that can be.");
+  m.def("park", &memory::park, py::arg("tensor"), py::arg("folders"), Released(),
+        "Return a copy in a file without a name; see oxytorch/memory/parked.h.");
+  m.def("is_parked", &memory::is_parked, py::arg("tensor"), "Whether a tensor's memory is such a file.");
+  m.def("move_to_file", &memory::move_to_file, py::arg("tensor"), Released(),
+        "Move a tensor's own memory to a file; False where it stays.");
+  m.def("move_to_memory", &memory::move_to_memory, py::arg("tensor"), Released(),
+        "Move a parked tensor's own memory back; False where it stays.");
+  m.def("rest", &memory::rest, py::arg("tensor"), Released(), "Let go of the pages of a parked tensor.");
+  m.def("rest_all", &memory::rest_all, Released(), "Let go of the pages of all parked tensors.");
+  m.def("read_ahead", &memory::read_ahead, py::arg("tensor"), Released(),
+        "Have the pages of a parked tensor read from the disk meanwhile.");
+}
+
 }  // namespace
 
 void bind_memory(py::module_& m) {
   bind_batch_search(m);
   bind_pack_saved_tensors(m);
+  bind_parked(m);
   py::class_<HostPoolStats>(m, "HostPoolStats", "Bytes and counts of the pool of host memory.")
       .def_readonly("live_bytes", &HostPoolStats::live_bytes)
       .def_readonly("peak_bytes", &HostPoolStats::peak_bytes)

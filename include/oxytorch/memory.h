@@ -15,6 +15,7 @@
 #include "oxytorch/memory/host_pool.h"
 #include "oxytorch/memory/meter.h"
 #include "oxytorch/memory/pack_saved_tensors.h"
+#include "oxytorch/memory/parked.h"
 #include "oxytorch/memory/saved_format.h"
 
 namespace oxytorch {

@@ -37,7 +37,6 @@ namespace {
 using at::Tensor;
 namespace autograd = torch::autograd;
 
-constexpr std::size_t kLeast = 16'384;   // bytes of what is worth the time
 constexpr std::int64_t kBlock = 256;     // neighbours that share a scale
 constexpr std::int64_t kChunk = 65'536;  // elements that a thread takes at a time; errors are summed by chunk, in order
 
@@ -375,7 +374,7 @@ struct PackSavedTensors::Inside : std::enable_shared_from_this<Inside>, TensorKe
 
   /// Of a tensor that is to be packed; null where it stays as it is.
   std::shared_ptr<Content> content_of(const Tensor& tensor) {
-    if (!is_dense(tensor) || !tensor.device().is_cpu() || tensor.storage().nbytes() < kLeast ||
+    if (!is_dense(tensor) || !tensor.device().is_cpu() || tensor.storage().nbytes() < least ||
         tensor.storage().nbytes() % tensor.element_size() != 0 || is_of_parameter(tensor)) {
       return nullptr;
     }
@@ -432,6 +431,7 @@ struct PackSavedTensors::Inside : std::enable_shared_from_this<Inside>, TensorKe
   }
 
   SavedFormat format = SavedFormat::Lossless;
+  std::size_t least = kPackedBytes;
   std::shared_ptr<SpillFile> file;
   mutable std::mutex mutex;
   std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Content>> contents;
@@ -439,9 +439,10 @@ struct PackSavedTensors::Inside : std::enable_shared_from_this<Inside>, TensorKe
   Squares sum;
 };
 
-PackSavedTensors::PackSavedTensors(SavedFormat format, const std::string& folder)
+PackSavedTensors::PackSavedTensors(SavedFormat format, const std::string& folder, std::size_t least)
     : inside_(std::make_shared<Inside>()) {
   inside_->format = format;
+  inside_->least = least;
   if (format == SavedFormat::File) inside_->file = std::make_shared<SpillFile>(folder);
 }
 

@@ -302,6 +302,17 @@ def test_bad_input(tmp_path: Path) -> None:
         ox.memory.PackSavedTensors("file", tmp_path / "none")
 
 
+def test_small_tensors_stay_where_asked() -> None:
+    x = torch.randn(64, 256, requires_grad=True)  # 64 KiB
+    for least, packs in ((16 << 10, True), (1 << 20, False)):
+        with ox.memory.PackSavedTensors("file", least=least) as packed:
+            loss = (x * 2).square().sum()
+        loss.backward()
+        assert (packed.report().tensors > 0) is packs
+    with pytest.raises(ValueError, match="least is -1, expected a number of bytes, 0 or more"):
+        ox.memory.PackSavedTensors(least=-1)
+
+
 def test_who_else_keeps() -> None:
     packed = ox.memory.PackSavedTensors()
     with pytest.raises(RuntimeError, match="has not entered it"):

@@ -12,6 +12,7 @@
 /// ```
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -20,6 +21,9 @@
 #include "oxytorch/memory/saved_format.h"
 
 namespace oxytorch::memory {
+
+/// Saved tensors of fewer bytes are not worth the time, unless said otherwise.
+inline constexpr std::size_t kPackedBytes = std::size_t{16} << 10;
 
 /// What was packed since the object was made. Each memory counts once, however many nodes save it.
 struct OXY_API PackedReport {
@@ -35,10 +39,10 @@ struct OXY_API PackedReport {
 
 /// Packs what operators save while a Scope is there, and unpacks it as backward comes to it.
 ///
-/// Left as they are: tensors on other devices, under 16 KiB and in torch.func; parameters, their copies by autocast and
-/// their transposes; floating point that no operator of the graph made, as inputs, since somebody else holds it; with
-/// BFloat16 and Int8 what is not finite. Where the memory is still there when backward comes, as it is of what the
-/// program holds, backward takes that.
+/// Left as they are: tensors on other devices, under `least` bytes and in torch.func; parameters, their copies by
+/// autocast and their transposes; floating point that no operator of the graph made, as inputs, since somebody else
+/// holds it; with BFloat16 and Int8 what is not finite. Where the memory is still there when backward comes, as it is
+/// of what the program holds, backward takes that.
 ///
 /// Gradients of Lossless and File keep every bit. Those of the others are of the rounded values: the results of forward
 /// keep every bit. A tensor that is changed in place after it was saved has, where it was packed, its value of then;
@@ -52,7 +56,7 @@ struct OXY_API PackedReport {
 class OXY_API PackSavedTensors {
  public:
   /// `folder`: of the file; TMPDIR, else /var/tmp, where empty. Error(Io) where none can be made there.
-  explicit PackSavedTensors(SavedFormat format, const std::string& folder = "");
+  explicit PackSavedTensors(SavedFormat format, const std::string& folder = "", std::size_t least = kPackedBytes);
   ~PackSavedTensors();
   PackSavedTensors(const PackSavedTensors&) = delete;
   PackSavedTensors& operator=(const PackSavedTensors&) = delete;

@@ -39,13 +39,23 @@ __all__: list[str] = [
     "give_back_host_memory",
     "host_pool_huge_page_bytes",
     "host_pool_stats",
+    "is_parked",
     "keep_host_pool",
     "leaks",
     "limit",
+    "move_to_file",
+    "move_to_memory",
+    "packed_bytes",
+    "park",
+    "parked_bytes",
+    "parking_folders",
     "pooled_bytes",
+    "read_ahead",
     "records_gradients",
     "reset_host_peak",
     "resident_bytes",
+    "rest",
+    "rest_all",
     "says_out_of_memory",
     "selective_checkpoint",
     "set_limit",
@@ -223,7 +233,7 @@ class PackSavedTensors:
         """
     def __enter__(self) -> typing.Any: ...
     def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
-    def __init__(self, format: str, folder: str) -> None: ...
+    def __init__(self, format: str, folder: str, least: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def report(self) -> PackedReport: ...
 
 class HostPoolStats:
@@ -697,6 +707,11 @@ def host_pool_stats() -> HostPoolStats:
     Of the process's pool; zeros where it was never in use.
     """
 
+def is_parked(tensor: torch.Tensor) -> bool:
+    """
+    Whether a tensor's memory is such a file.
+    """
+
 def keep_host_pool() -> oxytorch._C.trainer.HostSetting:
     """
     Lets the pool keep its free pages while it is taken out, until reverted: for trials.
@@ -712,6 +727,31 @@ def limit() -> int | None:
     The limit that is set, if any.
     """
 
+def move_to_file(tensor: torch.Tensor) -> bool:
+    """
+    Move a tensor's own memory to a file; False where it stays.
+    """
+
+def move_to_memory(tensor: torch.Tensor) -> bool:
+    """
+    Move a parked tensor's own memory back; False where it stays.
+    """
+
+def park(tensor: torch.Tensor, folders: collections.abc.Sequence[str]) -> torch.Tensor:
+    """
+    Return a copy in a file without a name; see oxytorch/memory/parked.h.
+    """
+
+def parking_folders() -> list[str]:
+    """
+    Where files of parked tensors are made, the first that can be.
+    """
+
+def read_ahead(tensor: torch.Tensor) -> None:
+    """
+    Have the pages of a parked tensor read from the disk meanwhile.
+    """
+
 def records_gradients() -> bool:
     """
     Whether anything is recorded for backward on this thread.
@@ -725,6 +765,16 @@ def reset_host_peak() -> None:
 def resident_bytes() -> int:
     """
     Bytes of this process that are in memory now.
+    """
+
+def rest(tensor: torch.Tensor) -> None:
+    """
+    Let go of the pages of a parked tensor.
+    """
+
+def rest_all() -> None:
+    """
+    Let go of the pages of all parked tensors.
     """
 
 def says_out_of_memory(message: str) -> bool:
@@ -749,4 +799,6 @@ def use_host_pool(
     Puts the pool under torch's CPU tensors.
     """
 
+packed_bytes: int
+parked_bytes: int
 pooled_bytes: int

@@ -17,8 +17,9 @@ class PackSavedTensors(_C.memory.PackSavedTensors):
     """While entered, pack what operators save for backward, which unpacks it as it comes to it.
 
     Each format packs masks and other tensors of zero and one more value as bits, and int64 as narrow as it fits.
-    Parameters, their copies by autocast, floating point that no operator of the graph made (as inputs), tensors under
-    16 KiB and on other devices are left as they are. Memory that somebody holds until backward is taken as it is there.
+    Parameters, their copies by autocast, floating point that no operator of the graph made (as inputs), tensors of
+    fewer bytes than `least` and on other devices are left as they are. Memory that somebody holds until backward is
+    taken as it is there.
 
     "lossless" and "file" keep every bit of the gradients. Those of the others are of the rounded values; results of
     forward keep every bit.
@@ -31,6 +32,8 @@ class PackSavedTensors(_C.memory.PackSavedTensors):
         made lies in a file without a name, whose space is given back whenever nothing of it is left.
     folder : str or path, optional
         Of the file; ``TMPDIR``, else ``/var/tmp``, unless given. One in memory (tmpfs) saves none.
+    least : int
+        16 KiB unless given: what is smaller is not worth the time.
 
     Raises
     ------
@@ -50,7 +53,15 @@ class PackSavedTensors(_C.memory.PackSavedTensors):
     '6 saved tensors of 11.7 MiB in 5.86 MiB, rounded by 0.0016 of their size'
     """
 
-    def __init__(self, format: Format = "lossless", folder: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        format: Format = "lossless",
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        least: int = _C.memory.packed_bytes,
+    ) -> None:
         if folder is not None and format != "file":
             raise ValueError(f"folder is {os.fspath(folder)!r} and the format {format!r}, which writes no file.")
-        super().__init__(format, "" if folder is None else os.fspath(folder))
+        if least < 0:
+            raise ValueError(f"least is {least}, expected a number of bytes, 0 or more.")
+        super().__init__(format, "" if folder is None else os.fspath(folder), least)

@@ -1,0 +1,53 @@
+/// CPU tensors whose memory is a file without a name: they are read and written like any other, and take no memory
+/// while nobody does. The kernel writes what has changed to the disk when it needs the memory, and reads it back when
+/// asked.
+///
+/// ```cpp
+/// oxytorch::memory::move_to_file(average);  // the same tensor, on other memory
+/// ...                                       // read and written as before
+/// oxytorch::memory::rest(average);          // its pages are let go of; its values stay
+/// ```
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "oxytorch/api.h"
+
+namespace oxytorch::memory {
+
+/// Tensors of fewer bytes stay in memory.
+inline constexpr std::size_t kParkedBytes = std::size_t{1} << 20;
+
+/// Where the files are made: /var/tmp, else TMPDIR or /tmp, which often are in memory.
+[[nodiscard]] OXY_API std::vector<std::string> parking_folders();
+
+/// A copy with the layout that clone() has, detached, in a file that goes with its memory: with the copy and its views.
+/// A plain clone of what is small, not of a CPU, not strided, a lazy conjugate or negative, and where none of `folders`
+/// can hold it. Pages of the copy are not resident.
+///
+/// The mapping is shared: what a forked child writes to it, its parent sees.
+[[nodiscard]] OXY_API at::Tensor park(const at::Tensor& tensor,
+                                      const std::vector<std::string>& folders = parking_folders());
+
+/// Whether the tensor's memory is such a file's.
+[[nodiscard]] OXY_API bool is_parked(const at::Tensor& tensor);
+
+/// Moves a tensor's own memory to a file and back: the tensor stays the same object, views of its old memory show
+/// what it held then. False where it stays as it is: where park() would make a clone in memory, and where it lies there
+/// already.
+OXY_API bool move_to_file(at::Tensor& tensor);
+OXY_API bool move_to_memory(at::Tensor& tensor);
+
+/// Lets go of the pages of a parked tensor that were read or written, or of all; their values stay in the files.
+OXY_API void rest(const at::Tensor& tensor);
+OXY_API void rest_all();
+
+/// Has the kernel read a parked tensor's pages from the disk meanwhile.
+OXY_API void read_ahead(const at::Tensor& tensor);
+
+}  // namespace oxytorch::memory

@@ -1,0 +1,97 @@
+// Tensors whose memory is a file without a name.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <fstream>
+#include <string>
+
+#include "oxytorch/memory/parked.h"
+
+namespace oxytorch {
+namespace {
+
+long resident_mib() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("VmRSS:")) return std::stol(line.substr(6)) >> 10;
+  }
+  return 0;
+}
+
+TEST(ParkedTest, ACopyHasLayoutAndValuesOfAClone) {
+  torch::manual_seed(0);
+  for (const auto& given :
+       {torch::randn({1024, 1024}), torch::randn({512, 1024}).t(),
+        torch::randn({8, 16, 64, 64}).contiguous(at::MemoryFormat::ChannelsLast),
+        torch::randn({1024, 1024}).to(at::kBFloat16), torch::randn({1024, 2048}).slice(1, 0, 2048, 2)}) {
+    auto held = memory::park(given);
+    EXPECT_TRUE(memory::is_parked(held));
+    EXPECT_EQ(held.strides(), given.clone().strides());
+    EXPECT_TRUE(at::equal(held, given));
+    memory::rest(held);
+    EXPECT_TRUE(at::equal(held, given));
+    held.fill_(2);
+    memory::rest_all();
+    EXPECT_TRUE(at::equal(held, at::full_like(given, 2)));
+  }
+}
+
+TEST(ParkedTest, WhatCannotBeThereIsClonedInMemory) {
+  const auto large = torch::randn({1 << 20});
+  for (const auto& given : {torch::randn({3}), torch::empty({0}), torch::randn({512, 512}, at::kComplexFloat).conj()}) {
+    const auto held = memory::park(given);
+    EXPECT_FALSE(memory::is_parked(held));
+    EXPECT_TRUE(at::equal(held.resolve_conj(), given.resolve_conj()));
+  }
+  const auto held = memory::park(large, {"/proc/oxytorch", "/nowhere"});
+  EXPECT_FALSE(memory::is_parked(held));
+  EXPECT_TRUE(at::equal(held, large));
+  at::Tensor undefined;
+  EXPECT_FALSE(memory::is_parked(undefined));
+  EXPECT_FALSE(memory::move_to_file(undefined));
+  EXPECT_FALSE(memory::move_to_memory(undefined));
+}
+
+TEST(ParkedTest, ATensorMovesAndStaysTheSameObject) {
+  auto tensor = torch::ones({16 << 20});  // 64 MiB
+  const auto other = tensor;              // the same object
+  const auto* const impl = tensor.unsafeGetTensorImpl();
+  const long before = resident_mib();
+  EXPECT_TRUE(memory::move_to_file(tensor));
+  EXPECT_FALSE(memory::move_to_file(tensor));
+  EXPECT_EQ(tensor.unsafeGetTensorImpl(), impl);
+  EXPECT_TRUE(memory::is_parked(other));
+  EXPECT_LT(resident_mib(), before - 50);
+  tensor.add_(1);
+  EXPECT_GT(resident_mib(), before - 20);
+  memory::rest(tensor[5]);  // a view of it
+  EXPECT_LT(resident_mib(), before - 50);
+  memory::read_ahead(tensor);
+  EXPECT_EQ(other.sum().item<double>(), 32 << 20);
+  EXPECT_TRUE(memory::move_to_memory(tensor));
+  EXPECT_FALSE(memory::move_to_memory(tensor));
+  EXPECT_FALSE(memory::is_parked(other));
+  EXPECT_EQ(other.sum().item<double>(), 32 << 20);
+}
+
+TEST(ParkedTest, FilesGoWithTheLastTensorOnThem) {
+  const auto files = [] {
+    std::ifstream maps("/proc/self/maps");
+    int found = 0;
+    for (std::string line; std::getline(maps, line);)
+      found += line.find("oxytorch-parked") != std::string::npos ? 1 : 0;
+    return found;
+  };
+  ASSERT_EQ(files(), 0);
+  auto held = memory::park(torch::ones({1 << 20}));
+  const auto view = held.slice(0, 7);
+  held.reset();
+  EXPECT_EQ(files(), 1);
+  EXPECT_EQ(view.sum().item<double>(), (1 << 20) - 7);
+  held = view.clone();
+  EXPECT_FALSE(memory::is_parked(held));
+}
+
+}  // namespace
+}  // namespace oxytorch
