@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from oxytorch._build_info import BUILD_FOLDER
 from oxytorch.base import Interval, starts_interval, system_info
 from oxytorch.bench.turns import machine
 from oxytorch.bench.turns.environment import environment
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 sys.path.append(str(examples()))  # oxytorch_demo, whose models are raced
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILD = Path(BUILD_FOLDER or ROOT / "build/dev")  # where programs in C++ are
 LEAST_ROUNDS, MOST_ROUNDS = 7, 200
 
 Times = dict[str, np.ndarray]

@@ -62,8 +62,8 @@ from _operators.attention import FLASH, MATH, ONE_BY_ONE, PADDED
 from _operators.losses import CHOSEN, CHUNKS
 from _operators.recurrent import RECURRENT
 from _race import (
+    BUILD,
     MOST_ROUNDS,
-    ROOT,
     Measured,
     add_options,
     all_starts,
@@ -86,7 +86,7 @@ TRANSFORMERS = [
     for dtype in DTYPES
     for family in ("GPT", "LLaMA", "BERT")
 ]
-TRANSFORMER_PROGRAM = ROOT / "build/dev/bench/race/transformer_race"
+TRANSFORMER_PROGRAM = BUILD / "bench/race/transformer_race"
 
 
 def all_cases(quick: bool, threads: int) -> Iterator[Case]:

@@ -47,7 +47,7 @@ from _orchestrator.figures import (
 from _orchestrator.screen import screen
 from _orchestrator.switches import Switches
 from _peers import PEERS
-from _race import ROOT, Figure, add_figures, facts, new_report, progress, same_machine, show_figures, text, write
+from _race import BUILD, ROOT, Figure, add_figures, facts, new_report, progress, same_machine, show_figures, text, write
 from oxytorch.bench.turns.driver import Start, WorkerFailed, python_command, race
 from oxytorch.bench.turns.environment import FIRST_SEED, environment
 from oxytorch.bench.turns.machine import has_bf16
@@ -376,7 +376,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--keep", type=Path, help="go on from this JSON document of the same machine: its starts count, if it is there"
     )
-    parser.add_argument("--program", type=Path, default=ROOT / "build/dev/bench/race/orchestrator_race")
+    parser.add_argument("--program", type=Path, default=BUILD / "bench/race/orchestrator_race")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--timeout", type=float, default=900.0, help="longest wait for one answer, in seconds")
     parser.add_argument("--verbose", action="store_true", help="say whose turn it was")

@@ -30,8 +30,8 @@ import numpy as np
 import oxytorch.optim
 import torch
 from _race import (
+    BUILD,
     MOST_ROUNDS,
-    ROOT,
     Absent,
     Contender,
     Figure,
@@ -564,7 +564,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_options(parser)
     parser.add_argument("--no-cpp", action="store_true", help="leave the C++ half out")
-    parser.add_argument("--program", type=Path, default=ROOT / "build/dev/bench/race/step_tail_race")
+    parser.add_argument("--program", type=Path, default=BUILD / "bench/race/step_tail_race")
     return parser.parse_args()
 
 
