@@ -266,6 +266,8 @@ void bind_tuner(py::module_& m) {
       .def_readonly("steps_planned", &TunerOptions::steps_planned);
   m.def("slowdown_left", &slowdown_left, py::arg("certificate"), py::arg("max_slowdown"),
         "How many times as long as now a step may take, where it may take max_slowdown times as long as given.");
+  m.def("acts_on_update", &acts_on_update, py::arg("group"),
+        "Whether strategies of a group change the optimizer's update alone.");
   m.def(
       "has_budget",
       [](const PerformanceConfig& config, std::optional<bool> recomputes) {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -107,6 +107,10 @@ class TrainingStep:
         The moving average of each parameter, where the optimizer does not keep it.
     keeps_gradients : bool
         Whether those of a window stay until the next one begins; else they are dropped once they are applied.
+    completes_gradients : bool
+        Whether a backward is running after which nothing more is added to the gradients of its step.
+    updates_in_backward : bool
+        Whether each parameter is updated there, as its gradient arrives, and the gradient let go.
     whole_step : callable, optional
         Takes a whole step in place of the eager one.
     seconds : tuple of float
@@ -149,6 +153,8 @@ class TrainingStep:
         self.ema_decay: float | None = None
         self.average: list[Tensor] | None = None
         self.keeps_gradients = True
+        self.completes_gradients = False
+        self.updates_in_backward = False
         self._is_to_follow = False
         self.seconds = (0.0, 0.0, 0.0)
         self._criterion = len(self.losses) == 1 and is_criterion(self.losses[0])
@@ -265,10 +271,16 @@ class TrainingStep:
         assert total is not None
         return total
 
-    def _window(self, more: bool) -> AbstractContextManager[Any]:
-        """Around a backward after which more is added: an optimizer that works in backward must not take the sum."""
+    @contextmanager
+    def _window(self, more: bool) -> Iterator[None]:
+        """Around a backward after which more is added: what works in backward must not take the sum."""
         accumulate = getattr(self.optimizer, "accumulate", None) if more else None
-        return _NOTHING if accumulate is None else accumulate()
+        self.completes_gradients = not more
+        try:
+            with _NOTHING if accumulate is None else accumulate():
+                yield
+        finally:
+            self.completes_gradients = False
 
     def _clip(self, params: Sequence[Tensor]) -> None:
         if self.clip_value is not None:

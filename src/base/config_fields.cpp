@@ -107,9 +107,10 @@ std::vector<ConfigField> make_fields() {
                           "auto does clip, update, EMA and zeroing in one native pass where the optimizer is one it "
                           "knows; within 4 ulp of the exact update.",
                           keeps_bits));
-  fields.push_back(choice("optimizer_state", {"auto", "fp32", "bf16", "int8"}, "auto", "auto",
+  fields.push_back(choice("optimizer_state", {"auto", "fp32", "bf16", "int8", "file"}, "auto", "auto",
                           "auto keeps running averages as torch does; ultra keeps them as int8, in a quarter of the "
-                          "memory: a byte an element and a scale for 32, within 1.6 % of the largest."));
+                          "memory: a byte an element and a scale for 32, within 1.6 % of the largest; file keeps every "
+                          "bit in a file, and a part of it at a time in memory."));
   fields.back().ultra = std::string("int8");
   fields.push_back(
       choice("attention", {"auto", "default", "math", "native"}, "default", "auto",
@@ -299,8 +300,9 @@ std::vector<ConfigWord> make_words() {
          "the loader that you make decides it. Give cache=oxytorch.data.Cache(disk=..., folder=...) to "
          "oxytorch.data.Loader (C++: oxytorch::data::LoaderOptions).");
   refuse({"cpu_offload", "offload", "optimizer_offload"},
-         "no setting moves optimizer state or activations to the host. Leave it out; optimizer_state='int8' keeps the "
-         "running averages in one byte an element, and gradient_checkpointing='50%' keeps activations within a budget, "
+         "no setting moves optimizer state or activations from a card to the host. Leave it out; on a CPU "
+         "optimizer_state='file' keeps the running averages in a file, 'int8' keeps them in one byte an element, and "
+         "gradient_checkpointing='50%' keeps activations within a budget, "
          "as oxytorch.memory.fit() does (C++: oxytorch::fit).",
          /*is_switch=*/true);
   refuse({"max_gpu_memory", "gpu_memory_fraction", "memory_fraction", "gpu_memory_limit"},

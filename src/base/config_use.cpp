@@ -140,6 +140,10 @@ void check_dependent(const PerformanceConfig& config, ConfigUser user) {
            "gradient_checkpointing is 'off', which keeps them as they are. Set that to a budget, 'auto' or 'least', or "
            "leave it out.");
   }
+  if (config.word("optimizer_state") == "file" && is_given(config, "step_tail") && config.word("step_tail") == "on") {
+    refuse("optimizer_state",
+           "step_tail is 'on', which steps all of the state at once, in memory. Leave out one of them.");
+  }
   const char* const checkpoints = is_given(config, "goal") ? "goal" : "gradient_checkpointing";
   if (is_given(config, checkpoints) && config.word("compile") != "off") {
     refuse(checkpoints, "compile is '", config.word("compile"),

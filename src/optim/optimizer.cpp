@@ -124,7 +124,9 @@ void TailOptimizer::adopt_tail(std::unique_ptr<StepTail> tail) {
 void TailOptimizer::watch_gradients() {
   if (!options_.norm_in_backward && !options_.step_in_backward) return;
   if (hooks_ == nullptr) {
-    hooks_ = std::make_unique<BackwardHooks>([this](const at::Tensor& param) { gradient_arrived(param); });
+    hooks_ = std::make_unique<BackwardHooks>([this](const at::Tensor& param) {
+      if (!accumulating_) gradient_arrived(param);
+    });
   }
   for (const OptimizerParamGroup& group : param_groups_) {
     for (const at::Tensor& param : group.params()) hooks_->watch(param);
@@ -132,7 +134,6 @@ void TailOptimizer::watch_gradients() {
 }
 
 void TailOptimizer::gradient_arrived(const at::Tensor& param) {
-  if (accumulating_) return;
   const std::scoped_lock lock(arrival_);
   build();
   const auto found = places_.find(param.unsafeGetTensorImpl());

@@ -40,6 +40,7 @@ std::string put(tune::Run& run, const std::string& name, bool ask) {
     auto names = run.active();
     names.push_back(name);
     run.set_active(names);
+    strategy.settle_in(run);
   } catch (const c10::Error& error) {  // whatever it throws, the run goes on without it
     return name + ": " + error.what_without_backtrace();
   } catch (const std::exception& error) {

@@ -35,14 +35,16 @@ std::vector<SettingLine> lines_of_optimizer(const tune::SettingLines& made_of, c
   }
   const auto wanted = made_of.config.word("optimizer_state");
   const bool reduced = optimizer.state == "bf16" || optimizer.state == "int8";
-  if (reduced && (!optimizer.is_own || optimizer.state == wanted)) {
+  if (tune::holds(optimizer.active, "state_in_file")) {
+    lines.push_back(made_of.active_as("optimizer_state", {"state_in_file"}));
+  } else if (reduced && (!optimizer.is_own || optimizer.state == wanted)) {
     lines.push_back({"optimizer_state", "on", "the optimizer's running averages are kept as " + optimizer.state + ".",
                      "averages are rounded; see decision 6 in the documentation."});
   } else if (wanted != "auto" && wanted != (reduced ? optimizer.state : "fp32")) {
     const auto why = made_of.refused.find("optimizer_state");
     lines.push_back({"optimizer_state", "refused",
                      "the optimizer's state stays as it is; " +
-                         (optimizer.is_own               ? "give the oxytorch optimizer its state_dtype."
+                         (optimizer.is_own ? "give the oxytorch optimizer its state_dtype, which is in memory."
                           : why != made_of.refused.end() ? why->second
                                                          : "the optimizer was not replaced.")});
   }

@@ -29,6 +29,7 @@ constexpr Key kKeys[] = {
     {"precision", "precision", "fp32"},
     {"step_tail", "step_tail", "off"},
     {"int8_state", "optimizer_state", "fp32"},
+    {"state_in_file", "optimizer_state", "fp32"},
     {"compile", "compile", "off"},
     {"loader_workers", "num_workers", "keep"},
     {"prefetch", "prefetch", "keep"},
@@ -48,6 +49,7 @@ const std::vector<Meaning>& meanings() {
       {"attention", "native", {"native_attention"}},
       {"step_tail", "on", {"step_tail", "int8_state"}},
       {"optimizer_state", "int8", {"int8_state"}},
+      {"optimizer_state", "file", {"state_in_file"}},
       {"compile", "default", {"compile", "compile_dynamic"}},
       {"compile", "max-autotune", {"compile_max_autotune"}},
   };
@@ -140,7 +142,8 @@ void require_in_trainer(const Settings& settings, Asked& found) {
     }
   }
   if (settings.is("optimizer_state", "bf16")) required.push_back({"optimizer_state", "bf16", {"step_tail"}});
-  const auto of_state = [](const Requirement& one) { return one.setting == "optimizer_state"; };
+  // What is in a file is stepped by the user's own optimizer.
+  const auto of_state = [](const Requirement& one) { return one.setting == "optimizer_state" && one.value != "file"; };
   if (settings.is("step_tail", "off") && std::erase_if(required, of_state) != 0) {
     found.refused.emplace("optimizer_state", "step_tail is 'off'.");
   }

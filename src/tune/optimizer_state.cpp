@@ -9,7 +9,10 @@
 
 #include <array>
 #include <map>
+#include <set>
 #include <sstream>
+#include <typeindex>
+#include <utility>
 
 #include "oxytorch/error.h"
 #include "oxytorch/optim/optimizer.h"
@@ -132,6 +135,30 @@ bool each_state_tensor(torch::optim::Optimizer& optimizer,
     }
   }
   return true;
+}
+
+bool is_by_parameter(const torch::optim::Optimizer& optimizer) {
+  const std::type_index type = typeid(optimizer);
+  return type == typeid(torch::optim::AdamW) || type == typeid(torch::optim::Adam) ||
+         type == typeid(torch::optim::SGD) || type == typeid(torch::optim::Adagrad) ||
+         type == typeid(torch::optim::RMSprop);
+}
+
+NarrowedOptimizer::NarrowedOptimizer(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& parameters)
+    : optimizer_(optimizer) {
+  std::set<const void*> chosen;
+  for (const auto& parameter : parameters) chosen.insert(parameter.unsafeGetTensorImpl());
+  for (auto& group : optimizer.param_groups()) {
+    std::vector<at::Tensor> own;
+    for (const auto& parameter : group.params()) {
+      if (chosen.contains(parameter.unsafeGetTensorImpl())) own.push_back(parameter);
+    }
+    held_.push_back(std::exchange(group.params(), std::move(own)));
+  }
+}
+
+NarrowedOptimizer::~NarrowedOptimizer() {
+  for (std::size_t g = 0; g < held_.size(); ++g) optimizer_.param_groups()[g].params() = std::move(held_[g]);
 }
 
 struct HeldOptimizer::Impl {

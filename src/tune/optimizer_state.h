@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "oxytorch/api.h"
 #include "tune/digest.h"
 
 namespace oxytorch::tune {
@@ -21,8 +22,24 @@ bool each_entry(torch::optim::OptimizerParamState& state, const EachTensor& tens
 
 /// Visits every state tensor of `optimizer` with its parameter; false where a class is not known. What was visited
 /// until then may have been changed.
-bool each_state_tensor(torch::optim::Optimizer& optimizer,
-                       const std::function<void(const at::Tensor& param, at::Tensor& value)>& visit);
+OXY_API bool each_state_tensor(torch::optim::Optimizer& optimizer,
+                               const std::function<void(const at::Tensor& param, at::Tensor& value)>& visit);
+
+/// Whether an optimizer is known to step each of its parameters by itself.
+bool is_by_parameter(const torch::optim::Optimizer& optimizer);
+
+/// An optimizer's groups hold these of its parameters alone meanwhile, for a step of them.
+class NarrowedOptimizer {
+ public:
+  NarrowedOptimizer(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& parameters);
+  ~NarrowedOptimizer();
+  NarrowedOptimizer(const NarrowedOptimizer&) = delete;
+  NarrowedOptimizer& operator=(const NarrowedOptimizer&) = delete;
+
+ private:
+  torch::optim::Optimizer& optimizer_;
+  std::vector<std::vector<at::Tensor>> held_;
+};
 
 /// The optimizer's part of a Snapshot: its state and options.
 class HeldOptimizer {

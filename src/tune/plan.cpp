@@ -25,6 +25,7 @@
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/own_random.h"
 #include "oxytorch/tune/snapshot.h"
+#include "oxytorch/tune/strategy.h"
 #include "oxytorch/units.h"
 #include "tune/digest.h"
 #include "tune/fit_run.h"
@@ -211,6 +212,7 @@ void Plan::Impl::tune(Trials trials) {
     watching.kind = tuner.widest(run->active());
     certificate = std::move(found);
   }
+  run->settle();
   if (is_least) max_slowdown = tune::slowdown_left(certificate, allowed);
   if (is_least || !run->active().empty()) fit_memory();  // they may have made the step another one
   give_back_host_memory();  // what references and snapshots took: the steps that follow do not need it
@@ -270,8 +272,10 @@ void Plan::Impl::update(std::size_t part) {
 tune::BothWays Plan::Impl::compare() {
   // On the CPU other threads may draw from torch's generator meanwhile: the check draws from one of its own.
   const bool on_cpu = run->device().is_cpu();
-  // Pieces draw masks for other rows; and what gradients and a copy of the run take is beyond a budget of memory.
-  const bool only_losses = run->micro_batches() > 1 || has_budget();
+  // Pieces draw masks for other rows, an update in backward keeps no gradients; and what gradients and a copy of the
+  // run take is beyond a budget of memory.
+  const bool budget = has_budget();
+  const bool only_losses = run->micro_batches() > 1 || run->updates_in_backward() || budget;
   std::optional<tune::OwnRandom> random;
   if (on_cpu) random.emplace();
   const auto held = [](auto&& start, const auto& take) {
@@ -303,7 +307,12 @@ tune::BothWays Plan::Impl::compare() {
     return only_losses ? held(tune::StepStart(*run, generators), loss) : held(tune::Snapshot(*run, generators), whole);
   };
   auto with = seen();  // as it stands: what is active goes on, and is not put on anew for this
-  run->set_active({});
+  // What acts on the update alone shows in no loss, and taken back it would take its memory.
+  std::vector<std::string> kept;
+  for (const auto& name : budget ? run->active() : kept) {
+    if (tune::acts_on_update(tune::find_strategy(name).traits.group)) kept.push_back(name);
+  }
+  run->set_active(kept);
   if (random) random->rewind();
   auto without = seen();
   auto apart = tune::gradients_apart(with.gradients, without.gradients);

@@ -21,6 +21,40 @@ Tensors copied_gradients(const Tensors& parameters) {
   return result;
 }
 
+/// Gradients of a run that updates in backward, summed over the backwards of a step as autograd sums them.
+class Arrived {
+ public:
+  explicit Arrived(const Run& run) {
+    if (!run.updates_in_backward()) return;
+    for (const auto& p : run.parameters()) {
+      if (!p.requires_grad()) continue;
+      hooks_.emplace_back(p, p.register_hook([this, key = p.unsafeGetTensorImpl()](const at::Tensor& gradient) {
+        auto& sum = sums_[key];
+        sum = sum.defined() ? sum + gradient.detach() : copied(gradient);
+      }));
+    }
+  }
+  ~Arrived() {
+    for (const auto& [parameter, place] : hooks_) parameter.remove_hook(place);
+  }
+  Arrived(const Arrived&) = delete;
+  Arrived& operator=(const Arrived&) = delete;
+
+  [[nodiscard]] Tensors of(const Tensors& parameters) const {
+    if (hooks_.empty()) return copied_gradients(parameters);
+    Tensors result;
+    for (const auto& p : parameters) {
+      const auto found = sums_.find(p.unsafeGetTensorImpl());
+      result.push_back(found == sums_.end() ? at::Tensor() : found->second);
+    }
+    return result;
+  }
+
+ private:
+  std::map<const void*, at::Tensor> sums_;
+  std::vector<std::pair<at::Tensor, unsigned>> hooks_;
+};
+
 Batch as_double(const Batch& batch) {
   return batch.map([](const at::Tensor& t) { return t.is_floating_point() ? t.to(at::kDouble) : t; });
 }
@@ -77,9 +111,10 @@ Recorder::Recorder(Run& run) : run_(run) {
 
 Observed Recorder::forward_backward(const Batch& batch, const Observed* taken) {
   Observed seen;
+  const Arrived arrived(run_);
   seen.loss = copied(run_.backward(batch, [&](std::size_t part) {
     const auto parameters = run_.parameters(part);
-    const auto made = copied_gradients(parameters);
+    const auto made = arrived.of(parameters);
     seen.gradients.insert(seen.gradients.end(), made.begin(), made.end());
     if (part + 1 == run_.parts()) return;
     if (taken == nullptr) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "oxytorch/logging.h"
+#include "oxytorch/memory/parked.h"
 #include "tune/optimizer_state.h"
 
 namespace oxytorch::tune {
@@ -40,7 +41,8 @@ std::int64_t Run::held_bytes(const Batch& batch) const {
   std::set<const void*> seen;
   std::int64_t bytes = 0;
   const auto add = [&](const at::Tensor& tensor) {
-    if (tensor.defined() && tensor.has_storage() && seen.insert(tensor.storage().unsafeGetStorageImpl()).second)
+    const bool takes_memory = tensor.defined() && tensor.has_storage() && !memory::is_parked(tensor);
+    if (takes_memory && seen.insert(tensor.storage().unsafeGetStorageImpl()).second)
       bytes += static_cast<std::int64_t>(tensor.storage().nbytes());
   };
   for (const torch::nn::Module& model : models()) {
@@ -62,6 +64,10 @@ std::vector<std::string> Run::beside_required() const {
   std::erase_if(names,
                 [&](const auto& name) { return std::find(required.begin(), required.end(), name) != required.end(); });
   return names;
+}
+
+void Run::settle() {
+  for (const auto& name : active_) strategy(name).settle_in(*this);
 }
 
 void Run::set_active(const std::vector<std::string>& given) {

@@ -9,6 +9,7 @@
 #include <torch/types.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <string_view>
 
@@ -19,7 +20,6 @@
 #include "oxytorch/host.h"
 #include "oxytorch/memory.h"
 #include "oxytorch/ops/packed_weights.h"
-#include "oxytorch/optim.h"
 #include "oxytorch/system.h"
 #include "oxytorch/tune/deferred_gates.h"
 #include "oxytorch/tune/deferred_logits.h"
@@ -29,17 +29,11 @@
 #include "oxytorch/tune/operators.h"
 #include "oxytorch/tune/run.h"
 #include "tune/attention.h"
-#include "tune/native_optimizer.h"
 #include "tune/observe.h"
 #include "tune/optimizer_state.h"
 
 namespace oxytorch::tune {
 namespace {
-
-Applicability on_cpu(const Run& run) {
-  if (run.device().is_cpu()) return true;
-  return "the model is on " + run.device().str() + ".";
-}
 
 /// A forward to look at, which leaves buffers and generators as they were.
 auto forward_of(Run& run) {
@@ -305,73 +299,6 @@ struct NativeGate : Deferring<DeferredGates> {
   }
 };
 
-// -- the optimizer ----------------------------------------------------------------------------------------------------
-
-/// Replaces each optimizer of the run that it fits.
-struct OfOptimizers : Strategy {
-  /// Why it is not for this one; empty where it is.
-  virtual std::string unfit(Run& run, torch::optim::Optimizer& original) = 0;
-  virtual Replacement replacement(Run& run, torch::optim::Optimizer& original) = 0;
-
-  Applicability applies(Run& run) override {
-    std::string whys;
-    for (const auto& slot : run.slots()) {
-      auto why = unfit(run, slot.original());
-      if (why.empty()) return true;
-      if (run.slots().size() == 1) return why;
-      whys += (whys.empty() ? "" : " ") + slot.name() + ": " + why;
-    }
-    return whys;
-  }
-  void apply(Run& run) override {
-    run.replace_optimizer([this, &run](torch::optim::Optimizer& original) {
-      const bool left = run.slots().size() > 1 && !unfit(run, original).empty();
-      return left ? Replacement() : replacement(run, original);
-    });
-  }
-  void revert(Run& run) override { run.replace_optimizer({}); }
-};
-
-struct NativeStep : OfOptimizers {
-  std::string unfit(Run& run, torch::optim::Optimizer& original) override {
-    const auto here = on_cpu(run);
-    return here.holds ? native_optimizer_differs(original) : here.reason;
-  }
-  Replacement replacement(Run& /*run*/, torch::optim::Optimizer& original) override {
-    return {native_optimizer(original), [] {}};  // it steps on the state of the user's
-  }
-};
-
-template <optim::StateFormat Format>
-struct Tail : OfOptimizers {
-  std::string unfit(Run& run, torch::optim::Optimizer& original) override {
-    if (dynamic_cast<optim::TailOptimizer*>(&original) != nullptr) {
-      return "the optimizer is one of oxytorch::optim already.";
-    }
-    try {
-      static_cast<void>(optim::replace(original, options(run)));
-    } catch (const Error& error) {
-      return error.what();
-    }
-    return {};
-  }
-  Replacement replacement(Run& run, torch::optim::Optimizer& original) override {
-    auto tail = optim::replace(original, options(run));
-    auto hand_back = [from = tail.get(), &original] { optim::hand_back(*from, original); };
-    return {std::move(tail), std::move(hand_back), run.clip_norm() > 0};
-  }
-
-  static optim::TailOptions options(const Run& run) {
-    optim::TailOptions tail;
-    tail.clip_norm = run.clip_norm();
-    tail.nonfinite = optim::NonFinite::Propagate;
-    const auto asked = run.asked.find("optimizer_state");
-    const bool bf16 = Format == optim::StateFormat::Auto && asked != run.asked.end() && asked->second == "bf16";
-    tail.state_dtype = bf16 ? optim::StateFormat::BFloat16 : Format;
-    return tail;
-  }
-};
-
 // -- layout and precision ---------------------------------------------------------------------------------------------
 
 struct ChannelsLast : Strategy {
@@ -497,12 +424,12 @@ struct CudnnBenchmark : Strategy {
   bool before = false;
 };
 
-template <class T>
-RegisteredStrategy registered(const char* name, Kind kind, StrategyTraits traits) {
-  return {name, kind, std::move(traits), [] { return std::make_unique<T>(); }};
-}
-
 }  // namespace
+
+Applicability on_cpu(const Run& run) {
+  if (run.device().is_cpu()) return true;
+  return "the model is on " + run.device().str() + ".";
+}
 
 std::vector<RegisteredStrategy> own_strategies() {
   using enum Kind;
@@ -510,7 +437,7 @@ std::vector<RegisteredStrategy> own_strategies() {
   const StrategyTraits split{.group = "split", .interacts = faster, .max_speedup = 1.5, .needs_loop = true};
   using memory::SavedFormat;
   const std::string squares = "memory grows with the square of the sequence length.";
-  return {
+  std::vector<RegisteredStrategy> all{
       registered<HostStrategy<tuned_allocator>>(
           "allocator", Exact,
           {.group = "host_memory",
@@ -623,16 +550,6 @@ std::vector<RegisteredStrategy> own_strategies() {
                         .expected_speedup = 1.5}),
       registered<CudnnBenchmark>("cudnn_benchmark", Tolerance,
                                  {.interacts = {"channels_last", "bf16_autocast"}, .settle = 3}),
-      registered<NativeStep>("native_step", Exact,
-                             {.group = "optimizer", .max_speedup = 1.8, .expected_speedup = 1.15}),
-      registered<Tail<optim::StateFormat::Auto>>(
-          "step_tail", Tolerance,
-          {.group = "optimizer", .interacts = {"channels_last"}, .max_speedup = 1.8, .expected_speedup = 1.2}),
-      registered<Tail<optim::StateFormat::Int8>>("int8_state", Trade,
-                                                 {.group = "optimizer",
-                                                  .interacts = {"channels_last"},
-                                                  .cost = "the optimizer's running averages are rounded to 8 bits.",
-                                                  .max_speedup = 1.8}),
       registered<Threads<physical_cores>>("physical_cores", Tolerance,
                                           {.group = "threads", .interacts = faster, .settle = 2}),
       registered<Threads<one>>("one_thread", Tolerance,
@@ -662,6 +579,10 @@ std::vector<RegisteredStrategy> own_strategies() {
            .cost = "each step writes and reads a file as large as its activations, in TMPDIR, else /var/tmp.",
            .max_speedup = 1}),
   };
+  const auto place = std::find_if(all.begin(), all.end(), [](const auto& one) { return one.name == "physical_cores"; });
+  auto of_optimizers = optimizer_strategies();
+  all.insert(place, std::make_move_iterator(of_optimizers.begin()), std::make_move_iterator(of_optimizers.end()));
+  return all;
 }
 
 }  // namespace oxytorch::tune

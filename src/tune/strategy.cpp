@@ -25,6 +25,7 @@ Register& the_register() {
 
 Strategy::~Strategy() = default;
 Applicability Strategy::applies(Run& /*run*/) { return true; }
+void Strategy::settle_in(Run& /*run*/) {}
 double Strategy::expected_cost(Run& /*run*/) { return 0; }
 
 void register_strategy(RegisteredStrategy strategy) {

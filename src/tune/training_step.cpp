@@ -14,10 +14,12 @@
 #include <algorithm>
 #include <chrono>
 
+#include "optim/backward_hooks.h"
 #include "optim/torch_versions.h"
 #include "oxytorch/clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/tune/window.h"
+#include "tune/optimizer_state.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -145,6 +147,15 @@ void OptimizerSlot::carry_rates() {
   }
 }
 
+void OptimizerSlot::step_part(const at::Tensor& parameter) {
+  if (replacement_.optimizer && tail_ != nullptr) {
+    tail_->gradient_arrived(parameter);
+    return;
+  }
+  const NarrowedOptimizer narrowed(original_, {parameter});
+  optimizer().step();
+}
+
 // -- what it is of ----------------------------------------------------------------------------------------------------
 
 TrainingStep::TrainingStep(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
@@ -231,6 +242,11 @@ at::Tensor TrainingStep::differentiate(const Function& compute, double share, bo
     for (const auto& slot : slots_) {
       if (more && slot.tail()) more_to_come.push_back(std::make_unique<optim::AccumulateGuard>(*slot.tail()));
     }
+    struct Completing {
+      bool& is_on;
+      ~Completing() { is_on = false; }
+    } completing{completes_gradients_};
+    completes_gradients_ = !more;
     scaled.backward();
   }
   seconds_[0] += forward;
@@ -468,5 +484,33 @@ void TrainingStep::hand_back() {
 }
 
 void TrainingStep::renew_replacement() { replace(make_); }
+
+void TrainingStep::set_updates_in_backward(bool value) {
+  updates_in_backward_ = value;
+  if (make_) {  // a tail is made for the one or the other
+    hand_back();
+    renew_replacement();
+  }
+  hooks_.reset();
+  if (!value) return;
+  hooks_ = std::make_unique<optim::BackwardHooks>([this](const at::Tensor& parameter) { update_arrived(parameter); });
+  for (const auto& parameter : parameters_) {
+    if (parameter.requires_grad()) hooks_->watch(parameter);
+  }
+}
+
+void TrainingStep::update_arrived(const at::Tensor& parameter) {
+  if (!completes_gradients_) return;
+  const std::scoped_lock lock(arrival_);
+  const at::NoGradGuard no_grad;
+  update_begun_ = true;
+  for (auto& slot : slots_) {
+    const auto& own = slot.parameters();
+    if (std::none_of(own.begin(), own.end(), [&](const auto& p) { return p.is_same(parameter); })) continue;
+    slot.carry_rates();
+    slot.step_part(parameter);
+  }
+  parameter.mutable_grad().reset();
+}
 
 }  // namespace oxytorch::tune

@@ -6,6 +6,8 @@
 
 namespace oxytorch::tune {
 
+bool acts_on_update(std::string_view group) noexcept { return group == "optimizer" || group == "update"; }
+
 Workload::~Workload() = default;
 
 std::string Workload::hindrance() { return {}; }

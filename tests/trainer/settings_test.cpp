@@ -220,6 +220,9 @@ const std::map<std::string, std::function<void()>>& effects() {
            EXPECT_THAT(ours.line("optimizer_state"), testing::StartsWith("refused"));
            EXPECT_THAT(ours.line("optimizer_state"), HasSubstr("give the oxytorch optimizer its state_dtype"));
          }
+         Training in_file({{"optimizer_state", std::string("file")}});
+         EXPECT_THAT(in_file.line("optimizer_state"), testing::StartsWith("on: state_in_file: asked for."));
+         EXPECT_THROW(Training({{"optimizer_state", std::string("file")}, {"step_tail", std::string("on")}}), Error);
        }},
       {"attention",
        [] {

@@ -234,8 +234,9 @@ ACCELERATE: dict[str, Callable[..., Any]] = {
     "allocator": accelerated_process,
     "allocator_retain_limit": accelerated_limit,
     "step_tail": lambda clock: forced(clock, "step_tail", "on", "step_tail", "optimizer", "tolerance"),
-    "optimizer_state": lambda clock: forced(
-        clock, "optimizer_state", "int8", "int8_state", "optimizer", "trade", level="ultra"
+    "optimizer_state": lambda clock: (
+        forced(clock, "optimizer_state", "int8", "int8_state", "optimizer", "trade", level="ultra")
+        and forced(clock, "optimizer_state", "file", "state_in_file", "optimizer", "exact")
     ),
     "attention": lambda clock: (
         forced(clock, "attention", "math", "math_attention", "attention", "tolerance")

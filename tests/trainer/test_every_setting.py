@@ -232,7 +232,9 @@ def trainer_state() -> bool:
     chosen.step(batches(1)[0])
     inside = chosen.optimizer.state[next(model.parameters())]["exp_avg"].dtype
     chosen.revert()
-    return (inside, optimizer.state[next(model.parameters())]["exp_avg"].dtype) == (torch.int8, torch.float32)
+    narrow = (inside, optimizer.state[next(model.parameters())]["exp_avg"].dtype) == (torch.int8, torch.float32)
+    in_file = trainer(optimizer_state="file")
+    return narrow and in_file.report()["optimizer_state"].state == "on" and not in_file.has_tail
 
 
 def trainer_average() -> bool:

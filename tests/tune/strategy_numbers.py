@@ -127,6 +127,7 @@ def errors(workload: str, got: dict[str, list[Tensor]]) -> dict[str, list[float]
             for mine, true, size in zip(got[key], exact[key], sizes[key], strict=True)
         ]
         for key in exact
+        if key in got
     }
 
 

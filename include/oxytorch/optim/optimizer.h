@@ -133,6 +133,9 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   /// AccumulateGuard.
   [[nodiscard]] bool accumulating() const noexcept { return accumulating_; }
   void set_accumulating(bool value) noexcept { accumulating_ = value; }
+  /// With step_in_backward or norm_in_backward: uses the gradient that a parameter has now, whether or not gradients
+  /// are accumulated. backward() calls it as gradients arrive, else.
+  void gradient_arrived(const at::Tensor& param);
 
   /// Undefined tensors before the first step.
   [[nodiscard]] const TailStats& tail_stats() const;
@@ -183,7 +186,6 @@ class OXY_API TailOptimizer : public torch::optim::Optimizer {
   void rebuild(const std::unordered_map<const c10::TensorImpl*, at::Tensor>& masters);
   void adopt_tail(std::unique_ptr<StepTail> tail);
   void watch_gradients();
-  void gradient_arrived(const at::Tensor& param);
 
   TailOptions options_;
   std::unique_ptr<StepTail> tail_;                 // built at first use, since groups may be added

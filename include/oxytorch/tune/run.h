@@ -51,6 +51,8 @@ class OXY_API Run : public TrainingStep {
   /// cannot be applied, those of this call are taken back again and its exception passes through. Where one cannot be
   /// taken back, the others are, nothing is applied, and its exception passes through.
   void set_active(const std::vector<std::string>& names);
+  /// Tells what is active that trials are over and it stays.
+  void settle();
 
  private:
   std::vector<Batch> batches_;

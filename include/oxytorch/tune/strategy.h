@@ -42,6 +42,8 @@ class OXY_API Strategy {
   virtual void apply(Run& run) = 0;
   /// Takes it back: all that apply() touched is as before; trained values stay. Must not throw.
   virtual void revert(Run& run) = 0;
+  /// Lets go of what is kept for trials alone: they are over, and this stays active.
+  virtual void settle_in(Run& run);
   /// Seconds that turning it on takes once, as far as one can tell beforehand.
   [[nodiscard]] virtual double expected_cost(Run& run);
 };

@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,6 +38,10 @@
 #include "oxytorch/optim/schedule.h"
 #include "oxytorch/tune/batch.h"
 #include "oxytorch/tune/models.h"
+
+namespace oxytorch::optim {
+class BackwardHooks;
+}
 
 namespace oxytorch::tune {
 
@@ -68,6 +73,8 @@ class OXY_API OptimizerSlot {
   void use(Replacement replacement);
   void hand_back();
   void carry_rates();
+  /// The step of one parameter alone. A tail in the place of the user's optimizer has step_in_backward.
+  void step_part(const at::Tensor& parameter);
 
   torch::optim::Optimizer& original_;
   std::string name_;
@@ -165,6 +172,11 @@ class OXY_API TrainingStep {
   /// Pieces that a batch is cut into along its first dimension, gradients averaged by their rows.
   void set_micro_batches(int pieces);
   [[nodiscard]] int micro_batches() const noexcept { return micro_batches_; }
+  /// Updates each parameter as its gradient arrives, in the backward after which nothing is added to it, and lets the
+  /// gradient go. Parameters that had arrived are updated where such a backward throws. For optimizers that step each
+  /// parameter by itself, without clipping, guard and scaler.
+  void set_updates_in_backward(bool value);
+  [[nodiscard]] bool updates_in_backward() const noexcept { return updates_in_backward_; }
   /// Lets what `make` returns for each optimizer do its steps; empty: the user's optimizers themselves again, with the
   /// state reached.
   void replace_optimizer(MakeReplacement make);
@@ -192,6 +204,7 @@ class OXY_API TrainingStep {
   void clip(const OptimizerSlot& slot, const std::vector<at::Tensor>& gradients) const;
   void drop_gradients();
   void replace(const MakeReplacement& make);
+  void update_arrived(const at::Tensor& parameter);
 
   std::shared_ptr<torch::nn::Module> holder_;  // of several models
   torch::nn::Module* model_;
@@ -209,6 +222,10 @@ class OXY_API TrainingStep {
   std::vector<std::pair<std::string, Scope>> scopes_;
   std::vector<std::pair<std::string, Transform>> inputs_;
   MakeReplacement make_;
+  bool updates_in_backward_ = false;
+  bool completes_gradients_ = false;  // a backward runs after which nothing is added to the gradients of its step
+  std::mutex arrival_;
+  std::unique_ptr<optim::BackwardHooks> hooks_;  // last: gone before anything they use
 };
 
 }  // namespace oxytorch::tune

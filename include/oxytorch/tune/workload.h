@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,9 @@ struct StrategyTraits {
   bool feeds = false;              ///< it changes what batches are drawn from, and nothing of the step
   bool needs_loop = false;         ///< it changes how a batch is stepped with, so the plan must take the steps
 };
+
+/// Whether strategies of a group change the optimizer's update alone, and neither loss nor gradients.
+[[nodiscard]] OXY_API bool acts_on_update(std::string_view group) noexcept;
 
 /// A strategy that a workload has.
 struct Offer {

@@ -48,6 +48,7 @@ __all__: list[str] = [
     "Watched",
     "Workload",
     "activate",
+    "acts_on_update",
     "adam_step",
     "allows",
     "asked_of",
@@ -901,6 +902,11 @@ def activate(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """
     Makes active what a trainer's settings require, by put(), which says why it cannot; skipped and refused then.
+    """
+
+def acts_on_update(group: str) -> bool:
+    """
+    Whether strategies of a group change the optimizer's update alone.
     """
 
 def adam_step(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["OptimizerSlot", "params_of", "plain_step"]
+__all__ = ["OptimizerSlot", "narrowed", "params_of", "plain_step"]
 
 Closure = Callable[[], Any]
 
@@ -89,6 +90,32 @@ class OptimizerSlot:
         own.state_dict = replacement.state_dict  # type: ignore[method-assign]
         own.load_state_dict = replacement.load_state_dict  # type: ignore[method-assign]
         self.replace_step(lambda closure: plain_step(replacement, closure))
+
+    def step_part(self, params: Sequence[Tensor]) -> None:
+        """Let what does the steps do that of these parameters alone, with their gradients; no hook fires.
+
+        One of oxytorch.optim that has taken the place of the user's has ``step_in_backward``, and frees the gradients.
+        """
+        if self.optimizer is not self.original:
+            for param in params:
+                place = next(i for i, p in enumerate(self.params) if p is param)
+                self.optimizer._grad_ready(place)  # type: ignore[attr-defined]
+            return
+        with narrowed(self.original, params):
+            plain_step(self.original) if self._stands_in is None else self._stands_in(None)
+
+
+@contextmanager
+def narrowed(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
+    """Leave an optimizer's groups with these of its parameters alone, for steps in which each is stepped by itself."""
+    chosen = {id(p) for p in params}
+    whole = optimizer.param_groups
+    own = [[p for p in group["params"] if id(p) in chosen] for group in whole]
+    optimizer.param_groups = [{**group, "params": some} for group, some in zip(whole, own, strict=True) if some]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = whole
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -82,6 +82,7 @@ class Decisions:
         if self._config.optimizer_state == "bf16":
             self.run.tail_options = {"state_dtype": "bf16"}
         self.asked.activate(self.run)
+        self.run.settle()
 
     def feed(self, loader: Any) -> Any:
         """Return what to draw a loader's batches from, as the settings and the plan have it."""

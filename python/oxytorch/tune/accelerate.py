@@ -297,12 +297,13 @@ def tuned(
         spent = format_duration(tuner.seconds())
         log("info", f"accelerate: {', '.join(run.active) or 'nothing'} active after {spent}", "tune")
         plan.begin(tuner, moved=snapshot.moved())
+        del tuner, workload, snapshot  # references and snapshots, which the steps that follow do not need
+        plan.give_back()
         if asked.checkpointing == "least":
             asked.max_slowdown = _native.slowdown_left(certificate, options.max_slowdown)
             asked.fit_memory(run)
         elif run.active:
             asked.fit_memory(run)  # they may have made the step another one
-        del tuner, workload, snapshot  # references and snapshots, which the steps that follow do not need
         plan.give_back()
     except BaseException:  # such as Ctrl-C: without a plan, nothing may stay active
         run.required = given

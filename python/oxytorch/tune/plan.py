@@ -94,6 +94,7 @@ class Plan:
 
     def _release(self) -> None:
         self._run.forget_idle()
+        self._run.settle()
         gc.collect()
         _C.memory.give_back_host_memory()
         if self._run.device.type != "cpu" and torch.accelerator.is_available():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..data.batches import copied
 from ..generators import rng_state, set_rng_state
 from ..model.graph import digest_of_rng, entries, has_bytes, value_digest
-from ..model.parking import park, rest
+from ..model.parking import is_parked, park, rest
 from ..model.reach import Binding, bindings
 from ..optim.slot import OptimizerSlot
 from ..optim.tail import TailOptimizer
@@ -69,27 +70,66 @@ class OptimizerCall:
     after: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def hashed(cls, run: Run, which: int = 0) -> OptimizerCall:
+    def hashed(cls, run: Run, which: int = 0, arrived: Arrived | None = None) -> OptimizerCall:
         """Hash what the optimizer is about to use, one gradient at a time: nothing is copied."""
-        return cls._made(run, which, value_digest)
+        return cls._made(run, which, value_digest, arrived)
 
     @classmethod
-    def of(cls, run: Run, which: int = 0) -> OptimizerCall:
-        """Copy what the optimizer is about to use."""
-        return cls._made(run, which, lambda grad: park(grad.to_dense() if grad.is_sparse else grad))
+    def of(cls, run: Run, which: int = 0, arrived: Arrived | None = None) -> OptimizerCall:
+        """Copy what the optimizer is about to use, or has `arrived` and is used already."""
+
+        def keep(grad: Tensor) -> Tensor:
+            return grad if is_parked(grad) else park(grad.to_dense() if grad.is_sparse else grad)
+
+        return cls._made(run, which, keep, arrived)
 
     @classmethod
-    def _made(cls, run: Run, which: int, keep: Callable[[Tensor], Any]) -> OptimizerCall:
+    def _made(
+        cls, run: Run, which: int, keep: Callable[[Tensor], Any], arrived: Arrived | None = None
+    ) -> OptimizerCall:
         original = run.slots[which].original
         scale = getattr(original, "grad_scale", None)
         mine = own(run, which)
+        used = {} if arrived is None else arrived.sums
+        found = [used.get(i, p.grad) if i in mine else None for i, p in enumerate(run.params)]
         grads: list[Any] = [
-            keep(p.grad.detach() if scale is None else p.grad.detach() / scale)
-            if i in mine and p.grad is not None
-            else None
-            for i, p in enumerate(run.params)
+            None if grad is None else keep(grad.detach() if scale is None else grad.detach() / scale) for grad in found
         ]
         return cls(grads, settings(original), which=which)
+
+
+class Arrived:
+    """Gradients of a step's backwards as they arrive, summed as autograd sums them.
+
+    Parameters
+    ----------
+    run : Run
+        Of one optimizer. One that updates in backward has none left when the optimizer steps.
+    leave : bool
+        Whether they are let go of as soon as they are copied, so that no two are in memory.
+    """
+
+    def __init__(self, run: Run, *, leave: bool = False) -> None:
+        self.sums: dict[int, Tensor] = {}
+        each = [(i, p) for i, p in enumerate(run.params) if p.requires_grad]
+        if leave:
+            self._hooks = [p.register_post_accumulate_grad_hook(partial(self._take, i)) for i, p in each]  # type: ignore[no-untyped-call]
+        else:
+            self._hooks = [p.register_hook(partial(self._add, i)) for i, p in each]  # type: ignore[no-untyped-call]
+
+    def _add(self, place: int, grad: Tensor) -> None:
+        grad = grad.detach()
+        self.sums[place] = self.sums[place] + grad if place in self.sums else grad.clone()
+
+    def _take(self, place: int, param: Tensor) -> None:
+        if param.grad is not None and not param.grad.is_sparse:
+            before = self.sums.get(place)
+            self.sums[place] = park(param.grad if before is None else before + param.grad)
+            param.grad = None
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 @dataclass
@@ -143,10 +183,13 @@ def take_one(
     step = Step(index, before, torch.zeros(()))
     what = OptimizerCall.hashed if hashed else OptimizerCall.of
     several = len(run.slots) > 1 and observed and not hashed
+    arrived = Arrived(run) if run.updates_in_backward and observed else None
 
     def watch(which: int, slot: OptimizerSlot) -> list[Any]:
         def note(*_: Any) -> None:
-            step.calls.append(what(run, which) if observed else OptimizerCall([], settings(slot.original), which=which))
+            step.calls.append(
+                what(run, which, arrived) if observed else OptimizerCall([], settings(slot.original), which=which)
+            )
 
         def note_left(*_: Any) -> None:
             step.calls[-1].after = [park(p) for p in slot.params]
@@ -155,6 +198,7 @@ def take_one(
         return [*hooks, slot.original.register_step_post_hook(note_left)] if several else hooks
 
     hooks = [hook for which, slot in enumerate(run.slots) for hook in watch(which, slot)]
+    hooks += [] if arrived is None else [arrived]
     try:
         step.loss = run.step(copied(run.batches[index % len(run.batches)])).detach().clone()
     finally:

@@ -14,6 +14,7 @@ from .._C import tune as _native
 from ..base import log
 from ..data.batches import tensors
 from ..model.call import Call, Calls
+from ..model.parking import is_parked
 from ..model.several import numbered
 from ..optim.slot import plain_step
 from ..step import Losses, Models, Optimizers, StepFunction, TrainingStep, is_closure
@@ -161,11 +162,12 @@ class Run(TrainingStep):
     def held_bytes(self, batch: Any) -> int:
         """Bytes of the tensors that a step on `batch` begins with, each memory once; gradients are made anew."""
         optimizers = [one for slot in self.slots for one in (slot.original, slot.optimizer)]  # seldom two
+        state = [v for one in optimizers for each in one.state.values() for v in each.values() if isinstance(v, Tensor)]
         held = [
             *(t for model in self.models for t in (*model.parameters(), *model.buffers())),
             *self.params,
             *tensors(batch),
-            *(v for one in optimizers for state in one.state.values() for v in state.values() if isinstance(v, Tensor)),
+            *(v for v in state if not is_parked(v)),
         ]
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
 
@@ -215,6 +217,17 @@ class Run(TrainingStep):
         except BaseException:
             self._withdraw(added)
             raise
+
+    def renew(self, group: str) -> None:
+        """Take back what is active of a group and put it on again, as something that it looks at was changed."""
+        for one in [one for one in self._active.values() if one.group == group]:
+            one.revert(self)
+            one.apply(self)
+
+    def settle(self) -> None:
+        """Tell what is active that trials are over and it stays."""
+        for one in self._active.values():
+            one.settle_in(self)
 
     def _withdraw(self, names: Sequence[str]) -> None:
         failure: Exception | None = None

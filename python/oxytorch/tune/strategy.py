@@ -68,6 +68,9 @@ class Strategy(Change):
         """
         return None
 
+    def settle_in(self, run: Run) -> None:
+        """Let go of what is kept for trials alone: they are over, and this stays active."""
+
     def expected_cost(self, run: Run) -> float:  # noqa: ARG002
         """Return the seconds that turning it on takes once, such as compiling, as far as one can tell beforehand."""
         return 0.0

@@ -192,11 +192,13 @@ class Watch(_native.Watched):
         # and what gradients and a copy of the run take is beyond a budget of memory.
         is_small = self._has_budget() and run.own_step is None
         whole = not is_small and not self._doubted and run.own_step is None and run.micro_batches == 1
+        whole = whole and not run.updates_in_backward  # which keeps no gradients
         self._busy = True
         try:
             with SameDraws(run.params, own=not self._is_compiled()) as draws:
                 together = self._seen(whole, is_small=is_small)
-                run.set_active(())
+                # What acts on the update alone shows in no loss, and taken back it would take its memory.
+                run.set_active([name for name in self._names if is_small and self._acts_on_update(name)])
                 draws.again()
                 without = self._seen(whole, is_small=is_small)
             run.set_active(self._names)
@@ -212,6 +214,9 @@ class Watch(_native.Watched):
         del together, without
         give_back_host_memory()  # a heap or pool that keeps memory would hold the copies' from now on
         return *losses, *apart
+
+    def _acts_on_update(self, name: str) -> bool:
+        return _native.acts_on_update(self._run.strategies[name].group)
 
     def _is_compiled(self) -> bool:
         """Whether something in the step is a function of torch.compile."""

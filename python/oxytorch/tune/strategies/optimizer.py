@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from ... import optim
-from ...optim.slot import OptimizerSlot, plain_step
+from ...model.parking import move_to_file, move_to_memory, read_ahead, rest
+from ...optim import sharded
+from ...optim.slot import OptimizerSlot, narrowed, params_of, plain_step
 from ...optim.tail import TailOptimizer
 from ..native_step import CLASSES, differs, native_step
 from ..observe import on_device
@@ -25,6 +29,7 @@ _TORCH = tuple(
     for name in ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop")
 )
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_PART = 1 << 26  # bytes of state that are in memory at once, more of a larger tensor
 
 
 def _told(own: torch.optim.Optimizer) -> str:
@@ -181,6 +186,7 @@ class _Tail(_OfOptimizers):
         names = ("clip_norm", "guard", "average") if alone else ()
         taken = {name: getattr(run, name) for name in names if getattr(run, name) is not None}
         options: dict[str, Any] = {"nonfinite": "propagate", **run.tail_options, **self._options}
+        options["step_in_backward"] = run.updates_in_backward
         if "clip_norm" in taken:
             options["clip_norm"] = run.clip_norm
         if "guard" in taken:
@@ -190,6 +196,7 @@ class _Tail(_OfOptimizers):
         tail = optim.replace(slot.original, **options)
         if "average" in taken:
             tail.load_ema_state_dict({"ema": dict(enumerate(taken["average"]))})
+        tail._accumulating = run.updates_in_backward  # the run says which backward completes gradients
         slot.replace_optimizer(tail)
         for name in taken:
             setattr(run, name, None)
@@ -225,7 +232,8 @@ class StepTail(_Tail):
     kind="trade",
     group="optimizer",
     interacts=("channels_last",),
-    cost="the optimizer's running averages are rounded to 8 bits; the wide ones are kept while it may be taken back.",
+    cost="the optimizer's running averages are rounded to 8 bits; the wide ones wait in a file while it may be taken "
+    "back.",
 )
 class Int8State(_Tail):
     """The step tail with running averages of one byte an element: a quarter of the memory to read and write."""
@@ -236,6 +244,16 @@ class Int8State(_Tail):
         super().__init__()
         self._wide: dict[OptimizerSlot, dict[Tensor, dict[str, Any]]] = {}
         self._steps: dict[OptimizerSlot, dict[Tensor, Tensor]] = {}
+        self._is_settled = False  # else the wide averages stay in memory: trials ask for them again and again
+
+    def settle_in(self, run: Run) -> None:  # noqa: ARG002
+        self._is_settled = True
+        for slot in self._wide:
+            self._let_wait(slot)
+
+    def _let_wait(self, slot: OptimizerSlot) -> None:
+        cast(Any, slot.optimizer)._step_tail()  # has its own averages then, made of the wide ones
+        _to_files(self._wide[slot])
 
     def fits(self, run: Run, slot: OptimizerSlot) -> bool | str:
         if not isinstance(slot.original, torch.optim.Adam):
@@ -247,6 +265,8 @@ class Int8State(_Tail):
         self._wide[slot] = wide
         self._steps[slot] = {param: entries["step"].clone() for param, entries in wide.items() if entries}
         super().put(run, slot)
+        if self._is_settled:
+            self._let_wait(slot)
 
     def take_back(self, run: Run, slot: OptimizerSlot) -> None:
         own, tail = slot.original, cast(Any, slot.optimizer)
@@ -266,6 +286,151 @@ class Int8State(_Tail):
             for name, value in fresh.items():
                 if name in entries:
                     entries[name].copy_(value)
+                    move_to_memory(entries[name])
                     fresh[name] = entries[name]
             own.state[param].clear()
             own.state[param].update(fresh)
+
+
+def _tensors(state: dict[Tensor, dict[str, Any]], params: Iterable[Tensor] | None = None) -> Iterator[Tensor]:
+    """Tensors that an optimizer keeps, of all its parameters unless given."""
+    chosen = state.values() if params is None else (state.get(p) or {} for p in params)
+    return (value for entries in chosen for value in entries.values() if isinstance(value, Tensor))
+
+
+def _to_files(state: dict[Tensor, dict[str, Any]]) -> None:
+    for tensor in _tensors(state):
+        move_to_file(tensor)
+
+
+def _is_by_parameter(own: torch.optim.Optimizer) -> bool | str:
+    """Whether an optimizer is known to step each parameter by itself, or why it is not for a part at a time."""
+    if isinstance(own, TailOptimizer):
+        return "the optimizer is one of oxytorch.optim already"
+    if type(own) not in _TORCH:
+        return f"{type(own).__name__} may look at all parameters together"
+    if any(group.get("differentiable") for group in own.param_groups):
+        return "a differentiable step was asked for"
+    return True
+
+
+@strategy(
+    "state_in_file",
+    kind="exact",
+    group="optimizer",
+    settle=2,
+    max_speedup=1.0,
+    cost="the optimizer's state is in a file, in /var/tmp where that can be, read and written in each step.",
+)
+class StateInFile(_OfOptimizers):
+    """The optimizer's state is in a file, and a part of it at a time in memory. With the goal memory alone."""
+
+    def fits(self, run: Run, slot: OptimizerSlot) -> bool | str:
+        if (where := on_device(run, "cpu")) is not True:
+            return where
+        return _is_by_parameter(slot.original)
+
+    def put(self, run: Run, slot: OptimizerSlot) -> None:  # noqa: ARG002
+        own = slot.original
+        is_native = type(own) in CLASSES and not _told(own) and not differs(own)
+        slot.replace_step(partial(self._step, own, native_step if is_native else plain_step))
+        _to_files(own.state)
+
+    def take_back(self, run: Run, slot: OptimizerSlot) -> None:
+        for tensor in _tensors(slot.original.state):
+            move_to_memory(tensor)
+        super().take_back(run, slot)
+
+    def _step(self, own: Any, step: Callable[[Any], Any], closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parts = self._parts(own)
+        for place, part in enumerate(parts, 1):
+            for tensor in _tensors(own.state, chain(*parts[place : place + 1])):
+                read_ahead(tensor)
+            with narrowed(own, part):
+                step(own)
+            for tensor in _tensors(own.state, part):
+                move_to_file(tensor)  # what the step has made
+                rest(tensor)
+        return loss
+
+    @staticmethod
+    def _parts(own: Any) -> list[list[Tensor]]:
+        parts: list[list[Tensor]] = []
+        left = 0
+        for param in params_of(own):
+            if param.grad is None:
+                continue
+            size = sum(t.nbytes for t in _tensors(own.state, [param])) or 2 * param.nbytes
+            if size > left or not parts:
+                parts.append([])
+                left = _PART
+            parts[-1].append(param)
+            left -= size
+        return parts
+
+
+@strategy(
+    "update_in_backward",
+    kind="trade",
+    group="update",
+    needs_loop=True,
+    settle=2,
+    max_speedup=1.0,
+    cost="gradients are gone after a step; one that fails in its backward has updated some parameters.",
+)
+class UpdateInBackward(Strategy):
+    """Each parameter is updated when its gradient arrives, and the gradient let go. With the goal memory alone."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+
+    def applies(self, run: Run) -> bool | str:
+        if run.own_step is not None:
+            return "the user's own step is called whole"
+        if len(run.slots) > 1:
+            return "there are several optimizers"
+        if run.clip_norm is not None or run.clip_value is not None:
+            return "gradients are clipped, which takes all of them"
+        if run.guard is not None or run.scaler is not None:
+            return "a step with a gradient that is not finite is left out, which is known after backward"
+        if run.original._optimizer_step_pre_hooks:
+            return "the optimizer has hooks that look at gradients before its step"
+        try:
+            sharded.refuse_in_backward(run.params)
+        except NotImplementedError:
+            return "gradients are reduced over processes after they arrive"
+        return _is_by_parameter(run.original)
+
+    def apply(self, run: Run) -> None:
+        self._switch(run, on=True)
+        try:
+            for param in run.params:
+                if param.requires_grad:
+                    hook = partial(self._arrived, run)
+                    self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        except BaseException:
+            self.revert(run)
+            raise
+
+    def revert(self, run: Run) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._switch(run, on=False)
+
+    @staticmethod
+    def _switch(run: Run, *, on: bool) -> None:
+        run.updates_in_backward = on
+        if isinstance(run.optimizer, TailOptimizer):
+            run.renew("optimizer")
+
+    @staticmethod
+    def _arrived(run: Run, param: Tensor) -> None:
+        if run.completes_gradients:
+            run.update_begun = True
+            run.slots[0].step_part((param,))
+            param.grad = None
