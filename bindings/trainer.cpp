@@ -71,6 +71,8 @@ void bind_trainer(py::module_& m) {
       .def("revert", &HostSetting::revert, release_gil(), "Takes the setting back.");
   m.def("tune_allocator", &tune_allocator, py::arg("retain_limit") = std::nullopt, release_gil(),
         "Makes glibc keep freed memory for the next step, up to retain_limit bytes.");
+  m.def("map_large_blocks", &map_large_blocks, release_gil(),
+        "Has large blocks go back to the kernel as they are freed; see oxytorch/host.h.");
   m.def("keep_heap", &keep_heap, py::arg("retain_limit") = std::nullopt, release_gil(),
         "Keeps glibc from trimming its heap between steps.");
   m.def("note_heap", &note_heap, release_gil(), "Notes glibc's thresholds as those to go back to.");

@@ -64,6 +64,13 @@ OXY_API HostSetting tune_allocator(std::optional<uint64_t> retain_limit = std::n
 /// heap too. May be applied several times, also beside it; the last revert() restores trimming.
 OXY_API HostSetting keep_heap(std::optional<uint64_t> retain_limit = std::nullopt);
 
+/// Has blocks of 1 MiB or more come from mappings of their own, which go back to the kernel as they are freed: for work
+/// that must leave nothing resident, such as a verification, which frees and takes large blocks in another order than
+/// steps do. Slow: not for the step path. Comes before tune_allocator() and keep_heap(), which hold again after it.
+///
+/// Refusals and the way back are those of tune_allocator(). May be applied several times; the last revert() counts.
+OXY_API HostSetting map_large_blocks();
+
 /// Notes the thresholds that glibc has now, to which the settings above go back: glibc moves them by what a program
 /// frees, so this is called after some steps of a run and before anything else (trials, a verification in float64) has
 /// freed larger blocks. Unless called, the first setting that is applied notes them. Of no effect once one was.

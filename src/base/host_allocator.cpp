@@ -127,6 +127,7 @@ Watcher& watcher() {
 std::mutex allocator_mutex;
 bool allocator_tuned = false;
 int heaps_kept = 0;
+int blocks_mapped = 0;
 
 // An object that the loader loaded.
 struct Origin {
@@ -209,6 +210,7 @@ std::string mebibytes(uint64_t bytes) { return std::to_string(bytes / kMiB) + " 
 constexpr uint64_t kLeastThreshold = 128 << 10;
 constexpr uint64_t kMostThreshold = 32 * kMiB;
 constexpr int kTopPad = 128 << 10;
+constexpr uint64_t kMapped = kMiB;  // bytes of a block that map_large_blocks() maps
 
 /// The flag in front of a block that has a mapping of its own; of glibc's malloc since 1996. Apart from its caller, or
 /// the compiler takes what is in front of a block for a mistake.
@@ -262,16 +264,27 @@ void note_threshold() {
   if (!was_set) noted_threshold = read_threshold();
 }
 
-/// As glibc was left by the program itself, but for trimming where somebody keeps the heap. glibc trims above twice
-/// the threshold for mappings once it has moved that.
-void untune() {
-  const uint64_t threshold = noted_threshold.value_or(kMostThreshold);
+/// Sets what the settings that are applied together ask for; false where glibc refuses. Mapped blocks come before a
+/// tuned heap; without either it is as the program itself left it, but for trimming where somebody keeps the heap.
+/// glibc trims above twice the threshold for mappings once it has moved that.
+bool set_thresholds() {
+  was_set = true;
+  if (allocator_tuned && blocks_mapped == 0) {
+    // Older releases of glibc cap the threshold at 32 MiB: there, no block at all gets its own mapping.
+    if (mallopt(M_MMAP_THRESHOLD, 1 << 30) != 1) mallopt(M_MMAP_MAX, 0);
+    return mallopt(M_TRIM_THRESHOLD, INT_MAX) == 1 && mallopt(M_TOP_PAD, 64 << 20) == 1;
+  }
+  const uint64_t threshold = blocks_mapped > 0 ? kMapped : noted_threshold.value_or(kMostThreshold);
   const uint64_t trim = threshold > kLeastThreshold ? 2 * threshold : kLeastThreshold;
   mallopt(M_MMAP_MAX, 65536);
   mallopt(M_MMAP_THRESHOLD, static_cast<int>(threshold));
-  mallopt(M_TRIM_THRESHOLD, heaps_kept > 0 ? INT_MAX : static_cast<int>(trim));
+  mallopt(M_TRIM_THRESHOLD, heaps_kept > 0 && blocks_mapped == 0 ? INT_MAX : static_cast<int>(trim));
   mallopt(M_TOP_PAD, kTopPad);
-  was_set = true;
+  return true;
+}
+
+void untune() {
+  set_thresholds();
   if (heaps_kept > 0) return;
   watcher().stop();
   malloc_trim(0);
@@ -304,15 +317,14 @@ HostSetting tune_allocator(std::optional<uint64_t> retain_limit) {
   if (allocator_tuned) return HostSetting::unchanged(kName, "already tuned in this process.");
   if (const auto reason = refusal(); !reason.empty()) return HostSetting::refused(kName, reason);
   if (!noted_threshold) note_threshold();
-  was_set = true;
-  // Older releases of glibc cap the threshold at 32 MiB: there, no block at all gets its own mapping.
-  if (mallopt(M_MMAP_THRESHOLD, 1 << 30) != 1) mallopt(M_MMAP_MAX, 0);
-  if (mallopt(M_TRIM_THRESHOLD, INT_MAX) != 1 || mallopt(M_TOP_PAD, 64 << 20) != 1) {
+  allocator_tuned = true;
+  if (!set_thresholds()) {
+    allocator_tuned = false;
+    untune();
     return HostSetting::refused(kName, "this glibc refuses the settings.");
   }
   const uint64_t limit = limit_of(retain_limit);
   watcher().start(limit);
-  allocator_tuned = true;
   return HostSetting::applied(kName, "freed memory is kept for the next step instead of being faulted in again.",
                               cost_of(limit), [] {
                                 std::lock_guard lock(allocator_mutex);
@@ -335,6 +347,21 @@ HostSetting keep_heap(std::optional<uint64_t> retain_limit) {
                                 std::lock_guard lock(allocator_mutex);
                                 --heaps_kept;
                                 if (!allocator_tuned) untune();
+                              });
+}
+
+HostSetting map_large_blocks() {
+  constexpr const char* kBlocks = "map_large_blocks";
+  std::lock_guard lock(allocator_mutex);
+  if (const auto reason = refusal(); !reason.empty()) return HostSetting::refused(kBlocks, reason);
+  if (!noted_threshold) note_threshold();
+  ++blocks_mapped;
+  set_thresholds();
+  return HostSetting::applied(kBlocks, "blocks of 1 MiB or more go back to the kernel as they are freed.",
+                              "they are faulted in anew each time.", [] {
+                                std::lock_guard lock(allocator_mutex);
+                                --blocks_mapped;
+                                set_thresholds();
                               });
 }
 
@@ -375,6 +402,9 @@ HostSetting tune_allocator(std::optional<uint64_t>) {
 }
 HostSetting keep_heap(std::optional<uint64_t>) {
   return HostSetting::refused("keep_heap", "the C library is not glibc; its malloc has no such settings.");
+}
+HostSetting map_large_blocks() {
+  return HostSetting::refused("map_large_blocks", "the C library is not glibc; its malloc has no such settings.");
 }
 void note_heap() {}
 std::optional<uint64_t> heap_mmap_threshold() { return std::nullopt; }

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "oxytorch/error.h"
+#include "oxytorch/memory/parked.h"
 #include "oxytorch/optim/optimizer.h"
 
 namespace oxytorch::tune {
@@ -92,12 +93,13 @@ struct HeldState {
   std::string bytes;
 };
 
-HeldState held(const OptimizerParamState& state) {
+// A copy, with what `copy` makes of its tensors.
+HeldState held(const OptimizerParamState& state, at::Tensor (*copy)(const at::Tensor&)) {
   HeldState result{state.clone(), ""};
   const bool known = each_entry(
       *result.value,
-      [](const char*, at::Tensor& t) {
-        if (t.defined()) t = t.clone();
+      [copy](const char*, at::Tensor& t) {
+        if (t.defined()) t = copy(t);
       },
       [](std::int64_t&) {});
   if (!known) result.bytes = bytes_of(state);
@@ -105,7 +107,9 @@ HeldState held(const OptimizerParamState& state) {
 }
 
 std::unique_ptr<OptimizerParamState> made_from(const HeldState& state) {
-  if (state.bytes.empty()) return held(*state.value).value;
+  if (state.bytes.empty()) {
+    return held(*state.value, [](const at::Tensor& t) { return t.clone(); }).value;
+  }
   auto made = state.value->clone();
   torch::serialize::InputArchive archive;
   std::istringstream stream(state.bytes);
@@ -180,7 +184,8 @@ HeldOptimizer::HeldOptimizer(torch::optim::Optimizer& optimizer)
     self.option_bytes.push_back(bytes_of_options(group.options()));
   }
   if (self.tail == nullptr) {
-    for (const auto& [param, state] : optimizer.state()) self.states.emplace(param, held(*state));
+    for (const auto& [param, state] : optimizer.state())
+      self.states.emplace(param, held(*state, [](const at::Tensor& t) { return memory::park(t); }));
     return;
   }
   for (std::size_t i = 0; i < self.tail->tail().param_count(); ++i) {

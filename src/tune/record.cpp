@@ -9,6 +9,7 @@
 #include <set>
 
 #include "oxytorch/amp.h"
+#include "oxytorch/memory/parked.h"
 #include "oxytorch/tune/keep_double.h"
 #include "tune/optimizer_state.h"
 
@@ -61,7 +62,7 @@ Batch as_double(const Batch& batch) {
 
 }  // namespace
 
-at::Tensor copied(const at::Tensor& t) { return t.defined() ? t.detach().clone() : t; }
+at::Tensor copied(const at::Tensor& t) { return t.defined() ? memory::park(t) : t; }
 
 Tensors copies(const Tensors& all) {
   Tensors result;
@@ -71,7 +72,7 @@ Tensors copies(const Tensors& all) {
 
 double number(const at::Tensor& loss) { return loss.to(at::kDouble).item<double>(); }
 
-InDouble::InDouble(Run& run) {
+InDouble::InDouble(Run& run, bool state) {
   Tensors all = run.model().parameters();
   for (const auto& t : run.model().buffers()) all.push_back(t);
   all.insert(all.end(), run.parameters().begin(), run.parameters().end());
@@ -82,6 +83,7 @@ InDouble::InDouble(Run& run) {
     t.set_data(t.variable_data().to(at::kDouble));
   }
   for (const auto& slot : run.slots()) {
+    if (!state) break;
     knows_optimizers_ &= each_state_tensor(slot.original(), [](const at::Tensor&, at::Tensor& value) {
       if (value.is_floating_point()) value = value.to(at::kDouble);
     });
@@ -93,6 +95,7 @@ InDouble::~InDouble() {
     if (tensor.is_leaf()) tensor.mutable_grad().reset();
     tensor.set_data(data);
   }
+  mapped_.revert();
 }
 
 Recorder::Recorder(Run& run) : run_(run) {
@@ -168,7 +171,7 @@ std::map<std::string, at::Tensor> Recorder::states() {
 
 Observed Recorder::in_float64(const Batch& batch, Snapshot& before, const Observed& taken) {
   before.restore();
-  const InDouble scope(run_);
+  const InDouble scope(run_, /*state=*/false);
   const KeepDouble casts;
   auto right = forward_backward(as_double(batch), &taken);
   const auto is_narrow = [](const at::Tensor& t) { return t.defined() && t.scalar_type() != at::kDouble; };

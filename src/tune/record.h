@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "oxytorch/host.h"
 #include "oxytorch/tune/kinks.h"
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/snapshot.h"
@@ -16,20 +17,22 @@ namespace oxytorch::tune {
 
 using Tensors = std::vector<at::Tensor>;
 
+/// In a file where it is large; see memory::park().
 at::Tensor copied(const at::Tensor& t);
 Tensors copies(const Tensors& all);
 double number(const at::Tensor& loss);
 
-/// Model, optimizer state and gradients in float64 until the end of the scope.
+/// Model, gradients and where asked optimizer state in float64 until the end of the scope.
 class InDouble {
  public:
-  explicit InDouble(Run& run);
+  InDouble(Run& run, bool state);
   ~InDouble();
   InDouble(const InDouble&) = delete;
   InDouble& operator=(const InDouble&) = delete;
   [[nodiscard]] bool knows_optimizers() const noexcept { return knows_optimizers_; }
 
  private:
+  HostSetting mapped_ = map_large_blocks();  // a heap would hold twice what is in use
   std::vector<std::pair<at::Tensor, at::Tensor>> held_;
   bool knows_optimizers_ = true;
 };

@@ -9,8 +9,10 @@
 
 #include "generators/generators.h"
 #include "oxytorch/error.h"
+#include "oxytorch/memory/parked.h"
 #include "tune/digest.h"
 #include "tune/optimizer_state.h"
+#include "tune/record.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -39,8 +41,7 @@ struct Snapshot::Impl {
     const auto hold = [&](const std::string& name, const at::Tensor& tensor) {
       if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) return;
       const auto gradient = tensor.is_leaf() ? tensor.grad() : at::Tensor();
-      tensors.push_back({name, tensor, tensor.detach().clone(), gradient,
-                         gradient.defined() ? gradient.detach().clone() : gradient, tensor.requires_grad()});
+      tensors.push_back({name, tensor, copied(tensor), gradient, copied(gradient), tensor.requires_grad()});
     };
     for (const auto& item : run.model().named_parameters()) hold("parameter " + item.key(), item.value());
     for (const auto& item : run.model().named_buffers()) hold("buffer " + item.key(), item.value());
@@ -95,6 +96,7 @@ struct Snapshot::Impl {
     }
     generators::set_states(run.device(), generators);
     run.renew_replacement();
+    memory::rest_all();
   }
 
   Run& run;

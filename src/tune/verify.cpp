@@ -254,7 +254,7 @@ struct Verifier::Impl {
     const auto states = recorder.states();
     std::optional<Observed> right;
     {
-      const InDouble scope(run);
+      const InDouble scope(run, /*state=*/true);
       if (scope.knows_optimizers()) right = recorder.updated_by(seen.gradients);
     }
     before.restore();

@@ -121,7 +121,16 @@ int thresholds_go_back() {
   if (!kept.is_applied() || heap_mmap_threshold() != moved) return 5;  // it changes trimming alone
   auto tuned = tune_allocator();
   if (!tuned.is_applied() || heap_mmap_threshold().value_or(0) < 32 << 20) return 6;
+  auto mapped = map_large_blocks(), again = map_large_blocks();
+  if (!mapped.is_applied() || heap_mmap_threshold() != 1 << 20) return 9;
+  mapped.revert();
+  if (heap_mmap_threshold() != 1 << 20) return 10;  // the last one counts
+  again.revert();
+  if (heap_mmap_threshold().value_or(0) < 32 << 20) return 11;  // tuned again
+  mapped = map_large_blocks();
   tuned.revert();
+  if (heap_mmap_threshold() != 1 << 20) return 12;
+  mapped.revert();
   if (heap_mmap_threshold() != moved) return 7;
   kept.revert();
   note_heap();

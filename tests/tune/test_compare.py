@@ -9,7 +9,10 @@ import oxytorch.tune.verify as verify_module
 import pytest
 import torch
 import torch.nn.functional as F
+from oxytorch.memory import Meter
 from oxytorch.model.snapshot import Snapshot
+from oxytorch.tune.record import State, counters
+from oxytorch.tune.reference import truth
 from oxytorch.tune.run import Run
 from oxytorch.tune.strategy import Kind
 from oxytorch.tune.update import clip, norm_error
@@ -200,3 +203,29 @@ def test_what_a_loop_counts_is_as_it_was_in_that_step() -> None:
 class _Holder:
     def __init__(self, loop: Any) -> None:
         self.loop = loop
+
+
+def deep(clip_norm: float | None) -> Run:
+    torch.manual_seed(0)
+    layers = [m for _ in range(6) for m in (nn.Linear(512, 512), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(512, 4))
+    batch = (torch.randn(1024, 512), torch.randint(4, (1024,)))
+    return Run(model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(), [batch], clip_norm=clip_norm)
+
+
+def test_float64_takes_little_more_memory_than_the_step() -> None:
+    """What is saved for backward waits in a file, and so do gradients where nothing needs all of them."""
+    found: list[Any] = []
+    peaks = []
+    for clip_norm in (1e9, None):  # which clips nothing, and takes all gradients
+        run = deep(clip_norm)
+        roots = Snapshot.of(run.model, run.original).roots
+        before, counted = State.of(run, roots), counters(run, roots)
+        with Meter() as meter:
+            found.append(truth(run, roots, before, run.batches[0], counted))
+        peaks.append(meter.peak_bytes)
+        assert all(p.dtype is torch.float32 and p.grad is None for p in run.params)
+    weights, activation = sum(p.nbytes for p in run.params), 1024 * 512 * 8
+    assert all(torch.equal(a, b) for a, b in zip(found[0].grads, found[1].grads, strict=True))
+    assert peaks[0] - peaks[1] > 1.2 * weights
+    assert peaks[1] < 2 * weights + 6 * activation, "twice the weights, and not what each of 6 layers saves"

@@ -18,6 +18,7 @@ __all__: list[str] = [
     "flush_state",
     "heap_mmap_threshold",
     "keep_heap",
+    "map_large_blocks",
     "note_heap",
     "page_faults",
     "pin_threads",
@@ -149,6 +150,11 @@ def heap_mmap_threshold() -> int | None:
 def keep_heap(retain_limit: typing.SupportsInt | typing.SupportsIndex | None = None) -> HostSetting:
     """
     Keeps glibc from trimming its heap between steps.
+    """
+
+def map_large_blocks() -> HostSetting:
+    """
+    Has large blocks go back to the kernel as they are freed; see oxytorch/host.h.
     """
 
 def note_heap() -> None:

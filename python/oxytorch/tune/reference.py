@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from .._C import memory as _memory
 from .._C import tune as _native
+from .._C.memory import give_back_host_memory
+from .._C.trainer import map_large_blocks
+from ..memory.pack import PackSavedTensors
 from ..model.parking import park, rest
 from ..model.snapshot import Snapshot
 from ..optim.slot import OptimizerSlot
-from .record import OptimizerCall, State, Step, copied, load, names, own, rng_digest
+from .record import Arrived, OptimizerCall, State, Step, copied, load, names, own, rng_digest
 from .update import clip_factor
 
 if TYPE_CHECKING:
     from .run import Run
+
+_FILED = _memory.parked_bytes  # of a saved tensor that waits in a file
 
 __all__ = ["Truth", "compared", "measure", "moved", "taken_again", "truth"]
 
@@ -46,8 +52,8 @@ class Truth:
 
 
 @contextmanager
-def _noting(run: Run, taken: Sequence[OptimizerCall]) -> Iterator[list[OptimizerCall]]:
-    """The optimizers noting what they are given while inside; none steps.
+def _noting(run: Run, taken: Sequence[OptimizerCall], arrived: Arrived | None = None) -> Iterator[list[OptimizerCall]]:
+    """The optimizers noting what they are given while inside, or what has `arrived`; none steps.
 
     Of several, each leaves in its parameters what it left in the calls that were `taken`: what the next one is given
     depends on that.
@@ -61,7 +67,7 @@ def _noting(run: Run, taken: Sequence[OptimizerCall]) -> Iterator[list[Optimizer
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
-            calls.append(OptimizerCall.of(run, which))
+            calls.append(OptimizerCall.of(run, which, arrived))
             same = taken[len(calls) - 1] if len(calls) <= len(taken) else None
             if same is not None and same.which == which and same.after:
                 with torch.no_grad():
@@ -92,6 +98,7 @@ def _float64(run: Run, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
     criterion = [("loss_fn", loss) for loss in run.losses if isinstance(loss, nn.Module)]
     snapshot = Snapshot([*roots, *criterion])
     default = torch.get_default_dtype()
+    mapped = map_large_blocks()  # a heap would hold twice what is in use
     try:
         torch.set_default_dtype(torch.float64)
         _widen([run.model, *(root for _, root in criterion)], run.params)
@@ -100,6 +107,8 @@ def _float64(run: Run, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
     finally:
         torch.set_default_dtype(default)
         snapshot.restore()
+        mapped.revert()
+        give_back_host_memory()  # what was let go would stay resident below what comes next
 
 
 def _widen(roots: Sequence[nn.Module], params: Sequence[Tensor]) -> None:
@@ -121,6 +130,26 @@ def _widen(roots: Sequence[nn.Module], params: Sequence[Tensor]) -> None:
                     table[name] = convert(value)
 
 
+@contextmanager
+def _little_memory(run: Run) -> Iterator[Arrived | None]:
+    """What takes twice the memory in float64 is in files while inside: saved tensors, and gradients where they may go.
+
+    Gives the gradients that go.
+    """
+    packed = PackSavedTensors("file", least=_FILED) if run.device.type == "cpu" else None
+    if packed is not None:
+        run.call.scope("files", lambda: nullcontext() if packed.others_keep() else packed)
+    together = run.clip_norm is not None or run.clip_value is not None or run.guard is not None
+    may_go = run.own_step is None and len(run.slots) == 1 and run.scaler is None and not together
+    arrived = Arrived(run, leave=True) if may_go else None
+    try:
+        yield arrived
+    finally:
+        if arrived is not None:
+            arrived.remove()
+        run.call.scope("files", None)
+
+
 Counters = Mapping[tuple[str, Any], Any]
 
 
@@ -131,13 +160,15 @@ def taken_again(
     batch: Any,
     counters: Counters,
     taken: Sequence[OptimizerCall] = (),
+    arrived: Arrived | None = None,
 ) -> Truth:
     """Take a step's forward and backward once more, from a state, with what is active now; the run stands there then.
 
     Without a gradient where the step called no optimizer, as one that a scaler skips. `taken` are the calls of
-    optimizers in that step, of which several are followed from one to the next.
+    optimizers in that step, of which several are followed from one to the next. `arrived` has the gradients that do not
+    stay until the optimizer steps.
     """
-    with _noting(run, taken) as calls:
+    with _noting(run, taken, arrived) as calls:
         load(run, roots, before, counters)
         loss = run.step(copied(batch)).detach()
         buffers = {name: b.detach().clone() for name, b in run.model.named_buffers()}
@@ -178,8 +209,8 @@ def truth(
             return leaf
         return leaf.detach().double() if leaf.is_floating_point() else leaf.clone()
 
-    with _float64(run, roots):
-        right = taken_again(run, roots, before, tree_map(wide, batch), counters, taken)
+    with _float64(run, roots), _little_memory(run) as arrived:
+        right = taken_again(run, roots, before, tree_map(wide, batch), counters, taken, arrived)
     if not right.grads:
         raise RuntimeError("the optimizer was not stepped")
     if any(t is not None and t.dtype is not torch.float64 for t in right.grads) or right.dtype is not torch.float64:
