@@ -20,6 +20,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "race")]
 
+import state as state_race  # noqa: E402
 from _race import Measured, over_starts, text  # noqa: E402
 from _tables import gpu, tail  # noqa: E402
 from _tables import orchestrator as loops  # noqa: E402
@@ -72,6 +73,7 @@ def demo() -> str | None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 MEMORY_COMMAND = "python bench/race/memory.py --starts 3 --seconds 0.8"
+STATE_COMMAND = "python bench/race/state.py --starts 3"
 
 
 def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | None]:
@@ -329,6 +331,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "memory-least": (
         raced(memory_race, "memory.json", MEMORY_COMMAND, "least"),
         f"{MEMORY_COMMAND} --json bench/results/memory.json",
+    ),
+    "state": (
+        raced(state_race, "state.json", STATE_COMMAND, "state"),
+        f"{STATE_COMMAND} --json bench/results/state.json",
     ),
     "convergence": (convergence, "python bench/race/convergence.py --json bench/results/convergence.json"),
     "planted-faults": (

@@ -89,6 +89,14 @@ def test_each_way_to_save_memory_is_raced(run_quick: Callable[..., Any]) -> None
     assert "torch's step, times as long as ours" in said and "at the least budget" in said
 
 
+def test_each_way_to_hold_state_is_raced(run_quick: Callable[..., Any]) -> None:
+    said, document = run_quick("state", "--starts", "1")
+    ((case, times),) = document["cases"].items()
+    assert {"plain", "fused", "fused in hooks", "int8_state, in backward", "state_in_file, in backward"} <= times.keys()
+    assert {what for what, _, _ in document["layout"]} == {f"{case}: {name}" for name in times}
+    assert np.min(list(times.values())) > 0 and "times as long as fused" in said
+
+
 def test_starts_are_joined_and_one_has_no_interval(race: ModuleType) -> None:
     first, second = (
         race.Measured({"200 x 64": {"torch fused": np.full(rounds, 6.0), "oxytorch": np.full(rounds, ours)}})
