@@ -76,18 +76,28 @@ InDouble::InDouble(Run& run, bool state) {
   Tensors all = run.model().parameters();
   for (const auto& t : run.model().buffers()) all.push_back(t);
   all.insert(all.end(), run.parameters().begin(), run.parameters().end());
-  for (auto& t : all) {
-    if (!t.defined() || !t.is_floating_point() || t.scalar_type() == at::kDouble) continue;
-    held_.emplace_back(t, t.variable_data());
-    if (t.is_leaf()) t.mutable_grad().reset();
-    t.set_data(t.variable_data().to(at::kDouble));
-  }
+  for (auto& t : all) widen(t);
   for (const auto& slot : run.slots()) {
     if (!state) break;
     knows_optimizers_ &= each_state_tensor(slot.original(), [](const at::Tensor&, at::Tensor& value) {
       if (value.is_floating_point()) value = value.to(at::kDouble);
     });
   }
+}
+
+InDouble::InDouble(torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
+  at::Tensor own = parameter;
+  widen(own);
+  each_state_tensor(optimizer, [](const at::Tensor&, at::Tensor& value) {
+    if (value.is_floating_point()) value = value.to(at::kDouble);
+  });
+}
+
+void InDouble::widen(at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_floating_point() || tensor.scalar_type() == at::kDouble) return;
+  held_.emplace_back(tensor, tensor.variable_data());
+  if (tensor.is_leaf()) tensor.mutable_grad().reset();
+  tensor.set_data(tensor.variable_data().to(at::kDouble));
 }
 
 InDouble::~InDouble() {
@@ -148,6 +158,43 @@ Observed Recorder::updated_by(const Tensors& gradients) {
   }
   Observed found;
   note_updated(found);
+  return found;
+}
+
+bool Recorder::is_by_parameter() const {
+  if (run_.clip_norm() > 0 || run_.clip_value > 0) return false;
+  std::set<const void*> seen;
+  for (const auto& p : run_.parameters()) {
+    if (!seen.insert(p.unsafeGetTensorImpl()).second) return false;  // two optimizers, one after the other
+  }
+  return std::all_of(run_.slots().begin(), run_.slots().end(), [](const auto& slot) {
+    return &slot.optimizer() == &slot.original() && tune::is_by_parameter(slot.original());
+  });
+}
+
+std::optional<Observed> Recorder::updated_in_float64(const Tensors& gradients) {
+  if (!is_by_parameter()) {
+    const InDouble scope(run_, /*state=*/true);
+    return scope.knows_optimizers() ? std::optional(updated_by(gradients)) : std::nullopt;
+  }
+  Observed found;
+  for (const auto& slot : run_.slots()) {
+    for (const auto& parameter : slot.parameters()) {
+      const auto place = found.parameters.size();
+      const NarrowedOptimizer narrowed(slot.original(), {parameter});
+      const InDouble wide(slot.original(), parameter);
+      const auto& gradient = gradients[place];
+      parameter.mutable_grad() = gradient.defined() ? gradient.to(parameter.scalar_type(), false, true) : gradient;
+      slot.original().step();
+      found.parameters.push_back(copied(parameter));
+      int number = 0;
+      each_state_tensor(slot.original(), [&](const at::Tensor&, at::Tensor& value) {
+        found.states["state " + std::to_string(++number) + " of " + labels_[place]] = copied(value);
+        value.reset();  // else all would be in float64 at the end
+      });
+      memory::rest(gradient);
+    }
+  }
   return found;
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,12 +27,16 @@ double number(const at::Tensor& loss);
 class InDouble {
  public:
   InDouble(Run& run, bool state);
+  /// Of one parameter of an optimizer alone, whose groups hold no other.
+  InDouble(torch::optim::Optimizer& optimizer, const at::Tensor& parameter);
   ~InDouble();
   InDouble(const InDouble&) = delete;
   InDouble& operator=(const InDouble&) = delete;
   [[nodiscard]] bool knows_optimizers() const noexcept { return knows_optimizers_; }
 
  private:
+  void widen(at::Tensor& tensor);
+
   HostSetting mapped_ = map_large_blocks();  // a heap would hold twice what is in use
   std::vector<std::pair<at::Tensor, at::Tensor>> held_;
   bool knows_optimizers_ = true;
@@ -75,6 +80,9 @@ class Recorder {
   void note_updated(Observed& seen);
   /// Lets the optimizers step with these gradients from where the run stands; parameters and states after it.
   Observed updated_by(const Tensors& gradients);
+  /// The same in float64, one parameter after the other where that can be; empty where an optimizer's state is not
+  /// known. The run is to be restored.
+  std::optional<Observed> updated_in_float64(const Tensors& gradients);
   /// State of the optimizers by the parameter that it is of; without those whose class is not known.
   std::map<std::string, at::Tensor> states();
 
@@ -86,6 +94,9 @@ class Recorder {
   Observed under_autocast(const Batch& batch, const Observed& taken);
 
  private:
+  /// Whether each parameter may be stepped by itself: by whom, and with its gradient as it is.
+  [[nodiscard]] bool is_by_parameter() const;
+
   Run& run_;
   std::vector<std::string> labels_, buffer_labels_;
 };

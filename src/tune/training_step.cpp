@@ -18,6 +18,7 @@
 #include "optim/torch_versions.h"
 #include "oxytorch/clock.h"
 #include "oxytorch/error.h"
+#include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/window.h"
 #include "tune/optimizer_state.h"
 
@@ -247,6 +248,7 @@ at::Tensor TrainingStep::differentiate(const Function& compute, double share, bo
       ~Completing() { is_on = false; }
     } completing{completes_gradients_};
     completes_gradients_ = !more;
+    if (updates_in_backward_ && !more) DeferredLogits::before_weights_change();
     scaled.backward();
   }
   seconds_[0] += forward;
@@ -401,6 +403,7 @@ void TrainingStep::step_optimizer() {
     update();
     return;
   }
+  DeferredLogits::before_weights_change();
   for (auto& slot : slots_) {
     if (clips(slot)) {
       const auto found = values_of_gradients(slot.parameters());
@@ -440,6 +443,7 @@ void TrainingStep::clip(const OptimizerSlot& slot, const std::vector<at::Tensor>
 }
 
 void TrainingStep::update(std::size_t part) {
+  DeferredLogits::before_weights_change();  // what the program still holds of them
   const auto [begin, end] = slots_of(part);
   for (auto i = begin; i < end; ++i) {
     auto& slot = slots_[i];

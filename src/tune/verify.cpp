@@ -16,6 +16,7 @@
 
 #include "generators/generators.h"
 #include "oxytorch/error.h"
+#include "oxytorch/memory/parked.h"
 #include "oxytorch/tune/measure.h"
 #include "oxytorch/tune/step_judge.h"
 #include "oxytorch/tune/verdict.h"
@@ -252,11 +253,7 @@ struct Verifier::Impl {
     before.restore();
     const auto origin = copies(run.parameters());
     const auto states = recorder.states();
-    std::optional<Observed> right;
-    {
-      const InDouble scope(run, /*state=*/true);
-      if (scope.knows_optimizers()) right = recorder.updated_by(seen.gradients);
-    }
+    auto right = recorder.updated_in_float64(seen.gradients);
     before.restore();
     if (!right)
       right = recorder.updated_by(seen.gradients);  // an optimizer that torch does not know is held against itself
@@ -264,6 +261,7 @@ struct Verifier::Impl {
     for (std::size_t i = 0; i < recorder.labels().size(); ++i) {
       found.push_back(
           measured_change(recorder.labels()[i], origin[i], seen.parameters[i], right->parameters[i], false));
+      for (const at::Tensor& one : {origin[i], seen.parameters[i], right->parameters[i]}) memory::rest(one);
     }
     for (const auto& [name, wanted] : right->states) {
       const auto mine = seen.states.find(name);
@@ -275,6 +273,8 @@ struct Verifier::Impl {
       const auto known = states.find(name);
       found.push_back(measured_change(name, known == states.end() ? at::Tensor() : known->second, mine->second, wanted,
                                       /*state=*/true));
+      memory::rest(wanted);
+      memory::rest(mine->second);
     }
     return found;
   }

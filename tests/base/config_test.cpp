@@ -315,7 +315,7 @@ hardware:
 }
 
 TEST(ConfigText, WhatMemoryOffersIsNamedInPlaceOfItsWords) {
-  EXPECT_THAT(set_refusal("cpu_offload", true), AllOf(HasSubstr("optimizer_state='int8'"), HasSubstr("oxytorch::fit")));
+  EXPECT_THAT(set_refusal("cpu_offload", true), AllOf(HasSubstr("optimizer_state='file'"), HasSubstr("oxytorch::fit")));
   EXPECT_THAT(set_refusal("gc_interval", std::int64_t{10}), AllOf(HasSubstr("clean_every"), HasSubstr("MemoryConfig")));
 }
 

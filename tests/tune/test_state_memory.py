@@ -370,6 +370,32 @@ def test_hooks_of_others_on_gradients_count() -> None:
     assert_same(outcome(run), outcome(plain))
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(512, 32), nn.Linear(32, 512)
+        self.logits = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.logits = self.head(self.embed(x))
+        return self.logits
+
+
+def test_logits_that_are_held_are_those_of_the_step() -> None:
+    """The weights have changed when backward ends, and a head without logits computes what is held before."""
+    found = []
+    for names in (["native_cross_entropy", "update_in_backward"], []):
+        torch.manual_seed(0)
+        net = Words()
+        tokens = torch.randint(512, (64,), generator=torch.Generator().manual_seed(1))
+        run = Run(net, torch.optim.SGD(net.parameters(), lr=1.0), nn.CrossEntropyLoss(), [(tokens, tokens)])
+        run.set_active(names)
+        run.step(run.batches[0])
+        found.append(net.logits.detach().clone())
+        run.set_active([])
+    torch.testing.assert_close(*found)
+
+
 # -- the goal memory --------------------------------------------------------------------------------------------------
 
 

@@ -298,7 +298,7 @@ def tuned(
         log("info", f"accelerate: {', '.join(run.active) or 'nothing'} active after {spent}", "tune")
         plan.begin(tuner, moved=snapshot.moved())
         del tuner, workload, snapshot  # references and snapshots, which the steps that follow do not need
-        plan.give_back()
+        plan.settle()
         if asked.checkpointing == "least":
             asked.max_slowdown = _native.slowdown_left(certificate, options.max_slowdown)
             asked.fit_memory(run)

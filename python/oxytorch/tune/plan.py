@@ -88,13 +88,16 @@ class Plan:
             self._run.required += tuple(tuner.activate_required(self.certificate))
         self._attempt("the run is not watched", self._begin_watch)
 
+    def settle(self) -> None:
+        """Let strategies know that trials are over."""
+        self._attempt("what only trials needed is kept", self._run.settle)
+
     def give_back(self) -> None:
         """Let go of all that only tuning needed, once nothing else refers to it."""
         self._attempt("memory of tuning is not given back", self._release)
 
     def _release(self) -> None:
         self._run.forget_idle()
-        self._run.settle()
         gc.collect()
         _C.memory.give_back_host_memory()
         if self._run.device.type != "cpu" and torch.accelerator.is_available():

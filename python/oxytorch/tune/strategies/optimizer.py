@@ -293,9 +293,9 @@ class Int8State(_Tail):
 
 
 def _tensors(state: dict[Tensor, dict[str, Any]], params: Iterable[Tensor] | None = None) -> Iterator[Tensor]:
-    """Tensors that an optimizer keeps, of all its parameters unless given."""
+    """Plain tensors that an optimizer keeps, of all its parameters unless given."""
     chosen = state.values() if params is None else (state.get(p) or {} for p in params)
-    return (value for entries in chosen for value in entries.values() if isinstance(value, Tensor))
+    return (value for entries in chosen for value in entries.values() if type(value) is Tensor)
 
 
 def _to_files(state: dict[Tensor, dict[str, Any]]) -> None:
