@@ -342,14 +342,15 @@ class Twice(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.parametrize("names", [["update_in_backward"], ["split_2", "update_in_backward"]], ids="+".join)
 @pytest.mark.parametrize("build", [model, Twice])
-def test_the_verifier_sees_the_gradients_that_were_used(build: Callable[[], nn.Module]) -> None:
+def test_the_verifier_sees_the_gradients_that_were_used(build: Callable[[], nn.Module], names: list[str]) -> None:
     torch.manual_seed(0)
     net = build()
     run = Run(net, torch.optim.AdamW(net.parameters()), nn.MSELoss(), batches(), owns_loop=True)
     with Snapshot.of(net, run.original) as snapshot:
         verifier = Verifier(run, snapshot)
-        run.set_active(["update_in_backward"])
+        run.set_active(names)
         ruling = verifier.check("trade")
         run.set_active([])
     assert ruling.held is (build is model), ruling.reason

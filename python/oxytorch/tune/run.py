@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -136,10 +136,12 @@ class Run(TrainingStep):
             return [(batch, 1.0)]
         return [(piece, rows(piece) / rows(batch)) for piece in split(batch, self.micro_batches)]
 
-    def _window(self, more: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def _window(self, more: bool) -> Iterator[None]:
         if self.updates_in_backward and not more:  # what the program holds of logits is of the weights as they are
             _native.DeferredLogits.before_weights_change()
-        return super()._window(more)
+        with super()._window(more):
+            yield
 
     def step_of_window(self, batch: Any) -> Tensor:
         """Take a whole step; where batches are accumulated, of the same one as often as there are, up to four times."""
