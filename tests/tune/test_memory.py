@@ -84,7 +84,7 @@ def test_what_only_tuning_needed_is_given_back(level: str, strategies: str, widt
     # What stays: the state, the batches, code that was loaded meanwhile; not a second copy of the state.
     assert found["after"] < found["before"] + 60, found
     assert found["going"] < found["before"] + 60, found
-    # Copies of large tensors are in files, as are gradients as given and all that a step in float64 saves. Beside the run
-    # itself the verifier has slices of a tensor's update in float64, and once the model; a candidate on trial (foreach)
-    # has its own.
+    # Copies of large tensors are in files, as are gradients as given and all that a step in float64 saves. Beside the
+    # run itself the verifier has slices of a tensor's update in float64, and once the model; a candidate on trial
+    # (foreach) has its own.
     assert found["peak"] < {"basic": 1.5, "advanced": 1.7}[level] * found["training"], found
