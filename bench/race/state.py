@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import oxytorch as ox
@@ -67,11 +65,9 @@ CASES = {"decoder, 46 M": (12, 512, 8192), "decoder, 0.4 M": (2, 96, 512)}
 TOKENS = 128
 
 
-def resident(what: str = "VmRSS") -> int:
+def resident(what: str = "resident") -> int:
     """Bytes."""
-    found = re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text(encoding="ascii"))
-    assert found is not None
-    return int(found.group(1)) << 10
+    return int(ox.base.system_info()["memory"][what])
 
 
 class Step:
@@ -122,7 +118,7 @@ def peak_of(case: str, contender: str) -> int:
     ox._C.memory.give_back_host_memory()
     ox._C.memory.reset_host_peak()
     step.take()
-    return resident("VmHWM") - before
+    return resident("peak_resident") - before
 
 
 def peak_elsewhere(case: str, contender: str, threads: int) -> int:

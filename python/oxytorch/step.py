@@ -364,6 +364,15 @@ class TrainingStep:
         """Whether a step of the run is, but for `guard` and what follows it, one batch and no more than `step`."""
         return self.accumulation == 1 and self.clip_value is None and self.scaler is None
 
+    @property
+    def needs_all_gradients(self) -> str:
+        """Why gradients may not go as they arrive, as something looks at all of them; empty where nothing does."""
+        if self.clip_norm is not None or self.clip_value is not None:
+            return "gradients are clipped, which takes all of them"
+        if self.guard is not None or self.scaler is not None:
+            return "a step with a gradient that is not finite is left out, which is known after backward"
+        return ""
+
     def _is_least(self) -> bool:
         return self.is_plain() and self.guard is None
 

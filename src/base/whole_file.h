@@ -7,6 +7,8 @@
 #include <string>
 #include <string_view>
 
+#include "oxytorch/api.h"
+
 namespace oxytorch {
 
 /// Whether a file must outlast a failure of the machine, which takes milliseconds.
@@ -19,6 +21,6 @@ void write_whole_file(const std::string& path, std::initializer_list<std::string
                       Flush flush = Flush::ToDisk);
 
 /// Writes all to a descriptor, however many calls that takes; 0, or what errno was.
-int write_all(int descriptor, const void* data, std::size_t bytes) noexcept;
+OXY_API int write_all(int descriptor, const void* data, std::size_t bytes) noexcept;
 
 }  // namespace oxytorch

@@ -6,16 +6,15 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <cerrno>
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <utility>
+
+#include "base/whole_file.h"
 
 namespace oxytorch::memory {
 namespace {
-
-constexpr std::size_t kWritten = std::size_t{4} << 20;  // bytes that are written at once
 
 // Files in use: their first bytes in memory, and how many.
 struct Files {
@@ -44,16 +43,6 @@ bool may_be_parked(const at::Tensor& tensor) {
   return plain && tensor.nbytes() >= kParkedBytes;
 }
 
-bool write_all(int file, const char* from, std::size_t size) {
-  for (std::size_t done = 0; done < size;) {
-    const auto count = pwrite(file, from + done, std::min(kWritten, size - done), static_cast<off_t>(done));
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) return false;
-    done += static_cast<std::size_t>(count);
-  }
-  return true;
-}
-
 // A file of that size without a name, with what `content` holds where it is given, in memory; null where it cannot be.
 char* mapped(const std::string& folder, std::size_t size, const char* content) {
   auto path = folder + "/oxytorch-parked-XXXXXX";
@@ -63,7 +52,7 @@ char* mapped(const std::string& folder, std::size_t size, const char* content) {
   void* memory = MAP_FAILED;
   // Writing to a mapping cannot fail for want of space then.
   const bool has_space = posix_fallocate(file, 0, static_cast<off_t>(size)) == 0;
-  if (has_space && (content == nullptr || write_all(file, content, size))) {
+  if (has_space && (content == nullptr || write_all(file, content, size) == 0)) {
     memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   }
   close(file);

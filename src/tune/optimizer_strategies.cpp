@@ -18,8 +18,8 @@ namespace {
 
 using torch::optim::Optimizer;
 
-constexpr std::size_t kPart = std::size_t{64}
-                              << 20;  // bytes of state that are in memory at once, more of a larger tensor
+// Bytes of state that are in memory at once, more of a larger tensor.
+constexpr std::size_t kPart = std::size_t{64} << 20;
 
 /// Replaces each optimizer of the run that it fits.
 struct OfOptimizers : Strategy {

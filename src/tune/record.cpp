@@ -56,6 +56,13 @@ class Arrived {
   std::vector<std::pair<at::Tensor, unsigned>> hooks_;
 };
 
+/// False where the class of the optimizer is not known.
+bool widen_state(torch::optim::Optimizer& optimizer) {
+  return each_state_tensor(optimizer, [](const at::Tensor&, at::Tensor& value) {
+    if (value.is_floating_point()) value = value.to(at::kDouble);
+  });
+}
+
 Batch as_double(const Batch& batch) {
   return batch.map([](const at::Tensor& t) { return t.is_floating_point() ? t.to(at::kDouble) : t; });
 }
@@ -79,18 +86,14 @@ InDouble::InDouble(Run& run, bool state) {
   for (auto& t : all) widen(t);
   for (const auto& slot : run.slots()) {
     if (!state) break;
-    knows_optimizers_ &= each_state_tensor(slot.original(), [](const at::Tensor&, at::Tensor& value) {
-      if (value.is_floating_point()) value = value.to(at::kDouble);
-    });
+    knows_optimizers_ &= widen_state(slot.original());
   }
 }
 
 InDouble::InDouble(torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
   at::Tensor own = parameter;
   widen(own);
-  each_state_tensor(optimizer, [](const at::Tensor&, at::Tensor& value) {
-    if (value.is_floating_point()) value = value.to(at::kDouble);
-  });
+  widen_state(optimizer);
 }
 
 void InDouble::widen(at::Tensor& tensor) {

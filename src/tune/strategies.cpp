@@ -549,7 +549,12 @@ std::vector<RegisteredStrategy> own_strategies() {
                         .cost = "inputs of float32 products keep 10 bits of their mantissa.",
                         .expected_speedup = 1.5}),
       registered<CudnnBenchmark>("cudnn_benchmark", Tolerance,
-                                 {.interacts = {"channels_last", "bf16_autocast"}, .settle = 3}),
+                                 {.interacts = {"channels_last", "bf16_autocast"}, .settle = 3})};
+  const auto add = [&all](std::vector<RegisteredStrategy> more) {
+    all.insert(all.end(), std::make_move_iterator(more.begin()), std::make_move_iterator(more.end()));
+  };
+  add(optimizer_strategies());
+  add({
       registered<Threads<physical_cores>>("physical_cores", Tolerance,
                                           {.group = "threads", .interacts = faster, .settle = 2}),
       registered<Threads<one>>("one_thread", Tolerance,
@@ -578,10 +583,7 @@ std::vector<RegisteredStrategy> own_strategies() {
            .settle = 2,
            .cost = "each step writes and reads a file as large as its activations, in TMPDIR, else /var/tmp.",
            .max_speedup = 1}),
-  };
-  const auto place = std::find_if(all.begin(), all.end(), [](const auto& one) { return one.name == "physical_cores"; });
-  auto of_optimizers = optimizer_strategies();
-  all.insert(place, std::make_move_iterator(of_optimizers.begin()), std::make_move_iterator(of_optimizers.end()));
+  });
   return all;
 }
 

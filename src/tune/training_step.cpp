@@ -148,7 +148,7 @@ void OptimizerSlot::carry_rates() {
   }
 }
 
-void OptimizerSlot::step_part(const at::Tensor& parameter) {
+void OptimizerSlot::step_one(const at::Tensor& parameter) {
   if (replacement_.optimizer && tail_ != nullptr) {
     tail_->gradient_arrived(parameter);
     return;
@@ -512,7 +512,7 @@ void TrainingStep::update_arrived(const at::Tensor& parameter) {
     const auto& own = slot.parameters();
     if (std::none_of(own.begin(), own.end(), [&](const auto& p) { return p.is_same(parameter); })) continue;
     slot.carry_rates();
-    slot.step_part(parameter);
+    slot.step_one(parameter);
   }
   parameter.mutable_grad().reset();
 }

@@ -74,7 +74,7 @@ class OXY_API OptimizerSlot {
   void hand_back();
   void carry_rates();
   /// The step of one parameter alone. A tail in the place of the user's optimizer has step_in_backward.
-  void step_part(const at::Tensor& parameter);
+  void step_one(const at::Tensor& parameter);
 
   torch::optim::Optimizer& original_;
   std::string name_;

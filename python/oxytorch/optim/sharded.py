@@ -18,6 +18,7 @@ __all__ = [
     "local",
     "local_as",
     "local_state",
+    "reduces_after_backward",
     "refuse_in_backward",
     "shown_state",
 ]
@@ -104,10 +105,15 @@ def check(params: list[Tensor], algorithm: str, options: TailOptions) -> None:
             )
 
 
-def refuse_in_backward(params: list[Tensor]) -> None:
-    """Gradients of several processes are complete only after backward."""
+def reduces_after_backward(params: list[Tensor]) -> bool:
+    """Whether gradients are of several processes, and so complete only after backward."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if any_sharded(params) or (distributed and torch.distributed.get_world_size() > 1):
+    return any_sharded(params) or (distributed and torch.distributed.get_world_size() > 1)
+
+
+def refuse_in_backward(params: list[Tensor]) -> None:
+    """Refuse work on gradients as they arrive where they are not complete then."""
+    if reduces_after_backward(params):
         raise NotImplementedError(
             "norm_in_backward and step_in_backward see gradients before they are reduced over processes; "
             "use the optimizer without them in a distributed run."

@@ -91,17 +91,15 @@ class OptimizerSlot:
         own.load_state_dict = replacement.load_state_dict  # type: ignore[method-assign]
         self.replace_step(lambda closure: plain_step(replacement, closure))
 
-    def step_part(self, params: Sequence[Tensor]) -> None:
-        """Let what does the steps do that of these parameters alone, with their gradients; no hook fires.
+    def step_one(self, place: int) -> None:
+        """Let what does the steps do that of one parameter alone, with its gradient; no hook fires.
 
-        One of oxytorch.optim that has taken the place of the user's has ``step_in_backward``, and frees the gradients.
+        One of oxytorch.optim that has taken the place of the user's has ``step_in_backward``, and frees the gradient.
         """
         if self.optimizer is not self.original:
-            for param in params:
-                place = next(i for i, p in enumerate(self.params) if p is param)
-                self.optimizer._grad_ready(place)  # type: ignore[attr-defined]
+            self.optimizer._grad_ready(place)  # type: ignore[attr-defined]
             return
-        with narrowed(self.original, params):
+        with narrowed(self.original, [self.params[place]]):
             plain_step(self.original) if self._stands_in is None else self._stands_in(None)
 
 

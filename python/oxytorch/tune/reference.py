@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .._C import memory as _memory
 from .._C import tune as _native
-from .._C.memory import give_back_host_memory
+from .._C.memory import give_back_host_memory, parked_bytes
 from .._C.trainer import map_large_blocks
 from ..memory.pack import PackSavedTensors
 from ..model.parking import park, rest
@@ -24,8 +23,6 @@ from .update import clip_factor
 
 if TYPE_CHECKING:
     from .run import Run
-
-_FILED = _memory.parked_bytes  # of a saved tensor that waits in a file
 
 __all__ = ["Truth", "compared", "measure", "moved", "taken_again", "truth"]
 
@@ -136,11 +133,10 @@ def _little_memory(run: Run) -> Iterator[Arrived | None]:
 
     Gives the gradients that go.
     """
-    packed = PackSavedTensors("file", least=_FILED) if run.device.type == "cpu" else None
+    packed = PackSavedTensors("file", least=parked_bytes) if run.device.type == "cpu" else None
     if packed is not None:
         run.call.scope("files", lambda: nullcontext() if packed.others_keep() else packed)
-    together = run.clip_norm is not None or run.clip_value is not None or run.guard is not None
-    may_go = run.own_step is None and len(run.slots) == 1 and run.scaler is None and not together
+    may_go = run.own_step is None and len(run.slots) == 1 and not run.needs_all_gradients
     arrived = Arrived(run, leave=True) if may_go else None
     try:
         yield arrived

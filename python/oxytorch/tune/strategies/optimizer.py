@@ -393,24 +393,20 @@ class UpdateInBackward(Strategy):
             return "the user's own step is called whole"
         if len(run.slots) > 1:
             return "there are several optimizers"
-        if run.clip_norm is not None or run.clip_value is not None:
-            return "gradients are clipped, which takes all of them"
-        if run.guard is not None or run.scaler is not None:
-            return "a step with a gradient that is not finite is left out, which is known after backward"
+        if why := run.needs_all_gradients:
+            return why
         if run.original._optimizer_step_pre_hooks:
             return "the optimizer has hooks that look at gradients before its step"
-        try:
-            sharded.refuse_in_backward(run.params)
-        except NotImplementedError:
+        if sharded.reduces_after_backward(run.params):
             return "gradients are reduced over processes after they arrive"
         return _is_by_parameter(run.original)
 
     def apply(self, run: Run) -> None:
         self._switch(run, on=True)
         try:
-            for param in run.params:
+            for place, param in enumerate(run.params):
                 if param.requires_grad:
-                    hook = partial(self._arrived, run)
+                    hook = partial(self._arrived, run, place)
                     self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         except BaseException:
             self.revert(run)
@@ -429,8 +425,8 @@ class UpdateInBackward(Strategy):
             run.renew("optimizer")
 
     @staticmethod
-    def _arrived(run: Run, param: Tensor) -> None:
+    def _arrived(run: Run, place: int, param: Tensor) -> None:
         if run.completes_gradients:
             run.update_begun = True
-            run.slots[0].step_part((param,))
+            run.slots[0].step_one(place)
             param.grad = None
