@@ -400,9 +400,10 @@ def linear_cross_entropy(
     On a CPU, float32, bfloat16 and float16 take the kernel of this library: of the logits it holds those of 256 tokens
     at a time, in float32, and computes the gradients in the same pass, so that backward only multiplies them. Results
     have the same bits for any number of threads. Where an earlier batch left a gradient of `weight`, that of this one
-    is added to it without a tensor of its size. float64 and other devices take torch's own operators. Autocast to
-    bfloat16 casts `input` alone and leaves a float32 `weight` and `bias` as they are, so that their gradients are not
-    rounded; other dtypes are cast as for torch's linear.
+    is added to it without a tensor of its size. Other devices do the same by torch's operators, without a read on the
+    host; of the logits they hold about as many as `input` has elements, those of 256 tokens at least. float64 takes
+    torch's own two operators. Autocast to bfloat16 casts `input` alone and leaves a float32 `weight` and `bias` as they
+    are, so that their gradients are not rounded; other dtypes are cast as for torch's linear.
 
     Parameters
     ----------

@@ -450,14 +450,10 @@ TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("attention_forward", &Kernel<&forward_vmap>::call);
   m.impl("attention_backward", &Kernel<&backward_vmap>::call);
 }
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) {
+const auto attention_autocast_kernels = on_autocast([](torch::Library& m) {
   m.impl("attention", &Kernel<&attention_autocast>::call);
   m.impl("packed_attention", &Kernel<&packed_attention_autocast>::call);
-}
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) {
-  m.impl("attention", &Kernel<&attention_autocast>::call);
-  m.impl("packed_attention", &Kernel<&packed_attention_autocast>::call);
-}
+});
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
   m.impl("attention_forward", &Kernel<&forward_autograd>::call);
   m.impl("attention_backward", &Kernel<&backward_autograd>::call);

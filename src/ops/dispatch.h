@@ -1,6 +1,7 @@
 /// Calls of this library's operators, and what they have in common.
 #pragma once
 
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -9,9 +10,11 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/library.h>
 
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "optim/torch_versions.h"
 #include "oxytorch/error.h"
@@ -74,11 +77,13 @@ inline bool has_hooks(torch::autograd::Node& node) {
            node.post_hooks().empty());
 }
 
-/// Whether operators of this library have a kernel of their own for such a tensor.
-inline bool has_kernel(const at::Tensor& tensor) {
+inline bool is_narrow(const at::Tensor& tensor) {
   const auto type = tensor.scalar_type();
-  return tensor.device().is_cpu() && (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf);
+  return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
 }
+
+/// Whether operators of this library have a kernel of their own for such a tensor.
+inline bool has_kernel(const at::Tensor& tensor) { return tensor.device().is_cpu() && is_narrow(tensor); }
 
 /// A tensor like one of batch x heads x tokens x width, not cleared: dense, with tokens around heads in memory where
 /// that has them so. torch's empty_like() would fix the sizes of a graph that is compiled for any.
@@ -102,6 +107,24 @@ inline bool is_ordinary(const at::Tensor& tensor) {
   constexpr c10::DispatchKeySet kOrdinary(
       {DispatchKey::CPU, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU, DispatchKey::AutocastCPU});
   return tensor.defined() && tensor.key_set() == kOrdinary && tensor.numel() > 0 && !tensor._fw_grad(0).defined();
+}
+
+/// Whether the tensor is nothing but elements in memory, of whichever device.
+inline bool is_plain(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() && tensor.numel() > 0 && !at::isTensorSubclassLike(tensor) &&
+         !tensor.is_neg() && !tensor._fw_grad(0).defined();
+}
+
+/// Registers kernels for autocast, on each device that this library has a backend for; PrivateUse1 is everybody's.
+template <class Registers>
+std::vector<torch::Library> on_autocast(const Registers& registers) {
+  using c10::DispatchKey;
+  std::vector<torch::Library> made;
+  for (const auto key : {DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA, DispatchKey::AutocastHPU,
+                         DispatchKey::AutocastPrivateUse1}) {
+    registers(made.emplace_back(torch::Library::IMPL, "oxytorch", key, __FILE__, __LINE__));
+  }
+  return made;
 }
 
 /// `tensor` in the dtype that autocast has for its device.

@@ -207,8 +207,8 @@ TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("linear_forward", &Kernel<&linear_forward_vmap>::call);
   m.impl("linear_backward", &Kernel<&linear_backward_vmap>::call);
 }
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("linear", &Kernel<&linear_autocast>::call); }
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("linear", &Kernel<&linear_autocast>::call); }
+const auto linear_autocast_kernels =
+    on_autocast([](torch::Library& m) { m.impl("linear", &Kernel<&linear_autocast>::call); });
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
   m.impl("linear_forward", &Kernel<&linear_forward_autograd>::call);
   m.impl("linear_backward", &Kernel<&linear_backward_autograd>::call);

@@ -9,7 +9,7 @@
 
 #include "ops/dispatch.h"
 #include "ops/gradient_sum.h"
-#include "ops/linear_cross_entropy_cpu.h"
+#include "ops/linear_cross_entropy_kernels.h"
 #include "ops/vmap.h"
 #include "ops/wide_weight.h"
 #include "oxytorch/error.h"
@@ -22,10 +22,11 @@ using MaybeTensor = std::optional<Tensor>;
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // What is not wanted is an empty tensor: an operator returns no undefined ones.
-Results loss_forward_cpu(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
-                         std::int64_t ignore_index, double label_smoothing, bool mean, std::array<bool, 3> wanted) {
+template <auto kKernel>
+Results loss_forward(const Tensor& input, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
+                     std::int64_t ignore_index, double label_smoothing, bool mean, std::array<bool, 3> wanted) {
   const Tensor added = or_none(bias);
-  auto done = linear_cross_entropy_cpu({input, weight, target, added, ignore_index, label_smoothing, mean}, wanted);
+  auto done = kKernel({input, weight, target, added, ignore_index, label_smoothing, mean}, wanted);
   for (Tensor* gradient : {&done.input, &done.weight, &done.bias}) {
     if (!gradient->defined()) *gradient = at::empty({0}, input.options());
   }
@@ -45,7 +46,7 @@ Results loss_forward_meta(const Tensor& input, const Tensor& weight, const Tenso
 }
 
 constexpr char kLossForwardName[] = "oxytorch::linear_cross_entropy_forward";
-using LossForward = Operator<kLossForwardName, decltype(loss_forward_cpu)>;
+using LossForward = Operator<kLossForwardName, decltype(loss_forward_meta)>;
 
 struct LossNode : torch::autograd::Node {
   std::string name() const override { return "OxytorchLinearCrossEntropyBackward"; }
@@ -88,9 +89,9 @@ struct LossNode : torch::autograd::Node {
     const at::AutoGradMode once(false);
     Tensor gradient = saved.unpack();
     if (!torch::autograd::get_current_graph_task_keep_graph()) saved.reset_data();
-    const bool is_ours = gradient.use_count() == 1 && is_ordinary(gradient) && gradient.storage().use_count() == 1;
-    if (!is_ours || !is_ordinary(number) || is_transformed()) return gradient * number;  // which does not widen it
-    return number.item<float>() == 1 ? gradient : gradient.mul_(number);
+    const bool is_ours = gradient.use_count() == 1 && is_plain(gradient) && gradient.storage().use_count() == 1;
+    if (!is_ours || !is_plain(number) || is_transformed()) return gradient * number;  // which does not widen it
+    return number.is_cpu() && number.item<float>() == 1 ? gradient : gradient.mul_(number);
   }
 };
 
@@ -143,7 +144,8 @@ Tensor loss_operator(const Tensor& input, const Tensor& weight, const Tensor& ta
                      std::int64_t ignore_index, double label_smoothing, bool mean) {
   check(input, weight, target, bias, label_smoothing);
   const Tensor rows = input.dim() == 1 ? input.unsqueeze(0) : input.flatten(0, -2), targets = target.flatten();
-  if (!has_kernel(input) || input.sym_numel() == 0 || weight.sym_numel() == 0) {
+  // That of float64 is for those who differentiate twice.
+  if (!is_narrow(input) || input.sym_numel() == 0 || weight.sym_numel() == 0) {
     Tensor logits = linear_by_torch(rows, weight, bias);
     if (input.scalar_type() != at::kDouble) logits = logits.to(at::kFloat);
     return at::cross_entropy_loss(logits, targets, {}, mean ? at::Reduction::Mean : at::Reduction::Sum, ignore_index,
@@ -179,12 +181,17 @@ TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("linear_cross_entropy", &Kernel<&loss_operator>::call);
   m.impl("linear_cross_entropy_forward", &Kernel<&LoopOverSamples<LossForward>::call>::call);
 }
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCPU, m) { m.impl("linear_cross_entropy", &Kernel<&loss_autocast>::call); }
-TORCH_LIBRARY_IMPL(oxytorch, AutocastCUDA, m) { m.impl("linear_cross_entropy", &Kernel<&loss_autocast>::call); }
+const auto loss_autocast_kernels =
+    on_autocast([](torch::Library& m) { m.impl("linear_cross_entropy", &Kernel<&loss_autocast>::call); });
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
   m.impl("linear_cross_entropy_forward", &Kernel<&loss_forward_autograd>::call);
 }
-TORCH_LIBRARY_IMPL(oxytorch, CPU, m) { m.impl("linear_cross_entropy_forward", &Kernel<&loss_forward_cpu>::call); }
+TORCH_LIBRARY_IMPL(oxytorch, CPU, m) {
+  m.impl("linear_cross_entropy_forward", &Kernel<&loss_forward<&linear_cross_entropy_cpu>>::call);
+}
+TORCH_LIBRARY_IMPL(oxytorch, CompositeExplicitAutograd, m) {
+  m.impl("linear_cross_entropy_forward", &Kernel<&loss_forward<&linear_cross_entropy_by_torch>>::call);
+}
 TORCH_LIBRARY_IMPL(oxytorch, Meta, m) { m.impl("linear_cross_entropy_forward", &Kernel<&loss_forward_meta>::call); }
 
 }  // namespace

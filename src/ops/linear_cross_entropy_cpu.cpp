@@ -1,4 +1,4 @@
-#include "ops/linear_cross_entropy_cpu.h"
+#include "ops/linear_cross_entropy_kernels.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>

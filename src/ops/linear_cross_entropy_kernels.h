@@ -1,4 +1,4 @@
-/// Linear layer and cross entropy on the CPU, 256 tokens at a time.
+/// Linear layer and cross entropy a few tokens at a time: on the CPU, and by torch's operators on any device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,5 +29,12 @@ struct LossAndGradients {
   at::Tensor loss, input, weight, bias;
 };
 LossAndGradients linear_cross_entropy_cpu(const LinearCrossEntropy& call, std::array<bool, 3> wanted);
+
+/// The same by torch's operators, on any device and of any floating dtype. It reads nothing on the host. The loss has
+/// the dtype of the sums: float64 for float64, else float32. Bits are those of torch's operators on that device.
+LossAndGradients linear_cross_entropy_by_torch(const LinearCrossEntropy& call, std::array<bool, 3> wanted);
+
+/// Tokens whose logits linear_cross_entropy_by_torch() holds at a time.
+[[nodiscard]] std::int64_t tokens_at_a_time(const LinearCrossEntropy& call, std::array<bool, 3> wanted);
 
 }  // namespace oxytorch::ops
