@@ -115,6 +115,36 @@ class PythonDataset final : public Dataset {
   std::string fingerprint_;
 };
 
+/// Samples that Python gives one after the other: `begin(epoch)` goes to the first, `next()` gives a list in the order
+/// of the schema, and None at the end.
+class PythonStream final : public Stream {
+ public:
+  PythonStream(Schema schema, py::object begin, py::object next, std::string fingerprint)
+      : schema_(std::move(schema)),
+        begin_(kept(std::move(begin))),
+        next_(kept(std::move(next))),
+        fingerprint_(std::move(fingerprint)) {}
+  [[nodiscard]] const Schema& schema() const noexcept override { return schema_; }
+  void begin(std::int64_t epoch) override {
+    in_python([&] { (*begin_)(epoch); });
+  }
+  [[nodiscard]] std::optional<Sample> next() override {
+    return in_python([&]() -> std::optional<Sample> {
+      const py::object values = (*next_)();
+      if (values.is_none()) return std::nullopt;
+      Sample sample;
+      for (const auto& value : values) sample.push_back(from_python(value));
+      return sample;
+    });
+  }
+  [[nodiscard]] std::string fingerprint() const override { return fingerprint_; }
+
+ private:
+  Schema schema_;
+  std::shared_ptr<py::object> begin_, next_;
+  std::string fingerprint_;
+};
+
 at::Tensor tensor_of(const Pixels& pixels) {
   return at::from_blob(
       pixels.data.get(), {pixels.height, pixels.width, pixels.channels}, [data = pixels.data](void*) {}, at::kByte);
@@ -301,6 +331,15 @@ void bind_datasets(py::module_& m) {
                                                std::move(fingerprint));
       },
       py::arg("fields"), py::arg("size"), py::arg("read"), py::arg("fingerprint"));
+  py::class_<Stream, std::shared_ptr<Stream>>(m, "Stream", "Samples that come one after the other.");
+  m.def(
+      "python_stream",
+      [](std::vector<Field> fields, py::object begin, py::object next,
+         std::string fingerprint) -> std::shared_ptr<Stream> {
+        return std::make_shared<PythonStream>(Schema{std::move(fields)}, std::move(begin), std::move(next),
+                                              std::move(fingerprint));
+      },
+      py::arg("fields"), py::arg("begin"), py::arg("next"), py::arg("fingerprint"));
 }
 
 void bind_stages(py::module_& m) {
@@ -539,6 +578,13 @@ void bind_loader(py::module_& m) {
   py::class_<LoaderOptions>(m, "LoaderOptions")
       .def(py::init<>())
       .def_readwrite("batch_size", &LoaderOptions::batch_size)
+      .def(
+          "set_batch_sizer",
+          [](LoaderOptions& options, std::vector<std::int64_t> sizes, std::int64_t most, bool padded,
+             std::int64_t max_samples) {
+            options.batch_sizer = BatchSizer{std::move(sizes), {most, padded, max_samples}};
+          },
+          py::arg("sizes"), py::arg("most"), py::arg("padded"), py::arg("max_samples"))
       .def("set_stages",
            [](LoaderOptions& options, const std::vector<std::shared_ptr<Stage>>& stages) {
              options.stages.assign(stages.begin(), stages.end());
@@ -554,6 +600,7 @@ void bind_loader(py::module_& m) {
       .def("set_sampler",
            [](LoaderOptions& options, std::shared_ptr<Sampler> sampler) { options.sampler = std::move(sampler); })
       .def_readwrite("shuffle", &LoaderOptions::shuffle)
+      .def_readwrite("shuffle_window", &LoaderOptions::shuffle_window)
       .def_readwrite("seed", &LoaderOptions::seed)
       .def_readwrite("rank", &LoaderOptions::rank)
       .def_readwrite("world_size", &LoaderOptions::world_size)
@@ -591,12 +638,22 @@ void bind_loader(py::module_& m) {
           return std::shared_ptr<std::byte>(pinned, static_cast<std::byte*>(pinned->data_ptr()));
         };
       });
+  py::class_<BatchFill>(m, "BatchFill", "Fills batches up to a limit, sample by sample.")
+      .def(py::init([](std::int64_t most, bool padded, std::int64_t max_samples) {
+             return BatchFill({most, padded, max_samples});
+           }),
+           py::arg("most"), py::arg("padded"), py::arg("max_samples"))
+      .def("add", &BatchFill::add, py::arg("size"), "Take a sample; whether it begins the next batch.");
   py::class_<Loader, std::shared_ptr<Loader>>(m, "Loader", "Makes batches ahead with threads.")
       .def(py::init([](std::shared_ptr<Dataset> dataset, LoaderOptions options) {
              return let_go_without_gil(new Loader(std::move(dataset), std::move(options)));
            }),
            py::arg("dataset"), py::arg("options"))
-      .def("__len__", &Loader::size)
+      .def(py::init([](std::shared_ptr<Stream> stream, LoaderOptions options) {
+             return let_go_without_gil(new Loader(std::move(stream), std::move(options)));
+           }),
+           py::arg("stream"), py::arg("options"))
+      .def_property_readonly("size", &Loader::size, "Batches in this epoch; -1 of a stream.")
       .def("next", &next_batch)
       .def("set_epoch", &Loader::set_epoch, py::arg("epoch"), release_gil())
       .def_property_readonly("epoch", &Loader::epoch)

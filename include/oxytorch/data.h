@@ -1,6 +1,7 @@
 /// Data pipeline: datasets in the formats people have, and a loader that makes batches with threads.
 #pragma once
 
+#include "oxytorch/data/batch_sizer.h"
 #include "oxytorch/data/cache.h"
 #include "oxytorch/data/convert.h"
 #include "oxytorch/data/dataset.h"
@@ -9,4 +10,5 @@
 #include "oxytorch/data/mix.h"
 #include "oxytorch/data/order.h"
 #include "oxytorch/data/stage.h"
+#include "oxytorch/data/stream.h"
 #include "oxytorch/data/value.h"

@@ -7,9 +7,10 @@
 namespace oxytorch::data {
 
 std::string write_loader_state(const LoaderState& state) {
-  return nlohmann::json{{"v", 1},
+  return nlohmann::json{{"v", 2},
                         {"seed", state.seed},
                         {"epoch", state.epoch},
+                        {"batches", state.batches},
                         {"samples", state.samples},
                         {"batch", state.batch},
                         {"dataset", state.dataset},
@@ -21,16 +22,17 @@ LoaderState read_loader_state(const std::string& text) {
   const auto shown = text.substr(0, 100);
   try {
     const auto json = nlohmann::json::parse(text);
-    OXY_CHECK(json.at("v") == 1, InvalidArgument, "the state of the loader is of version ", json.at("v").dump(),
-              "; this one reads version 1: ", shown);
+    OXY_CHECK(json.at("v") == 2, InvalidArgument, "the state of the loader is of version ", json.at("v").dump(),
+              "; this one reads version 2: ", shown);
     LoaderState state;
     json.at("seed").get_to(state.seed);
     json.at("epoch").get_to(state.epoch);
+    json.at("batches").get_to(state.batches);
     json.at("samples").get_to(state.samples);
     json.at("batch").get_to(state.batch);
     json.at("dataset").get_to(state.dataset);
     json.at("order").get_to(state.order);
-    OXY_CHECK(state.epoch >= 0 && state.samples >= 0 && state.batch > 0, InvalidArgument,
+    OXY_CHECK(state.epoch >= 0 && state.batches >= 0 && state.samples >= 0 && state.batch > 0, InvalidArgument,
               "the state of the loader has a negative place: ", shown);
     return state;
   } catch (const nlohmann::json::exception& error) {

@@ -11,8 +11,9 @@ namespace oxytorch::data {
 struct LoaderState {
   std::uint64_t seed = 0;
   std::int64_t epoch = 0;
+  std::int64_t batches = 0;    ///< of the epoch
   std::int64_t samples = 0;    ///< of the epoch, drawn by all processes
-  std::int64_t batch = 0;      ///< samples of all processes
+  std::int64_t batch = 0;      ///< what one of all processes may hold: samples, or sizes
   std::string dataset, order;  ///< fingerprints
 };
 

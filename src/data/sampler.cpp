@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "data/file.h"
+#include "data/group_order.h"
 #include "oxytorch/data/order.h"
 #include "oxytorch/error.h"
 
@@ -26,10 +27,13 @@ Permutation epoch_order(std::int64_t size, std::uint64_t epoch, std::uint64_t se
   return {size, epoch_key(seed, epoch, KeyUse::Order)};
 }
 
-/// The order inside of a group of an epoch.
+}  // namespace
+
 Permutation group_order(std::int64_t size, std::int64_t group, std::uint64_t epoch, std::uint64_t seed) {
   return {size, first_word64(philox(epoch_key(seed, epoch, KeyUse::Groups), 0, static_cast<std::uint64_t>(group)))};
 }
+
+namespace {
 
 void check_sampler_size(std::int64_t size) {
   OXY_CHECK(size >= 0 && size <= kMostSamples, InvalidArgument, "a sampler cannot have ", size, " samples; give 0 to ",

@@ -5,8 +5,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <set>
 #include <thread>
@@ -217,9 +219,9 @@ TEST(Loader, RefusesAStateOfAnother) {
   Loader shuffling(std::make_shared<Counting>(64), {.batch_size = 8, .shuffle = true});
   Loader pair(std::make_shared<Counting>(64), {.batch_size = 8, .world_size = 2});
   EXPECT_THAT(problem(bigger, one.state()), HasSubstr("another dataset"));
-  EXPECT_THAT(problem(shuffling, one.state()), HasSubstr("another sampler"));
-  EXPECT_THAT(problem(pair, one.state()), HasSubstr("batches of 8 samples over all processes"));
-  for (const char* nonsense : {"", "{}", "[1]", "{\"v\":2}", "\x80", "null"}) {
+  EXPECT_THAT(problem(shuffling, one.state()), HasSubstr("another order"));
+  EXPECT_THAT(problem(pair, one.state()), HasSubstr("batches of 8 over all processes"));
+  for (const char* nonsense : {"", "{}", "[1]", "{\"v\":1}", "{\"v\":2}", "\x80", "null"}) {
     EXPECT_THAT(problem(one, nonsense), HasSubstr("state of")) << nonsense;
   }
   auto state = one.state();
@@ -449,7 +451,300 @@ TEST(Loader, RefusesWhatCannotBeMeant) {
   EXPECT_THAT(problem({.masks = {"text"}}), HasSubstr("holds no encoded image"));
   EXPECT_THAT(problem({.pad = {{"number", 0}}}), HasSubstr("do not differ in length"));
   EXPECT_THAT(problem({.image = {.normalize = true, .deviation = {0, 1, 1}}}), HasSubstr("standard deviation"));
-  EXPECT_THROW(Loader(nullptr, {}), Error);
+  EXPECT_THROW(Loader(std::shared_ptr<const Dataset>(), {}), Error);
+  EXPECT_THROW(Loader(std::shared_ptr<Stream>(), {}), Error);
+  const auto sized = [&](std::vector<std::int64_t> sizes, BatchLimit limit, std::int64_t batch_size = 1) {
+    return problem({.batch_size = batch_size, .batch_sizer = BatchSizer{std::move(sizes), limit}});
+  };
+  const std::vector<std::int64_t> ones(10, 1);
+  EXPECT_THAT(sized({1, 2}, {5}), HasSubstr("2 sizes for 10 samples"));
+  EXPECT_THAT(sized(ones, {0}), HasSubstr("a batch may hold 0"));
+  EXPECT_THAT(sized(ones, {5, false, 0}), HasSubstr("may have 0 samples"));
+  EXPECT_THAT(sized(ones, {5}, 4), HasSubstr("batch_size is 4 beside a batch_sizer"));
+  EXPECT_THAT(sized({1, 1, 6, 1, 1, 1, 1, 1, 1, 1}, {5}),
+              HasSubstr("sample 2: a sample has a size of 6, more than the 5"));
+  EXPECT_THAT(sized({1, -1, 1, 1, 1, 1, 1, 1, 1, 1}, {5}), HasSubstr("sample 1: a sample has a size of -1"));
+}
+
+// -- batches under a limit
+
+std::vector<std::int64_t> some_sizes(std::int64_t count) {
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t i = 0; i < count; ++i) sizes.push_back((i * 7919 + 13) % 50);  // 0 among them
+  return sizes;
+}
+
+std::int64_t weight_of(const std::vector<std::int64_t>& samples, const BatchSizer& sizer) {
+  std::int64_t total = 0, longest = 0;
+  for (const auto sample : samples) {
+    total += sizer.sizes[static_cast<std::size_t>(sample)];
+    longest = std::max(longest, sizer.sizes[static_cast<std::size_t>(sample)]);
+  }
+  return sizer.limit.padded ? longest * static_cast<std::int64_t>(samples.size()) : total;
+}
+
+TEST(BatchFill, HoldsSizesThatWouldOverflow) {
+  constexpr auto kMost = std::numeric_limits<std::int64_t>::max();
+  for (const bool padded : {false, true}) {
+    BatchFill fill({kMost, padded});
+    EXPECT_FALSE(fill.add(kMost - 1));
+    EXPECT_TRUE(fill.add(kMost));
+    EXPECT_TRUE(fill.is_full());
+    EXPECT_TRUE(fill.add(2));
+    EXPECT_FALSE(fill.add(0));
+  }
+}
+
+TEST(Loader, BatchesUnderALimitAreFullAndNeverAboveIt) {
+  constexpr std::int64_t kSamples = 333;
+  for (const bool padded : {false, true}) {
+    for (const std::int64_t most : {std::int64_t{3}, std::numeric_limits<std::int64_t>::max()}) {
+      const BatchSizer sizer{some_sizes(kSamples), {120, padded, most}};
+      Loader loader(std::make_shared<Counting>(kSamples), {.batch_sizer = sizer, .shuffle = true, .threads = 2});
+      std::vector<std::string> epochs;
+      for (int epoch = 0; epoch < 2; ++epoch) {
+        const auto batches = loader.size();
+        const auto all = epoch_of(loader);
+        EXPECT_EQ(static_cast<std::int64_t>(all.size()), batches);
+        std::vector<std::int64_t> drawn;
+        for (std::size_t i = 0; i < all.size(); ++i) {
+          EXPECT_EQ(all[i].index, static_cast<std::int64_t>(i));
+          EXPECT_LE(weight_of(all[i].samples, sizer), 120);
+          EXPECT_LE(all[i].size, most);
+          drawn.insert(drawn.end(), all[i].samples.begin(), all[i].samples.end());
+          if (i + 1 == all.size()) continue;
+          auto with_next = all[i].samples;
+          with_next.push_back(all[i + 1].samples.front());
+          EXPECT_TRUE(weight_of(with_next, sizer) > 120 || all[i].size == most) << "batch " << i << " has place left";
+        }
+        epochs.push_back(testing::PrintToString(drawn));
+        std::sort(drawn.begin(), drawn.end());
+        std::vector<std::int64_t> each(kSamples);
+        std::iota(each.begin(), each.end(), 0);
+        EXPECT_EQ(drawn, each);
+      }
+      EXPECT_NE(epochs[0], epochs[1]);
+    }
+  }
+}
+
+TEST(Loader, BatchesUnderALimitGoOnFromAnyState) {
+  const auto make = [](std::int64_t rank, std::int64_t world, int threads) {
+    return std::make_unique<Loader>(std::make_shared<Counting>(100),
+                                    LoaderOptions{.batch_sizer = BatchSizer{some_sizes(100), {240 / world, true}},
+                                                  .stages = {randomly()},
+                                                  .shuffle = true,
+                                                  .seed = 5,
+                                                  .rank = rank,
+                                                  .world_size = world,
+                                                  .threads = threads});
+  };
+  for (const std::int64_t world : {1, 2, 3}) {
+    const auto rank = world - 1;
+    auto whole = make(rank, world, 2);
+    std::vector<std::string> stream, states;
+    for (int i = 0; i < 40; ++i) {
+      states.push_back(whole->state());
+      EXPECT_LE(states.back().size(), 256U);
+      auto batch = whole->next();
+      stream.push_back(batch ? text_of_batch(*batch) + std::to_string(batch->index) : "end");
+    }
+    for (std::size_t at = 0; at < states.size(); at += 3) {
+      auto resumed = make(rank, world, 1);
+      resumed->load_state(states[at]);
+      for (std::size_t i = at; i < states.size(); ++i) {
+        auto batch = resumed->next();
+        ASSERT_EQ(batch ? text_of_batch(*batch) + std::to_string(batch->index) : "end", stream[i]) << at << " " << i;
+      }
+    }
+  }
+  auto other = make(0, 1, 1);
+  Loader wider(std::make_shared<Counting>(100),
+               {.batch_sizer = BatchSizer{some_sizes(100), {240, false}}, .shuffle = true});
+  EXPECT_THROW(wider.load_state(other->state()), Error);
+}
+
+TEST(Loader, ProcessesTakeBatchesUnderALimitInTurn) {
+  constexpr std::int64_t kSamples = 101;
+  for (const bool drop_last : {false, true}) {
+    const BatchSizer sizer{some_sizes(kSamples), {90}};
+    Loader alone(std::make_shared<Counting>(kSamples), {.batch_sizer = sizer, .shuffle = true});
+    const auto all = epoch_of(alone);
+    std::vector<std::vector<Batch>> parts;
+    for (std::int64_t rank = 0; rank < 3; ++rank) {
+      Loader loader(std::make_shared<Counting>(kSamples),
+                    {.batch_sizer = sizer, .shuffle = true, .rank = rank, .world_size = 3, .drop_last = drop_last});
+      parts.push_back(epoch_of(loader));
+      EXPECT_EQ(static_cast<std::int64_t>(parts.back().size()), (loader.set_epoch(0), loader.size()));
+    }
+    EXPECT_THAT(parts[1], SizeIs(parts[0].size()));
+    EXPECT_THAT(parts[2], SizeIs(parts[0].size()));
+    EXPECT_GE(parts[0].size(), all.size() / 3 - (drop_last ? 1 : 0));
+    for (std::size_t i = 0; i < 3 * parts[0].size(); ++i) {
+      const auto expected = all[std::min(i, all.size() - 1)].samples;  // the last one is repeated
+      EXPECT_EQ(parts[i % 3][i / 3].samples, expected) << i;
+    }
+  }
+}
+
+// -- streams
+
+/// The samples of Counting one after the other, `size` of them in each epoch.
+class Flowing final : public Stream {
+ public:
+  explicit Flowing(std::int64_t size, std::set<std::int64_t> damaged = {}) : from_(size, false, std::move(damaged)) {}
+  [[nodiscard]] const Schema& schema() const noexcept override { return from_.schema(); }
+  void begin(std::int64_t epoch) override {
+    begun.push_back(epoch);
+    at_ = 0;
+  }
+  [[nodiscard]] std::optional<Sample> next() override {
+    if (at_ == from_.size()) return std::nullopt;
+    return from_.read(at_++);
+  }
+  [[nodiscard]] std::string fingerprint() const override { return from_.fingerprint(); }
+  std::vector<std::int64_t> begun;
+
+ private:
+  Counting from_;
+  std::int64_t at_ = 0;
+};
+
+TEST(Loader, DrawsFromAStreamToItsEnd) {
+  const auto stream = std::make_shared<Flowing>(10);
+  Loader loader(stream, {.batch_size = 4, .threads = 3});
+  EXPECT_EQ(loader.size(), -1);
+  for (int epoch = 0; epoch < 3; ++epoch) {
+    const auto batches = epoch_of(loader);
+    ASSERT_THAT(batches, SizeIs(3));
+    EXPECT_THAT(numbers_of(batches[0]), ElementsAre(0, 1, 2, 3));
+    EXPECT_THAT(numbers_of(batches[2]), ElementsAre(8, 9));
+    EXPECT_EQ(batches[1].index, 1);
+    EXPECT_EQ(loader.epoch(), epoch + 1);
+  }
+  EXPECT_THAT(stream->begun, ElementsAre(0, 1, 2));
+  EXPECT_EQ(loader.stats().samples, 30);
+  Loader dropping(std::make_shared<Flowing>(10), {.batch_size = 4, .drop_last = true});
+  EXPECT_THAT(epoch_of(dropping), SizeIs(2));
+  Loader empty(std::make_shared<Flowing>(0), {.batch_size = 4});
+  EXPECT_THAT(epoch_of(empty), SizeIs(0));
+  EXPECT_THAT(epoch_of(empty), SizeIs(0));
+}
+
+TEST(Loader, AStreamGivesTheSameBytesFromAnyState) {
+  const auto make = [](int threads, int prefetch, std::int64_t rank = 0, std::int64_t world = 1) {
+    return std::make_unique<Loader>(std::make_shared<Flowing>(61), LoaderOptions{.batch_size = 6 / world,
+                                                                                 .stages = {randomly()},
+                                                                                 .shuffle = true,
+                                                                                 .shuffle_window = 16,
+                                                                                 .seed = 4,
+                                                                                 .rank = rank,
+                                                                                 .world_size = world,
+                                                                                 .threads = threads,
+                                                                                 .prefetch = prefetch});
+  };
+  auto whole = make(2, 3);
+  std::vector<std::string> stream, states;
+  for (int i = 0; i < 30; ++i) {
+    states.push_back(whole->state());
+    auto batch = whole->next();
+    stream.push_back(batch ? text_of_batch(*batch) : "end");
+  }
+  EXPECT_NE(stream[0], stream[12]) << "each epoch has its own order";
+  for (std::size_t at = 0; at < states.size(); ++at) {
+    auto resumed = make(at % 2 == 0 ? 1 : 5, 1 + static_cast<int>(at % 4));
+    if (at % 3 == 0) static_cast<void>(resumed->next());
+    resumed->load_state(states[at]);
+    for (std::size_t i = at; i < states.size(); ++i) {
+      auto batch = resumed->next();
+      ASSERT_EQ(batch ? text_of_batch(*batch) : "end", stream[i]) << "from " << at << ", batch " << i;
+    }
+  }
+  auto alone = make(2, 2);
+  const auto all = epoch_of(*alone);
+  for (const std::int64_t world : {2, 3}) {
+    std::vector<std::vector<std::int64_t>> joined(all.size());
+    for (std::int64_t rank = 0; rank < world; ++rank) {
+      auto part = make(1, 2, rank, world);
+      const auto batches = epoch_of(*part);
+      ASSERT_THAT(batches, SizeIs(all.size()));
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        joined[i].insert(joined[i].end(), batches[i].samples.begin(), batches[i].samples.end());
+      }
+    }
+    for (std::size_t i = 0; i + 1 < all.size(); ++i) EXPECT_EQ(joined[i], all[i].samples) << world;
+    EXPECT_EQ(joined.back().front(), all.back().samples.front());  // the last one is filled up
+  }
+  std::set<std::int64_t> drawn;
+  for (const auto& batch : all) drawn.insert(batch.samples.begin(), batch.samples.end());
+  EXPECT_THAT(drawn, SizeIs(61));
+  EXPECT_THAT(std::vector<std::int64_t>(drawn.begin(), drawn.end()).back(), 60);
+}
+
+TEST(Loader, MixesAStreamWithinItsWindow) {
+  Loader loader(std::make_shared<Flowing>(40), {.batch_size = 8, .shuffle = true, .shuffle_window = 8, .seed = 1});
+  bool mixed = false;
+  for (const auto& batch : epoch_of(loader)) {
+    auto samples = batch.samples;
+    mixed = mixed || !std::is_sorted(samples.begin(), samples.end());
+    std::sort(samples.begin(), samples.end());
+    std::vector<std::int64_t> window(8);
+    std::iota(window.begin(), window.end(), batch.index * 8);
+    EXPECT_EQ(samples, window);
+  }
+  EXPECT_TRUE(mixed);
+}
+
+TEST(Loader, AStreamThatFailsIsToldAndGoesOn) {
+  Loader raising(std::make_shared<Flowing>(12, std::set<std::int64_t>{5}), {.batch_size = 4});
+  EXPECT_THAT(numbers_of(*raising.next()), ElementsAre(0, 1, 2, 3));
+  try {
+    static_cast<void>(raising.next());
+    FAIL() << "the second batch has a damaged sample";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::Io);
+    EXPECT_THAT(error.what(), HasSubstr("sample 5 (of the stream): damaged at byte 7"));
+  }
+  Loader skipping(std::make_shared<Flowing>(12, std::set<std::int64_t>{4, 5}),
+                  {.batch_size = 4, .on_error = OnError::Skip});
+  const auto batches = epoch_of(skipping);
+  ASSERT_THAT(batches, SizeIs(3));
+  EXPECT_THAT(numbers_of(batches[1]), ElementsAre(6, 7));
+  EXPECT_EQ(skipping.stats().skipped, 2);
+}
+
+TEST(Loader, AStreamThatOnlyFailsEnds) {
+  std::set<std::int64_t> all;
+  for (std::int64_t i = 3; i < 500; ++i) all.insert(i);
+  Loader loader(std::make_shared<Flowing>(500, all), {.batch_size = 4, .on_error = OnError::Skip});
+  EXPECT_THAT(epoch_of(loader), SizeIs(1));
+  EXPECT_LE(loader.stats().skipped, 16);
+}
+
+TEST(Loader, LetsGoOfAStreamInTheMiddle) {
+  for (int i = 0; i < 20; ++i) {
+    Loader loader(std::make_shared<Flowing>(1'000'000), {.batch_size = 4, .threads = 2});
+    for (int batch = 0; batch < i % 4; ++batch) static_cast<void>(loader.next());
+    if (i % 2 == 0) {
+      loader.set_epoch(3);
+      EXPECT_EQ(loader.next()->epoch, 3);
+    }
+  }
+}
+
+TEST(Loader, RefusesWhatAStreamCannotDo) {
+  const auto problem = [&](LoaderOptions options) -> std::string {
+    try {
+      Loader loader(std::make_shared<Flowing>(10), std::move(options));
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_THAT(problem({.sampler = shuffled(10)}), HasSubstr("no sampler for a stream"));
+  EXPECT_THAT(problem({.batch_sizer = BatchSizer{{1}, {5}}}), HasSubstr("no batch_sizer for a stream"));
+  EXPECT_THAT(problem({.on_error = OnError::Replace}), HasSubstr("in the place of a damaged one for a stream"));
+  EXPECT_THAT(problem({.shuffle_window = 0}), HasSubstr("shuffle_window is 0"));
 }
 
 TEST(Loader, TellsWhereTimeGoes) {

@@ -103,7 +103,7 @@ def test_it_goes_on_where_it_was(numbers: Any) -> None:
     second.load_state_dict(state)
     for expected, batch in zip(whole[13:], epochs(second), strict=False):
         assert torch.equal(batch["array"], expected)
-    with pytest.raises(RuntimeError, match="batches of 5 samples over all processes"):
+    with pytest.raises(RuntimeError, match="batches of 5 over all processes"):
         ox.data.Loader(numbers, 6, shuffle=True).load_state_dict(state)
     with pytest.raises(ValueError, match="no state of a loader"):
         first.load_state_dict({"else": "1"})
@@ -210,12 +210,152 @@ def test_what_cannot_be_meant(numbers: Any, options: dict[str, Any], error: type
 
 
 def test_what_is_no_dataset() -> None:
-    with pytest.raises(TypeError, match="no len"):
-        ox.data.Loader(iter([1]), 4)
+    with pytest.raises(TypeError, match="neither len"):
+        ox.data.Loader(3, 4)
+    with pytest.raises(ValueError, match="gives no sample"):
+        ox.data.Loader(iter([]), 4)
     with pytest.raises(ValueError, match="empty"):
         ox.data.Loader([], 4)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         ox.data.open("/nowhere/at/all")
+
+
+class Flowing(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """The samples of Pairs one after the other, more of them each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch, self.begun, self.data = 0, 0, Pairs()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        self.begun += 1
+        yield from (self.data[i] for i in range(20 + 4 * self.epoch))
+
+
+def test_a_stream_without_a_length() -> None:
+    stream = Flowing()
+    loader = ox.data.Loader(stream, 8)
+    for epoch in range(3):
+        batches = list(loader)
+        size = 20 + 4 * epoch
+        assert [len(y) for _, y in batches] == [8] * (size // 8) + [size % 8] * (size % 8 > 0)
+        assert torch.equal(torch.cat([x for x, _ in batches]), stream.data.x[:size])
+    assert stream.begun == 3, "the first sample is drawn once"
+    with pytest.raises(TypeError, match="a Flowing gives is not known"):
+        len(loader)
+    assert loader.stats()["samples"] == 20 + 24 + 28
+
+
+def test_a_stream_goes_on_where_it_was_and_is_mixed_in_windows() -> None:
+    def make(**options: Any) -> Any:
+        return ox.data.Loader(Flowing(), 4, [], shuffle=ox.data.ShuffledBlocks(2, 4), seed=3, **options)
+
+    loader, drawn, states = make(), [], []
+    for _ in range(2):
+        states.append(loader.state_dict())
+        for _, y in loader:
+            drawn.append(y.tolist())
+            states.append(loader.state_dict())
+        del states[-1]
+    again = [batch for state in states for batch in next_of(make(threads=1), state)]
+    assert again == drawn
+    windows = [sorted(drawn[0] + drawn[1]), sorted(drawn[2] + drawn[3])]
+    labels = Pairs().y.tolist()
+    assert windows == [sorted(labels[:8]), sorted(labels[8:16])]
+    with pytest.raises(ValueError, match="cannot be drawn from by Weighted"):
+        ox.data.Loader(Flowing(), 4, shuffle=ox.data.Weighted([1.0]))
+    with pytest.raises(ValueError, match="no sizes that are known before"):
+        ox.data.Loader(Flowing(), ox.data.BatchSizer([1], max_tokens=4))
+    with pytest.raises(ValueError, match="no cache"):
+        ox.data.Loader(Flowing(), 4, cache="1MB")
+
+
+def next_of(loader: Any, state: dict[str, str]) -> Iterator[list[int]]:
+    loader.load_state_dict(state)
+    yield from (y.tolist() for _, y in [next(iter(loader))])
+
+
+def test_an_iterator_is_gone_through_once() -> None:
+    loader = ox.data.Loader((i for i in range(10)), 4)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    with pytest.raises(RuntimeError, match="a generator is gone through once"):
+        next(iter(loader))
+
+
+def test_what_a_stream_raises_has_its_place() -> None:
+    class Broken(Flowing):
+        def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+            yield from (self.data[i] for i in range(5))
+            raise OSError("the line is down")
+
+    loader = ox.data.Loader(Broken(), 4)
+    drawn = iter(loader)
+    next(drawn)
+    with pytest.raises(RuntimeError, match=r"sample 5 \(of the stream\).*the line is down"):
+        next(drawn)
+
+
+def test_a_trainer_fits_a_stream() -> None:
+    trainer = ox.Trainer(*model_and_optimizer(), nn.CrossEntropyLoss(), config="basic")
+    loader = ox.data.Loader(Flowing(), 4, shuffle=True)
+    assert trainer.fit(loader, epochs=2).steps == 5 + 6
+    plain = ox.Trainer(*model_and_optimizer(), nn.CrossEntropyLoss(), config="basic")
+    assert plain.fit(torch.utils.data.DataLoader(Flowing(), 4), epochs=2).steps == 5 + 5  # which is told no epoch
+
+
+SIZES = [int(n) for n in torch.randint(1, 20, (N,), generator=torch.Generator().manual_seed(1))]
+
+
+class Texts(Pairs):
+    def __getitem__(self, index: int) -> Any:
+        return {"ids": torch.full((SIZES[index],), index), "label": index}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_batches_of_as_many_samples_as_fit(padded: bool) -> None:
+    sizer = ox.data.BatchSizer(Texts(), max_tokens=60, length="ids", padded=padded)
+    loader = ox.data.Loader(Texts(), sizer, pad={"ids": 0})
+    batches = list(loader)
+    assert len(batches) == len(sizer)
+    assert [batch["label"].tolist() for batch in batches] == list(sizer)
+    for batch in batches:
+        assert batch["ids"].numel() <= 60 or not padded
+    mixed = ox.data.Loader(Texts(), sizer, shuffle=ox.data.Bucketed(SIZES, window=16), pad={"ids": 0}, seed=4)
+    ids = [batch["label"].tolist() for batch in mixed]
+    assert sorted(i for batch in ids for i in batch) == list(range(N))
+    assert all(sum(SIZES[i] for i in batch) <= 60 for batch in ids)
+    assert len(mixed) != 0 and ids != list(sizer)
+
+
+def test_a_batch_sizer_that_a_loader_cannot_take(numbers: Any) -> None:
+    with pytest.raises(ValueError, match="3 sizes for 48 samples"):
+        ox.data.Loader(numbers, ox.data.BatchSizer([1, 2, 3], max_tokens=4))
+    with pytest.raises(ValueError, match="give shuffle to it"):
+        ox.data.Loader(numbers, ox.data.BatchSizer(SIZES, max_tokens=40, shuffle=True))
+    with pytest.raises(ValueError, match="has no length"):
+        ox.data.Loader(numbers, ox.data.BatchSizer(iter(SIZES), max_tokens=40))
+
+
+def test_a_trainer_resumes_between_batches_under_a_limit() -> None:
+    def loader() -> Any:
+        return ox.data.Loader(Pairs(), ox.data.BatchSizer(SIZES, max_tokens=60), shuffle=True, seed=2)
+
+    def trainer() -> Any:
+        return ox.Trainer(*model_and_optimizer(), nn.CrossEntropyLoss(), config="basic")
+
+    whole = trainer()
+    steps = whole.fit(loader(), epochs=2).steps
+    first = trainer()
+    first.fit(loader(), epochs=2, max_steps=7)
+    state = copy.deepcopy(first.state_dict())
+    second, drawn = trainer(), loader()
+    second.load_state_dict(state)
+    second.fit(drawn, epochs=2)
+    assert drawn.stats()["batches"] == steps - 7
+    for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_ctrl_c_ends_the_wait() -> None:

@@ -10,10 +10,12 @@
 #include <utility>
 #include <vector>
 
+#include "oxytorch/data/batch_sizer.h"
 #include "oxytorch/data/cache.h"
 #include "oxytorch/data/dataset.h"
 #include "oxytorch/data/order.h"
 #include "oxytorch/data/stage.h"
+#include "oxytorch/data/stream.h"
 
 namespace oxytorch::data {
 
@@ -53,6 +55,9 @@ using BatchStagePtr = std::shared_ptr<const BatchStage>;
 
 struct LoaderOptions {
   std::int64_t batch_size = 1;  ///< of this process
+  /// In the place of `batch_size`: batches of as many samples as fit under a limit, so they differ in size. Processes
+  /// take such batches in turn; where an epoch ends before each has one more, the last ones repeat the last batch.
+  std::optional<BatchSizer> batch_sizer{};
   std::vector<StagePtr> stages{};
   std::vector<BatchStagePtr> batch_stages{};  ///< in order, after the samples are put together
   ImageOutput image{};
@@ -64,6 +69,7 @@ struct LoaderOptions {
   std::vector<std::pair<std::string, double>> pad{};
   std::shared_ptr<const Sampler> sampler{};  ///< empty: shuffled() or sequential(), by `shuffle`
   bool shuffle = false;
+  std::int64_t shuffle_window = 4096;  ///< samples of a stream that `shuffle` mixes at a time, and holds
   std::uint64_t seed = 0;
   std::int64_t rank = 0, world_size = 1;
   bool drop_last = false;
@@ -90,11 +96,15 @@ struct LoaderStats {
 
 /// Makes batches ahead with threads of its own. One thread at a time may call next(); the stream depends on dataset,
 /// sampler, seed and global batch size alone, not on threads, prefetch or cache. What is random about a sample is drawn
-/// from seed, epoch and position in the epoch. A forked child has none of the threads: there every call throws
-/// `InvalidState`.
+/// from seed, epoch and position in the epoch.
+///
+/// Of a stream, a thread of its own draws samples in order, and every process draws all of them and keeps its part. It
+/// resumes by drawing what was drawn. There is no cache, sampler, batch_sizer or OnError::Replace for one. A forked
+/// child has none of the threads: there every call throws `InvalidState`.
 class OXY_API Loader {
  public:
   Loader(std::shared_ptr<const Dataset> dataset, LoaderOptions options);
+  Loader(std::shared_ptr<Stream> stream, LoaderOptions options);
   ~Loader();
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
@@ -108,9 +118,10 @@ class OXY_API Loader {
   /// Begins an epoch anew.
   void set_epoch(std::int64_t epoch);
   [[nodiscard]] std::int64_t epoch() const noexcept;
-  /// Batches in an epoch.
-  [[nodiscard]] std::int64_t size() const noexcept;
-  [[nodiscard]] const Dataset& dataset() const noexcept;
+  /// Batches in this epoch; -1 for a stream, which has no known end. With a batch_sizer it goes through the order of
+  /// the epoch, and epochs may differ.
+  [[nodiscard]] std::int64_t size() const;
+  [[nodiscard]] const Schema& schema() const noexcept;
   [[nodiscard]] const LoaderOptions& options() const noexcept;
 
   /// At most 256 bytes of text: seed, epoch, samples drawn, fingerprints of the dataset and of the sampler.

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Sampler
 
+from .._C import data as _native
 from ..base import format_size, parse_size, system_info
 from ..memory import available_bytes
 
@@ -22,7 +23,8 @@ class BatchSizer(Sampler[Any]):
     """Batches whose samples together stay under a limit, in the order of the samples.
 
     Of a sequence (samples, or their sizes as numbers) batches are lists of indices: a ``batch_sampler`` of a
-    DataLoader. Each sample is read once for its size. Of any other iterable they are lists of its samples.
+    DataLoader. Each sample is read once for its size. Of any other iterable they are lists of its samples. An
+    `oxytorch.data.Loader` takes one of a sequence as its `batch_size`, and orders samples itself.
 
     Parameters
     ----------
@@ -135,6 +137,27 @@ class BatchSizer(Sampler[Any]):
             sized = ((sample, self._size(i, sample)) for i, sample in enumerate(self.data_source))
             yield from self._cut(sized)
 
+    def set_into(self, options: _native.LoaderOptions, samples: int) -> int:
+        """Have a loader of so many samples make these batches; returns about how many samples one has.
+
+        Raises
+        ------
+        ValueError
+            For an iterable without a length, one that shuffles by itself, and other than a size for each sample.
+        """
+        if not self._is_sequence:
+            raise ValueError(
+                f"a loader needs the size of each sample before it draws, and a {type(self.data_source).__name__} has "
+                "no length; give a sequence of samples, or of their sizes."
+            )
+        if self._shuffle:
+            raise ValueError("the loader decides the order; give shuffle to it, not to its BatchSizer.")
+        sizes = self._all_sizes()
+        if len(sizes) != samples:
+            raise ValueError(f"the BatchSizer has {len(sizes)} sizes for {samples} samples; give one for each.")
+        options.set_batch_sizer(sizes, self.limit, self._padded, self._max_samples)
+        return max(1, min(self._max_samples, self.limit * len(sizes) // max(sum(sizes), 1)))
+
     def _of_epoch(self) -> list[list[int]]:
         if self._batches is None:
             sizes = self._all_sizes()
@@ -183,15 +206,12 @@ class BatchSizer(Sampler[Any]):
     def _cut(self, sized: Iterable[tuple[Any, int]]) -> Iterator[list[Any]]:
         """Begin a new batch where a sample would not fit anymore."""
         batch: list[Any] = []
-        total = longest = 0
+        fill = _native.BatchFill(self.limit, self._padded, self._max_samples)
         for sample, size in sized:
-            longest = max(longest, size)
-            after = longest * (len(batch) + 1) if self._padded else total + size
-            if batch and (after > self.limit or len(batch) == self._max_samples):
+            if fill.add(size):
                 yield batch
-                batch, total, longest = [], 0, size
+                batch = []
             batch.append(sample)
-            total += size
         if batch:
             yield batch
 

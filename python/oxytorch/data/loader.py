@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from .._C import data as _native
-from .sampling import Sampling, sampler_of
-from .sources import PythonSource, part_sizes
+from .batch_sizer import BatchSizer
+from .sampling import Sampling, sampler_of, window_of
+from .sources import PythonSource, PythonStream, part_sizes
 from .transforms import Normalize
 
 __all__ = ["Loader"]
@@ -27,15 +28,21 @@ class Loader:
     ----------
     dataset : Dataset or object
         What `open` gives, or a map-style dataset of Python's: that one is called by threads that share the interpreter,
-        and batches have the structure of its samples.
-    batch_size : int
-        Of this process.
+        and batches have the structure of its samples. Also an iterable without a length, such as a
+        `torch.utils.data.IterableDataset`: one thread draws its samples, in order. Every process draws all of them and
+        keeps its part; give ``rank=0, world_size=1`` where the iterable gives each process its own.
+    batch_size : int or BatchSizer
+        Of this process. A `BatchSizer` of the samples, or of their sizes, makes batches of as many samples as fit under
+        its limit; processes take such batches in turn, and where an epoch ends before each has one more, the last ones
+        repeat the last batch.
     transform : sequence
         Stages for each sample, such as ``[RandomResizedCrop(224), HorizontalFlip(), Normalize()]``. A function of your
         own takes and returns a dict of the sample's fields (an image is uint8 of height x width x channels); it runs
         under the interpreter's lock, and `stats` shows what it takes. `MixUp` and `CutMix` work on whole batches,
         behind all others.
     shuffle : bool, Weighted, Mixed, Bucketed or ShuffledBlocks
+        An iterable without a length takes True, which mixes each 4,096 of its samples, or ``ShuffledBlocks``, which
+        mixes each ``block * window``; it holds so many.
     seed : int
         Of the order and of all randomness of stages.
     rank, world_size : int, optional
@@ -80,7 +87,7 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
-        batch_size: int = 1,
+        batch_size: int | BatchSizer = 1,
         transform: Sequence[Any] = (),
         *,
         shuffle: bool | Sampling = False,
@@ -100,7 +107,7 @@ class Loader:
         collate: Callable[[dict[str, Any]], Any] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self._source = None if isinstance(dataset, _native.Dataset) else PythonSource(dataset, pad or ())
+        self._source = None if isinstance(dataset, _native.Dataset) else _source_of(dataset, pad or ())
         self.dataset = dataset
         native = dataset if self._source is None else self._source.native
         self._collate = collate
@@ -108,7 +115,6 @@ class Loader:
         self.device = None if device is None else torch.device(device)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         options = _native.LoaderOptions()
-        options.batch_size = batch_size
         options.seed = seed
         options.rank = rank if rank is not None else torch.distributed.get_rank() if distributed else 0
         options.world_size = (
@@ -121,8 +127,22 @@ class Loader:
         options.boxes, options.masks, options.per_box = boxes, list(masks), list(per_box)
         options.pad = [(field, value) for field, value in (pad or {}).items() if value is not None]
         options.set_channels_last(channels_last)
-        if batch_size > 0:  # else the native loader says so
-            options.set_sampler(sampler_of(shuffle, part_sizes(dataset), batch_size))
+        stream = isinstance(self._source, PythonStream)
+        samples = batch_size
+        if isinstance(batch_size, BatchSizer):
+            if stream:
+                raise ValueError(
+                    "a stream has no sizes that are known before; go through "
+                    "BatchSizer(stream, max_tokens=...) itself, which gives lists of its samples."
+                )
+            samples = batch_size.set_into(options, sum(part_sizes(dataset)))
+        else:
+            options.batch_size = batch_size
+        if stream:
+            options.shuffle = shuffle is not False
+            options.shuffle_window = window_of(shuffle, options.shuffle_window)
+        elif samples > 0:  # else the native loader says so
+            options.set_sampler(sampler_of(shuffle, part_sizes(dataset), samples))
         _set_cache(options, cache)
         stages: list[_native.Stage] = []
         batch_stages: list[_native.BatchStage] = []
@@ -146,7 +166,7 @@ class Loader:
         self._options = options
         self._given_options: dict[str, Any] = {"threads": threads, "prefetch": prefetch, "cache": cache}
         self._native_dataset = native
-        self._native = _native.Loader(native, options)
+        self._native: _native.Loader = _native.Loader(native, options)
 
     def __iter__(self) -> Iterator[Any]:
         if self._left_off:  # by a loop that ended early
@@ -157,7 +177,16 @@ class Loader:
         self._left_off = False
 
     def __len__(self) -> int:
-        return len(self._native)
+        """Batches of this epoch.
+
+        Raises
+        ------
+        TypeError
+            For a stream, which ends when it ends.
+        """
+        if self._native.size < 0:
+            raise TypeError(f"how many batches a {type(self.dataset).__name__} gives is not known before its end.")
+        return self._native.size
 
     def _given(self, columns: dict[str, Any]) -> Any:
         batch = columns if self._source is None else self._source.batch(columns)
@@ -227,6 +256,18 @@ class Loader:
     def stats(self) -> dict[str, Any]:
         """Return where time goes: seconds of all threads by stage, what the loop waited, hits of the cache."""
         return self._native.stats()
+
+
+def _source_of(dataset: Any, varying: Collection[str]) -> PythonSource | PythonStream:
+    streams = isinstance(dataset, torch.utils.data.IterableDataset)  # which has a __getitem__ that only raises
+    if not streams and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return PythonSource(dataset, varying)
+    if hasattr(dataset, "__iter__"):
+        return PythonStream(dataset, varying)
+    raise TypeError(
+        f"a {type(dataset).__qualname__} has neither len() and indices nor an iterator. Open files with "
+        "oxytorch.data.open()."
+    )
 
 
 def _set_cache(options: _native.LoaderOptions, cache: _native.Cache | str | None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .._C import data as _native
 
-__all__ = ["Bucketed", "Mixed", "Sampling", "ShuffledBlocks", "Weighted", "sampler_of"]
+__all__ = ["Bucketed", "Mixed", "Sampling", "ShuffledBlocks", "Weighted", "sampler_of", "window_of"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,18 @@ def sampler_of(order: Sampling | bool | _native.Sampler, parts: Sequence[int], b
     if isinstance(order, ShuffledBlocks):
         return _native.shuffled_blocks(size, order.block, order.window)
     return _native.shuffled(size) if order else _native.sequential(size)
+
+
+def window_of(order: Sampling | bool | _native.Sampler, usual: int) -> int:
+    """Return how many samples of a stream are mixed at a time."""
+    if isinstance(order, ShuffledBlocks):
+        return order.block * order.window
+    if isinstance(order, bool):
+        return usual
+    raise ValueError(
+        f"a stream cannot be drawn from by {type(order).__name__}: its samples come in order. Give True or "
+        "ShuffledBlocks, which mix what lies near."
+    )
 
 
 def _matches(found: int, size: int, what: str) -> None:

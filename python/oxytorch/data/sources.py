@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._C import data as _native
 
-__all__ = ["PythonSource", "TokenWindows", "concatenate", "open", "open_raw", "part_sizes"]
+__all__ = ["PythonSource", "PythonStream", "TokenWindows", "concatenate", "open", "open_raw", "part_sizes"]
 
 
 def open(location: Any) -> _native.Dataset:
@@ -147,6 +147,33 @@ def _plain(value: Any) -> Tensor | str | bytes:
     )
 
 
+class _Structure:
+    """How the leaves of a sample are put together, by the first one."""
+
+    def __init__(self, sample: Any, varying: Collection[str]) -> None:
+        leaves, self._spec = tree_flatten(sample)
+        first = [_plain(leaf) for leaf in leaves]
+        named = self._spec.type is dict
+        self._names = [str(key) for key in self._spec.context] if named else [str(i) for i in range(len(first))]
+        if len(self._names) != len(first):  # a nested structure
+            self._names = [str(i) for i in range(len(first))]
+        self.fields = [_field(name, value, name in varying) for name, value in zip(self._names, first, strict=True)]
+
+    def fingerprint(self, source: Any, size: int | str) -> str:
+        identity = f"{type(source).__module__}.{type(source).__qualname__} {size} {self._names}"
+        return hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+    def leaves(self, sample: Any, name: str) -> list[Tensor | str | bytes]:
+        leaves, spec = tree_flatten(sample)
+        if spec != self._spec:
+            raise ValueError(f"{name} is of another structure than the first sample: {spec} and {self._spec}.")
+        return [_plain(leaf) for leaf in leaves]
+
+    def batch(self, columns: dict[str, Any]) -> Any:
+        """Put a batch's columns into the structure of a sample."""
+        return tree_unflatten([columns[name] for name in self._names], self._spec)
+
+
 class PythonSource:
     """A map-style dataset of Python's as the loader reads it: by threads that share the interpreter.
 
@@ -160,35 +187,65 @@ class PythonSource:
     """
 
     def __init__(self, dataset: Any, varying: Collection[str] = ()) -> None:
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise TypeError(
-                f"{type(dataset).__qualname__} has no len() and indices. Open files with oxytorch.data.open(); a "
-                "stream is read by torch's DataLoader."
-            )
         self._dataset = dataset
         size = len(dataset)
         if size == 0:
             raise ValueError("the dataset is empty.")
-        leaves, self._spec = tree_flatten(dataset[0])
-        first = [_plain(leaf) for leaf in leaves]
-        named = self._spec.type is dict
-        self._names = [str(key) for key in self._spec.context] if named else [str(i) for i in range(len(first))]
-        if len(self._names) != len(first):  # a nested structure
-            self._names = [str(i) for i in range(len(first))]
-        fields = [_field(name, value, name in varying) for name, value in zip(self._names, first, strict=True)]
-        identity = f"{type(dataset).__module__}.{type(dataset).__qualname__} {size} {self._names}"
-        fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self.native = _native.python_dataset(fields, size, self._read, fingerprint)
+        structure = self._structure = _Structure(dataset[0], varying)
+        self.batch = structure.batch
+        self.native = _native.python_dataset(structure.fields, size, self._read, structure.fingerprint(dataset, size))
 
     def _read(self, index: int) -> list[Tensor | str | bytes]:
-        leaves, spec = tree_flatten(self._dataset[index])
-        if spec != self._spec:
-            raise ValueError(f"dataset[{index}] is of another structure than dataset[0]: {spec} and {self._spec}.")
-        return [_plain(leaf) for leaf in leaves]
+        return self._structure.leaves(self._dataset[index], f"dataset[{index}]")
 
-    def batch(self, columns: dict[str, Any]) -> Any:
-        """Put a batch's columns into the structure of a sample."""
-        return tree_unflatten([columns[name] for name in self._names], self._spec)
+
+class PythonStream:
+    """An iterable of Python's as the loader reads it: one thread draws its samples, in order.
+
+    Parameters
+    ----------
+    source : iterable
+        Begins anew with each ``iter()``, and is told the epoch before where it has ``set_epoch``. Samples as of
+        `PythonSource`. The first one is drawn at once, for its structure, and not again.
+    varying : collection of str
+        Fields whose samples differ in their first dimension.
+    """
+
+    def __init__(self, source: Any, varying: Collection[str] = ()) -> None:
+        self._source = source
+        self._samples = iter(source)
+        first = next(self._samples, _NONE)
+        if first is _NONE:
+            raise ValueError("the stream gives no sample.")
+        self._drawn = [first]
+        self._is_untouched = True
+        structure = self._structure = _Structure(first, varying)
+        self.batch = structure.batch
+        self.native = _native.python_stream(
+            structure.fields, self._begin, self._next, structure.fingerprint(source, "stream")
+        )
+
+    def _begin(self, epoch: int) -> None:
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(epoch)
+        if self._is_untouched and (epoch == 0 or not hasattr(self._source, "set_epoch")):
+            self._is_untouched = False
+            return
+        if iter(self._source) is self._samples:
+            raise RuntimeError(
+                f"a {type(self._source).__qualname__} is gone through once: it cannot begin epoch {epoch}. Give an "
+                "iterable whose __iter__ begins anew, such as a torch.utils.data.IterableDataset."
+            )
+        self._is_untouched = False
+        self._drawn = []
+        self._samples = iter(self._source)
+
+    def _next(self) -> list[Tensor | str | bytes] | None:
+        sample = self._drawn.pop() if self._drawn else next(self._samples, _NONE)
+        return None if sample is _NONE else self._structure.leaves(sample, "a sample")
+
+
+_NONE = object()
 
 
 def _field(name: str, value: Tensor | str | bytes, varies: bool) -> _native.Field:

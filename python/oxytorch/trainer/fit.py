@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import length_hint
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -197,8 +198,9 @@ def _save(trainer: Trainer) -> None:
 def _planned(loader: Any, epochs: int | None, max_steps: int | None, accumulate: int) -> int | None:
     """Return the optimizer steps of the whole run, where they can be known."""
     known = [max_steps] if max_steps is not None else []
-    if epochs is not None and hasattr(loader, "__len__"):
-        known.append(epochs * -(-len(loader) // accumulate))
+    batches = length_hint(loader, -1)  # a loader of a stream has a __len__ that raises
+    if epochs is not None and batches >= 0:
+        known.append(epochs * -(-batches // accumulate))
     return min(known) if known else None
 
 
