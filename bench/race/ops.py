@@ -41,6 +41,8 @@ linear layers under autocast with packed weights (`bf16 weights` as above, in bf
 LSTM: one layer of torch.nn.LSTM, served by this library and by oneDNN, with all threads and with one. GRU: the same of
 torch.nn.GRU, which torch composes of operators for each step.
 
+A processor that does not multiply bfloat16 races no products of it, unless --case names one.
+
     python bench/race/ops.py [--threads 2] [--starts 4] [--seconds 3] [--quick] [--case NAME]... [--keep PATH]
         [--json PATH]
 
@@ -78,6 +80,7 @@ from _race import (
     text,
     write,
 )
+from oxytorch.bench.turns.machine import has_bf16
 
 SCHEMA = "oxytorch-ops/1"
 USUAL_MATH, ENCODER = "torch, math attention", "TransformerEncoder"
@@ -100,7 +103,8 @@ def measure(arguments: argparse.Namespace) -> Measured:
     """One start: every case that was asked for, in this process."""
     torch.set_num_threads(arguments.threads)
     found = Measured()
-    wanted = [case for case in TRANSFORMERS[: 1 if arguments.quick else None] if is_wanted(arguments, case)]
+    fitting = [case for case in TRANSFORMERS if " bf16" not in case or has_bf16() or arguments.case]
+    wanted = [case for case in fitting[: 1 if arguments.quick else None] if is_wanted(arguments, case)]
     if wanted and TRANSFORMER_PROGRAM.exists():
         progress("racing transformers in C++ ...")
         found.cases |= run_cpp(TRANSFORMER_PROGRAM, arguments.threads, 0.2 if arguments.quick else 4.0, wanted)
@@ -109,6 +113,8 @@ def measure(arguments: argparse.Namespace) -> Measured:
     seconds, rounds = (0.2, 5) if arguments.quick else (arguments.seconds, MOST_ROUNDS)
     for case in all_cases(arguments.quick, arguments.threads):
         if not is_wanted(arguments, case.name):
+            continue
+        if case.products is torch.bfloat16 and not has_bf16() and arguments.case is None:
             continue
         progress(f"racing {case.name} ...")
         with case.scope():

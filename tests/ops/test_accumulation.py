@@ -79,7 +79,7 @@ def test_gradients_of_a_linear_layer_have_the_bits_of_torchs_sum(rows: int, feat
 
 
 @pytest.mark.parametrize(("rows", "classes", "width"), [(1, 7, 16), (40, 129, 33), (300, 1000, 64)])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BF16, marks=bfloat16_products)])
 def test_gradients_of_a_head_have_the_bits_of_torchs_sum(
     rows: int, classes: int, width: int, dtype: torch.dtype
 ) -> None:

@@ -72,7 +72,12 @@ CASES = {
     "packed attention": Case(packed, [TOKENS] * 3, lambda: [torch.tensor([0, 4, 9])]),
     "rotary": Case(turned, [(2, 3, 5, 8)], lambda: [noise(5, 4), noise(5, 4)]),
     "rotary of positions": Case(turned, [(2, 3, 5, 8)], lambda: [noise(2, 5, 4), noise(2, 5, 4)]),
-    "linear": Case(ox.ops.linear, [(6, 16), (8, 16), (8,)], dtype=BF16),
+    # Elsewhere a linear layer is torch's own, whose sums over samples round in bfloat16.
+    **(
+        {"linear": Case(ox.ops.linear, [(6, 16), (8, 16), (8,)], dtype=BF16)}
+        if torch.cpu._is_avx512_bf16_supported()
+        else {}
+    ),
     "linear of float32 weights": Case(
         lambda x, w: ox.ops.linear(x, w).float(), [(6, 16), (8, 16)], types=(BF16, torch.float32)
     ),

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from oxytorch import _C
+from oxytorch.amp import hardware_support
 from oxytorch.tune import STRATEGIES, Run, observe
 from oxytorch.tune import run as run_module
 from oxytorch.tune.strategies import precision
@@ -245,7 +246,7 @@ class Workload:
 
     def applies(self, run: Run, name: str) -> bool:
         """Whether a strategy is for this run."""
-        if name not in self.of and (self.of or name in COMPILING):
+        if name in LEFT_OUT or (name not in self.of and (self.of or name in COMPILING)):
             return False
         if name.startswith("split_") and isinstance(run.model, Stateful):
             return False  # an average kept in forward sees the pieces: for the verifier to find
@@ -389,6 +390,8 @@ WORKLOADS: dict[str, Workload] = {
 if int(_C.base.cores()["usable_physical"]) < 2:
     del WORKLOADS["caches"]
     LEFT_OUT["pinned_threads"] = "there are no two cores to place threads on"
+if not hardware_support("cpu", torch.bfloat16)[0]:
+    LEFT_OUT["native_linear"] = "its products are of bfloat16, which this processor does not multiply"
 
 
 def cells() -> list[tuple[str, str]]:

@@ -19,11 +19,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass
 class Case:
-    """What is raced: `make` gives the contenders, `scope` is entered while they run."""
+    """What is raced: `make` gives the contenders, `scope` is entered while they run.
+
+    `products` is the dtype of its matrix products: a processor that has none of bfloat16 takes minutes for them.
+    """
 
     name: str
     make: Callable[[], list[Contender]]
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+    products: torch.dtype = torch.float32
 
 
 def step_of(calls: dict[str, Callable[..., Any]], inputs: list[Tensor], grads: list[Tensor]) -> list[Contender]:

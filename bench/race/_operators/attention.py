@@ -157,12 +157,12 @@ def case_name(shape: tuple[int, int, int, int, bool], dtype: str, kind: str) -> 
 def cases(quick: bool) -> Iterator[Case]:
     for name, dtype in DTYPES.items():
         for shape in QUICK if quick else FP32 if dtype is torch.float32 else SHAPES:
-            yield Case(case_name(shape, name, "attention"), partial(attention, shape, dtype))
+            yield Case(case_name(shape, name, "attention"), partial(attention, shape, dtype), products=dtype)
         for shape in QUICK[:1] if quick else DROPOUTS:
-            yield Case(case_name(shape, name, "dropout"), partial(attention, shape, dtype, DROPOUT))
+            yield Case(case_name(shape, name, "dropout"), partial(attention, shape, dtype, DROPOUT), products=dtype)
         for lengths, heads, width in PACKED[:1] if quick else PACKED:
             case = f"packed {name}, {len(lengths)} documents, {sum(lengths):,} x {heads} x {width}"
-            yield Case(case, partial(packed_attention, lengths, heads, width, dtype))
+            yield Case(case, partial(packed_attention, lengths, heads, width, dtype), products=dtype)
         for sizes in ROTARIES[:1] if quick else ROTARIES:
             batch, heads, tokens, width = sizes
             for kind in ("halves", "pairs"):

@@ -206,11 +206,12 @@ def activated(kind: str, dtype: torch.dtype, quick: bool) -> list[Contender]:
 
 def cases(quick: bool) -> Iterator[Case]:
     for sizes in LINEARS[:1] if quick else LINEARS:
-        yield Case("linear {:,} x {:,} to {:,}".format(*sizes), partial(linear, sizes))
+        yield Case("linear {:,} x {:,} to {:,}".format(*sizes), partial(linear, sizes), products=torch.bfloat16)
     count, width, wide = (2, 64, 128) if quick else STACK
     for rows in BATCHES[:1] if quick else BATCHES:
         case = f"accumulated layers, {count} of {width:,} x {wide:,}, {rows:,} rows"
-        yield Case(case, partial(accumulated_layers, rows, count, width, wide), ox.ops.PackedWeights)
+        make = partial(accumulated_layers, rows, count, width, wide)
+        yield Case(case, make, ox.ops.PackedWeights, torch.bfloat16)
     for count, rows, columns in [(16, 300, 20)] if quick else TABLES:
         case = f"accumulated table of {rows:,} x {columns:,}, {count:,} indices"
         yield Case(case, partial(accumulated_table, count, rows, columns))

@@ -121,8 +121,8 @@ def cases(quick: bool) -> Iterator[Case]:
             for shape in shapes:
                 tokens, classes, width = shape
                 case = f"{kind} {name}, {tokens:,} x {width} to {classes:,}"
-                yield Case(case, partial(cross_entropy, shape, dtype, quick, counted))
+                yield Case(case, partial(cross_entropy, shape, dtype, quick, counted), products=dtype)
     for of_head in QUICK_HEADS if quick else HEADS:
         tokens, classes, width, adds = of_head
         case = f"head under autocast, {tokens:,} x {width} to {classes:,}{', added' if adds else ''}"
-        yield Case(case, partial(head, of_head, quick))
+        yield Case(case, partial(head, of_head, quick), products=torch.bfloat16)

@@ -56,4 +56,4 @@ def cases(quick: bool, threads: int) -> Iterator[Case]:
         for kind in RECURRENT:
             for shape in SEQUENCES[:1] if quick else SEQUENCES:
                 case = "{} {}, {} x {} x {} to {:,}".format(kind, name, *shape)
-                yield Case(case, partial(recurrent, kind, shape, dtype, threads))
+                yield Case(case, partial(recurrent, kind, shape, dtype, threads), products=dtype)
