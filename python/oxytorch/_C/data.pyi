@@ -9,6 +9,7 @@ import typing
 import typing_extensions
 
 __all__: list[str] = [
+    "BatchFill",
     "BatchStage",
     "Cache",
     "CacheStats",
@@ -20,6 +21,7 @@ __all__: list[str] = [
     "MegatronWriter",
     "Sampler",
     "Stage",
+    "Stream",
     "TierStats",
     "bucketed",
     "center_crop",
@@ -37,6 +39,7 @@ __all__: list[str] = [
     "open",
     "open_raw",
     "python_dataset",
+    "python_stream",
     "rand_augment",
     "random_resized_crop",
     "resize",
@@ -96,6 +99,11 @@ class Dataset:
     def part_sizes(self) -> list[int]: ...
     @property
     def schema(self) -> list[Field]: ...
+
+class Stream:
+    """
+    Samples that come one after the other.
+    """
 
 class Stage:
     """
@@ -229,6 +237,13 @@ class LoaderOptions:
         dtype: str,
     ) -> None: ...
     def pin_memory(self) -> None: ...
+    def set_batch_sizer(
+        self,
+        sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        most: typing.SupportsInt | typing.SupportsIndex,
+        padded: bool,
+        max_samples: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
     def set_batch_stages(self, arg0: collections.abc.Sequence[BatchStage]) -> None: ...
     def set_channels_last(self, arg0: bool) -> None: ...
     def set_on_error(self, arg0: str) -> None: ...
@@ -263,6 +278,10 @@ class LoaderOptions:
     @seed.setter
     def seed(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     @property
+    def shuffle_window(self) -> int: ...
+    @shuffle_window.setter
+    def shuffle_window(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
     def threads(self) -> int: ...
     @threads.setter
     def threads(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
@@ -271,12 +290,29 @@ class LoaderOptions:
     @world_size.setter
     def world_size(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
 
+class BatchFill:
+    """
+    Fills batches up to a limit, sample by sample.
+    """
+    def __init__(
+        self,
+        most: typing.SupportsInt | typing.SupportsIndex,
+        padded: bool,
+        max_samples: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def add(self, size: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        Take a sample; whether it begins the next batch.
+        """
+
 class Loader:
     """
     Makes batches ahead with threads.
     """
+    @typing.overload
     def __init__(self, dataset: Dataset, options: LoaderOptions) -> None: ...
-    def __len__(self) -> int: ...
+    @typing.overload
+    def __init__(self, stream: Stream, options: LoaderOptions) -> None: ...
     def load_state(self, state: str) -> None: ...
     def next(self) -> typing.Any: ...
     def set_epoch(self, epoch: typing.SupportsInt | typing.SupportsIndex) -> None: ...
@@ -286,6 +322,11 @@ class Loader:
     def epoch(self) -> int: ...
     @property
     def prefetch(self) -> int: ...
+    @property
+    def size(self) -> int:
+        """
+        Batches in this epoch; -1 of a stream.
+        """
     @property
     def threads(self) -> int: ...
 
@@ -352,6 +393,9 @@ def python_dataset(
     read: typing.Any,
     fingerprint: str,
 ) -> Dataset: ...
+def python_stream(
+    fields: collections.abc.Sequence[Field], begin: typing.Any, next: typing.Any, fingerprint: str
+) -> Stream: ...
 def rand_augment(
     count: typing.SupportsInt | typing.SupportsIndex, magnitude: typing.SupportsInt | typing.SupportsIndex
 ) -> Stage: ...

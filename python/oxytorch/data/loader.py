@@ -128,7 +128,6 @@ class Loader:
         options.pad = [(field, value) for field, value in (pad or {}).items() if value is not None]
         options.set_channels_last(channels_last)
         stream = isinstance(self._source, PythonStream)
-        samples = batch_size
         if isinstance(batch_size, BatchSizer):
             if stream:
                 raise ValueError(
@@ -137,7 +136,7 @@ class Loader:
                 )
             samples = batch_size.set_into(options, sum(part_sizes(dataset)))
         else:
-            options.batch_size = batch_size
+            samples = options.batch_size = batch_size
         if stream:
             options.shuffle = shuffle is not False
             options.shuffle_window = window_of(shuffle, options.shuffle_window)
