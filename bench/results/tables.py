@@ -235,6 +235,11 @@ def null_candidates() -> str | None:
 TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "demo": (demo, 'make demo ARGS="--json bench/results/demo.json"'),
     "orchestrator": (loops.orchestrator, "python bench/race/orchestrator.py --json bench/results/orchestrator.json"),
+    "avx2": (
+        loops.without_avx512,
+        "python bench/race/orchestrator.py --workloads mlp,lstm,gpt,cnn --starts 4 "
+        "--json bench/results/orchestrator_avx2.json",
+    ),
     "rivals": (
         loops.rivals,
         "python bench/race/orchestrator.py --screen, then python bench/race/orchestrator.py --starts 8 --json "

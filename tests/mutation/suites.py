@@ -10,10 +10,12 @@ __all__ = ["PATHS", "Stage", "stages_of"]
 
 #: What is mutated unless `--paths` says otherwise.
 PATHS = (
+    "src/data",
     "src/generators",
     "src/optim",
     "src/kernels",
     "src/tune",
+    "python/oxytorch/data",
     "python/oxytorch/generators.py",
     "python/oxytorch/optim",
     "python/oxytorch/tune",
@@ -83,6 +85,8 @@ _FIRST = {
         "tests/trainer/test_compile_fails.py",
         "tests/tune/test_strategies.py",
     ),
+    "python/oxytorch/data/sampling.py": ("tests/data/test_loader.py",),
+    "python/oxytorch/data/sources.py": ("tests/data/test_loader.py",),
     "python/oxytorch/tune/strategies/feed.py": ("tests/tune/test_feed.py", "tests/tune/test_strategies.py"),
     "python/oxytorch/tune/strategies/optimizer.py": (
         "tests/tune/test_native_step.py",
@@ -161,6 +165,10 @@ def stages_of(root: Path, path: str) -> list[Stage]:
             Stage(("tests/optim/test_equivalence.py", "tests/optim/test_fuzz.py"), "dev"),
             Stage(("tests/tune/test_operators.py",), "dev"),
         ]
+    if path.startswith("src/data/tensors"):
+        return [programs("dev", "data_tensors_test"), Stage(("tests/data",), "dev")]
+    if path.startswith("src/data/"):
+        return [programs("core-only", "data_test"), Stage(("tests/data",), "dev")]
     if _torch_free(root, path):
         return [
             programs("core-only", "tune_test"),

@@ -99,6 +99,37 @@ def orchestrator() -> str | None:
     return table(head, rows) + "\n\n" + measured(command, "orchestrator.json", document, starts_of(raced))
 
 
+def without_avx512() -> str | None:
+    """The same on a processor without AVX-512, whose rivals were not screened."""
+    found = races("orchestrator_avx2.json")
+    if found is None:
+        return None
+    document, raced = found
+    rows = [
+        [
+            NAMES[race.name],
+            milliseconds(race.entries[REFERENCE].step),
+            over(race, REFERENCE, EXACT),
+            over(race, REFERENCE, TOLERANCE),
+            race.entries["stock 1"].settings,
+            over(race, "stock 1", TOLERANCE),
+            cost(race, TOLERANCE),
+        ]
+        for race in raced
+    ]
+    head = [
+        "",
+        "eager",
+        "basic, over eager",
+        "advanced, over eager",
+        "stock, as one would write it",
+        "advanced, over it",
+    ]
+    command = f"python bench/race/orchestrator.py --workloads {','.join(race.name for race in raced)} --starts 4"
+    said = measured(command, "orchestrator_avx2.json", document, starts_of(raced))
+    return table([*head, "first run (compiling)"], rows) + "\n\n" + said
+
+
 def rivals() -> str | None:
     """Against the fastest of all that stock PyTorch, Lightning and Accelerate can do."""
     found = races("orchestrator.json")
