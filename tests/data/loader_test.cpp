@@ -684,8 +684,12 @@ TEST(Loader, AStreamGivesTheSameBytesFromAnyState) {
 TEST(Loader, MixesAStreamWithinItsWindow) {
   Loader loader(std::make_shared<Flowing>(40), {.batch_size = 8, .shuffle = true, .shuffle_window = 8, .seed = 1});
   bool mixed = false;
+  std::set<std::vector<std::int64_t>> orders;
   for (const auto& batch : epoch_of(loader)) {
     auto samples = batch.samples;
+    auto order = samples;
+    for (auto& sample : order) sample -= batch.index * 8;
+    orders.insert(order);
     mixed = mixed || !std::is_sorted(samples.begin(), samples.end());
     std::sort(samples.begin(), samples.end());
     std::vector<std::int64_t> window(8);
@@ -693,6 +697,7 @@ TEST(Loader, MixesAStreamWithinItsWindow) {
     EXPECT_EQ(samples, window);
   }
   EXPECT_TRUE(mixed);
+  EXPECT_THAT(orders, SizeIs(5)) << "each window has an order of its own";
 }
 
 TEST(Loader, AStreamThatFailsIsToldAndGoesOn) {
