@@ -1,8 +1,5 @@
 #include "data/epoch_cut.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "data/file.h"
 #include "oxytorch/error.h"
 

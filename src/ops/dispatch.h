@@ -77,6 +77,7 @@ inline bool has_hooks(torch::autograd::Node& node) {
            node.post_hooks().empty());
 }
 
+/// Whether the dtype is float32, bfloat16 or float16.
 inline bool is_narrow(const at::Tensor& tensor) {
   const auto type = tensor.scalar_type();
   return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;

@@ -125,7 +125,9 @@ def without_avx512() -> str | None:
         "stock, as one would write it",
         "advanced, over it",
     ]
-    command = f"python bench/race/orchestrator.py --workloads {','.join(race.name for race in raced)} --starts 4"
+    contenders = ",".join(raced[0].entries)
+    names = ",".join(race.name for race in raced)
+    command = f'python bench/race/orchestrator.py --workloads {names} --contenders "{contenders}" --starts 4'
     said = measured(command, "orchestrator_avx2.json", document, starts_of(raced))
     return table([*head, "first run (compiling)"], rows) + "\n\n" + said
 

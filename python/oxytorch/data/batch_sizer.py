@@ -137,13 +137,13 @@ class BatchSizer(Sampler[Any]):
             sized = ((sample, self._size(i, sample)) for i, sample in enumerate(self.data_source))
             yield from self._cut(sized)
 
-    def set_into(self, options: _native.LoaderOptions, samples: int) -> int:
-        """Have a loader of so many samples make these batches; returns about how many samples one has.
+    def set_into(self, options: _native.LoaderOptions) -> int:
+        """Have a loader make these batches; returns about how many samples one has.
 
         Raises
         ------
         ValueError
-            For an iterable without a length, one that shuffles by itself, and other than a size for each sample.
+            For an iterable without a length, and one that shuffles by itself.
         """
         if not self._is_sequence:
             raise ValueError(
@@ -153,8 +153,6 @@ class BatchSizer(Sampler[Any]):
         if self._shuffle:
             raise ValueError("the loader decides the order; give shuffle to it, not to its BatchSizer.")
         sizes = self._all_sizes()
-        if len(sizes) != samples:
-            raise ValueError(f"the BatchSizer has {len(sizes)} sizes for {samples} samples; give one for each.")
         options.set_batch_sizer(sizes, self.limit, self._padded, self._max_samples)
         return max(1, min(self._max_samples, self.limit * len(sizes) // max(sum(sizes), 1)))
 

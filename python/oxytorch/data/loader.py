@@ -134,7 +134,7 @@ class Loader:
                     "a stream has no sizes that are known before; go through "
                     "BatchSizer(stream, max_tokens=...) itself, which gives lists of its samples."
                 )
-            samples = batch_size.set_into(options, sum(part_sizes(dataset)))
+            samples = batch_size.set_into(options)
         else:
             samples = options.batch_size = batch_size
         if stream:

@@ -231,14 +231,15 @@ class PythonStream:
         if self._is_untouched and (epoch == 0 or not hasattr(self._source, "set_epoch")):
             self._is_untouched = False
             return
-        if iter(self._source) is self._samples:
+        samples = iter(self._source)
+        if samples is self._samples:
             raise RuntimeError(
                 f"a {type(self._source).__qualname__} is gone through once: it cannot begin epoch {epoch}. Give an "
                 "iterable whose __iter__ begins anew, such as a torch.utils.data.IterableDataset."
             )
         self._is_untouched = False
         self._drawn = []
-        self._samples = iter(self._source)
+        self._samples = samples
 
     def _next(self) -> list[Tensor | str | bytes] | None:
         sample = self._drawn.pop() if self._drawn else next(self._samples, _NONE)
