@@ -17,7 +17,10 @@ constexpr double kFalseRollBack = 0.006;
 constexpr int kMostDoublings = 4;
 /// A check that sees a loss goes on up to so many times its pairs, so that one bad moment does not decide.
 constexpr int kLongestCheck = 4;
-constexpr double kGapGrowth = 1.5;  // of the mean gap between two comparisons
+constexpr double kGapGrowth = 1.5;   // of the mean gap between two comparisons
+constexpr double kComparing = 0.01;  // of the run, for comparisons that take long
+constexpr double kComparingAtFirst = 0.1;
+constexpr double kLatest = 0.1;  // weight of the last step in the mean of their times
 /// 1 - p of a softmax in float32 is off by 3e-8, which is 4 % of a loss of 7e-7 and 20 % of its gradients; in 16 bits a
 /// loss of 2e-6 may be 4e-5. So rounding sets one batch's figures apart once a model has learnt it by heart.
 constexpr double kSmallLoss = 1e-2;    // below it, of the largest loss compared and at least of 1, a distance is of it
@@ -56,7 +59,10 @@ struct Guard::Impl {
   double largest_loss = 0;  ///< that was compared
   int checks = 0;
   std::uint64_t comparisons = 0;
-  bool compare = false;  ///< the losses are to be compared before anything else
+  bool compare = false;      ///< the losses are to be compared before anything else
+  bool was_due = false;      ///< by the schedule
+  double step_seconds = 0;   ///< with the changes, a running mean
+  double compare_every = 0;  ///< the option, or more where comparing takes long
   bool rolled_back = false;
   bool announce = false;                  ///< RollBack is the next answer
   std::optional<PairedTest> paired_test;  ///< the check under way: is a step without the changes faster?
@@ -66,6 +72,7 @@ struct Guard::Impl {
   explicit Impl(const GuardOptions& given)
       : options(given), next_check(given.first_check), gap(static_cast<double>(given.first_check) / 2) {
     check(options);
+    compare_every = static_cast<double>(options.compare_every);
     draw_comparison(0, 2);
   }
 
@@ -73,7 +80,7 @@ struct Guard::Impl {
   void draw_comparison(double least, double most) {
     const double share = least + (most - least) * uniform_float(philox(options.seed, 1, comparisons++).word[0]);
     next_comparison = step + std::max<std::int64_t>(1, std::llround(share * gap));
-    gap = std::min(std::max(gap, 1.0) * kGapGrowth, static_cast<double>(options.compare_every));
+    gap = std::min(std::max(gap, 1.0) * kGapGrowth, compare_every);
   }
 
   void begin_check() {
@@ -116,8 +123,7 @@ struct Guard::Impl {
     }
     if (rolled_back) return Action::Run;
     if (!paired_test && step >= next_comparison && options.loss_tolerance >= 0) {
-      compare = true;
-      draw_comparison(0.5, 1.5);
+      compare = was_due = true;
     }
     if (compare) return Action::CompareLosses;
     if (!timed) paired_test.reset();
@@ -145,15 +151,29 @@ void Guard::after(double seconds) {
             seconds, " s.");
   const Action taken = *std::exchange(impl_->pending, std::nullopt);
   ++impl_->step;
+  double& mean = impl_->step_seconds;
+  if (taken == Action::Run) mean = mean > 0 ? mean + kLatest * (seconds - mean) : seconds;
   if (!impl_->paired_test) return;
   impl_->paired_test->record(taken == Action::RunWithout ? Side::Challenger : Side::Incumbent, seconds);
   if (!impl_->paired_test->next()) impl_->end_check();
 }
 
-void Guard::compared(double with, double without, const Apart& gradients) {
+bool Guard::doubts(const Apart& gradients) const {
+  const auto& options = impl_->options;
+  return options.gradient_tolerance > 0 && std::isfinite(gradients.gradient) &&
+         (gradients.gradient > options.gradient_tolerance || gradients.factor > options.factor_tolerance);
+}
+
+void Guard::compared(double with, double without, const Apart& gradients, const Apart& usual, double seconds) {
   OXY_CHECK(impl_->compare, InvalidState, "no losses are to be compared; before() says when.");
   impl_->compare = false;
   impl_->pending.reset();
+  if (impl_->step_seconds > 0) {
+    const double steps = seconds / impl_->step_seconds;
+    impl_->compare_every = std::max(static_cast<double>(impl_->options.compare_every), steps / kComparing);
+    impl_->gap = std::max(impl_->gap, steps / kComparingAtFirst);
+  }
+  if (std::exchange(impl_->was_due, false)) impl_->draw_comparison(0.5, 1.5);
   if (!std::isfinite(without)) {
     impl_->reason = "The loss is not finite without the changes either: it is the run's own.";
     return;
@@ -173,15 +193,20 @@ void Guard::compared(double with, double without, const Apart& gradients) {
                   options.loss_tolerance);
   }
   if (std::abs(without) < kRoundedLoss * largest && options.gradient_tolerance > 0) return;
-  if (!(gradients.gradient <= std::max(options.gradient_tolerance, 0.0))) {
+  const auto allowed = [](double tolerance, double noise) {
+    return std::max({tolerance, kOfUsual * (std::isfinite(noise) ? noise : 0), 0.0});
+  };
+  const double most = allowed(options.gradient_tolerance, usual.gradient);
+  if (!(gradients.gradient <= most)) {
     return refuse("A gradient of one batch" + at + " is off by " + monitor::format_number(gradients.gradient) +
                       " of its size with the changes",
-                  options.gradient_tolerance);
+                  most);
   }
-  if (!(gradients.factor <= std::max(options.factor_tolerance, 0.0))) {
+  const double most_factor = allowed(options.factor_tolerance, usual.factor);
+  if (!(gradients.factor <= most_factor)) {
     refuse("All gradients of one batch" + at + " are larger or smaller by " + monitor::format_number(gradients.factor) +
                " with the changes",
-           options.factor_tolerance);
+           most_factor);
   }
 }
 
@@ -189,6 +214,7 @@ void Guard::suspicious() {
   if (!impl_->rolled_back) impl_->compare = true;
 }
 
+bool Guard::is_timing() const noexcept { return impl_->paired_test.has_value(); }
 const std::string& Guard::reason() const noexcept { return impl_->reason; }
 std::int64_t Guard::step() const noexcept { return impl_->step; }
 

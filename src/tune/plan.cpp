@@ -7,6 +7,7 @@
 #include <torch/types.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <mutex>
@@ -35,6 +36,8 @@
 
 namespace oxytorch {
 namespace {
+
+constexpr const char* kStockAutocast = "bf16_autocast";
 
 /// One batch's loss and gradients, with or without.
 struct Seen {
@@ -269,7 +272,16 @@ void Plan::Impl::update(std::size_t part) {
   if (watch->before()) updated = tune::seconds_now();
 }
 
-tune::BothWays Plan::Impl::compare() {
+tune::BothWays Plan::Impl::compare() { return both_ways(std::nullopt); }
+
+tune::Apart Plan::Impl::usual() {
+  const auto active = run->active();
+  if (std::find(active.begin(), active.end(), kStockAutocast) == active.end()) return {};
+  return both_ways(std::vector<std::string>{kStockAutocast}).gradients;
+}
+
+tune::BothWays Plan::Impl::both_ways(const std::optional<std::vector<std::string>>& first) {
+  const double began = tune::seconds_now();
   // On the CPU other threads may draw from torch's generator meanwhile: the check draws from one of its own.
   const bool on_cpu = run->device().is_cpu();
   // Pieces draw masks for other rows, an update in backward keeps no gradients; and what gradients and a copy of the
@@ -306,6 +318,7 @@ tune::BothWays Plan::Impl::compare() {
     const bool generators = !on_cpu;
     return only_losses ? held(tune::StepStart(*run, generators), loss) : held(tune::Snapshot(*run, generators), whole);
   };
+  if (first) run->set_active(*first);
   auto with = seen();  // as it stands: what is active goes on, and is not put on anew for this
   // What acts on the update alone shows in no loss, and taken back it would take its memory.
   std::vector<std::string> kept;
@@ -319,7 +332,7 @@ tune::BothWays Plan::Impl::compare() {
   with.gradients.clear();
   without.gradients.clear();
   give_back_host_memory();  // a heap or pool that keeps memory would hold the copies' from now on
-  return {with.loss, without.loss, std::move(apart)};
+  return {with.loss, without.loss, apart, tune::seconds_now() - began};
 }
 
 Plan::Plan(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

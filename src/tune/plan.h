@@ -75,6 +75,9 @@ struct Plan::Impl : tune::Watched {
 
   void activate(const std::vector<std::string>& strategies) override { run->set_active(strategies); }
   tune::BothWays compare() override;
+  tune::Apart usual() override;
+  /// One batch with `first` active, nothing: what is; then without.
+  tune::BothWays both_ways(const std::optional<std::vector<std::string>>& first);
   bool has_budget() override { return tune::has_budget(goal, checkpointing, recomputes); }
 
   NamedSettings named;  // first, so that it outlives the run

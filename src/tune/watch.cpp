@@ -8,12 +8,6 @@
 namespace oxytorch::tune {
 namespace {
 
-constexpr int kCheckSteps = 100;  // a check is over by then
-
-/// Where the verifier's yardstick was further off than a kind's gradients may be, they are noise: those with the
-/// changes may be three times as far off, as for the verifier, and those of the step as given once.
-constexpr double kOfUsual = 4;
-
 GuardOptions guarded_by(const WatchOptions& options, const Certificate& certificate) {
   GuardOptions found;
   found.allow(options.kind);
@@ -48,9 +42,9 @@ bool Watch::before() {
     const bool timed = may_time();
     auto action = guard_->before(timed);
     while (action == Action::CompareLosses) {
-      checks_ = kCheckSteps;
       const auto seen = run_.compare();
-      guard_->compared(seen.with, seen.without, seen.gradients);
+      const auto usual = guard_->doubts(seen.gradients) ? run_.usual() : Apart{};
+      guard_->compared(seen.with, seen.without, seen.gradients, usual, seen.seconds);
       action = guard_->before(timed);
     }
     if (action == Action::RollBack) {
@@ -67,7 +61,6 @@ bool Watch::before() {
     take_back(*fault);
     return false;
   }
-  checks_ = std::max(0, checks_ - 1);
   return true;
 }
 

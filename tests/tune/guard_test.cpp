@@ -171,6 +171,58 @@ TEST(Guard, TakesBackAChangeWhoseGradientsAreOff) {
   EXPECT_NE(after({.factor = 0.019}, Kind::Tolerance).second.find("0.019"), std::string::npos);
 }
 
+TEST(Guard, AllowsGradientsThatAreOffAsThoseOfStockAutocast) {
+  const auto after = [](const Apart& apart, const Apart& usual) {
+    GuardOptions options;
+    options.allow(Kind::Precision);
+    Guard guard(options);
+    guard.suspicious();
+    EXPECT_EQ(guard.before(), Action::CompareLosses);
+    EXPECT_TRUE(guard.doubts(apart));
+    guard.compared(1, 1, apart, usual);
+    return guard.before() == Action::RollBack;
+  };
+  EXPECT_FALSE(after({.gradient = 0.54}, {.gradient = 0.53})) << "of a BERT whose attention had no gradient";
+  EXPECT_TRUE(after({.gradient = 0.54}, {.gradient = 0.1}));
+  EXPECT_TRUE(after({.gradient = 0.54}, {.gradient = NAN}));
+  EXPECT_TRUE(after({.gradient = 0.54, .factor = 0.9}, {.gradient = 0.53, .factor = 0.01}));
+  EXPECT_FALSE(Guard({.gradient_tolerance = 0.5, .factor_tolerance = 0.1}).doubts({.gradient = 0.4, .factor = 0.01}));
+}
+
+TEST(Guard, ComparisonsTakeAHundredthOfTheRun) {
+  const auto compared = [](double seconds) {
+    GuardOptions options;
+    options.seed = 3;
+    Guard guard(options);
+    int count = 0;
+    for (int step = 0; step < 100'000; ++step) {
+      while (guard.before(/*timed=*/false) == Action::CompareLosses) {
+        guard.compared(1, 1, {}, {}, seconds);
+        ++count;
+      }
+      guard.after(0.014);
+    }
+    return count;
+  };
+  EXPECT_GT(compared(0.014), 150);
+  EXPECT_LT(compared(0.5), 50);  // 36 steps each
+  EXPECT_GT(compared(0.5), 25);
+}
+
+TEST(Guard, StepsAreWaitedForInChecksOfTheTimeAlone) {
+  Guard guard({.first_check = 3, .loss_tolerance = -1});
+  std::vector<int> timed;
+  for (int step = 0; step < 300; ++step) {
+    const auto action = guard.before();
+    EXPECT_TRUE(action == Action::Run || guard.is_timing());
+    if (guard.is_timing()) timed.push_back(step);
+    guard.after(action == Action::RunWithout ? 2 : 1);
+  }
+  ASSERT_FALSE(timed.empty());
+  EXPECT_EQ(timed.front(), 3);
+  EXPECT_LT(timed.size(), 100U);
+}
+
 /// What a guard of that kind does where a run's losses of one batch fell from 2.3 to `without`.
 bool takes_back(Kind kind, double with, double without, const Apart& apart = {}) {
   GuardOptions options;

@@ -268,10 +268,10 @@ def test_the_watch_sees_a_loss_of_the_second_optimizer_drift() -> None:
     run.set_active(["drifts"])
     certificate = ox._C.tune.Certificate()
     watch = ox.tune.watch.Watch(run, certificate)
-    apart = watch.compare()
+    apart = watch.compare()[:4]
     assert apart[2:] == (0.0, 0.0)
     factor[0] = 2.0
-    apart = watch.compare()
+    apart = watch.compare()[:4]
     assert max(apart[2:]) > 0.3
     assert run.active == ("drifts",)
     watch.stop()

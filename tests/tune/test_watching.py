@@ -11,7 +11,7 @@ from oxytorch._C.tune import Certificate
 from oxytorch.memory import Meter, host_pool_stats, use_host_pool
 from oxytorch.tune import watch as watch_module
 from oxytorch.tune.run import Run
-from oxytorch.tune.strategy import Kind
+from oxytorch.tune.strategy import STRATEGIES, Kind
 from oxytorch.tune.watch import Watch
 from planted_faults import HEALTHY, workload
 from planted_faults.intermittent import (
@@ -114,7 +114,7 @@ def test_a_comparison_leaves_the_run_as_it_is(title: str, budget: bool, monkeypa
             return compare(watch)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Watch, "compare", counting if compared else lambda _: (1.0, 1.0, 0.0, 0.0))
+            patch.setattr(Watch, "compare", counting if compared else lambda _: (1.0, 1.0, 0.0, 0.0, 0.0))
             watch = Watch(run, Certificate(), seed=3, has_budget=lambda: budget)
             for i in range(150):
                 run.step(run.batches[i % 4])
@@ -125,6 +125,26 @@ def test_a_comparison_leaves_the_run_as_it_is(title: str, budget: bool, monkeypa
 
     for left, right in zip(trained(True), trained(False), strict=True):
         assert torch.equal(left, right)
+
+
+def test_how_far_stock_autocast_is_off_is_asked_of_it_alone() -> None:
+    offered = {"bf16_autocast": STRATEGIES["bf16_autocast"], "planted": HEALTHY["foreach"].strategy()}
+    run, _ = workload("mlp", torch.device("cpu"), offered)
+    run.set_active(["bf16_autocast", "planted"])
+    before = copy.deepcopy([*run.params, torch.get_rng_state()])
+    watch = Watch(run, Certificate(), seed=3)
+    both, usual = watch.compare(), watch.usual()
+    assert both[2:4] == usual
+    assert 1e-4 < usual[0] < 0.1
+    watch.stop()
+    assert set(run.active) >= {"bf16_autocast", "planted"}
+    for left, right in zip(before, [*run.params, torch.get_rng_state()], strict=True):
+        assert torch.equal(left, right)
+    run.set_active(["planted"])
+    watch = Watch(run, Certificate(), seed=3)
+    assert watch.usual() == (0.0, 0.0)
+    watch.stop()
+    run.set_active(())
 
 
 @pytest.mark.parametrize("is_doubted", [False, True])
@@ -144,7 +164,7 @@ def test_a_comparison_within_a_budget_copies_no_parameters(is_doubted: bool) -> 
         watch = Watch(run, certificate, has_budget=lambda: budget)
         watch._doubted = is_doubted
         with Meter() as meter:
-            together, without, *apart = watch.compare()
+            together, without, *apart, _ = watch.compare()
         watch.stop()
         assert together == without
         assert apart == [0.0, 0.0]

@@ -532,6 +532,8 @@ struct Seen : Watched {
     if (throws == "compare") throw std::runtime_error("the batch is gone");
     return shown;
   }
+  Apart rounding;
+  Apart usual() override { return rounding; }
 };
 
 class WatchTest : public TunerTest {
@@ -609,6 +611,16 @@ TEST_F(WatchTest, GradientsThatWereNoiseAsGivenMayBeFurtherApart) {
       on.doubt();
       EXPECT_EQ(on.before(), kind != Kind::Exact && usual > may) << usual;
     }
+  }
+}
+
+TEST_F(WatchTest, GradientsThatStockAutocastRoundsAwayAreNoFault) {
+  for (const double usual : {0.0, 0.1, 0.53}) {
+    Watch on(seen, made, nullptr, {.names = {"half"}, .kind = Kind::Precision});
+    seen.shown.gradients = {.gradient = 0.54};
+    seen.rounding = {.gradient = usual};
+    on.doubt();
+    EXPECT_EQ(on.before(), usual > 0.5) << usual;
   }
 }
 

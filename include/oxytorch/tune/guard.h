@@ -15,13 +15,18 @@
 
 namespace oxytorch::tune {
 
+/// Where a yardstick was further off than a kind's gradients may be, they are noise: those with the changes may be
+/// three times as far off, as for the verifier, and those of the step as given once.
+inline constexpr double kOfUsual = 4;
+
 struct GuardOptions {
   std::int64_t first_check = 50;     ///< step of the first check
   std::int64_t check_every = 2'000;  ///< steps between checks; doubled after each that held, up to 16 times
   int pairs = 9;  ///< steps with and without, live, in random order, before a check may end in RollBack; a check that
                   ///< sees a loss goes on up to four times as long, one that sees a gain ends earlier
-  std::int64_t compare_every = 500;  ///< steps between two comparisons in the mean, at the most: gaps are drawn, the
-                                     ///< first within first_check, and grow from there by half each
+  std::int64_t compare_every = 500;  ///< steps between two comparisons in the mean, at the most, or what makes them
+                                     ///< 1 % of the run (10 % at first): gaps are drawn, the first within first_check,
+                                     ///< and grow by half
   double loss_tolerance = 0;         ///< largest relative distance of the losses of one batch with and without; 0: the
                                      ///< same bits; negative: compared only after suspicious(). Of a loss under a
                                      ///< hundredth of the largest compared so far, and of 1, relative to that
@@ -57,7 +62,13 @@ class OXY_API Guard {
   [[nodiscard]] Action before(bool timed = true);
   void after(double seconds);
   /// Answers CompareLosses: the losses of one held batch with and without the changes, and how far its gradients are.
-  void compared(double with, double without, const Apart& gradients = {});
+  /// Those that are further off than allowed pass where `usual`, those of stock autocast, are a quarter as far: of a
+  /// gradient that is all but zero rounding is all there is. `seconds` that it took space the next ones.
+  void compared(double with, double without, const Apart& gradients = {}, const Apart& usual = {}, double seconds = 0);
+  /// Whether gradients are further off than allowed, so that it matters how far stock autocast's are.
+  [[nodiscard]] bool doubts(const Apart& gradients) const;
+  /// A check of the time is under way: the steps from before() to after() are to be timed to their end.
+  [[nodiscard]] bool is_timing() const noexcept;
   /// A loss of the run that is not finite: the next before() is CompareLosses.
   void suspicious();
   [[nodiscard]] const std::string& reason() const noexcept;  ///< of the last RollBack, or of the last check that held

@@ -18,6 +18,7 @@ namespace oxytorch::tune {
 struct BothWays {
   double with = 0, without = 0;  ///< losses
   Apart gradients = {};
+  double seconds = 0;  ///< that it took
 };
 
 /// The run that a watch is over. Called between steps.
@@ -32,6 +33,9 @@ class OXY_API Watched {
   virtual void activate(const std::vector<std::string>& strategies) = 0;
   /// May leave nothing active.
   virtual BothWays compare() = 0;
+  /// How far the gradients of one batch are off by rounding alone: those of stock autocast to what the precision of the
+  /// strategies is. Nothing where they keep it. May leave nothing active.
+  [[nodiscard]] virtual Apart usual() { return {}; }
   /// Steps are held to a budget of memory now, which compare() keeps to: it compares losses and no gradients. No step
   /// is taken without the strategies then where they lower the memory of a step.
   [[nodiscard]] virtual bool has_budget() { return false; }
@@ -64,7 +68,7 @@ class OXY_API Watch {
   [[nodiscard]] const std::vector<std::string>& names() const noexcept { return options_.names; }
   [[nodiscard]] bool over() const noexcept { return !guard_; }
   /// A check is under way: a device is to be waited for before and after each step, so that times mean something.
-  [[nodiscard]] bool checks() const noexcept { return checks_ > 0; }
+  [[nodiscard]] bool checks() const noexcept { return guard_ && guard_->is_timing(); }
   [[nodiscard]] std::int64_t step() const noexcept { return guard_ ? guard_->step() : ended_; }
   [[nodiscard]] std::string reason() const { return guard_ ? guard_->reason() : reason_; }  ///< of the last check
 
@@ -79,7 +83,6 @@ class OXY_API Watch {
   std::optional<Guard> guard_;
   std::int64_t ended_ = 0;
   std::string reason_;
-  int checks_ = 0;
   bool told_of_budget_ = false;
 };
 

@@ -27,6 +27,7 @@ from .update import clip
 
 __all__ = ["Watch"]
 
+_STOCK_AUTOCAST = "bf16_autocast"
 _DEVICE_LOOKS = 50  # steps between two looks at gradients that a device must be waited for
 
 
@@ -183,10 +184,21 @@ class Watch(_native.Watched):
         return self._has_budget()
 
     def compare(self) -> tuple[float, ...]:
-        """Losses of one batch with and without, and how far its gradients are; all else is as before then.
+        """Losses of one batch with and without, how far its gradients are, and the seconds; all else is as before then.
 
         What is active comes first, as it stands: put on anew, it might begin anew.
         """
+        began = clock.seconds()
+        return *self._both_ways(None), clock.seconds() - began
+
+    def usual(self) -> tuple[float, ...]:
+        """How far the gradients of one batch are with stock autocast alone, where that is active."""
+        if _STOCK_AUTOCAST not in self._names:
+            return 0.0, 0.0
+        return self._both_ways((_STOCK_AUTOCAST,))[2:]
+
+    def _both_ways(self, first: Sequence[str] | None) -> tuple[float, ...]:
+        """Losses of one batch with `first` active, or with what is, and without; and how far its gradients are."""
         run = self._run
         # A step under way has its gradients in place, a step of the user's own may do more, pieces draw for other rows;
         # and what gradients and a copy of the run take is beyond a budget of memory.
@@ -196,6 +208,8 @@ class Watch(_native.Watched):
         self._busy = True
         try:
             with SameDraws(run.params, own=not self._is_compiled()) as draws:
+                if first is not None:
+                    run.set_active(first)
                 together = self._seen(whole, is_small=is_small)
                 # What acts on the update alone shows in no loss, and taken back it would take its memory.
                 run.set_active([name for name in self._names if is_small and self._acts_on_update(name)])
