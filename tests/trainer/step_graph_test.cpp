@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <random>
+
 #include "oxytorch/error.h"
 #include "oxytorch/optim/optimizers.h"
 
@@ -26,10 +28,14 @@ struct Training {
     const auto loss = torch::mse_loss(model->forward(in[0]), in[1]);
     loss.backward();
     optimizer->step();
+    const torch::NoGradGuard no_grad;
+    model->weight.add_(noise * std::uniform_real_distribution<double>(-1, 1)(order));
     return {loss.detach()};
   }
 
   torch::nn::Linear model{nullptr};
+  double noise = 0;  // as of sums whose order no seed decides
+  std::mt19937 order;
   std::unique_ptr<oxytorch::optim::AdamW> optimizer;
   bool recording = false;
   at::Tensor outcome = torch::zeros({});
@@ -98,6 +104,39 @@ TEST(StepGraph, ARecordingThatIsNotTheStepIsNotUsed) {
   EXPECT_FALSE(graphed.graph->replayed());
   EXPECT_EQ(graphed.graph->replays(), 1);
   EXPECT_NE(graphed.graph->reason().find("of the state differs"), std::string::npos) << graphed.graph->reason();
+}
+
+TEST(StepGraph, AStepThatNeverComesOutTheSameIsProvenByHowFarItDiffers) {
+  Graphed graphed;
+  graphed.training.noise = 1e-5;
+  for (int i = 0; i < 3; ++i) (*graphed.graph)(batch(i));
+  EXPECT_NE(graphed.graph->reason().find("as far as eager steps do"), std::string::npos) << graphed.graph->reason();
+  (*graphed.graph)(batch(3));
+  EXPECT_TRUE(graphed.graph->replayed());
+
+  Graphed wrong(/*error=*/1e-3);  // of an update of 1e-2
+  wrong.training.noise = 1e-5;
+  for (int i = 0; i < 4; ++i) (*wrong.graph)(batch(i));
+  EXPECT_FALSE(wrong.graph->replayed());
+  EXPECT_NE(wrong.graph->reason().find("differs"), std::string::npos) << wrong.graph->reason();
+
+  Graphed noisy(/*error=*/1e-3);
+  noisy.training.noise = 1e-2;  // as large as the update: nothing is proven
+  for (int i = 0; i < 4; ++i) (*noisy.graph)(batch(i));
+  EXPECT_FALSE(noisy.graph->replayed());
+}
+
+TEST(StepGraph, TheStateThatAProofLeavesIsThatOfOneStep) {
+  Graphed graphed;
+  graphed.training.noise = 1e-5;
+  Training eager;
+  for (int i = 0; i < 3; ++i) {
+    eager.step(batch(i));
+    (*graphed.graph)(batch(i));
+  }
+  const auto off = (eager.model->weight - graphed.training.model->weight).abs().max().item<double>();
+  EXPECT_LT(off, 1e-4);  // a step more or less is 1e-2
+  EXPECT_GT(off, 0);
 }
 
 TEST(StepGraph, RatesOnTheDeviceAreNotRecordedAnew) {
