@@ -45,6 +45,9 @@ _INTERACTS = (
     "native_attention",
     "math_attention",
     "math_attention_bf16",
+    "flash_attention",  # what the host spends on a kernel counts no more once they are launched as one
+    "efficient_attention",
+    "cudnn_attention",
 )
 
 
@@ -317,7 +320,7 @@ class CompileMaxAutotune(_Compile):
     _usual_seconds = 60.0
 
 
-@strategy("compile_reduce_overhead", kind="tolerance")
+@strategy("compile_reduce_overhead", kind="tolerance", part_of=("step_graph",))
 class CompileReduceOverhead(_Compile):
     """`torch.compile` with the kernels of a graph launched as one."""
 
