@@ -33,6 +33,7 @@ from _orchestrator import rivals
 from _orchestrator.figures import (
     ALLOCATOR,
     HOST_POOL,
+    ON_CARD,
     OURS,
     REFERENCE,
     SEARCHED,
@@ -103,7 +104,7 @@ def cpp_command(
 
 def settings(contender: str, switches: Switches) -> str:
     """What a rival has switched on; ours find their own."""
-    return "" if contender in (*OURS, SEARCHED) else str(switches)
+    return "" if contender in (*ON_CARD, SEARCHED) else str(switches)
 
 
 def folder_of(workload: str, contender: str, switches: Switches, cache: Path) -> Path:
@@ -125,7 +126,7 @@ def command(
         "switches": switches.to_json(),
         "peers": str(PEERS),
     }
-    if contender not in (*OURS, SEARCHED) and not contender.startswith(HOST_POOL):
+    if contender not in (*ON_CARD, SEARCHED) and not contender.startswith(HOST_POOL):
         task["forbid"] = "oxytorch"
     return switches.command(python_command(task, "_orchestrator.worker", Path(__file__).resolve().parent, examples()))
 
@@ -148,7 +149,7 @@ class Coordinator:
         """Of each contender that takes part, and whether they were screened."""
         wanted = [*self.arguments.contenders, *([SEARCHED] if self.arguments.exhaustive else [])]
         if self.arguments.device == "cuda":
-            found = rivals.cuda_rivals(workload) | dict.fromkeys((*OURS, SEARCHED), Switches(device="cuda"))
+            found = rivals.cuda_rivals(workload) | dict.fromkeys((*ON_CARD, SEARCHED), Switches(device="cuda"))
             return {name: each for name, each in found.items() if name in wanted}, False
         if workload.startswith(CPP):
             found = rivals.cpp_rivals(workload.removeprefix(CPP), has_bf16()) | dict.fromkeys(OURS, Switches())
@@ -241,11 +242,11 @@ def rows(found: Race) -> list[list[str]]:
     result = []
     for name, entry in found.entries.items():
         paired = found.has(REFERENCE, name)
-        kind = "tuning_seconds" if name in OURS else "search_seconds" if name == SEARCHED else "compile_seconds"
+        kind = "tuning_seconds" if name in ON_CARD else "search_seconds" if name == SEARCHED else "compile_seconds"
         took, repaid = "", ""
         if entry.cold(kind) > 0:
             took = f"{entry.cold(kind):.1f}, then {entry.warm(kind):.1f}"
-            if name in OURS and spent(entry)["compiling"] > 0:
+            if name in ON_CARD and spent(entry)["compiling"] > 0:
                 took += f" ({spent(entry)['compiling']:.1f} compiling)"
             if paired and name != SEARCHED:
                 steps = repaid_after(found, name)
@@ -274,7 +275,7 @@ def unsure(ratios: list[float]) -> bool:
 def changes(found: Race) -> list[list[str]]:
     """What ours applied, and what it left alone and why, as its certificate has it."""
     result = []
-    for name in (*OURS, SEARCHED):
+    for name in (*ON_CARD, SEARCHED):
         if name in found.entries:
             said = found.entries[name].first
             result += [[name, each, "applied"] for each in said.get("accepted", [])]
@@ -347,7 +348,7 @@ def names(known: tuple[str, ...]) -> Any:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    everyone = tuple(dict.fromkeys((*RIVALS, *rivals.ON_CUDA, *OURS)))
+    everyone = tuple(dict.fromkeys((*RIVALS, *rivals.ON_CUDA, *ON_CARD)))
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--workloads",
@@ -383,7 +384,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "bench/report")
     parser.add_argument("--json", type=Path, help="write the JSON document there too")
     arguments = parser.parse_args()
-    here = (REFERENCE, *rivals.ON_CUDA, *OURS) if arguments.device == "cuda" else (*RIVALS, *OURS)
+    here = (REFERENCE, *rivals.ON_CUDA, *ON_CARD) if arguments.device == "cuda" else (*RIVALS, *OURS)
     arguments.contenders = arguments.contenders or list(here)
     if absent := [name for name in arguments.contenders if name not in here]:
         parser.error(f"there is no {', '.join(absent)} on {arguments.device}; there are {', '.join(here)}")

@@ -22,7 +22,10 @@ MOST_FAILURES = 100
 STARTS, QUICK_STARTS = 2, 1
 TAIL_CASES = ("large", "small", "graph", "waits", "table")
 WORKLOADS = ("gpt", "resnet", "bert")
-SOON = "eager,stock 1,stock compiled,stock reduce-overhead,stock graph,oxytorch basic,oxytorch advanced"
+SOON = (
+    "eager,stock 1,stock compiled,stock reduce-overhead,stock graph,stock compiled graph,oxytorch basic,"
+    "oxytorch advanced,oxytorch plan.step"
+)
 AUTOTUNE_SECONDS = 300.0
 """With less time max-autotune is left out, which compiles GPT-2 small for 110 s: a start cut off keeps nothing."""
 PROGRESS = re.compile(r"\[(\d+)/(\d+)\]")

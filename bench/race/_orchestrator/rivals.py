@@ -11,7 +11,8 @@ from .switches import IMAGES, MALLOPT, Switches
 
 PATH = Path(__file__).resolve().parents[1] / "rivals.json"
 STOCK = ("stock 1", "stock 2", "stock compiled", "lightning", "accelerate")
-ON_CUDA = ("stock 1", "stock compiled", "stock reduce-overhead", "stock max-autotune", "stock graph")
+ON_CUDA = ("stock 1", "stock compiled", "stock reduce-overhead", "stock max-autotune", "stock graph",
+           "stock compiled graph")  # fmt: skip
 
 
 def machine_class(facts: dict[str, str]) -> str:
@@ -68,6 +69,7 @@ def cuda_rivals(workload: str) -> dict[str, Switches]:
         "stock 1": good,
         **{name: replace(good, compile=mode) for name, mode in compiled.items()},
         "stock graph": replace(good, graph=True),
+        "stock compiled graph": replace(good, graph=True, compile="default"),
     }
 
 
