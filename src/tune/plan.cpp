@@ -275,8 +275,8 @@ void Plan::Impl::update(std::size_t part) {
 tune::BothWays Plan::Impl::compare() { return both_ways(std::nullopt); }
 
 tune::Apart Plan::Impl::usual() {
-  const auto active = run->active();
-  if (std::find(active.begin(), active.end(), kStockAutocast) == active.end()) return {};
+  const auto& names = watch->names();
+  if (std::find(names.begin(), names.end(), kStockAutocast) == names.end()) return {};
   return both_ways(std::vector<std::string>{kStockAutocast}).gradients;
 }
 
