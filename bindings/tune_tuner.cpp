@@ -101,16 +101,11 @@ class PythonWorkload : public Workload {
 class PythonWatched : public Watched {
  public:
   void activate(const Names& strategies) override { PYBIND11_OVERRIDE_PURE(void, Watched, activate, strategies); }
-  BothWays compare() override {
-    const auto answer = py::get_override(static_cast<const Watched*>(this), "compare")();
+  BothWays compare(const Names& first) override {
+    const auto answer = py::get_override(static_cast<const Watched*>(this), "compare")(first);
     const auto [with, without, gradient, factor, seconds] =
         answer.cast<std::tuple<double, double, double, double, double>>();
     return {with, without, {gradient, factor}, seconds};
-  }
-  Apart usual() override {
-    const auto answer = py::get_override(static_cast<const Watched*>(this), "usual")();
-    const auto [gradient, factor] = answer.cast<std::pair<double, double>>();
-    return {gradient, factor};
   }
   bool has_budget() override { PYBIND11_OVERRIDE(bool, Watched, has_budget); }
   std::optional<std::string> told(const std::exception& error) override {
@@ -124,7 +119,7 @@ class PythonWatched : public Watched {
 
 void bind_watch(py::module_& m) {
   py::class_<Watched, PythonWatched>(m, "Watched",
-                                     "The run that a watch is over: activate(names), compare(), usual(), has_budget().")
+                                     "The run that a watch is over: activate(names), compare(first), has_budget().")
       .def(py::init<>());
   py::class_<Watch>(m, "Watch", "Keeps a guard over a certified run, and takes its strategies back at its word.")
       .def(py::init([](Watched& run, Certificate& certificate, const CertificateStore* store, Names names, Names always,

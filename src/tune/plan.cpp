@@ -7,7 +7,6 @@
 #include <torch/types.h>
 #include <torch/version.h>
 
-#include <algorithm>
 #include <cmath>
 #include <map>
 #include <mutex>
@@ -36,8 +35,6 @@
 
 namespace oxytorch {
 namespace {
-
-constexpr const char* kStockAutocast = "bf16_autocast";
 
 /// One batch's loss and gradients, with or without.
 struct Seen {
@@ -272,15 +269,7 @@ void Plan::Impl::update(std::size_t part) {
   if (watch->before()) updated = tune::seconds_now();
 }
 
-tune::BothWays Plan::Impl::compare() { return both_ways(std::nullopt); }
-
-tune::Apart Plan::Impl::usual() {
-  const auto& names = watch->names();
-  if (std::find(names.begin(), names.end(), kStockAutocast) == names.end()) return {};
-  return both_ways(std::vector<std::string>{kStockAutocast}).gradients;
-}
-
-tune::BothWays Plan::Impl::both_ways(const std::optional<std::vector<std::string>>& first) {
+tune::BothWays Plan::Impl::compare(const std::vector<std::string>& first) {
   const double began = tune::seconds_now();
   // On the CPU other threads may draw from torch's generator meanwhile: the check draws from one of its own.
   const bool on_cpu = run->device().is_cpu();
@@ -318,7 +307,7 @@ tune::BothWays Plan::Impl::both_ways(const std::optional<std::vector<std::string
     const bool generators = !on_cpu;
     return only_losses ? held(tune::StepStart(*run, generators), loss) : held(tune::Snapshot(*run, generators), whole);
   };
-  if (first) run->set_active(*first);
+  if (!first.empty()) run->set_active(first);
   auto with = seen();  // as it stands: what is active goes on, and is not put on anew for this
   // What acts on the update alone shows in no loss, and taken back it would take its memory.
   std::vector<std::string> kept;

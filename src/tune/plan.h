@@ -74,10 +74,7 @@ struct Plan::Impl : tune::Watched {
   void withdraw();  ///< takes back what was found to pay; what settings ask for stays
 
   void activate(const std::vector<std::string>& strategies) override { run->set_active(strategies); }
-  tune::BothWays compare() override;
-  tune::Apart usual() override;
-  /// One batch with `first` active, nothing: what is; then without.
-  tune::BothWays both_ways(const std::optional<std::vector<std::string>>& first);
+  tune::BothWays compare(const std::vector<std::string>& first) override;
   bool has_budget() override { return tune::has_budget(goal, checkpointing, recomputes); }
 
   NamedSettings named;  // first, so that it outlives the run

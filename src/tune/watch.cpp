@@ -4,15 +4,18 @@
 #include <utility>
 
 #include "oxytorch/logging.h"
+#include "tune/names.h"
 
 namespace oxytorch::tune {
 namespace {
+
+constexpr const char* kStockAutocast = "bf16_autocast";  // the yardstick of what lowers precision, as of the verifier
 
 GuardOptions guarded_by(const WatchOptions& options, const Certificate& certificate) {
   GuardOptions found;
   found.allow(options.kind);
   for (const auto& entry : certificate.entries) {
-    const bool active = std::find(options.names.begin(), options.names.end(), entry.strategy) != options.names.end();
+    const bool active = holds(options.names, entry.strategy);
     const auto usual = entry.evidence.find("usual_error");
     if (!active || options.kind == Kind::Exact || usual == entry.evidence.end()) continue;
     if (usual->second <= found.gradient_tolerance) continue;
@@ -42,8 +45,11 @@ bool Watch::before() {
     const bool timed = may_time();
     auto action = guard_->before(timed);
     while (action == Action::CompareLosses) {
-      const auto seen = run_.compare();
-      const auto usual = guard_->doubts(seen.gradients) ? run_.usual() : Apart{};
+      const auto seen = run_.compare({});
+      Apart usual;
+      if (guard_->doubts(seen.gradients) && holds(options_.names, kStockAutocast)) {
+        usual = run_.compare({kStockAutocast}).gradients;
+      }
       guard_->compared(seen.with, seen.without, seen.gradients, usual, seen.seconds);
       action = guard_->before(timed);
     }
@@ -95,8 +101,7 @@ void Watch::take_back(const std::string& reason) {
   };
   std::string named;
   for (auto& entry : certificate_.entries) {
-    const auto& names = options_.names;
-    if (std::find(names.begin(), names.end(), entry.strategy) == names.end()) continue;
+    if (!holds(options_.names, entry.strategy)) continue;
     entry.status = Status::RolledBack;
     entry.reason = at + reason;
     named += (named.empty() ? "" : ", ") + entry.strategy;

@@ -123,7 +123,7 @@ def test_a_file_that_is_no_certificate_is_measured_anew(clock: Clock) -> None:
 def test_one_that_was_taken_back_is_forgotten(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = run_once(clock, made(clock, "slow", 0.002))
     assert stored()
-    monkeypatch.setattr(Watch, "compare", lambda _: (1.0, 2.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(Watch, "compare", lambda *_: (1.0, 2.0, 0.0, 0.0, 0.0))
     plan._watch.doubt()
     plan._watch._decide()
     assert plan.accepted == () and "cheaper_slow taken back: The losses" in events(plan)

@@ -14,7 +14,7 @@
 
 namespace oxytorch::tune {
 
-/// What one batch shows with what is active and without; nothing of it stays.
+/// What one batch shows with strategies and without; nothing of it stays.
 struct BothWays {
   double with = 0, without = 0;  ///< losses
   Apart gradients = {};
@@ -31,11 +31,8 @@ class OXY_API Watched {
 
   /// As Workload::activate(), beside what the caller's settings keep active.
   virtual void activate(const std::vector<std::string>& strategies) = 0;
-  /// May leave nothing active.
-  virtual BothWays compare() = 0;
-  /// How far the gradients of one batch are off by rounding alone: those of stock autocast to what the precision of the
-  /// strategies is. Nothing where they keep it. May leave nothing active.
-  [[nodiscard]] virtual Apart usual() { return {}; }
+  /// With `first` active, or, where that is empty, what is; then without. May leave nothing active.
+  virtual BothWays compare(const std::vector<std::string>& first) = 0;
   /// Steps are held to a budget of memory now, which compare() keeps to: it compares losses and no gradients. No step
   /// is taken without the strategies then where they lower the memory of a step.
   [[nodiscard]] virtual bool has_budget() { return false; }

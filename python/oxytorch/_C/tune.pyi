@@ -567,7 +567,7 @@ class Timing:
 
 class Watched:
     """
-    The run that a watch is over: activate(names), compare(), usual(), has_budget().
+    The run that a watch is over: activate(names), compare(first), has_budget().
     """
     def __init__(self) -> None: ...
 

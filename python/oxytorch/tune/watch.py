@@ -27,7 +27,6 @@ from .update import clip
 
 __all__ = ["Watch"]
 
-_STOCK_AUTOCAST = "bf16_autocast"
 _DEVICE_LOOKS = 50  # steps between two looks at gradients that a device must be waited for
 
 
@@ -183,22 +182,12 @@ class Watch(_native.Watched):
         """Whether steps are held to a budget of memory now."""
         return self._has_budget()
 
-    def compare(self) -> tuple[float, ...]:
+    def compare(self, first: Sequence[str] = ()) -> tuple[float, ...]:
         """Losses of one batch with and without, how far its gradients are, and the seconds; all else is as before then.
 
-        What is active comes first, as it stands: put on anew, it might begin anew.
+        `first`, or what is active, comes first, and that as it stands: put on anew, it might begin anew.
         """
         began = clock.seconds()
-        return *self._both_ways(None), clock.seconds() - began
-
-    def usual(self) -> tuple[float, ...]:
-        """How far the gradients of one batch are with stock autocast alone, where that is active."""
-        if _STOCK_AUTOCAST not in self._names:
-            return 0.0, 0.0
-        return self._both_ways((_STOCK_AUTOCAST,))[2:]
-
-    def _both_ways(self, first: Sequence[str] | None) -> tuple[float, ...]:
-        """Losses of one batch with `first` active, or with what is, and without; and how far its gradients are."""
         run = self._run
         # A step under way has its gradients in place, a step of the user's own may do more, pieces draw for other rows;
         # and what gradients and a copy of the run take is beyond a budget of memory.
@@ -208,7 +197,7 @@ class Watch(_native.Watched):
         self._busy = True
         try:
             with SameDraws(run.params, own=not self._is_compiled()) as draws:
-                if first is not None:
+                if first:
                     run.set_active(first)
                 together = self._seen(whole, is_small=is_small)
                 # What acts on the update alone shows in no loss, and taken back it would take its memory.
@@ -222,12 +211,12 @@ class Watch(_native.Watched):
             if not self._told:
                 log("info", f"accelerate: the losses of one batch are not compared: {draws.disturbed}", "tune")
             self._told = True
-            return without.loss, without.loss, 0.0, 0.0
+            return without.loss, without.loss, 0.0, 0.0, clock.seconds() - began
         apart = _native.gradients_apart(together.values, without.values) if together.rng == without.rng else (0.0, 0.0)
         losses = together.loss, without.loss
         del together, without
         give_back_host_memory()  # a heap or pool that keeps memory would hold the copies' from now on
-        return *losses, *apart
+        return *losses, *apart, clock.seconds() - began
 
     def _acts_on_update(self, name: str) -> bool:
         return _native.acts_on_update(self._run.strategies[name].group)
