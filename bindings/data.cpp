@@ -14,6 +14,7 @@
 
 #include "bindings.h"
 #include "oxytorch/data.h"
+#include "oxytorch/data/loader_settings.h"
 #include "oxytorch/data/tensors.h"
 #include "oxytorch/error.h"
 
@@ -189,14 +190,13 @@ StagePtr function_stage(const std::string& stage_name, py::object function) {
   });
 }
 
-py::object column_to_python(const Column& column) {
+py::object column_to_python(const Column& column, const at::Tensor& whole) {
   if (column.kind == Kind::Text || column.kind == Kind::Bytes) {
     py::list texts(column.texts.size());
     for (std::size_t i = 0; i < column.texts.size(); ++i) texts[i] = text_of(column.kind, column.texts[i]);
     return texts;
   }
-  auto whole = to_tensor(column.array);
-  if (column.lengths.empty()) return py::cast(std::move(whole));
+  if (column.lengths.empty()) return py::cast(whole);
   py::list parts;
   std::int64_t at = 0;
   for (const auto length : column.lengths) {
@@ -207,7 +207,7 @@ py::object column_to_python(const Column& column) {
 }
 
 /// The next batch as a dict; None at the end of an epoch. Ctrl-C is looked for while it waits.
-py::object next_batch(Loader& loader) {
+py::object next_batch(TensorLoader& loader) {
   constexpr double kLook = 0.1;  // seconds
   for (bool ready = false; !ready;) {
     {
@@ -216,14 +216,17 @@ py::object next_batch(Loader& loader) {
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
-  std::optional<Batch> batch;
+  std::optional<TensorBatch> drawn;
   {
     const GilReleased released;
-    batch = loader.next();
+    drawn = loader.next();
   }
-  if (!batch) return py::none();
+  if (!drawn) return py::none();
   py::dict found;
-  for (const auto& column : batch->columns) found[column.name.c_str()] = column_to_python(column);
+  const auto& columns = drawn->batch.columns;
+  for (std::size_t i = 0; i < columns.size(); ++i) {
+    found[columns[i].name.c_str()] = column_to_python(columns[i], drawn->tensors[i]);
+  }
   return found;
 }
 
@@ -235,7 +238,7 @@ std::shared_ptr<Object> let_go_without_gil(Object* object) {
           }};
 }
 
-py::dict stats_of(const Loader& loader) {
+py::dict stats_of(const TensorLoader& loader) {
   const auto stats = loader.stats();
   py::dict stages;
   for (const auto& [stage, seconds] : stats.stage_seconds) stages[stage.c_str()] = seconds;
@@ -248,6 +251,10 @@ py::dict stats_of(const Loader& loader) {
   found["stage_seconds"] = stages;
   found["collate_seconds"] = stats.collate_seconds;
   found["bottleneck"] = stats.bottleneck();
+  if (stats.copied_bytes > 0) {
+    found["copied_bytes"] = stats.copied_bytes;
+    found["copy_seconds"] = stats.copy_seconds;
+  }
   if (stats.cache) found["cache"] = py::cast(*stats.cache);
   return found;
 }
@@ -620,23 +627,15 @@ void bind_loader(py::module_& m) {
           },
           py::arg("mean"), py::arg("std"), py::arg("dtype"))
       .def("set_channels_last", [](LoaderOptions& options, bool on) { options.image.channels_last = on; })
-      .def("set_on_error",
-           [](LoaderOptions& options, const std::string& policy) {
-             if (policy == "raise")
-               options.on_error = OnError::Raise;
-             else if (policy == "skip")
-               options.on_error = OnError::Skip;
-             else if (policy == "replace")
-               options.on_error = OnError::Replace;
-             else
-               throw py::value_error("on_error is '" + policy + "', expected raise, skip or replace.");
-           })
-      .def("pin_memory", [](LoaderOptions& options) {
-        options.allocate = [](std::size_t bytes) {
-          auto pinned = std::make_shared<at::Tensor>(
-              at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).pinned_memory(true)));
-          return std::shared_ptr<std::byte>(pinned, static_cast<std::byte*>(pinned->data_ptr()));
-        };
+      .def("set_on_error", [](LoaderOptions& options, const std::string& policy) {
+        if (policy == "raise")
+          options.on_error = OnError::Raise;
+        else if (policy == "skip")
+          options.on_error = OnError::Skip;
+        else if (policy == "replace")
+          options.on_error = OnError::Replace;
+        else
+          throw py::value_error("on_error is '" + policy + "', expected raise, skip or replace.");
       });
   py::class_<BatchFill>(m, "BatchFill", "Fills batches up to a limit, sample by sample.")
       .def(py::init([](std::int64_t most, bool padded, std::int64_t max_samples) {
@@ -644,24 +643,45 @@ void bind_loader(py::module_& m) {
            }),
            py::arg("most"), py::arg("padded"), py::arg("max_samples"))
       .def("add", &BatchFill::add, py::arg("size"), "Take a sample; whether it begins the next batch.");
-  py::class_<Loader, std::shared_ptr<Loader>>(m, "Loader", "Makes batches ahead with threads.")
-      .def(py::init([](std::shared_ptr<Dataset> dataset, LoaderOptions options) {
-             return let_go_without_gil(new Loader(std::move(dataset), std::move(options)));
+  py::class_<TensorLoader, std::shared_ptr<TensorLoader>>(m, "Loader", "Makes batches ahead with threads.")
+      .def(py::init([](std::shared_ptr<Dataset> dataset, LoaderOptions options, std::optional<at::Device> device) {
+             return let_go_without_gil(new TensorLoader(std::move(dataset), std::move(options), device));
            }),
-           py::arg("dataset"), py::arg("options"))
-      .def(py::init([](std::shared_ptr<Stream> stream, LoaderOptions options) {
-             return let_go_without_gil(new Loader(std::move(stream), std::move(options)));
+           py::arg("dataset"), py::arg("options"), py::arg("device"))
+      .def(py::init([](std::shared_ptr<Stream> stream, LoaderOptions options, std::optional<at::Device> device) {
+             return let_go_without_gil(new TensorLoader(std::move(stream), std::move(options), device));
            }),
-           py::arg("stream"), py::arg("options"))
-      .def_property_readonly("size", &Loader::size, "Batches in this epoch; -1 of a stream.")
+           py::arg("stream"), py::arg("options"), py::arg("device"))
+      .def_property_readonly("size", &TensorLoader::size, "Batches in this epoch; -1 of a stream.")
       .def("next", &next_batch)
-      .def("set_epoch", &Loader::set_epoch, py::arg("epoch"), release_gil())
-      .def_property_readonly("epoch", &Loader::epoch)
-      .def_property_readonly("threads", [](const Loader& loader) { return loader.options().threads; })
-      .def_property_readonly("prefetch", [](const Loader& loader) { return loader.options().prefetch; })
-      .def("state", &Loader::state)
-      .def("load_state", &Loader::load_state, py::arg("state"), release_gil())
+      .def("set_epoch", &TensorLoader::set_epoch, py::arg("epoch"), release_gil())
+      .def_property_readonly("epoch", &TensorLoader::epoch)
+      .def("change", &TensorLoader::change, py::arg("options"), release_gil(),
+           "Take threads, prefetch and cache of these options.")
+      .def_property_readonly("is_stream", &TensorLoader::is_stream)
+      .def("set_device", &TensorLoader::set_device, py::arg("device"), release_gil())
+      .def_property_readonly("device", &TensorLoader::device)
+      .def_property_readonly("is_pinned", &TensorLoader::is_pinned, "Whether batches are made in pinned memory.")
+      .def_property_readonly("is_copying", &TensorLoader::is_copying,
+                             "Whether the next batch is on its way to the device.")
+      .def_property_readonly("threads", [](const TensorLoader& loader) { return loader.options().threads; })
+      .def_property_readonly("prefetch", [](const TensorLoader& loader) { return loader.options().prefetch; })
+      .def("state", &TensorLoader::state)
+      .def("load_state", &TensorLoader::load_state, py::arg("state"), release_gil())
       .def("stats", &stats_of);
+  py::class_<LoaderSettings::Line>(m, "LoaderSettingsLine", "What became of a setting.")
+      .def_readonly("name", &LoaderSettings::Line::name)
+      .def_readonly("is_in_effect", &LoaderSettings::Line::is_in_effect)
+      .def_readonly("reason", &LoaderSettings::Line::reason)
+      .def_readonly("cost", &LoaderSettings::Line::cost);
+  py::class_<LoaderSettings, std::shared_ptr<LoaderSettings>>(m, "LoaderSettings",
+                                                              "Settings of a run, brought about on its loader.")
+      .def(py::init([](TensorLoader& loader, const PerformanceConfig& config, std::optional<at::Device> device) {
+             return let_go_without_gil(new LoaderSettings(loader, config, device));
+           }),
+           py::arg("loader"), py::arg("config"), py::arg("device"), py::keep_alive<1, 2>())
+      .def_property_readonly("lines", &LoaderSettings::lines)
+      .def("revert", &LoaderSettings::revert, release_gil());
 }
 
 }  // namespace

@@ -365,6 +365,7 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
             ("conformance", gpu.conformance),
             ("tests", gpu.tests),
             ("step-tail", gpu.step_tail),
+            ("loader", gpu.loader),
             ("accelerate", gpu.accelerate),
         )
     },

@@ -19,6 +19,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -35,6 +36,9 @@ namespace oxytorch {
 
 class MemoryManager;
 class Plan;
+namespace data {
+class TensorLoader;
+}
 
 /// How a call of `fit` ended.
 struct FitResult {
@@ -102,6 +106,8 @@ class OXY_API Trainer {
   /// begun anew. A window of batches that is unfinished at the end of an epoch is stepped with, averaged over the
   /// batches it has. Early stopping goes by what `validate` returns after each epoch, or by the mean training loss;
   /// with early_stopping_restore_best the weights of its best epoch are back at the end, unless a signal ended it.
+  /// The settings num_workers, prefetch, pin_memory and cache are of an oxytorch::data::TensorLoader, and so is the
+  /// model's device where it has none; they are taken back at the end.
   /// Where the settings do not say how long the run is, the trials go by these bounds and the size of `loader`.
   /// SIGTERM and SIGINT end it after the step in progress; the handlers of before are put back.
   template <class Loader>
@@ -113,6 +119,7 @@ class OXY_API Trainer {
       position.state = [&loader] { return loader.state(); };
       position.load = [&loader](const std::string& state) { loader.load_state(state); };
     }
+    if constexpr (std::is_base_of_v<data::TensorLoader, Loader>) position.loader = &loader;
     if constexpr (requires { loader.set_epoch(int64_t{0}); }) {
       position.set_epoch = [&loader](int64_t epoch) { loader.set_epoch(epoch); };
     }
@@ -157,6 +164,7 @@ class OXY_API Trainer {
     std::function<std::string()> state;
     std::function<void(const std::string&)> load;
     std::function<void(int64_t)> set_epoch;
+    data::TensorLoader* loader = nullptr;  // which takes settings
   };
   FitResult run_fit(const Feed& feed, const Position& position, int64_t length, int64_t epochs, int64_t max_steps,
                     const std::function<double()>& validate);

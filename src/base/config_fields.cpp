@@ -200,7 +200,7 @@ std::vector<ConfigField> make_fields() {
              "oxytorch.data.Loader. auto and keep are those of num_workers."));
   fields.push_back(choice("pin_memory", auto_on_off, "auto", "auto",
                           "Whether torch's DataLoader copies batches to pinned memory, for an accelerator. auto leaves "
-                          "it as it was made; oxytorch.data.Loader pins what goes to a GPU."));
+                          "it as it was made; oxytorch.data.Loader pins what goes to an accelerator."));
   fields.push_back(
       worded("cache", Type::Size, {"off"}, 0, 0, "off", "off",
              "Memory in which oxytorch.data.Loader keeps samples as they were read, for later epochs; auto is a "

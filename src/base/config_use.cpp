@@ -44,8 +44,9 @@ constexpr const char* kFirstThing =
     "torch takes their number once, before it has run operators beside each other. Call at::set_num_interop_threads() "
     "first thing in main(), and leave it at 'keep'.";
 constexpr const char* kLoaderOfCpp =
-    "a loader of C++ is made with it. Give it to oxytorch::data::LoaderOptions (threads, prefetch, cache).";
-constexpr std::array<const char*, kUsers> kLoader{kLoaderOfCpp, "", kLoaderOfCpp, "", "", ""};
+    "accelerate() of C++ takes no loader. Give it to oxytorch::data::LoaderOptions (threads, prefetch, cache), or to "
+    "oxytorch::Trainer.";
+constexpr std::array<const char*, kUsers> kLoader{"", "", kLoaderOfCpp, "", "", ""};
 constexpr const char* kOwnStep =
     "step= is called once a batch and does all of a step itself. Do it in there, or leave step= out and give loss_fn, "
     "so that the trainer takes the steps.";

@@ -137,9 +137,10 @@ struct Loader::Impl {
     }
     image_field = std::find(roles.begin(), roles.end(), Role::Pixels) - roles.begin();
     if (image_field == static_cast<std::int64_t>(roles.size())) image_field = -1;
-    if (!options.allocate) {
-      options.allocate = [pool = std::make_shared<BufferPool>()](std::size_t bytes) { return pool->take(bytes); };
-    }
+    options.allocate = [given = options.allocate, pool = std::make_shared<BufferPool>()](std::size_t bytes) {
+      auto memory = given ? given(bytes) : nullptr;
+      return memory ? memory : pool->take(bytes);
+    };
     workers = std::make_unique<WorkerThreads>(options.threads);
     if (dataset && dataset->remote()) io = std::make_unique<WorkerThreads>(kReadsInFlight * options.threads);
     for (const auto& stage : options.stages) stats.stage_seconds.emplace_back(stage->name(), 0.0);

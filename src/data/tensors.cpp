@@ -65,26 +65,4 @@ Tensors to_tensors(const Batch& batch) {
   return found;
 }
 
-TensorLoader::Iterator& TensorLoader::Iterator::operator++() {
-  const auto batch = loader_->next();
-  loader_->left_off_ = batch.has_value();
-  batch_ = batch ? std::optional(to_tensors(*batch)) : std::nullopt;
-  return *this;
-}
-
-TensorLoader::Iterator TensorLoader::begin() {
-  if (left_off_) set_epoch(epoch() + 1);
-  return Iterator(*this);
-}
-
-void TensorLoader::set_epoch(std::int64_t epoch) {
-  Loader::set_epoch(epoch);
-  left_off_ = false;
-}
-
-void TensorLoader::load_state(const std::string& state) {
-  Loader::load_state(state);
-  left_off_ = false;
-}
-
 }  // namespace oxytorch::data

@@ -2,17 +2,17 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <exception>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <utility>
 
+#include "data/side_stream.h"
 #include "generators/generators.h"
 #include "optim/param_state.h"
 #include "optim/torch_versions.h"
@@ -23,33 +23,25 @@ namespace oxytorch {
 namespace {
 
 // Recording needs a stream of its own. Work on it comes after what the caller's stream holds, and before what follows.
-class SideStream {
+class OnSideStream {
  public:
-  explicit SideStream(at::Device device) {
+  explicit OnSideStream(at::Device device) {
     if (device.is_cpu()) return;
-    guard_.emplace(device.type());
-    before_ = guard_->getStream(device);
-    side_ = guard_->getStreamFromGlobalPool(device);
-    order(*before_, *side_);
-    guard_->exchangeStream(*side_);
+    side_.emplace(device);
+    scope_.emplace(*side_);
   }
-  ~SideStream() {
-    if (!guard_) return;
-    guard_->exchangeStream(*before_);
-    order(*side_, *before_);
+  ~OnSideStream() {
+    if (!side_) return;
+    scope_.reset();
+    c10::Event done = side_->mark();
+    side_->follow(done);
   }
-  SideStream(const SideStream&) = delete;
-  SideStream& operator=(const SideStream&) = delete;
+  OnSideStream(const OnSideStream&) = delete;
+  OnSideStream& operator=(const OnSideStream&) = delete;
 
  private:
-  static void order(const c10::Stream& first, const c10::Stream& second) {
-    c10::Event event(first.device_type());
-    event.record(first);
-    event.block(second);
-  }
-
-  std::optional<c10::impl::VirtualGuardImpl> guard_;
-  std::optional<c10::Stream> before_, side_;
+  std::optional<detail::SideStream> side_;
+  std::optional<detail::SideStream::Scope> scope_;
 };
 
 #if OXYTORCH_TORCH_GRAPHS
@@ -245,7 +237,7 @@ struct StepGraph::Impl {
     inputs.clear();
     for (const at::Tensor& tensor : given) inputs.push_back(tensor.detach().clone());
     recorder = options.recorder ? options.recorder() : make_graph_recorder(given.front().device());
-    const SideStream side(given.front().device());
+    const OnSideStream side(given.front().device());
     recorder->begin();
     try {
       outputs = step(inputs);
@@ -396,7 +388,7 @@ std::vector<at::Tensor> StepGraph::operator()(const std::vector<at::Tensor>& inp
   if (graph.given_up) return graph.eager(inputs, graph.reason);
   if (graph.warm < graph.options.warmup) {
     ++graph.warm;
-    const SideStream side(inputs.front().device());
+    const OnSideStream side(inputs.front().device());
     return graph.eager(inputs, "warming up");
   }
   if (graph.recorder == nullptr) return graph.record_and_step(inputs);

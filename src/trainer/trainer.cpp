@@ -17,6 +17,7 @@
 #include "oxytorch/amp.h"
 #include "oxytorch/clock.h"
 #include "oxytorch/config_use.h"
+#include "oxytorch/data/loader_settings.h"
 #include "oxytorch/error.h"
 #include "oxytorch/memory/manager.h"
 #include "oxytorch/optim.h"
@@ -178,6 +179,27 @@ struct Trainer::Impl {
     return batch.map([&](const at::Tensor& tensor) { return tensor.to(device, /*non_blocking=*/true); });
   }
 
+  /// Brings about what is of the loader, for as long as what it returns lives.
+  std::unique_ptr<data::LoaderSettings> settings_on(data::TensorLoader* loader) {
+    loader_lines.clear();
+    if (loader == nullptr) {
+      for (const char* key : {"num_workers", "prefetch", "pin_memory", "cache"}) {
+        if (!is_given(config, key) || to_string(config.get(key)) == "'keep'") continue;
+        loader_lines.push_back(
+            {key, "refused", "batches do not come from an oxytorch::data::TensorLoader. Give it to what makes them."});
+      }
+      return nullptr;
+    }
+    const auto device = engine.device();
+    const auto is_there = [&](const at::Tensor& parameter) { return parameter.device() == device; };
+    const bool on_one = std::ranges::all_of(engine.model().parameters(), is_there);
+    auto made = std::make_unique<data::LoaderSettings>(*loader, config, on_one ? std::optional(device) : std::nullopt);
+    for (const auto& line : made->lines()) {
+      loader_lines.push_back({line.name, line.is_in_effect ? "on" : "refused", line.reason, line.cost});
+    }
+    return made;
+  }
+
   /// What belongs to the loop; what an optimizer of oxytorch::optim does itself is left to it.
   void set_loop() {
     const auto does = tail ? tail->tail().options() : optim::TailOptions();
@@ -224,6 +246,7 @@ struct Trainer::Impl {
     lines = decisions.lines();
     lines.push_back(nonfinite_line());
     lines.push_back(scaler_line());
+    lines.insert(lines.end(), loader_lines.begin(), loader_lines.end());
     if (memory != nullptr) lines.push_back({"memory", "on", memory->use().text() + '.'});
   }
 
@@ -252,7 +275,7 @@ struct Trainer::Impl {
   optim::TailOptimizer* tail;  // the caller's optimizer, where it is one of oxytorch::optim
   std::optional<EarlyStopping> stopping;
   MemoryManager* memory = nullptr;
-  std::vector<SettingLine> lines;
+  std::vector<SettingLine> lines, loader_lines;  // the latter of the last fit
   int64_t batch_count = 0, epoch = 0;
   bool stopping_loaded = false;
   double waited = 0;         // for batches, in fit
@@ -316,6 +339,7 @@ FitResult Trainer::run_fit(const Feed& feed, const Position& position, int64_t l
   self.decisions.steps =
       by_epochs > 0 && max_steps > 0 ? std::min(by_epochs, max_steps) : std::max(by_epochs, max_steps);
   self.restart_early_stopping();
+  const auto on_loader = self.settings_on(position.loader);
   StopSignals signals;
   ProgressLine line(self.config.word("progress"), max_steps);
   model.train();

@@ -5,12 +5,16 @@
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
+#include <thread>
 #include <vector>
 
 #include "device/remove_folder.h"
+#include "device/torch_device.h"
+#include "oxytorch/data/loader_settings.h"
 #include "oxytorch/data/tensors.h"
 #include "oxytorch/error.h"
 #include "oxytorch/trainer.h"
@@ -147,6 +151,135 @@ TEST_F(TensorLoaderTest, ASecondFitGoesOnToo) {
   whole.trainer.fit(batches, /*epochs=*/2);
   for (const int stop : {2, 6, 10}) parts.trainer.fit(same, /*epochs=*/2, stop);
   EXPECT_EQ(parts.seen, whole.seen);
+}
+
+/// The bytes of the next batch on the host; undefined at the end of an epoch.
+at::Tensor drawn(TensorLoader& loader) {
+  const auto batch = loader.next();
+  if (!batch) return {};
+  EXPECT_TRUE(batch->batch.columns[0].array.data.bytes.empty());
+  EXPECT_EQ(batch->batch.columns[0].name, "array");
+  return batch->tensors[0].cpu();
+}
+
+/// Draws until the next batch is on its way, which hangs on the loader's threads; whether it came to that.
+bool draw_until_copying(TensorLoader& loader) {
+  for (int i = 0; i < 200; ++i) {
+    if (!drawn(loader).defined()) continue;
+    if (loader.is_copying()) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return false;
+}
+
+TEST_F(TensorLoaderTest, ADeviceGetsTheBatchesOfTheHost) {
+  const at::Device device = test::test_device();
+  const LoaderOptions options{.batch_size = 5, .shuffle = true, .seed = 2};
+  TensorLoader here(open_rows(), options);
+  TensorLoader there(open_rows(), options, device);
+  EXPECT_EQ(there.device(), device);
+  EXPECT_EQ(there.is_pinned(), !device.is_cpu());
+  for (int i = 0; i < 20; ++i) {
+    ASSERT_EQ(there.state(), here.state()) << "a batch that is copied ahead was not given out yet, at draw " << i;
+    ASSERT_EQ(there.epoch(), here.epoch());
+    ASSERT_TRUE(there.wait(60) && here.wait(60));
+    const auto mine = there.next();
+    const auto theirs = here.next();
+    ASSERT_EQ(mine.has_value(), theirs.has_value());
+    if (!mine) continue;
+    ASSERT_EQ(mine->tensors[0].device(), device);
+    ASSERT_TRUE(mine->tensors[0].cpu().equal(theirs->tensors[0]));
+    ASSERT_EQ(mine->batch.samples, theirs->batch.samples);
+  }
+  const auto stats = there.stats();
+  EXPECT_EQ(stats.batches, here.stats().batches + (there.is_copying() ? 1 : 0));
+  EXPECT_EQ(here.stats().copied_bytes, 0);
+  EXPECT_EQ(stats.copied_bytes > 0, !device.is_cpu());
+  EXPECT_EQ(stats.copied_bytes % (4 * 4), 0);
+  EXPECT_LE(stats.copied_bytes, stats.samples * 4 * 4);
+  EXPECT_EQ(stats.copy_seconds > 0, !device.is_cpu());
+}
+
+TEST_F(TensorLoaderTest, ABatchThatIsCopiedAheadIsNotLost) {
+  const at::Device device = test::test_device();
+  if (device.is_cpu()) GTEST_SKIP() << "nothing is copied";
+  const LoaderOptions options{.batch_size = 2, .shuffle = true, .seed = 2, .prefetch = 4};
+  TensorLoader loader(open_rows(), options, device);
+
+  ASSERT_TRUE(draw_until_copying(loader));
+  const std::string state = loader.state();
+  const at::Tensor next = drawn(loader);
+  loader.load_state(state);
+  EXPECT_FALSE(loader.is_copying());
+  EXPECT_TRUE(drawn(loader).equal(next));
+  TensorLoader other(open_rows(), options);
+  other.load_state(state);
+  EXPECT_TRUE(drawn(other).equal(next));
+
+  ASSERT_TRUE(draw_until_copying(loader));
+  other.load_state(loader.state());
+  loader.set_device({});
+  EXPECT_FALSE(loader.is_pinned());
+  const auto on_host = loader.next();
+  ASSERT_TRUE(on_host && on_host->tensors[0].is_cpu());
+  EXPECT_TRUE(on_host->tensors[0].equal(drawn(other)));
+
+  loader.set_device(device);
+  ASSERT_TRUE(draw_until_copying(loader));
+  const auto epoch = loader.epoch();
+  loader.set_epoch(epoch);
+  other.set_epoch(epoch + 1);
+  other.set_epoch(epoch);
+  EXPECT_TRUE(drawn(loader).equal(drawn(other))) << "an epoch begun anew begins with its first batch";
+}
+
+TEST_F(TensorLoaderTest, WhatAnAheadBatchThrowsComesInItsPlace) {
+  // Rows whose third batch cannot be made.
+  class Failing final : public Stage {
+   public:
+    [[nodiscard]] std::string name() const override { return "failing"; }
+    void apply(Item& item, PhiloxStream& /*random*/) const override {
+      OXY_CHECK(item.index < 8 || item.index >= 12, InvalidArgument, "row ", item.index, " is bad.");
+    }
+  };
+  TensorLoader loader(open_rows(), {.batch_size = 4, .stages = {std::make_shared<Failing>()}, .prefetch = 4},
+                      test::test_device());
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_TRUE(drawn(loader).defined());
+  EXPECT_TRUE(drawn(loader).defined());
+  EXPECT_THROW(static_cast<void>(loader.next()), Error);
+  EXPECT_EQ(drawn(loader)[0][0].item<float>(), 12 * 4);
+}
+
+TEST_F(TensorLoaderTest, ItGoesToTheDeviceOfTheModelForAsLongAsAsked) {
+  const at::Device device = test::test_device();
+  TensorLoader loader(open_rows(), {.batch_size = 2});
+  {
+    const LoaderSettings settings(loader, PerformanceConfig("basic"), device);
+    EXPECT_EQ(loader.device().has_value(), !device.is_cpu());
+    EXPECT_EQ(settings.lines().size(), device.is_cpu() ? 0U : 1U);
+    EXPECT_EQ(loader.next()->tensors[0].device(), device);
+  }
+  EXPECT_FALSE(loader.device());
+}
+
+TEST_F(TensorLoaderTest, AChangeInTheMiddleOfAnEpochLosesNoBatch) {
+  const LoaderOptions options{.batch_size = 2, .shuffle = true, .seed = 2, .threads = 1, .prefetch = 4};
+  TensorLoader whole(open_rows(), options);
+  TensorLoader loader(open_rows(), options, test::test_device());
+  for (int i = 0; i < 30; ++i) {
+    const auto wanted = drawn(whole);
+    const auto found = drawn(loader);
+    ASSERT_EQ(found.defined(), wanted.defined()) << i;
+    ASSERT_TRUE(!wanted.defined() || found.equal(wanted)) << i;
+    auto changed = loader.asked();
+    changed.threads = 1 + i % 3;
+    changed.prefetch = 1 + i % 5;
+    changed.batch_size = 7;  // not to be changed
+    loader.change(changed);
+    ASSERT_EQ(loader.options().threads, 1 + i % 3);
+    ASSERT_EQ(loader.options().batch_size, 2);
+  }
 }
 
 TEST(Tensors, ComeFromValuesAndGoBack) {

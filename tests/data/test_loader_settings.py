@@ -80,12 +80,13 @@ def test_a_loader_of_ours_is_changed_where_it_stands(named: dict[str, Any], tmp_
     same, lines = with_settings(loader, named)
     assert same is loader and all(line.is_in_effect for line in lines)
     assert epochs(loader) == whole
-    changed = {"threads": named.get("num_workers", 2), "prefetch": named.get("prefetch", "auto")}
-    assert {name: loader._given_options[name] for name in changed} == changed
+    assert loader._native.threads == named.get("num_workers", 2)
+    assert loader._native.prefetch == named.get("prefetch", 2 + loader._native.threads // 2)
     assert ("cache" in loader.stats()) == ("cache" in named)
     for line in lines:
         line.revert()
-    assert loader._given_options == {"threads": 2, "prefetch": "auto", "cache": None}
+    assert (loader._native.threads, loader._native.prefetch) == (2, 3)
+    assert "cache" not in loader.stats()
     assert epochs(native_loader(tmp_path), 3)[14:20] == epochs(loader, 1)[:6]
 
 
@@ -131,6 +132,11 @@ def test_what_a_loader_cannot_have_is_said(loader: Any, named: dict[str, Any], r
 def test_a_loader_of_ours_needs_a_thread(tmp_path: Path) -> None:
     _, (line,) = with_settings(native_loader(tmp_path), {"num_workers": 0})
     assert not line.is_in_effect and "needs one" in line.reason
+
+
+def test_a_stream_has_no_cache() -> None:
+    _, (line,) = with_settings(ox.data.Loader(Numbers()), {"cache": "1MiB"})
+    assert not line.is_in_effect and "have no numbers" in line.reason
 
 
 @pytest.mark.parametrize(

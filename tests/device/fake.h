@@ -48,6 +48,8 @@ oxy_queue current_queue(c10::DeviceIndex index);
 void hold(c10::DeviceIndex index, const at::Tensor& tensor);
 /// Waits for the work of every stream of the device, if there is any.
 void catch_up(c10::DeviceIndex index);
+/// The same of the stream in use alone.
+void catch_up_with_stream(c10::DeviceIndex index);
 
 /// Counted by operators; read through torch.ops.oxytorch_device.
 struct Counts {

@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -206,7 +207,7 @@ void PinnedMemory::give_back(void* held) {
 struct Streams {
   std::mutex mutex;
   std::deque<backend::Queue> queues;  // by id; the first is the default stream
-  std::vector<at::Tensor> held;
+  std::vector<std::pair<c10::StreamId, at::Tensor>> held;
 };
 
 Streams& streams(c10::DeviceIndex index) {
@@ -523,15 +524,27 @@ oxy_queue current_queue(c10::DeviceIndex index) { return queue(index, streams_in
 void hold(c10::DeviceIndex index, const at::Tensor& tensor) {
   Streams& of = streams(index);
   const std::lock_guard lock(of.mutex);
-  of.held.push_back(tensor);
+  of.held.emplace_back(streams_in_use[index], tensor);
 }
 
 void catch_up(c10::DeviceIndex index) {
   devices().at(static_cast<std::size_t>(index)).synchronize();
-  std::vector<at::Tensor> done;
+  decltype(Streams::held) done;
   Streams& of = streams(index);
   const std::lock_guard lock(of.mutex);
   done.swap(of.held);
+}
+
+void catch_up_with_stream(c10::DeviceIndex index) {
+  const c10::StreamId id = streams_in_use[index];
+  queue(index, id).synchronize();
+  decltype(Streams::held) done;
+  Streams& of = streams(index);
+  const std::lock_guard lock(of.mutex);
+  const auto others =
+      std::stable_partition(of.held.begin(), of.held.end(), [&](const auto& e) { return e.first != id; });
+  std::move(others, of.held.end(), std::back_inserter(done));
+  of.held.erase(others, of.held.end());
 }
 
 Counts& counts() {

@@ -16,7 +16,8 @@
 ///   no_hooks           torch.accelerator, pinned memory and generators do not know the device
 ///   no_streams         one stream, which cannot be waited for; no events
 ///   no_events          streams without events
-///   asynchronous       copies that need not block are done later: before the next operator, or when waited for
+///   asynchronous       copies that need not block are done later: before the stream's next operator, or when waited
+///   for
 #pragma once
 
 #include <c10/core/Device.h>

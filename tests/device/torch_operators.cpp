@@ -190,9 +190,9 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const c10::Device device = (to.is_cpu() ? from : to).device();
   const bool across = !to.is_cpu() && !from.is_cpu() && from.device() != to.device();
   const bool later = non_blocking && kind().has("asynchronous");
-  if (!later && kind().has("asynchronous")) catch_up(device.index());
+  if (!later && kind().has("asynchronous")) catch_up_with_stream(device.index());
   if (across || !same_bytes(from, to)) {
-    if (later) catch_up(device.index());
+    if (later) catch_up_with_stream(device.index());
     (to.is_cpu() ? to : image_of(to)).copy_(from.is_cpu() ? from : image_of(from));
     return to;
   }
@@ -219,7 +219,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 
 at::Scalar local_scalar(const at::Tensor& self) {
   count_read();
-  if (kind().has("asynchronous")) catch_up(self.device().index());
+  if (kind().has("asynchronous")) catch_up_with_stream(self.device().index());
   return image_of(self).item();
 }
 
@@ -353,7 +353,7 @@ void play(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   count(schema, operands.program);
-  if (kind().has("asynchronous")) catch_up(here.index());
+  if (kind().has("asynchronous")) catch_up_with_stream(here.index());
   {
     const InOperator inside;
     std::optional<DeviceDraws> draws;

@@ -10,7 +10,9 @@
 #include <set>
 #include <string>
 
+#include "data/counted_samples.h"
 #include "oxytorch/config_use.h"
+#include "oxytorch/data/tensors.h"
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
 #include "oxytorch/optim.h"
@@ -24,6 +26,7 @@ namespace {
 
 using testing::ContainsRegex;
 using testing::HasSubstr;
+using testing::Not;
 using Settings = std::vector<std::pair<const char*, ConfigValue>>;
 
 struct Example {
@@ -135,6 +138,27 @@ std::string progress_of(const char* setting) {
 }
 
 // A setting: what shows that it was honoured.
+/// What a fit makes of a setting of loaders: the loader's options in the middle of it and behind it, and the lines.
+struct Fed {
+  explicit Fed(const char* key, const ConfigValue& value) {
+    Training setup({{key, value}});
+    data::TensorLoader loader(std::make_shared<data::Counting>(16), {.batch_size = 4, .threads = 1, .prefetch = 1});
+    const auto loss = loss_on<data::Tensors>([&](const data::Tensors& batch) {
+      inside = loader.options();
+      return setup.model->forward(batch.at("number").to(at::kFloat).view({-1, 1}).expand({-1, 6})).square().mean();
+    });
+    Trainer trainer(*setup.model, *setup.optimizer, loss, setup.config, {.calibrate = false});
+    EXPECT_EQ(trainer.fit(loader, /*epochs=*/2).steps, 8);
+    after = loader.options();
+    for (const auto& line : trainer.settings()) lines += line.name + " " + line.state + ": " + line.reason + '\n';
+    auto examples = data(1);
+    setup.trainer->fit(examples, /*epochs=*/1);
+    elsewhere = setup.line(key);
+  }
+  data::LoaderOptions inside, after;
+  std::string lines, elsewhere;
+};
+
 const std::map<std::string, std::function<void()>>& effects() {
   static const std::map<std::string, std::function<void()>> table{
       {"level",
@@ -412,6 +436,36 @@ const std::map<std::string, std::function<void()>>& effects() {
          Training one({{"gradient_checkpointing", std::string("1GiB")}, {"saved_tensors", std::string("file")}});
          // shown by GradientCheckpointingTest
        }},
+      {"num_workers",
+       [] {
+         const Fed fed("num_workers", int64_t{3});
+         EXPECT_EQ(fed.inside.threads, 3);
+         EXPECT_EQ(fed.after.threads, 1);
+         EXPECT_THAT(fed.lines, HasSubstr("num_workers on: threads = 3 of the loader."));
+         EXPECT_THAT(fed.elsewhere, HasSubstr("refused: batches do not come from an oxytorch::data::TensorLoader"));
+         EXPECT_THAT(Fed("num_workers", int64_t{0}).lines, HasSubstr("num_workers refused: "));
+         EXPECT_THAT(Fed("num_workers", std::string("keep")).lines, Not(HasSubstr("num_workers")));
+       }},
+      {"prefetch",
+       [] {
+         const Fed fed("prefetch", int64_t{5});
+         EXPECT_EQ(fed.inside.prefetch, 5);
+         EXPECT_EQ(fed.after.prefetch, 1);
+         EXPECT_THAT(fed.lines, HasSubstr("prefetch on: "));
+       }},
+      {"pin_memory",
+       [] {
+         EXPECT_THAT(Fed("pin_memory", std::string("on")).lines, HasSubstr("pin_memory refused: this loader pins"));
+         EXPECT_THAT(Fed("pin_memory", std::string("off")).lines, HasSubstr("pin_memory on: "));
+       }},
+      {"cache",
+       [] {
+         const Fed fed("cache", std::string("1MiB"));
+         ASSERT_NE(fed.inside.cache, nullptr);
+         EXPECT_GT(fed.inside.cache->stats().memory.hits, 0) << "the second epoch's";
+         EXPECT_EQ(fed.after.cache, nullptr);
+         EXPECT_THAT(fed.lines, HasSubstr("cache on: cache = 1MiB of the loader."));
+       }},
       {"progress",
        [] {
          EXPECT_THAT(progress_of("on"), ContainsRegex("epoch 1  step 1  loss [0-9]"));
@@ -450,8 +504,7 @@ TEST(TrainerSettingsTest, EachHasAnEffectOrIsRefusedWithASentence) {
       EXPECT_THAT(error.what(), HasSubstr(refusal(field.key, ConfigUser::CppTrainer)));
     }
   }
-  const std::set<std::string> refused{"compile", "interop_threads", "log_every",  "monitor",
-                                      "cache",   "num_workers",     "pin_memory", "prefetch"};
+  const std::set<std::string> refused{"compile", "interop_threads", "log_every", "monitor"};
   EXPECT_EQ(effects().size() + refused.size(), PerformanceConfig::fields().size());
 }
 

@@ -45,7 +45,7 @@ REFUSED = {
     "accelerate": NOT_YET | LOOP,
     "performance_optimizer": NOT_YET,
     "own_step": NOT_YET | {"accumulation_steps", "clip_value", "nonfinite", "grad_scaler"},
-    "cpp_trainer": NOT_YET | {"compile", "interop_threads"} | LOADER,
+    "cpp_trainer": NOT_YET | {"compile", "interop_threads"},
     "cpp_accelerate": NOT_YET | LOOP | {"interop_threads"} | LOADER,
 }
 
@@ -380,7 +380,7 @@ TRAINER: dict[str, Callable[..., Any]] = {
     "prefetch": lambda: fed("prefetch")[0].ahead == 3 and fed("prefetch", native=True)[1] == "on",
     "pin_memory": lambda: (
         fed("pin_memory")[1] == ("on" if torch.accelerator.is_available() else "refused")
-        and "goes to a GPU" in fed("pin_memory", native=True)[2]
+        and "goes to an accelerator" in fed("pin_memory", native=True)[2]
     ),
     "cache": lambda: fed("cache")[1] == "refused" and "cache" in fed("cache", native=True)[0],
     "deterministic": trainer_deterministic,

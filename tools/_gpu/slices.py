@@ -210,6 +210,23 @@ def tail_parts(machine: Machine) -> list[Part]:
     return [part(case) for case in TAIL_CASES]
 
 
+def loader_parts(machine: Machine) -> list[Part]:
+    """How the loader brings batches to the card."""
+    report = machine.work / "loader-copies.json"
+    words = ["python3", "bench/race/cuda/loader_copies.py", "--device", machine.device]
+    words += ["--json", str(report), "--out", str(machine.work), *(["--quick"] if machine.quick else [])]
+
+    def start(_seconds: float) -> list[str]:
+        report.unlink(missing_ok=True)
+        return machine.step(*words)
+
+    def collect(_outcome: Outcome) -> Document:
+        document = json.loads(report.read_text(encoding="utf-8"))
+        return {"step_seconds": document["step_seconds"], "figures": document["figures"]}
+
+    return [Part("copies", start, collect)]
+
+
 def accelerate_parts(machine: Machine) -> list[Part]:
     """The orchestrator's race, one workload at a time; what its compilers found is kept for the next run."""
     starts = QUICK_STARTS if machine.quick else STARTS
@@ -251,6 +268,9 @@ SLICES = (
     Slice("conformance", "the backend contract, on the card", conformance_parts, ("cuda", "cpu", "fake")),
     Slice("tests", "C++ and Python tests with OXYTORCH_DEVICE=cuda", test_parts, ("cuda", "cpu", "fake")),
     Slice("step-tail", "clip, AdamW and moving average against torch's fused, foreach, compiled", tail_parts),
+    Slice(
+        "loader", "batches of oxytorch.data.Loader copied beside steps: their rate, and what a step waits", loader_parts
+    ),
     Slice(
         "accelerate",
         "GPT, ResNet and BERT in bf16 against torch.compile, max-autotune, CUDA graphs; a workload a run",

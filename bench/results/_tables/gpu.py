@@ -94,7 +94,17 @@ def tests() -> str | None:
 
 def step_tail() -> str | None:
     """Figures and promises of the race of the step tail on the card."""
-    found = of_gpu("step_tail")
+    return figures_of("step_tail")
+
+
+def loader() -> str | None:
+    """Figures and promises of the loader's copies to the card."""
+    return figures_of("loader")
+
+
+def figures_of(which: str) -> str | None:
+    """What a slice measured, and whether it keeps what is promised."""
+    found = of_gpu(which)
     if found is None:
         return None
     line, document = found

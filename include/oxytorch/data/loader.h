@@ -78,7 +78,8 @@ struct LoaderOptions {
   std::shared_ptr<Cache> cache{};  ///< of samples as they are read
   bool strip_jpegs = false;        ///< whether the cache keeps coefficients in the place of JPEGs
   OnError on_error = OnError::Raise;
-  /// Memory for columns, aligned to 64 bytes; empty: the loader's own, which it takes again when a batch is let go.
+  /// Memory for columns, aligned to 64 bytes. Without it, and where it gives none: the loader's own, which it takes
+  /// again when a batch is let go.
   std::function<std::shared_ptr<std::byte>(std::size_t)> allocate{};
 };
 
@@ -90,6 +91,9 @@ struct LoaderStats {
   std::vector<std::pair<std::string, double>>
       stage_seconds;  ///< by stage, decoding included where the stage asked for it
   std::optional<CacheStats> cache;
+  /// To a device, beside its other work, by its own clock.
+  std::int64_t copied_bytes = 0;
+  double copy_seconds = 0;
   /// Where most of the threads' time goes: "read", "collate" or a stage's name; empty before the first batch.
   [[nodiscard]] OXY_API std::string bottleneck() const;
 };

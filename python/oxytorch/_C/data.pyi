@@ -4,6 +4,7 @@ Datasets, stages and the loader.
 
 from __future__ import annotations
 import collections.abc
+import oxytorch._C.base
 import torch
 import typing
 import typing_extensions
@@ -18,6 +19,8 @@ __all__: list[str] = [
     "Field",
     "Loader",
     "LoaderOptions",
+    "LoaderSettings",
+    "LoaderSettingsLine",
     "MegatronWriter",
     "Sampler",
     "Stage",
@@ -236,7 +239,6 @@ class LoaderOptions:
         std: typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(3)"],
         dtype: str,
     ) -> None: ...
-    def pin_memory(self) -> None: ...
     def set_batch_sizer(
         self,
         sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
@@ -310,16 +312,35 @@ class Loader:
     Makes batches ahead with threads.
     """
     @typing.overload
-    def __init__(self, dataset: Dataset, options: LoaderOptions) -> None: ...
+    def __init__(self, dataset: Dataset, options: LoaderOptions, device: torch.device | None) -> None: ...
     @typing.overload
-    def __init__(self, stream: Stream, options: LoaderOptions) -> None: ...
+    def __init__(self, stream: Stream, options: LoaderOptions, device: torch.device | None) -> None: ...
+    def change(self, options: LoaderOptions) -> None:
+        """
+        Take threads, prefetch and cache of these options.
+        """
     def load_state(self, state: str) -> None: ...
     def next(self) -> typing.Any: ...
+    def set_device(self, device: torch.device | None) -> None: ...
     def set_epoch(self, epoch: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def state(self) -> str: ...
     def stats(self) -> dict: ...
     @property
+    def device(self) -> torch.device | None: ...
+    @property
     def epoch(self) -> int: ...
+    @property
+    def is_copying(self) -> bool:
+        """
+        Whether the next batch is on its way to the device.
+        """
+    @property
+    def is_pinned(self) -> bool:
+        """
+        Whether batches are made in pinned memory.
+        """
+    @property
+    def is_stream(self) -> bool: ...
     @property
     def prefetch(self) -> int: ...
     @property
@@ -329,6 +350,30 @@ class Loader:
         """
     @property
     def threads(self) -> int: ...
+
+class LoaderSettingsLine:
+    """
+    What became of a setting.
+    """
+    @property
+    def cost(self) -> str: ...
+    @property
+    def is_in_effect(self) -> bool: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+class LoaderSettings:
+    """
+    Settings of a run, brought about on its loader.
+    """
+    def __init__(
+        self, loader: Loader, config: oxytorch._C.base.PerformanceConfig, device: torch.device | None
+    ) -> None: ...
+    def revert(self) -> None: ...
+    @property
+    def lines(self) -> list[LoaderSettingsLine]: ...
 
 def bucketed(
     lengths: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],

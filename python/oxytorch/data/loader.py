@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from .._C import data as _native
 from .batch_sizer import BatchSizer
@@ -70,7 +69,8 @@ class Loader:
     collate : callable, optional
         Takes the batch as a dict and returns what the loop is to get.
     device : torch.device, optional
-        Where batches are moved, without waiting; those for a GPU are made in pinned memory.
+        Where batches are put. They are made in pinned memory, and each is copied on a stream of its own while the step
+        on the one before it is taken. It can be set later, too, and the same batches follow.
 
     Raises
     ------
@@ -112,7 +112,6 @@ class Loader:
         native = dataset if self._source is None else self._source.native
         self._collate = collate
         self._left_off = False
-        self.device = None if device is None else torch.device(device)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         options = _native.LoaderOptions()
         options.seed = seed
@@ -160,19 +159,16 @@ class Loader:
                 )
         options.set_stages(stages)
         options.set_batch_stages(batch_stages)
-        if self.device is not None and self.device.type == "cuda":
-            options.pin_memory()
         self._options = options
         self._given_options: dict[str, Any] = {"threads": threads, "prefetch": prefetch, "cache": cache}
-        self._native_dataset = native
-        self._native: _native.Loader = _native.Loader(native, options)
+        place = None if device is None else torch.device(device)
+        self._native: _native.Loader = _native.Loader(native, options, place)
 
     def __iter__(self) -> Iterator[Any]:
         if self._left_off:  # by a loop that ended early
             self._native.set_epoch(self.epoch + 1)
         self._left_off = True
-        while (batch := self._native.next()) is not None:
-            yield self._given(batch)
+        yield from map(self._given, iter(self._native.next, None))  # holds no batch while the next one is made
         self._left_off = False
 
     def __len__(self) -> int:
@@ -189,11 +185,6 @@ class Loader:
 
     def _given(self, columns: dict[str, Any]) -> Any:
         batch = columns if self._source is None else self._source.batch(columns)
-        if self.device is not None:
-            device = self.device
-            batch = tree_map(
-                lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
-            )
         return batch if self._collate is None else self._collate(batch)
 
     def change(self, **options: Any) -> Any:
@@ -211,17 +202,29 @@ class Loader:
         """
         if unknown := sorted(options.keys() - self._given_options.keys()):
             raise TypeError(f"a loader has no {unknown[0]!r} to change, only {', '.join(self._given_options)}.")
-        state = self._native.state()
         changed = {**self._given_options, **options}
         self._options.threads = _number(changed["threads"], "threads")
         self._options.prefetch = _number(changed["prefetch"], "prefetch")
         if "cache" in options:
             _set_cache(self._options, changed["cache"])
-        self._native = _native.Loader(self._native_dataset, self._options)
-        self._native.load_state(state)
+        self._native.change(self._options)
         before = tuple(self._given_options[name] for name in options)
         self._given_options = changed
         return before if len(before) > 1 else before[0]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where batches are put; None: they stay in the host's memory."""
+        return self._native.device
+
+    @device.setter
+    def device(self, device: torch.device | str | None) -> None:
+        self._native.set_device(None if device is None else torch.device(device))
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether batches are made in memory that the device copies from at full speed."""
+        return self._native.is_pinned
 
     @property
     def epoch(self) -> int:
@@ -253,7 +256,10 @@ class Loader:
         self._left_off = False
 
     def stats(self) -> dict[str, Any]:
-        """Return where time goes: seconds of all threads by stage, what the loop waited, hits of the cache."""
+        """Return where time goes: seconds of all threads by stage, what the loop waited, hits of the cache.
+
+        Of a loader with a device also ``copied_bytes`` and ``copy_seconds``, by the device's clock.
+        """
         return self._native.stats()
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from .._C import data as _native
+from ..config import PerformanceConfig
 from .loader import Loader
 from .rebuilt_loader import LoaderSetting, RebuiltLoader
 
@@ -40,7 +42,9 @@ class LoaderLine:
     revert: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
-def with_settings(loader: Any, named: Mapping[str, Any]) -> tuple[Iterable[Any], list[LoaderLine]]:
+def with_settings(
+    loader: Any, named: Mapping[str, Any], device: torch.device | None = None
+) -> tuple[Iterable[Any], list[LoaderLine]]:
     """Return a loader of the same batches in the same order, with settings that a configuration names.
 
     Parameters
@@ -50,6 +54,8 @@ def with_settings(loader: Any, named: Mapping[str, Any]) -> tuple[Iterable[Any],
         data set and generator. Others, such as a list, are returned as they are.
     named : mapping
         Of the keys of `LOADER_SETTINGS`; "auto" and what leaves a loader as it was made may be among the values.
+    device : torch.device, optional
+        Of the model. An `oxytorch.data.Loader` that was given none puts its batches there.
 
     Returns
     -------
@@ -59,31 +65,16 @@ def with_settings(loader: Any, named: Mapping[str, Any]) -> tuple[Iterable[Any],
     wanted = {key: named[key] for key, off in LOADER_SETTINGS.items() if named.get(key, off) not in (off, "auto")}
     if named.get("cache") == "auto":
         wanted["cache"] = "auto"
+    if isinstance(loader, Loader):
+        settings = _native.LoaderSettings(loader._native, PerformanceConfig(**wanted)._native, device)
+        told = settings.lines
+        return loader, [LoaderLine(t.name, t.is_in_effect, t.reason, t.cost, settings.revert) for t in told]
     if not wanted:
         return loader, []
-    if isinstance(loader, Loader):
-        return loader, [_of_loader(loader, key, value) for key, value in wanted.items()]
     if type(loader) in (DataLoader, RebuiltLoader):  # what a subclass does besides cannot be made anew
         return _of_torch(loader, wanted)
     words = f"batches come from a {type(loader).__name__}, not from a torch DataLoader or an oxytorch.data.Loader."
     return loader, [LoaderLine(key, False, words) for key in wanted]
-
-
-def _of_loader(loader: Loader, key: str, value: Any) -> LoaderLine:
-    if key == "pin_memory":
-        pins = loader.device is not None and loader.device.type == "cuda"
-        words = "an oxytorch.data.Loader with device= pins what goes to a GPU, and nothing else."
-        return LoaderLine(key, pins == (value == "on"), words)
-    option = "threads" if key == "num_workers" else key
-    if option == "threads" and value == 0:
-        return LoaderLine(key, False, "an oxytorch.data.Loader makes batches with threads, of which it needs one.")
-    before = loader.change(**{option: value})
-    cost = "samples as they were read stay in memory." if key == "cache" else ""
-    return LoaderLine(key, True, f"{option} = {value} of the loader.", cost, lambda: _put_back(loader, option, before))
-
-
-def _put_back(loader: Loader, option: str, before: Any) -> None:
-    loader.change(**{option: before})
 
 
 def _of_torch(loader: DataLoader[Any], wanted: Mapping[str, Any]) -> tuple[Iterable[Any], list[LoaderLine]]:

@@ -86,7 +86,8 @@ class Decisions:
 
     def feed(self, loader: Any) -> Any:
         """Return what to draw a loader's batches from, as the settings and the plan have it."""
-        made = self.asked.feed(loader)
+        on_one = len({p.device for p in self.run.params}) == 1  # else the model knows by itself
+        made = self.asked.feed(loader, self.run.device if on_one else None)
         return self.run.data if made is self.run.given_data and made is not None else made
 
     @property

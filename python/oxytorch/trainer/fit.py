@@ -249,7 +249,9 @@ def run_fit(
             seen = 0
             iterator = _start_epoch(trainer, loader)
             ended = True
+            batch: Any = None
             while True:
+                batch = None  # its memory may serve the next one
                 waiting = time.perf_counter()
                 try:
                     batch = next(iterator)

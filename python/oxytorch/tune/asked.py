@@ -18,6 +18,8 @@ from .checkpointing import Checkpointing
 from .strategy import Strategy, offer
 
 if TYPE_CHECKING:
+    import torch
+
     from .run import Run
 
 __all__ = ["Asked", "named_by_user", "put"]
@@ -132,12 +134,15 @@ class Asked:
             self.revert()
             raise
 
-    def feed(self, data: Any) -> Any:
-        """Return a loader of the same batches with what the settings name of one; the same each time."""
+    def feed(self, data: Any, device: torch.device | None = None) -> Any:
+        """Return a loader of the same batches with what the settings name of one; the same each time.
+
+        Where a device is given, an `oxytorch.data.Loader` that has none puts its batches there.
+        """
         for given, made in self._fed:
             if data is given or data is made:
                 return made
-        made, lines = with_settings(data, {key: getattr(self.settings, key) for key in LOADER_SETTINGS})
+        made, lines = with_settings(data, {key: getattr(self.settings, key) for key in LOADER_SETTINGS}, device)
         self.host = [one for one in self.host if one.name not in {line.name for line in lines}]
         for line in lines:
             self._add(line)
