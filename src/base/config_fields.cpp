@@ -189,11 +189,11 @@ std::vector<ConfigField> make_fields() {
       choice("saved_tensors", {"lossless", "bf16", "int8", "file"}, "lossless", "lossless",
              "How gradient_checkpointing may pack what blocks keep for backward: always masks as bits and integers as "
              "narrow as they fit; with bf16 and int8 also rounded, with file also written to TMPDIR in each step."));
-  fields.push_back(
-      worded("num_workers", Type::Integer, {"auto", "keep"}, 0, 4096, "auto", "auto",
-             "What draws batches: processes of torch's DataLoader, threads of oxytorch.data.Loader. auto lets "
-             "accelerate() and PerformanceOptimizer try more and keep what pays, with the same batches in the "
-             "same order; a Trainer leaves a loader as it was made, and so does keep."));
+  fields.push_back(worded(
+      "num_workers", Type::Integer, {"auto", "keep"}, 0, 4096, "auto", "auto",
+      "What draws batches: processes of torch's DataLoader, threads of oxytorch.data.Loader. auto lets "
+      "accelerate(), PerformanceOptimizer and, in a run of 1,000 steps or more, Trainer.fit try more and keep what "
+      "pays, with the same batches in the same order; keep leaves a loader as it was made."));
   fields.push_back(
       worded("prefetch", Type::Integer, {"auto", "keep"}, 1, 4096, "auto", "auto",
              "Batches drawn ahead: by each worker of torch's DataLoader, by a thread where it has none, or by "

@@ -661,7 +661,11 @@ PairedTestOptions Search::conclusion() const {
   const SearchOptions& options = impl_->options;
   auto paired_test = PairedTestOptions::conclusion(options.seed + 1);
   if (options.total_seconds <= 0) return paired_test;
-  const double least = std::max(kPolicy.one_trial_seconds, 0.5 * options.conclude_steps * impl_->step_seconds);
+  // Trials have shown a gain: a conclusion that time cuts short would throw it away.
+  const double saved =
+      static_cast<double>(options.steps_planned) * std::max(0.0, options.step_seconds - impl_->step_seconds);
+  const double least = std::max({kPolicy.one_trial_seconds, 0.5 * options.conclude_steps * impl_->step_seconds,
+                                 kPolicy.concluding_share * saved});
   paired_test.most_seconds = std::max(options.total_seconds - impl_->used, least);
   return paired_test;
 }

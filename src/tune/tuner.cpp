@@ -46,6 +46,11 @@ void set_status(Certificate& certificate, const std::string& name, Status status
   }
 }
 
+/// What a loop is likely to gain where batches are drawn beside its steps: most of the shorter of the two is hidden.
+double drawn_beside(double fetch_share) {
+  return 1 / (1 - kPolicy.hidden_share * std::min(fetch_share, 1 - fetch_share));
+}
+
 }  // namespace
 
 std::string utc_now() {
@@ -215,8 +220,7 @@ struct Tuner::Impl {
       one.part_of = offered_of(traits.part_of);
       one.renewed_by = offered_of(traits.renewed_by);
       one.max_speedup = traits.group == "host_memory" ? std::min(traits.max_speedup, in_faults) : traits.max_speedup;
-      // Of what drawing takes, half may be hidden behind the step.
-      one.expected_speedup = traits.feeds ? 1 / (1 - timing.fetch_share() / 2) : traits.expected_speedup;
+      one.expected_speedup = traits.feeds ? drawn_beside(timing.fetch_share()) : traits.expected_speedup;
       one.update_speedup = updates[name];
       one.update_proven = name == proven;
       if (!skipped.contains(name)) {

@@ -11,9 +11,12 @@ import oxytorch as ox
 import pytest
 import torch
 from oxytorch import _C
+from oxytorch.data.ahead import Prefetched
+from oxytorch.trainer import decisions
 from oxytorch.tune import Run, Strategy
 from planted import Clock, Net, batches, clock, drifting, fingerprint, made, only, same, useless
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 pytestmark = pytest.mark.cpu_only("plants times")
 __all__ = ["clock"]
@@ -227,6 +230,107 @@ def test_fit_tells_how_long_the_run_is(clock: Clock) -> None:
         one = trainer(clock)
         one.fit(batches(3), epochs=2, progress=False)
         assert one._decisions.plan.certificate.steps_planned == 6
+
+
+LONG: dict[str, Any] = {"tune_seconds": 60.0, "steps_planned": 10_000}
+
+
+def feeding(clock: Clock, name: str) -> type[Strategy]:
+    """A strategy that draws the same batches in another way, which makes a step cheaper."""
+    cheaper = made(clock, "slow", 0.002)
+
+    class Feed(cheaper):  # type: ignore[valid-type,misc]
+        feeds, group = True, "feed"
+
+        def apply(self, run: Run) -> None:
+            super().apply(run)
+            run.data = Prefetched(run.given_data)
+
+        def revert(self, run: Run) -> None:
+            super().revert(run)
+            run.data = run.given_data
+
+    Feed.name = name
+    return Feed
+
+
+def rows(**options: Any) -> DataLoader[Any]:
+    x, y = (torch.cat(parts) for parts in zip(*batches(8), strict=True))
+    return DataLoader(TensorDataset(x, y), 5, generator=torch.Generator().manual_seed(1), **options)
+
+
+def fitted(one: ox.Trainer, data: Any, **bounds: Any) -> list[Any]:
+    torch.manual_seed(4)
+    one.fit(data, progress=False, **bounds)
+    return fingerprint(one.model, one.optimizer)[:1]
+
+
+@pytest.mark.parametrize("name", ["prefetch", "loader_workers"])
+def test_fit_finds_how_to_draw_from_its_loader(name: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = {"prefetch": "prefetch", "loader_workers": "num_workers"}[name]
+    with only(feeding(clock, name)):
+        few = trainer(clock)
+        whole = fitted(few, rows(shuffle=True), epochs=2)
+        assert few._run.data is None, "a run of 16 steps does not repay trials of its loader"
+        monkeypatch.setattr(decisions, "_LEAST_STEPS_OF_LOADER", 16)
+        data = rows(shuffle=True)
+        one = trainer(clock, **LONG)
+        assert same(fitted(one, data, epochs=2), whole)
+        assert isinstance(one._run.data, Prefetched)
+        assert clock.cost["slow"] == 0.002
+        assert one.report()[setting].state == "on"
+        assert one.state_dict()["decisions"] == {"active": [name]}
+        one.revert()
+        assert one._run.data is data
+
+
+@pytest.mark.parametrize("stop", [3, 8, 11])
+def test_a_continued_run_draws_as_before_without_a_trial(
+    stop: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decisions, "_LEAST_STEPS_OF_LOADER", 1)
+    with only(feeding(clock, "prefetch")):
+        whole = fitted(trainer(clock, **LONG), rows(shuffle=True), epochs=2)
+        clock.cost["slow"] = 0.01
+        first = trainer(clock, **LONG)
+        fitted(first, rows(shuffle=True), epochs=2, max_steps=stop)
+        state = copy.deepcopy(first.state_dict())
+        first.revert()
+        second = trainer(clock, **LONG)
+        second.load_state_dict(state)
+        assert second.state_dict()["decisions"] == {"active": ["prefetch"]}, "also before it has its loader again"
+        calls = second.model.calls
+        second.fit(rows(shuffle=True), epochs=2, progress=False)
+        assert same(fingerprint(second.model, second.optimizer)[:1], whole)
+        assert second.model.calls == calls + 16 - stop
+        assert isinstance(second._run.data, Prefetched)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [lambda: rows(num_workers=1), lambda: batches(8), lambda: DataLoader(Counted(), None)],
+    ids=["workers", "list", "stream"],
+)
+def test_other_loaders_are_not_drawn_from_before_their_time(
+    data: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decisions, "_LEAST_STEPS_OF_LOADER", 1)
+    Counted.starts = 0
+    with only(feeding(clock, "prefetch")):
+        one = trainer(clock)
+        one.fit(data(), max_steps=2, progress=False)
+        assert one._run.data is None
+    assert Counted.starts <= 1
+
+
+class Counted(IterableDataset[Any]):
+    """A stream that cannot be begun anew."""
+
+    starts = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        Counted.starts += 1
+        return iter(batches(8))
 
 
 def test_what_the_users_loss_throws_comes_through_and_the_next_step_decides(clock: Clock) -> None:

@@ -532,6 +532,19 @@ TEST(Search, EverythingTogetherHasABound) {
   EXPECT_FALSE(charged.ask().has_value());
 }
 
+TEST(Search, WhatIsFoundIsMeasuredAsLongAsATenthOfItsSaving) {
+  // Half of each of 3,600 steps of 14 ms is saved; verifying has taken all of the seconds there were.
+  const auto seconds_to_conclude = [](double factor) {
+    auto options = SearchOptions::for_run(3600, 0.014, 0, 1);
+    Search search({{.name = "prefetch", .expected_speedup = 1.6}}, options);
+    explore(search, {.seconds = [=](const Names& on) { return on.empty() ? 0.014 : 0.014 * factor; }, .noise = 0});
+    search.charge(options.total_seconds);
+    return search.conclusion().most_seconds;
+  };
+  EXPECT_NEAR(seconds_to_conclude(0.5), 0.1 * 3600 * 0.007, 0.1);
+  EXPECT_LT(seconds_to_conclude(0.97), 0.5) << "of which little is saved";
+}
+
 TEST(Search, ChoosesNoThreadsBesideOtherPrograms) {
   for (const bool disturbed : {false, true}) {
     Search search({{.name = "one_thread", .group = "threads"}, {.name = "pool"}}, {.step_seconds = 1});

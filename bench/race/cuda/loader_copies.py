@@ -1,14 +1,14 @@
 """Measures how `oxytorch.data.Loader` brings batches to a device: the rate, what a step waits, pinned memory.
 
-Steps of a fixed length on batches of a file that is in memory: with the batch already there, with `device=` of the loader,
-with a copy in the loop, and by torch's DataLoader with workers and pinned memory. They take turns in a random order each
-round; a step is timed by the device's own events, over an epoch.
+Steps of a fixed length on batches of a file that is in memory: with the batch already there, with `device=` of the
+loader, with a copy in the loop, and by torch's DataLoader with workers and pinned memory. They take turns in a random
+order each round; a step is timed by the device's own events, over an epoch.
 
     python bench/race/cuda/loader_copies.py [--device cuda] [--seconds 30] [--quick] [--json PATH] [--out FOLDER]
 
 `--device cpu --quick` runs the same code, to see that it works. Prints the figures and whether each promise is met, and
-writes bench/report/loader_copies.{json,html}. The exit status is 0 whether or not promises are met, and 2 where there is
-no such device.
+writes bench/report/loader_copies.{json,html}. The exit status is 0 whether or not promises are met, and 2 where there
+is no such device.
 """
 
 from __future__ import annotations

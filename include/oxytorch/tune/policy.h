@@ -12,6 +12,7 @@ struct Policy {
   double short_run_trials = 0.02;    ///< of the steps of a short run, for trials
   double short_run_repay = 0.03;     ///< of its steps, in which what was spent is to be repaid
   double conclude_steps = 50;        ///< that verifying and measuring what is kept usually takes
+  double concluding_share = 0.1;     ///< of what would be saved in the planned run, for measuring it at the end
   double total_share = 0.15;         ///< of the planned run, for everything
   double least_total_seconds = 6;    ///< for everything, by accelerate()
   double least_trainer_seconds = 1;  ///< for everything, by a trainer at its first batch
@@ -38,6 +39,7 @@ struct Policy {
   double known_lead = 0.3;              ///< ranking bonus for gains that were measured before
   double clearly_faster = 1.1;          ///< by which an update leads by itself: inside of a step, caches differ
   double usual_optimizer_share = 0.15;  ///< of a step, where a strategy for optimizers has its expected speedup
+  double hidden_share = 0.8;            ///< of drawing a batch and of a step, whichever is shorter, beside the other
   double likely_share = 0.25;           ///< of the run, in which a likely gain is to repay a one-off cost
   double speaks_for = 1.1;              ///< a gain from which others of its group with one-off costs are tried too
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, IterableDataset
 
 from .. import _C
 from .._C import tune as _native
 from ..amp import hardware_support
 from ..base import log
 from ..config import PerformanceConfig
-from ..data.batches import copied
+from ..data.batches import copied, visit
 from ..optim.tail import TailOptimizer
 from ..report import SettingLine
 from ..step import is_closure
@@ -28,8 +29,11 @@ __all__ = ["Decisions"]
 
 # Made active once tuning is over: the verifier's references are the optimizer as given and code that is not compiled.
 _LATE = ("optimizer", "compile")
+# Steps of a run from which on its loader is tried: trials draw some fifty batches.
+_LEAST_STEPS_OF_LOADER = 1000
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LINES = ("allocator", "threads", "flush_denormals", "precision", "channels_last", "attention")
+_OF_LOADER = ("num_workers", "prefetch")
 # Strategies by what states of earlier versions say of a setting.
 _EARLIER = {
     ("precision", "bf16"): "bf16_autocast",
@@ -70,6 +74,7 @@ class Decisions:
         self._fits_memory = plan is None and _C.base.checkpointing_of(config._native) != "off"
         self._why = 'on "auto", and nothing of it was tried.' if plan else "it is decided at the first batch."
         self._not_resumed: list[str] = []
+        self._awaits_loader: list[str] = []  # what a run that is continued had found for its loader
         if plan is None:
             self.asked = Asked(config, run.strategies, by_trainer=True)
             plan = untuned(run, config, self.asked)
@@ -89,6 +94,32 @@ class Decisions:
         on_one = len({p.device for p in self.run.params}) == 1  # else the model knows by itself
         made = self.asked.feed(loader, self.run.device if on_one else None)
         return self.run.data if made is self.run.given_data and made is not None else made
+
+    def tune_loader(self, loader: Any, begin: Callable[[Any], None]) -> Any:
+        """Return what to draw batches from in a run of `steps`: the same ones, in a way that the tuner found to pay.
+
+        Where nothing is decided yet, `begin` is given a first batch, of which no trace stays. Only a torch DataLoader
+        without workers over a data set with numbers is drawn from before its epoch begins.
+        """
+        run = self.run
+        feeds = [name for name, cls in run.strategies.items() if cls.feeds and name not in self.asked.skipped]
+        left = type(loader) is not DataLoader or loader.num_workers > 0 or isinstance(loader.dataset, IterableDataset)
+        if left or not feeds:
+            return loader
+        if self._awaits_loader:
+            run.data = run.given_data = loader
+            self._not_resumed += [why for name in self._awaits_loader if (why := put(run, name))]
+            self._awaits_loader.clear()
+            return run.data
+        if self.are_made or not self._calibrate or (self.steps or 0) < _LEAST_STEPS_OF_LOADER:
+            return loader
+        with visit(loader, run.params):
+            batch = run.place(next(iter(loader), None))
+        if batch is None or self._hindrance(batch):
+            return loader
+        run.data = run.given_data = loader
+        begin(batch)
+        return run.data
 
     @property
     def await_batch(self) -> bool:
@@ -191,7 +222,7 @@ class Decisions:
 
     def state(self) -> dict[str, Any]:
         """What was decided, for a continued run to use again."""
-        return {"active": list(self.plan.found)}
+        return {"active": [*self.plan.found, *self._awaits_loader]}
 
     @contextmanager
     def loading(self, state: Mapping[str, Any]) -> Iterator[None]:
@@ -214,7 +245,10 @@ class Decisions:
             found = [_EARLIER[setting] for setting in state.items() if setting in _EARLIER]
             if self._config.step_tail == "auto":
                 found.append("step_tail")
-        self._not_resumed = [why for name in found if name not in named and (why := put(self.run, name))]
+        later = [name for name in found if name in self.run.strategies and self.run.strategies[name].feeds]
+        self._awaits_loader = [name for name in later if name not in named]
+        now = [name for name in found if name not in named and name not in later]
+        self._not_resumed = [why for name in now if (why := put(self.run, name))]
         self._why = "the run that is continued here had none of it."
         self.are_made = True
 
@@ -232,6 +266,8 @@ class Decisions:
         lines = [host.pop(key) if key in host else SettingLine(*made_of.of(key)) for key in _LINES]
         if self._config.compile != "off" or self.run.fallbacks:
             lines.append(SettingLine(*made_of.of("compile")))
+        if self.run.given_data is not None:  # how batches are drawn was tried
+            lines += [SettingLine(*made_of.of(key)) for key in _OF_LOADER if key not in host]
         lines += [*self._of_the_optimizer(made_of), *host.values()]
         lines += [SettingLine(*parts) for parts in made_of.beside_settings()]
         lines += [SettingLine("decisions", "refused", why) for why in self._not_resumed]

@@ -240,6 +240,7 @@ def run_fit(
     loader = trainer._decisions.feed(loader)
     planned = _planned(loader, epochs, max_steps, trainer.settings.accumulate)
     trainer._decisions.steps = planned
+    loader = trainer._decisions.tune_loader(loader, trainer._begin)
     for listener in listeners:
         listener.on_fit_start(trainer)
     with trainer._drawing_from(loader), _Signals() as signals, _Bar(_shows_bar(trainer, progress), planned) as bar:

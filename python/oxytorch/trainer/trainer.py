@@ -170,6 +170,7 @@ class Trainer:
             plan.asked.fit_memory(self._run)  # with the gradients of earlier batches
         if plan is None:
             self._run.keeps_gradients = False
+            self._run.place = self._here
             with self._decisions.asked.applied():
                 self._decisions.activate_named()
 
@@ -252,9 +253,7 @@ class Trainer:
             )
         batch = self._here(batch)
         if self._decisions.await_batch:
-            before = self._skipped_by_guard()
-            self._decisions.begin(batch)
-            self._run.skipped -= self._skipped_by_guard() - before  # in trials
+            self._begin(batch)
         if self.monitor is None:
             return self._take(batch)
         with self.monitor.step(samples=_samples(batch)):
@@ -262,6 +261,12 @@ class Trainer:
                 self.monitor.scalar("data_wait_seconds", self._waited)
                 self._waited = None
             return self._take(batch)
+
+    def _begin(self, batch: Any) -> None:
+        """Let the first batch decide what is on "auto"."""
+        before = self._skipped_by_guard()
+        self._decisions.begin(batch)
+        self._run.skipped -= self._skipped_by_guard() - before  # in trials
 
     def _take(self, batch: Any) -> torch.Tensor:
         if not all(map(is_, map(getitem, self._owners, self._keys), self._watched)):

@@ -27,6 +27,10 @@ __all__ = ["Run", "plain_step", "told"]
 _LONGEST = 200  # characters of what an exception says
 
 
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 class Run(TrainingStep):
     """What a strategy gets: the user's objects, one whole training step, and the places where it may be changed.
 
@@ -66,6 +70,8 @@ class Run(TrainingStep):
         Takes a whole step in place of the eager one; for strategies with ``needs_loop``.
     given_data : iterable, optional
         What `data` was before any strategy.
+    place : callable
+        Takes a batch as it is drawn and returns it where a step wants it.
     required : tuple of str
         Strategies that the user's settings ask for: `set_active` leaves them active.
     tail_options : mapping
@@ -109,6 +115,7 @@ class Run(TrainingStep):
         self.data = data
         self.given_data = data
         self.fetch_share = 0.0
+        self.place: Callable[[Any], Any] = _as_it_is
         self.required: tuple[str, ...] = ()
         self.tail_options: Mapping[str, Any] = {}
         self.asked: Mapping[str, Any] = {}

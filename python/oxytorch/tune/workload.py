@@ -220,7 +220,7 @@ class RunWorkload(_native.Workload):
                 except StopIteration:
                     break
                 seconds.append(clock.seconds() - began)
-                run.step_of_window(batch)
+                run.step_of_window(run.place(batch))
                 run.synchronize()
             stop_drawing(batches)
         fetching = median(seconds[1:] or [0.0])  # the first starts workers
@@ -244,10 +244,10 @@ class RunWorkload(_native.Workload):
         data: Any = self.run.data
         _, batches = self._drawn.setdefault(id(data), (data, iter(())))
         try:
-            return next(batches)
+            return self.run.place(next(batches))
         except StopIteration:  # an epoch's end
             self._drawn[id(data)] = (data, iter(data))
-            return next(self._drawn[id(data)][1])
+            return self.run.place(next(self._drawn[id(data)][1]))
 
     # -- numbers -------------------------------------------------------------------------------------------------
 
