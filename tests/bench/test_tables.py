@@ -172,6 +172,7 @@ def gpu_documents() -> dict[str, dict[str, object]]:
             "Python 1 of 6": {"problem": "it did not finish in 520 s"},
         },
         "step_tail": {"large": {"figures": [figure]}, "waits": {"figures": [waits]}},
+        "loader": {"copies": {"figures": [waits]}},
         "accelerate": {"gpt": {"document": {"workloads": {"gpt": raced}}, "starts": 2}},
     }
     head = {"machine": CARD, "command": "make gpu", "complete": False}
@@ -208,6 +209,7 @@ def test_the_page_of_the_gpu_shows_figures_and_failures(
     assert "| C++ | 300 | 1 | 4 |" in tests and "- a::b: 1 != 2" in tests and "did not finish" in tests
     tail = tables.gpu.step_tail()
     assert "| large: torch fused, over ours | 1.5 |  |  |" in tail and "| waits | no trace | <= 0 | absent |" in tail
+    assert "| waits | no trace | <= 0 | absent |" in tables.gpu.loader()
     race = tables.gpu.accelerate()
     missing = "not measured | "
     assert f"| GPT-2 small | 400 ms | 2 | {missing * 3}4 | {missing * 2}8 | {missing}" in race
