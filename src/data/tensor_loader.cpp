@@ -119,11 +119,15 @@ struct TensorLoader::Impl {
     const bool on_host = !to || to->is_cpu();
     if (!on_host && !to->has_index()) to = c10::impl::VirtualGuardImpl(to->type()).getDevice();
     if (to == device) return;
-    if (ahead) load_state(std::string(ahead->state));
+    if (ahead) take_back(*ahead);
     device = to;
     side = on_host ? nullptr : side_stream_of(*device);
     *pins = !on_host && has_pinned_memory(*device);
+    if (ahead) ahead->is_placed = is_placed(*ahead);
   }
+
+  /// Whether it is where it is wanted before anything is done.
+  [[nodiscard]] bool is_placed(const Drawn& drawn) const { return !drawn.batch || !device || device->is_cpu(); }
 
   Drawn draw() {
     Drawn drawn{loader->state(), loader->epoch(), {}, {}, false, {}};
@@ -132,7 +136,7 @@ struct TensorLoader::Impl {
     } catch (...) {
       drawn.error = std::current_exception();
     }
-    drawn.is_placed = !drawn.batch || !device || device->is_cpu();
+    drawn.is_placed = is_placed(drawn);
     return drawn;
   }
 
@@ -169,13 +173,27 @@ struct TensorLoader::Impl {
     drawn.copying.reset();
   }
 
+  /// Has a batch that was to be on a device in the host's memory again.
+  void take_back(Drawn& drawn) {
+    if (!drawn.copying) return;
+    drawn.batch->tensors = drawn.copying->source;
+    settle(drawn);
+  }
+
   /// Lets go of the host's side of copies that are done, and counts them.
   void release() {
     for (; !copying.empty() && copying.front().done.query(); copying.pop_front()) {
       const auto& copy = copying.front();
-      for (const auto& tensor : copy.source)
-        copied_bytes += tensor.defined() ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
-      copy_seconds += copy.begun.elapsedTime(copy.done) / 1e3;
+      if (!is_timed) continue;
+      try {
+        copy_seconds = copy_seconds + copy.begun.elapsedTime(copy.done) / 1e3;
+      } catch (const c10::Error&) {
+        is_timed = false;  // torch has no question for it
+        continue;
+      }
+      for (const auto& tensor : copy.source) {
+        if (tensor.defined()) copied_bytes += static_cast<std::int64_t>(tensor.nbytes());
+      }
     }
   }
 
@@ -219,9 +237,10 @@ struct TensorLoader::Impl {
   std::optional<at::Device> device;
   std::unique_ptr<detail::SideStream> side;
   std::optional<Drawn> ahead;
-  std::deque<Copying> copying;  // of batches that were given out
-  std::int64_t copied_bytes = 0;
-  double copy_seconds = 0;
+  std::deque<Copying> copying;                // of batches that were given out
+  bool is_timed = true;                       // the device's events tell seconds
+  std::atomic<std::int64_t> copied_bytes{0};  // any thread may ask for statistics
+  std::atomic<double> copy_seconds{0};
   bool left_off = false;  // a loop ended before its epoch did
   const pid_t maker = ::getpid();
 };
@@ -276,7 +295,6 @@ void TensorLoader::load_state(const std::string& state) {
   impl_->left_off = false;
 }
 LoaderStats TensorLoader::stats() const {
-  impl_->release();
   auto stats = impl_->loader->stats();
   stats.copied_bytes = impl_->copied_bytes;
   stats.copy_seconds = impl_->copy_seconds;

@@ -91,7 +91,7 @@ struct LoaderStats {
   std::vector<std::pair<std::string, double>>
       stage_seconds;  ///< by stage, decoding included where the stage asked for it
   std::optional<CacheStats> cache;
-  /// To a device, beside its other work, by its own clock.
+  /// Copies to a device that were done when next() was called last, by the device's clock; 0 where it tells no time.
   std::int64_t copied_bytes = 0;
   double copy_seconds = 0;
   /// Where most of the threads' time goes: "read", "collate" or a stage's name; empty before the first batch.
