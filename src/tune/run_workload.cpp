@@ -119,16 +119,6 @@ Ruling RunWorkload::verify(Kind kind, bool glance) {
   return verifier->check(kind);
 }
 
-PeakBytes::PeakBytes(const Run& run) {
-  if (!run.device().is_cpu() || !memory::can_count()) return;
-  held_ = run.held_bytes(run.batches().front());
-  meter_.emplace();
-}
-
-std::optional<std::int64_t> PeakBytes::so_far() const {
-  return meter_ ? std::optional(held_ + meter_->peak_bytes()) : std::nullopt;
-}
-
 std::optional<std::int64_t> RunWorkload::step_bytes() {
   if (!run_.device().is_cpu() || !memory::can_count()) return std::nullopt;
   const auto& batch = run_.batches().front();

@@ -31,30 +31,6 @@ _DRAWS = 6  # batches whose drawing is timed
 _NAMED = 6  # of what is not held, in a sentence
 
 
-class PeakBytes:
-    """Counts what tensors take at the most inside of ``with``, what the run holds before included."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._held = 0
-        self._meter: Meter | None = None
-
-    def __enter__(self) -> PeakBytes:
-        if self._run.device.type == "cpu" and _memory.can_count():
-            self._held = self._run.held_bytes(self._run.batches[0])
-            self._meter = Meter().start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._meter is not None:
-            self._meter.stop()
-
-    @property
-    def so_far(self) -> int | None:
-        """Bytes; None where they cannot be counted."""
-        return None if self._meter is None else self._held + self._meter.peak_bytes
-
-
 class RunWorkload(_native.Workload):
     """Takes, changes, puts back and verifies the steps of a run, for a `Tuner`.
 
@@ -69,8 +45,6 @@ class RunWorkload(_native.Workload):
         Of the verifier.
     say : callable, optional
         Shows what is being done.
-    peak : PeakBytes, optional
-        Begun before the snapshot was taken.
     """
 
     def __init__(
@@ -80,10 +54,8 @@ class RunWorkload(_native.Workload):
         asked: Asked | None = None,
         seed: int = 0,
         say: Callable[[str], None] = lambda _: None,
-        peak: PeakBytes | None = None,
     ) -> None:
         super().__init__()
-        self._peak = peak
         self.run = run
         self.snapshot = snapshot
         self.say = say
@@ -300,10 +272,6 @@ class RunWorkload(_native.Workload):
             with Meter() as meter:
                 run.step_of_window(run.batches[0])
         return before + made + meter.peak_bytes
-
-    def tuning_bytes(self) -> int | None:
-        """Return the most that tensors have taken so far, where that can be measured."""
-        return None if self._peak is None else self._peak.so_far
 
     # -- saying --------------------------------------------------------------------------------------------------
 
