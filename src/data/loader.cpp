@@ -155,9 +155,13 @@ struct Loader::Impl {
   [[nodiscard]] std::int64_t of_all_processes() const {
     return cut ? cut->of_all_processes() : options.batch_size * options.world_size;
   }
-  [[nodiscard]] std::string order() const {
-    return cut ? cut->fingerprint()
-               : fingerprint_of({"stream", std::to_string(options.shuffle ? options.shuffle_window : 1)});
+  /// Fingerprint of what decides the order; once, since it reads the sizes of all samples where a batch_sizer has them.
+  [[nodiscard]] const std::string& order() {
+    if (known_order.empty()) {
+      known_order = cut ? cut->fingerprint()
+                        : fingerprint_of({"stream", std::to_string(options.shuffle ? options.shuffle_window : 1)});
+    }
+    return known_order;
   }
 
   void check_process() const {
@@ -581,6 +585,7 @@ struct Loader::Impl {
   const pid_t maker = ::getpid();
 
   // Of the thread that consumes.
+  std::string known_order;
   Place here;              // before the next batch to give out
   Place ahead;             // before the next batch to begin
   std::deque<Work> queue;  // the thread of a stream adds to it, under the mutex
@@ -624,7 +629,7 @@ const Schema& Loader::schema() const noexcept { return impl_->schema; }
 const LoaderOptions& Loader::options() const noexcept { return impl_->options; }
 
 std::string Loader::state() const {
-  const auto& self = *impl_;
+  auto& self = *impl_;
   return write_loader_state({.seed = self.options.seed,
                              .epoch = self.here.epoch,
                              .batches = self.here.index,

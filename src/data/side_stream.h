@@ -5,8 +5,6 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <optional>
-
 namespace oxytorch::detail {
 
 /// A stream from the device's pool. Of one thread at a time.

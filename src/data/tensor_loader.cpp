@@ -130,7 +130,11 @@ struct TensorLoader::Impl {
   [[nodiscard]] bool is_placed(const Drawn& drawn) const { return !drawn.batch || !device || device->is_cpu(); }
 
   Drawn draw() {
-    Drawn drawn{loader->state(), loader->epoch(), {}, {}, false, {}};
+    Drawn drawn;
+    if (device && !device->is_cpu()) {  // it may wait there
+      drawn.state = loader->state();
+      drawn.epoch = loader->epoch();
+    }
     try {
       if (auto batch = loader->next()) drawn.batch = on_host(*std::move(batch));
     } catch (...) {

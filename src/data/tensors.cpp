@@ -57,12 +57,4 @@ Value to_value(const at::Tensor& tensor) {
   return {dtype_of(whole->scalar_type()), whole->sizes().vec(), {bytes, whole}};
 }
 
-Tensors to_tensors(const Batch& batch) {
-  Tensors found;
-  for (const auto& column : batch.columns) {
-    if (column.kind == Kind::Array || column.kind == Kind::Image) found.emplace(column.name, to_tensor(column.array));
-  }
-  return found;
-}
-
 }  // namespace oxytorch::data

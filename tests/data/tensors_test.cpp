@@ -8,6 +8,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <span>
 #include <sstream>
 #include <thread>
 #include <vector>
@@ -261,6 +262,37 @@ TEST_F(TensorLoaderTest, ItGoesToTheDeviceOfTheModelForAsLongAsAsked) {
     EXPECT_EQ(loader.next()->tensors[0].device(), device);
   }
   EXPECT_FALSE(loader.device());
+}
+
+TEST(TensorLoaderOfAStream, DrawsNothingTwiceWhereItsDeviceChanges) {
+  class Once final : public Stream {
+   public:
+    Once() { schema_.fields = {{"number", Kind::Array, DType::I64, {}}}; }
+    [[nodiscard]] const Schema& schema() const noexcept override { return schema_; }
+    [[nodiscard]] std::string fingerprint() const override { return "00000000000000aa"; }
+    void begin(std::int64_t /*epoch*/) override { ++begun; }
+    std::optional<Sample> next() override {
+      if (at_ == 12) return std::nullopt;
+      const std::int64_t number = at_++;
+      return Sample{own(DType::I64, {}, std::as_bytes(std::span(&number, 1)))};
+    }
+    int begun = 0;
+
+   private:
+    Schema schema_;
+    std::int64_t at_ = 0;
+  };
+  const auto stream = std::make_shared<Once>();
+  TensorLoader loader(stream, {.batch_size = 1, .prefetch = 4}, test::test_device());
+  for (std::int64_t i = 0; i < 12; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    const auto batch = loader.next();
+    ASSERT_TRUE(batch);
+    EXPECT_EQ(batch->tensors[0].device(), i % 2 == 0 ? test::test_device() : at::Device(at::kCPU));
+    EXPECT_EQ(batch->tensors[0].item<std::int64_t>(), i);
+    loader.set_device(i % 2 == 0 ? at::Device(at::kCPU) : test::test_device());
+  }
+  EXPECT_EQ(stream->begun, 1);
 }
 
 TEST_F(TensorLoaderTest, AChangeInTheMiddleOfAnEpochLosesNoBatch) {

@@ -25,11 +25,8 @@ OXY_API Value to_value(const at::Tensor& tensor);
 
 using Tensors = std::map<std::string, at::Tensor>;
 
-/// The columns of a batch that are arrays, by name. A field whose samples differ in length is one tensor, cut by
-/// `Column::lengths`.
-OXY_API Tensors to_tensors(const Batch& batch);
-
-/// A batch whose arrays are tensors.
+/// A batch whose arrays are tensors that share their memory. A field whose samples differ in length is one tensor, cut
+/// by `Column::lengths`.
 struct TensorBatch {
   Batch batch;                      ///< `Column::array` is empty everywhere
   std::vector<at::Tensor> tensors;  ///< by column; undefined where that is text

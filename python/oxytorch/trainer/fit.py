@@ -250,9 +250,8 @@ def run_fit(
             seen = 0
             iterator = _start_epoch(trainer, loader)
             ended = True
-            batch: Any = None
             while True:
-                batch = None  # its memory may serve the next one
+                batch: Any = None  # the memory of the last one may serve the next
                 waiting = time.perf_counter()
                 try:
                     batch = next(iterator)
