@@ -105,6 +105,25 @@ def test_a_trainer_has_a_loader_put_batches_where_the_model_is(rows: Any) -> Non
     assert loader.device is None
 
 
+def test_settings_stay_on_a_loader_while_another_is_drawn_from(rows: Any) -> None:
+    first, second = (ox.data.Loader(rows, 5, threads=1) for _ in range(2))
+    model = nn.Linear(4, 1).to(DEVICE)
+    trainer = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), 1e-4),
+        lambda model, batch: model(batch["array"] / 100).square().mean(),
+        config="basic",
+        calibrate=False,
+        num_workers=3,
+    )
+    for epochs, loader in enumerate((first, second, first), 1):
+        trainer.fit(loader, epochs=epochs, progress=False)
+        assert loader._native.threads == 3
+    assert (first._native.threads, second._native.threads) == (3, 3)
+    trainer.revert()
+    assert (first._native.threads, second._native.threads) == (1, 1)
+
+
 @pytest.mark.skipif(DEVICE.type in ("cpu", "cuda"), reason="the memory of a fake device can be limited")
 def test_where_there_is_no_memory_for_two_batches_one_waits(tmp_path: Path) -> None:
     np.save(tmp_path / "wide.npy", np.ones((6, 1 << 16), dtype="float32"))

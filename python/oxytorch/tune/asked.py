@@ -78,7 +78,7 @@ class Asked:
         self.settings = settings
         self.named = {k: v for k, v in settings if v != "auto"} if by_trainer else named_by_user(settings)
         self.host: list[Any] = []
-        self._fed: list[tuple[Any, Any]] = []
+        self._fed: list[tuple[Any, Any, list[Any]]] = []  # with the lines, whose end takes their settings back
         self.checkpointing: str = _C.base.checkpointing_of(settings._native)  # asked for at each step
         self.saved_tensors: str = settings.saved_tensors
         self._by_trainer = by_trainer
@@ -139,7 +139,7 @@ class Asked:
 
         Where a device is given, an `oxytorch.data.Loader` that has none puts its batches there.
         """
-        for given, made in self._fed:
+        for given, made, _ in self._fed:
             if data is given or data is made:
                 return made
         made, lines = with_settings(data, {key: getattr(self.settings, key) for key in LOADER_SETTINGS}, device)
@@ -147,12 +147,12 @@ class Asked:
         for line in lines:
             self._add(line)
         if made is not data or lines:
-            self._fed.append((data, made))
+            self._fed.append((data, made, lines))
         return made
 
     def given_of(self, data: Any) -> Any:
         """Return the loader that `feed` was given for one that it returned."""
-        return next((given for given, made in self._fed if data is made), data)
+        return next((given for given, made, _ in self._fed if data is made), data)
 
     def fit_memory(self, run: Run, why: str = "") -> None:
         """Have blocks of the run's models recomputed as `gradient_checkpointing` says, for the step as it is now.
