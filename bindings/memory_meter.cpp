@@ -37,6 +37,17 @@ class Ended {
   std::optional<Scope> scope_;
 };
 
+/// As a context manager; it begins as it is made.
+template <class Pause>
+void bind_pause(py::module_& m, const char* name, const char* text) {
+  py::class_<Ended<Pause>>(m, name, text)
+      .def(py::init<>())
+      .def("__enter__", [](Ended<Pause>&) {})
+      .def(
+          "__exit__", [](Ended<Pause>& pause, const py::object&, const py::object&, const py::object&) { pause.end(); },
+          py::arg("kind"), py::arg("error"), py::arg("trace"));
+}
+
 std::shared_ptr<Meter> new_meter(c10::Device device, bool timeline, bool sites) {
   return {new Meter({device, timeline, sites}), [](Meter* meter) {
             const py::gil_scoped_release released;
@@ -279,9 +290,8 @@ void bind_memory_meter(py::module_& m) {
   m.def("resident_bytes", &resident_bytes, "Bytes of this process that are in memory now.");
   m.def("set_limit", &set_limit, py::arg("bytes"), release_gil(), "A limit on the memory of this process.");
   m.def("limit", &limit, "The limit that is set, if any.");
-  py::class_<Ended<LimitPaused>>(m, "PausedLimit", "No limit holds back a tensor, until end().")
-      .def(py::init<>())
-      .def("end", &Ended<LimitPaused>::end);
+  bind_pause<LimitPaused>(m, "LimitPaused", "No limit holds back a tensor inside of `with`.");
+  bind_pause<CountingPaused>(m, "CountingPaused", "No tensor is counted for a lone meter inside of `with`.");
   m.def(
       "available_bytes",
       [](std::optional<std::uint64_t> limit) { return limit ? available_bytes(*limit) : available_bytes(); },

@@ -126,6 +126,7 @@ void bind_certificate(py::module_& m) {
       .def_readwrite("speedup", &Certificate::speedup)
       .def_readwrite("given_peak_bytes", &Certificate::given_peak_bytes)
       .def_readwrite("tuned_peak_bytes", &Certificate::tuned_peak_bytes)
+      .def_readwrite("tuning_peak_bytes", &Certificate::tuning_peak_bytes)
       .def_readwrite("tuning_seconds", &Certificate::tuning_seconds)
       .def_readwrite("compile_seconds", &Certificate::compile_seconds)
       .def_readwrite("entries", &Certificate::entries)

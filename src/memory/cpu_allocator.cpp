@@ -197,6 +197,19 @@ void resume_limits() {
   measure_the_rest();
 }
 
+void pause_counting() {
+  const std::lock_guard lock(setting_mutex);
+  if (counters != 1 || !limits.empty()) return;
+  cpu_allocator().counting_ = false;
+  put_in_or_take_out();
+}
+
+void resume_counting() {
+  const std::lock_guard lock(setting_mutex);
+  cpu_allocator().counting_ = counters > 0;
+  put_in_or_take_out();
+}
+
 std::optional<std::uint64_t> process_limit() {
   const std::lock_guard lock(setting_mutex);
   return limits.empty() ? std::nullopt : std::optional(*limits.begin());

@@ -41,5 +41,8 @@ void lift_limit(std::uint64_t bytes);
 /// From the first pause to the last resume no limit holds; each pause needs its resume.
 void pause_limits();
 void resume_limits();
+/// Where one alone wants bytes counted and no limit holds, its allocator is out of place until counting resumes.
+void pause_counting();
+void resume_counting();
 
 }  // namespace oxytorch::memory

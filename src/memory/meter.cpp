@@ -548,6 +548,9 @@ std::optional<std::uint64_t> limit() { return process_limit(); }
 LimitPaused::LimitPaused() { pause_limits(); }
 LimitPaused::~LimitPaused() { resume_limits(); }
 
+CountingPaused::CountingPaused() { pause_counting(); }
+CountingPaused::~CountingPaused() { resume_counting(); }
+
 std::int64_t available_bytes() {
   constexpr double kShare = 0.9;  // the rest is for what the meter does not see
   give_back_host_memory();

@@ -283,6 +283,7 @@ std::string Certificate::to_json() const {
       {"speedup", tune::to_json(speedup)},
       {"given_peak_bytes", tune::to_json(given_peak_bytes)},
       {"tuned_peak_bytes", tune::to_json(tuned_peak_bytes)},
+      {"tuning_peak_bytes", tune::to_json(tuning_peak_bytes)},
       {"tuning_seconds", tune::to_json(tuning_seconds)},
       {"compile_seconds", tune::to_json(compile_seconds)},
       {"entries", std::move(list)},
@@ -315,6 +316,9 @@ Certificate Certificate::from_json(std::string_view text) {
   certificate.speedup = root.at("speedup").interval();
   certificate.given_peak_bytes = root.at("given_peak_bytes").bytes();
   certificate.tuned_peak_bytes = root.at("tuned_peak_bytes").bytes();
+  if (json.contains("tuning_peak_bytes")) {  // not of earlier ones
+    certificate.tuning_peak_bytes = root.at("tuning_peak_bytes").bytes();
+  }
   certificate.tuning_seconds = root.at("tuning_seconds").number();
   certificate.compile_seconds = root.at("compile_seconds").number();
   root.at("entries").each([&](const Node& entry) { certificate.entries.push_back(read_entry(entry)); });

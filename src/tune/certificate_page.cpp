@@ -73,9 +73,15 @@ std::string memory_line(const Certificate& certificate) {
   const auto given = static_cast<double>(std::max<std::int64_t>(*certificate.given_peak_bytes, 1));
   std::string text =
       "Its tensors take " + size_text(*certificate.tuned_peak_bytes) + " at the most, model and optimizer included";
-  if (certificate.accepted().empty()) return text += '.';
-  text.append(", and ").append(size_text(*certificate.given_peak_bytes)).append(" as given (");
-  return text.append(ratio_text(static_cast<double>(*certificate.tuned_peak_bytes) / given)).append(").");
+  if (!certificate.accepted().empty()) {
+    text.append(", and ").append(size_text(*certificate.given_peak_bytes)).append(" as given (");
+    text.append(ratio_text(static_cast<double>(*certificate.tuned_peak_bytes) / given)).append(")");
+  }
+  if (certificate.tuning_peak_bytes) {
+    text.append("; while tuning they took ").append(size_text(*certificate.tuning_peak_bytes)).append(" (");
+    text.append(ratio_text(static_cast<double>(*certificate.tuning_peak_bytes) / given)).append(")");
+  }
+  return text += '.';
 }
 
 std::string repaid_line(const Certificate& certificate) {

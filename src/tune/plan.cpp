@@ -194,10 +194,11 @@ void Plan::Impl::tune(Trials trials) {
   tune::WatchOptions watching;
   {
     const KeptPool kept;
+    const tune::PeakBytes peak(*run);
     tune::Snapshot snapshot(*run);
     tune::CertificateKey key{tune::hardware_key() + ", " + run->device().str(), TORCH_VERSION, structure(*run),
                              "C++, level " + trials.options.level + "; " + trials.key};
-    tune::RunWorkload workload(*run, snapshot, std::move(trials.strategies), seed, std::move(trials.skipped));
+    tune::RunWorkload workload(*run, snapshot, std::move(trials.strategies), seed, std::move(trials.skipped), &peak);
     tune::Tuner tuner(workload, std::move(key), std::move(trials.options));
     auto found = tuner.tune(store ? &*store : nullptr);
     snapshot.prove();

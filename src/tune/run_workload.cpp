@@ -74,6 +74,7 @@ std::vector<std::size_t> RunWorkload::shapes() {
 
 StepTimes RunWorkload::steps(std::size_t first, int count, bool updates, bool /*drawn*/) {
   StepTimes found;
+  const memory::CountingPaused paused;
   synchronize(run_.device());
   const double began = seconds();
   at::Tensor loss;
@@ -104,6 +105,7 @@ double RunWorkload::update(std::size_t part) {
 }
 
 double RunWorkload::update() {
+  const memory::CountingPaused paused;
   double sum = 0;
   for (std::size_t part = 0; part < run_.parts(); ++part) sum += update(part);
   return sum;
@@ -117,6 +119,16 @@ Ruling RunWorkload::verify(Kind kind, bool glance) {
     verifier.emplace(run_, snapshot_, options);
   }
   return verifier->check(kind);
+}
+
+PeakBytes::PeakBytes(const Run& run) {
+  if (!run.device().is_cpu() || !memory::can_count()) return;
+  held_ = run.held_bytes(run.batches().front());
+  meter_.emplace();
+}
+
+std::optional<std::int64_t> PeakBytes::so_far() const {
+  return meter_ ? std::optional(held_ + meter_->peak_bytes()) : std::nullopt;
 }
 
 std::optional<std::int64_t> RunWorkload::step_bytes() {

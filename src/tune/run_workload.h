@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "oxytorch/memory/meter.h"
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/verify.h"
@@ -18,13 +19,30 @@ void synchronize(at::Device device);
 
 [[nodiscard]] std::vector<Offer> offers_of(const std::vector<RegisteredStrategy>& strategies);
 
+/// Counts what tensors take at the most from here on, what the run holds already included. Not in timed steps.
+class PeakBytes {
+ public:
+  explicit PeakBytes(const Run& run);
+  /// Empty where it cannot be counted.
+  [[nodiscard]] std::optional<std::int64_t> so_far() const;
+
+ private:
+  std::int64_t held_ = 0;
+  std::optional<memory::Meter> meter_;
+};
+
 /// Run and snapshot must outlive it.
 class RunWorkload : public Workload {
  public:
-  /// `refused`: of strategies that settings do not allow, why.
+  /// `refused`: of strategies that settings do not allow, why. `peak`: begun before the snapshot was taken.
   RunWorkload(Run& run, Snapshot& snapshot, std::vector<RegisteredStrategy> strategies, std::uint64_t seed,
-              std::map<std::string, std::string> refused = {})
-      : run_(run), snapshot_(snapshot), strategies_(std::move(strategies)), refused_(std::move(refused)), seed_(seed) {}
+              std::map<std::string, std::string> refused = {}, const PeakBytes* peak = nullptr)
+      : run_(run),
+        snapshot_(snapshot),
+        strategies_(std::move(strategies)),
+        refused_(std::move(refused)),
+        seed_(seed),
+        peak_(peak) {}
 
   std::vector<Offer> offers() override;
   std::string hindrance() override;
@@ -44,6 +62,7 @@ class RunWorkload : public Workload {
 
   Ruling verify(Kind kind, bool glance) override;
   std::optional<std::int64_t> step_bytes() override;
+  std::optional<std::int64_t> tuning_bytes() override { return peak_ == nullptr ? std::nullopt : peak_->so_far(); }
   std::optional<std::string> told(const std::exception& error) override;
 
  private:
@@ -54,6 +73,7 @@ class RunWorkload : public Workload {
   std::vector<RegisteredStrategy> strategies_;
   std::map<std::string, std::string> refused_;
   std::uint64_t seed_;
+  const PeakBytes* peak_;
   double loss_ = 0;  // of the last step
   std::optional<Verifier> verifier_, glance_;
 };

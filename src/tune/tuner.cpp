@@ -539,6 +539,7 @@ struct Tuner::Impl {
     made.relate(seconds, faults);
     made.given_peak_bytes = bytes_with({});
     made.tuned_peak_bytes = chosen.empty() ? made.given_peak_bytes : bytes_with(chosen);
+    made.tuning_peak_bytes = workload.tuning_bytes();
     made.compile_seconds = compiling;
     made.tuning_seconds = std::max(0.0, workload.seconds() - began - compiling);
     return made;

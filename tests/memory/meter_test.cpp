@@ -75,6 +75,42 @@ TEST(MeterTest, MetersNestAndSeeAllThreads) {
   EXPECT_EQ(outer.peak_bytes(), 170);
 }
 
+TEST(MeterTest, APauseTakesTheAllocatorOutOfPlaceForALoneMeter) {
+  auto* const torchs = c10::GetCPUAllocator();
+  Meter meter;
+  auto before = at::empty({1000}, at::kByte);
+  auto* const ours = c10::GetCPUAllocator();
+  ASSERT_NE(ours, torchs);
+  at::Tensor during;
+  {
+    const CountingPaused paused;
+    EXPECT_EQ(c10::GetCPUAllocator(), torchs);
+    during = at::empty({50}, at::kByte);
+    EXPECT_EQ(meter.live_bytes(), 1000);
+    before = at::Tensor();
+    EXPECT_EQ(meter.live_bytes(), 0) << "what is counted goes";
+    before = at::empty({10}, at::kByte);
+  }
+  EXPECT_EQ(c10::GetCPUAllocator(), ours);
+  during = at::Tensor();
+  const auto after = at::empty({7}, at::kByte);
+  EXPECT_EQ(meter.live_bytes(), 7);
+  EXPECT_EQ(meter.peak_bytes(), 1000);
+  {
+    const Meter other;
+    const CountingPaused paused;
+    const auto seen = at::empty({30}, at::kByte);
+    EXPECT_EQ(other.live_bytes(), 30) << "another meter asks for it";
+  }
+  meter.stop();
+  auto limit = set_limit(resident_bytes() + (256 << 20));
+  {
+    const CountingPaused paused;
+    EXPECT_THROW(at::empty({512 << 20}, at::kByte), c10::OutOfMemoryError) << "a limit holds";
+  }
+  limit.revert();
+}
+
 TEST(MeterTest, CountsTensorsOfThePoolToo) {
   auto pool = use_host_pool(64 << 20);
   ASSERT_TRUE(pool.is_applied()) << pool.reason();

@@ -76,6 +76,8 @@ TEST_F(AccelerateTest, TakesBackWhatDriftsDuringTheRun) {
   const auto batches = make_batches();
   auto plan = accelerate(*model, *optimizer, delayed_loss(model), batches, only({"drifts"}));
   ASSERT_THAT(plan.accepted(), ElementsAre("drifts"));
+  ASSERT_TRUE(plan.certificate().tuning_peak_bytes && plan.certificate().given_peak_bytes);
+  EXPECT_GE(*plan.certificate().tuning_peak_bytes, *plan.certificate().given_peak_bytes);
   bad_calls = 1;
   for (int i = 0; i < 60; ++i) plan.step(batches[0]);
   EXPECT_THAT(plan.accepted(), IsEmpty());

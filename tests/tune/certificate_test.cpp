@@ -95,6 +95,13 @@ TEST(Certificate, SaysWhatTensorsTake) {
   EXPECT_THAT(
       certificate.to_text(),
       HasSubstr("Its tensors take 150 MiB at the most, model and optimizer included, and 100 MiB as given (1.5"));
+  certificate.tuning_peak_bytes = std::int64_t{125} << 20;
+  EXPECT_THAT(certificate.to_text(), HasSubstr("(1.500x); while tuning they\ntook 125 MiB (1.250x)."));
+  EXPECT_EQ(Certificate::from_json(certificate.to_json()), certificate);
+  std::string earlier = certificate.to_json();
+  const auto at = earlier.find("  \"tuning_peak_bytes\"");
+  earlier.erase(at, earlier.find('\n', at) + 1 - at);
+  EXPECT_FALSE(Certificate::from_json(earlier).tuning_peak_bytes) << "certificates of before have none";
   certificate.tuned_peak_bytes.reset();
   EXPECT_THAT(certificate.to_text(), Not(HasSubstr("Its tensors take")));
   EXPECT_EQ(Certificate::from_json(certificate.to_json()), certificate);

@@ -91,6 +91,25 @@ def test_memory_is_a_budget() -> None:
         accelerated(model, memory=1000)
 
 
+def test_the_certificate_says_what_tensors_took_while_tuning() -> None:
+    class Greedy(ox.tune.Strategy):
+        name, bytes = "greedy", 0
+
+        def applies(self, run: ox.tune.Run) -> str:
+            return f"{torch.ones(self.bytes, dtype=torch.uint8).numel()} bytes were taken for a while"
+
+    peaks = []
+    model = Deep(plain=True)
+    held = sum(p.nbytes for p in model.parameters())
+    for Greedy.bytes in (0, 64 << 20):
+        with only(Greedy):
+            plan, _ = accelerated(model)
+        peaks.append(plan.certificate.tuning_peak_bytes or 0)
+        assert f"while tuning they took {ox.base.format_size(peaks[-1])}" in " ".join(str(plan).split())
+    assert (plan.peak_bytes or (1 << 60,))[0] <= peaks[0] < 64 << 20
+    assert peaks[1] >= held + (64 << 20)
+
+
 def test_what_cannot_be_meant() -> None:
     for options, error, words in (
         ({"goal": "less"}, ValueError, "goal"),

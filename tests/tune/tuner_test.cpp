@@ -113,6 +113,7 @@ class Table : public Workload {
     time += 0.1 * step_seconds;
     return 0.1 * step_seconds;
   }
+  std::optional<std::int64_t> tuning_bytes() override { return 1500; }
   std::optional<std::int64_t> step_bytes() override {
     for (const auto& name : now) throw_from(name, "step_bytes");
     std::int64_t bytes = given_bytes;
@@ -202,6 +203,7 @@ TEST_F(TunerTest, KeepsWhatPaysAndSaysWhyTheRestIsNotThere) {
   EXPECT_GT(made.tuning_seconds, 0);
   EXPECT_EQ(made.given_peak_bytes, 1000);
   EXPECT_EQ(made.tuned_peak_bytes, 900);
+  EXPECT_EQ(made.tuning_peak_bytes, 1500);
   EXPECT_THAT(table.said, Contains("half against nothing"));
 }
 

@@ -157,6 +157,16 @@ class OXY_API LimitPaused {
   LimitPaused& operator=(const LimitPaused&) = delete;
 };
 
+/// While one lives tensors that are made are not counted, if nothing but one meter asks for it: for a step that is
+/// timed, where counting is no part of what a step costs. That meter sees blocks of before go, and no others.
+class OXY_API CountingPaused {
+ public:
+  CountingPaused();
+  ~CountingPaused();
+  CountingPaused(const CountingPaused&) = delete;
+  CountingPaused& operator=(const CountingPaused&) = delete;
+};
+
 /// Bytes that tensors may still take: nine tenths of what is left under limit(), or without one of what the machine or
 /// container has available. Gives memory that is only kept back to the kernel first. Error(NotSupported) where the
 /// kernel does not say.

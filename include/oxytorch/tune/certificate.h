@@ -67,9 +67,10 @@ struct OXY_API Certificate {
   double baseline_seconds = 0;      ///< median step as given
   double tuned_seconds = 0;         ///< median step with all that was accepted
   std::optional<Interval> speedup;  ///< all together, measured at the end in a paired test of its own
-  /// The most that tensors take in a step beyond what lives before it, as given and with all that was accepted; empty
-  /// where it was not measured (on another device than a CPU).
-  std::optional<std::int64_t> given_peak_bytes, tuned_peak_bytes;
+  /// The most that tensors take in a step, model, optimizer and batch included, as given and with all that was
+  /// accepted, and the most that they took while tuning, where timed steps are not counted; empty where it was not
+  /// measured (on another device than a CPU).
+  std::optional<std::int64_t> given_peak_bytes, tuned_peak_bytes, tuning_peak_bytes;
   double tuning_seconds = 0;   ///< everything but compiling
   double compile_seconds = 0;  ///< of what takes a one-off cost: that cost, also anew, and its trials
   std::vector<CertificateEntry> entries;

@@ -18,7 +18,9 @@ __all__: list[str] = [
     "BlockChoice",
     "BlockEvent",
     "BudgetSearch",
+    "CountingPaused",
     "HostPoolStats",
+    "LimitPaused",
     "MemoryManager",
     "MemoryUse",
     "Meter",
@@ -26,7 +28,6 @@ __all__: list[str] = [
     "OpenRegion",
     "PackSavedTensors",
     "PackedReport",
-    "PausedLimit",
     "PeakPart",
     "PhaseUse",
     "StepTape",
@@ -582,12 +583,21 @@ class OpenPhase:
     def __init__(self, meter: Meter, name: str) -> None: ...
     def end(self) -> None: ...
 
-class PausedLimit:
+class LimitPaused:
     """
-    No limit holds back a tensor, until end().
+    No limit holds back a tensor inside of `with`.
     """
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
     def __init__(self) -> None: ...
-    def end(self) -> None: ...
+
+class CountingPaused:
+    """
+    No tensor is counted for a lone meter inside of `with`.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
 
 class MemoryUse:
     """

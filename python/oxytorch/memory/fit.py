@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from types import MethodType, TracebackType
 from typing import Any, cast
 
@@ -382,7 +382,7 @@ def fit_held(
     for format in formats:
         if format not in _FORMATS:
             raise ValueError(f"formats has {format!r}; saved tensors are packed as {', '.join(map(repr, _FORMATS))}.")
-    with _unlimited():
+    with _native.LimitPaused():
         available = _native.available_bytes() if budget is None else 0
         snapshot = held()
         try:
@@ -393,15 +393,6 @@ def fit_held(
     if plan.planned:
         plan._apply()
     return plan
-
-
-@contextmanager
-def _unlimited() -> Iterator[None]:
-    paused = _native.PausedLimit()
-    try:
-        yield
-    finally:
-        paused.end()
 
 
 def _checked(model: nn.Module, blocks: Sequence[str] | None) -> list[str]:

@@ -33,7 +33,7 @@ from .plan import Plan
 from .remember import key
 from .run import Run
 from .strategy import STRATEGIES, Strategy
-from .workload import RunWorkload
+from .workload import PeakBytes, RunWorkload
 
 __all__ = ["accelerate", "earlier_plan", "tuned", "untuned"]
 
@@ -282,10 +282,11 @@ def tuned(
         made_for = key(run, settings.level, decided_by)
         with (
             _kept_pool(),
+            PeakBytes(run) as peak,
             gradients_away(run),
             Snapshot.of(run.given_models, run.given_optimizers, *run.state, reach=run.functions) as snapshot,
         ):
-            workload = RunWorkload(run, snapshot, asked, options.seed, say)
+            workload = RunWorkload(run, snapshot, asked, options.seed, say, peak)
             tuner = _native.Tuner(workload, made_for, options)
             certificate = tuner.tune(store)
     finally:

@@ -31,6 +31,33 @@ _DRAWS = 6  # batches whose drawing is timed
 _NAMED = 6  # of what is not held, in a sentence
 
 
+class PeakBytes:
+    """Counts what tensors take at the most inside of ``with``, what the run holds included.
+
+    Timed steps are not counted: `CountingPaused`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._held = 0
+        self._meter: Meter | None = None
+
+    def __enter__(self) -> PeakBytes:
+        if self._run.device.type == "cpu" and _memory.can_count():
+            self._held = self._run.held_bytes(self._run.batches[0])
+            self._meter = Meter().start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._meter is not None:
+            self._meter.stop()
+
+    @property
+    def so_far(self) -> int | None:
+        """Bytes; None where they cannot be counted."""
+        return None if self._meter is None else self._held + self._meter.peak_bytes
+
+
 class RunWorkload(_native.Workload):
     """Takes, changes, puts back and verifies the steps of a run, for a `Tuner`.
 
@@ -45,6 +72,8 @@ class RunWorkload(_native.Workload):
         Of the verifier.
     say : callable, optional
         Shows what is being done.
+    peak : PeakBytes, optional
+        Begun before the snapshot was taken.
     """
 
     def __init__(
@@ -54,8 +83,10 @@ class RunWorkload(_native.Workload):
         asked: Asked | None = None,
         seed: int = 0,
         say: Callable[[str], None] = lambda _: None,
+        peak: PeakBytes | None = None,
     ) -> None:
         super().__init__()
+        self._peak = peak
         self.run = run
         self.snapshot = snapshot
         self.say = say
@@ -145,7 +176,7 @@ class RunWorkload(_native.Workload):
         """Take steps in a row; the seconds of all, and where asked for those of the optimizer's part of each."""
         run = self.run
         examples = run.batches
-        with self._updates_timed(updates) as parts:
+        with _memory.CountingPaused(), self._updates_timed(updates) as parts:
             run.synchronize()
             began = clock.seconds()
             for index in range(first, first + count):
@@ -195,11 +226,12 @@ class RunWorkload(_native.Workload):
 
     def update(self) -> float:
         """Clip and let the optimizer step; seconds."""
-        self.run.synchronize()
-        began = clock.seconds()
-        self.run.update()
-        self.run.synchronize()
-        return clock.seconds() - began
+        with _memory.CountingPaused():
+            self.run.synchronize()
+            began = clock.seconds()
+            self.run.update()
+            self.run.synchronize()
+            return clock.seconds() - began
 
     def on_host(self) -> bool:
         """Whether it is a CPU."""
@@ -211,7 +243,7 @@ class RunWorkload(_native.Workload):
         if not run.draws_data or not can_visit(run.data):
             return 0.0
         seconds: list[float] = []
-        with visit(run.data, run.params):
+        with _memory.CountingPaused(), visit(run.data, run.params):
             batches = iter(run.data)  # type: ignore[arg-type]
             while len(seconds) < _DRAWS:
                 began = clock.seconds()
@@ -272,6 +304,10 @@ class RunWorkload(_native.Workload):
             with Meter() as meter:
                 run.step_of_window(run.batches[0])
         return before + made + meter.peak_bytes
+
+    def tuning_bytes(self) -> int | None:
+        """Return the most that tensors have taken so far, where that can be measured."""
+        return None if self._peak is None else self._peak.so_far
 
     # -- saying --------------------------------------------------------------------------------------------------
 
