@@ -6,8 +6,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <cstdlib>
+#include <iterator>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -16,7 +19,10 @@
 namespace oxytorch::memory {
 namespace {
 
-// Files in use: their first bytes in memory, and how many.
+constexpr std::size_t kShelvedBytes = 4096;
+constexpr std::size_t kShelfBytes = 4 * kParkedBytes;
+
+// Mappings of files in use: their first bytes, and how many.
 struct Files {
   std::mutex mutex;
   std::map<const char*, std::size_t> all;
@@ -26,61 +32,141 @@ Files& files() {
   return *made;
 }
 
-// The file that a tensor's memory is, and its size; null where it is none.
-std::pair<char*, std::size_t> file_of(const at::Tensor& tensor) {
+// A file without a name, in memory. It goes with the last tensor on it.
+class Mapping {
+ public:
+  // Null where the folder cannot hold it.
+  static std::shared_ptr<Mapping> make(const std::string& folder, std::size_t size) {
+    auto path = folder + "/oxytorch-parked-XXXXXX";
+    const int file = mkostemp(path.data(), O_CLOEXEC);
+    if (file < 0) return nullptr;
+    unlink(path.c_str());
+    void* memory = MAP_FAILED;
+    // Writing to a mapping cannot fail for want of space then.
+    if (posix_fallocate(file, 0, static_cast<off_t>(size)) == 0) {
+      memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    }
+    if (memory != MAP_FAILED) return std::shared_ptr<Mapping>(new Mapping(static_cast<char*>(memory), size, file));
+    close(file);
+    return nullptr;
+  }
+  ~Mapping() {
+    auto& known = files();
+    {
+      const std::lock_guard lock(known.mutex);
+      known.all.erase(memory_);
+    }
+    munmap(memory_, size_);
+    close_file();
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  // Memory for so many bytes behind those that were taken; null where it is full. A child of fork takes none: its
+  // parent would take the same.
+  char* take(std::size_t bytes) {
+    const auto begin = (used_ + kAligned - 1) / kAligned * kAligned;
+    if (owner_ != getpid() || begin > size_ || size_ - begin < bytes) return nullptr;
+    used_ = begin + bytes;
+    return memory_ + begin;
+  }
+  // Writes to the file: pages that are not read are not resident.
+  [[nodiscard]] bool write(const char* memory, const void* content, std::size_t bytes) const {
+    return lseek(file_, memory - memory_, SEEK_SET) >= 0 && write_all(file_, content, bytes) == 0;
+  }
+  // Once nothing more is written.
+  void close_file() {
+    if (file_ >= 0) close(file_);
+    file_ = -1;
+  }
+
+ private:
+  static constexpr std::size_t kAligned = 64;
+  Mapping(char* memory, std::size_t size, int file) : memory_(memory), size_(size), file_(file), owner_(getpid()) {
+    auto& known = files();
+    const std::lock_guard lock(known.mutex);
+    known.all.emplace(memory, size);
+  }
+
+  char* memory_;
+  std::size_t size_, used_ = 0;
+  int file_;
+  pid_t owner_;
+};
+
+// What small tensors share.
+struct Shelf {
+  std::mutex mutex;
+  std::string folder;
+  std::weak_ptr<Mapping> mapping;
+};
+Shelf& shelf() {
+  static auto* const made = new Shelf;
+  return *made;
+}
+
+// The bytes of a tensor's memory that are in a file; none where they are in no file.
+std::pair<char*, std::size_t> bytes_in_file(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || !tensor.device().is_cpu()) return {};
   const auto* const memory = static_cast<const char*>(tensor.storage().data());
   auto& known = files();
   const std::lock_guard lock(known.mutex);
-  const auto found = known.all.find(memory);
-  if (memory == nullptr || found == known.all.end()) return {};
-  return {const_cast<char*>(found->first), found->second};
+  const auto after = known.all.upper_bound(memory);
+  if (memory == nullptr || after == known.all.begin()) return {};
+  const auto& [begin, size] = *std::prev(after);
+  if (memory >= begin + size) return {};
+  return {const_cast<char*>(memory), tensor.storage().nbytes()};
 }
 
-bool may_be_parked(const at::Tensor& tensor) {
+bool may_be_parked(const at::Tensor& tensor, std::size_t least) {
   const bool plain = tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu() &&
                      tensor.has_storage() && !tensor.is_quantized() && !tensor.is_conj() && !tensor.is_neg();
-  return plain && tensor.nbytes() >= kParkedBytes;
+  return plain && tensor.nbytes() >= least;
 }
 
-// A file of that size without a name, with what `content` holds where it is given, in memory; null where it cannot be.
-char* mapped(const std::string& folder, std::size_t size, const char* content) {
-  auto path = folder + "/oxytorch-parked-XXXXXX";
-  const int file = mkostemp(path.data(), O_CLOEXEC);
-  if (file < 0) return nullptr;
-  unlink(path.c_str());
-  void* memory = MAP_FAILED;
-  // Writing to a mapping cannot fail for want of space then.
-  const bool has_space = posix_fallocate(file, 0, static_cast<off_t>(size)) == 0;
-  if (has_space && (content == nullptr || write_all(file, content, size) == 0)) {
-    memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+struct Place {
+  std::shared_ptr<Mapping> mapping;
+  char* memory = nullptr;  // null where the folder cannot hold it
+};
+
+// Room for that many bytes, with what `content` holds where it is given.
+Place place_of_its_own(const std::string& folder, std::size_t bytes, const void* content) {
+  Place place{Mapping::make(folder, bytes)};
+  if (!place.mapping) return place;
+  auto* const memory = place.mapping->take(bytes);
+  if (content == nullptr || place.mapping->write(memory, content, bytes)) place.memory = memory;
+  place.mapping->close_file();
+  return place;
+}
+
+Place place_on_shelf(const std::string& folder, std::size_t bytes, const void* content) {
+  auto& ours = shelf();
+  const std::lock_guard lock(ours.mutex);
+  Place place;
+  place.mapping = ours.folder == folder ? ours.mapping.lock() : nullptr;
+  auto* memory = place.mapping ? place.mapping->take(bytes) : nullptr;
+  if (memory == nullptr) {
+    if (place.mapping) place.mapping->close_file();
+    place.mapping = Mapping::make(folder, kShelfBytes);
+    if (!place.mapping) return place;
+    ours.folder = folder;
+    ours.mapping = place.mapping;
+    memory = place.mapping->take(bytes);
   }
-  close(file);
-  return memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);
+  if (content == nullptr || place.mapping->write(memory, content, bytes)) place.memory = memory;
+  return place;
 }
 
 // A copy in a file; undefined where none of the folders can hold it.
 at::Tensor in_file(const at::Tensor& tensor, const std::vector<std::string>& folders) {
-  const auto size = tensor.nbytes();
+  const auto bytes = tensor.nbytes();
   const bool dense = tensor.is_contiguous();
-  const auto* const content = dense ? static_cast<const char*>(tensor.const_data_ptr()) : nullptr;
+  const auto* const content = dense ? tensor.const_data_ptr() : nullptr;
   const auto like = at::empty_like(tensor, tensor.options().device(at::kMeta));  // the layout that a clone has
   for (const auto& folder : folders) {
-    auto* const memory = mapped(folder, size, content);
+    auto [mapping, memory] = (bytes < kParkedBytes ? place_on_shelf : place_of_its_own)(folder, bytes, content);
     if (memory == nullptr) continue;
-    {
-      auto& known = files();
-      const std::lock_guard lock(known.mutex);
-      known.all.emplace(memory, size);
-    }
-    const auto end = [size](void* at) {
-      auto& known = files();
-      {
-        const std::lock_guard lock(known.mutex);
-        known.all.erase(static_cast<const char*>(at));
-      }
-      munmap(at, size);
-    };
+    const auto end = [kept = std::move(mapping)](void*) mutable { kept.reset(); };
     auto made = at::from_blob(memory, like.sizes(), like.strides(), end, tensor.options());
     if (!dense) {
       made.copy_(tensor);
@@ -100,15 +186,15 @@ std::vector<std::string> parking_folders() {
 
 at::Tensor park(const at::Tensor& tensor, const std::vector<std::string>& folders) {
   const auto given = tensor.detach();
-  if (!may_be_parked(given)) return given.clone();
+  if (!may_be_parked(given, kShelvedBytes)) return given.clone();
   auto made = in_file(given, folders);
   return made.defined() ? made : given.clone();
 }
 
-bool is_parked(const at::Tensor& tensor) { return file_of(tensor).first != nullptr; }
+bool is_parked(const at::Tensor& tensor) { return bytes_in_file(tensor).first != nullptr; }
 
 bool move_to_file(at::Tensor& tensor) {
-  if (!may_be_parked(tensor) || is_parked(tensor)) return false;
+  if (!may_be_parked(tensor, kParkedBytes) || is_parked(tensor)) return false;
   auto made = in_file(tensor.detach(), parking_folders());
   if (made.defined()) tensor.set_data(made);
   return made.defined();
@@ -120,9 +206,19 @@ bool move_to_memory(at::Tensor& tensor) {
   return true;
 }
 
-void rest(const at::Tensor& tensor) {
-  if (const auto [memory, size] = file_of(tensor); memory != nullptr) madvise(memory, size, MADV_DONTNEED);
+namespace {
+
+// Of whole pages: those of a neighbour are read back when they are asked for.
+void advise(const at::Tensor& tensor, int advice) {
+  const auto [memory, bytes] = bytes_in_file(tensor);
+  if (memory == nullptr) return;
+  const auto before = reinterpret_cast<std::uintptr_t>(memory) % static_cast<std::uintptr_t>(getpagesize());
+  madvise(memory - before, bytes + before, advice);
 }
+
+}  // namespace
+
+void rest(const at::Tensor& tensor) { advise(tensor, MADV_DONTNEED); }
 
 void rest_all() {
   auto& known = files();
@@ -130,8 +226,6 @@ void rest_all() {
   for (const auto& [memory, size] : known.all) madvise(const_cast<char*>(memory), size, MADV_DONTNEED);
 }
 
-void read_ahead(const at::Tensor& tensor) {
-  if (const auto [memory, size] = file_of(tensor); memory != nullptr) madvise(memory, size, MADV_WILLNEED);
-}
+void read_ahead(const at::Tensor& tensor) { advise(tensor, MADV_WILLNEED); }
 
 }  // namespace oxytorch::memory

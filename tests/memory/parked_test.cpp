@@ -1,10 +1,14 @@
 // Tensors whose memory is a file without a name.
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
+#include <cstdint>
 #include <cstdio>
 #include <fstream>
 #include <string>
+#include <vector>
 
 #include "oxytorch/memory/parked.h"
 
@@ -17,6 +21,13 @@ long resident_mib() {
     if (line.starts_with("VmRSS:")) return std::stol(line.substr(6)) >> 10;
   }
   return 0;
+}
+
+int files() {
+  std::ifstream maps("/proc/self/maps");
+  int found = 0;
+  for (std::string line; std::getline(maps, line);) found += line.find("oxytorch-parked") != std::string::npos ? 1 : 0;
+  return found;
 }
 
 TEST(ParkedTest, ACopyHasLayoutAndValuesOfAClone) {
@@ -76,13 +87,6 @@ TEST(ParkedTest, ATensorMovesAndStaysTheSameObject) {
 }
 
 TEST(ParkedTest, FilesGoWithTheLastTensorOnThem) {
-  const auto files = [] {
-    std::ifstream maps("/proc/self/maps");
-    int found = 0;
-    for (std::string line; std::getline(maps, line);)
-      found += line.find("oxytorch-parked") != std::string::npos ? 1 : 0;
-    return found;
-  };
   ASSERT_EQ(files(), 0);
   auto held = memory::park(torch::ones({1 << 20}));
   const auto view = held.slice(0, 7);
@@ -91,6 +95,47 @@ TEST(ParkedTest, FilesGoWithTheLastTensorOnThem) {
   EXPECT_EQ(view.sum().item<double>(), (1 << 20) - 7);
   held = view.clone();
   EXPECT_FALSE(memory::is_parked(held));
+}
+
+TEST(ParkedTest, SmallOnesShareAFile) {
+  torch::manual_seed(0);
+  std::vector<at::Tensor> given, held;
+  for (int i = 0; i < 250; ++i) {
+    auto made = torch::randn({40, 30 + i});
+    given.push_back(i % 3 == 0 ? made.t() : made);
+    held.push_back(memory::park(given.back()));
+    EXPECT_TRUE(memory::is_parked(held.back()));
+    EXPECT_EQ(held.back().strides(), given.back().clone().strides());
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(held.back().data_ptr()) % 64, 0);
+  }
+  EXPECT_EQ(files(), 2) << "6.2 MB in all";
+  held[7].fill_(3);
+  memory::rest(held[7]);
+  memory::rest_all();
+  for (std::size_t i = 0; i < held.size(); ++i)
+    EXPECT_TRUE(at::equal(held[i], i == 7 ? at::full_like(given[i], 3) : given[i])) << i;
+  const auto last = held.back();
+  held.clear();
+  EXPECT_EQ(files(), 1);
+  EXPECT_TRUE(at::equal(last, given.back()));
+  auto small = torch::ones({64, 64});
+  EXPECT_FALSE(memory::move_to_file(small));
+}
+
+TEST(ParkedTest, AChildWritesOverNothingOfItsParent) {
+  const auto first = memory::park(torch::full({64, 64}, 1));
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto other = memory::park(torch::full({64, 64}, 2));
+    _exit(at::equal(other, torch::full({64, 64}, 2)) && memory::is_parked(other) ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  const auto second = memory::park(torch::full({64, 64}, 3));
+  EXPECT_TRUE(at::equal(first, torch::full({64, 64}, 1)));
+  EXPECT_TRUE(at::equal(second, torch::full({64, 64}, 3)));
+  EXPECT_EQ(static_cast<char*>(second.data_ptr()) - static_cast<char*>(first.data_ptr()), 64 * 64 * 8) << "one file";
 }
 
 }  // namespace

@@ -20,15 +20,15 @@
 
 namespace oxytorch::memory {
 
-/// Tensors of fewer bytes stay in memory.
+/// Tensors of fewer bytes share a file with others, and are not moved.
 inline constexpr std::size_t kParkedBytes = std::size_t{1} << 20;
 
 /// Where the files are made: /var/tmp, else TMPDIR or /tmp, which often are in memory.
 [[nodiscard]] OXY_API std::vector<std::string> parking_folders();
 
 /// A copy with the layout that clone() has, detached, in a file that goes with its memory: with the copy and its views.
-/// A plain clone of what is small, not of a CPU, not strided, a lazy conjugate or negative, and where none of `folders`
-/// can hold it. Pages of the copy are not resident.
+/// A plain clone of what is under 4 KiB, not of a CPU, not strided, a lazy conjugate or negative, and where none of
+/// `folders` can hold it. Pages of the copy are not resident.
 ///
 /// The mapping is shared: what a forked child writes to it, its parent sees.
 [[nodiscard]] OXY_API at::Tensor park(const at::Tensor& tensor,
@@ -38,8 +38,8 @@ inline constexpr std::size_t kParkedBytes = std::size_t{1} << 20;
 [[nodiscard]] OXY_API bool is_parked(const at::Tensor& tensor);
 
 /// Moves a tensor's own memory to a file and back: the tensor stays the same object, views of its old memory show
-/// what it held then. False where it stays as it is: where park() would make a clone in memory, and where it lies there
-/// already.
+/// what it held then. False where it stays as it is: of fewer than kParkedBytes, where park() would make a clone in
+/// memory, and where it lies there already.
 OXY_API bool move_to_file(at::Tensor& tensor);
 OXY_API bool move_to_memory(at::Tensor& tensor);
 
