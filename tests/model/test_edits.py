@@ -209,3 +209,18 @@ def test_an_unknown_edit_applies_nothing() -> None:
     with pytest.raises(ValueError, match="no edit is called 'faster'"):
         ox.model.ModelOptimizer().apply(model, ["channels_last", "faster"], IMAGES)
     assert model[0].weight.is_contiguous()
+
+
+def test_channels_last_holds_no_state_that_is_gone() -> None:
+    model = cnn()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = ox.tune.Run(model, optimizer, nn.CrossEntropyLoss(), [LABELLED])
+    live = []
+    with ox.memory.Meter() as meter:
+        for _ in range(4):
+            optimizer.state.clear()  # as a trial's end leaves it
+            run.step(run.batches[0])
+            for names in (["channels_last"], []):
+                run.set_active(names)
+            live.append(meter.live_bytes)
+    assert max(live[1:]) <= live[0] + 64  # a random state

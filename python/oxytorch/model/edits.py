@@ -5,7 +5,7 @@ Which of them are strategies for speed, tried by `oxytorch.accelerate` too, is d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
 from .change import Change, Subject
@@ -37,7 +38,7 @@ class ChannelsLast(Change):
     layout: ClassVar[torch.memory_format] = torch.channels_last
 
     def __init__(self) -> None:
-        self._spare: dict[int, tuple[Tensor, Tensor]] = {}
+        self._spare: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()  # trials make new optimizer state each
         self._strides: list[tuple[Tensor, tuple[int, ...]]] = []
 
     def applies(self, run: Subject) -> bool | str:
@@ -81,11 +82,11 @@ class ChannelsLast(Change):
         """Give a tensor other strides in a memory of its own, which waits while the tensor is in the other one."""
         if tensor.stride() == strides:
             return
-        _, data = self._spare.pop(id(tensor), (tensor, None))
+        data = self._spare.pop(tensor, None)
         if data is None or data.stride() != strides or data.dtype != tensor.dtype:
             data = _strided(tensor, strides)
         data.copy_(tensor.data)
-        self._spare[id(tensor)] = (tensor, tensor.data)
+        self._spare[tensor] = tensor.data
         tensor.data = data
 
 
