@@ -19,7 +19,7 @@
 namespace oxytorch::tune {
 namespace {
 
-constexpr std::int64_t kPiece = 1 << 19;  // elements in float64 at once
+constexpr std::int64_t kPiece = 1 << 16;  // elements in float64 at once
 constexpr double kElement = 1e-3;
 constexpr std::size_t kSample = 1 << 15;
 constexpr double kSummedPlaces = 64;  // last places that a running mean or variance of 1e5 rows may be off by

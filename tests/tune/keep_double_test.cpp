@@ -7,7 +7,10 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <tuple>
+#include <vector>
 
+#include "oxytorch/memory/meter.h"
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/verify.h"
@@ -49,6 +52,50 @@ TEST(KeepDoubleTest, GradientsAreThoseOfFloat64) {
   const auto right = gradient(false);
   const KeepDouble kept;
   EXPECT_TRUE(gradient(true).equal(right));
+}
+
+TEST(KeepDoubleTest, ConvolutionsTakeSomeRowsAtATime) {
+  torch::manual_seed(2);
+  namespace nn = torch::nn::functional;
+  const auto wide = torch::TensorOptions(at::kDouble).requires_grad(true);
+  const auto x = torch::randn({32, 8, 64, 64}, wide), line = torch::randn({40, 64, 512}, wide),
+             cube = torch::randn({5, 4, 24, 24, 24}, wide);
+  const auto w = torch::randn({16, 4, 5, 3}, wide), v = torch::randn({16, 64, 7}, wide),
+             u = torch::randn({4, 4, 3, 3, 3}, wide), back = torch::randn({8, 4, 3, 3}, wide),
+             b = torch::randn(16, wide);
+  const std::vector<std::function<at::Tensor()>> all = {
+      [&] { return at::conv2d(x, w, b, {2, 1}, {2, 1}, {1, 2}, 2); },
+      [&] { return at::conv1d(line, v, b, 3, "valid"); },
+      [&] { return at::conv3d(cube, u, {}, 1, "same"); },
+      [&] { return at::conv_transpose2d(x, back); },
+      [&] {
+        return at::conv2d(x.contiguous(at::MemoryFormat::ChannelsLast), w, b, at::IntArrayRef{1, 1},
+                          at::IntArrayRef{0, 0}, at::IntArrayRef{1, 1}, 2);
+      },
+      [&] { return at::conv2d(x[0], w, b, at::IntArrayRef{1, 1}, at::IntArrayRef{0, 0}, at::IntArrayRef{1, 1}, 2); },
+      [&] {
+        return at::conv2d(x.slice(0, 0, 0), w, b, at::IntArrayRef{1, 1}, at::IntArrayRef{0, 0}, at::IntArrayRef{1, 1},
+                          2);
+      },
+  };
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const auto run = [&] {
+      const memory::Meter meter;
+      const auto out = all[i]();
+      const auto found =
+          torch::autograd::grad({out.sin().sum()}, {x, line, cube, w, v, u, back, b}, {}, {}, false, true);
+      return std::tuple(out.detach(), found, meter.peak_bytes());
+    };
+    const auto [right, gradients, plain] = run();
+    const KeepDouble kept;
+    const auto [out, found, less] = run();
+    ASSERT_TRUE(at::allclose(out, right, 1e-12, 1e-12)) << i;
+    for (std::size_t j = 0; j < found.size(); ++j) {
+      ASSERT_EQ(found[j].defined(), gradients[j].defined()) << i << ", " << j;
+      EXPECT_TRUE(!found[j].defined() || at::allclose(found[j], gradients[j], 1e-10, 1e-10)) << i << ", " << j;
+    }
+    if (i < 3) EXPECT_LT(less, 9 * plain / 10) << i;
+  }
 }
 
 /// The verifier's ruling on a strategy that does nothing, where the loss sees outputs through `narrow`.

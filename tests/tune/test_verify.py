@@ -266,7 +266,7 @@ def test_one_pass_measures_what_torch_does(dtype: torch.dtype, layout: torch.mem
 
 def judged(make_optimizer: Any, piece: int, wrong: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """What is found of three steps of one large parameter, and what a norm that is off would move."""
-    monkeypatch.setattr(update, "_PIECE", piece)
+    monkeypatch.setattr(update, "piece_of", lambda _: piece)
     torch.manual_seed(0)
     model = nn.Linear(120, 700)
     batches = [(torch.randn(8, 120), torch.randint(700, (8,)))]

@@ -28,7 +28,7 @@ _ELEMENT = 1e-3
 _TIMES = 3.0  # what the step as given is off by, so many times
 _CODED = 0.05  # of a state that is kept in fewer bits than the parameter
 _SAMPLE = 1 << 15  # elements
-_PIECE = 1 << 19  # elements that are stepped in float64 at once
+_PIECES, _LEAST, _MOST = 32, 1 << 13, 1 << 19  # of a model, and elements, that are stepped in float64 at once
 _FLOATS = (torch.float32, torch.float64)
 #: Of torch, what steps each element by its own gradient and state alone.
 _ELEMENTWISE = tuple(
@@ -273,10 +273,15 @@ def _slice(value: Any, cut: Cut | None) -> Any:
     return value if cut is None else value.narrow(*cut)
 
 
-def slices(shape: Sequence[int]) -> list[Cut]:
-    """Cut a shape along its longest dimension into slices of at most `_PIECE` elements, where rows are no larger."""
+def piece_of(run: Run) -> int:
+    """Elements that are in float64 at once: a step of a copy takes about ten times their memory."""
+    return min(_MOST, max(_LEAST, sum(p.numel() for p in run.params) // _PIECES))
+
+
+def slices(shape: Sequence[int], most: int) -> list[Cut]:
+    """Cut a shape along its longest dimension into slices of at most `most` elements, where rows are no larger."""
     dim = max(range(len(shape)), key=lambda d: shape[d])
-    rows = max(1, _PIECE // max(1, math.prod(shape) // max(1, shape[dim])))
+    rows = max(1, most // max(1, math.prod(shape) // max(1, shape[dim])))
     return [(dim, at, min(rows, shape[dim] - at)) for at in range(0, shape[dim], rows)]
 
 
@@ -303,12 +308,12 @@ def _pieces_of(run: Run, slot: OptimizerSlot, every: list[int], calls: Sequence[
     if not ours and (not cls.__module__.startswith("torch.optim.") or cls is torch.optim.LBFGS):
         return [every]
     pieces: list[list[int]] = []
-    room = 0
+    most, room = piece_of(run), 0
     for i in every:
         size = run.params[i].numel()
         if size > room or not pieces:
             pieces.append([])
-            room = _PIECE
+            room = most
         pieces[-1].append(i)
         room -= size
     return pieces
@@ -426,12 +431,13 @@ class UpdateJudge:
         """How a large parameter that is stepped element by element is cut; empty where it is taken whole."""
         param = self.run.params[chosen[0]]
         slot = next(slot for which, slot in enumerate(self.run.slots) if chosen[0] in own(self.run, which))
-        if len(chosen) > 1 or param.numel() <= _PIECE or not _is_elementwise(slot.original):
+        most = piece_of(self.run)
+        if len(chosen) > 1 or param.numel() <= most or not _is_elementwise(slot.original):
             return []
         values = [before.params[chosen[0]], *before.states[chosen[0]].values(), *now[chosen[0]].values()]
         large = [param, *(v for v in values if isinstance(v, Tensor) and v.numel() > 1)]
         alike = all(_is_metered(t) and t.shape == param.shape and t.dtype == param.dtype for t in large)
-        return slices(param.shape) if alike else []
+        return slices(param.shape, most) if alike else []
 
     def _judge_slices(
         self,
