@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from oxytorch._build_info import BUILD_FOLDER
+from oxytorch._C.memory import give_back_host_memory, reset_host_peak
 from oxytorch.base import Interval, starts_interval, system_info
 from oxytorch.bench.turns import machine
 from oxytorch.bench.turns.environment import environment
@@ -311,6 +313,21 @@ def all_starts(
             progress(f"start {done + 1} of {arguments.starts}")
             starts.append(another_start(Path(folder), arguments.threads))
     return Measured.joined(starts)
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory, after what is only kept was given back."""
+    gc.collect()
+    give_back_host_memory()
+    return int(system_info()["memory"]["resident"])
+
+
+def most_resident(take: Callable[[], object]) -> int:
+    """Bytes of this process that are in memory at the most while `take` runs."""
+    resident()
+    reset_host_peak()
+    take()
+    return int(system_info()["memory"]["peak_resident"])
 
 
 def facts(threads: int, device: str = "cpu") -> dict[str, str]:

@@ -20,13 +20,11 @@ bench/report/state.{json,html}.
 from __future__ import annotations
 
 import argparse
-import gc
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import oxytorch as ox
 import torch
 from _memory_models import Chain, Embedded, Layer, next_tokens, words_of
 from _race import (
@@ -37,11 +35,13 @@ from _race import (
     all_starts,
     facts,
     is_wanted,
+    most_resident,
     new_report,
     over_starts,
     progress,
     race,
     ratio,
+    resident,
     text,
     write,
 )
@@ -63,11 +63,6 @@ CONTENDERS = (PLAIN, FUSED, HOOKS, *OURS)
 QUICK = (PLAIN, FUSED, HOOKS, "int8_state, in backward", "state_in_file, in backward")
 CASES = {"decoder, 46 M": (12, 512, 8192), "decoder, 0.4 M": (2, 96, 512)}
 TOKENS = 128
-
-
-def resident(what: str = "resident") -> int:
-    """Bytes."""
-    return int(ox.base.system_info()["memory"][what])
 
 
 class Step:
@@ -109,16 +104,11 @@ class Step:
 def peak_of(case: str, contender: str) -> int:
     """In this process, of which nothing else is asked: what a step takes at the most, beyond what was there."""
     Step("decoder, 0.4 M", contender).take()  # loads libraries
-    gc.collect()
-    ox._C.memory.give_back_host_memory()
     before = resident()
     step = Step(case, contender)
     for _ in range(2):
         step.take()
-    ox._C.memory.give_back_host_memory()
-    ox._C.memory.reset_host_peak()
-    step.take()
-    return resident("peak_resident") - before
+    return most_resident(step.take) - before
 
 
 def peak_elsewhere(case: str, contender: str, threads: int) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "race")]
 
+import goals as goals_race  # noqa: E402
 import state as state_race  # noqa: E402
 from _race import Measured, over_starts, text  # noqa: E402
 from _tables import gpu, tail  # noqa: E402
@@ -74,6 +75,7 @@ def demo() -> str | None:
 
 MEMORY_COMMAND = "python bench/race/memory.py --starts 3 --seconds 0.8"
 STATE_COMMAND = "python bench/race/state.py --starts 3"
+GOALS_COMMAND = "python bench/race/goals.py --starts 1 --case mlp --case lstm"
 
 
 def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | None]:
@@ -340,6 +342,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "state": (
         raced(state_race, "state.json", STATE_COMMAND, "state"),
         f"{STATE_COMMAND} --json bench/results/state.json",
+    ),
+    "goals": (
+        raced(goals_race, "goals.json", GOALS_COMMAND, "goals"),
+        f"{GOALS_COMMAND} --json bench/results/goals.json",
     ),
     "convergence": (convergence, "python bench/race/convergence.py --json bench/results/convergence.json"),
     "planted-faults": (

@@ -100,6 +100,17 @@ def test_each_way_to_hold_state_is_raced(run_quick: Callable[..., Any]) -> None:
     assert np.min(list(times.values())) > 0 and "times as long as fused" in said
 
 
+def test_what_each_goal_takes_is_measured(run_quick: Callable[..., Any]) -> None:
+    said, document = run_quick("goals", "--starts", "1")
+    assert list(document["cases"]) == ["mlp: speed", "mlp: memory", "mlp: memory, ultra"]
+    for times in document["cases"].values():
+        assert {"tensors: given", "tensors: tuned", "tensors: tuning", "resident: given", "time"} <= times.keys()
+        given, tuned, tuning = (times[f"tensors: {what}"][0][0] for what in ("given", "tuned", "tuning"))
+        assert 0 < tuned <= 1.05 * given + (1 << 20) and given <= tuning <= 1.25 * given
+    assert {figure["met"] for figure in document["figures"] if figure["what"].endswith("while tuning")} == {True}
+    assert "while tuning" in said
+
+
 def test_starts_are_joined_and_one_has_no_interval(race: ModuleType) -> None:
     first, second = (
         race.Measured({"200 x 64": {"torch fused": np.full(rounds, 6.0), "oxytorch": np.full(rounds, ours)}})
