@@ -129,7 +129,7 @@ struct Place {
   char* memory = nullptr;  // null where the folder cannot hold it
 };
 
-// Room for that many bytes, with what `content` holds where it is given.
+// Space for that many bytes, with what `content` holds where it is given.
 Place place_of_its_own(const std::string& folder, std::size_t bytes, const void* content) {
   Place place{Mapping::make(folder, bytes)};
   if (!place.mapping) return place;

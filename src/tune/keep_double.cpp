@@ -3,6 +3,7 @@
 #include <ATen/ops/_to_copy.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/convolution.h>
+#include <c10/util/accumulate.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -28,19 +29,12 @@ at::Tensor to_copy(const at::Tensor& given, std::optional<at::ScalarType> dtype,
 /// once.
 constexpr std::int64_t kWindowBytes = 8 << 20;
 
-/// Bytes that a row of the batch takes as windows: torch lays them out side by side, an input for each element of the
-/// kernel, and does so for the whole batch before it multiplies.
-std::int64_t window_bytes(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
-                          at::IntArrayRef padding, at::IntArrayRef dilation) {
-  std::int64_t elements = weight.size(1);  // of a group, each of which is computed after the other
-  for (std::int64_t d = 2; d < weight.dim(); ++d) {
-    const auto of = [d](at::IntArrayRef values) {
-      return values[values.size() == 1 ? 0 : static_cast<std::size_t>(d - 2)];
-    };
-    const auto places = (input.size(d) + 2 * of(padding) - of(dilation) * (weight.size(d) - 1) - 1) / of(stride) + 1;
-    elements *= weight.size(d) * std::max<std::int64_t>(places, 1);
-  }
-  return elements * static_cast<std::int64_t>(sizeof(double));
+/// About the bytes that a row of the batch takes as windows: torch lays them out side by side, an input for each
+/// element of the kernel, and does so for the whole batch before it multiplies. Groups are computed one after the
+/// other.
+std::int64_t window_bytes(const at::Tensor& input, const at::Tensor& weight) {
+  const auto elements = [](const at::Tensor& t) { return c10::multiply_integers(t.sizes().slice(2)); };
+  return weight.size(1) * elements(input) * elements(weight) * static_cast<std::int64_t>(sizeof(double));
 }
 
 /// Some rows at a time: a step in float64 is to take no more than twice the memory of one in float32.
@@ -55,10 +49,10 @@ at::Tensor convolution(const at::Tensor& given_input, const at::Tensor& given_we
   const bool lays_out = input.is_cpu() && input.scalar_type() == at::kDouble && input.dim() > 2 &&
                         input.dim() == weight.dim() && input.size(0) > 1 && !transposed;
   if (!lays_out) return some(input);
-  const auto rows = std::max<std::int64_t>(1, kWindowBytes / window_bytes(input, weight, stride, padding, dilation));
+  const auto rows = kWindowBytes / std::max<std::int64_t>(1, window_bytes(input, weight));
   if (rows >= input.size(0)) return some(input);
   std::vector<at::Tensor> outputs;
-  for (const auto& part : input.split(rows)) outputs.push_back(some(part));
+  for (const auto& part : input.split(std::max<std::int64_t>(1, rows))) outputs.push_back(some(part));
   return at::cat(outputs);
 }
 

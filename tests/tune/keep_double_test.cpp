@@ -98,6 +98,14 @@ TEST(KeepDoubleTest, ConvolutionsTakeSomeRowsAtATime) {
   }
 }
 
+TEST(KeepDoubleTest, AConvolutionThatTorchRefusesIsRefused) {
+  const auto x = torch::randn({2, 3, 8, 8}, at::kDouble), w = torch::randn({4, 3, 3, 3}, at::kDouble);
+  const KeepDouble kept;
+  EXPECT_THROW(at::conv2d(x, w, {}, 0), c10::Error);
+  EXPECT_THROW(at::convolution(x, w, {}, {}, {0}, {1}, false, {0}, 1), c10::Error);
+  EXPECT_THROW(at::conv2d(x, w.slice(1, 0, 0)), c10::Error);
+}
+
 /// The verifier's ruling on a strategy that does nothing, where the loss sees outputs through `narrow`.
 Ruling ruling_through(const std::function<at::Tensor(const at::Tensor&)>& narrow) {
   torch::manual_seed(1);
