@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
@@ -124,15 +125,22 @@ TEST(ParkedTest, SmallOnesShareAFile) {
 
 TEST(ParkedTest, AChildWritesOverNothingOfItsParent) {
   const auto first = memory::park(torch::full({64, 64}, 1));
+  std::array<int, 2> ends{};
+  ASSERT_EQ(pipe(ends.data()), 0);
   const pid_t child = fork();
   if (child == 0) {
+    char go = 0;  // once the parent has taken what comes next
+    if (read(ends[0], &go, 1) != 1) _exit(2);
     const auto other = memory::park(torch::full({64, 64}, 2));
     _exit(at::equal(other, torch::full({64, 64}, 2)) && memory::is_parked(other) ? 0 : 1);
   }
+  const auto second = memory::park(torch::full({64, 64}, 3));
+  ASSERT_EQ(write(ends[1], "g", 1), 1);
   int status = -1;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
-  const auto second = memory::park(torch::full({64, 64}, 3));
+  close(ends[0]);
+  close(ends[1]);
   EXPECT_TRUE(at::equal(first, torch::full({64, 64}, 1)));
   EXPECT_TRUE(at::equal(second, torch::full({64, 64}, 3)));
   EXPECT_EQ(static_cast<char*>(second.data_ptr()) - static_cast<char*>(first.data_ptr()), 64 * 64 * 8) << "one file";
