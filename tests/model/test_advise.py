@@ -151,7 +151,8 @@ def test_findings_are_sorted_by_share_and_read_as_table_and_json() -> None:
     assert shares == sorted(shares, reverse=True) and {"dropout", "bias_before_norm"} <= {f.rule for f in advice}
     data = json.loads(advice.to_json())
     assert data["findings"][0]["rule"] == advice[0].rule and data["step_seconds"] > 0
-    assert sum(share for _, share in advice.operators) == pytest.approx(1.0, abs=0.3)
+    most = [share for _, share in advice.operators]  # of the operators that took most
+    assert most == sorted(most, reverse=True) and min(most) > 0 and 1 / 3 < sum(most) <= 1 + 1e-9
     assert len(advice.table().splitlines()) == len(advice) + 1 and advice[0].do[:10] in str(advice)
 
 
