@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 namespace oxytorch::optim {
 namespace {
 
@@ -64,20 +66,9 @@ at::Tensor quantized(const at::Tensor& y, double levels, const std::optional<Rou
   return sum.add(sum_error.add(product_error)).floor().clamp_max(levels);
 }
 
-}  // namespace
-
-at::Tensor in_memory_order(const at::Tensor& dense) {
-  return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
-}
-
-at::Tensor flat_like(const at::Tensor& values, const at::Tensor& like) {
-  return in_memory_order(
-      at::empty_like(like, like.options().dtype(at::kFloat), at::MemoryFormat::Preserve).copy_(values));
-}
-
-std::pair<at::Tensor, at::Tensor> encode_int8(const at::Tensor& values, kernels::StateCode code, const at::Tensor& like,
-                                              const std::optional<Rounding>& rounding) {
-  const at::Tensor flat = flat_like(values, like);
+// Codes and scales of fp32 values in memory's order.
+std::pair<at::Tensor, at::Tensor> encoded(const at::Tensor& flat, kernels::StateCode code,
+                                          const std::optional<Rounding>& rounding) {
   const std::int64_t n = flat.numel(), groups = kernels::state_groups(n);
   const at::Tensor padded = at::constant_pad_nd(flat, {0, groups * kernels::kStateGroup - n});
   const at::Tensor magnitude = bits_of(padded).bitwise_and(kSignBit).view({groups, kernels::kStateGroup});
@@ -94,17 +85,68 @@ std::pair<at::Tensor, at::Tensor> encode_int8(const at::Tensor& values, kernels:
       float_of(at::bitwise_right_shift(bits, at::Scalar(is_signed ? 1 : 2)).add(is_signed ? kHalved : kQuartered));
   at::Tensor q = quantized(y, is_signed ? 127 : 255, rounding);
   q = is_signed ? q.mul(at::where(flat.signbit(), -1.0, 1.0)) : at::where(flat.ne(0), q.clamp_min(1), q);
-  return {laid_out_as(q.to(is_signed ? at::kChar : at::kByte), like), scale.to(at::kBFloat16)};
+  return {q.to(is_signed ? at::kChar : at::kByte), scale.to(at::kBFloat16)};
 }
 
-at::Tensor decode_int8(const at::Tensor& codes, const at::Tensor& scales, kernels::StateCode code) {
+// fp32 values of codes in memory's order.
+at::Tensor decoded(const at::Tensor& codes, const at::Tensor& scales, kernels::StateCode code) {
   const bool is_signed = code == kernels::StateCode::Signed;
-  const at::Tensor flat = in_memory_order(codes).to(at::kFloat);
+  const at::Tensor flat = codes.to(at::kFloat);
   const at::Tensor y = flat.abs().mul(is_signed ? 1.0F / 127 : 1.0F / 255);
   const at::Tensor bits = bits_of(y).sub(is_signed ? kHalved : kQuartered);
   const at::Tensor a = float_of(at::bitwise_left_shift(bits, at::Scalar(is_signed ? 1 : 2))).masked_fill(flat.eq(0), 0);
   const at::Tensor scale = scales.to(at::kFloat).repeat_interleave(kernels::kStateGroup).slice(0, 0, flat.numel());
-  return laid_out_as(a.mul(scale).mul(flat.sign()), codes);
+  return a.mul(scale).mul(flat.sign());
+}
+
+// Elements that are converted at once: it takes some twenty times their memory. Launches cost more on other devices.
+std::int64_t piece_on(at::Device device) { return std::int64_t{1} << (device.is_cpu() ? 16 : 24); }
+
+}  // namespace
+
+at::Tensor in_memory_order(const at::Tensor& dense) {
+  return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
+}
+
+at::Tensor flat_like(const at::Tensor& values, const at::Tensor& like) {
+  return in_memory_order(
+      at::empty_like(like, like.options().dtype(at::kFloat), at::MemoryFormat::Preserve).copy_(values));
+}
+
+std::pair<at::Tensor, at::Tensor> encode_int8(const at::Tensor& values, kernels::StateCode code, const at::Tensor& like,
+                                              const std::optional<Rounding>& rounding) {
+  const bool as_it_lies =
+      values.scalar_type() == at::kFloat && values.sizes() == like.sizes() && values.strides() == like.strides();
+  const at::Tensor flat = as_it_lies ? in_memory_order(values) : flat_like(values, like);
+  const std::int64_t piece = piece_on(flat.device());
+  if (rounding || flat.numel() <= piece) {
+    const auto [codes, scales] = encoded(flat, code, rounding);
+    return {laid_out_as(codes, like), scales};
+  }
+  const auto type = code == kernels::StateCode::Signed ? at::kChar : at::kByte;
+  const at::Tensor codes = at::empty_like(like, like.options().dtype(type), at::MemoryFormat::Preserve);
+  const at::Tensor scales = at::empty({kernels::state_groups(flat.numel())}, flat.options().dtype(at::kBFloat16));
+  for (std::int64_t first = 0; first < flat.numel(); first += piece) {
+    const auto last = std::min(flat.numel(), first + piece);
+    const auto [part, of_groups] = encoded(flat.slice(0, first, last), code, std::nullopt);
+    in_memory_order(codes).slice(0, first, last).copy_(part);
+    scales.narrow(0, first / kernels::kStateGroup, of_groups.numel()).copy_(of_groups);
+  }
+  return {codes, scales};
+}
+
+at::Tensor decode_int8(const at::Tensor& codes, const at::Tensor& scales, kernels::StateCode code) {
+  const at::Tensor flat = in_memory_order(codes);
+  const at::Tensor values = at::empty_like(codes, codes.options().dtype(at::kFloat), at::MemoryFormat::Preserve);
+  const std::int64_t piece = piece_on(flat.device());
+  for (std::int64_t first = 0; first < flat.numel(); first += piece) {
+    const auto last = std::min(flat.numel(), first + piece);
+    const auto groups = kernels::state_groups(last - first);
+    const at::Tensor part =
+        decoded(flat.slice(0, first, last), scales.slice(0, first / kernels::kStateGroup).slice(0, 0, groups), code);
+    in_memory_order(values).slice(0, first, last).copy_(part);
+  }
+  return values;
 }
 
 at::Tensor round_bf16(const at::Tensor& values, const at::Tensor& like, const Rounding& rounding) {

@@ -384,6 +384,32 @@ def test_muon_takes_matrices_alone() -> None:
         oxytorch.optim.Muon(params_with_grads((3,)))
 
 
+def test_state_of_many_elements_is_encoded_as_that_of_few() -> None:
+    shape, few = (331, 601), 32 * 1000  # scales are of 32 elements
+    generator = torch.Generator().manual_seed(5)
+    average = torch.randn(shape, generator=generator) * 10 ** (6 * torch.rand(shape, generator=generator) - 3)
+
+    def encoded(values: torch.Tensor) -> dict[str, torch.Tensor]:
+        p = torch.zeros_like(values, requires_grad=True)
+        given = torch.optim.AdamW([p])
+        given.state[p] = {"step": torch.tensor(1.0), "exp_avg": values.clone(), "exp_avg_sq": values.square()}
+        opt = AdamW([p], state_dtype="int8")
+        opt.load_state_dict(given.state_dict())
+        names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
+        opt._step_tail()
+        made = {name: opt.state[p][name] for name in names}
+        assert made["exp_avg"].dtype is torch.int8 and made["exp_avg_sq"].dtype is torch.uint8
+        decoded = opt._step_tail().decoded_state(0)
+        return {
+            name: value.flatten() for name, value in (made | {f"{k} decoded": decoded[k] for k in names[::2]}).items()
+        }
+
+    whole = encoded(average)
+    parts = [encoded(part) for part in average.flatten().split(few)]
+    for name, value in whole.items():
+        assert value.equal(torch.cat([part[name] for part in parts])), name
+
+
 @pytest.mark.parametrize("numel", [0, 1, 3, 31, 33])
 def test_int8_state_of_few_elements_works(numel: int) -> None:
     p = params_with_grads((numel,))[0]
