@@ -13,9 +13,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <utility>
 
 #include "oxytorch/error.h"
+#include "oxytorch/memory/parked.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -83,9 +85,9 @@ void Kinks::add(const std::vector<at::Tensor>& given, const std::vector<at::Tens
     auto& found = found_[i];
     found.jump = std::max(found.jump, size_of(jump));
     found.jump_along = std::max(found.jump_along, along(jump, exact));
-    found.sum = found.sum.defined() ? found.sum + error : error;
-    found.errors.push_back(sampled(error));
-    found.jumps.push_back(sampled(jump));
+    found.sum = found.sum.defined() ? found.sum.add_(error) : memory::park(error);
+    found.errors.push_back(memory::park(sampled(error)));
+    found.jumps.push_back(memory::park(sampled(jump)));
   }
 }
 
@@ -94,22 +96,18 @@ std::vector<bool> Kinks::spanned() const {
   for (const auto& found : found_) states = std::max(states, found.jumps.size());
   const auto count = static_cast<std::int64_t>(states);
   auto gram = at::zeros({count, count}, at::kDouble), products = at::zeros({count}, at::kDouble);
-  struct Sampled {
-    std::size_t place;
-    at::Tensor jumps, error, gram;
-  };
-  std::vector<Sampled> all;
+  std::map<std::size_t, at::Tensor> all;  // products of the jumps of a tensor
   for (std::size_t i = 0; i < given_.size(); ++i) {
     if (states == 0 || found_[i].jumps.size() < states) continue;
     const auto exact = wide(right_[i]);
-    auto jumps = at::stack(found_[i].jumps), error = sampled(wide(given_[i]) - exact);
+    const auto jumps = at::stack(found_[i].jumps), error = sampled(wide(given_[i]) - exact);
     auto own = jumps.mm(jumps.t());
     // Each tensor by its own size, as its elements are a sample.
     const double size = std::max(size_of(exact), kTiny);
     const double weight = static_cast<double>(exact.numel()) / static_cast<double>(error.numel()) / (size * size);
     gram += weight * own;
     products += weight * jumps.mv(error);
-    all.push_back({i, std::move(jumps), std::move(error), std::move(own)});
+    all.emplace(i, std::move(own));
   }
   std::vector<bool> found(given_.size(), false);
   const double largest = all.empty() ? 0 : gram.diagonal().max().item<double>();
@@ -121,7 +119,8 @@ std::vector<bool> Kinks::spanned() const {
   // Column j: the jump j less what the others explain of it.
   auto apart = at::linalg_solve(regular, at::eye(count, at::kDouble));
   apart = apart / apart.diagonal();
-  for (const auto& [i, jumps, error, own] : all) {
+  for (const auto& [i, own] : all) {
+    const auto jumps = at::stack(found_[i].jumps), error = sampled(wide(given_[i]) - wide(right_[i]));
     const double most = apart.t().mm(own).mm(apart).diagonal().clamp_min(0).max().item<double>();
     found[i] = size_of(error - jumps.t().mv(part)) <= std::sqrt(most);
   }

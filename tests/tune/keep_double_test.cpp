@@ -98,6 +98,49 @@ TEST(KeepDoubleTest, ConvolutionsTakeSomeRowsAtATime) {
   }
 }
 
+TEST(KeepDoubleTest, BatchNormalizationTakesSomeChannelsAtATimeInBackward) {
+  torch::manual_seed(3);
+  const auto wide = torch::TensorOptions(at::kDouble);
+  const auto image = torch::randn({32, 10, 128, 64}, wide), line = torch::randn({4096, 301}, wide);
+  const auto last = image.contiguous(at::MemoryFormat::ChannelsLast);
+  const auto run = [&](const at::Tensor& given, bool affine, bool train, bool frozen) {
+    const auto x = given.detach().requires_grad_(!frozen);
+    const auto channels = x.size(1);
+    const auto weight = torch::linspace(0.5, 2, channels, wide).requires_grad_();
+    const auto bias = torch::zeros(channels, wide).requires_grad_();
+    const auto mean = torch::full({channels}, 0.1, wide), variance = torch::full({channels}, 1.5, wide);
+    const auto out = at::batch_norm(x, affine ? weight : at::Tensor(), affine ? bias : at::Tensor(), mean, variance,
+                                    train, 0.1, 1e-5, false);
+    const auto loss = (out * given.sin()).sum();
+    std::vector<at::Tensor> inputs{weight, bias};
+    if (!frozen) inputs.push_back(x);
+    return torch::autograd::grad({loss}, inputs, {}, {}, false, true);
+  };
+  for (const auto& given : {image, last, line}) {
+    for (const auto& [affine, train, frozen] : {std::tuple(true, true, false), std::tuple(false, true, false),
+                                                std::tuple(true, false, false), std::tuple(true, true, true)}) {
+      const auto right = run(given, affine, train, frozen);
+      const KeepDouble kept;
+      const auto found = run(given, affine, train, frozen);
+      for (std::size_t j = 0; j < found.size(); ++j) {
+        ASSERT_EQ(found[j].defined(), right[j].defined()) << j;
+        if (!found[j].defined()) continue;
+        EXPECT_TRUE(at::allclose(found[j], right[j], 1e-10, 1e-12)) << j;
+        EXPECT_EQ(found[j].strides(), right[j].strides()) << j;
+      }
+    }
+  }
+  const auto peak = [&, of_channels = torch::ones(10, wide)] {
+    const memory::Meter meter;
+    const auto made = at::native_batch_norm_backward(image, image, {}, {}, {}, of_channels, of_channels, true, 1e-5,
+                                                     {true, true, true});
+    return meter.peak_bytes();
+  };
+  const auto plain = peak();
+  const KeepDouble kept;
+  EXPECT_LT(peak(), 3 * plain / 4);
+}
+
 TEST(KeepDoubleTest, AConvolutionThatTorchRefusesIsRefused) {
   const auto x = torch::randn({2, 3, 8, 8}, at::kDouble), w = torch::randn({4, 3, 3, 3}, at::kDouble);
   const KeepDouble kept;

@@ -38,7 +38,7 @@ class OXY_API Kinks {
   struct Errors {
     double jump = 0, jump_along = 0;        ///< of the reference, largest
     at::Tensor sum;                         ///< of the errors at the states apart
-    std::vector<at::Tensor> errors, jumps;  ///< some elements of each, in float64, on the CPU
+    std::vector<at::Tensor> errors, jumps;  ///< some elements of each, in float64, on the CPU; in files
   };
   /// By tensor, whether the jumps leave no more of its error than of one of their own.
   [[nodiscard]] std::vector<bool> spanned() const;
