@@ -125,6 +125,10 @@ void bind_parked(py::module_& m) {
   m.def("rest_all", &memory::rest_all, Released(), "Let go of the pages of all parked tensors.");
   m.def("read_ahead", &memory::read_ahead, py::arg("tensor"), Released(),
         "Have the pages of a parked tensor read from the disk meanwhile.");
+  m.def("parked_parts", &memory::parked_parts, py::arg("bytes"),
+        "How many of some tensors each part takes where a part at a time is in memory.");
+  m.def("populate", &memory::populate, py::arg("tensor"), Released(),
+        "Map the pages of a parked tensor at once, to be written.");
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <unistd.h>
@@ -224,11 +225,13 @@ class SpillFile {
   SpillFile& operator=(const SpillFile&) = delete;
 
   std::int64_t write(const c10::Storage& storage) {
-    std::int64_t place = 0;
     const auto size = static_cast<std::int64_t>(storage.nbytes());
+    const auto aligned = size < kLargePage ? kMapped : kLargePage;
+    std::int64_t place = 0;
     {
       const std::lock_guard lock(mutex_);
-      place = std::exchange(end_, end_ + size);
+      place = (end_ + aligned - 1) / aligned * aligned;
+      end_ = place + size;
       ++blocks_;
     }
     const auto* from = static_cast<const char*>(storage.data());
@@ -246,17 +249,13 @@ class SpillFile {
     }
     return place;
   }
-  void read(std::int64_t place, const Tensor& into) const {
-    const auto size = static_cast<std::int64_t>(into.nbytes());
-    auto* to = static_cast<char*>(into.mutable_data_ptr());
-    for (std::int64_t done = 0; done < size;) {
-      const auto count = pread(file_, to + done, static_cast<std::size_t>(size - done), place + done);
-      if (count < 0 && errno == EINTR) continue;
-      OXY_CHECK(count > 0, Io, "a saved tensor of ", format_size(static_cast<std::uint64_t>(size)),
-                " could not be read back from a file in ", in_quotes(folder_), ": ",
-                count < 0 ? std::strerror(errno) : "the file ends before it", ".");
-      done += count;
-    }
+  /// The file's own pages, which are read without a copy; what is written to them stays out of the file.
+  [[nodiscard]] void* map(std::int64_t place, std::size_t size) const {
+    auto* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, file_, place);
+    OXY_CHECK(memory != MAP_FAILED, Io, "a saved tensor of ", format_size(size),
+              " could not be read back from a file in ", in_quotes(folder_), ": ", std::strerror(errno),
+              ". Name a folder whose files can be mapped.");
+    return memory;
   }
   void forget() {
     const std::lock_guard lock(mutex_);
@@ -267,33 +266,41 @@ class SpillFile {
   }
 
  private:
+  // Blocks begin where pages of that size do: the kernel keeps and maps what is written at once in large ones.
+  static constexpr std::int64_t kMapped = 64 << 10, kLargePage = 2 << 20;
+
   std::string folder_;
   int file_ = -1;
   std::mutex mutex_;
   std::int64_t end_ = 0, blocks_ = 0;
 };
 
-struct Spilled {
+class Spilled {
+ public:
   Spilled(std::shared_ptr<SpillFile> file, const c10::Storage& storage)
-      : file(std::move(file)), size(storage.nbytes()), place(this->file->write(storage)) {}
-  ~Spilled() {
-    if (file) file->forget();
-  }
-  Spilled(Spilled&& other) noexcept = default;
-  Spilled& operator=(Spilled&&) = delete;
-  Spilled(const Spilled&) = delete;
-  Spilled& operator=(const Spilled&) = delete;
+      : block_(std::make_shared<Block>(std::move(file), storage)) {}
 
   [[nodiscard]] c10::Storage unpack() const {
-    const Tensor made = new_memory(size);
-    file->read(place, made);
-    return made.storage();
+    auto* const memory = block_->file->map(block_->place, block_->size);
+    auto end = [block = block_](void* mapped) { munmap(mapped, block->size); };
+    return {c10::Storage::use_byte_size_t(), block_->size,
+            c10::InefficientStdFunctionContext::makeDataPtr(memory, std::move(end), at::kCPU)};
   }
   static std::size_t bytes() { return 0; }
 
-  std::shared_ptr<SpillFile> file;
-  std::size_t size;
-  std::int64_t place;
+ private:
+  // Goes with the last of what was unpacked: pages behind the end of a file cannot be read.
+  struct Block {
+    Block(std::shared_ptr<SpillFile> into, const c10::Storage& storage)
+        : file(std::move(into)), size(storage.nbytes()), place(file->write(storage)) {}
+    ~Block() { file->forget(); }
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+    std::shared_ptr<SpillFile> file;
+    std::size_t size;
+    std::int64_t place;
+  };
+  std::shared_ptr<Block> block_;
 };
 
 // -- what of a graph is a parameter -----------------------------------------------------------------------------------

@@ -6,12 +6,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <utility>
 
 #include "base/whole_file.h"
@@ -32,6 +34,17 @@ Files& files() {
   return *made;
 }
 
+// Linux maps a large page of a file at once where that lies within 2 MiB of addresses, and else each 4 KiB of it.
+void* mapped(int file, std::size_t size) {
+  constexpr std::uintptr_t aligned = 2 << 20;
+  void* const reserved = mmap(nullptr, size + aligned, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) return reserved;
+  const auto first = reinterpret_cast<std::uintptr_t>(reserved);
+  auto* const wanted = static_cast<char*>(reserved) + (aligned - first % aligned) % aligned;
+  munmap(reserved, size + aligned);
+  return mmap(wanted, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);  // there, or elsewhere if that is taken now
+}
+
 // A file without a name, in memory. It goes with the last tensor on it.
 class Mapping {
  public:
@@ -44,7 +57,7 @@ class Mapping {
     void* memory = MAP_FAILED;
     // Writing to a mapping cannot fail for want of space then.
     if (posix_fallocate(file, 0, static_cast<off_t>(size)) == 0) {
-      memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+      memory = mapped(file, size);
     }
     if (memory != MAP_FAILED) return std::shared_ptr<Mapping>(new Mapping(static_cast<char*>(memory), size, file));
     close(file);
@@ -227,5 +240,29 @@ void rest_all() {
 }
 
 void read_ahead(const at::Tensor& tensor) { advise(tensor, MADV_WILLNEED); }
+
+void populate(const at::Tensor& tensor) {
+#ifndef MADV_POPULATE_WRITE
+  constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14
+#endif
+  advise(tensor, MADV_POPULATE_WRITE);
+}
+
+std::vector<std::size_t> parked_parts(const std::vector<std::size_t>& bytes) {
+  constexpr std::size_t kParts = 16, kLeast = std::size_t{4} << 20, kMost = std::size_t{64} << 20;
+  const auto all = std::accumulate(bytes.begin(), bytes.end(), std::size_t{0});
+  const auto most = std::clamp(all / kParts, kLeast, kMost);
+  std::vector<std::size_t> parts;
+  std::size_t left = 0;
+  for (const auto size : bytes) {
+    if (size > left || parts.empty()) {
+      parts.push_back(0);
+      left = most;
+    }
+    ++parts.back();
+    left -= std::min(size, left);
+  }
+  return parts;
+}
 
 }  // namespace oxytorch::memory

@@ -18,9 +18,6 @@ namespace {
 
 using torch::optim::Optimizer;
 
-// Bytes of state that are in memory at once, more of a larger tensor.
-constexpr std::size_t kPart = std::size_t{64} << 20;
-
 /// Replaces each optimizer of the run that it fits.
 struct OfOptimizers : Strategy {
   /// Why it is not for this one; empty where it is.
@@ -151,6 +148,7 @@ class SteppingFiles : public Optimizer {
         each_state_tensor(original_, [](const at::Tensor&, at::Tensor& value) { memory::read_ahead(value); });
       }
       const NarrowedOptimizer part(original_, all[i]);
+      each_state_tensor(original_, [](const at::Tensor&, at::Tensor& value) { memory::populate(value); });
       native_ ? native_->step() : original_.step();
       each_state_tensor(original_, [](const at::Tensor&, at::Tensor& value) {
         memory::move_to_file(value);  // what the step has made
@@ -166,20 +164,21 @@ class SteppingFiles : public Optimizer {
     each_state_tensor(original_, [&](const at::Tensor& parameter, at::Tensor& value) {
       bytes[parameter.unsafeGetTensorImpl()] += value.nbytes();
     });
-    std::vector<std::vector<at::Tensor>> all;
-    std::size_t left = 0;
+    std::vector<at::Tensor> parameters;
+    std::vector<std::size_t> sizes;
     for (const auto& group : original_.param_groups()) {
       for (const auto& parameter : group.params()) {
         if (!parameter.grad().defined()) continue;
         const auto known = bytes.find(parameter.unsafeGetTensorImpl());
-        const auto size = known == bytes.end() ? 2 * parameter.nbytes() : known->second;
-        if (size > left || all.empty()) {
-          all.emplace_back();
-          left = kPart;
-        }
-        all.back().push_back(parameter);
-        left -= std::min(size, left);
+        sizes.push_back(known == bytes.end() ? 2 * parameter.nbytes() : known->second);
+        parameters.push_back(parameter);
       }
+    }
+    std::vector<std::vector<at::Tensor>> all;
+    auto next = parameters.begin();
+    for (const auto count : memory::parked_parts(sizes)) {
+      const auto first = std::exchange(next, next + static_cast<std::ptrdiff_t>(count));
+      all.emplace_back(first, next);
     }
     return all;
   }

@@ -1,5 +1,6 @@
 // Tensors whose memory is a file without a name.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -29,6 +30,15 @@ int files() {
   int found = 0;
   for (std::string line; std::getline(maps, line);) found += line.find("oxytorch-parked") != std::string::npos ? 1 : 0;
   return found;
+}
+
+bool kernel_can_populate() {  // Linux 5.14
+  constexpr int populate_write = 23;
+  const auto page = static_cast<std::size_t>(getpagesize());
+  void* const memory = mmap(nullptr, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const bool can = madvise(memory, page, populate_write) == 0;
+  munmap(memory, page);
+  return can;
 }
 
 TEST(ParkedTest, ACopyHasLayoutAndValuesOfAClone) {
@@ -79,6 +89,11 @@ TEST(ParkedTest, ATensorMovesAndStaysTheSameObject) {
   EXPECT_GT(resident_mib(), before - 20);
   memory::rest(tensor[5]);  // a view of it
   EXPECT_LT(resident_mib(), before - 50);
+  if (kernel_can_populate()) {
+    memory::populate(tensor);
+    EXPECT_GT(resident_mib(), before - 20);
+    memory::rest(tensor);
+  }
   memory::read_ahead(tensor);
   EXPECT_EQ(other.sum().item<double>(), 32 << 20);
   EXPECT_TRUE(memory::move_to_memory(tensor));
@@ -144,6 +159,18 @@ TEST(ParkedTest, AChildWritesOverNothingOfItsParent) {
   EXPECT_TRUE(at::equal(first, torch::full({64, 64}, 1)));
   EXPECT_TRUE(at::equal(second, torch::full({64, 64}, 3)));
   EXPECT_EQ(static_cast<char*>(second.data_ptr()) - static_cast<char*>(first.data_ptr()), 64 * 64 * 8) << "one file";
+}
+
+TEST(ParkedTest, PartsAreASixteenthWithinTheirBounds) {
+  constexpr std::size_t kMiB = 1 << 20;
+  using Parts = std::vector<std::size_t>;
+  EXPECT_EQ(memory::parked_parts({}), Parts{});
+  EXPECT_EQ(memory::parked_parts({0, 0}), Parts{2});
+  EXPECT_EQ(memory::parked_parts(Parts(10, kMiB)), (Parts{4, 4, 2})) << "4 MiB at the least";
+  EXPECT_EQ(memory::parked_parts(Parts(32, 8 * kMiB)), Parts(16, 2));
+  EXPECT_EQ(memory::parked_parts(Parts(400, 8 * kMiB)), Parts(50, 8)) << "64 MiB at the most";
+  EXPECT_EQ(memory::parked_parts({9 * kMiB, kMiB, 100 * kMiB, kMiB, kMiB}), (Parts{1, 1, 1, 2}))
+      << "a larger one alone";
 }
 
 }  // namespace

@@ -108,6 +108,20 @@ def test_masks_and_indices_are_packed_without_loss() -> None:
     assert torch.isfinite(x.grad).all()
 
 
+@pytest.mark.parametrize("place", [1, 5_000, 99_999])
+def test_a_third_value_is_seen_wherever_it_is(place: int) -> None:
+    mask = torch.zeros(100_000, dtype=torch.uint8)
+    mask[::3] = 7
+    x = torch.randn(100_000, requires_grad=True)
+    for third, packed_bytes in ((0, 12_500), (9, 0)):
+        mask[place] = third
+        with ox.memory.PackSavedTensors(least=100_000) as packed:
+            loss = (x * mask).sum()
+        assert packed.report().packed_bytes == packed_bytes
+        (grad,) = torch.autograd.grad(loss, x)
+        assert grad.equal(mask.float())
+
+
 @pytest.mark.parametrize("low", [-128, -129, -40_000, -(2**31), -(2**31) - 1])
 @pytest.mark.parametrize("high", [127, 128, 40_000, 2**31 - 1, 2**31])
 def test_whole_numbers_come_back(low: int, high: int) -> None:
@@ -291,6 +305,29 @@ def test_the_file_empties_and_goes(tmp_path: Path) -> None:
     loss.backward()  # the graph has it
     del loss
     assert files() == []
+
+
+def test_what_is_read_back_is_its_holders(tmp_path: Path) -> None:
+    packed = ox.memory.PackSavedTensors("file", tmp_path)
+    x = torch.randn(100, 1000, requires_grad=True)
+    with packed:
+        made, again = x.exp(), x.exp()
+    right, node = made.detach().clone(), made.grad_fn
+    del made
+    held = node._saved_result
+    assert held.equal(right) and held.data_ptr() == node._saved_result.data_ptr(), "as long as somebody holds it"
+    again.sum().backward()
+    del node, again
+    gc.collect()
+    assert files()[0] > 0 and held.equal(right), "the file is not emptied below a reader"
+    with packed:
+        loss = x.exp().sin().sum()
+    held.zero_()
+    expected = torch.autograd.grad(x.exp().sin().sum(), x)
+    assert torch.autograd.grad(loss, x)[0].equal(expected[0]), "what a holder writes stays out of the file"
+    del held, loss
+    gc.collect()
+    assert files() == [0]
 
 
 def test_bad_input(tmp_path: Path) -> None:

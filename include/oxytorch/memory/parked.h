@@ -50,4 +50,12 @@ OXY_API void rest_all();
 /// Has the kernel read a parked tensor's pages from the disk meanwhile.
 OXY_API void read_ahead(const at::Tensor& tensor);
 
+/// Maps a parked tensor's pages at once, to be written: each would be asked for by itself otherwise, which takes longer
+/// than the work on it. Nothing before Linux 5.14.
+OXY_API void populate(const at::Tensor& tensor);
+
+/// How many of some tensors each part takes where a part at a time is in memory, by the bytes of each: a sixteenth of
+/// all in a part, at least 4 MiB and at most 64, or more of a single tensor.
+[[nodiscard]] OXY_API std::vector<std::size_t> parked_parts(const std::vector<std::size_t>& bytes);
+
 }  // namespace oxytorch::memory

@@ -49,8 +49,10 @@ __all__: list[str] = [
     "packed_bytes",
     "park",
     "parked_bytes",
+    "parked_parts",
     "parking_folders",
     "pooled_bytes",
+    "populate",
     "read_ahead",
     "records_gradients",
     "reset_host_peak",
@@ -752,9 +754,19 @@ def park(tensor: torch.Tensor, folders: collections.abc.Sequence[str]) -> torch.
     Return a copy in a file without a name; see oxytorch/memory/parked.h.
     """
 
+def parked_parts(bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> list[int]:
+    """
+    How many of some tensors each part takes where a part at a time is in memory.
+    """
+
 def parking_folders() -> list[str]:
     """
     Where files of parked tensors are made, the first that can be.
+    """
+
+def populate(tensor: torch.Tensor) -> None:
+    """
+    Map the pages of a parked tensor at once, to be written.
     """
 
 def read_ahead(tensor: torch.Tensor) -> None:

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from .._C import memory as _native
 
-__all__ = ["is_parked", "move_to_file", "move_to_memory", "park", "parkable_bytes", "read_ahead", "rest"]
+__all__ = [
+    "is_parked", "move_to_file", "move_to_memory", "park", "parkable_bytes", "parked_parts", "populate", "read_ahead",
+    "rest",
+]  # fmt: skip
 
 _SHARE = 8  # copies may take one part of so many of the free disk space
 _FOLDERS = tuple(_native.parking_folders())  # the second is often a file system in memory
@@ -18,6 +21,8 @@ _FOLDERS = tuple(_native.parking_folders())  # the second is often a file system
 is_parked = _native.is_parked
 move_to_file = _native.move_to_file
 move_to_memory = _native.move_to_memory
+parked_parts = _native.parked_parts
+populate = _native.populate
 read_ahead = _native.read_ahead
 
 

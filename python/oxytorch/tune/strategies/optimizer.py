@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from ... import optim
-from ...model.parking import move_to_file, move_to_memory, read_ahead, rest
+from ...model.parking import move_to_file, move_to_memory, parked_parts, populate, read_ahead, rest
 from ...optim import sharded
 from ...optim.slot import OptimizerSlot, narrowed, params_of, plain_step
 from ...optim.tail import TailOptimizer
@@ -29,7 +29,6 @@ _TORCH = tuple(
     for name in ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop")
 )
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-_PART = 1 << 26  # bytes of state that are in memory at once, more of a larger tensor
 
 
 def _told(own: torch.optim.Optimizer) -> str:
@@ -269,20 +268,17 @@ class Int8State(_Tail):
             self._let_wait(slot)
 
     def take_back(self, run: Run, slot: OptimizerSlot) -> None:
-        own, tail = slot.original, cast(Any, slot.optimizer)
-        decoded = {
-            param: (tail._step_tail().decoded_state(index), own.state[param]["step"])
-            for index, param in enumerate(tail._params())
-            if own.state.get(param)
-        }
+        own = slot.original
+        native, params = cast(Any, slot.optimizer)._step_tail(), cast(Any, slot.optimizer)._params()
+        steps = {i: own.state[param]["step"] for i, param in enumerate(params) if own.state.get(param)}
         super().take_back(run, slot)
-        for param, (averages, step) in decoded.items():
+        for index, step in steps.items():  # decoded one at a time
+            param = params[index]
             entries: dict[str, Any] = self._wide[slot].get(param) or {}
             untrained = entries and torch.equal(step, self._steps[slot][param])
+            averages = entries if untrained else native.decoded_state(index)
             fresh: dict[str, Tensor] = {"step": step.clone()}
-            for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-                if name in averages:
-                    fresh[name] = entries[name] if untrained else averages[name]
+            fresh |= {k: averages[k] for k in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if k in averages}
             for name, value in fresh.items():
                 if name in entries:
                     entries[name].copy_(value)
@@ -350,6 +346,8 @@ class StateInFile(_OfOptimizers):
         for place, part in enumerate(parts, 1):
             for tensor in _tensors(own.state, chain(*parts[place : place + 1])):
                 read_ahead(tensor)
+            for tensor in _tensors(own.state, part):
+                populate(tensor)
             with narrowed(own, part):
                 step(own)
             for tensor in _tensors(own.state, part):
@@ -359,18 +357,10 @@ class StateInFile(_OfOptimizers):
 
     @staticmethod
     def _parts(own: Any) -> list[list[Tensor]]:
-        parts: list[list[Tensor]] = []
-        left = 0
-        for param in params_of(own):
-            if param.grad is None:
-                continue
-            size = sum(t.nbytes for t in _tensors(own.state, [param])) or 2 * param.nbytes
-            if size > left or not parts:
-                parts.append([])
-                left = _PART
-            parts[-1].append(param)
-            left -= size
-        return parts
+        params = [param for param in params_of(own) if param.grad is not None]
+        sizes = [sum(t.nbytes for t in _tensors(own.state, [p])) or 2 * p.nbytes for p in params]
+        each = iter(params)
+        return [list(islice(each, count)) for count in parked_parts(sizes)]
 
 
 @strategy(
