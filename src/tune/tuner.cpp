@@ -16,6 +16,8 @@
 #include "oxytorch/tune/policy.h"
 #include "oxytorch/tune/reuse.h"
 #include "oxytorch/tune/timing.h"
+#include "tune/combinations.h"
+#include "tune/lower_memory.h"
 #include "tune/names.h"
 #include "tune/words.h"
 
@@ -23,20 +25,6 @@ namespace oxytorch::tune {
 namespace {
 
 constexpr std::size_t kEventsKept = 9;  // of a remembered certificate, beside that of its reuse
-
-void warn(const std::string& text) { log(LogLevel::Warn, "accelerate: " + text, "tune"); }
-
-std::string joined(const Names& names, const char* none) {
-  std::string text;
-  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text.empty() ? none : text;
-}
-
-std::string sentence(std::initializer_list<std::string_view> parts) {
-  std::string text;
-  for (const auto part : parts) text += part;
-  return text;
-}
 
 void set_status(Certificate& certificate, const std::string& name, Status status, const std::string& reason) {
   for (auto& entry : certificate.entries) {
@@ -62,16 +50,14 @@ std::string utc_now() {
   return text;
 }
 
-struct Tuner::Impl {
-  Workload& workload;
+struct Tuner::Impl : Combinations {
   CertificateKey key;
   TunerOptions options;
-  std::vector<Offer> offers;
-  Timing timing;
   double began;
   bool looked = false;
   bool goes_on = true;  // a few steps take less than the seconds for everything
   double compiling = 0;
+  double trials_end = 0;  // with the goal memory: seconds since it began
   std::vector<std::string> events;
   std::map<std::string, std::string> skipped;                    // why a strategy is not tried
   std::map<std::string, std::string> failed;                     // what a strategy threw before the search
@@ -81,17 +67,13 @@ struct Tuner::Impl {
   std::optional<Search> search;
   std::pair<Names, PairedTestResult> alone;                       // the last trial against nothing
   std::map<std::string, std::map<std::string, double>> evidence;  // of the look at each strategy that was faster
-  std::map<std::pair<Names, bool>, Ruling> rulings;               // of combinations; glances apart
-  std::map<Names, std::optional<std::int64_t>> bytes;             // that a step takes with them
   std::vector<std::pair<std::string, std::string>> asked;         // strategies that settings ask for, and the sentence
 
   Impl(Workload& w, CertificateKey k, TunerOptions o)
-      : workload(w),
-        key(std::move(k)),
-        options(std::move(o)),
-        offers(w.offers()),
-        timing(w, offers),
-        began(w.seconds()) {
+      : Combinations(w), key(std::move(k)), options(std::move(o)), began(w.seconds()) {
+    charge = [this](double seconds) {
+      if (search) search->charge(seconds);
+    };
     Names known;
     for (const auto& offer : offers) known.push_back(offer.name);
     for (const auto& name : options.exclude) {
@@ -109,18 +91,8 @@ struct Tuner::Impl {
 
   // -- what may be tried ----------------------------------------------------------------------------------------------
 
-  [[nodiscard]] const Offer* offer_of(const std::string& name) const {
-    const auto found = std::find_if(offers.begin(), offers.end(), [&](const auto& o) { return o.name == name; });
-    return found == offers.end() ? nullptr : &*found;
-  }
-
   [[nodiscard]] bool may_be_tried(const std::string& name) const {
     return offer_of(name) != nullptr && !skipped.contains(name);
-  }
-
-  [[nodiscard]] bool requires_it(const std::string& name, const std::string& other) const {
-    const auto* const offer = offer_of(name);
-    return offer != nullptr && holds(offer->traits.requires_, other);
   }
 
   [[nodiscard]] Names offered_of(const Names& names) const {
@@ -129,14 +101,6 @@ struct Tuner::Impl {
       if (offer_of(name) != nullptr) found.push_back(name);
     }
     return found;
-  }
-
-  [[nodiscard]] Kind widest(const Names& names) const {
-    auto kind = Kind::Exact;
-    for (const auto& offer : offers) {
-      if (holds(names, offer.name)) kind = std::max(kind, offer.kind);
-    }
-    return kind;
   }
 
   void fail(const std::string& name, const std::string& reason) {
@@ -236,6 +200,13 @@ struct Tuner::Impl {
       bounds.conclude_share = kPolicy.reserved_share;
     }
     bounds.used_seconds = workload.seconds() - began;
+    if (options.goal == Goal::Memory) {
+      const double verifying =
+          std::min(bounds.conclude_steps * timing.fastest(), bounds.conclude_share * bounds.total_seconds);
+      trials_end = bounds.total_seconds - verifying;
+      bounds.total_seconds =
+          bounds.used_seconds + kPolicy.faster_share * std::max(0.0, trials_end - bounds.used_seconds);
+    }
     bounds.optimizer_share = timing.optimizer_share();
     search.emplace(std::move(facts), bounds);
     for (const auto& [name, reason] : skipped) search->skip(name, reason);
@@ -304,34 +275,12 @@ struct Tuner::Impl {
     return outcome;
   }
 
-  /// Looks at a combination from the state as held. It is restored with nothing active: what a strategy changed in the
-  /// model, a hook or a layout, would be put back under it.
-  template <typename Look>
-  auto from_start(const Names& names, const Look& look) {
-    timing.guarded({}, [&] { workload.restore(); });
-    auto found = timing.guarded(names, look);
-    timing.guarded({}, [&] { workload.restore(); });
-    return found;
-  }
-
-  /// Lets the verifier judge a combination, once. A glance on the way finds what is grossly wrong before more is built
-  /// on it.
-  Ruling verify(const Names& names, bool glance = false) {
-    if (names.empty()) return {true, "nothing is active", {}};
-    if (const auto known = rulings.find({names, glance}); known != rulings.end()) return known->second;
-    const double start = workload.seconds();
-    workload.say("verifying " + joined(names, ""));
-    auto ruling = from_start(names, [&] { return workload.verify(widest(names), glance); });
-    if (search) search->charge(workload.seconds() - start);
-    return rulings[{names, glance}] = std::move(ruling);
-  }
-
   /// Searches, then verifies and measures everything against nothing; what spoils it is dropped and the search goes
   /// on. The result of that last comparison; empty of nothing.
-  std::optional<PairedTestResult> conclude() {
+  std::optional<PairedTestResult> conclude(Names& chosen) {
     while (true) {
       explore();
-      const auto chosen = search->best();
+      chosen = search->best();
       if (chosen.empty()) return std::nullopt;
       if (const auto why = not_repaid(chosen); !why.empty()) {
         drop_all(chosen, Status::Rejected, why, /*is_fault=*/false);
@@ -384,33 +333,12 @@ struct Tuner::Impl {
 
   /// What is refused by itself in a combination that is refused; else its last.
   void drop_culprits(const Names& chosen, const Ruling& together) {
-    bool found = false;
-    for (const auto& name : chosen) {
-      Names by_itself;
-      std::copy_if(chosen.begin(), chosen.end(), std::back_inserter(by_itself),
-                   [&](const auto& other) { return other == name || requires_it(name, other); });
-      const auto ruling = by_itself == chosen ? together : verify(by_itself);
-      if (ruling.held) continue;
-      found = true;
-      drop(name, Status::Refused, ruling.reason);
-    }
-    if (!found) drop(chosen.back(), Status::Refused, "all together were refused: " + together.reason);
+    const auto found = culprits(chosen, together);
+    for (const auto& [name, reason] : found) drop(name, Status::Refused, reason);
+    if (found.empty()) drop(chosen.back(), Status::Refused, "all together were refused: " + together.reason);
   }
 
   // -- memory ---------------------------------------------------------------------------------------------------------
-
-  std::optional<std::int64_t> bytes_with(const Names& names) {
-    if (const auto known = bytes.find(names); known != bytes.end()) return known->second;
-    const double start = workload.seconds();
-    auto& found = bytes[names];
-    try {
-      found = from_start(names, [&] { return workload.step_bytes(); });
-    } catch (const SideFailed& failure) {  // it has run often enough to be kept, unless the step as given throws now
-      warn("what a step takes with " + joined(names, "nothing") + " is not known: " + timing.blame(failure));
-    }
-    if (search) search->charge(workload.seconds() - start);
-    return found;
-  }
 
   /// Why a combination that is faster takes too much memory for that; empty where it does not.
   std::string grown(const Names& names) {
@@ -426,84 +354,34 @@ struct Tuner::Impl {
     return sentence({why, "; max_growth allows ", ratio_text(options.max_growth)});
   }
 
-  /// Of what was not kept, what can join it: with which names, those of its group left out; empty: it cannot.
-  Names joined_by(const Offer& offer, const Names& kept) {
-    const auto& traits = offer.traits;
-    const auto is_kept = [&](const auto& name) { return holds(kept, name); };
-    if (skipped.contains(offer.name) || judged.contains(offer.name) || is_kept(offer.name)) return {};
-    if (traits.feeds || compiles.contains(offer.name)) return {};
-    const auto setting = setting_of(offer.name, offer.kind, traits.group);
-    if (setting == "allocator" || setting == "threads" || setting == "flush_denormals") return {};  // of the process
-    if (std::any_of(traits.part_of.begin(), traits.part_of.end(), is_kept)) return {};
-    Names found;
-    for (const auto& each : offers) {  // in the order given, as the search has them
-      const bool gives_way = !traits.group.empty() && each.traits.group == traits.group;
-      if (each.name == offer.name || (is_kept(each.name) && !gives_way)) found.push_back(each.name);
-    }
-    for (const auto& name : found) {
-      const auto& needs = offer_of(name)->traits.requires_;
-      if (!std::all_of(needs.begin(), needs.end(), [&](const auto& need) { return holds(found, need); })) return {};
-    }
-    return found;
-  }
-
-  /// Adds what makes a step smaller, what saves most first, as long as a step takes no longer than is allowed.
-  /// `result`: of what is kept so far against nothing.
-  void lower_memory(Names& kept, std::optional<PairedTestResult>& result) {
+  /// With the goal memory: what makes the step faster, as far as that has its time, and then what makes it smaller.
+  std::optional<PairedTestResult> conclude_small(Names& chosen) {
+    explore();
+    chosen = search->best();
+    std::map<std::string, std::pair<Status, std::string>> out;
     for (const auto& entry : search->entries()) {
       // Refused and failed strategies stay out; those that were only not faster are tried.
       if (entry.status == Status::Refused || entry.status == Status::Failed)
-        judged[entry.strategy] = {entry.status, entry.reason};
+        out[entry.strategy] = {entry.status, entry.reason};
     }
-    while (search->seconds_left() > 0) {
-      const auto now = bytes_with(kept);
-      if (!now) return;
-      workload.say("what makes the step smaller");
-      std::vector<std::tuple<std::int64_t, std::string, Names>> smaller;
-      for (const auto& offer : offers) {
-        auto names = joined_by(offer, kept);
-        const auto then = names.empty() ? std::nullopt : bytes_with(names);
-        if (then && static_cast<double>(*then) < kPolicy.smaller * static_cast<double>(*now))
-          smaller.emplace_back(*then, offer.name, std::move(names));
-      }
-      if (smaller.empty()) return;
-      const auto [then, name, names] = *std::min_element(smaller.begin(), smaller.end());
-      const auto saved = sentence({"a step takes ", size_text(then), " of memory instead of ", size_text(*now)});
-      try {
-        if (auto joint = at_most_slower(names); joint.decision != Decision::Accept) {
-          judged[name] = {Status::Rejected, sentence({saved, ", and its time ", joint.reason})};
-        } else if (const auto ruling = verify(names); !ruling.held) {
-          judged[name] = {Status::Refused, ruling.reason};
-          warn(name + " is refused and left out: " + ruling.reason);
-        } else {
-          judged[name] = {Status::Accepted,
-                          sentence({saved, "; ", ratio_text(1 / joint.speedup.mid), " times as long as given"})};
-          for (const auto& before : kept) {
-            if (!holds(names, before)) judged[before] = {Status::Rejected, name + " saves more memory in its place"};
-          }
-          kept = names;
-          result = std::move(joint);
-        }
-      } catch (const SideFailed& failure) {
-        judged[name] = {Status::Failed, timing.blame(failure)};
-        warn(name + " failed and is left out: " + judged[name].second);
-      }
+    for (const auto& [name, reason] : skipped) out[name] = {Status::Skipped, reason};
+    for (const auto& name : compiles) out.emplace(name, std::pair(Status::Skipped, "it is compiled anew each time"));
+    LowerMemory lower(*this, options, out, [this] { return trials_end - (workload.seconds() - began); });
+    auto result = lower.add_to(chosen);
+    for (const auto& [name, found] : lower.judged()) {
+      if (!out.contains(name)) judged[name] = found;
     }
-  }
-
-  PairedTestResult at_most_slower(const Names& names) {
-    workload.say("how long a step takes with " + joined(names, "nothing"));
-    auto test = search->conclusion();
-    test.threshold = test.worth = 1 / options.max_slowdown;
-    return timing.compare({}, names, test).first;
+    if (result) return result;
+    result = conclude(chosen);
+    for (const auto& name : chosen) judged.erase(name);
+    return result;
   }
 
   Certificate measure() {
     look();
     make_search();
-    auto result = conclude();
-    auto chosen = search->best();
-    if (options.goal == Goal::Memory) lower_memory(chosen, result);
+    Names chosen;
+    const auto result = options.goal == Goal::Memory ? conclude_small(chosen) : conclude(chosen);
     Certificate made;
     made.key = key;
     made.level = options.level;

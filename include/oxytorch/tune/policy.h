@@ -45,6 +45,7 @@ struct Policy {
 
   // -- with the goal memory --
   double uncounted_bytes = 1 << 20;  ///< that a faster step may take beside what `max_growth` allows
+  double faster_share = 1.0 / 3;     ///< of the seconds for trials, at most, for what makes the step faster
   double smaller = 0.98;             ///< of the bytes of a step, below which what saves them is worth a trial
 
   // -- what is remembered (reuse.h) --

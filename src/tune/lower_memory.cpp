@@ -1,0 +1,172 @@
+#include "tune/lower_memory.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+
+#include "base/size_text.h"
+#include "oxytorch/tune/asked.h"
+#include "oxytorch/tune/policy.h"
+#include "tune/names.h"
+#include "tune/words.h"
+
+namespace oxytorch::tune {
+namespace {
+
+/// Settings of the process, which change nothing of what a step needs.
+bool is_of_process(const Offer& offer) {
+  const auto setting = setting_of(offer.name, offer.kind, offer.traits.group);
+  return setting == "allocator" || setting == "threads" || setting == "flush_denormals";
+}
+
+}  // namespace
+
+LowerMemory::LowerMemory(Combinations& all, const TunerOptions& options,
+                         std::map<std::string, std::pair<Status, std::string>> judged,
+                         std::function<double()> seconds_left)
+    : all_(all), options_(options), judged_(std::move(judged)), seconds_left_(std::move(seconds_left)) {}
+
+std::optional<PairedTestResult> LowerMemory::add_to(Names& kept) {
+  const Names before = kept;
+  choose(kept);
+  while (!added_.empty()) {
+    try {
+      if (const auto ruling = all_.verify(kept); !ruling.held) {
+        if (!drop_refused(ruling, kept)) break;
+        continue;
+      }
+      if (const auto known = within_.find(kept); known != within_.end()) return known->second;
+      auto result = at_most_slower(kept, kPolicy.one_trial_seconds);
+      if (result.decision == Decision::Accept) return result;
+      take_out(Names(added_).back(), Status::Rejected, "all together did not pay: " + result.reason, kept);
+    } catch (const SideFailed& failure) {
+      take_out(Names(added_).back(), Status::Failed, "all together failed: " + all_.timing.blame(failure), kept);
+    }
+  }
+  for (const auto& name : Names(added_)) take_out(name, Status::Refused, "all together were refused.", kept);
+  for (const auto& name : before) judged_.erase(name);
+  kept = before;
+  return std::nullopt;
+}
+
+void LowerMemory::choose(Names& kept) {
+  while (seconds_left_() > 0) {
+    const auto now = all_.bytes_with(kept);
+    if (!now) return;
+    all_.workload.say("what makes the step smaller");
+    const auto choice = most_saving(kept, *now);
+    if (!choice) return;
+    try {
+      try_one(*choice, *now, kept);
+    } catch (const SideFailed& failure) {
+      judged_[choice->name] = {Status::Failed, all_.timing.blame(failure)};
+      warn(choice->name + " failed and is left out: " + judged_[choice->name].second);
+    }
+  }
+}
+
+std::optional<LowerMemory::Choice> LowerMemory::most_saving(const Names& kept, std::int64_t now) {
+  const auto least = static_cast<std::int64_t>((1 - kPolicy.smaller) * static_cast<double>(now));
+  std::map<std::string, Choice> choices;
+  for (const auto& offer : all_.offers) {
+    if (auto names = joined_by(offer, kept); !names.empty()) choices[offer.name] = {offer.name, std::move(names), 0};
+  }
+  std::set<std::string> measured;
+  // What was not measured beside this yet comes before what saves too little.
+  const auto promised = [&](const std::string& name) {
+    const auto known = saved_.find(name);
+    const auto saved = known == saved_.end() ? std::numeric_limits<std::int64_t>::max() : known->second;
+    return measured.contains(name) ? saved : std::max(saved, least + 1);
+  };
+  while (!choices.empty() && seconds_left_() > 0) {
+    auto& [name, choice] = *std::max_element(choices.begin(), choices.end(), [&](const auto& a, const auto& b) {
+      return promised(a.first) < promised(b.first);
+    });
+    if (measured.contains(name)) return saved_[name] > least ? std::optional(choice) : std::nullopt;
+    const auto bytes = all_.bytes_with(choice.names);
+    if (!bytes) {
+      choices.erase(choice.name);
+      continue;
+    }
+    choice.bytes = *bytes;
+    saved_[name] = now - *bytes;
+    measured.insert(name);
+  }
+  return std::nullopt;
+}
+
+/// Of what was not kept, what can join it: with which names, those of its group left out; empty: it cannot.
+Names LowerMemory::joined_by(const Offer& offer, const Names& kept) const {
+  const auto& traits = offer.traits;
+  const auto is_kept = [&](const auto& name) { return holds(kept, name); };
+  if (judged_.contains(offer.name) || is_kept(offer.name) || traits.feeds || is_of_process(offer)) return {};
+  if (std::any_of(traits.part_of.begin(), traits.part_of.end(), is_kept)) return {};
+  Names found;
+  for (const auto& each : all_.offers) {  // in the order given, as the search has them
+    const bool gives_way = !traits.group.empty() && each.traits.group == traits.group;
+    if (each.name == offer.name || (is_kept(each.name) && !gives_way)) found.push_back(each.name);
+  }
+  for (const auto& name : found) {
+    const auto& needs = all_.offer_of(name)->traits.requires_;
+    if (!std::all_of(needs.begin(), needs.end(), [&](const auto& need) { return holds(found, need); })) return {};
+  }
+  return found;
+}
+
+void LowerMemory::try_one(const Choice& choice, std::int64_t now, Names& kept) {
+  const auto& [name, names, bytes] = choice;
+  const auto saved = sentence({"a step takes ", size_text(bytes), " of memory instead of ", size_text(now)});
+  const auto joint = at_most_slower(names, 0);
+  if (joint.decision != Decision::Accept) {
+    judged_[name] = {Status::Rejected, sentence({saved, ", and its time ", joint.reason})};
+    return;
+  }
+  if (const auto ruling = all_.verify(names, /*glance=*/true); !ruling.held) {
+    judged_[name] = {Status::Refused, ruling.reason};
+    warn(name + " is refused and left out: " + ruling.reason);
+    return;
+  }
+  for (const auto& before : kept) {
+    if (!holds(names, before)) judged_[before] = {Status::Rejected, name + " saves more memory in its place"};
+  }
+  std::erase_if(added_, [&](const auto& before) { return !holds(names, before); });
+  judged_[name] = {Status::Accepted,
+                   sentence({saved, "; ", ratio_text(1 / joint.speedup.mid), " times as long as given"})};
+  added_.push_back(name);
+  kept = names;
+  within_[names] = joint;
+}
+
+/// Takes out what is refused by itself, else what was added last; false where there is no time to look.
+bool LowerMemory::drop_refused(const Ruling& ruling, Names& kept) {
+  if (seconds_left_() <= 0) return false;
+  const auto found = all_.culprits(kept, ruling);
+  for (const auto& [name, reason] : found) take_out(name, Status::Refused, reason, kept);
+  if (found.empty()) {
+    take_out(Names(added_).back(), Status::Refused, "all together were refused: " + ruling.reason, kept);
+  }
+  return true;
+}
+
+void LowerMemory::take_out(const std::string& name, Status status, const std::string& reason, Names& kept) {
+  if (!holds(kept, name)) return;  // it went with what it requires
+  warn(name + " is taken back: " + reason);
+  judged_[name] = {status, reason};
+  std::erase(kept, name);
+  for (const auto& other : Names(kept)) {
+    if (all_.requires_it(other, name)) {
+      take_out(other, Status::Rejected, "it needs " + name + ", which was taken back.", kept);
+    }
+  }
+  std::erase_if(added_, [&](const auto& before) { return !holds(kept, before); });
+}
+
+PairedTestResult LowerMemory::at_most_slower(const Names& names, double least_seconds) {
+  all_.workload.say("how long a step takes with " + joined(names, "nothing"));
+  auto test = PairedTestOptions::conclusion(options_.seed + 1);
+  test.threshold = test.worth = 1 / options_.max_slowdown;
+  test.most_seconds = std::max({seconds_left_(), least_seconds, 1e-9});
+  return all_.timing.compare({}, names, test).first;
+}
+
+}  // namespace oxytorch::tune
