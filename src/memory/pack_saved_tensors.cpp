@@ -3,7 +3,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -14,7 +13,6 @@
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <mutex>
@@ -26,10 +24,12 @@
 #include <vector>
 
 #include "base/spelling.h"
+#include "memory/nameless_file.h"
 #include "memory/recipe.h"
 #include "memory/region_clock.h"
 #include "memory/saved_tensors.h"
 #include "oxytorch/error.h"
+#include "oxytorch/memory/parked.h"
 #include "oxytorch/units.h"
 
 namespace oxytorch::memory {
@@ -209,16 +209,14 @@ struct Scaled {
 /// A file without a name, written at its end, and emptied when nothing of it is left.
 class SpillFile {
  public:
-  explicit SpillFile(const std::string& folder) : folder_(folder) {
-    if (folder_.empty()) {
-      const char* const named = std::getenv("TMPDIR");
-      folder_ = named != nullptr && *named != '\0' ? named : "/var/tmp";
+  explicit SpillFile(const std::string& given) {
+    for (const auto& folder : given.empty() ? parking_folders() : std::vector{given}) {
+      folder_ = folder;
+      file_ = nameless_file(folder_, "saved");
+      if (file_ >= 0) return;
     }
-    auto path = folder_ + "/oxytorch-saved-XXXXXX";
-    file_ = mkostemp(path.data(), O_CLOEXEC);
-    OXY_CHECK(file_ >= 0, Io, "no file for saved tensors can be made in ", in_quotes(folder_), ": ",
-              std::strerror(errno), ". Name a folder that can be written to.");
-    unlink(path.c_str());
+    oxytorch::detail::raise(ErrorCode::Io, "no file for saved tensors can be made in ", in_quotes(folder_), ": ",
+                            std::strerror(errno), ". Name a folder that can be written to.");
   }
   ~SpillFile() { close(file_); }
   SpillFile(const SpillFile&) = delete;

@@ -3,7 +3,9 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +19,7 @@
 #include <utility>
 
 #include "base/whole_file.h"
+#include "memory/nameless_file.h"
 
 namespace oxytorch::memory {
 namespace {
@@ -32,6 +35,11 @@ struct Files {
 Files& files() {
   static auto* const made = new Files;  // outlives tensors of other static objects
   return *made;
+}
+
+bool is_in_memory(const std::string& folder) {
+  struct statfs found {};
+  return statfs(folder.c_str(), &found) == 0 && (found.f_type == TMPFS_MAGIC || found.f_type == RAMFS_MAGIC);
 }
 
 // Linux maps a large page of a file at once where that lies within 2 MiB of addresses, and else each 4 KiB of it.
@@ -50,10 +58,8 @@ class Mapping {
  public:
   // Null where the folder cannot hold it.
   static std::shared_ptr<Mapping> make(const std::string& folder, std::size_t size) {
-    auto path = folder + "/oxytorch-parked-XXXXXX";
-    const int file = mkostemp(path.data(), O_CLOEXEC);
+    const int file = nameless_file(folder, "parked");
     if (file < 0) return nullptr;
-    unlink(path.c_str());
     void* memory = MAP_FAILED;
     // Writing to a mapping cannot fail for want of space then.
     if (posix_fallocate(file, 0, static_cast<off_t>(size)) == 0) {
@@ -194,7 +200,10 @@ at::Tensor in_file(const at::Tensor& tensor, const std::vector<std::string>& fol
 
 std::vector<std::string> parking_folders() {
   const char* const named = std::getenv("TMPDIR");
-  return {"/var/tmp", named != nullptr && *named != '\0' ? named : "/tmp"};
+  const bool is_named = named != nullptr && *named != '\0';
+  std::vector<std::string> folders = {"/var/tmp", is_named ? named : "/tmp"};
+  if (is_named && !is_in_memory(folders.back())) std::swap(folders.front(), folders.back());
+  return folders;
 }
 
 at::Tensor park(const at::Tensor& tensor, const std::vector<std::string>& folders) {

@@ -234,7 +234,7 @@ std::vector<RegisteredStrategy> optimizer_strategies() {
       registered<StateInFile>("state_in_file", Exact,
                               {.group = "optimizer",
                                .settle = 2,
-                               .cost = "the optimizer's state is in a file, in /var/tmp where that can be, read and "
+                               .cost = "the optimizer's state is in a file, in TMPDIR or /var/tmp, read and "
                                        "written in each step.",
                                .max_speedup = 1}),
       registered<UpdateInBackward>("update_in_backward", Trade,

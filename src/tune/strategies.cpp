@@ -581,7 +581,7 @@ std::vector<RegisteredStrategy> own_strategies() {
           "saved_in_file", Tolerance,
           {.group = "saved",
            .settle = 2,
-           .cost = "each step writes and reads a file as large as its activations, in TMPDIR, else /var/tmp.",
+           .cost = "each step writes and reads a file as large as its activations, in TMPDIR or /var/tmp.",
            .max_speedup = 1}),
   });
   return all;

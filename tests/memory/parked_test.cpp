@@ -1,6 +1,8 @@
 // Tensors whose memory is a file without a name.
 #include <gtest/gtest.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
+#include <sys/vfs.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -8,7 +10,9 @@
 #include <array>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -159,6 +163,21 @@ TEST(ParkedTest, AChildWritesOverNothingOfItsParent) {
   EXPECT_TRUE(at::equal(first, torch::full({64, 64}, 1)));
   EXPECT_TRUE(at::equal(second, torch::full({64, 64}, 3)));
   EXPECT_EQ(static_cast<char*>(second.data_ptr()) - static_cast<char*>(first.data_ptr()), 64 * 64 * 8) << "one file";
+}
+
+TEST(ParkedTest, FilesAreOnADiskWhereOneIs) {
+  const char* const named = std::getenv("TMPDIR");
+  const auto before = named == nullptr ? std::nullopt : std::optional<std::string>(named);
+  using Folders = std::vector<std::string>;
+  unsetenv("TMPDIR");
+  EXPECT_EQ(memory::parking_folders(), (Folders{"/var/tmp", "/tmp"}));
+  setenv("TMPDIR", "/usr", 1);
+  EXPECT_EQ(memory::parking_folders(), (Folders{"/usr", "/var/tmp"}));
+  if (struct statfs found{}; statfs("/dev/shm", &found) == 0 && found.f_type == TMPFS_MAGIC) {
+    setenv("TMPDIR", "/dev/shm", 1);
+    EXPECT_EQ(memory::parking_folders(), (Folders{"/var/tmp", "/dev/shm"}));
+  }
+  before ? setenv("TMPDIR", before->c_str(), 1) : unsetenv("TMPDIR");
 }
 
 TEST(ParkedTest, PartsAreASixteenthWithinTheirBounds) {

@@ -55,7 +55,8 @@ struct OXY_API PackedReport {
 /// with or without the object.
 class OXY_API PackSavedTensors {
  public:
-  /// `folder`: of the file; TMPDIR, else /var/tmp, where empty. Error(Io) where none can be made there.
+  /// `folder`: of the file; the first of parking_folders() that can hold one where empty. Error(Io) where none can be
+  /// made there.
   explicit PackSavedTensors(SavedFormat format, const std::string& folder = "", std::size_t least = kPackedBytes);
   ~PackSavedTensors();
   PackSavedTensors(const PackSavedTensors&) = delete;

@@ -23,7 +23,8 @@ namespace oxytorch::memory {
 /// Tensors of fewer bytes share a file with others, and are not moved.
 inline constexpr std::size_t kParkedBytes = std::size_t{1} << 20;
 
-/// Where the files are made: /var/tmp, else TMPDIR or /tmp, which often are in memory.
+/// Where the files are made, the first that can hold them: TMPDIR where that is named and on a disk, /var/tmp, then
+/// /tmp or a TMPDIR in memory, where files save none.
 [[nodiscard]] OXY_API std::vector<std::string> parking_folders();
 
 /// A copy with the layout that clone() has, detached, in a file that goes with its memory: with the copy and its views.

@@ -16,7 +16,7 @@ __all__ = [
 ]  # fmt: skip
 
 _SHARE = 8  # copies may take one part of so many of the free disk space
-_FOLDERS = tuple(_native.parking_folders())  # the second is often a file system in memory
+_FOLDERS = tuple(_native.parking_folders())  # the first is on a disk where one is
 
 is_parked = _native.is_parked
 move_to_file = _native.move_to_file

@@ -316,7 +316,7 @@ def _is_by_parameter(own: torch.optim.Optimizer) -> bool | str:
     group="optimizer",
     settle=2,
     max_speedup=1.0,
-    cost="the optimizer's state is in a file, in /var/tmp where that can be, read and written in each step.",
+    cost="the optimizer's state is in a file, in TMPDIR or /var/tmp, read and written in each step.",
 )
 class StateInFile(_OfOptimizers):
     """The optimizer's state is in a file, and a part of it at a time in memory. With the goal memory alone."""

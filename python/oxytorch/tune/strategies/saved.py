@@ -53,7 +53,7 @@ class SavedBFloat16(_Saved):
     group="saved",
     settle=2,
     max_speedup=1.0,
-    cost="each step writes and reads a file as large as its activations, in TMPDIR, else /var/tmp.",
+    cost="each step writes and reads a file as large as its activations, in TMPDIR or /var/tmp.",
 )
 class SavedInFile(_Saved):
     """What backward needs is kept in a file. With the goal memory alone."""
