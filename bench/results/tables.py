@@ -75,7 +75,7 @@ def demo() -> str | None:
 
 MEMORY_COMMAND = "python bench/race/memory.py --starts 3 --seconds 0.8"
 STATE_COMMAND = "python bench/race/state.py --starts 3"
-GOALS_COMMAND = "python bench/race/goals.py --starts 1 --case mlp --case lstm"
+GOALS_COMMAND = "python bench/race/goals.py --starts 1 --case mlp --case lstm --case cnn --case gpt"
 
 
 def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | None]:

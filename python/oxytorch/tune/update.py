@@ -308,14 +308,14 @@ def _pieces_of(run: Run, slot: OptimizerSlot, every: list[int], calls: Sequence[
     if not ours and (not cls.__module__.startswith("torch.optim.") or cls is torch.optim.LBFGS):
         return [every]
     pieces: list[list[int]] = []
-    most, room = piece_of(run), 0
+    most, left = piece_of(run), 0
     for i in every:
         size = run.params[i].numel()
-        if size > room or not pieces:
+        if size > left or not pieces:
             pieces.append([])
-            room = most
+            left = most
         pieces[-1].append(i)
-        room -= size
+        left -= size
     return pieces
 
 
