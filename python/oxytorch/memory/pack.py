@@ -31,7 +31,8 @@ class PackSavedTensors(_C.memory.PackSavedTensors):
         operator made, as whole numbers of the largest magnitude of 256 neighbours / 127. "file": all that an operator
         made lies in a file without a name, whose space is given back whenever nothing of it is left.
     folder : str or path, optional
-        Of the file; ``TMPDIR`` where it is on a disk, else ``/var/tmp``, unless given. One in memory (tmpfs) saves none.
+        Of the file; ``TMPDIR`` where that is on a disk, else ``/var/tmp``, unless given. One in memory (tmpfs) saves
+        none.
     least : int
         16 KiB unless given: what is smaller is not worth the time.
 
