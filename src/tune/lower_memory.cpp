@@ -72,11 +72,15 @@ std::optional<LowerMemory::Choice> LowerMemory::most_saving(const Names& kept, s
     if (auto names = joined_by(offer, kept); !names.empty()) choices[offer.name] = {offer.name, std::move(names), 0};
   }
   std::set<std::string> measured;
+  // Once something saves enough, measuring others takes no more than half of the time: the rest is for its trial.
+  const double last = seconds_left_() / 2;
+  bool has_one = false;
   // What was not measured beside this yet comes before what saves too little.
   const auto promised = [&](const std::string& name) {
     const auto known = saved_.find(name);
     const auto saved = known == saved_.end() ? std::numeric_limits<std::int64_t>::max() : known->second;
-    return measured.contains(name) ? saved : std::max(saved, least + 1);
+    if (measured.contains(name)) return saved;
+    return has_one && seconds_left_() < last ? 0 : std::max(saved, least + 1);
   };
   while (!choices.empty() && seconds_left_() > 0) {
     auto& [name, choice] = *std::max_element(choices.begin(), choices.end(), [&](const auto& a, const auto& b) {
@@ -91,6 +95,7 @@ std::optional<LowerMemory::Choice> LowerMemory::most_saving(const Names& kept, s
     choice.bytes = *bytes;
     saved_[name] = now - *bytes;
     measured.insert(name);
+    has_one = has_one || saved_[name] > least;
   }
   return std::nullopt;
 }
