@@ -6,7 +6,7 @@
 ///  3. strategies are asked whether they apply; updates of optimizers are timed by themselves;
 ///  4. the search names trials; each is a paired test of two combinations, with a check by the verifier where it won;
 ///  5. what is kept is verified over all steps and measured against nothing; what spoils it is dropped, and 4 goes on;
-///     With Goal::Memory, what makes the step smaller is then added, in the same way, as far as it may be slower;
+///     With Goal::Memory, what makes the step smaller is added before that, as far as it may be slower;
 ///  6. what the caller's settings ask for is verified beside it;
 ///  7. everything is reverted and restored; then finish() makes active what the certificate says.
 #pragma once
