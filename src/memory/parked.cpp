@@ -37,9 +37,11 @@ Files& files() {
   return *made;
 }
 
-bool is_in_memory(const std::string& folder) {
+bool is_on_disk(const std::string& folder) {
   struct statfs found {};
-  return statfs(folder.c_str(), &found) == 0 && (found.f_type == TMPFS_MAGIC || found.f_type == RAMFS_MAGIC);
+  const bool in_memory =
+      statfs(folder.c_str(), &found) == 0 && (found.f_type == TMPFS_MAGIC || found.f_type == RAMFS_MAGIC);
+  return !in_memory && access(folder.c_str(), W_OK) == 0;
 }
 
 // Linux maps a large page of a file at once where that lies within 2 MiB of addresses, and else each 4 KiB of it.
@@ -202,7 +204,7 @@ std::vector<std::string> parking_folders() {
   const char* const named = std::getenv("TMPDIR");
   const bool is_named = named != nullptr && *named != '\0';
   std::vector<std::string> folders = {"/var/tmp", is_named ? named : "/tmp"};
-  if (is_named && !is_in_memory(folders.back())) std::swap(folders.front(), folders.back());
+  if (is_named && is_on_disk(folders.back())) std::swap(folders.front(), folders.back());
   return folders;
 }
 

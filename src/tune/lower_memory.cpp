@@ -75,14 +75,16 @@ std::optional<LowerMemory::Choice> LowerMemory::most_saving(const Names& kept, s
   // Once something saves enough, measuring others takes no more than half of the time: the rest is for its trial.
   const double last = seconds_left_() / 2;
   bool has_one = false;
+  bool is_late = false;
   // What was not measured beside this yet comes before what saves too little.
   const auto promised = [&](const std::string& name) {
     const auto known = saved_.find(name);
     const auto saved = known == saved_.end() ? std::numeric_limits<std::int64_t>::max() : known->second;
     if (measured.contains(name)) return saved;
-    return has_one && seconds_left_() < last ? 0 : std::max(saved, least + 1);
+    return is_late ? 0 : std::max(saved, least + 1);
   };
   while (!choices.empty() && seconds_left_() > 0) {
+    is_late = has_one && seconds_left_() < last;
     auto& [name, choice] = *std::max_element(choices.begin(), choices.end(), [&](const auto& a, const auto& b) {
       return promised(a.first) < promised(b.first);
     });

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <optional>
 #include <string>
@@ -171,8 +172,11 @@ TEST(ParkedTest, FilesAreOnADiskWhereOneIs) {
   using Folders = std::vector<std::string>;
   unsetenv("TMPDIR");
   EXPECT_EQ(memory::parking_folders(), (Folders{"/var/tmp", "/tmp"}));
-  setenv("TMPDIR", "/usr", 1);
-  EXPECT_EQ(memory::parking_folders(), (Folders{"/usr", "/var/tmp"}));
+  const auto here = std::filesystem::current_path().string();  // where the tests were built
+  setenv("TMPDIR", here.c_str(), 1);
+  EXPECT_EQ(memory::parking_folders(), (Folders{here, "/var/tmp"}));
+  setenv("TMPDIR", "/nowhere", 1);
+  EXPECT_EQ(memory::parking_folders(), (Folders{"/var/tmp", "/nowhere"}));
   if (struct statfs found{}; statfs("/dev/shm", &found) == 0 && found.f_type == TMPFS_MAGIC) {
     setenv("TMPDIR", "/dev/shm", 1);
     EXPECT_EQ(memory::parking_folders(), (Folders{"/var/tmp", "/dev/shm"}));
