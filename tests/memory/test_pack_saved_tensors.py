@@ -311,11 +311,11 @@ def test_what_is_read_back_is_its_holders(tmp_path: Path) -> None:
     packed = ox.memory.PackSavedTensors("file", tmp_path)
     x = torch.randn(100, 1000, requires_grad=True)
     with packed:
-        made, again = x.exp(), x.exp()
-    right, node = made.detach().clone(), made.grad_fn
+        made, again = (x * 2).sin(), x.exp()  # an input that nothing else holds
+    right, node = (x * 2).detach(), made.grad_fn
+    held = node._saved_self.detach()
+    assert held.equal(right) and held.data_ptr() == node._saved_self.data_ptr(), "as long as somebody holds it"
     del made
-    held = node._saved_result
-    assert held.equal(right) and held.data_ptr() == node._saved_result.data_ptr(), "as long as somebody holds it"
     again.sum().backward()
     del node, again
     gc.collect()
