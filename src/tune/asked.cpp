@@ -182,7 +182,7 @@ bool has_budget(Goal goal, std::string_view checkpointing, std::optional<bool> r
 
 double slowdown_left(const Certificate& certificate, double max_slowdown) {
   if (certificate.accepted().empty()) return max_slowdown;
-  return max_slowdown * certificate.baseline_seconds / certificate.tuned_seconds;
+  return std::max(1.0, max_slowdown * certificate.baseline_seconds / certificate.tuned_seconds);
 }
 
 std::int64_t planned_steps(const PerformanceConfig& config, std::int64_t otherwise) {

@@ -216,6 +216,8 @@ TEST(SlowdownLeft, WhatWasMadeFasterMayBeSlowerByMore) {
   EXPECT_DOUBLE_EQ(slowdown_left(certificate, 1.2), 1.2) << "nothing is active";
   certificate.entries = {{.strategy = "half", .status = Status::Accepted, .reason = {}}};
   EXPECT_DOUBLE_EQ(slowdown_left(certificate, 1.2), 1.8);
+  certificate.tuned_seconds = 3.9;
+  EXPECT_DOUBLE_EQ(slowdown_left(certificate, 1.2), 1);
 }
 
 }  // namespace

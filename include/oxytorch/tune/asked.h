@@ -58,7 +58,8 @@ OXY_API void activate(Asked& asked, const PerformanceConfig& config, const std::
 OXY_API void set_goal(const PerformanceConfig& config, TunerOptions& options);
 
 /// How many times as long as now a step may take, where it may take `max_slowdown` times as long as given: what a
-/// certificate's strategies have made faster may be slower by more.
+/// certificate's strategies have made faster may be slower by more. At least 1: an accepted step can have been measured
+/// to take a little longer than may be.
 [[nodiscard]] OXY_API double slowdown_left(const Certificate& certificate, double max_slowdown);
 
 /// Length of the run, as far as the configuration says it; else `otherwise`, where that is above 0.
