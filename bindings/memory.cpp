@@ -71,6 +71,8 @@ void bind_batch_search(py::module_& m) {
         "Whether an error says that there was no memory.");
   m.def("cap_host_memory", &cap_host_memory, py::arg("limit"),
         "Has allocations fail that would take this process beyond so many resident bytes, until reverted.");
+  m.def("most_resident", &most_resident, py::arg("take"),
+        "The most bytes of this process that are in memory while `take` runs; None where the kernel does not tell.");
   m.def("reset_host_peak", &reset_host_peak, "Begins the peak of resident memory anew.");
 }
 

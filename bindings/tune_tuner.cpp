@@ -73,6 +73,9 @@ class PythonWorkload : public Workload {
   std::optional<std::int64_t> step_bytes() override {
     PYBIND11_OVERRIDE(std::optional<std::int64_t>, Workload, step_bytes);
   }
+  std::optional<std::int64_t> step_resident() override {
+    PYBIND11_OVERRIDE(std::optional<std::int64_t>, Workload, step_resident);
+  }
   std::optional<std::int64_t> tuning_bytes() override {
     PYBIND11_OVERRIDE(std::optional<std::int64_t>, Workload, tuning_bytes);
   }

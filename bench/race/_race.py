@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from oxytorch._build_info import BUILD_FOLDER
-from oxytorch._C.memory import give_back_host_memory, reset_host_peak
+from oxytorch._C import memory as _memory
 from oxytorch.base import Interval, starts_interval, system_info
 from oxytorch.bench.turns import machine
 from oxytorch.bench.turns.environment import environment
@@ -318,16 +318,17 @@ def all_starts(
 def resident() -> int:
     """Bytes of this process that are in memory, after what is only kept was given back."""
     gc.collect()
-    give_back_host_memory()
+    _memory.give_back_host_memory()
     return int(system_info()["memory"]["resident"])
 
 
 def most_resident(take: Callable[[], object]) -> int:
     """Bytes of this process that are in memory at the most while `take` runs."""
     resident()
-    reset_host_peak()
-    take()
-    return int(system_info()["memory"]["peak_resident"])
+    peak = _memory.most_resident(take)
+    if peak is None:
+        raise RuntimeError("the kernel does not begin the peak of resident memory anew: /proc/self/clear_refs")
+    return peak
 
 
 def facts(threads: int, device: str = "cpu") -> dict[str, str]:

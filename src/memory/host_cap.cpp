@@ -42,9 +42,23 @@ HostSetting cap_host_memory(std::uint64_t limit) {
                               [before] { setrlimit(RLIMIT_DATA, &before); });
 }
 
-void reset_host_peak() {
+namespace {
+
+bool begin_host_peak() {
   std::ofstream clear("/proc/self/clear_refs");
-  clear << '5';
+  clear << '5' << std::flush;
+  return clear.good();
+}
+
+}  // namespace
+
+void reset_host_peak() { begin_host_peak(); }
+
+std::optional<std::uint64_t> most_resident(const std::function<void()>& take) {
+  trim_heap();
+  if (!begin_host_peak()) return std::nullopt;
+  take();
+  return read_memory().peak_resident;
 }
 
 }  // namespace oxytorch

@@ -63,17 +63,25 @@ std::vector<std::pair<std::string, std::string>> Combinations::culprits(const Na
   return found;
 }
 
-std::optional<std::int64_t> Combinations::bytes_with(const Names& names) {
-  if (const auto known = bytes.find(names); known != bytes.end()) return known->second;
+std::optional<std::int64_t> Combinations::measured(const Names& names, std::optional<std::int64_t> (Workload::*of)()) {
   const double start = workload.seconds();
-  auto& found = bytes[names];
+  std::optional<std::int64_t> found;
   try {
-    found = from_start(names, [&] { return workload.step_bytes(); });
+    found = from_start(names, [&] { return (workload.*of)(); });
   } catch (const SideFailed& failure) {  // it has run often enough to be kept, unless the step as given throws now
     warn("what a step takes with " + joined(names, "nothing") + " is not known: " + timing.blame(failure));
   }
   if (charge) charge(workload.seconds() - start);
   return found;
+}
+
+std::optional<std::int64_t> Combinations::bytes_with(const Names& names) {
+  const auto known = bytes.find(names);
+  return known != bytes.end() ? known->second : bytes[names] = measured(names, &Workload::step_bytes);
+}
+
+std::optional<std::int64_t> Combinations::resident_with(const Names& names) {
+  return measured(names, &Workload::step_resident);
 }
 
 }  // namespace oxytorch::tune

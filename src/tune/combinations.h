@@ -44,11 +44,16 @@ struct Combinations {
   std::vector<std::pair<std::string, std::string>> culprits(const Names& names, const Ruling& together);
   /// The most that tensors take in a step; empty where that is not known.
   std::optional<std::int64_t> bytes_with(const Names& names);
+  /// The most of this process that is in memory in a step; empty where that is not known.
+  std::optional<std::int64_t> resident_with(const Names& names);
 
   Workload& workload;
   std::vector<Offer> offers;
   Timing timing;
   std::function<void(double)> charge;  ///< is told the seconds that a look took; may be empty
+
+ private:
+  std::optional<std::int64_t> measured(const Names& names, std::optional<std::int64_t> (Workload::*of)());
 
  protected:
   std::map<std::pair<Names, bool>, Ruling> rulings;    // glances apart

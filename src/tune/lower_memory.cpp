@@ -13,10 +13,12 @@
 namespace oxytorch::tune {
 namespace {
 
+std::string_view setting(const Offer& offer) { return setting_of(offer.name, offer.kind, offer.traits.group); }
+bool is_allocator(const Offer& offer) { return setting(offer) == "allocator"; }
+
 /// Settings of the process, which change nothing of what a step needs.
 bool is_of_process(const Offer& offer) {
-  const auto setting = setting_of(offer.name, offer.kind, offer.traits.group);
-  return setting == "allocator" || setting == "threads" || setting == "flush_denormals";
+  return is_allocator(offer) || setting(offer) == "threads" || setting(offer) == "flush_denormals";
 }
 
 }  // namespace
@@ -28,7 +30,16 @@ LowerMemory::LowerMemory(Combinations& all, const TunerOptions& options,
 
 std::optional<PairedTestResult> LowerMemory::add_to(Names& kept) {
   const Names before = kept;
-  choose(kept);
+  {
+    const double later = allocators_for(kept).empty()
+                             ? 0
+                             : std::min(kPolicy.resident_steps * all_.timing.step_seconds(),
+                                        kPolicy.resident_share * std::max(seconds_left_(), 0.0));
+    auto all = std::exchange(seconds_left_, [left = seconds_left_, later] { return left() - later; });
+    choose(kept);
+    seconds_left_ = std::move(all);
+  }
+  choose_allocator(kept);
   while (!added_.empty()) {
     try {
       if (const auto ruling = all_.verify(kept); !ruling.held) {
@@ -69,6 +80,7 @@ std::optional<LowerMemory::Choice> LowerMemory::most_saving(const Names& kept, s
   const auto least = static_cast<std::int64_t>((1 - kPolicy.smaller) * static_cast<double>(now));
   std::map<std::string, Choice> choices;
   for (const auto& offer : all_.offers) {
+    if (is_of_process(offer)) continue;
     if (auto names = joined_by(offer, kept); !names.empty()) choices[offer.name] = {offer.name, std::move(names), 0};
   }
   std::set<std::string> measured;
@@ -106,7 +118,7 @@ std::optional<LowerMemory::Choice> LowerMemory::most_saving(const Names& kept, s
 Names LowerMemory::joined_by(const Offer& offer, const Names& kept) const {
   const auto& traits = offer.traits;
   const auto is_kept = [&](const auto& name) { return holds(kept, name); };
-  if (judged_.contains(offer.name) || is_kept(offer.name) || traits.feeds || is_of_process(offer)) return {};
+  if (judged_.contains(offer.name) || is_kept(offer.name) || traits.feeds) return {};
   if (std::any_of(traits.part_of.begin(), traits.part_of.end(), is_kept)) return {};
   Names found;
   for (const auto& each : all_.offers) {  // in the order given, as the search has them
@@ -142,6 +154,64 @@ void LowerMemory::try_one(const Choice& choice, std::int64_t now, Names& kept) {
   added_.push_back(name);
   kept = names;
   within_[names] = joint;
+}
+
+/// The same with every other choice of allocator: none, or one.
+std::vector<Names> LowerMemory::allocators_for(const Names& kept) const {
+  Names none;
+  std::copy_if(kept.begin(), kept.end(), std::back_inserter(none),
+               [&](const auto& name) { return !is_allocator(*all_.offer_of(name)); });
+  std::vector<Names> found;
+  if (none != kept) found.push_back(none);
+  for (const auto& offer : all_.offers) {
+    if (!is_allocator(offer)) continue;
+    if (auto names = joined_by(offer, none); !names.empty() && names != kept) found.push_back(std::move(names));
+  }
+  return found;
+}
+
+void LowerMemory::choose_allocator(Names& kept) {
+  const auto given = all_.bytes_with({});
+  const auto others = allocators_for(kept);
+  if (!given || others.empty() || seconds_left_() <= 0) return;
+  all_.workload.say("what leaves less of the process in memory");
+  const auto now = all_.resident_with(kept);
+  if (!now) return;
+  const auto most = *now - static_cast<std::int64_t>(kPolicy.less_resident * static_cast<double>(*given));
+  std::multimap<std::int64_t, Names> less;
+  for (const auto& names : others) {
+    if (seconds_left_() <= 0) break;
+    if (const auto resident = all_.resident_with(names); resident && *resident <= most) less.emplace(*resident, names);
+  }
+  for (const auto& [resident, names] : less) {
+    const auto said = sentence({"the process has ", size_text(resident), " in memory instead of ", size_text(*now)});
+    try {
+      if (replace_allocator(names, said, kept)) return;
+    } catch (const SideFailed& failure) {
+      warn(joined(names, "nothing") + " failed: " + all_.timing.blame(failure));
+    }
+  }
+}
+
+/// Where a step is not too slow with it.
+bool LowerMemory::replace_allocator(const Names& names, const std::string& said, Names& kept) {
+  const auto joint = at_most_slower(names, kPolicy.one_trial_seconds);
+  const bool is_kept = joint.decision == Decision::Accept;
+  for (const auto& name : names) {
+    if (holds(kept, name)) continue;
+    judged_[name] =
+        is_kept ? std::pair(Status::Accepted,
+                            sentence({said, "; ", ratio_text(1 / joint.speedup.mid), " times as long as given"}))
+                : std::pair(Status::Rejected, sentence({said, ", and its time ", joint.reason}));
+    if (is_kept) added_.push_back(name);
+  }
+  if (!is_kept) return false;
+  for (const auto& name : kept) {
+    if (!holds(names, name)) judged_[name] = {Status::Rejected, sentence({"without it ", said})};
+  }
+  kept = names;
+  within_[kept] = joint;
+  return true;
 }
 
 /// Takes out what is refused by itself, else what was added last; false where there is no time to look.

@@ -18,6 +18,9 @@ namespace oxytorch::tune {
 /// `max_slowdown` times as long as given and a glance at its numbers holds. What a strategy saved beside less is taken
 /// for the most that it saves beside more, so that few are measured anew after each one that is kept (M. Minoux,
 /// "Accelerated greedy algorithms", 1978); where nothing seems to be left, all are.
+///
+/// What an allocator keeps is no tensor. Last, the one is kept that leaves least of the process in memory: freed blocks
+/// of a large heap that glibc hands out in turn can be several times what a step needs.
 class LowerMemory {
  public:
   /// `judged`: what must not be tried, with what became of it. `seconds_left`: for trials.
@@ -38,6 +41,9 @@ class LowerMemory {
     std::int64_t bytes = 0;
   };
   void choose(Names& kept);
+  void choose_allocator(Names& kept);
+  std::vector<Names> allocators_for(const Names& kept) const;
+  bool replace_allocator(const Names& names, const std::string& said, Names& kept);
   std::optional<Choice> most_saving(const Names& kept, std::int64_t now);
   Names joined_by(const Offer& offer, const Names& kept) const;
   void try_one(const Choice& choice, std::int64_t now, Names& kept);

@@ -144,6 +144,18 @@ std::optional<std::int64_t> RunWorkload::step_bytes() {
   return before + made + meter.peak_bytes();
 }
 
+std::optional<std::int64_t> RunWorkload::step_resident() {
+  if (!run_.device().is_cpu()) return std::nullopt;
+  const auto step = [this] {
+    run_.step_of_window(run_.batches().front(), [this](std::size_t part) { run_.update(part); });
+  };
+  step();  // makes gradients and the optimizer's state
+  return most_resident([&] {
+    step();
+    step();
+  });
+}
+
 std::optional<std::string> RunWorkload::told(const std::exception& error) {
   const auto* const torchs = dynamic_cast<const c10::Error*>(&error);
   if (torchs == nullptr) return Workload::told(error);

@@ -62,6 +62,7 @@ class RunWorkload : public Workload {
 
   Ruling verify(Kind kind, bool glance) override;
   std::optional<std::int64_t> step_bytes() override;
+  std::optional<std::int64_t> step_resident() override;
   std::optional<std::int64_t> tuning_bytes() override { return peak_ == nullptr ? std::nullopt : peak_->so_far(); }
   std::optional<std::string> told(const std::exception& error) override;
 

@@ -13,6 +13,7 @@ Workload::~Workload() = default;
 std::string Workload::hindrance() { return {}; }
 std::optional<double> Workload::likely_speedup(const std::string& /*strategy*/) { return std::nullopt; }
 std::optional<std::int64_t> Workload::step_bytes() { return std::nullopt; }
+std::optional<std::int64_t> Workload::step_resident() { return std::nullopt; }
 std::optional<std::int64_t> Workload::tuning_bytes() { return std::nullopt; }
 void Workload::let_go() {}
 bool Workload::has_update() { return true; }

@@ -129,5 +129,15 @@ TEST(HostCapTest, AllocationsBeyondItFailUntilItIsReverted) {
   EXPECT_NO_THROW(std::vector<char>(std::size_t{512} << 20));
 }
 
+TEST(HostCapTest, TheMostOfAWhileIsResident) {
+  const auto idle = most_resident([] {});
+  if (!idle) GTEST_SKIP() << "the kernel does not begin the peak anew";
+  const auto most = most_resident([] { std::vector<char>(std::size_t{256} << 20, 1); });
+  EXPECT_GT(*most, *idle + (std::uint64_t{250} << 20));
+  EXPECT_LT(*most, *idle + (std::uint64_t{300} << 20));
+  EXPECT_LT(*most_resident([] {}), *idle + (std::uint64_t{40} << 20)) << "it begins anew";
+  EXPECT_THROW(static_cast<void>(most_resident([] { throw std::runtime_error("its own"); })), std::runtime_error);
+}
+
 }  // namespace
 }  // namespace oxytorch

@@ -38,6 +38,31 @@ TEST_F(AccelerateTest, WithNothingAcceptedTheProcessHasItsHeapAgain) {
   allocator.revert();
 }
 
+/// Something that the process keeps in memory as an allocator would, and no tensor.
+std::vector<char> hoard;
+
+struct KeepsLess : Strategy {
+  void apply(Run& /*run*/) override { std::vector<char>().swap(hoard); }
+  void revert(Run& /*run*/) override { hoard.assign(std::size_t{64} << 20, 1); }
+};
+
+TEST_F(AccelerateTest, TheGoalMemoryLooksAtWhatAllocatorsKeep) {
+  tune::register_strategy<KeepsLess>("keeps_less", Kind::Exact, {.group = "host_memory"});
+  hoard.assign(std::size_t{64} << 20, 1);
+  auto model = make_model();
+  auto optimizer = make_optimizer("AdamW", model);
+  auto config = PerformanceConfig("basic");
+  config.set("goal", std::string("memory"));
+  auto options = only({"keeps_less", "null_0"}).config(config);
+  auto plan = accelerate(*model, *optimizer, loss_of(model), make_batches(), options);
+  ASSERT_THAT(plan.accepted(), ElementsAre("keeps_less")) << plan.report();
+  EXPECT_THAT(entry(plan, "keeps_less").reason, HasSubstr("in memory instead of"));
+  EXPECT_TRUE(hoard.empty());
+  plan.revert();
+  EXPECT_FALSE(hoard.empty());
+  hoard = {};
+}
+
 TEST_F(AccelerateTest, AnEarlierPlanOrTrainerOfTheModelIsTakenBack) {
   auto model = make_model();
   auto optimizer = make_optimizer("AdamW", model);

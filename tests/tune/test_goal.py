@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import oxytorch as ox
@@ -89,6 +90,27 @@ def test_memory_is_a_budget() -> None:
     plan.revert()
     with only(), pytest.raises(torch.OutOfMemoryError, match="the lowest peak of tensors that was reached is"):
         accelerated(model, memory=1000)
+
+
+def test_it_looks_at_what_allocators_keep() -> None:
+    class KeepsLess(ox.tune.Strategy):
+        """An allocator that leaves 64 MiB less in memory, of which no tensor is."""
+
+        name, group = "keeps_less", "host_memory"
+        hoard = bytearray(b"\1") * (64 << 20)
+
+        def apply(self, run: ox.tune.Run) -> None:
+            KeepsLess.hoard = bytearray()
+
+        def revert(self, run: ox.tune.Run) -> None:
+            KeepsLess.hoard = bytearray(b"\1") * (64 << 20)
+
+    with only(KeepsLess):
+        plan, _ = accelerated(Deep(plain=True), goal="memory", max_slowdown=50.0)
+    assert plan.accepted == ("keeps_less",) and not KeepsLess.hoard
+    assert re.search(r"the process has \d+ MiB in memory instead of \d+ MiB", " ".join(str(plan).split()))
+    plan.revert()
+    assert KeepsLess.hoard
 
 
 def test_the_certificate_says_what_tensors_took_while_tuning() -> None:

@@ -34,6 +34,7 @@ struct Planted {
   double cost = 0;            ///< one-off seconds, said and taken
   std::string throws = {};    ///< the member that throws: "applies", "expected_cost", "apply", "step"
   std::int64_t bytes = -100;  ///< of a step's memory while it is active
+  std::int64_t resident = 0;  ///< more of the process in memory
   bool shows_late = false;    ///< a glance does not see that it is not honest
 };
 
@@ -56,6 +57,7 @@ class Table : public Workload {
   int measured = 0;    ///< combinations whose bytes were asked for
   bool moved = false;  ///< the state is not as it was
   double time = 0;
+  double faults = 0;  ///< of pages, a second
 
   void plant(Planted one) {
     order.push_back(one.offer.name);
@@ -125,6 +127,13 @@ class Table : public Workload {
     for (const auto& name : now) bytes += planted[name].bytes;
     return bytes;
   }
+  std::optional<std::int64_t> step_resident() override {
+    time += 3 * step_seconds;
+    for (const auto& name : now) throw_from(name, "step_resident");
+    std::int64_t bytes = 5000;
+    for (const auto& name : now) bytes += planted[name].resident;
+    return bytes;
+  }
   bool on_host() override { return alone == 0; }
   Ruling verify(Kind kind, bool glance) override {
     verified.emplace_back(now, glance);
@@ -142,7 +151,7 @@ class Table : public Workload {
   void say(const std::string& what) override { said.push_back(what); }
   double seconds() override { return time += 1e-7; }
   double processor_seconds() override { return time; }
-  double page_faults() override { return 0; }
+  double page_faults() override { return faults * time; }
 
   std::vector<std::pair<std::vector<std::string>, bool>> verified;
 
@@ -337,6 +346,30 @@ TEST_F(TunerTest, WhatSavedLittleIsMeasuredAgainOnlyAtTheEnd) {
   EXPECT_THAT(tuned({.goal = Goal::Memory}).accepted(), ElementsAre("small_0", "small_1", "small_2", "small_3"));
   // As given and each by itself; then one for each that is added, and the idle ones once more.
   EXPECT_EQ(table.measured, 1 + 14 + 3 + 10);
+}
+
+TEST_F(TunerTest, TheAllocatorThatLeavesLeastInMemoryIsTheLastChoice) {
+  table.faults = 1e7;  // or no allocator could make a step faster
+  const StrategyTraits heaps{.group = "host_memory"};
+  table.plant({.offer = {.name = "keeps", .traits = heaps}, .factor = 0.8, .bytes = 0, .resident = 900});
+  table.plant({.offer = {.name = "maps", .traits = heaps}, .factor = 1.4, .bytes = 0, .resident = -900});
+  table.plant({.offer = {.name = "small"}, .factor = 1.1, .bytes = -300, .resident = 200});
+  table.plant({.offer = {.name = "host_pool"}, .factor = 1.05, .bytes = 0, .resident = -600});
+  EXPECT_THAT(tuned().accepted(), ElementsAre("keeps"));
+  const auto made = tuned({.goal = Goal::Memory, .max_slowdown = 1.3});
+  EXPECT_THAT(made.accepted(), ElementsAre("small", "host_pool"));
+  EXPECT_NEAR(1 / made.speedup->mid, 1.1 * 1.05, 0.02);
+  EXPECT_THAT(entry(made, "host_pool").reason,
+              testing::StartsWith("the process has 4.49 KiB in memory instead of 5.96 KiB; 1.15"));
+  EXPECT_EQ(entry(made, "keeps").status, Status::Rejected);
+  EXPECT_THAT(entry(made, "keeps").reason, HasSubstr("without it the process has 4.49 KiB in memory"));
+  EXPECT_THAT(tuned({.goal = Goal::Memory, .max_slowdown = 1.6}).accepted(), ElementsAre("maps", "small"));
+
+  table.planted["host_pool"].resident = 850;  // 50 bytes less than with "keeps" are not 10% of a step as given
+  EXPECT_THAT(tuned({.goal = Goal::Memory, .max_slowdown = 1.3}).accepted(), ElementsAre("small"));
+  table.planted["host_pool"].throws = "step_resident";
+  table.planted["keeps"].resident = 50;
+  EXPECT_THAT(tuned({.goal = Goal::Memory, .max_slowdown = 1.3}).accepted(), ElementsAre("keeps", "small"));
 }
 
 TEST_F(TunerTest, WhatIsRefusedBesideOthersTakesNoMemoryGainWithIt) {

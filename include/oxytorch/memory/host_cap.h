@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <optional>
 
 #include "oxytorch/api.h"
 #include "oxytorch/host.h"
@@ -15,5 +17,9 @@ OXY_API HostSetting cap_host_memory(std::uint64_t limit);
 
 /// Begins the peak of read_memory() anew; without the right to, it stays that since the process began.
 OXY_API void reset_host_peak();
+
+/// The most bytes of this process that are in memory while `take` runs, whose exceptions pass through. Free memory of
+/// the heap is given back before. Empty where the kernel lets nobody begin the peak anew.
+OXY_API std::optional<std::uint64_t> most_resident(const std::function<void()>& take);
 
 }  // namespace oxytorch

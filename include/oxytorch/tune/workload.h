@@ -131,6 +131,9 @@ class OXY_API Workload {
   /// The most that tensors take in a step with what is active, model, optimizer and batch included; empty where that
   /// cannot be measured. State is as restore() leaves it before; two steps are taken, after which it is restored.
   virtual std::optional<std::int64_t> step_bytes();
+  /// The most bytes of this process that are in memory in a step with what is active; empty where that cannot be
+  /// measured. State is as restore() leaves it before; steps are taken, after which it is restored.
+  virtual std::optional<std::int64_t> step_resident();
   /// The most that tensors have taken since tuning began, model, optimizer and a batch included, where timed steps are
   /// not counted; empty where that cannot be measured.
   virtual std::optional<std::int64_t> tuning_bytes();

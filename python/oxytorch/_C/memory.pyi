@@ -44,6 +44,7 @@ __all__: list[str] = [
     "keep_host_pool",
     "leaks",
     "limit",
+    "most_resident",
     "move_to_file",
     "move_to_memory",
     "packed_bytes",
@@ -737,6 +738,11 @@ def leaks(step: collections.abc.Callable, steps: typing.SupportsInt | typing.Sup
 def limit() -> int | None:
     """
     The limit that is set, if any.
+    """
+
+def most_resident(take: collections.abc.Callable[[], None]) -> int | None:
+    """
+    The most bytes of this process that are in memory while `take` runs; None where the kernel does not tell.
     """
 
 def move_to_file(tensor: torch.Tensor) -> bool:

@@ -305,6 +305,19 @@ class RunWorkload(_native.Workload):
                 run.step_of_window(run.batches[0])
         return before + made + meter.peak_bytes
 
+    def step_resident(self) -> int | None:
+        """Take steps; the most of this process that is in memory in one, where that can be measured."""
+        run = self.run
+        if not self.on_host():
+            return None
+
+        def steps() -> None:
+            for _ in range(2):
+                run.step_of_window(run.batches[0])
+
+        run.step_of_window(run.batches[0])  # makes gradients and the optimizer's state
+        return _memory.most_resident(steps)
+
     def tuning_bytes(self) -> int | None:
         """Return the most that tensors have taken so far, where that can be measured."""
         return None if self._peak is None else self._peak.so_far
