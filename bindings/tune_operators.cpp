@@ -102,7 +102,8 @@ void bind_tune_operators(py::module_& m) {
       .def("installed", &NativeOperators::installed);
   bind_scope<DeferredLogits::Scope>(m, "LogitsScope", "Defers on this thread while it is entered.");
   py::class_<DeferredLogits>(m, "DeferredLogits", "Logits that are computed when something but their loss asks.")
-      .def(py::init<>(), release_gil())
+      .def(py::init<at::Device>(), py::arg("device") = at::Device(at::kCPU), release_gil())
+      .def_static("serves", &DeferredLogits::serves, py::arg("device"), "Whether layers on the device can be deferred.")
       .def_static("before_weights_change", &DeferredLogits::before_weights_change, release_gil(),
                   "Compute the values of deferred tensors that live.")
       .def_static("losses", &DeferredLogits::losses, "Losses computed without logits, so far.")

@@ -43,9 +43,10 @@ class WithoutSavedTensorHooks {
 class Deferred final : public c10::TensorImpl {
  public:
   Deferred(std::shared_ptr<DeferredValue> value, bool detached)
-      : TensorImpl(c10::DispatchKeySet(kAboveAutograd), value->meta.dtype(), at::Device(at::kCPU)),
+      : TensorImpl(c10::DispatchKeySet(kAboveAutograd), value->meta.dtype(), value->device),
         value_(std::move(value)),
         detached_(detached) {
+    set_custom_device(true);  // its keys do not say where it is
     set_storage_access_should_throw();
     set_sizes_and_strides(value_->meta.sizes(), value_->meta.strides());
   }
@@ -65,6 +66,9 @@ class Deferred final : public c10::TensorImpl {
     const WithoutSavedTensorHooks apart;
     return detached_ ? value_->values().detach() : value_->values();
   }
+
+ protected:
+  [[nodiscard]] c10::Device device_custom() const override { return value_->device; }
 
  private:
   [[nodiscard]] c10::intrusive_ptr<TensorImpl> copied(const c10::VariableVersion& version, bool allow_change) const {
@@ -195,17 +199,19 @@ Tensor DeferredValue::behind_hooks(Tensor made) const {
   return made;
 }
 
-void LayerKernels::acquire(const std::function<void(torch::Library&)>& add) {
+void LayerKernels::acquire(const std::vector<c10::DispatchKey>& keys,
+                           const std::function<void(torch::Library&, c10::DispatchKey)>& add) {
   const std::lock_guard lock(mutex_);
   if (owners_++ > 0) return;
-  library_ =
-      std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCPU, __FILE__, __LINE__);
-  add(*library_);
+  for (const auto key : keys) {
+    libraries_.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
+    add(*libraries_.back(), key);
+  }
 }
 
 void LayerKernels::release() {
   const std::lock_guard lock(mutex_);
-  if (--owners_ == 0) library_.reset();
+  if (--owners_ == 0) libraries_.clear();
 }
 
 Tensor deferred_tensor(std::shared_ptr<DeferredValue> value) {

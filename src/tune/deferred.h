@@ -24,7 +24,8 @@ class DeferredValue {
  public:
   virtual ~DeferredValue() = default;
 
-  at::Tensor meta;             ///< sizes, strides and dtype
+  at::Tensor meta;  ///< sizes, strides and dtype
+  at::Device device = at::kCPU;
   torch::autograd::Edge edge;  ///< where gradients of the deferred tensor go
 
   /// Computed once, with the gradients that torch's operators give; with hooks of the tensor, behind its edge.
@@ -63,14 +64,15 @@ at::Tensor deferred_tensor(std::shared_ptr<DeferredValue> value);
 /// Kernels of layers where autograd is told of them, in the place of torch's, while anybody has them.
 class LayerKernels {
  public:
-  /// For the first owner `add` registers them.
-  void acquire(const std::function<void(torch::Library& library)>& add);
+  /// For the first owner `add` registers them, once for each key of a kind of device.
+  void acquire(const std::vector<c10::DispatchKey>& keys,
+               const std::function<void(torch::Library& library, c10::DispatchKey key)>& add);
   void release();
 
  private:
   std::mutex mutex_;
   std::int64_t owners_ = 0;
-  std::unique_ptr<torch::Library> library_;
+  std::vector<std::unique_ptr<torch::Library>> libraries_;
 };
 
 /// Settles it before_weights_change(), if it lives.

@@ -18,6 +18,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -198,7 +199,7 @@ bool is_deferrable(const Tensor& input, at::ScalarType of_input, const Tensor& w
   const auto type = weight.scalar_type();
   if (weight.dim() != 2 || weight.size(0) < kLeastClasses || weight.size(1) < 1 || input.dim() < 1) return false;
   if (type != at::kFloat && type != at::kBFloat16 && type != at::kHalf) return false;
-  if (!input.device().is_cpu() || !weight.device().is_cpu() || input.layout() != at::kStrided) return false;
+  if (input.device() != weight.device() || input.layout() != at::kStrided) return false;
   if (input.scalar_type() != of_input || input.size(-1) != weight.size(1) || input.numel() == 0) return false;
   if (bias.defined() && (bias.scalar_type() != type || bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
   const Tensor all[] = {input, weight, bias.defined() ? bias : weight};
@@ -216,6 +217,7 @@ Tensor deferred_layer(const Tensor& input, const Tensor& weight, const Tensor& b
   logits->weight = weight;
   logits->bias = bias;
   logits->layer = std::move(layer);
+  logits->device = input.device();
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
   logits->meta = on_meta(sizes, input.scalar_type());
@@ -245,26 +247,65 @@ Tensor matmul(const Tensor& input, const Tensor& right) {
   });
 }
 
-// addmm has a kernel for autograd of its own.
-std::optional<c10::SafeKernelFunction>& addmm_of_torch() {
-  static std::optional<c10::SafeKernelFunction> kernel;
-  return kernel;
+// What served before, of addmm on a CPU and of everything on other devices, whose packages may have kernels of their
+// own for autograd.
+class Served {
+ public:
+  void capture(const char* name, c10::DispatchKey key) {
+    const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+    kernels_.insert_or_assign({handle.operator_name().name, key}, handle.getComputedKernelForDispatchKey(key));
+  }
+  void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+    kernels_.at({op.operator_name().name, keys.highestPriorityTypeId()}).callBoxed(op, keys, stack);
+  }
+
+ private:
+  std::map<std::pair<std::string, c10::DispatchKey>, c10::SafeKernelFunction> kernels_;
+};
+Served& served() {
+  static Served all;
+  return all;
 }
 
-void addmm(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const auto arguments = torch::jit::last(*stack, 5);  // bias, input, right, beta, alpha
-  if (open_scopes > 0 && arguments[3].toScalar().equal(1) && arguments[4].toScalar().equal(1)) {
-    const Tensor bias = arguments[0].toTensor(), input = arguments[1].toTensor(), right = arguments[2].toTensor();
-    const Tensor weight = weight_of(right);
-    if (weight.defined() && is_deferrable(input, weight, bias)) {
-      Tensor made = deferred_layer(input, weight, bias,
-                                   [right](const Logits& self) { return at::addmm(self.bias, self.rows, right); });
-      torch::jit::drop(*stack, 5);
+/// A layer as the dispatcher calls it: `deferred` makes its result of the arguments, or nothing.
+template <std::size_t Arguments, Tensor (*deferred)(c10::ArrayRef<c10::IValue> arguments)>
+void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (open_scopes > 0) {
+    if (Tensor made = deferred(torch::jit::last(*stack, Arguments)); made.defined()) {
+      torch::jit::drop(*stack, Arguments);
       stack->emplace_back(std::move(made));
       return;
     }
   }
-  addmm_of_torch()->callBoxed(op, keys, stack);
+  served().call(op, keys, stack);
+}
+
+Tensor addmm_of(c10::ArrayRef<c10::IValue> given) {
+  if (!given[3].toScalar().equal(1) || !given[4].toScalar().equal(1)) return {};  // beta and alpha
+  const Tensor bias = given[0].toTensor(), input = given[1].toTensor(), right = given[2].toTensor();
+  const Tensor weight = weight_of(right);
+  if (!weight.defined() || !is_deferrable(input, weight, bias)) return {};
+  return deferred_layer(input, weight, bias,
+                        [right](const Logits& self) { return at::addmm(self.bias, self.rows, right); });
+}
+
+Tensor linear_of(c10::ArrayRef<c10::IValue> given) {
+  const Tensor input = given[0].toTensor(), weight = given[1].toTensor();
+  const Tensor bias = is_tensor(given[2]) ? given[2].toTensor() : Tensor();
+  if (!is_deferrable(input, weight, bias)) return {};
+  return deferred_layer(input, weight, bias, [](const Logits& self) {
+    return at::linear(self.rows, self.weight, ops::if_defined(self.bias));
+  });
+}
+
+Tensor matmul_of(c10::ArrayRef<c10::IValue> given) {
+  const Tensor input = given[0].toTensor(), right = given[1].toTensor();
+  const Tensor weight = input.dim() < 2 ? Tensor() : weight_of(right);
+  if (!weight.defined() || !is_deferrable(input, weight, {})) return {};
+  return deferred_layer(input, weight, {}, [right](const Logits& self) {
+    Tensor values = at::matmul(self.rows, right);
+    return self.added.defined() ? values.add_(self.added) : values;
+  });
 }
 
 // -- what is done with deferred tensors -------------------------------------------------------------------------------
@@ -316,6 +357,7 @@ std::shared_ptr<Logits> changed(const c10::OperatorHandle& op, const std::vector
   if (!classes_last) return nullptr;
   from->check_unchanged();
   auto to = std::make_shared<Logits>();
+  to->device = from->device;
   to->weight = from->weight;
   to->bias = from->bias;
   switch (change) {
@@ -384,7 +426,7 @@ bool takes_bias(const std::vector<c10::IValue>& arguments, const std::shared_ptr
   const Tensor added = arguments[1].toTensor();
   const bool fits = !logits->source && logits.use_count() == 2 && !logits->bias.defined() && !logits->has_hooks() &&
                     arguments[2].toScalar().equal(1) && added.dim() == 1 && !is_deferred(added) &&
-                    added.size(0) == logits->weight.size(0) && added.device().is_cpu() &&
+                    added.size(0) == logits->weight.size(0) && added.device() == logits->device &&
                     at::isFloatingType(added.scalar_type()) && !at::isTensorSubclassLike(added);
   auto* node = static_cast<DeferredNode*>(logits->edge.function.get());
   if (!fits || node == nullptr) return false;
@@ -403,7 +445,7 @@ MaybeTensor loss_of(const std::vector<c10::IValue>& arguments, Logits& logits) {
   const auto reduction = arguments[3].toInt();
   const bool fits = logits.class_dim == (dims <= 2 ? dims - 1 : 1) && !is_tensor(arguments[2]) &&
                     (reduction == at::Reduction::Mean || reduction == at::Reduction::Sum) && !is_deferred(target) &&
-                    target.device().is_cpu() && target.scalar_type() == at::kLong &&
+                    target.device() == logits.device && target.scalar_type() == at::kLong &&
                     !at::areAnyTensorSubclassLike({target, logits.rows}) &&
                     target.sizes() == logits.rows.sizes().slice(0, static_cast<std::size_t>(dims) - 1) &&
                     at::GradMode::is_enabled();
@@ -412,7 +454,7 @@ MaybeTensor loss_of(const std::vector<c10::IValue>& arguments, Logits& logits) {
     if (one->has_hooks()) return std::nullopt;
   }
   logits.check_unchanged();
-  const bool wide = at::autocast::is_autocast_enabled(at::kCPU);  // which computes this loss in float32
+  const bool wide = at::autocast::is_autocast_enabled(logits.device.type());  // which computes this loss in float32
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   ops::LinearCrossEntropyOptions options;
   if (logits.bias.defined()) options.bias = logits.bias;
@@ -439,6 +481,22 @@ std::optional<Tensor> Logits::serve(const c10::OperatorHandle& op, const std::ve
   return std::nullopt;
 }
 
+/// Devices, and the key by which their layers are known to autograd.
+constexpr std::array<std::pair<c10::DeviceType, c10::DispatchKey>, 4> kDevices{
+    {{c10::DeviceType::CPU, c10::DispatchKey::AutogradCPU},
+     {c10::DeviceType::CUDA, c10::DispatchKey::AutogradCUDA},
+     {c10::DeviceType::HPU, c10::DispatchKey::AutogradHPU},
+     {c10::DeviceType::PrivateUse1, c10::DispatchKey::AutogradPrivateUse1}}};
+
+/// cross_entropy_differs() of the first device of a kind.
+const std::string& difference_on(at::Device device) {
+  static std::mutex mutex;
+  static std::map<c10::DeviceType, std::string> known;
+  const std::lock_guard lock(mutex);
+  const auto found = known.find(device.type());
+  return found != known.end() ? found->second : known[device.type()] = cross_entropy_differs(device);
+}
+
 LayerKernels& linear_kernels() {
   static LayerKernels all;
   return all;
@@ -459,17 +517,31 @@ Tensor deferred_linear(const Tensor& input, const Tensor& weight, const Tensor& 
   });
 }
 
-DeferredLogits::DeferredLogits() {
-  static const std::string reason = cross_entropy_differs();
+DeferredLogits::DeferredLogits(at::Device device) {
+  OXY_CHECK(serves(device), NotSupported, "logits are deferred on a CPU, CUDA, Gaudi and privateuse1; the device is ",
+            device.str(), ".");
+  const auto& reason = difference_on(device);
   OXY_CHECK(reason.empty(), NotSupported, reason, ".");
-  linear_kernels().acquire([](torch::Library& library) {
+  std::vector<c10::DispatchKey> keys;
+  for (const auto& [type, key] : kDevices) keys.push_back(key);
+  linear_kernels().acquire(keys, [](torch::Library& library, c10::DispatchKey key) {
     experience().forget();
-    const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow("aten::addmm", "");
-    addmm_of_torch().emplace(handle.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradCPU));
-    library.impl("linear", TORCH_FN(linear));
-    library.impl("matmul", TORCH_FN(matmul));
-    library.impl("addmm", torch::CppFunction::makeFromBoxedFunction<&addmm>());
+    served().capture("aten::addmm", key);
+    library.impl("addmm", torch::CppFunction::makeFromBoxedFunction<&boxed<5, addmm_of>>());
+    if (key == c10::DispatchKey::AutogradCPU) {
+      library.impl("linear", TORCH_FN(linear));
+      library.impl("matmul", TORCH_FN(matmul));
+      return;
+    }
+    served().capture("aten::linear", key);
+    served().capture("aten::matmul", key);
+    library.impl("linear", torch::CppFunction::makeFromBoxedFunction<&boxed<3, linear_of>>());
+    library.impl("matmul", torch::CppFunction::makeFromBoxedFunction<&boxed<2, matmul_of>>());
   });
+}
+
+bool DeferredLogits::serves(at::Device device) noexcept {
+  return std::any_of(kDevices.begin(), kDevices.end(), [&](const auto& one) { return one.first == device.type(); });
 }
 
 DeferredLogits::~DeferredLogits() { linear_kernels().release(); }

@@ -256,7 +256,9 @@ LayerKernels& norm_kernels() {
 DeferredNorms::DeferredNorms() {
   static const std::string reason = batch_norm_followed_differs();
   OXY_CHECK(reason.empty(), NotSupported, reason, ".");
-  norm_kernels().acquire([](torch::Library& library) { library.impl("batch_norm", TORCH_FN(batch_norm_layer)); });
+  norm_kernels().acquire({c10::DispatchKey::AutogradCPU}, [](torch::Library& library, c10::DispatchKey /*key*/) {
+    library.impl("batch_norm", TORCH_FN(batch_norm_layer));
+  });
 }
 
 DeferredNorms::~DeferredNorms() { norm_kernels().release(); }

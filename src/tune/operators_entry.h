@@ -146,8 +146,8 @@ at::Tensor silu_backward(const at::Tensor& grad_output, const at::Tensor& self);
 /// Sets originals().fusion. Draws nothing from torch's default generator.
 std::string differs_from_original(const std::string& name);
 
-/// Why ops::linear_cross_entropy may not stand in for torch's linear and cross_entropy; empty where it may.
-std::string cross_entropy_differs();
+/// Why ops::linear_cross_entropy may not stand in for torch's linear and cross_entropy there; empty where it may.
+std::string cross_entropy_differs(at::Device device);
 
 /// Why ops::batch_norm may not stand in for torch's batch_norm and what follows it; empty where it may.
 std::string batch_norm_followed_differs();

@@ -452,7 +452,7 @@ std::string linear_differs() {
 
 }  // namespace
 
-std::string cross_entropy_differs() {
+std::string cross_entropy_differs(at::Device device) {
   const at::AutoGradMode as_in_training(true);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   constexpr std::int64_t kRows = 37, kWidth = 40, kClasses = 300;
@@ -463,25 +463,27 @@ std::string cross_entropy_differs() {
   target.slice(0, 0, kRows, 3).fill_(-100);
   for (const auto type : {at::kFloat, at::kBFloat16}) {
     const std::vector<Tensor> given{rows.to(type), weight.to(type), bias.to(type)};
-    const auto results = [&](at::ScalarType in, auto&& loss_of) {
+    const auto results = [&](at::ScalarType in, at::Device where, auto&& loss_of) {
       std::vector<Tensor> inputs;
-      for (const Tensor& one : given) inputs.push_back(one.to(in).detach().requires_grad_());
-      const Tensor loss = loss_of(inputs);
+      for (const Tensor& one : given) inputs.push_back(one.to(where, in).detach().requires_grad_());
+      const Tensor loss = loss_of(inputs, target.to(where));
       auto found = torch::autograd::grad({loss}, inputs);
       found.push_back(loss.detach());
-      for (Tensor& one : found) one = one.to(at::kDouble);
+      for (Tensor& one : found) one = one.cpu().to(at::kDouble);
       return found;
     };
-    const auto by_torch = [&](const std::vector<Tensor>& in) {
-      return at::cross_entropy_loss(at::native::linear(in[0], in[1], in[2]), target);
+    const auto by_torch = [](const std::vector<Tensor>& in, const Tensor& classes) {
+      return at::cross_entropy_loss(at::native::linear(in[0], in[1], in[2]), classes);
     };
-    const auto exact = results(at::kDouble, by_torch), theirs = results(type, by_torch);
-    const auto ours = results(type, [&](const std::vector<Tensor>& in) {
-      return ops::linear_cross_entropy(in[0], in[1], target, {.bias = in[2]});
+    const auto exact = results(at::kDouble, at::kCPU, by_torch);  // not every device has float64
+    const auto theirs = results(type, device, by_torch);
+    const auto ours = results(type, device, [](const std::vector<Tensor>& in, const Tensor& classes) {
+      return ops::linear_cross_entropy(in[0], in[1], classes, {.bias = in[2]});
     });
     for (std::size_t i = 0; i < exact.size(); ++i) {
       if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
-      return std::string("linear_cross_entropy is further from fp64 than torch's own in ") + at::toString(type);
+      return std::string("linear_cross_entropy is further from fp64 than torch's own in ") + at::toString(type) +
+             " on " + device.str();
     }
   }
   return {};

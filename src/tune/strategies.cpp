@@ -236,7 +236,7 @@ template <class Kind>
 struct Deferring : Strategy {
   explicit Deferring(const char* scope_name) : scope_name(scope_name) {}
   void apply(Run& run) override {
-    kind.emplace();
+    make(kind, run);
     run.scope(scope_name, [] { return std::make_shared<typename Kind::Scope>(); });
   }
   void revert(Run& run) override {
@@ -245,13 +245,21 @@ struct Deferring : Strategy {
   }
   /// Whether a loss of this run's has any of what `count` counts.
   [[nodiscard]] static bool has_any(Run& run, std::int64_t (*count)() noexcept) {
-    const Kind tried;
+    std::optional<Kind> tried;
+    make(tried, run);
     const auto before = count();
     {
       const typename Kind::Scope scope;
       forward_of(run)();
     }
     return count() > before;
+  }
+  static void make(std::optional<Kind>& kind, const Run& run) {
+    if constexpr (std::is_constructible_v<Kind, at::Device>) {
+      kind.emplace(run.device());
+    } else {
+      kind.emplace();
+    }
   }
   const char* scope_name;
   std::optional<Kind> kind;
@@ -261,7 +269,7 @@ struct Deferring : Strategy {
 struct NativeCrossEntropy : Deferring<DeferredLogits> {
   NativeCrossEntropy() : Deferring("logits") {}
   Applicability applies(Run& run) override {
-    if (auto here = on_cpu(run); !here.holds) return here;
+    if (!DeferredLogits::serves(run.device())) return "there is no such kernel on " + run.device().str() + ".";
     // Nothing of an optimizer in C++ says that it is about to change the weights.
     if (!run.owns_loop) return "the program's own loop may read logits after the optimizer's step.";
     if (run.batches().empty() || has_any(run, &DeferredLogits::losses)) return true;

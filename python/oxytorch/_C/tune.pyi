@@ -791,7 +791,12 @@ class DeferredLogits:
         """
         Losses computed without logits, so far.
         """
-    def __init__(self) -> None: ...
+    @staticmethod
+    def serves(device: torch.device) -> bool:
+        """
+        Whether layers on the device can be deferred.
+        """
+    def __init__(self, device: torch.device = ...) -> None: ...
     def scope(self) -> LogitsScope:
         """
         Defer on this thread: a context manager.

@@ -84,11 +84,17 @@ class _Deferred(Strategy):
     """Made and entered: `_C.tune.DeferredLogits` or the like."""
 
     def applies(self, run: Run) -> bool | str:
-        if run.device.type != "cpu":
+        if not self._serves(run.device):
             return f"there is no such kernel on {run.device.type}"
         if run.own_step is not None:
             return "the user's own step is called whole"
         return self._finds(run)
+
+    def _serves(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def _make(self, run: Run) -> Any:  # noqa: ARG002
+        return self._kind()
 
     def _finds(self, run: Run) -> bool | str:
         """Whether the model has what it serves, or why not."""
@@ -98,13 +104,13 @@ class _Deferred(Strategy):
         """Whether a loss of the run has any of what `count` counts; with no batch to tell by it may."""
         if not run.batches:
             return True
-        made, before = self._kind(), count()  # kernels are registered while it lives
+        made, before = self._make(run), count()  # kernels are registered while it lives
         with rehearsal(run), made.scope():
             run.loss(run.batches[0])
         return count() > before
 
     def apply(self, run: Run) -> None:
-        self._made = self._kind()
+        self._made = self._make(run)
         run.call.scope(self, self._made.scope)
 
     def revert(self, run: Run) -> None:
@@ -181,6 +187,12 @@ class NativeCrossEntropy(_Deferred):
     """The last linear layer and its cross entropy as one, without the logits."""
 
     _kind = _C.tune.DeferredLogits
+
+    def _serves(self, device: torch.device) -> bool:
+        return _C.tune.DeferredLogits.serves(device)
+
+    def _make(self, run: Run) -> Any:
+        return self._kind(run.device)
 
     def _finds(self, run: Run) -> bool | str:
         missing = "no cross entropy of class indices takes what a linear layer of 256 or more classes gives, alone"
