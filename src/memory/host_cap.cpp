@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <atomic>
 #include <fstream>
 #include <optional>
 #include <string>
@@ -55,10 +56,19 @@ bool begin_host_peak() {
 void reset_host_peak() { begin_host_peak(); }
 
 std::optional<std::uint64_t> most_resident(const std::function<void()>& take) {
+  static std::atomic<std::uint64_t> around = 0;  // the peak until this call, for one that this one is within
+  struct Around {
+    std::uint64_t before = std::max(around.load(), read_memory().peak_resident.value_or(0));
+    Around() { around = 0; }
+    ~Around() { around = std::max(before, around.load()); }
+    Around(const Around&) = delete;
+    Around& operator=(const Around&) = delete;
+  };
   trim_heap();
+  const Around outer;
   if (!begin_host_peak()) return std::nullopt;
   take();
-  return read_memory().peak_resident;
+  return std::max(around.load(), read_memory().peak_resident.value_or(0));
 }
 
 }  // namespace oxytorch

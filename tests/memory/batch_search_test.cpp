@@ -136,6 +136,13 @@ TEST(HostCapTest, TheMostOfAWhileIsResident) {
   EXPECT_GT(*most, *idle + (std::uint64_t{250} << 20));
   EXPECT_LT(*most, *idle + (std::uint64_t{300} << 20));
   EXPECT_LT(*most_resident([] {}), *idle + (std::uint64_t{40} << 20)) << "it begins anew";
+  std::optional<std::uint64_t> inner;
+  const auto outer = most_resident([&] {
+    std::vector<char>(std::size_t{256} << 20, 1);
+    inner = most_resident([] {});
+  });
+  EXPECT_LT(*inner, *idle + (std::uint64_t{40} << 20));
+  EXPECT_GT(*outer, *idle + (std::uint64_t{250} << 20)) << "of all of it";
   EXPECT_THROW(static_cast<void>(most_resident([] { throw std::runtime_error("its own"); })), std::runtime_error);
 }
 

@@ -19,7 +19,8 @@ OXY_API HostSetting cap_host_memory(std::uint64_t limit);
 OXY_API void reset_host_peak();
 
 /// The most bytes of this process that are in memory while `take` runs, whose exceptions pass through. Free memory of
-/// the heap is given back before. Empty where the kernel lets nobody begin the peak anew.
+/// the heap is given back before. Calls may lie within each other: an inner one begins the peak anew and loses nothing
+/// of the outer. Empty where the kernel lets nobody begin the peak anew.
 OXY_API std::optional<std::uint64_t> most_resident(const std::function<void()>& take);
 
 }  // namespace oxytorch
