@@ -229,22 +229,41 @@ Tensor deferred_layer(const Tensor& input, const Tensor& weight, const Tensor& b
 // Operators by which linear layers are called, where autograd is told of them: torch::nn::Linear of Python calls
 // linear, that of C++ addmm, or matmul and add_; a head that shares its weight is often a matmul.
 
-Tensor linear(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
-  const Tensor added = bias.value_or(Tensor());
-  if (!is_deferrable(input, weight, added)) return at::native::linear(input, weight, bias);
-  return deferred_layer(input, weight, added, [](const Logits& self) {
-    return at::native::linear(self.rows, self.weight, self.bias.defined() ? MaybeTensor(self.bias) : std::nullopt);
+// Each gives the deferred result, or an undefined tensor.
+
+Tensor deferred_by_linear(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  if (!is_deferrable(input, weight, bias)) return {};
+  return deferred_layer(input, weight, bias, [](const Logits& self) {
+    return at::linear(self.rows, self.weight, ops::if_defined(self.bias));
   });
 }
 
-Tensor matmul(const Tensor& input, const Tensor& right) {
-  if (open_scopes == 0 || input.dim() < 2) return at::native::matmul(input, right);
-  const Tensor weight = weight_of(right);
-  if (!weight.defined() || !is_deferrable(input, weight, {})) return at::native::matmul(input, right);
+Tensor deferred_by_matmul(const Tensor& input, const Tensor& right) {
+  const Tensor weight = open_scopes == 0 || input.dim() < 2 ? Tensor() : weight_of(right);
+  if (!weight.defined() || !is_deferrable(input, weight, {})) return {};
   return deferred_layer(input, weight, {}, [right](const Logits& self) {
-    Tensor values = at::native::matmul(self.rows, right);
+    Tensor values = at::matmul(self.rows, right);
     return self.added.defined() ? values.add_(self.added) : values;
   });
+}
+
+Tensor deferred_by_addmm(const Tensor& bias, const Tensor& input, const Tensor& right) {
+  const Tensor weight = weight_of(right);
+  if (!weight.defined() || !is_deferrable(input, weight, bias)) return {};
+  return deferred_layer(input, weight, bias,
+                        [right](const Logits& self) { return at::addmm(self.bias, self.rows, right); });
+}
+
+// On a CPU, without a detour over a stack.
+
+Tensor linear(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) {
+  Tensor made = deferred_by_linear(input, weight, bias.value_or(Tensor()));
+  return made.defined() ? made : at::native::linear(input, weight, bias);
+}
+
+Tensor matmul(const Tensor& input, const Tensor& right) {
+  Tensor made = deferred_by_matmul(input, right);
+  return made.defined() ? made : at::native::matmul(input, right);
 }
 
 // What served before, of addmm on a CPU and of everything on other devices, whose packages may have kernels of their
@@ -282,30 +301,16 @@ void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack
 
 Tensor addmm_of(c10::ArrayRef<c10::IValue> given) {
   if (!given[3].toScalar().equal(1) || !given[4].toScalar().equal(1)) return {};  // beta and alpha
-  const Tensor bias = given[0].toTensor(), input = given[1].toTensor(), right = given[2].toTensor();
-  const Tensor weight = weight_of(right);
-  if (!weight.defined() || !is_deferrable(input, weight, bias)) return {};
-  return deferred_layer(input, weight, bias,
-                        [right](const Logits& self) { return at::addmm(self.bias, self.rows, right); });
+  return deferred_by_addmm(given[0].toTensor(), given[1].toTensor(), given[2].toTensor());
 }
 
 Tensor linear_of(c10::ArrayRef<c10::IValue> given) {
-  const Tensor input = given[0].toTensor(), weight = given[1].toTensor();
-  const Tensor bias = is_tensor(given[2]) ? given[2].toTensor() : Tensor();
-  if (!is_deferrable(input, weight, bias)) return {};
-  return deferred_layer(input, weight, bias, [](const Logits& self) {
-    return at::linear(self.rows, self.weight, ops::if_defined(self.bias));
-  });
+  return deferred_by_linear(given[0].toTensor(), given[1].toTensor(),
+                            is_tensor(given[2]) ? given[2].toTensor() : Tensor());
 }
 
 Tensor matmul_of(c10::ArrayRef<c10::IValue> given) {
-  const Tensor input = given[0].toTensor(), right = given[1].toTensor();
-  const Tensor weight = input.dim() < 2 ? Tensor() : weight_of(right);
-  if (!weight.defined() || !is_deferrable(input, weight, {})) return {};
-  return deferred_layer(input, weight, {}, [right](const Logits& self) {
-    Tensor values = at::matmul(self.rows, right);
-    return self.added.defined() ? values.add_(self.added) : values;
-  });
+  return deferred_by_matmul(given[0].toTensor(), given[1].toTensor());
 }
 
 // -- what is done with deferred tensors -------------------------------------------------------------------------------
