@@ -30,15 +30,7 @@ LowerMemory::LowerMemory(Combinations& all, const TunerOptions& options,
 
 std::optional<PairedTestResult> LowerMemory::add_to(Names& kept) {
   const Names before = kept;
-  {
-    const double later = allocators_for(kept).empty()
-                             ? 0
-                             : std::min(kPolicy.resident_steps * all_.timing.step_seconds(),
-                                        kPolicy.resident_share * std::max(seconds_left_(), 0.0));
-    auto all = std::exchange(seconds_left_, [left = seconds_left_, later] { return left() - later; });
-    choose(kept);
-    seconds_left_ = std::move(all);
-  }
+  choose(kept);
   choose_allocator(kept);
   while (!added_.empty()) {
     try {
@@ -156,7 +148,7 @@ void LowerMemory::try_one(const Choice& choice, std::int64_t now, Names& kept) {
   within_[names] = joint;
 }
 
-/// The same with every other choice of allocator: none, or one.
+/// The same with every other choice of allocator: none, or one that does not keep glibc's heap.
 std::vector<Names> LowerMemory::allocators_for(const Names& kept) const {
   Names none;
   std::copy_if(kept.begin(), kept.end(), std::back_inserter(none),
@@ -164,7 +156,7 @@ std::vector<Names> LowerMemory::allocators_for(const Names& kept) const {
   std::vector<Names> found;
   if (none != kept) found.push_back(none);
   for (const auto& offer : all_.offers) {
-    if (!is_allocator(offer)) continue;
+    if (!is_allocator(offer) || offer.traits.group == "host_memory") continue;
     if (auto names = joined_by(offer, none); !names.empty() && names != kept) found.push_back(std::move(names));
   }
   return found;
@@ -173,14 +165,13 @@ std::vector<Names> LowerMemory::allocators_for(const Names& kept) const {
 void LowerMemory::choose_allocator(Names& kept) {
   const auto given = all_.bytes_with({});
   const auto others = allocators_for(kept);
-  if (!given || others.empty() || seconds_left_() <= 0) return;
+  if (!given || others.empty()) return;
   all_.workload.say("what leaves less of the process in memory");
   const auto now = all_.resident_with(kept);
   if (!now) return;
   const auto most = *now - static_cast<std::int64_t>(kPolicy.less_resident * static_cast<double>(*given));
   std::multimap<std::int64_t, Names> less;
   for (const auto& names : others) {
-    if (seconds_left_() <= 0) break;
     if (const auto resident = all_.resident_with(names); resident && *resident <= most) less.emplace(*resident, names);
   }
   for (const auto& [resident, names] : less) {
@@ -193,9 +184,9 @@ void LowerMemory::choose_allocator(Names& kept) {
   }
 }
 
-/// Where a step is not too slow with it.
+/// Where a step is not too slow with it. What was measured last is measured no more in the end, so this has its time.
 bool LowerMemory::replace_allocator(const Names& names, const std::string& said, Names& kept) {
-  const auto joint = at_most_slower(names, kPolicy.one_trial_seconds);
+  const auto joint = at_most_slower(names, kPolicy.resident_steps * all_.timing.step_seconds());
   const bool is_kept = joint.decision == Decision::Accept;
   for (const auto& name : names) {
     if (holds(kept, name)) continue;

@@ -47,7 +47,7 @@ struct KeepsLess : Strategy {
 };
 
 TEST_F(AccelerateTest, TheGoalMemoryLooksAtWhatAllocatorsKeep) {
-  tune::register_strategy<KeepsLess>("keeps_less", Kind::Exact, {.group = "host_memory"});
+  tune::register_strategy<KeepsLess>("keeps_less", Kind::Exact, {.group = "host_pool"});
   hoard.assign(std::size_t{64} << 20, 1);
   auto model = make_model();
   auto optimizer = make_optimizer("AdamW", model);

@@ -96,7 +96,7 @@ def test_it_looks_at_what_allocators_keep() -> None:
     class KeepsLess(ox.tune.Strategy):
         """An allocator that leaves 64 MiB less in memory, of which no tensor is."""
 
-        name, group = "keeps_less", "host_memory"
+        name, group = "keeps_less", "host_pool"
         hoard = bytearray(b"\1") * (64 << 20)
 
         def apply(self, run: ox.tune.Run) -> None:

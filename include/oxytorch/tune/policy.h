@@ -48,9 +48,8 @@ struct Policy {
   double faster_share = 1.0 / 3;     ///< of the seconds for trials, at most, for what makes the step faster
   double smaller = 0.98;             ///< of the bytes of a step, below which what saves them is worth a trial
 
-  double less_resident = 0.1;    ///< of those bytes as given, by which less of the process must stay in memory
-  double resident_steps = 30;    ///< that have their time kept back for trying what leaves less of it there
-  double resident_share = 0.25;  ///< of the seconds that are left then, at most
+  double less_resident = 0.1;  ///< of those bytes as given, by which less of the process must stay in memory
+  double resident_steps = 40;  ///< of those reserved, that measuring what leaves less of it there may take
 
   // -- what is remembered (reuse.h) --
   double least_difference = 0.2;  ///< by which the step as given may differ from what it was
