@@ -137,13 +137,22 @@ void LowerMemory::try_one(const Choice& choice, std::int64_t now, Names& kept) {
     warn(name + " is refused and left out: " + ruling.reason);
     return;
   }
+  keep(names, joint, saved, name + " saves more memory in its place", kept);
+}
+
+/// `saved`: by what is new. `instead`: why what makes room for it goes.
+void LowerMemory::keep(const Names& names, const PairedTestResult& joint, const std::string& saved,
+                       const std::string& instead, Names& kept) {
   for (const auto& before : kept) {
-    if (!holds(names, before)) judged_[before] = {Status::Rejected, name + " saves more memory in its place"};
+    if (!holds(names, before)) judged_[before] = {Status::Rejected, instead};
   }
   std::erase_if(added_, [&](const auto& before) { return !holds(names, before); });
-  judged_[name] = {Status::Accepted,
-                   sentence({saved, "; ", ratio_text(1 / joint.speedup.mid), " times as long as given"})};
-  added_.push_back(name);
+  for (const auto& name : names) {
+    if (holds(kept, name)) continue;
+    judged_[name] = {Status::Accepted,
+                     sentence({saved, "; ", ratio_text(1 / joint.speedup.mid), " times as long as given"})};
+    added_.push_back(name);
+  }
   kept = names;
   within_[names] = joint;
 }
@@ -187,22 +196,14 @@ void LowerMemory::choose_allocator(Names& kept) {
 /// Where a step is not too slow with it. What was measured last is measured no more in the end, so this has its time.
 bool LowerMemory::replace_allocator(const Names& names, const std::string& said, Names& kept) {
   const auto joint = at_most_slower(names, kPolicy.resident_steps * all_.timing.step_seconds());
-  const bool is_kept = joint.decision == Decision::Accept;
+  if (joint.decision == Decision::Accept) {
+    keep(names, joint, said, "without it " + said, kept);
+    return true;
+  }
   for (const auto& name : names) {
-    if (holds(kept, name)) continue;
-    judged_[name] =
-        is_kept ? std::pair(Status::Accepted,
-                            sentence({said, "; ", ratio_text(1 / joint.speedup.mid), " times as long as given"}))
-                : std::pair(Status::Rejected, sentence({said, ", and its time ", joint.reason}));
-    if (is_kept) added_.push_back(name);
+    if (!holds(kept, name)) judged_[name] = {Status::Rejected, sentence({said, ", and its time ", joint.reason})};
   }
-  if (!is_kept) return false;
-  for (const auto& name : kept) {
-    if (!holds(names, name)) judged_[name] = {Status::Rejected, sentence({"without it ", said})};
-  }
-  kept = names;
-  within_[kept] = joint;
-  return true;
+  return false;
 }
 
 /// Takes out what is refused by itself, else what was added last; false where there is no time to look.

@@ -47,6 +47,8 @@ class LowerMemory {
   std::optional<Choice> most_saving(const Names& kept, std::int64_t now);
   Names joined_by(const Offer& offer, const Names& kept) const;
   void try_one(const Choice& choice, std::int64_t now, Names& kept);
+  void keep(const Names& names, const PairedTestResult& joint, const std::string& saved, const std::string& instead,
+            Names& kept);
   bool drop_refused(const Ruling& ruling, Names& kept);
   void take_out(const std::string& name, Status status, const std::string& reason, Names& kept);
   PairedTestResult at_most_slower(const Names& names, double least_seconds);
