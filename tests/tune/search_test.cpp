@@ -9,9 +9,9 @@
 #include <functional>
 #include <map>
 
-#include "normal.h"
 #include "oxytorch/error.h"
 #include "oxytorch/random.h"
+#include "search_world.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -22,94 +22,6 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::Not;
-using Names = std::vector<std::string>;
-
-/// True seconds of a step under a combination.
-using Landscape = std::function<double(const Names&)>;
-
-bool has(const Names& names, const char* name) { return std::find(names.begin(), names.end(), name) != names.end(); }
-
-struct World {
-  Landscape seconds;
-  double noise = 0.02;
-  std::map<std::string, double> cost = {};  ///< one-off seconds
-  Names broken = {};                        ///< fail
-  Names wrong = {};                         ///< the verifier finds other numbers
-};
-
-struct Spent {
-  Names best;
-  int trials = 0;
-  int removals = 0;
-  double steps = 0;  ///< measured
-  std::vector<Trial> all = {};
-};
-
-Spent explore(Search& search, const World& world, std::uint64_t seed = 1) {
-  Spent spent;
-  PhiloxStream random(seed, 13);
-  while (const auto trial = search.ask()) {
-    EXPECT_LT(++spent.trials, 1000) << "no end";
-    if (spent.trials >= 1000) break;
-    spent.removals += trial->removal;
-    spent.all.push_back(*trial);
-    TrialOutcome outcome;
-    const auto either = [&](const Names& list) {
-      return std::any_of(list.begin(), list.end(),
-                         [&](const std::string& name) { return has(trial->challenger, name.c_str()); });
-    };
-    outcome.failed = either(world.broken);
-    if (outcome.failed) {
-      outcome.reason = "it threw";
-    } else {
-      PairedTest paired_test(trial->paired_test);
-      const double times[] = {world.seconds(trial->incumbent), world.seconds(trial->challenger)};
-      while (const auto side = paired_test.next()) {
-        paired_test.record(*side, times[static_cast<int>(*side)] * std::exp(world.noise * normal(random)));
-        ++spent.steps;
-      }
-      outcome.paired_test = paired_test.result();
-      outcome.verified = !either(world.wrong);
-      if (!outcome.verified) outcome.reason = "the loss differs";
-      for (const std::string& name : trial->challenger) {
-        if (!has(trial->incumbent, name.c_str()) && world.cost.contains(name))
-          outcome.cost_seconds += world.cost.at(name);
-      }
-    }
-    search.tell(outcome);
-  }
-  spent.best = search.best();
-  return spent;
-}
-
-/// Names of the trials in their order.
-Names tried(const Spent& spent) {
-  Names names;
-  for (const Trial& trial : spent.all) names.push_back(trial.strategy);
-  return names;
-}
-
-std::vector<StrategyFacts> cnn_strategies() {
-  return {{.name = "allocator"},
-          {.name = "channels_last", .kind = Kind::Tolerance, .interacts = {"bf16", "compile"}},
-          {.name = "math_attention", .kind = Kind::Tolerance, .group = "attention", .interacts = {"bf16"}},
-          {.name = "bf16", .kind = Kind::Precision, .interacts = {"compile"}},
-          {.name = "compile", .kind = Kind::Tolerance, .group = "compile", .interacts = {"bf16"}},
-          {.name = "compile_max", .kind = Kind::Tolerance, .group = "compile", .interacts = {"bf16"}}};
-}
-
-/// As measured on a convolutional network: a layout that helps until the compiler chooses its own.
-double cnn(const Names& on) {
-  double seconds = has(on, "allocator") ? 0.47 : 1;
-  const bool compiled = has(on, "compile") || has(on, "compile_max");
-  const bool bf16 = has(on, "bf16");
-  if (compiled) seconds *= bf16 ? 0.42 : 0.75;
-  if (has(on, "compile_max")) seconds *= 1.02;
-  if (!compiled && bf16) seconds *= 0.57;
-  if (has(on, "channels_last")) seconds *= compiled ? (bf16 ? 1.5 : 1.2) : (bf16 ? 0.9 : 0.71);
-  if (has(on, "math_attention")) seconds *= bf16 ? 0.87 : 1.3;
-  return seconds * 0.4;
-}
 
 TEST(Search, FindsTheBestOfLayoutPrecisionAndCompiler) {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
@@ -289,154 +201,6 @@ TEST(Search, OfAnUpdateThatWasProvenTheStepNeedOnlyAgree) {
   EXPECT_EQ(spent.all[1].paired_test.false_accept, PairedTestOptions{}.false_accept);
 }
 
-TEST(Search, TriesWhatTakesACostAnewOnlyWhereItRepaysThatSoon) {
-  const Landscape seconds = [](const Names& on) {
-    return (has(on, "compile") ? 0.5 : 1.0) / (has(on, "other") ? 1.2 : 1.0) / (has(on, "beside") ? 1.2 : 1.0);
-  };
-  const auto best = [&](double expected, double repay_steps) {
-    Search search({{.name = "compile",
-                    .interacts = {"other", "beside"},
-                    .renewed_by = {"other"},
-                    .expected_cost = 30,
-                    .expected_speedup = 2},
-                   {.name = "other", .requires_ = {"compile"}, .expected_speedup = expected},
-                   {.name = "beside"}},
-                  {.steps_planned = 100'000, .step_seconds = 1, .budget_seconds = 1000, .repay_steps = repay_steps});
-    const Spent spent = explore(search, {.seconds = seconds, .cost = {{"compile", 30}}});
-    if (!has(spent.best, "other")) {
-      EXPECT_THAT(search.entries()[1].reason, HasSubstr("one-off costs"));
-    }
-    return spent.best;
-  };
-  EXPECT_THAT(best(1.1, 240), ElementsAre("compile", "beside"));
-  EXPECT_THAT(best(1.5, 240), ElementsAre("compile", "other", "beside"));
-  EXPECT_THAT(best(1.1, 0), ElementsAre("compile", "other", "beside"));
-}
-
-TEST(Search, MaySpendWhatTheSavingRepaysSoon) {
-  std::vector<StrategyFacts> strategies{{.name = "good", .expected_speedup = 2}};
-  for (int i = 0; i < 30; ++i) strategies.push_back({.name = "null_" + std::to_string(i)});
-  const Landscape seconds = [](const Names& on) { return has(on, "good") ? 0.5 : 1; };
-  const auto trials = [&](double repay_steps) {
-    Search search(strategies, {.step_seconds = 1, .budget_seconds = 10, .repay_steps = repay_steps});
-    return explore(search, {.seconds = seconds}).trials;
-  };
-  EXPECT_EQ(trials(0), 1);
-  EXPECT_GT(trials(100), 5);
-  EXPECT_LT(trials(100), 25);
-}
-
-TEST(Search, TriesAgainOnlyWhatTheSavingRepays) {
-  const Landscape seconds = [](const Names& on) { return has(on, "good") ? has(on, "late") ? 0.4 : 0.7 : 1; };
-  const auto best = [&](double repay_steps) {
-    Search search({{.name = "late", .interacts = {"good"}, .expected_speedup = 3}, {.name = "good"}},
-                  {.step_seconds = 1, .budget_seconds = 1000, .repay_steps = repay_steps});
-    return explore(search, {.seconds = seconds}).best;
-  };
-  EXPECT_THAT(best(1000), ElementsAre("late", "good"));
-  EXPECT_THAT(best(10), ElementsAre("good"));
-  EXPECT_THAT(best(0), ElementsAre("late", "good"));
-}
-
-TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
-  const auto usual = SearchOptions::for_run(10'000, 0.5, 0, 7);
-  EXPECT_DOUBLE_EQ(usual.budget_seconds, 60 * 0.5);
-  EXPECT_DOUBLE_EQ(usual.repay_steps, 240);
-  EXPECT_DOUBLE_EQ(usual.conclude_steps, 50);
-  EXPECT_EQ(usual.seed, 7);
-  const auto brief = SearchOptions::for_run(1'000, 0.5, 0, 7);
-  EXPECT_DOUBLE_EQ(brief.budget_seconds, 20 * 0.5);
-  EXPECT_DOUBLE_EQ(brief.repay_steps, 30);
-  EXPECT_DOUBLE_EQ(SearchOptions::for_run(10'000, 0.001, 0, 7).budget_seconds, 3);
-  const auto named = SearchOptions::for_run(10'000, 0.5, 1, 7);
-  EXPECT_DOUBLE_EQ(named.budget_seconds, 1);
-  EXPECT_DOUBLE_EQ(named.repay_steps, 0);
-}
-
-TEST(Search, LetsNoTrialTakeMoreThanAQuarterOfTheBudget) {
-  Search search({{.name = "one"}}, {.step_seconds = 1, .budget_seconds = 100});
-  EXPECT_DOUBLE_EQ(search.ask()->paired_test.budget_seconds, 25);
-}
-
-TEST(Search, GivesATrialTimeByWhatItPromises) {
-  const auto seconds = [](double expected) {
-    Search search({{.name = "one", .expected_speedup = expected}},
-                  {.step_seconds = 1, .budget_seconds = 40, .repay_steps = 200});
-    EXPECT_GT(search.ask()->paired_test.worth, 1);
-    return search.ask()->paired_test.budget_seconds;
-  };
-  EXPECT_DOUBLE_EQ(seconds(1.05), 10);
-  EXPECT_DOUBLE_EQ(seconds(2), 25);
-  EXPECT_DOUBLE_EQ(seconds(100), 40);
-}
-
-TEST(Search, GivesNoTrialMoreThanFortyStepsOrAThirdOfASecond) {
-  const auto seconds = [](double step) {
-    Search search({{.name = "one", .expected_speedup = 4}},
-                  {.step_seconds = step, .budget_seconds = 4'000 * step, .repay_steps = 2'000});
-    return search.ask()->paired_test.budget_seconds;
-  };
-  EXPECT_DOUBLE_EQ(seconds(1), 40);
-  EXPECT_DOUBLE_EQ(seconds(0.001), 0.3);
-}
-
-TEST(Search, LetsATrialGoOnForWhatTheRunRepays) {
-  const auto repay = [](double repay_steps) {
-    Search search({{.name = "one"}}, {.step_seconds = 1, .budget_seconds = 40, .repay_steps = repay_steps});
-    return search.ask()->paired_test.repay_steps;
-  };
-  EXPECT_DOUBLE_EQ(repay(200), 200);
-  EXPECT_DOUBLE_EQ(repay(0), 0);
-}
-
-TEST(Search, HasAnAccountOfItsOwnForOneOffCosts) {
-  const World world{.seconds = [](const Names& on) { return has(on, "null") ? 1.0 : 1.0 - 0.3 * has(on, "compile"); },
-                    .noise = 0,
-                    .cost = {{"compile", 60}}};
-  const std::vector<StrategyFacts> strategies{{.name = "null", .expected_speedup = 2},
-                                              {.name = "compile", .expected_cost = 60}};
-  // The first trial spends all of the budget; compiling has a tenth of the planned run.
-  Search lasting(strategies, {.steps_planned = 1000, .step_seconds = 1, .budget_seconds = 1});
-  EXPECT_THAT(explore(lasting, world).best, ElementsAre("compile"));
-  Search brief(strategies, {.steps_planned = 500, .step_seconds = 1, .budget_seconds = 1});
-  EXPECT_THAT(explore(brief, world).best, IsEmpty());
-  EXPECT_THAT(brief.entries()[1].reason, HasSubstr("50 s of the planned run"));
-}
-
-TEST(Search, KeepsOnlyWhatRepaysItsCost) {
-  const World world{.seconds = [](const Names& on) { return has(on, "compile") ? 0.08 : 0.1; },
-                    .cost = {{"compile", 30}}};
-  Search brief({{.name = "compile"}}, {.steps_planned = 1000, .step_seconds = 0.1});
-  EXPECT_THAT(explore(brief, world).best, IsEmpty());  // saves 20 s
-  EXPECT_EQ(brief.entries()[0].status, Status::Rejected);
-  EXPECT_NEAR(brief.entries()[0].break_even_steps.value(), 1500, 100);
-  Search lasting({{.name = "compile"}}, {.steps_planned = 2000, .step_seconds = 0.1});
-  EXPECT_THAT(explore(lasting, world).best, ElementsAre("compile"));
-  EXPECT_NEAR(lasting.entries()[0].break_even_steps.value(), 1500, 100);
-  EXPECT_EQ(lasting.entries()[0].cost_seconds, 30);
-}
-
-TEST(Search, SkipsWhatCannotRepayItselfEvenAtBest) {
-  Search search({{.name = "compile", .expected_cost = 30, .max_speedup = 1.25}},
-                {.steps_planned = 1000, .step_seconds = 0.1});
-  EXPECT_FALSE(search.ask().has_value());
-  EXPECT_EQ(search.entries()[0].status, Status::Skipped);
-  EXPECT_THAT(search.entries()[0].reason, HasSubstr("30"));
-}
-
-TEST(Search, TriesWhatIsFreeBeforeWhatHasACost) {
-  // As on a language model: the compiler has the highest expected speedup, and the allocator pays.
-  Search search({{.name = "allocator", .group = "host_memory", .expected_speedup = 1.1},
-                 {.name = "keep_heap", .group = "host_memory", .part_of = {"allocator"}, .expected_speedup = 1.08},
-                 {.name = "bf16", .kind = Kind::Precision, .expected_speedup = 2},
-                 {.name = "compile", .kind = Kind::Tolerance, .expected_cost = 16, .expected_speedup = 3},
-                 {.name = "step_tail", .kind = Kind::Tolerance}},
-                SearchOptions::for_run(10'000, 0.2, 0, 1));
-  const Spent spent = explore(search, {.seconds = [](const Names& on) { return has(on, "allocator") ? 0.14 : 0.2; }});
-  EXPECT_THAT(tried(spent), ElementsAre("bf16", "allocator", "step_tail", "compile"));
-  EXPECT_THAT(search.entries()[1].reason, HasSubstr("a part of what 'allocator' does"));
-}
-
 TEST(Search, RefusedStrategiesDoNotTakeTheTurnOfExactOnes) {
   Search search({{.name = "bf16", .kind = Kind::Precision, .expected_speedup = 2},
                  {.name = "null", .kind = Kind::Tolerance},
@@ -463,24 +227,6 @@ TEST(Search, WhatCanGainNothingIsNotTried) {
   EXPECT_THAT(search.entries()[0].reason, HasSubstr("1.004x as fast at best"));
 }
 
-TEST(Search, DoesNotTryWhatIsNotLikelyToRepayItsCost) {
-  const auto make = [] {
-    return Search({{.name = "compile", .kind = Kind::Tolerance, .expected_cost = 16, .expected_speedup = 1.3}},
-                  SearchOptions::for_run(10'000, 0.1, 0, 1));
-  };
-  Search hoped = make();
-  ASSERT_EQ(hoped.ask()->strategy, "compile");
-  hoped.expect("compile", 1.05);  // convolutions take nearly all of the step
-  EXPECT_FALSE(hoped.ask().has_value());
-  EXPECT_EQ(hoped.entries()[0].status, Status::Skipped);
-  EXPECT_THAT(hoped.entries()[0].reason, HasSubstr("likely"));
-  Search likely = make();
-  likely.expect("compile", 1.2);
-  EXPECT_TRUE(likely.ask().has_value());
-  EXPECT_THROW(likely.expect("compiler", 1.2), Error);
-  EXPECT_THROW(likely.expect("compile", 0), Error);
-}
-
 TEST(Search, OneOfAGroupWithCostsSpeaksForTheOthers) {
   const auto trials = [](double compiled, const Names& wrong) {
     Search search({{.name = "compile", .group = "compile", .expected_cost = 10, .expected_speedup = 1.5},
@@ -499,52 +245,6 @@ TEST(Search, OneOfAGroupWithCostsSpeaksForTheOthers) {
   EXPECT_EQ(trials(1.5, {}), 2);
 }
 
-TEST(Search, EverythingTogetherHasABound) {
-  const auto options = SearchOptions::for_run(400, 0.033, 0, 1);
-  EXPECT_DOUBLE_EQ(options.total_seconds, 6);
-  EXPECT_DOUBLE_EQ(SearchOptions::for_run(10'000, 0.5, 0, 1).total_seconds, 750);
-  EXPECT_DOUBLE_EQ(SearchOptions::for_run(10'000, 0.5, 20, 1).total_seconds, 790);
-  std::vector<StrategyFacts> strategies;
-  for (int i = 0; i < 20; ++i) strategies.push_back({.name = "s" + std::to_string(i), .expected_speedup = 1.2});
-  strategies.push_back({.name = "compile", .expected_cost = 5, .expected_speedup = 3});
-  // A step of 33 ms takes 2.5 s beside another program.
-  Search search(strategies, options);
-  double seconds = 0;
-  while (const auto trial = search.ask()) {
-    EXPECT_NE(trial->strategy, "compile");
-    PairedTest paired_test(trial->paired_test);
-    while (const auto side = paired_test.next()) {
-      paired_test.record(*side, 2.5);
-      seconds += 2.5;
-    }
-    EXPECT_EQ(paired_test.result().decision, Decision::Reject);
-    search.tell({.paired_test = paired_test.result()});
-  }
-  EXPECT_LE(seconds, 12);
-  EXPECT_LE(search.seconds_left(), 0);
-  EXPECT_THAT(search.entries()[19].reason, HasSubstr("Everything together may take 6"));
-  auto used = options;
-  used.used_seconds = 7;
-  Search late(strategies, used);
-  EXPECT_FALSE(late.ask().has_value());
-  Search charged(strategies, options);
-  charged.charge(6);  // a verification
-  EXPECT_FALSE(charged.ask().has_value());
-}
-
-TEST(Search, WhatIsFoundIsMeasuredAsLongAsATenthOfItsSaving) {
-  // Half of each of 3,600 steps of 14 ms is saved; verifying has taken all of the seconds there were.
-  const auto seconds_to_conclude = [](double factor) {
-    auto options = SearchOptions::for_run(3600, 0.014, 0, 1);
-    Search search({{.name = "prefetch", .expected_speedup = 1.6}}, options);
-    explore(search, {.seconds = [=](const Names& on) { return on.empty() ? 0.014 : 0.014 * factor; }, .noise = 0});
-    search.charge(options.total_seconds);
-    return search.conclusion().most_seconds;
-  };
-  EXPECT_NEAR(seconds_to_conclude(0.5), 0.1 * 3600 * 0.007, 0.1);
-  EXPECT_LT(seconds_to_conclude(0.97), 0.5) << "of which little is saved";
-}
-
 TEST(Search, ChoosesNoThreadsBesideOtherPrograms) {
   for (const bool disturbed : {false, true}) {
     Search search({{.name = "one_thread", .group = "threads"}, {.name = "pool"}}, {.step_seconds = 1});
@@ -560,19 +260,6 @@ TEST(Search, ChoosesNoThreadsBesideOtherPrograms) {
     EXPECT_EQ(search.best(), disturbed ? Names{"pool"} : (Names{"one_thread", "pool"}));
     EXPECT_EQ(search.entries()[0].reason.find("Other programs") != std::string::npos, disturbed);
   }
-}
-
-TEST(Search, EndsWithItsBudget) {
-  std::vector<StrategyFacts> strategies;
-  for (int i = 0; i < 20; ++i) strategies.push_back({.name = "s" + std::to_string(i)});
-  Search search(strategies, {.step_seconds = 1, .budget_seconds = 60});
-  const Spent spent = explore(search, {.seconds = [](const Names& on) { return std::pow(0.97, on.size()); }});
-  EXPECT_LT(spent.steps, 60 + 30);
-  EXPECT_GT(spent.trials, 1);
-  EXPECT_THAT(search.entries().back().reason, HasSubstr("budget"));
-  Search charged(strategies, {.budget_seconds = 60});
-  charged.charge(60);
-  EXPECT_FALSE(charged.ask().has_value());
 }
 
 TEST(Search, DoesTheSameForTheSameSeed) {
