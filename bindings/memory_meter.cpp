@@ -278,15 +278,16 @@ void bind_memory_meter(py::module_& m) {
   // Without the GIL but in the step: other threads need it to say by which call they take memory.
   m.def(
       "leaks",
-      [](const py::function& step, int steps) {
+      [](const py::function& step, int steps, c10::Device device) {
         const auto take = [&] {
           const py::gil_scoped_acquire acquired;
           step();
         };
-        return leaks(take, steps, /*sites=*/true);
+        return leaks(take, steps, /*sites=*/true, device);
       },
-      py::arg("step"), py::arg("steps"), release_gil(), "What each step leaves behind.");
-  m.def("can_count", &can_count, "Whether bytes of CPU tensors can be counted.");
+      py::arg("step"), py::arg("steps"), py::arg("device"), release_gil(), "What each step leaves behind.");
+  m.def("can_count", &can_count, py::arg("device"), "Whether bytes of a device's tensors can be counted.");
+  m.def("timeline_refusal", &timeline_refusal, py::arg("device"), "Why no timeline can be recorded; empty: it can.");
   m.def("resident_bytes", &resident_bytes, "Bytes of this process that are in memory now.");
   m.def("set_limit", &set_limit, py::arg("bytes"), release_gil(), "A limit on the memory of this process.");
   m.def("limit", &limit, "The limit that is set, if any.");
@@ -294,8 +295,12 @@ void bind_memory_meter(py::module_& m) {
   bind_pause<CountingPaused>(m, "CountingPaused", "No tensor is counted for a lone meter inside of `with`.");
   m.def(
       "available_bytes",
-      [](std::optional<std::uint64_t> limit) { return limit ? available_bytes(*limit) : available_bytes(); },
-      py::arg("limit") = std::nullopt, release_gil(), "Bytes that tensors may still take.");
+      [](c10::Device device, std::optional<std::uint64_t> limit) {
+        return limit ? available_bytes(*limit, device) : available_bytes(device);
+      },
+      py::arg("device"), py::arg("limit") = std::nullopt, release_gil(),
+      "Bytes that tensors of a device may still take.");
+  m.def("budget_bytes", &budget_bytes, py::arg("text"), py::arg("device"), "Bytes of a budget as a user writes it.");
   m.def("records_gradients", &records_gradients, "Whether anything is recorded for backward on this thread.");
   m.def("checkpoint", &checkpoint, py::arg("first"), py::arg("inputs"), py::arg("again"),
         "Return first(), of which backward runs again(inputs) for what it needs.");

@@ -236,8 +236,8 @@ void bind_tuner(py::module_& m) {
           },
           py::kw_only(), py::arg("is_own"), py::arg("replaces"), py::arg("state"), py::arg("active"),
           "The same of step_tail and optimizer_state. See oxytorch/trainer/report_lines.h.");
-  m.def("checkpointing_refusal", &checkpointing_refusal, py::arg("device"), py::arg("is_closure"),
-        "Why gradient_checkpointing can have no effect on a step; empty where it can.");
+  m.def("closures_unplanned", &closures_unplanned,
+        "Why gradient_checkpointing can have no effect on steps that are closures.");
   m.def("fitted_anew", &fitted_anew, py::arg("step"),
         "What its line begins with once a step has run out of memory and was fitted anew.");
   m.def(

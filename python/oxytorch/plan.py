@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .base import format_duration, format_size, parse_size, system_info
+from ._C.memory import budget_bytes
+from .base import format_duration, format_size
 from .bench.step import made_by, step_of, training_step
 from .memory import MemoryPlan, available_bytes, fit, will_it_fit
+from .memory.fit import device_of
 from .memory.pack import Format
 from .monitor import Bar, Report
 from .report import write_whole
@@ -131,7 +133,8 @@ def _forecast(named: str, given: tuple[Any, ...], samples: int) -> dict[str, Any
         raise TypeError(f"{named} returned (model, step); --batch needs (model, optimizer, loss_fn, batches)")
     *training, batches = given
     first = next(iter(batches))
-    told = will_it_fit(training_step(*training), lambda count: resized(first, count), samples)
+    step = training_step(*training)
+    told = will_it_fit(step, lambda count: resized(first, count), samples, device=device_of(given[0]))
     return {
         "samples": samples,
         "fits": told.fits,
@@ -145,12 +148,13 @@ def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], Report]:
     """Return the figures, and a page on what running blocks again or packing them would save."""
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    for budget in arguments.budget:
-        parse_size(budget, system_info()["memory"]["limit"])  # refused before anything runs
     torch.manual_seed(0)
     given = _given(arguments.subject)
     model, optimizer, step = given[0], given[1] if len(given) == 4 else None, step_of(arguments.subject, given)
-    reach = available_bytes() + _bytes([*model.parameters(), *model.buffers()])
+    device = device_of(model)
+    for budget in arguments.budget:
+        budget_bytes(budget, device)  # refused before anything runs
+    reach = available_bytes(device) + _bytes([*model.parameters(), *model.buffers()])
     step()  # makes the optimizer's state
     batches = [_forecast(arguments.subject, given, samples) for samples in arguments.batch]
     formats: list[Format] = ["lossless", *arguments.format]

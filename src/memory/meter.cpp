@@ -2,7 +2,6 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/profiler/combined_traceback.h>
@@ -20,6 +19,7 @@
 
 #include "memory/aligned.h"
 #include "memory/cpu_allocator.h"
+#include "memory/device_bytes.h"
 #include "memory/region_clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
@@ -91,7 +91,7 @@ class RegionsOfNodes {
 /// Blocks as they come and go.
 class Recorder final : public BlockObserver {
  public:
-  explicit Recorder(bool sites) : sites_(sites) {}
+  Recorder(c10::Device device, bool sites) : sites_(sites), device_(device) {}
 
   void taken(const void* block, std::size_t bytes) override {
     // The traceback needs the GIL: before any lock of ours.
@@ -106,6 +106,7 @@ class Recorder final : public BlockObserver {
   }
   void mark(int region, bool begins, std::vector<std::uint64_t> addresses) {
     const bool in_backward = bool(torch::autograd::get_current_node());
+    synchronize(device_);  // the time between marks is that of what was asked for between them
     const std::lock_guard lock(mutex_);
     marks_.push_back(
         {static_cast<std::int64_t>(events_.size()), now(), region, begins, in_backward, std::move(addresses)});
@@ -170,6 +171,7 @@ class Recorder final : public BlockObserver {
   }
 
   const bool sites_;
+  const c10::Device device_;
   const Clock::time_point begin_ = Clock::now();
   mutable std::mutex mutex_;
   std::int64_t live_ = 0;
@@ -232,42 +234,20 @@ class CpuWatermark final : public Watermark {
   int peak_ = 0;
 };
 
-/// Its peak is that of the device, which every watermark begins anew: those around it take in what was there.
 class DeviceWatermark final : public Watermark {
  public:
-  explicit DeviceWatermark(c10::Device device, DeviceWatermark* around) : device_(device), around_(around) {
-    allocator_ = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
-    OXY_CHECK(allocator_ != nullptr, NotSupported, "torch's allocator for ", device.str(), " has no statistics.");
-    if (!device_.has_index()) device_.set_index(0);
-    if (around_ != nullptr) around_->note();
-    allocator_->resetPeakStats(device_.index());
-  }
-  ~DeviceWatermark() override {
-    if (around_ != nullptr) around_->highest_ = std::max(around_->highest_, peak());
-  }
-  std::int64_t live() const override { return bytes().current; }
-  std::int64_t peak() const override { return std::max(highest_, bytes().peak); }
-  void reset() override {
-    highest_ = 0;
-    allocator_->resetPeakStats(device_.index());
-  }
+  explicit DeviceWatermark(c10::Device device) : peak_(device) {}
+  std::int64_t live() const override { return peak_.live(); }
+  std::int64_t peak() const override { return peak_.peak(); }
+  void reset() override { peak_.reset(); }
 
  private:
-  void note() { highest_ = peak(); }
-  c10::CachingAllocator::Stat bytes() const {
-    return allocator_->getDeviceStats(device_.index())
-        .allocated_bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-  }
-
-  c10::Device device_;
-  c10::DeviceAllocator* allocator_ = nullptr;
-  DeviceWatermark* around_;
-  std::int64_t highest_ = 0;
+  DevicePeak peak_;
 };
 
-std::unique_ptr<Watermark> watermark(c10::Device device, Watermark* around) {
+std::unique_ptr<Watermark> watermark(c10::Device device) {
   if (device.is_cpu()) return std::make_unique<CpuWatermark>();
-  return std::make_unique<DeviceWatermark>(device, static_cast<DeviceWatermark*>(around));
+  return std::make_unique<DeviceWatermark>(device);
 }
 
 using Origin = std::tuple<int, int, int>;
@@ -338,14 +318,13 @@ int RegionClock::region() { return region_of_thread; }
 struct Meter::Inside {
   explicit Inside(const MeterOptions& options) : device(options.device), has_timeline(options.timeline) {
     OXY_CHECK(!options.sites || options.timeline, InvalidArgument, "sites are part of a timeline; set timeline too.");
-    OXY_CHECK(!options.timeline || device.is_cpu(), NotSupported, "a timeline is of CPU tensors; for ", device.str(),
-              " use torch's own record of its allocator.");
-    mark = watermark(device, nullptr);
+    mark = watermark(device);
     if (options.timeline) {
-      recorder = std::make_shared<Recorder>(options.sites);
-      OXY_CHECK(tensor_bytes().observe(recorder.get()), InvalidState,
-                "another meter records a timeline; stop it first.");
+      recorder = std::make_shared<Recorder>(device, options.sites);
       const std::lock_guard lock(recording_mutex);
+      const bool is_free = recording == nullptr && (!device.is_cpu() || tensor_bytes().observe(recorder.get()));
+      OXY_CHECK(is_free, InvalidState, "another meter records a timeline; stop it first.");
+      if (!device.is_cpu()) blocks = std::make_unique<DeviceBlocks>(device, *recorder);
       recording = recorder;
       is_recording = true;
       recorder->nodes.changed(region_of_thread);
@@ -363,7 +342,8 @@ struct Meter::Inside {
     last_taken = taken();
     if (recorder != nullptr) {
       // Waits for threads that are inside, which may wait for the GIL: bindings release it.
-      tensor_bytes().unobserve();
+      if (device.is_cpu()) tensor_bytes().unobserve();
+      blocks = nullptr;
       const std::lock_guard lock(recording_mutex);
       recording = nullptr;
       is_recording = false;
@@ -385,9 +365,9 @@ struct Meter::Inside {
   bool has_timeline;
   std::unique_ptr<Watermark> mark;  // none once stopped
   std::shared_ptr<Recorder> recorder;
+  std::unique_ptr<DeviceBlocks> blocks;  // of a device whose blocks are recorded
   std::int64_t begin = 0, begin_taken = 0;
   std::int64_t last_live = 0, last_peak = 0, last_taken = 0;
-  std::vector<Watermark*> open;  // phases, the innermost last
   std::vector<PhaseUse> phases;
 };
 
@@ -493,27 +473,25 @@ Phase::Phase(Meter& meter, std::string name) : inside_(std::make_unique<Inside>(
   auto& of = *meter.inside_;
   OXY_CHECK(of.mark != nullptr, InvalidState, "the meter is stopped; make a new one for phase '", name, "'.");
   inside_->meter = meter.inside_;
-  inside_->mark = watermark(of.device, of.open.empty() ? of.mark.get() : of.open.back());
+  inside_->mark = watermark(of.device);
   inside_->begin = inside_->mark->live();
   if (of.recorder != nullptr) inside_->previous = of.recorder->phase.exchange(names().number(name));
   inside_->name = std::move(name);
-  of.open.push_back(inside_->mark.get());
 }
 
 Phase::~Phase() {
   auto& of = *inside_->meter;
-  std::erase(of.open, inside_->mark.get());
   if (of.recorder != nullptr) of.recorder->phase = inside_->previous;
   of.phases.push_back({inside_->name, inside_->begin - of.begin, inside_->mark->peak() - of.begin,
                        inside_->mark->live() - of.begin,
                        std::chrono::duration<double>(Clock::now() - inside_->since).count()});
 }
 
-std::vector<LivePart> leaks(const std::function<void()>& step, int steps, bool sites) {
+std::vector<LivePart> leaks(const std::function<void()>& step, int steps, bool sites, c10::Device device) {
   constexpr int kWarmUp = 2;  // which make optimizer state and caches
   OXY_CHECK(steps >= 3, InvalidArgument, "steps is ", steps, ", expected at least 3: fewer do not tell what grows.");
   for (int i = 0; i < kWarmUp; ++i) step();
-  Meter meter({.timeline = true, .sites = sites});
+  Meter meter({.device = device, .timeline = true, .sites = sites});
   for (int i = 0; i < steps; ++i) {
     const Phase phase(meter, std::to_string(i));
     step();
@@ -521,7 +499,13 @@ std::vector<LivePart> leaks(const std::function<void()>& step, int steps, bool s
   return left_by_each(meter.live_parts(), steps);
 }
 
-bool can_count() { return allocator_refusal().empty(); }
+bool can_count(c10::Device device) {
+  return device.is_cpu() ? allocator_refusal().empty() : statistics_of(device) != nullptr;
+}
+
+std::string timeline_refusal(c10::Device device) {
+  return device.is_cpu() ? allocator_refusal() : DeviceBlocks::refusal(device);
+}
 
 std::uint64_t resident_bytes() { return read_memory().resident.value_or(0); }
 
@@ -551,21 +535,36 @@ LimitPaused::~LimitPaused() { resume_limits(); }
 CountingPaused::CountingPaused() { pause_counting(); }
 CountingPaused::~CountingPaused() { resume_counting(); }
 
-std::int64_t available_bytes() {
+std::int64_t available_bytes(c10::Device device) {
   constexpr double kShare = 0.9;  // the rest is for what the meter does not see
-  give_back_host_memory();
-  const auto memory = read_memory();
-  OXY_CHECK(memory.available && memory.resident, NotSupported,
-            "the kernel does not tell how much memory is left. Give a budget in bytes, such as '900MiB'.");
-  auto left = *memory.available;
-  if (const auto most = process_limit()) left = std::min(left, *most > *memory.resident ? *most - *memory.resident : 0);
+  std::uint64_t left = 0;
+  if (device.is_cpu()) {
+    give_back_host_memory();
+    const auto memory = read_memory();
+    OXY_CHECK(memory.available && memory.resident, NotSupported,
+              "the kernel does not tell how much memory is left. Give a budget in bytes, such as '900MiB'.");
+    left = *memory.available;
+    if (const auto most = process_limit())
+      left = std::min(left, *most > *memory.resident ? *most - *memory.resident : 0);
+  } else {
+    left = memory_of(device).available;
+  }
   return static_cast<std::int64_t>(kShare * static_cast<double>(left));
 }
 
-std::int64_t available_bytes(std::uint64_t process_limit) {
-  const auto available = available_bytes();
-  const auto resident = resident_bytes();
-  return std::min(available, static_cast<std::int64_t>(process_limit > resident ? process_limit - resident : 0));
+std::int64_t budget_bytes(std::string_view text, c10::Device device) {
+  const auto size = Size::parse(text);
+  std::uint64_t total = 0;  // a size in bytes is none of it
+  if (size.kind() != Size::Kind::Bytes) {
+    total = device.is_cpu() ? read_memory().limit.value_or(0) : memory_of(device).total;
+  }
+  return static_cast<std::int64_t>(size.resolve(total));
+}
+
+std::int64_t available_bytes(std::uint64_t limit, c10::Device device) {
+  const auto available = available_bytes(device);
+  const auto taken = device.is_cpu() ? resident_bytes() : memory_of(device).taken;
+  return std::min(available, static_cast<std::int64_t>(limit > taken ? limit - taken : 0));
 }
 
 }  // namespace oxytorch::memory

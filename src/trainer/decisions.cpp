@@ -150,8 +150,7 @@ void Decisions::decide(const Batch* batch) {
 /// Where tuning has not done so for the step as it is now.
 void Decisions::fit_memory(const Batch* batch, const std::string& why) {
   if (batch == nullptr) {
-    plan_.named.add(
-        HostSetting::refused("gradient_checkpointing", tune::checkpointing_refusal("cpu", /*is_closure=*/true)));
+    plan_.named.add(HostSetting::refused("gradient_checkpointing", tune::closures_unplanned()));
     return;
   }
   auto& run = *plan_.run;

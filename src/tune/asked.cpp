@@ -157,10 +157,8 @@ bool is_named(const PerformanceConfig& config, std::string_view key, AskedBy by)
   return config.source(key) != ConfigSource::Level;
 }
 
-std::string checkpointing_refusal(std::string_view device, bool is_closure) {
-  if (is_closure) return "the first batch is a closure, and steps of a loss_fn on a batch are planned.";
-  if (device == "cpu") return "";
-  return std::string("the model is on ").append(device).append(", and only the memory of CPU tensors is planned yet.");
+std::string closures_unplanned() {
+  return "the first batch is a closure, and steps of a loss_fn on a batch are planned.";
 }
 
 std::string fitted_anew(std::int64_t step) {

@@ -17,21 +17,61 @@
 #include "oxytorch/system.h"
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/snapshot.h"
+#include "memory/device_bytes.h"
 #include "oxytorch/units.h"
 
 namespace oxytorch {
 namespace {
 
+/// What batches share: resident memory of this process, or what torch's allocator has taken from a device.
+class Shared {
+ public:
+  explicit Shared(c10::Device device) : device_(device) {
+    if (!device.is_cpu()) peak_.emplace(device, memory::DevicePeak::Of::Allocator);
+  }
+  /// That this process can get.
+  [[nodiscard]] std::uint64_t total() const {
+    if (peak_) {
+      const auto found = memory::memory_of(device_);
+      return found.available + found.taken;
+    }
+    const auto found = read_memory();
+    return found.resident.value_or(0) + found.available.value_or(0);
+  }
+  /// Gives back what is only kept, and begins the peak anew.
+  void begin() {
+    if (!peak_) {
+      give_back_host_memory();
+      return reset_host_peak();
+    }
+    memory::statistics_of(device_)->emptyCache();
+    peak_->reset();
+  }
+  [[nodiscard]] std::uint64_t peak() const {
+    return peak_ ? static_cast<std::uint64_t>(peak_->peak()) : read_memory().peak_resident.value_or(0);
+  }
+  /// Refuses what is past the limit, where that can be: a device refuses past its own memory.
+  [[nodiscard]] HostSetting cap(std::uint64_t limit) const {
+    return peak_ ? HostSetting::unchanged("memory", "the device's own") : cap_host_memory(limit);
+  }
+  void synchronize() const { memory::synchronize(device_); }
+
+ private:
+  c10::Device device_;
+  std::optional<memory::DevicePeak> peak_;
+};
+
 /// Seconds of each timed step of a size under the cap; empty where there was no memory for them, with what said so.
 std::optional<std::vector<double>> seconds_of(tune::Run& run, const std::function<Batch()>& make, int steps,
-                                              std::uint64_t limit, std::string& why) {
-  auto cap = cap_host_memory(limit);
+                                              const Shared& shared, std::uint64_t limit, std::string& why) {
+  auto cap = shared.cap(limit);
   std::vector<double> seconds;
   try {
     const auto batch = make();
     for (int i = 0; i <= steps; ++i) {
       const auto began = std::chrono::steady_clock::now();
       run.step(batch);
+      shared.synchronize();
       if (i > 0) seconds.push_back(std::max(seconds_since(began), 1e-9));
     }
   } catch (const std::exception& error) {
@@ -56,17 +96,13 @@ BatchPlan searched(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
   check(make_batch);
   OXY_CHECK(options.steps() >= 1, InvalidArgument, "steps is ", options.steps(), ", expected at least 1.");
   tune::Run run(model, optimizer, std::move(loss), {Batch()}, options.clip_norm());
-  OXY_CHECK(run.device().is_cpu(), NotSupported, "the model is on ", run.device().str(),
-            ", and only the host's memory is measured in C++ yet. oxytorch.memory.largest_batch of Python measures "
-            "that of a device.");
-  const auto memory = read_memory();
-  const auto total = memory.resident.value_or(0) + memory.available.value_or(0);
+  Shared shared(run.device());
+  const auto total = shared.total();
   const auto limit = options.limit().empty() ? total : std::min(Size::parse(options.limit()).resolve(total), total);
   tune::Snapshot snapshot(run);
   const auto rewind = [&] {
     snapshot.restore();
-    give_back_host_memory();
-    reset_host_peak();
+    shared.begin();
   };
   rewind();
   BatchSearch search({.start = options.start(),
@@ -75,14 +111,14 @@ BatchPlan searched(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
                       .headroom = options.headroom(),
                       .resolution = options.resolution(),
                       .curve = curve},
-                     limit, read_memory().peak_resident.value_or(0));
+                     limit, shared.peak());
   while (const auto size = search.next()) {
     std::string why;
     std::optional<std::vector<double>> seconds;
     std::uint64_t peak = 0;
     try {
-      seconds = seconds_of(run, [&] { return make_batch(*size); }, options.steps(), limit, why);
-      peak = read_memory().peak_resident.value_or(0);
+      seconds = seconds_of(run, [&] { return make_batch(*size); }, options.steps(), shared, limit, why);
+      peak = shared.peak();
     } catch (...) {
       rewind();
       throw;
@@ -115,23 +151,22 @@ BatchForecast will_it_fit(torch::nn::Module& model, torch::optim::Optimizer& opt
                           const BatchForecastOptions& options) {
   check(make_batch);
   tune::Run run(model, optimizer, std::move(loss), {Batch()}, options.clip_norm());
-  OXY_CHECK(run.device().is_cpu(), NotSupported, "the model is on ", run.device().str(),
-            ", and only the memory of CPU tensors is told yet.");
+  const auto device = run.device();
   const auto available =
       options.limit().empty()
-          ? memory::available_bytes()
-          : memory::available_bytes(Size::parse(options.limit()).resolve(read_memory().limit.value_or(0)));
+          ? memory::available_bytes(device)
+          : memory::available_bytes(static_cast<std::uint64_t>(memory::budget_bytes(options.limit(), device)), device);
   const BatchReplay replay(size, available, options.headroom());
   tune::Snapshot snapshot(run);
   const auto step = [&](std::int64_t samples) {
-    const memory::Meter meter({.timeline = true});
+    const memory::Meter meter({.device = device, .timeline = true});
     run.step(make_batch(samples));
     return meter.timeline();
   };
   std::vector<at::Tensor> gradients;
   for (const auto& p : run.parameters()) gradients.push_back(p.grad());
   try {
-    const memory::Meter whole;
+    const memory::Meter whole({.device = device});
     run.step(make_batch(replay.sizes().first));  // makes gradients and the optimizer's state
     auto kept = whole.live_bytes();
     for (std::size_t i = 0; i < gradients.size(); ++i) {  // those that the step replaced are alive for us alone

@@ -12,11 +12,10 @@
 #include "oxytorch/clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/memory/meter.h"
-#include "oxytorch/system.h"
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/snapshot.h"
-#include "oxytorch/units.h"
 #include "tune/fit_run.h"
+#include "memory/device_bytes.h"
 #include "tune/step_start.h"
 
 namespace oxytorch {
@@ -59,10 +58,9 @@ MemoryPlan fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Los
     OXY_CHECK(options.max_slowdown >= 1, InvalidArgument, "max_slowdown is ", options.max_slowdown,
               ", expected at least 1: times as long as a step with everything kept.");
     target.max_slowdown = options.max_slowdown;
-  } else {
-    target.budget = static_cast<std::int64_t>(Size::parse(budget).resolve(read_memory().limit.value_or(0)));
   }
   tune::Run run(model, optimizer, std::move(loss), {batch}, options.clip_norm);
+  if (budget != "least") target.budget = memory::budget_bytes(budget, run.device());
   auto plan = tune::fit_run(run, target);
   OXY_CHECK(plan, InvalidArgument, tune::kNoBlocks);
   return *std::move(plan);
@@ -70,28 +68,29 @@ MemoryPlan fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Los
 
 std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target) {
   const auto& batch = run.batches().front();
-  OXY_CHECK(run.device().is_cpu(), NotSupported, "the model is on ", run.device().str(),
-            ", and only the memory of CPU tensors is planned yet.");
+  const auto device = run.device();
   const memory::LimitPaused paused;
   const auto before = run.held_bytes(batch);
   const bool is_least = target.max_slowdown > 0;
   auto budget = target.budget.value_or(0);
-  if (!target.budget && !is_least) budget = before + memory::available_bytes();
+  if (!target.budget && !is_least) budget = before + memory::available_bytes(device);
   tune::Snapshot snapshot(run);
   struct Restored {
     tune::Snapshot& snapshot;
     ~Restored() { snapshot.restore(); }
   } const restored{snapshot};
-  const memory::Meter whole;
+  const memory::Meter whole({.device = device});
   take_step(run, batch, target.can_repeat);  // makes gradients and the optimizer's state
   const auto base = before + whole.live_bytes();
   double seconds = 0, relative_error = 0;
   const auto measured = [&](const memory::BlockChoice& choice) {
     const memory::PlannedBlocks active(choice);
+    memory::synchronize(device);
     const auto began = std::chrono::steady_clock::now();
     const auto at_begin = before + whole.live_bytes();
-    const memory::Meter meter;
+    const memory::Meter meter({.device = device});
     take_step(run, batch, target.can_repeat);
+    memory::synchronize(device);
     seconds = seconds_since(began);
     relative_error = active.relative_error();
     return at_begin + meter.peak_bytes();
@@ -101,7 +100,7 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
     const memory::PlannedBlocks active(choice);
     std::vector<memory::StepTape> tapes;
     for (std::size_t i = 0; i < kRecordings; ++i) {
-      const memory::Meter meter({.timeline = true});
+      const memory::Meter meter({.device = device, .timeline = true});
       take_step(run, batch, target.can_repeat);
       const auto timeline = meter.timeline();
       if (blocks.empty()) blocks = blocks_of(timeline);

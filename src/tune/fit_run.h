@@ -12,7 +12,7 @@ namespace oxytorch::tune {
 
 /// What a step is fitted to.
 struct FitTarget {
-  /// Bytes; without it, what the run's tensors take and memory::available_bytes().
+  /// Bytes on the run's device; without it, what the run's tensors take and memory::available_bytes().
   std::optional<std::int64_t> budget = {};
   /// Above 0, in place of a budget: the smallest peak at which a step takes at most so many times as long as now.
   double max_slowdown = 0;

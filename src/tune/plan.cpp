@@ -27,6 +27,7 @@
 #include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/units.h"
+#include "memory/device_bytes.h"
 #include "tune/digest.h"
 #include "tune/fit_run.h"
 #include "tune/run_workload.h"
@@ -162,8 +163,7 @@ void Plan::Impl::fit_memory(const std::string& why) {
   named.take_back(kSetting);
   recomputes.reset();
   fitted.reset();
-  const auto device = c10::DeviceTypeName(run->device().type(), /*lower_case=*/true);
-  if (auto refusal = tune::checkpointing_refusal(device, /*is_closure=*/false); !refusal.empty()) {
+  if (auto refusal = memory::timeline_refusal(run->device()); !refusal.empty()) {
     return named.add(HostSetting::refused(kSetting, std::move(refusal)));
   }
   tune::FitTarget target;
@@ -172,7 +172,7 @@ void Plan::Impl::fit_memory(const std::string& why) {
   if (checkpointing == "least") {
     target.max_slowdown = max_slowdown;
   } else if (checkpointing != "auto") {
-    target.budget = static_cast<std::int64_t>(Size::parse(checkpointing).resolve(read_memory().limit.value_or(0)));
+    target.budget = memory::budget_bytes(checkpointing, run->device());
   }
   auto made = tune::fit_run(*run, target);
   OXY_CHECK(made || !target.budget, InvalidArgument, kSetting, " = '", checkpointing, "': ", tune::kNoBlocks);
@@ -247,10 +247,10 @@ at::Tensor Plan::Impl::step(const Batch& given) {
   }
   if (!watched || !watch) return run->take(given);
   const bool waited = watch->checks() || run->device().is_cpu();
-  if (waited) tune::synchronize(run->device());
+  if (waited) memory::synchronize(run->device());
   const double began = tune::seconds_now();
   auto loss = run->take(given);
-  if (waited) tune::synchronize(run->device());
+  if (waited) memory::synchronize(run->device());
   window_seconds += tune::seconds_now() - began;
   if (run->waiting() == 0) {
     watch->after(window_seconds);
@@ -263,7 +263,7 @@ at::Tensor Plan::Impl::step(const Batch& given) {
 void Plan::Impl::update(std::size_t part) {
   run->update(part);
   if (!watch || part + 1 < run->parts()) return;
-  if (watch->checks() || run->device().is_cpu()) tune::synchronize(run->device());
+  if (watch->checks() || run->device().is_cpu()) memory::synchronize(run->device());
   if (updated) watch->after(tune::seconds_now() - *updated);
   batch = &run->batches()[updates++ % run->batches().size()];  // the loop keeps its own to itself
   updated.reset();

@@ -41,7 +41,8 @@ std::int64_t Run::held_bytes(const Batch& batch) const {
   std::set<const void*> seen;
   std::int64_t bytes = 0;
   const auto add = [&](const at::Tensor& tensor) {
-    const bool takes_memory = tensor.defined() && tensor.has_storage() && !memory::is_parked(tensor);
+    const bool takes_memory =
+        tensor.defined() && tensor.has_storage() && tensor.device() == device() && !memory::is_parked(tensor);
     if (takes_memory && seen.insert(tensor.storage().unsafeGetStorageImpl()).second)
       bytes += static_cast<std::int64_t>(tensor.storage().nbytes());
   };

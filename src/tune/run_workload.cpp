@@ -1,6 +1,5 @@
 #include "tune/run_workload.h"
 
-#include <ATen/DeviceAccelerator.h>
 #include <c10/util/Exception.h>
 #include <torch/types.h>
 
@@ -8,13 +7,11 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "memory/device_bytes.h"
+#include "oxytorch/memory/host_cap.h"
 #include "oxytorch/memory/meter.h"
 
 namespace oxytorch::tune {
-
-void synchronize(at::Device device) {
-  if (!device.is_cpu()) at::accelerator::synchronizeDevice(device.index());
-}
 
 namespace {
 
@@ -75,7 +72,7 @@ std::vector<std::size_t> RunWorkload::shapes() {
 StepTimes RunWorkload::steps(std::size_t first, int count, bool updates, bool /*drawn*/) {
   StepTimes found;
   const memory::CountingPaused paused;
-  synchronize(run_.device());
+  memory::synchronize(run_.device());
   const double began = seconds();
   at::Tensor loss;
   for (int i = 0; i < count; ++i) {
@@ -90,17 +87,17 @@ StepTimes RunWorkload::steps(std::size_t first, int count, bool updates, bool /*
     });
     if (updates) found.updates.push_back(updating);
   }
-  synchronize(run_.device());
+  memory::synchronize(run_.device());
   found.seconds = seconds() - began;
   loss_ = loss.item<double>();
   return found;
 }
 
 double RunWorkload::update(std::size_t part) {
-  synchronize(run_.device());
+  memory::synchronize(run_.device());
   const double began = seconds();
   run_.update(part);
-  synchronize(run_.device());
+  memory::synchronize(run_.device());
   return seconds() - began;
 }
 
@@ -122,9 +119,9 @@ Ruling RunWorkload::verify(Kind kind, bool glance) {
 }
 
 PeakBytes::PeakBytes(const Run& run) {
-  if (!run.device().is_cpu() || !memory::can_count()) return;
+  if (!memory::can_count(run.device())) return;
   held_ = run.held_bytes(run.batches().front());
-  meter_.emplace();
+  meter_.emplace(memory::MeterOptions{.device = run.device()});
 }
 
 std::optional<std::int64_t> PeakBytes::so_far() const {
@@ -132,14 +129,15 @@ std::optional<std::int64_t> PeakBytes::so_far() const {
 }
 
 std::optional<std::int64_t> RunWorkload::step_bytes() {
-  if (!run_.device().is_cpu() || !memory::can_count()) return std::nullopt;
+  const auto device = run_.device();
+  if (!memory::can_count(device)) return std::nullopt;
   const auto& batch = run_.batches().front();
-  const memory::Meter whole;
+  const memory::Meter whole({.device = device});
   const auto before = run_.held_bytes(batch);
   const auto update = [this](std::size_t part) { run_.update(part); };
   run_.step_of_window(batch, update);  // makes gradients and the optimizer's state
   const auto made = whole.live_bytes();
-  const memory::Meter meter;
+  const memory::Meter meter({.device = device});
   run_.step_of_window(batch, update);
   return before + made + meter.peak_bytes();
 }

@@ -14,9 +14,6 @@
 
 namespace oxytorch::tune {
 
-/// Waits for a device; nothing on a CPU.
-void synchronize(at::Device device);
-
 [[nodiscard]] std::vector<Offer> offers_of(const std::vector<RegisteredStrategy>& strategies);
 
 /// Counts what tensors take at the most from here on, what the run holds already included. Not in timed steps.

@@ -35,8 +35,8 @@ namespace oxytorch::test {
 namespace {
 
 constexpr int kMostDevices = 16;
-const std::set<std::string> kQuirks{"one_device", "plain_allocator", "no_hooks",
-                                    "no_streams", "no_events",       "asynchronous"};
+const std::set<std::string> kQuirks{"one_device", "plain_allocator", "silent_allocator", "no_hooks",
+                                    "no_streams", "no_events", "asynchronous"};
 
 thread_local c10::DeviceIndex current = 0;
 thread_local c10::StreamId streams_in_use[kMostDevices] = {};
@@ -82,6 +82,18 @@ struct Statistics {
 std::mutex statistics_mutex;
 Statistics statistics[kMostDevices];  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
 
+// As torch's own allocators tell a profiler.
+void report(void* address, std::int64_t bytes, c10::DeviceIndex index) {
+  if (kind().has("silent_allocator")) return;
+  std::int64_t in_use = 0;
+  {
+    const std::lock_guard lock(statistics_mutex);
+    in_use = statistics[index].in_use;
+  }
+  const auto all = static_cast<std::size_t>(in_use);
+  c10::reportMemoryUsageToProfiler(address, bytes, all, all, c10::Device(kind().type, index));
+}
+
 c10::DataPtr allocate(std::size_t bytes) {
   const auto index = current;
   const auto wanted = static_cast<std::int64_t>(bytes);
@@ -97,11 +109,14 @@ c10::DataPtr allocate(std::size_t bytes) {
     auto block = std::make_unique<Block>(Block{backend::Buffer(device, bytes), nullptr});
     void* const address = block->buffer.data();
     block->played = backend::sim_host_address(index, address);
-    const std::lock_guard lock(statistics_mutex);
-    s.in_use += wanted;
-    s.peak = std::max(s.peak, s.in_use);
-    s.largest = std::max(s.largest, wanted);
-    ++s.allocs;
+    {
+      const std::lock_guard lock(statistics_mutex);
+      s.in_use += wanted;
+      s.peak = std::max(s.peak, s.in_use);
+      s.largest = std::max(s.largest, wanted);
+      ++s.allocs;
+    }
+    report(address, wanted, index);
     return {address, block.release(), &release, c10::Device(kind().type, index)};
   } catch (const Error& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, error.code() != ErrorCode::OutOfMemory, error.what());
@@ -111,10 +126,15 @@ c10::DataPtr allocate(std::size_t bytes) {
 
 void release(void* held) {
   const std::unique_ptr<Block> block(static_cast<Block*>(held));
-  Statistics& s = statistics[block->buffer.device().index()];
-  const std::lock_guard lock(statistics_mutex);
-  s.in_use -= static_cast<std::int64_t>(block->buffer.bytes());
-  ++s.frees;
+  const auto index = static_cast<c10::DeviceIndex>(block->buffer.device().index());
+  const auto bytes = static_cast<std::int64_t>(block->buffer.bytes());
+  {
+    Statistics& s = statistics[index];
+    const std::lock_guard lock(statistics_mutex);
+    s.in_use -= bytes;
+    ++s.frees;
+  }
+  report(block->buffer.data(), -bytes, index);
 }
 
 void copy_within(void* to, const void* from, std::size_t bytes) {
@@ -162,7 +182,10 @@ struct Memory final : c10::DeviceAllocator {
   }
   std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex index) OXY_SINCE_2_10 {
     const oxy_memory_info info = devices().at(static_cast<std::size_t>(index)).memory_info();
-    return {info.free_bytes, info.total_bytes};
+    const std::lock_guard lock(statistics_mutex);
+    const Statistics& s = statistics[index];
+    if (s.limit == 0) return {info.free_bytes, info.total_bytes};
+    return {static_cast<std::size_t>(std::max<std::int64_t>(s.limit - s.in_use, 0)), static_cast<std::size_t>(s.limit)};
   }
 };
 

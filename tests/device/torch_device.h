@@ -13,6 +13,7 @@
 /// OXYTORCH_FAKE takes away what some bridges lack, and adds what cards do, separated by commas:
 ///   one_device         one device whatever `sim` has; choosing a device does nothing
 ///   plain_allocator    a c10::Allocator that is no c10::DeviceAllocator
+///   silent_allocator   no profiler is told of its blocks
 ///   no_hooks           torch.accelerator, pinned memory and generators do not know the device
 ///   no_streams         one stream, which cannot be waited for; no events
 ///   no_events          streams without events

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import oxytorch as ox
 import pytest
+import deep_model
 import torch
-from deep_model import Deep, batch
+import torch_device
 from oxytorch.memory import Meter
 from oxytorch.memory.fit import blocks_of
 from oxytorch.tune import Run
@@ -19,12 +20,19 @@ from oxytorch.tune.checkpointing import Checkpointing
 from planted import only
 from torch import Tensor, nn
 
-pytestmark = [
-    pytest.mark.cpu_only("only the memory of CPU tensors is planned"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
+DEVICE = torch_device.chosen()
 CRITERION = nn.CrossEntropyLoss()
 KEY = "gradient_checkpointing"
+
+
+def deep() -> deep_model.Deep:
+    return deep_model.Deep().to(DEVICE)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    inputs, targets = deep_model.batch()
+    return inputs.to(DEVICE), targets.to(DEVICE)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -34,7 +42,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def peak(step: Any) -> int:
     """The most that a step takes beyond what was there."""
     step()
-    with Meter() as meter:
+    with Meter(device=DEVICE) as meter:
         step()
     return meter.peak_bytes
 
@@ -46,7 +54,7 @@ def held(model: nn.Module) -> int:
 
 @contextmanager
 def trainer(**settings: Any) -> Iterator[ox.Trainer]:
-    model = Deep()
+    model = deep()
     named = {"calibrate": False, "step_tail": "off", **settings}
     made = ox.Trainer(model, adamw(model), CRITERION, "basic", **named)
     try:
@@ -73,7 +81,7 @@ def plain_peak() -> int:
 
 def budget() -> int:
     """A budget that half of the activations fit in."""
-    model = Deep()
+    model = deep()
     return held(model) + plain_peak() // 2
 
 
@@ -105,7 +113,7 @@ def test_gradients_of_earlier_batches_count() -> None:
         assert one._decisions.asked.host[-1].plan.plain_peak > alone + gradients // 2
         for _ in range(2):
             one.step(batch())
-        with Meter() as meter:
+        with Meter(device=DEVICE) as meter:
             for _ in range(3):
                 one.step(batch())
         assert meter.peak_bytes <= plain_peak() // 2 + 8192
@@ -138,6 +146,7 @@ def test_the_page_of_a_report_shows_what_less_memory_costs() -> None:
         assert "What less memory costs" in report.to_html() and "pages" not in report.to_dict()
 
 
+@pytest.mark.cpu_only("a limit of the process is of the host's memory")
 def test_auto_is_what_the_limit_leaves() -> None:
     class Large(nn.Module):
         def __init__(self) -> None:
@@ -175,28 +184,44 @@ def test_auto_is_what_the_limit_leaves() -> None:
 
 def large_batch(rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(rows, 32, generator=generator), torch.randint(5, (rows,), generator=generator)
+    inputs, targets = torch.randn(rows, 32, generator=generator), torch.randint(5, (rows,), generator=generator)
+    return inputs.to(DEVICE), targets.to(DEVICE)
 
 
+@contextmanager
+def short_of_memory(more: int) -> Iterator[dict[str, int]]:
+    """Within, steps may take so many bytes more than is taken now; the settings of a trainer that bring it about."""
+    if DEVICE.type == "cpu":
+        yield {"memory_limit": limit_above(more)}
+        return
+    limit = torch.ops.oxytorch_device.set_memory_limit
+    limit(torch.accelerator.memory_allocated(DEVICE) + more)
+    try:
+        yield {}
+    finally:
+        limit(0)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a card's memory is what it is")
 def test_a_step_that_runs_out_of_memory_is_taken_again() -> None:
     """A batch 32 times as large comes after some that fit: the step ends as if there had been memory."""
     small, large = large_batch(256), large_batch(8192)
     ends = []
     for limited in (False, True):
-        limit = {"memory_limit": limit_above(320 << 20)} if limited else {}
-        with trainer(**{KEY: "auto"}, **limit) as one:
+        short = short_of_memory(320 << 20) if limited else nullcontext({})
+        with short as settings, trainer(**{KEY: "auto"}, **settings) as one:
             torch.manual_seed(5)
             for each in (small, small, large, small):
                 one.step(each)
             assert one.global_step == one.batches == 4
             line = line_of(one.report())
             assert ("step 3 ran out of memory and was fitted anew: " in line.reason) == limited, line.reason
-            ends.append([*one.model.parameters(), *one.model.buffers(), torch.rand(3)])
+            ends.append([*one.model.parameters(), *one.model.buffers(), torch.rand(3, device=DEVICE)])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 def test_what_cannot_be_taken_again_is_not() -> None:
-    model = Deep()
+    model = deep()
 
     class Failing(torch.optim.AdamW):
         fails = False
@@ -223,7 +248,7 @@ def test_auto_of_what_fits_runs_nothing_again() -> None:
         one.step(batch())
         line = line_of(one.report())
         assert line.state == "on" and line.reason.endswith("as it is.")
-    model = nn.Linear(32, 5)
+    model = nn.Linear(32, 5).to(DEVICE)
     one = ox.Trainer(model, adamw(model), CRITERION, "basic", calibrate=False, gradient_checkpointing=True)
     one.step(batch())
     assert line_of(one.report()).state == "refused"
@@ -234,11 +259,11 @@ def test_the_log_names_what_was_asked_for_and_is_left_out_and_nothing_else() -> 
     said: list[str] = []
     ox.base.set_log_sink(lambda _level, text: said.append(text))
     try:
-        for model in (Deep(), nn.Linear(32, 5)):
+        for model in (deep(), nn.Linear(32, 5).to(DEVICE)):
             one = ox.Trainer(model, adamw(model), CRITERION, "basic", calibrate=False, gradient_checkpointing=True)
             one.step(batch())
             is_on = line_of(one.report()).state == "on"
-            assert is_on is isinstance(model, Deep)
+            assert is_on is isinstance(model, deep_model.Deep)
             left_out = [text for text in said if f"{KEY} was asked for and is left out" in text]
             assert len(left_out) == (not is_on)
             one.revert()
@@ -247,7 +272,7 @@ def test_the_log_names_what_was_asked_for_and_is_left_out_and_nothing_else() -> 
 
 
 def test_what_no_choice_keeps_is_refused_and_nothing_is_lost() -> None:
-    with trainer(**{KEY: held(Deep()) + 4096}) as one:
+    with trainer(**{KEY: held(deep()) + 4096}) as one:
         before = [p.detach().clone() for p in one.model.parameters()]
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError, match="lowest peak"):
@@ -258,7 +283,7 @@ def test_what_no_choice_keeps_is_refused_and_nothing_is_lost() -> None:
 
 
 def test_accelerate_and_your_own_loop() -> None:
-    model = Deep()
+    model = deep()
     optimizer = adamw(model)
     config = {KEY: budget()}
     with only():
@@ -276,7 +301,7 @@ def test_accelerate_and_your_own_loop() -> None:
 
 
 def test_a_plan_says_what_its_steps_take() -> None:
-    model = Deep()
+    model = deep()
     optimizer = adamw(model)
     with only():
         plan = ox.accelerate(model, optimizer, CRITERION, [batch()], remember=False, tune_seconds=1.0)
@@ -291,9 +316,9 @@ def test_a_plan_says_what_its_steps_take() -> None:
     assert peaks is not None and peaks[0] == peaks[1]
     step()  # makes the optimizer's state
     optimizer.zero_grad()
-    with Meter() as whole:
+    with Meter(device=DEVICE) as whole:
         step()
-        with Meter() as meter:
+        with Meter(device=DEVICE) as meter:
             step()
         taken = whole.live_bytes - meter.live_bytes + meter.peak_bytes
     of_batch = inputs.nbytes + targets.nbytes
@@ -304,7 +329,7 @@ def test_a_plan_says_what_its_steps_take() -> None:
 
 
 def test_of_several_models() -> None:
-    models = [Deep(), Deep()]
+    models = [deep(), deep()]
     optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.01)
 
     def loss(both: Any, given: Any) -> Tensor:
@@ -319,30 +344,31 @@ def test_of_several_models() -> None:
 
 
 def test_another_device_is_refused() -> None:
-    model = Deep()
+    model = deep()
     run = Run(model, adamw(model), CRITERION, [batch()])
     run.device = torch.device("cuda", 0)
     found = Checkpointing.of(run, "1GiB")
-    assert not found.is_in_effect and "the model is on cuda" in found.reason
+    assert not found.is_in_effect and "allocator for cuda:0 has no statistics" in found.reason
 
 
 def test_the_trainer_of_a_plan_counts_its_windows() -> None:
-    model = Deep()
+    model = deep()
     with only():
         run = ox.PerformanceOptimizer({KEY: budget(), "accumulation_steps": 2, "remember": False}).prepare(
             model, adamw(model), [batch()], CRITERION, tune_seconds=1.0
         )
     for _ in range(2):
         run.trainer.step(batch())
-    with Meter() as meter:
+    with Meter(device=DEVICE) as meter:
         for _ in range(2):
             run.trainer.step(batch())
     assert meter.peak_bytes <= plain_peak() // 2 + 8192
     run.revert()
 
 
+@pytest.mark.cpu_only("compiles")
 def test_compiling_and_this_exclude_each_other() -> None:
-    model = Deep()
+    model = deep()
     with pytest.raises(ValueError, match="a compiled model calls none of its blocks"):
         ox.Trainer(model, adamw(model), CRITERION, "basic", compile="default", gradient_checkpointing="1GiB")
     config = {KEY: "1GiB"}
@@ -354,7 +380,7 @@ def test_compiling_and_this_exclude_each_other() -> None:
 
 
 def test_copies_and_pickles_of_the_model_are_as_without() -> None:
-    model = Deep()
+    model = deep()
 
     def step() -> None:
         CRITERION(model(batch()[0]), batch()[1]).backward()

@@ -8,21 +8,20 @@ from typing import Any
 import oxytorch as ox
 import pytest
 import torch
+import torch_device
 from deep_model import Deep, batch
 from oxytorch.memory import Meter
 from planted import only
 from torch import Tensor, nn
 
-pytestmark = [
-    pytest.mark.cpu_only("only the memory of CPU tensors is planned"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
+DEVICE = torch_device.chosen()
 CRITERION = nn.CrossEntropyLoss()
 
 
 def accelerated(model: nn.Module, **options: Any) -> tuple[ox.tune.Plan, Any]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inputs, targets = batch()
+    optimizer = torch.optim.SGD(model.to(DEVICE).parameters(), lr=0.01)
+    inputs, targets = (t.to(DEVICE) for t in batch())
     settled = {"remember": False, "tune_seconds": 1.0, "progress": False, "level": "basic", **options}
     plan = ox.accelerate(model, optimizer, CRITERION, [(inputs, targets)], **settled)
 
@@ -40,9 +39,9 @@ def accelerated(model: nn.Module, **options: Any) -> tuple[ox.tune.Plan, Any]:
 
 def peak(step: Any) -> int:
     """The most that a step takes beyond what was there before the first."""
-    with Meter() as whole:
+    with Meter(device=DEVICE) as whole:
         step()
-        with Meter() as meter:
+        with Meter(device=DEVICE) as meter:
             step()
         return whole.live_bytes - meter.live_bytes + meter.peak_bytes
 
@@ -92,6 +91,7 @@ def test_memory_is_a_budget() -> None:
         accelerated(model, memory=1000)
 
 
+@pytest.mark.cpu_only("what a process has in memory is of the host")
 def test_it_looks_at_what_allocators_keep() -> None:
     class KeepsLess(ox.tune.Strategy):
         """An allocator that leaves 64 MiB less in memory, of which no tensor is."""
@@ -118,7 +118,7 @@ def test_the_certificate_says_what_tensors_took_while_tuning() -> None:
         name, bytes = "greedy", 0
 
         def applies(self, run: ox.tune.Run) -> str:
-            return f"{torch.ones(self.bytes, dtype=torch.uint8).numel()} bytes were taken for a while"
+            return f"{torch.ones(self.bytes, dtype=torch.uint8, device=DEVICE).numel()} bytes were taken for a while"
 
     peaks = []
     model = Deep(plain=True)

@@ -3,7 +3,8 @@
 /// On the CPU an allocator around torch's own counts the bytes that tensors ask for. It does not see memory that
 /// does not come from torch's allocator: from_blob and tensors that numpy made, mapped files, shared memory, and
 /// scratch that oneDNN, MKL and LAPACK take from malloc. resident_bytes() has those too. On another device torch's
-/// allocator of that device is asked.
+/// allocator of that device is asked: for its peak, which then begins anew for torch's own statistics too, and for a
+/// timeline by what it reports to a profiler.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -62,7 +63,9 @@ using LivePart = PeakPart;
 
 struct MeterOptions {
   c10::Device device{c10::DeviceType::CPU};
-  bool timeline = false;  ///< records each block: for some steps, not for a run. On the CPU.
+  /// Records each block: for some steps, not for a run. On a device those of the thread that makes the meter and of
+  /// backward passes it begins, and the device is waited for where regions begin and end.
+  bool timeline = false;
   bool sites = false;     ///< records the Python calls that took it too: microseconds a block
 };
 
@@ -70,8 +73,9 @@ struct MeterOptions {
 /// them with a timeline; all see the tensors of all threads. Tensors that were made before anything was counted
 /// are not seen, nor that they go: what lives before a meter does not count in its figures, which can so fall below 0.
 ///
-/// Errors: NotSupported where another allocator than torch's serves CPU tensors, for a timeline of another device, and
-/// for a device whose allocator has no statistics; InvalidState for a second timeline.
+/// Errors: NotSupported where another allocator than torch's serves CPU tensors, and for a device whose allocator has no
+/// statistics, or, with a timeline, reports no blocks; InvalidState for a second timeline, and for one of a device where
+/// torch's profiler runs on this thread. A timeline of a device ends on the thread that made the meter.
 class OXY_API Meter {
  public:
   explicit Meter(const MeterOptions& options = {});
@@ -127,10 +131,14 @@ class OXY_API Phase {
 /// What each of `steps` training steps leaves behind, after two that are not looked at, by region: bytes and blocks a
 /// step, the most first. Memory that a step only replaces, as gradients and caches are, is not in it. At least 3 steps;
 /// Error(InvalidArgument). With `sites`, by Python calls too. What `step` throws passes through.
-[[nodiscard]] OXY_API std::vector<LivePart> leaks(const std::function<void()>& step, int steps = 5, bool sites = false);
+[[nodiscard]] OXY_API std::vector<LivePart> leaks(const std::function<void()>& step, int steps = 5, bool sites = false,
+                                                  c10::Device device = c10::DeviceType::CPU);
 
-/// Whether bytes of CPU tensors can be counted: torch's own allocator serves them.
-[[nodiscard]] OXY_API bool can_count();
+/// Whether bytes of a device's tensors can be counted: on the CPU torch's own allocator serves them, on another device
+/// its allocator has statistics.
+[[nodiscard]] OXY_API bool can_count(c10::Device device = c10::DeviceType::CPU);
+/// Why no timeline of a device's tensors can be recorded; empty where one can.
+[[nodiscard]] OXY_API std::string timeline_refusal(c10::Device device = c10::DeviceType::CPU);
 
 /// Bytes of this process that are in memory now; 0 where the kernel does not say.
 [[nodiscard]] OXY_API std::uint64_t resident_bytes();
@@ -167,11 +175,14 @@ class OXY_API CountingPaused {
   CountingPaused& operator=(const CountingPaused&) = delete;
 };
 
-/// Bytes that tensors may still take: nine tenths of what is left under limit(), or without one of what the machine or
-/// container has available. Gives memory that is only kept back to the kernel first. Error(NotSupported) where the
-/// kernel does not say.
-[[nodiscard]] OXY_API std::int64_t available_bytes();
-/// At most what this process may then still take under so many bytes for all of it.
-[[nodiscard]] OXY_API std::int64_t available_bytes(std::uint64_t process_limit);
+/// Bytes that tensors of `device` may still take, nine tenths of what is left: on the CPU under limit(), or without one
+/// of what the machine or container has available, after memory that is only kept has gone back to the kernel; on
+/// another device of what is free or kept by torch's allocator. Error(NotSupported) where that is not told.
+[[nodiscard]] OXY_API std::int64_t available_bytes(c10::Device device = c10::DeviceType::CPU);
+/// Bytes of a budget for tensors of `device` as a user writes it: "900MiB", or "50%" of what this process may use of the
+/// host's memory, or of all the memory of another device. Error(InvalidArgument) as of Size::parse().
+[[nodiscard]] OXY_API std::int64_t budget_bytes(std::string_view text, c10::Device device = c10::DeviceType::CPU);
+/// At most what is then left of so many bytes: for all of this process on the CPU, for all tensors on another device.
+[[nodiscard]] OXY_API std::int64_t available_bytes(std::uint64_t limit, c10::Device device = c10::DeviceType::CPU);
 
 }  // namespace oxytorch::memory

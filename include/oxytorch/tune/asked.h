@@ -43,9 +43,8 @@ OXY_API void activate(Asked& asked, const PerformanceConfig& config, const std::
                       const std::function<bool(const std::string&)>& is_active,
                       const std::function<std::string(const std::string&)>& put);
 
-/// Why `gradient_checkpointing` can have no effect on a step; empty where it can. `device`: of the model, such as
-/// "cpu".
-[[nodiscard]] OXY_API std::string checkpointing_refusal(std::string_view device, bool is_closure);
+/// Why `gradient_checkpointing` can have no effect on steps that are closures.
+[[nodiscard]] OXY_API std::string closures_unplanned();
 /// What the setting's line begins with once a step has run out of memory and was fitted anew.
 [[nodiscard]] OXY_API std::string fitted_anew(std::int64_t step);
 

@@ -25,7 +25,8 @@
 namespace oxytorch {
 
 struct BatchSizeOptions {
-  /// For the resident memory of the process: "8GB", "50%"; empty: all that it can get now.
+  /// For the resident memory of the process, or for what torch's allocator takes from another device than the CPU:
+  /// "8GB", "50%"; empty: all that it can get now.
   TORCH_ARG(std::string, limit);
   TORCH_ARG(std::int64_t, start) = 1;               ///< the first size
   TORCH_ARG(std::int64_t, most) = 1 << 20;          ///< the largest to try
@@ -43,13 +44,15 @@ struct BatchSizeOptions {
 /// were, bit for bit; what only `loss` captures is not covered.
 ///
 /// Errors: OutOfMemory where the first size does not fit, InvalidArgument for options that cannot be meant,
-/// NotSupported on another device than a CPU. What a step throws for another reason than memory passes through.
+/// NotSupported on a device whose allocator does not tell what it takes. What a step throws for another reason than
+/// memory passes through.
 [[nodiscard]] OXY_API BatchPlan largest_batch(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
                                               LossFunction loss, const std::function<Batch(std::int64_t)>& make_batch,
                                               const BatchSizeOptions& options = {});
 
 struct BatchForecastOptions {
-  /// For the whole process: "8GB", "50%"; empty: what memory::available_bytes() says.
+  /// For the whole process, or for its tensors on another device than the CPU: "8GB", "50%"; empty: what
+  /// memory::available_bytes() says.
   TORCH_ARG(std::string, limit);
   TORCH_ARG(double, headroom) = 0.1;  ///< share of what is available that is to stay free
   TORCH_ARG(double, clip_norm) = 0;   ///< of the step; 0: no clipping
@@ -58,8 +61,9 @@ struct BatchForecastOptions {
 /// Whether a training step with a batch of `size` samples will fit, told as BatchReplay does, from steps with at most
 /// 32 and 64. Model, optimizer and random generators are as before then, bit for bit; also after an error.
 ///
-/// Errors: InvalidArgument for a size, a headroom or a limit that cannot be meant; NotSupported on another device than
-/// a CPU, where tensors cannot be counted and where the kernel does not say what is available; what a step throws.
+/// Errors: InvalidArgument for a size, a headroom or a limit that cannot be meant; NotSupported where the
+/// device's tensors cannot be recorded (memory::timeline_refusal()) and where nobody says what is available; what a step
+/// throws.
 [[nodiscard]] OXY_API BatchForecast will_it_fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
                                                 LossFunction loss, const std::function<Batch(std::int64_t)>& make_batch,
                                                 std::int64_t size, const BatchForecastOptions& options = {});

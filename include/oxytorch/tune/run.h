@@ -43,7 +43,8 @@ class OXY_API Run : public TrainingStep {
   std::map<std::string, std::string> asked;
   bool owns_loop = true;  ///< the plan takes the steps, so that a strategy may change how a batch is stepped with
   std::optional<std::uint64_t> retain_limit;  ///< bytes that the allocator may keep; empty: its own choice
-  /// Bytes of the tensors that a step on `batch` begins with, each memory once: models, optimizer state, batch.
+  /// Bytes of the tensors on its device that a step on `batch` begins with, each memory once: models, optimizer state,
+  /// batch.
   /// Gradients are made anew.
   [[nodiscard]] std::int64_t held_bytes(const Batch& batch) const;
 

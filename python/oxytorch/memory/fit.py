@@ -10,18 +10,19 @@ from contextlib import ExitStack
 from types import MethodType, TracebackType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from ..base import format_size, parse_size, system_info
+from ..base import format_size
 from ..model.snapshot import Snapshot, snapshot_of_step
 from ..monitor import Report
 from .checkpoint import checkpoint, selective_checkpoint
 from .meter import Meter
 from .pack import Format, PackSavedTensors
 
-__all__ = ["MemoryPlan", "blocks_of", "fit", "fit_held"]
+__all__ = ["MemoryPlan", "blocks_of", "device_of", "fit", "fit_held"]
 
 _native = _C.memory
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -314,13 +315,14 @@ def fit(
     Parameters
     ----------
     model : nn.Module
-        In training mode, on the CPU.
+        In training mode, on one device, whose memory is planned.
     step : callable
         Takes one whole training step: forward, backward, optimizer. It is called about twenty times, and three times
         more for each format.
     budget : int or str
         The most that tensors may take, parameters, gradients and optimizer state included: bytes, ``"900MiB"``, or
-        ``"50%"`` of the memory that this process may use. ``"least"``: the lowest peak that `max_slowdown` allows.
+        ``"50%"`` of the memory that this process may use, or of all memory of another device. ``"least"``: the lowest
+        peak that `max_slowdown` allows.
     max_slowdown : float
         How many times as long a step may take, with ``"least"``.
     formats : sequence of {"lossless", "bf16", "int8", "file"}
@@ -351,7 +353,7 @@ def fit(
     once. Bytes are those of tensors, as `Meter` counts them.
     """
     is_least = budget == "least"
-    limit = None if is_least else parse_size(budget, system_info()["memory"]["limit"])
+    limit = None if is_least else _native.budget_bytes(str(budget), device_of(model))
     most = max_slowdown if is_least else None
     return fit_held(
         model,
@@ -378,21 +380,32 @@ def fit_held(
     Without a budget it is what the tensors of that take and what the process may still take. With `max_slowdown` it is
     the lowest peak that this allows. No memory limit holds back the steps that are taken here.
     """
+    device = device_of(model)
     names = _checked(model, blocks)
     for format in formats:
         if format not in _FORMATS:
             raise ValueError(f"formats has {format!r}; saved tensors are packed as {', '.join(map(repr, _FORMATS))}.")
     with _native.LimitPaused():
-        available = _native.available_bytes() if budget is None else 0
+        available = _native.available_bytes(device) if budget is None else 0
         snapshot = held()
         try:
-            within = snapshot.nbytes() + available if budget is None else budget
+            within = snapshot.nbytes(device) + available if budget is None else budget
             plan = _fitted(model, step, within, names, snapshot, max_slowdown, formats)
         finally:
             snapshot.restore()  # of the attributes of modules too: the plan goes in after it
     if plan.planned:
         plan._apply()
     return plan
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the parameters of a model are, whose memory is planned."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu" and torch.accelerator.is_available():
+        torch.accelerator.synchronize(device)
 
 
 def _checked(model: nn.Module, blocks: Sequence[str] | None) -> list[str]:
@@ -425,17 +438,20 @@ def _fitted(
     max_slowdown: float | None,
     formats: Sequence[Format],
 ) -> MemoryPlan:
+    device = device_of(model)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    with Meter() as whole, ExitStack() as undo:
+    with Meter(device=device) as whole, ExitStack() as undo:
         step()  # makes gradients and the optimizer's state
         kept = {id(p.grad) for p in model.parameters()}
         # Gradients that the step replaced are alive for the snapshot alone.
-        held = snapshot.nbytes(leave_out=[g for g in gradients if id(g) not in kept])
+        held = snapshot.nbytes(device, leave_out=[g for g in gradients if id(g) not in kept])
 
         def measured() -> tuple[int, float]:
+            _synchronize(device)
             began = time.perf_counter()
-            with Meter() as meter:
+            with Meter(device=device) as meter:
                 step()
+                _synchronize(device)
             return held + whole.live_bytes - meter.live_bytes + meter.peak_bytes, time.perf_counter() - began
 
         base = held + whole.live_bytes
@@ -473,7 +489,7 @@ def _recorded(model: nn.Module, step: Callable[[], Any], names: list[str]) -> _n
     tapes = []
     try:
         for _ in range(_RECORDINGS):
-            with Meter(timeline=True) as meter:
+            with Meter(device=device_of(model), timeline=True) as meter:
                 step()
             tapes.append(_native.StepTape.of(meter.timeline(), names))
     finally:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from .._C import memory as _native
-from ..base import parse_size, system_info
 from ..model.snapshot import snapshot_of_step
 from .meter import Meter
 
@@ -24,6 +25,7 @@ def will_it_fit(
     *,
     headroom: float = 0.1,
     state: Sequence[Any] | None = None,
+    device: torch.device | str = "cpu",
 ) -> BatchForecast:
     """Tell whether a training step with a batch of `size` samples will fit, by running small ones.
 
@@ -36,19 +38,21 @@ def will_it_fit(
     Parameters
     ----------
     step : callable
-        Takes a batch and does a whole training step with it: forward, backward, optimizer. On the CPU.
+        Takes a batch and does a whole training step with it: forward, backward, optimizer.
     make_batch : callable
         Takes a number of samples and returns such a batch.
     size : int
         Samples, at least 1.
     limit : int or str, optional
-        The most that the whole process may take (``"8GB"``, ``"50%"``). Default: what `available_bytes`
-        says. With a limit the lower of the two counts.
+        The most that the whole process may take (``"8GB"``, ``"50%"``), or its tensors on another device than the CPU.
+        Default: what `available_bytes` says. With a limit the lower of the two counts.
     headroom : float
         Share of what is available that is to stay free, for what tensors do not show: scratch of libraries and
         fragmentation.
     state : sequence, optional
         What the steps change. Default: all that `step` reaches.
+    device : torch.device or str
+        Whose memory is told: where the step runs.
 
     Returns
     -------
@@ -62,25 +66,26 @@ def will_it_fit(
     torch.OutOfMemoryError
         Where not even a small batch fits in a limit that is set (`set_limit`).
     NotImplementedError
-        Where CPU tensors cannot be counted (see `Meter`), and where the kernel does not say what is available.
+        Where the device's tensors cannot be recorded (see `Meter`), and where nobody says what is available.
 
     Examples
     --------
     >>> if not (told := will_it_fit(train, lambda n: torch.randn(n, 3, 64, 64), 512)):
     ...     print(told)
     """
-    allowed = None if limit is None else parse_size(limit, system_info()["memory"]["limit"])
-    replay = _native.BatchReplay(size, _native.available_bytes(allowed), headroom)
+    on = torch.device(device)
+    allowed = None if limit is None else _native.budget_bytes(str(limit), on)
+    replay = _native.BatchReplay(size, _native.available_bytes(on, allowed), headroom)
 
     def recorded(samples: int) -> Any:
-        with Meter(timeline=True) as meter:
+        with Meter(device=on, timeline=True) as meter:
             step(make_batch(samples))
         return meter.timeline()
 
     snapshot = snapshot_of_step(step, state)
     gradients = [p.grad for p in snapshot.params]
     try:
-        with Meter() as whole:
+        with Meter(device=on) as whole:
             step(make_batch(replay.sizes[0]))  # makes gradients and the optimizer's state
             pairs = zip(snapshot.params, gradients, strict=True)
             # Those that the step replaced are alive for the snapshot alone.

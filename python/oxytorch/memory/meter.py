@@ -90,7 +90,8 @@ class Meter:
     not see memory that does not come from torch's allocator: `torch.from_numpy` and `torch.frombuffer`, shared memory,
     mapped files, and scratch that oneDNN, MKL and LAPACK take from malloc; `resident_bytes()` has those too. Tensors
     made before anything was counted are not seen, nor that they go. On another device torch's allocator of that device
-    is asked.
+    is asked: for its peak, which then begins anew for torch's own statistics too, and for a timeline by what it reports
+    to a profiler: of the thread that begins the meter, and of backward passes that begin on it.
 
     Any number may run at once (32 with their open phases), one of them with a timeline.
 
@@ -101,17 +102,17 @@ class Meter:
     device : torch.device or str
         Whose tensors are counted.
     timeline : bool
-        Record each block of memory: for some steps, not for a run. On the CPU.
+        Record each block of memory: for some steps, not for a run. A device is waited for where regions begin and end.
     sites : bool
         Record the Python calls that took it too: microseconds a block. Needs `timeline`.
 
     Raises
     ------
     NotImplementedError
-        Where another allocator than torch's serves CPU tensors; for a timeline of another device; for a device whose
-        allocator has no statistics.
+        Where another allocator than torch's serves CPU tensors; for a device whose allocator has no statistics, or with
+        a timeline reports no blocks.
     RuntimeError
-        For a second timeline, or figures of a meter that has not begun.
+        For a second timeline, for one of a device where torch's profiler runs, or figures of a meter that has not begun.
 
     Examples
     --------
@@ -239,7 +240,7 @@ def _frame(line: str) -> dict[str, Any]:
     return {"filename": file, "line": int(number), "name": function}
 
 
-def leaks(step: Callable[[], object], steps: int = 5) -> list[PeakPart]:
+def leaks(step: Callable[[], object], steps: int = 5, device: torch.device | str = "cpu") -> list[PeakPart]:
     """Return what each training step leaves behind, by the line that made it: bytes and blocks a step, the most first.
 
     Memory that a step only replaces, as gradients and caches are, is not in it.
@@ -247,9 +248,11 @@ def leaks(step: Callable[[], object], steps: int = 5) -> list[PeakPart]:
     Parameters
     ----------
     step : callable
-        Takes one training step on the CPU. It is called two times before anything is looked at.
+        Takes one training step. It is called two times before anything is looked at.
     steps : int
         To be looked at; at least 3.
+    device : torch.device or str
+        Whose tensors are looked at.
 
     Raises
     ------
@@ -262,7 +265,7 @@ def leaks(step: Callable[[], object], steps: int = 5) -> list[PeakPart]:
     >>> for leak in ox.memory.leaks(lambda: losses.append(model(x).sum())):  # with its graph
     ...     print(leak.bytes, leak.site)
     """
-    return _C.memory.leaks(step, steps)
+    return _C.memory.leaks(step, steps, torch.device(device))
 
 
 def resident_bytes() -> int:
@@ -270,18 +273,23 @@ def resident_bytes() -> int:
     return _C.memory.resident_bytes()
 
 
-def available_bytes() -> int:
-    """Return the bytes that tensors may still take.
+def available_bytes(device: torch.device | str = "cpu") -> int:
+    """Return the bytes that tensors of a device may still take.
 
-    Nine tenths of what is left under `limit`, or without one of what the machine or container has available. Memory
-    that is only kept is given back to the kernel first.
+    Nine tenths of what is left: on the CPU under `limit`, or without one of what the machine or container has
+    available, after memory that is only kept has gone back to the kernel; on another device of what is free or kept by
+    torch's allocator.
+
+    Parameters
+    ----------
+    device : torch.device or str
 
     Raises
     ------
     NotImplementedError
-        Where the kernel does not say.
+        Where the kernel, or torch's allocator, does not say.
     """
-    return _C.memory.available_bytes()
+    return _C.memory.available_bytes(torch.device(device))
 
 
 def set_limit(size: int | str) -> _C.trainer.HostSetting:

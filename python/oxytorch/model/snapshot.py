@@ -221,10 +221,11 @@ class Snapshot:
         ]
         return cls(named, hashed=hashed, default_generators=default_generators, leave_out=leave_out)
 
-    def nbytes(self, leave_out: Iterable[Tensor] = ()) -> int:
-        """Return the bytes of the tensors that are held, each memory once; those of `leave_out` do not count."""
+    def nbytes(self, device: torch.device, leave_out: Iterable[Tensor] = ()) -> int:
+        """Return the bytes of the tensors of a device that are held, each memory once, without those of `leave_out`."""
         others = _memories(leave_out)
-        return sum(live.numel() * live.element_size() for c, (live, _) in self._memory.items() if c not in others)
+        held = (live for c, (live, _) in self._memory.items() if c not in others and live.device == device)
+        return sum(live.numel() * live.element_size() for live in held)
 
     def _note(self, entry: Entry) -> None:
         """Note what code alone reaches."""

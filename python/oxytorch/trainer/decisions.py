@@ -193,7 +193,7 @@ class Decisions:
     def _fit_memory(self, batch: Any, why: str = "") -> None:
         """Bring about what the setting names, where tuning has not done so for the step as it is now."""
         if is_closure(batch):
-            self.asked.refuse_memory(_native.checkpointing_refusal(self.run.device.type, is_closure=True))
+            self.asked.refuse_memory(_native.closures_unplanned())
             return
         kept = self.run.batches
         try:

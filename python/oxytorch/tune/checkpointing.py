@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from .._C import tune as _native
-from ..base import parse_size, system_info
+from .._C import memory as _memory
 from ..generators import rng_state, set_rng_state
 from ..memory.fit import MemoryPlan, blocks_of, fit_held
 from ..memory.pack import Format
@@ -63,7 +62,7 @@ class Checkpointing:
         can_repeat : bool
             Whether each step has a `StepStart` beside it, which takes memory too.
         """
-        if refusal := _native.checkpointing_refusal(run.device.type, is_closure=False):
+        if refusal := _memory.timeline_refusal(run.device):
             return cls(None, refusal)
         batch = run.batches[0]
 
@@ -74,7 +73,7 @@ class Checkpointing:
         by_itself = wanted in ("auto", "least")
         if by_itself and not blocks_of(run.model):
             return cls(None, f"{type(run.model).__name__} has no blocks that could be planned.")
-        budget = None if by_itself else parse_size(wanted, system_info()["memory"]["limit"])
+        budget = None if by_itself else _memory.budget_bytes(wanted, run.device)
         most = max_slowdown if wanted == "least" else None
 
         def step() -> None:

@@ -175,7 +175,10 @@ class Run(TrainingStep):
         return {f"{name} {key}".lstrip(): value for name, state in kept for key, value in state.items()}
 
     def held_bytes(self, batch: Any) -> int:
-        """Bytes of the tensors that a step on `batch` begins with, each memory once; gradients are made anew."""
+        """Bytes of the tensors on its device that a step on `batch` begins with, each memory once; without gradients.
+
+        Those are made anew.
+        """
         optimizers = [one for slot in self.slots for one in (slot.original, slot.optimizer)]  # seldom two
         state = [v for one in optimizers for each in one.state.values() for v in each.values() if isinstance(v, Tensor)]
         held = [
@@ -184,7 +187,8 @@ class Run(TrainingStep):
             *tensors(batch),
             *(v for v in state if not is_parked(v)),
         ]
-        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
+        on_device = (t.untyped_storage() for t in held if t.device == self.device)
+        return sum({storage._cdata: storage.nbytes() for storage in on_device}.values())
 
     def synchronize(self) -> None:
         """Wait until an accelerator has done what it was given."""

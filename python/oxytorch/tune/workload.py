@@ -43,9 +43,9 @@ class PeakBytes:
         self._meter: Meter | None = None
 
     def __enter__(self) -> PeakBytes:
-        if self._run.device.type == "cpu" and _memory.can_count():
+        if _memory.can_count(self._run.device):
             self._held = self._run.held_bytes(self._run.batches[0])
-            self._meter = Meter().start()
+            self._meter = Meter(device=self._run.device).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -295,13 +295,13 @@ class RunWorkload(_native.Workload):
     def step_bytes(self) -> int | None:
         """Take steps; the most that tensors take in one, model and optimizer included, where that can be measured."""
         run = self.run
-        if not self.on_host() or not _memory.can_count():
+        if not _memory.can_count(run.device):
             return None
-        with Meter() as whole:
+        with Meter(device=run.device) as whole:
             before = run.held_bytes(run.batches[0])
             run.step_of_window(run.batches[0])  # makes gradients and the optimizer's state
             made = whole.live_bytes
-            with Meter() as meter:
+            with Meter(device=run.device) as meter:
                 run.step_of_window(run.batches[0])
         return before + made + meter.peak_bytes
 
