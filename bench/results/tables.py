@@ -372,6 +372,7 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
             ("tests", gpu.tests),
             ("step-tail", gpu.step_tail),
             ("loader", gpu.loader),
+            ("memory", gpu.memory),
             ("accelerate", gpu.accelerate),
         )
     },

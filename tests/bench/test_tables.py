@@ -173,6 +173,7 @@ def gpu_documents() -> dict[str, dict[str, object]]:
         },
         "step_tail": {"large": {"figures": [figure]}, "waits": {"figures": [waits]}},
         "loader": {"copies": {"figures": [waits]}},
+        "memory": {"budgets": {"figures": [figure]}},
         "accelerate": {"gpt": {"document": {"workloads": {"gpt": raced}}, "starts": 2}},
     }
     head = {"machine": CARD, "command": "make gpu", "complete": False}
@@ -210,6 +211,7 @@ def test_the_page_of_the_gpu_shows_figures_and_failures(
     tail = tables.gpu.step_tail()
     assert "| large: torch fused, over ours | 1.5 |  |  |" in tail and "| waits | no trace | <= 0 | absent |" in tail
     assert "| waits | no trace | <= 0 | absent |" in tables.gpu.loader()
+    assert "| large: torch fused, over ours | 1.5 |  |  |" in tables.gpu.memory()
     race = tables.gpu.accelerate()
     missing = "not measured | "
     assert f"| GPT-2 small | 400 ms | 2 | {missing * 3}4 | {missing * 2}8 | {missing}" in race

@@ -77,7 +77,15 @@ def test_the_list_shows_every_slice_as_not_run_yet(tmp_path: Path) -> None:
     said = command("--list", "--device", "cpu", "--results", str(tmp_path))
     assert said.returncode == 0, said.stderr
     lines = said.stdout.splitlines()[1:]
-    assert [line.split()[0] for line in lines] == ["build", "conformance", "tests", "step-tail", "loader", "accelerate"]
+    assert [line.split()[0] for line in lines] == [
+        "build",
+        "conformance",
+        "tests",
+        "step-tail",
+        "loader",
+        "memory",
+        "accelerate",
+    ]
     assert all("not run yet" in line for line in lines)
     assert list(tmp_path.iterdir()) == []
 

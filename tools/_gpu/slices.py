@@ -210,10 +210,10 @@ def tail_parts(machine: Machine) -> list[Part]:
     return [part(case) for case in TAIL_CASES]
 
 
-def loader_parts(machine: Machine) -> list[Part]:
-    """How the loader brings batches to the card."""
-    report = machine.work / "loader-copies.json"
-    words = ["python3", "bench/race/cuda/loader_copies.py", "--device", machine.device]
+def figures_part(machine: Machine, name: str, race: str) -> list[Part]:
+    """One part: a race of bench/race/cuda that comes to figures."""
+    report = machine.work / f"{race}.json"
+    words = ["python3", f"bench/race/cuda/{race}.py", "--device", machine.device]
     words += ["--json", str(report), "--out", str(machine.work), *(["--quick"] if machine.quick else [])]
 
     def start(_seconds: float) -> list[str]:
@@ -224,7 +224,7 @@ def loader_parts(machine: Machine) -> list[Part]:
         document = json.loads(report.read_text(encoding="utf-8"))
         return {"step_seconds": document["step_seconds"], "figures": document["figures"]}
 
-    return [Part("copies", start, collect)]
+    return [Part(name, start, collect)]
 
 
 def accelerate_parts(machine: Machine) -> list[Part]:
@@ -269,7 +269,14 @@ SLICES = (
     Slice("tests", "C++ and Python tests with OXYTORCH_DEVICE=cuda", test_parts, ("cuda", "cpu", "fake")),
     Slice("step-tail", "clip, AdamW and moving average against torch's fused, foreach, compiled", tail_parts),
     Slice(
-        "loader", "batches of oxytorch.data.Loader copied beside steps: their rate, and what a step waits", loader_parts
+        "loader",
+        "batches of oxytorch.data.Loader copied beside steps: their rate, and what a step waits",
+        lambda machine: figures_part(machine, "copies", "loader_copies"),
+    ),
+    Slice(
+        "memory",
+        "a decoder of 1.3 billion parameters under memory budgets, against every layer checkpointed",
+        lambda machine: figures_part(machine, "budgets", "budgets"),
     ),
     Slice(
         "accelerate",

@@ -13,7 +13,6 @@ is no such device.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from _race import LEAST_ROUNDS, MOST_ROUNDS, ROOT, Figure, add_figures, facts, new_report, ratio, show_figures, write
+from _device_race import run
+from _race import LEAST_ROUNDS, MOST_ROUNDS, Figure, ratio
 from device_tail import Clock, Times, exactly
 from oxytorch.data import Loader, open_raw
 from torch import Tensor
@@ -168,32 +168,5 @@ def measure(device: torch.device, quick: bool, seconds: float) -> tuple[list[Fig
     ], times
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of measuring")
-    parser.add_argument("--quick", action="store_true", help="small batches: to see that it works")
-    parser.add_argument("--json", type=Path, help="a second place for the JSON")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "report", help="folder of the reports")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("loader_copies: there is no CUDA device here.", file=sys.stderr)
-        return 2
-    figures, times = measure(device, arguments.quick, 0.5 if arguments.quick else arguments.seconds)
-    machine = facts(torch.get_num_threads(), device.type)
-    show_figures(figures)
-    report = new_report("How the loader brings batches to a device", None, machine)
-    add_figures(report, figures)
-    document = {
-        "schema": SCHEMA,
-        "machine": machine,
-        "figures": [figure.to_json() for figure in figures],
-        "step_seconds": {name: values.tolist() for name, values in times.items()},
-    }
-    write(report, document, arguments.out, "loader_copies", arguments.json)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, "loader_copies", SCHEMA, measure, seconds=30.0))

@@ -102,6 +102,11 @@ def loader() -> str | None:
     return figures_of("loader")
 
 
+def memory() -> str | None:
+    """Figures and promises of a decoder under memory budgets on the card."""
+    return figures_of("memory")
+
+
 def figures_of(which: str) -> str | None:
     """What a slice measured, and whether it keeps what is promised."""
     found = of_gpu(which)
