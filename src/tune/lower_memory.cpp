@@ -195,7 +195,7 @@ void LowerMemory::choose_allocator(Names& kept) {
 
 /// Where a step is not too slow with it. What was measured last is measured no more in the end, so this has its time.
 bool LowerMemory::replace_allocator(const Names& names, const std::string& said, Names& kept) {
-  const auto joint = at_most_slower(names, kPolicy.resident_steps * all_.timing.step_seconds());
+  const auto joint = in_place_of(kept, names, kPolicy.resident_steps * all_.timing.step_seconds());
   if (joint.decision == Decision::Accept) {
     keep(names, joint, said, "without it " + said, kept);
     return true;
@@ -231,11 +231,34 @@ void LowerMemory::take_out(const std::string& name, Status status, const std::st
 }
 
 PairedTestResult LowerMemory::at_most_slower(const Names& names, double least_seconds) {
+  return compare({}, names, options_.max_slowdown, least_seconds);
+}
+
+/// The same by way of `kept`, where how long a step takes with that is known: a step with `names` differs less from it
+/// than from one as given, which decides sooner.
+PairedTestResult LowerMemory::in_place_of(const Names& kept, const Names& names, double least_seconds) {
+  const auto known = within_.find(kept);
+  if (known == within_.end()) return at_most_slower(names, least_seconds);
+  const auto& before = known->second;
+  auto result = compare(kept, names, options_.max_slowdown * before.speedup.mid, least_seconds);
+  auto& speedup = result.speedup;
+  speedup.low *= before.speedup.low;  // wider than the interval of both
+  speedup.mid *= before.speedup.mid;
+  speedup.high *= before.speedup.high;
+  result.incumbent = before.incumbent;
+  result.challenger = before.incumbent / speedup.mid;
+  result.pairs = std::min(result.pairs, before.pairs);
+  result.p_value = std::max(result.p_value, before.p_value);
+  result.reason.insert(0, "in place of what was kept is ");
+  return result;
+}
+
+PairedTestResult LowerMemory::compare(const Names& with, const Names& names, double slowdown, double least_seconds) {
   all_.workload.say("how long a step takes with " + joined(names, "nothing"));
   auto test = PairedTestOptions::conclusion(options_.seed + 1);
-  test.threshold = test.worth = 1 / options_.max_slowdown;
+  test.threshold = test.worth = 1 / slowdown;
   test.most_seconds = std::max({seconds_left_(), least_seconds, 1e-9});
-  return all_.timing.compare({}, names, test).first;
+  return all_.timing.compare(with, names, test).first;
 }
 
 }  // namespace oxytorch::tune

@@ -52,6 +52,8 @@ class LowerMemory {
   bool drop_refused(const Ruling& ruling, Names& kept);
   void take_out(const std::string& name, Status status, const std::string& reason, Names& kept);
   PairedTestResult at_most_slower(const Names& names, double least_seconds);
+  PairedTestResult in_place_of(const Names& kept, const Names& names, double least_seconds);
+  PairedTestResult compare(const Names& with, const Names& names, double slowdown, double least_seconds);
 
   Combinations& all_;
   const TunerOptions& options_;
