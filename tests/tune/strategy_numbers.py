@@ -159,10 +159,13 @@ def bounds(workload: str, kind: str) -> dict[str, list[float]]:
 
 def assert_within(workload: str, kind: str, got: dict[str, list[Tensor]]) -> None:
     allowed = bounds(workload, kind)
-    for key, values in errors(workload, got).items():
-        for number, (error, bound) in enumerate(zip(values, allowed[key], strict=True)):
-            where = f"{key} {number} of {workload}"
-            assert error <= bound, f"{where} is off by {error:.2g} of its size, allowed {bound:.2g}"
+    off = [
+        f"{key} {number} of {workload} is off by {error:.2g} of its size, allowed {bound:.2g}"
+        for key, values in errors(workload, got).items()
+        for number, (error, bound) in enumerate(zip(values, allowed[key], strict=True))
+        if not error <= bound
+    ]
+    assert not off, "; ".join(off)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from ..trainer.recorder import Recorder
 from .strategy_numbers import anatomy, as_before, assert_within, losses_of, make, outcome, process, train
 from .workloads import WORKLOADS, Stateful, rows
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.cpu_only("the matrix is of what applies on a CPU")
 __all__ = ["as_before"]
 
@@ -314,8 +318,21 @@ def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.usefixtures("record")
-def test_compiling_runs_first_keeps_masks_and_leaves_no_trace() -> None:
+def test_compiling_runs_first_keeps_masks_and_leaves_no_trace(tmp_path: Path) -> None:
+    """In a process of its own, with a cache of the compiler of its own.
+
+    Twice, behind other tests, the lookups' part of the gradient of the embedding was missing from what had been
+    compiled in that process; it could not be brought about again.
+    """
+    code = "from tests.tune.test_single_strategies import compiles; compiles()"
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def compiles() -> None:
     run = make("transformer")
     strategy = run.strategy("compile")
     assert strategy.applies(run) is True
@@ -338,6 +355,10 @@ def test_compiling_runs_first_keeps_masks_and_leaves_no_trace() -> None:
     run.set_active(["compile", "math_attention"])
     run.step(run.batches[0])
     assert made["unique_graphs"] == once + 1  # attention is in the graph
+    with torch.profiler.profile() as profile:
+        run.step(run.batches[0])
+    called = {event.key for event in profile.key_averages()}
+    assert not any("flash_attention" in name for name in called), "torch's cache of traces knows nothing of attention"
     run.set_active([])
 
 

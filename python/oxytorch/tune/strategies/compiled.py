@@ -88,6 +88,7 @@ def launched_speedup(seconds: float, kernels: Mapping[str, float], graphed: bool
 # Packages whose exceptions are the compiler's; what the model's own code throws is not of them.
 _COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
 _AT_ONCE = "force_non_lazy_backward_lowering"
+_TRACES_CACHED = "enable_autograd_cache"
 _SMALL = 1 << 16  # elements of a buffer
 
 
@@ -215,7 +216,7 @@ class _Compile(Strategy):
             try:
                 if key not in self._functions:
                     self._functions[key] = self._compiled(model, random)
-                with _backward_at_once():
+                with _compiling(alone=not key[1:]):
                     return self._functions[key](*args, **kwargs)
             except Exception as error:
                 if not run.falls_back or not (_is_of_compiler(error) or key not in self._functions):
@@ -253,16 +254,21 @@ class _Compile(Strategy):
 
 
 @contextmanager
-def _backward_at_once() -> Iterator[None]:
-    """Inside, what is compiled is compiled with its backward: a failure of it is then seen before anything has run."""
-    before = getattr(functorch_config, _AT_ONCE, None)  # torch has not always had it
-    if before is not None:
-        setattr(functorch_config, _AT_ONCE, True)
+def _compiling(*, alone: bool) -> Iterator[None]:
+    """Inside, what is compiled is compiled with its backward: a failure of it is then seen before anything has run.
+
+    Unless it is `alone`, traced graphs are not cached: torch finds them again by what is called, whatever operators
+    that came to when it was traced.
+    """
+    wanted = {_AT_ONCE: True, **({} if alone else {_TRACES_CACHED: False})}
+    before = {name: getattr(functorch_config, name) for name in wanted if hasattr(functorch_config, name)}
+    for name in before:  # torch has not always had them
+        setattr(functorch_config, name, wanted[name])
     try:
         yield
     finally:
-        if before is not None:
-            setattr(functorch_config, _AT_ONCE, before)
+        for name, value in before.items():
+            setattr(functorch_config, name, value)
 
 
 def _graph_breaks() -> dict[str, int]:
