@@ -215,9 +215,13 @@ void bind_block_plan(py::module_& m) {
            py::arg("plain_peak"), py::arg("budget"), release_gil())
       .def_static("least", &BudgetSearch::least, py::arg("tape"), py::arg("base"), py::arg("plain_peak"),
                   py::arg("plain_seconds"), py::arg("max_slowdown"), release_gil(), "By time in place of a budget.")
+      .def_static("unrecorded", &BudgetSearch::unrecorded, py::arg("names"), py::arg("budget"),
+                  "Where no step with everything kept fits.")
+      .def_property_readonly("is_unrecorded", &BudgetSearch::is_unrecorded)
       .def_property_readonly("is_bound_by_time", &BudgetSearch::is_bound_by_time)
       .def("next", &BudgetSearch::next, release_gil(), "What is to be done with blocks next; None: it is over.")
       .def("measured", &BudgetSearch::measured, py::arg("peak"))
+      .def("ran_out", &BudgetSearch::ran_out, py::arg("error"))
       .def("timed", &BudgetSearch::timed, py::arg("plain_seconds"), py::arg("seconds"))
       .def("compared", &BudgetSearch::compared, py::arg("same"))
       .def(

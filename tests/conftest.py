@@ -75,9 +75,18 @@ def denormals() -> Iterator[None]:
 def one_thread() -> Iterator[None]:
     """Models so small only wait for a second thread."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_threads(1)
     yield
-    torch.set_num_threads(threads)
+    set_threads(threads)
+
+
+def set_threads(count: int) -> None:
+    """Of this thread, and of the one that takes backward passes of the device: each has a number of its own."""
+    torch.set_num_threads(count)
+    if DEVICE.type != "cpu":
+        one = torch.ones(1, device=DEVICE, requires_grad=True)
+        one.register_hook(lambda _: torch.set_num_threads(count))
+        one.sum().backward()
 
 
 @pytest.fixture(scope="session")

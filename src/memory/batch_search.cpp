@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <limits>
+#include <new>
 
 #include "memory/aligned.h"
 #include "oxytorch/error.h"
@@ -180,6 +181,10 @@ BatchPlan BatchSearch::plan(std::optional<std::int64_t> samples, std::optional<s
     break;
   }
   return plan;
+}
+
+bool is_out_of_memory(const std::exception& error) {
+  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr || says_out_of_memory(error.what());
 }
 
 bool says_out_of_memory(std::string_view message) {

@@ -68,6 +68,51 @@ BudgetSearch BudgetSearch::least(StepTape tape, std::int64_t base, std::int64_t 
   return search;
 }
 
+BudgetSearch::BudgetSearch(std::int64_t budget)
+    : base_(0),
+      budget_(budget),
+      target_(budget),
+      plain_peak_(0),
+      predicted_peak_(0),
+      measured_peak_(0),
+      floor_(0),
+      is_optimal_(false),
+      same_bits_(std::nullopt) {
+  OXY_CHECK(budget >= 1, InvalidArgument, "a memory budget of ", budget, " bytes, expected at least 1.");
+}
+
+BudgetSearch BudgetSearch::unrecorded(std::vector<std::string> names, std::int64_t budget) {
+  OXY_CHECK(!names.empty(), InvalidArgument, "a step does not fit in memory, and it calls no blocks to run again.");
+  BudgetSearch search(budget);
+  search.too_many_ = names.size();  // all
+  search.tape_.names = std::move(names);
+  search.most_kept_ = 0;
+  return search;
+}
+
+BlockChoice BudgetSearch::keeping_last(std::size_t count) const {
+  BlockChoice choice;
+  for (std::size_t i = 0; i + count < tape_.names.size(); ++i) choice.add(BlockAction::Full, tape_.names[i]);
+  return choice;
+}
+
+/// None kept first; then the number that is known least about.
+std::optional<BlockChoice> BudgetSearch::next_unrecorded() {
+  if (tries_++ == 0) return choice_ = keeping_last(0);
+  if (!why_.empty()) refuse("with every block run again " + why_);
+  if (*most_kept_ + 1 >= too_many_) {
+    choice_ = keeping_last(*most_kept_);
+    return std::nullopt;
+  }
+  kept_ = *most_kept_ + (too_many_ - *most_kept_) / 2;
+  return choice_ = keeping_last(kept_);
+}
+
+void BudgetSearch::ran_out(const std::string& error) {
+  if (kept_ == 0) why_ = "it ran out of memory: " + error;
+  too_many_ = kept_;
+}
+
 /// The smallest peak whose seconds are allowed; nothing where none is smaller than that of a plain step.
 std::optional<BlockChoice> BudgetSearch::next_least() {
   const auto spans = tape_.spans();
@@ -98,6 +143,7 @@ std::optional<BlockChoice> BudgetSearch::next_least() {
 }
 
 std::optional<BlockChoice> BudgetSearch::next() {
+  if (is_unrecorded()) return next_unrecorded();
   if (is_bound_by_time()) return next_least();
   if (is_over_ || measured_peak_ <= budget_) return std::nullopt;
   if (tried_lowest_) refuse("the lowest peak of tensors that was reached is " + size_text(floor_));
@@ -127,6 +173,17 @@ bool BudgetSearch::choose(const BlockPlan& plan) {
 }
 
 void BudgetSearch::measured(std::int64_t peak) {
+  if (is_unrecorded()) {
+    if (kept_ == 0) floor_ = peak;
+    if (peak > budget_) {
+      if (kept_ == 0) why_ = "it takes " + size_text(peak);
+      too_many_ = kept_;
+    } else {
+      most_kept_ = kept_;
+      measured_peak_ = predicted_peak_ = peak;
+    }
+    return;
+  }
   measured_peak_ = peak;
   floor_ = std::min(floor_, peak);
   if (is_bound_by_time()) {
@@ -167,6 +224,7 @@ void BudgetSearch::refuse(const std::string& found) const {
 
 std::vector<std::pair<std::int64_t, double>> BudgetSearch::curve(int points) const {
   std::vector<std::pair<std::int64_t, double>> found;
+  if (is_unrecorded()) return found;
   const auto spans = tape_.spans();
   for (int i = 0; i < points; ++i) {
     const auto budget = plain_peak_ - (plain_peak_ - floor_) * i / std::max(points - 1, 1);
@@ -195,7 +253,8 @@ std::string BudgetSearch::summary() const {
   }
   std::string text = parts.front();
   for (std::size_t i = 1; i < parts.size(); ++i) text += (i + 1 < parts.size() ? ", " : ", and ") + parts[i];
-  text += ": a step takes " + size_text(measured_peak_) + within + ", and " + size_text(plain_peak_) + " without.";
+  text += ": a step takes " + size_text(measured_peak_) + within +
+          (is_unrecorded() ? ", and does not fit without." : ", and " + size_text(plain_peak_) + " without.");
   if (is_bound_by_time()) text += " That is the least " + slowdown_text() + '.';
   return text + note;
 }
@@ -225,6 +284,11 @@ std::vector<std::vector<std::string>> BudgetSearch::block_rows() const {
   }
   std::vector<BlockAction> known;
   std::vector<std::vector<std::string>> rows{{"block", "keeps for backward"}};
+  if (is_unrecorded()) {
+    rows = {{"block", "now"}};
+    for (const auto& name : tape_.names) rows.push_back({name, now_text(choice_.action_of(name))});
+    return rows;
+  }
   for (const auto action : kRecordedActions) {
     if (!tape_.has(action)) continue;
     known.push_back(action);
@@ -247,6 +311,10 @@ std::vector<std::vector<std::string>> BudgetSearch::block_rows() const {
 
 /// What the choice comes to, in sentences.
 std::string BudgetSearch::outcome() const {
+  if (is_unrecorded()) {
+    return "Peak " + size_text(measured_peak_) + " of a budget of " + size_text(budget_) + "; " + size_text(floor_) +
+           " with every block run again. With every block kept a step does not fit, so that none was recorded.";
+  }
   auto text = "Peak " + size_text(measured_peak_) + " (predicted " + size_text(predicted_peak_) + ')' +
               (is_bound_by_time() ? ", the least " + slowdown_text() : " of a budget of " + size_text(budget_)) + "; " +
               size_text(plain_peak_) + " with every block kept, and " + size_text(floor_) + " at the least.";
@@ -271,6 +339,17 @@ monitor::Report BudgetSearch::report() const {
   report.paragraph(choice_.empty() ? "A step takes " + size_text(plain_peak_) + " with every block kept, and " +
                                          size_text(floor_) + " at the least."
                                    : outcome());
+  if (!is_unrecorded()) report.add(curve_chart());
+  auto rows = block_rows();
+  monitor::Table blocks{.title = "Blocks"};
+  for (auto& title : rows.front()) blocks.columns.push_back({std::move(title)});
+  for (std::size_t i = 1; i < blocks.columns.size() - 1; ++i) blocks.columns[i].align = monitor::Align::Right;
+  for (std::size_t i = 1; i < rows.size(); ++i) blocks.rows.emplace_back(rows[i].begin(), rows[i].end());
+  report.add(std::move(blocks));
+  return report;
+}
+
+monitor::LineChart BudgetSearch::curve_chart() const {
   constexpr double kMiB = 1 << 20;
   monitor::Series predicted{.name = "predicted"};
   for (const auto& [peak, seconds] : curve(kReportPoints)) {
@@ -287,14 +366,7 @@ monitor::Report BudgetSearch::report() const {
     const double added = 1e3 * std::max(0.0, seconds_ - plain_seconds_);
     chart.series.push_back({.name = "this choice, measured", .x = {peak, peak}, .y = {0, added}, .dashed = true});
   }
-  report.add(std::move(chart));
-  auto rows = block_rows();
-  monitor::Table blocks{.title = "Blocks"};
-  for (auto& title : rows.front()) blocks.columns.push_back({std::move(title)});
-  for (std::size_t i = 1; i < blocks.columns.size() - 1; ++i) blocks.columns[i].align = monitor::Align::Right;
-  for (std::size_t i = 1; i < rows.size(); ++i) blocks.rows.emplace_back(rows[i].begin(), rows[i].end());
-  report.add(std::move(blocks));
-  return report;
+  return chart;
 }
 
 }  // namespace oxytorch::memory

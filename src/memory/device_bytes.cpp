@@ -189,7 +189,8 @@ std::string DeviceBlocks::refusal(c10::Device device) {
 
 DeviceBlocks::~DeviceBlocks() {
   reports_->show(nullptr);
-  if (std::this_thread::get_id() != thread_) static_cast<void>(place_.release());  // that thread's place, not this one's
+  if (std::this_thread::get_id() != thread_)
+    static_cast<void>(place_.release());  // that thread's place, not this one's
 }
 
 }  // namespace oxytorch::memory

@@ -31,8 +31,8 @@ struct DeviceMemory {
 /// Error(NotSupported) where torch's allocator does not tell.
 [[nodiscard]] DeviceMemory memory_of(c10::Device device);
 
-/// A watermark of what tensors of a device take, or of what the allocator has taken for them. The allocator has one peak
-/// of each, which every watermark begins anew: all that run take in what it was until then.
+/// A watermark of what tensors of a device take, or of what the allocator has taken for them. The allocator has one
+/// peak of each, which every watermark begins anew: all that run take in what it was until then.
 class DevicePeak {
  public:
   enum class Of : std::uint8_t { Tensors, Allocator };

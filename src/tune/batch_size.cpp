@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "memory/device_bytes.h"
 #include "oxytorch/clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/memory.h"
@@ -17,7 +18,6 @@
 #include "oxytorch/system.h"
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/snapshot.h"
-#include "memory/device_bytes.h"
 #include "oxytorch/units.h"
 
 namespace oxytorch {
@@ -77,7 +77,7 @@ std::optional<std::vector<double>> seconds_of(tune::Run& run, const std::functio
   } catch (const std::exception& error) {
     cap.revert();
     why = error.what();
-    if (dynamic_cast<const std::bad_alloc*>(&error) == nullptr && !says_out_of_memory(why)) throw;
+    if (!is_out_of_memory(error)) throw;
     return std::nullopt;
   } catch (...) {
     cap.revert();

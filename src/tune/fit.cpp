@@ -4,18 +4,21 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "memory/device_bytes.h"
 #include "oxytorch/clock.h"
 #include "oxytorch/error.h"
+#include "oxytorch/memory/batch_search.h"
 #include "oxytorch/memory/meter.h"
 #include "oxytorch/tune/run.h"
 #include "oxytorch/tune/snapshot.h"
 #include "tune/fit_run.h"
-#include "memory/device_bytes.h"
 #include "tune/step_start.h"
 
 namespace oxytorch {
@@ -66,6 +69,40 @@ MemoryPlan fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Los
   return *std::move(plan);
 }
 
+/// The same where a step with everything kept does not fit in memory.
+static std::optional<MemoryPlan> fit_unrecorded(tune::Run& run, const tune::FitTarget& target, tune::Snapshot& snapshot,
+                                                const std::function<std::int64_t(const memory::BlockChoice&)>& measured,
+                                                std::int64_t budget) {
+  // The more blocks are run again, the further a step comes, and the more of them it names.
+  std::vector<std::string> blocks;
+  for (bool is_more = true; is_more;) {
+    const memory::PlannedBlocks active({memory::BlockAction::Full, blocks});
+    const memory::Meter meter({.device = run.device(), .timeline = true});
+    try {
+      take_step(run, run.batches().front(), target.can_repeat);
+    } catch (const std::exception& error) {
+      if (!is_out_of_memory(error)) throw;
+    }
+    auto called = blocks_of(meter.timeline());
+    is_more = called.size() > blocks.size();
+    blocks = std::move(called);
+    snapshot.restore();
+  }
+  if (blocks.empty()) return std::nullopt;
+  auto search = memory::BudgetSearch::unrecorded(std::move(blocks), budget);
+  while (const auto choice = search.next()) {
+    try {
+      measured(*choice);  // makes gradients and the optimizer's state
+      search.measured(measured(*choice));
+    } catch (const std::exception& error) {
+      if (!is_out_of_memory(error)) throw;
+      search.ran_out(error.what());
+    }
+    snapshot.restore();
+  }
+  return MemoryPlan(std::move(search));
+}
+
 std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target) {
   const auto& batch = run.batches().front();
   const auto device = run.device();
@@ -80,8 +117,6 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
     ~Restored() { snapshot.restore(); }
   } const restored{snapshot};
   const memory::Meter whole({.device = device});
-  take_step(run, batch, target.can_repeat);  // makes gradients and the optimizer's state
-  const auto base = before + whole.live_bytes();
   double seconds = 0, relative_error = 0;
   const auto measured = [&](const memory::BlockChoice& choice) {
     const memory::PlannedBlocks active(choice);
@@ -108,9 +143,20 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
     }
     return memory::StepTape::steady(std::move(tapes));
   };
-  auto tape = recorded({});
-  if (blocks.empty()) return std::nullopt;
-  const auto plain_peak = measured({});
+  std::optional<memory::StepTape> plain;
+  std::int64_t base = 0, plain_peak = 0;
+  try {
+    take_step(run, batch, target.can_repeat);  // makes gradients and the optimizer's state
+    base = before + whole.live_bytes();
+    plain = recorded({});
+    if (blocks.empty()) return std::nullopt;
+    plain_peak = measured({});
+  } catch (const std::exception& error) {
+    if (is_least || !is_out_of_memory(error)) throw;
+    snapshot.restore();
+    return fit_unrecorded(run, target, snapshot, measured, budget);
+  }
+  auto& tape = *plain;
   std::vector<std::pair<memory::BlockAction, std::string>> failed;
   for (const auto action : memory::kRecordedActions) {
     const auto format = memory::format_of(action);

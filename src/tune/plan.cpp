@@ -16,6 +16,7 @@
 #include <utility>
 #include <variant>
 
+#include "memory/device_bytes.h"
 #include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
@@ -27,7 +28,6 @@
 #include "oxytorch/tune/snapshot.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/units.h"
-#include "memory/device_bytes.h"
 #include "tune/digest.h"
 #include "tune/fit_run.h"
 #include "tune/run_workload.h"

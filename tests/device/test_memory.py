@@ -11,7 +11,7 @@ import oxytorch as ox
 import pytest
 import torch
 import torch_device
-from oxytorch.memory import Meter, MemoryPlan, fit
+from oxytorch.memory import MemoryPlan, Meter, fit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -106,6 +106,7 @@ def test_exact_on_a_known_sequence() -> None:
 def test_a_timeline_names_what_made_each_block() -> None:
     training = Training()
     training.step()
+    training.optimizer.zero_grad()  # what goes later was then made within
     with Meter(training.model, device=DEVICE, timeline=True, sites=True) as meter:
         training.step()
     timeline = meter.timeline()
@@ -163,7 +164,7 @@ def test_every_budget_is_kept_and_no_bit_changes() -> None:
         training = Training()
         budget = loose.floor + within * percent // 100
         with training.fit(budget) as plan:
-            assert plan.recomputed and plan.same_bits is True
+            assert plan.planned and plan.same_bits is True
             assert plan.measured_peak <= min(budget, last)
             assert abs(plan.predicted_peak - plan.measured_peak) <= 0.01 * plan.measured_peak
             last = plan.measured_peak
@@ -176,6 +177,34 @@ def test_every_budget_is_kept_and_no_bit_changes() -> None:
                 assert 0.97 * plan.measured_peak <= peak <= budget
     with pytest.raises(torch.OutOfMemoryError, match="lowest peak"):
         Training().fit(loose.floor // 2)
+
+
+@pytest.mark.skipif(DEVICE.type in ("cpu", "cuda"), reason="the memory of a fake device can be set")
+def test_a_step_that_does_not_fit_is_fitted() -> None:
+    plain, training = Training(), Training()
+    plain.batch = training.batch = plain.draw(256)
+    left = plain.left()
+    with Meter(device=DEVICE) as meter:
+        plain.step()
+    activations = meter.peak_bytes
+    set_limit = torch.ops.oxytorch_device.set_memory_limit
+    state = 4 * sum(p.nbytes for p in training.model.parameters())  # and its copy while the step is fitted
+    set_limit(torch.accelerator.memory_allocated(DEVICE) + state + activations * 6 // 10)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            training.step()
+        training.optimizer.zero_grad()
+        torch.manual_seed(7)
+        with training.fit("100%") as plan:
+            assert 0 < len(plan.full) < 4 + 1, plan
+            assert "does not fit without" in plan.summary() and plan.plain_peak == 0 and plan.same_bits is None
+            assert plan.table() and not plan.curve()
+            losses = training.left()[:3]
+            assert all(a.equal(b) for a, b in zip(left, losses, strict=False))
+        with pytest.raises(torch.OutOfMemoryError, match="with every block run again it takes"):
+            training.fit(plan.floor // 2)
+    finally:
+        set_limit(0)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="of the host's memory it is tested elsewhere")

@@ -36,7 +36,7 @@ namespace {
 
 constexpr int kMostDevices = 16;
 const std::set<std::string> kQuirks{"one_device", "plain_allocator", "silent_allocator", "no_hooks",
-                                    "no_streams", "no_events", "asynchronous"};
+                                    "no_streams", "no_events",       "asynchronous"};
 
 thread_local c10::DeviceIndex current = 0;
 thread_local c10::StreamId streams_in_use[kMostDevices] = {};
@@ -463,10 +463,7 @@ TORCH_LIBRARY(oxytorch_device, m) {
       s.allocs = s.frees = 0;
     }
   });
-  m.def("set_memory_limit(int bytes) -> ()", [](std::int64_t bytes) {
-    const std::lock_guard lock(statistics_mutex);
-    for (Statistics& s : statistics) s.limit = bytes;
-  });
+  m.def("set_memory_limit(int bytes) -> ()", &set_memory_limit);
   m.def("compilations() -> int", [] {
     const std::lock_guard lock(counts().mutex);
     return static_cast<std::int64_t>(counts().programs.size());
@@ -581,6 +578,11 @@ c10::Device torch_device() {
 
 c10::Device test_device() {
   return variable("OXYTORCH_DEVICE") == "cuda" ? c10::Device(c10::DeviceType::CUDA, 0) : torch_device();
+}
+
+void set_memory_limit(std::int64_t bytes) {
+  const std::lock_guard lock(statistics_mutex);
+  for (Statistics& s : statistics) s.limit = bytes;
 }
 
 std::int64_t host_reads() { return counts().reads.load(std::memory_order_relaxed); }

@@ -39,4 +39,7 @@ OXY_TEST_API c10::Device test_device();
 /// number.
 OXY_TEST_API std::int64_t host_reads();
 
+/// What each device of the library has, from here on; 0: as `sim` says.
+OXY_TEST_API void set_memory_limit(std::int64_t bytes);
+
 }  // namespace oxytorch::test

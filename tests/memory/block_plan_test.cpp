@@ -564,5 +564,44 @@ TEST(StepTapeTest, SeveralRecordingsGiveTheMedianOfEachCall) {
   EXPECT_THROW((void)StepTape::steady({}), Error);
 }
 
+TEST(BudgetSearchTest, WhereNoStepFitsTheLastBlocksAreKeptAsFarAsTheyFit) {
+  std::vector<std::string> names;
+  for (int i = 0; i < 20; ++i) names.push_back("block" + std::to_string(i));
+  for (const std::int64_t fits : {0, 1, 7, 19}) {
+    auto search = BudgetSearch::unrecorded(names, 100 + 10 * fits);
+    int steps = 0;
+    while (const auto choice = search.next()) {
+      const auto kept = static_cast<std::int64_t>(names.size() - (*choice)[BlockAction::Full].size());
+      ++steps;
+      if (kept > fits + 2) {
+        search.ran_out("out of memory");
+      } else {
+        search.measured(100 + 10 * kept);
+      }
+    }
+    EXPECT_LE(steps, 6) << "halves what is not known";
+    EXPECT_EQ(search.choice()[BlockAction::Full], std::vector(names.begin(), names.end() - fits));
+    EXPECT_EQ(search.measured_peak(), 100 + 10 * fits);
+    EXPECT_EQ(search.floor(), 100);
+    EXPECT_EQ(search.same_bits(), std::nullopt);
+    EXPECT_THAT(search.summary(), HasSubstr("of the budget of"));
+    EXPECT_THAT(search.summary(), HasSubstr("and does not fit without"));
+    EXPECT_THAT(search.table(), HasSubstr("block0"));
+    EXPECT_TRUE(search.curve(9).empty());
+    EXPECT_THAT(search.report().to_html(), HasSubstr("none was recorded"));
+  }
+  auto much = BudgetSearch::unrecorded(names, 90);
+  (void)much.next();
+  much.measured(100);
+  EXPECT_THAT([&] { (void)much.next(); },
+              testing::ThrowsMessage<Error>(HasSubstr("with every block run again it takes 100 B")));
+  auto never = BudgetSearch::unrecorded(names, 90);
+  (void)never.next();
+  never.ran_out("no memory for 7 bytes");
+  EXPECT_THAT([&] { (void)never.next(); }, testing::ThrowsMessage<Error>(HasSubstr("no memory for 7 bytes")));
+  EXPECT_THROW((void)BudgetSearch::unrecorded({}, 90), Error);
+  EXPECT_THROW((void)BudgetSearch::unrecorded(names, 0), Error);
+}
+
 }  // namespace
 }  // namespace oxytorch::memory

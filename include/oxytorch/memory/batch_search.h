@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <span>
 #include <string>
@@ -89,5 +90,7 @@ class OXY_API BatchSearch {
 
 /// Whether what a step threw says that there was no memory, whatever its type.
 [[nodiscard]] OXY_API bool says_out_of_memory(std::string_view message);
+/// Whether it is one of having run out of memory.
+[[nodiscard]] OXY_API bool is_out_of_memory(const std::exception& error);
 
 }  // namespace oxytorch

@@ -27,6 +27,11 @@ class OXY_API BudgetSearch {
   /// which takes `plain_seconds`. Error(InvalidArgument) for less than 1.
   static BudgetSearch least(StepTape tape, std::int64_t base, std::int64_t plain_peak, double plain_seconds,
                             double max_slowdown);
+  /// Where no step with everything kept fits in memory, so that none can be recorded: the last blocks are kept, as many
+  /// as the budget allows by steps that are measured, and the others run again. `names`: as a step calls them.
+  static BudgetSearch unrecorded(std::vector<std::string> names, std::int64_t budget);
+  [[nodiscard]] bool is_unrecorded() const noexcept { return most_kept_.has_value(); }
+
   /// Whether timed() is to be called for each choice, since it decides, and not for the last one alone.
   [[nodiscard]] bool is_bound_by_time() const noexcept { return max_slowdown_ > 0; }
 
@@ -34,9 +39,12 @@ class OXY_API BudgetSearch {
   /// Error(OutOfMemory), with the lowest peak, where no choice is within the budget.
   [[nodiscard]] std::optional<BlockChoice> next();
   void measured(std::int64_t peak);
+  /// Of unrecorded(), in place of measured(): the step ran out of memory, as `error` says.
+  void ran_out(const std::string& error);
   /// Medians of steps with everything kept and with the choice.
   void timed(double plain_seconds, double seconds);
-  /// Whether a step leaves the same bits as with everything kept; empty: two such steps differ from each other.
+  /// Whether a step leaves the same bits as with everything kept; empty: two such steps differ from each other, or none
+  /// fits.
   void compared(std::optional<bool> same) { same_bits_ = same; }
   /// What a step with every block under that action threw: none is put under it, and summary() says why.
   void without(BlockAction action, const std::string& error);
@@ -46,6 +54,7 @@ class OXY_API BudgetSearch {
   [[nodiscard]] const BlockChoice& choice() const noexcept { return choice_; }
   /// Bytes; the measured peak where there is none.
   [[nodiscard]] std::int64_t budget() const noexcept { return budget_; }
+  /// Of a step with everything kept; 0 where none fits.
   [[nodiscard]] std::int64_t plain_peak() const noexcept { return plain_peak_; }
   [[nodiscard]] std::int64_t predicted_peak() const noexcept { return predicted_peak_; }
   [[nodiscard]] std::int64_t measured_peak() const noexcept { return measured_peak_; }
@@ -67,10 +76,14 @@ class OXY_API BudgetSearch {
   [[nodiscard]] std::string cost() const;
 
  private:
+  explicit BudgetSearch(std::int64_t budget);
   [[nodiscard]] std::optional<BlockChoice> next_least();
+  [[nodiscard]] std::optional<BlockChoice> next_unrecorded();
+  [[nodiscard]] BlockChoice keeping_last(std::size_t count) const;
   [[nodiscard]] std::string slowdown_text() const;
   [[nodiscard]] std::vector<std::vector<std::string>> block_rows() const;
   [[nodiscard]] std::string outcome() const;
+  [[nodiscard]] monitor::LineChart curve_chart() const;
   [[nodiscard]] bool choose(const BlockPlan& plan);
   [[noreturn]] void refuse(const std::string& found) const;
 
@@ -84,6 +97,10 @@ class OXY_API BudgetSearch {
   std::optional<bool> same_bits_ = true;
   std::string left_out_;
   double relative_error_ = 0;
+  // Of unrecorded(): how many blocks a step keeps now, at the most that fit, and the fewest that do not.
+  std::size_t kept_ = 0, too_many_ = 0;
+  std::optional<std::size_t> most_kept_;
+  std::string why_;  // the least that was tried does not fit
 };
 
 }  // namespace oxytorch::memory

@@ -66,16 +66,16 @@ struct MeterOptions {
   /// Records each block: for some steps, not for a run. On a device those of the thread that makes the meter and of
   /// backward passes it begins, and the device is waited for where regions begin and end.
   bool timeline = false;
-  bool sites = false;     ///< records the Python calls that took it too: microseconds a block
+  bool sites = false;  ///< records the Python calls that took it too: microseconds a block
 };
 
 /// Counts from construction until stop() or destruction. Any number may run, up to 32 with their open phases, one of
 /// them with a timeline; all see the tensors of all threads. Tensors that were made before anything was counted
 /// are not seen, nor that they go: what lives before a meter does not count in its figures, which can so fall below 0.
 ///
-/// Errors: NotSupported where another allocator than torch's serves CPU tensors, and for a device whose allocator has no
-/// statistics, or, with a timeline, reports no blocks; InvalidState for a second timeline, and for one of a device where
-/// torch's profiler runs on this thread. A timeline of a device ends on the thread that made the meter.
+/// Errors: NotSupported where another allocator than torch's serves CPU tensors, and for a device whose allocator has
+/// no statistics, or, with a timeline, reports no blocks; InvalidState for a second timeline, and for one of a device
+/// where torch's profiler runs on this thread. A timeline of a device ends on the thread that made the meter.
 class OXY_API Meter {
  public:
   explicit Meter(const MeterOptions& options = {});
@@ -179,8 +179,8 @@ class OXY_API CountingPaused {
 /// of what the machine or container has available, after memory that is only kept has gone back to the kernel; on
 /// another device of what is free or kept by torch's allocator. Error(NotSupported) where that is not told.
 [[nodiscard]] OXY_API std::int64_t available_bytes(c10::Device device = c10::DeviceType::CPU);
-/// Bytes of a budget for tensors of `device` as a user writes it: "900MiB", or "50%" of what this process may use of the
-/// host's memory, or of all the memory of another device. Error(InvalidArgument) as of Size::parse().
+/// Bytes of a budget for tensors of `device` as a user writes it: "900MiB", or "50%" of what this process may use of
+/// the host's memory, or of all the memory of another device. Error(InvalidArgument) as of Size::parse().
 [[nodiscard]] OXY_API std::int64_t budget_bytes(std::string_view text, c10::Device device = c10::DeviceType::CPU);
 /// At most what is then left of so many bytes: for all of this process on the CPU, for all tensors on another device.
 [[nodiscard]] OXY_API std::int64_t available_bytes(std::uint64_t limit, c10::Device device = c10::DeviceType::CPU);

@@ -62,8 +62,8 @@ struct BatchForecastOptions {
 /// 32 and 64. Model, optimizer and random generators are as before then, bit for bit; also after an error.
 ///
 /// Errors: InvalidArgument for a size, a headroom or a limit that cannot be meant; NotSupported where the
-/// device's tensors cannot be recorded (memory::timeline_refusal()) and where nobody says what is available; what a step
-/// throws.
+/// device's tensors cannot be recorded (memory::timeline_refusal()) and where nobody says what is available; what a
+/// step throws.
 [[nodiscard]] OXY_API BatchForecast will_it_fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
                                                 LossFunction loss, const std::function<Batch(std::int64_t)>& make_batch,
                                                 std::int64_t size, const BatchForecastOptions& options = {});

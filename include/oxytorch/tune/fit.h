@@ -50,13 +50,15 @@ struct FitOptions {
 /// Records a step (zero_grad, loss, backward, clip, optimizer step) on `batch`, chooses for each block
 /// (memory::block()) what is done with what its backward needs: it is kept, results of cheap operators are made again,
 /// the whole block is run again, or what it saves is packed in one of `formats`. The choice takes the least time within
-/// `budget` ("900MiB", "50%" of the memory that this process may use, or "least": the lowest peak at which a step takes
-/// at most `max_slowdown` times as long). Measures the step with that, and chooses again by what the peak is above the
-/// budget. Bytes are those of tensors, parameters, gradients and optimizer state included. About twenty steps are
-/// taken, and three for each format; model, optimizer and random generators are then what they were, bit for bit.
+/// `budget` ("900MiB", "50%" of the memory that this process may use or that another device has, or "least": the lowest
+/// peak at which a step takes at most `max_slowdown` times as long). Measures the step with that, and chooses again by
+/// what the peak is above the budget. Bytes are those of tensors, parameters, gradients and optimizer state included.
+/// About twenty steps are taken, and three for each format; model, optimizer and random generators are then what they
+/// were, bit for bit. Where a step runs out of memory with every block kept, the last blocks are kept, as many as
+/// measured steps allow.
 ///
 /// Errors: OutOfMemory, with the lowest peak, where no choice is within the budget; InvalidArgument for a
-/// budget that is none, and for a model that calls no blocks; NotSupported on another device than a CPU.
+/// budget that is none, and for a model that calls no blocks; NotSupported where memory::timeline_refusal() says why.
 [[nodiscard]] OXY_API MemoryPlan fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer, LossFunction loss,
                                      const Batch& batch, std::string_view budget, const FitOptions& options = {});
 

@@ -34,6 +34,7 @@ __all__: list[str] = [
     "Timeline",
     "available_bytes",
     "block_actions",
+    "budget_bytes",
     "can_count",
     "cap_host_memory",
     "checkpoint",
@@ -63,6 +64,7 @@ __all__: list[str] = [
     "says_out_of_memory",
     "selective_checkpoint",
     "set_limit",
+    "timeline_refusal",
     "use_host_pool",
 ]
 
@@ -505,6 +507,13 @@ class BudgetSearch:
         """
         By time in place of a budget.
         """
+    @staticmethod
+    def unrecorded(
+        names: collections.abc.Sequence[str], budget: typing.SupportsInt | typing.SupportsIndex
+    ) -> BudgetSearch:
+        """
+        Where no step with everything kept fits.
+        """
     def __init__(
         self,
         tape: StepTape,
@@ -520,6 +529,7 @@ class BudgetSearch:
         """
         What is to be done with blocks next; None: it is over.
         """
+    def ran_out(self, error: str) -> None: ...
     def report(self) -> oxytorch._C.monitor.Report:
         """
         The same as a document, with the curve as a plot.
@@ -543,6 +553,8 @@ class BudgetSearch:
     def is_bound_by_time(self) -> bool: ...
     @property
     def is_optimal(self) -> bool: ...
+    @property
+    def is_unrecorded(self) -> bool: ...
     @property
     def measured_peak(self) -> int: ...
     @property
@@ -678,9 +690,9 @@ class MemoryManager:
     @property
     def steps(self) -> int: ...
 
-def available_bytes(limit: typing.SupportsInt | typing.SupportsIndex | None = None) -> int:
+def available_bytes(device: torch.device, limit: typing.SupportsInt | typing.SupportsIndex | None = None) -> int:
     """
-    Bytes that tensors may still take.
+    Bytes that tensors of a device may still take.
     """
 
 def block_actions() -> list[str]:
@@ -688,9 +700,14 @@ def block_actions() -> list[str]:
     What may be done with a block, in the order of StepTape.seconds().
     """
 
-def can_count() -> bool:
+def budget_bytes(text: str, device: torch.device) -> int:
     """
-    Whether bytes of CPU tensors can be counted.
+    Bytes of a budget as a user writes it.
+    """
+
+def can_count(device: torch.device) -> bool:
+    """
+    Whether bytes of a device's tensors can be counted.
     """
 
 def cap_host_memory(limit: typing.SupportsInt | typing.SupportsIndex) -> oxytorch._C.trainer.HostSetting:
@@ -730,7 +747,9 @@ def keep_host_pool() -> oxytorch._C.trainer.HostSetting:
     Lets the pool keep its free pages while it is taken out, until reverted: for trials.
     """
 
-def leaks(step: collections.abc.Callable, steps: typing.SupportsInt | typing.SupportsIndex) -> list[PeakPart]:
+def leaks(
+    step: collections.abc.Callable, steps: typing.SupportsInt | typing.SupportsIndex, device: torch.device
+) -> list[PeakPart]:
     """
     What each step leaves behind.
     """
@@ -818,6 +837,11 @@ def selective_checkpoint(function: collections.abc.Callable) -> typing.Any:
 def set_limit(bytes: typing.SupportsInt | typing.SupportsIndex) -> oxytorch._C.trainer.HostSetting:
     """
     A limit on the memory of this process.
+    """
+
+def timeline_refusal(device: torch.device) -> str:
+    """
+    Why no timeline can be recorded; empty: it can.
     """
 
 def use_host_pool(

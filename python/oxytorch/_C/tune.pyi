@@ -53,8 +53,8 @@ __all__: list[str] = [
     "allows",
     "asked_of",
     "batches_of_trial",
-    "checkpointing_refusal",
     "clip_factor",
+    "closures_unplanned",
     "decided_by",
     "draw_steps",
     "draws_fault",
@@ -959,16 +959,16 @@ def batches_of_trial(accumulation: typing.SupportsInt | typing.SupportsIndex) ->
     Batches of a step that is tried, where a step of the run is of `accumulation`.
     """
 
-def checkpointing_refusal(device: str, is_closure: bool) -> str:
-    """
-    Why gradient_checkpointing can have no effect on a step; empty where it can.
-    """
-
 def clip_factor(
     gradients: collections.abc.Sequence[torch.Tensor | None], norm: typing.SupportsFloat | typing.SupportsIndex
 ) -> float:
     """
     By what gradients are multiplied where they are clipped by norm; 1 where they are not above it.
+    """
+
+def closures_unplanned() -> str:
+    """
+    Why gradient_checkpointing can have no effect on steps that are closures.
     """
 
 def decided_by(

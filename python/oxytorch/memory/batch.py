@@ -114,7 +114,8 @@ def _memory_of(device: torch.device | str | None) -> _Memory:
     return _Host() if device.type == "cpu" else _Device(device)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether it is one of having run out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and bool(_native.says_out_of_memory(str(error)))
@@ -169,7 +170,7 @@ def _run(
                 memory.synchronize()
                 times.append(time.perf_counter() - began)
     except Exception as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         error.__traceback__ = None  # its frames hold tensors
         return str(error)

@@ -18,6 +18,7 @@ from .. import _C
 from ..base import format_size
 from ..model.snapshot import Snapshot, snapshot_of_step
 from ..monitor import Report
+from .batch import is_out_of_memory
 from .checkpoint import checkpoint, selective_checkpoint
 from .meter import Meter
 from .pack import Format, PackSavedTensors
@@ -310,7 +311,8 @@ def fit(
     once more with every block under `selective_checkpoint`, and under `PackSavedTensors` of each format. Each block is
     then left as it is, put under one of these, or under `checkpoint`, whatever costs the least time within the budget,
     and the step is measured; where its peak is above the budget, the difference is taken off and the choice is made
-    again. What the trial steps changed (model, optimizer, random states) is put back.
+    again. What the trial steps changed (model, optimizer, random states) is put back. Where a step runs out of memory
+    with every block kept, the last blocks are kept, as many as measured steps allow, and the others run again.
 
     Parameters
     ----------
@@ -440,24 +442,35 @@ def _fitted(
 ) -> MemoryPlan:
     device = device_of(model)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    with Meter(device=device) as whole, ExitStack() as undo:
-        step()  # makes gradients and the optimizer's state
-        kept = {id(p.grad) for p in model.parameters()}
-        # Gradients that the step replaced are alive for the snapshot alone.
-        held = snapshot.nbytes(device, leave_out=[g for g in gradients if id(g) not in kept])
+    held = 0
 
-        def measured() -> tuple[int, float]:
+    def measured() -> tuple[int, float]:
+        _synchronize(device)
+        began = time.perf_counter()
+        with Meter(device=device) as meter:
+            step()
             _synchronize(device)
-            began = time.perf_counter()
-            with Meter(device=device) as meter:
-                step()
-                _synchronize(device)
-            return held + whole.live_bytes - meter.live_bytes + meter.peak_bytes, time.perf_counter() - began
+        return held + whole.live_bytes - meter.live_bytes + meter.peak_bytes, time.perf_counter() - began
 
-        base = held + whole.live_bytes
-        tape = _recorded(model, step, names)
-        plain_peak, _ = measured()
-        failed = {}
+    with Meter(device=device) as whole, ExitStack() as undo:
+        try:
+            step()  # makes gradients and the optimizer's state
+            kept = {id(p.grad) for p in model.parameters()}
+            # Gradients that the step replaced are alive for the snapshot alone.
+            held = snapshot.nbytes(device, leave_out=[g for g in gradients if id(g) not in kept])
+            base = held + whole.live_bytes
+            tape = _recorded(model, step, names)
+            plain_peak, _ = measured()
+            fits = True
+        except Exception as out_of_memory:
+            if max_slowdown is not None or not is_out_of_memory(out_of_memory):
+                raise
+            fits = False
+        if not fits:  # what the error held is free now
+            snapshot.restore()
+            held = snapshot.nbytes(device, leave_out=gradients)
+            return _unrecorded(model, names, budget, snapshot, lambda: measured()[0])
+        failed: dict[str, Exception] = {}
         for action in ["selective", *(format for format in _FORMATS if format in formats)]:
             error = _add_action(action, tape, model, step, names, snapshot)
             if error is not None:
@@ -482,6 +495,29 @@ def _fitted(
                 _time(plan, lambda: measured()[1])
             search.compared(_same_bits(plan, model, step, snapshot))
         return plan  # taken out here, and put in by fit()
+
+
+def _unrecorded(
+    model: nn.Module, names: list[str], budget: int, snapshot: Snapshot, measured: Callable[[], int]
+) -> MemoryPlan:
+    """Do the same where a step with everything kept does not fit in memory."""
+    search = _native.BudgetSearch.unrecorded(names, budget)
+    plan = MemoryPlan(model, search)
+    try:
+        while search.next() is not None:
+            plan._apply()
+            try:
+                measured()  # makes gradients and the optimizer's state
+                search.measured(measured())
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                search.ran_out(str(error))
+            plan.revert()
+            snapshot.restore()
+    finally:
+        plan.revert()
+    return plan
 
 
 def _recorded(model: nn.Module, step: Callable[[], Any], names: list[str]) -> _native.StepTape:

@@ -112,7 +112,8 @@ class Meter:
         Where another allocator than torch's serves CPU tensors; for a device whose allocator has no statistics, or with
         a timeline reports no blocks.
     RuntimeError
-        For a second timeline, for one of a device where torch's profiler runs, or figures of a meter that has not begun.
+        For a second timeline, for one of a device where torch's profiler runs, and for figures of a meter that has not
+        begun.
 
     Examples
     --------
