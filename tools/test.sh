@@ -38,7 +38,8 @@ python3 -c 'import sys, torch; sys.exit(torch.backends.cuda.is_built())' || devi
 for device in "${devices[@]}"; do
   step "pytest on $device" env OXYTORCH_DEVICE=$device python3 -m pytest -n "$cores" \
     --junit-xml="$reports/pytest-$device.xml" "$@" tests/device tests/amp/test_amp.py tests/trainer/test_fit.py \
-    tests/optim/test_device.py tests/optim/test_stability_device.py tests/ops/test_other_devices.py
+    tests/optim/test_device.py tests/optim/test_stability_device.py tests/ops/test_other_devices.py \
+    tests/tune/test_goal.py tests/tune/test_checkpointing.py
 done
 
 counts=$(python3 tools/counts.py "$reports" || true)

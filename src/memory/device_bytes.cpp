@@ -1,5 +1,6 @@
 #include "memory/device_bytes.h"
 
+#include <ATen/Context.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
@@ -64,6 +65,7 @@ c10::Device indexed(c10::Device device) {
 c10::DeviceAllocator* statistics_of(c10::Device device) {
   auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
   if (allocator == nullptr) return nullptr;
+  if (device.is_cuda()) at::globalContext().lazyInitDevice(device.type());  // it has none before
   try {
     static_cast<void>(allocator->getDeviceStats(indexed(device).index()));
   } catch (const c10::Error&) {  // an allocator that a program has put in its place may have none

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 #include <iomanip>
 #include <sstream>
 
@@ -19,6 +20,7 @@
 #include "oxytorch/config_use.h"
 #include "oxytorch/data/loader_settings.h"
 #include "oxytorch/error.h"
+#include "oxytorch/memory/batch_search.h"
 #include "oxytorch/memory/manager.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/optim/schedule.h"
@@ -309,9 +311,10 @@ at::Tensor Trainer::step(const Batch& batch) {
   std::string why;
   try {
     return self.counted(self.decisions.plan().step(here));
-  } catch (const c10::OutOfMemoryError& error) {
-    if (self.engine.update_begun()) throw;
-    why = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    if (self.engine.update_begun() || !is_out_of_memory(error)) throw;
+    const auto* const torchs = dynamic_cast<const c10::Error*>(&error);
+    why = torchs == nullptr ? error.what() : torchs->what_without_backtrace();
   }
   start.restore();
   self.decisions.fit_again(here, why);

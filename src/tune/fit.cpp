@@ -48,6 +48,40 @@ double median(std::array<double, kPairs> values) {
   return values[kPairs / 2];
 }
 
+/// What fit_run() does where a step with everything kept does not fit in memory.
+std::optional<MemoryPlan> fit_unrecorded(tune::Run& run, const tune::FitTarget& target, tune::Snapshot& snapshot,
+                                         const std::function<std::int64_t(const memory::BlockChoice&)>& measured,
+                                         std::int64_t budget) {
+  // The more blocks are run again, the further a step comes, and the more of them it names.
+  std::vector<std::string> blocks;
+  for (bool is_more = true; is_more;) {
+    const memory::PlannedBlocks active({memory::BlockAction::Full, blocks});
+    const memory::Meter meter({.device = run.device(), .timeline = true});
+    try {
+      take_step(run, run.batches().front(), target.can_repeat);
+    } catch (const std::exception& error) {
+      if (!is_out_of_memory(error)) throw;
+    }
+    auto called = blocks_of(meter.timeline());
+    is_more = called.size() > blocks.size();
+    if (is_more) blocks = std::move(called);
+    snapshot.restore();
+  }
+  if (blocks.empty()) return std::nullopt;
+  auto search = memory::BudgetSearch::unrecorded(std::move(blocks), budget);
+  while (const auto choice = search.next()) {
+    try {
+      measured(*choice);  // makes gradients and the optimizer's state
+      search.measured(measured(*choice));
+    } catch (const std::exception& error) {
+      if (!is_out_of_memory(error)) throw;
+      search.ran_out(error.what());
+    }
+    snapshot.restore();
+  }
+  return MemoryPlan(std::move(search));
+}
+
 }  // namespace
 
 MemoryPlan::MemoryPlan(memory::BudgetSearch search) : search_(std::move(search)) {
@@ -67,40 +101,6 @@ MemoryPlan fit(torch::nn::Module& model, torch::optim::Optimizer& optimizer, Los
   auto plan = tune::fit_run(run, target);
   OXY_CHECK(plan, InvalidArgument, tune::kNoBlocks);
   return *std::move(plan);
-}
-
-/// The same where a step with everything kept does not fit in memory.
-static std::optional<MemoryPlan> fit_unrecorded(tune::Run& run, const tune::FitTarget& target, tune::Snapshot& snapshot,
-                                                const std::function<std::int64_t(const memory::BlockChoice&)>& measured,
-                                                std::int64_t budget) {
-  // The more blocks are run again, the further a step comes, and the more of them it names.
-  std::vector<std::string> blocks;
-  for (bool is_more = true; is_more;) {
-    const memory::PlannedBlocks active({memory::BlockAction::Full, blocks});
-    const memory::Meter meter({.device = run.device(), .timeline = true});
-    try {
-      take_step(run, run.batches().front(), target.can_repeat);
-    } catch (const std::exception& error) {
-      if (!is_out_of_memory(error)) throw;
-    }
-    auto called = blocks_of(meter.timeline());
-    is_more = called.size() > blocks.size();
-    blocks = std::move(called);
-    snapshot.restore();
-  }
-  if (blocks.empty()) return std::nullopt;
-  auto search = memory::BudgetSearch::unrecorded(std::move(blocks), budget);
-  while (const auto choice = search.next()) {
-    try {
-      measured(*choice);  // makes gradients and the optimizer's state
-      search.measured(measured(*choice));
-    } catch (const std::exception& error) {
-      if (!is_out_of_memory(error)) throw;
-      search.ran_out(error.what());
-    }
-    snapshot.restore();
-  }
-  return MemoryPlan(std::move(search));
 }
 
 std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target) {

@@ -345,7 +345,8 @@ struct Tuner::Impl : Combinations {
     const bool may_grow = options.goal == Goal::Speed;
     if (may_grow && std::isinf(options.max_growth)) return "";
     const auto given = bytes_with({}), now = bytes_with(names);
-    if (!given || !now) return "";
+    if (!given) return "";
+    if (!now) return may_grow ? "" : "what a step takes of memory with it is not known.";
     const auto bytes = static_cast<double>(*given);
     if (static_cast<double>(*now) <= (may_grow ? bytes * options.max_growth + kPolicy.uncounted_bytes : bytes))
       return "";

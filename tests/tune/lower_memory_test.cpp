@@ -104,6 +104,8 @@ TEST_F(TunerTest, TheAllocatorThatLeavesLeastInMemoryIsTheLastChoice) {
   const auto made = tuned({.goal = Goal::Memory, .max_slowdown = 1.3});
   EXPECT_THAT(made.accepted(), ElementsAre("small", "host_pool"));
   EXPECT_NEAR(1 / made.speedup->mid, 1.1 * 1.05, 0.02);
+  EXPECT_NEAR(made.tuned_seconds / made.baseline_seconds, 1.1 * 1.05, 0.02) << "over a step as given";
+  EXPECT_NEAR(made.baseline_seconds, table.step_seconds, 0.1 * table.step_seconds);
   EXPECT_THAT(entry(made, "host_pool").reason,
               testing::StartsWith("the process has 4.49 KiB in memory instead of 5.96 KiB; 1.15"));
   EXPECT_EQ(entry(made, "keeps").status, Status::Rejected);
@@ -112,10 +114,23 @@ TEST_F(TunerTest, TheAllocatorThatLeavesLeastInMemoryIsTheLastChoice) {
   table.planted["host_pool"].factor = 1.4;  // too slow: the next best
   const auto without = tuned({.goal = Goal::Memory, .max_slowdown = 1.3});
   EXPECT_THAT(without.accepted(), ElementsAre("small"));
-  EXPECT_THAT(entry(without, "host_pool").reason, HasSubstr("and its time"));
+  EXPECT_THAT(entry(without, "host_pool").reason, HasSubstr("and its time in place of what was kept is 0.57"));
   table.planted["host_pool"].throws = "step_resident";
   table.planted["keeps"].resident = 50;  // without it 50 bytes less, and not 10% of a step as given
   EXPECT_THAT(tuned({.goal = Goal::Memory, .max_slowdown = 1.3}).accepted(), ElementsAre("keeps", "small"));
+}
+
+TEST_F(TunerTest, WhatTakesMemoryThatNobodySeesIsForSpeedAlone) {
+  table.plant({.offer = {.name = "graph"}, .factor = 0.5, .unseen = true});
+  table.plant({.offer = {.name = "small"}, .factor = 1.1, .bytes = -300});
+  const auto fast = tuned();
+  EXPECT_THAT(fast.accepted(), ElementsAre("graph"));
+  EXPECT_EQ(fast.given_peak_bytes, 1000);
+  EXPECT_EQ(fast.tuned_peak_bytes, std::nullopt);
+  const auto made = tuned({.goal = Goal::Memory});
+  EXPECT_THAT(made.accepted(), ElementsAre("small"));
+  EXPECT_THAT(entry(made, "graph").reason, HasSubstr("is not known"));
+  EXPECT_EQ(made.tuned_peak_bytes, 700);
 }
 
 TEST_F(TunerTest, WhatIsRefusedBesideOthersTakesNoMemoryGainWithIt) {

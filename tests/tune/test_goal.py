@@ -11,6 +11,8 @@ import torch
 import torch_device
 from deep_model import Deep, batch
 from oxytorch.memory import Meter
+from oxytorch.model.snapshot import Snapshot
+from oxytorch.tune.workload import RunWorkload
 from planted import only
 from torch import Tensor, nn
 
@@ -89,6 +91,29 @@ def test_memory_is_a_budget() -> None:
     plan.revert()
     with only(), pytest.raises(torch.OutOfMemoryError, match="the lowest peak of tensors that was reached is"):
         accelerated(model, memory=1000)
+
+
+def test_memory_that_nobody_sees_is_not_known() -> None:
+    class Pool(ox.tune.Strategy):
+        """A graph of a device takes its memory from a pool of its own."""
+
+        name, unseen_memory = "pool", True
+
+        def apply(self, run: ox.tune.Run) -> None:
+            pass
+
+        def revert(self, run: ox.tune.Run) -> None:
+            pass
+
+    model = Deep(plain=True).to(DEVICE)
+    inputs, targets = (t.to(DEVICE) for t in batch())
+    with only(Pool):
+        run = ox.tune.Run(model, torch.optim.SGD(model.parameters(), lr=0.01), CRITERION, [(inputs, targets)])
+        workload = RunWorkload(run, Snapshot.of(model))
+        assert (workload.step_bytes() or 0) > sum(p.nbytes for p in model.parameters())
+        run.set_active(["pool"])
+        assert workload.step_bytes() is None
+        run.set_active([])
 
 
 @pytest.mark.cpu_only("what a process has in memory is of the host")

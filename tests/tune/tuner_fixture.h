@@ -30,6 +30,7 @@ struct Planted {
   std::string throws = {};    ///< the member that throws: "applies", "expected_cost", "apply", "step"
   std::int64_t bytes = -100;  ///< of a step's memory while it is active
   std::int64_t resident = 0;  ///< more of the process in memory
+  bool unseen = false;        ///< what a step takes with it is not known
   bool shows_late = false;    ///< a glance does not see that it is not honest
 };
 
@@ -119,7 +120,10 @@ class Table : public Workload {
     time += 2 * step_seconds;
     for (const auto& name : now) throw_from(name, "step_bytes");
     std::int64_t bytes = given_bytes;
-    for (const auto& name : now) bytes += planted[name].bytes;
+    for (const auto& name : now) {
+      if (planted[name].unseen) return std::nullopt;
+      bytes += planted[name].bytes;
+    }
     return bytes;
   }
   std::optional<std::int64_t> step_resident() override {

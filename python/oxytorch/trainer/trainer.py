@@ -17,6 +17,7 @@ from ..config import PerformanceConfig
 from ..data.batches import on_device
 from ..data.loader import Loader
 from ..generators import rng_state, seed_generators, set_rng_state
+from ..memory.batch import is_out_of_memory
 from ..report import SettingLine, TrainingReport
 from ..step import is_closure, no_phase
 from ..tune.accelerate import earlier_plan
@@ -290,8 +291,8 @@ class Trainer:
         start = StepStart(self._run)
         try:
             return self._decisions.plan.step(batch)
-        except torch.OutOfMemoryError as error:
-            if self._run.update_begun or is_closure(batch):
+        except Exception as error:
+            if self._run.update_begun or is_closure(batch) or not is_out_of_memory(error):
                 raise
             why = told(error)
         start.restore()

@@ -41,6 +41,8 @@ class Strategy(Change):
         Tried only where the plan takes the steps (``plan.step(batch)``), as it changes the loop itself.
     feeds : bool
         It changes what batches are drawn from, ``run.data``, and nothing of the step.
+    unseen_memory : bool
+        Its steps take memory that `Meter` does not see, such as the pool of a graph: what they take is not known.
     settle : int
         Steps that are not measured after it was switched; one fewer where a step lasts over 50 ms.
     max_speedup : float
@@ -57,6 +59,7 @@ class Strategy(Change):
     renewed_by: tuple[str, ...] = ()
     needs_loop: bool = False
     feeds: bool = False
+    unseen_memory: bool = False
     settle: int = 1
     max_speedup: float = 3.0
     expected_speedup: float = 1.05
@@ -115,7 +118,7 @@ def strategy(name: str, *, kind: Kind, **attributes: Any) -> Callable[[_Class], 
         "exact" promises the same bits, and is held to it.
     **attributes
         Of `Strategy`: ``group``, ``requires``, ``interacts``, ``part_of``, ``renewed_by``, ``needs_loop``, ``feeds``,
-        ``settle``, ``cost``, ``max_speedup``, ``expected_speedup``.
+        ``unseen_memory``, ``settle``, ``cost``, ``max_speedup``, ``expected_speedup``.
 
     Raises
     ------

@@ -295,7 +295,8 @@ class RunWorkload(_native.Workload):
     def step_bytes(self) -> int | None:
         """Take steps; the most that tensors take in one, model and optimizer included, where that can be measured."""
         run = self.run
-        if not _memory.can_count(run.device):
+        is_seen = not any(run.strategies[name].unseen_memory for name in run.active)
+        if not is_seen or not _memory.can_count(run.device):
             return None
         with Meter(device=run.device) as whole:
             before = run.held_bytes(run.batches[0])

@@ -326,7 +326,7 @@ class CompileMaxAutotune(_Compile):
     _usual_seconds = 60.0
 
 
-@strategy("compile_reduce_overhead", kind="tolerance", part_of=("step_graph",))
+@strategy("compile_reduce_overhead", kind="tolerance", part_of=("step_graph",), unseen_memory=True)
 class CompileReduceOverhead(_Compile):
     """`torch.compile` with the kernels of a graph launched as one."""
 

@@ -213,6 +213,7 @@ class NativeCrossEntropy(_Deferred):
     requires=("step_tail",),
     interacts=("compile", "bf16_autocast", "channels_last"),
     needs_loop=True,
+    unseen_memory=True,
     settle=6,
     cost="batches are copied to where the recording reads them; its intermediate results stay allocated.",
 )
