@@ -61,6 +61,11 @@ std::int64_t taken_bytes() {
   return allocator->getDeviceStats(0).allocated_bytes[0].current;
 }
 
+struct Limited {
+  explicit Limited(std::int64_t bytes) { set_memory_limit(bytes); }
+  ~Limited() { set_memory_limit(0); }
+};
+
 TEST(DeviceMemoryTest, EachMeterHasItsOwnPeak) {
   Meter outer({.device = test_device()});
   const auto kept = at::empty({1000}, test_device());
@@ -130,10 +135,6 @@ TEST(DeviceMemoryTest, AStepThatDoesNotFitIsFitted) {
   training.batch = plain.batch;
   std::int64_t state = 0;
   for (const auto& p : training.model->parameters()) state += 4 * static_cast<std::int64_t>(p.nbytes());
-  struct Limited {
-    explicit Limited(std::int64_t bytes) { set_memory_limit(bytes); }
-    ~Limited() { set_memory_limit(0); }
-  };
   const Limited limited(taken_bytes() + state + activations * 6 / 10);
   EXPECT_THROW(training.step(), c10::OutOfMemoryError);
   training.optimizer->zero_grad();
@@ -145,6 +146,28 @@ TEST(DeviceMemoryTest, AStepThatDoesNotFitIsFitted) {
   EXPECT_LE(plan.figures().measured_peak(), plan.figures().budget());
   const auto ends = training.left();
   for (std::size_t i = 0; i < left.size(); ++i) EXPECT_TRUE(at::equal(left[i], ends[i])) << i;
+}
+
+TEST(DeviceMemoryTest, TheLargestBatchIsFound) {
+  if (test_device().is_cpu()) GTEST_SKIP() << "the memory of a fake device can be set";
+  Training training;
+  std::vector<at::Tensor> before;
+  for (const auto& p : training.model->parameters()) before.push_back(p.detach().clone());
+  const Limited limited(taken_bytes() + (std::int64_t{24} << 20));
+  const auto plan = largest_batch(*training.model, *training.optimizer, training.loss(), Training::draw,
+                                  BatchSizeOptions().start(8).most(1 << 16).headroom(0.05));
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    EXPECT_TRUE(at::equal(before[i], training.model->parameters()[i])) << i;
+  }
+  const auto runs = [&](std::int64_t size) {
+    training.optimizer->zero_grad();
+    training.batch = {};
+    training.batch = Training::draw(size);
+    training.step();
+    training.step();
+  };
+  EXPECT_NO_THROW(runs(plan.largest));
+  EXPECT_THROW(runs(plan.largest * 5 / 4), c10::OutOfMemoryError);
 }
 
 TEST(DeviceMemoryTest, ALargerBatchIsTold) {
