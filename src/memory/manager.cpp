@@ -34,8 +34,6 @@ void check(const MemoryConfig& config) {
             ", expected at least 1 step.");
 }
 
-std::uint64_t resolved(const std::string& size) { return Size::parse(size).resolve(read_memory().limit.value_or(0)); }
-
 }  // namespace
 
 double MemoryUse::share() const noexcept {
@@ -56,9 +54,10 @@ struct MemoryManager::Inside {
 
   explicit Inside(const MemoryConfig& given) : config(given) {
     oxytorch::check(config);
-    if (!config.cache_limit().empty()) cache_limit = resolved(config.cache_limit());
+    if (!config.cache_limit().empty())
+      cache_limit = static_cast<std::uint64_t>(memory::budget_bytes(config.cache_limit()));
     if (config.limit().empty()) return;
-    limit = memory::set_limit(resolved(config.limit()));
+    limit = memory::set_limit(static_cast<std::uint64_t>(memory::budget_bytes(config.limit())));
     OXY_CHECK(limit->is_in_effect(), NotSupported, "limit = ", config.limit(), ": ", limit->reason());
   }
   ~Inside() { revert(); }

@@ -153,6 +153,9 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
     plain_peak = measured({});
   } catch (const std::exception& error) {
     if (is_least || !is_out_of_memory(error)) throw;
+    plain.reset();
+  }
+  if (!plain) {
     snapshot.restore();
     return fit_unrecorded(run, target, snapshot, measured, budget);
   }

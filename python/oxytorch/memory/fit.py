@@ -23,7 +23,7 @@ from .checkpoint import checkpoint, selective_checkpoint
 from .meter import Meter
 from .pack import Format, PackSavedTensors
 
-__all__ = ["MemoryPlan", "blocks_of", "device_of", "fit", "fit_held"]
+__all__ = ["MemoryPlan", "blocks_of", "device_of", "fit", "fit_held", "synchronize"]
 
 _native = _C.memory
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -405,7 +405,8 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given."""
     if device.type != "cpu" and torch.accelerator.is_available():
         torch.accelerator.synchronize(device)
 
@@ -445,11 +446,11 @@ def _fitted(
     held = 0
 
     def measured() -> tuple[int, float]:
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         with Meter(device=device) as meter:
             step()
-            _synchronize(device)
+            synchronize(device)
         return held + whole.live_bytes - meter.live_bytes + meter.peak_bytes, time.perf_counter() - began
 
     with Meter(device=device) as whole, ExitStack() as undo:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from .._C import tune as _native
 from ..base import log
 from ..data.batches import tensors
+from ..memory.fit import synchronize
 from ..model.call import Call, Calls
 from ..model.parking import is_parked
 from ..model.several import numbered
@@ -192,8 +193,7 @@ class Run(TrainingStep):
 
     def synchronize(self) -> None:
         """Wait until an accelerator has done what it was given."""
-        if self.device.type != "cpu" and torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        synchronize(self.device)
 
     # -- strategies ----------------------------------------------------------------------------------------------
 
