@@ -240,6 +240,10 @@ void bind_tuner(py::module_& m) {
         "Why gradient_checkpointing can have no effect on steps that are closures.");
   m.def("fitted_anew", &fitted_anew, py::arg("step"),
         "What its line begins with once a step has run out of memory and was fitted anew.");
+  m.def("may_fit_again", &may_fit_again, py::arg("checkpointing"), py::arg("fits"),
+        "Whether a step that ran out of memory is fitted again, after `fits` times.");
+  m.def("tighter_budget", &tighter_budget, py::arg("peak"),
+        "Bytes to fit a step to which ran out of memory although its plan had been measured to peak at `peak`.");
   m.def(
       "hindrance",
       [](bool calibrate, bool is_closure, bool is_iterator, bool has_hooks, bool is_distributed, bool has_lazy) {

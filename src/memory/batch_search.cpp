@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <limits>
 #include <new>
+#include <typeinfo>
 
 #include "memory/aligned.h"
 #include "oxytorch/error.h"
@@ -184,7 +185,12 @@ BatchPlan BatchSearch::plan(std::optional<std::int64_t> samples, std::optional<s
 }
 
 bool is_out_of_memory(const std::exception& error) {
-  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr || says_out_of_memory(error.what());
+  if (const auto* const ours = dynamic_cast<const Error*>(&error); ours && ours->code() == ErrorCode::OutOfMemory)
+    return true;
+  // c10::OutOfMemoryError, which this layer does not know, may say it in other words.
+  const std::string_view type = typeid(error).name();
+  return type.find("OutOfMemoryError") != std::string_view::npos ||
+         dynamic_cast<const std::bad_alloc*>(&error) != nullptr || says_out_of_memory(error.what());
 }
 
 bool says_out_of_memory(std::string_view message) {

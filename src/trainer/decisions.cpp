@@ -148,7 +148,7 @@ void Decisions::decide(const Batch* batch) {
 }
 
 /// Where tuning has not done so for the step as it is now.
-void Decisions::fit_memory(const Batch* batch, const std::string& why) {
+void Decisions::fit_memory(const Batch* batch, const std::string& why, bool tighter) {
   if (batch == nullptr) {
     plan_.named.add(HostSetting::refused("gradient_checkpointing", tune::closures_unplanned()));
     return;
@@ -157,7 +157,7 @@ void Decisions::fit_memory(const Batch* batch, const std::string& why) {
   const auto kept = run.batches();
   run.set_batches({copied(*batch)});
   try {
-    plan_.fit_memory(why);
+    plan_.fit_memory(why, tighter);
   } catch (...) {
     run.set_batches(kept);
     throw;
@@ -172,10 +172,10 @@ bool Decisions::can_repeat() const {
                      [](const auto& s) { return s.name() == "gradient_checkpointing" && s.is_in_effect(); });
 }
 
-void Decisions::fit_again(const Batch& batch, const std::string& why) {
+void Decisions::fit_again(const Batch& batch, const std::string& why, int fits) {
   const auto anew = tune::fitted_anew(plan_.run->taken() + 1);
   log(LogLevel::Warn, anew + why, "trainer");
-  fit_memory(&batch, anew);
+  fit_memory(&batch, anew, /*tighter=*/fits > 0);
 }
 
 // -- continued runs ---------------------------------------------------------------------------------------------------

@@ -42,8 +42,11 @@ class Decisions {
   /// Whether a step that runs out of memory can be taken again: gradient_checkpointing is in effect, and a window is
   /// one batch.
   [[nodiscard]] bool can_repeat() const;
-  /// Fits the step to its budget anew, by a batch that ran out of memory. OutOfMemory where no choice is within it.
-  void fit_again(const Batch& batch, const std::string& why);
+  /// Whether such a step is fitted once more after `fits` times.
+  [[nodiscard]] bool may_fit_again(int fits) const { return tune::may_fit_again(plan_.checkpointing, fits); }
+  /// Fits the step to its budget anew, by a batch that ran out of memory; to less than before, where `fits` plans have
+  /// not been enough. OutOfMemory where no choice is within it.
+  void fit_again(const Batch& batch, const std::string& why, int fits);
 
   /// What was found, for a continued run to use again.
   [[nodiscard]] std::vector<std::string> found() const { return plan_.found(); }
@@ -65,7 +68,7 @@ class Decisions {
   static std::unique_ptr<Plan::Impl> plan_of_own(torch::nn::Module& model, torch::optim::Optimizer& optimizer,
                                                  LossFunction loss, double clip_norm, const PerformanceConfig& config);
   void decide(const Batch* batch);
-  void fit_memory(const Batch* batch, const std::string& why = "");
+  void fit_memory(const Batch* batch, const std::string& why = "", bool tighter = false);
   [[nodiscard]] std::vector<SettingLine> lines_of_plan() const;
   [[nodiscard]] std::vector<SettingLine> of_optimizer(const tune::SettingLines& made_of) const;
 

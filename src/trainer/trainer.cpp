@@ -308,17 +308,22 @@ at::Tensor Trainer::step(const Batch& batch) {
   if (self.decisions.await_batch()) self.decisions.begin(&here);
   if (!self.decisions.can_repeat()) return self.counted(self.decisions.plan().step(here));
   const tune::StepStart start(self.engine);
-  std::string why;
-  try {
-    return self.counted(self.decisions.plan().step(here));
-  } catch (const std::exception& error) {
-    if (self.engine.update_begun() || !is_out_of_memory(error)) throw;
-    const auto* const torchs = dynamic_cast<const c10::Error*>(&error);
-    why = torchs == nullptr ? error.what() : torchs->what_without_backtrace();
+  for (int fits = 0;; ++fits) {
+    std::string why;
+    try {
+      return self.counted(self.decisions.plan().step(here));
+    } catch (const std::exception& error) {
+      if (self.engine.update_begun() || !is_out_of_memory(error)) throw;
+      if (!self.decisions.may_fit_again(fits)) {
+        start.restore();
+        throw;
+      }
+      const auto* const torchs = dynamic_cast<const c10::Error*>(&error);
+      why = torchs == nullptr ? error.what() : torchs->what_without_backtrace();
+    }
+    start.restore();
+    self.decisions.fit_again(here, why, fits);
   }
-  start.restore();
-  self.decisions.fit_again(here, why);
-  return self.counted(self.decisions.plan().step(here));
 }
 
 at::Tensor Trainer::step(const std::function<at::Tensor()>& closure) {

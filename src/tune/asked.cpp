@@ -165,6 +165,13 @@ std::string fitted_anew(std::int64_t step) {
   return "step " + std::to_string(step) + " ran out of memory and was fitted anew: ";
 }
 
+bool may_fit_again(std::string_view checkpointing, int fits) {
+  constexpr int kMost = 5;  // 0.9 to the fifth: 0.59 of what the first plan took
+  return fits < (checkpointing == "least" ? 1 : kMost);
+}
+
+std::int64_t tighter_budget(std::int64_t peak) { return peak - peak / 10; }
+
 void set_goal(const PerformanceConfig& config, TunerOptions& options) {
   options.goal = config.word("goal") == "memory" ? Goal::Memory : Goal::Speed;
   options.max_slowdown = config.number("max_slowdown");

@@ -111,6 +111,7 @@ std::optional<MemoryPlan> tune::fit_run(tune::Run& run, const FitTarget& target)
   const bool is_least = target.max_slowdown > 0;
   auto budget = target.budget.value_or(0);
   if (!target.budget && !is_least) budget = before + memory::available_bytes(device);
+  if (target.most) budget = std::min(budget, *target.most);
   tune::Snapshot snapshot(run);
   struct Restored {
     tune::Snapshot& snapshot;

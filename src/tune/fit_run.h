@@ -14,6 +14,8 @@ namespace oxytorch::tune {
 struct FitTarget {
   /// Bytes on the run's device; without it, what the run's tensors take and memory::available_bytes().
   std::optional<std::int64_t> budget = {};
+  /// Above which no budget goes.
+  std::optional<std::int64_t> most = {};
   /// Above 0, in place of a budget: the smallest peak at which a step takes at most so many times as long as now.
   double max_slowdown = 0;
   /// Whether each step has a StepStart beside it, as that of a Trainer, which takes memory too.

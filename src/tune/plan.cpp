@@ -157,16 +157,17 @@ void Plan::Impl::take_back_of(const Models& models) {
   }
 }
 
-void Plan::Impl::fit_memory(const std::string& why) {
+void Plan::Impl::fit_memory(const std::string& why, bool tighter) {
   constexpr const char* kSetting = "gradient_checkpointing";
   if (checkpointing == "off") return;
+  tune::FitTarget target;
+  if (tighter && fitted) target.most = tune::tighter_budget(fitted->measured_peak());
   named.take_back(kSetting);
   recomputes.reset();
   fitted.reset();
   if (auto refusal = memory::timeline_refusal(run->device()); !refusal.empty()) {
     return named.add(HostSetting::refused(kSetting, std::move(refusal)));
   }
-  tune::FitTarget target;
   target.formats.push_back(saved_tensors);
   target.can_repeat = can_repeat;
   if (checkpointing == "least") {

@@ -64,8 +64,8 @@ struct Plan::Impl : tune::Watched {
   void tune(Trials trials);
   /// Has blocks of the model run again as `checkpointing` says, for the step as it is now. What the step throws passes
   /// through, and OutOfMemory where no choice is within the budget; none is run again then.
-  /// `why`: what the setting's line begins with.
-  void fit_memory(const std::string& why = "");
+  /// `why`: what the setting's line begins with; `tighter`: to less than the plan before took, which was too much.
+  void fit_memory(const std::string& why = "", bool tighter = false);
   at::Tensor step(const Batch& batch);
   void update(std::size_t part);
   void revert();

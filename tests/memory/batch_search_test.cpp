@@ -117,6 +117,14 @@ TEST(BatchSearchTest, WhatSaysThatThereWasNoMemoryIsKnown) {
   EXPECT_TRUE(says_out_of_memory("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"));
   EXPECT_TRUE(says_out_of_memory("std::bad_alloc"));
   EXPECT_FALSE(says_out_of_memory("a bug of the user's"));
+  // As torch's, which limits of ours raise with a message of their own.
+  struct OutOfMemoryError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+  };
+  EXPECT_TRUE(is_out_of_memory(OutOfMemoryError("a tensor of 8 MiB passes the memory limit of 313 MiB")));
+  EXPECT_TRUE(is_out_of_memory(Error(ErrorCode::OutOfMemory, "no choice of blocks is within the budget")));
+  EXPECT_TRUE(is_out_of_memory(std::bad_alloc()));
+  EXPECT_FALSE(is_out_of_memory(Error(ErrorCode::InvalidArgument, "a budget of 0 bytes")));
 }
 
 TEST(HostCapTest, AllocationsBeyondItFailUntilItIsReverted) {

@@ -207,11 +207,21 @@ TEST_F(GradientCheckpointingTest, WhatNoChoiceKeepsIsRefusedAndNothingIsLost) {
   }
 }
 
+Batch batch_of(std::int64_t rows) {
+  torch::manual_seed(2);
+  return {torch::randn({rows, 32}), torch::randint(5, {rows})};
+}
+
+/// Model and random state.
+std::vector<at::Tensor> left_of(const Training& training) {
+  std::vector<at::Tensor> left;
+  for (const auto& tensor : training.model->parameters()) left.push_back(tensor.detach().clone());
+  for (const auto& tensor : training.model->buffers()) left.push_back(tensor.clone());
+  left.push_back(torch::rand({3}));
+  return left;
+}
+
 TEST_F(GradientCheckpointingTest, AStepThatRunsOutOfMemoryIsTakenAgain) {
-  const auto batch_of = [](std::int64_t rows) {
-    torch::manual_seed(2);
-    return Batch(torch::randn({rows, 32}), torch::randint(5, {rows}));
-  };
   const auto small = batch_of(256), large = batch_of(4096);
   std::vector<std::vector<at::Tensor>> ends;
   for (const bool limited : {false, true}) {
@@ -227,12 +237,60 @@ TEST_F(GradientCheckpointingTest, AStepThatRunsOutOfMemoryIsTakenAgain) {
     EXPECT_EQ(trainer->global_step(), 4);
     EXPECT_EQ(line_of(*trainer).find("step 3 ran out of memory and was fitted anew: ") != std::string::npos, limited)
         << line_of(*trainer);
-    auto& end = ends.emplace_back();
-    for (const auto& tensor : training.model->parameters()) end.push_back(tensor.detach().clone());
-    for (const auto& tensor : training.model->buffers()) end.push_back(tensor.clone());
-    end.push_back(torch::rand({3}));
+    ends.push_back(left_of(training));
   }
   for (std::size_t i = 0; i < ends[0].size(); ++i) EXPECT_TRUE(at::equal(ends[0][i], ends[1][i])) << i;
+}
+
+/// A loss that raises in steps on `batch`, not on the copy that they are fitted by, where more than `share` of what
+/// lived in the first of them does.
+LossFunction runs_out(const Training& training, LossFunction loss, const memory::Meter& meter, double share,
+                      std::vector<std::int64_t>& lives) {
+  const void* const given = training.batch.input.const_data_ptr();
+  return [given, loss = std::move(loss), &meter, share, &lives](const Batch& batch) {
+    auto value = loss(batch);
+    if (batch.input.const_data_ptr() != given) return value;
+    lives.push_back(meter.live_bytes());
+    TORCH_CHECK_WITH(OutOfMemoryError, static_cast<double>(lives.back()) <= share * static_cast<double>(lives.front()),
+                     "the rest of the process takes more than before.");
+    return value;
+  };
+}
+
+TEST_F(GradientCheckpointingTest, APlanThatIsNotEnoughIsFollowedByTighterOnes) {
+  std::vector<std::vector<at::Tensor>> ends;
+  std::vector<std::int64_t> lives;
+  for (const bool is_short : {false, true}) {
+    Training training({{kKey, std::string("auto")}});
+    const memory::Meter meter;
+    auto loss = is_short ? runs_out(training, training.loss(), meter, 0.75, lives) : training.loss();
+    Trainer trainer(*training.model, *training.optimizer, std::move(loss), training.config,
+                    TrainerOptions{.calibrate = false});
+    torch::manual_seed(5);
+    trainer.step(training.batch);
+    EXPECT_EQ(trainer.global_step(), 1);
+    ends.push_back(left_of(training));
+  }
+  EXPECT_GT(lives.size(), 2U);
+  EXPECT_TRUE(std::is_sorted(lives.rbegin(), lives.rend()));
+  for (std::size_t i = 0; i < ends[0].size(); ++i) EXPECT_TRUE(at::equal(ends[0][i], ends[1][i])) << i;
+}
+
+TEST_F(GradientCheckpointingTest, AStepThatNoPlanHelpsEndsWithAnErrorAndLeavesNoTrace) {
+  std::vector<std::int64_t> lives;
+  Training training({{kKey, std::string("auto")}});
+  const memory::Meter meter;
+  Trainer trainer(*training.model, *training.optimizer, runs_out(training, training.loss(), meter, 0, lives),
+                  training.config, TrainerOptions{.calibrate = false});
+  torch::manual_seed(5);
+  const auto before = left_of(training);
+  torch::manual_seed(5);
+  EXPECT_ANY_THROW(trainer.step(training.batch));
+  EXPECT_GT(lives.size(), 2U);
+  EXPECT_LE(lives.size(), 6U);
+  EXPECT_EQ(trainer.global_step(), 0);
+  const auto after = left_of(training);
+  for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(at::equal(before[i], after[i])) << i;
 }
 
 }  // namespace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -218,6 +218,60 @@ def test_a_step_that_runs_out_of_memory_is_taken_again() -> None:
             assert ("step 3 ran out of memory and was fitted anew: " in line.reason) == limited, line.reason
             ends.append([*one.model.parameters(), *one.model.buffers(), torch.rand(3, device=DEVICE)])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+class RunsOut:
+    """A loss that raises in steps on `batch`, not on the copy that they are fitted by, where more than `most` lives."""
+
+    def __init__(self, rows: int, most: Callable[[list[int]], float]) -> None:
+        self.batch = large_batch(rows)
+        self.most = most
+        self.meter = Meter(device=DEVICE)
+        self.lives: list[int] = []
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = CRITERION(model(batch[0]), batch[1])
+        if batch[0].data_ptr() == self.batch[0].data_ptr():
+            self.lives.append(self.meter.live_bytes)
+            if self.lives[-1] > self.most(self.lives):
+                raise torch.OutOfMemoryError("the rest of the process takes more than before")
+        return loss
+
+
+def trainer_of(model: nn.Module, criterion: Any) -> ox.Trainer:
+    settings: dict[str, Any] = {"calibrate": False, "step_tail": "off", KEY: "auto"}
+    return ox.Trainer(model, adamw(model), criterion, "basic", **settings)
+
+
+def test_a_plan_that_is_not_enough_is_followed_by_tighter_ones() -> None:
+    """What the rest of the process takes grows between a fit and the step: here by saying so in the step itself."""
+    runs_out = RunsOut(512, lambda lives: 0.75 * lives[0])
+    ends = []
+    for criterion in (CRITERION, runs_out):
+        model = deep()
+        with runs_out.meter:
+            one = trainer_of(model, criterion)
+            torch.manual_seed(5)
+            one.step(runs_out.batch)
+        assert one.global_step == 1
+        ends.append([*model.parameters(), *model.buffers(), torch.rand(3, device=DEVICE)])
+        one.revert()
+    lives = runs_out.lives
+    assert len(lives) > 2 and lives == sorted(lives, reverse=True)
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_step_that_no_plan_helps_ends_with_an_error_and_leaves_no_trace() -> None:
+    runs_out = RunsOut(256, lambda _: 0)
+    model = deep()
+    with runs_out.meter:
+        one = trainer_of(model, runs_out)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(torch.OutOfMemoryError, match=r"no choice of actions|the rest of the process"):
+            one.step(runs_out.batch)
+    assert 2 < len(runs_out.lives) <= 6
+    assert one.global_step == 0 and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    one.revert()
 
 
 def test_what_cannot_be_taken_again_is_not() -> None:

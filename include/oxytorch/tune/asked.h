@@ -47,6 +47,12 @@ OXY_API void activate(Asked& asked, const PerformanceConfig& config, const std::
 [[nodiscard]] OXY_API std::string closures_unplanned();
 /// What the setting's line begins with once a step has run out of memory and was fitted anew.
 [[nodiscard]] OXY_API std::string fitted_anew(std::int64_t step);
+/// Whether a step that ran out of memory is fitted again, after `fits` times. `checkpointing`: checkpointing_of() the
+/// configuration. What is "least" is no less the second time.
+[[nodiscard]] OXY_API bool may_fit_again(std::string_view checkpointing, int fits);
+/// Bytes to fit a step to which ran out of memory although its plan had been measured to peak at `peak`: what the
+/// process takes beside tensors has grown since.
+[[nodiscard]] OXY_API std::int64_t tighter_budget(std::int64_t peak);
 
 /// Whether steps are held to a budget of memory, which a copy of them would exceed: what `gradient_checkpointing`
 /// names, or what was found for the goal memory. `checkpointing`: checkpointing_of() the configuration; `recomputes`:

@@ -66,6 +66,7 @@ __all__: list[str] = [
     "has_budget",
     "hindrance",
     "losses_fault",
+    "may_fit_again",
     "native_step_differs",
     "norm_error",
     "planned_steps",
@@ -74,6 +75,7 @@ __all__: list[str] = [
     "set_load_source",
     "sgd_step",
     "slowdown_left",
+    "tighter_budget",
     "tuning_of_trainer",
     "update_faults",
 ]
@@ -1054,6 +1056,11 @@ def losses_fault(
     What the losses of steps show by themselves, beside those as given; empty where nothing.
     """
 
+def may_fit_again(checkpointing: str, fits: typing.SupportsInt | typing.SupportsIndex) -> bool:
+    """
+    Whether a step that ran out of memory is fitted again, after `fits` times.
+    """
+
 def native_step_differs() -> str:
     """
     Why the native steps do not have the bits of this torch's; empty where they do.
@@ -1105,6 +1112,11 @@ def sgd_step(
 def slowdown_left(certificate: Certificate, max_slowdown: typing.SupportsFloat | typing.SupportsIndex) -> float:
     """
     How many times as long as now a step may take, where it may take max_slowdown times as long as given.
+    """
+
+def tighter_budget(peak: typing.SupportsInt | typing.SupportsIndex) -> int:
+    """
+    Bytes to fit a step to which ran out of memory although its plan had been measured to peak at `peak`.
     """
 
 def tuning_of_trainer(

@@ -376,11 +376,13 @@ def fit_held(
     blocks: Sequence[str] | None = None,
     max_slowdown: float | None = None,
     formats: Sequence[Format] = ("lossless",),
+    most: int | None = None,
 ) -> MemoryPlan:
     """Do what `fit` does; `held()` takes a snapshot of what the step changes.
 
-    Without a budget it is what the tensors of that take and what the process may still take. With `max_slowdown` it is
-    the lowest peak that this allows. No memory limit holds back the steps that are taken here.
+    Without a budget it is what the tensors of that take and what the process may still take; it is never above `most`
+    bytes. With `max_slowdown` it is the lowest peak that this allows. No memory limit holds back the steps that are
+    taken here.
     """
     device = device_of(model)
     names = _checked(model, blocks)
@@ -392,6 +394,7 @@ def fit_held(
         snapshot = held()
         try:
             within = snapshot.nbytes(device) + available if budget is None else budget
+            within = within if most is None else min(within, most)
             plan = _fitted(model, step, within, names, snapshot, max_slowdown, formats)
         finally:
             snapshot.restore()  # of the attributes of modules too: the plan goes in after it

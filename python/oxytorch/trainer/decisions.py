@@ -178,8 +178,14 @@ class Decisions:
         run = self.run
         return self.asked.fits_memory and run.accumulation == 1 and run.own_step is None and len(run.slots) == 1
 
-    def fit_again(self, batch: Any, why: str) -> None:
+    def may_fit_again(self, fits: int) -> bool:
+        """Whether a step that runs out of memory is fitted once more after `fits` times."""
+        return _native.may_fit_again(self.asked.checkpointing, fits)
+
+    def fit_again(self, batch: Any, why: str, fits: int) -> None:
         """Fit the step to its budget anew, by a batch that ran out of memory.
+
+        It is fitted to less than before where `fits` plans have not been enough.
 
         Raises
         ------
@@ -188,9 +194,9 @@ class Decisions:
         """
         anew = _native.fitted_anew(self.run.taken + 1)
         log("warn", f"{anew}{why}", "trainer")
-        self._fit_memory(batch, anew)
+        self._fit_memory(batch, anew, tighter=fits > 0)
 
-    def _fit_memory(self, batch: Any, why: str = "") -> None:
+    def _fit_memory(self, batch: Any, why: str = "", *, tighter: bool = False) -> None:
         """Bring about what the setting names, where tuning has not done so for the step as it is now."""
         if is_closure(batch):
             self.asked.refuse_memory(_native.closures_unplanned())
@@ -203,7 +209,7 @@ class Decisions:
             return
         self.run.batches = own
         try:
-            self.asked.fit_memory(self.run, why)
+            self.asked.fit_memory(self.run, why, tighter=tighter)
         finally:
             self.run.batches = kept
 

@@ -289,15 +289,20 @@ class Trainer:
     def _repeatable(self, batch: Any) -> torch.Tensor:
         """Take a step; where it runs out of memory before its update, fit it anew and take it from its start."""
         start = StepStart(self._run)
-        try:
-            return self._decisions.plan.step(batch)
-        except Exception as error:
-            if self._run.update_begun or is_closure(batch) or not is_out_of_memory(error):
-                raise
-            why = told(error)
-        start.restore()
-        self._decisions.fit_again(batch, why)
-        return self._decisions.plan.step(batch)
+        fits = 0
+        while True:
+            try:
+                return self._decisions.plan.step(batch)
+            except Exception as error:
+                if self._run.update_begun or is_closure(batch) or not is_out_of_memory(error):
+                    raise
+                if not self._decisions.may_fit_again(fits):
+                    start.restore()
+                    raise
+                why = told(error)
+            start.restore()
+            self._decisions.fit_again(batch, why, fits)
+            fits += 1
 
     def flush(self) -> bool:
         """Step the optimizer with the batches of an unfinished window, averaged over their actual number.

@@ -154,7 +154,7 @@ class Asked:
         """Return the loader that `feed` was given for one that it returned."""
         return next((given for given, made, _ in self._fed if data is made), data)
 
-    def fit_memory(self, run: Run, why: str = "") -> None:
+    def fit_memory(self, run: Run, why: str = "", *, tighter: bool = False) -> None:
         """Have blocks of the run's models recomputed as `gradient_checkpointing` says, for the step as it is now.
 
         Parameters
@@ -162,6 +162,8 @@ class Asked:
         run : Run
         why : str
             What the setting's line begins with.
+        tighter : bool
+            To less than the plan before took, which was too much.
 
         Raises
         ------
@@ -170,7 +172,10 @@ class Asked:
         """
         if self.checkpointing == "off":
             return
+        most = None
         for setting in [one for one in self.host if isinstance(one, Checkpointing)]:
+            if tighter and setting.plan is not None:
+                most = _native.tighter_budget(setting.plan.measured_peak)
             setting.revert()
             self.host.remove(setting)
         fitted = Checkpointing.of(
@@ -180,6 +185,7 @@ class Asked:
             self.max_slowdown,
             saved_tensors=self.saved_tensors,
             can_repeat=self._by_trainer,
+            most=most,
         )
         self._add(fitted)
 

@@ -45,6 +45,7 @@ class Checkpointing:
         *,
         saved_tensors: str = "lossless",
         can_repeat: bool = False,
+        most: int | None = None,
     ) -> Checkpointing:
         """Fit the step of a run, with what is active on it, on the first of its batches.
 
@@ -61,6 +62,8 @@ class Checkpointing:
             The format, beside "lossless", in which they may be packed.
         can_repeat : bool
             Whether each step has a `StepStart` beside it, which takes memory too.
+        most : int, optional
+            Bytes above which no budget goes.
         """
         if refusal := _memory.timeline_refusal(run.device):
             return cls(None, refusal)
@@ -74,7 +77,6 @@ class Checkpointing:
         if by_itself and not blocks_of(run.model):
             return cls(None, f"{type(run.model).__name__} has no blocks that could be planned.")
         budget = None if by_itself else _memory.budget_bytes(wanted, run.device)
-        most = max_slowdown if wanted == "least" else None
 
         def step() -> None:
             start = StepStart(run) if can_repeat else None
@@ -86,8 +88,9 @@ class Checkpointing:
             step,
             budget,
             held,
-            max_slowdown=most,
+            max_slowdown=max_slowdown if wanted == "least" else None,
             formats=["lossless", cast(Format, saved_tensors)],
+            most=most,
         )
         return cls(plan, why + plan.summary())
 
