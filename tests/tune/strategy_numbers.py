@@ -91,16 +91,18 @@ def outcome(run: Run, losses: list[Tensor]) -> dict[str, list[Tensor]]:
 def trained(workload: str, how: str = "plain") -> tuple[dict[str, list[Tensor]], list[Tensor]]:
     """Train by torch alone, without a strategy; return what is left, and the weights it began with.
 
-    `how` is "plain", "float64", "bfloat16": under torch's own autocast, or "zero gradients" and "wrong gradients".
+    `how` is "plain", "float64", "bfloat16": under torch's own autocast, "compiled": by torch.compile with the same
+    masks, or "zero gradients" and "wrong gradients".
     """
     run = WORKLOADS[workload].run(torch.float64 if how == "float64" else torch.float32)
     start = [p.detach().double().clone() for p in run.params]
     losses = []
+    model = torch.compile(run.model, options={"fallback_random": True}) if how == "compiled" else run.model
     torch.manual_seed(2)
     for batch in run.batches:
         run.original.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "bfloat16"):
-            result = run.model(batch[0])
+            result = model(batch[0])
         loss = F.cross_entropy(result.double() if how == "float64" else result.float(), batch[1])
         loss.backward()
         for p in run.params:
