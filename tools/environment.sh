@@ -29,5 +29,12 @@ run_ctest() {
   return $passed
 }
 
+# A test that hangs fails with where it stands, and the rest goes on; one that hangs outside of Python ends the run, as
+# does one that ends its process: pytest-xdist would run it again and again.
+pytest_with_timeout() {
+  python3 -m pytest --timeout 600 --timeout-method signal -o faulthandler_timeout=700 \
+    -o faulthandler_exit_on_timeout=true --max-worker-restart 0 "$@"
+}
+
 say() { printf '%s\n' "$*"; }
 die() { printf 'oxytorch: %s\n' "$*" >&2; exit 1; }

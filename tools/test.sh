@@ -31,12 +31,12 @@ if [[ $PRESET == dev ]]; then
   step docs wait "$docs"
   cat "$reports/docs.log"
 fi
-step pytest python3 -m pytest -n "$cores" --junit-xml="$reports/pytest.xml" "$@"
+step pytest pytest_with_timeout -n "$cores" --junit-xml="$reports/pytest.xml" "$@"
 # A part of it on fake devices; `make test-devices` runs everything on each. A torch built for CUDA takes no HPU.
 devices=(hpu sim)
 python3 -c 'import sys, torch; sys.exit(torch.backends.cuda.is_built())' || devices=(sim)
 for device in "${devices[@]}"; do
-  step "pytest on $device" env OXYTORCH_DEVICE=$device python3 -m pytest -n "$cores" \
+  OXYTORCH_DEVICE=$device step "pytest on $device" pytest_with_timeout -n "$cores" \
     --junit-xml="$reports/pytest-$device.xml" "$@" tests/device tests/amp/test_amp.py tests/trainer/test_fit.py \
     tests/optim/test_device.py tests/optim/test_stability_device.py tests/ops/test_other_devices.py \
     tests/tune/test_goal.py tests/tune/test_checkpointing.py

@@ -15,7 +15,7 @@ for device in $devices; do
   export OXYTORCH_DEVICE=$device
   say "== $device"
   run_ctest "$reports/ctest-$device" -L torch -LE device || failed+=("ctest $device")
-  python3 -m pytest -n "$cores" --junit-xml="$reports/pytest-$device.xml" "$@" || failed+=("pytest $device")
+  pytest_with_timeout -n "$cores" --junit-xml="$reports/pytest-$device.xml" "$@" || failed+=("pytest $device")
 done
 
 counts=$(python3 tools/counts.py "$reports" || true)
