@@ -222,13 +222,13 @@ std::vector<at::Tensor> left_of(const Training& training) {
 }
 
 TEST_F(GradientCheckpointingTest, AStepThatRunsOutOfMemoryIsTakenAgain) {
-  const auto small = batch_of(256), large = batch_of(4096);
+  const auto small = batch_of(128), large = batch_of(1024);
   std::vector<std::vector<at::Tensor>> ends;
   for (const bool limited : {false, true}) {
     Settings given{{kKey, std::string("auto")}};
     give_back_host_memory();
     if (limited) {
-      given.emplace_back("memory_limit", std::to_string(memory::resident_bytes() + (std::uint64_t{160} << 20)));
+      given.emplace_back("memory_limit", std::to_string(memory::resident_bytes() + (std::uint64_t{32} << 20)));
     }
     Training training(given);
     const auto trainer = training.trainer();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -192,6 +193,7 @@ class Decisions:
         torch.OutOfMemoryError
             Where no choice of blocks is within the budget.
         """
+        gc.collect()  # what the step that failed has left in cycles would go while its successors are measured
         anew = _native.fitted_anew(self.run.taken + 1)
         log("warn", f"{anew}{why}", "trainer")
         self._fit_memory(batch, anew, tighter=fits > 0)
