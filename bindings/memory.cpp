@@ -150,8 +150,6 @@ void bind_memory(py::module_& m) {
   m.attr("pooled_bytes") = kPooledBytes;
   m.def("use_host_pool", &use_host_pool, py::arg("retain_limit") = std::nullopt, release_gil(),
         "Puts the pool under torch's CPU tensors.");
-  m.def("keep_host_pool", &keep_host_pool, release_gil(),
-        "Lets the pool keep its free pages while it is taken out, until reverted: for trials.");
   m.def("give_back_host_memory", &give_back_host_memory, release_gil(),
         "Gives free memory of the pool and of glibc's heap back to the kernel, whatever their settings.");
   m.def("host_pool_stats", &host_pool_stats, "Of the process's pool; zeros where it was never in use.");

@@ -27,18 +27,14 @@ inline constexpr size_t kPooledBytes = size_t{16} << 10;
 /// on huge pages where the kernel has them. Results keep every bit. torch's memory profiler goes on counting.
 ///
 /// Free pages above `retain_limit` bytes (default: default_retain_limit()) go back to the kernel as they are freed.
-/// revert() hands new tensors to torch's allocator again and gives free memory back; tensors that live in the pool stay
+/// Free memory of glibc's heap is given back. revert() hands new tensors to torch's allocator again and gives free
+/// memory of the pool back; tensors that live in the pool stay
 /// valid, and their memory goes back when they go. It can be put in and taken out any number of times, by one thread at
 /// a time, with no step running. A forked child goes on with a pool of its own.
 ///
 /// Refused where the pool is in use already, where another allocator than torch's own serves CPU tensors, and where the
 /// kernel refuses the addresses or accounts memory strictly (vm.overcommit_memory = 2).
 OXY_API HostSetting use_host_pool(std::optional<uint64_t> retain_limit = std::nullopt);
-
-/// Lets the pool keep its free pages while it is taken out, up to an eighth of the memory that is available then: for
-/// trials, which put it in and take it out in turn and would else fault them in again each time. revert() gives them
-/// back where the pool is out. May be applied several times; the last revert() counts.
-OXY_API HostSetting keep_host_pool();
 
 /// Gives free memory that the pool and glibc's heap only keep back to the kernel, whatever their settings: for the end
 /// of what needed much more than the steps that follow. Those fault in anew what they use. Milliseconds: not for the

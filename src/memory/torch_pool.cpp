@@ -17,11 +17,7 @@ namespace {
 
 constexpr const char* kName = "host_pool";
 
-/// Of the memory that is available, what a pool that is taken out may keep: whoever trains beside it has the rest.
-constexpr uint64_t kKeptShare = 8;
-
 std::mutex setting_mutex;
-int keepers = 0;
 // Never destroyed: tensors outlive every static object.
 std::atomic<HostPool*> process_pool{nullptr};
 
@@ -48,13 +44,7 @@ HostPool& made_pool(uint64_t retain_limit) {
 void take_out() {
   std::lock_guard lock(setting_mutex);
   memory::serve_from(nullptr);
-  process_pool.load()->set_retain_limit(keepers > 0 ? read_memory().available.value_or(0) / kKeptShare : 0);
-}
-
-void keep_no_longer() {
-  std::lock_guard lock(setting_mutex);
-  auto* const pool = process_pool.load();
-  if (--keepers == 0 && pool != nullptr && !memory::is_serving_from_pool()) pool->set_retain_limit(0);
+  process_pool.load()->set_retain_limit(0);
 }
 
 }  // namespace
@@ -72,19 +62,13 @@ HostSetting use_host_pool(std::optional<uint64_t> retain_limit) {
     auto& pool = made_pool(limit);
     const bool huge = pool.asks_for_huge_pages();
     memory::serve_from(&pool);
+    trim_heap();  // what tensors have left free there is of no use to them now
     return HostSetting::applied(
         kName, std::string("memory of CPU tensors is kept for the next step") + (huge ? ", on huge pages." : "."),
         "resident memory stays at its peak; free pages above " + format_size(limit) + " are given back.", take_out);
   } catch (const Error& error) {
     return HostSetting::refused(kName, error.what());
   }
-}
-
-HostSetting keep_host_pool() {
-  std::lock_guard lock(setting_mutex);
-  ++keepers;
-  return HostSetting::applied("kept_host_pool", "The pool keeps its free pages while it is taken out.",
-                              "an eighth of the memory that is available then, at most.", keep_no_longer);
 }
 
 void give_back_host_memory() {

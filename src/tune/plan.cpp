@@ -69,15 +69,6 @@ std::string structure(const tune::Run& run) {
   return digest.text();
 }
 
-/// Trials of the host pool find its pages again.
-struct KeptPool {
-  KeptPool() = default;
-  KeptPool(const KeptPool&) = delete;
-  KeptPool& operator=(const KeptPool&) = delete;
-  ~KeptPool() { setting.revert(); }
-  HostSetting setting = keep_host_pool();
-};
-
 /// What allocator_retain_limit says, in bytes; empty where it is left to the allocator.
 std::optional<std::uint64_t> retain_limit_of(const PerformanceConfig& config) {
   if (config.is_auto("allocator_retain_limit")) return std::nullopt;
@@ -194,7 +185,6 @@ void Plan::Impl::tune(Trials trials) {
   const double allowed = trials.options.max_slowdown;
   tune::WatchOptions watching;
   {
-    const KeptPool kept;
     const tune::PeakBytes peak(*run);
     tune::Snapshot snapshot(*run);
     tune::CertificateKey key{tune::hardware_key() + ", " + run->device().str(), TORCH_VERSION, structure(*run),

@@ -179,12 +179,6 @@ def throws(error: type[BaseException]) -> Callable[..., Any]:
     return planted
 
 
-class Kept:
-    """A setting that cannot be taken back."""
-
-    revert = throws(RuntimeError)
-
-
 def patched(point: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant an exception at a point after the search."""
     if point == "watch":
@@ -193,13 +187,9 @@ def patched(point: str, error: type[BaseException], monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch.optim.Adam, "register_step_post_hook", throws(error))
     elif point == "giving back":
         monkeypatch.setattr(PLAN._C.memory, "give_back_host_memory", throws(error))
-    elif point == "pool":
-        kept = Kept()
-        monkeypatch.setattr(Kept, "revert", throws(error))
-        monkeypatch.setattr(ACCELERATE, "_memory", type("Memory", (), {"keep_host_pool": lambda: kept}))
 
 
-@pytest.mark.parametrize("point", ["watch", "second hook", "giving back", "pool"])
+@pytest.mark.parametrize("point", ["watch", "second hook", "giving back"])
 def test_what_fails_after_the_search_is_said_and_left_out(
     point: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,8 +207,7 @@ def test_what_fails_after_the_search_is_said_and_left_out(
     plan = case.accelerate()
     assert plan.accepted == ("cheaper_slow",) and clock.cost["slow"] == 0.002
     assert len([text for text in case.said if "planted" in text]) == 1
-    if point != "pool":
-        assert "planted" in " ".join(plan.certificate.events)
+    assert "planted" in " ".join(plan.certificate.events)
     plan.revert()
     assert case.given_back()
 

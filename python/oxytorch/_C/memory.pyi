@@ -42,7 +42,6 @@ __all__: list[str] = [
     "host_pool_huge_page_bytes",
     "host_pool_stats",
     "is_parked",
-    "keep_host_pool",
     "leaks",
     "limit",
     "most_resident",
@@ -740,11 +739,6 @@ def host_pool_stats() -> HostPoolStats:
 def is_parked(tensor: torch.Tensor) -> bool:
     """
     Whether a tensor's memory is such a file.
-    """
-
-def keep_host_pool() -> oxytorch._C.trainer.HostSetting:
-    """
-    Lets the pool keep its free pages while it is taken out, until reverted: for trials.
     """
 
 def leaks(

@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from .._C import memory as _memory
 from .._C import tune as _native
 from ..base import format_duration, log
 from ..config import PerformanceConfig
@@ -281,7 +280,6 @@ def tuned(
             asked.fit_memory(run)  # what trials take is to be within the budget too
         made_for = key(run, settings.level, decided_by)
         with (
-            _kept_pool(),
             PeakBytes(run) as peak,
             gradients_away(run),
             Snapshot.of(run.given_models, run.given_optimizers, *run.state, reach=run.functions) as snapshot,
@@ -409,19 +407,6 @@ def _named(strategies: Iterable[StrategyName] | None) -> dict[str, type[Strategy
             raise TypeError(f"{given!r} is no strategy: give a name, or a class registered by ox.tune.strategy(...).")
         found[registered.name] = registered
     return found
-
-
-@contextlib.contextmanager
-def _kept_pool() -> Iterator[None]:
-    """Let trials of the host pool find its pages again."""
-    kept = _memory.keep_host_pool()
-    try:
-        yield
-    finally:
-        try:
-            kept.revert()
-        except Exception as error:  # the pages stay with the pool; the plan is worth more
-            log("warn", f"accelerate: the host pool keeps its free pages: {type(error).__name__}: {error}", "tune")
 
 
 @contextlib.contextmanager
