@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import goals as goals_race  # noqa: E402
 import state as state_race  # noqa: E402
 from _race import Measured, over_starts, text  # noqa: E402
-from _tables import gpu, tail  # noqa: E402
+from _tables import goals, gpu, tail  # noqa: E402
 from _tables import orchestrator as loops  # noqa: E402
 from _tables.documents import ROOT, measured, milliseconds, read, table  # noqa: E402
 from oxytorch.base import Interval, starts_interval  # noqa: E402
@@ -347,6 +347,7 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
         raced(goals_race, "goals.json", GOALS_COMMAND, "goals"),
         f"{GOALS_COMMAND} --json bench/results/goals.json",
     ),
+    "goals-summary": (goals.summary, f"{GOALS_COMMAND} --json bench/results/goals.json"),
     "convergence": (convergence, "python bench/race/convergence.py --json bench/results/convergence.json"),
     "planted-faults": (
         planted_faults,
