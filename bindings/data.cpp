@@ -230,9 +230,11 @@ py::object next_batch(TensorLoader& loader) {
   return found;
 }
 
-template <typename Object>
-std::shared_ptr<Object> let_go_without_gil(Object* object) {
-  return {object, [](Object* each) {
+/// Made and let go without the GIL: a loader's threads are waited for, and may wait for it to read a sample.
+template <typename Object, typename... Arguments>
+std::shared_ptr<Object> without_gil(Arguments&&... arguments) {
+  const GilReleased released;
+  return {new Object(std::forward<Arguments>(arguments)...), [](Object* each) {
             const GilReleased released;
             delete each;
           }};
@@ -645,11 +647,11 @@ void bind_loader(py::module_& m) {
       .def("add", &BatchFill::add, py::arg("size"), "Take a sample; whether it begins the next batch.");
   py::class_<TensorLoader, std::shared_ptr<TensorLoader>>(m, "Loader", "Makes batches ahead with threads.")
       .def(py::init([](std::shared_ptr<Dataset> dataset, LoaderOptions options, std::optional<at::Device> device) {
-             return let_go_without_gil(new TensorLoader(std::move(dataset), std::move(options), device));
+             return without_gil<TensorLoader>(std::move(dataset), std::move(options), device);
            }),
            py::arg("dataset"), py::arg("options"), py::arg("device"))
       .def(py::init([](std::shared_ptr<Stream> stream, LoaderOptions options, std::optional<at::Device> device) {
-             return let_go_without_gil(new TensorLoader(std::move(stream), std::move(options), device));
+             return without_gil<TensorLoader>(std::move(stream), std::move(options), device);
            }),
            py::arg("stream"), py::arg("options"), py::arg("device"))
       .def_property_readonly("size", &TensorLoader::size, "Batches in this epoch; -1 of a stream.")
@@ -677,7 +679,7 @@ void bind_loader(py::module_& m) {
   py::class_<LoaderSettings, std::shared_ptr<LoaderSettings>>(m, "LoaderSettings",
                                                               "Settings of a run, brought about on its loader.")
       .def(py::init([](TensorLoader& loader, const PerformanceConfig& config, std::optional<at::Device> device) {
-             return let_go_without_gil(new LoaderSettings(loader, config, device));
+             return without_gil<LoaderSettings>(loader, config, device);
            }),
            py::arg("loader"), py::arg("config"), py::arg("device"), py::keep_alive<1, 2>())
       .def_property_readonly("lines", &LoaderSettings::lines)

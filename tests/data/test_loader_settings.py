@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -209,3 +211,34 @@ def test_the_monitor_is_told_what_was_waited_for(tmp_path: Path) -> None:
     trainer.fit(native_loader(tmp_path), epochs=2, progress=False)
     (waits,) = (one for one in monitor.summary().scalars if one.name == "data_wait_seconds")
     assert waits.count == monitor.summary().steps == 12 and waits.last >= 0
+
+
+SLOW = """
+import time
+import torch
+import oxytorch as ox
+from oxytorch.data.loader_settings import with_settings
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return torch.tensor(float(index))
+
+loader = ox.data.Loader(Slow(), 4)
+batches = iter(loader)
+found = next(batches).tolist()
+_, (line,) = with_settings(loader, {"prefetch": 3})
+found += next(batches).tolist()
+line.revert()
+for batch in batches:
+    found += batch.tolist()
+print(found == list(range(40)))
+"""
+
+
+def test_settings_do_not_wait_for_threads_that_read_in_python() -> None:
+    """The threads of before are waited for; they need the interpreter, which the caller must not hold meanwhile."""
+    done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.strip() == "True", done.stdout + done.stderr

@@ -345,8 +345,8 @@ def alone(function: str, folder: Path) -> str:
 def test_compiling_runs_first_keeps_masks_and_leaves_no_trace(tmp_path: Path) -> None:
     """In a process of its own.
 
-    On one machine the lookups' part of the gradient of the embedding was missing from what torch had compiled, and a
-    process did not end. Where torch's compiler is at fault without a strategy, nothing is to be seen here.
+    On one machine the lookups' part of the gradient of the embedding was missing from what torch had compiled. Where
+    torch's compiler is at fault without a strategy, nothing is to be seen here.
     """
     wrong = alone("compiles", tmp_path / "strategy")
     if wrong and (without := alone("compiles_without_strategy", tmp_path / "torch")):
