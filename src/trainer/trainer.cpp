@@ -314,14 +314,11 @@ at::Tensor Trainer::step(const Batch& batch) {
       return self.counted(self.decisions.plan().step(here));
     } catch (const std::exception& error) {
       if (self.engine.update_begun() || !is_out_of_memory(error)) throw;
-      if (!self.decisions.may_fit_again(fits)) {
-        start.restore();
-        throw;
-      }
+      start.restore();
+      if (!self.decisions.may_fit_again(fits)) throw;
       const auto* const torchs = dynamic_cast<const c10::Error*>(&error);
       why = torchs == nullptr ? error.what() : torchs->what_without_backtrace();
     }
-    start.restore();
     self.decisions.fit_again(here, why, fits);
   }
 }

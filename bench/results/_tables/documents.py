@@ -43,6 +43,12 @@ def measured(command: str, name: str, document: Document, starts: Iterable[int] 
     return sentence + (f" {NO_INTERVAL}" if counts and counts[0] == 1 else "")
 
 
+def best_and_worst(title: str, found: Iterable[tuple[Interval, str]], *, larger: bool) -> list[str]:
+    """A row: the ends of what was found, each with what it is of. `larger`: the largest is the best."""
+    ordered = sorted(found, key=lambda each: each[0].mid, reverse=larger)
+    return [title, *(f"{text(got)}, {which}" for got, which in (ordered[0], ordered[-1]))]
+
+
 def milliseconds(got: Interval) -> str:
     """Of a step, without its interval."""
     return f"{text(Interval(got.mid, got.mid, got.mid, 1.0), 1e3)} ms"

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from _race import Measured, ratio, text
+from _race import Measured, Times, over_starts, ratio
+from oxytorch.base import Interval
 
-from .documents import read, table
+from .documents import best_and_worst, read, table
 from .orchestrator import NAMES
 
-# What a row is of, the goal, what is compared with what is as given; nothing: a time, as it stands.
+# A row: its title, the goal, and what was measured.
 ROWS = (
-    ('tensors of a step, `goal="memory"`', "memory", "tensors: tuned"),
-    ("the process in such a step", "memory", "resident: tuned"),
+    ('peak of tensors in a step, `goal="memory"`', "memory", "tensors: tuned"),
+    ("peak of the process in such a step", "memory", "resident: tuned"),
     ("time of such a step", "memory", "time"),
-    ('tensors of a step, `goal="speed"`', "speed", "tensors: tuned"),
-    ("tensors while that is tuned", "speed", "tensors: tuning"),
-    ("the process while that is tuned", "speed", "resident: tuning"),
+    ('peak of tensors in a step, `goal="speed"`', "speed", "tensors: tuned"),
+    ('peak of tensors while tuning, `goal="speed"`', "speed", "tensors: tuning"),
+    ('peak of the process while tuning, `goal="speed"`', "speed", "resident: tuning"),
 )
+
+
+def over_given(times: Times, what: str) -> Interval:
+    """Over the step as given, which a time is already."""
+    return over_starts(times[what]) if what == "time" else ratio(times, what, f"{what.partition(':')[0]}: given")
 
 
 def summary() -> str | None:
@@ -24,15 +30,9 @@ def summary() -> str | None:
     if document is None:
         return None
     cases = Measured.from_json(document).cases
-    workloads = sorted({name.partition(":")[0] for name in cases}, key=list(NAMES).index)
-    rows = []
-    for title, goal, what in ROWS:
-        found = []
-        for workload in workloads:
-            times = {**cases[f"{workload}: {goal}"], "1": [[1.0]]}
-            given = "1" if what == "time" else f"{what.partition(':')[0]}: given"
-            found.append((ratio(times, what, given), NAMES[workload]))
-        found.sort(key=lambda each: each[0].mid)
-        rows.append([title, *(f"{text(got)}, {which}" for got, which in (found[0], found[-1]))])
-    head = f"peak of memory, over the step as given ({len(workloads)} training loops)"
-    return table([head, "best", "worst"], rows)
+    workloads = [name for name in NAMES if f"{name}: speed" in cases]
+    rows = [
+        best_and_worst(title, [(over_given(cases[f"{w}: {goal}"], what), NAMES[w]) for w in workloads], larger=False)
+        for title, goal, what in ROWS
+    ]
+    return table([f"times those of the step as given, {len(workloads)} training loops", "best", "worst"], rows)

@@ -21,7 +21,7 @@ from _orchestrator.figures import (
 from _race import ratio, text
 from oxytorch.base import Interval, geometric_mean_interval
 
-from .documents import Document, measured, milliseconds, read, table
+from .documents import Document, best_and_worst, measured, milliseconds, read, table
 from .tail import CASES, times
 
 PEAKS = ("jemalloc", HOST_POOL)
@@ -202,10 +202,7 @@ def summary() -> str | None:
             ],
         ),
     ]
-    rows = []
-    for name, found in compared:
-        ends = [end(found, key=lambda each: each[0].mid) for end in (max, min)]
-        rows.append([name, *(f"{text(got)}, {which}" for got, which in ends)])
+    rows = [best_and_worst(name, found, larger=True) for name, found in compared]
     return table(["speedup (the rival's time / Oxytorch's)", "best", "worst"], rows)
 
 

@@ -90,7 +90,8 @@ class OXY_API BatchSearch {
 
 /// Whether what a step threw says that there was no memory, whatever its type.
 [[nodiscard]] OXY_API bool says_out_of_memory(std::string_view message);
-/// Whether it is one of having run out of memory.
+/// Whether it is one of having run out of memory: std::bad_alloc, an Error of that code, torch's c10::OutOfMemoryError
+/// whatever its message, or one that says so.
 [[nodiscard]] OXY_API bool is_out_of_memory(const std::exception& error);
 
 }  // namespace oxytorch

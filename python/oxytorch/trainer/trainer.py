@@ -296,11 +296,10 @@ class Trainer:
             except Exception as error:
                 if self._run.update_begun or is_closure(batch) or not is_out_of_memory(error):
                     raise
+                start.restore()
                 if not self._decisions.may_fit_again(fits):
-                    start.restore()
                     raise
                 why = told(error)
-            start.restore()
             self._decisions.fit_again(batch, why, fits)
             fits += 1
 
