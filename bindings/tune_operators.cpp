@@ -124,6 +124,9 @@ void bind_tune_operators(py::module_& m) {
       .def(py::init<>(), release_gil())
       .def_static("sums", &DeferredSums::sums, "Dropouts and additions that were taken, so far.")
       .def_static("joined", &DeferredSums::joined, "Normalizations that one was computed with, so far.")
+      .def_static("serves", &DeferredSums::serves, py::arg("device"), "Whether norms on that device are taken.")
+      .def_static("written", &DeferredSums::written,
+                  "RMS normalizations that a model wrote out and that were computed as one, so far.")
       .def(
           "scope", [](const DeferredSums&) { return std::make_unique<ScopeManager<DeferredSums::Scope>>(); },
           "Defer on this thread: a context manager.");

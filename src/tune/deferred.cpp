@@ -2,6 +2,7 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorSubclassLikeUtils.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -186,8 +187,11 @@ bool has_saved_tensor_hooks() { return !at::SavedTensorDefaultHooks::get_tls_sta
 
 bool may_defer(const Tensor& one, const Tensor& other) {
   const std::array<Tensor, 2> both{one, other};
-  return at::GradMode::is_enabled() && !has_saved_tensor_hooks() && !ops::is_transformed() &&
-         torch::autograd::compute_requires_grad(one, other) && !at::areAnyTensorSubclassLike(both);
+  // Inside of an operator that autograd has been told of, what it calls is its own.
+  const auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  return at::GradMode::is_enabled() && !excluded.has(c10::DispatchKey::AutogradFunctionality) &&
+         !has_saved_tensor_hooks() && !ops::is_transformed() && torch::autograd::compute_requires_grad(one, other) &&
+         !at::areAnyTensorSubclassLike(both);
 }
 
 bool DeferredValue::has_hooks() const { return edge.function && ops::has_hooks(*edge.function); }
@@ -219,6 +223,10 @@ Tensor deferred_tensor(std::shared_ptr<DeferredValue> value) {
 }
 
 bool is_deferred(const Tensor& tensor) { return deferred(tensor) != nullptr; }
+std::shared_ptr<DeferredValue> deferred_value(const Tensor& tensor) {
+  const auto* one = deferred(tensor);
+  return one != nullptr ? one->value() : nullptr;
+}
 bool is_tensor(const c10::IValue& argument) { return argument.isTensor() && argument.toTensor().defined(); }
 
 void remember(const std::shared_ptr<DeferredValue>& value) { living().add(value); }

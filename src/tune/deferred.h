@@ -49,6 +49,8 @@ class DeferredValue {
 /// A tensor that stands for it, without a place in the graph.
 at::Tensor deferred_tensor(std::shared_ptr<DeferredValue> value);
 [[nodiscard]] bool is_deferred(const at::Tensor& tensor);
+/// What it stands for; null of other tensors, and of one that is cut from the graph.
+[[nodiscard]] std::shared_ptr<DeferredValue> deferred_value(const at::Tensor& tensor);
 
 /// Whether an argument is a defined tensor: C++ gives an undefined one for none.
 [[nodiscard]] bool is_tensor(const c10::IValue& argument);
@@ -57,8 +59,8 @@ at::Tensor deferred_tensor(std::shared_ptr<DeferredValue> value);
 /// keeps, so layers are left alone, and values that are asked for are computed apart.
 [[nodiscard]] bool has_saved_tensor_hooks();
 
-/// Whether what an operator makes of these may be left to what follows: in training, of plain tensors, with nobody who
-/// would have to see it.
+/// Whether what an operator makes of these may be left to what follows: in training, called by the model itself, of
+/// plain tensors, with nobody who would have to see it.
 [[nodiscard]] bool may_defer(const at::Tensor& one, const at::Tensor& other);
 
 /// Kernels of layers where autograd is told of them, in the place of torch's, while anybody has them.

@@ -9,8 +9,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/layer_norm_ops.h>
+#include <ATen/ops/mul_ops.h>
+#include <ATen/ops/pow_ops.h>
 #include <ATen/ops/result_type.h>
+#include <ATen/ops/rms_norm.h>
 #include <ATen/ops/rms_norm_ops.h>
+#include <ATen/ops/to_ops.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -31,6 +35,7 @@
 #include "tune/deferred.h"
 #include "tune/operators_entry.h"
 #include "tune/thread_key.h"
+#include "tune/written_norm.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -98,10 +103,15 @@ struct Sum final : DeferredValue {
   void settle() override {}
   std::optional<Tensor> serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
                               std::size_t position, std::shared_ptr<DeferredValue> self) override;
+  /// Its norm over the last dimension, with which it is computed; nothing where the kernel does not take it.
+  std::optional<Tensor> normed(const Tensor& weight, const Tensor& bias, double eps, bool is_centered);
 
   bool is_residual_first = false;
 
  private:
+  [[nodiscard]] bool may_join() const {
+    return !made_.defined() && !has_hooks() && versions == present_versions() && at::GradMode::is_enabled();
+  }
   /// What it was made of is nobody's to hold any longer.
   void keep_made(Tensor made) {
     made_ = std::move(made);
@@ -157,6 +167,9 @@ Tensor tensor_or_none(const c10::IValue& argument) { return is_tensor(argument) 
 
 std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
                                  std::size_t position, std::shared_ptr<DeferredValue> /*self*/) {
+  if (meta.is_contiguous()) {
+    if (auto made = written_norm_of_sum(op, arguments, position)) return made;
+  }
   const auto& name = op.operator_name();
   const bool adds = name.name == "aten::add" && name.overload_name == "Tensor";
   Tensor other;
@@ -165,11 +178,9 @@ std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vecto
     if (!arguments[2].toScalar().equal(1) || !is_tensor(beside)) return std::nullopt;
     other = values_of(beside.toTensor());  // before the lock: it may be this one
   }
-  const std::lock_guard lock(mutex_);
-  if (made_.defined() || has_hooks() || versions != present_versions() || !at::GradMode::is_enabled()) {
-    return std::nullopt;
-  }
   if (adds) {
+    const std::lock_guard lock(mutex_);
+    if (!may_join()) return std::nullopt;
     const std::array<Tensor, 1> one{other};
     if (residual.defined() || !is_addend(other) || other.sizes() != meta.sizes() || at::areAnyTensorSubclassLike(one)) {
       return std::nullopt;
@@ -183,17 +194,20 @@ std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vecto
     return deferred_sum(next);
   }
   const bool is_centered = name.name == "aten::layer_norm";
-  if (position != 0 || (!is_centered && name.name != "aten::rms_norm") || !is_of_rows(meta, arguments[1]) ||
-      !meta.is_contiguous()) {
+  if (position != 0 || (!is_centered && name.name != "aten::rms_norm") || !is_of_rows(meta, arguments[1])) {
     return std::nullopt;
   }
-  ops::NormOfSum of{input, residual, keep, tensor_or_none(arguments[2]), {}};
-  of.keep_scale = 1 / (1 - dropout);
-  of.is_centered = is_centered;
-  if (is_centered) of.bias = tensor_or_none(arguments[3]);
   const c10::IValue& eps = arguments[is_centered ? 4 : 3];
-  of.eps = ops::rms_eps(input, eps.isNone() ? std::nullopt : std::optional(eps.toDouble()));
-  if (is_deferred(of.weight) || is_deferred(of.bias) || !ops::row_norm_cpu_takes(of)) return std::nullopt;
+  const double eps_or_default = ops::rms_eps(meta, eps.isNone() ? std::nullopt : std::optional(eps.toDouble()));
+  return normed(tensor_or_none(arguments[2]), is_centered ? tensor_or_none(arguments[3]) : Tensor(), eps_or_default,
+                is_centered);
+}
+
+std::optional<Tensor> Sum::normed(const Tensor& weight, const Tensor& bias, double eps, bool is_centered) {
+  const std::lock_guard lock(mutex_);
+  if (!may_join() || !meta.is_contiguous() || is_deferred(weight) || is_deferred(bias)) return std::nullopt;
+  const ops::NormOfSum of{input, residual, keep, weight, bias, eps, 1 / (1 - dropout), is_centered};
+  if (!ops::row_norm_cpu_takes(of)) return std::nullopt;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   auto [normed, sum] = ops::normalized_sum(of);
   ops::let_hooks_see_sum(normed, edge);
@@ -225,6 +239,29 @@ Tensor dropout_in_scope(c10::DispatchKeySet keys, const Tensor& input, double p,
     return deferred_sum(sum);
   }
   return at::_ops::dropout::redispatch(behind_thread_key(keys), input, p, train);
+}
+
+Tensor pow_in_scope(c10::DispatchKeySet keys, const Tensor& self, const at::Scalar& exponent) {
+  if (open_sum_scopes > 0 && exponent.equal(2) && may_begin_written_norm(self) && self.scalar_type() == at::kFloat) {
+    return deferred_square(self);
+  }
+  return at::_ops::pow_Tensor_Scalar::redispatch(behind_thread_key(keys), self, exponent);
+}
+
+Tensor mul_in_scope(c10::DispatchKeySet keys, const Tensor& self, const Tensor& other) {
+  if (open_sum_scopes > 0 && self.is_same(other) && may_begin_written_norm(self) && self.scalar_type() == at::kFloat) {
+    return deferred_square(self);
+  }
+  return at::_ops::mul_Tensor::redispatch(behind_thread_key(keys), self, other);
+}
+
+Tensor to_in_scope(c10::DispatchKeySet keys, const Tensor& self, at::ScalarType dtype, bool non_blocking, bool copy,
+                   std::optional<at::MemoryFormat> format) {
+  if (open_sum_scopes > 0 && dtype == at::kFloat && !copy && !format && may_begin_written_norm(self) &&
+      self.scalar_type() != at::kFloat) {
+    return deferred_wide(self);
+  }
+  return at::_ops::to_dtype::redispatch(behind_thread_key(keys), self, dtype, non_blocking, copy, format);
 }
 
 /// The norm by the kernel of this library, or nothing where torch's must see the arguments.
@@ -260,6 +297,9 @@ void register_sums_once() {
     auto* const aten = new torch::Library(torch::Library::IMPL, "aten", kThreadKey, __FILE__, __LINE__);
     aten->impl("add.Tensor", TORCH_FN(add_in_scope));
     aten->impl("dropout", TORCH_FN(dropout_in_scope));
+    aten->impl("pow.Tensor_Scalar", TORCH_FN(pow_in_scope));
+    aten->impl("mul.Tensor", TORCH_FN(mul_in_scope));
+    aten->impl("to.dtype", TORCH_FN(to_in_scope));
     aten->impl("rms_norm", TORCH_FN(rms_norm_in_scope));
     aten->impl("layer_norm", TORCH_FN(layer_norm_in_scope));
     return true;
@@ -268,6 +308,22 @@ void register_sums_once() {
 }
 
 }  // namespace
+
+std::optional<Tensor> rms_norm_of(const Tensor& rows, const Tensor& weight, double eps) {
+  const auto value = deferred_value(rows);
+  if (auto* sum = dynamic_cast<Sum*>(value.get()); sum != nullptr && !sum->is_computed()) {
+    return sum->normed(weight, {}, eps, /*is_centered=*/false);
+  }
+  const Tensor input = values_of(rows);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  if (!input.is_cpu()) {  // of one dtype torch has one kernel on CUDA
+    if (weight.defined() && weight.scalar_type() != input.scalar_type()) return std::nullopt;
+    return at::rms_norm(input, {input.size(-1)}, ops::if_defined(weight), eps);
+  }
+  const ops::NormOfSum of{input, {}, {}, weight, {}, eps, 1, /*is_centered=*/false};
+  if (!ops::row_norm_cpu_takes(of)) return std::nullopt;
+  return ops::normalized_sum(of).first;
+}
 
 DeferredSums::DeferredSums() {
   static const std::string reason = row_norm_differs();
@@ -281,7 +337,12 @@ DeferredSums::Scope::Scope() {
 }
 DeferredSums::Scope::~Scope() { close_scope(open_sum_scopes, is_first_); }
 
+bool DeferredSums::serves(at::Device device) noexcept {
+  return device.is_cpu() || device.is_cuda() || device.type() == at::kPrivateUse1;
+}
+
 std::int64_t DeferredSums::sums() noexcept { return sums_taken.load(std::memory_order_relaxed); }
 std::int64_t DeferredSums::joined() noexcept { return norms_joined.load(std::memory_order_relaxed); }
+std::int64_t DeferredSums::written() noexcept { return written_norms(); }
 
 }  // namespace oxytorch::tune

@@ -291,9 +291,13 @@ struct NativeBatchNorm : Deferring<DeferredNorms> {
 struct NativeLayerNorm : Deferring<DeferredSums> {
   NativeLayerNorm() : Deferring("sums") {}
   Applicability applies(Run& run) override {
-    if (auto here = on_cpu(run); !here.holds) return here;
-    if (may_call(run, {"layer_norm", "rms_norm"})) return true;
-    return "the model calls neither layer nor RMS normalization.";
+    const at::Device device = run.device();
+    if (!DeferredSums::serves(device)) return "there is no such kernel on " + device.str() + ".";
+    if (device.is_cpu() && may_call(run, {"layer_norm", "rms_norm"})) return true;
+    if (run.batches().empty() || has_any(run, &DeferredSums::written)) return true;
+    return device.is_cpu()
+               ? "the model calls neither layer nor RMS normalization."
+               : "the model writes out no RMS normalization, and others are torch's on " + device.str() + ".";
   }
 };
 

@@ -73,5 +73,30 @@ TEST(DeferredSumsTest, ABlockIsComputedInOnePass) {
   for (std::size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(at::allclose(found[i], expected[i], 1e-3, 1e-5)) << i;
 }
 
+TEST(DeferredSumsTest, ANormThatIsWrittenOutIsOne) {
+  torch::manual_seed(0);
+  torch::nn::Linear layer(24, 24);
+  const Tensor weight = torch::rand({24}).requires_grad_();
+  const Tensor x = torch::randn({3, 5, 24}).requires_grad_();
+  const auto block = [&] {
+    const Tensor sum = x + layer(x);
+    return (weight * (sum * torch::rsqrt(sum.pow(2).mean(-1, /*keepdim=*/true) + 1e-5)) + sum).square().mean();
+  };
+  const Tensor plain = block();
+  const auto expected = torch::autograd::grad({plain}, {x, layer->weight, weight});
+  const tune::DeferredSums sums;
+  const auto joined = tune::DeferredSums::joined(), written = tune::DeferredSums::written();
+  Tensor loss;
+  {
+    const tune::DeferredSums::Scope scope;
+    loss = block();
+  }
+  EXPECT_EQ(tune::DeferredSums::joined(), joined + 1);
+  EXPECT_EQ(tune::DeferredSums::written(), written + 1);
+  EXPECT_TRUE(at::allclose(loss, plain, 1e-5, 1e-6));
+  const auto found = torch::autograd::grad({loss}, {x, layer->weight, weight});
+  for (std::size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(at::allclose(found[i], expected[i], 1e-3, 1e-5)) << i;
+}
+
 }  // namespace
 }  // namespace oxytorch

@@ -482,6 +482,37 @@ TEST(StrategiesTest, ABlocksActivationAndNormAreServed) {
   }
 }
 
+/// RMS normalization as a program writes it out.
+struct WrittenNormImpl : nn::Module {
+  WrittenNormImpl() {
+    layer = register_module("layer", nn::Linear(16, 16));
+    weight = register_parameter("weight", torch::ones({16}));
+  }
+  at::Tensor forward(const at::Tensor& image) {
+    const at::Tensor x = layer(image.contiguous());
+    return weight * (x * torch::rsqrt(x.pow(2).mean(-1, /*keepdim=*/true) + 1e-5));
+  }
+  nn::Linear layer = nullptr;
+  at::Tensor weight;
+};
+TORCH_MODULE(WrittenNorm);
+
+TEST(StrategiesTest, ANormThatIsWrittenOutIsServed) {
+  auto training = Training::with(WrittenNorm());
+  auto& run = training.run;
+  tune::Snapshot snapshot(run);
+  tune::Verifier verifier(run, snapshot);
+  ASSERT_TRUE(run.strategy("native_layer_norm").applies(run).holds);
+  run.set_active({"native_layer_norm"});
+  const auto written = tune::DeferredSums::written();
+  run.losses(training.batches[0]);
+  EXPECT_EQ(tune::DeferredSums::written(), written + 1);
+  snapshot.restore();
+  const auto ruling = verifier.check(tune::Kind::Tolerance);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  run.set_active({});
+}
+
 /// A gated layer over rows of images: SwiGLU, then GEGLU.
 struct GatedImpl : nn::Module {
   GatedImpl() {

@@ -850,9 +850,19 @@ class DeferredSums:
         Normalizations that one was computed with, so far.
         """
     @staticmethod
+    def serves(device: torch.device) -> bool:
+        """
+        Whether norms on that device are taken.
+        """
+    @staticmethod
     def sums() -> int:
         """
         Dropouts and additions that were taken, so far.
+        """
+    @staticmethod
+    def written() -> int:
+        """
+        RMS normalizations that a model wrote out and that were computed as one, so far.
         """
     def __init__(self) -> None: ...
     def scope(self) -> SumsScope:

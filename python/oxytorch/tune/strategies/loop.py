@@ -151,9 +151,16 @@ class NativeLayerNorm(_Deferred):
 
     _kind = _C.tune.DeferredSums
 
+    def _serves(self, device: torch.device) -> bool:
+        return _C.tune.DeferredSums.serves(device)
+
     def _finds(self, run: Run) -> bool | str:
+        if run.device.type != "cpu":
+            writes = self._has_any(run, _C.tune.DeferredSums.written)
+            return writes or f"the model writes out no RMS normalization, and others are torch's on {run.device.type}"
         found = any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in run.model.modules())
         found = found or any(run.uses(name) for name in ("native_layer_norm", "_fused_rms_norm"))
+        found = found or self._has_any(run, _C.tune.DeferredSums.written)
         return found or "the model has neither layer nor RMS normalization"
 
 

@@ -1,0 +1,356 @@
+#include "tune/written_norm.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mean.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/result_type.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/sqrt.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "ops/dispatch.h"
+#include "oxytorch/error.h"
+#include "oxytorch/tune/deferred_sums.h"
+#include "tune/deferred.h"
+#include "tune/thread_key.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using at::Tensor;
+using Arguments = std::vector<c10::IValue>;
+
+std::atomic<std::int64_t> norms_taken = 0;
+
+/// What an operator of the norm makes, in their order. Root is there in the place of Inverse where the model divides.
+enum class Part : std::uint8_t { Wide, Square, Mean, Shifted, Inverse, Root, Normed, Narrow };
+
+struct Operator {
+  Part part;
+  at::ScalarType type = at::kFloat;  // of Wide and Narrow
+  double eps = 0;
+  bool is_power = false;  // Inverse: pow(-0.5) in the place of rsqrt()
+  bool divides = false;   // Normed
+
+  [[nodiscard]] Tensor operator()(const Tensor& of, const Tensor& root) const {
+    switch (part) {
+      case Part::Wide:
+      case Part::Narrow: return of.to(type);
+      case Part::Square: return at::pow(of, 2);
+      case Part::Mean: return at::mean(of, -1, /*keepdim=*/true);
+      case Part::Shifted: return of + eps;
+      case Part::Inverse: return is_power ? at::pow(of, -0.5) : at::rsqrt(of);
+      case Part::Root: return at::sqrt(of);
+      case Part::Normed: break;
+    }
+    return divides ? of / root : of * root;
+  }
+};
+
+// Gradients that reach a deferred tensor itself: those of a custom function that was given it.
+struct WrittenNormNode final : torch::autograd::Node {
+  std::string name() const override { return "OxytorchWrittenNormBackward"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const std::lock_guard lock(mutex_);
+    torch::autograd::variable_list made(2), inputs;
+    if (!grads[0].defined()) return made;
+    OXY_CHECK(given[0].defined(), InvalidState,
+              "backward runs a second time through a normalization that was let go of. Pass retain_graph=true to the "
+              "first.");
+    const at::AutoGradMode with_grad(true);
+    std::array<Tensor, 2> leaves;
+    for (std::size_t i = 0; i < 2; ++i) {
+      if (!given[i].defined()) continue;
+      leaves[i] = values_of(given[i]).detach().requires_grad_(task_should_compute_output(i));
+      if (leaves[i].requires_grad()) inputs.push_back(leaves[i]);
+    }
+    if (inputs.empty()) return made;
+    const auto found = torch::autograd::grad({made_by(leaves[0], leaves[1])}, inputs, {grads[0]});
+    std::size_t at = 0;
+    for (std::size_t i = 0; i < 2; ++i) {
+      if (leaves[i].defined() && leaves[i].requires_grad()) made[i] = found[at++];
+    }
+    return made;
+  }
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    given = {};
+  }
+
+  Operator made_by{Part::Wide};
+  std::array<Tensor, 2> given;  // cut from the graph
+};
+
+std::uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : static_cast<std::uint32_t>(t._version()); }
+
+/// What the parts of one norm have in common.
+struct Rows {
+  Tensor given;               // as the model has them: plain, or a deferred sum
+  std::uint32_t version = 0;  // of their values, which a deferred sum does not have yet
+  double eps = 0;
+  Tensor meta, column;  // of Wide and Square, and of what has one number for each row
+
+  [[nodiscard]] bool is_computed() const {
+    const auto value = deferred_value(given);
+    return !value || value->is_computed();
+  }
+  [[nodiscard]] bool is_unchanged() const { return !is_computed() || version_of(values_of(given)) == version; }
+};
+
+struct Written final : DeferredValue {
+  Operator made_by{Part::Wide};
+  Tensor of, root;  // what it is made of; of a norm that has no values, deferred themselves
+  Rows rows;
+
+  Tensor values() override {
+    const std::lock_guard lock(mutex_);
+    if (made_.defined()) return made_;
+    OXY_CHECK(rows.is_unchanged(), InvalidState,
+              "a normalization is asked for after what it normalizes was changed in place: it was left to what "
+              "follows it (native_layer_norm). Read it before, or leave that strategy out.");
+    const at::AutoGradMode as_in_training(true);
+    std::optional<Tensor> norm;
+    if (made_by.part >= Part::Normed) norm = whole({}, meta.scalar_type());
+    if (!norm) {
+      const Tensor left = values_of(of), right = root.defined() ? values_of(root) : root;
+      const c10::impl::ExcludeDispatchKeyGuard as_left_alone(kThreadKey);
+      norm = made_by(left, right);
+    }
+    made_ = behind_hooks(*norm);
+    of = root = Tensor();
+    return made_;
+  }
+  bool is_computed() override {
+    const std::lock_guard lock(mutex_);
+    return made_.defined();
+  }
+  void settle() override {}
+  std::optional<Tensor> serve(const c10::OperatorHandle& op, const Arguments& arguments, std::size_t position,
+                              std::shared_ptr<DeferredValue> self) override;
+
+  /// The norm in the dtype of a result: that of the rows, or float32, in which the model goes on, as Gemma does.
+  [[nodiscard]] std::optional<Tensor> whole(const Tensor& weight, at::ScalarType type) const {
+    const bool is_wide = type != rows.given.scalar_type();
+    if (is_wide && type != at::kFloat) return std::nullopt;
+    const Tensor of_rows = is_wide ? values_of(rows.given).to(at::kFloat) : rows.given;
+    auto made = rms_norm_of(of_rows, is_wide && weight.defined() ? weight.to(at::kFloat) : weight, rows.eps);
+    if (made) norms_taken.fetch_add(1, std::memory_order_relaxed);
+    return made;
+  }
+  /// Times a weight of one row; nothing where `weight` is something else.
+  [[nodiscard]] std::optional<Tensor> weighted(const Tensor& weight) const {
+    const std::array<Tensor, 1> one{weight};
+    if (is_deferred(weight) || weight.dim() != 1 || at::areAnyTensorSubclassLike(one)) return std::nullopt;
+    const auto type = at::promote_types(weight.scalar_type(), meta.scalar_type());
+    return type == at::kFloat || type == meta.scalar_type() ? whole(weight, type) : std::nullopt;
+  }
+
+ private:
+  std::mutex mutex_;
+  Tensor made_;
+};
+
+std::shared_ptr<Written> written(const Tensor& tensor) {
+  return std::dynamic_pointer_cast<Written>(deferred_value(tensor));
+}
+
+/// Without its place in the graph, and without asking for values.
+Tensor cut(const Tensor& t) { return is_deferred(t) ? t.variable_data() : t.detach(); }
+
+/// A part without values.
+Tensor deferred_part(const Operator& made_by, const Rows& rows, const Tensor& of, const Tensor& root = {}) {
+  auto value = std::make_shared<Written>();
+  value->made_by = made_by;
+  value->rows = rows;
+  value->of = of;
+  value->root = root;
+  value->device = of.device();
+  switch (made_by.part) {
+    case Part::Wide:
+    case Part::Square: value->meta = rows.meta; break;
+    case Part::Normed:
+    case Part::Narrow: {
+      const auto type = made_by.part == Part::Narrow ? made_by.type : at::kFloat;
+      value->meta = type == at::kFloat ? rows.meta : at::empty(rows.meta.sizes(), rows.meta.options().dtype(type));
+      break;
+    }
+    default: value->meta = rows.column;
+  }
+  Tensor tensor = deferred_tensor(value);
+  auto node = new_node<WrittenNormNode>();
+  node->set_next_edges(root.defined() ? torch::autograd::collect_next_edges(of, root)
+                                      : torch::autograd::collect_next_edges(of, of));
+  if (!root.defined()) node->set_next_edge(1, {});
+  node->made_by = made_by;
+  node->given = {cut(of), root.defined() ? cut(root) : root};
+  torch::autograd::set_history(tensor, node);
+  value->edge = torch::autograd::impl::gradient_edge(tensor);
+  return tensor;
+}
+
+Rows rows_of(const Tensor& given) {
+  Rows rows;
+  rows.given = given;
+  if (rows.is_computed()) rows.version = version_of(values_of(given));
+  const auto float_on_meta = given.options().dtype(at::kFloat).device(at::kMeta);
+  rows.meta = at::empty(given.sizes(), float_on_meta);
+  auto column = given.sizes().vec();
+  column.back() = 1;
+  rows.column = at::empty(column, float_on_meta);
+  return rows;
+}
+
+// -- which operator it is ---------------------------------------------------------------------------------------------
+
+bool is_operator(const c10::OperatorHandle& op, const char* name, const char* overload = nullptr) {
+  const auto& found = op.operator_name();
+  return found.name == name && (overload == nullptr || found.overload_name == overload);
+}
+
+bool is_power(const c10::OperatorHandle& op, const Arguments& arguments, double exponent) {
+  return is_operator(op, "aten::pow", "Tensor_Scalar") && arguments[1].toScalar().equal(exponent);
+}
+
+bool is_square(const c10::OperatorHandle& op, const Arguments& arguments) {
+  if (is_power(op, arguments, 2) || is_operator(op, "aten::square")) return true;
+  return is_operator(op, "aten::mul", "Tensor") && is_tensor(arguments[0]) && is_tensor(arguments[1]) &&
+         arguments[0].toTensor().is_same(arguments[1].toTensor());
+}
+
+bool is_mean_of_rows(const c10::OperatorHandle& op, const Arguments& arguments) {
+  if (!is_operator(op, "aten::mean", "dim") || arguments[1].isNone() || !arguments[2].toBool() ||
+      !arguments[3].isNone()) {
+    return false;
+  }
+  const auto dims = arguments[1].toIntVector();
+  return dims.size() == 1 && (dims[0] == -1 || dims[0] == arguments[0].toTensor().dim() - 1);
+}
+
+/// The number that is added.
+std::optional<double> added_number(const c10::OperatorHandle& op, const Arguments& arguments, std::size_t position) {
+  if (is_operator(op, "aten::add", "Scalar")) {
+    return arguments[2].toScalar().equal(1) ? std::optional(arguments[1].toScalar().toDouble()) : std::nullopt;
+  }
+  if (!is_operator(op, "aten::add", "Tensor") || !arguments[2].toScalar().equal(1)) return std::nullopt;
+  const c10::IValue& beside = arguments[1 - position];
+  if (!is_tensor(beside) || is_deferred(beside.toTensor())) return std::nullopt;
+  const Tensor number = beside.toTensor();
+  const std::array<Tensor, 1> one{number};
+  if (number.dim() != 0 || !number.is_cpu() || number.requires_grad() || at::areAnyTensorSubclassLike(one) ||
+      at::isComplexType(number.scalar_type())) {
+    return std::nullopt;
+  }
+  return number.item().toDouble();
+}
+
+/// The dtype that is converted to, and nothing else.
+std::optional<at::ScalarType> converted_to(const c10::OperatorHandle& op, const Arguments& arguments) {
+  if (is_operator(op, "aten::to", "dtype") && !arguments[3].toBool() && arguments[4].isNone()) {
+    return arguments[1].toScalarType();
+  }
+  if (is_operator(op, "aten::to", "dtype_layout") && arguments[2].isNone() && !arguments[1].isNone() &&
+      arguments[4].isNone() && !arguments[6].toBool() && arguments[7].isNone() &&
+      (arguments[3].isNone() || arguments[3].toDevice() == arguments[0].toTensor().device())) {
+    return arguments[1].toScalarType();
+  }
+  if (is_operator(op, "aten::type_as") && is_tensor(arguments[1]) &&
+      arguments[1].toTensor().device() == arguments[0].toTensor().device()) {
+    return arguments[1].toTensor().scalar_type();
+  }
+  return std::nullopt;
+}
+
+/// x times the inverse root of its rows, or over the root.
+std::optional<Tensor> normed(const c10::OperatorHandle& op, const Arguments& arguments) {
+  const bool divides = is_operator(op, "aten::div", "Tensor");
+  if ((!divides && !is_operator(op, "aten::mul", "Tensor")) || !is_tensor(arguments[0]) || !is_tensor(arguments[1])) {
+    return std::nullopt;
+  }
+  for (const std::size_t position : {1, 0}) {
+    const Tensor root = arguments[position].toTensor(), x = arguments[1 - position].toTensor();
+    const auto by = written(root);
+    if (!by || by->is_computed() || by->has_hooks()) continue;
+    if (by->made_by.part != (divides ? Part::Root : Part::Inverse) || (divides && position == 0)) continue;
+    const auto wide = written(x);
+    const bool is_wide = wide && wide->made_by.part == Part::Wide && wide->rows.given.is_same(by->rows.given);
+    if (!is_wide && !x.is_same(by->rows.given)) continue;
+    return deferred_part({.part = Part::Normed, .divides = divides}, by->rows, x, root);
+  }
+  return std::nullopt;
+}
+
+std::optional<Tensor> Written::serve(const c10::OperatorHandle& op, const Arguments& arguments, std::size_t position,
+                                     std::shared_ptr<DeferredValue> /*self*/) {
+  if (is_computed() || has_hooks() || !at::GradMode::is_enabled() || !rows.is_unchanged()) return std::nullopt;
+  const Tensor& tensor = arguments[position].toTensor();
+  const auto next = [&](const Operator& of_next) { return deferred_part(of_next, rows, tensor); };
+  if (const auto type = position == 0 ? converted_to(op, arguments) : std::nullopt) {
+    if (*type == meta.scalar_type()) return tensor;
+    const bool is_narrow = made_by.part == Part::Normed && at::isReducedFloatingType(*type);
+    return is_narrow ? std::optional(next({.part = Part::Narrow, .type = *type})) : std::nullopt;
+  }
+  switch (made_by.part) {
+    case Part::Wide:
+      if (is_square(op, arguments)) return next({.part = Part::Square});
+      return normed(op, arguments);
+    case Part::Square:
+      if (is_mean_of_rows(op, arguments)) return next({.part = Part::Mean});
+      return std::nullopt;
+    case Part::Mean:
+      if (const auto number = added_number(op, arguments, position)) {
+        Rows with_eps = rows;
+        with_eps.eps = *number;
+        return deferred_part({.part = Part::Shifted, .eps = *number}, with_eps, tensor);
+      }
+      return std::nullopt;
+    case Part::Shifted:
+      if (is_operator(op, "aten::rsqrt", "")) return next({.part = Part::Inverse});
+      if (is_power(op, arguments, -0.5)) return next({.part = Part::Inverse, .is_power = true});
+      if (is_operator(op, "aten::sqrt", "")) return next({.part = Part::Root});
+      return std::nullopt;
+    case Part::Inverse:
+    case Part::Root: return normed(op, arguments);
+    case Part::Normed:
+    case Part::Narrow: break;
+  }
+  if (!is_operator(op, "aten::mul", "Tensor") || !is_tensor(arguments[1 - position])) return std::nullopt;
+  return weighted(arguments[1 - position].toTensor());
+}
+
+}  // namespace
+
+bool may_begin_written_norm(const Tensor& x) {
+  return x.defined() && !is_deferred(x) && ops::is_narrow(x) && DeferredSums::serves(x.device()) &&
+         x.layout() == at::kStrided && x.dim() >= 2 && x.numel() > 0 && x.size(-1) > 1 && x.is_contiguous() &&
+         !x.is_inference() && may_defer(x, x);
+}
+
+Tensor deferred_square(const Tensor& x) { return deferred_part({.part = Part::Square}, rows_of(x), x); }
+Tensor deferred_wide(const Tensor& x) { return deferred_part({.part = Part::Wide}, rows_of(x), x); }
+
+std::optional<Tensor> written_norm_of_sum(const c10::OperatorHandle& op, const Arguments& arguments,
+                                          std::size_t position) {
+  const Tensor& sum = arguments[position].toTensor();
+  if (const auto type = position == 0 ? converted_to(op, arguments) : std::nullopt) {
+    if (*type == sum.scalar_type()) return sum;
+    return *type == at::kFloat ? std::optional(deferred_wide(sum)) : std::nullopt;
+  }
+  if (sum.scalar_type() == at::kFloat && is_square(op, arguments)) return deferred_square(sum);
+  return normed(op, arguments);
+}
+
+std::int64_t written_norms() noexcept { return norms_taken.load(std::memory_order_relaxed); }
+
+}  // namespace oxytorch::tune
