@@ -96,6 +96,8 @@ void bind_tune_operators(py::module_& m) {
       .def_static("is_worth_a_trial", &NativeOperators::is_worth_a_trial, py::arg("embedding_elements"),
                   py::arg("parameter_elements"), py::arg("accumulates"),
                   "Whether gradients of embeddings alone are worth a trial.")
+      .def_static("dropped_attentions", &NativeOperators::dropped_attentions,
+                  "Calls of attention with dropout that were served so far.")
       .def_static("handed_on", &NativeOperators::handed_on, "Calls that went to torch's kernels so far.")
       .def("install", &NativeOperators::install, py::arg("names") = std::vector<std::string>(), release_gil())
       .def("uninstall", &NativeOperators::uninstall, release_gil())

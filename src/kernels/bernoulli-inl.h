@@ -69,6 +69,7 @@ inline void temper_words(const std::uint32_t* word, int begin, std::uint32_t* ou
 inline float one_of(float) { return 1; }
 inline Bf16 one_of(Bf16) { return {0x3F80}; }
 inline Half one_of(Half) { return {0x3C00}; }
+inline std::uint8_t one_of(std::uint8_t) { return 1; }
 
 // A draw is (high & 0x1FFFFF) * 2^32 + low, and hits where it is less than `bound`.
 template <class T>
@@ -84,6 +85,8 @@ HWY_INLINE void draw_pairs(const std::uint32_t* pairs, std::int64_t count, std::
     const auto less = hn::Or(hn::Lt(high, bound_high), hn::And(hn::Eq(high, bound_high), hn::Lt(low, bound_low)));
     if constexpr (sizeof(T) == sizeof(float)) {
       store(hn::IfThenElseZero(hn::RebindMask(F32(), less), set(1)), to + i);
+    } else if constexpr (sizeof(T) == 1) {
+      hn::StoreU(hn::U8FromU32(hn::IfThenElseZero(less, set_bits(1))), hn::Rebind<std::uint8_t, U32>(), to + i);
     } else {
       store_low16(hn::IfThenElseZero(less, set_bits(one_of(T()).bits)), reinterpret_cast<std::uint16_t*>(to + i));
     }
@@ -126,6 +129,7 @@ HWY_INLINE void draw(MersenneTwister& generator, double p, std::int64_t count, T
 }
 
 void bernoulli(MersenneTwister& generator, double p, std::int64_t count, ElementType element, void* to) {
+  if (element == ElementType::Int8) return draw(generator, p, count, static_cast<std::uint8_t*>(to));
   with_element(element, [&](auto kind) { draw(generator, p, count, static_cast<decltype(kind)*>(to)); });
 }
 

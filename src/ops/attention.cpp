@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/min.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/softmax.h>
@@ -15,11 +16,14 @@
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 
 #include "ops/attention_cpu.h"
+#include "ops/bernoulli_cpu.h"
 #include "ops/dispatch.h"
+#include "ops/dropped_attention.h"
 #include "ops/vmap.h"
 #include "oxytorch/error.h"
 
@@ -68,9 +72,18 @@ AttentionRule rule_of(const Tensor& query, const Tensor& key, const MaybeTensor&
               rule.query_offsets.size(), " entries and key_offsets ", rule.key_offsets.size(), ".");
   }
   if (dropout == 0) return rule;
-  OXY_CHECK(seed.has_value() && seed->defined() && seed->numel() == 1 && seed->scalar_type() == at::kLong,
-            InvalidArgument, "attention_forward and its backward take a seed of one int64 with dropout.");
   rule.dropout = dropout;
+  if (seed.has_value() && seed->defined() && seed->scalar_type() == at::kBool) {
+    const std::array<std::int64_t, 4> sizes{query.size(0), query.size(1), query.size(2), key.size(2)};
+    OXY_CHECK(seed->sizes() == at::IntArrayRef(sizes) && rule.query_offsets.empty(), InvalidArgument,
+              "attention_forward and its backward take which weights are kept as ", at::IntArrayRef(sizes), ", not ",
+              seed->sizes(), ", and not of packed documents.");
+    rule.keep = seed->contiguous();
+    return rule;
+  }
+  OXY_CHECK(
+      seed.has_value() && seed->defined() && seed->numel() == 1 && seed->scalar_type() == at::kLong, InvalidArgument,
+      "attention_forward and its backward take a seed of one int64 with dropout, or the weights ", "that are kept.");
   rule.seed = static_cast<std::uint64_t>(seed->item<std::int64_t>());
   return rule;
 }
@@ -307,6 +320,16 @@ Tensor composed(const Tensor& query, const Tensor& key, const Tensor& value, con
   return at::matmul(at::dropout(weights, dropout, dropout > 0), shared(value));
 }
 
+// As torch composes it, with the weights that are kept given.
+Tensor composed_dropped(const DroppedAttention& of, const Tensor& kept, double scale) {
+  const auto group = of.query.size(1) / of.key.size(1);
+  const auto wide = of.query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto shared = [&](const Tensor& t) { return (group == 1 ? t : t.repeat_interleave(group, 1)).to(wide); };
+  const Tensor scores = at::matmul(of.query.to(wide), shared(of.key).transpose(2, 3)) * scale + of.mask->to(wide);
+  const Tensor weights = at::softmax(scores, -1) * kept / (1 - of.dropout);
+  return at::matmul(weights, shared(of.value)).to(of.query.scalar_type());
+}
+
 // Of symbolic sizes this fixes the width alone, where size() would fix all.
 double factor_of(std::optional<double> scale, const Tensor& query) {
   return scale_or_default(scale, query.sym_size(-1).guard_int(__FILE__, __LINE__));
@@ -468,6 +491,46 @@ TORCH_LIBRARY_IMPL(oxytorch, Meta, m) {
 }
 
 }  // namespace
+
+bool dropped_attention_takes(const DroppedAttention& of) {
+  if (!(of.dropout > 0 && of.dropout < 1) || is_transformed()) return false;
+  for (const Tensor& tensor : {of.query, of.key, of.value}) {
+    if (!is_ordinary(tensor) || tensor.dim() != 4 || tensor.scalar_type() != of.query.scalar_type()) return false;
+  }
+  const auto q = of.query.sizes(), k = of.key.sizes();
+  if (of.value.sizes() != k || k[0] != q[0] || k[3] != q[3] || q[1] % k[1] != 0) return false;
+  if (q[1] != k[1] && !of.shares_keys) return false;
+  if (of.mask.has_value() && of.mask->defined()) {
+    const Tensor& mask = *of.mask;
+    const bool is_typed = mask.scalar_type() == at::kBool || mask.scalar_type() == of.query.scalar_type();
+    if (of.is_causal || !is_ordinary(mask) || !is_typed || mask.requires_grad()) return false;
+    if (mask.dim() > 4 || !at::is_expandable_to(mask.sizes(), {q[0], q[1], q[2], k[2]})) return false;
+  }
+  return attention_cpu_takes(of.query, of.key, of.value, std::nullopt);
+}
+
+Tensor drawn_weights(const DroppedAttention& of) {
+  const Tensor& query = of.query;
+  Tensor kept =
+      at::empty({query.size(0), query.size(1), query.size(2), of.key.size(2)}, query.options().dtype(at::kBool));
+  const double p = 1 - of.dropout;
+  if (!bernoulli_cpu_is_torchs() || !bernoulli_cpu(kept, p, std::nullopt)) kept.bernoulli_(p);
+  return kept;
+}
+
+Tensor dropped_attention(const DroppedAttention& of, const Tensor& kept) {
+  const double scale = scale_or_default(of.scale, of.query.size(3));
+  const bool has_mask = of.mask.has_value() && of.mask->defined();
+  const bool is_added = has_mask && of.mask->scalar_type() != at::kBool;
+  MaybeTensor added;
+  if (has_mask) added = is_added ? *of.mask : hidden_unless(*of.mask, of.query);
+  auto [output, log_sum] = Forward::call(of.query, of.key, of.value, added, scale, -1, of.is_causal ? 0 : -1, 0,
+                                         of.dropout, kept, std::nullopt, std::nullopt);
+  // Where a finite number hides all keys of a query, such as the least of its dtype, the logarithm of the sum is lost.
+  constexpr float kLeastScore = -1e30F;
+  if (is_added && at::min(log_sum.detach()).item<float>() < kLeastScore) return composed_dropped(of, kept, scale);
+  return output;
+}
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options) {
   return WholeAttention::call(query, key, value, options.mask, options.causal, options.scale, options.window_before,

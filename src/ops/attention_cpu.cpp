@@ -83,7 +83,8 @@ struct Call {
         format(product_format(optim::element_type(q).value())),
         factor(static_cast<float>(rule.scale)),
         dropped(std::min(static_cast<std::uint32_t>(std::lround(rule.dropout * 65536)), 65535U)),
-        kept_factor(65536.0F / static_cast<float>(65536 - dropped)) {
+        kept_factor(rule.keep.defined() ? static_cast<float>(1 / (1 - rule.dropout))
+                                        : 65536.0F / static_cast<float>(65536 - dropped)) {
     if (rule.mask.has_value() && rule.mask->defined()) {
       mask = rule.mask->to(at::kFloat).expand({q.size(0), heads, q.size(2), k.size(2)});
     }
@@ -121,11 +122,26 @@ struct Call {
   // The weights that dropout keeps, or null where it keeps all.
   const std::uint32_t* kept(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
                             std::uint32_t* keep) const {
+    if (rule.keep.defined()) {
+      read_keep(in, h, key_tile, query_tile, keep);
+      return keep;
+    }
     if (dropped == 0) return nullptr;
     kernels::dropout_tile({rule.seed, static_cast<std::uint32_t>(in.number * heads + h),
                            static_cast<std::uint32_t>(key_tile), static_cast<std::uint32_t>(query_tile), dropped},
                           in.keys.padded(key_tile), keep);
     return keep;
+  }
+
+  void read_keep(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
+                 std::uint32_t* tile) const {
+    const std::int64_t rows = in.keys.used(key_tile);
+    const bool* from = rule.keep.const_data_ptr<bool>() + in.query_offset(rule.keep, h) +
+                       in.queries.begin(query_tile) * rule.keep.stride(2) + in.keys.begin(key_tile);
+    std::fill(tile, tile + in.keys.padded(key_tile) * kTile, 0U);
+    for (std::int64_t j = 0; j < in.queries.used(query_tile); ++j, from += rule.keep.stride(2)) {
+      for (std::int64_t i = 0; i < rows; ++i) tile[i * kTile + j] = 0U - static_cast<std::uint32_t>(from[i]);
+    }
   }
 
   void read_mask(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,

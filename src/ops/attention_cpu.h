@@ -20,6 +20,9 @@ struct AttentionRule {
   std::optional<at::Tensor> mask;  ///< added to scores; broadcasts to batch x heads x queries x keys
   double dropout = 0;              ///< probability that a weight is dropped; of 2^-16
   std::uint64_t seed = 0;          ///< of dropout
+  /// Which weights dropout keeps, in the place of the seed and with the exact probability: bool, contiguous, batch x
+  /// heads x queries x keys. Undefined: by the seed.
+  at::Tensor keep = {};
   /// Where each document begins in the tokens of a batch of one, and their end; positions and dropout are of a document
   /// as of a sample. Empty: each sample of the batch is one.
   std::vector<std::int64_t> query_offsets = {};

@@ -1,6 +1,9 @@
 #include "ops/bernoulli_cpu.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
 
 #include <cstring>
 #include <mutex>
@@ -13,10 +16,11 @@ namespace oxytorch::ops {
 bool bernoulli_cpu(at::Tensor& self, double p, const std::optional<at::Generator>& generator) {
   at::Generator source =
       generator.has_value() && generator->defined() ? *generator : at::detail::getDefaultCPUGenerator();
-  const auto element = optim::element_type(self);
+  const auto element =
+      self.scalar_type() == at::kBool ? std::optional(kernels::ElementType::Int8) : optim::element_type(self);
   const bool dense = self.is_contiguous() || self.is_contiguous(at::MemoryFormat::ChannelsLast);
   auto* twister = dynamic_cast<at::CPUGeneratorImpl*>(source.unsafeGetGeneratorImpl());
-  if (!self.device().is_cpu() || !element || *element == kernels::ElementType::Int8 || !dense || self.numel() == 0 ||
+  if (!self.device().is_cpu() || !element || self.scalar_type() == at::kChar || !dense || self.numel() == 0 ||
       !(p >= 0 && p <= 1) || twister == nullptr) {
     return false;
   }
@@ -35,6 +39,16 @@ bool bernoulli_cpu(at::Tensor& self, double p, const std::optional<at::Generator
   engine.set_data(state);
   twister->set_engine(engine);
   return true;
+}
+
+bool bernoulli_cpu_is_torchs() {
+  static const bool found = [] {
+    constexpr std::uint64_t kSeed = 5;
+    at::Tensor ours = at::empty({1302}, at::kBool);
+    const at::Tensor theirs = at::empty_like(ours).bernoulli_(0.9, at::detail::createCPUGenerator(kSeed));
+    return bernoulli_cpu(ours, 0.9, at::detail::createCPUGenerator(kSeed)) && at::equal(ours, theirs);
+  }();
+  return found;
 }
 
 }  // namespace oxytorch::ops

@@ -17,6 +17,7 @@
 #include "ops/attention_cpu.h"
 #include "ops/bernoulli_cpu.h"
 #include "ops/dispatch.h"
+#include "ops/dropped_attention.h"
 #include "ops/embedding_cpu.h"
 #include "ops/gru.h"
 #include "ops/lstm_cpu.h"
@@ -30,6 +31,8 @@ namespace oxytorch::tune {
 namespace {
 
 using at::Tensor;
+
+std::atomic<std::int64_t> attentions_dropped = 0;
 
 bool is_plain(const Tensor& tensor) { return tensor.scalar_type() == at::kFloat && tensor.is_contiguous(); }
 bool is_image(const Tensor& tensor) {
@@ -274,6 +277,16 @@ Triple flash_attention_backward(const Tensor& grad_output, const Tensor& query, 
                                                            causal, mask, scale);
 }
 
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double dropout,
+                 bool causal, std::optional<double> scale, bool shares_keys) {
+  const ops::DroppedAttention of{query, key, value, mask, dropout, causal, scale, shares_keys};
+  if (ops::dropped_attention_takes(of)) {
+    attentions_dropped.fetch_add(1, std::memory_order_relaxed);
+    return ops::dropped_attention(of, ops::drawn_weights(of));
+  }
+  return originals().attention.call<Tensor>(query, key, value, mask, dropout, causal, scale, shares_keys);
+}
+
 namespace {
 
 // LSTM in torch's numbers of recurrent networks (ATen/native/RNN.h).
@@ -454,6 +467,10 @@ const std::map<std::string, Entry>& entries() {
           library.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(flash_attention));
           library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", TORCH_FN(flash_attention_backward));
         }}},
+      {"attention_dropout",
+       {.originals = {&originals().attention},
+        .add = [](torch::Library& library) { library.impl("scaled_dot_product_attention", TORCH_FN(attention)); },
+        .key = c10::DispatchKey::AutogradCPU}},
       {"lstm",
        {{&originals().lstm},
         [](torch::Library& library) { library.impl("mkldnn_rnn_layer", TORCH_FN(lstm)); },
@@ -529,8 +546,8 @@ const std::vector<std::string>& NativeOperators::exact_names() {
 
 const std::vector<std::string>& NativeOperators::names() {
   static const std::vector<std::string> all{
-      "max_pool2d", "batch_norm", "bernoulli", "embedding", "embedding_sum", "flash_attention",
-      "lstm",       "gru",        "linear",    "gelu",      "silu"};
+      "max_pool2d",        "batch_norm", "bernoulli", "embedding", "embedding_sum", "flash_attention",
+      "attention_dropout", "lstm",       "gru",       "linear",    "gelu",          "silu"};
   return all;
 }
 
@@ -568,6 +585,10 @@ bool NativeOperators::is_worth_a_trial(std::int64_t embedding_elements, std::int
   // To torch each batch costs five passes over a table, of which this library makes none where it adds.
   const std::int64_t least = accumulates ? 8 : 2;
   return embedding_elements > 0 && least * embedding_elements >= parameter_elements;
+}
+
+std::int64_t NativeOperators::dropped_attentions() noexcept {
+  return attentions_dropped.load(std::memory_order_relaxed);
 }
 
 std::int64_t NativeOperators::handed_on() noexcept {

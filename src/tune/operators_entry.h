@@ -73,6 +73,7 @@ struct Originals {
   Original embedding{"aten::embedding", "", c10::DispatchKey::AutogradCPU};
   Original flash_attention{"aten::_scaled_dot_product_flash_attention_for_cpu"};
   Original flash_attention_backward{"aten::_scaled_dot_product_flash_attention_for_cpu_backward"};
+  Original attention{"aten::scaled_dot_product_attention", "", c10::DispatchKey::AutogradCPU};
   Original lstm{"aten::mkldnn_rnn_layer"};
   Original lstm_backward{"aten::mkldnn_rnn_layer_backward"};
   Original gru{"aten::gru", "input", c10::DispatchKey::AutogradCPU};
@@ -112,6 +113,9 @@ Pair flash_attention(const at::Tensor& query, const at::Tensor& key, const at::T
 Triple flash_attention_backward(const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
                                 const at::Tensor& value, const at::Tensor& output, const at::Tensor& log_sum,
                                 double dropout, bool causal, const MaybeTensor& mask, std::optional<double> scale);
+/// With dropout torch has no kernel for it and takes it apart, so ours stands where autograd is told of it.
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const MaybeTensor& mask,
+                     double dropout, bool causal, std::optional<double> scale, bool shares_keys);
 
 Quad lstm(const at::Tensor& input, const at::Tensor& weight0, const at::Tensor& weight1, const at::Tensor& weight2,
           const at::Tensor& weight3, const at::Tensor& hidden, const at::Tensor& cell, bool reverse,

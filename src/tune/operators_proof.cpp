@@ -14,6 +14,7 @@
 #include <limits>
 #include <sstream>
 
+#include "ops/dropped_attention.h"
 #include "ops/gru.h"
 #include "ops/linear_cpu.h"
 #include "oxytorch/amp.h"
@@ -58,6 +59,21 @@ bool is_near(const Tensor& ours, const Tensor& theirs, const Tensor& exact, doub
   const auto error = [&](const Tensor& of) { return (of - exact).norm().item<double>(); };
   return error(ours) <= 2 * error(theirs) + rounding * exact.norm().item<double>();
 }
+
+// torch's default generator draws the same each time, and goes on afterwards where it was.
+class SeededDraws {
+ public:
+  SeededDraws() : generator_(at::detail::getDefaultCPUGenerator()), before_(generator_.get_state()) {
+    generator_.set_current_seed(7);
+  }
+  ~SeededDraws() { generator_.set_state(before_); }
+  SeededDraws(const SeededDraws&) = delete;
+  SeededDraws& operator=(const SeededDraws&) = delete;
+
+ private:
+  at::Generator generator_;
+  Tensor before_;
+};
 
 // Normal values by a generator of its own, times `scale` and plus `offset`.
 class Values {
@@ -211,7 +227,10 @@ std::string bernoulli_differs() {
   at::Generator generators[] = {at::detail::createCPUGenerator(5), at::detail::createCPUGenerator(5)};
   for (const std::int64_t count : {1, 311, 2, 1000, 623, 1302}) {
     for (const double p : {0.9, 0.1 + 0x1p-40, 0.0, 1.0}) {
-      const auto type = count % 3 == 0 ? at::kHalf : count % 2 == 0 ? at::kBFloat16 : at::kFloat;
+      const auto type = count == 1302    ? at::kBool
+                        : count % 3 == 0 ? at::kHalf
+                        : count % 2 == 0 ? at::kBFloat16
+                                         : at::kFloat;
       Tensor masks[] = {at::empty({count}, type), at::empty({count}, type)};
       bernoulli(masks[0], p, generators[0]);
       originals().bernoulli.call<Tensor>(masks[1], p, std::optional(generators[1]));
@@ -279,6 +298,67 @@ std::string attention_differs() {
         const double rounding = (type == at::kFloat ? 0x1p-24 : type == at::kHalf ? 0x1p-11 : 0x1p-8);
         if (is_near(ours[i], theirs[i], exact[i], rounding)) continue;
         return "flash attention is further from fp64 than torch's for query " + sizes_of(query);
+      }
+    }
+  }
+  return {};
+}
+
+std::string attention_dropout_differs() {
+  struct Case {
+    std::int64_t heads, key_heads, queries, keys, width;
+    bool causal;
+    char mask;  // 'b'ool, 'a'dded, or none
+    double dropout;
+  };
+  const Case cases[] = {{2, 2, 70, 70, 16, true, '-', 0.1},
+                        {2, 1, 5, 130, 24, false, 'b', 0.5},
+                        {2, 2, 33, 65, 8, false, 'a', 0.1 + 0x1p-40},
+                        {1, 1, 65, 3, 40, false, '-', 0.9}};
+  const at::AutoGradMode as_in_training(true);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  Values values;
+  for (const auto& c : cases) {
+    for (const auto type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      const auto make = [&](std::int64_t heads, std::int64_t tokens) {
+        return values.normal({2, heads, tokens, c.width}).to(type);
+      };
+      const std::array given{make(c.heads, c.queries), make(c.key_heads, c.keys), make(c.key_heads, c.keys)};
+      const Tensor grad = make(c.heads, c.queries);
+      MaybeTensor mask;
+      if (c.mask != '-') mask = values.normal({2, 1, c.queries, c.keys});
+      if (c.mask == 'b') mask = mask->gt(-1);
+      const auto of = [&](at::ScalarType in) {
+        ops::DroppedAttention all{given[0].to(in), given[1].to(in), given[2].to(in), mask, c.dropout, c.causal};
+        for (Tensor* one : {&all.query, &all.key, &all.value}) *one = one->detach().requires_grad_();
+        if (c.mask == 'a') all.mask = mask->to(type).to(in);
+        all.shares_keys = true;
+        return all;
+      };
+      const auto results = [&](const ops::DroppedAttention& all, const Tensor& output) {
+        auto found = torch::autograd::grad({output}, {all.query, all.key, all.value}, {grad.to(output.scalar_type())});
+        found.push_back(output.detach());
+        for (Tensor& one : found) one = one.to(at::kDouble);
+        return found;
+      };
+      const auto torchs = [&](at::ScalarType in) {
+        const auto all = of(in);
+        const SeededDraws seeded;
+        return results(all, originals().attention.call<Tensor>(all.query, all.key, all.value, all.mask, all.dropout,
+                                                               all.is_causal, all.scale, all.shares_keys));
+      };
+      const auto by_us = [&] {
+        const auto all = of(type);
+        const SeededDraws seeded;
+        return results(all, ops::dropped_attention(all, ops::drawn_weights(all)));
+      };
+      if (!ops::dropped_attention_takes(of(type)))
+        return "attention with dropout does not take query " + sizes_of(given[0]);
+      const auto exact = torchs(at::kDouble), theirs = torchs(type), ours = by_us();
+      for (std::size_t i = 0; i < exact.size(); ++i) {
+        const double rounding = (type == at::kFloat ? 0x1p-24 : type == at::kHalf ? 0x1p-11 : 0x1p-8);
+        if (is_near(ours[i], theirs[i], exact[i], rounding)) continue;
+        return "attention with dropout is further from fp64 than torch's for query " + sizes_of(given[0]);
       }
     }
   }
@@ -619,6 +699,7 @@ std::string gate_differs() {
 std::string differs_from_original(const std::string& name) {
   if (name == "gru") return gru_differs();  // with autograd's
   if (name == "embedding_sum") return embedding_sum_differs();
+  if (name == "attention_dropout") return attention_dropout_differs();
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::AutoGradMode as_in_training(true);  // kernels keep what backward needs
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);

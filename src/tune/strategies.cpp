@@ -162,9 +162,20 @@ struct ExactOperators : Operators {
 
 struct NativeAttention : Operators {
   NativeAttention() {
-    names = {"flash_attention"};
+    names = {"flash_attention", "attention_dropout"};
     served = {"flash_attention"};
-    missing = "the model calls no flash attention.";
+    missing = "the model calls no scaled_dot_product_attention that the kernel takes.";
+  }
+  Applicability applies(Run& run) override {
+    auto answer = Operators::applies(run);
+    if (answer.holds || !run.device().is_cpu() || !may_call(run, {"scaled_dot_product_attention"})) return answer;
+    // Which has dropout is not in a name.
+    NativeOperators tried;
+    static_cast<void>(tried.install({"attention_dropout"}));
+    const auto before = NativeOperators::dropped_attentions();
+    forward_of(run)();
+    if (NativeOperators::dropped_attentions() > before) return true;
+    return answer;
   }
 };
 

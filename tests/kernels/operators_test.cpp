@@ -355,6 +355,21 @@ TEST(Bernoulli, DrawsTheSameInEveryFormat) {
   });
 }
 
+TEST(Bernoulli, DrawsBytes) {
+  on_each_isa([&] {
+    MersenneTwister generators[] = {seeded(11), seeded(11)};
+    for (const std::size_t count : {1U, 17U, 700U, 5U}) {
+      std::vector<float> wide(count);
+      std::vector<std::uint8_t> bytes(count + 1, 77);
+      bernoulli(generators[0], 0.4, static_cast<std::int64_t>(count), ElementType::F32, wide.data());
+      bernoulli(generators[1], 0.4, static_cast<std::int64_t>(count), ElementType::Int8, bytes.data());
+      for (std::size_t i = 0; i < count; ++i) ASSERT_EQ(bytes[i], wide[i] == 1 ? 1 : 0) << i;
+      ASSERT_EQ(bytes[count], 77) << "beyond its end";
+      ASSERT_EQ(generators[0].next, generators[1].next);
+    }
+  });
+}
+
 TEST(Bernoulli, DrawsEveryBit) {
   on_each_isa([&] {
     std::mt19937 engine(7);

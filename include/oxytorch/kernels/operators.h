@@ -88,8 +88,8 @@ struct MersenneTwister {
   int next = kWords;
 };
 
-/// `count` draws in F32, BF16 or F16: 1 where the low 53 bits of two outputs, as a fraction of 2^53, are less than `p`,
-/// else 0.
+/// `count` draws in F32, BF16, F16 or Int8, as of bool: 1 where the low 53 bits of two outputs, as a fraction of 2^53,
+/// are less than `p`, else 0.
 OXY_API void bernoulli(MersenneTwister& generator, double p, std::int64_t count, ElementType element, void* to);
 
 /// A step of Adam or AdamW as torch's loop over tensors takes it; numbers are rounded to fp32 as that loop does.

@@ -741,6 +741,11 @@ class NativeOperators:
     Faster CPU operators behind torch's dispatcher.
     """
     @staticmethod
+    def dropped_attentions() -> int:
+        """
+        Calls of attention with dropout that were served so far.
+        """
+    @staticmethod
     def exact_names() -> list[str]:
         """
         Operators with torch's bits.

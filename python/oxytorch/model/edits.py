@@ -182,12 +182,17 @@ class NativeKernel(Change):
 
 
 class NativeAttention(NativeKernel):
-    """The kernel of this library, in place of the flash kernel."""
+    """The kernel of this library, in place of the flash kernel, and of torch's operators where weights are dropped."""
 
     kind = "tolerance"
     cost = "attention of other models in this process takes this kernel too."
-    kernels, operators = ("flash_attention",), ("scaled_dot_product_flash_attention",)
-    missing = "the model calls no flash attention; dropout of attention weights keeps torch from it"
+    kernels, operators = ("flash_attention", "attention_dropout"), ("scaled_dot_product_flash_attention",)
+    missing = "the model calls no scaled_dot_product_attention that the kernel takes"
+
+    def serves(self, run: Subject) -> bool:
+        """See `NativeKernel.serves`."""
+        # No operator is noted for attention with dropout itself: torch composes it of others.
+        return super().serves(run) or (run.uses("_softmax") and run.uses("bernoulli_"))
 
 
 class NativeActivation(NativeKernel):

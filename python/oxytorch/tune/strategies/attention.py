@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend
 
 from ... import _C
 from ...model import edits
+from ..observe import rehearsal
 from ..strategy import Strategy, strategy
 
 if TYPE_CHECKING:
@@ -48,7 +49,22 @@ class _Tried(edits.Attention, Strategy):
     expected_speedup=1.4,
 )
 class NativeAttention(edits.NativeAttention, Strategy):
-    """The kernel of this library, in place of the flash kernel."""
+    """The kernel of this library, in place of the flash kernel, and of torch's operators where weights are dropped."""
+
+    def serves(self, run: Any) -> bool:
+        """See `NativeKernel.serves`."""
+        if any(run.uses(name) for name in self.operators):
+            return True
+        if not super().serves(run):
+            return False
+        operators, before = _C.tune.NativeOperators(), _C.tune.NativeOperators.dropped_attentions()
+        operators.install(["attention_dropout"])
+        try:
+            with rehearsal(run):
+                run.forward()
+        finally:
+            operators.uninstall()
+        return _C.tune.NativeOperators.dropped_attentions() > before
 
 
 @strategy("native_lstm", kind="tolerance", interacts=_INTERACTS, max_speedup=4.0, expected_speedup=2.2)
