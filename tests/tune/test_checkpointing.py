@@ -104,6 +104,29 @@ def test_a_trainer_stays_within_its_budget(options: dict[str, Any]) -> None:
         assert not any("forward" in vars(block) for block in one.model.blocks)
 
 
+def test_what_is_garbage_already_makes_no_step_smaller() -> None:
+    def collect(*_: Any) -> None:
+        gc.collect()
+
+    def fitted(garbage: bool) -> int:
+        gc.collect()
+        gc.disable()
+        try:
+            if garbage:
+                cycle: list[Any] = [torch.ones(1 << 21, device=DEVICE)]
+                cycle.append(cycle)
+                del cycle
+            with trainer(**{KEY: budget()}) as one:
+                first = one.model.blocks[0].register_forward_pre_hook(collect)
+                one.step(batch())
+                first.remove()
+                return int(one._decisions.asked.host[-1].plan.plain_peak)
+        finally:
+            gc.enable()
+
+    assert fitted(garbage=True) == fitted(garbage=False)
+
+
 def test_gradients_of_earlier_batches_count() -> None:
     with trainer(**{KEY: budget()}) as one:
         one.step(batch())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -193,7 +192,6 @@ class Decisions:
         torch.OutOfMemoryError
             Where no choice of blocks is within the budget.
         """
-        gc.collect()  # what the step that failed has left in cycles would go while its successors are measured
         anew = _native.fitted_anew(self.run.taken + 1)
         log("warn", f"{anew}{why}", "trainer")
         self._fit_memory(batch, anew, tighter=fits > 0)

@@ -298,6 +298,7 @@ class RunWorkload(_native.Workload):
         is_seen = not any(run.strategies[name].unseen_memory for name in run.active)
         if not is_seen or not _memory.can_count(run.device):
             return None
+        gc.collect()  # what lies in cycles would go while a step is counted, which would then seem to take less
         with Meter(device=run.device) as whole:
             before = run.held_bytes(run.batches[0])
             run.step_of_window(run.batches[0])  # makes gradients and the optimizer's state
