@@ -22,6 +22,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import goals as goals_race  # noqa: E402
 import state as state_race  # noqa: E402
+import unprepared as unprepared_race  # noqa: E402
 from _race import Measured, over_starts, text  # noqa: E402
 from _tables import goals, gpu, tail  # noqa: E402
 from _tables import orchestrator as loops  # noqa: E402
@@ -107,6 +108,7 @@ TRANSFORMER_COMMAND = "python bench/race/ops.py --case transformer --starts 3"
 EMBEDDING_COMMAND = "python bench/race/ops.py --case embedding --starts 3 --seconds 0.6"
 ACCUMULATED_COMMAND = "python bench/race/ops.py --case accumulated --starts 4 --seconds 2"
 HEAD_COMMAND = "python bench/race/ops.py --case head --starts 3 --seconds 2"
+UNPREPARED_COMMAND = "python bench/race/unprepared.py --starts 3"
 LSTM_COMMAND = "python bench/race/ops.py --case lstm --starts 3 --seconds 0.7"
 
 
@@ -289,6 +291,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-activation": (
         raced(ops_race, "block.json", BLOCK_COMMAND, "activation"),
         f"{BLOCK_COMMAND} --json bench/results/block.json",
+    ),
+    "unprepared": (
+        raced(unprepared_race, "unprepared.json", UNPREPARED_COMMAND, "unprepared"),
+        f"{UNPREPARED_COMMAND} --json bench/results/unprepared.json",
     ),
     "ops-gru": (
         raced(ops_race, "gru.json", GRU_COMMAND, "gru"),

@@ -100,6 +100,15 @@ def test_each_way_to_hold_state_is_raced(run_quick: Callable[..., Any]) -> None:
     assert np.min(list(times.values())) > 0 and "times as long as fused" in said
 
 
+def test_models_that_nobody_prepared_are_raced(run_quick: Callable[..., Any]) -> None:
+    said, document = run_quick("unprepared", "--starts", "1")
+    assert {*document["cases"], *document["absent"]} == {"torch's encoder, 2 x 16", "LLaMA, 1 x 16"}
+    for times in document["cases"].values():
+        assert {"oxytorch", "eager", "oxytorch: bytes", "eager: bytes"} <= times.keys()
+        assert all(np.min(list(values)) > 0 for values in times.values())
+    assert "times as long" in said
+
+
 def test_what_each_goal_takes_is_measured(run_quick: Callable[..., Any]) -> None:
     said, document = run_quick("goals", "--starts", "1")
     assert list(document["cases"]) == ["mlp: speed", "mlp: memory", "mlp: memory, ultra"]
