@@ -1,7 +1,7 @@
 """Races models that nobody prepared, in float32: torch's own transformer, BERT, GPT-2, LLaMA and T5 of Hugging Face.
 
-`eager` is torch's loop with its fused AdamW, `compiled` the same with `model.compile()`. `oxytorch` is the eager loop with
-those native strategies of oxytorch.accelerate that find something in the model, chosen without a measurement: of
+`eager` is torch's loop with its fused AdamW, `compiled` the same with `model.compile()`. `oxytorch` is the eager loop
+with those native strategies of oxytorch.accelerate that find something in the model, chosen without a measurement: of
 `native_attention`, `native_operators`, `native_layer_norm`, `native_gate`, `native_activation` and
 `native_cross_entropy`.
 
