@@ -357,7 +357,10 @@ std::string attention_dropout_differs() {
       const auto exact = torchs(at::kDouble), theirs = torchs(type), ours = by_us();
       for (std::size_t i = 0; i < exact.size(); ++i) {
         const double rounding = (type == at::kFloat ? 0x1p-24 : type == at::kHalf ? 0x1p-11 : 0x1p-8);
-        if (is_near(ours[i], theirs[i], exact[i], rounding)) continue;
+        // Where torch draws by MKL, float64 draws another mask: then only this tells one mask from another.
+        const bool is_same_mask =
+            (ours[i] - theirs[i]).norm().item<double>() <= 32 * rounding * theirs[i].norm().item<double>();
+        if (is_same_mask && is_near(ours[i], theirs[i], exact[i], rounding)) continue;
         return "attention with dropout is further from fp64 than torch's for query " + sizes_of(given[0]);
       }
     }
