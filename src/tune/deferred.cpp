@@ -194,6 +194,27 @@ bool may_defer(const Tensor& one, const Tensor& other) {
          !at::areAnyTensorSubclassLike(both);
 }
 
+torch::autograd::variable_list gradients_through(const std::vector<Tensor>& given, const std::vector<bool>& wanted,
+                                                 const std::function<Tensor(const std::vector<Tensor>&)>& made_of,
+                                                 const Tensor& gradient) {
+  const at::AutoGradMode with_grad(true);
+  std::vector<Tensor> leaves(given.size()), inputs;
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    if (!given[i].defined()) continue;
+    leaves[i] = given[i].detach().requires_grad_(wanted[i]);
+    if (wanted[i]) inputs.push_back(leaves[i]);
+  }
+  torch::autograd::variable_list made(given.size());
+  if (inputs.empty()) return made;
+  const Tensor values = made_of(leaves);
+  const auto found = torch::autograd::grad({values}, inputs, {gradient.to(values.scalar_type())});
+  auto next = found.begin();
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    if (leaves[i].defined() && wanted[i]) made[i] = *next++;
+  }
+  return made;
+}
+
 bool DeferredValue::has_hooks() const { return edge.function && ops::has_hooks(*edge.function); }
 
 Tensor DeferredValue::behind_hooks(Tensor made) const {

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <cstdint>
@@ -62,6 +63,12 @@ at::Tensor deferred_tensor(std::shared_ptr<DeferredValue> value);
 /// Whether what an operator makes of these may be left to what follows: in training, called by the model itself, of
 /// plain tensors, with nobody who would have to see it.
 [[nodiscard]] bool may_defer(const at::Tensor& one, const at::Tensor& other);
+
+/// Gradients of those of `given` that are `wanted`, of what `made_of` makes of them: for the node of a deferred tensor
+/// that a custom function was given. Undefined for the others, and `given` may hold undefined tensors.
+torch::autograd::variable_list gradients_through(
+    const std::vector<at::Tensor>& given, const std::vector<bool>& wanted,
+    const std::function<at::Tensor(const std::vector<at::Tensor>&)>& made_of, const at::Tensor& gradient);
 
 /// Kernels of layers where autograd is told of them, in the place of torch's, while anybody has them.
 class LayerKernels {

@@ -38,27 +38,16 @@ struct DeferredNormNode final : torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     const std::lock_guard lock(mutex_);
-    torch::autograd::variable_list made(4);
-    if (!grads[0].defined()) return made;
+    if (!grads[0].defined()) return torch::autograd::variable_list(4);
     OXY_CHECK(given[0].defined(), InvalidState,
               "backward runs a second time through a batch normalization that was let go of. Pass retain_graph=true to "
               "the first.");
-    const at::AutoGradMode with_grad(true);
-    torch::autograd::variable_list inputs;
-    std::array<Tensor, 4> leaves;
-    for (std::size_t i = 0; i < 4; ++i) {
-      if (!given[i].defined()) continue;
-      leaves[i] = given[i].detach().requires_grad_(task_should_compute_output(i));
-      if (leaves[i].requires_grad()) inputs.push_back(leaves[i]);
-    }
-    if (inputs.empty()) return made;
-    const Tensor values = ops::normalized(leaves[0], leaves[1], leaves[2], moments, leaves[3], relu, {});
-    const auto found = torch::autograd::grad({values}, inputs, {grads[0].to(values.scalar_type())});
-    std::size_t at = 0;
-    for (std::size_t i = 0; i < 4; ++i) {
-      if (leaves[i].defined() && leaves[i].requires_grad()) made[i] = found[at++];
-    }
-    return made;
+    std::vector<bool> wanted;
+    for (std::size_t i = 0; i < 4; ++i) wanted.push_back(task_should_compute_output(i));
+    const auto normalized = [this](const std::vector<Tensor>& leaves) {
+      return ops::normalized(leaves[0], leaves[1], leaves[2], moments, leaves[3], relu, {});
+    };
+    return gradients_through({given.begin(), given.end()}, wanted, normalized, grads[0]);
   }
   void release_variables() override {
     const std::lock_guard lock(mutex_);

@@ -64,25 +64,14 @@ struct WrittenNormNode final : torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     const std::lock_guard lock(mutex_);
-    torch::autograd::variable_list made(2), inputs;
-    if (!grads[0].defined()) return made;
+    if (!grads[0].defined()) return torch::autograd::variable_list(2);
+    const std::vector<bool> wanted{task_should_compute_output(0), task_should_compute_output(1)};
     OXY_CHECK(given[0].defined(), InvalidState,
               "backward runs a second time through a normalization that was let go of. Pass retain_graph=true to the "
               "first.");
-    const at::AutoGradMode with_grad(true);
-    std::array<Tensor, 2> leaves;
-    for (std::size_t i = 0; i < 2; ++i) {
-      if (!given[i].defined()) continue;
-      leaves[i] = values_of(given[i]).detach().requires_grad_(task_should_compute_output(i));
-      if (leaves[i].requires_grad()) inputs.push_back(leaves[i]);
-    }
-    if (inputs.empty()) return made;
-    const auto found = torch::autograd::grad({made_by(leaves[0], leaves[1])}, inputs, {grads[0]});
-    std::size_t at = 0;
-    for (std::size_t i = 0; i < 2; ++i) {
-      if (leaves[i].defined() && leaves[i].requires_grad()) made[i] = found[at++];
-    }
-    return made;
+    return gradients_through(
+        {values_of(given[0]), values_of(given[1])}, wanted,
+        [this](const std::vector<Tensor>& leaves) { return made_by(leaves[0], leaves[1]); }, grads[0]);
   }
   void release_variables() override {
     const std::lock_guard lock(mutex_);
