@@ -133,6 +133,7 @@ struct Written final : DeferredValue {
   [[nodiscard]] std::optional<Tensor> whole(const Tensor& weight, at::ScalarType type) const {
     const bool is_wide = type != rows.given.scalar_type();
     if (is_wide && type != at::kFloat) return std::nullopt;
+    const c10::impl::ExcludeDispatchKeyGuard as_left_alone(kThreadKey);
     const Tensor of_rows = is_wide ? values_of(rows.given).to(at::kFloat) : rows.given;
     auto made = rms_norm_of(of_rows, is_wide && weight.defined() ? weight.to(at::kFloat) : weight, rows.eps);
     if (made) norms_taken.fetch_add(1, std::memory_order_relaxed);
@@ -331,6 +332,7 @@ Tensor deferred_wide(const Tensor& x) { return deferred_part({.part = Part::Wide
 
 std::optional<Tensor> written_norm_of_sum(const c10::OperatorHandle& op, const Arguments& arguments,
                                           std::size_t position) {
+  if (!at::GradMode::is_enabled()) return std::nullopt;
   const Tensor& sum = arguments[position].toTensor();
   if (const auto type = position == 0 ? converted_to(op, arguments) : std::nullopt) {
     if (*type == sum.scalar_type()) return sum;

@@ -252,6 +252,17 @@ def test_a_sum_that_was_computed_and_changed(sums: Any) -> None:
             square.sum()
 
 
+def test_without_gradients_nothing_waits_for_a_norm(sums: Any) -> None:
+    x, y = torch.randn(3, WIDTH).requires_grad_(), torch.randn(3, WIDTH)
+    with sums.scope():
+        total = x + y
+        square = x.pow(2)
+        with torch.no_grad():
+            parts = [total.pow(2), total * total, square.mean(-1, keepdim=True), x.pow(2)]
+    assert not any(part.requires_grad for part in parts)
+    torch.testing.assert_close(parts[0].numpy(), (x + y).detach().pow(2).numpy())
+
+
 def test_parts_look_like_torchs(sums: Any) -> None:
     x = torch.randn(2, 3, WIDTH, dtype=torch.bfloat16).requires_grad_()
     with sums.scope():

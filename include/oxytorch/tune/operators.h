@@ -24,7 +24,7 @@
 /// reason. Where a compiler was free to fuse a multiply-add of torch's kernel, this finds out which it did. Only the
 /// payload of a computed NaN may differ. flash_attention (oxytorch/ops/attention.h) rounds otherwise and is refused
 /// where it is further from fp64 than twice torch's own error, and so are linear, gelu, silu (oxytorch/ops), gru, and
-/// attention_dropout, which drops the weights that torch would and keeps a byte of each, where torch keeps thirteen;
+/// attention_dropout, which drops the weights that torch would and keeps a byte of each, where torch keeps twelve;
 /// lstm, where it differs from torch's by more than sums of its length round. The backward of lstm stays when it is
 /// taken out: it serves graphs that were recorded with it, and hands on all others.
 #pragma once
