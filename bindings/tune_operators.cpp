@@ -6,6 +6,7 @@
 #include "oxytorch/tune/deferred_gates.h"
 #include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/deferred_norms.h"
+#include "oxytorch/tune/deferred_scores.h"
 #include "oxytorch/tune/deferred_sums.h"
 #include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"
@@ -17,6 +18,7 @@ namespace oxytorch::bindings {
 using tune::DeferredGates;
 using tune::DeferredLogits;
 using tune::DeferredNorms;
+using tune::DeferredScores;
 using tune::DeferredSums;
 using tune::NativeOperators;
 using tune::OperatorReport;
@@ -96,8 +98,8 @@ void bind_tune_operators(py::module_& m) {
       .def_static("is_worth_a_trial", &NativeOperators::is_worth_a_trial, py::arg("embedding_elements"),
                   py::arg("parameter_elements"), py::arg("accumulates"),
                   "Whether gradients of embeddings alone are worth a trial.")
-      .def_static("dropped_attentions", &NativeOperators::dropped_attentions,
-                  "Calls of attention with dropout that were served so far.")
+      .def_static("composed_attentions", &NativeOperators::composed_attentions,
+                  "Calls of composed_attention that were served so far.")
       .def_static("handed_on", &NativeOperators::handed_on, "Calls that went to torch's kernels so far.")
       .def("install", &NativeOperators::install, py::arg("names") = std::vector<std::string>(), release_gil())
       .def("uninstall", &NativeOperators::uninstall, release_gil())
@@ -131,6 +133,15 @@ void bind_tune_operators(py::module_& m) {
                   "RMS normalizations that a model wrote out and that were computed as one, so far.")
       .def(
           "scope", [](const DeferredSums&) { return std::make_unique<ScopeManager<DeferredSums::Scope>>(); },
+          "Defer on this thread: a context manager.");
+  bind_scope<DeferredScores::Scope>(m, "ScoresScope", "Defers on this thread while it is entered.");
+  py::class_<DeferredScores>(m, "DeferredScores", "Scores of attention that wait for the product that ends it.")
+      .def(py::init<>(), release_gil())
+      .def_static("serves", &DeferredScores::serves, py::arg("device"), "Whether attention on that device is taken.")
+      .def_static("scores", &DeferredScores::scores, "Products of queries and keys that were taken, so far.")
+      .def_static("joined", &DeferredScores::joined, "Attention that was computed as one, so far.")
+      .def(
+          "scope", [](const DeferredScores&) { return std::make_unique<ScopeManager<DeferredScores::Scope>>(); },
           "Defer on this thread: a context manager.");
   bind_scope<DeferredGates::Scope>(m, "GatesScope", "Defers on this thread while it is entered.");
   py::class_<DeferredGates>(m, "DeferredGates", "Activations that wait for the product that follows them.")

@@ -1,4 +1,4 @@
-"""Races models that nobody prepared, in float32: torch's own transformer, BERT, GPT-2, LLaMA and T5 of Hugging Face.
+"""Races models that nobody prepared, in float32: torch's transformer, a GPT that writes attention out, Hugging Face's.
 
 `eager` is torch's loop with its fused AdamW, `compiled` the same with `model.compile()`. `oxytorch` is the eager loop
 with those native strategies of oxytorch.accelerate that find something in the model, chosen without a measurement: of
@@ -69,9 +69,11 @@ CASES = {
     "GPT-2, 4 x 512": (4, 512),
     "LLaMA, 4 x 256": (4, 256),
     "T5, 8 x 128": (8, 128),
+    "Gemma 2, 4 x 256": (4, 256),
+    "written-out GPT, 4 x 512": (4, 512),
 }
-QUICK = {"torch's encoder, 2 x 16": (2, 16), "LLaMA, 1 x 16": (1, 16)}
-OF_TORCH = "torch's encoder"
+QUICK = {"torch's encoder, 2 x 16": (2, 16), "written-out GPT, 1 x 16": (1, 16), "LLaMA, 1 x 16": (1, 16)}
+OF_TORCH, WRITTEN_OUT = "torch's encoder", "written-out GPT"
 WORDS = 4096
 
 
@@ -88,6 +90,44 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         scores = self.head(self.layers(self.tokens(tokens))[:, 0])
         return F.cross_entropy(scores, labels)
+
+
+class WrittenOut(nn.Module):
+    """A layer of a GPT whose attention is written out, with dropout of 0.1, as minGPT and courses have it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = (
+            t.view(batch, tokens, self.heads, -1).transpose(1, 2) for t in self.project(self.first(x)).split(width, 2)
+        )
+        scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(torch.ones(tokens, tokens).tril() == 0, float("-inf"))
+        y = F.dropout(F.softmax(scores, dim=-1), 0.1) @ v
+        x = x + F.dropout(self.out(y.transpose(1, 2).reshape(x.shape)), 0.1)
+        made: Tensor = x + self.mlp(self.second(x))
+        return made
+
+
+class WrittenOutGpt(nn.Module):
+    """Tokens, learned places, layers, and the loss of the next token."""
+
+    def __init__(self, width: int, layers: int, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(WORDS, width), nn.Embedding(tokens, width)
+        self.layers = nn.Sequential(*(WrittenOut(width, max(2, width // 64)) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = F.dropout(self.tokens(tokens) + self.places.weight[: tokens.shape[1]], 0.1)
+        logits = self.head(self.norm(self.layers(x)))[:, :-1]
+        return F.cross_entropy(logits.reshape(-1, WORDS), labels[:, 1:].reshape(-1))
 
 
 def of_hugging_face(kind: str, is_quick: bool) -> nn.Module:
@@ -110,6 +150,19 @@ def of_hugging_face(kind: str, is_quick: bool) -> nn.Module:
                 vocab_size=WORDS, d_model=256, d_ff=1024, num_layers=4, num_heads=4, d_kv=64, decoder_start_token_id=0
             )
         )
+    elif kind == "Gemma 2":
+        made = hf.Gemma2ForCausalLM(
+            hf.Gemma2Config(
+                vocab_size=WORDS,
+                hidden_size=256,
+                intermediate_size=1024,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=64,
+                attn_implementation="eager",  # which the library asks for: its other kernels have no cap
+            )
+        )
     else:
         width, layers, heads = (32, 1, 2) if is_quick else (512, 4, 8)
         made = hf.LlamaForCausalLM(
@@ -130,10 +183,12 @@ def model_of(case: str) -> nn.Module:
     """With weights of a fixed seed, in training."""
     kind, is_quick = case.partition(",")[0], case in QUICK
     torch.manual_seed(0)
-    made = (
-        Encoder(32 if is_quick else 256, 1 if is_quick else 4) if kind == OF_TORCH else of_hugging_face(kind, is_quick)
-    )
-    return made.train()
+    width, layers = (32, 1) if is_quick else (256, 4)
+    if kind == OF_TORCH:
+        return Encoder(width, layers).train()
+    if kind == WRITTEN_OUT:
+        return WrittenOutGpt(width, layers, (QUICK | CASES)[case][1]).train()
+    return of_hugging_face(kind, is_quick).train()
 
 
 def batch_of(case: str) -> dict[str, Tensor]:
@@ -143,6 +198,8 @@ def batch_of(case: str) -> dict[str, Tensor]:
     tokens = torch.randint(WORDS, size, generator=generator)
     if case.startswith(OF_TORCH):
         return {"tokens": tokens, "labels": tokens[:, 0] % 2}
+    if case.startswith(WRITTEN_OUT):
+        return {"tokens": tokens, "labels": tokens}
     if not case.startswith("BERT"):
         return {"input_ids": tokens, "labels": tokens}
     seen = torch.ones_like(tokens)
@@ -205,7 +262,7 @@ def measure(arguments: argparse.Namespace) -> Measured:
     for case in QUICK if arguments.quick else CASES:
         if not is_wanted(arguments, case):
             continue
-        if not case.startswith(OF_TORCH) and importlib.util.find_spec("transformers") is None:
+        if not case.startswith((OF_TORCH, WRITTEN_OUT)) and importlib.util.find_spec("transformers") is None:
             found.absent[case] = {"transformers": "not installed; see bench/race/requirements.txt"}
             progress(f"{case}: transformers is not installed")
             continue

@@ -2,6 +2,7 @@
 #include "oxytorch/ops/attention.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/ops/_safe_softmax.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/dropout.h>
@@ -22,8 +23,8 @@
 
 #include "ops/attention_cpu.h"
 #include "ops/bernoulli_cpu.h"
+#include "ops/composed_attention.h"
 #include "ops/dispatch.h"
-#include "ops/dropped_attention.h"
 #include "ops/vmap.h"
 #include "oxytorch/error.h"
 
@@ -108,6 +109,15 @@ Triple backward_cpu(const Tensor& grad_output, const Tensor& query, const Tensor
       rule_of(query, key, mask, scale, before, after, soft_cap, dropout, seed, query_offsets, key_offsets));
 }
 
+Tensor mask_gradient_cpu(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
+                         const Tensor& output, const Tensor& log_sum, const Tensor& mask, double scale,
+                         std::int64_t before, std::int64_t after, double soft_cap, double dropout,
+                         const MaybeTensor& seed) {
+  return attention_cpu_mask_gradient(
+      grad_output, query, key, value, output, log_sum,
+      rule_of(query, key, mask, scale, before, after, soft_cap, dropout, seed, std::nullopt, std::nullopt));
+}
+
 Pair forward_meta(const Tensor& query, const Tensor& /*key*/, const Tensor& /*value*/, const MaybeTensor& /*mask*/,
                   double /*scale*/, std::int64_t /*before*/, std::int64_t /*after*/, double /*soft_cap*/,
                   double /*dropout*/, const MaybeTensor& /*seed*/, const MaybeTensor& /*query_offsets*/,
@@ -128,10 +138,19 @@ Triple backward_meta(const Tensor& /*grad_output*/, const Tensor& query, const T
   return {like(query), like(key), like(value)};
 }
 
+Tensor mask_gradient_meta(const Tensor& /*grad_output*/, const Tensor& /*query*/, const Tensor& /*key*/,
+                          const Tensor& /*value*/, const Tensor& /*output*/, const Tensor& /*log_sum*/,
+                          const Tensor& mask, double /*scale*/, std::int64_t /*before*/, std::int64_t /*after*/,
+                          double /*soft_cap*/, double /*dropout*/, const MaybeTensor& /*seed*/) {
+  return at::empty_symint(mask.sym_sizes(), mask.options());
+}
+
 constexpr char kForwardName[] = "oxytorch::attention_forward";
 constexpr char kBackwardName[] = "oxytorch::attention_backward";
+constexpr char kMaskGradientName[] = "oxytorch::attention_mask_gradient";
 using Forward = Operator<kForwardName, decltype(forward_cpu)>;
 using Backward = Operator<kBackwardName, decltype(backward_cpu)>;
+using MaskGradient = Operator<kMaskGradientName, decltype(mask_gradient_cpu)>;
 
 // -- batching rules ---------------------------------------------------------------------------------------------------
 
@@ -177,12 +196,21 @@ struct AttentionNode : torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     const std::lock_guard lock(mutex_);
-    if (!grads[0].defined()) return torch::autograd::variable_list(3);
+    torch::autograd::variable_list made(4);
+    if (!grads[0].defined()) return made;
     const auto saved = node_of<torch::autograd::Node>(*this);
-    auto [of_query, of_key, of_value] = Backward::call(
-        grads[0], query.unpack(), key.unpack(), value.unpack(), output.unpack(saved), log_sum.unpack(saved),
-        maybe(mask), scale, before, after, soft_cap, dropout, maybe(seed), maybe(query_offsets), maybe(key_offsets));
-    return torch::autograd::variable_list{of_query, of_key, of_value};
+    const Tensor q = query.unpack(), k = key.unpack(), v = value.unpack(), out = output.unpack(saved),
+                 logs = log_sum.unpack(saved);
+    const MaybeTensor added = maybe(mask), draw = maybe(seed);
+    if (task_should_compute_output(0) || task_should_compute_output(1) || task_should_compute_output(2)) {
+      std::tie(made[0], made[1], made[2]) =
+          Backward::call(grads[0], q, k, v, out, logs, added, scale, before, after, soft_cap, dropout, draw,
+                         maybe(query_offsets), maybe(key_offsets));
+    }
+    if (added && task_should_compute_output(3)) {
+      made[3] = MaskGradient::call(grads[0], q, k, v, out, logs, *added, scale, before, after, soft_cap, dropout, draw);
+    }
+    return made;
   }
   void release_variables() override {
     const std::lock_guard lock(mutex_);
@@ -204,17 +232,15 @@ struct AttentionNode : torch::autograd::Node {
 Pair forward_autograd(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask,
                       double scale, std::int64_t before, std::int64_t after, double soft_cap, double dropout,
                       const MaybeTensor& seed, const MaybeTensor& query_offsets, const MaybeTensor& key_offsets) {
-  OXY_CHECK(!mask.has_value() || !mask->requires_grad() || !at::GradMode::is_enabled(), NotSupported,
-            "attention has no gradient for its mask, which requires one; detach the mask, or use "
-            "scaled_dot_product_attention.");
   decltype(new_node<AttentionNode>()) node;
-  if (torch::autograd::compute_requires_grad(query, key, value)) {
+  const Tensor added = or_none(mask);
+  if (torch::autograd::compute_requires_grad(query, key, value, added)) {
     node = new_node<AttentionNode>();
-    node->set_next_edges(torch::autograd::collect_next_edges(query, key, value));
+    node->set_next_edges(torch::autograd::collect_next_edges(query, key, value, added));
     node->query = {query, false};
     node->key = {key, false};
     node->value = {value, false};
-    node->mask = {or_none(mask), false};
+    node->mask = {added, false};
     node->scale = scale;
     node->before = before;
     node->after = after;
@@ -252,6 +278,20 @@ Triple backward_autograd(const Tensor& grad_output, const Tensor& query, const T
   const auto& [of_query, of_key, of_value] = grads;
   differentiable_once("attention", {of_query, of_key, of_value}, grad_output, query, key, value);
   return grads;
+}
+
+Tensor mask_gradient_autograd(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
+                              const Tensor& output, const Tensor& log_sum, const Tensor& mask, double scale,
+                              std::int64_t before, std::int64_t after, double soft_cap, double dropout,
+                              const MaybeTensor& seed) {
+  Tensor gradient;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    gradient = MaskGradient::call(grad_output, query, key, value, output, log_sum, mask, scale, before, after, soft_cap,
+                                  dropout, seed);
+  }
+  differentiable_once("attention", {gradient}, grad_output, query, key, value);
+  return gradient;
 }
 
 // -- the function -----------------------------------------------------------------------------------------------------
@@ -321,12 +361,13 @@ Tensor composed(const Tensor& query, const Tensor& key, const Tensor& value, con
 }
 
 // As torch composes it, with the weights that are kept given.
-Tensor composed_dropped(const DroppedAttention& of, const Tensor& kept, double scale) {
+Tensor composed_of(const ComposedAttention& of, const Tensor& kept, double scale) {
   const auto group = of.query.size(1) / of.key.size(1);
   const auto wide = of.query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto shared = [&](const Tensor& t) { return (group == 1 ? t : t.repeat_interleave(group, 1)).to(wide); };
   const Tensor scores = at::matmul(of.query.to(wide), shared(of.key).transpose(2, 3)) * scale + of.mask->to(wide);
-  const Tensor weights = at::softmax(scores, -1) * kept / (1 - of.dropout);
+  Tensor weights = at::_safe_softmax(scores, -1);
+  if (kept.defined()) weights = weights * kept / (1 - of.dropout);
   return at::matmul(weights, shared(of.value)).to(of.query.scalar_type());
 }
 
@@ -462,6 +503,10 @@ TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
       "Tensor? mask, float scale, int window_before, int window_after, float soft_cap, float dropout=0., "
       "Tensor? seed=None, Tensor? query_offsets=None, Tensor? key_offsets=None) -> "
       "(Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+  m.def(
+      "attention_mask_gradient(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, "
+      "Tensor log_sum, Tensor mask, float scale, int window_before, int window_after, float soft_cap, "
+      "float dropout=0., Tensor? seed=None) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) {
   m.impl("attention", &Kernel<&attention_operator>::call);
@@ -472,6 +517,7 @@ TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("packed_attention", &Kernel<&packed_attention_operator>::call);
   m.impl("attention_forward", &Kernel<&forward_vmap>::call);
   m.impl("attention_backward", &Kernel<&backward_vmap>::call);
+  m.impl("attention_mask_gradient", &Kernel<&LoopOverSamples<MaskGradient>::call>::call);
 }
 const auto attention_autocast_kernels = on_autocast([](torch::Library& m) {
   m.impl("attention", &Kernel<&attention_autocast>::call);
@@ -480,20 +526,23 @@ const auto attention_autocast_kernels = on_autocast([](torch::Library& m) {
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
   m.impl("attention_forward", &Kernel<&forward_autograd>::call);
   m.impl("attention_backward", &Kernel<&backward_autograd>::call);
+  m.impl("attention_mask_gradient", &Kernel<&mask_gradient_autograd>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, CPU, m) {
   m.impl("attention_forward", &Kernel<&forward_cpu>::call);
   m.impl("attention_backward", &Kernel<&backward_cpu>::call);
+  m.impl("attention_mask_gradient", &Kernel<&mask_gradient_cpu>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, Meta, m) {
   m.impl("attention_forward", &Kernel<&forward_meta>::call);
   m.impl("attention_backward", &Kernel<&backward_meta>::call);
+  m.impl("attention_mask_gradient", &Kernel<&mask_gradient_meta>::call);
 }
 
 }  // namespace
 
-bool dropped_attention_takes(const DroppedAttention& of) {
-  if (!(of.dropout > 0 && of.dropout < 1) || is_transformed()) return false;
+bool composed_attention_takes(const ComposedAttention& of) {
+  if (!(of.dropout >= 0 && of.dropout < 1) || is_transformed()) return false;
   for (const Tensor& tensor : {of.query, of.key, of.value}) {
     if (!is_ordinary(tensor) || tensor.dim() != 4 || tensor.scalar_type() != of.query.scalar_type()) return false;
   }
@@ -502,14 +551,15 @@ bool dropped_attention_takes(const DroppedAttention& of) {
   if (q[1] != k[1] && !of.shares_keys) return false;
   if (of.mask.has_value() && of.mask->defined()) {
     const Tensor& mask = *of.mask;
-    const bool is_typed = mask.scalar_type() == at::kBool || mask.scalar_type() == of.query.scalar_type();
-    if (of.is_causal || !is_ordinary(mask) || !is_typed || mask.requires_grad()) return false;
+    const auto type = mask.scalar_type();
+    const bool is_typed = type == at::kBool || type == at::kFloat || type == of.query.scalar_type();
+    if (of.is_causal || !is_ordinary(mask) || !is_typed) return false;
     if (mask.dim() > 4 || !at::is_expandable_to(mask.sizes(), {q[0], q[1], q[2], k[2]})) return false;
   }
   return attention_cpu_takes(of.query, of.key, of.value, std::nullopt);
 }
 
-Tensor drawn_weights(const DroppedAttention& of) {
+Tensor drawn_weights(const ComposedAttention& of) {
   const Tensor& query = of.query;
   Tensor kept =
       at::empty({query.size(0), query.size(1), query.size(2), of.key.size(2)}, query.options().dtype(at::kBool));
@@ -518,17 +568,37 @@ Tensor drawn_weights(const DroppedAttention& of) {
   return kept;
 }
 
-Tensor dropped_attention(const DroppedAttention& of, const Tensor& kept) {
+namespace {
+
+// The kernel's output, and the logarithm of each query's sum.
+Pair attended(const ComposedAttention& of, const Tensor& kept, double scale) {
+  MaybeTensor added = of.mask;
+  if (added && added->defined() && added->scalar_type() == at::kBool) added = hidden_unless(*added, of.query);
+  return Forward::call(of.query, of.key, of.value, added, scale, -1, of.is_causal ? 0 : -1, of.soft_cap,
+                       kept.defined() ? of.dropout : 0, if_defined(kept), std::nullopt, std::nullopt);
+}
+
+// Where a finite number hides all keys of a query, such as the least of its dtype, the logarithm of its sum has lost
+// the digits that tell one key's weight from another's.
+bool has_lost_scores(const Tensor& log_sum) {
+  constexpr float kLeastScore = -1000;
+  return log_sum.numel() > 0 && at::min(log_sum.detach()).item<float>() < kLeastScore;
+}
+
+}  // namespace
+
+Tensor composed_attention(const ComposedAttention& of, const Tensor& kept) {
   const double scale = scale_or_default(of.scale, of.query.size(3));
-  const bool has_mask = of.mask.has_value() && of.mask->defined();
-  const bool is_added = has_mask && of.mask->scalar_type() != at::kBool;
-  MaybeTensor added;
-  if (has_mask) added = is_added ? *of.mask : hidden_unless(*of.mask, of.query);
-  auto [output, log_sum] = Forward::call(of.query, of.key, of.value, added, scale, -1, of.is_causal ? 0 : -1, 0,
-                                         of.dropout, kept, std::nullopt, std::nullopt);
-  // Where a finite number hides all keys of a query, such as the least of its dtype, the logarithm of the sum is lost.
-  constexpr float kLeastScore = -1e30F;
-  if (is_added && at::min(log_sum.detach()).item<float>() < kLeastScore) return composed_dropped(of, kept, scale);
+  const bool is_added = of.mask.has_value() && of.mask->defined() && of.mask->scalar_type() != at::kBool;
+  auto [output, log_sum] = attended(of, kept, scale);
+  return is_added && has_lost_scores(log_sum) ? composed_of(of, kept, scale) : output;
+}
+
+std::optional<Tensor> written_attention(const ComposedAttention& of, const Tensor& kept) {
+  auto [output, log_sum] = attended(of, kept, scale_or_default(of.scale, of.query.size(3)));
+  // The kernel gives 0 where nothing is visible.
+  const bool may_hide_all = of.mask.has_value() && of.mask->defined();
+  if (may_hide_all && (has_lost_scores(log_sum) || log_sum.detach().eq(0).any().item<bool>())) return std::nullopt;
   return output;
 }
 

@@ -1,9 +1,12 @@
 #include "ops/attention_cpu.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -68,6 +71,16 @@ std::vector<Document> documents_of(const Tensor& query, const Tensor& key, const
   return documents;
 }
 
+// from[j * stride + i] to tile[i * kTile + j], of `columns` j and `rows` i.
+void transpose_into(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* tile) {
+  constexpr std::int64_t kStep = 8;  // of the kernel
+  const std::int64_t whole_rows = rows / kStep * kStep, whole_columns = columns / kStep * kStep;
+  kernels::transpose_words(from, stride, whole_columns, whole_rows, tile, kTile);
+  for (std::int64_t j = 0; j < columns; ++j) {
+    for (std::int64_t i = j < whole_columns ? whole_rows : 0; i < rows; ++i) tile[i * kTile + j] = from[j * stride + i];
+  }
+}
+
 // A call with its tensors, and what all threads share.
 struct Call {
   Call(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRule& rule)
@@ -92,13 +105,50 @@ struct Call {
       most_query_tiles = std::max(most_query_tiles, document.queries.tiles);
       most_key_tiles = std::max(most_key_tiles, document.keys.tiles);
     }
+    if (mask.defined() && mask.numel() > 0) find_hidden_tiles();
   }
 
   // Whether a tile of keys and one of queries have a visible pair.
-  [[nodiscard]] bool meet(const Document& in, std::int64_t key_tile, std::int64_t query_tile) const {
+  [[nodiscard]] bool meet(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile) const {
     const std::int64_t k = in.keys.begin(key_tile), q = in.queries.begin(query_tile);
-    return k - (q + in.queries.used(query_tile) - 1) <= rule.ahead &&
-           q - (k + in.keys.used(key_tile) - 1) <= rule.behind;
+    if (k - (q + in.queries.used(query_tile) - 1) > rule.ahead || q - (k + in.keys.used(key_tile) - 1) > rule.behind) {
+      return false;
+    }
+    if (hidden.empty()) return true;
+    const std::int64_t part = (in.sample % mask_samples) * mask_heads + h % mask_heads;
+    return hidden[static_cast<std::size_t>((part * in.queries.tiles + query_tile) * in.keys.tiles + key_tile)] == 0;
+  }
+
+  // Tiles in which the mask is minus infinity everywhere: their weights are 0. Samples and heads that share a mask are
+  // looked at once, as are queries.
+  void find_hidden_tiles() {
+    const Document& in = documents.front();
+    mask_samples = mask.stride(0) == 0 ? 1 : mask.size(0);
+    mask_heads = mask.stride(1) == 0 ? 1 : mask.size(1);
+    const std::int64_t queries = in.queries.tiles, keys = in.keys.tiles;
+    std::vector<std::uint8_t> found(static_cast<std::size_t>(mask_samples * mask_heads * queries * keys));
+    std::atomic<bool> is_any = false;
+    at::parallel_for(0, mask_samples * mask_heads * queries, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (; begin < end; ++begin) {
+        const std::int64_t part = begin / queries, tile = begin % queries;
+        const float* from = mask.const_data_ptr<float>() + part / mask_heads * mask.stride(0) +
+                            part % mask_heads * mask.stride(1) + in.queries.begin(tile) * mask.stride(2);
+        const std::int64_t rows = mask.stride(2) == 0 ? 1 : in.queries.used(tile);
+        for (std::int64_t k = 0; k < keys; ++k) {
+          bool is_hidden = true;
+          for (std::int64_t j = 0; j < rows && is_hidden; ++j) {
+            const float* row = from + j * mask.stride(2) + in.keys.begin(k) * mask.stride(3);
+            for (std::int64_t i = 0; i < in.keys.used(k) && is_hidden; ++i) {
+              is_hidden = row[i * mask.stride(3)] == -std::numeric_limits<float>::infinity();
+            }
+          }
+          if (!is_hidden) continue;
+          found[static_cast<std::size_t>(begin * keys + k)] = 1;
+          is_any = true;
+        }
+      }
+    });
+    if (is_any) hidden = std::move(found);
   }
 
   // Turns raw products into scores, and returns the factor that they still lack.
@@ -135,13 +185,16 @@ struct Call {
 
   void read_keep(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
                  std::uint32_t* tile) const {
-    const std::int64_t rows = in.keys.used(key_tile);
+    const std::int64_t rows = in.keys.used(key_tile), columns = in.queries.used(query_tile);
     const bool* from = rule.keep.const_data_ptr<bool>() + in.query_offset(rule.keep, h) +
                        in.queries.begin(query_tile) * rule.keep.stride(2) + in.keys.begin(key_tile);
-    std::fill(tile, tile + in.keys.padded(key_tile) * kTile, 0U);
-    for (std::int64_t j = 0; j < in.queries.used(query_tile); ++j, from += rule.keep.stride(2)) {
-      for (std::int64_t i = 0; i < rows; ++i) tile[i * kTile + j] = 0U - static_cast<std::uint32_t>(from[i]);
+    alignas(64) std::uint32_t words[kTile * kTile];
+    for (std::int64_t j = 0; j < columns; ++j, from += rule.keep.stride(2)) {
+      for (std::int64_t i = 0; i < rows; ++i) words[j * kTile + i] = 0U - static_cast<std::uint32_t>(from[i]);
     }
+    if (rows < in.keys.padded(key_tile) || columns < kTile)
+      std::fill(tile, tile + in.keys.padded(key_tile) * kTile, 0U);
+    transpose_into(reinterpret_cast<const float*>(words), kTile, rows, columns, reinterpret_cast<float*>(tile));
   }
 
   void read_mask(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
@@ -149,14 +202,21 @@ struct Call {
     const std::int64_t along_q = mask.stride(2), along_k = mask.stride(3);
     const float* from = mask.const_data_ptr<float>() + in.query_offset(mask, h) +
                         in.queries.begin(query_tile) * along_q + (in.first_key + in.keys.begin(key_tile)) * along_k;
-    const std::int64_t columns = in.queries.used(query_tile);
-    for (std::int64_t i = 0; i < in.keys.used(key_tile); ++i, tile += kTile) {
-      for (std::int64_t j = 0; j < columns; ++j) tile[j] = from[j * along_q + i * along_k];
-      std::fill(tile + columns, tile + kTile, 0.0F);
+    const std::int64_t rows = in.keys.used(key_tile), columns = in.queries.used(query_tile);
+    if (along_k == 1 && along_q != 0) {
+      transpose_into(from, along_q, rows, columns, tile);
+    } else {
+      for (std::int64_t i = 0; i < rows; ++i) {
+        for (std::int64_t j = 0; j < columns; ++j) tile[i * kTile + j] = from[j * along_q + i * along_k];
+      }
     }
+    if (columns == kTile) return;
+    for (std::int64_t i = 0; i < rows; ++i) std::fill(tile + i * kTile + columns, tile + (i + 1) * kTile, 0.0F);
   }
 
   Tensor query, key, value, mask;
+  std::vector<std::uint8_t> hidden;  // mask_samples x mask_heads x tiles of queries x tiles of keys; empty: none
+  std::int64_t mask_samples = 1, mask_heads = 1;
   const AttentionRule& rule;
   std::vector<Document> documents;
   std::int64_t most_query_tiles = 0, most_key_tiles = 0;  // of a document
@@ -210,7 +270,7 @@ struct ForwardWorker {
     alignas(64) float correction[kTile];
     bool add = false;
     for (std::int64_t tile = 0; tile < in.keys.tiles; ++tile) {
-      if (!call.meet(in, tile, query_tile)) continue;
+      if (!call.meet(in, h, tile, query_tile)) continue;
       const std::int64_t count = in.keys.padded(tile);
       product(call.format, count, columns, call.width, key[tile], call.width, query[0], kTile, scores, kTile, false);
       const float factor = call.finish_scores(in, h, tile, query_tile, mask, scores);
@@ -314,9 +374,9 @@ struct BackwardWorker {
     }
   }
 
-  // Adds one tile's share to the gradients that are given.
-  void pair(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile, float* of_query,
-            float* of_key, float* of_value) {
+  // The gradient of one tile of weights, and what its softmax needs beside.
+  kernels::SoftmaxGradient weights_of(const Document& in, std::int64_t h, std::int64_t key_tile,
+                                      std::int64_t query_tile) {
     const std::int64_t count = in.keys.padded(key_tile), columns = in.queries.padded(query_tile);
     const std::int64_t width = call.width;
     const TileFormat format = call.format;
@@ -325,18 +385,28 @@ struct BackwardWorker {
     product(format, count, columns, width, value[key_tile], width, grad_transposed[query_tile], kTile, gradient, kTile,
             false);
     kernels::SoftmaxGradient tile;
-    tile.format = format;
     tile.factor = call.finish_scores(in, h, key_tile, query_tile, mask, scores);
     tile.rows = count;
     tile.columns = columns;
     tile.log_sum = log_sums + in.queries.begin(query_tile);
     tile.delta = deltas + in.queries.begin(query_tile);
-    tile.cap = static_cast<float>(call.rule.soft_cap);
-    tile.mask = call.mask.defined() ? mask : nullptr;
     tile.keep = call.kept(in, h, key_tile, query_tile, keep);
     tile.kept_factor = call.kept_factor;
     tile.scores = scores;
     tile.gradient = gradient;
+    return tile;
+  }
+
+  // Adds one tile's share to the gradients that are given.
+  void pair(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile, float* of_query,
+            float* of_key, float* of_value) {
+    const std::int64_t count = in.keys.padded(key_tile), columns = in.queries.padded(query_tile);
+    const std::int64_t width = call.width;
+    const TileFormat format = call.format;
+    kernels::SoftmaxGradient tile = weights_of(in, h, key_tile, query_tile);
+    tile.format = format;
+    tile.cap = static_cast<float>(call.rule.soft_cap);
+    tile.mask = call.mask.defined() ? mask : nullptr;
     tile.weights = narrow[0];
     tile.left_gradient = narrow[1];
     tile.right_gradient = narrow[2];
@@ -387,7 +457,7 @@ struct BackwardWorker {
       std::fill_n(of_queries, tile_size * in.queries.tiles, 0.0F);
       for (std::int64_t k = 0; k < in.keys.tiles; ++k) {
         for (std::int64_t q = 0; q < in.queries.tiles; ++q) {
-          if (!call.meet(in, k, q)) continue;
+          if (!call.meet(in, h, k, q)) continue;
           pair(in, h, k, q, of_queries + q * tile_size, of_keys + k * tile_size, of_values + k * tile_size);
         }
       }
@@ -411,7 +481,7 @@ struct BackwardWorker {
     for (std::int64_t h = key_head * call.group; h < (key_head + 1) * call.group; ++h) {
       queries_of(in, h);
       for (std::int64_t q = 0; q < in.queries.tiles; ++q) {
-        if (call.meet(in, k, q)) pair(in, h, k, q, nullptr, of_keys, of_values);
+        if (call.meet(in, h, k, q)) pair(in, h, k, q, nullptr, of_keys, of_values);
       }
     }
     store_keys(in, key_head, k, of_keys, of_values);
@@ -423,9 +493,22 @@ struct BackwardWorker {
     queries_of(in, h);
     std::fill_n(of_queries, tile_size, 0.0F);
     for (std::int64_t k = 0; k < in.keys.tiles; ++k) {
-      if (call.meet(in, k, q)) pair(in, h, k, q, of_queries, nullptr, nullptr);
+      if (call.meet(in, h, k, q)) pair(in, h, k, q, of_queries, nullptr, nullptr);
     }
     store_queries(in, h, q, of_queries);
+  }
+
+  // Adds one head's gradient of the scores behind scale and cap to queries x keys.
+  void one_of_mask(const Document& in, std::int64_t h, std::int64_t k, float* sum) {
+    keys_of(in, h / call.group);
+    queries_of(in, h);
+    for (std::int64_t q = 0; q < in.queries.tiles; ++q) {
+      if (!call.meet(in, h, k, q)) continue;
+      kernels::softmax_gradient(weights_of(in, h, k, q));  // in float32, without the cap's own derivative
+      kernels::transpose_words(gradient, kTile, in.keys.padded(k), in.queries.padded(q), scores, kTile);
+      kernels::add_rows(scores, kTile, in.queries.used(q), in.keys.used(k),
+                        sum + in.queries.begin(q) * in.keys.count + in.keys.begin(k), in.keys.count);
+    }
   }
 
   const Call& call;
@@ -462,7 +545,7 @@ std::vector<Item> items_of(const Call& call, Piece piece) {
     }
     for (std::int64_t k = 0; k < in.keys.tiles; ++k) {
       for (std::int64_t q = 0; q < in.queries.tiles; ++q) {
-        if (!call.meet(in, k, q)) continue;
+        if (!call.meet(in, 0, k, q)) continue;
         costs[static_cast<std::size_t>(by_query ? q : k)] +=
             static_cast<double>(passes * in.keys.padded(k) * in.queries.padded(q));
       }
@@ -582,6 +665,40 @@ std::tuple<Tensor, Tensor, Tensor> attention_cpu_backward(const Tensor& grad_out
     worker.one_of_queries(*item.document, item.head, item.tile);
   });
   return {grads.query, grads.key, grads.value};
+}
+
+Tensor attention_cpu_mask_gradient(const Tensor& grad_output, const Tensor& query, const Tensor& key,
+                                   const Tensor& value, const Tensor& output, const Tensor& log_sum,
+                                   const AttentionRule& rule) {
+  const Call call(query, key, value, rule);
+  const Tensor& mask = *rule.mask;
+  const Tensor from = dense(grad_output), out = dense(output);
+  Gradients grads{from, out, log_sum, {}, {}, {}};
+  const auto size_of = [&](std::int64_t dim, std::int64_t whole) {
+    const auto at = mask.dim() - 4 + dim;
+    return at < 0 || mask.size(at) == 1 ? 1 : whole;
+  };
+  const std::int64_t samples = size_of(0, query.size(0)), heads = size_of(1, query.size(1));
+  Tensor sum = at::zeros({samples, heads, query.size(2), key.size(2)}, query.options().dtype(at::kFloat));
+  auto* const data = sum.mutable_data_ptr<float>();
+  // Each thread has columns of its own.
+  const std::int64_t tiles = call.most_key_tiles, plane = query.size(2) * key.size(2);
+  at::parallel_for(0, samples * heads * tiles, 1, [&](std::int64_t begin, std::int64_t end) {
+    const ProductScope products(call.format);
+    BackwardWorker worker(call, grads);
+    while (begin < end) {
+      const std::int64_t part = begin / tiles, until = std::min(end, (part + 1) * tiles);
+      const std::int64_t sample = part / heads, head = part % heads;
+      for (const auto& in : call.documents) {
+        if (samples > 1 && in.sample != sample) continue;
+        for (std::int64_t h = heads > 1 ? head : 0; h < (heads > 1 ? head + 1 : call.heads); ++h) {
+          for (std::int64_t k = begin; k < until; ++k) worker.one_of_mask(in, h, k % tiles, data + part * plane);
+        }
+      }
+      begin = until;
+    }
+  });
+  return at::sum_to(std::move(sum), mask.sizes()).to(mask.scalar_type());
 }
 
 }  // namespace oxytorch::ops

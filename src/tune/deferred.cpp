@@ -215,6 +215,52 @@ torch::autograd::variable_list gradients_through(const std::vector<Tensor>& give
   return made;
 }
 
+namespace {
+
+struct DeferredNode final : torch::autograd::Node {
+  std::string name() const override { return "OxytorchDeferredBackward"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const std::lock_guard lock(mutex_);
+    if (!grads[0].defined()) return torch::autograd::variable_list(given.size());
+    OXY_CHECK(made_of, InvalidState,
+              "backward runs a second time through a layer that was let go of. Pass retain_graph=true to the first.");
+    std::vector<Tensor> values;
+    std::vector<bool> wanted;
+    for (std::size_t i = 0; i < given.size(); ++i) {
+      values.push_back(values_of(given[i]));
+      wanted.push_back(given[i].defined() && task_should_compute_output(i));
+    }
+    return gradients_through(values, wanted, made_of, grads[0]);
+  }
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    for (Tensor& one : given) one.reset();
+    made_of = nullptr;
+  }
+
+  std::vector<Tensor> given;  // cut from the graph
+  std::function<Tensor(const std::vector<Tensor>&)> made_of;
+};
+
+}  // namespace
+
+void put_in_graph(const Tensor& tensor, DeferredValue& value, const std::vector<Tensor>& given,
+                  std::function<Tensor(const std::vector<Tensor>&)> made_of) {
+  auto node = new_node<DeferredNode>();
+  node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(given)));
+  for (const Tensor& one : given) {
+    node->given.push_back(is_deferred(one) ? one.variable_data() : one.defined() ? one.detach() : one);
+  }
+  node->made_of = std::move(made_of);
+  torch::autograd::set_history(tensor, node);
+  value.edge = torch::autograd::impl::gradient_edge(tensor);
+}
+
+std::uint32_t version_of(const Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
+}
+
 bool DeferredValue::has_hooks() const { return edge.function && ops::has_hooks(*edge.function); }
 
 Tensor DeferredValue::behind_hooks(Tensor made) const {
@@ -248,7 +294,6 @@ std::shared_ptr<DeferredValue> deferred_value(const Tensor& tensor) {
   const auto* one = deferred(tensor);
   return one != nullptr ? one->value() : nullptr;
 }
-bool is_tensor(const c10::IValue& argument) { return argument.isTensor() && argument.toTensor().defined(); }
 
 void remember(const std::shared_ptr<DeferredValue>& value) { living().add(value); }
 void settle_all() { living().settle(); }

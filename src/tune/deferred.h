@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tune/above_autograd.h"
+#include "tune/operator_call.h"
 
 namespace oxytorch::tune {
 
@@ -53,9 +54,6 @@ at::Tensor deferred_tensor(std::shared_ptr<DeferredValue> value);
 /// What it stands for; null of other tensors, and of one that is cut from the graph.
 [[nodiscard]] std::shared_ptr<DeferredValue> deferred_value(const at::Tensor& tensor);
 
-/// Whether an argument is a defined tensor: C++ gives an undefined one for none.
-[[nodiscard]] bool is_tensor(const c10::IValue& argument);
-
 /// Whether what backward needs is handed to somebody now, as under torch's checkpoint: he counts what an operator
 /// keeps, so layers are left alone, and values that are asked for are computed apart.
 [[nodiscard]] bool has_saved_tensor_hooks();
@@ -69,6 +67,14 @@ at::Tensor deferred_tensor(std::shared_ptr<DeferredValue> value);
 torch::autograd::variable_list gradients_through(
     const std::vector<at::Tensor>& given, const std::vector<bool>& wanted,
     const std::function<at::Tensor(const std::vector<at::Tensor>&)>& made_of, const at::Tensor& gradient);
+
+/// Gives `tensor`, which stands for `value`, a place in the graph. Gradients that reach it there are those of a custom
+/// function that was given it, and go through `made_of` to `given`, of which some may be undefined.
+void put_in_graph(const at::Tensor& tensor, DeferredValue& value, const std::vector<at::Tensor>& given,
+                  std::function<at::Tensor(const std::vector<at::Tensor>&)> made_of);
+
+/// How often its values were written; 0 of a tensor that does not count.
+[[nodiscard]] std::uint32_t version_of(const at::Tensor& tensor);
 
 /// Kernels of layers where autograd is told of them, in the place of torch's, while anybody has them.
 class LayerKernels {

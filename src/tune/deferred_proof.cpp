@@ -2,10 +2,13 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/matmul.h>
 #include <ATen/ops/silu.h>
+#include <ATen/ops/softmax.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <array>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -15,6 +18,7 @@
 #include "oxytorch/ops/batch_norm.h"
 #include "oxytorch/ops/linear_cross_entropy.h"
 #include "oxytorch/ops/row_norm.h"
+#include "oxytorch/tune/deferred_scores.h"
 #include "tune/operators_entry.h"
 #include "tune/proof.h"
 
@@ -148,6 +152,43 @@ std::string row_norm_differs() {
       for (std::size_t i = 0; i < exact.size(); ++i) {
         if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
         return std::string("the norm of a sum is further from fp64 than torch's own operators in ") +
+               at::toString(type);
+      }
+    }
+  }
+  return {};
+}
+
+std::string written_attention_differs() {
+  const at::AutoGradMode as_in_training(true);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  Values values;
+  const Tensor hidden = values.normal({70, 70}).triu_(1).ne(0);
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    for (const bool is_causal : {false, true}) {
+      const auto make = [&] { return values.normal({2, 3, 70, 24}).to(type); };
+      const std::vector<Tensor> given{make(), make(), make(), values.normal({1, 3, 70, 70}).to(type)};
+      const Tensor grad = make();
+      const auto results = [&](at::ScalarType in) {
+        std::vector<Tensor> inputs;
+        for (const Tensor& one : given) inputs.push_back(one.to(in).detach().requires_grad_());
+        Tensor scores = at::matmul(inputs[0], inputs[1].transpose(2, 3)) / 5.0;
+        scores = is_causal ? scores.masked_fill(hidden, -std::numeric_limits<double>::infinity()) : scores + inputs[3];
+        const Tensor output = at::matmul(at::softmax(scores, -1), inputs[2]);
+        if (is_causal) inputs.pop_back();
+        auto found = torch::autograd::grad({output}, inputs, {grad.to(in)});
+        found.push_back(output.detach());
+        for (Tensor& one : found) one = one.to(at::kDouble);
+        return found;
+      };
+      const auto exact = results(at::kDouble), theirs = results(type);
+      const auto before = DeferredScores::joined();
+      const DeferredScores::Scope scope;
+      const auto ours = results(type);
+      if (DeferredScores::joined() == before) return "attention that is written out is not found";
+      for (std::size_t i = 0; i < exact.size(); ++i) {
+        if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
+        return std::string("attention that is written out is further from fp64 than torch's own operators in ") +
                at::toString(type);
       }
     }

@@ -16,8 +16,8 @@
 #include "ops/activation_cpu.h"
 #include "ops/attention_cpu.h"
 #include "ops/bernoulli_cpu.h"
+#include "ops/composed_attention.h"
 #include "ops/dispatch.h"
-#include "ops/dropped_attention.h"
 #include "ops/embedding_cpu.h"
 #include "ops/gru.h"
 #include "ops/lstm_cpu.h"
@@ -32,7 +32,7 @@ namespace {
 
 using at::Tensor;
 
-std::atomic<std::int64_t> attentions_dropped = 0;
+std::atomic<std::int64_t> attentions_served = 0;
 
 bool is_plain(const Tensor& tensor) { return tensor.scalar_type() == at::kFloat && tensor.is_contiguous(); }
 bool is_image(const Tensor& tensor) {
@@ -279,10 +279,11 @@ Triple flash_attention_backward(const Tensor& grad_output, const Tensor& query, 
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double dropout,
                  bool causal, std::optional<double> scale, bool shares_keys) {
-  const ops::DroppedAttention of{query, key, value, mask, dropout, causal, scale, shares_keys};
-  if (ops::dropped_attention_takes(of)) {
-    attentions_dropped.fetch_add(1, std::memory_order_relaxed);
-    return ops::dropped_attention(of, ops::drawn_weights(of));
+  const ops::ComposedAttention of{query, key, value, mask, dropout, causal, scale, shares_keys};
+  const bool has_learned_mask = mask.has_value() && mask->defined() && mask->requires_grad();
+  if ((dropout > 0 || has_learned_mask) && ops::composed_attention_takes(of)) {
+    attentions_served.fetch_add(1, std::memory_order_relaxed);
+    return ops::composed_attention(of, dropout > 0 ? ops::drawn_weights(of) : Tensor());
   }
   return originals().attention.call<Tensor>(query, key, value, mask, dropout, causal, scale, shares_keys);
 }
@@ -467,7 +468,7 @@ const std::map<std::string, Entry>& entries() {
           library.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(flash_attention));
           library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", TORCH_FN(flash_attention_backward));
         }}},
-      {"attention_dropout",
+      {"composed_attention",
        {.originals = {&originals().attention},
         .add = [](torch::Library& library) { library.impl("scaled_dot_product_attention", TORCH_FN(attention)); },
         .key = c10::DispatchKey::AutogradCPU}},
@@ -546,8 +547,8 @@ const std::vector<std::string>& NativeOperators::exact_names() {
 
 const std::vector<std::string>& NativeOperators::names() {
   static const std::vector<std::string> all{
-      "max_pool2d",        "batch_norm", "bernoulli", "embedding", "embedding_sum", "flash_attention",
-      "attention_dropout", "lstm",       "gru",       "linear",    "gelu",          "silu"};
+      "max_pool2d",         "batch_norm", "bernoulli", "embedding", "embedding_sum", "flash_attention",
+      "composed_attention", "lstm",       "gru",       "linear",    "gelu",          "silu"};
   return all;
 }
 
@@ -587,8 +588,8 @@ bool NativeOperators::is_worth_a_trial(std::int64_t embedding_elements, std::int
   return embedding_elements > 0 && least * embedding_elements >= parameter_elements;
 }
 
-std::int64_t NativeOperators::dropped_attentions() noexcept {
-  return attentions_dropped.load(std::memory_order_relaxed);
+std::int64_t NativeOperators::composed_attentions() noexcept {
+  return attentions_served.load(std::memory_order_relaxed);
 }
 
 std::int64_t NativeOperators::handed_on() noexcept {

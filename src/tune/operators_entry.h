@@ -159,6 +159,9 @@ std::string batch_norm_followed_differs();
 /// Why ops::add_layer_norm and add_rms_norm may not stand in for torch's operators; empty where they may.
 std::string row_norm_differs();
 
+/// Why ops::attention may not stand in for attention that a model writes out; empty where it may.
+std::string written_attention_differs();
+
 /// Why ops::swiglu and geglu may not stand in for torch's activation and product; empty where they may.
 std::string gate_differs();
 

@@ -13,7 +13,7 @@
 #include <limits>
 #include <sstream>
 
-#include "ops/dropped_attention.h"
+#include "ops/composed_attention.h"
 #include "ops/gru.h"
 #include "ops/linear_cpu.h"
 #include "oxytorch/amp.h"
@@ -275,7 +275,7 @@ std::string attention_differs() {
   return {};
 }
 
-std::string attention_dropout_differs() {
+std::string composed_attention_differs() {
   struct Case {
     std::int64_t heads, key_heads, queries, keys, width;
     bool causal;
@@ -300,13 +300,13 @@ std::string attention_dropout_differs() {
       if (c.mask != '-') mask = values.normal({2, 1, c.queries, c.keys});
       if (c.mask == 'b') mask = mask->gt(-1);
       const auto of = [&](at::ScalarType in) {
-        ops::DroppedAttention all{given[0].to(in), given[1].to(in), given[2].to(in), mask, c.dropout, c.causal};
+        ops::ComposedAttention all{given[0].to(in), given[1].to(in), given[2].to(in), mask, c.dropout, c.causal};
         for (Tensor* one : {&all.query, &all.key, &all.value}) *one = one->detach().requires_grad_();
         if (c.mask == 'a') all.mask = mask->to(type).to(in);
         all.shares_keys = true;
         return all;
       };
-      const auto results = [&](const ops::DroppedAttention& all, const Tensor& output) {
+      const auto results = [&](const ops::ComposedAttention& all, const Tensor& output) {
         auto found = torch::autograd::grad({output}, {all.query, all.key, all.value}, {grad.to(output.scalar_type())});
         found.push_back(output.detach());
         for (Tensor& one : found) one = one.to(at::kDouble);
@@ -321,9 +321,9 @@ std::string attention_dropout_differs() {
       const auto by_us = [&] {
         const auto all = of(type);
         const SeededDraws seeded;
-        return results(all, ops::dropped_attention(all, ops::drawn_weights(all)));
+        return results(all, ops::composed_attention(all, ops::drawn_weights(all)));
       };
-      if (!ops::dropped_attention_takes(of(type)))
+      if (!ops::composed_attention_takes(of(type)))
         return "attention with dropout does not take query " + sizes_of(given[0]);
       const auto exact = torchs(at::kDouble), theirs = torchs(type), ours = by_us();
       for (std::size_t i = 0; i < exact.size(); ++i) {
@@ -509,7 +509,7 @@ std::string linear_differs() {
 std::string differs_from_original(const std::string& name) {
   if (name == "gru") return gru_differs();  // with autograd's
   if (name == "embedding_sum") return embedding_sum_differs();
-  if (name == "attention_dropout") return attention_dropout_differs();
+  if (name == "composed_attention") return composed_attention_differs();
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::AutoGradMode as_in_training(true);  // kernels keep what backward needs
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);

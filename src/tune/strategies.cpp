@@ -24,6 +24,7 @@
 #include "oxytorch/tune/deferred_gates.h"
 #include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/deferred_norms.h"
+#include "oxytorch/tune/deferred_scores.h"
 #include "oxytorch/tune/deferred_sums.h"
 #include "oxytorch/tune/host.h"
 #include "oxytorch/tune/operators.h"
@@ -122,6 +123,12 @@ struct PinnedThreads : HostStrategy<pinned_threads> {
 int physical_cores() { return std::max(1, read_cores().usable_physical); }
 int one() { return 1; }
 
+void install_any(NativeOperators& operators, const std::vector<std::string>& names) {
+  std::string reasons;
+  for (const auto& report : operators.install(names)) reasons += " " + report.name + ": " + report.reason;
+  OXY_CHECK(!operators.installed().empty(), NotSupported, "no operator could be installed:", reasons);
+}
+
 /// Those with torch's bits, or those that are named, where the model calls what they serve.
 struct Operators : Strategy {
   Applicability applies(Run& run) override {
@@ -129,11 +136,7 @@ struct Operators : Strategy {
     if (may_call(run, served)) return true;
     return missing;
   }
-  void apply(Run& /*run*/) override {
-    std::string reasons;
-    for (const auto& report : operators.install(names)) reasons += " " + report.name + ": " + report.reason;
-    OXY_CHECK(!operators.installed().empty(), NotSupported, "no operator could be installed:", reasons);
-  }
+  void apply(Run& /*run*/) override { install_any(operators, names); }
   void revert(Run& /*run*/) override { operators.uninstall(); }
   std::vector<std::string> names;
   std::vector<std::string_view> served = {"max_pool2d_with_indices", "native_batch_norm", "bernoulli_"};
@@ -156,25 +159,6 @@ struct ExactOperators : Operators {
       }
     }
     if (NativeOperators::is_worth_a_trial(embedded, all, run.accumulation > 1)) return true;
-    return answer;
-  }
-};
-
-struct NativeAttention : Operators {
-  NativeAttention() {
-    names = {"flash_attention", "attention_dropout"};
-    served = {"flash_attention"};
-    missing = "the model calls no scaled_dot_product_attention that the kernel takes.";
-  }
-  Applicability applies(Run& run) override {
-    auto answer = Operators::applies(run);
-    if (answer.holds || !run.device().is_cpu() || !may_call(run, {"scaled_dot_product_attention"})) return answer;
-    // Which has dropout is not in a name.
-    NativeOperators tried;
-    static_cast<void>(tried.install({"attention_dropout"}));
-    const auto before = NativeOperators::dropped_attentions();
-    forward_of(run)();
-    if (NativeOperators::dropped_attentions() > before) return true;
     return answer;
   }
 };
@@ -255,7 +239,7 @@ struct Deferring : Strategy {
     kind.reset();
   }
   /// Whether a loss of this run's has any of what `count` counts.
-  [[nodiscard]] static bool has_any(Run& run, std::int64_t (*count)() noexcept) {
+  [[nodiscard]] static bool has_any(Run& run, std::int64_t (*count)()) {
     std::optional<Kind> tried;
     make(tried, run);
     const auto before = count();
@@ -274,6 +258,31 @@ struct Deferring : Strategy {
   }
   const char* scope_name;
   std::optional<Kind> kind;
+};
+
+/// Attention as torch is asked for it, by operators on the CPU, and as a model writes it out, on any device served.
+struct NativeAttention : Deferring<DeferredScores> {
+  NativeAttention() : Deferring("scores") {}
+  Applicability applies(Run& run) override {
+    const at::Device device = run.device();
+    if (!DeferredScores::serves(device)) return "there is no such kernel on " + device.str() + ".";
+    if (device.is_cpu() && may_call(run, {"flash_attention"})) return true;
+    // Which is composed of others, or written out, is not in a name.
+    NativeOperators tried;
+    if (device.is_cpu()) static_cast<void>(tried.install({"composed_attention"}));
+    const auto found = [] { return NativeOperators::composed_attentions() + DeferredScores::joined(); };
+    if (run.batches().empty() || has_any(run, found)) return true;
+    return "the model neither calls nor writes out attention that the kernel takes.";
+  }
+  void apply(Run& run) override {
+    if (run.device().is_cpu()) install_any(operators, {"flash_attention", "composed_attention"});
+    Deferring::apply(run);
+  }
+  void revert(Run& run) override {
+    Deferring::revert(run);
+    operators.uninstall();
+  }
+  NativeOperators operators;
 };
 
 /// The last linear layer and its cross entropy as one.
@@ -497,12 +506,14 @@ std::vector<RegisteredStrategy> own_strategies() {
            .interacts = {"bf16_autocast", "allocator", "host_pool"},
            .cost = "a second copy of the convolutions' weights is kept while it may be taken back.",
            .expected_speedup = 1.4}),
-      registered<NativeAttention>("native_attention", Tolerance,
-                                  {.group = "attention",
-                                   .interacts = {"bf16_autocast", "allocator", "host_pool"},
-                                   .cost = "attention of other models in this process takes this kernel too.",
-                                   .max_speedup = 4,
-                                   .expected_speedup = 1.4}),
+      registered<NativeAttention>(
+          "native_attention", Tolerance,
+          {.group = "attention",
+           .interacts = {"bf16_autocast", "allocator", "host_pool"},
+           .cost = "attention of other models in this process takes this kernel too; the memory "
+                   "of scores cannot be read directly in the model (data_ptr).",
+           .max_speedup = 6,
+           .expected_speedup = 1.4}),
       registered<NativeLstm>("native_lstm", Tolerance,
                              {.interacts = {"bf16_autocast", "allocator", "host_pool"},
                               .cost = "LSTM layers of other models in this process take this kernel too.",

@@ -23,13 +23,13 @@
 #include "oxytorch/error.h"
 #include "oxytorch/tune/deferred_sums.h"
 #include "tune/deferred.h"
+#include "tune/operator_call.h"
 #include "tune/thread_key.h"
 
 namespace oxytorch::tune {
 namespace {
 
 using at::Tensor;
-using Arguments = std::vector<c10::IValue>;
 
 std::atomic<std::int64_t> norms_taken = 0;
 
@@ -57,32 +57,6 @@ struct Operator {
     return divides ? of / root : of * root;
   }
 };
-
-// Gradients that reach a deferred tensor itself: those of a custom function that was given it.
-struct WrittenNormNode final : torch::autograd::Node {
-  std::string name() const override { return "OxytorchWrittenNormBackward"; }
-
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
-    const std::lock_guard lock(mutex_);
-    if (!grads[0].defined()) return torch::autograd::variable_list(2);
-    const std::vector<bool> wanted{task_should_compute_output(0), task_should_compute_output(1)};
-    OXY_CHECK(given[0].defined(), InvalidState,
-              "backward runs a second time through a normalization that was let go of. Pass retain_graph=true to the "
-              "first.");
-    return gradients_through(
-        {values_of(given[0]), values_of(given[1])}, wanted,
-        [this](const std::vector<Tensor>& leaves) { return made_by(leaves[0], leaves[1]); }, grads[0]);
-  }
-  void release_variables() override {
-    const std::lock_guard lock(mutex_);
-    given = {};
-  }
-
-  Operator made_by{Part::Wide};
-  std::array<Tensor, 2> given;  // cut from the graph
-};
-
-std::uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : static_cast<std::uint32_t>(t._version()); }
 
 /// What the parts of one norm have in common.
 struct Rows {
@@ -156,9 +130,6 @@ std::shared_ptr<Written> written(const Tensor& tensor) {
   return std::dynamic_pointer_cast<Written>(deferred_value(tensor));
 }
 
-/// Without its place in the graph, and without asking for values.
-Tensor cut(const Tensor& t) { return is_deferred(t) ? t.variable_data() : t.detach(); }
-
 /// A part without values.
 Tensor deferred_part(const Operator& made_by, const Rows& rows, const Tensor& of, const Tensor& root = {}) {
   auto value = std::make_shared<Written>();
@@ -179,14 +150,8 @@ Tensor deferred_part(const Operator& made_by, const Rows& rows, const Tensor& of
     default: value->meta = rows.column;
   }
   Tensor tensor = deferred_tensor(value);
-  auto node = new_node<WrittenNormNode>();
-  node->set_next_edges(root.defined() ? torch::autograd::collect_next_edges(of, root)
-                                      : torch::autograd::collect_next_edges(of, of));
-  if (!root.defined()) node->set_next_edge(1, {});
-  node->made_by = made_by;
-  node->given = {cut(of), root.defined() ? cut(root) : root};
-  torch::autograd::set_history(tensor, node);
-  value->edge = torch::autograd::impl::gradient_edge(tensor);
+  put_in_graph(tensor, *value, {of, root},
+               [made_by](const std::vector<Tensor>& given) { return made_by(given[0], given[1]); });
   return tensor;
 }
 
@@ -203,11 +168,6 @@ Rows rows_of(const Tensor& given) {
 }
 
 // -- which operator it is ---------------------------------------------------------------------------------------------
-
-bool is_operator(const c10::OperatorHandle& op, const char* name, const char* overload = nullptr) {
-  const auto& found = op.operator_name();
-  return found.name == name && (overload == nullptr || found.overload_name == overload);
-}
 
 bool is_power(const c10::OperatorHandle& op, const Arguments& arguments, double exponent) {
   return is_operator(op, "aten::pow", "Tensor_Scalar") && arguments[1].toScalar().equal(exponent);
@@ -231,35 +191,10 @@ bool is_mean_of_rows(const c10::OperatorHandle& op, const Arguments& arguments) 
 /// The number that is added.
 std::optional<double> added_number(const c10::OperatorHandle& op, const Arguments& arguments, std::size_t position) {
   if (is_operator(op, "aten::add", "Scalar")) {
-    return arguments[2].toScalar().equal(1) ? std::optional(arguments[1].toScalar().toDouble()) : std::nullopt;
+    return arguments[2].toScalar().equal(1) ? number_of(arguments[1]) : std::nullopt;
   }
   if (!is_operator(op, "aten::add", "Tensor") || !arguments[2].toScalar().equal(1)) return std::nullopt;
-  const c10::IValue& beside = arguments[1 - position];
-  if (!is_tensor(beside) || is_deferred(beside.toTensor())) return std::nullopt;
-  const Tensor number = beside.toTensor();
-  const std::array<Tensor, 1> one{number};
-  if (number.dim() != 0 || !number.is_cpu() || number.requires_grad() || at::areAnyTensorSubclassLike(one) ||
-      at::isComplexType(number.scalar_type())) {
-    return std::nullopt;
-  }
-  return number.item().toDouble();
-}
-
-/// The dtype that is converted to, and nothing else.
-std::optional<at::ScalarType> converted_to(const c10::OperatorHandle& op, const Arguments& arguments) {
-  if (is_operator(op, "aten::to", "dtype") && !arguments[3].toBool() && arguments[4].isNone()) {
-    return arguments[1].toScalarType();
-  }
-  if (is_operator(op, "aten::to", "dtype_layout") && arguments[2].isNone() && !arguments[1].isNone() &&
-      arguments[4].isNone() && !arguments[6].toBool() && arguments[7].isNone() &&
-      (arguments[3].isNone() || arguments[3].toDevice() == arguments[0].toTensor().device())) {
-    return arguments[1].toScalarType();
-  }
-  if (is_operator(op, "aten::type_as") && is_tensor(arguments[1]) &&
-      arguments[1].toTensor().device() == arguments[0].toTensor().device()) {
-    return arguments[1].toTensor().scalar_type();
-  }
-  return std::nullopt;
+  return number_of(arguments[1 - position]);
 }
 
 /// x times the inverse root of its rows, or over the root.

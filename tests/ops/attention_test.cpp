@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
+
 #include "oxytorch/error.h"
 #include "oxytorch/ops.h"
 #include "oxytorch/optim.h"
@@ -43,6 +45,23 @@ TEST(AttentionTest, AgreesWithTorchs) {
         EXPECT_TRUE(at::allclose(of_ours[i], of_theirs[i], 4 * tolerance, 4 * tolerance)) << type << i;
       }
     }
+  }
+}
+
+TEST(AttentionTest, AMaskGetsItsGradient) {
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    const Inputs in(type);
+    const auto of = [&](at::ScalarType kind, bool ours) {
+      const Tensor q = in.query.to(kind), k = in.key.to(kind), v = in.value.to(kind);
+      const Tensor mask = torch::linspace(-2, 2, 4 * 70 * 70).view({1, 4, 70, 70}).to(type).to(kind).requires_grad_();
+      const Tensor output = ours ? ops::attention(q, k, v, {.mask = mask})
+                                 : at::matmul(at::softmax(at::matmul(q, k.mT()) / std::sqrt(24.0) + mask, -1), v);
+      return torch::autograd::grad({output.square().sum()}, {mask})[0].to(at::kDouble);
+    };
+    const Tensor exact = of(at::kDouble, false), torchs = of(type, false), ours = of(type, true);
+    const double rounding = type == at::kFloat ? 1e-6 : 1e-2;
+    EXPECT_LE((ours - exact).norm().item<double>(),
+              2 * (torchs - exact).norm().item<double>() + rounding * exact.norm().item<double>());
   }
 }
 

@@ -245,6 +245,124 @@ def test_boolean_masks_and_queries_that_see_nothing() -> None:
     assert output[:, :, 5].count_nonzero() == 0 and grads[0][:, :, 5].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("size", [(1, 1, 200, 200), (3, 1, 1, 200), (1, 4, 200, 200), (3, 4, 200, 200), (200, 200)])
+def test_tiles_that_a_mask_hides_whole(size: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 4, 200, 16, generator=generator).requires_grad_() for _ in range(3))
+    mask = torch.randn(size, generator=generator)
+    hides = torch.arange(200) > torch.arange(200)[:, None] if size[-2] > 1 else torch.arange(200) > 70
+    mask = mask.masked_fill(hides, -math.inf)
+    mask[..., 128:192] = -math.inf
+    mask[-1, ..., 64:] = -math.inf  # another of each sample
+    if size[-2] > 1:
+        mask[..., 5, :] = -math.inf
+    output = ox.ops.attention(q, k, v, mask=mask)
+    grads = torch.autograd.grad(output, (q, k, v), v)
+    for got, right in zip([output, *grads], exact(q, k, v, v, mask, 0.25, (-1, -1), 0.0), strict=True):
+        torch.testing.assert_close(got.double(), right, atol=1e-5, rtol=1e-5)
+
+
+MASKS = [(70, 90), (1, 4, 70, 90), (3, 1, 70, 90), (3, 4, 70, 90), (4, 70, 90), (1, 1, 1, 90), (70, 1), (90,), ()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", MASKS)
+def test_a_mask_gets_its_gradient(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, 70, 16, generator=generator).to(dtype)
+    k, v = (torch.randn(3, 2, 90, 16, generator=generator).to(dtype) for _ in range(2))
+    mask = torch.randn(size, generator=generator).to(dtype)
+    if len(size) == 4 and size[2] > 1:
+        mask[..., 40:] = -math.inf  # in a tile that is looked at
+    soft_cap = 3.0 if len(size) == 3 else 0.0
+
+    def gradients(kind: torch.dtype, attend: Callable[..., Tensor]) -> list[Tensor]:
+        given = [t.to(kind).requires_grad_() for t in (q, k, v, mask)]
+        output = attend(*given)
+        return [output.detach(), *torch.autograd.grad(output, given, torch.ones_like(output) + output.detach())]
+
+    def composed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q @ k.repeat_interleave(2, 1).mT / 4
+        scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
+        return torch.softmax(scores + mask, -1) @ v.repeat_interleave(2, 1)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return ox.ops.attention(q, k, v, mask=mask, soft_cap=soft_cap)
+
+    true = gradients(torch.float64, composed)
+    for mine, torchs, right in zip(gradients(dtype, ours), gradients(dtype, composed), true, strict=True):
+        assert (mine.shape, mine.dtype) == (torchs.shape, torchs.dtype)
+        off, allowed = (float((t.double() - right).norm()) for t in (mine, torchs))
+        cancelled = 3 if size else 200  # of one number, whose gradient is 0
+        assert off <= 2 * allowed + ROUNDING[dtype] * (float(right.norm()) + cancelled)
+
+
+def test_a_masks_gradient_has_the_same_bits_for_any_number_of_threads() -> None:
+    q, k, v = batch()
+    mask = torch.randn(1, 4, 20, 20).requires_grad_()
+    found = []
+    for count in (1, 2, 3, 7):
+        with threads(count):
+            output = ox.ops.attention(q, k, v, mask=mask, dropout=0.0)
+            found.append(torch.autograd.grad(output.sin().sum(), mask)[0])
+    assert all(other.equal(found[0]) for other in found)
+    assert found[0].abs().sum() > 0
+
+
+def test_a_masks_gradient_alone_and_with_dropout() -> None:
+    q, k, v = (t.detach() for t in batch())
+    mask = torch.randn(4, 20, 20).requires_grad_()
+
+    def gradient(dropout: float) -> Tensor:
+        torch.manual_seed(0)
+        output = ox.ops.attention(q, k, v, mask=mask, dropout=dropout)
+        (found,) = torch.autograd.grad((output * v).sum(), mask)
+        return found
+
+    step, towards = 1e-2, torch.randn(mask.shape)
+    for dropout in (0.0, 0.4):
+        ends = []
+        for sign in (1, -1):
+            torch.manual_seed(0)
+            moved = (mask + sign * step * towards).detach()
+            ends.append(float((ox.ops.attention(q, k, v, mask=moved, dropout=dropout) * v).sum()))
+        assert float((gradient(dropout) * towards).sum()) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-2)
+
+
+def test_a_masks_gradient_holds_no_scores() -> None:
+    q, k, v = (torch.randn(4, 4, 256, 16).requires_grad_() for _ in range(3))
+    mask = torch.randn(1, 4, 256, 256).requires_grad_()
+    meter = ox.memory.Meter()
+    with meter:
+        ox.ops.attention(q, k, v, mask=mask).sum().backward()
+    assert meter.peak_bytes < 2.5 * mask.nbytes + 12 * q.nbytes < 4 * mask.nbytes * 2
+
+
+def test_a_mask_with_a_gradient_is_an_operator_that_torch_checks() -> None:
+    q, k, v = batch()
+    mask = torch.randn(1, 4, 20, 20).requires_grad_()
+    opcheck(torch.ops.oxytorch.attention, (q, k, v, mask))
+    given = [t.detach() for t in (q, k, v)]
+    output, logs = forward(*given, mask.detach(), 0.3, -1, -1, 0.0)
+    opcheck(torch.ops.oxytorch.attention_mask_gradient, (output, *given, output, logs, mask.detach(), 0.3, -1, -1, 0.0))
+
+    def loss(mask: Tensor) -> Tensor:
+        return ox.ops.attention(*given, mask=mask).sin().sum()
+
+    (expected,) = torch.autograd.grad(loss(mask), mask)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.autograd.grad(compiled(mask), mask)[0].equal(expected)
+    assert grad(loss)(mask.detach()).equal(expected)
+    several = torch.stack([mask.detach()[0], 2 * mask.detach()[0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it loops
+        each = vmap(grad(loss))(several)
+    torch.testing.assert_close(each[0], expected[0])
+    (once,) = torch.autograd.grad(loss(mask), mask, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention has no second derivative"):
+        once.sum().backward()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_show_where_torchs_do(bad: float) -> None:
     torch.manual_seed(0)
@@ -363,8 +481,6 @@ def test_autocast_casts_as_for_torchs() -> None:
         (lambda q, k, v: ox.ops.attention(q, k.double(), v), TypeError, "query is Float, key Double"),
         (lambda q, k, v: ox.ops.attention(q, k, v, soft_cap=-1), ValueError, "soft_cap is -1"),
         (lambda q, k, v: ox.ops.attention(q, k, v, mask=torch.zeros(20, 3)), ValueError, "does not take"),
-        (lambda q, k, v: ox.ops.attention(q, k, v, mask=torch.zeros(20, requires_grad=True)), NotImplementedError,
-         "no gradient for its mask"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_words(call: Callable[..., Any], kind: type[Exception], text: str) -> None:

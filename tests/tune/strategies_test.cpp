@@ -15,6 +15,7 @@
 #include "oxytorch/tune/deferred_gates.h"
 #include "oxytorch/tune/deferred_logits.h"
 #include "oxytorch/tune/deferred_norms.h"
+#include "oxytorch/tune/deferred_scores.h"
 #include "oxytorch/tune/deferred_sums.h"
 #include "oxytorch/tune/native_step.h"
 #include "oxytorch/tune/operators.h"
@@ -257,7 +258,8 @@ TORCH_MODULE(Places);
 
 TEST(StrategiesTest, NativeAttentionServesTorchsAndGoes) {
   auto none = Training::with(nn::ReLU());
-  EXPECT_THAT(none.run.strategy("native_attention").applies(none.run).reason, HasSubstr("no scaled_dot_product"));
+  EXPECT_THAT(none.run.strategy("native_attention").applies(none.run).reason,
+              HasSubstr("neither calls nor writes out attention"));
   auto training = Training::with(Places());
   ASSERT_TRUE(training.run.strategy("native_attention").applies(training.run).holds);
   const auto image = training.batches[0].tensors()[0];
@@ -278,11 +280,56 @@ TEST(StrategiesTest, NativeAttentionIsVerifiedAsWhatItClaims) {
     tune::Snapshot snapshot(training.run);
     tune::Verifier verifier(training.run, snapshot);
     training.run.set_active({"native_attention"});
-    const auto before = tune::NativeOperators::dropped_attentions();
+    const auto before = tune::NativeOperators::composed_attentions();
     const auto ruling = verifier.check(tune::Kind::Tolerance);
     EXPECT_TRUE(ruling.held) << ruling.reason;
-    EXPECT_EQ(tune::NativeOperators::dropped_attentions() > before, dropout > 0);
+    EXPECT_EQ(tune::NativeOperators::composed_attentions() > before, dropout > 0);
     training.run.set_active({});
+    EXPECT_NO_THROW(snapshot.prove());
+  }
+}
+
+/// The same as a program writes it out, in the order of their numbers, or by torch's layer, whose weights are not read.
+struct WrittenPlacesImpl : nn::Module {
+  explicit WrittenPlacesImpl(bool is_layer) {
+    if (is_layer) {
+      layer = register_module("layer", nn::MultiheadAttention(nn::MultiheadAttentionOptions(8, 2).dropout(0.1)));
+    }
+  }
+  at::Tensor forward(const at::Tensor& image) {
+    const auto rows = image.flatten(2).transpose(1, 2).contiguous();
+    if (layer) {
+      const auto by_token = rows.transpose(0, 1);
+      return std::get<0>(layer->forward(by_token, by_token, by_token)).permute({1, 2, 0}).reshape(image.sizes());
+    }
+    const auto heads = rows.unsqueeze(1);
+    const auto hidden = torch::ones({heads.size(2), heads.size(2)}, at::kBool).triu(1);
+    auto scores = torch::matmul(heads, heads.transpose(-2, -1)) / std::sqrt(8.0);
+    scores = scores.masked_fill(hidden, -std::numeric_limits<float>::infinity());
+    const auto weights = torch::dropout(torch::softmax(scores, -1), 0.1, is_training());
+    return torch::matmul(weights, heads).squeeze(1).transpose(1, 2).reshape(image.sizes());
+  }
+  nn::MultiheadAttention layer = nullptr;
+};
+TORCH_MODULE(WrittenPlaces);
+
+TEST(StrategiesTest, AttentionThatIsWrittenOutIsServed) {
+  for (const bool is_layer : {false, true}) {
+    auto training = Training::with(WrittenPlaces(is_layer));
+    auto& run = training.run;
+    ASSERT_TRUE(run.strategy("native_attention").applies(run).holds) << is_layer;
+    tune::Snapshot snapshot(run);
+    tune::Verifier verifier(run, snapshot);
+    run.set_active({"native_attention"});
+    const auto joined = tune::DeferredScores::joined();
+    static_cast<void>(run.losses(training.batches[0]));
+    EXPECT_EQ(tune::DeferredScores::joined(), joined + 1) << is_layer;
+    snapshot.restore();
+    const auto ruling = verifier.check(tune::Kind::Tolerance);
+    EXPECT_TRUE(ruling.held) << ruling.reason;
+    run.set_active({});
+    static_cast<void>(run.losses(training.batches[0]));
+    snapshot.restore();
     EXPECT_NO_THROW(snapshot.prove());
   }
 }

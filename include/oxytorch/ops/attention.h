@@ -11,8 +11,8 @@
 namespace oxytorch::ops {
 
 struct AttentionOptions {
-  /// Added to the scores, or true where a pair is visible; broadcasts to batch x heads x queries x keys. No gradient
-  /// flows to it.
+  /// Added to the scores, or true where a pair is visible; broadcasts to batch x heads x queries x keys. One that is
+  /// added and requires a gradient gets it, for two more matrix products of the scores' size.
   std::optional<at::Tensor> mask = {};
   bool causal = false;               ///< a query sees keys up to its own position, counted from the first of both
   std::optional<double> scale = {};  ///< of the products; 1 / sqrt(width) where not given

@@ -8,15 +8,14 @@
 /// | embedding | embedding_dense_backward | fp32, gradients not scaled by frequency |
 /// | embedding_sum | embedding | the same of a parameter: what backward adds to its gradient, it adds to rows alone |
 /// | flash_attention | _scaled_dot_product_flash_attention_for_cpu, its backward | fp32, bf16, fp16 |
-/// | attention_dropout | scaled_dot_product_attention with dropout of its weights | fp32, bf16, fp16 |
-/// | lstm | mkldnn_rnn_layer, its backward | fp32, bf16, LSTM |
-/// | gru | gru of a sequence that is not packed | fp32, bf16, and fp32 under autocast to bf16 |
-/// | linear | linear, addmm and matmul of a weight under autocast | bf16 products of fp32 weights |
-/// | gelu | gelu by tanh, gelu_backward of both forms | fp32, bf16, fp16, dense |
-/// | silu | silu, silu_, silu_backward | fp32, bf16, fp16, dense |
+/// | composed_attention | scaled_dot_product_attention with dropout, or with a mask that has a gradient | fp32, bf16,
+/// fp16 | | lstm | mkldnn_rnn_layer, its backward | fp32, bf16, LSTM | | gru | gru of a sequence that is not packed |
+/// fp32, bf16, and fp32 under autocast to bf16 | | linear | linear, addmm and matmul of a weight under autocast | bf16
+/// products of fp32 weights | | gelu | gelu by tanh, gelu_backward of both forms | fp32, bf16, fp16, dense | | silu |
+/// silu, silu_, silu_backward | fp32, bf16, fp16, dense |
 ///
 /// What is not served goes to the kernel that was there before, as do arguments that it refuses. So does everything on
-/// other devices, under torch.func transforms and in what torch.compile generates itself; of gru and attention_dropout
+/// other devices, under torch.func transforms and in what torch.compile generates itself; of gru and composed_attention
 /// also what runs in inference mode, since torch takes them apart at autograd.
 ///
 /// Bits. max_pool2d, batch_norm, bernoulli, embedding and embedding_sum give torch's. Before such an operator is
@@ -24,7 +23,7 @@
 /// reason. Where a compiler was free to fuse a multiply-add of torch's kernel, this finds out which it did. Only the
 /// payload of a computed NaN may differ. flash_attention (oxytorch/ops/attention.h) rounds otherwise and is refused
 /// where it is further from fp64 than twice torch's own error, and so are linear, gelu, silu (oxytorch/ops), gru, and
-/// attention_dropout, which drops the weights that torch would and keeps a byte of each, where torch keeps twelve;
+/// composed_attention, which drops the weights that torch would and keeps a byte of each, where torch keeps twelve;
 /// lstm, where it differs from torch's by more than sums of its length round. The backward of lstm stays when it is
 /// taken out: it serves graphs that were recorded with it, and hands on all others.
 #pragma once
@@ -74,8 +73,8 @@ class OXY_API NativeOperators {
   /// Calls that this process has handed to torch's kernels so far, of what is not served and while kernels are proven.
   [[nodiscard]] static std::int64_t handed_on() noexcept;
 
-  /// Calls of attention with dropout that were served so far.
-  [[nodiscard]] static std::int64_t dropped_attentions() noexcept;
+  /// Calls of composed_attention that were served so far.
+  [[nodiscard]] static std::int64_t composed_attentions() noexcept;
 
   /// Names that are installed by this object.
   [[nodiscard]] const std::vector<std::string>& installed() const noexcept { return installed_; }

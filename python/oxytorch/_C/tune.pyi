@@ -19,6 +19,7 @@ __all__: list[str] = [
     "DeferredGates",
     "DeferredLogits",
     "DeferredNorms",
+    "DeferredScores",
     "DeferredSums",
     "GatesScope",
     "Interval",
@@ -35,6 +36,7 @@ __all__: list[str] = [
     "PairedTestOptions",
     "PairedTestResult",
     "Requirement",
+    "ScoresScope",
     "SettingLines",
     "SideFailed",
     "StepJudge",
@@ -741,9 +743,9 @@ class NativeOperators:
     Faster CPU operators behind torch's dispatcher.
     """
     @staticmethod
-    def dropped_attentions() -> int:
+    def composed_attentions() -> int:
         """
-        Calls of attention with dropout that were served so far.
+        Calls of composed_attention that were served so far.
         """
     @staticmethod
     def exact_names() -> list[str]:
@@ -871,6 +873,39 @@ class DeferredSums:
         """
     def __init__(self) -> None: ...
     def scope(self) -> SumsScope:
+        """
+        Defer on this thread: a context manager.
+        """
+
+class ScoresScope:
+    """
+    Defers on this thread while it is entered.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
+
+class DeferredScores:
+    """
+    Scores of attention that wait for the product that ends it.
+    """
+    @staticmethod
+    def joined() -> int:
+        """
+        Attention that was computed as one, so far.
+        """
+    @staticmethod
+    def scores() -> int:
+        """
+        Products of queries and keys that were taken, so far.
+        """
+    @staticmethod
+    def serves(device: torch.device) -> bool:
+        """
+        Whether attention on that device is taken.
+        """
+    def __init__(self) -> None: ...
+    def scope(self) -> ScoresScope:
         """
         Defer on this thread: a context manager.
         """

@@ -182,17 +182,42 @@ class NativeKernel(Change):
 
 
 class NativeAttention(NativeKernel):
-    """The kernel of this library, in place of the flash kernel, and of torch's operators where weights are dropped."""
+    """The kernel of this library for attention that a model calls or writes out."""
 
     kind = "tolerance"
-    cost = "attention of other models in this process takes this kernel too."
-    kernels, operators = ("flash_attention", "attention_dropout"), ("scaled_dot_product_flash_attention",)
-    missing = "the model calls no scaled_dot_product_attention that the kernel takes"
+    cost = (
+        "attention of other models in this process takes this kernel too; the memory of scores cannot be read directly "
+        "in the model (numpy, data_ptr)."
+    )
+    kernels, operators = ("flash_attention", "composed_attention"), ("scaled_dot_product_flash_attention",)
+    missing = "the model neither calls nor writes out attention that the kernel takes"
+
+    def applies(self, run: Subject) -> bool | str:
+        """See `Change.applies`."""
+        if not _C.tune.DeferredScores.serves(run.device):
+            return f"there is no such kernel on {run.device.type}"
+        return self.serves(run) or self.missing
 
     def serves(self, run: Subject) -> bool:
         """See `NativeKernel.serves`."""
-        # No operator is noted for attention with dropout itself: torch composes it of others.
-        return super().serves(run) or (run.uses("_softmax") and run.uses("bernoulli_"))
+        if run.device.type == "cpu" and super().serves(run):
+            return True
+        # No operator is noted for attention that is composed of others.
+        return run.uses("softmax") and run.uses("bmm")
+
+    def apply(self, run: Subject) -> None:
+        """See `Change.apply`."""
+        if run.device.type == "cpu":
+            super().apply(run)
+        self._scores = _C.tune.DeferredScores()
+        run.call.scope(self, self._scores.scope)
+
+    def revert(self, run: Subject) -> None:
+        """See `Change.revert`."""
+        run.call.scope(self, None)
+        if run.device.type == "cpu":
+            super().revert(run)
+        del self._scores
 
 
 class NativeActivation(NativeKernel):

@@ -45,26 +45,33 @@ class _Tried(edits.Attention, Strategy):
     kind="tolerance",
     group="attention",
     interacts=_INTERACTS,
-    max_speedup=4.0,
+    max_speedup=6.0,
     expected_speedup=1.4,
 )
 class NativeAttention(edits.NativeAttention, Strategy):
-    """The kernel of this library, in place of the flash kernel, and of torch's operators where weights are dropped."""
+    """The kernel of this library for attention that a model calls or writes out."""
 
     def serves(self, run: Any) -> bool:
         """See `NativeKernel.serves`."""
-        if any(run.uses(name) for name in self.operators):
+        is_cpu = run.device.type == "cpu"
+        if is_cpu and any(run.uses(name) for name in self.operators):
             return True
         if not super().serves(run):
             return False
-        operators, before = _C.tune.NativeOperators(), _C.tune.NativeOperators.dropped_attentions()
-        operators.install(["attention_dropout"])
+        operators, scores = _C.tune.NativeOperators(), _C.tune.DeferredScores()
+
+        def found() -> int:
+            return operators.composed_attentions() + scores.joined()
+
+        before = found()
+        if is_cpu:
+            operators.install(["composed_attention"])
         try:
-            with rehearsal(run):
+            with rehearsal(run), scores.scope():
                 run.forward()
         finally:
             operators.uninstall()
-        return _C.tune.NativeOperators.dropped_attentions() > before
+        return found() > before
 
 
 @strategy("native_lstm", kind="tolerance", interacts=_INTERACTS, max_speedup=4.0, expected_speedup=2.2)

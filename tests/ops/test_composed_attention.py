@@ -1,4 +1,4 @@
-"""Attention with dropout as a model calls it (`attention_dropout`): torch's own draws, the kernel's memory."""
+"""Attention that torch composes (`composed_attention`), with dropout: torch's own draws, the kernel's memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def native(on: bool = True) -> Iterator[None]:
     operators = _C.tune.NativeOperators()
     try:
         if on:
-            for report in operators.install(["attention_dropout"]):
+            for report in operators.install(["composed_attention"]):
                 assert report.installed, report.reason
         yield
     finally:
@@ -33,7 +33,7 @@ def native(on: bool = True) -> Iterator[None]:
 
 
 def served() -> int:
-    return _C.tune.NativeOperators.dropped_attentions()
+    return _C.tune.NativeOperators.composed_attentions()
 
 
 def mask_of(kind: str, queries: int, keys: int, dtype: torch.dtype) -> Tensor | None:
@@ -107,7 +107,7 @@ def test_it_drops_what_torch_drops(kind: str, tokens: tuple[int, int], key_heads
 
 
 @pytest.mark.parametrize(
-    "what", ["float64", "no dropout", "all dropped", "three dimensions", "mask with gradient", "mask and causal",
+    "what", ["float64", "no dropout", "all dropped", "three dimensions", "mask and causal",
              "vmap", "another width of values", "empty"],
 )  # fmt: skip
 def test_everything_else_goes_to_torch(what: str) -> None:
@@ -124,8 +124,6 @@ def test_everything_else_goes_to_torch(what: str) -> None:
             dropout = 1.0
         elif what == "three dimensions":
             q, k, v = q[0], k[0], v[0]
-        elif what == "mask with gradient":
-            mask = torch.zeros(7, 7).requires_grad_()
         elif what == "mask and causal":
             mask, causal = torch.zeros(7, 7), True
         elif what == "another width of values":
@@ -148,6 +146,27 @@ def test_everything_else_goes_to_torch(what: str) -> None:
     assert served() == before
     expected = run(False)
     assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
+
+
+@pytest.mark.parametrize("dropout", [0.0, DROPOUT])
+@pytest.mark.parametrize("size", [(37, 41), (1, HEADS, 37, 41), (BATCH, 1, 1, 41)])
+def test_a_mask_that_learns(size: tuple[int, ...], dropout: float) -> None:
+    def run(on: bool, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        sizes = ((BATCH, HEADS, 37, WIDTH), (BATCH, HEADS, 41, WIDTH), (BATCH, HEADS, 41, WIDTH), size)
+        given = [torch.randn(one, generator=generator).to(dtype).requires_grad_() for one in sizes]
+        with native(on):
+            torch.manual_seed(5)
+            out = F.scaled_dot_product_attention(*given, dropout)
+        return [out.detach(), *torch.autograd.grad(out.sin().sum(), given)]
+
+    before = served()
+    ours = run(True)
+    assert served() == before + 1
+    for one, torchs, true in zip(ours, run(False), run(False, torch.float64), strict=True):
+        assert one.shape == torchs.shape
+        off, torchs_off = (float((t.double() - true).norm()) for t in (one, torchs))
+        assert off <= 2 * torchs_off + 2.0**-20 * float(true.norm())
 
 
 def test_without_gradients_it_is_the_same() -> None:
@@ -289,7 +308,7 @@ def test_dropout_and_softmax_that_are_no_such_attention_are_not_tried() -> None:
             return out
 
     entry = entry_of(Other())
-    assert entry.status == "skipped" and "no scaled_dot_product_attention" in entry.reason, entry
+    assert entry.status == "skipped" and "neither calls nor writes out attention" in entry.reason, entry
 
 
 def test_the_edit_serves_it() -> None:
