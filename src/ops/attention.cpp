@@ -559,11 +559,9 @@ bool composed_attention_takes(const ComposedAttention& of) {
   return attention_cpu_takes(of.query, of.key, of.value, std::nullopt);
 }
 
-Tensor drawn_weights(const ComposedAttention& of) {
-  const Tensor& query = of.query;
-  Tensor kept =
-      at::empty({query.size(0), query.size(1), query.size(2), of.key.size(2)}, query.options().dtype(at::kBool));
-  const double p = 1 - of.dropout;
+Tensor drawn_weights(at::IntArrayRef sizes, double dropout) {
+  Tensor kept = at::empty(sizes, at::kBool);
+  const double p = 1 - dropout;
   if (!bernoulli_cpu_is_torchs() || !bernoulli_cpu(kept, p, std::nullopt)) kept.bernoulli_(p);
   return kept;
 }

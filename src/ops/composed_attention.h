@@ -22,11 +22,11 @@ struct ComposedAttention {
 /// Plain tensors on the CPU that the kernel takes, with a dropout below 1, outside of transforms.
 [[nodiscard]] bool composed_attention_takes(const ComposedAttention& of);
 
-/// The weights that are kept, bool, batch x heads x queries x keys: those that torch's dropout would draw now.
-at::Tensor drawn_weights(const ComposedAttention& of);
+/// Which weights of these sizes are kept, bool: those that torch's dropout would draw now.
+at::Tensor drawn_weights(at::IntArrayRef sizes, double dropout);
 
-/// The output, with a node that keeps `kept`, a byte for each weight; differentiable once. `kept` is undefined without
-/// dropout.
+/// The output, with a node that keeps `kept`, a byte for each weight, batch x heads x queries x keys; differentiable
+/// once. `kept` is undefined without dropout.
 at::Tensor composed_attention(const ComposedAttention& of, const at::Tensor& kept);
 
 /// The same where each query sees a key whose score is within the numbers that a mask adds; else nothing: a softmax

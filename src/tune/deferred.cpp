@@ -207,7 +207,9 @@ torch::autograd::variable_list gradients_through(const std::vector<Tensor>& give
   torch::autograd::variable_list made(given.size());
   if (inputs.empty()) return made;
   const Tensor values = made_of(leaves);
-  const auto found = torch::autograd::grad({values}, inputs, {gradient.to(values.scalar_type())});
+  const auto found =
+      torch::autograd::grad({values}, inputs, {gradient.to(values.scalar_type())}, /*retain_graph=*/std::nullopt,
+                            /*create_graph=*/false, /*allow_unused=*/true);
   auto next = found.begin();
   for (std::size_t i = 0; i < given.size(); ++i) {
     if (leaves[i].defined() && wanted[i]) made[i] = *next++;

@@ -3,7 +3,6 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/baddbmm_ops.h>
 #include <ATen/ops/bmm_ops.h>
@@ -14,10 +13,10 @@
 #include <ATen/ops/matmul_ops.h>
 #include <ATen/ops/result_type.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
-#include <ATen/ops/softmax.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -27,9 +26,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -37,7 +34,7 @@
 #include "ops/composed_attention.h"
 #include "ops/dispatch.h"
 #include "oxytorch/error.h"
-#include "tune/deferred.h"
+#include "tune/deferred_call.h"
 #include "tune/operators_entry.h"
 #include "tune/thread_key.h"
 
@@ -48,52 +45,6 @@ using at::Tensor;
 
 thread_local int open_score_scopes = 0;
 std::atomic<std::int64_t> scores_taken = 0, attentions_joined = 0;
-
-/// What autocast does on a device now, to have it so again.
-class Autocast {
- public:
-  explicit Autocast(at::DeviceType device)
-      : device_(device),
-        is_on_(at::autocast::is_autocast_enabled(device)),
-        type_(at::autocast::get_autocast_dtype(device)) {}
-
-  /// What a matrix product computes of a tensor in.
-  [[nodiscard]] at::ScalarType product_type(const Tensor& of) const { return is_on_ ? type_ : of.scalar_type(); }
-  /// What softmax gives of scores.
-  [[nodiscard]] at::ScalarType softmax_type(at::ScalarType of) const {
-    if (!is_on_) return of;
-    static std::mutex mutex;
-    static std::map<std::pair<at::DeviceType, at::ScalarType>, at::ScalarType> all;
-    const std::lock_guard lock(mutex);
-    const auto found = all.find({device_, of});
-    if (found != all.end()) return found->second;
-    const at::NoGradGuard no_grad;
-    const auto type = at::softmax(at::zeros({1}, at::TensorOptions(device_).dtype(of)), 0).scalar_type();
-    return all.emplace(std::pair(device_, of), type).first->second;
-  }
-
-  void set() const {
-    at::autocast::set_autocast_enabled(device_, is_on_);
-    at::autocast::set_autocast_dtype(device_, type_);
-  }
-
- private:
-  friend class AsAutocast;
-  at::DeviceType device_;
-  bool is_on_;
-  at::ScalarType type_;
-};
-
-class AsAutocast {
- public:
-  explicit AsAutocast(const Autocast& was) : before_(was.device_) { was.set(); }
-  ~AsAutocast() { before_.set(); }
-  AsAutocast(const AsAutocast&) = delete;
-  AsAutocast& operator=(const AsAutocast&) = delete;
-
- private:
-  Autocast before_;
-};
 
 /// A mask that is added, or that is filled in where it is true, or where it is false.
 struct Mask {
@@ -115,92 +66,50 @@ struct Attended {
 /// How far it is: scores, their hyperbolic tangent, weights, or something else that nobody has read yet.
 enum class Stage : std::uint8_t { Scores, Tangent, Weights, Other };
 
-struct Part final : DeferredValue {
+struct Part final : DeferredCall {
   Part(Stage is, Attended so_far, c10::OperatorHandle by, Arguments of, std::size_t position, at::Device on)
-      : stage(is),
-        attended(std::move(so_far)),
-        op(std::move(by)),
-        arguments(std::move(of)),
-        before_at(position),
-        autocast(on.type()) {
-    device = on;
-    for (const Tensor& one : tensors_of(arguments)) versions.push_back(counted(one));
-  }
+      : DeferredCall(std::move(by), std::move(of), on), stage(is), attended(std::move(so_far)), before_at(position) {}
+  Part(const Part& other)
+      : DeferredCall(other), stage(other.stage), attended(other.attended), before_at(other.before_at) {}
+  Part& operator=(const Part&) = delete;
 
-  Tensor values() override {
-    const std::lock_guard lock(mutex);
-    if (made.defined()) return made;
-    OXY_CHECK(is_unchanged(), InvalidState,
-              "scores of attention are asked for after what they are made of was changed in place: they were left to "
-              "what follows them (native_attention). Read them before, or leave that strategy out.");
-    const at::AutoGradMode as_in_training(true);
-    std::vector<Tensor> given;
-    for (const Tensor& one : tensors_of(arguments)) given.push_back(values_of(one));
-    made = behind_hooks(made_of()(given));
-    arguments.clear();
-    versions.clear();
-    attended = {};
-    return made;
-  }
-  bool is_computed() override {
-    const std::lock_guard lock(mutex);
-    return made.defined();
-  }
-  void settle() override {}
   std::optional<Tensor> serve(const c10::OperatorHandle& by, const Arguments& given, std::size_t position,
                               std::shared_ptr<DeferredValue> self) override;
 
-  /// What makes it of the tensors among its arguments.
-  [[nodiscard]] std::function<Tensor(const std::vector<Tensor>&)> made_of() const {
-    Arguments with = arguments;
-    for (auto& argument : with) {
-      if (is_tensor(argument)) argument = Tensor();  // it holds none of them
-    }
-    std::vector<std::size_t> at;
-    for (std::size_t i = 0; i < arguments.size(); ++i) {
-      if (is_tensor(arguments[i])) at.push_back(i);
-    }
-    const bool drops = is_operator(op, "aten::dropout");
-    return [op = op, with, at, autocast = autocast, drops, kept = attended.kept,
-            dropout = attended.dropout](const std::vector<Tensor>& given) {
-      const c10::impl::ExcludeDispatchKeyGuard as_left_alone(kThreadKey);
-      if (drops) return given[0] * kept.view(given[0].sizes()).to(given[0].scalar_type()).div(1 - dropout);
-      const AsAutocast as_it_was(autocast);
-      torch::jit::Stack stack(with);
-      for (std::size_t i = 0; i < at.size(); ++i) stack[at[i]] = given[i];
-      op.callBoxed(&stack);
-      return std::move(stack.back()).toTensor();
-    };
-  }
-  [[nodiscard]] bool is_unchanged() const {
-    const auto all = tensors_of(arguments);
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      if (counted(all[i]) != versions[i]) return false;
-    }
-    return true;
-  }
+  /// Itself and every part before it, the first last; nothing where one has values, or somebody else has to see it.
+  [[nodiscard]] std::vector<Part*> chain();
+  [[nodiscard]] at::ScalarType product_type() const { return autocast_.product_type(attended.query); }
 
   Stage stage;
   Attended attended;
-  c10::OperatorHandle op;
-  Arguments arguments;
   std::size_t before_at;  // the argument that is the part before it
-  Autocast autocast;
-  std::vector<std::uint32_t> versions;
-  std::mutex mutex;
-  Tensor made;
 
- private:
-  /// Of a part's own values: what a model does to scores in place is done to what they stand for.
-  static std::uint32_t counted(const Tensor& t) { return is_deferred(t) ? 0 : version_of(t); }
+ protected:
+  std::function<Tensor(const std::vector<Tensor>&)> made_of() const override {
+    if (!is_operator(op_, "aten::dropout")) return DeferredCall::made_of();
+    return [kept = attended.kept, dropout = attended.dropout](const std::vector<Tensor>& given) {
+      const c10::impl::ExcludeDispatchKeyGuard as_left_alone(kThreadKey);
+      return given[0] * kept.view(given[0].sizes()).to(given[0].scalar_type()).div(1 - dropout);
+    };
+  }
+  void let_go() override { attended = {}; }
+  const char* changed() const override {
+    return "scores of attention are asked for after what they are made of was changed in place: they were left to what "
+           "follows them (native_attention). Read them before, or leave that strategy out.";
+  }
 };
 
 std::shared_ptr<Part> part_of(const Tensor& tensor) { return std::dynamic_pointer_cast<Part>(deferred_value(tensor)); }
 
-Tensor tensor_of(const std::shared_ptr<Part>& part) {
-  Tensor tensor = deferred_tensor(part);
-  put_in_graph(tensor, *part, tensors_of(part->arguments), part->made_of());
-  return tensor;
+std::vector<Part*> Part::chain() {
+  std::vector<Part*> all;
+  for (auto* part = this; part != nullptr;) {
+    const std::lock_guard lock(part->mutex_);
+    if (part->made_.defined() || part->has_hooks() || !part->is_unchanged()) return {};
+    all.push_back(part);
+    part = part_of(part->arguments_[part->before_at].toTensor()).get();  // the argument owns it
+  }
+  return all;
 }
 
 Tensor without_values(at::IntArrayRef sizes, at::ScalarType type) {
@@ -258,10 +167,15 @@ std::optional<Mask> mask_of(const c10::OperatorHandle& op, const Arguments& argu
   return mask;
 }
 
-/// As it broadcasts to samples x heads x queries x keys.
+/// As it broadcasts to samples x heads x queries x keys, where scores of `meta` may have samples and heads as one
+/// dimension, or samples as two.
 Tensor over_heads(const Tensor& mask, const Tensor& meta, const Attended& attended) {
-  if (meta.dim() == 4 || mask.dim() < 3) return mask;
-  return mask.size(0) == 1 ? mask.unsqueeze(0) : mask.unflatten(0, attended.heads);
+  if (meta.dim() == 3 && mask.dim() == 3) {
+    return mask.size(0) == 1 ? mask.unsqueeze(0) : mask.unflatten(0, attended.heads);
+  }
+  if (meta.dim() < 5 || mask.dim() < 4) return mask;
+  const Tensor of_samples = mask.dim() == 4 ? mask.unsqueeze(0) : mask;
+  return of_samples.expand({meta.size(0), meta.size(1), -1, -1, -1}).flatten(0, 1);
 }
 
 /// The masks as one that is added; undefined where there is none.
@@ -297,16 +211,8 @@ std::optional<Tensor> joined(const std::shared_ptr<Part>& weights, const Tensor&
   const auto type = now.product_type(value);
   if (now.product_type(without_values({}, meta.scalar_type())) != type) return std::nullopt;  // torch refuses it
 
-  // Every part of it as it was made, with nobody else who has to see it.
-  std::shared_ptr<Part> first;
-  for (auto part = weights; part;) {
-    const std::lock_guard lock(part->mutex);
-    if (part->made.defined() || part->has_hooks() || !part->is_unchanged()) return std::nullopt;
-    first = part;
-    part = part_of(part->arguments[part->before_at].toTensor());
-  }
-  const auto product_type = first->autocast.product_type(attended.query);
-  if (product_type != type) return std::nullopt;
+  const auto chain = weights->chain();
+  if (chain.empty() || chain.back()->product_type() != type) return std::nullopt;
 
   const c10::impl::ExcludeDispatchKeyGuard as_left_alone(kThreadKey);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -341,6 +247,69 @@ std::optional<c10::OperatorHandle> out_of_place(const c10::OperatorHandle& op) {
   return c10::Dispatcher::singleton().findSchema({name.name.substr(0, name.name.size() - 1), name.overload_name});
 }
 
+/// What the next part is.
+struct Next {
+  Stage stage;
+  Attended attended;
+  at::ScalarType type;
+  std::vector<std::int64_t> sizes;
+};
+
+/// False where this is not served.
+bool scale_by(Next& next, double factor) {
+  auto& [stage, attended, type, sizes] = next;
+  if (stage == Stage::Weights || stage == Stage::Other) {
+    stage = Stage::Other;
+    return true;
+  }
+  if (stage == Stage::Tangent) {
+    attended.soft_cap = factor;
+    stage = Stage::Scores;
+    return factor > 0;
+  }
+  for (Mask& mask : attended.masks) {
+    if (!mask.filled) return false;
+    *mask.filled *= factor;
+    if (!(*mask.filled <= kHides)) return false;
+  }
+  attended.scale *= factor;
+  return attended.soft_cap == 0;
+}
+
+/// In other sizes, of which one may be -1; false where they do not fit, and torch says so.
+bool view_as(Next& next, const Tensor& meta, std::vector<std::int64_t> sizes) {
+  const auto unknown = std::find(sizes.begin(), sizes.end(), -1);
+  if (unknown != sizes.end()) {
+    *unknown = 1;
+    const auto known = c10::multiply_integers(sizes);
+    if (known <= 0) return false;
+    *unknown = meta.numel() / known;
+  }
+  if (c10::multiply_integers(sizes) != meta.numel()) return false;
+  next.sizes = sizes;
+  const auto count = static_cast<std::int64_t>(sizes.size()), before = meta.dim();
+  const auto from_end = [&](std::int64_t i) { return sizes[static_cast<std::size_t>(count - i)]; };
+  const bool keeps_matrices =
+      count >= 3 && count <= 5 && before <= 5 && from_end(1) == meta.size(-1) && from_end(2) == meta.size(-2);
+  const bool keeps_heads = keeps_matrices && before > 3 && (count == 3 || from_end(3) == meta.size(-3));
+  if (keeps_heads || at::IntArrayRef(sizes) == meta.sizes()) return true;
+  auto& [stage, attended, type, unused] = next;
+  if (!keeps_matrices || before != 3 || count != 4) {
+    stage = Stage::Other;
+    return true;
+  }
+  // Samples and heads apart, which were one dimension.
+  const std::array<std::int64_t, 2> heads{sizes[0], sizes[1]}, one_sample{1, meta.size(0)};
+  if (attended.heads == heads) return true;
+  if (attended.heads != one_sample) stage = Stage::Other;
+  attended.heads = heads;
+  for (Mask& mask : attended.masks) {
+    Tensor& t = mask.tensor;
+    if (t.dim() == 4 && t.size(1) > 1) t = t.squeeze(0).unflatten(0, heads);
+  }
+  return true;
+}
+
 std::optional<Tensor> Part::serve(const c10::OperatorHandle& by, const Arguments& given, std::size_t position,
                                   std::shared_ptr<DeferredValue> self) {
   const auto me = std::static_pointer_cast<Part>(std::move(self));
@@ -349,141 +318,73 @@ std::optional<Tensor> Part::serve(const c10::OperatorHandle& by, const Arguments
   const auto in_place = out_of_place(by);
   const c10::OperatorHandle& does = in_place ? *in_place : by;
 
-  Attended next = attended;
-  Stage then = stage;
-  auto type = meta.scalar_type();
-  auto sizes = meta.sizes().vec();
-  const auto over = [&](const c10::IValue& other) {
-    return is_tensor(other) ? at::result_type(meta, other.toTensor()) : type;
+  Next next{stage, attended, meta.scalar_type(), meta.sizes().vec()};
+  const bool is_first = position == 0;
+  const auto type_beside = [&](const c10::IValue& other) {
+    return is_tensor(other) ? at::result_type(meta, other.toTensor()) : next.type;
   };
-  if (const auto to = position == 0 && !in_place ? converted_to(does, given) : std::nullopt) {
-    if (*to == type) return tensor;
-    const bool is_served = stage != Stage::Other && (*to == at::kFloat || at::isReducedFloatingType(*to));
-    if (!is_served) return std::nullopt;
-    type = *to;
+  if (const auto to = is_first && !in_place ? converted_to(does, given) : std::nullopt) {
+    if (*to == next.type) return tensor;
+    if (stage == Stage::Other || (*to != at::kFloat && !at::isReducedFloatingType(*to))) return std::nullopt;
+    next.type = *to;
   } else if (is_operator(does, "aten::contiguous") && given[1].toMemoryFormat() == at::MemoryFormat::Contiguous) {
     return tensor;
   } else if (const auto factor = factor_of(does, given, position)) {
-    const auto stays = [&](Mask& mask) {
-      if (mask.filled) *mask.filled *= *factor;
-      return mask.filled && *mask.filled <= kHides;
-    };
-    if (stage == Stage::Weights || stage == Stage::Other) {
-      then = Stage::Other;
-    } else if (!next.masks.empty() && !std::all_of(next.masks.begin(), next.masks.end(), stays)) {
-      return std::nullopt;
-    } else if (stage == Stage::Tangent) {
-      if (*factor <= 0) return std::nullopt;
-      next.soft_cap = *factor;
-      then = Stage::Scores;
-    } else if (next.soft_cap > 0) {
-      return std::nullopt;
-    } else {
-      next.scale *= *factor;
-    }
-    type = over(given[1 - position]);
-  } else if (stage == Stage::Scores && is_operator(does, "aten::tanh") && next.masks.empty() && next.soft_cap == 0) {
-    then = Stage::Tangent;
+    if (!scale_by(next, *factor)) return std::nullopt;
+    next.type = type_beside(given[1 - position]);
+  } else if (stage == Stage::Scores && is_operator(does, "aten::tanh")) {
+    if (!attended.masks.empty() || attended.soft_cap > 0) return std::nullopt;
+    next.stage = Stage::Tangent;
   } else if (auto mask = stage == Stage::Scores ? mask_of(does, given, position, meta) : std::nullopt) {
-    if (!mask->filled) type = over(given[1 - position]);
+    if (!mask->filled) next.type = type_beside(given[1 - position]);
     mask->tensor = over_heads(mask->tensor, meta, attended);
-    next.masks.push_back(std::move(*mask));
+    next.attended.masks.push_back(std::move(*mask));
   } else if (stage == Stage::Scores && is_operator(does, "aten::softmax", "int")) {
     const auto dim = given[1].toInt();
     if (dim != -1 && dim != meta.dim() - 1) return std::nullopt;
-    type = given[2].isNone() ? Autocast(device.type()).softmax_type(type) : given[2].toScalarType();
-    then = Stage::Weights;
-  } else if (stage == Stage::Weights && is_operator(does, "aten::dropout") && !next.kept.defined()) {
+    next.type = given[2].isNone() ? Autocast(device.type()).softmax_type(next.type) : given[2].toScalarType();
+    next.stage = Stage::Weights;
+  } else if (stage == Stage::Weights && is_operator(does, "aten::dropout")) {
     const double p = given[1].toDouble();
     if (p == 0 || !given[2].toBool()) return tensor;
-    if (!(p > 0 && p < 1) || !device.is_cpu()) return std::nullopt;
-    const std::array<std::int64_t, 2> heads =
-        meta.dim() == 4 ? std::array{meta.size(0), meta.size(1)} : std::array<std::int64_t, 2>{1, meta.size(0)};
-    const Tensor shape = at::empty({}, at::TensorOptions(device).dtype(at::kFloat));
-    ops::ComposedAttention of;
-    of.query = shape.expand({heads[0], heads[1], meta.size(-2), 1});
-    of.key = shape.expand({heads[0], heads[1], meta.size(-1), 1});
-    of.dropout = next.dropout = p;
-    next.kept = ops::drawn_weights(of);
-  } else if (position == 0 && (is_operator(does, "aten::view", "") || is_operator(does, "aten::reshape"))) {
-    sizes = given[1].toIntVector();
-    std::int64_t known = 1, wanted = -1;
-    for (std::size_t i = 0; i < sizes.size(); ++i) {
-      if (sizes[i] == -1)
-        wanted = static_cast<std::int64_t>(i);
-      else
-        known *= sizes[i];
-    }
-    if (wanted >= 0) {
-      if (known == 0 || meta.numel() % known != 0) return std::nullopt;
-      sizes[static_cast<std::size_t>(wanted)] = meta.numel() / known;
-    } else if (known != meta.numel()) {
-      return std::nullopt;
-    }
-    const auto count = sizes.size();
-    const bool keeps_matrices =
-        (count == 3 || count == 4) && sizes[count - 1] == meta.size(-1) && sizes[count - 2] == meta.size(-2);
-    const std::array<std::int64_t, 2> one_sample{1, meta.size(0)};
-    if (!keeps_matrices) {
-      then = Stage::Other;
-    } else if (count == 4 && meta.dim() == 3) {
-      const std::array<std::int64_t, 2> heads{sizes[0], sizes[1]};
-      if (next.heads != heads && next.heads != one_sample) {
-        then = Stage::Other;
-      } else if (next.heads != heads) {
-        next.heads = heads;
-        for (Mask& mask : next.masks) {
-          Tensor& t = mask.tensor;
-          if (t.dim() == 4 && t.size(1) > 1) t = t.squeeze(0).unflatten(0, heads);
-        }
-      }
-    } else if (count == 4 && (sizes[0] != meta.size(0) || sizes[1] != meta.size(1))) {
-      then = Stage::Other;
-    }
-  } else if (stage == Stage::Weights && position == 0 &&
+    if (!(p > 0 && p < 1) || !device.is_cpu() || attended.kept.defined()) return std::nullopt;
+    next.attended.dropout = p;
+    next.attended.kept = ops::drawn_weights(meta.sizes(), p);
+  } else if (is_first && (is_operator(does, "aten::view", "") || is_operator(does, "aten::reshape"))) {
+    if (!view_as(next, meta, given[1].toIntVector())) return std::nullopt;
+  } else if (is_first && stage == Stage::Weights &&
              (is_operator(does, "aten::matmul") || is_operator(does, "aten::bmm"))) {
     return is_tensor(given[1]) ? joined(me, values_of(given[1].toTensor())) : std::nullopt;
-  } else if (position == 0 &&
-             (is_operator(does, "aten::mean", "dim") || is_operator(does, "aten::sum", "dim_IntList"))) {
-    if (given[1].isNone() || !given[3].isNone() || in_place) return std::nullopt;
+  } else if (is_first && (is_operator(does, "aten::mean", "dim") || is_operator(does, "aten::sum", "dim_IntList"))) {
+    if (given[1].isNone() || !given[3].isNone()) return std::nullopt;
     const at::NoGradGuard no_grad;
-    torch::jit::Stack stack(given);
-    stack[0] = without_values(sizes, type);
     const c10::impl::ExcludeDispatchKeyGuard as_left_alone(kThreadKey);
+    torch::jit::Stack stack(given);
+    stack[0] = without_values(next.sizes, next.type);
     does.callBoxed(&stack);
-    sizes = stack.back().toTensor().sizes().vec();
-    then = Stage::Other;
+    next.sizes = stack.back().toTensor().sizes().vec();
+    next.stage = Stage::Other;
   } else {
     return std::nullopt;
   }
-  if (in_place && (position != 0 || type != meta.scalar_type())) return std::nullopt;
 
   if (!in_place) {
-    const auto made_next = std::make_shared<Part>(then, std::move(next), does, given, position, device);
-    made_next->meta = without_values(sizes, type);
-    return tensor_of(made_next);
+    const auto part = std::make_shared<Part>(next.stage, std::move(next.attended), does, given, position, device);
+    part->meta = without_values(next.sizes, next.type);
+    return tensor_of(part);
   }
+  if (!is_first || next.type != meta.scalar_type()) return std::nullopt;
   // What it stood for becomes a part of its own, and the tensor stands for what was made of that.
-  const auto before = std::make_shared<Part>(stage, attended, op, arguments, before_at, device);
-  before->meta = meta;
-  before->versions = versions;
-  before->autocast = autocast;
+  const auto before = std::make_shared<Part>(*this);
   const Tensor as_it_was = deferred_tensor(before);
   torch::autograd::impl::set_gradient_edge(as_it_was, edge);
-  before->edge = edge;
-  {
-    const std::lock_guard lock(mutex);
-    stage = then;
-    attended = std::move(next);
-    op = does;
-    arguments = given;
-    arguments[0] = as_it_was;
-    before_at = 0;
-    autocast = Autocast(device.type());
-    versions.clear();
-    for (const Tensor& one : tensors_of(arguments)) versions.push_back(counted(one));
-  }
-  put_in_graph(tensor, *this, tensors_of(arguments), made_of());
+  auto arguments = given;
+  arguments[0] = as_it_was;
+  become(does, std::move(arguments));
+  stage = next.stage;
+  attended = std::move(next.attended);
+  before_at = 0;
+  put_in_graph(tensor, *this);
   tensor.unsafeGetTensorImpl()->bump_version();
   return tensor;
 }

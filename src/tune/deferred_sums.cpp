@@ -243,14 +243,14 @@ Tensor dropout_in_scope(c10::DispatchKeySet keys, const Tensor& input, double p,
 
 Tensor pow_in_scope(c10::DispatchKeySet keys, const Tensor& self, const at::Scalar& exponent) {
   if (open_sum_scopes > 0 && exponent.equal(2) && may_begin_written_norm(self) && self.scalar_type() == at::kFloat) {
-    return deferred_square(self);
+    return deferred_square("aten::pow", "Tensor_Scalar", {self, exponent});
   }
   return at::_ops::pow_Tensor_Scalar::redispatch(behind_thread_key(keys), self, exponent);
 }
 
 Tensor mul_in_scope(c10::DispatchKeySet keys, const Tensor& self, const Tensor& other) {
   if (open_sum_scopes > 0 && self.is_same(other) && may_begin_written_norm(self) && self.scalar_type() == at::kFloat) {
-    return deferred_square(self);
+    return deferred_square("aten::mul", "Tensor", {self, other});
   }
   return at::_ops::mul_Tensor::redispatch(behind_thread_key(keys), self, other);
 }
@@ -259,7 +259,7 @@ Tensor to_in_scope(c10::DispatchKeySet keys, const Tensor& self, at::ScalarType 
                    std::optional<at::MemoryFormat> format) {
   if (open_sum_scopes > 0 && dtype == at::kFloat && !copy && !format && may_begin_written_norm(self) &&
       self.scalar_type() != at::kFloat) {
-    return deferred_wide(self);
+    return deferred_wide({self, dtype, non_blocking, copy, format});
   }
   return at::_ops::to_dtype::redispatch(behind_thread_key(keys), self, dtype, non_blocking, copy, format);
 }

@@ -283,7 +283,10 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   const bool has_learned_mask = mask.has_value() && mask->defined() && mask->requires_grad();
   if ((dropout > 0 || has_learned_mask) && ops::composed_attention_takes(of)) {
     attentions_served.fetch_add(1, std::memory_order_relaxed);
-    return ops::composed_attention(of, dropout > 0 ? ops::drawn_weights(of) : Tensor());
+    const auto kept = [&] {
+      return ops::drawn_weights({query.size(0), query.size(1), query.size(2), key.size(2)}, dropout);
+    };
+    return ops::composed_attention(of, dropout > 0 ? kept() : Tensor());
   }
   return originals().attention.call<Tensor>(query, key, value, mask, dropout, causal, scale, shares_keys);
 }

@@ -321,7 +321,8 @@ std::string composed_attention_differs() {
       const auto by_us = [&] {
         const auto all = of(type);
         const SeededDraws seeded;
-        return results(all, ops::composed_attention(all, ops::drawn_weights(all)));
+        return results(all,
+                       ops::composed_attention(all, ops::drawn_weights({2, c.heads, c.queries, c.keys}, c.dropout)));
       };
       if (!ops::composed_attention_takes(of(type)))
         return "attention with dropout does not take query " + sizes_of(given[0]);

@@ -3,11 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mean.h>
-#include <ATen/ops/pow.h>
 #include <ATen/ops/result_type.h>
-#include <ATen/ops/rsqrt.h>
-#include <ATen/ops/sqrt.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -16,14 +12,12 @@
 #include <array>
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <utility>
 
 #include "ops/dispatch.h"
 #include "oxytorch/error.h"
 #include "oxytorch/tune/deferred_sums.h"
-#include "tune/deferred.h"
-#include "tune/operator_call.h"
+#include "tune/deferred_call.h"
 #include "tune/thread_key.h"
 
 namespace oxytorch::tune {
@@ -35,28 +29,6 @@ std::atomic<std::int64_t> norms_taken = 0;
 
 /// What an operator of the norm makes, in their order. Root is there in the place of Inverse where the model divides.
 enum class Part : std::uint8_t { Wide, Square, Mean, Shifted, Inverse, Root, Normed, Narrow };
-
-struct Operator {
-  Part part;
-  at::ScalarType type = at::kFloat;  // of Wide and Narrow
-  double eps = 0;
-  bool is_power = false;  // Inverse: pow(-0.5) in the place of rsqrt()
-  bool divides = false;   // Normed
-
-  [[nodiscard]] Tensor operator()(const Tensor& of, const Tensor& root) const {
-    switch (part) {
-      case Part::Wide:
-      case Part::Narrow: return of.to(type);
-      case Part::Square: return at::pow(of, 2);
-      case Part::Mean: return at::mean(of, -1, /*keepdim=*/true);
-      case Part::Shifted: return of + eps;
-      case Part::Inverse: return is_power ? at::pow(of, -0.5) : at::rsqrt(of);
-      case Part::Root: return at::sqrt(of);
-      case Part::Normed: break;
-    }
-    return divides ? of / root : of * root;
-  }
-};
 
 /// What the parts of one norm have in common.
 struct Rows {
@@ -72,36 +44,13 @@ struct Rows {
   [[nodiscard]] bool is_unchanged() const { return !is_computed() || version_of(values_of(given)) == version; }
 };
 
-struct Written final : DeferredValue {
-  Operator made_by{Part::Wide};
-  Tensor of, root;  // what it is made of; of a norm that has no values, deferred themselves
-  Rows rows;
+struct Written final : DeferredCall {
+  Written(Part is, Rows of_rows, c10::OperatorHandle by, Arguments of)
+      : DeferredCall(std::move(by), std::move(of), of_rows.given.device()), part(is), rows(std::move(of_rows)) {}
 
-  Tensor values() override {
-    const std::lock_guard lock(mutex_);
-    if (made_.defined()) return made_;
-    OXY_CHECK(rows.is_unchanged(), InvalidState,
-              "a normalization is asked for after what it normalizes was changed in place: it was left to what "
-              "follows it (native_layer_norm). Read it before, or leave that strategy out.");
-    const at::AutoGradMode as_in_training(true);
-    std::optional<Tensor> norm;
-    if (made_by.part >= Part::Normed) norm = whole({}, meta.scalar_type());
-    if (!norm) {
-      const Tensor left = values_of(of), right = root.defined() ? values_of(root) : root;
-      const c10::impl::ExcludeDispatchKeyGuard as_left_alone(kThreadKey);
-      norm = made_by(left, right);
-    }
-    made_ = behind_hooks(*norm);
-    of = root = Tensor();
-    return made_;
-  }
-  bool is_computed() override {
-    const std::lock_guard lock(mutex_);
-    return made_.defined();
-  }
-  void settle() override {}
   std::optional<Tensor> serve(const c10::OperatorHandle& op, const Arguments& arguments, std::size_t position,
                               std::shared_ptr<DeferredValue> self) override;
+  bool is_unchanged() const override { return DeferredCall::is_unchanged() && rows.is_unchanged(); }
 
   /// The norm in the dtype of a result: that of the rows, or float32, in which the model goes on, as Gemma does.
   [[nodiscard]] std::optional<Tensor> whole(const Tensor& weight, at::ScalarType type) const {
@@ -121,38 +70,32 @@ struct Written final : DeferredValue {
     return type == at::kFloat || type == meta.scalar_type() ? whole(weight, type) : std::nullopt;
   }
 
- private:
-  std::mutex mutex_;
-  Tensor made_;
+  Part part;
+  Rows rows;
+
+ protected:
+  std::optional<Tensor> made_instead() override {
+    return part >= Part::Normed ? whole({}, meta.scalar_type()) : std::nullopt;
+  }
+  const char* changed() const override {
+    return "a normalization is asked for after what it normalizes was changed in place: it was left to what follows it "
+           "(native_layer_norm). Read it before, or leave that strategy out.";
+  }
 };
 
 std::shared_ptr<Written> written(const Tensor& tensor) {
   return std::dynamic_pointer_cast<Written>(deferred_value(tensor));
 }
 
-/// A part without values.
-Tensor deferred_part(const Operator& made_by, const Rows& rows, const Tensor& of, const Tensor& root = {}) {
-  auto value = std::make_shared<Written>();
-  value->made_by = made_by;
-  value->rows = rows;
-  value->of = of;
-  value->root = root;
-  value->device = of.device();
-  switch (made_by.part) {
-    case Part::Wide:
-    case Part::Square: value->meta = rows.meta; break;
-    case Part::Normed:
-    case Part::Narrow: {
-      const auto type = made_by.part == Part::Narrow ? made_by.type : at::kFloat;
-      value->meta = type == at::kFloat ? rows.meta : at::empty(rows.meta.sizes(), rows.meta.options().dtype(type));
-      break;
-    }
-    default: value->meta = rows.column;
-  }
-  Tensor tensor = deferred_tensor(value);
-  put_in_graph(tensor, *value, {of, root},
-               [made_by](const std::vector<Tensor>& given) { return made_by(given[0], given[1]); });
-  return tensor;
+/// A part without values, of this dtype where it is Normed or Narrow.
+Tensor deferred_part(Part part, const Rows& rows, const c10::OperatorHandle& op, const Arguments& arguments,
+                     at::ScalarType type = at::kFloat) {
+  const auto made = std::make_shared<Written>(part, rows, op, arguments);
+  const bool is_column = part > Part::Square && part < Part::Normed;
+  made->meta = is_column            ? rows.column
+               : type == at::kFloat ? rows.meta
+                                    : at::empty(rows.meta.sizes(), rows.meta.options().dtype(type));
+  return tensor_of(made);
 }
 
 Rows rows_of(const Tensor& given) {
@@ -207,11 +150,11 @@ std::optional<Tensor> normed(const c10::OperatorHandle& op, const Arguments& arg
     const Tensor root = arguments[position].toTensor(), x = arguments[1 - position].toTensor();
     const auto by = written(root);
     if (!by || by->is_computed() || by->has_hooks()) continue;
-    if (by->made_by.part != (divides ? Part::Root : Part::Inverse) || (divides && position == 0)) continue;
+    if (by->part != (divides ? Part::Root : Part::Inverse) || (divides && position == 0)) continue;
     const auto wide = written(x);
-    const bool is_wide = wide && wide->made_by.part == Part::Wide && wide->rows.given.is_same(by->rows.given);
+    const bool is_wide = wide && wide->part == Part::Wide && wide->rows.given.is_same(by->rows.given);
     if (!is_wide && !x.is_same(by->rows.given)) continue;
-    return deferred_part({.part = Part::Normed, .divides = divides}, by->rows, x, root);
+    return deferred_part(Part::Normed, by->rows, op, arguments);
   }
   return std::nullopt;
 }
@@ -219,31 +162,29 @@ std::optional<Tensor> normed(const c10::OperatorHandle& op, const Arguments& arg
 std::optional<Tensor> Written::serve(const c10::OperatorHandle& op, const Arguments& arguments, std::size_t position,
                                      std::shared_ptr<DeferredValue> /*self*/) {
   if (is_computed() || has_hooks() || !at::GradMode::is_enabled() || !rows.is_unchanged()) return std::nullopt;
-  const Tensor& tensor = arguments[position].toTensor();
-  const auto next = [&](const Operator& of_next) { return deferred_part(of_next, rows, tensor); };
+  const auto next = [&](Part is) { return deferred_part(is, rows, op, arguments); };
   if (const auto type = position == 0 ? converted_to(op, arguments) : std::nullopt) {
-    if (*type == meta.scalar_type()) return tensor;
-    const bool is_narrow = made_by.part == Part::Normed && at::isReducedFloatingType(*type);
-    return is_narrow ? std::optional(next({.part = Part::Narrow, .type = *type})) : std::nullopt;
+    if (*type == meta.scalar_type()) return arguments[position].toTensor();
+    const bool is_narrow = part == Part::Normed && at::isReducedFloatingType(*type);
+    return is_narrow ? std::optional(deferred_part(Part::Narrow, rows, op, arguments, *type)) : std::nullopt;
   }
-  switch (made_by.part) {
+  switch (part) {
     case Part::Wide:
-      if (is_square(op, arguments)) return next({.part = Part::Square});
+      if (is_square(op, arguments)) return next(Part::Square);
       return normed(op, arguments);
     case Part::Square:
-      if (is_mean_of_rows(op, arguments)) return next({.part = Part::Mean});
+      if (is_mean_of_rows(op, arguments)) return next(Part::Mean);
       return std::nullopt;
     case Part::Mean:
       if (const auto number = added_number(op, arguments, position)) {
         Rows with_eps = rows;
         with_eps.eps = *number;
-        return deferred_part({.part = Part::Shifted, .eps = *number}, with_eps, tensor);
+        return deferred_part(Part::Shifted, with_eps, op, arguments);
       }
       return std::nullopt;
     case Part::Shifted:
-      if (is_operator(op, "aten::rsqrt", "")) return next({.part = Part::Inverse});
-      if (is_power(op, arguments, -0.5)) return next({.part = Part::Inverse, .is_power = true});
-      if (is_operator(op, "aten::sqrt", "")) return next({.part = Part::Root});
+      if (is_operator(op, "aten::rsqrt", "") || is_power(op, arguments, -0.5)) return next(Part::Inverse);
+      if (is_operator(op, "aten::sqrt", "")) return next(Part::Root);
       return std::nullopt;
     case Part::Inverse:
     case Part::Root: return normed(op, arguments);
@@ -262,8 +203,14 @@ bool may_begin_written_norm(const Tensor& x) {
          !x.is_inference() && may_defer(x, x);
 }
 
-Tensor deferred_square(const Tensor& x) { return deferred_part({.part = Part::Square}, rows_of(x), x); }
-Tensor deferred_wide(const Tensor& x) { return deferred_part({.part = Part::Wide}, rows_of(x), x); }
+Tensor deferred_square(const char* name, const char* overload, const Arguments& arguments) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  return deferred_part(Part::Square, rows_of(arguments[0].toTensor()), op, arguments);
+}
+Tensor deferred_wide(const Arguments& arguments) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::to", "dtype");
+  return deferred_part(Part::Wide, rows_of(arguments[0].toTensor()), op, arguments);
+}
 
 std::optional<Tensor> written_norm_of_sum(const c10::OperatorHandle& op, const Arguments& arguments,
                                           std::size_t position) {
@@ -271,9 +218,11 @@ std::optional<Tensor> written_norm_of_sum(const c10::OperatorHandle& op, const A
   const Tensor& sum = arguments[position].toTensor();
   if (const auto type = position == 0 ? converted_to(op, arguments) : std::nullopt) {
     if (*type == sum.scalar_type()) return sum;
-    return *type == at::kFloat ? std::optional(deferred_wide(sum)) : std::nullopt;
+    return *type == at::kFloat ? std::optional(deferred_part(Part::Wide, rows_of(sum), op, arguments)) : std::nullopt;
   }
-  if (sum.scalar_type() == at::kFloat && is_square(op, arguments)) return deferred_square(sum);
+  if (sum.scalar_type() == at::kFloat && is_square(op, arguments)) {
+    return deferred_part(Part::Square, rows_of(sum), op, arguments);
+  }
   return normed(op, arguments);
 }
 

@@ -6,7 +6,8 @@
 
 #include <cstdint>
 #include <optional>
-#include <vector>
+
+#include "tune/operator_call.h"
 
 namespace oxytorch::tune {
 
@@ -14,12 +15,12 @@ namespace oxytorch::tune {
 [[nodiscard]] bool may_begin_written_norm(const at::Tensor& x);
 
 // The first operators of one, left to what follows: of a plain tensor that may begin it.
-at::Tensor deferred_square(const at::Tensor& x);
-at::Tensor deferred_wide(const at::Tensor& x);
+at::Tensor deferred_square(const char* name, const char* overload, const Arguments& arguments);
+at::Tensor deferred_wide(const Arguments& arguments);  ///< to.dtype
 
 /// What an operator gives of a deferred sum that has no values yet where it is a part of such a norm, or nothing. The
 /// sum is the argument at `position`, of a contiguous float32, bfloat16 or float16 tensor.
-std::optional<at::Tensor> written_norm_of_sum(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
+std::optional<at::Tensor> written_norm_of_sum(const c10::OperatorHandle& op, const Arguments& arguments,
                                               std::size_t position);
 
 /// The norm of `rows`, a deferred sum or a plain tensor, by the kernel of this library on a CPU and by torch's

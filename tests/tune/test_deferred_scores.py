@@ -141,6 +141,14 @@ def bloom(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return unflat(torch.bmm(weights.view(BATCH * HEADS, TOKENS, TOKENS), flat(v)))
 
 
+def swin(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q * WIDTH**-0.5) @ k.transpose(-2, -1) + a.bias.to(q.dtype)
+    mask = torch.zeros(BATCH, TOKENS, TOKENS, dtype=q.dtype).masked_fill(a.shown[:, 0] == 0, -100.0)
+    weights = weights.view(1, BATCH, HEADS, TOKENS, TOKENS) + mask.unsqueeze(1).unsqueeze(0)
+    weights = weights.view(-1, HEADS, TOKENS, TOKENS)
+    return F.dropout(weights.softmax(dim=-1), 0.2) @ v
+
+
 def einsum(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     weights = (torch.einsum("bthd,bshd->bhts", q, k) * WIDTH**-0.5).softmax(-1)
@@ -154,8 +162,8 @@ def ellipsis(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 FORMS = {form.__name__: form for form in (plain, mingpt, annotated, hugging_face, t5, gemma, gptj, where, in_place,
-                                          bmm, baddbmm, diffusers, bloom, einsum, ellipsis)}  # fmt: skip
-WITH_BIAS = {"t5", "where", "baddbmm", "bloom"}
+                                          bmm, baddbmm, diffusers, bloom, swin, einsum, ellipsis)}  # fmt: skip
+WITH_BIAS = {"t5", "where", "baddbmm", "bloom", "swin"}
 
 
 def trained(
@@ -290,6 +298,17 @@ ASKED: dict[str, tuple[int, Form]] = {
     "negative scale": (1, lambda a, q, k, v: (q @ k.mT * -0.3).softmax(-1) @ v),
     "contiguous": (1, lambda a, q, k, v: weights_of(q, k).contiguous() @ v),
     "no dropout": (1, lambda a, q, k, v: F.dropout(weights_of(q, k), 0.0) @ v),
+    "other sizes": (0, lambda a, q, k, v: weights_of(q, k).view(BATCH, HEADS, -1).view((*q.shape[:3], -1)) @ v),
+    "heads apart again": (
+        1,
+        lambda a, q, k, v: weights_of(q, k).view(-1, TOKENS, TOKENS).view(BATCH, HEADS, TOKENS, TOKENS) @ v,
+    ),
+    "heads apart otherwise": (
+        0,
+        lambda a, q, k, v: unflat(
+            (weights_of(flat(q), flat(k)).view(BATCH, HEADS, TOKENS, -1).view(1, -1, TOKENS, TOKENS) @ flat(v)[None])[0]
+        ),
+    ),
     "evaluated": (1, lambda a, q, k, v: F.dropout(weights_of(q, k), 0.5, training=False) @ v),
     "detached keys": (1, lambda a, q, k, v: weights_of(q, k.detach()) @ v.detach()),
     "clone": (0, lambda a, q, k, v: weights_of(q, k).clone() @ v),
