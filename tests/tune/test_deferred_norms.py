@@ -243,7 +243,7 @@ def tried(model: nn.Module, x: Tensor) -> Any:
     batch = x, torch.randint(4, (len(x),))
     plan = ox.accelerate(
         model, torch.optim.SGD(model.parameters(), 0.1), F.cross_entropy, [batch], level="advanced",
-        strategies=["channels_last", "native_batch_norm"], tune_seconds=1, remember=False,
+        strategies=["channels_last", "native_batch_norm"], tune_seconds=1, max_growth=2.0, remember=False,
     )  # fmt: skip
     (entry,) = (e for e in plan.certificate.entries if e.strategy == "native_batch_norm")
     plan.revert()
