@@ -253,7 +253,9 @@ def test_tiles_that_a_mask_hides_whole(size: tuple[int, ...]) -> None:
     hides = torch.arange(200) > torch.arange(200)[:, None] if size[-2] > 1 else torch.arange(200) > 70
     mask = mask.masked_fill(hides, -math.inf)
     mask[..., 128:192] = -math.inf
-    mask[-1, ..., 64:] = -math.inf  # another of each sample
+    mask[-1, ..., 64:] = -math.inf  # another of each sample, and of each head
+    if len(size) == 4 and size[1] > 1:
+        mask[:, 0, :, :64] = -math.inf
     if size[-2] > 1:
         mask[..., 5, :] = -math.inf
     output = ox.ops.attention(q, k, v, mask=mask)

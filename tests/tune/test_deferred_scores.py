@@ -356,6 +356,23 @@ def test_hooks_and_retained_gradients_of_scores_and_weights(scores: Any) -> None
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_parts_are_what_they_were_where_they_were_made(inside: bool, scores: Any) -> None:
+    q = torch.randn(2, 2, 5, 4).requires_grad_()
+
+    def read(scope: Any) -> list[Tensor]:
+        with scope:
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                made = q @ q.mT
+                weights = made.softmax(-1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+                return [made + 0, weights + 0]
+
+    for one, torchs in zip(read(scores.scope()), read(nullcontext()), strict=True):
+        assert one.dtype == torchs.dtype
+        assert torch.equal(one, torchs)
+
+
 @pytest.mark.parametrize("what", ["query", "mask", "weights"])
 def test_what_changed_before_it_was_asked_for(what: str, scores: Any) -> None:
     q, k, v = (torch.randn(2, 2, 5, 4).requires_grad_() * 1 for _ in range(3))

@@ -18,10 +18,10 @@ namespace oxytorch::tune {
 /// draw there. On CUDA and privateuse1 it is torch's scaled_dot_product_attention, where neither dropout nor a cap is
 /// in between.
 ///
-/// Anything else that asks gets the values that torch's operators give. So does a softmax whose query sees nothing: it
-/// is NaN where minus infinity hides all keys, and weighs them where a finite number does. What is read of the weights
-/// when attention was computed, such as their mean over heads, is computed then. Under torch.func transforms, dispatch
-/// modes, torch.compile, hooks for saved tensors and inference mode all is left alone.
+/// Anything else that asks gets the values that torch's operators give. So does, on a CPU, a softmax whose query sees
+/// nothing: it is NaN where minus infinity hides all keys, and weighs them where a finite number does. What is read of
+/// the weights when attention was computed, such as their mean over heads, is computed then. Under torch.func
+/// transforms, dispatch modes, torch.compile, hooks for saved tensors and inference mode all is left alone.
 ///
 /// Asked for after what they are made of was changed in place, they throw Error(InvalidState). Direct access to the
 /// memory of a tensor that has none (data_ptr, numpy) throws in torch's words.
