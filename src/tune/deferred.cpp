@@ -219,7 +219,7 @@ torch::autograd::variable_list gradients_through(const std::vector<Tensor>& give
 
 namespace {
 
-struct DeferredNode final : torch::autograd::Node {
+struct DeferredValueNode final : torch::autograd::Node {
   std::string name() const override { return "OxytorchDeferredBackward"; }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
@@ -249,7 +249,7 @@ struct DeferredNode final : torch::autograd::Node {
 
 void put_in_graph(const Tensor& tensor, DeferredValue& value, const std::vector<Tensor>& given,
                   std::function<Tensor(const std::vector<Tensor>&)> made_of) {
-  auto node = new_node<DeferredNode>();
+  auto node = new_node<DeferredValueNode>();
   node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(given)));
   for (const Tensor& one : given) {
     node->given.push_back(is_deferred(one) ? one.variable_data() : one.defined() ? one.detach() : one);

@@ -62,6 +62,11 @@ at::Tensor deferred_tensor(std::shared_ptr<DeferredValue> value);
 /// plain tensors, with nobody who would have to see it.
 [[nodiscard]] bool may_defer(const at::Tensor& one, const at::Tensor& other);
 
+/// Whether what a model writes out is found on that device: torch has one operator for it there, or this library.
+[[nodiscard]] inline bool finds_written(at::Device device) noexcept {
+  return device.is_cpu() || device.is_cuda() || device.type() == at::kPrivateUse1;
+}
+
 /// Gradients of those of `given` that are `wanted`, of what `made_of` makes of them: for the node of a deferred tensor
 /// that a custom function was given. Undefined for the others, and `given` may hold undefined tensors.
 torch::autograd::variable_list gradients_through(

@@ -56,8 +56,7 @@ std::string cross_entropy_differs(at::Device device) {
     const auto ours = results(type, device, [](const std::vector<Tensor>& in, const Tensor& classes) {
       return ops::linear_cross_entropy(in[0], in[1], classes, {.bias = in[2]});
     });
-    for (std::size_t i = 0; i < exact.size(); ++i) {
-      if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
+    if (!are_near(ours, theirs, exact, type)) {
       return std::string("linear_cross_entropy is further from fp64 than torch's own in ") + at::toString(type) +
              " on " + device.str();
     }
@@ -104,8 +103,7 @@ std::string batch_norm_followed_differs() {
         }
         return ops::batch_norm(in[0], options);
       });
-      for (std::size_t i = 0; i < exact.size(); ++i) {
-        if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
+      if (!are_near(ours, theirs, exact, type)) {
         return std::string("batch_norm is further from fp64 than torch's own operators in ") + at::toString(type);
       }
     }
@@ -149,8 +147,7 @@ std::string row_norm_differs() {
             .weight = in[2], .bias = is_centered ? MaybeTensor(in[3]) : std::nullopt, .eps = 1e-5};
         return is_centered ? ops::add_layer_norm(in[0], in[1], options) : ops::add_rms_norm(in[0], in[1], options);
       });
-      for (std::size_t i = 0; i < exact.size(); ++i) {
-        if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
+      if (!are_near(ours, theirs, exact, type)) {
         return std::string("the norm of a sum is further from fp64 than torch's own operators in ") +
                at::toString(type);
       }
@@ -186,8 +183,7 @@ std::string written_attention_differs() {
       const DeferredScores::Scope scope;
       const auto ours = results(type);
       if (DeferredScores::joined() == before) return "attention that is written out is not found";
-      for (std::size_t i = 0; i < exact.size(); ++i) {
-        if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
+      if (!are_near(ours, theirs, exact, type)) {
         return std::string("attention that is written out is further from fp64 than torch's own operators in ") +
                at::toString(type);
       }
@@ -219,8 +215,7 @@ std::string gate_differs() {
       const auto ours = results(type, [&](const Tensor& gate, const Tensor& up) {
         return form.empty() ? ops::swiglu(gate, up) : ops::geglu(gate, up, form);
       });
-      for (std::size_t i = 0; i < exact.size(); ++i) {
-        if (is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) continue;
+      if (!are_near(ours, theirs, exact, type)) {
         return std::string(form.empty() ? "swiglu" : "geglu") + " is further from fp64 than torch's own operators in " +
                at::toString(type);
       }

@@ -66,18 +66,18 @@ struct Attended {
 /// How far it is: scores, their hyperbolic tangent, weights, or something else that nobody has read yet.
 enum class Stage : std::uint8_t { Scores, Tangent, Weights, Other };
 
-struct Part final : DeferredCall {
-  Part(Stage is, Attended so_far, c10::OperatorHandle by, Arguments of, std::size_t position, at::Device on)
+struct ScorePart final : DeferredCall {
+  ScorePart(Stage is, Attended so_far, c10::OperatorHandle by, Arguments of, std::size_t position, at::Device on)
       : DeferredCall(std::move(by), std::move(of), on), stage(is), attended(std::move(so_far)), before_at(position) {}
-  Part(const Part& other)
+  ScorePart(const ScorePart& other)
       : DeferredCall(other), stage(other.stage), attended(other.attended), before_at(other.before_at) {}
-  Part& operator=(const Part&) = delete;
+  ScorePart& operator=(const ScorePart&) = delete;
 
   std::optional<Tensor> serve(const c10::OperatorHandle& by, const Arguments& given, std::size_t position,
                               std::shared_ptr<DeferredValue> self) override;
 
   /// Itself and every part before it, the first last; nothing where one has values, or somebody else has to see it.
-  [[nodiscard]] std::vector<Part*> chain();
+  [[nodiscard]] std::vector<ScorePart*> chain();
   [[nodiscard]] at::ScalarType product_type() const { return autocast_.product_type(attended.query); }
 
   Stage stage;
@@ -99,10 +99,12 @@ struct Part final : DeferredCall {
   }
 };
 
-std::shared_ptr<Part> part_of(const Tensor& tensor) { return std::dynamic_pointer_cast<Part>(deferred_value(tensor)); }
+std::shared_ptr<ScorePart> part_of(const Tensor& tensor) {
+  return std::dynamic_pointer_cast<ScorePart>(deferred_value(tensor));
+}
 
-std::vector<Part*> Part::chain() {
-  std::vector<Part*> all;
+std::vector<ScorePart*> ScorePart::chain() {
+  std::vector<ScorePart*> all;
   for (auto* part = this; part != nullptr;) {
     const std::lock_guard lock(part->mutex_);
     if (part->made_.defined() || part->has_hooks() || !part->is_unchanged()) return {};
@@ -195,7 +197,7 @@ Tensor added_mask(const Attended& attended) {
 }
 
 /// The weights and values as one call, or nothing where it does not take them.
-std::optional<Tensor> joined(const std::shared_ptr<Part>& weights, const Tensor& value) {
+std::optional<Tensor> joined(const std::shared_ptr<ScorePart>& weights, const Tensor& value) {
   const Attended& attended = weights->attended;
   const Tensor& meta = weights->meta;
   const std::array<Tensor, 1> one{value};
@@ -310,9 +312,9 @@ bool view_as(Next& next, const Tensor& meta, std::vector<std::int64_t> sizes) {
   return true;
 }
 
-std::optional<Tensor> Part::serve(const c10::OperatorHandle& by, const Arguments& given, std::size_t position,
-                                  std::shared_ptr<DeferredValue> self) {
-  const auto me = std::static_pointer_cast<Part>(std::move(self));
+std::optional<Tensor> ScorePart::serve(const c10::OperatorHandle& by, const Arguments& given, std::size_t position,
+                                       std::shared_ptr<DeferredValue> self) {
+  const auto me = std::static_pointer_cast<ScorePart>(std::move(self));
   if (is_computed() || has_hooks() || !at::GradMode::is_enabled() || !is_unchanged()) return std::nullopt;
   const Tensor tensor = given[position].toTensor();
   const auto in_place = out_of_place(by);
@@ -369,13 +371,13 @@ std::optional<Tensor> Part::serve(const c10::OperatorHandle& by, const Arguments
   }
 
   if (!in_place) {
-    const auto part = std::make_shared<Part>(next.stage, std::move(next.attended), does, given, position, device);
+    const auto part = std::make_shared<ScorePart>(next.stage, std::move(next.attended), does, given, position, device);
     part->meta = without_values(next.sizes, next.type);
     return tensor_of(part);
   }
   if (!is_first || next.type != meta.scalar_type()) return std::nullopt;
   // What it stood for becomes a part of its own, and the tensor stands for what was made of that.
-  const auto before = std::make_shared<Part>(*this);
+  const auto before = std::make_shared<ScorePart>(*this);
   const Tensor as_it_was = deferred_tensor(before);
   torch::autograd::impl::set_gradient_edge(as_it_was, edge);
   auto arguments = given;
@@ -420,7 +422,8 @@ std::optional<Tensor> scores_of(const char* name, const char* overload, const Te
   attended.key = transposed.transpose(-2, -1);
   attended.heads = dims == 4 ? std::array{query.size(0), query.size(1)} : std::array<std::int64_t, 2>{1, query.size(0)};
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-  auto part = std::make_shared<Part>(Stage::Scores, std::move(attended), op, std::move(arguments), 0, query.device());
+  auto part =
+      std::make_shared<ScorePart>(Stage::Scores, std::move(attended), op, std::move(arguments), 0, query.device());
   auto sizes = query.sizes().vec();
   sizes.back() = transposed.size(-1);
   part->meta = without_values(sizes, type);
@@ -498,9 +501,7 @@ DeferredScores::Scope::Scope() {
 }
 DeferredScores::Scope::~Scope() { close_scope(open_score_scopes, is_first_); }
 
-bool DeferredScores::serves(at::Device device) noexcept {
-  return device.is_cpu() || device.is_cuda() || device.type() == at::kPrivateUse1;
-}
+bool DeferredScores::serves(at::Device device) noexcept { return finds_written(device); }
 
 std::int64_t DeferredScores::scores() noexcept { return scores_taken.load(std::memory_order_relaxed); }
 std::int64_t DeferredScores::joined() noexcept { return attentions_joined.load(std::memory_order_relaxed); }

@@ -337,9 +337,7 @@ DeferredSums::Scope::Scope() {
 }
 DeferredSums::Scope::~Scope() { close_scope(open_sum_scopes, is_first_); }
 
-bool DeferredSums::serves(at::Device device) noexcept {
-  return device.is_cpu() || device.is_cuda() || device.type() == at::kPrivateUse1;
-}
+bool DeferredSums::serves(at::Device device) noexcept { return finds_written(device); }
 
 std::int64_t DeferredSums::sums() noexcept { return sums_taken.load(std::memory_order_relaxed); }
 std::int64_t DeferredSums::joined() noexcept { return norms_joined.load(std::memory_order_relaxed); }

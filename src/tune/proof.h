@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <vector>
 
 namespace oxytorch::tune {
 
@@ -14,6 +15,15 @@ namespace oxytorch::tune {
 inline bool is_near(const at::Tensor& ours, const at::Tensor& theirs, const at::Tensor& exact, double rounding) {
   const auto error = [&](const at::Tensor& of) { return (of - exact).norm().item<double>(); };
   return error(ours) <= 2 * error(theirs) + rounding * exact.norm().item<double>();
+}
+
+/// The same of results, in float64, that were computed in `type`.
+inline bool are_near(const std::vector<at::Tensor>& ours, const std::vector<at::Tensor>& theirs,
+                     const std::vector<at::Tensor>& exact, at::ScalarType type) {
+  for (std::size_t i = 0; i < exact.size(); ++i) {
+    if (!is_near(ours[i], theirs[i], exact[i], type == at::kFloat ? 0x1p-22 : 0x1p-8)) return false;
+  }
+  return true;
 }
 
 /// Normal values by a generator of its own, times `scale` and plus `offset`.
