@@ -6,13 +6,13 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 #include <numeric>
 #include <vector>
 
 #include "ops/dispatch.h"
+#include "ops/hidden_tiles.h"
 #include "ops/product.h"
 #include "ops/tiles.h"
 #include "optim/dense.h"
@@ -105,7 +105,7 @@ struct Call {
       most_query_tiles = std::max(most_query_tiles, document.queries.tiles);
       most_key_tiles = std::max(most_key_tiles, document.keys.tiles);
     }
-    if (mask.defined() && mask.numel() > 0) find_hidden_tiles();
+    if (mask.defined() && mask.numel() > 0) hidden = {mask, documents.front().queries, documents.front().keys};
   }
 
   // Whether a tile of keys and one of queries have a visible pair.
@@ -114,41 +114,7 @@ struct Call {
     if (k - (q + in.queries.used(query_tile) - 1) > rule.ahead || q - (k + in.keys.used(key_tile) - 1) > rule.behind) {
       return false;
     }
-    if (hidden.empty()) return true;
-    const std::int64_t part = (in.sample % mask_samples) * mask_heads + h % mask_heads;
-    return hidden[static_cast<std::size_t>((part * in.queries.tiles + query_tile) * in.keys.tiles + key_tile)] == 0;
-  }
-
-  // Tiles in which the mask is minus infinity everywhere: their weights are 0. Samples and heads that share a mask are
-  // looked at once, as are queries.
-  void find_hidden_tiles() {
-    const Document& in = documents.front();
-    mask_samples = mask.stride(0) == 0 ? 1 : mask.size(0);
-    mask_heads = mask.stride(1) == 0 ? 1 : mask.size(1);
-    const std::int64_t queries = in.queries.tiles, keys = in.keys.tiles;
-    std::vector<std::uint8_t> found(static_cast<std::size_t>(mask_samples * mask_heads * queries * keys));
-    std::atomic<bool> is_any = false;
-    at::parallel_for(0, mask_samples * mask_heads * queries, 1, [&](std::int64_t begin, std::int64_t end) {
-      for (; begin < end; ++begin) {
-        const std::int64_t part = begin / queries, tile = begin % queries;
-        const float* from = mask.const_data_ptr<float>() + part / mask_heads * mask.stride(0) +
-                            part % mask_heads * mask.stride(1) + in.queries.begin(tile) * mask.stride(2);
-        const std::int64_t rows = mask.stride(2) == 0 ? 1 : in.queries.used(tile);
-        for (std::int64_t k = 0; k < keys; ++k) {
-          bool is_hidden = true;
-          for (std::int64_t j = 0; j < rows && is_hidden; ++j) {
-            const float* row = from + j * mask.stride(2) + in.keys.begin(k) * mask.stride(3);
-            for (std::int64_t i = 0; i < in.keys.used(k) && is_hidden; ++i) {
-              is_hidden = row[i * mask.stride(3)] == -std::numeric_limits<float>::infinity();
-            }
-          }
-          if (!is_hidden) continue;
-          found[static_cast<std::size_t>(begin * keys + k)] = 1;
-          is_any = true;
-        }
-      }
-    });
-    if (is_any) hidden = std::move(found);
+    return !hidden.holds(in.sample, h, key_tile, query_tile);
   }
 
   // Turns raw products into scores, and returns the factor that they still lack.
@@ -215,8 +181,7 @@ struct Call {
   }
 
   Tensor query, key, value, mask;
-  std::vector<std::uint8_t> hidden;  // mask_samples x mask_heads x tiles of queries x tiles of keys; empty: none
-  std::int64_t mask_samples = 1, mask_heads = 1;
+  HiddenTiles hidden;
   const AttentionRule& rule;
   std::vector<Document> documents;
   std::int64_t most_query_tiles = 0, most_key_tiles = 0;  // of a document
