@@ -60,8 +60,8 @@ def attention(
         Batch x key heads x keys x width, in the dtype and on the device of `query`. Heads are a multiple of key heads;
         consecutive heads share one.
     mask : Tensor, optional
-        Added to the scores, or true where a pair is visible; broadcasts to batch x heads x queries x keys. It gets no
-        gradient.
+        Added to the scores, or true where a pair is visible; broadcasts to batch x heads x queries x keys. One
+        that is added and requires a gradient gets it, in its dtype, for two more products of the scores' size.
     causal : bool
         A query sees keys up to its own position, counted from the first of both.
     scale : float, optional
