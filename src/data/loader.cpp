@@ -9,7 +9,6 @@
 #include <cstring>
 #include <deque>
 #include <exception>
-#include <limits>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -20,6 +19,7 @@
 #include "data/failure.h"
 #include "data/file.h"
 #include "data/loader_state.h"
+#include "data/next_use.h"
 #include "data/sample_entry.h"
 #include "data/stream_window.h"
 #include "data/worker_threads.h"
@@ -34,7 +34,6 @@ constexpr double kTaskSeconds = 100e-6;  // of work that is worth a task of its 
 constexpr double kSlowRead = 200e-6;     // seconds of a read from which on it pays to announce the next ones
 constexpr int kReplacements = 16;        // samples that are tried in the place of a damaged one
 constexpr int kReadsInFlight = 4;        // by thread, where reads wait for a network
-constexpr std::int64_t kNeverUsed = std::numeric_limits<std::int64_t>::max();
 
 LoaderOptions resolved(LoaderOptions options, const Dataset* dataset) {
   OXY_CHECK(options.batch_size > 0, InvalidArgument, "batch_size is ", options.batch_size, ", expected at least 1.");
@@ -132,6 +131,7 @@ struct Loader::Impl {
     const auto is_fixed = [](Role role) { return role == Role::Fixed; };
     if (dataset) {
       cut.emplace(options, dataset->size());
+      if (options.cache) next_use.emplace(options, dataset->size());
       reads_into = dataset->reads_into() && options.stages.empty() && !options.cache &&
                    std::all_of(roles.begin(), roles.end(), is_fixed);
     }
@@ -321,7 +321,8 @@ struct Loader::Impl {
     const auto fields = schema.fields.size();
     if (!options.cache) return {dataset->read(sample), {}};
     const auto key = fingerprint + (options.strip_jpegs ? "s" : "r") + std::to_string(sample);
-    const auto again = next_use(sample, *work, work->positions[static_cast<std::size_t>(row)]);
+    const Draw draw{static_cast<std::uint64_t>(work->place.epoch), work->positions[static_cast<std::size_t>(row)]};
+    const auto again = next_use->draws_until(sample, draw, work->seed);
     if (const auto entry = options.cache->find(key)) {
       if (auto found = unpack_sample(*entry, fields)) {
         options.cache->put(key, *entry, again);
@@ -331,7 +332,8 @@ struct Loader::Impl {
     CachedSample read{dataset->read(sample), {}};
     std::string stripped;
     if (options.strip_jpegs && image_field >= 0) {
-      stripped = strip_jpeg(read.sample[static_cast<std::size_t>(image_field)].data.bytes);
+      const auto& image = read.sample[static_cast<std::size_t>(image_field)];
+      if (image.shape.size() != 3) stripped = strip_jpeg(image.data.bytes);
     }
     auto packed = std::make_shared<const std::string>(pack_sample(read.sample, image_field, stripped));
     const View entry{std::as_bytes(std::span(*packed)), packed};
@@ -341,13 +343,6 @@ struct Loader::Impl {
     auto found = unpack_sample(entry, fields);
     OXY_ASSERT(found.has_value(), "a sample that was packed cannot be unpacked.");
     return *std::move(found);
-  }
-
-  /// How many draws of this process after this one the sample is drawn again.
-  [[nodiscard]] std::int64_t next_use(std::int64_t sample, const PendingBatch& work, std::int64_t position) const {
-    const auto size = options.sampler->size();
-    const auto next = options.sampler->next(sample, 0, static_cast<std::uint64_t>(work.place.epoch) + 1, work.seed);
-    return next < 0 ? kNeverUsed : (size - position + next) / options.world_size;
   }
 
   void apply(const Work& work, std::int64_t row, std::int64_t sample, CachedSample read, std::vector<double>& seconds) {
@@ -487,8 +482,14 @@ struct Loader::Impl {
     if (is_over()) return true;
     const auto began = monotonic_seconds();
     std::unique_lock lock(mutex);
-    const bool ready = changed.wait_for(lock, std::chrono::duration<double>(std::max(seconds, 0.0)),
-                                        [&] { return !queue.empty() && queue.front()->ready; });
+    const auto is_ready = [&] { return !queue.empty() && queue.front()->ready; };
+    // Whole batches of small samples take less than waking a thread. Only what runs no code of a user's is done here.
+    for (bool helps = reads_into; helps && !is_ready();) {
+      lock.unlock();
+      helps = workers->help();
+      lock.lock();
+    }
+    const bool ready = changed.wait_for(lock, std::chrono::duration<double>(std::max(seconds, 0.0)), is_ready);
     stats.wait_seconds += monotonic_seconds() - began;
     return ready;
   }
@@ -579,7 +580,8 @@ struct Loader::Impl {
   LoaderOptions options;
   std::vector<Role> roles;
   std::string fingerprint;
-  std::optional<EpochCut> cut;  // of a dataset
+  std::optional<EpochCut> cut;      // of a dataset
+  std::optional<NextUse> next_use;  // of one with a cache
   std::int64_t image_field = -1;
   bool reads_into = false;  // samples go from the dataset to the batch's memory
   const pid_t maker = ::getpid();

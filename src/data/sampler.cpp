@@ -2,6 +2,8 @@
 #include <cmath>
 #include <limits>
 #include <mutex>
+#include <optional>
+#include <utility>
 
 #include "data/file.h"
 #include "data/group_order.h"
@@ -57,17 +59,20 @@ class CheckedSampler : public Sampler {
     return draw(position, epoch, seed);
   }
 
-  [[nodiscard]] std::int64_t next(std::int64_t sample, std::int64_t position, std::uint64_t epoch,
-                                  std::uint64_t seed) const final {
-    if (sample < 0 || sample >= size_) return -1;
-    const std::int64_t found = find(sample, epoch, seed);
-    return found >= position ? found : -1;
+  [[nodiscard]] std::optional<Draw> next(std::int64_t sample, const Draw& from, std::uint64_t seed) const override {
+    if (sample < 0 || sample >= size_) return std::nullopt;
+    for (const auto epoch : {from.epoch, from.epoch + 1}) {
+      const std::int64_t found = find(sample, epoch, seed);
+      if (found < 0) break;
+      if (epoch > from.epoch || found >= from.position) return Draw{epoch, found};
+    }
+    return std::nullopt;
   }
 
  private:
   /// The sample at a position that is inside.
   [[nodiscard]] virtual std::int64_t draw(std::int64_t position, std::uint64_t epoch, std::uint64_t seed) const = 0;
-  /// The one position of a sample of [0, size()); -1 where it is not known.
+  /// The one position of a sample of [0, size()) in an epoch; -1 where it is not known.
   [[nodiscard]] virtual std::int64_t find(std::int64_t /*sample*/, std::uint64_t /*epoch*/,
                                           std::uint64_t /*seed*/) const {
     return -1;
@@ -255,34 +260,76 @@ class MixedSampler final : public CheckedSampler {
 
  private:
   using Wide = unsigned __int128;
+  using Count = std::uint64_t;
+
+  /// Sets [first, last) and the half of their draws that goes to [first, middle): of the first n of them the whole part
+  /// of n * left + phase, in 1/2^62. Exact at a share of 0 and of 1, so that a half without a weight is never drawn
+  /// from.
+  struct Split {
+    std::size_t middle;
+    Count left, phase;
+
+    [[nodiscard]] Count drawn_left(Count n) const { return static_cast<Count>((Wide{n} * left + phase) >> 62); }
+    /// The number, among the draws of both halves, of a half's draw of this number.
+    [[nodiscard]] Count number_of(Count drawn, bool of_left) const {
+      if (of_left) return static_cast<Count>(((Wide{drawn + 1} << 62) - phase - 1) / left);
+      return static_cast<Count>(((Wide{drawn} << 62) + phase) / ((Count{1} << 62) - left));
+    }
+  };
+
+  [[nodiscard]] Split split(std::size_t first, std::size_t last, std::uint64_t seed) const {
+    const auto middle = first + (last - first) / 2;
+    const auto share = (sums_[middle] - sums_[first]) / (sums_[last] - sums_[first]);
+    // Where in its period a split begins, by the seed alone: two runs do not draw alike, and epochs go on.
+    return {middle, static_cast<Count>(std::lround(share * 0x1p62)), epoch_key(seed, middle, KeyUse::Mixture) >> 2};
+  }
 
   [[nodiscard]] std::int64_t draw(std::int64_t position, std::uint64_t epoch, std::uint64_t seed) const override {
-    auto number = epoch * static_cast<std::uint64_t>(size()) + static_cast<std::uint64_t>(position);
+    auto number = number_of({epoch, position});
     std::size_t first = 0, last = sizes_.size();
     while (last - first > 1) {
-      const auto middle = first + (last - first) / 2;
-      const auto share = (sums_[middle] - sums_[first]) / (sums_[last] - sums_[first]);
-      // In 1/2^62: exact at 0 and 1, so that a half without a weight is never drawn from.
-      const auto left = static_cast<std::uint64_t>(std::lround(share * 0x1p62));
-      // Where in its period a split begins, by the seed alone: two runs do not draw alike, and epochs go on.
-      const auto phase = epoch_key(seed, middle, KeyUse::Mixture) >> 2;
-      const auto drawn_left = [&](std::uint64_t n) {
-        return static_cast<std::uint64_t>((Wide{n} * left + phase) >> 62);
-      };
-      const auto before = drawn_left(number);
-      if (drawn_left(number + 1) > before) {
-        number = before;
-        last = middle;
-      } else {
-        number -= before;
-        first = middle;
-      }
+      const auto at = split(first, last, seed);
+      const auto before = at.drawn_left(number);
+      const bool left = at.drawn_left(number + 1) > before;
+      number = left ? before : number - before;
+      (left ? last : first) = at.middle;
     }
-    const auto set = static_cast<std::int64_t>(first);
-    const auto samples = sizes_[first];
-    const auto pass = number / static_cast<std::uint64_t>(samples);
-    const auto inside = static_cast<std::int64_t>(number % static_cast<std::uint64_t>(samples));
-    return firsts_[first] + group_order(samples, set, pass, seed)(inside);
+    const auto samples = static_cast<Count>(sizes_[first]);
+    return firsts_[first] + pass_order(first, number / samples, seed)(static_cast<std::int64_t>(number % samples));
+  }
+
+  [[nodiscard]] std::optional<Draw> next(std::int64_t sample, const Draw& from, std::uint64_t seed) const override {
+    if (size() == 0 || sample < 0 || sample >= firsts_.back() + sizes_.back()) return std::nullopt;
+    const auto set = static_cast<std::size_t>(std::upper_bound(firsts_.begin(), firsts_.end(), sample) -
+                                              firsts_.begin() - 1);  // the last of those that begin there: not empty
+    std::vector<std::pair<Split, bool>> path;                        // from the root to the set
+    auto number = number_of(from);
+    for (std::size_t first = 0, last = sizes_.size(); last - first > 1;) {
+      const auto at = split(first, last, seed);
+      const bool left = set < at.middle;
+      if (left ? at.left == 0 : at.left == Count{1} << 62) return std::nullopt;  // never drawn from
+      const auto before = at.drawn_left(number);
+      number = left ? before : number - before;
+      (left ? last : first) = at.middle;
+      path.emplace_back(at, left);
+    }
+    // `number` draws of the set come before; of each pass over it one is the sample's.
+    const auto samples = static_cast<Count>(sizes_[set]);
+    const auto drawn_in = [&](Count pass) {
+      return pass * samples + static_cast<Count>(pass_order(set, pass, seed).position_of(sample - firsts_[set]));
+    };
+    auto found = drawn_in(number / samples);
+    if (found < number) found = drawn_in(number / samples + 1);
+    for (auto at = path.rbegin(); at != path.rend(); ++at) found = at->first.number_of(found, at->second);
+    return Draw{found / static_cast<Count>(size()), static_cast<std::int64_t>(found % static_cast<Count>(size()))};
+  }
+
+  /// Of a draw, in the stream that the epochs are parts of.
+  [[nodiscard]] Count number_of(const Draw& draw) const {
+    return draw.epoch * static_cast<Count>(size()) + static_cast<Count>(draw.position);
+  }
+  [[nodiscard]] Permutation pass_order(std::size_t set, Count pass, std::uint64_t seed) const {
+    return group_order(sizes_[set], static_cast<std::int64_t>(set), pass, seed);
   }
 
   std::vector<std::int64_t> sizes_, firsts_;
@@ -384,7 +431,7 @@ class BucketedSampler final : public CheckedSampler {
 
 Sampler::~Sampler() = default;
 
-std::int64_t Sampler::next(std::int64_t, std::int64_t, std::uint64_t, std::uint64_t) const { return -1; }
+std::optional<Draw> Sampler::next(std::int64_t, const Draw&, std::uint64_t) const { return std::nullopt; }
 
 PhiloxStream sample_random(std::uint64_t seed, std::uint64_t epoch, std::int64_t sample) {
   return PhiloxStream(epoch_key(seed, epoch, KeyUse::Augmentation), static_cast<std::uint64_t>(sample));

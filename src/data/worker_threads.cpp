@@ -28,11 +28,22 @@ void WorkerThreads::run() {
     std::unique_lock lock(mutex_);
     more_.wait(lock, [this] { return ends_ || !jobs_.empty(); });
     if (ends_) return;
-    const auto job = std::move(jobs_.front());
-    jobs_.pop_front();
-    lock.unlock();
-    job();
+    take_one(lock);
   }
+}
+
+bool WorkerThreads::help() {
+  std::unique_lock lock(mutex_);
+  if (jobs_.empty()) return false;
+  take_one(lock);
+  return true;
+}
+
+void WorkerThreads::take_one(std::unique_lock<std::mutex>& lock) {
+  const auto job = std::move(jobs_.front());
+  jobs_.pop_front();
+  lock.unlock();
+  job();
 }
 
 }  // namespace oxytorch::data

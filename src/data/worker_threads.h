@@ -19,9 +19,12 @@ class WorkerThreads {
   WorkerThreads& operator=(const WorkerThreads&) = delete;
   /// `job` must not throw.
   void add(std::function<void()> job);
+  /// Does the job that comes next in the calling thread; false where there is none.
+  bool help();
 
  private:
   void run();
+  void take_one(std::unique_lock<std::mutex>& lock);
   std::mutex mutex_;
   std::condition_variable more_;
   std::deque<std::function<void()>> jobs_;

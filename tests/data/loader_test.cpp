@@ -297,8 +297,10 @@ TEST(Loader, SaysWhichImagesDiffer) {
 TEST(Loader, ReadsFromTheCacheInLaterEpochs) {
   const auto dataset = std::make_shared<Counting>(40, true);
   const auto cache = std::make_shared<Cache>(CacheOptions{.memory = "10MB"});
-  Loader loader(dataset,
-                {.batch_size = 8, .stages = {randomly()}, .shuffle = true, .cache = cache, .strip_jpegs = true});
+  // One thread: two may draw a sample for two epochs at once, and read it twice.
+  Loader loader(
+      dataset,
+      {.batch_size = 8, .stages = {randomly()}, .shuffle = true, .threads = 1, .cache = cache, .strip_jpegs = true});
   Loader plain(std::make_shared<Counting>(40, true), {.batch_size = 8, .stages = {randomly()}, .shuffle = true});
   for (int epoch = 0; epoch < 3; ++epoch) {
     const auto found = epoch_of(loader), expected = epoch_of(plain);
@@ -306,6 +308,21 @@ TEST(Loader, ReadsFromTheCacheInLaterEpochs) {
   }
   EXPECT_EQ(dataset->reads, 40) << "each once";
   EXPECT_GE(loader.stats().cache->memory.hits, 80);
+}
+
+// A quarter of all samples is what one of four processes draws in an epoch. Kept without looking at who draws what
+// next, a quarter of its draws would be hits.
+TEST(Loader, KeepsWhatItsProcessDrawsAgain) {
+  constexpr std::int64_t kSamples = 400, kEpochs = 12;
+  const auto whole = std::make_shared<Cache>(CacheOptions{.memory = "10MB"});
+  Loader all(std::make_shared<Counting>(kSamples), {.batch_size = 100, .cache = whole});
+  (void)epoch_of(all);
+  const auto bytes = whole->stats().memory.bytes;
+  const auto dataset = std::make_shared<Counting>(kSamples);
+  const auto cache = std::make_shared<Cache>(CacheOptions{.memory = std::to_string(bytes / 4)});
+  Loader loader(dataset, {.batch_size = 5, .shuffle = true, .rank = 1, .world_size = 4, .threads = 1, .cache = cache});
+  for (int epoch = 0; epoch < kEpochs; ++epoch) (void)epoch_of(loader);
+  EXPECT_LE(dataset->reads, 0.62 * kSamples / 4 * kEpochs);
 }
 
 TEST(Loader, ReadsRemoteSamplesWithThreadsOfTheirOwn) {

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <thread>
 #include <vector>
@@ -56,11 +58,11 @@ std::vector<SamplerPtr> shuffles(std::int64_t size) {
 TEST(Sampler, SequentialCounts) {
   const auto sampler = sequential(5);
   EXPECT_EQ(epoch_of(*sampler, 3, 9), counted(5));
-  EXPECT_EQ(sampler->next(3, 2, 0, 0), 3);
-  EXPECT_EQ(sampler->next(3, 3, 0, 0), 3);
-  EXPECT_EQ(sampler->next(3, 4, 0, 0), -1);
-  EXPECT_EQ(sampler->next(5, 0, 0, 0), -1);
-  EXPECT_EQ(sampler->next(-1, -5, 0, 0), -1);
+  EXPECT_EQ(sampler->next(3, {0, 2}, 0), (Draw{0, 3}));
+  EXPECT_EQ(sampler->next(3, {0, 3}, 0), (Draw{0, 3}));
+  EXPECT_EQ(sampler->next(3, {0, 4}, 0), (Draw{1, 3}));
+  EXPECT_EQ(sampler->next(5, {}, 0), std::nullopt);
+  EXPECT_EQ(sampler->next(-1, {0, -5}, 0), std::nullopt);
 }
 
 TEST(Sampler, AShuffleDrawsEverySampleOnce) {
@@ -83,21 +85,47 @@ TEST(Sampler, EpochsAndSeedsHaveOrdersOfTheirOwn) {
   }
 }
 
-TEST(Sampler, NextIsWhereASampleComes) {
-  for (const std::int64_t size : {1, 13, 16, 17, 101}) {
-    for (const auto& sampler : shuffles(size)) {
-      const auto order = epoch_of(*sampler, 5, 6);
-      const bool knows = sampler->next(0, 0, 5, 6) >= 0;
-      for (std::int64_t i = 0; i < size; ++i) {
-        const std::int64_t sample = order[static_cast<std::size_t>(i)];
-        ASSERT_EQ(sampler->next(sample, 0, 5, 6), knows ? i : -1);
-        ASSERT_EQ(sampler->next(sample, i, 5, 6), knows ? i : -1);
-        ASSERT_EQ(sampler->next(sample, i + 1, 5, 6), -1);
+/// Whether next() says of every draw of three epochs where its sample comes again, as far as they tell.
+void expect_known(const Sampler& sampler, std::uint64_t first_epoch) {
+  std::map<std::int64_t, Draw> next;
+  for (auto epoch = first_epoch + 3; epoch-- > first_epoch;) {
+    for (auto position = sampler.size(); position-- > 0;) {
+      const Draw here{epoch, position};
+      const auto sample = sampler.at(position, epoch, 6);
+      if (next.contains(sample)) {
+        ASSERT_EQ(sampler.next(sample, {epoch, position + 1}, 6), next[sample]);
       }
+      ASSERT_EQ(sampler.next(sample, here, 6), here);
+      next[sample] = here;
     }
   }
-  EXPECT_EQ(shuffled(9)->next(sequential(9)->at(4, 0, 0), 0, 0, 0) >= 0, true);
-  EXPECT_GE(shuffled_blocks(9, 2, 2)->next(8, 0, 0, 0), 0);
+}
+
+TEST(Sampler, NextIsWhereASampleComes) {
+  for (const std::int64_t size : {1, 13, 16, 17, 101}) {
+    expect_known(*shuffled(size), 5);
+    for (const std::int64_t block : {1, 2, 7, 1000}) expect_known(*shuffled_blocks(size, block, 3), 5);
+  }
+}
+
+TEST(Sampler, NextOfAMixtureIsWhereASampleComes) {
+  const std::vector<std::vector<std::int64_t>> sizes{{3}, {1, 40}, {7, 5, 3}, {20, 0, 1, 9, 2, 30, 4}};
+  const std::vector<std::vector<double>> weights{{2}, {1e-3, 1}, {1, 1, 1}, {3, 0, 0.2, 0.5, 2, 0, 1}};
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    for (const std::int64_t draws : {1, 5, 64, 1000}) {
+      const auto sampler = mixed(sizes[i], weights[i], draws);
+      expect_known(*sampler, 0);
+      expect_known(*sampler, 1'000'000);
+    }
+  }
+  // What is far away is found without drawing what lies between.
+  const auto rare = mixed({1'000'000, 1'000'000}, {1, 1e9}, 100);
+  const auto found = rare->next(5, {0, 0}, 3);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_GT(found->epoch, 1'000'000U);
+  EXPECT_EQ(rare->at(found->position, found->epoch, 3), 5);
+  EXPECT_EQ(mixed({4, 4}, {1, 0}, 10)->next(6, {}, 1), std::nullopt);  // never drawn
+  EXPECT_EQ(mixed({4, 4}, {1, 1}, 10)->next(8, {}, 1), std::nullopt);
 }
 
 TEST(Sampler, BlocksOfAGroupAreDrawnTogether) {
@@ -135,7 +163,7 @@ TEST(Sampler, WeightsDecideHowOftenASampleIsDrawn) {
     EXPECT_NEAR(counts[i], share * kDraws, 5 * std::sqrt(kDraws * share * (1 - share))) << i;
   }
   EXPECT_NE(epoch_of(*sampler, 1, 1), epoch_of(*sampler, 2, 1));
-  EXPECT_EQ(sampler->next(1, 0, 0, 0), -1);
+  EXPECT_EQ(sampler->next(1, {}, 0), std::nullopt);
 }
 
 TEST(Sampler, WhatHasNoWeightIsNeverDrawn) {
@@ -350,7 +378,7 @@ TEST(Sampler, HugeSetsCostNothing) {
     for (std::int64_t i = 0; i < 2000; ++i) {
       const std::int64_t sample = sampler->at(sampler->size() - 1 - i, 1, 1);
       found.insert(sample);
-      ASSERT_EQ(sampler->next(sample, 0, 1, 1), sampler->size() - 1 - i);
+      ASSERT_EQ(sampler->next(sample, {1, 0}, 1), (Draw{1, sampler->size() - 1 - i}));
     }
     EXPECT_EQ(found.size(), 2000U);
   }

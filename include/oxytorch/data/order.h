@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,13 @@ class OXY_API Permutation {
 /// The random numbers of one sample in one epoch: those of augmentation, whatever thread or process draws them.
 OXY_API PhiloxStream sample_random(std::uint64_t seed, std::uint64_t epoch, std::int64_t sample);
 
+/// A place in the order of draws: epochs follow one another.
+struct Draw {
+  std::uint64_t epoch = 0;
+  std::int64_t position = 0;  ///< in the epoch
+  bool operator==(const Draw&) const = default;
+};
+
 /// Draws samples of a dataset, an epoch at a time. Every method may be called by several threads at once.
 class OXY_API Sampler {
  public:
@@ -45,10 +53,9 @@ class OXY_API Sampler {
   /// The sample at a position of an epoch, by a seed.
   /// Errors: `OutOfRange` for a position outside of [0, size()).
   [[nodiscard]] virtual std::int64_t at(std::int64_t position, std::uint64_t epoch, std::uint64_t seed) const = 0;
-  /// Where in `epoch` the sample comes first at or after `position`; -1 where it does not, or that would take long to
-  /// find.
-  [[nodiscard]] virtual std::int64_t next(std::int64_t sample, std::int64_t position, std::uint64_t epoch,
-                                          std::uint64_t seed) const;
+  /// The first draw of a sample at or after `from`, in that epoch or a later one, where it is known without drawing;
+  /// empty elsewhere. A cache keeps by it what is used again soonest; where it is empty, a loader draws an epoch ahead.
+  [[nodiscard]] virtual std::optional<Draw> next(std::int64_t sample, const Draw& from, std::uint64_t seed) const;
   /// What two samplers that draw alike share; 16 hexadecimal digits.
   [[nodiscard]] virtual std::string fingerprint() const = 0;
 };
