@@ -1,12 +1,12 @@
 #include "oxytorch/data/cache.h"
 
-#include <cstdlib>
 #include <filesystem>
 #include <limits>
 #include <mutex>
 #include <system_error>
 #include <unordered_map>
 
+#include "base/cache_folder.h"
 #include "data/disk_tier.h"
 #include "data/file.h"
 #include "data/remote_file.h"
@@ -32,7 +32,11 @@ std::int64_t memory_limit_of(const std::string& text) {
 
 std::int64_t disk_limit_of(const std::string& text, const std::string& folder) {
   const auto size = Size::parse(text);
-  if (size.kind() == Size::Kind::Bytes) return to_limit(size.resolve(0));
+  const bool known = size.kind() == Size::Kind::Bytes;
+  if (known && size.resolve(0) == 0) return 0;
+  OXY_CHECK(!folder.empty(), InvalidArgument, "the cache is to keep ", text,
+            " on a disk, and there is no folder for it: give one, or set OXYTORCH_CACHE to one.");
+  if (known) return to_limit(size.resolve(0));
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   const auto space = std::filesystem::space(folder, error);
@@ -42,10 +46,8 @@ std::int64_t disk_limit_of(const std::string& text, const std::string& folder) {
 
 std::string folder_of(const CacheOptions& options) {
   if (!options.folder.empty()) return options.folder;
-  const char* cache = std::getenv("XDG_CACHE_HOME");
-  const char* home = std::getenv("HOME");
-  if (cache != nullptr && *cache != '\0') return std::string(cache) + "/oxytorch/data";
-  return std::string(home == nullptr ? "/tmp" : home) + "/.cache/oxytorch/data";
+  const auto kept = cache_folder();
+  return kept.empty() ? "" : kept + "/data";
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <string>
 #include <system_error>
 
+#include "base/cache_folder.h"
 #include "base/spelling.h"
 #include "oxytorch/error.h"
 #include "oxytorch/logging.h"
@@ -13,23 +13,6 @@
 
 namespace oxytorch::tune {
 namespace {
-
-std::string from_environment(const char* variable) {
-  const char* value = std::getenv(variable);
-  return value == nullptr ? "" : value;
-}
-
-bool is_off() { return from_environment("OXYTORCH_CACHE") == "off"; }
-
-/// "" where nothing is to be kept, or there is no home either.
-std::string default_folder() {
-  if (is_off()) return "";
-  if (const std::string own = from_environment("OXYTORCH_CACHE"); !own.empty()) return own;
-  // The XDG specification: a path that is not absolute is to be ignored.
-  if (const std::string cache = from_environment("XDG_CACHE_HOME"); cache.starts_with('/')) return cache + "/oxytorch";
-  const std::string home = from_environment("HOME");
-  return home.empty() ? "" : home + "/.cache/oxytorch";
-}
 
 std::string path_of(const std::string& folder, const CertificateKey& key) {
   return folder + "/" + key.digest() + ".json";
@@ -52,8 +35,7 @@ std::string failure_of(const Work& work) noexcept {
 
 }  // namespace
 
-CertificateStore::CertificateStore(std::string folder)
-    : folder_(folder.empty() ? default_folder() : std::move(folder)) {}
+CertificateStore::CertificateStore(std::string folder) : folder_(folder.empty() ? cache_folder() : std::move(folder)) {}
 
 std::optional<Certificate> CertificateStore::find(const CertificateKey& key) const {
   if (folder_.empty()) return std::nullopt;
@@ -91,7 +73,7 @@ void CertificateStore::forget(const CertificateKey& key) const {
 }
 
 std::string CertificateStore::try_put(const Certificate& certificate) const noexcept {
-  if (folder_.empty() && is_off()) return {};
+  if (folder_.empty() && cache_is_off()) return {};
   const auto& entries = certificate.entries;
   const auto was_skipped = [](const CertificateEntry& entry) { return entry.status == Status::Skipped; };
   if (std::all_of(entries.begin(), entries.end(), was_skipped)) return {};  // it says nothing to the next run

@@ -83,60 +83,6 @@ TEST(Cache, EntriesAge) {
   EXPECT_FALSE(cache.find("a").has_value());
 }
 
-/// Hits of epochs of shuffled draws where nobody could do better: of what is in, that which is drawn last again goes.
-std::int64_t best_hits(const std::vector<std::int64_t>& draws, std::int64_t capacity) {
-  std::vector<std::int64_t> next(draws.size(), kNeverAgain);
-  std::map<std::int64_t, std::int64_t> seen;
-  for (auto i = static_cast<std::int64_t>(draws.size()) - 1; i >= 0; --i) {
-    const auto at = static_cast<std::size_t>(i);
-    if (seen.contains(draws[at])) next[at] = seen[draws[at]];
-    seen[draws[at]] = i;
-  }
-  std::set<std::pair<std::int64_t, std::int64_t>> held;
-  std::map<std::int64_t, std::int64_t> when;
-  std::int64_t hits = 0;
-  for (std::size_t i = 0; i < draws.size(); ++i) {
-    if (when.contains(draws[i])) {
-      ++hits;
-      held.erase({when[draws[i]], draws[i]});
-    }
-    when[draws[i]] = next[i];
-    held.emplace(next[i], draws[i]);
-    if (static_cast<std::int64_t>(held.size()) > capacity) {
-      when.erase(held.rbegin()->second);
-      held.erase(std::prev(held.end()));
-    }
-  }
-  return hits;
-}
-
-TEST(Cache, HitsWithinAHundredthOfTheBestPossible) {
-  constexpr std::int64_t kSamples = 2000, kEpochs = 6, kBytes = 1000;
-  std::vector<std::int64_t> draws;
-  const auto sampler = shuffled(kSamples);
-  for (std::uint64_t epoch = 0; epoch < kEpochs; ++epoch) {
-    for (std::int64_t position = 0; position < kSamples; ++position) draws.push_back(sampler->at(position, epoch, 7));
-  }
-  for (const double share : {0.1, 0.25, 0.5, 0.75}) {
-    const auto capacity = static_cast<std::int64_t>(share * kSamples);
-    Cache cache({.memory = std::to_string(capacity * kBytes)});
-    std::int64_t hits = 0;
-    for (std::size_t i = 0; i < draws.size(); ++i) {
-      const auto epoch = static_cast<std::int64_t>(i) / kSamples, position = static_cast<std::int64_t>(i) % kSamples;
-      auto key = std::to_string(draws[i]);
-      key.insert(0, 8 - key.size(), '0');
-      auto found = cache.find(key);
-      hits += found.has_value() ? 1 : 0;
-      if (!found) found = bytes_of(std::string(kBytes - 8, 'x'));
-      const auto again = sampler->next(draws[i], 0, static_cast<std::uint64_t>(epoch) + 1, 7);
-      cache.put(key, *found, epoch + 1 == kEpochs ? kNeverAgain : kSamples - position + again);
-    }
-    const auto best = static_cast<double>(best_hits(draws, capacity));
-    EXPECT_GE(static_cast<double>(hits), 0.99 * best) << share;
-    EXPECT_GE(static_cast<double>(hits) / static_cast<double>(draws.size() - kSamples), 0.95 * share) << share;
-  }
-}
-
 class DiskCacheTest : public testing::Test {
  protected:
   void SetUp() override {

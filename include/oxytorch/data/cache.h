@@ -15,7 +15,7 @@ struct CacheOptions {
   std::string memory =
       "auto";              ///< "2GB", "30%" of what the process may use, "auto" (a quarter of what is available), "0"
   std::string disk = "0";  ///< of `folder`: "100GB", "30%" of the file system, "auto" (half of what is free), "0"
-  std::string folder{};    ///< empty: a folder under $XDG_CACHE_HOME/oxytorch/data
+  std::string folder{};    ///< empty: data under $OXYTORCH_CACHE, $XDG_CACHE_HOME/oxytorch or ~/.cache/oxytorch
   std::string remote{};    ///< a URL prefix from which entries are read, and never written
   /// "next-use": of what is in, that goes which is used last again, by `next_use`; "lru" where no order is known.
   std::string policy = "next-use";
