@@ -4,7 +4,9 @@
 //
 // What may come of any input is an Error other than Internal, or a result that is read to its end; all else ends the
 // program, and libFuzzer keeps the input. tools/fuzz.sh builds and runs it.
+#define XXH_INLINE_ALL
 #include <unistd.h>
+#include <xxhash.h>
 
 #include <array>
 #include <cstdio>
@@ -20,6 +22,7 @@
 
 #include "data/disk_tier.h"
 #include "data/file.h"
+#include "data/image_listing.h"
 #include "data/loader_state.h"
 #include "data/sample_entry.h"
 #include "file_set.h"
@@ -134,6 +137,27 @@ void fuzz_entry(std::string_view input) {
   }
 }
 
+// A kept listing of a folder, with the hash right.
+void fuzz_listing(std::string_view input) {
+  static const std::string folder =
+      std::filesystem::temp_directory_path() / ("oxytorch-fuzz-" + std::to_string(getpid()));
+  static const std::string root = folder + "/images", kept = folder + "/kept";
+  std::filesystem::create_directories(root + "/a");
+  std::filesystem::create_directories(kept);
+  std::ofstream(root + "/a/x.jpg");
+  {
+    const std::uint64_t hash = XXH3_64bits(input.data(), input.size());
+    std::ofstream file(kept + "/" + data::fingerprint_of({root}) + ".list", std::ios::binary);
+    file << "OXYLIST1";
+    file.write(reinterpret_cast<const char*>(&hash), sizeof(hash)) << input;
+  }
+  const auto listing = data::ImageListing::of(root, {kept, 1e9, 0});
+  for (std::size_t i = 0; i < listing.size(); ++i) {
+    touch(std::as_bytes(std::span(listing.path(i))));
+    if (!listing.classes().empty()) expect(listing.class_of(i) < listing.classes().size(), "a class that there is not");
+  }
+}
+
 void fuzz_state(std::string_view input) {
   attempt([&] {
     const auto state = data::read_loader_state(std::string(input));
@@ -179,13 +203,10 @@ struct Target {
   void (*run)(std::string_view input);
 };
 constexpr std::array kTargets = {
-    Target{"dataset", fuzz_dataset},
-    Target{"image", fuzz_image},
-    Target{"stripped", fuzz_stripped},
-    Target{"entry", fuzz_entry},
-    Target{"state", fuzz_state},
-    Target{"config", fuzz_config},
-    Target{"certificate", fuzz_certificate},
+    Target{"dataset", fuzz_dataset},   Target{"image", fuzz_image},
+    Target{"stripped", fuzz_stripped}, Target{"entry", fuzz_entry},
+    Target{"listing", fuzz_listing},   Target{"state", fuzz_state},
+    Target{"config", fuzz_config},     Target{"certificate", fuzz_certificate},
     Target{"words", fuzz_words},
 };
 
@@ -215,6 +236,9 @@ void write_seeds(const std::string& folder) {
                                {.dtype = data::DType::I64, .shape = {2}, .data = view}};
   write("entry", data::pack_sample(sample, -1, ""));
   write("entry", data::pack_sample(sample, 0, "stripped"));
+  // Head (images, classes, folders, bytes of paths and of other text, fingerprint), ends, stamps, names.
+  const std::vector<std::uint64_t> numbers = {1, 1, 1, 7, 2, 0, 0, 7, 1, 1, 5, 6, 7, 0};
+  write("listing", std::string(reinterpret_cast<const char*>(numbers.data()), 8 * numbers.size()) + "a/x.jpga/");
   write("state",
         data::write_loader_state({.seed = 1, .epoch = 2, .samples = 3, .batch = 4, .dataset = "a", .order = "b"}));
   for (const auto* level : {"basic", "ultra"}) {
