@@ -98,10 +98,12 @@ BetonColumn parse_beton_column(ByteReader reader) {
   switch (column.type) {
     case BetonType::Float: column.field.dtype = DType::F64; break;
     case BetonType::Int: column.field.dtype = DType::I64; break;
-    case BetonType::RgbImage: column.field.shape = {-1, -1, 3}; break;
+    case BetonType::RgbImage:
     case BetonType::Bytes:
     case BetonType::Json:
-      column.field.kind = column.type == BetonType::Json ? Kind::Text : Kind::Bytes;
+      column.field.kind = column.type == BetonType::RgbImage ? Kind::Image
+                          : column.type == BetonType::Json   ? Kind::Text
+                                                             : Kind::Bytes;
       column.field.shape = {-1};
       break;
     case BetonType::NdArray:
@@ -139,7 +141,7 @@ class BetonDataset final : public Dataset {
               " bytes of metadata, and it has ", file_->size(), " bytes.");
     rows_ = file_->view(at, row_ * samples_);
     read_allocations(reader.take<std::uint64_t>());
-    find_image_kinds();
+    describe_pixels();
     for (const auto& column : columns_) schema_.fields.push_back(column.field);
   }
 
@@ -210,25 +212,21 @@ class BetonDataset final : public Dataset {
     }
   }
 
-  /// FFCV chooses JPEG or raw pixels for each image; a field has one kind here, so that all must be alike.
-  void find_image_kinds() {
+  /// FFCV writes each image as a JPEG or as pixels. A field of pixels alone has their shape.
+  void describe_pixels() {
     for (auto& column : columns_) {
       if (column.type != BetonType::RgbImage || samples_ == 0) continue;
       const auto first = image(column, rows_.bytes.data());
-      bool same_size = true;
-      for (std::uint64_t i = 1; i < samples_; ++i) {
+      bool raw = first.raw, same_size = true;
+      for (std::uint64_t i = 1; i < samples_ && raw; ++i) {
         const auto next = image(column, rows_.bytes.data() + row_ * i);
-        OXY_CHECK(next.raw == first.raw, NotSupported, file_->location(), ": sample ", i, " of field '",
-                  column.field.name, "' is ", next.raw ? "raw" : "JPEG",
-                  " and the first is not; write it with write_mode 'jpg' or 'raw'.");
+        raw = next.raw;
         same_size = same_size && next.width == first.width && next.height == first.height;
       }
-      if (!first.raw) {
-        column.field.kind = Kind::Image;
-        column.field.shape = {-1};
-      } else if (same_size) {
+      if (!raw) continue;
+      column.field.shape = {-1, -1, 3};
+      if (same_size)
         column.field.shape = {static_cast<std::int64_t>(first.height), static_cast<std::int64_t>(first.width), 3};
-      }
     }
   }
 

@@ -1,4 +1,4 @@
-/// The decoders behind decode_image(), and what they share.
+/// The codecs of images, and what they share.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +15,8 @@ class CoefficientReader;
 class CoefficientWriter;
 
 Pixels decode_png(std::span<const std::byte> png, int channels, std::optional<Box> crop);
+/// Without loss. Errors: `InvalidArgument` for other than 1 or 3 channels, or no pixels.
+std::string encode_png(const Pixels& pixels);
 Pixels decode_webp(std::span<const std::byte> webp, int channels, std::optional<Box> crop);
 /// With `coefficients`, `jpeg` is their jpeg_header() and the blocks come from them.
 Pixels decode_jpeg(std::span<const std::byte> jpeg, int channels, std::optional<Box> crop,

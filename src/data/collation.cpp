@@ -82,7 +82,7 @@ std::vector<Role> roles_of(const Schema& schema, const LoaderOptions& options) {
     } else if (field.kind == Kind::Image && !has_image) {
       roles.push_back(Role::Pixels);
       has_image = true;
-    } else if (field.kind != Kind::Array) {
+    } else if (field.kind != Kind::Array && !(field.kind == Kind::Image && field.shape.size() == 3)) {
       roles.push_back(Role::Text);
     } else {
       const bool varies = std::find(field.shape.begin(), field.shape.end(), -1) != field.shape.end();
@@ -168,7 +168,13 @@ void Collation::add(std::int64_t row, Item& item) {
         part.values[at] =
             own(DType::F32, {static_cast<std::int64_t>(item.boxes.size()), 4}, std::as_bytes(std::span(item.boxes)));
         break;
-      case Role::Text: part.texts[at] = value.data.text(); break;
+      case Role::Text:
+        OXY_CHECK(
+            value.shape.size() < 2, InvalidArgument, "'", schema_.fields[field].name,
+            "' is a second image of each sample, of pixels in this one and encoded in others, which make no batch. "
+            "Name it in masks where it is one.");
+        part.texts[at] = value.data.text();
+        break;
       case Role::Fixed:
         if (auto* to = row_of(field, row, value.dtype, value.shape); !value.data.bytes.empty()) {
           std::memcpy(to, value.data.bytes.data(), value.data.bytes.size());

@@ -1,16 +1,21 @@
 #include "oxytorch/data/convert.h"
 
 #include <algorithm>
+#include <deque>
 #include <filesystem>
+#include <future>
 #include <nlohmann/json.hpp>
 #include <system_error>
+#include <utility>
 
-#include "base/whole_file.h"
+#include "data/codecs.h"
 #include "data/file.h"
 #include "data/for_each_index.h"
 #include "data/mds_writer.h"
+#include "data/remote_file.h"
 #include "oxytorch/data/stage.h"
 #include "oxytorch/error.h"
+#include "oxytorch/logging.h"
 #include "oxytorch/system.h"
 
 namespace oxytorch::data {
@@ -18,6 +23,7 @@ namespace {
 
 constexpr std::int64_t kPiece = 64;  // samples that are read at once, by all threads
 constexpr const char* kProgressFile = "convert.json";
+constexpr std::size_t kUploads = 4;  // at once, each of a shard in memory
 
 void check_convert(const Dataset& dataset, const ConvertOptions& options) {
   OXY_CHECK(options.format.empty() || options.format == "mds" || options.format == "megatron", InvalidArgument,
@@ -37,11 +43,13 @@ bool is_tokens(const Schema& schema) {
          schema.fields[0].dtype != DType::F32 && schema.fields[0].dtype != DType::F64;
 }
 
-/// Shrinks the images of a sample whose shorter side is longer than asked for.
-void shrink_images(const Schema& schema, Sample& sample, const ConvertOptions& options) {
+/// Shrinks the images of a sample whose shorter side is longer than asked for. What is pixels alone becomes a PNG where
+/// nothing is to be shrunk, so that nothing is lost.
+void encode_images(const Schema& schema, Sample& sample, const ConvertOptions& options) {
   for (std::size_t i = 0; i < sample.size(); ++i) {
-    if (schema.fields[i].kind != Kind::Image || options.shorter_side == 0) continue;
-    const bool encoded = sample[i].shape.size() != 3;
+    if (schema.fields[i].kind != Kind::Image) continue;
+    const bool encoded = sample[i].shape.size() != 3, shrinks = options.shorter_side > 0;
+    if (encoded && !shrinks) continue;
     if (encoded) {
       const auto header = image_header(sample[i].data.bytes);
       const int shorter = std::min(header.width, header.height);
@@ -49,11 +57,12 @@ void shrink_images(const Schema& schema, Sample& sample, const ConvertOptions& o
     }
     Item item;
     item.image = image_of(sample[i], {});
-    if (std::min(item.image.width(), item.image.height()) > options.shorter_side) {
+    if (shrinks && std::min(item.image.width(), item.image.height()) > options.shorter_side) {
       PhiloxStream unused(0);
       resize(options.shorter_side)->apply(item, unused);
     }
-    sample[i] = own(encode_jpeg(item.image.pixels(), options.quality));
+    const auto& pixels = item.image.pixels();
+    sample[i] = own(shrinks ? encode_jpeg(pixels, options.quality) : encode_png(pixels));
   }
 }
 
@@ -67,7 +76,7 @@ class Conversion {
 
   Converted run() {
     std::error_code error;
-    std::filesystem::create_directories(folder_, error);
+    if (!is_remote(folder_)) std::filesystem::create_directories(folder_, error);
     OXY_CHECK(!error, Io, folder_, " cannot be made: ", error.message(), ".");
     const bool tokens = options_.format == "megatron" || (options_.format.empty() && is_tokens(dataset_.schema()));
     return tokens ? to_megatron() : to_mds();
@@ -80,7 +89,7 @@ class Conversion {
     for_each_index(samples.size(), static_cast<std::size_t>(threads_), [&](std::size_t index) {
       auto& sample = samples[index];
       sample = dataset_.read(first + static_cast<std::int64_t>(index));
-      shrink_images(dataset_.schema(), sample, options_);
+      encode_images(dataset_.schema(), sample, options_);
     });
     return samples;
   }
@@ -108,12 +117,11 @@ class Conversion {
   /// The shards that an earlier call wrote.
   nlohmann::json earlier() {
     const auto path = join(folder_, kProgressFile);
-    OXY_CHECK(!exists(join(folder_, "index.json")) || exists(path), InvalidArgument, folder_,
+    const auto progress = read_if_there(path);
+    OXY_CHECK(progress || !read_if_there(join(folder_, "index.json")), InvalidArgument, folder_,
               " holds an MDS dataset already; remove it, or give another folder.");
-    if (!exists(path)) return nlohmann::json::array();
-    const auto file = open_file(path);
-    const auto view = file->view(0, file->size());
-    const auto json = nlohmann::json::parse(view.text(), nullptr, false);
+    if (!progress) return nlohmann::json::array();
+    const auto json = nlohmann::json::parse(*progress, nullptr, false);
     OXY_CHECK(json.is_object() && json.contains("identity") && json.contains("shards") && json["shards"].is_array(),
               InvalidArgument, path, " is damaged; remove the folder to convert anew.");
     OXY_CHECK(json["identity"] == identity(), InvalidState, folder_,
@@ -121,44 +129,73 @@ class Conversion {
     return json["shards"];
   }
 
+  /// Waits until no more than `most` shards are on their way; each that is written is one that stays.
+  void settle(std::size_t most) {
+    for (; writing_.size() > most; writing_.pop_front()) {
+      shards_.push_back(nlohmann::json::parse(writing_.front().get()));
+      write_location(join(folder_, kProgressFile),
+                     nlohmann::json{{"identity", identity()}, {"shards", shards_}}.dump());
+    }
+  }
+
+  /// Writes a shard while the samples of the next one are read.
+  void write_aside(MdsShard shard) {
+    settle(is_remote(folder_) ? kUploads - 1 : 0);
+    const auto number = static_cast<std::int64_t>(shards_.size() + writing_.size());
+    writing_.push_back(std::async(std::launch::async, [this, number, shard = std::move(shard)]() mutable {
+      return shard.write(folder_, number, options_.compress);
+    }));
+  }
+
   Converted to_mds() {
-    auto shards = earlier();
+    shards_ = earlier();
     Converted converted{"mds", dataset_.size(), 0, 0};
-    for (const auto& shard : shards) converted.resumed += shard.value("samples", std::int64_t{0});
+    for (const auto& shard : shards_) converted.resumed += shard.value("samples", std::int64_t{0});
     auto first = piece(0, 1);
     auto schema = dataset_.schema();
     const auto columns = mds_columns(schema, first[0]);
     MdsShard shard(columns);
-    const auto end_shard = [&] {
-      shards.push_back(
-          nlohmann::json::parse(shard.write(folder_, static_cast<std::int64_t>(shards.size()), options_.compress)));
-      write_whole_file(join(folder_, kProgressFile),
-                       {nlohmann::json{{"identity", identity()}, {"shards", shards}}.dump()});
-      shard = MdsShard(columns);
-    };
     for (std::int64_t begin = converted.resumed; begin < dataset_.size(); begin += kPiece) {
       const auto end = std::min(begin + kPiece, dataset_.size());
       for (const auto& sample : piece(begin, end)) {
         shard.add(schema, sample);
-        if (shard.bytes() >= options_.shard_bytes) end_shard();
+        if (shard.bytes() >= options_.shard_bytes) write_aside(std::exchange(shard, MdsShard(columns)));
       }
       if (options_.progress) options_.progress(end);
     }
-    if (shard.samples() > 0) end_shard();
-    write_whole_file(join(folder_, "index.json"), {nlohmann::json{{"version", 2}, {"shards", shards}}.dump()});
-    std::error_code ignored;
-    std::filesystem::remove(join(folder_, kProgressFile), ignored);
-    for (const auto& each : shards) {
+    if (shard.samples() > 0) write_aside(std::move(shard));
+    settle(0);
+    write_location(join(folder_, "index.json"), nlohmann::json{{"version", 2}, {"shards", shards_}}.dump());
+    forget_progress();
+    for (const auto& each : shards_) {
       converted.bytes +=
           (each["zip_data"].is_null() ? each["raw_data"] : each["zip_data"])["bytes"].get<std::int64_t>();
     }
     return converted;
   }
 
+  /// The index is there, so that nothing depends on whether it goes.
+  void forget_progress() const {
+    const auto path = join(folder_, kProgressFile);
+    std::error_code ignored;
+    if (!is_remote(path)) {
+      std::filesystem::remove(path, ignored);
+      return;
+    }
+    try {
+      remove_remote(path);
+    } catch (const Error& error) {
+      log(LogLevel::Warn, std::string("the conversion is whole, and its list of shards stays: ") + error.what(),
+          "data");
+    }
+  }
+
   const Dataset& dataset_;
   std::string folder_;
   const ConvertOptions& options_;
   int threads_;
+  nlohmann::json shards_;                         // what the index says of those that are written
+  std::deque<std::future<std::string>> writing_;  // the same of those behind them
 };
 
 }  // namespace

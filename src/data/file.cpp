@@ -16,6 +16,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
+#include "base/whole_file.h"
 #include "data/remote_file.h"
 #include "oxytorch/error.h"
 
@@ -101,6 +102,17 @@ std::string local_path(const std::string& location) {
 std::shared_ptr<const File> open_file(const std::string& location) {
   if (is_remote(location)) return open_remote_file(location);
   return std::make_shared<LocalFile>(local_path(location));
+}
+
+std::optional<std::string> read_if_there(const std::string& location) {
+  if (is_remote(location)) return fetch_whole(location);
+  if (!exists(location)) return std::nullopt;
+  return std::string(read_whole_file(location).text());
+}
+
+void write_location(const std::string& location, std::string_view content) {
+  if (is_remote(location)) return put_whole(location, content);
+  write_whole_file(local_path(location), {content});
 }
 
 View read_whole_file(const std::string& location) {

@@ -3,7 +3,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "oxytorch/data/value.h"
@@ -41,6 +43,12 @@ OXY_API std::shared_ptr<const File> open_file(const std::string& location);
 /// The whole content of a file, copied: for small files that are opened for one read, which mapping would make slower.
 /// Errors: as open_file and File::view.
 View read_whole_file(const std::string& location);
+
+/// The same, or nothing where there is no such file.
+std::optional<std::string> read_if_there(const std::string& location);
+/// Writes a file, whole or not at all: a local one, or one behind a URL, whose server must take PUT requests.
+/// Errors: `Io` or `NotFound`, with the location.
+void write_location(const std::string& location, std::string_view content);
 
 /// Whether a location is a folder: a local one, or a URL that ends with "/".
 OXY_API bool is_folder(const std::string& location);

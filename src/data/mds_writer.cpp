@@ -11,7 +11,6 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-#include "base/whole_file.h"
 #include "data/file.h"
 #include "oxytorch/data/image.h"
 #include "oxytorch/error.h"
@@ -79,8 +78,7 @@ std::vector<MdsColumn> mds_columns(const Schema& schema, const Sample& first) {
     MdsColumn column{i, field.name, "bytes", -1};
     if (field.kind == Kind::Text) column.encoding = "str";
     if (field.kind == Kind::Image) {
-      OXY_CHECK(first[i].shape.size() != 3, InvalidArgument, "the images of '", field.name,
-                "' are not encoded; give a shorter side, and they become JPEGs.");
+      OXY_ASSERT(first[i].shape.size() != 3, "the images of '", field.name, "' are not encoded.");
       const auto format = image_header(first[i].data.bytes).format;
       if (format == ImageFormat::Jpeg) column.encoding = "jpeg";
       if (format == ImageFormat::Png) column.encoding = "png";
@@ -149,9 +147,9 @@ std::string MdsShard::write(const std::string& folder, std::int64_t number, bool
     OXY_ASSERT(ZSTD_isError(size) == 0, ZSTD_getErrorName(size));
     packed.resize(size);
     about["zip_data"] = file(std::string(base) + ".zstd", packed);
-    write_whole_file(join(folder, std::string(base) + ".zstd"), {packed});
+    write_location(join(folder, std::string(base) + ".zstd"), packed);
   } else {
-    write_whole_file(join(folder, base), {head});
+    write_location(join(folder, base), head);
   }
   return about.dump();
 }

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/whole_file.h"
+#include "data/remote_file.h"
 #include "oxytorch/data/convert.h"
 #include "oxytorch/error.h"
 
@@ -36,6 +37,8 @@ std::string_view raw_text(const std::vector<Number>& numbers) {
 MegatronWriter::MegatronWriter(std::string prefix, DType dtype) : prefix_(std::move(prefix)), dtype_(dtype) {
   OXY_CHECK(megatron_code(dtype) != 0, InvalidArgument, "Megatron's format holds no tokens of ", name(dtype),
             "; uint16 serves up to 65,535 tokens, int32 more.");
+  OXY_CHECK(!is_remote(prefix_), NotSupported, prefix_,
+            " is a URL, and Megatron's files grow while they are written: give a local path, and upload them then.");
   const auto path = prefix_ + ".bin";
   file_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   const int error = errno;

@@ -7,10 +7,11 @@
 namespace oxytorch::data {
 namespace {
 
-// A format with a signature of its own comes before those that are known by names alone.
-constexpr std::array<OpenFormat, 10> kFormats = {open_npy,   open_megatron,    open_safetensors, open_beton,
-                                                 open_mds,   open_litdata,     open_webdataset,  open_tfrecord,
-                                                 open_jsonl, open_image_folder};
+// Those with an index.json come first: a folder behind http cannot be listed, as the others would. Then a format with a
+// signature of its own comes before those that are known by names alone.
+constexpr std::array<OpenFormat, 10> kFormats = {open_mds,         open_litdata,     open_npy,        open_megatron,
+                                                 open_safetensors, open_beton,       open_webdataset, open_tfrecord,
+                                                 open_jsonl,       open_image_folder};
 
 }  // namespace
 

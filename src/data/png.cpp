@@ -1,7 +1,9 @@
 #include <spng.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
+#include <string>
 
 #include "data/codecs.h"
 #include "data/item.h"
@@ -23,11 +25,16 @@ void check_spng(int result) {
   OXY_CHECK(result == SPNG_OK, Io, "the PNG image cannot be decoded: ", spng_strerror(result), ".");
 }
 
+std::unique_ptr<spng_ctx, FreeSpng> make_spng(int flags) {
+  std::unique_ptr<spng_ctx, FreeSpng> context(spng_ctx_new(flags));
+  OXY_CHECK(context, OutOfMemory, "there is no memory left for a PNG image.");
+  return context;
+}
+
 }  // namespace
 
 Pixels decode_png(std::span<const std::byte> png, int channels, std::optional<Box> crop) {
-  const std::unique_ptr<spng_ctx, FreeSpng> context(spng_ctx_new(0));
-  OXY_CHECK(context, OutOfMemory, "there is no memory left to decode a PNG image.");
+  const auto context = make_spng(0);
   check_spng(spng_set_png_buffer(context.get(), png.data(), png.size()));
   check_spng(spng_set_chunk_limits(context.get(), std::max(png.size(), kPngChunkBytes), kPngChunkBytes));
   spng_ihdr header{};
@@ -57,6 +64,29 @@ Pixels decode_png(std::span<const std::byte> png, int channels, std::optional<Bo
     cut(row, y);
   }
   return pixels;
+}
+
+std::string encode_png(const Pixels& pixels) {
+  check_pixels(pixels, "encoding a PNG image");
+  OXY_CHECK(pixels.channels == 1 || pixels.channels == 3, InvalidArgument, "an image with ", pixels.channels,
+            " channels becomes no PNG; give 1 or 3.");
+  const auto context = make_spng(SPNG_CTX_ENCODER);
+  const auto check = [](int result) {
+    OXY_CHECK(result == SPNG_OK, InvalidArgument, "the image becomes no PNG: ", spng_strerror(result), ".");
+  };
+  spng_ihdr header{};
+  header.width = static_cast<std::uint32_t>(pixels.width);
+  header.height = static_cast<std::uint32_t>(pixels.height);
+  header.bit_depth = 8;
+  header.color_type = pixels.channels == 1 ? SPNG_COLOR_TYPE_GRAYSCALE : SPNG_COLOR_TYPE_TRUECOLOR;
+  check(spng_set_option(context.get(), SPNG_ENCODE_TO_BUFFER, 1));
+  check(spng_set_ihdr(context.get(), &header));
+  check(spng_encode_image(context.get(), pixels.data.get(), pixels.bytes(), SPNG_FMT_PNG, SPNG_ENCODE_FINALIZE));
+  std::size_t size = 0;
+  int failed = 0;
+  const std::unique_ptr<void, void (*)(void*)> bytes(spng_get_png_buffer(context.get(), &size, &failed), std::free);
+  check(failed);
+  return {static_cast<const char*>(bytes.get()), size};
 }
 
 }  // namespace oxytorch::data

@@ -6,14 +6,13 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <list>
 #include <mutex>
 #include <thread>
 
+#include "data/crc32c.h"
+#include "data/s3_credentials.h"
 #include "oxytorch/error.h"
 #include "oxytorch/random.h"
 
@@ -25,12 +24,7 @@ constexpr double kFirstPause = 0.1;                // seconds; twice that after 
 constexpr std::uint64_t kBlock = 1 << 20;          // bytes that are fetched at once where less is asked for
 constexpr std::size_t kBlocks = 16;                // of a file that are kept
 constexpr std::uint64_t kLargestWhole = 64 << 20;  // of a server without ranges
-constexpr long kConnectSeconds = 10, kStallSeconds = 15;
-
-std::string environment_variable(const char* name) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
+constexpr long kConnectSeconds = 10, kStallSeconds = 15, kServiceMilliseconds = 1000;
 
 /// Without a query, which may hold a signature, and without credentials.
 std::string shown_url(const std::string& url) {
@@ -45,66 +39,9 @@ std::string shown_url(const std::string& url) {
 // -- S3
 // -----------------------------------------------------------------------------------------------------------------
 
-struct Credentials {
-  std::string key, secret, token, region;
-};
-
-/// A section of ~/.aws/credentials or config.
-std::string profile_value(const std::string& file, const std::string& section, const std::string& wanted) {
-  std::ifstream lines(file);
-  std::string line;
-  bool inside = false;
-  while (std::getline(lines, line)) {
-    line.erase(std::remove(line.begin(), line.end(), ' '), line.end());
-    if (line.starts_with("[")) inside = line == "[" + section + "]";
-    const auto equals = line.find('=');
-    if (inside && equals != std::string::npos && line.substr(0, equals) == wanted) return line.substr(equals + 1);
-  }
-  return "";
-}
-
-std::string first_of(std::initializer_list<std::string> values) {
-  for (const auto& value : values) {
-    if (!value.empty()) return value;
-  }
-  return "";
-}
-
-/// The usual chain: environment, then the profile's files. Empty keys: requests are not signed.
-Credentials s3_credentials() {
-  Credentials found;
-  const auto home = environment_variable("HOME") + "/.aws/";
-  const auto profile = first_of({environment_variable("AWS_PROFILE"), "default"});
-  const auto file = first_of({environment_variable("AWS_SHARED_CREDENTIALS_FILE"), home + "credentials"});
-  const auto config = first_of({environment_variable("AWS_CONFIG_FILE"), home + "config"});
-  const auto section = profile == "default" ? profile : "profile" + profile;  // spaces are gone
-  found.region = first_of({environment_variable("AWS_REGION"), environment_variable("AWS_DEFAULT_REGION"),
-                           profile_value(config, section, "region"), "us-east-1"});
-  found.key = environment_variable("AWS_ACCESS_KEY_ID");
-  found.secret = environment_variable("AWS_SECRET_ACCESS_KEY");
-  found.token = environment_variable("AWS_SESSION_TOKEN");
-  if (found.key.empty() || found.secret.empty()) {
-    found.key = profile_value(file, profile, "aws_access_key_id");
-    found.secret = profile_value(file, profile, "aws_secret_access_key");
-    found.token = profile_value(file, profile, "aws_session_token");
-  }
-  return found;
-}
-
-std::string escaped(const std::string& text, bool slashes) {
-  std::string found;
-  for (const unsigned char c : text) {
-    const bool plain = std::isalnum(c) != 0 || std::strchr("-_.~", c) != nullptr || (c == '/' && !slashes);
-    char hex[4];
-    std::snprintf(hex, sizeof(hex), "%%%02X", c);
-    found += plain ? std::string(1, static_cast<char>(c)) : std::string(hex);
-  }
-  return found;
-}
-
 /// https URL of s3://bucket/key: by the bucket's host, or by path where an endpoint is named.
-std::string s3_url(const std::string& bucket, const std::string& key, const Credentials& credentials) {
-  auto endpoint = first_of({environment_variable("AWS_ENDPOINT_URL_S3"), environment_variable("AWS_ENDPOINT_URL")});
+std::string s3_url(const std::string& bucket, const std::string& key, const S3Credentials& credentials) {
+  auto endpoint = set_variable({"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"});
   if (endpoint.empty())
     return "https://" + bucket + ".s3." + credentials.region + ".amazonaws.com/" + escaped(key, false);
   while (endpoint.ends_with('/')) endpoint.pop_back();
@@ -121,12 +58,15 @@ std::pair<std::string, std::string> bucket_and_key(const std::string& location) 
 // -- requests
 // -----------------------------------------------------------------------------------------------------------
 
+enum class Method : std::uint8_t { Get, Put, Delete };
+
 struct Request {
   std::string location;                 ///< as the user has it
-  std::string query;                    ///< of S3, sorted by name
+  std::string query{};                  ///< of S3, sorted by name
   std::int64_t first = 0, length = -1;  ///< a range; -1: all
-  bool head = false;
-  std::string if_match;  ///< an ETag
+  std::string if_match{};               ///< an ETag
+  Method method = Method::Get;
+  std::string_view body{};  ///< of Put
 };
 
 struct Answer {
@@ -154,6 +94,13 @@ std::size_t take_body(char* data, std::size_t, std::size_t bytes, void* to) {
   return bytes;
 }
 
+std::size_t give_body(char* to, std::size_t, std::size_t most, void* from) {
+  auto& rest = *static_cast<std::string_view*>(from);
+  const auto given = rest.copy(to, most);
+  rest.remove_prefix(given);
+  return given;
+}
+
 std::size_t take_header(char* data, std::size_t, std::size_t bytes, void* to) {
   auto& answer = *static_cast<Answer*>(to);
   std::string line(data, bytes);
@@ -173,6 +120,15 @@ std::size_t take_header(char* data, std::size_t, std::size_t bytes, void* to) {
   return bytes;
 }
 
+/// CRC-32C in base64, by which S3 refuses a body that came otherwise.
+std::string checksum_of(std::string_view body) {
+  constexpr std::string_view kDigits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  const std::uint64_t bits = std::uint64_t{crc32c(std::as_bytes(std::span(body)))} << 16;  // 32 of 48
+  std::string text;
+  for (int shift = 42; shift > 6; shift -= 6) text += kDigits[bits >> shift & 63];
+  return text + "==";
+}
+
 struct HeaderList {
   curl_slist* list = nullptr;
   HeaderList() = default;
@@ -182,50 +138,88 @@ struct HeaderList {
   void add(const std::string& line) { list = curl_slist_append(list, line.c_str()); }
 };
 
-Answer ask_once(const Request& request) {
-  thread_local Handle handle;  // keeps its connection
+/// Of the calling thread, which keeps its connections; what every request has is set.
+CURL* fresh_handle(const std::string& url, Answer& answer) {
+  thread_local Handle handle;
   auto* curl = handle.curl;
   curl_easy_reset(curl);
-  Answer answer;
-  HeaderList headers;
-  std::string url = request.location, userpwd, sigv4;
-  if (url.starts_with("s3://")) {
-    const auto credentials = s3_credentials();
-    const auto [bucket, key] = bucket_and_key(url);
-    url = s3_url(bucket, key, credentials);
-    if (!credentials.key.empty()) {
-      userpwd = credentials.key + ":" + credentials.secret;
-      sigv4 = "aws:amz:" + credentials.region + ":s3";
-      curl_easy_setopt(curl, CURLOPT_AWS_SIGV4, sigv4.c_str());
-      curl_easy_setopt(curl, CURLOPT_USERPWD, userpwd.c_str());
-      // S3 wants the hash of the body, which is empty, among the headers.
-      headers.add("x-amz-content-sha256: e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
-      if (!credentials.token.empty()) headers.add("x-amz-security-token: " + credentials.token);
-    }
-  }
-  if (!request.query.empty()) url += "?" + request.query;
   curl_easy_setopt(curl, CURLOPT_URL, url.c_str());
   curl_easy_setopt(curl, CURLOPT_PROTOCOLS_STR, "http,https");
   curl_easy_setopt(curl, CURLOPT_REDIR_PROTOCOLS_STR, "http,https");
-  curl_easy_setopt(curl, CURLOPT_FOLLOWLOCATION, 1L);
-  curl_easy_setopt(curl, CURLOPT_MAXREDIRS, 5L);
   curl_easy_setopt(curl, CURLOPT_NOSIGNAL, 1L);
-  curl_easy_setopt(curl, CURLOPT_CONNECTTIMEOUT, kConnectSeconds);
-  curl_easy_setopt(curl, CURLOPT_LOW_SPEED_LIMIT, 1L);
-  curl_easy_setopt(curl, CURLOPT_LOW_SPEED_TIME, kStallSeconds);
   curl_easy_setopt(curl, CURLOPT_USERAGENT, "oxytorch");
   curl_easy_setopt(curl, CURLOPT_WRITEFUNCTION, take_body);
   curl_easy_setopt(curl, CURLOPT_WRITEDATA, &answer.body);
+  return curl;
+}
+
+void perform(CURL* curl, Answer& answer) {
+  const auto code = curl_easy_perform(curl);
+  curl_easy_getinfo(curl, CURLINFO_RESPONSE_CODE, &answer.status);
+  if (code != CURLE_OK) answer.failure = curl_easy_strerror(code);
+}
+
+/// One request to a service that gives credentials, which is near or absent.
+std::optional<std::string> ask_service(const ServiceRequest& request) {
+  Answer answer;
+  auto* curl = fresh_handle(request.url, answer);
+  HeaderList headers;
+  for (const auto& line : request.headers) headers.add(line);
+  curl_easy_setopt(curl, CURLOPT_HTTPHEADER, headers.list);
+  curl_easy_setopt(curl, CURLOPT_CONNECTTIMEOUT_MS, kServiceMilliseconds);
+  curl_easy_setopt(curl, CURLOPT_TIMEOUT, kConnectSeconds);
+  if (request.near) curl_easy_setopt(curl, CURLOPT_NOPROXY, "*");
+  if (request.put) curl_easy_setopt(curl, CURLOPT_CUSTOMREQUEST, "PUT");
+  perform(curl, answer);
+  return answer.status == 200 ? std::optional(answer.body) : std::nullopt;
+}
+
+Answer ask_once(const Request& request) {
+  std::string url = request.location;
+  S3Credentials credentials;
+  const bool s3 = url.starts_with("s3://");
+  if (s3) {
+    credentials = s3_credentials(ask_service);
+    const auto [bucket, key] = bucket_and_key(url);
+    url = s3_url(bucket, key, credentials);
+  }
+  if (!request.query.empty()) url += "?" + request.query;
+  Answer answer;
+  auto* curl = fresh_handle(url, answer);
+  HeaderList headers;
+  const auto userpwd = credentials.key + ":" + credentials.secret, sigv4 = "aws:amz:" + credentials.region + ":s3";
+  if (s3 && !credentials.key.empty()) {
+    curl_easy_setopt(curl, CURLOPT_AWS_SIGV4, sigv4.c_str());
+    curl_easy_setopt(curl, CURLOPT_USERPWD, userpwd.c_str());
+    // S3 wants the hash of the body among the headers: that of none, or this word where a checksum is given instead.
+    headers.add(request.method == Method::Put
+                    ? "x-amz-content-sha256: UNSIGNED-PAYLOAD"
+                    : "x-amz-content-sha256: e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+    if (request.method == Method::Put) headers.add("x-amz-checksum-crc32c: " + checksum_of(request.body));
+    if (!credentials.token.empty()) headers.add("x-amz-security-token: " + credentials.token);
+  }
+  curl_easy_setopt(curl, CURLOPT_FOLLOWLOCATION, 1L);
+  curl_easy_setopt(curl, CURLOPT_MAXREDIRS, 5L);
+  curl_easy_setopt(curl, CURLOPT_CONNECTTIMEOUT, kConnectSeconds);
+  curl_easy_setopt(curl, CURLOPT_LOW_SPEED_LIMIT, 1L);
+  curl_easy_setopt(curl, CURLOPT_LOW_SPEED_TIME, kStallSeconds);
   curl_easy_setopt(curl, CURLOPT_HEADERFUNCTION, take_header);
   curl_easy_setopt(curl, CURLOPT_HEADERDATA, &answer);
   const auto range = std::to_string(request.first) + "-" + std::to_string(request.first + request.length - 1);
   if (request.length >= 0) curl_easy_setopt(curl, CURLOPT_RANGE, range.c_str());
-  if (request.head) curl_easy_setopt(curl, CURLOPT_NOBODY, 1L);
+  auto rest = request.body;
+  if (request.method == Method::Put) {
+    curl_easy_setopt(curl, CURLOPT_UPLOAD, 1L);
+    curl_easy_setopt(curl, CURLOPT_INFILESIZE_LARGE, static_cast<curl_off_t>(rest.size()));
+    curl_easy_setopt(curl, CURLOPT_READFUNCTION, give_body);
+    curl_easy_setopt(curl, CURLOPT_READDATA, &rest);
+    curl_easy_setopt(curl, CURLOPT_FOLLOWLOCATION, 0L);  // a body is given once
+    headers.add("Expect:");  // not to wait for servers that do not answer before the body has come
+  }
+  if (request.method == Method::Delete) curl_easy_setopt(curl, CURLOPT_CUSTOMREQUEST, "DELETE");
   if (!request.if_match.empty()) headers.add("If-Match: " + request.if_match);
   curl_easy_setopt(curl, CURLOPT_HTTPHEADER, headers.list);
-  const auto code = curl_easy_perform(curl);
-  curl_easy_getinfo(curl, CURLINFO_RESPONSE_CODE, &answer.status);
-  if (code != CURLE_OK) answer.failure = curl_easy_strerror(code);
+  perform(curl, answer);
   return answer;
 }
 
@@ -233,7 +227,7 @@ bool may_pass(const Answer& answer) {
   return !answer.failure.empty() || answer.status >= 500 || answer.status == 429 || answer.status == 408;
 }
 
-/// Asks until there is an answer that stays.
+/// Asks until there is an answer that stays. Each request may be made again: what it leaves is the same.
 Answer ask(const Request& request) {
   std::string failures;
   PhiloxStream jitter(static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count()));
@@ -251,51 +245,30 @@ Answer ask(const Request& request) {
       std::this_thread::sleep_for(std::chrono::duration<double>(pause));
     }
   }
-  OXY_CHECK(false, Io, shown_url(request.location), " cannot be read after ", kTries, " tries: ", failures, ".");
+  OXY_CHECK(false, Io, shown_url(request.location),
+            request.method == Method::Get ? " cannot be read" : " cannot be written", " after ", kTries,
+            " tries: ", failures, ".");
 }
 
-void check_status(const std::string& location, const Answer& answer) {
-  if (answer.status == 200 || answer.status == 206) return;
+void check_status(const std::string& location, const Answer& answer, Method method = Method::Get) {
+  if (answer.status == 200 || (method == Method::Get ? answer.status == 206 : answer.status / 100 == 2)) return;
+  const auto* done = method == Method::Get ? "read" : "written";
   OXY_CHECK(answer.status != 404, NotFound, shown_url(location), " does not exist.");
-  OXY_CHECK(answer.status != 403 && answer.status != 401, Io, shown_url(location), " may not be read (status ",
+  OXY_CHECK(answer.status != 403 && answer.status != 401, Io, shown_url(location), " may not be ", done, " (status ",
             answer.status,
-            "). Credentials of s3 are taken from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or from the profile "
-            "AWS_PROFILE in "
-            "~/.aws/credentials.");
+            "). Credentials of s3 are taken from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, from the profile "
+            "AWS_PROFILE in ~/.aws/credentials, or from the role of the container or machine.");
   OXY_CHECK(answer.status != 412, Io, shown_url(location), " has changed since it was opened. Open it anew.");
   OXY_CHECK(answer.status != 416, Io, shown_url(location), " is shorter than when it was opened. Open it anew.");
-  OXY_CHECK(false, Io, shown_url(location), " cannot be read: the server answers with status ", answer.status, ".");
-}
-
-std::string text_between(const std::string& xml, const std::string& tag, std::size_t& at, std::size_t end) {
-  const auto open = "<" + tag + ">", close = "</" + tag + ">";
-  const auto first = xml.find(open, at);
-  if (first == std::string::npos || first >= end) {
-    at = std::string::npos;
-    return "";
-  }
-  const auto last = xml.find(close, first);
-  if (last == std::string::npos) {
-    at = std::string::npos;
-    return "";
-  }
-  at = last + close.size();
-  auto text = xml.substr(first + open.size(), last - first - open.size());
-  for (const auto& [entity, plain] : {std::pair("&lt;", "<"), std::pair("&gt;", ">"), std::pair("&quot;", "\""),
-                                      std::pair("&apos;", "'"), std::pair("&#39;", "'"), std::pair("&amp;", "&")}) {
-    for (std::size_t found = text.find(entity); found != std::string::npos; found = text.find(entity, found + 1)) {
-      text.replace(found, std::strlen(entity), plain);
-    }
-  }
-  return text;
+  OXY_CHECK(false, Io, shown_url(location), " cannot be ", done, ": the server answers with status ", answer.status,
+            ".");
 }
 
 class RemoteFile final : public File {
  public:
   explicit RemoteFile(std::string location) : location_(std::move(location)) {
     // A ranged request, which servers that sign for one method alone understand too.
-    const auto answer =
-        ask({.location = location_, .query = "", .first = 0, .length = 1, .head = false, .if_match = ""});
+    const auto answer = ask({.location = location_, .length = 1});
     if (answer.status == 416) {  // an empty object has no first byte
       size_ = 0;
     } else {
@@ -337,10 +310,8 @@ class RemoteFile final : public File {
 
   [[nodiscard]] View fetched(std::uint64_t offset, std::uint64_t length) const {
     auto answer = ask({.location = location_,
-                       .query = "",
                        .first = static_cast<std::int64_t>(offset),
                        .length = static_cast<std::int64_t>(length),
-                       .head = false,
                        .if_match = etag_});
     check_status(location_, answer);
     OXY_CHECK(answer.status == 206 && (etag_.empty() || answer.etag.empty() || answer.etag == etag_), Io,
@@ -386,7 +357,7 @@ std::shared_ptr<const File> open_remote_file(const std::string& location) {
 
 bool remote_exists(const std::string& location) {
   if (location.ends_with('/')) return !location.starts_with("s3://") || !list_remote_folder(location).empty();
-  const auto answer = ask({.location = location, .query = "", .first = 0, .length = 1, .head = false, .if_match = ""});
+  const auto answer = ask({.location = location, .length = 1});
   if (answer.status == 404) return false;
   if (answer.status != 416) check_status(location, answer);
   return true;
@@ -402,11 +373,7 @@ std::vector<std::string> list_remote_folder(const std::string& location) {
   do {
     const auto continued = token.empty() ? "" : "continuation-token=" + escaped(token, true) + "&";
     const auto answer = ask({.location = "s3://" + bucket + "/",
-                             .query = continued + "delimiter=%2F&list-type=2&prefix=" + escaped(prefix, true),
-                             .first = 0,
-                             .length = -1,
-                             .head = false,
-                             .if_match = ""});
+                             .query = continued + "delimiter=%2F&list-type=2&prefix=" + escaped(prefix, true)});
     check_status(location, answer);
     const auto add = [&names, &prefix = prefix](const std::string& key) {
       if (key.size() > prefix.size() && key.starts_with(prefix)) names.push_back(key.substr(prefix.size()));
@@ -430,10 +397,19 @@ std::vector<std::string> list_remote_folder(const std::string& location) {
 }
 
 std::optional<std::string> fetch_whole(const std::string& location) {
-  auto answer = ask({.location = location, .query = "", .first = 0, .length = -1, .head = false, .if_match = ""});
+  auto answer = ask({.location = location});
   if (answer.status == 404 || answer.status == 403) return std::nullopt;  // S3 says 403 for what is not there
   check_status(location, answer);
   return std::move(answer.body);
+}
+
+void put_whole(const std::string& location, std::string_view content) {
+  check_status(location, ask({.location = location, .method = Method::Put, .body = content}), Method::Put);
+}
+
+void remove_remote(const std::string& location) {
+  const auto answer = ask({.location = location, .method = Method::Delete});
+  if (answer.status != 404) check_status(location, answer, Method::Delete);
 }
 
 }  // namespace oxytorch::data

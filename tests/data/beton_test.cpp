@@ -1,6 +1,11 @@
 #include <gtest/gtest.h>
 
+#include <filesystem>
+
 #include "data/formats.h"
+#include "oxytorch/data/cache.h"
+#include "oxytorch/data/convert.h"
+#include "oxytorch/data/loader.h"
 #include "shard_files.h"
 
 namespace oxytorch::data {
@@ -100,18 +105,76 @@ std::string beton_of_images(const std::vector<std::tuple<int, int, int, std::str
   return beton_header(1, images.size(), first + data.size()) + beton_field(2, "sixteen_letters_") + rows + data + table;
 }
 
-TEST(Beton, RawImagesAreArrays) {
+// FFCV chooses for each image in its mode "smart", and by chance in "proportion".
+TEST(Beton, ImagesAreJpegsOrPixels) {
   const TestFolder folder;
-  const auto open = [&](const std::string& text) { return open_beton(folder.write("x.beton", text)); };
-  const auto same = open(beton_of_images({{1, 2, 1, "RGBRGB"}, {1, 2, 1, "rgbrgb"}}));
-  EXPECT_EQ(same->schema().fields[0], (Field{"sixteen_letters_", Kind::Array, DType::U8, {1, 2, 3}}));
-  EXPECT_EQ(text_of(same->read(1)[0]), "rgbrgb");
-  EXPECT_EQ(same->read(1)[0].shape, (std::vector<std::int64_t>{1, 2, 3}));
-  const auto differ = open(beton_of_images({{1, 2, 1, "RGBRGB"}, {1, 1, 1, "rgb"}}));
-  EXPECT_EQ(differ->schema().fields[0].shape, (std::vector<std::int64_t>{-1, -1, 3}));
-  EXPECT_EQ(text_of(differ->read(1)[0]), "rgb");
-  EXPECT_SAYS(refusal(open_beton, folder.write("x.beton", beton_of_images({{0, 2, 1, "JPEG"}, {1, 1, 1, "rgb"}}))),
-              "sample 1");
+  const auto path =
+      folder.write("x.beton", beton_of_images({{1, 2, 1, "RGBRGB"}, {0, 1, 1, "JPEG"}, {1, 1, 1, "rgb"}}));
+  const auto dataset = open_beton(path);
+  EXPECT_EQ(dataset->schema().fields[0], (Field{"sixteen_letters_", Kind::Image, DType::U8, {-1}}));
+  EXPECT_EQ(text_of(dataset->read(0)[0]), "RGBRGB");
+  EXPECT_EQ(dataset->read(0)[0].shape, (std::vector<std::int64_t>{1, 2, 3}));
+  EXPECT_EQ(text_of(dataset->read(1)[0]), "JPEG");
+  EXPECT_EQ(dataset->read(1)[0].shape, (std::vector<std::int64_t>{4}));
+  EXPECT_EQ(dataset->read(2)[0].shape, (std::vector<std::int64_t>{1, 1, 3}));
+  const auto shape_of = [&](const std::vector<std::tuple<int, int, int, std::string>>& images) {
+    return open_beton(folder.write("x.beton", beton_of_images(images)))->schema().fields[0].shape;
+  };
+  EXPECT_EQ(shape_of({{1, 2, 1, "RGBRGB"}, {1, 2, 1, "rgbrgb"}}), (std::vector<std::int64_t>{1, 2, 3}));
+  EXPECT_EQ(shape_of({{1, 2, 1, "RGBRGB"}, {1, 1, 1, "rgb"}}), (std::vector<std::int64_t>{-1, -1, 3}));
+}
+
+TEST(Beton, JpegsAndPixelsGoThroughTheSameStages) {
+  const TestFolder folder;
+  Pixels pixels{6, 4, 3, std::make_shared<std::uint8_t[]>(72)};
+  for (int i = 0; i < 72; ++i) pixels.data[static_cast<std::size_t>(i)] = static_cast<std::uint8_t>(i * 37);
+  const std::string raw_bytes(reinterpret_cast<const char*>(pixels.data.get()), 72), jpeg = encode_jpeg(pixels, 90);
+  const auto path = folder.write("x.beton", beton_of_images({{1, 6, 4, raw_bytes}, {0, 6, 4, jpeg}}));
+  const auto decoded = decode_image(std::as_bytes(std::span(jpeg)));
+  const std::string jpeg_bytes(reinterpret_cast<const char*>(decoded.data.get()), 72);
+  for (const bool cached : {false, true}) {
+    LoaderOptions options{.batch_size = 2};
+    options.image.channels_last = true;
+    if (cached) options.cache = std::make_shared<Cache>(CacheOptions{.memory = "1MB"});
+    Loader loader(open_beton(path), options);
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      const auto batch = loader.next();
+      ASSERT_TRUE(batch);
+      EXPECT_EQ(text_of(batch->columns[0].array), raw_bytes + jpeg_bytes);
+      EXPECT_FALSE(loader.next());
+    }
+  }
+  // Written anew, pixels become PNGs, and JPEGs stay.
+  const auto anew = (std::filesystem::path(folder.path()) / "mds").string();
+  convert(*open_beton(path), anew);
+  const auto written = open(anew);
+  EXPECT_EQ(image_header(written->read(0)[0].data.bytes).format, ImageFormat::Png);
+  const auto png = decode_image(written->read(0)[0].data.bytes);
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(png.data.get()), 72), raw_bytes);
+  EXPECT_EQ(text_of(written->read(1)[0]), jpeg);
+}
+
+TEST(Beton, ASecondImageIsAnArrayWhereItIsPixelsAlone) {
+  const TestFolder folder;
+  const auto at = std::uint64_t{24 + 2 * 1041 + 4 * 13};
+  const auto image = [&](int mode, std::uint64_t offset) {
+    return std::string(1, static_cast<char>(mode)) + raw(std::uint16_t{1}) + raw(std::uint16_t{1}) + raw(at + offset);
+  };
+  const auto beton = [&](int mode) {
+    return beton_header(2, 2, at + 12) + beton_field(2, "image") + beton_field(2, "depth") + image(1, 0) + image(1, 3) +
+           image(1, 6) + image(mode, 9) + "rgbRGBxyzXYZ" + beton_allocation(0, at + 9, 3);
+  };
+  Loader loader(open_beton(folder.write("x.beton", beton(1))), {.batch_size = 2});
+  const auto batch = loader.next();
+  EXPECT_EQ(text_of(batch->columns[1].array), "RGBXYZ");
+  EXPECT_EQ(batch->columns[1].array.shape, (std::vector<std::int64_t>{2, 1, 1, 3}));
+  Loader mixed(open_beton(folder.write("x.beton", beton(0))), {.batch_size = 2});
+  try {
+    (void)mixed.next();
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_SAYS(std::string(error.what()), "'depth' is a second image");
+  }
 }
 
 TEST(Beton, NumbersBytesAndNoSamples) {

@@ -17,7 +17,7 @@ struct ConvertOptions {
   std::string format;
   std::int64_t shard_bytes = 64 << 20;  ///< of an MDS shard, uncompressed
   bool compress = false;                ///< MDS shards by zstd
-  int shorter_side = 0;                 ///< to which larger images are shrunk; 0: images are kept as they are
+  int shorter_side = 0;                 ///< to which larger images are shrunk; 0: all stay, what is not encoded as PNGs
   int quality = 90;                     ///< of the JPEGs that shrunk images become
   int threads = 0;                      ///< 0: as many as the process has cores
   /// Called after each piece with the samples that are written so far.
@@ -30,11 +30,12 @@ struct Converted {
   std::int64_t resumed = 0;  ///< samples that an interrupted conversion had written before
 };
 
-/// Writes `dataset` into a folder. Each shard of MDS is written aside, renamed, and has an XXH3 hash in the index,
-/// which comes last; an interrupted conversion to MDS goes on behind the last whole shard when it is called again. The
-/// same dataset and options give the same bytes.
-/// Errors: `InvalidArgument` for options or fields that the format cannot hold and for a folder that holds something
-/// else, `InvalidState` where it holds a conversion of another dataset or with other options, `Io` where writing fails.
+/// Writes `dataset` into a folder, for MDS one behind an http, https or s3 URL too, whose server must take PUT
+/// requests: up to four shards are on their way there while the next is made. Each shard of MDS appears whole and has
+/// an XXH3 hash in the index, which comes last; an interrupted conversion to MDS goes on behind the last whole shard
+/// when it is called again. The same dataset and options give the same bytes. Errors: `InvalidArgument` for options or
+/// fields that the format cannot hold and for a folder that holds something else, `InvalidState` where it holds a
+/// conversion of another dataset or with other options, `Io` where writing fails.
 OXY_API Converted convert(const Dataset& dataset, const std::string& folder, const ConvertOptions& options = {});
 
 /// Writes documents of tokens one by one, in Megatron's format: `prefix`.bin as they come, `prefix`.idx at the end.

@@ -55,7 +55,7 @@ struct Field {
   std::string name;
   Kind kind = Kind::Array;
   DType dtype = DType::U8;          ///< U8 unless `kind` is Array
-  std::vector<std::int64_t> shape;  ///< of an Array; -1 where a dimension differs between samples
+  std::vector<std::int64_t> shape;  ///< of an Array, or of pixels alone; -1 where a dimension differs between samples
   bool operator==(const Field&) const = default;
 };
 

@@ -52,7 +52,8 @@ def convert(
     source : Dataset, str, path or object
         A dataset or what `open` takes.
     target : str or path
-        A folder that is new, empty or holds the begun conversion.
+        A folder that is new, empty or holds the begun conversion; for MDS an http, https or s3 URL of one too, whose
+        server takes PUT requests: shards go there while the next ones are made.
     format : {"mds", "megatron"}, optional
         megatron where samples are tokens alone, else mds, unless given.
     shard_size : int or str
@@ -190,7 +191,10 @@ def add_command(commands: Commands) -> None:
         "written, 2 bad usage.",
     )
     parser.add_argument("source", help="what oxytorch.data.open takes: a file, a folder or a URL")
-    parser.add_argument("target", help="a folder; with --tokenizer the path of the files without .bin and .idx")
+    parser.add_argument(
+        "target",
+        help="a folder, or a URL whose server takes PUT requests; with --tokenizer a path without .bin and .idx",
+    )
     parser.add_argument("--format", choices=("mds", "megatron"), help="megatron for tokens alone, else mds")
     parser.add_argument("--shard-size", default="64MB", metavar="SIZE", help="bytes of an MDS shard (64MB)")
     parser.add_argument("--compress", action="store_true", help="MDS shards by zstd")
