@@ -181,8 +181,8 @@ class LitdataDataset final : public ShardDataset {
     if (one_run_) return {decode_field(fields_[0], item, location, sizes.offset())};
     OXY_CHECK(!item.bytes.empty() || fields_.empty(), NotSupported, location, ", sample ", index,
               ": the sample is empty, as where LitData keeps rows of text and numbers as an Arrow table behind the "
-              "samples, which "
-              "is not read here. Convert the dataset by litdata.optimize without pyarrow, or to Parquet.");
+              "samples. oxytorch.data.open reads those of a local folder in Python; elsewhere, convert the dataset by "
+              "litdata.optimize without pyarrow, or to Parquet.");
     ByteReader values = sizes;
     values.skip(4 * fields_.size());
     Sample sample;

@@ -385,11 +385,68 @@ def test_litdata_tokens(tmp_path: Path) -> None:
     all_same(dataset, [{"field_0": one} for one in texts])
 
 
-def test_litdata_rows_in_arrow_are_refused(tmp_path: Path) -> None:
+def litdata_rows(count: int) -> list[Sample]:
+    return [{"text": text(i), "label": i - 2, "weight": i / 3, "flag": i % 2 == 0} for i in range(count)]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_litdata_rows(tmp_path: Path, compression: str | None) -> None:
     peer("pyarrow")
-    write_litdata(tmp_path / "lit", [{"text": text(i)} for i in range(5)], chunk_size=10)
-    with pytest.raises(NotImplementedError, match="Arrow"):
-        ox.data.open(str(tmp_path / "lit"))[0]
+    rows = litdata_rows(23)
+    write_litdata(tmp_path / "lit", [{**row, "of": {"x": 2 * i}} for i, row in enumerate(rows)], chunk_size=10,
+                  **({"compression": compression} if compression else {}))  # fmt: skip
+    dataset = ox.data.open(tmp_path / "lit")
+    all_same(dataset, [flat({**row, "of.x": 2 * i}) for i, row in enumerate(rows)])
+
+
+def write_litdata_tables(folder: Path, chunks: list[bytes], rows: int) -> None:
+    """A folder as LitData writes it with pyarrow installed: samples that are empty, then a table."""
+    folder.mkdir()
+    index: dict[str, Any] = {"config": {"data_format": ["str"], "item_loader": "PyTreeLoader"}, "chunks": []}
+    for number, table in enumerate(chunks):
+        head = struct.pack("<I", rows) + struct.pack("<I", 4 + 4 * (rows + 1)) * (rows + 1)
+        content = head + table + struct.pack("<I", len(table)) + b"LDARW01\0"
+        (folder / f"chunk-0-{number}.bin").write_bytes(content)
+        index["chunks"].append({"filename": f"chunk-0-{number}.bin", "chunk_size": rows, "chunk_bytes": len(content)})
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def table_bytes(rows: list[Sample], compression: str | None = None) -> bytes:
+    pa = peer("pyarrow")
+    table, sink = pa.Table.from_pylist(rows), pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        for start in range(0, table.num_rows, 3):
+            writer.write_table(table.slice(start, 3))
+    return bytes(sink.getvalue().to_pybytes())
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_tables_of_litdata(tmp_path: Path, compression: str | None) -> None:
+    rows = litdata_rows(16)
+    nested = [{**row, "of": {"x": i, "y": {"z": text(i)}}} for i, row in enumerate(rows)]
+    write_litdata_tables(tmp_path / "lit", [table_bytes(nested[i : i + 8], compression) for i in (0, 8)], rows=8)
+    dataset = ox.data.open(tmp_path / "lit")
+    assert len(dataset) == 16
+    all_same(dataset, [flat({**row, "of.x": i, "of.y.z": text(i)}) for i, row in enumerate(rows)])
+    batch = next(iter(ox.data.Loader(dataset, 4)))
+    assert batch["text"] == [row["text"] for row in rows[:4]]
+    # Without pyarrow nothing but the reading of such a sample fails.
+    with pytest.raises(NotImplementedError, match="Arrow table behind the samples"):
+        ox._C.data.open(str(tmp_path / "lit"))[0]
+
+
+def test_damaged_tables_of_litdata(tmp_path: Path) -> None:
+    good, other = table_bytes(litdata_rows(8)), table_bytes([{"text": text(i)} for i in range(8)])
+    write_litdata_tables(tmp_path / "differ", [good, other], rows=8)
+    with pytest.raises(OSError, match=r"chunk-0-1\.bin.*rows are not those of .*chunk-0-0\.bin"):
+        ox.data.open(tmp_path / "differ")
+    write_litdata_tables(tmp_path / "cut", [good, good], rows=8)
+    second = tmp_path / "cut" / "chunk-0-1.bin"
+    whole = second.read_bytes()
+    for damaged in (whole[:-1], whole[:-12] + struct.pack("<I", 1 << 30) + whole[-8:], whole[:60] + whole[-30:], b""):
+        second.write_bytes(damaged)
+        with pytest.raises(OSError, match=r"chunk-0-1\.bin"):
+            ox.data.open(tmp_path / "cut")
 
 
 # Image folders

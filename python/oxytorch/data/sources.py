@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import struct
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +28,9 @@ def open(location: Any) -> _native.Dataset:
     Parameters
     ----------
     location : str, path or object
-        A file, a folder, or an http(s) or s3 URL, which is read by ranges. A ``.parquet`` or ``.arrow`` file, which
-        takes pyarrow. An object with ``__arrow_c_stream__`` (tables of pyarrow and polars) or a ``datasets.Dataset``,
-        whose columns are not copied.
+        A file, a folder, or an http(s) or s3 URL, which is read by ranges. A ``.parquet`` or ``.arrow`` file, or rows
+        of text and numbers in a local folder of LitData's, which take pyarrow. An object with ``__arrow_c_stream__``
+        (tables of pyarrow and polars) or a ``datasets.Dataset``, whose columns are not copied.
 
     Returns
     -------
@@ -47,7 +50,9 @@ def open(location: Any) -> _native.Dataset:
     path = os.fspath(location)
     if path.endswith((".parquet", ".arrow", ".feather")):
         return _native.from_arrow(_read_table(path).__arrow_c_stream__())
-    return _native.open(path)
+    dataset = _native.open(path)
+    chunks = _litdata_tables(Path(path.removeprefix("file://"))) if dataset.format == "litdata" else []
+    return _native.from_arrow(_read_litdata(chunks).__arrow_c_stream__()) if chunks else dataset
 
 
 def concatenate(*datasets: _native.Dataset) -> _native.Dataset:
@@ -91,20 +96,79 @@ def _table(source: Any) -> Any:
     return source
 
 
-def _read_table(path: str) -> Any:
+def _pyarrow(path: str) -> Any:
     try:
-        import pyarrow as pa  # noqa: PLC0415  (only where such a file is opened)
-        from pyarrow import parquet  # noqa: PLC0415
+        import pyarrow  # noqa: PLC0415  (only where such a file is opened)
+        import pyarrow.parquet  # noqa: PLC0415
     except ModuleNotFoundError:
         raise ModuleNotFoundError(f"{path} takes pyarrow to be read: pip install pyarrow.") from None
+    return pyarrow
+
+
+def _read_table(path: str) -> Any:
+    pa = _pyarrow(path)
     if path.endswith(".parquet"):
-        return parquet.read_table(path, memory_map=True)
+        return pa.parquet.read_table(path, memory_map=True)
     with pa.memory_map(path) as source:
         try:
             return pa.ipc.open_file(source).read_all()
         except pa.ArrowInvalid:
             source.seek(0)
             return pa.ipc.open_stream(source).read_all()
+
+
+# LitData keeps rows of text and numbers as a table in Arrow's file format behind the offsets of samples that are empty:
+# the table, u32 its bytes, then these. https://github.com/Lightning-AI/litData, streaming/item_loader.py
+_LITDATA_TABLE = b"LDARW01\0"
+_LITDATA_LEAST = 24  # bytes of a chunk: of one sample, without rows
+
+
+def _litdata_tables(folder: Path) -> list[Path]:
+    """Chunks of a local folder that hold their samples as such tables; none where the first one does not."""
+    if not folder.is_dir():
+        return []
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    chunks = [folder / chunk["filename"] for chunk in index["chunks"]]
+    if not chunks or chunks[0].stat().st_size < _LITDATA_LEAST:
+        return []
+    with chunks[0].open("rb") as file:
+        samples, first = struct.unpack("<II", file.read(8))
+        file.seek(4 + 4 * samples)
+        last = file.read(4)
+        file.seek(-8, os.SEEK_END)
+        empty = samples > 0 and last == struct.pack("<I", first)
+        return chunks if empty and file.read(8) == _LITDATA_TABLE else []
+
+
+def _read_litdata(chunks: list[Path]) -> Any:
+    pa = _pyarrow(str(chunks[0]))
+    tables: list[Any] = []
+    for chunk in chunks:
+        with pa.memory_map(str(chunk)) as source:
+            whole = source.read_buffer()
+        size = int.from_bytes(whole[-12:-8].to_pybytes(), "little") if len(whole) > 12 else 0
+        if whole[-8:].to_pybytes() != _LITDATA_TABLE or not 0 < size <= len(whole) - 12:
+            raise OSError(f"{chunk} is truncated or damaged: it does not end with the table of its rows.")
+        try:
+            table = _without_structs(pa, pa.ipc.open_file(whole[-12 - size : -12]).read_all())
+            tables.append(table.cast(tables[0].schema) if tables else table)
+        except (pa.ArrowInvalid, ValueError) as error:
+            raise OSError(f"{chunk} is damaged, or its rows are not those of {chunks[0]}: {error}") from error
+    return pa.concat_tables(tables)
+
+
+def _without_structs(pa: Any, table: Any) -> Any:
+    """Make fields of a dict columns of their own, by LitData's names; an image stays a pair of bytes and path."""
+    nested = [field.name for field in table.schema if pa.types.is_struct(field.type)]
+    nested = [name for name in nested if table.schema.field(name).type.get_field_index("bytes") < 0]
+    for name in nested:
+        at = table.schema.get_field_index(name)
+        columns = table.column(at).flatten()
+        names = [f"{name}.{field.name}" for field in table.schema.field(at).type]
+        table = table.remove_column(at)
+        for offset, (column, inner) in enumerate(zip(columns, names, strict=True)):
+            table = table.add_column(at + offset, inner, column)
+    return _without_structs(pa, table) if nested else table
 
 
 def open_raw(location: str | os.PathLike[str], dtype: str, shape: Sequence[int] = ()) -> _native.Dataset:
