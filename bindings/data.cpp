@@ -16,6 +16,7 @@
 #include "oxytorch/data.h"
 #include "oxytorch/data/loader_settings.h"
 #include "oxytorch/data/tensors.h"
+#include "oxytorch/data/tune.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::bindings {
@@ -206,6 +207,15 @@ py::object column_to_python(const Column& column, const at::Tensor& whole) {
   return parts;
 }
 
+py::dict batch_to_python(const TensorBatch& drawn) {
+  py::dict found;
+  const auto& columns = drawn.batch.columns;
+  for (std::size_t i = 0; i < columns.size(); ++i) {
+    found[columns[i].name.c_str()] = column_to_python(columns[i], drawn.tensors[i]);
+  }
+  return found;
+}
+
 /// The next batch as a dict; None at the end of an epoch. Ctrl-C is looked for while it waits.
 py::object next_batch(TensorLoader& loader) {
   constexpr double kLook = 0.1;  // seconds
@@ -222,12 +232,24 @@ py::object next_batch(TensorLoader& loader) {
     drawn = loader.next();
   }
   if (!drawn) return py::none();
-  py::dict found;
-  const auto& columns = drawn->batch.columns;
-  for (std::size_t i = 0; i < columns.size(); ++i) {
-    found[columns[i].name.c_str()] = column_to_python(columns[i], drawn->tensors[i]);
-  }
-  return found;
+  return batch_to_python(*drawn);
+}
+
+/// Measures without the GIL. What `step`, `progress` or Ctrl-C raises ends it, and is raised as it was.
+LoaderTuning tune_loader(TensorLoader& loader, double seconds, const py::object& step, const std::string& memory,
+                         const std::string& disk, const std::string& folder, const py::object& progress) {
+  TuneOptions options{.seconds = seconds, .memory = memory, .disk = disk, .folder = folder};
+  options.step = [&](const TensorBatch& batch) {
+    const py::gil_scoped_acquire acquired;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (!step.is_none()) step(batch_to_python(batch));
+  };
+  options.progress = [&](const std::string& line) {
+    const py::gil_scoped_acquire acquired;
+    if (!progress.is_none()) progress(line);
+  };
+  const GilReleased released;
+  return data::tune(loader, options);
 }
 
 /// Made and let go without the GIL: a loader's threads are waited for, and may wait for it to read a sample.
@@ -671,6 +693,25 @@ void bind_loader(py::module_& m) {
       .def("state", &TensorLoader::state)
       .def("load_state", &TensorLoader::load_state, py::arg("state"), release_gil())
       .def("stats", &stats_of);
+  py::class_<LoaderTrial>(m, "LoaderTrial", "A setting of a loader that was tried.")
+      .def(py::init([](std::string setting, std::optional<double> speed, std::optional<double> ratio,
+                       std::string note) { return LoaderTrial{std::move(setting), speed, ratio, std::move(note)}; }),
+           py::arg("setting"), py::arg("batches_per_second") = py::none(), py::arg("ratio") = py::none(),
+           py::arg("note") = "")
+      .def_readonly("setting", &LoaderTrial::setting)
+      .def_readonly("batches_per_second", &LoaderTrial::batches_per_second, "The median; None: it was not measured.")
+      .def_readonly("ratio", &LoaderTrial::ratio, "Of its speed and that of the loader as given.")
+      .def_readonly("note", &LoaderTrial::note, "Why it was left out, that it was taken, or what it costs.")
+      .def("__str__", &LoaderTrial::text);
+  py::class_<LoaderTuning>(m, "LoaderTuning", "What tune() found and set.")
+      .def_readonly("trials", &LoaderTuning::trials)
+      .def_readonly("threads", &LoaderTuning::threads)
+      .def_readonly("prefetch", &LoaderTuning::prefetch)
+      .def_readonly("cache", &LoaderTuning::cache)
+      .def_readonly("bottleneck", &LoaderTuning::bottleneck);
+  m.def("tune", &tune_loader, py::arg("loader"), py::arg("seconds"), py::arg("step"), py::arg("memory"),
+        py::arg("disk"), py::arg("folder"), py::arg("progress"),
+        "Find threads, batches ahead and a cache by measuring, and set them.");
   py::class_<LoaderSettings::Line>(m, "LoaderSettingsLine", "What became of a setting.")
       .def_readonly("name", &LoaderSettings::Line::name)
       .def_readonly("is_in_effect", &LoaderSettings::Line::is_in_effect)

@@ -12,6 +12,7 @@
 #include "oxytorch/config_use.h"
 #include "oxytorch/data.h"
 #include "oxytorch/data/tensors.h"
+#include "oxytorch/data/tune.h"
 #include "oxytorch/environment.h"
 #include "oxytorch/error.h"
 #include "oxytorch/host.h"

@@ -281,6 +281,7 @@ std::optional<at::Device> TensorLoader::device() const { return impl_->device; }
 void TensorLoader::change(const LoaderOptions& options) { impl_->change(options); }
 const LoaderOptions& TensorLoader::asked() const noexcept { return impl_->asked; }
 bool TensorLoader::is_stream() const noexcept { return impl_->stream != nullptr; }
+const Dataset* TensorLoader::dataset() const noexcept { return impl_->dataset.get(); }
 bool TensorLoader::is_pinned() const noexcept { return *impl_->pins; }
 bool TensorLoader::is_copying() const { return impl_->ahead && impl_->ahead->copying; }
 std::optional<TensorBatch> TensorLoader::next() { return impl_->next(); }

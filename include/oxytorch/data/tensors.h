@@ -82,6 +82,8 @@ class OXY_API TensorLoader {
   /// As they were given, or changed; options() has what came of zeros.
   [[nodiscard]] const LoaderOptions& asked() const noexcept;
   [[nodiscard]] bool is_stream() const noexcept;
+  /// What it reads; null of a stream.
+  [[nodiscard]] const Dataset* dataset() const noexcept;
   /// Whether batches are made in memory that the device copies from at full speed.
   [[nodiscard]] bool is_pinned() const noexcept;
   /// Whether the next batch is on its way to the device, beside what the stream in use holds.

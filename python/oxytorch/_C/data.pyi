@@ -21,6 +21,8 @@ __all__: list[str] = [
     "LoaderOptions",
     "LoaderSettings",
     "LoaderSettingsLine",
+    "LoaderTrial",
+    "LoaderTuning",
     "MegatronWriter",
     "Sampler",
     "Stage",
@@ -52,6 +54,7 @@ __all__: list[str] = [
     "shuffled",
     "shuffled_blocks",
     "token_windows",
+    "tune",
     "weighted",
 ]
 
@@ -351,6 +354,51 @@ class Loader:
     @property
     def threads(self) -> int: ...
 
+class LoaderTrial:
+    """
+    A setting of a loader that was tried.
+    """
+    def __init__(
+        self,
+        setting: str,
+        batches_per_second: typing.SupportsFloat | typing.SupportsIndex | None = None,
+        ratio: typing.SupportsFloat | typing.SupportsIndex | None = None,
+        note: str = "",
+    ) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def batches_per_second(self) -> float | None:
+        """
+        The median; None: it was not measured.
+        """
+    @property
+    def note(self) -> str:
+        """
+        Why it was left out, that it was taken, or what it costs.
+        """
+    @property
+    def ratio(self) -> float | None:
+        """
+        Of its speed and that of the loader as given.
+        """
+    @property
+    def setting(self) -> str: ...
+
+class LoaderTuning:
+    """
+    What tune() found and set.
+    """
+    @property
+    def bottleneck(self) -> str: ...
+    @property
+    def cache(self) -> Cache: ...
+    @property
+    def prefetch(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def trials(self) -> list[LoaderTrial]: ...
+
 class LoaderSettingsLine:
     """
     What became of a setting.
@@ -467,6 +515,19 @@ def shuffled_blocks(
     window: typing.SupportsInt | typing.SupportsIndex,
 ) -> Sampler: ...
 def token_windows(tokens: Dataset, length: typing.SupportsInt | typing.SupportsIndex) -> Dataset: ...
+def tune(
+    loader: Loader,
+    seconds: typing.SupportsFloat | typing.SupportsIndex,
+    step: typing.Any,
+    memory: str,
+    disk: str,
+    folder: str,
+    progress: typing.Any,
+) -> LoaderTuning:
+    """
+    Find threads, batches ahead and a cache by measuring, and set them.
+    """
+
 def weighted(
     weights: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
     draws: typing.SupportsInt | typing.SupportsIndex,

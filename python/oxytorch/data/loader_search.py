@@ -6,7 +6,7 @@ import pickle
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from .. import _C, clock
+from .._C.data import LoaderTrial
 from ..base import median, quantile
 from ..generators import rng_state, unmoved_generators
 from ..model.graph import digest, digest_of_rng, generator_state, value_digest
@@ -33,7 +34,7 @@ from .rebuilt_loader import (
     reached,
 )
 
-__all__ = ["LoaderSearch", "LoaderTrial"]
+__all__ = ["LoaderSearch"]
 
 _LEAST_GAIN = 1.02
 _ROUNDS = (3, 15)  # at least, so that one slow moment decides nothing; and at most
@@ -42,32 +43,6 @@ _MOST_BATCHES = 4096  # of an epoch, from which batches are drawn
 _COMPARED = 4  # batches, besides the first of each worker, drawn twice
 _SHARE_OF_WORKERS = 0.65  # of the seconds, for the number of workers; the rest is for the other settings
 _WORKERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-
-
-@dataclass(frozen=True)
-class LoaderTrial:
-    """One setting that was tried.
-
-    Attributes
-    ----------
-    setting : str
-    batches_per_second : float, optional
-        Over an epoch, with starting the workers; None where it was not measured.
-    ratio : float, optional
-        Of its speed and that of the loader as given, the median of pairs.
-    note : str
-        Why it was left out; or that it was taken.
-    """
-
-    setting: str
-    batches_per_second: float | None = None
-    ratio: float | None = None
-    note: str = ""
-
-    def __str__(self) -> str:
-        speed = "" if self.batches_per_second is None else f"{self.batches_per_second:.4g}"
-        ratio = "" if self.ratio is None else f"{self.ratio:.2f}x"
-        return f"{self.setting:<44} {speed:>10} {ratio:>8}  {self.note}".rstrip()
 
 
 class DrawError(Exception):
