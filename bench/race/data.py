@@ -7,12 +7,14 @@ workers, and wall time. Rounds are interleaved, in a random order.
 
 `images`: JPEGs of 500 x 375, a random crop of 224 x 224, flipped, normalised, in batches of 64. Without a cache each
 epoch decodes the files; later epochs of a loader with one decode from coefficients that the first kept. `training`:
-steps of a small CNN on them by `oxytorch.Trainer`, with the share of a step that waits for its batch. `tokens`: windows
-of 2,049 uint16 tokens as int64, in batches of 32, in a random order. `first batch`: the time until the first batch of a
-set of 1,280,000 samples. `tokenise`: texts of a JSONL file as tokens in Megatron's files, beside the tokenizers library
-alone, which writes nothing; a sample is a document of 4,096 characters. `tuned images` and `tuned vectors`: a torch
-DataLoader over a Python data set as `oxytorch.data.tune` leaves it, beside torch's default and settings by hand. Images
-are resized without random crops there: what a data set draws depends on the number of workers, and `tune` leaves that.
+steps of a small CNN on them by `oxytorch.Trainer`, with the share of a step that waits for its batch. `tokens`:
+windows of 2,049 uint16 tokens as int64, in batches of 32, in a random order. `first batch`: the time until the first
+batch of a set of 1,280,000 samples. `first images`: the same of a folder of as many JPEGs in 1,000 classes, from
+naming it to the batch; the kept listing of another process, and listed anew. `tokenise`: texts of a JSONL file as
+tokens in Megatron's files, beside the tokenizers library alone, which writes nothing; a sample is a document of 4,096
+characters. `tuned images` and `tuned vectors`: a torch DataLoader over a Python data set as `oxytorch.data.tune`
+leaves it, beside torch's default and settings by hand. Images are resized without random crops there: what a data set
+draws depends on the number of workers, and `tune` leaves that.
 
 Peers that are not installed are named; `tools/peers.sh` installs them into build/peers, and `--peers` names another
 folder. All but spdl, whose crops ffmpeg cuts and resizes, decode by simplejpeg and resize by PIL.
@@ -48,7 +50,7 @@ SCHEMA = "oxytorch-data/1"
 BATCH, CROP, WINDOW = 64, 224, 2049
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-CASES = ("images", "training", "tokens", "first batch", "tokenise", "tuned images", "tuned vectors")
+CASES = ("images", "training", "tokens", "first batch", "first images", "tokenise", "tuned images", "tuned vectors")
 PIECE = 1024  # documents that the tokenizers library gets at a time, which is what suits it
 Contenders = dict[str, Callable[[], Iterator[Any]]]
 
@@ -403,6 +405,52 @@ def first_of(batches: Iterator[Any]) -> Iterator[Any]:
     yield next(batches)
 
 
+def link_images(images: Path, folder: Path, count: int) -> None:
+    """Make a folder of many images, which share the content of a few, in classes of up to 1,280."""
+    sources = sorted(images.glob("*/*.jpg"))
+    for i in range(count):
+        path = folder / f"class{i // 1280:04}" / f"{i:08}.jpg"
+        if i % 1280 == 0:
+            path.parent.mkdir(parents=True)
+        os.link(sources[i % len(sources)], path)
+
+
+class Listed(Files):
+    """Files in the order in which torchvision's ImageFolder finds them."""
+
+    def __init__(self, folder: Path, decode: Callable[[bytes], Any]) -> None:
+        super().__init__(folder / "none", decode)
+        classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        for label, name in enumerate(classes):
+            for parent, _, names in sorted(os.walk(folder / name, followlinks=True)):
+                found = [Path(parent, each) for each in sorted(names) if each.lower().endswith((".jpg", ".png"))]
+                self.files += found
+                self.labels += [label] * len(found)
+
+
+def first_images_race(images: Path, folder: Path, count: int) -> tuple[Contenders, dict[str, str]]:
+    absent: dict[str, str] = {}
+    link_images(images, folder / "many", count)
+    kept = str(folder / "kept")
+    stages = [ox.data.RandomResizedCrop(CROP), ox.data.HorizontalFlip(), ox.data.Normalize(MEAN, STD)]
+
+    def ours(cache: str) -> Iterator[Any]:
+        os.environ["OXYTORCH_CACHE"] = cache
+        return first_of(iter(ox.data.Loader(ox.data.open(folder / "many"), BATCH, stages, shuffle=True)))
+
+    def theirs(decode: Callable[[bytes], Any], workers: int) -> Iterator[Any]:
+        return first_of(loader_of(Listed(folder / "many", decode), BATCH, workers)())
+
+    time.sleep(3)  # so that no folder has changed just now
+    contenders: Contenders = {"oxytorch": lambda: ours(kept), "oxytorch, listed anew": lambda: ours("off")}
+    for decode in [*decoders_here(absent).values()][-1:]:
+        for workers in (0, 2):
+            contenders[f"DataLoader, {workers} workers"] = lambda workers=workers, decode=decode: theirs(
+                decode, workers
+            )  # type: ignore[misc]
+    return contenders, absent
+
+
 # -- texts -----------------------------------------------------------------------------------------------------------
 
 
@@ -538,7 +586,7 @@ def main() -> int:
         folder = Path(name)
         for case in asked.case or CASES:
             waits: dict[str, list[float]] = {}
-            if case in ("images", "training", "tuned images") and not (folder / "images").exists():
+            if case in ("images", "training", "first images", "tuned images") and not (folder / "images").exists():
                 document["image_bytes"] = write_images(folder / "images", images)
             if case == "tuned images":
                 absent = {}
@@ -553,6 +601,8 @@ def main() -> int:
                 contenders, absent = texts_race(folder, 2_000_000 if asked.quick else asked.text << 20)
             elif case == "tuned vectors":
                 contenders, absent = tuned_race(Vectors(6_400 if asked.quick else 64_000)), {}
+            elif case == "first images":
+                contenders, absent = first_images_race(folder / "images", folder, 2_560 if asked.quick else 1_280_000)
             elif case == "tokens":
                 contenders, absent = tokens_race(folder, 2_000 if asked.quick else 20_000)
             else:
