@@ -416,16 +416,23 @@ def link_images(images: Path, folder: Path, count: int) -> None:
 
 
 class Listed(Files):
-    """Files in the order in which torchvision's ImageFolder finds them."""
+    """Files in the order in which torchvision's ImageFolder finds them; paths are text, as there."""
 
     def __init__(self, folder: Path, decode: Callable[[bytes], Any]) -> None:
         super().__init__(folder / "none", decode)
+        self.paths: list[str] = []
         classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
         for label, name in enumerate(classes):
             for parent, _, names in sorted(os.walk(folder / name, followlinks=True)):
-                found = [Path(parent, each) for each in sorted(names) if each.lower().endswith((".jpg", ".png"))]
-                self.files += found
+                found = [f"{parent}/{each}" for each in sorted(names) if each.lower().endswith((".jpg", ".png"))]
+                self.paths += found
                 self.labels += [label] * len(found)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.cropped(Path(self.paths[index]).read_bytes()), self.labels[index]
 
 
 def first_images_race(images: Path, folder: Path, count: int) -> tuple[Contenders, dict[str, str]]:
