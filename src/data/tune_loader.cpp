@@ -1,3 +1,5 @@
+#include "data/tune_loader.h"
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -6,7 +8,6 @@
 #include <utility>
 
 #include "oxytorch/clock.h"
-#include "oxytorch/data/tune.h"
 #include "oxytorch/error.h"
 #include "oxytorch/statistics.h"
 #include "oxytorch/system.h"
@@ -29,12 +30,13 @@ std::string text_of(const char* format, double value) {
 
 class LoaderSearch {
  public:
-  LoaderSearch(TensorLoader& loader, const TuneOptions& options)
+  LoaderSearch(TensorLoader& loader, const TuneOptions& options, const std::function<double()>& seconds)
       : loader_(loader),
         options_(options),
+        seconds_(seconds),
         given_(loader.asked()),
         start_(loader.state()),
-        began_(monotonic_seconds()) {}
+        began_(seconds_()) {}
 
   LoaderTuning run() {
     try {
@@ -171,14 +173,14 @@ class LoaderSearch {
     if (of_disk > 0) name += " and " + format_size(static_cast<std::uint64_t>(of_disk * whole)) + " of disk";
     const auto one = add(in_memory, name_of(in_memory, name));
     auto& found = trials_[one];
-    const auto began = monotonic_seconds();
+    const auto began = seconds_();
     for (std::size_t round = 0; round < kMostRounds && !(round >= kFewestRounds && is_over(1)); ++round) {
       const double none = repeated(trials_[best_].setting), hit = repeated(in_memory);
       const double read = of_disk > 0 ? repeated(on_disk) : none;
       const double epoch = of_memory * hit + of_disk * read + (1 - of_memory - of_disk) * bare.filling;
       found.seconds.push_back(epoch);
       found.ratios.push_back(none / epoch);
-      if (monotonic_seconds() - began > options_.seconds && round + 1 >= kFewestRounds) break;
+      if (seconds_() - began > options_.seconds && round + 1 >= kFewestRounds) break;
     }
     // Of the speed as given, as the other ratios are.
     const double before = best_ == 0 ? 1 : median(trials_[best_].ratios);
@@ -197,7 +199,7 @@ class LoaderSearch {
   // -- measuring
   // ----------------------------------------------------------------------------------------------------------------
 
-  [[nodiscard]] bool is_over(double share) const { return monotonic_seconds() - began_ > share * options_.seconds; }
+  [[nodiscard]] bool is_over(double share) const { return seconds_() - began_ > share * options_.seconds; }
 
   /// Seconds of a batch, in the state that many of them come to.
   double batch_seconds(const LoaderOptions& setting, double at_least) {
@@ -207,7 +209,7 @@ class LoaderSearch {
     for (double since = 0;;) {
       take_one();
       ++drawn;
-      const auto now = monotonic_seconds();
+      const auto now = seconds_();
       if (drawn == warm) since = now;
       if (drawn > warm && now - since >= at_least) return (now - since) / (drawn - warm);
     }
@@ -229,11 +231,11 @@ class LoaderSearch {
     loader_.change(without);
     loader_.load_state(start_);
     const auto draw = [&](auto goes_on) {
-      const auto began = monotonic_seconds();
+      const auto began = seconds_();
       int drawn = 0;
       do take_one(), ++drawn;
-      while (goes_on(drawn, monotonic_seconds() - began));
-      return std::pair(drawn, (monotonic_seconds() - began) / drawn);
+      while (goes_on(drawn, seconds_() - began));
+      return std::pair(drawn, (seconds_() - began) / drawn);
     };
     const auto size = loader_.size();
     const auto [count, seconds] =
@@ -248,15 +250,15 @@ class LoaderSearch {
   double repeated(const LoaderOptions& setting) {
     loader_.change(setting);
     loader_.load_state(start_);
-    const auto began = monotonic_seconds();
+    const auto began = seconds_();
     for (int i = 0; i < repeated_; ++i) take_one();
-    return (monotonic_seconds() - began) / repeated_;
+    return (seconds_() - began) / repeated_;
   }
 
   /// Lets settings draw in turn until their share of the time is over. The first is what others are compared with.
   void race(std::vector<std::size_t> racing, double share) {
     const auto all = racing;
-    const double left = share * options_.seconds - (monotonic_seconds() - began_);
+    const double left = share * options_.seconds - (seconds_() - began_);
     const double each = std::max(0.02, left / (5 * static_cast<double>(racing.size())));
     std::vector<std::vector<double>> rounds(trials_.size());
     for (std::size_t done = 0; racing.size() > 1 && done < kMostRounds && !(done >= kFewestRounds && is_over(share));
@@ -312,6 +314,7 @@ class LoaderSearch {
 
   TensorLoader& loader_;
   const TuneOptions& options_;
+  const std::function<double()>& seconds_;
   const LoaderOptions given_;
   const std::string start_;
   const double began_;
@@ -336,6 +339,10 @@ std::string LoaderTrial::text() const {
 }
 
 LoaderTuning tune(TensorLoader& loader, const TuneOptions& options) {
+  return tune_by(loader, options, monotonic_seconds);
+}
+
+LoaderTuning tune_by(TensorLoader& loader, const TuneOptions& options, const std::function<double()>& seconds) {
   OXY_CHECK(options.seconds > 0 && std::isfinite(options.seconds), InvalidArgument, "seconds is ", options.seconds,
             ", expected a positive number.");
   if (loader.is_stream()) {
@@ -345,7 +352,7 @@ LoaderTuning tune(TensorLoader& loader, const TuneOptions& options) {
     left.prefetch = loader.options().prefetch;
     return left;
   }
-  return LoaderSearch(loader, options).run();
+  return LoaderSearch(loader, options, seconds).run();
 }
 
 }  // namespace oxytorch::data
