@@ -10,6 +10,10 @@ which all are as long as the longest, and `one by one` a loop over the documents
 
 With dropout of attention weights (`dropout` cases), torch has its math path alone.
 
+Written: attention that a model writes out of products, a mask or a bias, softmax and dropout, forward and backward
+together, as strategy `native_attention` takes it. `torch` is what was written, `compiled` the same under torch.compile,
+and `scaled_dot_product_attention` the call that the model could have made instead.
+
 Linear and cross entropy, forward and backward together: `torch` is linear and cross_entropy of fp32 logits, `compiled`
 the same under torch.compile, and `chunks` the usual way to save memory, as Liger's kernel has it: 512 tokens at a time,
 gradients made in forward, by torch's operators. In `masked` cases 15 % of the tokens count, as in BERT's training.
@@ -60,7 +64,7 @@ from typing import Any
 import oxytorch as ox
 import torch
 from _operators import BF16_WEIGHTS, COMPILED, DTYPES, EAGER, OURS, Case, attention, layers, losses, recurrent
-from _operators.attention import FLASH, MATH, ONE_BY_ONE, PADDED
+from _operators.attention import FLASH, MATH, ONE_BY_ONE, PADDED, REWRITTEN
 from _operators.losses import CHOSEN, CHUNKS
 from _operators.recurrent import RECURRENT
 from _race import (
@@ -158,6 +162,10 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
         "dropout": (
             ["attention with dropout", "oxytorch, ms", "math, times as long"],
             rows_by_phase(found, "dropout", (MATH,)),
+        ),
+        "written": (
+            ["attention written out, forward and backward", *lost[1:4], REWRITTEN],
+            loss_rows(found, "written", (EAGER, COMPILED, REWRITTEN)),
         ),
         "packed": (
             ["packed documents", "oxytorch, ms", "padded, times as long", "one by one"],

@@ -104,6 +104,7 @@ NORM_COMMAND = "python bench/race/ops.py --case norm --starts 4 --seconds 0.6"
 BLOCK_COMMAND = "python bench/race/ops.py --case sum --case activation --starts 3 --seconds 0.6"
 GRU_COMMAND = "python bench/race/ops.py --case gru --starts 3 --seconds 0.6"
 ROTARY_COMMAND = "python bench/race/ops.py --case rotary --starts 3 --seconds 0.6"
+WRITTEN_COMMAND = "python bench/race/ops.py --case 'written fp32' --starts 3 --seconds 0.6"
 TRANSFORMER_COMMAND = "python bench/race/ops.py --case transformer --starts 3"
 EMBEDDING_COMMAND = "python bench/race/ops.py --case embedding --starts 3 --seconds 0.6"
 ACCUMULATED_COMMAND = "python bench/race/ops.py --case accumulated --starts 4 --seconds 2"
@@ -303,6 +304,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-rotary": (
         raced(ops_race, "rotary.json", ROTARY_COMMAND, "rotary"),
         f"{ROTARY_COMMAND} --json bench/results/rotary.json",
+    ),
+    "ops-written": (
+        raced(ops_race, "written.json", WRITTEN_COMMAND, "written"),
+        f"{WRITTEN_COMMAND} --json bench/results/written.json",
     ),
     "nn-transformer": (
         raced(ops_race, "transformer.json", TRANSFORMER_COMMAND, "transformer"),

@@ -69,6 +69,7 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
         ("sum", frozenset({"oxytorch", "torch"})),
         ("activation", frozenset({"oxytorch", "torch"})),
         ("rotary", frozenset({"oxytorch", "torch"})),
+        ("written", frozenset({"oxytorch", "torch", "scaled_dot_product_attention"})),
         ("transformer", frozenset({"oxytorch", "torch", "torch, math attention"})),
         ("embedding", frozenset({"oxytorch", "torch"})),
         ("accumulated", frozenset({"oxytorch", "torch"})),

@@ -1,4 +1,4 @@
-"""Attention, packed and with dropout, and rotary embedding."""
+"""Attention, packed, with dropout and written out, and rotary embedding."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import COMPILED, DTYPES, EAGER, OURS, Case, step_of
 
 FLASH, MATH = "torch flash", "torch math"
+REWRITTEN = "scaled_dot_product_attention"
 PADDED, ONE_BY_ONE = "padded", "one by one"
 # Batch, heads, tokens, width, causal: 4,096 to 16,384 tokens in all at the short end, one sequence at the long one.
 SHAPES = [
@@ -34,6 +35,14 @@ QUICK = [SHAPES[1], SHAPES[4]]
 FP32 = [SHAPES[0], SHAPES[1], SHAPES[4], SHAPES[7]]
 DROPOUT = 0.1
 DROPOUTS = [SHAPES[2], SHAPES[4], SHAPES[7]]
+# Attention that a model writes out: batch, heads, tokens, width, and as what.
+WRITTEN = [
+    (4, 8, 512, 64, "causal"),
+    (4, 8, 512, 64, "causal, dropout"),
+    (8, 4, 128, 64, "causal, dropout"),
+    (8, 8, 512, 64, "learned bias"),
+    (16, 12, 197, 64, "plain"),
+]
 # Tokens of the documents, heads, width.
 LENGTHS = [32, 48, 64, 96, 100, 128, 150, 180, 220, 260, 300, 350, 400, 468, 600, 700]
 PACKED = [(sorted(LENGTHS, key=lambda n: n * 7 % 11), 8, 64), ([1024, 1024, 1024, 1024], 8, 64), ([64] * 64, 4, 64)]
@@ -82,6 +91,41 @@ def attention(shape: tuple[int, int, int, int, bool], dtype: torch.dtype, dropou
         kernels[MATH] = theirs(SDPBackend.MATH, dropout)
     passes = {name: Pass(attend, inputs, grad, causal) for name, attend in kernels.items()}
     return [Contender(name, {"forward": one.forward, "backward": one.backward}) for name, one in passes.items()]
+
+
+def written_out(shape: tuple[int, int, int, int, str], dtype: torch.dtype, quick: bool) -> list[Contender]:
+    """Attention as minGPT, T5 and ViT write it, and by the call that their authors could have made."""
+    batch, heads, tokens, width, kind = shape
+    generator = torch.Generator().manual_seed(1)
+    packed = torch.randn(batch, tokens, 3, heads, width, generator=generator).to(dtype)
+    inputs = [t.transpose(1, 2).detach().requires_grad_() for t in packed.unbind(2)]
+    grad = torch.randn(batch, tokens, heads, width, generator=generator).to(dtype).transpose(1, 2)
+    learns, causal, dropout = "bias" in kind, "causal" in kind, DROPOUT if "dropout" in kind else 0.0
+    if learns:
+        inputs.append(torch.randn(1, heads, tokens, tokens, generator=generator).to(dtype).requires_grad_())
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+
+    def written(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        scores = q @ k.transpose(-2, -1) * width**-0.5
+        if bias is not None:
+            scores = scores + bias
+        if causal:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return F.dropout(scores.softmax(-1), dropout) @ v
+
+    def rewritten(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout, is_causal=causal)
+
+    deferred = ox._C.tune.DeferredScores()
+
+    def ours(*given: Tensor) -> Tensor:
+        with deferred.scope():
+            return written(*given)
+
+    calls: dict[str, Callable[..., Tensor]] = {OURS: ours, EAGER: written, REWRITTEN: rewritten}
+    if not quick:
+        calls[COMPILED] = torch.compile(written)
+    return step_of(calls, inputs, [grad])
 
 
 def packed_attention(lengths: list[int], heads: int, width: int, dtype: torch.dtype) -> list[Contender]:
@@ -160,6 +204,10 @@ def cases(quick: bool) -> Iterator[Case]:
             yield Case(case_name(shape, name, "attention"), partial(attention, shape, dtype), products=dtype)
         for shape in QUICK[:1] if quick else DROPOUTS:
             yield Case(case_name(shape, name, "dropout"), partial(attention, shape, dtype, DROPOUT), products=dtype)
+        for written in WRITTEN[2:3] if quick else WRITTEN:
+            batch, heads, tokens, width, kind = written
+            case = f"written {name}, {batch} x {heads} x {tokens:,} x {width}, {kind}"
+            yield Case(case, partial(written_out, written, dtype, quick), products=dtype)
         for lengths, heads, width in PACKED[:1] if quick else PACKED:
             case = f"packed {name}, {len(lengths)} documents, {sum(lengths):,} x {heads} x {width}"
             yield Case(case, partial(packed_attention, lengths, heads, width, dtype), products=dtype)
