@@ -68,9 +68,9 @@ void encode_images(const Schema& schema, Sample& sample, const ConvertOptions& o
 
 class Conversion {
  public:
-  Conversion(const Dataset& dataset, std::string folder, const ConvertOptions& options)
+  Conversion(const Dataset& dataset, const std::string& folder, const ConvertOptions& options)
       : dataset_(dataset),
-        folder_(std::move(folder)),
+        folder_(local_path(folder)),
         options_(options),
         threads_(options.threads == 0 ? read_cores().usable : options.threads) {}
 

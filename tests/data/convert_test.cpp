@@ -93,8 +93,9 @@ TEST_F(ConvertTest, MdsHoldsTheSamples) {
     const auto folder = at(compress ? "zstd" : "raw");
     const Mixed source(700);
     std::int64_t told = 0;
-    const auto made = convert(
-        source, folder, {.shard_bytes = 50'000, .compress = compress, .progress = [&](std::int64_t n) { told = n; }});
+    const auto made =
+        convert(source, (compress ? "file://" : "") + folder,
+                {.shard_bytes = 50'000, .compress = compress, .progress = [&](std::int64_t n) { told = n; }});
     EXPECT_EQ(made.format, "mds");
     EXPECT_EQ(made.samples, 700);
     EXPECT_EQ(told, 700);
