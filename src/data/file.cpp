@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
@@ -50,6 +51,10 @@ struct Descriptor {
   ~Descriptor() { ::close(number); }
 };
 
+constexpr std::uint64_t kNear = 16 << 20;    // bytes between reads that are of one stream, of several threads too
+constexpr std::uint64_t kPieces = 64 << 10;  // from which on a read here and there is announced
+constexpr unsigned kLookedAt = 16;           // reads at first, and one in as many then
+
 class LocalFile final : public File {
  public:
   explicit LocalFile(std::string path) : path_(std::move(path)) {
@@ -74,6 +79,8 @@ class LocalFile final : public File {
   [[nodiscard]] View view(std::uint64_t offset, std::uint64_t length) const override {
     OXY_CHECK(offset <= size() && length <= size() - offset, Io, path_, " is truncated or damaged: it has ", size(),
               " bytes, and bytes ", offset, " to ", offset + length, " are asked for.");
+    follow(offset);
+    if (length >= kPieces && is_random_.load(std::memory_order_relaxed)) will_view(offset, length);
     return {{mapping_->data + offset, length}, mapping_};
   }
 
@@ -85,8 +92,28 @@ class LocalFile final : public File {
   }
 
  private:
+  /// Has the kernel read ahead where reads follow each other, and not where they are here and there: it would read up
+  /// to megabytes around each of the first hundred pages that it does not have.
+  void follow(std::uint64_t offset) const {
+    if (size() < 2 * kNear) return;
+    const auto seen = seen_.load(std::memory_order_relaxed);
+    thread_local unsigned reads = 0;
+    if (seen == kLookedAt && ++reads % kLookedAt != 0) return;
+    if (seen < kLookedAt) seen_.store(seen + 1, std::memory_order_relaxed);
+    const auto before = last_.exchange(offset, std::memory_order_relaxed);
+    const bool is_near = (offset > before ? offset - before : before - offset) < kNear;
+    const int jumps = std::clamp(jumps_.load(std::memory_order_relaxed) + (is_near ? -1 : 1), 0, 3);
+    jumps_.store(jumps, std::memory_order_relaxed);
+    if (jumps >= 2 && !is_random_.exchange(true)) ::madvise(mapping_->data, size(), MADV_RANDOM);
+    if (jumps == 0 && is_random_.exchange(false)) ::madvise(mapping_->data, size(), MADV_NORMAL);
+  }
+
   std::string path_, version_;
   std::shared_ptr<Mapping> mapping_ = std::make_shared<Mapping>();
+  mutable std::atomic<unsigned> seen_{0};
+  mutable std::atomic<std::uint64_t> last_{0};  // where the last read that was looked at began
+  mutable std::atomic<int> jumps_{0};           // of the last reads, more or less
+  mutable std::atomic<bool> is_random_{false};
 };
 
 }  // namespace

@@ -118,5 +118,39 @@ TEST(FileTest, ATouchedFileChangesTheFingerprintOfADataset) {
   EXPECT_NE(open_raw(path, DType::U8, {})->fingerprint(), before);
 }
 
+/// Whether the kernel was told that the mapping of a file is read here and there: "rr" of its flags.
+bool is_read_here_and_there(const std::string& path) {
+  std::ifstream maps("/proc/self/smaps");
+  bool inside = false;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find('-') < line.find(' ') && line.find(':') > line.find(' ')) inside = line.ends_with(path);
+    if (inside && line.starts_with("VmFlags:")) return line.find(" rr") != std::string::npos;
+  }
+  ADD_FAILURE() << path << " is not mapped";
+  return false;
+}
+
+TEST(File, ReadsAheadWhereReadsFollowEachOther) {
+  const TestFolder folder;
+  const auto path = folder.write("large", "");
+  std::filesystem::resize_file(path, std::uintmax_t{1} << 30);  // of holes
+  const auto file = open_file(path);
+  const auto jump = [&](int count) {
+    for (int i = 0; i < count; ++i) (void)file->view((static_cast<std::uint64_t>(i) * 391 % 1024) << 20, 100);
+  };
+  for (std::uint64_t i = 0; i < 100; ++i) (void)file->view(i * 4096, 4096);
+  EXPECT_FALSE(is_read_here_and_there(path));
+  jump(200);
+  EXPECT_TRUE(is_read_here_and_there(path));
+  for (std::uint64_t i = 0; i < 200; ++i) (void)file->view((500 << 20) + i * 70'000, 70'000);
+  EXPECT_FALSE(is_read_here_and_there(path));
+  // Of a file that was opened just now, before a hundred pages were missed.
+  const auto again = folder.write("other", "");
+  std::filesystem::resize_file(again, std::uintmax_t{1} << 30);
+  const auto other = open_file(again);
+  for (const std::uint64_t at : {700, 100, 900}) (void)other->view(at << 20, 100);
+  EXPECT_TRUE(is_read_here_and_there(again));
+}
+
 }  // namespace
 }  // namespace oxytorch::data

@@ -8,13 +8,16 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 #include <numeric>
 #include <set>
 #include <thread>
 
 #include "counted_samples.h"
+#include "data/loader_state.h"
 #include "oxytorch/error.h"
+#include "test_folder.h"
 
 namespace oxytorch::data {
 namespace {
@@ -129,6 +132,25 @@ TEST(Loader, GoesOnFromAnyState) {
   auto pair = make(1, 2);
   pair->load_state(states[5]);
   EXPECT_EQ(pair->next()->index, 5);
+}
+
+TEST(Loader, ResumesAtTheEndOfABillionSamples) {
+  constexpr std::int64_t kSamples = 1'000'000'000, kBatch = 256, kBatches = kSamples / kBatch * 99 / 100;
+  const TestFolder folder;
+  const auto path = folder.write("numbers", "");
+  std::filesystem::resize_file(path, 8 * static_cast<std::uintmax_t>(kSamples));  // of holes
+  Loader loader(open_raw(path, DType::I64, {}), {.batch_size = kBatch, .shuffle = true, .seed = 3});
+  auto state = read_loader_state(loader.state());
+  state.batches = kBatches;
+  state.samples = kBatches * kBatch;
+  loader.load_state(write_loader_state(state));
+  EXPECT_LE(loader.state().size(), 256U);
+  const auto batch = loader.next();
+  ASSERT_TRUE(batch);
+  EXPECT_EQ(batch->index, kBatches);
+  for (std::int64_t i = 0; i < kBatch; ++i) {
+    ASSERT_EQ(batch->samples[static_cast<std::size_t>(i)], loader.options().sampler->at(kBatches * kBatch + i, 0, 3));
+  }
 }
 
 TEST(Loader, RefusesAStateOfAnother) {

@@ -421,3 +421,22 @@ def test_accelerate_leaves_the_loader_where_it_was() -> None:
     )
     assert [y.tolist() for _, y in plan.data] == expected
     plan.revert()
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_is_flat_over_epochs(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((2000, 256), np.float32))
+    loader = ox.data.Loader(ox.data.open(tmp_path / "x.npy"), 50, [dict], shuffle=True, cache="1MB")
+
+    def epochs(count: int) -> int:
+        for _ in range(count):
+            for _ in loader:
+                pass
+        return resident()
+
+    before = epochs(4)
+    # A batch kept each epoch would be half a megabyte, and what was drawn 20.
+    assert epochs(10) - before < 3 << 20
