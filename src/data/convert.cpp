@@ -66,6 +66,19 @@ void encode_images(const Schema& schema, Sample& sample, const ConvertOptions& o
   }
 }
 
+/// What an index says of the bytes of a shard.
+const nlohmann::json& file_of(const nlohmann::json& shard) {
+  return shard.at("zip_data").is_null() ? shard.at("raw_data") : shard.at("zip_data");
+}
+
+bool is_shard(const nlohmann::json& shard) {
+  const auto has_count = [](const nlohmann::json& of, const char* name) {
+    return of.is_object() && of.contains(name) && of[name].is_number_unsigned();
+  };
+  return has_count(shard, "samples") && shard.contains("zip_data") && shard.contains("raw_data") &&
+         has_count(file_of(shard), "bytes");
+}
+
 class Conversion {
  public:
   Conversion(const Dataset& dataset, const std::string& folder, const ConvertOptions& options)
@@ -122,7 +135,8 @@ class Conversion {
               " holds an MDS dataset already; remove it, or give another folder.");
     if (!progress) return nlohmann::json::array();
     const auto json = nlohmann::json::parse(*progress, nullptr, false);
-    OXY_CHECK(json.is_object() && json.contains("identity") && json.contains("shards") && json["shards"].is_array(),
+    OXY_CHECK(json.is_object() && json.contains("identity") && json.contains("shards") && json["shards"].is_array() &&
+                  std::all_of(json["shards"].begin(), json["shards"].end(), is_shard),
               InvalidArgument, path, " is damaged; remove the folder to convert anew.");
     OXY_CHECK(json["identity"] == identity(), InvalidState, folder_,
               " holds a conversion that began with another dataset or other options; remove it to convert anew.");
@@ -150,7 +164,7 @@ class Conversion {
   Converted to_mds() {
     shards_ = earlier();
     Converted converted{"mds", dataset_.size(), 0, 0};
-    for (const auto& shard : shards_) converted.resumed += shard.value("samples", std::int64_t{0});
+    for (const auto& shard : shards_) converted.resumed += shard["samples"].get<std::int64_t>();
     auto first = piece(0, 1);
     auto schema = dataset_.schema();
     const auto columns = mds_columns(schema, first[0]);
@@ -168,8 +182,7 @@ class Conversion {
     write_location(join(folder_, "index.json"), nlohmann::json{{"version", 2}, {"shards", shards_}}.dump());
     forget_progress();
     for (const auto& each : shards_) {
-      converted.bytes +=
-          (each["zip_data"].is_null() ? each["raw_data"] : each["zip_data"])["bytes"].get<std::int64_t>();
+      converted.bytes += file_of(each)["bytes"].get<std::int64_t>();
     }
     return converted;
   }

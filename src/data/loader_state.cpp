@@ -24,12 +24,19 @@ LoaderState read_loader_state(const std::string& text) {
     const auto json = nlohmann::json::parse(text);
     OXY_CHECK(json.at("v") == 2, InvalidArgument, "the state of the loader is of version ", json.at("v").dump(),
               "; this one reads version 2: ", shown);
+    const auto take = [&](const char* name, auto& to) {
+      const auto& found = json.at(name);
+      // What is too large for a whole number is a floating-point one to the parser.
+      OXY_CHECK(found.is_number_integer(), InvalidArgument, "'", name, "' of the loader's state is ", found.dump(),
+                ", expected a whole number: ", shown);
+      found.get_to(to);
+    };
     LoaderState state;
-    json.at("seed").get_to(state.seed);
-    json.at("epoch").get_to(state.epoch);
-    json.at("batches").get_to(state.batches);
-    json.at("samples").get_to(state.samples);
-    json.at("batch").get_to(state.batch);
+    take("seed", state.seed);
+    take("epoch", state.epoch);
+    take("batches", state.batches);
+    take("samples", state.samples);
+    take("batch", state.batch);
     json.at("dataset").get_to(state.dataset);
     json.at("order").get_to(state.order);
     OXY_CHECK(state.epoch >= 0 && state.batches >= 0 && state.samples >= 0 && state.batch > 0, InvalidArgument,

@@ -137,6 +137,18 @@ TEST_F(ConvertTest, GoesOnWithTheSameAlone) {
     return "";
   };
   EXPECT_THAT(problem(other, {.shard_bytes = 50'000}), HasSubstr("another dataset or other options"));
+  const auto progress = fs::path(at("one")) / "convert.json";
+  const auto whole = nlohmann::json::parse(content(progress));
+  for (const char* damage : {R"("much")", "1e300", "-1", "null", "[]"}) {
+    for (const char* place : {"/shards", "/shards/0", "/shards/0/samples", "/shards/0/raw_data/bytes"}) {
+      auto changed = whole;
+      changed[nlohmann::json::json_pointer(place)] = nlohmann::json::parse(damage);
+      if (changed["shards"] == nlohmann::json::array()) continue;  // none were written
+      std::ofstream(progress) << changed;
+      EXPECT_THAT(problem(source, {.shard_bytes = 50'000}), HasSubstr("is damaged")) << place << ": " << damage;
+    }
+  }
+  std::ofstream(progress) << whole;
   source.fails_at = -1;
   EXPECT_THAT(problem(source, {.shard_bytes = 60'000}), HasSubstr("another dataset or other options"));
   EXPECT_EQ(problem(source, {.shard_bytes = 50'000}), "");

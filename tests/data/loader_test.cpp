@@ -173,6 +173,11 @@ TEST(Loader, RefusesAStateOfAnother) {
     EXPECT_THAT(problem(one, nonsense), HasSubstr("state of")) << nonsense;
   }
   auto state = one.state();
+  for (const char* number : {"1e300", "99999999999999999999999", "0.5", "true", "\"8\""}) {
+    auto changed = state;
+    changed.replace(changed.find("\"batch\":8"), 9, std::string("\"batch\":") + number);
+    EXPECT_THAT(problem(one, changed), HasSubstr("'batch' of the loader's state is")) << number;
+  }
   for (std::size_t at = 0; at < state.size(); ++at) {
     auto changed = state;
     changed[at] = static_cast<char>(changed[at] ^ 1);
