@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -16,7 +17,7 @@
 namespace oxytorch::data {
 
 /// Goes with its scope. Where OXYTORCH_SEEDS names a folder, what it held then stays there, for `make fuzz` to begin
-/// with.
+/// with, where it is small.
 class TestFolder {
  public:
   TestFolder() {
@@ -28,11 +29,18 @@ class TestFolder {
   TestFolder& operator=(const TestFolder&) = delete;
   ~TestFolder() {
     std::error_code ignored;
-    if (const char* seeds = std::getenv("OXYTORCH_SEEDS")) {
+    if (const char* seeds = std::getenv("OXYTORCH_SEEDS"); seeds != nullptr && bytes() < kSeedBytes) {
       const std::string name = std::filesystem::path(path_).filename().string();
       std::ofstream(std::string(seeds) + "/" + name, std::ios::binary) << fuzz::pack_files(path_);
     }
     std::filesystem::remove_all(path_, ignored);
+  }
+  [[nodiscard]] std::uintmax_t bytes() const {
+    std::uintmax_t sum = 0;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(path_)) {
+      if (entry.is_regular_file()) sum += entry.file_size();
+    }
+    return sum;
   }
   [[nodiscard]] const std::string& path() const { return path_; }
   [[nodiscard]] std::string path(const std::string& name) const { return path_ + "/" + name; }
@@ -45,6 +53,7 @@ class TestFolder {
   }
 
  private:
+  static constexpr std::uintmax_t kSeedBytes = 1 << 20;  // an input is cut to 64 KiB
   std::string path_;
 };
 
