@@ -1,25 +1,16 @@
 #include "base/cache_folder.h"
 
-#include <cstdlib>
+#include "base/set_variable.h"
 
 namespace oxytorch {
-namespace {
-
-std::string from_environment(const char* variable) {
-  const char* value = std::getenv(variable);
-  return value == nullptr ? "" : value;
-}
-
-}  // namespace
-
-bool cache_is_off() { return from_environment("OXYTORCH_CACHE") == "off"; }
+bool cache_is_off() { return set_variable({"OXYTORCH_CACHE"}) == "off"; }
 
 std::string cache_folder() {
   if (cache_is_off()) return "";
-  if (const std::string own = from_environment("OXYTORCH_CACHE"); !own.empty()) return own;
+  if (const std::string own = set_variable({"OXYTORCH_CACHE"}); !own.empty()) return own;
   // The XDG specification: a path that is not absolute is to be ignored.
-  if (const std::string cache = from_environment("XDG_CACHE_HOME"); cache.starts_with('/')) return cache + "/oxytorch";
-  const std::string home = from_environment("HOME");
+  if (const std::string cache = set_variable({"XDG_CACHE_HOME"}); cache.starts_with('/')) return cache + "/oxytorch";
+  const std::string home = set_variable({"HOME"});
   return home.empty() ? "" : home + "/.cache/oxytorch";
 }
 

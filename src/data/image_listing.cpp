@@ -40,6 +40,12 @@ bool is_image_name(std::string_view name) {
   });
 }
 
+/// One of several parts of a text, which lie one after the other.
+std::string_view part_of(std::string_view text, std::span<const std::uint64_t> ends, std::size_t i) {
+  const auto begin = i == 0 ? 0 : ends[i - 1];
+  return text.substr(begin, ends[i] - begin);
+}
+
 /// Names one after the other in one string: a million of them take no allocation each.
 class NameArena {
  public:
@@ -53,10 +59,7 @@ class NameArena {
     text_ += other.text_;
   }
   [[nodiscard]] std::size_t size() const noexcept { return ends_.size(); }
-  [[nodiscard]] std::string_view operator[](std::size_t i) const {
-    const auto begin = i == 0 ? 0 : ends_[i - 1];
-    return std::string_view(text_).substr(begin, ends_[i] - begin);
-  }
+  [[nodiscard]] std::string_view operator[](std::size_t i) const { return part_of(text_, ends_, i); }
   [[nodiscard]] std::vector<std::string_view> sorted() const {
     std::vector<std::string_view> names(size());
     for (std::size_t i = 0; i < size(); ++i) names[i] = (*this)[i];
@@ -347,15 +350,11 @@ bool ImageListing::unpack(const View& packed, const std::string& root, Stamps ex
                     (class_ends_.empty() || class_ends_.back() == ends_.size()) && ordered(class_names, rest.size()) &&
                     ordered(folder_names, rest.size() - last_of(class_names));
   if (!fits || rest.substr(last_of(class_names) + last_of(folder_names)) != root) return false;
-  const auto name_at = [](std::string_view names, std::span<const std::uint64_t> ends, std::size_t i) {
-    const auto begin = i == 0 ? 0 : ends[i - 1];
-    return std::string(names.substr(begin, ends[i] - begin));
-  };
-  for (std::size_t i = 0; i < class_names.size(); ++i) classes_.push_back(name_at(rest, class_names, i));
+  for (std::size_t i = 0; i < class_names.size(); ++i) classes_.emplace_back(part_of(rest, class_names, i));
   rest.remove_prefix(last_of(class_names));
   for (std::size_t i = 0; expected == Stamps::AsTheyAre && i < folder_names.size(); ++i) {
     const FolderStamp then{stamps[3 * i], stamps[3 * i + 1], static_cast<std::int64_t>(stamps[3 * i + 2])};
-    const auto name = name_at(rest, folder_names, i);
+    const std::string name(part_of(rest, folder_names, i));
     if (stamp_of(name.empty() ? root : join(root, name)) != then) return false;
   }
   fingerprint_.assign(head.fingerprint.begin(), head.fingerprint.end());
@@ -363,10 +362,7 @@ bool ImageListing::unpack(const View& packed, const std::string& root, Stamps ex
   return true;
 }
 
-std::string_view ImageListing::path(std::size_t image) const noexcept {
-  const auto begin = image == 0 ? 0 : ends_[image - 1];
-  return names_.substr(begin, ends_[image] - begin);
-}
+std::string_view ImageListing::path(std::size_t image) const noexcept { return part_of(names_, ends_, image); }
 
 std::size_t ImageListing::class_of(std::size_t image) const noexcept {
   return static_cast<std::size_t>(std::upper_bound(class_ends_.begin(), class_ends_.end(), image) -

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/set_variable.h"
 #include "data/crc32c.h"
 #include "data/s3_credentials.h"
 #include "oxytorch/error.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cctype>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <fstream>
@@ -11,6 +10,8 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <utility>
+
+#include "base/set_variable.h"
 
 namespace oxytorch::data {
 namespace {
@@ -147,14 +148,6 @@ S3Credentials from_services(const AskService& ask, const std::string& region) {
 }
 
 }  // namespace
-
-std::string set_variable(std::initializer_list<const char*> names) {
-  for (const char* name : names) {
-    const char* value = std::getenv(name);
-    if (value != nullptr && *value != '\0') return value;
-  }
-  return "";
-}
 
 std::string escaped(const std::string& text, bool slashes) {
   std::string found;

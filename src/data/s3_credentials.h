@@ -2,7 +2,6 @@
 #pragma once
 
 #include <functional>
-#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -29,8 +28,6 @@ using AskService = std::function<std::optional<std::string>(const ServiceRequest
 /// https://docs.aws.amazon.com/sdkref/latest/guide/standardized-credentials.html
 S3Credentials s3_credentials(const AskService& ask);
 
-/// The first of these environment variables that is set to something; "" where none is.
-std::string set_variable(std::initializer_list<const char*> names);
 /// With all but letters, digits and "-_.~" as %XX; "/" as itself unless `slashes`.
 std::string escaped(const std::string& text, bool slashes);
 /// What stands between <tag> and </tag> at or after `at` and begins before `end`, with entities undone; `at` goes

@@ -124,6 +124,11 @@ def test_what_cannot_be_is_refused(rows: Any) -> None:
         ox.data.tune(ox.data.Loader(rows, 8), seconds=0.3, memory="much")
 
 
+def test_a_dataloader_has_no_cache() -> None:
+    with pytest.raises(ValueError, match="which a DataLoader does not have"):
+        ox.data.tune(torch.utils.data.DataLoader([1, 2]), memory="1GB")  # type: ignore[arg-type]
+
+
 def test_a_stream_is_left_alone() -> None:
     class Lines(torch.utils.data.IterableDataset[dict[str, int]]):
         def __iter__(self) -> Any:

@@ -33,9 +33,11 @@ struct Converted {
 /// Writes `dataset` into a folder, for MDS one behind an http, https or s3 URL too, whose server must take PUT
 /// requests: up to four shards are on their way there while the next is made. Each shard of MDS appears whole and has
 /// an XXH3 hash in the index, which comes last; an interrupted conversion to MDS goes on behind the last whole shard
-/// when it is called again. The same dataset and options give the same bytes. Errors: `InvalidArgument` for options or
-/// fields that the format cannot hold and for a folder that holds something else, `InvalidState` where it holds a
-/// conversion of another dataset or with other options, `Io` where writing fails.
+/// when it is called again. The same dataset and options give the same bytes.
+///
+/// Errors: `InvalidArgument` for options or fields that the format cannot hold and for a folder that holds something
+/// else, `InvalidState` where it holds a conversion of another dataset or with other options, `Io` where writing fails,
+/// `NotSupported` for Megatron's format behind a URL.
 OXY_API Converted convert(const Dataset& dataset, const std::string& folder, const ConvertOptions& options = {});
 
 /// Writes documents of tokens one by one, in Megatron's format: `prefix`.bin as they come, `prefix`.idx at the end.

@@ -54,7 +54,7 @@ class OXY_API Sampler {
   /// Errors: `OutOfRange` for a position outside of [0, size()).
   [[nodiscard]] virtual std::int64_t at(std::int64_t position, std::uint64_t epoch, std::uint64_t seed) const = 0;
   /// The first draw of a sample at or after `from`, in that epoch or a later one, where it is known without drawing;
-  /// empty elsewhere. A cache keeps by it what is used again soonest; where it is empty, a loader draws an epoch ahead.
+  /// empty elsewhere. A cache keeps by it what is used again soonest; where it is empty, a loader draws epochs ahead.
   [[nodiscard]] virtual std::optional<Draw> next(std::int64_t sample, const Draw& from, std::uint64_t seed) const;
   /// What two samplers that draw alike share; 16 hexadecimal digits.
   [[nodiscard]] virtual std::string fingerprint() const = 0;

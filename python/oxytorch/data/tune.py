@@ -120,6 +120,9 @@ def tune(
 
     Raises
     ------
+    ValueError
+        Of a `Loader`, for `seconds` that are not positive and sizes that are none; of a DataLoader, for `memory` or
+        `disk`.
     Exception
         What drawing from the loader as given, or the step, raises.
 
@@ -131,6 +134,11 @@ def tune(
     """
     if isinstance(dataloader, Loader):
         return _tuned(dataloader, seconds, step, memory, disk, progress)
+    if (memory, disk) != ("auto", "0"):
+        raise ValueError(
+            f"memory={memory!r} and disk={disk!r} are of a cache of samples, which a {type(dataloader).__name__} does "
+            "not have; leave them out, or give an oxytorch.data.Loader."
+        )
     reason = _reason_to_leave(dataloader)
     if reason:
         return TunedLoader(dataloader, dataloader, [LoaderTrial("as given", note=reason)])
