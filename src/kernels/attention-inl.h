@@ -59,7 +59,7 @@ void load_tile(TileFormat format, const Rows& from, std::int64_t rows, std::int6
       for (std::int64_t i = 0; i < rows; ++i, to += width) {
         const auto* row = static_cast<const From*>(from.data) + i * from.stride;
         const std::int64_t columns = i < from.rows ? from.columns : 0;
-        if (i + kRowsAhead < from.rows) fetch_row(row + kRowsAhead * from.stride, columns);
+        if (i + kRowsAhead < from.rows + from.following) fetch_row(row + kRowsAhead * from.stride, columns);
         convert(row, columns, to);
         if (columns < width) std::fill(to + columns, to + width, To());
       }
@@ -213,6 +213,21 @@ HWY_INLINE V exp(V x) {
   return hn::IfThenZeroElse(hn::Lt(x, set(-87.3F)), value);
 }
 
+// exp of x below 1 or NaN, for weights that are rounded to bfloat16: relative error below 3e-6, and 0 below 2^-125. The
+// sum with 1.5 * 2^23 + 127 has the nearest whole number in its low bits, as an exponent.
+HWY_INLINE V narrow_exp(V by_e) {
+  const V x = hn::Mul(by_e, set(kLog2E));
+  const V shift = set(12583039.0F);
+  const V shifted = hn::Add(x, shift);
+  const V rest = hn::Sub(x, hn::Sub(shifted, shift));
+  V power = fma(set(9.570101276040077e-3F), rest, set(5.591785907745361e-2F));
+  power = fma(power, rest, set(2.40247443318367e-1F));
+  power = fma(power, rest, set(6.931217908859253e-1F));
+  power = fma(power, rest, set(9.999992847442627e-1F));
+  const V value = hn::Mul(power, float_of(hn::ShiftLeft<23>(bits_of(shifted))));
+  return hn::IfThenZeroElse(hn::Lt(x, set(-125)), value);
+}
+
 HWY_INLINE V tanh(V x) {
   // By e = exp(-2 |x|), which loses digits near zero; there by a polynomial of x^2 (Cephes, tanhf.c).
   const V size = hn::Abs(x);
@@ -252,9 +267,12 @@ void apply_rule(const ScoreRule& rule, std::int64_t rows, std::int64_t columns, 
 
 // Two rows as a pair.
 HWY_INLINE void store_pair(VU low, VU high, std::uint16_t* to) {
-  const VU word = hn::Or(hn::ShiftRight<16>(low), hn::And(high, set_bits(0xFFFF0000)));
+  const VU word = hn::OrAnd(hn::ShiftRight<16>(low), high, set_bits(0xFFFF0000));
   hn::StoreU(word, U32(), reinterpret_cast<std::uint32_t*>(to));
 }
+
+// Factors of the next product, as bfloat16 in the upper half of each word: to nearest, halves away from zero.
+HWY_INLINE VU next_factor(V value) { return hn::Add(bits_of(value), set_bits(0x8000)); }
 
 void dropout_tile(const TileDropout& rule, std::int64_t rows, std::uint32_t* keep) {
   const RandomSource random{rule.seed, rule.head, rule.query_tile};
@@ -273,8 +291,15 @@ HWY_INLINE V kept(V value, const std::uint32_t* keep) {
   return hn::BitCast(F32(), hn::And(bits_of(value), hn::LoadU(U32(), keep)));
 }
 
-bool softmax_tile(TileFormat format, float factor, std::int64_t rows, std::int64_t columns, const float* scores,
-                  const std::uint32_t* keep, SoftmaxState& state, float* correction, void* weights) {
+template <bool kNarrow>
+HWY_INLINE V weight_of(V score, V factor, V base) {
+  const V below = fma(score, factor, hn::Neg(base));
+  return kNarrow ? narrow_exp(below) : exp(below);
+}
+
+template <bool kNarrow>
+HWY_INLINE bool softmax_rows(float factor, std::int64_t rows, std::int64_t columns, const float* scores,
+                             const std::uint32_t* keep, SoftmaxState& state, float* correction, void* weights) {
   const V times = set(factor);
   bool corrects = false;
   // Four vectors side by side hide the latency of the chains.
@@ -297,13 +322,13 @@ bool softmax_tile(TileFormat format, float factor, std::int64_t rows, std::int64
     for (std::int64_t i = 0; i < rows; i += 2) {
       V weight[2];
       for (int k = 0; k < 2; ++k) {
-        weight[k] = exp(fma(load(scores + (i + k) * kTile + j), times, hn::Neg(base)));
+        weight[k] = weight_of<kNarrow>(load(scores + (i + k) * kTile + j), times, base);
         sum[k] = hn::Add(sum[k], weight[k]);
         if (keep != nullptr) weight[k] = kept(weight[k], keep + (i + k) * kTile + j);
       }
       if (weights == nullptr) continue;
-      if (format == TileFormat::BFloat16) {
-        store_pair(rounded_bf16(weight[0]), rounded_bf16(weight[1]),
+      if constexpr (kNarrow) {
+        store_pair(next_factor(weight[0]), next_factor(weight[1]),
                    static_cast<std::uint16_t*>(weights) + i * kTile + 2 * j);
       } else {
         store(weight[0], static_cast<float*>(weights) + i * kTile + j);
@@ -315,13 +340,20 @@ bool softmax_tile(TileFormat format, float factor, std::int64_t rows, std::int64
   return corrects;
 }
 
+bool softmax_tile(TileFormat format, float factor, std::int64_t rows, std::int64_t columns, const float* scores,
+                  const std::uint32_t* keep, SoftmaxState& state, float* correction, void* weights) {
+  return format == TileFormat::BFloat16
+             ? softmax_rows<true>(factor, rows, columns, scores, keep, state, correction, weights)
+             : softmax_rows<false>(factor, rows, columns, scores, keep, state, correction, weights);
+}
+
 void scale_columns(std::int64_t rows, const float* factors, float* tile) {
   for (std::int64_t i = 0; i < rows; ++i, tile += kTile) {
     for (std::int64_t j = 0; j < kTile; j += kLanes) store(hn::Mul(load(tile + j), load(factors + j)), tile + j);
   }
 }
 
-template <bool kCapped>
+template <bool kNarrow, bool kCapped>
 HWY_INLINE void gradient_rows(const SoftmaxGradient& tile) {
   const V times = set(tile.factor);
   const float cap = tile.cap;
@@ -333,36 +365,47 @@ HWY_INLINE void gradient_rows(const SoftmaxGradient& tile) {
       for (int k = 0; k < 2; ++k) {
         const std::int64_t at = (i + k) * kTile + j;
         const V score = load(tile.scores + at);
-        weight[k] = exp(fma(score, times, hn::Neg(log_sum)));
+        weight[k] = weight_of<kNarrow>(score, times, log_sum);
         V of_weight = load(tile.gradient + at);
         if (tile.keep != nullptr) of_weight = kept(hn::Mul(of_weight, set(tile.kept_factor)), tile.keep + at);
         gradient[k] = hn::Mul(weight[k], hn::Sub(of_weight, delta));
         if (tile.keep != nullptr) weight[k] = kept(weight[k], tile.keep + at);
+        if (tile.mask_gradient != nullptr) {
+          float* const sum = tile.mask_gradient + (i + k) * tile.mask_stride + j;
+          store(hn::Add(load(sum), gradient[k]), sum);
+        }
         if constexpr (kCapped) {
           const V capped = tile.mask == nullptr ? score : hn::Sub(score, load(tile.mask + at));
           const V tanh = hn::Div(capped, set(cap));
           const V slope = fma(hn::Neg(tanh), tanh, set(1));
           gradient[k] = hn::IfThenZeroElse(hn::Eq(score, set(-kInfinity)), hn::Mul(gradient[k], slope));
         }
-        if (tile.format == TileFormat::Float32) {
+        if constexpr (kNarrow) {
+          store_low16(hn::ShiftRight<16>(next_factor(weight[k])), tile.weights + at);
+          store_low16(hn::ShiftRight<16>(next_factor(gradient[k])), tile.left_gradient + at);
+        } else {
           store(weight[k], tile.scores + at);
           store(gradient[k], tile.gradient + at);
         }
       }
-      if (tile.format == TileFormat::Float32) continue;
-      const VU bits[2] = {rounded_bf16(gradient[0]), rounded_bf16(gradient[1])};
-      for (int k = 0; k < 2; ++k) {
-        const std::int64_t at = (i + k) * kTile + j;
-        store_low16(hn::ShiftRight<16>(rounded_bf16(weight[k])), tile.weights + at);
-        store_low16(hn::ShiftRight<16>(bits[k]), tile.left_gradient + at);
+      if constexpr (kNarrow) {
+        store_pair(next_factor(gradient[0]), next_factor(gradient[1]), tile.right_gradient + i * kTile + 2 * j);
       }
-      store_pair(bits[0], bits[1], tile.right_gradient + i * kTile + 2 * j);
     }
   }
 }
 
-void softmax_gradient(const SoftmaxGradient& tile) {
+template <bool kNarrow>
+HWY_INLINE void gradient_rows(const SoftmaxGradient& tile) {
   if (tile.cap != 0) {
+    gradient_rows<kNarrow, true>(tile);
+  } else {
+    gradient_rows<kNarrow, false>(tile);
+  }
+}
+
+void softmax_gradient(const SoftmaxGradient& tile) {
+  if (tile.format == TileFormat::BFloat16) {
     gradient_rows<true>(tile);
   } else {
     gradient_rows<false>(tile);

@@ -9,7 +9,9 @@ namespace oxytorch::kernels {
 
 Rows Rows::part(std::int64_t first, std::int64_t count) const {
   const std::int64_t size = element == ElementType::F32 ? 4 : 2;
-  return {element, static_cast<const char*>(data) + first * stride * size, stride, count, columns};
+  return {element, static_cast<const char*>(data) + first * stride * size,
+          stride,  count,
+          columns, following + rows - first - count};
 }
 
 void SoftmaxState::reset() {

@@ -35,6 +35,7 @@ using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 using Pair = std::tuple<Tensor, Tensor>;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
+using Quad = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // -- the kernels ------------------------------------------------------------------------------------------------------
 
@@ -109,11 +110,11 @@ Triple backward_cpu(const Tensor& grad_output, const Tensor& query, const Tensor
       rule_of(query, key, mask, scale, before, after, soft_cap, dropout, seed, query_offsets, key_offsets));
 }
 
-Tensor mask_gradient_cpu(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
+Quad masked_backward_cpu(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
                          const Tensor& output, const Tensor& log_sum, const Tensor& mask, double scale,
                          std::int64_t before, std::int64_t after, double soft_cap, double dropout,
                          const MaybeTensor& seed) {
-  return attention_cpu_mask_gradient(
+  return attention_cpu_masked_backward(
       grad_output, query, key, value, output, log_sum,
       rule_of(query, key, mask, scale, before, after, soft_cap, dropout, seed, std::nullopt, std::nullopt));
 }
@@ -138,19 +139,21 @@ Triple backward_meta(const Tensor& /*grad_output*/, const Tensor& query, const T
   return {like(query), like(key), like(value)};
 }
 
-Tensor mask_gradient_meta(const Tensor& /*grad_output*/, const Tensor& /*query*/, const Tensor& /*key*/,
-                          const Tensor& /*value*/, const Tensor& /*output*/, const Tensor& /*log_sum*/,
-                          const Tensor& mask, double /*scale*/, std::int64_t /*before*/, std::int64_t /*after*/,
-                          double /*soft_cap*/, double /*dropout*/, const MaybeTensor& /*seed*/) {
-  return at::empty_symint(mask.sym_sizes(), mask.options());
+Quad masked_backward_meta(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
+                          const Tensor& output, const Tensor& log_sum, const Tensor& mask, double scale,
+                          std::int64_t before, std::int64_t after, double soft_cap, double dropout,
+                          const MaybeTensor& seed) {
+  return std::tuple_cat(backward_meta(grad_output, query, key, value, output, log_sum, mask, scale, before, after,
+                                      soft_cap, dropout, seed, std::nullopt, std::nullopt),
+                        std::tuple(at::empty_symint(mask.sym_sizes(), mask.options())));
 }
 
 constexpr char kForwardName[] = "oxytorch::attention_forward";
 constexpr char kBackwardName[] = "oxytorch::attention_backward";
-constexpr char kMaskGradientName[] = "oxytorch::attention_mask_gradient";
+constexpr char kMaskedBackwardName[] = "oxytorch::attention_masked_backward";
 using Forward = Operator<kForwardName, decltype(forward_cpu)>;
 using Backward = Operator<kBackwardName, decltype(backward_cpu)>;
-using MaskGradient = Operator<kMaskGradientName, decltype(mask_gradient_cpu)>;
+using MaskedBackward = Operator<kMaskedBackwardName, decltype(masked_backward_cpu)>;
 
 // -- batching rules ---------------------------------------------------------------------------------------------------
 
@@ -202,13 +205,13 @@ struct AttentionNode : torch::autograd::Node {
     const Tensor q = query.unpack(), k = key.unpack(), v = value.unpack(), out = output.unpack(saved),
                  logs = log_sum.unpack(saved);
     const MaybeTensor added = maybe(mask), draw = maybe(seed);
-    if (task_should_compute_output(0) || task_should_compute_output(1) || task_should_compute_output(2)) {
+    if (added && task_should_compute_output(3)) {
+      std::tie(made[0], made[1], made[2], made[3]) =
+          MaskedBackward::call(grads[0], q, k, v, out, logs, *added, scale, before, after, soft_cap, dropout, draw);
+    } else {
       std::tie(made[0], made[1], made[2]) =
           Backward::call(grads[0], q, k, v, out, logs, added, scale, before, after, soft_cap, dropout, draw,
                          maybe(query_offsets), maybe(key_offsets));
-    }
-    if (added && task_should_compute_output(3)) {
-      made[3] = MaskGradient::call(grads[0], q, k, v, out, logs, *added, scale, before, after, soft_cap, dropout, draw);
     }
     return made;
   }
@@ -280,18 +283,19 @@ Triple backward_autograd(const Tensor& grad_output, const Tensor& query, const T
   return grads;
 }
 
-Tensor mask_gradient_autograd(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
+Quad masked_backward_autograd(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
                               const Tensor& output, const Tensor& log_sum, const Tensor& mask, double scale,
                               std::int64_t before, std::int64_t after, double soft_cap, double dropout,
                               const MaybeTensor& seed) {
-  Tensor gradient;
+  Quad grads;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    gradient = MaskGradient::call(grad_output, query, key, value, output, log_sum, mask, scale, before, after, soft_cap,
-                                  dropout, seed);
+    grads = MaskedBackward::call(grad_output, query, key, value, output, log_sum, mask, scale, before, after, soft_cap,
+                                 dropout, seed);
   }
-  differentiable_once("attention", {gradient}, grad_output, query, key, value);
-  return gradient;
+  const auto& [of_query, of_key, of_value, of_mask] = grads;
+  differentiable_once("attention", {of_query, of_key, of_value, of_mask}, grad_output, query, key, value);
+  return grads;
 }
 
 // -- the function -----------------------------------------------------------------------------------------------------
@@ -504,9 +508,10 @@ TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
       "Tensor? seed=None, Tensor? query_offsets=None, Tensor? key_offsets=None) -> "
       "(Tensor grad_query, Tensor grad_key, Tensor grad_value)");
   m.def(
-      "attention_mask_gradient(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, "
+      "attention_masked_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, "
       "Tensor log_sum, Tensor mask, float scale, int window_before, int window_after, float soft_cap, "
-      "float dropout=0., Tensor? seed=None) -> Tensor");
+      "float dropout=0., Tensor? seed=None) -> "
+      "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)");
 }
 TORCH_LIBRARY_IMPL(oxytorch, CompositeImplicitAutograd, m) {
   m.impl("attention", &Kernel<&attention_operator>::call);
@@ -517,7 +522,7 @@ TORCH_LIBRARY_IMPL(oxytorch, FuncTorchBatched, m) {
   m.impl("packed_attention", &Kernel<&packed_attention_operator>::call);
   m.impl("attention_forward", &Kernel<&forward_vmap>::call);
   m.impl("attention_backward", &Kernel<&backward_vmap>::call);
-  m.impl("attention_mask_gradient", &Kernel<&LoopOverSamples<MaskGradient>::call>::call);
+  m.impl("attention_masked_backward", &Kernel<&LoopOverSamples<MaskedBackward>::call>::call);
 }
 const auto attention_autocast_kernels = on_autocast([](torch::Library& m) {
   m.impl("attention", &Kernel<&attention_autocast>::call);
@@ -526,17 +531,17 @@ const auto attention_autocast_kernels = on_autocast([](torch::Library& m) {
 TORCH_LIBRARY_IMPL(oxytorch, Autograd, m) {
   m.impl("attention_forward", &Kernel<&forward_autograd>::call);
   m.impl("attention_backward", &Kernel<&backward_autograd>::call);
-  m.impl("attention_mask_gradient", &Kernel<&mask_gradient_autograd>::call);
+  m.impl("attention_masked_backward", &Kernel<&masked_backward_autograd>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, CPU, m) {
   m.impl("attention_forward", &Kernel<&forward_cpu>::call);
   m.impl("attention_backward", &Kernel<&backward_cpu>::call);
-  m.impl("attention_mask_gradient", &Kernel<&mask_gradient_cpu>::call);
+  m.impl("attention_masked_backward", &Kernel<&masked_backward_cpu>::call);
 }
 TORCH_LIBRARY_IMPL(oxytorch, Meta, m) {
   m.impl("attention_forward", &Kernel<&forward_meta>::call);
   m.impl("attention_backward", &Kernel<&backward_meta>::call);
-  m.impl("attention_mask_gradient", &Kernel<&mask_gradient_meta>::call);
+  m.impl("attention_masked_backward", &Kernel<&masked_backward_meta>::call);
 }
 
 }  // namespace

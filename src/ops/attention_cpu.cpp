@@ -272,11 +272,65 @@ struct ForwardWorker {
   std::int64_t loaded = -1;
 };
 
+// The sum of a mask's gradient over the samples and heads that share it: keys x queries, as tiles of scores lie.
+class MaskSum {
+ public:
+  MaskSum() = default;
+  MaskSum(const Call& call, const Tensor& mask)
+      : samples_(size_of(mask, 0)),
+        heads_(size_of(mask, 1)),
+        keys_(call.key.size(2)),
+        queries_(call.query.size(2)),
+        sum_(at::zeros({samples_, heads_, call.most_key_tiles * kTile, call.most_query_tiles * kTile},
+                       mask.options().dtype(at::kFloat))) {}
+
+  [[nodiscard]] bool is_wanted() const { return sum_.defined(); }
+  // The mask of a sample and a head, by number.
+  [[nodiscard]] std::int64_t part(std::int64_t sample, std::int64_t head) const {
+    return (samples_ > 1 ? sample : 0) * heads_ + (heads_ > 1 ? head : 0);
+  }
+  [[nodiscard]] std::int64_t stride() const { return sum_.size(3); }
+  [[nodiscard]] float* tile(std::int64_t sample, std::int64_t head, std::int64_t key_tile,
+                            std::int64_t query_tile) const {
+    const std::int64_t row = part(sample, head) * sum_.size(2) + key_tile * kTile;
+    return sum_.mutable_data_ptr<float>() + row * stride() + query_tile * kTile;
+  }
+  [[nodiscard]] Tensor gradient_of(const Tensor& mask) const {
+    const Tensor sum = sum_.narrow(2, 0, keys_).narrow(3, 0, queries_).transpose(2, 3);
+    return at::sum_to(sum, mask.sizes()).to(mask.scalar_type()).contiguous();
+  }
+
+ private:
+  // Of the mask, as that of four dimensions.
+  static std::int64_t size_of(const Tensor& mask, std::int64_t dim) {
+    const auto at = mask.dim() - 4 + dim;
+    return at < 0 ? 1 : mask.size(at);
+  }
+
+  std::int64_t samples_ = 1, heads_ = 1, keys_ = 0, queries_ = 0;
+  Tensor sum_;
+};
+
+// What backward is given beside the call, and what it makes.
 struct Gradients {
-  const Tensor& grad_output;
-  const Tensor& output;
+  Gradients(const Call& call, const Tensor& grad_output, const Tensor& output, const Tensor& log_sum, MaskSum mask)
+      : grad_output(dense(grad_output)),
+        output(dense(output)),
+        log_sum(log_sum),
+        query(empty_like(call.query)),
+        key(empty_like(call.key)),
+        value(empty_like(call.value)),
+        mask(std::move(mask)) {}
+
+  // In memory batch x tokens x heads x width.
+  static Tensor empty_like(const Tensor& like) {
+    return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options()).transpose(1, 2);
+  }
+
+  Tensor grad_output, output;
   const Tensor& log_sum;
   Tensor query, key, value;
+  MaskSum mask;
 };
 
 struct BackwardWorker {
@@ -339,9 +393,9 @@ struct BackwardWorker {
     }
   }
 
-  // The gradient of one tile of weights, and what its softmax needs beside.
-  kernels::SoftmaxGradient weights_of(const Document& in, std::int64_t h, std::int64_t key_tile,
-                                      std::int64_t query_tile) {
+  // Adds one tile's share to the gradients that are given; to that of the mask with the keys'.
+  void pair(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile, float* of_query,
+            float* of_key, float* of_value) {
     const std::int64_t count = in.keys.padded(key_tile), columns = in.queries.padded(query_tile);
     const std::int64_t width = call.width;
     const TileFormat format = call.format;
@@ -350,31 +404,25 @@ struct BackwardWorker {
     product(format, count, columns, width, value[key_tile], width, grad_transposed[query_tile], kTile, gradient, kTile,
             false);
     kernels::SoftmaxGradient tile;
+    tile.format = format;
     tile.factor = call.finish_scores(in, h, key_tile, query_tile, mask, scores);
     tile.rows = count;
     tile.columns = columns;
     tile.log_sum = log_sums + in.queries.begin(query_tile);
     tile.delta = deltas + in.queries.begin(query_tile);
+    tile.cap = static_cast<float>(call.rule.soft_cap);
+    tile.mask = call.mask.defined() ? mask : nullptr;
     tile.keep = call.kept(in, h, key_tile, query_tile, keep);
     tile.kept_factor = call.kept_factor;
     tile.scores = scores;
     tile.gradient = gradient;
-    return tile;
-  }
-
-  // Adds one tile's share to the gradients that are given.
-  void pair(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile, float* of_query,
-            float* of_key, float* of_value) {
-    const std::int64_t count = in.keys.padded(key_tile), columns = in.queries.padded(query_tile);
-    const std::int64_t width = call.width;
-    const TileFormat format = call.format;
-    kernels::SoftmaxGradient tile = weights_of(in, h, key_tile, query_tile);
-    tile.format = format;
-    tile.cap = static_cast<float>(call.rule.soft_cap);
-    tile.mask = call.mask.defined() ? mask : nullptr;
     tile.weights = narrow[0];
     tile.left_gradient = narrow[1];
     tile.right_gradient = narrow[2];
+    if (of_value != nullptr && grads.mask.is_wanted()) {
+      tile.mask_gradient = grads.mask.tile(in.sample, h, key_tile, query_tile);
+      tile.mask_stride = grads.mask.stride();
+    }
     kernels::softmax_gradient(tile);
     const bool paired = format == TileFormat::BFloat16;
     if (of_value != nullptr) {
@@ -463,19 +511,6 @@ struct BackwardWorker {
     store_queries(in, h, q, of_queries);
   }
 
-  // Adds one head's gradient of the scores behind scale and cap to queries x keys.
-  void one_of_mask(const Document& in, std::int64_t h, std::int64_t k, float* sum) {
-    keys_of(in, h / call.group);
-    queries_of(in, h);
-    for (std::int64_t q = 0; q < in.queries.tiles; ++q) {
-      if (!call.meet(in, h, k, q)) continue;
-      kernels::softmax_gradient(weights_of(in, h, k, q));  // in float32, without the cap's own derivative
-      kernels::transpose_words(gradient, kTile, in.keys.padded(k), in.queries.padded(q), scores, kTile);
-      kernels::add_rows(scores, kTile, in.queries.used(q), in.keys.used(k),
-                        sum + in.queries.begin(q) * in.keys.count + in.keys.begin(k), in.keys.count);
-    }
-  }
-
   const Call& call;
   Gradients& grads;
   Scratch scratch;
@@ -493,13 +528,16 @@ enum class Piece : std::uint8_t { KeyHead, KeyTile, QueryTile };
 struct Item {
   const Document* document;
   std::int64_t head, tile;
-  double cost;  // in scores
+  double cost;        // in scores
+  std::int64_t unit;  // items of one are done by one thread, in their order
 };
 
-std::vector<Item> items_of(const Call& call, Piece piece) {
+// By unit. What is added to one place of `sum` is of one unit.
+std::vector<Item> items_of(const Call& call, Piece piece, const MaskSum& sum) {
   const bool by_query = piece == Piece::QueryTile;
   const auto heads = by_query ? call.heads : call.key_heads;
   const auto passes = by_query ? 1 : call.group;
+  const bool sums = sum.is_wanted() && !by_query;
   std::vector<Item> items;
   std::vector<double> costs;
   for (const auto& in : call.documents) {
@@ -522,26 +560,35 @@ std::vector<Item> items_of(const Call& call, Piece piece) {
     }
     for (std::int64_t h = 0; h < heads; ++h) {
       std::int64_t tile = 0;
-      for (const double cost : costs) items.push_back({&in, h, tile++, cost});
+      for (const double cost : costs) {
+        const auto unit = sums ? sum.part(in.sample, h) * static_cast<std::int64_t>(costs.size()) + tile
+                               : static_cast<std::int64_t>(items.size());
+        items.push_back({&in, h, tile++, cost, unit});
+      }
     }
   }
+  if (sums) std::ranges::stable_sort(items, {}, &Item::unit);
   return items;
 }
 
 // Items in a row, cut into a share for each thread. Documents differ in length, so shares are equal in cost.
 class Schedule {
  public:
-  Schedule(const Call& call, Piece piece) : call_(call), items_(items_of(call, piece)) {
+  Schedule(const Call& call, Piece piece, const MaskSum& sum = {}) : call_(call), items_(items_of(call, piece, sum)) {
     const auto threads = static_cast<std::size_t>(at::get_num_threads());
     double total = 0, before = 0;
     for (const auto& item : items_) total += item.cost;
     std::vector<double> costs(threads);
-    for (std::size_t i = 0; i < items_.size(); ++i) {
-      const double middle = (before + items_[i].cost / 2) / std::max(total, 1.0);
+    for (std::size_t i = 0; i < items_.size();) {
+      double cost = 0;
+      auto end = i;
+      for (; end < items_.size() && items_[end].unit == items_[i].unit; ++end) cost += items_[end].cost;
+      const double middle = (before + cost / 2) / std::max(total, 1.0);
       const auto share = std::min(static_cast<std::size_t>(middle * static_cast<double>(threads)), threads - 1);
       first_.resize(std::max(first_.size(), share + 1), i);
-      costs[share] += items_[i].cost;
-      before += items_[i].cost;
+      costs[share] += cost;
+      before += cost;
+      i = end;
     }
     first_.resize(threads + 1, items_.size());
     is_even_ = *std::max_element(costs.begin(), costs.end()) * static_cast<double>(threads) <= 1.25 * total;
@@ -569,6 +616,22 @@ class Schedule {
   std::vector<std::size_t> first_;  // of each share, and the end
   bool is_even_ = true;
 };
+
+void run_backward(const Call& call, Gradients& grads) {
+  const auto make = [&] { return BackwardWorker(call, grads); };
+  const Schedule heads(call, Piece::KeyHead, grads.mask);
+  if (heads.is_even()) {
+    heads.run(make, [](BackwardWorker& worker, const Item& item) { worker.head(*item.document, item.head); });
+    return;
+  }
+  // The products of scores are then made twice, and no thread waits for one with a long document.
+  Schedule(call, Piece::KeyTile, grads.mask).run(make, [](BackwardWorker& worker, const Item& item) {
+    worker.one_of_keys(*item.document, item.head, item.tile);
+  });
+  Schedule(call, Piece::QueryTile).run(make, [](BackwardWorker& worker, const Item& item) {
+    worker.one_of_queries(*item.document, item.head, item.tile);
+  });
+}
 
 bool is_taken(const Tensor& tensor, at::ScalarType type) {
   return tensor.dim() == 4 && tensor.scalar_type() == type && tensor.device().is_cpu() &&
@@ -611,59 +674,19 @@ std::tuple<Tensor, Tensor, Tensor> attention_cpu_backward(const Tensor& grad_out
                                                           const Tensor& key, const Tensor& value, const Tensor& output,
                                                           const Tensor& log_sum, const AttentionRule& rule) {
   const Call call(query, key, value, rule);
-  const auto empty = [](const Tensor& like) {
-    return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options()).transpose(1, 2);
-  };
-  const Tensor from = dense(grad_output), out = dense(output);
-  Gradients grads{from, out, log_sum, empty(query), empty(key), empty(value)};
-  const auto make = [&] { return BackwardWorker(call, grads); };
-  const Schedule heads(call, Piece::KeyHead);
-  if (heads.is_even()) {
-    heads.run(make, [](BackwardWorker& worker, const Item& item) { worker.head(*item.document, item.head); });
-    return {grads.query, grads.key, grads.value};
-  }
-  // The products of scores are then made twice, and no thread waits for one with a long document.
-  Schedule(call, Piece::KeyTile).run(make, [](BackwardWorker& worker, const Item& item) {
-    worker.one_of_keys(*item.document, item.head, item.tile);
-  });
-  Schedule(call, Piece::QueryTile).run(make, [](BackwardWorker& worker, const Item& item) {
-    worker.one_of_queries(*item.document, item.head, item.tile);
-  });
+  Gradients grads(call, grad_output, output, log_sum, {});
+  run_backward(call, grads);
   return {grads.query, grads.key, grads.value};
 }
 
-Tensor attention_cpu_mask_gradient(const Tensor& grad_output, const Tensor& query, const Tensor& key,
-                                   const Tensor& value, const Tensor& output, const Tensor& log_sum,
-                                   const AttentionRule& rule) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_cpu_masked_backward(const Tensor& grad_output, const Tensor& query,
+                                                                         const Tensor& key, const Tensor& value,
+                                                                         const Tensor& output, const Tensor& log_sum,
+                                                                         const AttentionRule& rule) {
   const Call call(query, key, value, rule);
-  const Tensor& mask = *rule.mask;
-  const Tensor from = dense(grad_output), out = dense(output);
-  Gradients grads{from, out, log_sum, {}, {}, {}};
-  const auto size_of = [&](std::int64_t dim, std::int64_t whole) {
-    const auto at = mask.dim() - 4 + dim;
-    return at < 0 || mask.size(at) == 1 ? 1 : whole;
-  };
-  const std::int64_t samples = size_of(0, query.size(0)), heads = size_of(1, query.size(1));
-  Tensor sum = at::zeros({samples, heads, query.size(2), key.size(2)}, query.options().dtype(at::kFloat));
-  auto* const data = sum.mutable_data_ptr<float>();
-  // Each thread has columns of its own.
-  const std::int64_t tiles = call.most_key_tiles, plane = query.size(2) * key.size(2);
-  at::parallel_for(0, samples * heads * tiles, 1, [&](std::int64_t begin, std::int64_t end) {
-    const ProductScope products(call.format);
-    BackwardWorker worker(call, grads);
-    while (begin < end) {
-      const std::int64_t part = begin / tiles, until = std::min(end, (part + 1) * tiles);
-      const std::int64_t sample = part / heads, head = part % heads;
-      for (const auto& in : call.documents) {
-        if (samples > 1 && in.sample != sample) continue;
-        for (std::int64_t h = heads > 1 ? head : 0; h < (heads > 1 ? head + 1 : call.heads); ++h) {
-          for (std::int64_t k = begin; k < until; ++k) worker.one_of_mask(in, h, k % tiles, data + part * plane);
-        }
-      }
-      begin = until;
-    }
-  });
-  return at::sum_to(std::move(sum), mask.sizes()).to(mask.scalar_type());
+  Gradients grads(call, grad_output, output, log_sum, MaskSum(call, *rule.mask));
+  run_backward(call, grads);
+  return {grads.query, grads.key, grads.value, grads.mask.gradient_of(*rule.mask)};
 }
 
 }  // namespace oxytorch::ops

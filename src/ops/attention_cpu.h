@@ -61,10 +61,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_cpu_backward(const at::
                                                                       const at::Tensor& log_sum,
                                                                       const AttentionRule& rule);
 
-/// The gradient of rule.mask, in its sizes and dtype. It takes no packed documents. Beside it, memory grows with the
-/// mask: batch and heads that share one are summed where it lies, in their order.
-at::Tensor attention_cpu_mask_gradient(const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
-                                       const at::Tensor& value, const at::Tensor& output, const at::Tensor& log_sum,
-                                       const AttentionRule& rule);
+/// And of rule.mask, in its sizes and dtype; of no packed documents. Batch and heads that share a mask are summed in
+/// their order, in memory of its size.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_cpu_masked_backward(
+    const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& output, const at::Tensor& log_sum, const AttentionRule& rule);
 
 }  // namespace oxytorch::ops

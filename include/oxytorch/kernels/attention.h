@@ -29,6 +29,7 @@ struct Rows {
   std::int64_t stride = 0;  ///< elements from row to row
   std::int64_t rows = 0;
   std::int64_t columns = 0;
+  std::int64_t following = 0;  ///< rows of the matrix after these, which may be read next
 
   /// `count` rows from `first`.
   [[nodiscard]] OXY_API Rows part(std::int64_t first, std::int64_t count) const;
@@ -114,9 +115,12 @@ struct SoftmaxGradient {
   std::uint16_t* weights = nullptr;         ///< BFloat16: the weights, kTile a row
   std::uint16_t* left_gradient = nullptr;   ///< BFloat16: gradient of the scores as a left operand
   std::uint16_t* right_gradient = nullptr;  ///< BFloat16: and as a right one
+  float* mask_gradient = nullptr;           ///< what is added to scores: its gradient is added here; null: nowhere
+  std::int64_t mask_stride = kTile;         ///< elements from key to key of it
 };
 /// weights = exp(score - log_sum); gradient of scores = weights * (gradient - delta). With `keep`, the gradient of a
-/// weight is multiplied by `kept_factor` or 0, and weights that are written are 0 where they were dropped.
+/// weight is multiplied by `kept_factor` or 0, and weights that are written are 0 where they were dropped. The gradient
+/// of what is added to scores is theirs without the derivative of the cap.
 OXY_API void softmax_gradient(const SoftmaxGradient& tile);
 
 /// One tile of the gradient of cross entropy: a class a row, a token a column.
