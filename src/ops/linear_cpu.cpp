@@ -284,32 +284,28 @@ class LinearBackwardPass {
     const std::int64_t of_weight = weight_panels_ && is_new ? Tiled(weight_.size(0)).tiles : 0;
     const std::int64_t of_input = input_panels_ ? rows.tiles : 0, of_grad = wanted_[1] || wanted_[2] ? rows.tiles : 0;
     std::vector<float> sums(wanted_[2] ? static_cast<std::size_t>(rows.tiles * grad.columns) : 0);
-    at::parallel_for(0, of_weight + of_input + of_grad, grain(kTile * 16 * std::max(outputs_, weight_.size(1))),
-                     [&](std::int64_t begin, std::int64_t end) {
-                       for (std::int64_t task = begin; task < end; ++task) {
-                         std::int64_t tile = task;
-                         if (tile < of_weight) {
-                           pack_tile(*weight_panels_, rows_of(weight_), tile);
-                           continue;
-                         }
-                         tile -= of_weight;
-                         if (tile < of_input) {
-                           pack_tile(*input_panels_, input, tile);
-                           continue;
-                         }
-                         tile -= of_input;
-                         const Rows here = grad.part(rows.begin(tile), rows.used(tile));
-                         if (wanted_[2]) kernels::sum_columns(here, sums.data() + tile * grad.columns);
-                         if (!wanted_[1]) continue;
-                         std::byte* to = left_block(rows.begin(tile) / kTerms) + rows.begin(tile) % kTerms * kBytes;
-                         for (std::int64_t column = 0; column < outputs_; column += kTile) {
-                           kernels::pack_operand(Operand::LeftTransposed,
-                                                 columns_of(here, column, std::min(kTile, here.columns - column)),
-                                                 rows.padded(tile), std::min(kTile, outputs_ - column),
-                                                 to + column * kTerms * kBytes, kTerms);
-                         }
-                       }
-                     });
+    // Tiles of the three differ in size: each thread has its part of each.
+    const std::int64_t least = grain(kTile * 16 * std::max(outputs_, weight_.size(1)));
+    const std::int64_t parts =
+        std::clamp<std::int64_t>((of_weight + of_input + of_grad) / least, 1, at::get_num_threads());
+    at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
+      const auto each = [&](std::int64_t tiles, const auto& run) {
+        for (std::int64_t tile = tiles * begin / parts; tile < tiles * end / parts; ++tile) run(tile);
+      };
+      each(of_weight, [&](std::int64_t tile) { pack_tile(*weight_panels_, rows_of(weight_), tile); });
+      each(of_input, [&](std::int64_t tile) { pack_tile(*input_panels_, input, tile); });
+      each(of_grad, [&](std::int64_t tile) {
+        const Rows here = grad.part(rows.begin(tile), rows.used(tile));
+        if (wanted_[2]) kernels::sum_columns(here, sums.data() + tile * grad.columns);
+        if (!wanted_[1]) return;
+        std::byte* to = left_block(rows.begin(tile) / kTerms) + rows.begin(tile) % kTerms * kBytes;
+        for (std::int64_t column = 0; column < outputs_; column += kTile) {
+          kernels::pack_operand(Operand::LeftTransposed,
+                                columns_of(here, column, std::min(kTile, here.columns - column)), rows.padded(tile),
+                                std::min(kTile, outputs_ - column), to + column * kTerms * kBytes, kTerms);
+        }
+      });
+    });
     for (std::size_t tile = 0; tile * bias_.size() < sums.size(); ++tile) {
       for (std::size_t i = 0; i < bias_.size(); ++i) bias_[i] += sums[tile * bias_.size() + i];
     }
