@@ -272,13 +272,17 @@ class Served {
  public:
   void capture(const char* name, c10::DispatchKey key) {
     const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+    captured_ = captured_ | c10::DispatchKeySet(key);
     kernels_.insert_or_assign({handle.operator_name().name, key}, handle.getComputedKernelForDispatchKey(key));
   }
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
-    kernels_.at({op.operator_name().name, keys.highestPriorityTypeId()}).callBoxed(op, keys, stack);
+    // Torch's dispatcher in Python, which compilers trace with, passes keys above this one too.
+    const auto key = (keys & captured_).highestPriorityTypeId();
+    kernels_.at({op.operator_name().name, key}).callBoxed(op, keys, stack);
   }
 
  private:
+  c10::DispatchKeySet captured_;
   std::map<std::pair<std::string, c10::DispatchKey>, c10::SafeKernelFunction> kernels_;
 };
 Served& served() {

@@ -304,6 +304,15 @@ def test_a_checkpointed_head_is_left_alone(logits: Any) -> None:
     assert grads[0].equal(grads[1])
 
 
+def test_layers_are_traced_by_a_compiler(logits: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 300), nn.Linear(300, 8))
+    x = torch.randn(4, 16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with logits.scope():
+        found = compiled(x)
+    assert found.equal(model(x))
+
+
 def test_values_of_other_weights_are_refused(logits: Any) -> None:
     model, (tokens, target) = Model(), batch()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
