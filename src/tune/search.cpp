@@ -199,9 +199,11 @@ struct Search::Impl {
     return options.total_seconds > 0 ? options.total_seconds - used : std::numeric_limits<double>::infinity();
   }
 
-  /// What is exact and often pays must not lose its turn to others that were refused after a long verification.
+  /// What is exact and often pays must not lose its turn to others that were refused after a long verification, nor
+  /// what is likely to save its trial's time in a part of the run.
   [[nodiscard]] bool has_turn(std::size_t i) const {
-    return !is_costly(i) && (!out_of_budget() || (options.repay_steps > 0 && items[i].often_pays));
+    if (is_costly(i) || !out_of_budget()) return !is_costly(i);
+    return options.repay_steps > 0 && (items[i].often_pays || likely_saved(items[i]) > one_trial());
   }
 
   /// Another one of a group with one-off costs, which has shown that little is to be gained so.
@@ -226,6 +228,11 @@ struct Search::Impl {
   [[nodiscard]] bool may_try_again() const {
     return options.budget_seconds <= 0 ||
            elapsed < (options.repay_steps > 0 ? kPolicy.again_share * repaid() : budget());
+  }
+
+  /// Seconds that a trial may take where what is spent must be repaid soon.
+  [[nodiscard]] double one_trial() const {
+    return std::max(kPolicy.one_trial_steps * step_seconds, kPolicy.one_trial_seconds);
   }
 
   [[nodiscard]] double cost_budget() const {
@@ -428,7 +435,7 @@ struct Search::Impl {
         // What promises much may be looked at again where the first pairs were disturbed.
         const double promised = 1 - 1 / std::max(1.0, items[pending->item].facts.expected_speedup);
         share = std::max(share, kPolicy.one_trial_share * options.repay_steps * promised * step_seconds);
-        share = std::min(share, std::max(kPolicy.one_trial_steps * step_seconds, kPolicy.one_trial_seconds));
+        share = std::min(share, one_trial());
         trial.paired_test.worth = std::max(trial.paired_test.worth, least_gain());
         trial.paired_test.repay_steps = options.repay_steps;
       }

@@ -44,7 +44,7 @@ TEST(Search, TriesWhatTakesACostAnewOnlyWhereItRepaysThatSoon) {
 
 TEST(Search, MaySpendWhatTheSavingRepaysSoon) {
   std::vector<StrategyFacts> strategies{{.name = "good", .expected_speedup = 2}};
-  for (int i = 0; i < 30; ++i) strategies.push_back({.name = "null_" + std::to_string(i)});
+  for (int i = 0; i < 30; ++i) strategies.push_back({.name = "null_" + std::to_string(i), .expected_speedup = 1.01});
   const Landscape seconds = [](const Names& on) { return has(on, "good") ? 0.5 : 1; };
   const auto trials = [&](double repay_steps) {
     Search search(strategies, {.step_seconds = 1, .budget_seconds = 10, .repay_steps = repay_steps});

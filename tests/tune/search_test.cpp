@@ -205,20 +205,23 @@ TEST(Search, RefusedStrategiesDoNotTakeTheTurnOfExactOnes) {
   Search search({{.name = "bf16", .kind = Kind::Precision, .expected_speedup = 2},
                  {.name = "null", .kind = Kind::Tolerance},
                  {.name = "keep_heap", .expected_speedup = 1.08},
+                 {.name = "likely", .kind = Kind::Tolerance, .expected_speedup = 1.3},
                  {.name = "rarely", .expected_speedup = 1.02}},
-                SearchOptions::for_run(10'000, 0.2, 0, 1));
+                SearchOptions::for_run(1'000, 0.2, 0, 1));
   Names names;
   while (const auto trial = search.ask()) {
     names.push_back(trial->strategy);
     EXPECT_GT(trial->paired_test.budget_seconds, 0);
-    search.charge(trial->strategy == "bf16" ? 13 : 0);  // verifying it takes the budget of 60 steps
+    search.charge(trial->strategy == "bf16" ? 13 : 0);  // verifying it takes the budget
     PairedTestResult paired_test;
     paired_test.decision = Decision::Accept;
     paired_test.speedup = {1.4, 1.5, 1.6, 0.95};
     search.tell({.paired_test = paired_test, .verified = false});
   }
-  EXPECT_THAT(names, ElementsAre("bf16", "keep_heap"));
-  EXPECT_THAT(search.entries()[3].reason, HasSubstr("budget"));
+  // A quarter of the run is 50 s, and a trial may take 40 steps, 8 s.
+  EXPECT_THAT(names, ElementsAre("bf16", "likely", "keep_heap"));
+  EXPECT_THAT(search.entries()[1].reason, HasSubstr("budget"));
+  EXPECT_THAT(search.entries()[4].reason, HasSubstr("budget"));
 }
 
 TEST(Search, WhatCanGainNothingIsNotTried) {

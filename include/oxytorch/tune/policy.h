@@ -40,7 +40,7 @@ struct Policy {
   double clearly_faster = 1.1;          ///< by which an update leads by itself: inside of a step, caches differ
   double usual_optimizer_share = 0.15;  ///< of a step, where a strategy for optimizers has its expected speedup
   double hidden_share = 0.8;            ///< of drawing a batch and of a step, whichever is shorter, beside the other
-  double likely_share = 0.25;           ///< of the run, in which a likely gain is to repay a one-off cost
+  double likely_share = 0.25;           ///< of the run, in which a likely gain is to repay a trial or a one-off cost
   double speaks_for = 1.1;              ///< a gain from which others of its group with one-off costs are tried too
 
   // -- with the goal memory --
