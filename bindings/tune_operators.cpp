@@ -129,6 +129,8 @@ void bind_tune_operators(py::module_& m) {
       .def_static("sums", &DeferredSums::sums, "Dropouts and additions that were taken, so far.")
       .def_static("joined", &DeferredSums::joined, "Normalizations that one was computed with, so far.")
       .def_static("serves", &DeferredSums::serves, py::arg("device"), "Whether norms on that device are taken.")
+      .def_static("narrowed", &DeferredSums::narrowed,
+                  "Normalizations that were written in the 16 bits in which a layer takes them, so far.")
       .def_static("written", &DeferredSums::written,
                   "RMS normalizations that a model wrote out and that were computed as one, so far.")
       .def(

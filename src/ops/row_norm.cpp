@@ -34,9 +34,9 @@ using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 Four row_norm_forward_cpu(const Tensor& input, const MaybeTensor& residual, const MaybeTensor& keep,
                           const MaybeTensor& weight, const MaybeTensor& bias, double eps, double keep_scale,
-                          bool is_centered) {
-  const NormOfSum of{input, or_none(residual), or_none(keep), or_none(weight), or_none(bias),
-                     eps,   keep_scale,        is_centered};
+                          bool is_centered, std::optional<at::ScalarType> dtype) {
+  const NormOfSum of{input,      or_none(residual), or_none(keep), or_none(weight), or_none(bias), eps,
+                     keep_scale, is_centered,       dtype};
   OXY_CHECK(row_norm_cpu_takes(of), InvalidArgument, "row_norm_forward does not take an input ", input.sizes(), " of ",
             input.scalar_type(), " with these; call oxytorch::layer_norm, rms_norm or the like.");
   auto made = row_norm_cpu(of);
@@ -64,12 +64,13 @@ Tensor empty_rows_like(const Tensor& tensor, at::ScalarType type) {
 
 Four row_norm_forward_meta(const Tensor& input, const MaybeTensor& residual, const MaybeTensor& keep,
                            const MaybeTensor& /*weight*/, const MaybeTensor& /*bias*/, double /*eps*/,
-                           double /*keep_scale*/, bool is_centered) {
-  const NormOfSum of{input, or_none(residual), or_none(keep), {}, {}};
+                           double /*keep_scale*/, bool is_centered, std::optional<at::ScalarType> dtype) {
+  NormOfSum of{input, or_none(residual), or_none(keep), {}, {}};
+  of.rounded_to = dtype;
   auto of_rows = input.sym_sizes().vec();
   of_rows.back() = 1;
   const auto floats = input.options().dtype(at::kFloat);
-  return {empty_rows_like(input, of.type()),
+  return {empty_rows_like(input, of.result_type()),
           of.has_sum() ? empty_rows_like(input, of.type()) : at::empty({0}, input.options()),
           is_centered ? at::empty_symint(of_rows, floats) : at::empty({0}, floats), at::empty_symint(of_rows, floats)};
 }
@@ -99,17 +100,17 @@ using RowNormBackward = Operator<kRowNormBackwardName, decltype(row_norm_backwar
 // The kernel takes any leading dimensions. Mapped weights loop.
 Four row_norm_forward_vmap(const Tensor& input, const MaybeTensor& residual, const MaybeTensor& keep,
                            const MaybeTensor& weight, const MaybeTensor& bias, double eps, double keep_scale,
-                           bool is_centered) {
+                           bool is_centered, std::optional<at::ScalarType> dtype) {
   const VmapCall call(input, residual, keep, weight, bias);
   if (call.is_mapped(weight) || call.is_mapped(bias)) {
     return call.each([&](std::int64_t i) {
       return RowNormForward::call(call.of(input, i), call.of(residual, i), call.of(keep, i), call.of(weight, i),
-                                  call.of(bias, i), eps, keep_scale, is_centered);
+                                  call.of(bias, i), eps, keep_scale, is_centered, dtype);
     });
   }
   const auto [output, sum, mean, invstd] =
       RowNormForward::call(call.batch_first(input), call.batch_first(residual), call.batch_first(keep),
-                           call.unwrap(weight), call.unwrap(bias), eps, keep_scale, is_centered);
+                           call.unwrap(weight), call.unwrap(bias), eps, keep_scale, is_centered, dtype);
   const bool has_sum = residual.has_value() || keep.has_value();
   return {call.wrap(output), has_sum ? call.wrap(sum) : sum, is_centered ? call.wrap(mean) : mean, call.wrap(invstd)};
 }
@@ -125,7 +126,9 @@ Tensor composed_norm(const Tensor& sum, const Tensor& weight, const Tensor& bias
 std::pair<Tensor, Tensor> composed_norm_of_sum(const NormOfSum& of) {
   Tensor sum = of.keep.defined() ? of.input * of.keep * of.keep_scale : of.input;
   if (of.residual.defined()) sum = sum + of.residual;
-  return {composed_norm(sum, of.weight, of.bias, of.eps, of.is_centered), of.has_sum() ? sum : Tensor()};
+  Tensor normed = composed_norm(sum, of.weight, of.bias, of.eps, of.is_centered);
+  if (of.rounded_to) normed = normed.to(*of.rounded_to);
+  return {normed, of.has_sum() ? sum : Tensor()};
 }
 
 // With derivatives of their own. Of a row, 1 / root is that of this sum; eps is what it says it was.
@@ -214,7 +217,7 @@ struct RowNormNode : torch::autograd::Node {
 
 Four row_norm_forward_autograd(const Tensor& input, const MaybeTensor& residual, const MaybeTensor& keep,
                                const MaybeTensor& weight, const MaybeTensor& bias, double eps, double keep_scale,
-                               bool is_centered) {
+                               bool is_centered, std::optional<at::ScalarType> dtype) {
   const Tensor plus = or_none(residual), scale = or_none(weight), shift = or_none(bias);
   decltype(new_node<RowNormNode>()) node;
   if (torch::autograd::compute_requires_grad(input, plus, scale, shift)) {
@@ -225,7 +228,7 @@ Four row_norm_forward_autograd(const Tensor& input, const MaybeTensor& residual,
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     std::tie(output, sum, mean, invstd) =
-        RowNormForward::call(input, residual, keep, weight, bias, eps, keep_scale, is_centered);
+        RowNormForward::call(input, residual, keep, weight, bias, eps, keep_scale, is_centered, dtype);
   }
   if (node) {
     torch::autograd::set_history(output, node);
@@ -331,7 +334,8 @@ TORCH_LIBRARY_FRAGMENT(oxytorch, m) {
       {at::Tag::nondeterministic_seeded});
   m.def(
       "row_norm_forward(Tensor input, Tensor? residual, Tensor? keep, Tensor? weight, Tensor? bias, float eps, "
-      "float keep_scale, bool is_centered) -> (Tensor output, Tensor sum, Tensor mean, Tensor invstd)");
+      "float keep_scale, bool is_centered, ScalarType? dtype=None) -> "
+      "(Tensor output, Tensor sum, Tensor mean, Tensor invstd)");
   m.def(
       "row_norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor sum, Tensor mean, Tensor invstd, Tensor? keep, "
       "Tensor? weight, ScalarType input_type, ScalarType residual_type, float keep_scale, bool is_centered, "
@@ -378,7 +382,7 @@ std::pair<Tensor, Tensor> normalized_sum(const NormOfSum& of) {
   if (!row_norm_cpu_takes(of)) return composed_norm_of_sum(of);
   auto [output, sum, mean, invstd] =
       RowNormForward::call(of.input, if_defined(of.residual), if_defined(of.keep), if_defined(of.weight),
-                           if_defined(of.bias), of.eps, of.keep_scale, of.is_centered);
+                           if_defined(of.bias), of.eps, of.keep_scale, of.is_centered, of.rounded_to);
   return {output, of.has_sum() ? sum : Tensor()};
 }
 

@@ -97,7 +97,8 @@ NormedRows row_norm_cpu(const NormOfSum& of) {
   auto of_rows = of.input.sizes().vec();
   of_rows.back() = 1;
   const auto floats = of.input.options().dtype(at::kFloat);
-  NormedRows made{contiguous_like(of.input, of.type()), of.has_sum() ? contiguous_like(of.input, of.type()) : Tensor(),
+  NormedRows made{contiguous_like(of.input, of.result_type()),
+                  of.has_sum() ? contiguous_like(of.input, of.type()) : Tensor(),
                   of.is_centered ? at::empty(of_rows, floats) : at::empty({0}, floats), at::empty(of_rows, floats)};
   auto* mean = made.mean.mutable_data_ptr<float>();
   auto* invstd = made.invstd.mutable_data_ptr<float>();

@@ -18,11 +18,13 @@ struct NormOfSum {
   double eps = 1e-5;
   double keep_scale = 1;
   bool is_centered = true;
+  std::optional<at::ScalarType> rounded_to = {};  ///< the result's dtype, where it is not the sum's
 
   /// Whether the sum is another tensor than the input.
   [[nodiscard]] bool has_sum() const { return residual.defined() || keep.defined(); }
-  /// The dtype of the sum and of the result: what torch's addition gives.
+  /// The dtype of the sum: what torch's addition gives.
   [[nodiscard]] at::ScalarType type() const;
+  [[nodiscard]] at::ScalarType result_type() const { return rounded_to.value_or(type()); }
 };
 
 /// float32, bfloat16 and float16 on the CPU, nothing empty; weight and bias of float32 or of the sum's dtype.

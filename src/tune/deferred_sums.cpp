@@ -23,6 +23,7 @@
 
 #include <array>
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -43,7 +44,41 @@ namespace {
 using at::Tensor;
 
 thread_local int open_sum_scopes = 0;
-std::atomic<std::int64_t> sums_taken = 0, norms_joined = 0;
+std::atomic<std::int64_t> sums_taken = 0, norms_joined = 0, norms_narrowed = 0;
+
+/// What norms of some width were asked for: one is left to a linear layer where few are read as they are.
+class NormsRead {
+ public:
+  bool feed_layers(std::int64_t width) {
+    const std::lock_guard lock(mutex_);
+    const Count& count = counts_[width];
+    return kWhole * count.whole <= count.narrow;
+  }
+  void note_narrow(std::int64_t width) {
+    const std::lock_guard lock(mutex_);
+    ++counts_[width].narrow;
+  }
+  void note_whole(std::int64_t width) {
+    const std::lock_guard lock(mutex_);
+    ++counts_[width].whole;
+  }
+  void forget() {
+    const std::lock_guard lock(mutex_);
+    counts_.clear();
+  }
+
+ private:
+  static constexpr std::int64_t kWhole = 4;  // what one that is made twice costs, in what others save
+  struct Count {
+    std::int64_t narrow = 0, whole = 0;
+  };
+  std::mutex mutex_;
+  std::map<std::int64_t, Count> counts_;
+};
+NormsRead& norms_read() {
+  static NormsRead all;
+  return all;
+}
 
 /// What torch's dropout multiplies with.
 Tensor noise_of(const Tensor& keep, double dropout) { return keep.div(1 - dropout); }
@@ -104,7 +139,10 @@ struct Sum final : DeferredValue {
   std::optional<Tensor> serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
                               std::size_t position, std::shared_ptr<DeferredValue> self) override;
   /// Its norm over the last dimension, with which it is computed; nothing where the kernel does not take it.
-  std::optional<Tensor> normed(const Tensor& weight, const Tensor& bias, double eps, bool is_centered);
+  std::optional<Tensor> normed(const Tensor& weight, const Tensor& bias, double eps, bool is_centered,
+                               std::optional<at::ScalarType> rounded_to = {});
+  /// Whether the kernel would take it with these.
+  [[nodiscard]] bool takes(const Tensor& weight, const Tensor& bias);
 
   bool is_residual_first = false;
 
@@ -165,8 +203,96 @@ bool is_of_rows(const Tensor& meta, const c10::IValue& shape) {
 }
 Tensor tensor_or_none(const c10::IValue& argument) { return is_tensor(argument) ? argument.toTensor() : Tensor(); }
 
+/// A norm that is left to the linear layer behind it: under autocast that takes it in 16 bits, in which it is then
+/// written at once. Its bits are those of the norm in float32, cast; so are the gradients'.
+struct RowNorm final : DeferredValue {
+  std::shared_ptr<Sum> sum;  // of which it is; null: of the input
+  Tensor input, weight, bias;
+  double eps = 0;
+  bool is_centered = true;
+  std::array<std::uint32_t, 3> versions{};
+
+  [[nodiscard]] std::array<std::uint32_t, 3> present_versions() const {
+    const auto of = [](const Tensor& t) { return t.defined() ? version_of(t) : 0U; };
+    return {of(input), of(weight), of(bias)};
+  }
+
+  Tensor values() override {
+    const std::lock_guard lock(mutex_);
+    if (whole_.defined()) return whole_;
+    norms_read().note_whole(meta.size(-1));
+    whole_ = behind_hooks(made(std::nullopt));
+    return whole_;
+  }
+  bool is_computed() override {
+    const std::lock_guard lock(mutex_);
+    return whole_.defined();
+  }
+  void settle() override {}
+
+  std::optional<Tensor> serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
+                              std::size_t position, std::shared_ptr<DeferredValue> /*self*/) override {
+    const auto& name = op.operator_name().name;
+    const std::size_t place = name == "aten::addmm" ? 1 : 0;
+    if (position != place || (place == 0 && name != "aten::linear" && name != "aten::matmul") ||
+        !at::autocast::is_autocast_enabled(at::kCPU) || has_hooks()) {
+      return std::nullopt;
+    }
+    const auto type = at::autocast::get_autocast_dtype(at::kCPU);
+    if (type != at::kBFloat16 && type != at::kHalf) return std::nullopt;
+    torch::jit::Stack stack(arguments.begin(), arguments.end());
+    {
+      const std::lock_guard lock(mutex_);
+      // Gradients of a second layer would be added in 16 bits, and torch adds them in float32.
+      if (whole_.defined() || std::exchange(is_narrowed_, true)) return std::nullopt;
+      norms_read().note_narrow(meta.size(-1));
+      norms_narrowed.fetch_add(1, std::memory_order_relaxed);
+      stack[place] = made(type);
+    }
+    op.callBoxed(stack);
+    return std::move(stack.back()).toTensor();
+  }
+
+ private:
+  [[nodiscard]] Tensor made(std::optional<at::ScalarType> type) const {
+    OXY_CHECK(versions == present_versions(), InvalidState,
+              "a norm is asked for after its input or weights were changed in place: it was left to the layer that "
+              "take it (native_layer_norm). Read it before, or leave that strategy out.");
+    const at::AutoGradMode as_in_training(true);
+    if (sum) {
+      if (auto joined = sum->normed(weight, bias, eps, is_centered, type)) return *joined;
+    }
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset), as_left_alone(kThreadKey);
+    ops::NormOfSum of{sum ? sum->values() : input, {}, {}, weight, bias, eps, 1, is_centered};
+    of.rounded_to = type;
+    return ops::normalized_sum(of).first;
+  }
+
+  std::mutex mutex_;
+  Tensor whole_;
+  bool is_narrowed_ = false;
+};
+
+/// Whether a norm of these sizes, of float32, may be left to what follows.
+bool may_leave_norm(const Tensor& meta) {
+  return meta.scalar_type() == at::kFloat && meta.is_contiguous() && at::autocast::is_autocast_enabled(at::kCPU) &&
+         at::autocast::get_autocast_dtype(at::kCPU) != at::kFloat && norms_read().feed_layers(meta.size(-1));
+}
+
+/// `of` is the sum or the input as a tensor.
+Tensor deferred_row_norm(std::shared_ptr<RowNorm> norm, const Tensor& of) {
+  norm->meta = at::empty(of.sizes(), at::TensorOptions().dtype(at::kFloat).device(at::kMeta));
+  norm->versions = norm->present_versions();
+  Tensor tensor = deferred_tensor(norm);
+  put_in_graph(tensor, *norm, {of, norm->weight, norm->bias},
+               [eps = norm->eps, is_centered = norm->is_centered](const std::vector<Tensor>& given) {
+                 return ops::normalized_sum({given[0], {}, {}, given[1], given[2], eps, 1, is_centered}).first;
+               });
+  return tensor;
+}
+
 std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
-                                 std::size_t position, std::shared_ptr<DeferredValue> /*self*/) {
+                                 std::size_t position, std::shared_ptr<DeferredValue> self) {
   if (meta.is_contiguous()) {
     if (auto made = written_norm_of_sum(op, arguments, position)) return made;
   }
@@ -199,14 +325,30 @@ std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vecto
   }
   const c10::IValue& eps = arguments[is_centered ? 4 : 3];
   const double eps_or_default = ops::rms_eps(meta, eps.isNone() ? std::nullopt : std::optional(eps.toDouble()));
-  return normed(tensor_or_none(arguments[2]), is_centered ? tensor_or_none(arguments[3]) : Tensor(), eps_or_default,
-                is_centered);
+  const Tensor weight = tensor_or_none(arguments[2]), bias = is_centered ? tensor_or_none(arguments[3]) : Tensor();
+  if (may_leave_norm(meta) && takes(weight, bias)) {
+    auto norm = std::make_shared<RowNorm>();
+    norm->sum = std::dynamic_pointer_cast<Sum>(std::move(self));
+    norm->weight = weight;
+    norm->bias = bias;
+    norm->eps = eps_or_default;
+    norm->is_centered = is_centered;
+    return deferred_row_norm(std::move(norm), arguments[0].toTensor());
+  }
+  return normed(weight, bias, eps_or_default, is_centered);
 }
 
-std::optional<Tensor> Sum::normed(const Tensor& weight, const Tensor& bias, double eps, bool is_centered) {
+bool Sum::takes(const Tensor& weight, const Tensor& bias) {
+  const std::lock_guard lock(mutex_);
+  return may_join() && meta.is_contiguous() && !is_deferred(weight) && !is_deferred(bias) &&
+         ops::row_norm_cpu_takes({input, residual, keep, weight, bias});
+}
+
+std::optional<Tensor> Sum::normed(const Tensor& weight, const Tensor& bias, double eps, bool is_centered,
+                                  std::optional<at::ScalarType> rounded_to) {
   const std::lock_guard lock(mutex_);
   if (!may_join() || !meta.is_contiguous() || is_deferred(weight) || is_deferred(bias)) return std::nullopt;
-  const ops::NormOfSum of{input, residual, keep, weight, bias, eps, 1 / (1 - dropout), is_centered};
+  const ops::NormOfSum of{input, residual, keep, weight, bias, eps, 1 / (1 - dropout), is_centered, rounded_to};
   if (!ops::row_norm_cpu_takes(of)) return std::nullopt;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   auto [normed, sum] = ops::normalized_sum(of);
@@ -274,6 +416,15 @@ std::optional<Tensor> norm_in_scope(const Tensor& input, c10::SymIntArrayRef sha
   const ops::NormOfSum of{input, {}, {}, ops::or_none(weight), ops::or_none(bias), eps, 1, is_centered};
   if (is_deferred(of.weight) || is_deferred(of.bias)) return std::nullopt;
   if (!may_defer(input, of.weight.defined() ? of.weight : input) || !ops::row_norm_cpu_takes(of)) return std::nullopt;
+  if (may_leave_norm(input)) {
+    auto norm = std::make_shared<RowNorm>();
+    norm->input = input;
+    norm->weight = of.weight;
+    norm->bias = of.bias;
+    norm->eps = eps;
+    norm->is_centered = is_centered;
+    return deferred_row_norm(std::move(norm), input);
+  }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return ops::normalized_sum(of).first;
 }
@@ -326,6 +477,7 @@ std::optional<Tensor> rms_norm_of(const Tensor& rows, const Tensor& weight, doub
 }
 
 DeferredSums::DeferredSums() {
+  norms_read().forget();
   static const std::string reason = row_norm_differs();
   OXY_CHECK(reason.empty(), NotSupported, reason, ".");
   register_sums_once();
@@ -341,6 +493,7 @@ bool DeferredSums::serves(at::Device device) noexcept { return finds_written(dev
 
 std::int64_t DeferredSums::sums() noexcept { return sums_taken.load(std::memory_order_relaxed); }
 std::int64_t DeferredSums::joined() noexcept { return norms_joined.load(std::memory_order_relaxed); }
+std::int64_t DeferredSums::narrowed() noexcept { return norms_narrowed.load(std::memory_order_relaxed); }
 std::int64_t DeferredSums::written() noexcept { return written_norms(); }
 
 }  // namespace oxytorch::tune

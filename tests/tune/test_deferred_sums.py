@@ -257,6 +257,79 @@ def test_transforms_and_compiled_code_are_left_alone(sums: Any) -> None:
         torch.testing.assert_close(found[name], value)
 
 
+@pytest.mark.parametrize("adds", [False, True], ids=["of a tensor", "of a sum"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [nn.LayerNorm(24), nn.RMSNorm(24)], ids=["layer", "rms"])
+def test_a_linear_layer_takes_a_norm_in_16_bits(norm: nn.Module, dtype: torch.dtype, adds: bool, sums: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(2, 3, 24, generator=generator, requires_grad=True) for _ in range(2))
+    layer = nn.Linear(24, 24)
+    given = [x, *([y] if adds else []), *norm.parameters(), *layer.parameters()]
+
+    def results(sums: Any, as_it_is: bool) -> list[Tensor]:
+        with torch.autocast("cpu", dtype), sums.scope():
+            total = x + y if adds else x
+            normed = norm(total)
+            if as_it_is:
+                normed = normed.view_as(normed)  # asks for float32
+            out = layer(normed)
+            loss = out.float().square().sum() + total.sum()
+        return [out, *torch.autograd.grad(loss, given)]
+
+    expected = results(sums, as_it_is=True)
+    sums = _C.tune.DeferredSums()  # forgets that somebody asked
+    before = sums.narrowed()
+    found = results(sums, as_it_is=False)
+    assert sums.narrowed() == before + 1
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and one.equal(other)
+
+
+def test_norms_that_several_layers_take_wait_no_longer(sums: Any) -> None:
+    norm, one, other = nn.LayerNorm(40), nn.Linear(40, 40), nn.Linear(40, 40)
+    x = torch.randn(5, 40, requires_grad=True)
+    before, found = sums.narrowed(), []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16), sums.scope():
+            normed = norm(x)
+            loss = one(normed).sum() + other(normed).sin().sum()
+        found.append(torch.autograd.grad(loss, x)[0])
+    assert sums.narrowed() == before + 1
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+
+
+def test_norms_that_are_asked_for_as_they_are_wait_no_longer(sums: Any) -> None:
+    norm, layer = nn.LayerNorm(40), nn.Linear(40, 40)
+    x = torch.randn(5, 40, requires_grad=True)
+    before = sums.narrowed()
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16), sums.scope():
+            normed = norm(x)
+            (layer(normed) + normed).sum().backward()
+    assert sums.narrowed() == before + 1
+
+
+def test_a_norm_whose_input_has_changed_is_refused(sums: Any) -> None:
+    norm, layer = nn.LayerNorm(24), nn.Linear(24, 24)
+    x = torch.randn(5, 24, requires_grad=True).clone()
+    with torch.autocast("cpu", torch.bfloat16), sums.scope():
+        normed = norm(x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            layer(normed)
+
+
+def test_a_hook_of_a_norm_sees_its_gradient_in_float32(sums: Any) -> None:
+    norm, layer = nn.LayerNorm(24), nn.Linear(24, 24)
+    x = torch.randn(5, 24, requires_grad=True)
+    seen: list[Tensor] = []
+    with torch.autocast("cpu", torch.bfloat16), sums.scope():
+        normed = norm(x)
+        normed.register_hook(seen.append)
+        layer(normed).sum().backward()
+    assert [(t.dtype, t.shape) for t in seen] == [(torch.float32, x.shape)]
+
+
 def test_scopes_lie_in_each_other(sums: Any) -> None:
     x, y = torch.randn(3, 5).requires_grad_(), torch.randn(3, 5)
     with sums.scope():

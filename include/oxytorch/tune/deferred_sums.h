@@ -16,6 +16,9 @@ namespace oxytorch::tune {
 /// oxytorch::ops::add_layer_norm and add_rms_norm. Anything else that asks gets the values that torch's operators give.
 /// Layer and RMS normalization of other tensors takes this library's kernel too.
 ///
+/// Under autocast to 16 bits a float32 norm waits in turn: a linear layer takes it in 16 bits, in which the kernel then
+/// writes it, with the bits of a cast. Norms of a width that are mostly asked for as they are wait no longer.
+///
 /// So does RMS normalization that a model writes out over rows of contiguous tensors, as LLaMA, Gemma and T5 of Hugging
 /// Face do: x * rsqrt(mean(x^2) + eps), or x over the root, in float32, rounded to x's dtype or not, times a weight.
 /// Squares, and 16-bit tensors that become float32, have no values yet either. On CUDA and privateuse1 these norms
@@ -47,6 +50,8 @@ class OXY_API DeferredSums {
   [[nodiscard]] static std::int64_t sums() noexcept;
   /// Normalizations that one was computed with.
   [[nodiscard]] static std::int64_t joined() noexcept;
+  /// Normalizations that were written in the 16 bits in which a linear layer takes them.
+  [[nodiscard]] static std::int64_t narrowed() noexcept;
   /// RMS normalizations that a model wrote out and that were computed as one.
   [[nodiscard]] static std::int64_t written() noexcept;
 };

@@ -857,6 +857,11 @@ class DeferredSums:
         Normalizations that one was computed with, so far.
         """
     @staticmethod
+    def narrowed() -> int:
+        """
+        Normalizations that were written in the 16 bits in which a layer takes them, so far.
+        """
+    @staticmethod
     def serves(device: torch.device) -> bool:
         """
         Whether norms on that device are taken.
