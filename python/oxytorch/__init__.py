@@ -5,7 +5,6 @@ from __future__ import annotations
 # torch first: its libraries must be loaded before ours.
 import torch as _torch
 
-from ._higher_order import let_thread_key_through as _let_thread_key_through
 from ._torch_check import require_same_torch as _require_same_torch
 
 try:
@@ -17,7 +16,6 @@ _require_same_torch(_BUILT_FOR, _torch.__version__)
 
 from . import _C
 
-_let_thread_key_through()
 # Before torch's threads race for it: the first square root of a process may come out with few bits otherwise.
 _C.trainer.resolve_vector_math()
 
