@@ -185,7 +185,7 @@ PairedTestOptions PairedTestOptions::conclusion(std::uint64_t seed) {
   return {.threshold = 1, .false_accept = 0.04, .least_pairs = 6, .most_pairs = 20, .seed = seed};
 }
 
-PairedTestOptions PairedTestOptions::agreement() { return {.false_accept = 0.1, .least_pairs = 5}; }
+PairedTestOptions PairedTestOptions::agreement() { return {.threshold = 1, .false_accept = 0.1, .least_pairs = 5}; }
 
 PairedTestOptions PairedTestOptions::member(std::uint64_t seed) {
   return {.threshold = 1, .false_accept = 0.04, .least_pairs = 5, .most_pairs = 5, .seed = seed};

@@ -203,7 +203,9 @@ struct Search::Impl {
   /// what is likely to save its trial's time in a part of the run.
   [[nodiscard]] bool has_turn(std::size_t i) const {
     if (is_costly(i) || !out_of_budget()) return !is_costly(i);
-    return options.repay_steps > 0 && (items[i].often_pays || likely_saved(items[i]) > one_trial());
+    if (options.repay_steps == 0) return false;
+    const double run = step_seconds * static_cast<double>(options.steps_planned);
+    return items[i].often_pays || (likely_saved(items[i]) > one_trial() && elapsed < kPolicy.likely_trials * run);
   }
 
   /// Another one of a group with one-off costs, which has shown that little is to be gained so.
@@ -425,6 +427,7 @@ struct Search::Impl {
     const Item& item = items[pending->item];
     if (item.facts.update_proven && (item.rivals & force) == 0 && pending->alone && !pending->removal) {
       const PairedTestOptions agreement = PairedTestOptions::agreement();
+      trial.paired_test.threshold = std::min(trial.paired_test.threshold, agreement.threshold);
       trial.paired_test.false_accept = std::max(trial.paired_test.false_accept, agreement.false_accept);
       trial.paired_test.least_pairs = std::min(trial.paired_test.least_pairs, agreement.least_pairs);
     }

@@ -320,7 +320,7 @@ TEST_F(TrainerAutoTest, FitTellsHowLongTheRunIs) {
   }
   EXPECT_LT(took[0], 2.0);
   EXPECT_GT(took[1], 2.0);
-  EXPECT_LT(took[1], 0.02 * 20'000 * 0.02 * 1.1);
+  EXPECT_LT(took[1], 0.05 * 20'000 * 0.02 * 1.1);
 }
 
 TEST_F(TrainerAutoTest, WhatTheUsersLossThrowsComesThroughAndTheNextStepDecides) {

@@ -197,6 +197,7 @@ TEST(Search, OfAnUpdateThatWasProvenTheStepNeedOnlyAgree) {
   ASSERT_EQ(spent.all.size(), 2U);
   EXPECT_EQ(spent.all[0].strategy, "proven");
   EXPECT_EQ(spent.all[0].paired_test.false_accept, PairedTestOptions::agreement().false_accept);
+  EXPECT_EQ(spent.all[0].paired_test.threshold, 1);
   EXPECT_EQ(search.entries()[0].pairs, 5);
   EXPECT_EQ(spent.all[1].paired_test.false_accept, PairedTestOptions{}.false_accept);
 }
@@ -212,13 +213,13 @@ TEST(Search, RefusedStrategiesDoNotTakeTheTurnOfExactOnes) {
   while (const auto trial = search.ask()) {
     names.push_back(trial->strategy);
     EXPECT_GT(trial->paired_test.budget_seconds, 0);
-    search.charge(trial->strategy == "bf16" ? 13 : 0);  // verifying it takes the budget
+    search.charge(trial->strategy == "bf16" ? 6 : 0);  // verifying it takes the budget of 4 s
     PairedTestResult paired_test;
     paired_test.decision = Decision::Accept;
     paired_test.speedup = {1.4, 1.5, 1.6, 0.95};
     search.tell({.paired_test = paired_test, .verified = false});
   }
-  // A quarter of the run is 50 s, and a trial may take 40 steps, 8 s.
+  // A quarter of the run is 50 s, and a trial may take 40 steps, 8 s; a twentieth of the run is 10 s.
   EXPECT_THAT(names, ElementsAre("bf16", "likely", "keep_heap"));
   EXPECT_THAT(search.entries()[1].reason, HasSubstr("budget"));
   EXPECT_THAT(search.entries()[4].reason, HasSubstr("budget"));

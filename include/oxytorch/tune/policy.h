@@ -11,6 +11,7 @@ struct Policy {
   double repay_steps = 240;          ///< trials may spend more where the saving so far repays all in so many steps
   double short_run_trials = 0.02;    ///< of the steps of a short run, for trials
   double short_run_repay = 0.03;     ///< of its steps, in which what was spent is to be repaid
+  double likely_trials = 0.05;       ///< of the run, for trials of what is likely to repay them, beyond the above
   double conclude_steps = 50;        ///< that verifying and measuring what is kept usually takes
   double concluding_share = 0.1;     ///< of what would be saved in the planned run, for measuring it at the end
   double total_share = 0.15;         ///< of the planned run, for everything
