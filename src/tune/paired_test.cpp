@@ -131,6 +131,7 @@ struct PairedTest::Impl {
       const double slower = margins.size() == 2 ? kFarSlower : kMuchSlower;
       return margins.size() > 1 && *std::max_element(margins.begin(), margins.end()) < -std::log(slower);
     }
+    if (margins.size() < static_cast<std::size_t>(options.patience)) return false;
     const double center = std::max(center_of(margins), median(margins));
     // 1.4826 makes it the standard deviation of normal values; the rest corrects for few of them.
     const double spread = std::max(1.4826 * median_absolute_deviation(margins) * n / (n - 0.8), 1e-6);
@@ -185,7 +186,9 @@ PairedTestOptions PairedTestOptions::conclusion(std::uint64_t seed) {
   return {.threshold = 1, .false_accept = 0.04, .least_pairs = 6, .most_pairs = 20, .seed = seed};
 }
 
-PairedTestOptions PairedTestOptions::agreement() { return {.threshold = 1, .false_accept = 0.1, .least_pairs = 5}; }
+PairedTestOptions PairedTestOptions::agreement() {
+  return {.threshold = 1, .false_accept = 0.3, .least_pairs = 5, .patience = 8};
+}
 
 PairedTestOptions PairedTestOptions::member(std::uint64_t seed) {
   return {.threshold = 1, .false_accept = 0.04, .least_pairs = 5, .most_pairs = 5, .seed = seed};

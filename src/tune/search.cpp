@@ -430,6 +430,7 @@ struct Search::Impl {
       trial.paired_test.threshold = std::min(trial.paired_test.threshold, agreement.threshold);
       trial.paired_test.false_accept = std::max(trial.paired_test.false_accept, agreement.false_accept);
       trial.paired_test.least_pairs = std::min(trial.paired_test.least_pairs, agreement.least_pairs);
+      trial.paired_test.patience = std::max(trial.paired_test.patience, agreement.patience);
     }
     trial.paired_test.seed = philox(options.seed, 0, trials).word[0];
     if (options.budget_seconds > 0 && !is_costly(pending->item)) {

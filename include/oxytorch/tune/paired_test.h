@@ -21,6 +21,7 @@ struct PairedTestOptions {
   double false_accept = 0.0085;
   int least_pairs = 9;  ///< before the first interim analysis that may accept
   int most_pairs = 40;
+  int patience = 4;  ///< pairs before it may end as hopeless; a far slower challenger ends it before
   double worth = 1;  ///< ratio; ends as soon as the challenger is not going to be faster than it, or than threshold
   double most_seconds = 0;  ///< measured seconds after which it ends at any pair, as rejected; 0: no bound
   double budget_seconds =
@@ -33,8 +34,8 @@ struct PairedTestOptions {
   /// Everything against nothing at the end of a search: each change has been accepted by a stricter paired test
   /// already.
   [[nodiscard]] OXY_API static PairedTestOptions conclusion(std::uint64_t seed);
-  /// The whole step under an update that a paired test by itself has shown to be faster: two equal ones have not come
-  /// so far, so that the step need only agree.
+  /// The whole step under an update that a paired test by itself has shown to be faster: of a hundred equal ones not
+  /// one has come so far, so that the step need only agree.
   [[nodiscard]] OXY_API static PairedTestOptions agreement();
   /// Whether what a remembered certificate names is faster without one of it: all of five pairs must say so.
   [[nodiscard]] OXY_API static PairedTestOptions member(std::uint64_t seed);
