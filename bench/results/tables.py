@@ -245,6 +245,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
         "python bench/race/orchestrator.py --workloads mlp,lstm,gpt,cnn --starts 4 "
         "--json bench/results/orchestrator_avx2.json",
     ),
+    "amx": (
+        loops.with_amx,
+        "python bench/race/orchestrator.py --workloads gpt --starts 3 --json bench/results/orchestrator_amx.json",
+    ),
     "rivals": (
         loops.rivals,
         "python bench/race/orchestrator.py --screen, then python bench/race/orchestrator.py --starts 8 --json "

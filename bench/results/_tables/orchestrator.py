@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from _orchestrator.figures import (
     ALLOCATOR,
@@ -101,35 +101,49 @@ def orchestrator() -> str | None:
 
 def without_avx512() -> str | None:
     """The same on a processor without AVX-512, whose rivals were not screened."""
-    found = races("orchestrator_avx2.json")
+    return _on_another_processor("orchestrator_avx2.json", "stock, as one would write it", lambda _: "stock 1")
+
+
+def with_amx() -> str | None:
+    """The same on a processor with AMX, against the best rival there."""
+    return _on_another_processor("orchestrator_amx.json", "best rival of all", Race.best_rival)
+
+
+def _on_another_processor(name: str, kind: str, rival_of: Callable[[Race], str | None]) -> str | None:
+    found = races(name)
     if found is None:
         return None
     document, raced = found
-    rows = [
-        [
-            NAMES[race.name],
-            milliseconds(race.entries[REFERENCE].step),
-            over(race, REFERENCE, EXACT),
-            over(race, REFERENCE, TOLERANCE),
-            race.entries["stock 1"].settings,
-            over(race, "stock 1", TOLERANCE),
-            cost(race, TOLERANCE),
-        ]
-        for race in raced
-    ]
+    rows = []
+    for race in raced:
+        rival = rival_of(race) or REFERENCE
+        rows.append(
+            [
+                NAMES[race.name],
+                milliseconds(race.entries[REFERENCE].step),
+                over(race, REFERENCE, EXACT),
+                over(race, REFERENCE, TOLERANCE),
+                race.entries[rival].settings,
+                over(race, rival, TOLERANCE),
+                cost(race, TOLERANCE),
+            ]
+        )
     head = [
         "",
         "eager",
         "basic, over eager",
         "advanced, over eager",
-        "stock, as one would write it",
+        kind,
         "advanced, over it",
+        "first run (compiling)",
     ]
     contenders = ",".join(raced[0].entries)
     names = ",".join(race.name for race in raced)
-    command = f'python bench/race/orchestrator.py --workloads {names} --contenders "{contenders}" --starts 4'
-    said = measured(command, "orchestrator_avx2.json", document, starts_of(raced))
-    return table([*head, "first run (compiling)"], rows) + "\n\n" + said
+    starts = starts_of(raced)
+    command = (
+        f'python bench/race/orchestrator.py --workloads {names} --contenders "{contenders}" --starts {max(starts)}'
+    )
+    return table(head, rows) + "\n\n" + measured(command, name, document, starts)
 
 
 def rivals() -> str | None:
