@@ -34,6 +34,7 @@
 #include "ops/row_norm.h"
 #include "oxytorch/error.h"
 #include "tune/deferred.h"
+#include "tune/deferred_call.h"
 #include "tune/operators_entry.h"
 #include "tune/thread_key.h"
 #include "tune/written_norm.h"
@@ -138,17 +139,26 @@ struct Sum final : DeferredValue {
   void settle() override {}
   std::optional<Tensor> serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
                               std::size_t position, std::shared_ptr<DeferredValue> self) override;
-  /// Its norm over the last dimension, with which it is computed; nothing where the kernel does not take it.
-  std::optional<Tensor> normed(const Tensor& weight, const Tensor& bias, double eps, bool is_centered,
-                               std::optional<at::ScalarType> rounded_to = {});
-  /// Whether the kernel would take it with these.
-  [[nodiscard]] bool takes(const Tensor& weight, const Tensor& bias);
+  /// Its norm over the last dimension, `norm` but for what is added, with which it is computed; nothing where the
+  /// kernel does not take it.
+  std::optional<Tensor> normed(const ops::NormOfSum& norm);
+  /// Whether the kernel would.
+  [[nodiscard]] bool may_be(const ops::NormOfSum& norm);
 
   bool is_residual_first = false;
 
  private:
   [[nodiscard]] bool may_join() const {
     return !made_.defined() && !has_hooks() && versions == present_versions() && at::GradMode::is_enabled();
+  }
+  /// `norm` of what is added here, where it may join and the kernel takes it.
+  [[nodiscard]] std::optional<ops::NormOfSum> joined(ops::NormOfSum norm) const {
+    if (!may_join() || !meta.is_contiguous() || is_deferred(norm.weight) || is_deferred(norm.bias)) return std::nullopt;
+    norm.input = input;
+    norm.residual = residual;
+    norm.keep = keep;
+    norm.keep_scale = 1 / (1 - dropout);
+    return ops::row_norm_cpu_takes(norm) ? std::optional(std::move(norm)) : std::nullopt;
   }
   /// What it was made of is nobody's to hold any longer.
   void keep_made(Tensor made) {
@@ -203,96 +213,87 @@ bool is_of_rows(const Tensor& meta, const c10::IValue& shape) {
 }
 Tensor tensor_or_none(const c10::IValue& argument) { return is_tensor(argument) ? argument.toTensor() : Tensor(); }
 
+/// `norm` of rows: those of a tensor, or of a sum that is computed with it. Nothing where the kernel does not take it.
+std::optional<Tensor> norm_of_rows(const Tensor& rows, ops::NormOfSum norm) {
+  const auto value = deferred_value(rows);
+  if (auto* sum = dynamic_cast<Sum*>(value.get()); sum != nullptr && !sum->is_computed()) return sum->normed(norm);
+  norm.input = values_of(rows);
+  if (!ops::row_norm_cpu_takes(norm)) return std::nullopt;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return ops::normalized_sum(norm).first;
+}
+
+/// The 16 bits in which linear layers take float32 now, if they do.
+std::optional<at::ScalarType> layers_take() {
+  if (!at::autocast::is_autocast_enabled(at::kCPU)) return std::nullopt;
+  const auto type = at::autocast::get_autocast_dtype(at::kCPU);
+  return type == at::kBFloat16 || type == at::kHalf ? std::optional(type) : std::nullopt;
+}
+
 /// A norm that is left to the linear layer behind it: under autocast that takes it in 16 bits, in which it is then
 /// written at once. Its bits are those of the norm in float32, cast; so are the gradients'.
-struct RowNorm final : DeferredValue {
-  std::shared_ptr<Sum> sum;  // of which it is; null: of the input
-  Tensor input, weight, bias;
-  double eps = 0;
-  bool is_centered = true;
-  std::array<std::uint32_t, 3> versions{};
-
-  [[nodiscard]] std::array<std::uint32_t, 3> present_versions() const {
-    const auto of = [](const Tensor& t) { return t.defined() ? version_of(t) : 0U; };
-    return {of(input), of(weight), of(bias)};
+class RowNorm final : public DeferredCall {
+ public:
+  RowNorm(c10::OperatorHandle op, Arguments arguments, ops::NormOfSum norm)
+      : DeferredCall(std::move(op), std::move(arguments), at::kCPU), norm_(std::move(norm)) {
+    const Tensor& rows = arguments_[0].toTensor();
+    meta = at::empty(rows.sizes(), at::TensorOptions().dtype(at::kFloat).device(at::kMeta));
   }
-
-  Tensor values() override {
-    const std::lock_guard lock(mutex_);
-    if (whole_.defined()) return whole_;
-    norms_read().note_whole(meta.size(-1));
-    whole_ = behind_hooks(made(std::nullopt));
-    return whole_;
-  }
-  bool is_computed() override {
-    const std::lock_guard lock(mutex_);
-    return whole_.defined();
-  }
-  void settle() override {}
 
   std::optional<Tensor> serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
                               std::size_t position, std::shared_ptr<DeferredValue> /*self*/) override {
     const auto& name = op.operator_name().name;
     const std::size_t place = name == "aten::addmm" ? 1 : 0;
-    if (position != place || (place == 0 && name != "aten::linear" && name != "aten::matmul") ||
-        !at::autocast::is_autocast_enabled(at::kCPU) || has_hooks()) {
-      return std::nullopt;
-    }
-    const auto type = at::autocast::get_autocast_dtype(at::kCPU);
-    if (type != at::kBFloat16 && type != at::kHalf) return std::nullopt;
+    if (position != place || (place == 0 && name != "aten::linear" && name != "aten::matmul")) return std::nullopt;
+    const auto type = layers_take();
+    if (!type || has_hooks()) return std::nullopt;
     torch::jit::Stack stack(arguments.begin(), arguments.end());
     {
       const std::lock_guard lock(mutex_);
       // Gradients of a second layer would be added in 16 bits, and torch adds them in float32.
-      if (whole_.defined() || std::exchange(is_narrowed_, true)) return std::nullopt;
-      norms_read().note_narrow(meta.size(-1));
-      norms_narrowed.fetch_add(1, std::memory_order_relaxed);
-      stack[place] = made(type);
+      if (made_.defined() || std::exchange(is_narrowed_, true)) return std::nullopt;
+      OXY_CHECK(is_unchanged(), InvalidState, changed());
+      const at::AutoGradMode as_in_training(true);
+      auto narrow = norm_;
+      narrow.rounded_to = type;
+      auto made = norm_of_rows(arguments_[0].toTensor(), std::move(narrow));
+      if (!made) return std::nullopt;
+      stack[place] = std::move(*made);
     }
+    norms_read().note_narrow(meta.size(-1));
+    norms_narrowed.fetch_add(1, std::memory_order_relaxed);
     op.callBoxed(stack);
     return std::move(stack.back()).toTensor();
   }
 
- private:
-  [[nodiscard]] Tensor made(std::optional<at::ScalarType> type) const {
-    OXY_CHECK(versions == present_versions(), InvalidState,
-              "a norm is asked for after its input or weights were changed in place: it was left to the layer that "
-              "take it (native_layer_norm). Read it before, or leave that strategy out.");
-    const at::AutoGradMode as_in_training(true);
-    if (sum) {
-      if (auto joined = sum->normed(weight, bias, eps, is_centered, type)) return *joined;
-    }
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset), as_left_alone(kThreadKey);
-    ops::NormOfSum of{sum ? sum->values() : input, {}, {}, weight, bias, eps, 1, is_centered};
-    of.rounded_to = type;
-    return ops::normalized_sum(of).first;
+ protected:
+  std::optional<Tensor> made_instead() override {
+    norms_read().note_whole(meta.size(-1));
+    return norm_of_rows(arguments_[0].toTensor(), norm_);
+  }
+  void let_go() override { norm_ = {}; }
+  [[nodiscard]] const char* changed() const override {
+    return "a norm is asked for after its input or weights were changed in place: it was left to the layer that takes "
+           "it (native_layer_norm). Read it before, or leave that strategy out.";
   }
 
-  std::mutex mutex_;
-  Tensor whole_;
+ private:
+  ops::NormOfSum norm_;  // of the rows; what is added is the sum's
   bool is_narrowed_ = false;
 };
 
-/// Whether a norm of these sizes, of float32, may be left to what follows.
-bool may_leave_norm(const Tensor& meta) {
-  return meta.scalar_type() == at::kFloat && meta.is_contiguous() && at::autocast::is_autocast_enabled(at::kCPU) &&
-         at::autocast::get_autocast_dtype(at::kCPU) != at::kFloat && norms_read().feed_layers(meta.size(-1));
-}
-
-/// `of` is the sum or the input as a tensor.
-Tensor deferred_row_norm(std::shared_ptr<RowNorm> norm, const Tensor& of) {
-  norm->meta = at::empty(of.sizes(), at::TensorOptions().dtype(at::kFloat).device(at::kMeta));
-  norm->versions = norm->present_versions();
-  Tensor tensor = deferred_tensor(norm);
-  put_in_graph(tensor, *norm, {of, norm->weight, norm->bias},
-               [eps = norm->eps, is_centered = norm->is_centered](const std::vector<Tensor>& given) {
-                 return ops::normalized_sum({given[0], {}, {}, given[1], given[2], eps, 1, is_centered}).first;
-               });
-  return tensor;
+/// The norm that `op` makes of `arguments`, of a tensor or sum like `meta`, left to what follows; or nothing.
+std::optional<Tensor> deferred_norm_of(const c10::OperatorHandle& op, const Arguments& arguments, const Tensor& meta,
+                                       const ops::NormOfSum& norm) {
+  if (meta.scalar_type() != at::kFloat || !meta.is_contiguous() || !layers_take() ||
+      !norms_read().feed_layers(meta.size(-1))) {
+    return std::nullopt;
+  }
+  return tensor_of(std::make_shared<RowNorm>(op, arguments, norm));
 }
 
 std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
-                                 std::size_t position, std::shared_ptr<DeferredValue> self) {
+                                 std::size_t position, std::shared_ptr<DeferredValue> /*self*/) {
   if (meta.is_contiguous()) {
     if (auto made = written_norm_of_sum(op, arguments, position)) return made;
   }
@@ -325,33 +326,27 @@ std::optional<Tensor> Sum::serve(const c10::OperatorHandle& op, const std::vecto
   }
   const c10::IValue& eps = arguments[is_centered ? 4 : 3];
   const double eps_or_default = ops::rms_eps(meta, eps.isNone() ? std::nullopt : std::optional(eps.toDouble()));
-  const Tensor weight = tensor_or_none(arguments[2]), bias = is_centered ? tensor_or_none(arguments[3]) : Tensor();
-  if (may_leave_norm(meta) && takes(weight, bias)) {
-    auto norm = std::make_shared<RowNorm>();
-    norm->sum = std::dynamic_pointer_cast<Sum>(std::move(self));
-    norm->weight = weight;
-    norm->bias = bias;
-    norm->eps = eps_or_default;
-    norm->is_centered = is_centered;
-    return deferred_row_norm(std::move(norm), arguments[0].toTensor());
+  const ops::NormOfSum norm{.weight = tensor_or_none(arguments[2]),
+                            .bias = is_centered ? tensor_or_none(arguments[3]) : Tensor(),
+                            .eps = eps_or_default,
+                            .is_centered = is_centered};
+  if (may_be(norm)) {
+    if (auto left = deferred_norm_of(op, arguments, meta, norm)) return left;
   }
-  return normed(weight, bias, eps_or_default, is_centered);
+  return normed(norm);
 }
 
-bool Sum::takes(const Tensor& weight, const Tensor& bias) {
+bool Sum::may_be(const ops::NormOfSum& norm) {
   const std::lock_guard lock(mutex_);
-  return may_join() && meta.is_contiguous() && !is_deferred(weight) && !is_deferred(bias) &&
-         ops::row_norm_cpu_takes({input, residual, keep, weight, bias});
+  return joined(norm).has_value();
 }
 
-std::optional<Tensor> Sum::normed(const Tensor& weight, const Tensor& bias, double eps, bool is_centered,
-                                  std::optional<at::ScalarType> rounded_to) {
+std::optional<Tensor> Sum::normed(const ops::NormOfSum& norm) {
   const std::lock_guard lock(mutex_);
-  if (!may_join() || !meta.is_contiguous() || is_deferred(weight) || is_deferred(bias)) return std::nullopt;
-  const ops::NormOfSum of{input, residual, keep, weight, bias, eps, 1 / (1 - dropout), is_centered, rounded_to};
-  if (!ops::row_norm_cpu_takes(of)) return std::nullopt;
+  const auto of = joined(norm);
+  if (!of) return std::nullopt;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  auto [normed, sum] = ops::normalized_sum(of);
+  auto [normed, sum] = ops::normalized_sum(*of);
   ops::let_hooks_see_sum(normed, edge);
   keep_made(sum);
   norms_joined.fetch_add(1, std::memory_order_relaxed);
@@ -406,40 +401,41 @@ Tensor to_in_scope(c10::DispatchKeySet keys, const Tensor& self, at::ScalarType 
   return at::_ops::to_dtype::redispatch(behind_thread_key(keys), self, dtype, non_blocking, copy, format);
 }
 
-/// The norm by the kernel of this library, or nothing where torch's must see the arguments.
-std::optional<Tensor> norm_in_scope(const Tensor& input, c10::SymIntArrayRef shape, const MaybeTensor& weight,
-                                    const MaybeTensor& bias, double eps, bool is_centered) {
-  if (open_sum_scopes == 0 || is_deferred(input) || !is_addend(input) || shape.size() != 1 ||
-      shape[0] != input.sym_size(-1)) {
+/// The norm by the kernel of this library, of `arguments` of the operator `name`, or nothing where torch's must see
+/// them.
+std::optional<Tensor> norm_in_scope(const char* name, const Arguments& arguments, c10::SymIntArrayRef shape,
+                                    ops::NormOfSum norm) {
+  const Tensor& input = arguments[0].toTensor();
+  if (is_deferred(input) || !is_addend(input) || shape.size() != 1 || shape[0] != input.sym_size(-1) ||
+      is_deferred(norm.weight) || is_deferred(norm.bias)) {
     return std::nullopt;
   }
-  const ops::NormOfSum of{input, {}, {}, ops::or_none(weight), ops::or_none(bias), eps, 1, is_centered};
-  if (is_deferred(of.weight) || is_deferred(of.bias)) return std::nullopt;
-  if (!may_defer(input, of.weight.defined() ? of.weight : input) || !ops::row_norm_cpu_takes(of)) return std::nullopt;
-  if (may_leave_norm(input)) {
-    auto norm = std::make_shared<RowNorm>();
-    norm->input = input;
-    norm->weight = of.weight;
-    norm->bias = of.bias;
-    norm->eps = eps;
-    norm->is_centered = is_centered;
-    return deferred_row_norm(std::move(norm), input);
+  norm.input = input;
+  if (!may_defer(input, norm.weight.defined() ? norm.weight : input) || !ops::row_norm_cpu_takes(norm)) {
+    return std::nullopt;
   }
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  return ops::normalized_sum(of).first;
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  if (auto left = deferred_norm_of(op, arguments, input, norm)) return left;
+  return norm_of_rows(input, std::move(norm));
 }
 
 Tensor rms_norm_in_scope(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef shape,
                          const MaybeTensor& weight, std::optional<double> eps) {
-  auto made = norm_in_scope(input, shape, weight, {}, ops::rms_eps(input, eps), false);
-  return made ? *made : at::_ops::rms_norm::redispatch(behind_thread_key(keys), input, shape, weight, eps);
+  if (open_sum_scopes > 0) {
+    const ops::NormOfSum norm{.weight = ops::or_none(weight), .eps = ops::rms_eps(input, eps), .is_centered = false};
+    if (auto made = norm_in_scope("aten::rms_norm", {input, shape, weight, eps}, shape, norm)) return *made;
+  }
+  return at::_ops::rms_norm::redispatch(behind_thread_key(keys), input, shape, weight, eps);
 }
 
 Tensor layer_norm_in_scope(c10::DispatchKeySet keys, const Tensor& input, c10::SymIntArrayRef shape,
                            const MaybeTensor& weight, const MaybeTensor& bias, double eps, bool cudnn) {
-  auto made = norm_in_scope(input, shape, weight, bias, eps, true);
-  return made ? *made
-              : at::_ops::layer_norm::redispatch(behind_thread_key(keys), input, shape, weight, bias, eps, cudnn);
+  if (open_sum_scopes > 0) {
+    const ops::NormOfSum norm{.weight = ops::or_none(weight), .bias = ops::or_none(bias), .eps = eps};
+    const Arguments arguments{input, shape, weight, bias, eps, cudnn};
+    if (auto made = norm_in_scope("aten::layer_norm", arguments, shape, norm)) return *made;
+  }
+  return at::_ops::layer_norm::redispatch(behind_thread_key(keys), input, shape, weight, bias, eps, cudnn);
 }
 
 void register_sums_once() {
@@ -461,19 +457,12 @@ void register_sums_once() {
 }  // namespace
 
 std::optional<Tensor> rms_norm_of(const Tensor& rows, const Tensor& weight, double eps) {
-  const auto value = deferred_value(rows);
-  if (auto* sum = dynamic_cast<Sum*>(value.get()); sum != nullptr && !sum->is_computed()) {
-    return sum->normed(weight, {}, eps, /*is_centered=*/false);
-  }
+  if (rows.is_cpu()) return norm_of_rows(rows, {.weight = weight, .eps = eps, .is_centered = false});
+  // Of one dtype torch has one kernel on CUDA.
   const Tensor input = values_of(rows);
+  if (weight.defined() && weight.scalar_type() != input.scalar_type()) return std::nullopt;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  if (!input.is_cpu()) {  // of one dtype torch has one kernel on CUDA
-    if (weight.defined() && weight.scalar_type() != input.scalar_type()) return std::nullopt;
-    return at::rms_norm(input, {input.size(-1)}, ops::if_defined(weight), eps);
-  }
-  const ops::NormOfSum of{input, {}, {}, weight, {}, eps, 1, /*is_centered=*/false};
-  if (!ops::row_norm_cpu_takes(of)) return std::nullopt;
-  return ops::normalized_sum(of).first;
+  return at::rms_norm(input, {input.size(-1)}, ops::if_defined(weight), eps);
 }
 
 DeferredSums::DeferredSums() {

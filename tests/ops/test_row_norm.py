@@ -215,6 +215,8 @@ def test_it_is_an_operator_that_torch_checks() -> None:
     opcheck(torch.ops.oxytorch.add_rms_norm, (x, r, w))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     opcheck(torch.ops.oxytorch.row_norm_forward, (x, r, None, w, b, 1e-5, 1.0, True), test_utils=tests)
+    narrow = (x, r, None, w, b, 1e-5, 1.0, True, torch.bfloat16)
+    opcheck(torch.ops.oxytorch.row_norm_forward, narrow, test_utils=tests)
 
 
 def test_compiled_and_mapped_it_agrees_with_eager() -> None:
