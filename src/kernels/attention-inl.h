@@ -194,6 +194,43 @@ void pack_operand(Operand operand, const Rows& given, std::int64_t rows, std::in
   if (!is_right) transpose_words(paired, width, rows / 2, width, to, stride / 2);
 }
 
+// Whole rows at a time, as they lie in memory: of tiles of kTile columns, each row would be waited for by itself.
+void pack_panels(const Rows& from, std::int64_t terms, void* to, std::int64_t panel) {
+  constexpr std::int64_t kPairsAhead = 8;
+  const std::int64_t whole_rows = from.rows / kTileStep * kTileStep, whole = from.columns / kTile * kTile;
+  auto* words = static_cast<std::uint32_t*>(to);
+  with_element(from.element, [&](auto kind) {
+    using T = decltype(kind);
+    const auto* first = static_cast<const T*>(from.data);
+    for (std::int64_t i = 0; i < whole_rows; i += 2) {
+      const T* low = first + i * from.stride;
+      const bool fetches = i + kPairsAhead + 1 < from.rows + from.following;
+      for (std::int64_t j = 0; j < whole; j += kTile, low += kTile) {
+        std::uint32_t* out = words + j / kTile * (panel / 2) + i / 2 * kTile;
+        if (fetches) {
+          fetch_row(low + kPairsAhead * from.stride, kTile);
+          fetch_row(low + (kPairsAhead + 1) * from.stride, kTile);
+        }
+        for (std::int64_t k = 0; k < kTile; k += kLanes) {
+          const VU high = hn::And(as_bf16(low + from.stride + k), set_bits(0xFFFF0000));
+          hn::StoreU(hn::Or(hn::ShiftRight<16>(as_bf16(low + k)), high), U32(), out + k);
+        }
+      }
+    }
+    const auto rest = [&](std::int64_t row, std::int64_t column) {
+      const std::int64_t columns = std::min(kTile, from.columns - column);
+      const Rows here{from.element, first + row * from.stride + column, from.stride,
+                      std::clamp<std::int64_t>(from.rows - row, 0, kTile), columns};
+      HWY_NAMESPACE::pack_operand(Operand::Right, here, std::min(kTile, terms - row), kTile,
+                                  words + column / kTile * (panel / 2) + row / 2 * kTile, kTile);
+    };
+    for (std::int64_t i = whole_rows; i < terms; i += kTile) {
+      for (std::int64_t j = 0; j < whole; j += kTile) rest(i, j);
+    }
+    for (std::int64_t i = 0; i < terms && whole < from.columns; i += kTile) rest(i, whole);
+  });
+}
+
 constexpr float kLog2E = 1.4426950408889634F;
 constexpr float kLog2ERest = 1.925963033500012e-8F;
 

@@ -33,6 +33,10 @@ void pack_operand(Operand operand, const Rows& from, std::int64_t rows, std::int
   operator_table(active_isa()).pack_operand(operand, from, rows, width, to, stride);
 }
 
+void pack_panels(const Rows& from, std::int64_t terms, void* to, std::int64_t panel) {
+  operator_table(active_isa()).pack_panels(from, terms, to, panel);
+}
+
 void apply_rule(const ScoreRule& rule, std::int64_t rows, std::int64_t columns, float* scores) {
   operator_table(active_isa()).apply_rule(rule, rows, columns, scores);
 }

@@ -37,6 +37,7 @@ const OperatorTable& operators() {
                                         load_tile,
                                         make_operand,
                                         pack_operand,
+                                        pack_panels,
                                         apply_rule,
                                         dropout_tile,
                                         softmax_tile,

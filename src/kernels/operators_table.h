@@ -33,6 +33,7 @@ struct OperatorTable {
                        void* work, void* to);
   void (*pack_operand)(Operand operand, const Rows& from, std::int64_t rows, std::int64_t width, void* to,
                        std::int64_t stride);
+  void (*pack_panels)(const Rows& from, std::int64_t terms, void* to, std::int64_t panel);
   void (*apply_rule)(const ScoreRule& rule, std::int64_t rows, std::int64_t columns, float* scores);
   void (*dropout_tile)(const TileDropout& rule, std::int64_t rows, std::uint32_t* keep);
   bool (*softmax_tile)(TileFormat format, float factor, std::int64_t rows, std::int64_t columns, const float* scores,

@@ -30,9 +30,15 @@ constexpr auto kFormat = TileFormat::BFloat16;
 constexpr std::int64_t kBytes = 2;
 // Rows of the left operand of one product, and terms of its sums: both operands are then near the core, and sums are
 // read and written once for that many terms.
-constexpr std::int64_t kRows = 128, kTerms = 256;
+constexpr std::int64_t kRows = 256, kTerms = 256;
+// Panels whose sums are stored together, in rows of several lines.
+constexpr std::int64_t kStrip = 2;
+// Rows of a batch that are few: a panel is multiplied with all of them as soon as it is made.
+constexpr std::int64_t kFew = 128;
 // Rows of a batch whose operands backward holds at a time.
-constexpr std::int64_t kChunk = 1024;
+constexpr std::int64_t kChunk = 2048;
+// Rows of the left operand and panels of the right one whose sums for the weight's gradient a core holds.
+constexpr std::int64_t kHeldRows = 512, kHeldPanels = 8;
 // Multiplications and additions below which a second thread costs more than it brings.
 constexpr std::int64_t kWorkOfThread = std::int64_t{1} << 21;
 
@@ -106,28 +112,19 @@ void pack_transposed(const Rows& weight, const Tiled& columns, std::int64_t pane
   }
 }
 
-/// kTile rows of a matrix, from the tile `tile`, as terms of the panel that begins at `to`.
-void pack_right(const Rows& from, const Tiled& columns, std::int64_t panel, std::int64_t tile, std::byte* to) {
-  const Tiled terms(from.rows);
-  const Rows rows = from.part(terms.begin(tile), terms.used(tile));
-  kernels::pack_operand(Operand::Right, columns_of(rows, columns.begin(panel), columns.used(panel)), terms.padded(tile),
-                        kTile, to + terms.begin(tile) * kTile * kBytes, kTile);
-}
-void pack_right(const Rows& from, const Tiled& columns, std::int64_t panel, std::byte* to) {
-  for (std::int64_t tile = 0; tile < Tiled(from.rows).tiles; ++tile) pack_right(from, columns, panel, tile, to);
-}
+/// A tile of rows of a matrix as terms of all panels.
 void pack_tile(const Panels& panels, const Rows& from, std::int64_t tile) {
-  for (std::int64_t panel = 0; panel < panels.columns.tiles; ++panel) {
-    pack_right(from, panels.columns, panel, tile, panels[panel]);
-  }
+  const Tiled terms(from.rows);
+  kernels::pack_panels(from.part(terms.begin(tile), terms.used(tile)), terms.padded(tile),
+                       panels[0] + terms.begin(tile) * kTile * kBytes, panels.terms * kTile);
 }
 
-/// Rows of the left operand times the panel at `right`, into `sums` of kTile columns.
+/// Rows of the left operand times the panel at `right`, into `sums`, whose rows are `stride` apart.
 void multiply(const Left& left, std::int64_t row, std::int64_t count, const std::byte* right, std::int64_t columns,
-              float* sums) {
+              float* sums, std::int64_t stride) {
   Parts(left.terms).each([&](std::int64_t term, std::int64_t terms) {
     product(kFormat, count, columns, terms, left.data + (row * left.stride + term) * kBytes, left.stride,
-            right + term * kTile * kBytes, kTile, sums, kTile, term > 0);
+            right + term * kTile * kBytes, kTile, sums, stride, term > 0);
   });
 }
 
@@ -139,10 +136,10 @@ struct Output {
   std::int64_t first = 0;
   const float* added = nullptr;
 
-  void store(const float* sums, std::int64_t row, std::int64_t count, const Tiled& columns, std::int64_t panel) const {
-    const std::int64_t column = columns.begin(panel);
+  void store(const float* sums, std::int64_t stride, std::int64_t row, std::int64_t count, std::int64_t column,
+             std::int64_t columns) const {
     auto* data = static_cast<std::byte*>(to.mutable_data_ptr());
-    kernels::store_rows(sums, kTile, count, columns.used(panel), 1, nullptr, ElementType::BF16,
+    kernels::store_rows(sums, stride, count, columns, 1, nullptr, ElementType::BF16,
                         data + ((first + row) * to.stride(0) + column) * kBytes, to.stride(0),
                         added == nullptr ? nullptr : added + column);
   }
@@ -150,17 +147,23 @@ struct Output {
 
 /// All rows of `left` times `right`.
 void multiply_all(const Left& left, std::int64_t rows, const Panels& right, const Output& output) {
-  const std::int64_t blocks = round_up(rows, kRows) / kRows, panels = right.columns.tiles;
-  at::parallel_for(0, blocks * panels, grain(std::min(rows, kRows) * kTile * left.terms),
+  const std::int64_t blocks = round_up(rows, kRows) / kRows, panels = right.columns.tiles,
+                     strips = round_up(panels, kStrip) / kStrip;
+  at::parallel_for(0, blocks * strips, grain(std::min(rows, kRows) * kStrip * kTile * left.terms),
                    [&](std::int64_t begin, std::int64_t end) {
                      const ProductScope scope(kFormat);
                      Scratch scratch;
-                     float* sums = scratch.floats(kRows * kTile);
+                     constexpr std::int64_t kStride = kStrip * kTile;
+                     float* sums = scratch.floats(kRows * kStride);
                      for (std::int64_t task = begin; task < end; ++task) {
-                       const std::int64_t row = task / panels * kRows, panel = task % panels;
-                       const std::int64_t count = std::min(kRows, rows - row);
-                       multiply(left, row, count, right[panel], right.columns.padded(panel), sums);
-                       output.store(sums, row, count, right.columns, panel);
+                       const std::int64_t row = task / strips * kRows, count = std::min(kRows, rows - row);
+                       const std::int64_t first = task % strips * kStrip, last = std::min(panels, first + kStrip);
+                       for (std::int64_t panel = first; panel < last; ++panel) {
+                         multiply(left, row, count, right[panel], right.columns.padded(panel),
+                                  sums + (panel - first) * kTile, kStride);
+                       }
+                       const std::int64_t column = right.columns.begin(first);
+                       output.store(sums, kStride, row, count, column, std::min(kStride, right.columns.count - column));
                      }
                    });
 }
@@ -176,7 +179,9 @@ class LinearBackwardPass {
         wanted_(wanted),
         adds_(sum.defined() && sum.scalar_type() == at::kFloat && grad_.size(0) <= kChunk),
         of_weight_(sum),
-        outputs_(round_up(weight.size(0), kTileStep)) {}
+        swaps_(!is_small() && weight.size(0) > weight.size(1)),
+        outputs_(round_up(weight.size(0), kTileStep)),
+        left_rows_(swaps_ ? round_up(weight.size(1), kTileStep) : outputs_) {}
 
   LinearGradients run() {
     const std::int64_t rows = grad_.size(0);
@@ -193,11 +198,9 @@ class LinearBackwardPass {
       sums_ = there ? of_weight_ : at::empty_like(of_weight_, at::kFloat);
     }
     if (wanted_[2]) bias_.assign(static_cast<std::size_t>(weight_.size(0)), 0.0F);
-    const std::int64_t held = std::min(rows, kChunk);
     if (wanted_[1]) {
-      const std::int64_t blocks = round_up(held, kTerms) / kTerms;
-      left_ = scratch_.bytes(blocks * outputs_ * kTerms * kBytes);
-      if (!is_small()) input_panels_.emplace(held, weight_.size(1));
+      const std::int64_t blocks = round_up(std::min(rows, kChunk), kTerms) / kTerms;
+      left_ = scratch_.bytes(blocks * left_rows_ * kTerms * kBytes);
     }
     for (std::int64_t first = 0; first < rows; first += kChunk) chunk(first, std::min(kChunk, rows - first), made);
     if (wanted_[1] && !sums_.is_same(of_weight_)) {
@@ -216,7 +219,7 @@ class LinearBackwardPass {
   }
 
  private:
-  [[nodiscard]] bool is_small() const { return grad_.size(0) <= kRows; }
+  [[nodiscard]] bool is_small() const { return grad_.size(0) <= kFew; }
 
   void chunk(std::int64_t first, std::int64_t count, LinearGradients& made) {
     const Rows grad = rows_of(grad_).part(first, count);
@@ -228,7 +231,7 @@ class LinearBackwardPass {
     const Left left = wanted_[0] ? left_of(scratch, grad) : Left();
     if (is_small()) return multiply_few(left, input, made.input);
     if (wanted_[0]) multiply_all(left, count, *weight_panels_, {made.input, first});
-    if (wanted_[1]) add_to_weight(count, adds_ || first > 0);
+    if (wanted_[1]) add_to_weight(swaps_ ? grad : input, adds_ || first > 0);
   }
 
   void multiply_few(const Left& left, const Rows& input, Tensor& of_input) {
@@ -239,71 +242,64 @@ class LinearBackwardPass {
       const ProductScope scope(kFormat);
       Scratch scratch;
       float* sums = scratch.floats(kRows * kTile);
-      std::byte* panel = scratch.bytes(std::max(outputs_, kRows) * kTile * kBytes);
+      const std::int64_t terms = round_up(std::max(outputs, rows), kTileStep);
+      std::byte* panel = scratch.bytes(terms * kTile * kBytes);
       for (std::int64_t i = begin; i < end; ++i) {
+        const std::int64_t column = columns.begin(i), used = columns.used(i);
+        const auto pack = [&](const Rows& from) {
+          kernels::pack_panels(columns_of(from, column, used), round_up(from.rows, kTileStep), panel, 0);
+        };
         if (wanted_[0]) {
-          if (!weight_panels_) pack_right(rows_of(weight_), columns, i, panel);
-          multiply(left, 0, rows, weight_panels_ ? (*weight_panels_)[i] : panel, columns.padded(i), sums);
-          Output{of_input}.store(sums, 0, rows, columns, i);
+          if (!weight_panels_) pack(rows_of(weight_));
+          multiply(left, 0, rows, weight_panels_ ? (*weight_panels_)[i] : panel, columns.padded(i), sums, kTile);
+          Output{of_input}.store(sums, kTile, 0, rows, column, used);
         }
         if (!wanted_[1]) continue;
-        pack_right(input, columns, i, panel);
-        for (std::int64_t row = 0; row < outputs; row += kRows) add_product(row, rows, panel, columns, i, sums, adds_);
+        pack(input);
+        for (std::int64_t row = 0; row < outputs; row += kRows) {
+          const std::int64_t count = std::min(kRows, outputs - row);
+          product(kFormat, count, columns.padded(i), round_up(rows, kTileStep), left_ + row * kTerms * kBytes, kTerms,
+                  panel, kTile, sums, kTile, false);
+          put(sums, count, used, row, column, adds_);
+        }
       }
     });
   }
 
-  // To the gradient of kRows outputs from `row`, of a panel of the input. Sums of several products are made where they
-  // lie together: rows of the gradient are often a power of two apart, of which caches hold few.
-  void add_product(std::int64_t row, std::int64_t rows, const std::byte* panel, const Tiled& columns, std::int64_t i,
-                   float* sums, bool add) {
-    const std::int64_t stride = sums_.stride(0), padded = columns.padded(i), terms = round_up(rows, kTileStep);
-    const std::int64_t count = std::min(kRows, weight_.size(0) - row);
-    float* there = sums_.mutable_data_ptr<float>() + row * stride + columns.begin(i);
-    const bool at_once = terms <= kTerms && !add && columns.used(i) == padded;
-    if (add) {  // its rows lie apart, and come while the products are made
-      for (std::int64_t r = 0; r < count; ++r) {
-        for (std::int64_t c = 0; c < columns.used(i); c += 16) __builtin_prefetch(there + r * stride + c, 1, 2);
-      }
+  /// Sums of `count` outputs from `row` and `used` inputs from `column` into the gradient.
+  void put(const float* sums, std::int64_t count, std::int64_t used, std::int64_t row, std::int64_t column, bool add) {
+    const std::int64_t stride = sums_.stride(0);
+    float* there = sums_.mutable_data_ptr<float>() + row * stride + column;
+    if (!add) {
+      kernels::store_rows(sums, kTile, count, used, 1, nullptr, ElementType::F32, there, stride);
+      return;
     }
-    for (std::int64_t term = 0; term < terms; term += kTerms) {
-      product(kFormat, count, padded, std::min(kTerms, terms - term), left_block(term / kTerms) + row * kTerms * kBytes,
-              kTerms, panel + term * kTile * kBytes, kTile, at_once ? there : sums, at_once ? stride : kTile, term > 0);
+    for (std::int64_t r = 0; r < count; ++r) {  // its rows lie apart
+      for (std::int64_t c = 0; c < used; c += 16) __builtin_prefetch(there + r * stride + c, 1, 2);
     }
-    if (at_once) return;
-    if (add) {
-      kernels::add_rows(sums, kTile, count, columns.used(i), there, stride);
-    } else {
-      kernels::store_rows(sums, kTile, count, columns.used(i), 1, nullptr, ElementType::F32, there, stride);
-    }
+    kernels::add_rows(sums, kTile, count, used, there, stride);
   }
 
-  // The weight (where it `is_new`), the chunk's input and its gradient as operands, and the gradient's sums.
+  // The weight (where it `is_new`), the left operand of the gradient of the weight, and with it that of the bias.
   void lay_out(const Rows& grad, const Rows& input, bool is_new) {
     const Tiled rows(grad.rows);
     const std::int64_t of_weight = weight_panels_ && is_new ? Tiled(weight_.size(0)).tiles : 0;
-    const std::int64_t of_input = input_panels_ ? rows.tiles : 0, of_grad = wanted_[1] || wanted_[2] ? rows.tiles : 0;
-    std::vector<float> sums(wanted_[2] ? static_cast<std::size_t>(rows.tiles * grad.columns) : 0);
-    // Tiles of the three differ in size: each thread has its part of each.
+    const bool sums_bias = wanted_[2] && !(wanted_[1] && swaps_);
+    const Rows& across = swaps_ ? input : grad;
+    const std::int64_t of_left = wanted_[1] || sums_bias ? rows.tiles : 0;
+    std::vector<float> sums(sums_bias ? static_cast<std::size_t>(rows.tiles * grad.columns) : 0);
+    // Tiles of the two differ in size: each thread has its part of each.
     const std::int64_t least = grain(kTile * 16 * std::max(outputs_, weight_.size(1)));
-    const std::int64_t parts =
-        std::clamp<std::int64_t>((of_weight + of_input + of_grad) / least, 1, at::get_num_threads());
+    const std::int64_t parts = std::clamp<std::int64_t>((of_weight + of_left) / least, 1, at::get_num_threads());
     at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
       const auto each = [&](std::int64_t tiles, const auto& run) {
         for (std::int64_t tile = tiles * begin / parts; tile < tiles * end / parts; ++tile) run(tile);
       };
       each(of_weight, [&](std::int64_t tile) { pack_tile(*weight_panels_, rows_of(weight_), tile); });
-      each(of_input, [&](std::int64_t tile) { pack_tile(*input_panels_, input, tile); });
-      each(of_grad, [&](std::int64_t tile) {
-        const Rows here = grad.part(rows.begin(tile), rows.used(tile));
-        if (wanted_[2]) kernels::sum_columns(here, sums.data() + tile * grad.columns);
-        if (!wanted_[1]) return;
-        std::byte* to = left_block(rows.begin(tile) / kTerms) + rows.begin(tile) % kTerms * kBytes;
-        for (std::int64_t column = 0; column < outputs_; column += kTile) {
-          kernels::pack_operand(Operand::LeftTransposed,
-                                columns_of(here, column, std::min(kTile, here.columns - column)), rows.padded(tile),
-                                std::min(kTile, outputs_ - column), to + column * kTerms * kBytes, kTerms);
-        }
+      each(of_left, [&](std::int64_t tile) {
+        const std::int64_t row = rows.begin(tile);
+        if (sums_bias) kernels::sum_columns(grad.part(row, rows.used(tile)), sums.data() + tile * grad.columns);
+        if (wanted_[1]) pack_left(across.part(row, rows.used(tile)), row);
       });
     });
     for (std::size_t tile = 0; tile * bias_.size() < sums.size(); ++tile) {
@@ -311,34 +307,104 @@ class LinearBackwardPass {
     }
   }
 
-  // The transposed gradient: outputs of kTerms rows of the batch.
-  [[nodiscard]] std::byte* left_block(std::int64_t block) const { return left_ + block * outputs_ * kTerms * kBytes; }
+  void pack_left(const Rows& from, std::int64_t row) {
+    std::byte* to = left_block(row / kTerms) + row % kTerms * kBytes;
+    for (std::int64_t column = 0; column < left_rows_; column += kTile) {
+      const Rows here = columns_of(from, column, std::min(kTile, from.columns - column));
+      for (std::int64_t i = 0; i < here.rows; ++i) {  // those of the next tile lie apart
+        const auto* next = static_cast<const std::byte*>(here.data) + (i * here.stride + kTile) * kBytes;
+        __builtin_prefetch(next);
+        __builtin_prefetch(next + 64);
+      }
+      kernels::pack_operand(Operand::LeftTransposed, here, round_up(from.rows, kTileStep),
+                            std::min(kTile, left_rows_ - column), to + column * kTerms * kBytes, kTerms);
+    }
+  }
 
-  void add_to_weight(std::int64_t rows, bool add) {
-    const Panels& right = *input_panels_;
-    const std::int64_t outputs = weight_.size(0), panels = right.columns.tiles,
-                       blocks = round_up(outputs, kRows) / kRows;
-    at::parallel_for(0, blocks * panels, grain(std::min(outputs, kRows) * kTile * rows),
-                     [&](std::int64_t begin, std::int64_t end) {
-                       const ProductScope scope(kFormat);
-                       Scratch scratch;
-                       float* sums = scratch.floats(kRows * kTile);
-                       for (std::int64_t task = begin; task < end; ++task) {
-                         const std::int64_t panel = task % panels;
-                         add_product(task / panels * kRows, rows, right[panel], right.columns, panel, sums, add);
-                       }
-                     });
+  // The transposed left operand: its rows of kTerms rows of the batch.
+  [[nodiscard]] std::byte* left_block(std::int64_t block) const { return left_ + block * left_rows_ * kTerms * kBytes; }
+
+  // Each task makes the panels of `right` that it multiplies itself, kTerms rows at a time: they stay near its core.
+  void add_to_weight(const Rows& right, bool add) {
+    const Tiled across(right.columns);
+    const std::int64_t blocks = (left_rows_ - 1) / kHeldRows + 1,
+                       block = round_up((left_rows_ - 1) / blocks + 1, kTile);
+    const std::int64_t work = right.rows * block * kTile;
+    // As many tasks as a multiple of the threads, of at most kHeldPanels.
+    const std::int64_t threads =
+        std::clamp<std::int64_t>(blocks * across.tiles / grain(work), 1, at::get_num_threads());
+    const std::int64_t rounds = (blocks * across.tiles - 1) / (kHeldPanels * threads) + 1;
+    const std::int64_t held = std::max<std::int64_t>(1, (blocks * across.tiles - 1) / (rounds * threads) + 1);
+    const std::int64_t groups = (across.tiles - 1) / held + 1;
+    at::parallel_for(0, blocks * groups, grain(work * held), [&](std::int64_t begin, std::int64_t end) {
+      const ProductScope scope(kFormat);
+      Scratch scratch;
+      std::byte* panels = scratch.bytes(held * kTerms * kTile * kBytes);
+      float* sums = scratch.floats(held * block * kTile);
+      for (std::int64_t task = begin; task < end; ++task) {
+        const std::int64_t row = task / groups * block;
+        add_to_weight(right, across, row, std::min(block, left_rows_ - row), task % groups * held, held, panels, sums,
+                      add);
+      }
+    });
+  }
+
+  void add_to_weight(const Rows& right, const Tiled& across, std::int64_t row, std::int64_t count, std::int64_t panel,
+                     std::int64_t held, std::byte* panels, float* sums, bool add) {
+    const std::int64_t size = round_up(count, kTile) * kTile;
+    const std::int64_t last = std::min(across.tiles, panel + held), column = across.begin(panel);
+    const Rows strip = columns_of(right, column, std::min(right.columns - column, held * kTile));
+    for (std::int64_t term = 0; term < right.rows; term += kTerms) {
+      const Rows from = strip.part(term, std::min(kTerms, right.rows - term));
+      const std::int64_t terms = round_up(from.rows, kTileStep);
+      kernels::pack_panels(from, terms, panels, kTerms * kTile);
+      if (swaps_ && wanted_[2] && row == 0) add_to_bias(from, column);
+      for (std::int64_t i = panel; i < last; ++i) {
+        for (std::int64_t at = 0; at < count; at += kRows) {
+          product(kFormat, std::min(kRows, count - at), across.padded(i), terms,
+                  left_block(term / kTerms) + (row + at) * kTerms * kBytes, kTerms,
+                  panels + (i - panel) * kTerms * kTile * kBytes, kTile, sums + (i - panel) * size + at * kTile, kTile,
+                  term > 0);
+        }
+      }
+    }
+    const std::int64_t used_rows = std::min(count, (swaps_ ? weight_.size(1) : weight_.size(0)) - row);
+    for (std::int64_t i = panel; i < last; ++i, sums += size) {
+      if (!swaps_) {
+        put(sums, used_rows, across.used(i), row, across.begin(i), add);
+        continue;
+      }
+      for (std::int64_t at = 0; at < used_rows; at += kTile) {
+        alignas(64) float turned[kTile * kTile];
+        kernels::transpose_words(sums + at * kTile, kTile, kTile, kTile, turned, kTile);
+        put(turned, across.used(i), std::min(kTile, used_rows - at), across.begin(i), row + at, add);
+      }
+    }
+  }
+
+  // In the order of tiles of the batch, of columns that nobody else adds to.
+  void add_to_bias(const Rows& grad, std::int64_t column) {
+    std::vector<float> sums(static_cast<std::size_t>(grad.columns));
+    const Tiled rows(grad.rows);
+    for (std::int64_t tile = 0; tile < rows.tiles; ++tile) {
+      kernels::sum_columns(grad.part(rows.begin(tile), rows.used(tile)), sums.data());
+      for (std::size_t i = 0; i < sums.size(); ++i) bias_[static_cast<std::size_t>(column) + i] += sums[i];
+    }
   }
 
   Tensor grad_, input_, given_weight_, weight_;
   std::array<bool, 3> wanted_;
   bool adds_;                // each sum, once it is whole, to what the gradient holds already
   Tensor of_weight_, sums_;  // the gradient and its fp32 sums: often one tensor
+  /// Whether the gradient of the weight is computed transposed: the rows of the batch that are narrower are the left
+  /// operand, which takes longer to make and is made once for all.
+  bool swaps_;
   std::int64_t outputs_;
+  std::int64_t left_rows_;  // of the operand on the left, padded
   bool keeps_ = false;
   Tensor kept_;
   Scratch scratch_;
-  std::optional<Panels> weight_panels_, input_panels_;
+  std::optional<Panels> weight_panels_;
   std::byte* left_ = nullptr;
   std::vector<float> bias_;
 };
@@ -368,17 +434,17 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
   const Tiled columns(from.size(0));
   const bool keeps = keeps_panels(weight);
   // Few rows are multiplied with a panel as soon as it is made: to make it takes about as long.
-  if (rows.size(0) <= kRows && !keeps) {
+  if (rows.size(0) <= kFew && !keeps) {
     at::parallel_for(0, columns.tiles, grain(kTile * left.terms * rows.size(0)),
                      [&](std::int64_t begin, std::int64_t end) {
                        const ProductScope scope(kFormat);
                        Scratch own;
-                       float* sums = own.floats(kRows * kTile);
+                       float* sums = own.floats(kFew * kTile);
                        std::byte* panel = own.bytes(left.terms * kTile * kBytes);
                        for (std::int64_t i = begin; i < end; ++i) {
                          pack_transposed(of_weight, columns, i, panel);
-                         multiply(left, 0, rows.size(0), panel, columns.padded(i), sums);
-                         to.store(sums, 0, rows.size(0), columns, i);
+                         multiply(left, 0, rows.size(0), panel, columns.padded(i), sums, kTile);
+                         to.store(sums, kTile, 0, rows.size(0), columns.begin(i), columns.used(i));
                        }
                      });
     return output;

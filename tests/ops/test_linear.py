@@ -50,9 +50,9 @@ class Case:
 
     def __init__(self, seed: int) -> None:
         draw, noise = random.Random(seed), torch.Generator().manual_seed(seed)
-        rows = draw.choice([1, 2, 17, 63, 64, 65, 127, 129, 255, 511, 513, 1100])
+        rows = draw.choice([1, 2, 17, 63, 64, 65, 127, 129, 255, 511, 513, 2100])
         features = draw.choice([1, 2, 7, 15, 16, 48, 65, 129, 255, 272, 784])
-        outputs = draw.choice([1, 3, 10, 16, 64, 65, 129, 200, 513])
+        outputs = draw.choice([1, 3, 10, 16, 64, 65, 129, 200, 513, 1040])
         wide = draw.random() < 0.3
 
         def matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -97,6 +97,30 @@ def test_gradients_of_a_float32_weight_are_not_rounded_to_bfloat16() -> None:
     exact = rounded[2].double().t() @ rounded[0].double()
     assert float((ours[2].double() - exact).norm() / exact.norm()) < 1e-5
     assert float((ours[3].double() - right[3]).norm() / right[3].norm()) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [(2100, 600, 1040), (2100, 1040, 600), (300, 40, 2000)])
+@pytest.mark.parametrize("adds", [False, True])
+def test_gradients_of_large_weights(sizes: tuple[int, int, int], adds: bool) -> None:
+    rows, features, outputs = sizes
+    noise = torch.Generator().manual_seed(rows)
+    x, w, g = (
+        torch.randint(-3, 4, size, generator=noise).to(kind)
+        for size, kind in (((rows, features), BF16), ((outputs, features), torch.float32), ((rows, outputs), BF16))
+    )
+    b = torch.zeros(outputs)
+    right = [g @ w.to(BF16), g.double().t() @ x.double(), g.double().sum(0)]  # small whole numbers: sums are exact
+    for count in (1, 2, 3, 7):
+        given = [t.clone().requires_grad_() for t in (x, w, b)]
+        with threads(count):
+            for _ in range(1 + adds):
+                ox.ops.linear(*given).backward(g)
+        for name, one, expected in zip(NAMES[1:], given, right, strict=True):
+            assert one.grad is not None
+            if name != "input":
+                assert one.grad.double().equal(expected * (1 + adds)), (name, count)
+            elif not adds:
+                torch.testing.assert_close(one.grad, expected)
 
 
 @pytest.mark.parametrize("seed", [1, 5, 8, 21, 33])

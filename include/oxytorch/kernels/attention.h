@@ -54,6 +54,10 @@ OXY_API void make_operand(TileFormat format, Operand operand, const void* tile, 
 OXY_API void pack_operand(Operand operand, const Rows& from, std::int64_t rows, std::int64_t width, void* to,
                           std::int64_t stride);
 
+/// Rows, at most `terms`, which is a multiple of kTileStep, as terms of right operands in bfloat16: one for each kTile
+/// columns, `panel` elements apart, of kTile columns each. What is missing is zero.
+OXY_API void pack_panels(const Rows& from, std::int64_t terms, void* to, std::int64_t panel);
+
 /// How raw products become scores. Key i of a tile and query j are `offset` + i - j positions apart.
 struct ScoreRule {
   float factor = 1;             ///< products are multiplied by it
