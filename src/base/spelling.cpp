@@ -88,10 +88,10 @@ std::string did_you_mean(std::string_view text, const std::vector<std::string>& 
   return guess.empty() ? "" : "did you mean '" + guess + "'? ";
 }
 
-std::string list_of(const std::vector<std::string>& names, bool quote) {
+std::string list_of(const std::vector<std::string>& names, bool quote, std::string_view word) {
   std::string out;
   for (std::size_t i = 0; i < names.size(); ++i) {
-    if (i > 0) out += i + 1 == names.size() ? " or " : ", ";
+    if (i > 0) out += i + 1 == names.size() ? " " + std::string(word) + " " : ", ";
     out += quote ? in_quotes(names[i]) : names[i];
   }
   return out;

@@ -25,7 +25,7 @@ OXY_API std::string nearest(std::string_view text, const std::vector<std::string
 /// "did you mean 'x'? ", or "" where nearest() finds none.
 OXY_API std::string did_you_mean(std::string_view text, const std::vector<std::string>& candidates);
 
-/// "a, b or c"; each in single quotes where `quote`.
-OXY_API std::string list_of(const std::vector<std::string>& names, bool quote = true);
+/// "a, b or c", or another word than that; each in single quotes where `quote`.
+OXY_API std::string list_of(const std::vector<std::string>& names, bool quote = true, std::string_view word = "or");
 
 }  // namespace oxytorch

@@ -196,6 +196,13 @@ PairedTestOptions PairedTestOptions::member(std::uint64_t seed) {
 
 PairedTestOptions PairedTestOptions::canary(std::uint64_t seed) { return {.most_pairs = 9, .seed = seed}; }
 
+void PairedTestOptions::loosen(const PairedTestOptions& other) {
+  threshold = std::min(threshold, other.threshold);
+  false_accept = std::max(false_accept, other.false_accept);
+  least_pairs = std::min(least_pairs, other.least_pairs);
+  patience = std::max(patience, other.patience);
+}
+
 PairedTest::PairedTest(PairedTestOptions options) : impl_(std::make_unique<Impl>(options)) {}
 PairedTest::~PairedTest() = default;
 PairedTest::PairedTest(PairedTest&&) noexcept = default;

@@ -48,8 +48,6 @@ struct Move {
 /// Groups whose gain depends on who else uses the processor.
 const std::set<std::string> kPlacesThreads{"threads", "affinity"};
 
-Interval inverse(const Interval& ratio) { return {1 / ratio.high, 1 / ratio.mid, 1 / ratio.low, ratio.confidence}; }
-
 }  // namespace
 
 struct Search::Impl {
@@ -383,6 +381,25 @@ struct Search::Impl {
     return false;
   }
 
+  /// All at once that trials left open, each of which seemed to gain: what is too little to be seen may add up.
+  [[nodiscard]] std::optional<Move> all_undecided() const {
+    Move move{0, force, false, false};
+    double product = 1;
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const Item& item = items[i];
+      const bool gained = item.tried && !item.settled && item.entry.speedup && item.entry.speedup->mid > 1;
+      const bool fits = ((item.rivals | item.wholes) & move.challenger) == 0;
+      if (!gained || !fits || is_costly(i) || !worth_repeating(i) || outdone(i)) continue;
+      const Mask joined = with(move.challenger, i);
+      if (joined == move.challenger || kPlacesThreads.contains(item.facts.group)) continue;
+      if (product == 1) move.item = i;
+      move.challenger = joined;
+      product *= item.entry.speedup->mid;
+    }
+    const bool several = std::popcount(move.challenger & ~force) > 1;
+    return several && product > least_gain() && fresh(move.challenger) ? std::optional(move) : std::nullopt;
+  }
+
   /// Those whose ground has changed, one at a time.
   [[nodiscard]] std::optional<Move> again() const {
     for (std::size_t i = 0; i < items.size(); ++i) {
@@ -426,11 +443,7 @@ struct Search::Impl {
                 options.paired_test};
     const Item& item = items[pending->item];
     if (item.facts.update_proven && (item.rivals & force) == 0 && pending->alone && !pending->removal) {
-      const PairedTestOptions agreement = PairedTestOptions::agreement();
-      trial.paired_test.threshold = std::min(trial.paired_test.threshold, agreement.threshold);
-      trial.paired_test.false_accept = std::max(trial.paired_test.false_accept, agreement.false_accept);
-      trial.paired_test.least_pairs = std::min(trial.paired_test.least_pairs, agreement.least_pairs);
-      trial.paired_test.patience = std::max(trial.paired_test.patience, agreement.patience);
+      trial.paired_test.loosen(PairedTestOptions::agreement());
     }
     trial.paired_test.seed = philox(options.seed, 0, trials).word[0];
     if (options.budget_seconds > 0 && !is_costly(pending->item)) {
@@ -473,12 +486,12 @@ struct Search::Impl {
         items[i].judged = clock;
         items[i].elapsed = elapsed;
         if (const Mask beside = on & ~bit(i); beside != 0) {
-          entry.reason += " Together with " + list_of(names(beside), true) + ".";
+          entry.reason += " Together with " + list_of(names(beside), true, "and") + ".";
         }
-        if (off != 0) entry.reason += " In place of " + list_of(names(off), true) + ".";
+        if (off != 0) entry.reason += " In place of " + list_of(names(off), true, "and") + ".";
       } else if ((off & bit(i)) != 0) {
         entry.status = Status::Rejected;
-        entry.reason = on != 0 ? "It was active until " + list_of(names(on), true) + " in its place was faster: "
+        entry.reason = on != 0 ? "It was active until " + list_of(names(on), true, "and") + " in its place was faster: "
                                : "It was active until the rest was faster without it: ";
         entry.reason += paired_test.reason;
         entry.break_even_steps.reset();
@@ -495,7 +508,8 @@ struct Search::Impl {
     if (is_costly(move.item) || repeated_cost(move.item) > 0) paid += outcome.cost_seconds;
     if (!move.alone || outcome.paired_test.pairs == 0) return;
     item.entry.pairs = outcome.paired_test.pairs;
-    item.entry.speedup = move.removal ? inverse(outcome.paired_test.speedup) : outcome.paired_test.speedup;
+    const auto& [low, mid, high, confidence] = outcome.paired_test.speedup;
+    item.entry.speedup = move.removal ? Interval{1 / high, 1 / mid, 1 / low, confidence} : outcome.paired_test.speedup;
     if (!move.removal) item.entry.cost_seconds = std::max(item.entry.cost_seconds, outcome.cost_seconds);
   }
 
@@ -528,7 +542,7 @@ struct Search::Impl {
   [[nodiscard]] std::string why_untried(std::size_t i) const {
     const Item& item = items[i];
     if (const Mask whole = item.wholes & force; whole != 0) {
-      return "It is a part of what " + list_of(names(whole), true) + " does, which is active.";
+      return "It is a part of what " + list_of(names(whole), true, "and") + " does, which is active.";
     }
     if (item.facts.max_speedup <= options.paired_test.threshold) {
       return "It can make the step " + ratio_text(item.facts.max_speedup) + " as fast at best.";
@@ -538,7 +552,7 @@ struct Search::Impl {
              " of this run, which were over before its turn.";
     }
     if (const Mask missing = item.needs & ~force; missing != 0) {
-      return "It needs " + list_of(names(missing), true) + ", which is not active.";
+      return "It needs " + list_of(names(missing), true, "and") + ", which is not active.";
     }
     if (item.facts.update_speedup > 0 && outdone(i)) {
       std::string why =
@@ -571,6 +585,7 @@ std::optional<Trial> Search::ask() {
   if (!self.pending) {
     if (self.seconds_left() <= 0) return std::nullopt;
     self.pending = self.forward();
+    if (!self.pending && self.may_try_again()) self.pending = self.all_undecided();
     if (!self.pending && self.may_try_again()) self.pending = self.again();
     if (!self.pending && self.may_try_again()) self.pending = self.two();
     if (!self.pending) return std::nullopt;

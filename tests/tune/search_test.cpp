@@ -103,6 +103,30 @@ TEST(Search, TriesTwoThatFailedTogetherOnlyWhereEachLostLittle) {
   EXPECT_THAT(together(0.7), IsEmpty()) << "they would have to make more of each other than is ever seen";
 }
 
+TEST(Search, TriesAtOnceWhatEachGainsTooLittleToBeSeen) {
+  // Each gains less than the 1 % that a trial must show.
+  const auto together = [](double one, double loser, const std::string& group) {
+    Search search(
+        {{.name = "one", .group = group}, {.name = "two", .group = group}, {.name = "three"}, {.name = "loser"}}, {});
+    const Spent spent = explore(search, {.seconds =
+                                             [=](const Names& on) {
+                                               double seconds = 1;
+                                               for (const auto& name : on) seconds /= name == "loser" ? loser : one;
+                                               return seconds;
+                                             },
+                                         .noise = 0.004});
+    for (const auto& entry : search.entries()) {
+      if (entry.status != Status::Accepted) continue;
+      EXPECT_THAT(entry.reason, HasSubstr(" Together with '")) << entry.strategy;
+    }
+    return spent.best;
+  };
+  EXPECT_THAT(together(1.009, 0.98, ""), ElementsAre("one", "two", "three"));
+  EXPECT_THAT(together(1.009, 0.98, "g"), ElementsAre("one", "three")) << "one of a group";
+  EXPECT_THAT(together(1.002, 0.98, ""), IsEmpty()) << "all of them gain too little";
+  EXPECT_THAT(together(0.997, 1.009, ""), IsEmpty()) << "one alone";
+}
+
 TEST(Search, TakesDependentsOutWithWhatTheyRequire) {
   // "late" is much better than "base", with which it cannot be; "needy" falls with "base".
   Search search(

@@ -41,6 +41,8 @@ struct PairedTestOptions {
   [[nodiscard]] OXY_API static PairedTestOptions member(std::uint64_t seed);
   /// A short look at whether a remembered certificate still pays.
   [[nodiscard]] OXY_API static PairedTestOptions canary(std::uint64_t seed);
+  /// Accepts what `other` would, and gives up no sooner.
+  OXY_API void loosen(const PairedTestOptions& other);
 };
 
 /// Accept: the challenger pays. Reject: it does not, or is not going to. Open: still measuring.
