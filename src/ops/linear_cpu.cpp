@@ -37,8 +37,8 @@ constexpr std::int64_t kStrip = 2;
 constexpr std::int64_t kFew = 128;
 // Rows of a batch whose operands backward holds at a time.
 constexpr std::int64_t kChunk = 2048;
-// Rows of the left operand and panels of the right one whose sums for the weight's gradient a core holds.
-constexpr std::int64_t kHeldRows = 512, kHeldPanels = 8;
+// Panels of kTerms rows of a batch that a core holds with their products: the cache of a core has 1 or 2 MiB.
+constexpr std::int64_t kHeldPanels = 8;
 // Multiplications and additions below which a second thread costs more than it brings.
 constexpr std::int64_t kWorkOfThread = std::int64_t{1} << 21;
 
@@ -327,8 +327,7 @@ class LinearBackwardPass {
   // Each task makes the panels of `right` that it multiplies itself, kTerms rows at a time: they stay near its core.
   void add_to_weight(const Rows& right, bool add) {
     const Tiled across(right.columns);
-    const std::int64_t blocks = (left_rows_ - 1) / kHeldRows + 1,
-                       block = round_up((left_rows_ - 1) / blocks + 1, kTile);
+    const std::int64_t blocks = (left_rows_ - 1) / kRows + 1, block = round_up((left_rows_ - 1) / blocks + 1, kTile);
     const std::int64_t work = right.rows * block * kTile;
     // As many tasks as a multiple of the threads, of at most kHeldPanels.
     const std::int64_t threads =
@@ -360,12 +359,8 @@ class LinearBackwardPass {
       kernels::pack_panels(from, terms, panels, kTerms * kTile);
       if (swaps_ && wanted_[2] && row == 0) add_to_bias(from, column);
       for (std::int64_t i = panel; i < last; ++i) {
-        for (std::int64_t at = 0; at < count; at += kRows) {
-          product(kFormat, std::min(kRows, count - at), across.padded(i), terms,
-                  left_block(term / kTerms) + (row + at) * kTerms * kBytes, kTerms,
-                  panels + (i - panel) * kTerms * kTile * kBytes, kTile, sums + (i - panel) * size + at * kTile, kTile,
-                  term > 0);
-        }
+        product(kFormat, count, across.padded(i), terms, left_block(term / kTerms) + row * kTerms * kBytes, kTerms,
+                panels + (i - panel) * kTerms * kTile * kBytes, kTile, sums + (i - panel) * size, kTile, term > 0);
       }
     }
     const std::int64_t used_rows = std::min(count, (swaps_ ? weight_.size(1) : weight_.size(0)) - row);
