@@ -163,6 +163,15 @@ HWY_INLINE VU as_bf16(const T* from) {
   return hn::IfThenElse(is_number, rounded_bf16(value), hn::Or(bits_of(value), set_bits(0x400000)));
 }
 
+// A row and the one below it, as words.
+template <class T>
+HWY_INLINE void pack_pair(const T* row, std::int64_t stride, std::int64_t width, std::uint32_t* to) {
+  for (std::int64_t j = 0; j < width; j += kLanes) {
+    const VU high = hn::And(as_bf16(row + stride + j), set_bits(0xFFFF0000));
+    hn::StoreU(hn::Or(hn::ShiftRight<16>(as_bf16(row + j)), high), U32(), to + j);
+  }
+}
+
 void pack_operand(Operand operand, const Rows& given, std::int64_t rows, std::int64_t width, void* to,
                   std::int64_t stride) {
   alignas(64) Bf16 tile[kTile * kTile];
@@ -184,11 +193,7 @@ void pack_operand(Operand operand, const Rows& given, std::int64_t rows, std::in
   with_element(from.element, [&](auto kind) {
     using T = decltype(kind);
     for (std::int64_t i = 0; i < rows; i += 2, words += step) {
-      const auto* low = static_cast<const T*>(from.data) + i * from.stride;
-      for (std::int64_t j = 0; j < width; j += kLanes) {
-        const VU high = hn::And(as_bf16(low + from.stride + j), set_bits(0xFFFF0000));
-        hn::StoreU(hn::Or(hn::ShiftRight<16>(as_bf16(low + j)), high), U32(), words + j);
-      }
+      pack_pair(static_cast<const T*>(from.data) + i * from.stride, from.stride, width, words);
     }
   });
   if (!is_right) transpose_words(paired, width, rows / 2, width, to, stride / 2);
@@ -196,25 +201,22 @@ void pack_operand(Operand operand, const Rows& given, std::int64_t rows, std::in
 
 // Whole rows at a time, as they lie in memory: of tiles of kTile columns, each row would be waited for by itself.
 void pack_panels(const Rows& from, std::int64_t terms, void* to, std::int64_t panel) {
-  constexpr std::int64_t kPairsAhead = 8;
+  constexpr std::int64_t kAhead = 8;
   const std::int64_t whole_rows = from.rows / kTileStep * kTileStep, whole = from.columns / kTile * kTile;
   auto* words = static_cast<std::uint32_t*>(to);
   with_element(from.element, [&](auto kind) {
     using T = decltype(kind);
     const auto* first = static_cast<const T*>(from.data);
     for (std::int64_t i = 0; i < whole_rows; i += 2) {
-      const T* low = first + i * from.stride;
-      const bool fetches = i + kPairsAhead + 1 < from.rows + from.following;
-      for (std::int64_t j = 0; j < whole; j += kTile, low += kTile) {
+      const T* row = first + i * from.stride;
+      const bool fetches = i + kAhead + 1 < from.rows + from.following;
+      for (std::int64_t j = 0; j < whole; j += kTile, row += kTile) {
         std::uint32_t* out = words + j / kTile * (panel / 2) + i / 2 * kTile;
         if (fetches) {
-          fetch_row(low + kPairsAhead * from.stride, kTile);
-          fetch_row(low + (kPairsAhead + 1) * from.stride, kTile);
+          fetch_row(row + kAhead * from.stride, kTile);
+          fetch_row(row + (kAhead + 1) * from.stride, kTile);
         }
-        for (std::int64_t k = 0; k < kTile; k += kLanes) {
-          const VU high = hn::And(as_bf16(low + from.stride + k), set_bits(0xFFFF0000));
-          hn::StoreU(hn::Or(hn::ShiftRight<16>(as_bf16(low + k)), high), U32(), out + k);
-        }
+        pack_pair(row, from.stride, kTile, out);
       }
     }
     const auto rest = [&](std::int64_t row, std::int64_t column) {

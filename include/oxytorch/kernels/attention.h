@@ -54,8 +54,8 @@ OXY_API void make_operand(TileFormat format, Operand operand, const void* tile, 
 OXY_API void pack_operand(Operand operand, const Rows& from, std::int64_t rows, std::int64_t width, void* to,
                           std::int64_t stride);
 
-/// Rows, at most `terms`, which is a multiple of kTileStep, as terms of right operands in bfloat16: one for each kTile
-/// columns, `panel` elements apart, of kTile columns each. What is missing is zero.
+/// Packs a matrix of any element type and size as right operands of bfloat16: one of `terms` x kTile for each kTile
+/// columns, `panel` elements apart. `terms` is a multiple of kTileStep, at least the rows of the matrix; the rest is 0.
 OXY_API void pack_panels(const Rows& from, std::int64_t terms, void* to, std::int64_t panel);
 
 /// How raw products become scores. Key i of a tile and query j are `offset` + i - j positions apart.
