@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 #include <set>
 #include <utility>
 
@@ -11,6 +10,7 @@
 #include "oxytorch/error.h"
 #include "oxytorch/random.h"
 #include "oxytorch/tune/policy.h"
+#include "tune/search_time.h"
 #include "tune/words.h"
 
 namespace oxytorch::tune {
@@ -52,25 +52,21 @@ const std::set<std::string> kPlacesThreads{"threads", "affinity"};
 
 struct Search::Impl {
   std::vector<Item> items;
-  SearchOptions options;
+  SearchTime time;
   Mask force = 0;
-  double step_seconds = 0;  ///< with what is active, as far as known
-  double elapsed = 0;
-  double paid = 0;  ///< one-off costs of trials, apart from `spent`
-  double used = 0;  ///< of all that the search may take
   int clock = 0;
   std::uint64_t trials = 0;
   std::optional<Move> pending;
   std::set<std::pair<Mask, Mask>> met;
 
   Impl(std::vector<StrategyFacts> strategies, const SearchOptions& given)
-      : options(given), step_seconds(given.step_seconds), used(given.used_seconds) {
+      : time{.options = given} {
     OXY_CHECK(strategies.size() <= kMost, InvalidArgument, "a search takes up to ", kMost, " strategies, not ",
               strategies.size(), '.');
-    OXY_CHECK(options.optimizer_share >= 0 && options.optimizer_share <= 1, InvalidArgument,
-              "optimizer_share must be between 0 and 1, not ", options.optimizer_share, '.');
-    OXY_CHECK(options.steps_planned >= 0, InvalidArgument, "steps_planned must be at least 0, not ",
-              options.steps_planned, '.');
+    OXY_CHECK(time.options.optimizer_share >= 0 && time.options.optimizer_share <= 1, InvalidArgument,
+              "optimizer_share must be between 0 and 1, not ", time.options.optimizer_share, '.');
+    OXY_CHECK(time.options.steps_planned >= 0, InvalidArgument, "steps_planned must be at least 0, not ",
+              time.options.steps_planned, '.');
     for (StrategyFacts& facts : strategies) {
       Item item;
       item.entry.strategy = facts.name;
@@ -83,12 +79,12 @@ struct Search::Impl {
       items.push_back(std::move(item));
     }
     for (std::size_t i = 0; i < items.size(); ++i) tie(i);
-    static_cast<void>(PairedTest(options.paired_test));  // checks them
+    static_cast<void>(PairedTest(time.options.paired_test));  // checks them
   }
 
   /// By where the step's time goes.
   [[nodiscard]] double promised(const StrategyFacts& facts) const {
-    const double share = options.optimizer_share;
+    const double share = time.options.optimizer_share;
     if (share <= 0) return facts.expected_speedup;
     if (facts.update_speedup > 0) return 1 / (1 - share * (1 - 1 / facts.update_speedup));
     if (facts.group == "optimizer") return 1 + (facts.expected_speedup - 1) * share / kPolicy.usual_optimizer_share;
@@ -161,49 +157,21 @@ struct Search::Impl {
 
   /// Most seconds that it can save over the run, were it as good as it can be.
   [[nodiscard]] double most_saved(const Item& item) const {
-    return step_seconds * (1 - 1 / std::max(1.0, item.facts.max_speedup)) * static_cast<double>(options.steps_planned);
+    return time.step_seconds * (1 - 1 / std::max(1.0, item.facts.max_speedup)) * static_cast<double>(time.options.steps_planned);
   }
 
   [[nodiscard]] bool can_repay(const Item& item) const {
     const double cost = item.tried ? item.entry.cost_seconds : item.facts.expected_cost;
-    return step_seconds <= 0 || cost <= 0 || most_saved(item) > cost;
+    return time.step_seconds <= 0 || cost <= 0 || most_saved(item) > cost;
   }
 
   [[nodiscard]] bool is_costly(std::size_t i) const { return items[i].facts.expected_cost > 0; }
 
-  /// Seconds that trials without a one-off cost may take in all; 0: no bound.
-  [[nodiscard]] double budget() const {
-    if (options.budget_seconds <= 0) return 0;
-    return std::max(options.budget_seconds, repaid());
-  }
-
-  /// Seconds that the saving so far repays soon, concluding included.
-  [[nodiscard]] double repaid() const {
-    const double saved = std::max(0.0, options.step_seconds - step_seconds);
-    return options.repay_steps * saved - options.conclude_steps * options.step_seconds;
-  }
-
-  [[nodiscard]] bool out_of_budget() const { return options.budget_seconds > 0 && elapsed >= budget(); }
-
-  /// For trials: what concluding takes is kept back once there is something to conclude.
-  [[nodiscard]] double seconds_left() const {
-    const double kept_back =
-        force != 0 ? std::min(options.conclude_steps * step_seconds, options.conclude_share * options.total_seconds)
-                   : 0;
-    return seconds_to_conclude() - kept_back;
-  }
-
-  [[nodiscard]] double seconds_to_conclude() const {
-    return options.total_seconds > 0 ? options.total_seconds - used : std::numeric_limits<double>::infinity();
-  }
-
   /// What is exact and often pays must not lose its turn to others that were refused after a long verification, nor
   /// what is likely to save its trial's time in a part of the run.
   [[nodiscard]] bool has_turn(std::size_t i) const {
-    if (is_costly(i) || !out_of_budget()) return !is_costly(i);
-    if (options.repay_steps == 0) return false;
-    const double run = step_seconds * static_cast<double>(options.steps_planned);
-    return items[i].often_pays || (likely_saved(items[i]) > one_trial() && elapsed < kPolicy.likely_trials * run);
+    if (is_costly(i) || !time.out_of_budget()) return !is_costly(i);
+    return time.repays_trial(likely_gain(items[i])) || (items[i].often_pays && time.options.repay_steps > 0);
   }
 
   /// Another one of a group with one-off costs, which has shown that little is to be gained so.
@@ -217,42 +185,8 @@ struct Search::Impl {
     return std::nullopt;
   }
 
-  /// Seconds that it is likely to save while a cost is to be repaid.
-  [[nodiscard]] double likely_saved(const Item& item) const {
-    const double gain = std::min(item.facts.expected_speedup, item.facts.max_speedup);
-    return kPolicy.likely_share * static_cast<double>(options.steps_planned) * step_seconds *
-           (1 - 1 / std::max(1.0, gain));
-  }
-
-  /// Whether what was on trial may be again: a first turn has the whole budget, a second must be repaid.
-  [[nodiscard]] bool may_try_again() const {
-    return options.budget_seconds <= 0 ||
-           elapsed < (options.repay_steps > 0 ? kPolicy.again_share * repaid() : budget());
-  }
-
-  /// Seconds that a trial may take where what is spent must be repaid soon.
-  [[nodiscard]] double one_trial() const {
-    return std::max(kPolicy.one_trial_steps * step_seconds, kPolicy.one_trial_seconds);
-  }
-
-  [[nodiscard]] double cost_budget() const {
-    return options.cost_share * step_seconds * static_cast<double>(options.steps_planned);
-  }
-
-  [[nodiscard]] bool can_afford(double cost) const {
-    return step_seconds <= 0 || cost <= 0 || (paid + cost <= cost_budget() && cost < seconds_left());
-  }
-
-  /// The step as given takes that; a budget of so many steps that was made of a slower one shrinks with it.
-  void know_step(double seconds) {
-    const auto shrink = [&](double& bound, double least) {
-      if (bound > least) bound = std::max(least, bound * seconds / options.step_seconds);
-    };
-    if (options.repay_steps > 0 && seconds < options.step_seconds) {
-      shrink(options.budget_seconds, kPolicy.least_trial_seconds);
-      shrink(options.total_seconds, kPolicy.least_total_seconds);
-    }
-    options.step_seconds = seconds;
+  [[nodiscard]] static double likely_gain(const Item& item) {
+    return std::min(item.facts.expected_speedup, item.facts.max_speedup);
   }
 
   /// What is active, took a one-off cost and has to take it again for a change of this strategy: seconds in all.
@@ -270,26 +204,21 @@ struct Search::Impl {
   /// Whether that is little beside what the strategy promises to save soon.
   [[nodiscard]] bool worth_repeating(std::size_t i) const {
     const double cost = repeated_cost(i);
-    if (cost <= 0 || options.repay_steps <= 0) return can_afford(cost);
+    if (cost <= 0 || time.options.repay_steps <= 0) return time.can_afford(cost, force != 0);
     const double promised = std::max(items[i].facts.expected_speedup, highest_speedup(items[i]));
-    return cost < options.repay_steps * step_seconds * (1 - 1 / std::max(1.0, promised));
+    return cost < time.options.repay_steps * time.step_seconds * (1 - 1 / std::max(1.0, promised));
   }
 
   /// What a strategy whose update was timed by itself makes of the step as it is now; 0 where it was not.
   [[nodiscard]] double update_gain(const Item& item) const {
-    if (item.facts.update_speedup <= 0 || options.optimizer_share <= 0 || step_seconds <= 0) return 0;
+    if (item.facts.update_speedup <= 0 || time.options.optimizer_share <= 0 || time.step_seconds <= 0) return 0;
     double now = 1;
     for (std::size_t j = 0; j < items.size(); ++j) {
       if ((item.rivals & bit(j)) != 0 && active(j)) now = std::max(now, items[j].facts.update_speedup);
     }
-    const double update = options.optimizer_share * options.step_seconds;
+    const double update = time.options.optimizer_share * time.options.step_seconds;
     const double saved = update * (1 / now - 1 / item.facts.update_speedup);
-    return step_seconds / std::max(step_seconds - saved, 1e-9);
-  }
-
-  /// What a trial must gain to be gone through with.
-  [[nodiscard]] double least_gain() const {
-    return options.repay_steps > 0 ? kPolicy.worth : options.paired_test.threshold;
+    return time.step_seconds / std::max(time.step_seconds - saved, 1e-9);
   }
 
   /// Another of its group whose update is clearly faster by itself, and which nothing speaks against.
@@ -306,13 +235,13 @@ struct Search::Impl {
   /// Whether its update, timed by itself, shows that the step cannot become faster.
   [[nodiscard]] bool outdone(std::size_t i) const {
     const double gain = active(i) ? 0 : update_gain(items[i]);
-    return faster_update(i).has_value() || (gain > 0 && gain <= least_gain());
+    return faster_update(i).has_value() || (gain > 0 && gain <= time.least_gain());
   }
 
   /// Seconds of a trial, or outside of trials, for the account of what is on trial.
   void charge(double seconds) {
-    used += seconds;
-    if (!pending || !is_costly(pending->item)) elapsed += seconds;
+    time.used += seconds;
+    if (!pending || !is_costly(pending->item)) time.elapsed += seconds;
   }
 
   [[nodiscard]] bool fresh(Mask challenger) const {
@@ -343,7 +272,7 @@ struct Search::Impl {
       for (std::size_t i = 0; i < items.size(); ++i) {
         const Item& item = items[i];
         if (is_costly(i) != costly || item.tried || item.settled || (item.needs & ~force) != 0 || outdone(i)) continue;
-        if ((item.wholes & force) != 0 || item.facts.max_speedup <= options.paired_test.threshold) continue;
+        if ((item.wholes & force) != 0 || item.facts.max_speedup <= time.options.paired_test.threshold) continue;
         if (costly ? !worth_its_cost(i) : !has_turn(i) || !worth_repeating(i)) continue;
         if (!best || rank(item) > rank(items[*best])) best = i;
       }
@@ -364,14 +293,14 @@ struct Search::Impl {
                            : entry.speedup                 ? "gained " + ratio_text(entry.speedup->mid) + "."
                                                            : "was rejected.";
     } else if (!can_repay(item)) {
-      item.entry.reason = takes + ", and in " + monitor::format_count(static_cast<double>(options.steps_planned)) +
+      item.entry.reason = takes + ", and in " + monitor::format_count(static_cast<double>(time.options.steps_planned)) +
                           " steps it can save " + monitor::format_seconds(most_saved(item)) + " at best.";
-    } else if (step_seconds > 0 && options.repay_steps > 0 && likely_saved(item) < item.facts.expected_cost) {
+    } else if (time.step_seconds > 0 && time.options.repay_steps > 0 && time.likely_saved(likely_gain(item)) < item.facts.expected_cost) {
       item.entry.reason = takes + ", and at the " + ratio_text(item.facts.expected_speedup) +
                           " that it is likely to gain, a quarter of the planned run saves " +
-                          monitor::format_seconds(likely_saved(item)) + ".";
-    } else if (!can_afford(item.facts.expected_cost)) {
-      const double left = std::max(0.0, std::min(cost_budget() - paid, seconds_left()));
+                          monitor::format_seconds(time.likely_saved(likely_gain(item))) + ".";
+    } else if (!time.can_afford(item.facts.expected_cost, force != 0)) {
+      const double left = std::max(0.0, std::min(time.cost_budget() - time.paid, time.left(force != 0)));
       item.entry.reason =
           takes + ", and " + monitor::format_seconds(left) + " of the planned run are left for trying such.";
     } else {
@@ -396,8 +325,9 @@ struct Search::Impl {
       move.challenger = joined;
       product *= item.entry.speedup->mid;
     }
-    const bool several = std::popcount(move.challenger & ~force) > 1;
-    return several && product > least_gain() && fresh(move.challenger) ? std::optional(move) : std::nullopt;
+    const bool has_turn = time.may_try_again() || time.repays_trial(product);
+    const bool pays = std::popcount(move.challenger & ~force) > 1 && product > time.least_gain();
+    return has_turn && pays && fresh(move.challenger) ? std::optional(move) : std::nullopt;
   }
 
   /// Those whose ground has changed, one at a time.
@@ -432,7 +362,7 @@ struct Search::Impl {
           product *= highest_speedup(other);
         }
         const bool turned_on = (move.challenger & bit(i)) != 0 && (active(j) || (move.challenger & bit(j)) != 0);
-        if (turned_on && product > options.paired_test.threshold && fresh(move.challenger)) return move;
+        if (turned_on && product > time.options.paired_test.threshold && fresh(move.challenger)) return move;
       }
     }
     return std::nullopt;
@@ -440,27 +370,23 @@ struct Search::Impl {
 
   [[nodiscard]] Trial trial() const {
     Trial trial{items[pending->item].facts.name, pending->removal, names(force), names(pending->challenger),
-                options.paired_test};
+                time.options.paired_test};
     const Item& item = items[pending->item];
     if (item.facts.update_proven && (item.rivals & force) == 0 && pending->alone && !pending->removal) {
       trial.paired_test.loosen(PairedTestOptions::agreement());
     }
-    trial.paired_test.seed = philox(options.seed, 0, trials).word[0];
-    if (options.budget_seconds > 0 && !is_costly(pending->item)) {
-      double share = kPolicy.one_trial_share * budget();
-      if (options.repay_steps > 0 && step_seconds > 0) {
-        // What promises much may be looked at again where the first pairs were disturbed.
-        const double promised = 1 - 1 / std::max(1.0, items[pending->item].facts.expected_speedup);
-        share = std::max(share, kPolicy.one_trial_share * options.repay_steps * promised * step_seconds);
-        share = std::min(share, one_trial());
-        trial.paired_test.worth = std::max(trial.paired_test.worth, least_gain());
-        trial.paired_test.repay_steps = options.repay_steps;
+    trial.paired_test.seed = philox(time.options.seed, 0, trials).word[0];
+    if (time.options.budget_seconds > 0 && !is_costly(pending->item)) {
+      if (time.options.repay_steps > 0 && time.step_seconds > 0) {
+        trial.paired_test.worth = std::max(trial.paired_test.worth, time.least_gain());
+        trial.paired_test.repay_steps = time.options.repay_steps;
       }
-      const double left = out_of_budget() ? share : std::min(budget() - elapsed, share);
-      trial.paired_test.budget_seconds =
-          trial.paired_test.budget_seconds > 0 ? std::min(trial.paired_test.budget_seconds, left) : left;
+      const bool is_joint = !pending->alone && std::popcount(pending->challenger & ~force) > 1;
+      const double most = time.next_trial(item.facts.expected_speedup, is_joint);
+      double& asked = trial.paired_test.budget_seconds;
+      asked = asked > 0 ? std::min(asked, most) : most;
     }
-    if (options.total_seconds > 0) trial.paired_test.most_seconds = std::max(seconds_left(), 1e-9);
+    if (time.options.total_seconds > 0) trial.paired_test.most_seconds = std::max(time.left(force != 0), 1e-9);
     return trial;
   }
 
@@ -484,7 +410,7 @@ struct Search::Impl {
         entry.status = Status::Accepted;
         entry.reason = paired_test.reason;
         items[i].judged = clock;
-        items[i].elapsed = elapsed;
+        items[i].elapsed = time.elapsed;
         if (const Mask beside = on & ~bit(i); beside != 0) {
           entry.reason += " Together with " + list_of(names(beside), true, "and") + ".";
         }
@@ -505,7 +431,7 @@ struct Search::Impl {
     Item& item = items[move.item];
     item.tried = true;
     item.judged = clock;
-    if (is_costly(move.item) || repeated_cost(move.item) > 0) paid += outcome.cost_seconds;
+    if (is_costly(move.item) || repeated_cost(move.item) > 0) time.paid += outcome.cost_seconds;
     if (!move.alone || outcome.paired_test.pairs == 0) return;
     item.entry.pairs = outcome.paired_test.pairs;
     const auto& [low, mid, high, confidence] = outcome.paired_test.speedup;
@@ -516,9 +442,9 @@ struct Search::Impl {
   void judge(const Move& move, const TrialOutcome& outcome) {
     const PairedTestResult& paired_test = outcome.paired_test;
     if (outcome.failed) return reject(move, Status::Failed, outcome.reason);
-    const std::string meanwhile = outcome.disturbed ? " Other programs used the processor meanwhile." : "";
+    const std::string meanwhile = outcome.disturbed ? " Other programs time.used the processor meanwhile." : "";
     if (paired_test.decision != Decision::Accept) {
-      if (paired_test.incumbent > 0) step_seconds = paired_test.incumbent;
+      if (paired_test.incumbent > 0) time.step_seconds = paired_test.incumbent;
       return reject(move, Status::Rejected, paired_test.reason + meanwhile);
     }
     if (outcome.disturbed && !move.removal && kPlacesThreads.contains(items[move.item].facts.group)) {
@@ -527,15 +453,15 @@ struct Search::Impl {
     if (!outcome.verified) return reject(move, Status::Refused, outcome.reason);
     const double saved = paired_test.incumbent * (1 - 1 / paired_test.speedup.mid);
     const double steps = outcome.cost_seconds / saved;
-    if (!move.removal && steps > static_cast<double>(options.steps_planned)) {
+    if (!move.removal && steps > static_cast<double>(time.options.steps_planned)) {
       items[move.item].entry.break_even_steps = steps;
       return reject(move, Status::Rejected,
                     paired_test.reason + " Its " + monitor::format_seconds(outcome.cost_seconds) +
                         " are repaid after " + monitor::format_count(std::ceil(steps)) + " steps, and " +
-                        monitor::format_count(static_cast<double>(options.steps_planned)) + " are planned.");
+                        monitor::format_count(static_cast<double>(time.options.steps_planned)) + " are planned.");
     }
     accept(move, paired_test);
-    step_seconds = paired_test.challenger;
+    time.step_seconds = paired_test.challenger;
     if (!move.removal && outcome.cost_seconds > 0) items[move.item].entry.break_even_steps = steps;
   }
 
@@ -544,11 +470,11 @@ struct Search::Impl {
     if (const Mask whole = item.wholes & force; whole != 0) {
       return "It is a part of what " + list_of(names(whole), true, "and") + " does, which is active.";
     }
-    if (item.facts.max_speedup <= options.paired_test.threshold) {
+    if (item.facts.max_speedup <= time.options.paired_test.threshold) {
       return "It can make the step " + ratio_text(item.facts.max_speedup) + " as fast at best.";
     }
-    if (seconds_left() <= 0) {
-      return "Everything together may take " + monitor::format_seconds(options.total_seconds) +
+    if (time.left(force != 0) <= 0) {
+      return "Everything together may take " + monitor::format_seconds(time.options.total_seconds) +
              " of this run, which were over before its turn.";
     }
     if (const Mask missing = item.needs & ~force; missing != 0) {
@@ -567,8 +493,8 @@ struct Search::Impl {
       return "Trying it would take " + monitor::format_seconds(repeated_cost(i)) +
              " of one-off costs of what is active again.";
     }
-    if (out_of_budget()) {
-      return "The budget of " + monitor::format_seconds(budget()) + " was spent before its turn.";
+    if (time.out_of_budget()) {
+      return "The budget of " + monitor::format_seconds(time.budget()) + " was spent before its turn.";
     }
     return item.entry.reason;
   }
@@ -583,11 +509,11 @@ Search& Search::operator=(Search&&) noexcept = default;
 std::optional<Trial> Search::ask() {
   Impl& self = *impl_;
   if (!self.pending) {
-    if (self.seconds_left() <= 0) return std::nullopt;
+    if (self.time.left(self.force != 0) <= 0) return std::nullopt;
     self.pending = self.forward();
-    if (!self.pending && self.may_try_again()) self.pending = self.all_undecided();
-    if (!self.pending && self.may_try_again()) self.pending = self.again();
-    if (!self.pending && self.may_try_again()) self.pending = self.two();
+    if (!self.pending) self.pending = self.all_undecided();
+    if (!self.pending && self.time.may_try_again()) self.pending = self.again();
+    if (!self.pending && self.time.may_try_again()) self.pending = self.two();
     if (!self.pending) return std::nullopt;
     ++self.trials;
   }
@@ -598,10 +524,10 @@ void Search::tell(const TrialOutcome& outcome) {
   OXY_CHECK(impl_->pending, InvalidState, "no trial is under way; call ask() before tell().");
   const double measured = outcome.paired_test.pairs * (outcome.paired_test.incumbent + outcome.paired_test.challenger);
   impl_->charge(outcome.elapsed_seconds > 0 ? outcome.elapsed_seconds : measured);
-  impl_->used += outcome.cost_seconds;
+  impl_->time.used += outcome.cost_seconds;
   const Move move = *std::exchange(impl_->pending, std::nullopt);
   // The step as given is known better by pairs than by its first steps.
-  if (impl_->force == 0 && outcome.paired_test.incumbent > 0) impl_->know_step(outcome.paired_test.incumbent);
+  if (impl_->force == 0 && outcome.paired_test.incumbent > 0) impl_->time.know_step(outcome.paired_test.incumbent);
   impl_->met.insert(std::minmax(impl_->force, move.challenger));
   impl_->note(move, outcome);
   impl_->judge(move, outcome);
@@ -645,8 +571,8 @@ void Search::drop(const std::string& strategy, Status status, std::string reason
   dropped.entry.reason = std::move(reason);
   dropped.entry.break_even_steps.reset();
   self.force = rest;
-  self.elapsed = std::min(self.elapsed, dropped.elapsed);
-  self.step_seconds = self.options.step_seconds;  // as far as known
+  self.time.elapsed = std::min(self.time.elapsed, dropped.elapsed);
+  self.time.step_seconds = self.time.options.step_seconds;  // as far as known
   self.met.clear();
   self.pending.reset();
 }
@@ -662,20 +588,20 @@ void Search::expect(const std::string& strategy, double speedup) {
   if (self.pending && self.pending->item == i) self.pending.reset();
 }
 
-double Search::step_seconds() const { return impl_->step_seconds; }
-double Search::seconds_left() const { return impl_->seconds_left(); }
-double Search::seconds_to_conclude() const { return impl_->seconds_to_conclude(); }
+double Search::step_seconds() const { return impl_->time.step_seconds; }
+double Search::seconds_left() const { return impl_->time.left(impl_->force != 0); }
+double Search::seconds_to_conclude() const { return impl_->time.to_conclude(); }
 
 PairedTestOptions Search::conclusion() const {
-  const SearchOptions& options = impl_->options;
+  const SearchOptions& options = impl_->time.options;
   auto paired_test = PairedTestOptions::conclusion(options.seed + 1);
   if (options.total_seconds <= 0) return paired_test;
   // Trials have shown a gain: a conclusion that time cuts short would throw it away.
   const double saved =
-      static_cast<double>(options.steps_planned) * std::max(0.0, options.step_seconds - impl_->step_seconds);
-  const double least = std::max({kPolicy.one_trial_seconds, 0.5 * options.conclude_steps * impl_->step_seconds,
+      static_cast<double>(options.steps_planned) * std::max(0.0, options.step_seconds - impl_->time.step_seconds);
+  const double least = std::max({kPolicy.one_trial_seconds, 0.5 * options.conclude_steps * impl_->time.step_seconds,
                                  kPolicy.concluding_share * saved});
-  paired_test.most_seconds = std::max(options.total_seconds - impl_->used, least);
+  paired_test.most_seconds = std::max(options.total_seconds - impl_->time.used, least);
   return paired_test;
 }
 

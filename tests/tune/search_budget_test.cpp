@@ -67,6 +67,29 @@ TEST(Search, TriesAgainOnlyWhatTheSavingRepays) {
   EXPECT_THAT(best(0), ElementsAre("late", "good"));
 }
 
+TEST(Search, TriesAtOnceWhatWasLeftOpenWhereTheRunRepaysIt) {
+  const auto asked_at_once = [](std::int64_t steps, double gain, double repay_steps) {
+    Search search({{.name = "one"}, {.name = "two"}},
+                  {.steps_planned = steps, .step_seconds = 1, .budget_seconds = 60, .repay_steps = repay_steps});
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_TRUE(search.ask()->incumbent.empty());
+      PairedTestResult open;
+      open.speedup = {0.9, gain, 1.3, 0.95};
+      open.pairs = 5;
+      search.tell({.paired_test = open, .elapsed_seconds = 25});
+    }
+    const auto trial = search.ask();
+    if (trial && trial->challenger == Names{"one", "two"}) {
+      EXPECT_DOUBLE_EQ(trial->paired_test.budget_seconds, 40) << "a whole trial";
+    }
+    return trial.has_value();
+  };
+  // Of 10,000 steps a quarter saves 430 s of the 40 that the trial takes, and a twentieth is 500 s.
+  EXPECT_TRUE(asked_at_once(10'000, 1.1, 240));
+  EXPECT_FALSE(asked_at_once(10'000, 1.005, 240)) << "both at once gain too little";
+  EXPECT_FALSE(asked_at_once(900, 1.1, 240)) << "a twentieth was spent";
+}
+
 TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
   const auto usual = SearchOptions::for_run(10'000, 0.5, 0, 7);
   EXPECT_DOUBLE_EQ(usual.budget_seconds, 60 * 0.5);
