@@ -31,6 +31,8 @@ constexpr std::int64_t kBytes = 2;
 // Rows of the left operand of one product, and terms of its sums: both operands are then near the core, and sums are
 // read and written once for that many terms.
 constexpr std::int64_t kRows = 256, kTerms = 256;
+// Terms of a product of rows as they lie. Those of long rows are pages apart and come slowly: each is read in one go.
+constexpr std::int64_t kTermsOfRow = 1024;
 // Panels whose sums are stored together, in rows of several lines.
 constexpr std::int64_t kStrip = 2;
 // Rows of a batch that are few: a panel is multiplied with all of them as soon as it is made.
@@ -47,16 +49,17 @@ Rows columns_of(const Rows& rows, std::int64_t first, std::int64_t count) {
   return {rows.element, static_cast<const char*>(rows.data) + first * size, rows.stride, rows.rows, count};
 }
 
-/// Terms of a sum in equal parts of about kTerms.
+/// Terms of a sum in equal parts of about kTermsOfRow.
 struct Parts {
-  explicit Parts(std::int64_t terms)
-      : terms(terms),
-        size(round_up((terms - 1) / std::max<std::int64_t>(1, (terms + kTerms / 2) / kTerms) + 1, kTileStep)) {}
+  explicit Parts(std::int64_t terms) : terms(terms) {
+    const std::int64_t parts = std::max<std::int64_t>(1, (terms + kTermsOfRow / 2) / kTermsOfRow);
+    size = round_up((terms - 1) / parts + 1, kTileStep);
+  }
   template <class Run>
   void each(const Run& run) const {
     for (std::int64_t at = 0; at < terms; at += size) run(at, std::min(size, terms - at));
   }
-  std::int64_t terms, size;
+  std::int64_t terms, size = 0;
 };
 
 /// A right operand: panels of kTile columns, each of all terms, which are padded with zeros.
