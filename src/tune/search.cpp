@@ -59,8 +59,7 @@ struct Search::Impl {
   std::optional<Move> pending;
   std::set<std::pair<Mask, Mask>> met;
 
-  Impl(std::vector<StrategyFacts> strategies, const SearchOptions& given)
-      : time{.options = given} {
+  Impl(std::vector<StrategyFacts> strategies, const SearchOptions& given) : time{.options = given} {
     OXY_CHECK(strategies.size() <= kMost, InvalidArgument, "a search takes up to ", kMost, " strategies, not ",
               strategies.size(), '.');
     OXY_CHECK(time.options.optimizer_share >= 0 && time.options.optimizer_share <= 1, InvalidArgument,
@@ -157,7 +156,8 @@ struct Search::Impl {
 
   /// Most seconds that it can save over the run, were it as good as it can be.
   [[nodiscard]] double most_saved(const Item& item) const {
-    return time.step_seconds * (1 - 1 / std::max(1.0, item.facts.max_speedup)) * static_cast<double>(time.options.steps_planned);
+    return time.step_seconds * (1 - 1 / std::max(1.0, item.facts.max_speedup)) *
+           static_cast<double>(time.options.steps_planned);
   }
 
   [[nodiscard]] bool can_repay(const Item& item) const {
@@ -266,19 +266,17 @@ struct Search::Impl {
     return gain > kPolicy.worth ? gain + kPolicy.known_lead : item.facts.expected_speedup;
   }
 
-  [[nodiscard]] std::optional<Move> forward() {
+  /// What was not tried yet, of those with a one-off cost or of the others.
+  [[nodiscard]] std::optional<Move> forward(bool costly) {
     std::optional<std::size_t> best;
-    for (const bool costly : {false, true}) {
-      for (std::size_t i = 0; i < items.size(); ++i) {
-        const Item& item = items[i];
-        if (is_costly(i) != costly || item.tried || item.settled || (item.needs & ~force) != 0 || outdone(i)) continue;
-        if ((item.wholes & force) != 0 || item.facts.max_speedup <= time.options.paired_test.threshold) continue;
-        if (costly ? !worth_its_cost(i) : !has_turn(i) || !worth_repeating(i)) continue;
-        if (!best || rank(item) > rank(items[*best])) best = i;
-      }
-      if (best) return Move{*best, with(force, *best), false, true};
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const Item& item = items[i];
+      if (is_costly(i) != costly || item.tried || item.settled || (item.needs & ~force) != 0 || outdone(i)) continue;
+      if ((item.wholes & force) != 0 || item.facts.max_speedup <= time.options.paired_test.threshold) continue;
+      if (costly ? !worth_its_cost(i) : !has_turn(i) || !worth_repeating(i)) continue;
+      if (!best || rank(item) > rank(items[*best])) best = i;
     }
-    return std::nullopt;
+    return best ? std::optional(Move{*best, with(force, *best), false, true}) : std::nullopt;
   }
 
   /// Settles what is not.
@@ -295,7 +293,8 @@ struct Search::Impl {
     } else if (!can_repay(item)) {
       item.entry.reason = takes + ", and in " + monitor::format_count(static_cast<double>(time.options.steps_planned)) +
                           " steps it can save " + monitor::format_seconds(most_saved(item)) + " at best.";
-    } else if (time.step_seconds > 0 && time.options.repay_steps > 0 && time.likely_saved(likely_gain(item)) < item.facts.expected_cost) {
+    } else if (time.step_seconds > 0 && time.options.repay_steps > 0 &&
+               time.likely_saved(likely_gain(item)) < item.facts.expected_cost) {
       item.entry.reason = takes + ", and at the " + ratio_text(item.facts.expected_speedup) +
                           " that it is likely to gain, a quarter of the planned run saves " +
                           monitor::format_seconds(time.likely_saved(likely_gain(item))) + ".";
@@ -510,8 +509,10 @@ std::optional<Trial> Search::ask() {
   Impl& self = *impl_;
   if (!self.pending) {
     if (self.time.left(self.force != 0) <= 0) return std::nullopt;
-    self.pending = self.forward();
+    self.pending = self.forward(false);
+    // Before what has a one-off cost: with that active, trials of others may take it again.
     if (!self.pending) self.pending = self.all_undecided();
+    if (!self.pending) self.pending = self.forward(true);
     if (!self.pending && self.time.may_try_again()) self.pending = self.again();
     if (!self.pending && self.time.may_try_again()) self.pending = self.two();
     if (!self.pending) return std::nullopt;

@@ -127,6 +127,26 @@ TEST(Search, TriesAtOnceWhatEachGainsTooLittleToBeSeen) {
   EXPECT_THAT(together(0.997, 1.009, ""), IsEmpty()) << "one alone";
 }
 
+TEST(Search, TriesAtOnceWhatIsLeftOpenBeforeWhatHasACost) {
+  // With "compile" active neither of the others, which renew it, is worth a trial any more.
+  Search search({{.name = "one"},
+                 {.name = "two"},
+                 {.name = "compile", .interacts = {"one", "two"}, .expected_cost = 100, .expected_speedup = 1.5}},
+                {.steps_planned = 100'000, .step_seconds = 1, .budget_seconds = 1000, .repay_steps = 240});
+  std::vector<Names> challengers;
+  while (const auto trial = search.ask()) {
+    challengers.push_back(trial->challenger);
+    PairedTestResult result;
+    result.decision = trial->challenger.size() > 1 ? Decision::Accept : Decision::Reject;
+    result.speedup = {0.98, 1.04, 1.1, 0.95};
+    result.pairs = 5;
+    result.incumbent = result.challenger = 1;
+    search.tell({.paired_test = result, .elapsed_seconds = 10});
+  }
+  EXPECT_THAT(challengers,
+              ElementsAre(Names{"one"}, Names{"two"}, Names{"one", "two"}, Names{"one", "two", "compile"}));
+}
+
 TEST(Search, TakesDependentsOutWithWhatTheyRequire) {
   // "late" is much better than "base", with which it cannot be; "needy" falls with "base".
   Search search(
