@@ -32,17 +32,20 @@ struct Item {
   CertificateEntry entry;
   bool often_pays = false;
   bool tried = false;
-  bool settled = false;  ///< failed, refused or skipped: not asked for again
-  int judged = 0;        ///< on the clock of changes
-  int changed = 0;       ///< when it was last turned on or off
-  double elapsed = 0;    ///< of the search when it was last turned on
+  bool left_open = false;    ///< by its last trial by itself
+  bool tried_again = false;  ///< by itself, since its first trial left it open
+  bool settled = false;      ///< failed, refused or skipped: not asked for again
+  int judged = 0;            ///< on the clock of changes
+  int changed = 0;           ///< when it was last turned on or off
+  double elapsed = 0;        ///< of the search when it was last turned on
 };
 
 struct Move {
   std::size_t item = 0;
   Mask challenger = 0;
   bool removal = false;
-  bool alone = true;  ///< it turns on nothing else, and off only its rivals
+  bool alone = true;    ///< it turns on nothing else, and off only its rivals
+  bool agrees = false;  ///< a second trial, which need not show again what the first has shown
 };
 
 /// Groups whose gain depends on who else uses the processor.
@@ -309,13 +312,14 @@ struct Search::Impl {
     return false;
   }
 
-  /// All at once that trials left open, each of which seemed to gain: what is too little to be seen may add up.
+  /// All at once that trials left open, each of which seemed to gain: what is too little to be seen may add up. One
+  /// alone, where its whole interval is a gain: of a thousand that gain nothing one comes through both trials.
   [[nodiscard]] std::optional<Move> all_undecided() const {
     Move move{0, force, false, false};
     double product = 1;
     for (std::size_t i = 0; i < items.size(); ++i) {
       const Item& item = items[i];
-      const bool gained = item.tried && !item.settled && item.entry.speedup && item.entry.speedup->mid > 1;
+      const bool gained = item.left_open && !item.settled && item.entry.speedup->mid > 1;
       const bool fits = ((item.rivals | item.wholes) & move.challenger) == 0;
       if (!gained || !fits || is_costly(i) || !worth_repeating(i) || outdone(i)) continue;
       const Mask joined = with(move.challenger, i);
@@ -324,9 +328,11 @@ struct Search::Impl {
       move.challenger = joined;
       product *= item.entry.speedup->mid;
     }
-    const bool has_turn = time.may_try_again() || time.repays_trial(product);
-    const bool pays = std::popcount(move.challenger & ~force) > 1 && product > time.least_gain();
-    return has_turn && pays && fresh(move.challenger) ? std::optional(move) : std::nullopt;
+    if (product <= time.least_gain() || !(time.may_try_again() || time.repays_trial(product))) return std::nullopt;
+    if (std::popcount(move.challenger & ~force) > 1) return fresh(move.challenger) ? std::optional(move) : std::nullopt;
+    const Item& one = items[move.item];
+    move.alone = move.agrees = true;
+    return !one.tried_again && one.entry.speedup->low > 1 ? std::optional(move) : std::nullopt;
   }
 
   /// Those whose ground has changed, one at a time.
@@ -374,14 +380,15 @@ struct Search::Impl {
     if (item.facts.update_proven && (item.rivals & force) == 0 && pending->alone && !pending->removal) {
       trial.paired_test.loosen(PairedTestOptions::agreement());
     }
+    if (pending->agrees) trial.paired_test.loosen(PairedTestOptions::conclusion(0));
     trial.paired_test.seed = philox(time.options.seed, 0, trials).word[0];
     if (time.options.budget_seconds > 0 && !is_costly(pending->item)) {
       if (time.options.repay_steps > 0 && time.step_seconds > 0) {
         trial.paired_test.worth = std::max(trial.paired_test.worth, time.least_gain());
         trial.paired_test.repay_steps = time.options.repay_steps;
       }
-      const bool is_joint = !pending->alone && std::popcount(pending->challenger & ~force) > 1;
-      const double most = time.next_trial(item.facts.expected_speedup, is_joint);
+      const bool is_second = pending->agrees || std::popcount(pending->challenger & ~force) > 1;
+      const double most = time.next_trial(item.facts.expected_speedup, is_second);
       double& asked = trial.paired_test.budget_seconds;
       asked = asked > 0 ? std::min(asked, most) : most;
     }
@@ -429,9 +436,11 @@ struct Search::Impl {
   void note(const Move& move, const TrialOutcome& outcome) {
     Item& item = items[move.item];
     item.tried = true;
+    item.tried_again = item.tried_again || move.agrees;
     item.judged = clock;
     if (is_costly(move.item) || repeated_cost(move.item) > 0) time.paid += outcome.cost_seconds;
     if (!move.alone || outcome.paired_test.pairs == 0) return;
+    item.left_open = !move.removal && outcome.paired_test.decision != Decision::Accept;
     item.entry.pairs = outcome.paired_test.pairs;
     const auto& [low, mid, high, confidence] = outcome.paired_test.speedup;
     item.entry.speedup = move.removal ? Interval{1 / high, 1 / mid, 1 / low, confidence} : outcome.paired_test.speedup;
@@ -565,7 +574,9 @@ void Search::drop(const std::string& strategy, Status status, std::string reason
       item.tried = false;
     }
     // Judged beside it, and found wanting there.
-    if ((self.force & bit(j)) == 0 && !item.settled && item.judged >= since) item.tried = false;
+    if ((self.force & bit(j)) == 0 && !item.settled && item.judged >= since) {
+      item.tried = item.left_open = item.tried_again = false;
+    }
   }
   dropped.settled = true;
   dropped.entry.status = status;

@@ -65,11 +65,11 @@ struct SearchTime {
     return std::max(kPolicy.one_trial_steps * step_seconds, kPolicy.one_trial_seconds);
   }
 
-  /// Seconds that the next trial may take, of what promises that gain; `is_joint`: of several that trials left open.
-  [[nodiscard]] double next_trial(double gain, bool is_joint) const {
+  /// Seconds that the next trial may take, of what promises that gain; `is_second`: of what trials left open.
+  [[nodiscard]] double next_trial(double gain, bool is_second) const {
     double share = kPolicy.one_trial_share * budget();
     if (options.repay_steps > 0 && step_seconds > 0) {
-      if (is_joint) return one_trial();
+      if (is_second) return one_trial();
       // What promises much may be looked at again where the first pairs were disturbed.
       const double promised = 1 - 1 / std::max(1.0, gain);
       share = std::max(share, kPolicy.one_trial_share * options.repay_steps * promised * step_seconds);

@@ -90,6 +90,30 @@ TEST(Search, TriesAtOnceWhatWasLeftOpenWhereTheRunRepaysIt) {
   EXPECT_FALSE(asked_at_once(900, 1.1, 240)) << "a twentieth was spent";
 }
 
+TEST(Search, TriesOnceMoreWhatItsWholeIntervalSpeaksFor) {
+  const auto trials = [](double low, bool cost_too_much) {
+    Search search({{.name = "one"}},
+                  {.steps_planned = 10'000, .step_seconds = 1, .budget_seconds = 60, .repay_steps = 240});
+    std::vector<PairedTestOptions> found;
+    while (const auto trial = search.ask()) {
+      found.push_back(trial->paired_test);
+      PairedTestResult result;
+      result.decision = cost_too_much ? Decision::Accept : Decision::Reject;
+      result.speedup = {low, 1.1, 1.2, 0.95};
+      result.pairs = 5;
+      result.incumbent = 1;
+      search.tell({.paired_test = result, .cost_seconds = cost_too_much ? 1e6 : 0, .elapsed_seconds = 70});
+    }
+    return found;
+  };
+  const auto two = trials(1.01, false);
+  ASSERT_EQ(two.size(), 2U);
+  EXPECT_DOUBLE_EQ(two[1].budget_seconds, 40) << "a whole trial";
+  EXPECT_GT(two[1].false_accept, 2 * two[0].false_accept) << "what the first has shown need not be shown again";
+  EXPECT_EQ(trials(0.99, false).size(), 1U);
+  EXPECT_EQ(trials(1.01, true).size(), 1U) << "it was shown, and does not pay";
+}
+
 TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
   const auto usual = SearchOptions::for_run(10'000, 0.5, 0, 7);
   EXPECT_DOUBLE_EQ(usual.budget_seconds, 60 * 0.5);
