@@ -76,10 +76,10 @@ TEST(Cache, LeastRecentlyUsedGoByPriorityThenAge) {
 }
 
 TEST(Cache, EntriesAge) {
-  Cache cache({.memory = "1MB", .ttl_seconds = 0.05});
+  Cache cache({.memory = "1MB", .ttl_seconds = 0.5});
   cache.put("a", bytes_of("one"), 1);
   EXPECT_TRUE(cache.find("a").has_value());
-  std::this_thread::sleep_for(std::chrono::milliseconds(80));
+  std::this_thread::sleep_for(std::chrono::milliseconds(600));
   EXPECT_FALSE(cache.find("a").has_value());
 }
 

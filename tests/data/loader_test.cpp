@@ -438,7 +438,7 @@ TEST(Loader, RefusesWhatCannotBeMeant) {
 
 TEST(Loader, TellsWhereTimeGoes) {
   const auto slow =
-      stage("slow", [](Item&, PhiloxStream&) { std::this_thread::sleep_for(std::chrono::milliseconds(1)); });
+      stage("slow", [](Item&, PhiloxStream&) { std::this_thread::sleep_for(std::chrono::milliseconds(5)); });
   Loader loader(std::make_shared<Counting>(20), {.batch_size = 5, .stages = {slow}});
   EXPECT_EQ(loader.stats().bottleneck(), "");
   epoch_of(loader);
