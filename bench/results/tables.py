@@ -247,7 +247,7 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     ),
     "amx": (
         loops.with_amx,
-        "python bench/race/orchestrator.py --workloads gpt --starts 3 --json bench/results/orchestrator_amx.json",
+        "python bench/race/orchestrator.py --workloads gpt,bert --starts 3 --json bench/results/orchestrator_amx.json",
     ),
     "rivals": (
         loops.rivals,
