@@ -45,7 +45,7 @@ struct Move {
   Mask challenger = 0;
   bool removal = false;
   bool alone = true;    ///< it turns on nothing else, and off only its rivals
-  bool agrees = false;  ///< a second trial, which need not show again what the first has shown
+  bool second = false;  ///< of one by itself, which need not show again what the first has shown
 };
 
 /// Groups whose gain depends on who else uses the processor.
@@ -169,6 +169,8 @@ struct Search::Impl {
   }
 
   [[nodiscard]] bool is_costly(std::size_t i) const { return items[i].facts.expected_cost > 0; }
+
+  [[nodiscard]] double seconds_left() const { return time.left(force != 0); }
 
   /// What is exact and often pays must not lose its turn to others that were refused after a long verification, nor
   /// what is likely to save its trial's time in a part of the run.
@@ -302,7 +304,7 @@ struct Search::Impl {
                           " that it is likely to gain, a quarter of the planned run saves " +
                           monitor::format_seconds(time.likely_saved(likely_gain(item))) + ".";
     } else if (!time.can_afford(item.facts.expected_cost, force != 0)) {
-      const double left = std::max(0.0, std::min(time.cost_budget() - time.paid, time.left(force != 0)));
+      const double left = std::max(0.0, std::min(time.cost_budget() - time.paid, seconds_left()));
       item.entry.reason =
           takes + ", and " + monitor::format_seconds(left) + " of the planned run are left for trying such.";
     } else {
@@ -331,7 +333,7 @@ struct Search::Impl {
     if (product <= time.least_gain() || !(time.may_try_again() || time.repays_trial(product))) return std::nullopt;
     if (std::popcount(move.challenger & ~force) > 1) return fresh(move.challenger) ? std::optional(move) : std::nullopt;
     const Item& one = items[move.item];
-    move.alone = move.agrees = true;
+    move.alone = move.second = true;
     return !one.tried_again && one.entry.speedup->low > 1 ? std::optional(move) : std::nullopt;
   }
 
@@ -380,19 +382,19 @@ struct Search::Impl {
     if (item.facts.update_proven && (item.rivals & force) == 0 && pending->alone && !pending->removal) {
       trial.paired_test.loosen(PairedTestOptions::agreement());
     }
-    if (pending->agrees) trial.paired_test.loosen(PairedTestOptions::conclusion(0));
+    if (pending->second) trial.paired_test.loosen(PairedTestOptions::conclusion(0));
     trial.paired_test.seed = philox(time.options.seed, 0, trials).word[0];
     if (time.options.budget_seconds > 0 && !is_costly(pending->item)) {
       if (time.options.repay_steps > 0 && time.step_seconds > 0) {
         trial.paired_test.worth = std::max(trial.paired_test.worth, time.least_gain());
         trial.paired_test.repay_steps = time.options.repay_steps;
       }
-      const bool is_second = pending->agrees || std::popcount(pending->challenger & ~force) > 1;
+      const bool is_second = pending->second || std::popcount(pending->challenger & ~force) > 1;
       const double most = time.next_trial(item.facts.expected_speedup, is_second);
       double& asked = trial.paired_test.budget_seconds;
       asked = asked > 0 ? std::min(asked, most) : most;
     }
-    if (time.options.total_seconds > 0) trial.paired_test.most_seconds = std::max(time.left(force != 0), 1e-9);
+    if (time.options.total_seconds > 0) trial.paired_test.most_seconds = std::max(seconds_left(), 1e-9);
     return trial;
   }
 
@@ -436,7 +438,7 @@ struct Search::Impl {
   void note(const Move& move, const TrialOutcome& outcome) {
     Item& item = items[move.item];
     item.tried = true;
-    item.tried_again = item.tried_again || move.agrees;
+    item.tried_again = item.tried_again || move.second;
     item.judged = clock;
     if (is_costly(move.item) || repeated_cost(move.item) > 0) time.paid += outcome.cost_seconds;
     if (!move.alone || outcome.paired_test.pairs == 0) return;
@@ -450,7 +452,7 @@ struct Search::Impl {
   void judge(const Move& move, const TrialOutcome& outcome) {
     const PairedTestResult& paired_test = outcome.paired_test;
     if (outcome.failed) return reject(move, Status::Failed, outcome.reason);
-    const std::string meanwhile = outcome.disturbed ? " Other programs time.used the processor meanwhile." : "";
+    const std::string meanwhile = outcome.disturbed ? " Other programs used the processor meanwhile." : "";
     if (paired_test.decision != Decision::Accept) {
       if (paired_test.incumbent > 0) time.step_seconds = paired_test.incumbent;
       return reject(move, Status::Rejected, paired_test.reason + meanwhile);
@@ -481,7 +483,7 @@ struct Search::Impl {
     if (item.facts.max_speedup <= time.options.paired_test.threshold) {
       return "It can make the step " + ratio_text(item.facts.max_speedup) + " as fast at best.";
     }
-    if (time.left(force != 0) <= 0) {
+    if (seconds_left() <= 0) {
       return "Everything together may take " + monitor::format_seconds(time.options.total_seconds) +
              " of this run, which were over before its turn.";
     }
@@ -517,7 +519,7 @@ Search& Search::operator=(Search&&) noexcept = default;
 std::optional<Trial> Search::ask() {
   Impl& self = *impl_;
   if (!self.pending) {
-    if (self.time.left(self.force != 0) <= 0) return std::nullopt;
+    if (self.seconds_left() <= 0) return std::nullopt;
     self.pending = self.forward(false);
     // Before what has a one-off cost: with that active, trials of others may take it again.
     if (!self.pending) self.pending = self.all_undecided();
@@ -601,7 +603,7 @@ void Search::expect(const std::string& strategy, double speedup) {
 }
 
 double Search::step_seconds() const { return impl_->time.step_seconds; }
-double Search::seconds_left() const { return impl_->time.left(impl_->force != 0); }
+double Search::seconds_left() const { return impl_->seconds_left(); }
 double Search::seconds_to_conclude() const { return impl_->time.to_conclude(); }
 
 PairedTestOptions Search::conclusion() const {

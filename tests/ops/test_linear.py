@@ -99,6 +99,16 @@ def test_gradients_of_a_float32_weight_are_not_rounded_to_bfloat16() -> None:
     assert float((ours[3].double() - right[3]).norm() / right[3].norm()) < 1e-5
 
 
+@pytest.mark.parametrize("sizes", [(300, 1700, 40), (70, 3201, 65), (2100, 2000, 130)])
+def test_sums_of_long_rows(sizes: tuple[int, int, int]) -> None:
+    rows, features, outputs = sizes
+    noise = torch.Generator().manual_seed(rows)
+    x = torch.randint(-3, 4, (rows, features), generator=noise).to(BF16)
+    w = torch.randint(-3, 4, (outputs, features), generator=noise).to(torch.float32)
+    right = (x.double() @ w.double().t()).to(BF16)  # small whole numbers: sums are exact, and rounded once
+    assert ox.ops.linear(x, w).equal(right)
+
+
 @pytest.mark.parametrize("sizes", [(2100, 600, 1040), (2100, 1040, 600), (300, 40, 2000)])
 @pytest.mark.parametrize("adds", [False, True])
 def test_gradients_of_large_weights(sizes: tuple[int, int, int], adds: bool) -> None:

@@ -306,7 +306,7 @@ TEST(Search, ChoosesNoThreadsBesideOtherPrograms) {
       search.tell({.paired_test = paired_test, .disturbed = disturbed});
     }
     EXPECT_EQ(search.best(), disturbed ? Names{"pool"} : (Names{"one_thread", "pool"}));
-    EXPECT_EQ(search.entries()[0].reason.find("Other programs") != std::string::npos, disturbed);
+    EXPECT_EQ(search.entries()[0].reason.find(" Other programs used the processor") != std::string::npos, disturbed);
   }
 }
 

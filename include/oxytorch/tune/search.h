@@ -52,9 +52,10 @@ struct SearchOptions {
   /// What every driver of a search uses: trials may take what 60 steps take as given, at least 3 s, or what
   /// the saving so far repays within 240 steps, less 50 steps for concluding; of a short run no more than 2 % and 3 %.
   /// What was on trial before may be again while half of what is repaid is left.
-  /// What trials left open has one together also where it is likely to repay that in a quarter of the run.
-  /// `budget_seconds` above 0 is all instead. Everything together may take 15 % of the planned run, at least 6 s, and
-  /// twice `budget_seconds` more. `step_seconds` is the fastest step seen: a disturbed one would allow more.
+  /// What trials left open, though it seemed to gain, has one more trial together (alone, where its whole interval was
+  /// a gain), also where it is likely to repay that in a quarter of the run. `budget_seconds` above 0 is all instead.
+  /// Everything together may take 15 % of the planned run, at least 6 s, and twice `budget_seconds` more.
+  /// `step_seconds` is the fastest step seen: a disturbed one would allow more.
   [[nodiscard]] OXY_API static SearchOptions for_run(std::int64_t steps_planned, double step_seconds,
                                                      double budget_seconds, std::uint64_t seed);
 };
