@@ -332,7 +332,7 @@ def tried(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
     """What the certificate says of it."""
     plan = ox.accelerate(
         model, torch.optim.SGD(model.parameters(), 0.1), F.cross_entropy, [batch], level="advanced",
-        strategies=["bf16_autocast", "native_linear"], tune_seconds=1, remember=False,
+        strategies=["bf16_autocast", "native_linear"], tune_seconds=1, max_growth=10, remember=False,
     )  # fmt: skip
     (entry,) = (e for e in plan.certificate.entries if e.strategy == "native_linear")
     plan.revert()
