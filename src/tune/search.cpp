@@ -314,27 +314,45 @@ struct Search::Impl {
     return false;
   }
 
-  /// All at once that trials left open, each of which seemed to gain: what is too little to be seen may add up. One
-  /// alone, where its whole interval is a gain: of a thousand that gain nothing one comes through both trials.
+  /// Whether its trial left it open and seemed to gain, and another trial of it is worth its time.
+  [[nodiscard]] bool is_undecided(std::size_t i) const {
+    const Item& item = items[i];
+    const bool gained = item.left_open && !item.settled && item.entry.speedup->mid > 1;
+    return gained && !is_costly(i) && worth_repeating(i) && !outdone(i) && with(force, i) != force;
+  }
+
+  [[nodiscard]] bool repays_second_trial(double speedup) const {
+    return speedup > time.least_gain() && (time.may_try_again() || time.repays_trial(speedup));
+  }
+
+  /// All at once that trials left open, each of which seemed to gain: what is too little to be seen may add up.
   [[nodiscard]] std::optional<Move> all_undecided() const {
     Move move{0, force, false, false};
     double product = 1;
     for (std::size_t i = 0; i < items.size(); ++i) {
-      const Item& item = items[i];
-      const bool gained = item.left_open && !item.settled && item.entry.speedup->mid > 1;
-      const bool fits = ((item.rivals | item.wholes) & move.challenger) == 0;
-      if (!gained || !fits || is_costly(i) || !worth_repeating(i) || outdone(i)) continue;
-      const Mask joined = with(move.challenger, i);
-      if (joined == move.challenger || kPlacesThreads.contains(item.facts.group)) continue;
+      const bool fits = ((items[i].rivals | items[i].wholes) & move.challenger) == 0;
+      if (!fits || !is_undecided(i) || kPlacesThreads.contains(items[i].facts.group)) continue;
       if (product == 1) move.item = i;
-      move.challenger = joined;
-      product *= item.entry.speedup->mid;
+      move.challenger = with(move.challenger, i);
+      product *= items[i].entry.speedup->mid;
     }
-    if (product <= time.least_gain() || !(time.may_try_again() || time.repays_trial(product))) return std::nullopt;
-    if (std::popcount(move.challenger & ~force) > 1) return fresh(move.challenger) ? std::optional(move) : std::nullopt;
-    const Item& one = items[move.item];
-    move.alone = move.second = true;
-    return !one.tried_again && one.entry.speedup->low > 1 ? std::optional(move) : std::nullopt;
+    const bool several = std::popcount(move.challenger & ~force) > 1;
+    return several && fresh(move.challenger) && repays_second_trial(product) ? std::optional(move) : std::nullopt;
+  }
+
+  /// One that a trial left open although its whole interval was a gain, and which joint trials did not turn on: of a
+  /// thousand that gain nothing one comes through both trials.
+  [[nodiscard]] std::optional<Move> one_undecided() const {
+    std::optional<std::size_t> best;
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const Item& item = items[i];
+      const bool fits = ((item.rivals | item.wholes) & force) == 0;
+      if (item.tried_again || !fits || !is_undecided(i) || kPlacesThreads.contains(item.facts.group)) continue;
+      const Interval& speedup = *item.entry.speedup;
+      if (speedup.low <= 1 || !repays_second_trial(speedup.mid)) continue;
+      if (!best || speedup.low > items[*best].entry.speedup->low) best = i;
+    }
+    return best ? std::optional(Move{*best, with(force, *best), false, true, true}) : std::nullopt;
   }
 
   /// Those whose ground has changed, one at a time.
@@ -523,6 +541,7 @@ std::optional<Trial> Search::ask() {
     self.pending = self.forward(false);
     // Before what has a one-off cost: with that active, trials of others may take it again.
     if (!self.pending) self.pending = self.all_undecided();
+    if (!self.pending) self.pending = self.one_undecided();
     if (!self.pending) self.pending = self.forward(true);
     if (!self.pending && self.time.may_try_again()) self.pending = self.again();
     if (!self.pending && self.time.may_try_again()) self.pending = self.two();

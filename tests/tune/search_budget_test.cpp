@@ -114,6 +114,31 @@ TEST(Search, TriesOnceMoreWhatItsWholeIntervalSpeaksFor) {
   EXPECT_EQ(trials(1.01, true).size(), 1U) << "it was shown, and does not pay";
 }
 
+TEST(Search, TriesByItselfWhatATrialOfSeveralDidNotTurnOn) {
+  const auto challengers = [](double low_of_two, bool together) {
+    Search search({{.name = "one"}, {.name = "two"}, {.name = "three"}},
+                  {.steps_planned = 10'000, .step_seconds = 1, .budget_seconds = 60, .repay_steps = 240});
+    std::vector<Names> found;
+    while (const auto trial = search.ask()) {
+      found.push_back(trial->challenger);
+      const bool first = found.size() <= 3;
+      PairedTestResult result;
+      result.decision = !first && (trial->challenger.size() == 1 || together) ? Decision::Accept : Decision::Reject;
+      const double low = trial->strategy == "two" ? low_of_two : trial->strategy == "three" ? 1.01 : 0.98;
+      result.speedup = {low, first && trial->strategy == "one" ? 1.04 : 1.1, 1.2, 0.95};
+      result.pairs = 5;
+      result.incumbent = result.challenger = 1;
+      search.tell({.paired_test = result, .elapsed_seconds = 20});
+    }
+    return std::vector<Names>(found.begin() + 3, found.end());
+  };
+  const Names all{"one", "two", "three"};
+  EXPECT_THAT(challengers(1.05, true), ElementsAre(all));
+  // What is left open beside it has a trial of its own, now that the ground is another.
+  EXPECT_THAT(challengers(1.05, false), ElementsAre(all, Names{"two"}, all, Names{"two", "three"}));
+  EXPECT_THAT(challengers(0.99, false), ElementsAre(all, Names{"three"}, all));
+}
+
 TEST(Search, BudgetsByTheStepTheRunAndTheUser) {
   const auto usual = SearchOptions::for_run(10'000, 0.5, 0, 7);
   EXPECT_DOUBLE_EQ(usual.budget_seconds, 60 * 0.5);
