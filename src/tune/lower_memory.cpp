@@ -21,6 +21,11 @@ bool is_of_process(const Offer& offer) {
   return is_allocator(offer) || setting(offer) == "threads" || setting(offer) == "flush_denormals";
 }
 
+/// Bytes that must be saved of those for a trial.
+std::int64_t worth_of(std::int64_t bytes) {
+  return static_cast<std::int64_t>((1 - kPolicy.smaller) * static_cast<double>(bytes));
+}
+
 }  // namespace
 
 LowerMemory::LowerMemory(Combinations& all, const TunerOptions& options,
@@ -31,6 +36,7 @@ LowerMemory::LowerMemory(Combinations& all, const TunerOptions& options,
 std::optional<PairedTestResult> LowerMemory::add_to(Names& kept) {
   const Names before = kept;
   choose(kept);
+  tell_others(kept);
   choose_allocator(kept);
   while (!added_.empty()) {
     try {
@@ -69,7 +75,7 @@ void LowerMemory::choose(Names& kept) {
 }
 
 std::optional<LowerMemory::Choice> LowerMemory::most_saving(const Names& kept, std::int64_t now) {
-  const auto least = static_cast<std::int64_t>((1 - kPolicy.smaller) * static_cast<double>(now));
+  const auto least = worth_of(now);
   std::map<std::string, Choice> choices;
   for (const auto& offer : all_.offers) {
     if (is_of_process(offer)) continue;
@@ -83,7 +89,7 @@ std::optional<LowerMemory::Choice> LowerMemory::most_saving(const Names& kept, s
   // What was not measured beside this yet comes before what saves too little.
   const auto promised = [&](const std::string& name) {
     const auto known = saved_.find(name);
-    const auto saved = known == saved_.end() ? std::numeric_limits<std::int64_t>::max() : known->second;
+    const auto saved = known == saved_.end() ? std::numeric_limits<std::int64_t>::max() : known->second.bytes;
     if (measured.contains(name)) return saved;
     return is_late ? 0 : std::max(saved, least + 1);
   };
@@ -92,18 +98,37 @@ std::optional<LowerMemory::Choice> LowerMemory::most_saving(const Names& kept, s
     auto& [name, choice] = *std::max_element(choices.begin(), choices.end(), [&](const auto& a, const auto& b) {
       return promised(a.first) < promised(b.first);
     });
-    if (measured.contains(name)) return saved_[name] > least ? std::optional(choice) : std::nullopt;
+    if (measured.contains(name)) return saved_[name].bytes > least ? std::optional(choice) : std::nullopt;
     const auto bytes = all_.bytes_with(choice.names);
     if (!bytes) {
       choices.erase(choice.name);
       continue;
     }
     choice.bytes = *bytes;
-    saved_[name] = now - *bytes;
+    saved_[name] = {now - *bytes, now};
     measured.insert(name);
-    has_one = has_one || saved_[name] > least;
+    has_one = has_one || saved_[name].bytes > least;
   }
   return std::nullopt;
+}
+
+/// Why the rest of what could join what was kept did not.
+void LowerMemory::tell_others(const Names& kept) {
+  std::map<std::string, std::string> reasons;
+  for (const auto& offer : all_.offers) {
+    if (is_of_process(offer) || joined_by(offer, kept).empty()) continue;
+    const auto known = saved_.find(offer.name);
+    auto& reason = reasons[offer.name];
+    if (known == saved_.end() || known->second.bytes > worth_of(known->second.of)) {
+      reason = "The time for what makes a step smaller was over before its turn.";
+    } else if (known->second.bytes <= 0) {
+      reason = "A step takes no less memory with it.";
+    } else {
+      reason = sentence({"It saves ", size_text(known->second.bytes), " of the ", size_text(known->second.of),
+                         " that a step takes, which is too little for a trial."});
+    }
+  }
+  for (auto& [name, reason] : reasons) judged_[name] = {Status::Skipped, std::move(reason)};
 }
 
 /// Of what was not kept, what can join it: with which names, those of its group left out; empty: it cannot.

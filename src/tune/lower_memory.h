@@ -31,7 +31,7 @@ class LowerMemory {
   /// empty where nothing was added, and `kept` is what it was.
   std::optional<PairedTestResult> add_to(Names& kept);
 
-  /// What became of each strategy that was looked at, or was kept before and is not now.
+  /// What became of each strategy that was looked at or could have been, or was kept before and is not now.
   [[nodiscard]] const std::map<std::string, std::pair<Status, std::string>>& judged() const { return judged_; }
 
  private:
@@ -40,7 +40,12 @@ class LowerMemory {
     Names names;  ///< with those that it joins
     std::int64_t bytes = 0;
   };
+  struct Saved {
+    std::int64_t bytes = 0;
+    std::int64_t of = 0;  ///< what a step took without it
+  };
   void choose(Names& kept);
+  void tell_others(const Names& kept);
   void choose_allocator(Names& kept);
   std::vector<Names> allocators_for(const Names& kept) const;
   bool replace_allocator(const Names& names, const std::string& said, Names& kept);
@@ -59,9 +64,9 @@ class LowerMemory {
   const TunerOptions& options_;
   std::map<std::string, std::pair<Status, std::string>> judged_;
   std::function<double()> seconds_left_;
-  std::map<std::string, std::int64_t> saved_;  // by each when it was last measured
-  Names added_;                                // in that order
-  std::map<Names, PairedTestResult> within_;   // combinations that are not too slow
+  std::map<std::string, Saved> saved_;        // by each when it was last measured
+  Names added_;                               // in that order
+  std::map<Names, PairedTestResult> within_;  // combinations that are not too slow
 };
 
 }  // namespace oxytorch::tune

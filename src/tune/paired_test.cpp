@@ -18,9 +18,11 @@ constexpr std::uint64_t kOrderStream = 1;
 /// the rest: each half of what is left, as most paired tests have time for one of them.
 constexpr double kFirstShare = 0.46;
 constexpr double kAnalysisGrowth = 1.5;
-/// A challenger is much slower where each of its first three pairs took over this factor, or its first two over that.
+/// A challenger is much slower where each of its first three pairs took over this factor, or its first two over that,
+/// or where the first over the last one has spent half of the budget.
 constexpr double kMuchSlower = 1.1;
 constexpr double kFarSlower = 1.25;
+constexpr double kHopelesslySlower = 4;
 
 void check(const PairedTestOptions& options) {
   OXY_CHECK(options.threshold > 0 && std::isfinite(options.threshold), InvalidArgument,
@@ -127,9 +129,13 @@ struct PairedTest::Impl {
   /// put at the upper end of what these pairs leave open, and the pairs to come are let deviate upwards once more.
   [[nodiscard]] bool hopeless() const {
     const auto n = static_cast<double>(margins.size());
+    if (margins.size() == 1) {
+      const bool takes_the_budget = options.budget_seconds > 0 && 2 * elapsed >= options.budget_seconds;
+      return takes_the_budget && margins.front() < -std::log(kHopelesslySlower);
+    }
     if (margins.size() < 4) {
       const double slower = margins.size() == 2 ? kFarSlower : kMuchSlower;
-      return margins.size() > 1 && *std::max_element(margins.begin(), margins.end()) < -std::log(slower);
+      return *std::max_element(margins.begin(), margins.end()) < -std::log(slower);
     }
     if (margins.size() < static_cast<std::size_t>(options.patience)) return false;
     const double center = std::max(center_of(margins), median(margins));

@@ -360,17 +360,23 @@ struct Tuner::Impl : Combinations {
     explore();
     chosen = search->best();
     std::map<std::string, std::pair<Status, std::string>> out;
+    const double gained = timing.step_seconds() / search->step_seconds();
     for (const auto& entry : search->entries()) {
-      // Refused and failed strategies stay out; those that were only not faster are tried.
-      if (entry.status == Status::Refused || entry.status == Status::Failed)
+      // Those that were only not faster are tried, unless all that is kept could not make up for it.
+      const bool too_slow =
+          entry.speedup && entry.speedup->high * kPolicy.interplay * std::max(1.0, gained) < 1 / options.max_slowdown;
+      if (too_slow || entry.status == Status::Refused || entry.status == Status::Failed)
         out[entry.strategy] = {entry.status, entry.reason};
     }
     for (const auto& [name, reason] : skipped) out[name] = {Status::Skipped, reason};
     for (const auto& name : compiles) out.emplace(name, std::pair(Status::Skipped, "it is compiled anew each time"));
     LowerMemory lower(*this, options, out, [this] { return trials_end - (workload.seconds() - began); });
     auto result = lower.add_to(chosen);
-    for (const auto& [name, found] : lower.judged()) {
-      if (!out.contains(name)) judged[name] = found;
+    for (const auto& entry : search->entries()) {
+      const auto found = lower.judged().find(entry.strategy);
+      if (found == lower.judged().end() || out.contains(entry.strategy)) continue;
+      // A trial's figures say more than that it was not looked at.
+      if (found->second.first != Status::Skipped || entry.pairs == 0) judged[entry.strategy] = found->second;
     }
     if (result) return result;
     result = conclude(chosen);

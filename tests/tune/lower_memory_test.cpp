@@ -20,7 +20,7 @@ TEST_F(TunerTest, TheGoalMemoryAddsWhatMakesAStepSmallerAsFarAsItMayBeSlower) {
   table.plant({.offer = {.name = "half"}, .factor = 0.5, .bytes = 0});
   table.plant({.offer = {.name = "small"}, .factor = 1.5, .bytes = -200});
   table.plant({.offer = {.name = "smaller"}, .factor = 1.6, .bytes = -300});
-  table.plant({.offer = {.name = "smallest"}, .factor = 9, .bytes = -500});
+  table.plant({.offer = {.name = "smallest"}, .factor = 3.5, .bytes = -500});
   table.plant({.offer = {.name = "liar"}, .factor = 1, .honest = false, .bytes = -400});
   table.plant({.offer = {.name = "grows"}, .factor = 0.4, .bytes = 300});
   table.plant({.offer = {.name = "process", .traits = {.group = "threads"}}, .factor = 1.01, .bytes = -600});
@@ -92,6 +92,33 @@ TEST_F(TunerTest, WhatSavedLittleIsMeasuredAgainOnlyAtTheEnd) {
   EXPECT_THAT(tuned({.goal = Goal::Memory}).accepted(), ElementsAre("small_0", "small_1", "small_2", "small_3"));
   // As given and each by itself; then one for each that is added, and the idle ones once more.
   EXPECT_EQ(table.measured, 1 + 14 + 3 + 10);
+}
+
+TEST_F(TunerTest, WhatNothingKeptCouldMakeUpForIsNotLookedAtForItsMemory) {
+  table.plant("half", 0.5);
+  table.plant({.offer = {.name = "slow"}, .factor = 1.8, .bytes = -300});
+  table.plant({.offer = {.name = "hopeless"}, .factor = 30, .bytes = -500});
+  const auto made = tuned({.goal = Goal::Memory, .max_slowdown = 1.3});
+  EXPECT_THAT(made.accepted(), ElementsAre("half", "slow"));
+  EXPECT_THAT(entry(made, "hopeless").reason, HasSubstr("slower"));
+  EXPECT_EQ(table.measured, 3) << "as given, with half of the time, and slow beside that";
+}
+
+TEST_F(TunerTest, SaysOfTheRestWhyItMakesNoStepSmaller) {
+  table.given_bytes = 10'000;
+  table.step_seconds = 0.5;
+  table.plant({.offer = {.name = "small", .traits = {.max_speedup = 1}}, .factor = 1.1, .bytes = -5000});
+  table.plant({.offer = {.name = "little", .traits = {.max_speedup = 1}}, .factor = 1.1, .bytes = -50});
+  table.plant({.offer = {.name = "idle", .traits = {.max_speedup = 1}}, .factor = 1.1, .bytes = 0});
+  const auto made = tuned({.goal = Goal::Memory});
+  EXPECT_THAT(made.accepted(), ElementsAre("small"));
+  EXPECT_EQ(entry(made, "little").reason,
+            "It saves 50 B of the 4.88 KiB that a step takes, which is too little for a trial.");
+  EXPECT_EQ(entry(made, "idle").reason, "A step takes no less memory with it.");
+  table.step_seconds = 2;
+  const auto late = tuned({.steps_planned = 60, .goal = Goal::Memory});
+  EXPECT_THAT(late.accepted(), IsEmpty());
+  EXPECT_EQ(entry(late, "idle").reason, "The time for what makes a step smaller was over before its turn.");
 }
 
 TEST_F(TunerTest, TheAllocatorThatLeavesLeastInMemoryIsTheLastChoice) {

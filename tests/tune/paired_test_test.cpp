@@ -177,6 +177,17 @@ TEST(PairedTest, GivesUpAMuchSlowerChallengerAfterThreePairs) {
   EXPECT_NE(result.reason.find("slower"), std::string::npos) << result.reason;
 }
 
+TEST(PairedTest, GivesUpAfterThePairThatSpendsItsBudgetWhereItIsHopelesslySlower) {
+  const auto pairs = [](double slower, double budget) {
+    return fight(1 / slower, gaussian(0.01), 3, {.budget_seconds = budget}).pairs;
+  };
+  // A pair takes a second of the challenger's.
+  EXPECT_EQ(pairs(30, 2), 1);
+  EXPECT_EQ(pairs(30, 5), 2) << "there is time to be sure";
+  EXPECT_EQ(pairs(30, 0), 2) << "no bound";
+  EXPECT_EQ(pairs(3, 2), 2);
+}
+
 TEST(PairedTest, RejectsAGainUnderTheThreshold) {
   PairedTestOptions options;
   options.threshold = 1.2;
