@@ -71,9 +71,10 @@ OXY_API HostSetting keep_heap(std::optional<uint64_t> retain_limit = std::nullop
 /// Refusals and the way back are those of tune_allocator(). May be applied several times; the last revert() counts.
 OXY_API HostSetting map_large_blocks();
 
-/// Notes the thresholds that glibc has now, to which the settings above go back: glibc moves them by what a program
-/// frees, so this is called after some steps of a run and before anything else (trials, a verification in float64) has
-/// freed larger blocks. Unless called, the first setting that is applied notes them. Of no effect once one was.
+/// Notes the thresholds that glibc has now and the free memory that its heap keeps, to which the settings above go
+/// back: glibc moves them by what a program frees, so this is called after some steps of a run and before anything else
+/// (trials, a verification in float64) has freed larger blocks. Unless called, the first setting that is applied notes
+/// them. Of no effect once one was.
 OXY_API void note_heap();
 
 /// Bytes from which glibc's malloc gives a block a mapping of its own now, to a page; empty where malloc is not glibc's

@@ -256,17 +256,22 @@ std::optional<uint64_t> read_threshold() {
   return std::clamp(from, kLeastThreshold, kMostThreshold);
 }
 
-/// Where the program's own steps have moved the threshold, before anything was set here.
+/// What the program's own steps have made of the heap, before anything was set here: where they have moved the
+/// threshold, and the bytes that stay free in it between steps.
 std::optional<uint64_t> noted_threshold;
+uint64_t noted_free = 0;
 bool was_set = false;
 
-void note_threshold() {
-  if (!was_set) noted_threshold = read_threshold();
+void note() {
+  if (was_set) return;
+  noted_threshold = read_threshold();
+  noted_free = mallinfo2().fordblks;
 }
 
 /// Sets what the settings that are applied together ask for; false where glibc refuses. Mapped blocks come before a
 /// tuned heap; without either it is as the program itself left it, but for trimming where somebody keeps the heap.
-/// glibc trims above twice the threshold for mappings once it has moved that.
+/// glibc trims above twice the threshold for mappings once it has moved that. What lay below a block in use was not
+/// trimmed, whatever it was: where trials have moved such blocks, each step would give it back and fault it in again.
 bool set_thresholds() {
   was_set = true;
   if (allocator_tuned && blocks_mapped == 0) {
@@ -275,7 +280,8 @@ bool set_thresholds() {
     return mallopt(M_TRIM_THRESHOLD, INT_MAX) == 1 && mallopt(M_TOP_PAD, 64 << 20) == 1;
   }
   const uint64_t threshold = blocks_mapped > 0 ? kMapped : noted_threshold.value_or(kMostThreshold);
-  const uint64_t trim = threshold > kLeastThreshold ? 2 * threshold : kLeastThreshold;
+  uint64_t trim = threshold > kLeastThreshold ? 2 * threshold : kLeastThreshold;
+  if (blocks_mapped == 0) trim = std::min<uint64_t>(std::max(trim, noted_free + kTopPad), INT_MAX);
   mallopt(M_MMAP_MAX, 65536);
   mallopt(M_MMAP_THRESHOLD, static_cast<int>(threshold));
   mallopt(M_TRIM_THRESHOLD, heaps_kept > 0 && blocks_mapped == 0 ? INT_MAX : static_cast<int>(trim));
@@ -316,7 +322,7 @@ HostSetting tune_allocator(std::optional<uint64_t> retain_limit) {
   std::lock_guard lock(allocator_mutex);
   if (allocator_tuned) return HostSetting::unchanged(kName, "already tuned in this process.");
   if (const auto reason = refusal(); !reason.empty()) return HostSetting::refused(kName, reason);
-  if (!noted_threshold) note_threshold();
+  if (!noted_threshold) note();
   allocator_tuned = true;
   if (!set_thresholds()) {
     allocator_tuned = false;
@@ -338,7 +344,7 @@ HostSetting keep_heap(std::optional<uint64_t> retain_limit) {
   std::lock_guard lock(allocator_mutex);
   if (const auto reason = refusal(); !reason.empty()) return HostSetting::refused(kHeap, reason);
   const uint64_t limit = limit_of(retain_limit);
-  if (!noted_threshold) note_threshold();
+  if (!noted_threshold) note();
   ++heaps_kept;
   if (!allocator_tuned) untune();
   watcher().start(limit);
@@ -354,7 +360,7 @@ HostSetting map_large_blocks() {
   constexpr const char* kBlocks = "map_large_blocks";
   std::lock_guard lock(allocator_mutex);
   if (const auto reason = refusal(); !reason.empty()) return HostSetting::refused(kBlocks, reason);
-  if (!noted_threshold) note_threshold();
+  if (!noted_threshold) note();
   ++blocks_mapped;
   set_thresholds();
   return HostSetting::applied(kBlocks, "blocks of 1 MiB or more go back to the kernel as they are freed.",
@@ -367,7 +373,7 @@ HostSetting map_large_blocks() {
 
 void note_heap() {
   std::lock_guard lock(allocator_mutex);
-  if (refusal().empty()) note_threshold();
+  if (refusal().empty()) note();
 }
 
 std::optional<uint64_t> heap_mmap_threshold() {

@@ -143,6 +143,30 @@ TEST(HostAllocatorTest, ThresholdsGoBackToThoseOfTheProgramsOwnSteps) {
   EXPECT_EXIT(std::_Exit(thresholds_go_back()), testing::ExitedWithCode(0), "");
 }
 
+// Of a process of its own: what a step frees lies below a block in use, until a trial frees that.
+int free_memory_of_steps_stays() {
+  if (!heap_mmap_threshold()) return 0;
+  if (faults_of_a_step() < 10'000) return 1;
+  std::vector<std::unique_ptr<char[]>> blocks;
+  while (blocks.size() < 1024) blocks.emplace_back(new char[96 << 10]);
+  asm volatile("" : : "r"(blocks.data()) : "memory");
+  auto* volatile above = std::malloc(120 << 10);  // in no hole
+  blocks.clear();
+  faults_of_a_step();
+  if (faults_of_a_step() > 1'000) return 2;
+  note_heap();
+  auto tuned = tune_allocator();
+  std::free(above);
+  tuned.revert();
+  faults_of_a_step();
+  return faults_of_a_step() > 1'000 ? 3 : 0;
+}
+
+TEST(HostAllocatorTest, FreeMemoryThatTheProgramsOwnStepsLeftInTheHeapStaysThere) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(std::_Exit(free_memory_of_steps_stays()), testing::ExitedWithCode(0), "");
+}
+
 TEST(HostAllocatorTest, MemoryAboveTheLimitIsGivenBack) {
   auto setting = tune_allocator(64 << 20);
   if (!setting.is_applied()) GTEST_SKIP() << setting.reason();
