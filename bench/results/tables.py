@@ -21,6 +21,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "race")]
 
 import goals as goals_race  # noqa: E402
+import memory_plan as memory_plan_race  # noqa: E402
 import state as state_race  # noqa: E402
 import unprepared as unprepared_race  # noqa: E402
 from _race import Measured, over_starts, text  # noqa: E402
@@ -75,6 +76,7 @@ def demo() -> str | None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 MEMORY_COMMAND = "python bench/race/memory.py --starts 3 --seconds 0.8"
+MEMORY_PLAN_COMMAND = "python bench/race/memory_plan.py"
 STATE_COMMAND = "python bench/race/state.py --starts 3"
 GOALS_COMMAND = "python bench/race/goals.py --starts 1 --case mlp --case lstm --case cnn --case gpt"
 
@@ -181,6 +183,15 @@ def monitor() -> str | None:
     return table(["step", "C++", "Python"], rows) + "\n\n" + source
 
 
+def memory_plan() -> str | None:
+    """What plans add to a step beside the exact optimum."""
+    document = read("memory_plan.json")
+    if document is None:
+        return None
+    source = measured(MEMORY_PLAN_COMMAND, "memory_plan.json", document).replace("; 95% intervals over starts", "")
+    return table(memory_plan_race.HEAD, memory_plan_race.summary(document)) + "\n\n" + source
+
+
 def data() -> str | None:
     """The data pipeline beside the ways in which people feed a loop."""
     document = read("data.json")
@@ -247,7 +258,8 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     ),
     "amx": (
         loops.with_amx,
-        "python bench/race/orchestrator.py --workloads gpt,bert --starts 3 --json bench/results/orchestrator_amx.json",
+        "python bench/race/orchestrator.py --workloads cnn,resnet,gpt,bert,mlp,lstm --starts 3 "
+        "--json bench/results/orchestrator_amx.json",
     ),
     "rivals": (
         loops.rivals,
@@ -354,6 +366,7 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
         raced(memory_race, "memory.json", MEMORY_COMMAND, "least"),
         f"{MEMORY_COMMAND} --json bench/results/memory.json",
     ),
+    "memory-plan": (memory_plan, f"{MEMORY_PLAN_COMMAND} --json bench/results/memory_plan.json"),
     "state": (
         raced(state_race, "state.json", STATE_COMMAND, "state"),
         f"{STATE_COMMAND} --json bench/results/state.json",

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <random>
 #include <string>
 
 #include "base/size_text.h"
+#include "memory/relaxation.h"
 #include "oxytorch/error.h"
 
 namespace oxytorch::memory {
@@ -14,7 +14,8 @@ namespace {
 
 constexpr std::int64_t kFineness = 2'000;  // parts of a peak to which the lowest one is looked for
 // A search looks at about so many numbers, half a second, and at no more nodes than that.
-constexpr int kKicks = 12, kKicked = 6;  // of a choice that a search was cut off at, and blocks of each
+constexpr int kRounds = 240, kEach = 20;  // of prices, and between two choices that are mended
+constexpr double kProven = 1e-6;          // over the bound, relative
 constexpr std::size_t kMostWork = 300'000'000, kLeastNodes = 1'000, kMostNodes = 200'000;
 
 constexpr auto kFull = index_of(BlockAction::Full);
@@ -224,12 +225,32 @@ class Descent {
 
   std::vector<BlockAction> run() {
     while (auto best = best_change()) {
-      for (const auto& [block, way] : *best) {
-        for (std::size_t i = 0; i < slack_.size(); ++i) slack_[i] += change(block, way, i);
-        choice_[block] = static_cast<BlockAction>(way);
-      }
+      for (const auto& move : *best) make(move);
     }
     return choice_;
+  }
+
+  /// Brings what is over the budget within it, the worst first, by what lowers that most for its time; false where
+  /// that comes to no end.
+  bool mend() {
+    for (std::size_t tries = 0; tries < 2 * choice_.size(); ++tries) {
+      const auto worst = std::min_element(slack_.begin(), slack_.end());
+      if (worst == slack_.end() || *worst >= 0) return true;
+      const auto span = static_cast<std::size_t>(worst - slack_.begin());
+      std::optional<Move> best;
+      double most = 0;
+      for (const auto& move : moves()) {
+        const auto lower = std::min(change(move.block, move.way, span), -*worst);
+        const auto rate = static_cast<double>(lower) / std::max(-saved(move), kLeastSaved);
+        if (rate > most) {
+          most = rate;
+          best = move;
+        }
+      }
+      if (!best) return false;
+      make(*best);
+    }
+    return false;
   }
 
  private:
@@ -244,6 +265,21 @@ class Descent {
   }
   [[nodiscard]] double saved(const Move& move) const {
     return seconds_[move.block][now(move.block)] - seconds_[move.block][move.way];
+  }
+
+  void make(const Move& move) {
+    for (std::size_t i = 0; i < slack_.size(); ++i) slack_[i] += change(move.block, move.way, i);
+    choice_[move.block] = static_cast<BlockAction>(move.way);
+  }
+
+  [[nodiscard]] std::vector<Move> moves() const {
+    std::vector<Move> moves;
+    for (std::size_t block = 0; block < choice_.size(); ++block) {
+      for (std::size_t way = 0; way < kBlockActions; ++way) {
+        if (way != now(block) && std::isfinite(seconds_[block][way])) moves.push_back({block, way});
+      }
+    }
+    return moves;
   }
 
   /// Whether all spans stay within the budget; those most likely to be over it are looked at first.
@@ -264,22 +300,17 @@ class Descent {
 
   /// The change that saves the most time: of one block, or of two, of which one may take more.
   std::optional<std::vector<Move>> best_change() {
-    std::vector<Move> moves;
-    for (std::size_t block = 0; block < choice_.size(); ++block) {
-      for (std::size_t way = 0; way < kBlockActions; ++way) {
-        if (way != now(block) && std::isfinite(seconds_[block][way])) moves.push_back({block, way});
-      }
-    }
-    std::sort(moves.begin(), moves.end(), [&](const Move& a, const Move& b) { return saved(a) > saved(b); });
+    auto all = moves();
+    std::sort(all.begin(), all.end(), [&](const Move& a, const Move& b) { return saved(a) > saved(b); });
     std::optional<std::vector<Move>> best;
     double most = kLeastSaved;
-    for (const auto& one : moves) {
+    for (const auto& one : all) {
       if (saved(one) <= kLeastSaved) break;
       if (saved(one) > most && fits(one, nullptr)) {
         most = saved(one);
         best = {one};
       }
-      for (const auto& other : moves) {
+      for (const auto& other : all) {
         const auto both = saved(one) + saved(other);
         if (both <= most) break;
         if (one.block == other.block || !fits(one, &other)) continue;
@@ -383,15 +414,16 @@ std::optional<BlockPlan> find_plan(const StepTape& tape, const std::vector<Span>
     if (!best || plan.seconds < best->seconds) best = std::move(plan);
   }
   if (!best) return std::nullopt;
-  // Some blocks are taken back to what frees the most, and their neighbours in cost find a better place.
-  std::mt19937 random(1);
-  for (int kick = 0; kick < kKicks; ++kick) {
-    auto from = best->choice;
-    for (int i = 0; i < kKicked; ++i) from[random() % from.size()] = BlockAction::Full;
-    if (peak_of(spans, from) > budget) continue;
-    auto plan = made(tape, spans, Descent(tape, spans, budget, std::move(from)).run(), false);
+  Relaxation relaxation(seconds, spans, budget);
+  for (int round = 1; round <= kRounds; ++round) {
+    auto choice = relaxation.next(best->seconds);
+    if (round % kEach != 0) continue;
+    Descent descent(tape, spans, budget, std::move(choice));
+    if (!descent.mend()) continue;
+    auto plan = made(tape, spans, descent.run(), false);
     if (plan.seconds < best->seconds) best = std::move(plan);
   }
+  best->is_optimal = best->seconds <= (1 + kProven) * relaxation.bound();
   return best;
 }
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "memory/relaxation.h"
 #include "oxytorch/error.h"
 #include "oxytorch/memory/budget_search.h"
 
@@ -196,6 +197,13 @@ TEST(BlockPlanTest, AnInputThatIsGivenBackIsHeldBySelectiveOnesOnlyWhereTheyHold
   EXPECT_EQ(free.peak({kSelective, kKeep}), 600);
 }
 
+/// What no choice within the budget is below, as prices of the spans tell it.
+double bound_of(const StepTape& tape, std::int64_t budget, double reached) {
+  Relaxation relaxation(tape.seconds(), tape.spans(), budget);
+  for (int round = 0; round < 200; ++round) (void)relaxation.next(reached);
+  return relaxation.bound();
+}
+
 void expect_no_faster_choice(const StepTape& tape, const std::vector<Choice>& choices) {
   const auto plain = tape.peak(choices.front());
   std::vector<std::pair<std::int64_t, double>> costs;
@@ -214,6 +222,7 @@ void expect_no_faster_choice(const StepTape& tape, const std::vector<Choice>& ch
     EXPECT_LE(plan.peak_bytes, budget);
     EXPECT_EQ(plan.peak_bytes, tape.peak(plan.choice));
     EXPECT_DOUBLE_EQ(plan.seconds, *least);
+    EXPECT_LE(bound_of(tape, budget, *least), *least * (1 + 1e-9));
     EXPECT_GE(plan.seconds, least_before) << "less memory never takes less time";
     least_before = plan.seconds;
   }
@@ -497,6 +506,7 @@ TEST(BlockPlanTest, UnevenBlocksBeyondExhaustionAreImproved) {
     const auto budget = least + (plain - least) * percent / 100;
     const auto plan = plan_blocks(tape, budget);
     EXPECT_LE(tape.peak(plan.choice), budget);
+    EXPECT_LE(plan.seconds, 1.03 * bound_of(tape, budget, plan.seconds));
     EXPECT_GE(plan.seconds, before * 0.99);
     before = plan.seconds;
     // No single block can be kept that is not, or in a cheaper way.

@@ -18,8 +18,8 @@ struct BlockPlan {
 };
 
 /// The choice that adds the least time with a peak of at most `budget` bytes. Branch and bound over the replayed
-/// timeline, and where that is cut off, descents from what it found: under a second for 200 blocks. is_optimal tells
-/// whether nothing was cut off.
+/// timeline, and where that is cut off, descents from what it found and from choices of a Lagrangian relaxation: under
+/// a second for 200 blocks. is_optimal tells whether nothing was cut off, or the relaxation's bound was reached.
 ///
 /// Error(OutOfMemory) where no choice is within the budget: its message has the lowest peak.
 [[nodiscard]] OXY_API BlockPlan plan_blocks(const StepTape& tape, std::int64_t budget);
