@@ -114,9 +114,10 @@ def _on_another_processor(name: str, kind: str, rival_of: Callable[[Race], str |
     if found is None:
         return None
     document, raced = found
-    rows = []
+    rows, over_rival = [], []
     for race in raced:
         rival = rival_of(race) or REFERENCE
+        over_rival.append(race.ratios(rival, TOLERANCE))
         rows.append(
             [
                 NAMES[race.name],
@@ -128,6 +129,8 @@ def _on_another_processor(name: str, kind: str, rival_of: Callable[[Race], str |
                 cost(race, TOLERANCE),
             ]
         )
+    means = [text(geometric_mean(raced, REFERENCE, ours)) for ours in (EXACT, TOLERANCE)]
+    rows.append(["geometric mean", "", *means, "", text(geometric_mean_interval(over_rival)), ""])
     head = [
         "",
         "eager",
