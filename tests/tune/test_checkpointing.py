@@ -228,11 +228,11 @@ def short_of_memory(more: int) -> Iterator[dict[str, int]]:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a card's memory is what it is")
 def test_a_step_that_runs_out_of_memory_is_taken_again() -> None:
-    """A batch eight times as large comes after some that fit: the step ends as if there had been memory."""
-    small, large = large_batch(128), large_batch(1024)
+    """A batch 16 times as large comes after some that fit: the step ends as if there had been memory."""
+    small, large = large_batch(128), large_batch(2048)  # which takes twice what is left
     ends = []
     for limited in (False, True):
-        short = short_of_memory(32 << 20) if limited else nullcontext({})
+        short = short_of_memory(56 << 20) if limited else nullcontext({})
         with short as settings, trainer(**{KEY: "auto"}, **settings) as one:
             torch.manual_seed(5)
             for each in (small, small, large, small):
