@@ -14,9 +14,9 @@ namespace {
 
 constexpr std::int64_t kFineness = 2'000;  // parts of a peak to which the lowest one is looked for
 // A search looks at about so many numbers, half a second, and at no more nodes than that.
+constexpr std::size_t kMostWork = 300'000'000, kLeastNodes = 1'000, kMostNodes = 200'000;
 constexpr int kRounds = 240, kEach = 20;  // of prices, and between two choices that are mended
 constexpr double kProven = 1e-6;          // over the bound, relative
-constexpr std::size_t kMostWork = 300'000'000, kLeastNodes = 1'000, kMostNodes = 200'000;
 
 constexpr auto kFull = index_of(BlockAction::Full);
 
@@ -72,9 +72,7 @@ class Search {
         is_free_(tape.names.size(), true) {
     std::size_t work = 1;
     for (const auto& span : spans) {
-      auto highest = span.live;
-      for (const auto& [block, bytes] : span.lowered) highest -= *std::min_element(bytes.begin(), bytes.end());
-      if (highest <= budget) continue;  // whatever is chosen
+      if (most_live(span) <= budget) continue;  // whatever is chosen
       spans_.push_back(&span);
       work += 1 + 2 * span.lowered.size();
     }
@@ -380,6 +378,12 @@ std::vector<Span> StepTape::spans() const {
   // What no choice can push over another span needs no look.
   std::sort(all.begin(), all.end(), [](const Span& a, const Span& b) { return a.live > b.live; });
   return all;
+}
+
+std::int64_t most_live(const Span& span) {
+  auto highest = span.live;
+  for (const auto& [block, bytes] : span.lowered) highest -= *std::min_element(bytes.begin(), bytes.end());
+  return highest;
 }
 
 std::int64_t peak_of(const std::vector<Span>& spans, const std::vector<BlockAction>& choice) {

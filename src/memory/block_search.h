@@ -11,6 +11,8 @@ namespace oxytorch::memory {
 
 [[nodiscard]] constexpr std::size_t index_of(BlockAction action) { return static_cast<std::size_t>(action); }
 
+/// The most that can be live in it, whatever is chosen.
+[[nodiscard]] std::int64_t most_live(const Span& span);
 [[nodiscard]] std::int64_t peak_of(const std::vector<Span>& spans, const std::vector<BlockAction>& choice);
 
 /// Empty where no choice was found within the budget.

@@ -17,9 +17,8 @@ Relaxation::Relaxation(std::vector<std::array<double, kBlockActions>> seconds, c
     : seconds_(std::move(seconds)) {
   const auto whole = static_cast<double>(std::max<std::int64_t>(budget, 1));
   for (const auto& span : spans) {
-    auto highest = span.live;
-    for (const auto& [block, bytes] : span.lowered) highest -= *std::min_element(bytes.begin(), bytes.end());
-    if (highest <= budget) continue;  // whatever is chosen
+    const auto most_over = static_cast<double>(most_live(span) - budget) / whole;
+    if (most_over <= 0) continue;  // whatever is chosen
     Row row{static_cast<double>(span.live - budget) / whole, {}, 0};
     const auto entry = [&](std::size_t block) -> auto& {
       const auto known =
@@ -34,7 +33,7 @@ Relaxation::Relaxation(std::vector<std::array<double, kBlockActions>> seconds, c
     if (span.only_with) {  // an action with which it does not count lowers it by all that it can be over
       auto& lowered = entry(span.only_with->block);
       for (std::size_t i = 0; i < kBlockActions; ++i) {
-        if (!span.only_with->counts[i]) lowered[i] += static_cast<double>(highest - budget) / whole;
+        if (!span.only_with->counts[i]) lowered[i] += most_over;
       }
     }
     rows_.push_back(std::move(row));
