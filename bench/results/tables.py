@@ -78,7 +78,7 @@ def demo() -> str | None:
 MEMORY_COMMAND = "python bench/race/memory.py --starts 3 --seconds 0.8"
 MEMORY_PLAN_COMMAND = "python bench/race/memory_plan.py"
 STATE_COMMAND = "python bench/race/state.py --starts 3"
-GOALS_COMMAND = "python bench/race/goals.py --starts 1 --case mlp --case lstm --case cnn --case gpt"
+GOALS_COMMAND = "python bench/race/goals.py --starts 1"
 
 
 def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | None]:
