@@ -188,8 +188,8 @@ def memory_plan() -> str | None:
     document = read("memory_plan.json")
     if document is None:
         return None
-    source = measured(MEMORY_PLAN_COMMAND, "memory_plan.json", document).replace("; 95% intervals over starts", "")
-    return table(memory_plan_race.HEAD, memory_plan_race.summary(document)) + "\n\n" + source
+    rows = memory_plan_race.summary(document)
+    return table(memory_plan_race.HEAD, rows) + "\n\n" + measured(MEMORY_PLAN_COMMAND, "memory_plan.json", document)
 
 
 def data() -> str | None:

@@ -15,8 +15,9 @@ namespace {
 constexpr std::int64_t kFineness = 2'000;  // parts of a peak to which the lowest one is looked for
 // A search looks at about so many numbers, half a second, and at no more nodes than that.
 constexpr std::size_t kMostWork = 300'000'000, kLeastNodes = 1'000, kMostNodes = 200'000;
-constexpr int kRounds = 240, kEach = 20;  // of prices, and between two choices that are mended
-constexpr double kProven = 1e-6;          // over the bound, relative
+constexpr int kRounds = 240;          // of prices
+constexpr int kRoundsPerChoice = 20;  // of which the last one's is repaired and improved
+constexpr double kProven = 1e-6;      // over the bound, relative
 
 constexpr auto kFull = index_of(BlockAction::Full);
 
@@ -223,14 +224,14 @@ class Descent {
 
   std::vector<BlockAction> run() {
     while (auto best = best_change()) {
-      for (const auto& move : *best) make(move);
+      for (const auto& move : *best) apply(move);
     }
     return choice_;
   }
 
   /// Brings what is over the budget within it, the worst first, by what lowers that most for its time; false where
   /// that comes to no end.
-  bool mend() {
+  bool repair() {
     for (std::size_t tries = 0; tries < 2 * choice_.size(); ++tries) {
       const auto worst = std::min_element(slack_.begin(), slack_.end());
       if (worst == slack_.end() || *worst >= 0) return true;
@@ -246,7 +247,7 @@ class Descent {
         }
       }
       if (!best) return false;
-      make(*best);
+      apply(*best);
     }
     return false;
   }
@@ -265,7 +266,7 @@ class Descent {
     return seconds_[move.block][now(move.block)] - seconds_[move.block][move.way];
   }
 
-  void make(const Move& move) {
+  void apply(const Move& move) {
     for (std::size_t i = 0; i < slack_.size(); ++i) slack_[i] += change(move.block, move.way, i);
     choice_[move.block] = static_cast<BlockAction>(move.way);
   }
@@ -421,9 +422,9 @@ std::optional<BlockPlan> find_plan(const StepTape& tape, const std::vector<Span>
   Relaxation relaxation(seconds, spans, budget);
   for (int round = 1; round <= kRounds; ++round) {
     auto choice = relaxation.next(best->seconds);
-    if (round % kEach != 0) continue;
+    if (round % kRoundsPerChoice != 0) continue;
     Descent descent(tape, spans, budget, std::move(choice));
-    if (!descent.mend()) continue;
+    if (!descent.repair()) continue;
     auto plan = made(tape, spans, descent.run(), false);
     if (plan.seconds < best->seconds) best = std::move(plan);
   }

@@ -62,12 +62,12 @@ std::vector<BlockAction> Relaxation::next(double reached) {
     value += *least;
     choice.push_back(static_cast<BlockAction>(least - cost.begin()));
   }
-  if (idle_++; value > bound_) {
+  if (rounds_without_gain_++; value > bound_) {
     bound_ = value;
-    idle_ = 0;
-  } else if (idle_ >= kPatience) {
-    pace_ /= 2;
-    idle_ = 0;
+    rounds_without_gain_ = 0;
+  } else if (rounds_without_gain_ >= kPatience) {
+    step_scale_ /= 2;
+    rounds_without_gain_ = 0;
   }
   std::vector<double> over;
   double square = 0;
@@ -75,7 +75,7 @@ std::vector<BlockAction> Relaxation::next(double reached) {
     over.push_back(left_over(row, choice));
     if (row.price > 0 || over.back() > 0) square += over.back() * over.back();
   }
-  const double length = square > 0 ? pace_ * std::max(reached - value, 0.0) / square : 0;
+  const double length = square > 0 ? step_scale_ * std::max(reached - value, 0.0) / square : 0;
   for (std::size_t i = 0; i < rows_.size(); ++i) rows_[i].price = std::max(0.0, rows_[i].price + length * over[i]);
   return choice;
 }

@@ -37,8 +37,8 @@ class OXY_API Relaxation {
 
   std::vector<std::array<double, kBlockActions>> seconds_;
   std::vector<Row> rows_;
-  double bound_ = 0, pace_ = 1;
-  int idle_ = 0;  ///< rounds since the bound rose
+  double bound_ = 0, step_scale_ = 1;
+  int rounds_without_gain_ = 0;  ///< of the bound
 };
 
 }  // namespace oxytorch::memory

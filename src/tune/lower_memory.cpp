@@ -22,7 +22,7 @@ bool is_of_process(const Offer& offer) {
 }
 
 /// Bytes that must be saved of those for a trial.
-std::int64_t worth_of(std::int64_t bytes) {
+std::int64_t least_saving(std::int64_t bytes) {
   return static_cast<std::int64_t>((1 - kPolicy.smaller) * static_cast<double>(bytes));
 }
 
@@ -36,7 +36,7 @@ LowerMemory::LowerMemory(Combinations& all, const TunerOptions& options,
 std::optional<PairedTestResult> LowerMemory::add_to(Names& kept) {
   const Names before = kept;
   choose(kept);
-  tell_others(kept);
+  explain_the_rest(kept);
   choose_allocator(kept);
   while (!added_.empty()) {
     try {
@@ -75,7 +75,7 @@ void LowerMemory::choose(Names& kept) {
 }
 
 std::optional<LowerMemory::Choice> LowerMemory::most_saving(const Names& kept, std::int64_t now) {
-  const auto least = worth_of(now);
+  const auto least = least_saving(now);
   std::map<std::string, Choice> choices;
   for (const auto& offer : all_.offers) {
     if (is_of_process(offer)) continue;
@@ -113,13 +113,13 @@ std::optional<LowerMemory::Choice> LowerMemory::most_saving(const Names& kept, s
 }
 
 /// Why the rest of what could join what was kept did not.
-void LowerMemory::tell_others(const Names& kept) {
+void LowerMemory::explain_the_rest(const Names& kept) {
   std::map<std::string, std::string> reasons;
   for (const auto& offer : all_.offers) {
     if (is_of_process(offer) || joined_by(offer, kept).empty()) continue;
     const auto known = saved_.find(offer.name);
     auto& reason = reasons[offer.name];
-    if (known == saved_.end() || known->second.bytes > worth_of(known->second.of)) {
+    if (known == saved_.end() || known->second.bytes > least_saving(known->second.of)) {
       reason = "The time for what makes a step smaller was over before its turn.";
     } else if (known->second.bytes <= 0) {
       reason = "A step takes no less memory with it.";

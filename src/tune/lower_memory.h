@@ -45,7 +45,7 @@ class LowerMemory {
     std::int64_t of = 0;  ///< what a step took without it
   };
   void choose(Names& kept);
-  void tell_others(const Names& kept);
+  void explain_the_rest(const Names& kept);
   void choose_allocator(Names& kept);
   std::vector<Names> allocators_for(const Names& kept) const;
   bool replace_allocator(const Names& names, const std::string& said, Names& kept);

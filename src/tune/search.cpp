@@ -314,11 +314,14 @@ struct Search::Impl {
     return false;
   }
 
-  /// Whether its trial left it open and seemed to gain, and another trial of it is worth its time.
-  [[nodiscard]] bool is_undecided(std::size_t i) const {
+  /// Whether its trial left it open and seemed to gain, it can join those of `mask`, and another trial is worth its
+  /// time.
+  [[nodiscard]] bool is_undecided(std::size_t i, Mask mask) const {
     const Item& item = items[i];
     const bool gained = item.left_open && !item.settled && item.entry.speedup->mid > 1;
-    return gained && !is_costly(i) && worth_repeating(i) && !outdone(i) && with(force, i) != force;
+    const bool fits = ((item.rivals | item.wholes) & mask) == 0 && with(mask, i) != mask;
+    return gained && fits && !is_costly(i) && !kPlacesThreads.contains(item.facts.group) && worth_repeating(i) &&
+           !outdone(i);
   }
 
   [[nodiscard]] bool repays_second_trial(double speedup) const {
@@ -330,8 +333,7 @@ struct Search::Impl {
     Move move{0, force, false, false};
     double product = 1;
     for (std::size_t i = 0; i < items.size(); ++i) {
-      const bool fits = ((items[i].rivals | items[i].wholes) & move.challenger) == 0;
-      if (!fits || !is_undecided(i) || kPlacesThreads.contains(items[i].facts.group)) continue;
+      if (!is_undecided(i, move.challenger)) continue;
       if (product == 1) move.item = i;
       move.challenger = with(move.challenger, i);
       product *= items[i].entry.speedup->mid;
@@ -345,10 +347,8 @@ struct Search::Impl {
   [[nodiscard]] std::optional<Move> one_undecided() const {
     std::optional<std::size_t> best;
     for (std::size_t i = 0; i < items.size(); ++i) {
-      const Item& item = items[i];
-      const bool fits = ((item.rivals | item.wholes) & force) == 0;
-      if (item.tried_again || !fits || !is_undecided(i) || kPlacesThreads.contains(item.facts.group)) continue;
-      const Interval& speedup = *item.entry.speedup;
+      if (items[i].tried_again || !is_undecided(i, force)) continue;
+      const Interval& speedup = *items[i].entry.speedup;
       if (speedup.low <= 1 || !repays_second_trial(speedup.mid)) continue;
       if (!best || speedup.low > items[*best].entry.speedup->low) best = i;
     }

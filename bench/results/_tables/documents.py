@@ -31,15 +31,16 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def measured(command: str, name: str, document: Document, starts: Iterable[int] = ()) -> str:
-    """The line under a table: which command wrote its figures, where, and in how many starts."""
+    """The line under a table: which command wrote its figures, where, and in how many starts where they have some."""
     machine = document["machine"]
     counts = sorted(set(starts))
+    intervals = "; 95% intervals over starts" if counts else ""
     said = [f"`{command}`", f"{machine['threads']} threads", machine["cpu"], machine["instructions"].split(", ")[-1]]
     said.append(f"torch {machine['torch'].partition('+')[0]}")
     if counts:
         several = f"{counts[0]} to {counts[-1]}" if counts[0] != counts[-1] else str(counts[0])
         said.append(f"{several} start{'s' if counts[-1] > 1 else ''}")
-    sentence = f"{', '.join(said)}; 95% intervals over starts (<{name}>)."
+    sentence = f"{', '.join(said)}{intervals} (<{name}>)."
     return sentence + (f" {NO_INTERVAL}" if counts and counts[0] == 1 else "")
 
 
