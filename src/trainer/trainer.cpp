@@ -24,7 +24,6 @@
 #include "oxytorch/memory/manager.h"
 #include "oxytorch/optim.h"
 #include "oxytorch/optim/schedule.h"
-#include "oxytorch/tune/host.h"
 #include "oxytorch/tune/training_step.h"
 #include "trainer/check_optimizer.h"
 #include "trainer/decisions.h"
@@ -141,7 +140,6 @@ struct Trainer::Impl {
                   options.calibrate),
         engine(*decisions.plan().run),
         tail(dynamic_cast<optim::TailOptimizer*>(&optimizer)) {
-    resolve_vector_math();
     memory = options.memory;
     engine.keeps_gradients = false;
     if (!tail) engine.guard = NonFiniteGuard(optim::parse_nonfinite(config.word("nonfinite")));

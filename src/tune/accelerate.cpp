@@ -9,7 +9,6 @@
 #include "oxytorch/config_use.h"
 #include "oxytorch/error.h"
 #include "oxytorch/tune/asked.h"
-#include "oxytorch/tune/host.h"
 #include "oxytorch/tune/strategy.h"
 #include "oxytorch/tune/tuner.h"
 #include "tune/plan.h"
@@ -82,7 +81,6 @@ Plan accelerate(const Models& models, const Optimizers& optimizers, std::vector<
   tune::Asked asked;
   if (options.config()) asked = tune::asked_of(*options.config(), tune::offers_of(strategies), options.exclude());
   Plan::Impl::take_back_of(models);
-  resolve_vector_math();
   auto run =
       std::make_unique<tune::Run>(models, optimizers, std::move(losses), std::move(batches), options.clip_norm());
   run->owns_loop = options.loop() == "plan";

@@ -19,6 +19,7 @@
 #include "oxytorch/clock.h"
 #include "oxytorch/error.h"
 #include "oxytorch/tune/deferred_logits.h"
+#include "oxytorch/tune/host.h"
 #include "oxytorch/tune/window.h"
 #include "tune/optimizer_state.h"
 
@@ -173,6 +174,7 @@ TrainingStep::TrainingStep(const Models& models, const Optimizers& optimizers, s
       losses_(std::move(losses)),
       device_(slots_.front().parameters().front().device()),
       clip_norm_(clip_norm) {
+  resolve_vector_math();  // steps are compared to the bit, the first one too
   OXY_CHECK(clip_norm >= 0, InvalidArgument, "clip_norm is ", clip_norm, ", expected 0 (no clipping) or more.");
   OXY_CHECK(losses_.size() <= 1 || losses_.size() == slots_.size(), InvalidArgument, "there are ", losses_.size(),
             " losses and ", slots_.size(),

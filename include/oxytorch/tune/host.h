@@ -59,8 +59,9 @@ OXY_API void set_flush_denormals(bool flush);
 /// MKL chooses at a function's first call. Where the intra-op threads make that call together, one of them may take a
 /// kernel of lower accuracy for its part, and the first step of an optimizer comes out otherwise
 /// (github.com/pytorch/pytorch/issues/188792; of MKL 2024.2, which torch's wheels hold). Done at `import oxytorch`, by
-/// Trainer, accelerate() and adam_step(); a program whose own operators come first calls it first. Thread-safe; of no
-/// effect after the first time and without MKL. Returns what was called, such as "sqrt.float32", for the whole process.
+/// each TrainingStep (of Run, accelerate() and Trainer) and by adam_step(); a program whose own operators come first
+/// calls it first. Thread-safe; of no effect after the first time and without MKL. Returns what was called, such as
+/// "sqrt.float32", for the whole process.
 OXY_API const std::vector<std::string>& resolve_vector_math();
 
 }  // namespace oxytorch
