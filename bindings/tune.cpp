@@ -38,21 +38,32 @@ void bind_paired_test(py::module_& m) {
   const PairedTestOptions defaults;
   py::class_<PairedTestOptions>(m, "PairedTestOptions", "How sure a paired test must be, and how long it may take.")
       .def(py::init([](double threshold, double confidence, double false_accept, int least_pairs, int most_pairs,
-                       double worth, double most_seconds, double budget_seconds, double repay_steps,
+                       int patience, double worth, double most_seconds, double budget_seconds, double repay_steps,
                        std::uint64_t seed) {
-             return PairedTestOptions{threshold, confidence,   false_accept,   least_pairs, most_pairs,
-                                      worth,     most_seconds, budget_seconds, repay_steps, seed};
+             return PairedTestOptions{.threshold = threshold,
+                                      .confidence = confidence,
+                                      .false_accept = false_accept,
+                                      .least_pairs = least_pairs,
+                                      .most_pairs = most_pairs,
+                                      .patience = patience,
+                                      .worth = worth,
+                                      .most_seconds = most_seconds,
+                                      .budget_seconds = budget_seconds,
+                                      .repay_steps = repay_steps,
+                                      .seed = seed};
            }),
            py::kw_only(), py::arg("threshold") = defaults.threshold, py::arg("confidence") = defaults.confidence,
            py::arg("false_accept") = defaults.false_accept, py::arg("least_pairs") = defaults.least_pairs,
-           py::arg("most_pairs") = defaults.most_pairs, py::arg("worth") = defaults.worth,
-           py::arg("most_seconds") = defaults.most_seconds, py::arg("budget_seconds") = defaults.budget_seconds,
-           py::arg("repay_steps") = defaults.repay_steps, py::arg("seed") = defaults.seed)
+           py::arg("most_pairs") = defaults.most_pairs, py::arg("patience") = defaults.patience,
+           py::arg("worth") = defaults.worth, py::arg("most_seconds") = defaults.most_seconds,
+           py::arg("budget_seconds") = defaults.budget_seconds, py::arg("repay_steps") = defaults.repay_steps,
+           py::arg("seed") = defaults.seed)
       .def_readwrite("threshold", &PairedTestOptions::threshold)
       .def_readwrite("confidence", &PairedTestOptions::confidence)
       .def_readwrite("false_accept", &PairedTestOptions::false_accept)
       .def_readwrite("least_pairs", &PairedTestOptions::least_pairs)
       .def_readwrite("most_pairs", &PairedTestOptions::most_pairs)
+      .def_readwrite("patience", &PairedTestOptions::patience)
       .def_readwrite("worth", &PairedTestOptions::worth)
       .def_static("conclusion", &PairedTestOptions::conclusion, py::arg("seed"),
                   "Of everything against nothing at the end.")

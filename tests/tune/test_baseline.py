@@ -11,6 +11,7 @@ from typing import Any
 import oxytorch as ox
 import pytest
 import torch
+from oxytorch import _C
 from oxytorch.tune import Run, Strategy
 from oxytorch.tune.observe import kernel_seconds, observe, operator_seconds
 from oxytorch.tune.strategies.compiled import fused_speedup, launched_speedup
@@ -66,6 +67,15 @@ def test_nothing_is_compiled_that_is_not_likely_to_pay(clock: Clock, gain: float
     if not compiles:
         assert "likely to gain" in plan.rejected["cheaper_slow"]
     plan.revert()
+
+
+def test_each_option_of_a_paired_test_is_the_one_that_is_named() -> None:
+    given = {
+        "threshold": 1.5, "confidence": 0.75, "false_accept": 0.25, "least_pairs": 3, "most_pairs": 7, "patience": 5,
+        "worth": 1.25, "most_seconds": 2.5, "budget_seconds": 3.5, "repay_steps": 4.5, "seed": 11,
+    }  # fmt: skip
+    options = _C.tune.PairedTestOptions(**given)
+    assert {name: getattr(options, name) for name in given} == given
 
 
 def test_what_a_compiler_gains_is_outside_of_library_calls() -> None:

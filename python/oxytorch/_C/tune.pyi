@@ -137,6 +137,7 @@ class PairedTestOptions:
         false_accept: typing.SupportsFloat | typing.SupportsIndex = 0.0085,
         least_pairs: typing.SupportsInt | typing.SupportsIndex = 9,
         most_pairs: typing.SupportsInt | typing.SupportsIndex = 40,
+        patience: typing.SupportsInt | typing.SupportsIndex = 4,
         worth: typing.SupportsFloat | typing.SupportsIndex = 1.0,
         most_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         budget_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
@@ -167,6 +168,10 @@ class PairedTestOptions:
     def most_seconds(self) -> float: ...
     @most_seconds.setter
     def most_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def patience(self) -> int: ...
+    @patience.setter
+    def patience(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     @property
     def repay_steps(self) -> float: ...
     @repay_steps.setter
