@@ -136,6 +136,20 @@ struct Search::Impl {
     return list;
   }
 
+  /// The one of which a speedup is said.
+  Item& named(const std::string& strategy, double speedup) {
+    const std::size_t i = index_of(strategy);
+    OXY_CHECK(i < items.size(), InvalidArgument, "there is no strategy ", in_quotes(strategy), "; ",
+              did_you_mean(strategy, names(~Mask{0})), "name one of those given.");
+    OXY_CHECK(speedup > 0 && std::isfinite(speedup), InvalidArgument,
+              "a speedup of a strategy must be a positive ratio, not ", speedup, '.');
+    return items[i];
+  }
+
+  void ask_again(const Item& about) {
+    if (pending && &items[pending->item] == &about) pending.reset();
+  }
+
   [[nodiscard]] bool active(std::size_t i) const { return (force & bit(i)) != 0; }
 
   /// `mask` without those whose requirements it lacks.
@@ -168,6 +182,10 @@ struct Search::Impl {
     return time.step_seconds <= 0 || cost <= 0 || most_saved(item) > cost;
   }
 
+  [[nodiscard]] bool can_gain(const Item& item) const {
+    return item.facts.max_speedup > time.options.paired_test.threshold;
+  }
+
   [[nodiscard]] bool is_costly(std::size_t i) const { return items[i].facts.expected_cost > 0; }
 
   [[nodiscard]] double seconds_left() const { return time.left(force != 0); }
@@ -176,7 +194,7 @@ struct Search::Impl {
   /// what is likely to save its trial's time in a part of the run.
   [[nodiscard]] bool has_turn(std::size_t i) const {
     if (is_costly(i) || !time.out_of_budget()) return !is_costly(i);
-    return time.repays_trial(likely_gain(items[i])) || (items[i].often_pays && time.options.repay_steps > 0);
+    return time.repays_trial(likely_gain(i)) || (items[i].often_pays && time.options.repay_steps > 0);
   }
 
   /// Another one of a group with one-off costs, which has shown that little is to be gained so.
@@ -190,8 +208,15 @@ struct Search::Impl {
     return std::nullopt;
   }
 
-  [[nodiscard]] static double likely_gain(const Item& item) {
-    return std::min(item.facts.expected_speedup, item.facts.max_speedup);
+  /// Of the step as it is now: in place of one of its group, what it promises beyond that one's gain.
+  [[nodiscard]] double likely_gain(std::size_t i) const {
+    const Item& item = items[i];
+    double gain = item.facts.expected_speedup;
+    for (std::size_t j = 0; j < items.size(); ++j) {
+      const bool replaces = (item.rivals & bit(j)) != 0 && active(j) && items[j].entry.speedup && !is_costly(i);
+      if (replaces) gain /= std::max(1.0, items[j].entry.speedup->mid);
+    }
+    return std::min(std::max(gain, update_gain(item)), item.facts.max_speedup);
   }
 
   /// What is active, took a one-off cost and has to take it again for a change of this strategy: seconds in all.
@@ -266,9 +291,9 @@ struct Search::Impl {
   }
 
   /// Expected speedup, with a bonus for gains that were measured before.
-  [[nodiscard]] double rank(const Item& item) const {
-    const double gain = update_gain(item);
-    return gain > kPolicy.worth ? gain + kPolicy.known_lead : item.facts.expected_speedup;
+  [[nodiscard]] double rank(std::size_t i) const {
+    const double gain = update_gain(items[i]);
+    return gain > kPolicy.worth ? gain + kPolicy.known_lead : likely_gain(i);
   }
 
   /// What was not tried yet, of those with a one-off cost or of the others.
@@ -277,9 +302,9 @@ struct Search::Impl {
     for (std::size_t i = 0; i < items.size(); ++i) {
       const Item& item = items[i];
       if (is_costly(i) != costly || item.tried || item.settled || (item.needs & ~force) != 0 || outdone(i)) continue;
-      if ((item.wholes & force) != 0 || item.facts.max_speedup <= time.options.paired_test.threshold) continue;
+      if ((item.wholes & force) != 0 || !can_gain(item)) continue;
       if (costly ? !worth_its_cost(i) : !has_turn(i) || !worth_repeating(i)) continue;
-      if (!best || rank(item) > rank(items[*best])) best = i;
+      if (!best || rank(i) > rank(*best)) best = i;
     }
     return best ? std::optional(Move{*best, with(force, *best), false, true}) : std::nullopt;
   }
@@ -299,10 +324,10 @@ struct Search::Impl {
       item.entry.reason = takes + ", and in " + monitor::format_count(static_cast<double>(time.options.steps_planned)) +
                           " steps it can save " + monitor::format_seconds(most_saved(item)) + " at best.";
     } else if (time.step_seconds > 0 && time.options.repay_steps > 0 &&
-               time.likely_saved(likely_gain(item)) < item.facts.expected_cost) {
+               time.saved_in(kPolicy.likely_share, likely_gain(i)) < item.facts.expected_cost) {
       item.entry.reason = takes + ", and at the " + ratio_text(item.facts.expected_speedup) +
                           " that it is likely to gain, a quarter of the planned run saves " +
-                          monitor::format_seconds(time.likely_saved(likely_gain(item))) + ".";
+                          monitor::format_seconds(time.saved_in(kPolicy.likely_share, likely_gain(i))) + ".";
     } else if (!time.can_afford(item.facts.expected_cost, force != 0)) {
       const double left = std::max(0.0, std::min(time.cost_budget() - time.paid, seconds_left()));
       item.entry.reason =
@@ -342,14 +367,15 @@ struct Search::Impl {
     return several && fresh(move.challenger) && repays_second_trial(product) ? std::optional(move) : std::nullopt;
   }
 
-  /// One that a trial left open although its whole interval was a gain, and which joint trials did not turn on: of a
-  /// thousand that gain nothing one comes through both trials.
+  /// One that a trial left open although its whole interval was a gain or its update is known to be faster, and which
+  /// joint trials did not turn on: of a thousand that gain nothing one comes through both trials.
   [[nodiscard]] std::optional<Move> one_undecided() const {
     std::optional<std::size_t> best;
     for (std::size_t i = 0; i < items.size(); ++i) {
       if (items[i].tried_again || !is_undecided(i, force)) continue;
       const Interval& speedup = *items[i].entry.speedup;
-      if (speedup.low <= 1 || !repays_second_trial(speedup.mid)) continue;
+      const bool seems_sure = speedup.low > 1 || items[i].facts.update_proven;
+      if (!seems_sure || !repays_second_trial(speedup.mid)) continue;
       if (!best || speedup.low > items[*best].entry.speedup->low) best = i;
     }
     return best ? std::optional(Move{*best, with(force, *best), false, true, true}) : std::nullopt;
@@ -363,7 +389,7 @@ struct Search::Impl {
       // What others could make of it at most would leave it worth having.
       if (active(i) && item.entry.speedup && item.entry.speedup->low > kPolicy.interplay) continue;
       const Move move{i, active(i) ? sound(force & ~bit(i)) : with(force, i), active(i), true};
-      if (fresh(move.challenger) && (move.removal || can_repay(item))) return move;
+      if (fresh(move.challenger) && (move.removal || (can_repay(item) && can_gain(item)))) return move;
     }
     return std::nullopt;
   }
@@ -498,7 +524,7 @@ struct Search::Impl {
     if (const Mask whole = item.wholes & force; whole != 0) {
       return "It is a part of what " + list_of(names(whole), true, "and") + " does, which is active.";
     }
-    if (item.facts.max_speedup <= time.options.paired_test.threshold) {
+    if (!can_gain(item)) {
       return "It can make the step " + ratio_text(item.facts.max_speedup) + " as fast at best.";
     }
     if (seconds_left() <= 0) {
@@ -611,14 +637,15 @@ void Search::drop(const std::string& strategy, Status status, std::string reason
 }
 
 void Search::expect(const std::string& strategy, double speedup) {
-  Impl& self = *impl_;
-  const std::size_t i = self.index_of(strategy);
-  OXY_CHECK(i < self.items.size(), InvalidArgument, "there is no strategy ", in_quotes(strategy), "; ",
-            did_you_mean(strategy, self.names(~Mask{0})), "name one of those given.");
-  OXY_CHECK(speedup > 0 && std::isfinite(speedup), InvalidArgument,
-            "a speedup to expect must be a positive ratio, not ", speedup, '.');
-  self.items[i].facts.expected_speedup = speedup;
-  if (self.pending && self.pending->item == i) self.pending.reset();
+  Item& item = impl_->named(strategy, speedup);
+  item.facts.expected_speedup = speedup;
+  impl_->ask_again(item);
+}
+
+void Search::bound(const std::string& strategy, double speedup) {
+  Item& item = impl_->named(strategy, speedup);
+  item.facts.max_speedup = speedup;
+  impl_->ask_again(item);
 }
 
 double Search::step_seconds() const { return impl_->time.step_seconds; }

@@ -43,15 +43,16 @@ struct SearchTime {
 
   [[nodiscard]] double planned_run() const { return step_seconds * static_cast<double>(options.steps_planned); }
 
-  /// Seconds that a gain is likely to save while a cost is to be repaid.
-  [[nodiscard]] double likely_saved(double gain) const {
-    return kPolicy.likely_share * planned_run() * (1 - 1 / std::max(1.0, gain));
+  /// Seconds that a gain saves in that share of the run.
+  [[nodiscard]] double saved_in(double share, double gain) const {
+    return share * planned_run() * (1 - 1 / std::max(1.0, gain));
   }
 
   /// Whether a gain is likely to save its trial's time in a part of the run, of which trials have taken little.
   [[nodiscard]] bool repays_trial(double gain) const {
-    return options.repay_steps > 0 && likely_saved(gain) > one_trial() &&
-           elapsed < kPolicy.likely_trials * planned_run();
+    const double as_given = options.step_seconds * static_cast<double>(options.steps_planned);
+    return options.repay_steps > 0 && saved_in(kPolicy.trial_share, gain) > one_trial() &&
+           elapsed < kPolicy.likely_trials * as_given;
   }
 
   /// Whether what was on trial may be again: a first turn has the whole budget, a second must be repaid.

@@ -555,7 +555,7 @@ std::vector<RegisteredStrategy> own_strategies() {
                                    .settle = 2,  // other blocks of memory
                                    .cost = "the memory of a sum cannot be read directly in the model.",
                                    .max_speedup = 2,
-                                   .expected_speedup = 1.03}),
+                                   .expected_speedup = 1.06}),
       registered<NativeGate>("native_gate", Tolerance,
                              {.interacts = {"bf16_autocast", "allocator", "host_pool"},
                               .settle = 2,  // other blocks of memory

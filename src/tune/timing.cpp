@@ -155,14 +155,19 @@ std::pair<PairedTestResult, double> Timing::compare(const Names& incumbent, cons
   options.repay_steps /= taken;
   PairedTest paired_test(options);
   load_.begin();
+  std::vector<double> faults;  // of the challenger's steps
   for (std::size_t half = 0;; ++half) {
     const auto side = paired_test.next();
     if (!side) break;
     // Both sides of a pair take the same batches.
     next_ = half / 2 * static_cast<std::size_t>(steps_);
-    paired_test.record(*side, guarded(*side == Side::Challenger ? challenger : incumbent, [&] { return block(); }));
+    const bool is_challenger = *side == Side::Challenger;
+    double seen = 0;
+    paired_test.record(*side, guarded(is_challenger ? challenger : incumbent, [&] { return block(seen); }));
+    if (is_challenger) faults.push_back(seen);
   }
   disturbed_ = load_.end();
+  challenger_faults_ = faults.empty() ? 0 : median(faults);
   const auto result = paired_test.result();
   return {result, std::max(0.0, warming - warm * result.challenger)};
 }
@@ -192,11 +197,14 @@ int Timing::settle(const Names& one, const Names& other) const {
   return settle_steps(steps, step_seconds_);
 }
 
-double Timing::block() {
+double Timing::block(double& faults) {
   const auto start = next_;
   if (fresh_ > 0) timed(fresh_);
   next_ = start;
-  return timed(steps_);
+  const double before = workload_.page_faults();
+  const double seconds = timed(steps_);
+  faults = (workload_.page_faults() - before) / steps_;
+  return seconds;
 }
 
 int Timing::warm_up() {

@@ -173,7 +173,6 @@ struct Tuner::Impl : Combinations {
       if (offer.traits.group == "optimizer" && !skipped.contains(offer.name)) of_optimizer.push_back(offer.name);
     }
     auto [updates, proven] = timing.updates(of_optimizer, options.seed);
-    const double in_faults = most_heap_speedup(timing.faults(), timing.step_seconds());
     std::vector<StrategyFacts> facts;
     for (const auto& offer : offers) {
       const auto& name = offer.name;  // Clang before 16 lets no lambda capture a structured binding
@@ -183,7 +182,7 @@ struct Tuner::Impl : Combinations {
       one.interacts = offered_of(traits.interacts);
       one.part_of = offered_of(traits.part_of);
       one.renewed_by = offered_of(traits.renewed_by);
-      one.max_speedup = traits.group == "host_memory" ? std::min(traits.max_speedup, in_faults) : traits.max_speedup;
+      one.max_speedup = traits.max_speedup;
       one.expected_speedup = traits.feeds ? drawn_beside(timing.fetch_share()) : traits.expected_speedup;
       one.update_speedup = updates[name];
       one.update_proven = name == proven;
@@ -210,6 +209,15 @@ struct Tuner::Impl : Combinations {
     bounds.optimizer_share = timing.optimizer_share();
     search.emplace(std::move(facts), bounds);
     for (const auto& [name, reason] : skipped) search->skip(name, reason);
+    bound_heap(timing.faults(), timing.step_seconds());
+  }
+
+  /// What keeps the heap's memory saves the page faults of a step at best, of which a pool may have left none.
+  void bound_heap(double faults, double step_seconds) {
+    for (const auto& [name, kind, traits, refused] : offers) {
+      if (traits.group != "host_memory" || holds(search->best(), name)) continue;
+      search->bound(name, std::min(traits.max_speedup, most_heap_speedup(faults, step_seconds)));
+    }
   }
 
   void explore() {
@@ -217,7 +225,9 @@ struct Tuner::Impl : Combinations {
       if (expected(*trial)) continue;
       workload.say(trial->strategy + (trial->removal ? " taken away" : "") + " against " +
                    joined(trial->incumbent, "nothing"));
-      search->tell(outcome_of(*trial));
+      const auto outcome = outcome_of(*trial);
+      search->tell(outcome);
+      if (search->best() != trial->incumbent) bound_heap(timing.challenger_faults(), outcome.paired_test.challenger);
     }
   }
 
@@ -325,6 +335,7 @@ struct Tuner::Impl : Combinations {
     if (!holds(search->best(), name)) return;  // it went with what it requires
     if (is_fault) warn(name + " is taken back: " + reason);
     search->drop(name, status, reason);
+    bound_heap(timing.faults(), timing.step_seconds());
   }
 
   void drop_all(const Names& chosen, Status status, const std::string& reason, bool is_fault = true) {

@@ -44,7 +44,7 @@ TEST(Search, TriesWhatTakesACostAnewOnlyWhereItRepaysThatSoon) {
 
 TEST(Search, MaySpendWhatTheSavingRepaysSoon) {
   std::vector<StrategyFacts> strategies{{.name = "good", .expected_speedup = 2}};
-  for (int i = 0; i < 30; ++i) strategies.push_back({.name = "null_" + std::to_string(i), .expected_speedup = 1.01});
+  for (int i = 0; i < 30; ++i) strategies.push_back({.name = "null_" + std::to_string(i), .expected_speedup = 1.005});
   const Landscape seconds = [](const Names& on) { return has(on, "good") ? 0.5 : 1; };
   const auto trials = [&](double repay_steps) {
     Search search(strategies, {.step_seconds = 1, .budget_seconds = 10, .repay_steps = repay_steps});
@@ -84,16 +84,18 @@ TEST(Search, TriesAtOnceWhatWasLeftOpenWhereTheRunRepaysIt) {
     }
     return trial.has_value();
   };
-  // Of 10,000 steps a quarter saves 430 s of the 40 that the trial takes, and a twentieth is 500 s.
+  // Of 10,000 steps half saves 870 s, of the 40 that the trial takes, and a tenth is 1,000 s; of 490 it is 42 and 49.
   EXPECT_TRUE(asked_at_once(10'000, 1.1, 240));
   EXPECT_FALSE(asked_at_once(10'000, 1.005, 240)) << "both at once gain too little";
-  EXPECT_FALSE(asked_at_once(900, 1.1, 240)) << "a twentieth was spent";
+  EXPECT_FALSE(asked_at_once(490, 1.1, 240)) << "a tenth was spent";
+  EXPECT_TRUE(asked_at_once(510, 1.1, 240));
 }
 
 TEST(Search, TriesOnceMoreWhatItsWholeIntervalSpeaksFor) {
-  const auto trials = [](double low, bool cost_too_much) {
-    Search search({{.name = "one"}},
-                  {.steps_planned = 10'000, .step_seconds = 1, .budget_seconds = 60, .repay_steps = 240});
+  const auto trials = [](double low, bool cost_too_much, bool proven = false) {
+    Search search(
+        {{.name = "one", .group = "optimizer", .update_speedup = 8, .update_proven = proven}},
+        {.steps_planned = 10'000, .step_seconds = 1, .budget_seconds = 60, .repay_steps = 240, .optimizer_share = 0.1});
     std::vector<PairedTestOptions> found;
     while (const auto trial = search.ask()) {
       found.push_back(trial->paired_test);
@@ -111,6 +113,7 @@ TEST(Search, TriesOnceMoreWhatItsWholeIntervalSpeaksFor) {
   EXPECT_DOUBLE_EQ(two[1].budget_seconds, 40) << "a whole trial";
   EXPECT_GT(two[1].false_accept, 2 * two[0].false_accept) << "what the first has shown need not be shown again";
   EXPECT_EQ(trials(0.99, false).size(), 1U);
+  EXPECT_EQ(trials(0.99, false, true).size(), 2U) << "its update by itself has shown it";
   EXPECT_EQ(trials(1.01, true).size(), 1U) << "it was shown, and does not pay";
 }
 

@@ -263,7 +263,7 @@ TEST(Search, RefusedStrategiesDoNotTakeTheTurnOfExactOnes) {
     paired_test.speedup = {1.4, 1.5, 1.6, 0.95};
     search.tell({.paired_test = paired_test, .verified = false});
   }
-  // A quarter of the run is 50 s, and a trial may take 40 steps, 8 s; a twentieth of the run is 10 s.
+  // Half of the run is 100 s, and a trial may take 40 steps, 8 s; a tenth of the run is 20 s.
   EXPECT_THAT(names, ElementsAre("bf16", "likely", "keep_heap"));
   EXPECT_THAT(search.entries()[1].reason, HasSubstr("budget"));
   EXPECT_THAT(search.entries()[4].reason, HasSubstr("budget"));
@@ -273,6 +273,32 @@ TEST(Search, WhatCanGainNothingIsNotTried) {
   Search search({{.name = "keep_heap", .max_speedup = 1.004}}, {});
   EXPECT_FALSE(search.ask().has_value());
   EXPECT_THAT(search.entries()[0].reason, HasSubstr("1.004x as fast at best"));
+}
+
+TEST(Search, WhatTheStepLeavesNoGainIsNotTriedUntilItDoes) {
+  Search search({{.name = "pool"}, {.name = "heap", .interacts = {"pool"}}}, {});
+  const auto first = search.ask();
+  search.bound("heap", 1.005);
+  ASSERT_EQ(search.ask()->strategy, "pool");
+  search.tell({.paired_test = {.decision = Decision::Accept, .speedup = {1.9, 2, 2.1, 0.95}, .pairs = 9}});
+  search.bound("heap", 1);
+  EXPECT_FALSE(search.ask());
+  EXPECT_THAT(search.entries()[1].reason, HasSubstr("1.000x as fast at best"));
+  search.drop("pool", Status::Refused, "the numbers are others");
+  search.bound("heap", 1.5);
+  EXPECT_EQ(search.ask()->strategy, "heap");
+  EXPECT_THROW(search.bound("hepa", 2), Error);
+  EXPECT_THROW(search.bound("heap", 0), Error);
+}
+
+TEST(Search, WhatWouldTakeAnothersPlaceIsJudgedByWhatItGainsBeyondIt) {
+  Search search({{.name = "bf16", .group = "precision", .expected_speedup = 2},
+                 {.name = "other_bf16", .group = "precision", .expected_speedup = 1.5},
+                 {.name = "linear", .expected_speedup = 1.1}},
+                {});
+  ASSERT_EQ(search.ask()->strategy, "bf16");
+  search.tell({.paired_test = {.decision = Decision::Accept, .speedup = {1.4, 1.45, 1.5, 0.95}, .pairs = 9}});
+  EXPECT_EQ(search.ask()->strategy, "linear");
 }
 
 TEST(Search, OneOfAGroupWithCostsSpeaksForTheOthers) {

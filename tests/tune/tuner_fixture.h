@@ -53,7 +53,8 @@ class Table : public Workload {
   int measured = 0;    ///< combinations whose bytes were asked for
   bool moved = false;  ///< the state is not as it was
   double time = 0;
-  double faults = 0;  ///< of pages, a second
+  double faults = 0;       ///< of pages, a second of steps
+  std::string keeps = {};  ///< a strategy with which there are none
 
   void plant(Planted one) {
     order.push_back(one.offer.name);
@@ -108,6 +109,7 @@ class Table : public Workload {
     }
     found.seconds += alone;
     time += found.seconds;
+    if (std::find(now.begin(), now.end(), keeps) == now.end()) faulted_ += faults * found.seconds;
     return found;
   }
   double update() override {
@@ -150,7 +152,7 @@ class Table : public Workload {
   void say(const std::string& what) override { said.push_back(what); }
   double seconds() override { return time += 1e-7; }
   double processor_seconds() override { return time; }
-  double page_faults() override { return faults * time; }
+  double page_faults() override { return faulted_; }
 
   std::vector<std::pair<std::vector<std::string>, bool>> verified;
 
@@ -159,6 +161,7 @@ class Table : public Workload {
     if (planted[name].throws == member) throw std::runtime_error(name + " throws from " + member);
   }
   std::map<std::string, int> paid_;
+  double faulted_ = 0;
 };
 
 class TunerTest : public testing::Test {

@@ -47,6 +47,16 @@ TEST_F(TunerTest, KeepsWhatPaysAndSaysWhyTheRestIsNotThere) {
   EXPECT_THAT(table.said, Contains("half against nothing"));
 }
 
+TEST_F(TunerTest, KeepsNoHeapForAStepWithoutPageFaults) {
+  table.faults = 1e5;
+  table.keeps = "pool";
+  table.plant("pool", 0.5);
+  table.plant({.offer = {.name = "heap", .traits = {.group = "host_memory"}}, .factor = 0.9});
+  EXPECT_THAT(entry(tuned({.level = "basic"}), "heap").reason, HasSubstr("1.000x as fast at best"));
+  table.keeps = "";
+  EXPECT_THAT(tuned({.level = "basic"}).accepted(), ElementsAre("pool", "heap"));
+}
+
 TEST_F(TunerTest, SaysWhatToSetWhereOtherProgramsKeepTheMachineBusy) {
   std::vector<std::string> said;
   const LogSink before = set_log_sink([&](const LogRecord& record) { said.emplace_back(record.message); });

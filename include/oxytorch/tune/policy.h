@@ -6,16 +6,16 @@ namespace oxytorch::tune {
 
 struct Policy {
   // -- what trials may take (SearchOptions::for_run()) --
-  double trial_steps = 60;           ///< as given, whose time all trials together may take
-  double least_trial_seconds = 3;    ///< for them, however short a step is: some trials and checks by the verifier
-  double repay_steps = 240;          ///< trials may spend more where the saving so far repays all in so many steps
-  double short_run_trials = 0.02;    ///< of the steps of a short run, for trials
-  double short_run_repay = 0.03;     ///< of its steps, in which what was spent is to be repaid
-  double likely_trials = 0.05;       ///< of the run, for trials of what is likely to repay them, beyond the above
-  double conclude_steps = 50;        ///< that verifying and measuring what is kept usually takes
-  double concluding_share = 0.1;     ///< of what would be saved in the planned run, for measuring it at the end
-  double total_share = 0.15;         ///< of the planned run, for everything
-  double least_total_seconds = 6;    ///< for everything, by accelerate()
+  double trial_steps = 60;         ///< as given, whose time all trials together may take
+  double least_trial_seconds = 3;  ///< for them, however short a step is: some trials and checks by the verifier
+  double repay_steps = 240;        ///< trials may spend more where the saving so far repays all in so many steps
+  double short_run_trials = 0.02;  ///< of the steps of a short run, for trials
+  double short_run_repay = 0.03;   ///< of its steps, in which what was spent is to be repaid
+  double likely_trials = 0.1;      ///< of the run as given, for trials of what is likely to repay them, beyond all that
+  double conclude_steps = 50;      ///< that verifying and measuring what is kept usually takes
+  double concluding_share = 0.1;   ///< of what would be saved in the planned run, for measuring it at the end
+  double total_share = 0.15;       ///< of the planned run, for everything
+  double least_total_seconds = 6;  ///< for everything, by accelerate()
   double least_trainer_seconds = 1;  ///< for everything, by a trainer at its first batch
   double again_share = 0.5;          ///< of what may be repaid, for what was on trial before
 
@@ -41,7 +41,8 @@ struct Policy {
   double clearly_faster = 1.1;          ///< by which an update leads by itself: inside of a step, caches differ
   double usual_optimizer_share = 0.15;  ///< of a step, where a strategy for optimizers has its expected speedup
   double hidden_share = 0.8;            ///< of drawing a batch and of a step, whichever is shorter, beside the other
-  double likely_share = 0.25;           ///< of the run, in which a likely gain is to repay a trial or a one-off cost
+  double likely_share = 0.25;           ///< of the run, in which a likely gain is to repay a one-off cost
+  double trial_share = 0.5;             ///< of the run, in which it is to repay a trial
   double speaks_for = 1.1;              ///< a gain from which others of its group with one-off costs are tried too
 
   // -- with the goal memory --

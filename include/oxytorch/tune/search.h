@@ -53,7 +53,7 @@ struct SearchOptions {
   /// the saving so far repays within 240 steps, less 50 steps for concluding; of a short run no more than 2 % and 3 %.
   /// What was on trial before may be again while half of what is repaid is left.
   /// What trials left open, though it seemed to gain, has one more trial together (alone, where its whole interval was
-  /// a gain), also where it is likely to repay that in a quarter of the run. `budget_seconds` above 0 is all instead.
+  /// a gain), also where it is likely to repay that in half of the run. `budget_seconds` above 0 is all instead.
   /// Everything together may take 15 % of the planned run, at least 6 s, and twice `budget_seconds` more.
   /// `step_seconds` is the fastest step seen: a disturbed one would allow more.
   [[nodiscard]] OXY_API static SearchOptions for_run(std::int64_t steps_planned, double step_seconds,
@@ -84,19 +84,20 @@ struct TrialOutcome {
 /// Greedy with a way back. Forward: first what is free of one-off costs, so that its gain is known when it is judged
 /// whether a cost is likely to be repaid. Each strategy, the most promising first and equals in the order given (the
 /// group "optimizer" promises by the optimizer's share of the step, others by the rest of it; Amdahl's law), against
-/// what is active, in place of the one of its group: an early gain makes every later trial cheaper. Of updates that
-/// were timed by themselves only the fastest is tried, where that can be seen in the step, and the next where it failed
-/// or was refused. Then rounds over what `interacts` ties together, wherever something accepted has changed the ground
-/// since it was judged: a rejected strategy again, an accepted one off, a rejected one in place of an accepted one, two
-/// rejected ones together. They end when nothing is left to ask or the budget is spent; no two combinations meet twice.
-/// What has an expected cost is tried outside of that budget, as far as `cost_share` goes. What would have such a cost
-/// taken anew is tried only where it promises to repay that soon. Of the planned run, a cost must be repaid within a
-/// quarter by what is likely to be gained (expect()); of a group with such costs, one that gained little or nothing
-/// speaks for the others. What is exact, free and often pays has its first turn even where refused strategies have used
-/// up the budget. A strategy is kept only where its saving over `steps_planned` exceeds its cost; a number of threads
-/// is not chosen while other programs use the processor.
-/// ask() and tell() alternate; ask() again before tell() names the same trial.
-/// Deterministic.
+/// what is active, in place of the one of its group: an early gain makes every later trial cheaper. In place of another
+/// it promises what it gains beyond that one, and past the budget it has a turn where it is likely to repay its trial
+/// in half of the run, of which trials have taken less than a tenth. What bound() leaves no gain has none. Of updates
+/// that were timed by themselves only the fastest is tried, where that can be seen in the step, and the next where it
+/// failed or was refused. Then rounds over what `interacts` ties together, wherever something accepted has changed the
+/// ground since it was judged: a rejected strategy again, an accepted one off, a rejected one in place of an accepted
+/// one, two rejected ones together. They end when nothing is left to ask or the budget is spent; no two combinations
+/// meet twice. What has an expected cost is tried outside of that budget, as far as `cost_share` goes. What would have
+/// such a cost taken anew is tried only where it promises to repay that soon. Of the planned run, a cost must be repaid
+/// within a quarter by what is likely to be gained (expect()); of a group with such costs, one that gained little or
+/// nothing speaks for the others. What is exact, free and often pays has its first turn even where refused strategies
+/// have used up the budget. A strategy is kept only where its saving over `steps_planned` exceeds its cost; a number of
+/// threads is not chosen while other programs use the processor. ask() and tell() alternate; ask() again before tell()
+/// names the same trial. Deterministic.
 class OXY_API Search {
  public:
   /// Error(InvalidArgument) for two strategies of one name, for names in requires_ that do not exist, for over 64.
@@ -112,6 +113,9 @@ class OXY_API Search {
   void skip(const std::string& strategy, std::string reason);
   /// What a strategy is likely to make of the step as it is now, by a look at where its time goes: ask() again.
   void expect(const std::string& strategy, double speedup);
+  /// What a strategy that is not active can make of the step as it is now at best: one that it leaves no gain has no
+  /// trial. Until the next call.
+  void bound(const std::string& strategy, double speedup);
   /// Seconds spent outside of trials (verifying), charged to the budget.
   void charge(double seconds);
   /// Takes out for good what turned out bad after it was accepted (a longer verification refused it), with what

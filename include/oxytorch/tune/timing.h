@@ -76,8 +76,10 @@ class OXY_API Timing {
   }
 
   [[nodiscard]] double step_seconds() const noexcept { return step_seconds_; }
-  [[nodiscard]] double spread() const noexcept { return spread_; }    ///< of its blocks, as a share
-  [[nodiscard]] double faults() const noexcept { return faults_; }    ///< page faults of that step
+  [[nodiscard]] double spread() const noexcept { return spread_; }  ///< of its blocks, as a share
+  [[nodiscard]] double faults() const noexcept { return faults_; }  ///< page faults of that step
+  /// Of a step of the challenger in the last comparison.
+  [[nodiscard]] double challenger_faults() const noexcept { return challenger_faults_; }
   [[nodiscard]] double fastest() const noexcept { return fastest_; }  ///< least seconds of one, by the best clock
   [[nodiscard]] double optimizer_share() const noexcept { return optimizer_share_; }  ///< of that step
   [[nodiscard]] double fetch_share() const noexcept { return fetch_share_; }          ///< of the loop, drawing a batch
@@ -89,7 +91,7 @@ class OXY_API Timing {
   /// Most steps that the strategies in which two combinations differ need to settle.
   [[nodiscard]] int settle(const Names& one, const Names& other) const;
   int warm_up();
-  double block();
+  double block(double& faults);
   double timed(int steps, std::vector<double>* updates = nullptr);
   /// Seconds of each of kBaselineBlocks blocks; sets faults_.
   std::vector<double> blocks(int steps, std::vector<double>* updates = nullptr);
@@ -99,6 +101,7 @@ class OXY_API Timing {
   Workload& workload_;
   std::map<std::string, StrategyTraits> traits_;
   double step_seconds_ = 0, optimizer_share_ = 0, spread_ = 0, faults_ = 0, fastest_ = 0, fetch_share_ = 0;
+  double challenger_faults_ = 0;
   LoadWatch load_;
   bool disturbed_ = false;
   bool drawing_ = false;  // drawing a batch takes long enough to be a part of every step
