@@ -66,6 +66,7 @@ STATISTICS = "oxytorch, statistics"
 INT8, INT8_ALONE, SEVEN = "oxytorch, int8 state", "oxytorch, int8 state, step alone", "oxytorch, 7 bytes, no average"
 BACKWARD, TAIL, STEP = "backward", "tail", "step"
 CPP = "torch::optim"
+STEPS_TO_DECAY = 1_000  # 0.9 to that power is below all that float32 holds
 SCHEMA = "oxytorch-race/3"
 
 
@@ -267,6 +268,22 @@ def backward_contenders(sizes: list[int], scaled: bool) -> list[Contender]:
     ]
 
 
+def decayed(contender: Contender) -> Contender:
+    """The same after steps in which every fifth element had no gradient any more."""
+    contender.run()
+    for param in contender.params:
+        assert param.grad is not None
+        param.grad[::5] = 0
+    for _ in range(STEPS_TO_DECAY):
+        contender.run()
+    return contender
+
+
+def decayed_contenders(sizes: list[int]) -> list[Contender]:
+    """Averages that were left alone, as of units that are dead and rows of a table that no batch names."""
+    return [decayed(torch_contender(FUSED, sizes, fused=True)), decayed(our_contender(sizes))]
+
+
 def statistics_contenders(sizes: list[int]) -> list[Contender]:
     """Without statistics and with them."""
     return [our_contender(sizes), our_contender(sizes, name=STATISTICS, collect_stats=True)]
@@ -462,6 +479,8 @@ def cases() -> Iterator[Case]:
     # A gradient of 1 MiB is still in the second level of the cache when its hook runs; one of 16 MiB is not.
     judge = judge_backward(None)
     yield Case("256 x 256K, backward", partial(backward_contenders, [256 << 10] * 256, False), judge, reference=HOOKED)
+    judge = over_torch(None)
+    yield Case("16 x 64K, a fifth decayed", partial(decayed_contenders, [64 << 10] * 16), judge, quick=True)
     yield Case("16 x 4M, statistics", partial(statistics_contenders, LARGE), judge_statistics)
     # The peers bring thread pools of their own.
     yield Case("16 x 4M, int8 state", partial(narrow_contenders, LARGE), judge_narrow, reference=INT8, pause=5e-3)

@@ -195,6 +195,7 @@ HWY_INLINE V limit(V value, float bound) {
   return hn::IfThenElse(hn::Lt(value, hn::Neg(top)), hn::Neg(top), value);
 }
 HWY_INLINE V not_below(V value, V least) { return hn::IfThenElse(hn::Lt(value, least), least, value); }
+HWY_INLINE V zero_below(V value, V least) { return hn::IfThenZeroElse(hn::Lt(hn::Abs(value), least), value); }
 // 0 of 0 and of NaN, as torch.sign.
 HWY_INLINE V sign(V value) {
   return hn::IfThenElseZero(hn::Gt(hn::Abs(value), hn::Zero(F32())), hn::CopySign(set(1), value));

@@ -432,6 +432,37 @@ TEST(StepTail, MaximizesByTheSameStepAlongTheNegativeGradient) {
   }
 }
 
+// Of a number whose gradient has become 0; arithmetic on denormal ones would be slow for the rest of the run.
+TEST(StepTailState, DecaysToZeroAndStaysAtNoDenormalNumber) {
+  const auto states = [](Rule rule, double eps) {
+    constexpr float kLeast = std::numeric_limits<float>::min();
+    Parameter p = fp32_parameter(37, rule);
+    std::vector<float> averages(37, kLeast), squares(37, kLeast);
+    for (std::size_t i = 0; i < 37; i += 2) averages[i] = -kLeast;
+    if (p.state0.size() > 0) p.state0.set(averages);
+    if (p.state1.size() > 0) p.state1.set(squares);
+    TailGroup g = group_of(rule);
+    g.eps = eps;
+    const auto weights = step_once(p, g, std::vector<float>(37, 0));
+    if (rule != Rule::Lion) EXPECT_THAT(weights, testing::Each(testing::FloatNear(0, 1e-25F)));
+    return std::pair{p.state0.values(), p.state1.values()};
+  };
+  for (Isa isa : supported_isas()) {
+    const ScopedIsa scope(isa);
+    for (Rule rule : {Rule::AdamW, Rule::Adam, Rule::Sgd, Rule::RmsProp}) {
+      const auto [averages, squares] = states(rule, 1e-8);
+      EXPECT_THAT(averages, testing::Each(0)) << name(isa);
+      EXPECT_THAT(squares, testing::Each(0)) << name(isa);
+    }
+    EXPECT_THAT(states(Rule::AdamW, 0).second, testing::Each(testing::Gt(0))) << "the root of it decides then";
+    EXPECT_THAT(states(Rule::Lion, 1e-8).first, testing::Each(testing::Ne(0))) << "its sign decides";
+  }
+  Parameter p = fp32_parameter(1, Rule::AdamW);
+  p.state0.set({std::nanf("")});
+  step_once(p, group_of(Rule::AdamW), {0});
+  EXPECT_TRUE(std::isnan(p.state0.values()[0])) << "nothing is hidden";
+}
+
 TEST(StepTailLion, DoesNotMoveWhereTheAverageIsZeroOrNaN) {
   Parameter p = fp32_parameter(2, Rule::Lion);
   EXPECT_THAT(step_once(p, group_of(Rule::Lion), {0, std::nanf("")}), testing::ElementsAre(0, 0));

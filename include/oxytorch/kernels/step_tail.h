@@ -7,7 +7,9 @@
 /// and updates in fp32 over 32 at a time first: exact to 4e-6), and every
 /// elementwise operation is a correctly rounded fp32 one with fused multiply-add where written so. The result is
 /// therefore the same, bit for bit, for any number of threads and any instruction set. Against an fp64 evaluation of
-/// the same step, an fp32 parameter is within 4 ulp and a 16-bit parameter within 1 ulp of its own type. Formats
+/// the same step, an fp32 parameter is within 4 ulp and a 16-bit parameter within 1 ulp of its own type. Moving
+/// averages below 1.2e-38, the least normal number, are kept as 0 (of squares where eps is 1e-15 or more; never those
+/// of Lion, whose sign counts): where a gradient stays 0, they would stay at the least denormal one for good. Formats
 /// narrower than that are defined, with their errors, in oxytorch/kernels/codec.h.
 ///
 /// Threads. A StepTailPlan is used by one thread at a time; it runs its chunks on the `Parallel` it is given.

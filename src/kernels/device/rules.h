@@ -26,6 +26,9 @@ OXY_HOST_DEVICE inline float limit(float value, float bound) {
   return value < -bound ? -bound : value;
 }
 OXY_HOST_DEVICE inline float not_below(float value, float least) { return value < least ? least : value; }
+OXY_HOST_DEVICE inline float zero_below(float value, float least) {
+  return value < least && -value < least ? 0.0F : value;
+}
 // 0 of 0 and of NaN, as torch.sign.
 OXY_HOST_DEVICE inline float sign(float value) { return value > 0 ? 1.0F : value < 0 ? -1.0F : 0.0F; }
 
