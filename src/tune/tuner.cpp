@@ -170,7 +170,8 @@ struct Tuner::Impl : Combinations {
     workload.say("each update of the optimizer by itself");
     Names of_optimizer;
     for (const auto& offer : offers) {
-      if (offer.traits.group == "optimizer" && !skipped.contains(offer.name)) of_optimizer.push_back(offer.name);
+      const bool may_gain = offer.traits.group == "optimizer" && offer.traits.max_speedup > 1;
+      if (may_gain && !skipped.contains(offer.name)) of_optimizer.push_back(offer.name);
     }
     auto [updates, proven] = timing.updates(of_optimizer, options.seed);
     std::vector<StrategyFacts> facts;

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -251,6 +253,20 @@ def test_wide_averages_of_int8_state_wait_in_a_file() -> None:
 
 
 # -- what an update in backward may not do ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int8_state", "step_tail", "state_in_file", "native_step"])
+def test_what_was_taken_back_holds_no_state(name: str) -> None:
+    run = run_of()
+    train(run)
+    run.set_active([name])
+    train(run)
+    run.set_active([])
+    held = [weakref.ref(value) for value in state_of(run)]
+    run.original.state.clear()  # as the tuner does where a run began without state
+    gc.collect()
+    assert held
+    assert not [each for each in held if each() is not None]
 
 
 def test_a_backward_of_the_users_own_updates_nothing() -> None:

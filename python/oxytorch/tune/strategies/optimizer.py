@@ -272,10 +272,11 @@ class Int8State(_Tail):
         native, params = cast(Any, slot.optimizer)._step_tail(), cast(Any, slot.optimizer)._params()
         steps = {i: own.state[param]["step"] for i, param in enumerate(params) if own.state.get(param)}
         super().take_back(run, slot)
+        wide, since = self._wide.pop(slot), self._steps.pop(slot)
         for index, step in steps.items():  # decoded one at a time
             param = params[index]
-            entries: dict[str, Any] = self._wide[slot].get(param) or {}
-            untrained = entries and torch.equal(step, self._steps[slot][param])
+            entries: dict[str, Any] = wide.get(param) or {}
+            untrained = entries and torch.equal(step, since[param])
             averages = entries if untrained else native.decoded_state(index)
             fresh: dict[str, Tensor] = {"step": step.clone()}
             fresh |= {k: averages[k] for k in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if k in averages}
