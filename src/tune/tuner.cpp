@@ -210,14 +210,20 @@ struct Tuner::Impl : Combinations {
     bounds.optimizer_share = timing.optimizer_share();
     search.emplace(std::move(facts), bounds);
     for (const auto& [name, reason] : skipped) search->skip(name, reason);
-    bound_heap(timing.faults(), timing.step_seconds());
+    bound_heap();
   }
 
-  /// What keeps the heap's memory saves the page faults of a step at best, of which a pool may have left none.
-  void bound_heap(double faults, double step_seconds) {
-    for (const auto& [name, kind, traits, refused] : offers) {
-      if (traits.group != "host_memory" || holds(search->best(), name)) continue;
-      search->bound(name, std::min(traits.max_speedup, most_heap_speedup(faults, step_seconds)));
+  /// What keeps the heap's memory saves the page faults of a step at best: beside a pool those that it has left, else
+  /// those as given, since without one it is luck of a process how much the heap gives back.
+  void bound_heap() {
+    const auto active = search->best();
+    for (const auto& offer : offers) {
+      if (offer.traits.group != "host_memory" || holds(active, offer.name)) continue;
+      const auto& ties = offer.traits.interacts;
+      const bool pooled = std::any_of(ties.begin(), ties.end(), [&](const auto& name) { return holds(active, name); });
+      const double most = pooled ? most_heap_speedup(timing.challenger_faults(), search->step_seconds())
+                                 : most_heap_speedup(timing.faults(), timing.step_seconds());
+      search->bound(offer.name, std::min(offer.traits.max_speedup, most));
     }
   }
 
@@ -226,9 +232,8 @@ struct Tuner::Impl : Combinations {
       if (expected(*trial)) continue;
       workload.say(trial->strategy + (trial->removal ? " taken away" : "") + " against " +
                    joined(trial->incumbent, "nothing"));
-      const auto outcome = outcome_of(*trial);
-      search->tell(outcome);
-      if (search->best() != trial->incumbent) bound_heap(timing.challenger_faults(), outcome.paired_test.challenger);
+      search->tell(outcome_of(*trial));
+      if (search->best() != trial->incumbent) bound_heap();
     }
   }
 
@@ -336,7 +341,7 @@ struct Tuner::Impl : Combinations {
     if (!holds(search->best(), name)) return;  // it went with what it requires
     if (is_fault) warn(name + " is taken back: " + reason);
     search->drop(name, status, reason);
-    bound_heap(timing.faults(), timing.step_seconds());
+    bound_heap();
   }
 
   void drop_all(const Names& chosen, Status status, const std::string& reason, bool is_fault = true) {

@@ -47,14 +47,23 @@ TEST_F(TunerTest, KeepsWhatPaysAndSaysWhyTheRestIsNotThere) {
   EXPECT_THAT(table.said, Contains("half against nothing"));
 }
 
-TEST_F(TunerTest, KeepsNoHeapForAStepWithoutPageFaults) {
+TEST_F(TunerTest, KeepsNoHeapForAStepOfWhichAPoolLeavesNoPageFaults) {
   table.faults = 1e5;
   table.keeps = "pool";
   table.plant("pool", 0.5);
-  table.plant({.offer = {.name = "heap", .traits = {.group = "host_memory"}}, .factor = 0.9});
+  const Offer heap{.name = "heap", .traits = {.group = "host_memory", .interacts = {"pool"}}};
+  table.plant({.offer = heap, .factor = 0.9});
   EXPECT_THAT(entry(tuned({.level = "basic"}), "heap").reason, HasSubstr("1.000x as fast at best"));
   table.keeps = "";
   EXPECT_THAT(tuned({.level = "basic"}).accepted(), ElementsAre("pool", "heap"));
+}
+
+TEST_F(TunerTest, TriesToKeepTheHeapWhereOtherStepsHappenToFaultNothing) {
+  table.faults = 1e5;
+  table.keeps = "other";
+  table.plant("other", 0.5);
+  table.plant({.offer = {.name = "heap", .traits = {.group = "host_memory"}}, .factor = 0.9});
+  EXPECT_THAT(tuned({.level = "basic"}).accepted(), ElementsAre("other", "heap"));
 }
 
 TEST_F(TunerTest, SaysWhatToSetWhereOtherProgramsKeepTheMachineBusy) {
