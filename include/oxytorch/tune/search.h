@@ -96,8 +96,9 @@ struct TrialOutcome {
 /// within a quarter by what is likely to be gained (expect()); of a group with such costs, one that gained little or
 /// nothing speaks for the others. What is exact, free and often pays has its first turn even where refused strategies
 /// have used up the budget. A strategy is kept only where its saving over `steps_planned` exceeds its cost; a number of
-/// threads is not chosen while other programs use the processor. ask() and tell() alternate; ask() again before tell()
-/// names the same trial. Deterministic.
+/// threads is not chosen while other programs use the processor.
+///
+/// ask() and tell() alternate; ask() again before tell() names the same trial. Deterministic.
 class OXY_API Search {
  public:
   /// Error(InvalidArgument) for two strategies of one name, for names in requires_ that do not exist, for over 64.
