@@ -95,6 +95,8 @@ void bind_tune_operators(py::module_& m) {
       .def(py::init<>())
       .def_static("exact_names", &NativeOperators::exact_names, "Operators with torch's bits.")
       .def_static("names", &NativeOperators::names)
+      .def_static("serves_convolution", &NativeOperators::serves_convolution, py::arg("weight"),
+                  "Whether the gradient of a convolution's weight of these sizes may be computed here.")
       .def_static("is_worth_a_trial", &NativeOperators::is_worth_a_trial, py::arg("embedding_elements"),
                   py::arg("parameter_elements"), py::arg("accumulates"),
                   "Whether gradients of embeddings alone are worth a trial.")

@@ -26,6 +26,8 @@ own; `bf16 weights` has no weight to cast and none to keep in float32: what a la
 Norm: batch normalization of a bfloat16 image in channels_last with ReLU, and an addition before it or max pooling after
 it. `torch` is its own operators one after the other, `compiled` the same under torch.compile.
 
+Convolution: the gradient of the weight of a bfloat16 convolution in channels_last, by this library and by oneDNN.
+
 Sum: layer or RMS normalization of the sum of a layer's output and a float32 residual, with and without dropout before,
 forward and backward together; activation: GELU and SwiGLU, the same. `torch` is its own operators one after the other,
 `compiled` the same under torch.compile.
@@ -181,6 +183,10 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
             loss_rows(found, "head", (EAGER, COMPILED, CHUNKS, BF16_WEIGHTS)),
         ),
         "linear": (layered, rows_by_phase(found, "linear", (EAGER, BF16_WEIGHTS))),
+        "convolution": (
+            ["gradient of a convolution's weight", *lost[1:3]],
+            loss_rows(found, "convolution", (EAGER,)),
+        ),
         "norm": (normalized, rows_by_phase(found, "norm", (EAGER, COMPILED))),
         "sum": (["norm of a sum, forward and backward", *lost[1:4]], loss_rows(found, "sum", (EAGER, COMPILED))),
         "activation": (

@@ -103,6 +103,7 @@ LEFT_OUT_COMMAND = "python bench/race/ops.py --case dropout --case masked --star
 PACKED_COMMAND = "python bench/race/ops.py --case packed --starts 3 --seconds 0.6"
 LINEAR_COMMAND = "python bench/race/ops.py --case linear --starts 4 --seconds 0.6"
 NORM_COMMAND = "python bench/race/ops.py --case norm --starts 4 --seconds 0.6"
+CONVOLUTION_COMMAND = "python bench/race/ops.py --case convolution --starts 3 --seconds 0.6"
 BLOCK_COMMAND = "python bench/race/ops.py --case sum --case activation --starts 3 --seconds 0.6"
 GRU_COMMAND = "python bench/race/ops.py --case gru --starts 3 --seconds 0.6"
 ROTARY_COMMAND = "python bench/race/ops.py --case rotary --starts 3 --seconds 0.6"
@@ -328,6 +329,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "nn-transformer": (
         raced(ops_race, "transformer.json", TRANSFORMER_COMMAND, "transformer"),
         f"{TRANSFORMER_COMMAND} --json bench/results/transformer.json",
+    ),
+    "ops-convolution": (
+        raced(ops_race, "convolution.json", CONVOLUTION_COMMAND, "convolution"),
+        f"{CONVOLUTION_COMMAND} --json bench/results/convolution.json",
     ),
     "ops-embedding": (
         raced(ops_race, "embedding.json", EMBEDDING_COMMAND, "embedding"),

@@ -17,6 +17,7 @@
 #include "ops/attention_cpu.h"
 #include "ops/bernoulli_cpu.h"
 #include "ops/composed_attention.h"
+#include "ops/convolution_cpu.h"
 #include "ops/dispatch.h"
 #include "ops/embedding_cpu.h"
 #include "ops/gru.h"
@@ -293,6 +294,44 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 
 namespace {
 
+// The convolution, or nothing where torch's kernel computes the gradient of its weight.
+std::optional<ops::ConvolutionShape> convolution_shape(const Tensor& grad_output, const Tensor& input,
+                                                       const Tensor& weight, at::IntArrayRef stride,
+                                                       at::IntArrayRef padding, at::IntArrayRef dilation,
+                                                       bool transposed, std::int64_t groups) {
+  if (transposed || groups != 1 || weight.dim() != 4 || weight.scalar_type() != at::kBFloat16 || stride.size() != 2 ||
+      padding.size() != 2 || dilation != at::IntArrayRef{1, 1} || isTensorSubclassLike(grad_output) ||
+      isTensorSubclassLike(input) || isTensorSubclassLike(weight) ||
+      !ops::convolution_cpu_is_for(weight.size(0), weight.size(1)) || input.dim() != 4 ||
+      input.size(1) != weight.size(1) || grad_output.dim() != 4 || grad_output.size(1) != weight.size(0)) {
+    return std::nullopt;
+  }
+  const ops::ConvolutionShape shape{{weight.size(2), weight.size(3)}, {stride[0], stride[1]}, {padding[0], padding[1]}};
+  if (!ops::convolution_cpu_takes(grad_output, input, shape)) return std::nullopt;
+  return shape;
+}
+
+}  // namespace
+
+Triple convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                            at::OptionalIntArrayRef bias_sizes, at::IntArrayRef stride, at::IntArrayRef padding,
+                            at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+                            std::int64_t groups, std::array<bool, 3> mask) {
+  const auto by_torch = [&](std::array<bool, 3> wanted) {
+    return originals().convolution_backward.call<Triple>(grad_output, input, weight, bias_sizes, stride, padding,
+                                                         dilation, transposed, output_padding, groups, wanted);
+  };
+  const auto shape = convolution_shape(grad_output, input, weight, stride, padding, dilation, transposed, groups);
+  if (!mask[1] || !shape) return by_torch(mask);
+  // Torch would compute the gradient of the weight for that of the bias.
+  Triple made = mask[0] ? by_torch({true, false, false}) : Triple();
+  std::get<1>(made) = ops::convolution_cpu_weight_gradient(grad_output, input, *shape);
+  if (mask[2]) std::get<2>(made) = grad_output.sum(at::IntArrayRef{0, 2, 3});
+  return made;
+}
+
+namespace {
+
 // LSTM in torch's numbers of recurrent networks (ATen/native/RNN.h).
 constexpr std::int64_t kLstm = 2;
 
@@ -475,6 +514,9 @@ const std::map<std::string, Entry>& entries() {
        {.originals = {&originals().attention},
         .add = [](torch::Library& library) { library.impl("scaled_dot_product_attention", TORCH_FN(attention)); },
         .key = c10::DispatchKey::AutogradCPU}},
+      {"convolution",
+       {{&originals().convolution_backward},
+        [](torch::Library& library) { library.impl("convolution_backward", TORCH_FN(convolution_backward)); }}},
       {"lstm",
        {{&originals().lstm},
         [](torch::Library& library) { library.impl("mkldnn_rnn_layer", TORCH_FN(lstm)); },
@@ -549,9 +591,19 @@ const std::vector<std::string>& NativeOperators::exact_names() {
 }
 
 const std::vector<std::string>& NativeOperators::names() {
-  static const std::vector<std::string> all{
-      "max_pool2d",         "batch_norm", "bernoulli", "embedding", "embedding_sum", "flash_attention",
-      "composed_attention", "lstm",       "gru",       "linear",    "gelu",          "silu"};
+  static const std::vector<std::string> all{"max_pool2d",
+                                            "batch_norm",
+                                            "bernoulli",
+                                            "embedding",
+                                            "embedding_sum",
+                                            "flash_attention",
+                                            "composed_attention",
+                                            "convolution",
+                                            "lstm",
+                                            "gru",
+                                            "linear",
+                                            "gelu",
+                                            "silu"};
   return all;
 }
 
@@ -589,6 +641,10 @@ bool NativeOperators::is_worth_a_trial(std::int64_t embedding_elements, std::int
   // To torch each batch costs five passes over a table, of which this library makes none where it adds.
   const std::int64_t least = accumulates ? 8 : 2;
   return embedding_elements > 0 && least * embedding_elements >= parameter_elements;
+}
+
+bool NativeOperators::serves_convolution(const std::vector<std::int64_t>& weight) noexcept {
+  return weight.size() == 4 && ops::convolution_cpu_is_for(weight[0], weight[1]);
 }
 
 std::int64_t NativeOperators::composed_attentions() noexcept {

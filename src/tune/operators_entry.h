@@ -74,6 +74,7 @@ struct Originals {
   Original flash_attention{"aten::_scaled_dot_product_flash_attention_for_cpu"};
   Original flash_attention_backward{"aten::_scaled_dot_product_flash_attention_for_cpu_backward"};
   Original attention{"aten::scaled_dot_product_attention", "", c10::DispatchKey::AutogradCPU};
+  Original convolution_backward{"aten::convolution_backward"};
   Original lstm{"aten::mkldnn_rnn_layer"};
   Original lstm_backward{"aten::mkldnn_rnn_layer_backward"};
   Original gru{"aten::gru", "input", c10::DispatchKey::AutogradCPU};
@@ -116,6 +117,12 @@ Triple flash_attention_backward(const at::Tensor& grad_output, const at::Tensor&
 /// With dropout torch has no kernel for it and takes it apart, so ours stands where autograd is told of it.
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const MaybeTensor& mask,
                      double dropout, bool causal, std::optional<double> scale, bool shares_keys);
+
+/// The gradient of the weight by our kernel; torch's makes that of the input.
+Triple convolution_backward(const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
+                            at::OptionalIntArrayRef bias_sizes, at::IntArrayRef stride, at::IntArrayRef padding,
+                            at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+                            std::int64_t groups, std::array<bool, 3> mask);
 
 Quad lstm(const at::Tensor& input, const at::Tensor& weight0, const at::Tensor& weight1, const at::Tensor& weight2,
           const at::Tensor& weight3, const at::Tensor& hidden, const at::Tensor& cell, bool reverse,

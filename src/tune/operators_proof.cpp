@@ -505,6 +505,47 @@ std::string linear_differs() {
   return {};
 }
 
+std::string convolution_differs() {
+  struct Case {
+    std::int64_t batch, inputs, outputs;
+    std::array<std::int64_t, 2> image, kernel, stride, padding;
+  };
+  const Case cases[] = {{32, 64, 33, {5, 7}, {3, 3}, {1, 1}, {1, 1}},
+                        {25, 70, 80, {9, 8}, {3, 2}, {2, 3}, {1, 0}},
+                        {48, 64, 32, {4, 3}, {1, 1}, {2, 1}, {0, 2}}};
+  Values values;
+  for (const auto& c : cases) {
+    const auto output = [&](std::size_t axis) {
+      return (c.image[axis] + 2 * c.padding[axis] - c.kernel[axis]) / c.stride[axis] + 1;
+    };
+    const auto made = [&](at::IntArrayRef sizes) {
+      return values.normal(sizes).to(at::kBFloat16).contiguous(at::MemoryFormat::ChannelsLast);
+    };
+    const Tensor input = made({c.batch, c.inputs, c.image[0], c.image[1]});
+    const Tensor grad = made({c.batch, c.outputs, output(0), output(1)});
+    const Tensor weight = made({c.outputs, c.inputs, c.kernel[0], c.kernel[1]});
+    const auto gradients = [&](auto&& call, at::ScalarType type) {
+      const std::int64_t biases[] = {c.outputs}, apart[] = {1, 1}, added[] = {0, 0};
+      const Triple all = call(grad.to(type), input.to(type), weight.to(type), at::OptionalIntArrayRef(biases),
+                              at::IntArrayRef(c.stride), at::IntArrayRef(c.padding), at::IntArrayRef(apart), false,
+                              at::IntArrayRef(added), std::int64_t{1}, std::array<bool, 3>{false, true, true});
+      return std::array{std::get<1>(all), std::get<2>(all)};
+    };
+    const auto by_torch = [](const auto&... args) { return originals().convolution_backward.call<Triple>(args...); };
+    const auto handed_on = originals().convolution_backward.calls();
+    const auto ours = gradients([](const auto&... args) { return tune::convolution_backward(args...); }, at::kBFloat16);
+    if (originals().convolution_backward.calls() > handed_on) return "this processor multiplies no bfloat16";
+    const auto theirs = gradients(by_torch, at::kBFloat16), exact = gradients(by_torch, at::kDouble);
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+      if (is_near(ours[i].to(at::kDouble), theirs[i].to(at::kDouble), exact[i], 0x1p-8)) continue;
+      return "the gradient of a convolution's weight is further from fp64 than torch's for an image " + sizes_of(input);
+    }
+    if (ours[0].strides() != theirs[0].strides())
+      return "the gradient of a convolution's weight lies otherwise in torch";
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string differs_from_original(const std::string& name) {
@@ -518,6 +559,7 @@ std::string differs_from_original(const std::string& name) {
   if (name == "embedding") return embedding_differs();
   if (name == "batch_norm") return norm_differs();
   if (name == "flash_attention") return attention_differs();
+  if (name == "convolution") return convolution_differs();
   if (name == "lstm") return lstm_differs();
   if (name == "linear") return linear_differs();
   if (name == "gelu" || name == "silu") return activation_differs(name == "gelu");

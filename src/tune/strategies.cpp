@@ -163,6 +163,19 @@ struct ExactOperators : Operators {
   }
 };
 
+struct NativeConvolution : Operators {
+  NativeConvolution() { names = {"convolution"}; }
+  Applicability applies(Run& run) override {
+    if (auto here = on_cpu(run); !here.holds) return here;
+    const auto& all = run.parameters();
+    if (std::any_of(all.begin(), all.end(),
+                    [](const at::Tensor& p) { return NativeOperators::serves_convolution(p.sizes().vec()); })) {
+      return true;
+    }
+    return "no weight of a convolution of images has enough channels.";
+  }
+};
+
 struct NativeLstm : Operators {
   NativeLstm() {
     names = {"lstm"};
@@ -514,6 +527,13 @@ std::vector<RegisteredStrategy> own_strategies() {
                    "of scores cannot be read directly in the model (data_ptr).",
            .max_speedup = 6,
            .expected_speedup = 1.4}),
+      registered<NativeConvolution>("native_convolution", Tolerance,
+                                    {.requires_ = {"bf16_autocast"},
+                                     .interacts = {"channels_last", "allocator", "host_pool"},
+                                     .settle = 2,  // other blocks of memory
+                                     .cost = "convolutions of other models in this process take this kernel too.",
+                                     .max_speedup = 2,
+                                     .expected_speedup = 1.1}),
       registered<NativeLstm>("native_lstm", Tolerance,
                              {.interacts = {"bf16_autocast", "allocator", "host_pool"},
                               .cost = "LSTM layers of other models in this process take this kernel too.",

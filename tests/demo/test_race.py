@@ -58,6 +58,7 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
         ("linear", phases("oxytorch", "torch", "bf16 weights")),
         ("head", frozenset({"oxytorch", "torch", "chunks", "bf16 weights"})),
         ("accumulated", frozenset({"oxytorch", "torch", "bf16 weights"})),
+        ("convolution", frozenset({"oxytorch", "torch"})),
     }
     assert kinds == (of_bfloat16 if has_bf16() else set()) | {
         ("attention", phases("oxytorch", "torch flash", "torch math")),

@@ -416,6 +416,37 @@ TEST(StrategiesTest, NativeLinearServesLayersUnderAutocastAndGoes) {
   EXPECT_NO_THROW(snapshot.prove());
 }
 
+TEST(StrategiesTest, NativeConvolutionServesGradientsOfWeightsAndGoes) {
+  auto none = Training::with(nn::ReLU());
+  EXPECT_THAT(none.run.strategy("native_convolution").applies(none.run).reason, HasSubstr("enough channels"));
+  tune::NativeOperators probe;
+  if (const auto report = probe.install({"convolution"}).front(); !report.installed) GTEST_SKIP() << report.reason;
+  probe.uninstall();
+
+  torch::manual_seed(0);
+  std::vector<Batch> batches{{torch::randn({64, 3, 20, 20}), torch::randint(10, {64})}};
+  Training training(nn::Sequential(nn::Conv2d(nn::Conv2dOptions(3, 64, 3)), nn::Conv2d(nn::Conv2dOptions(64, 32, 3)),
+                                   nn::AdaptiveAvgPool2d(2), nn::Flatten(), nn::Linear(128, 10)),
+                    batches);
+  ASSERT_TRUE(training.run.strategy("native_convolution").applies(training.run).holds);
+  tune::Snapshot snapshot(training.run);
+  tune::Verifier verifier(training.run, snapshot);
+  const auto weight = training.model->parameters()[2];
+  const auto gradient = [&](const std::vector<std::string>& active) {
+    training.run.set_active(active);
+    weight.mutable_grad() = at::Tensor();
+    training.run.loss(batches[0]).backward();
+    return weight.grad().clone();
+  };
+  const auto by_torch = gradient({"channels_last", "bf16_autocast"});
+  const auto served = gradient({"channels_last", "bf16_autocast", "native_convolution"});
+  EXPECT_FALSE(at::equal(served, by_torch)) << "torch's kernel still serves";
+  EXPECT_TRUE(at::allclose(served, by_torch, 1e-2, 1e-3));
+  const auto ruling = verifier.check(tune::Kind::Precision);
+  EXPECT_TRUE(ruling.held) << ruling.reason;
+  EXPECT_TRUE(at::equal(gradient({"channels_last", "bf16_autocast"}), by_torch));
+}
+
 /// Each place of an image is one of 300 classes.
 struct LabelledImpl : nn::Module {
   LabelledImpl() { head = register_module("head", nn::Linear(8, 300)); }

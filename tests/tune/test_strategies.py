@@ -177,6 +177,7 @@ SHOWN_ELSEWHERE = {
     "host_pool": "tests/memory/test_host_pool.py",
     "native_operators": "tests/tune/test_operators.py",
     "native_attention": "tests/ops/test_attention.py",
+    "native_convolution": "tests/ops/test_convolution.py",
     "native_lstm": "tests/ops/test_lstm.py",
     "native_gru": "tests/ops/test_gru.py",
     "native_activation": "tests/ops/test_activation.py",

@@ -154,6 +154,10 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(6, 3, 12, 12), torch.randint(4, (6,))
 
 
+def many_images() -> tuple[Tensor, Tensor]:
+    return torch.randn(24, 3, 6, 6), torch.randint(4, (24,))
+
+
 def tokens() -> tuple[Tensor, Tensor]:
     return torch.randint(16, (4, 10)), torch.randint(16, (40,))
 
@@ -354,6 +358,13 @@ WORKLOADS: dict[str, Workload] = {
     "gated": Workload(Gated, tokens, ("native_gru",)),
     "normed": Workload(Normed, tokens, ("native_layer_norm",)),
     "swiglu": Workload(Swiglu, tokens, ("native_gate",)),
+    "channels": Workload(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 64, 3), nn.Tanh(), nn.Conv2d(64, 32, 2, bias=False), nn.Flatten(), nn.Linear(288, 4)
+        ),
+        many_images,
+        ("native_convolution",),
+    ),
     "volume": Workload(Volume, volumes, ("channels_last_3d",)),
     "threads": Workload(Conv, images, ("one_thread", "physical_cores"), many_threads),
     "caches": Workload(Conv, images, ("pinned_threads",), two_caches),
@@ -391,7 +402,8 @@ if int(_C.base.cores()["usable_physical"]) < 2:
     del WORKLOADS["caches"]
     LEFT_OUT["pinned_threads"] = "there are no two cores to place threads on"
 if not hardware_support("cpu", torch.bfloat16)[0]:
-    LEFT_OUT["native_linear"] = "its products are of bfloat16, which this processor does not multiply"
+    for name in ("native_linear", "native_convolution"):
+        LEFT_OUT[name] = "its products are of bfloat16, which this processor does not multiply"
 
 
 def cells() -> list[tuple[str, str]]:

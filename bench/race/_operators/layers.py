@@ -1,4 +1,4 @@
-"""Linear layers, tables, normalization and activations."""
+"""Linear layers, convolutions, tables, normalization and activations."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ TABLES = [(128, 50_257, 768), (2048, 50_257, 768), (8192, 32_000, 256)]
 NORMS = [
     ((64, 64, 64), "pool"), ((64, 64, 32), ""), ((64, 64, 32), "sum"), ((64, 128, 16), "sum"), ((64, 256, 8), "sum"),
     ((32, 64, 56), ""), ((32, 256, 56), "sum"),
+]  # fmt: skip
+# Batch, inputs, side of an image; outputs, side of the kernel, stride.
+CONVOLUTIONS = [
+    ((64, 64, 32), (64, 3, 1)), ((64, 64, 32), (128, 3, 2)), ((64, 64, 32), (128, 1, 2)),
+    ((64, 128, 16), (128, 3, 1)), ((64, 128, 16), (256, 3, 2)), ((64, 256, 8), (256, 3, 1)),
+    ((32, 64, 56), (64, 3, 1)), ((32, 256, 56), (64, 1, 1)), ((32, 64, 56), (256, 1, 1)),
+    ((32, 128, 28), (128, 3, 1)), ((32, 256, 14), (256, 3, 1)), ((32, 512, 7), (512, 3, 1)),
 ]  # fmt: skip
 # Rows, columns.
 SUMS, ACTIVATIONS = (4096, 768), (4096, 3072)
@@ -154,6 +161,29 @@ def norm(sizes: tuple[int, int, int], follower: str, quick: bool) -> list[Conten
     return passes_of(forward, backward, list(calls))
 
 
+def convolution(images: tuple[int, int, int], layer: tuple[int, int, int]) -> list[Contender]:
+    """The gradient of the weight alone: torch's kernels make the others for both."""
+    (batch, inputs, side), (outputs, kernel, stride) = images, layer
+    generator, padding = torch.Generator().manual_seed(1), kernel // 2
+
+    def image(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).bfloat16().contiguous(memory_format=torch.channels_last)
+
+    to = (side + 2 * padding - kernel) // stride + 1
+    given = image(batch, outputs, to, to), image(batch, inputs, side, side), image(outputs, inputs, kernel, kernel)
+    apart = [stride, stride], [padding, padding], [1, 1], False, [0, 0], 1, [False, True, False]
+    native = ox._C.tune.NativeOperators()
+
+    def before(name: str) -> None:
+        native.uninstall()
+        if name == OURS:
+            (report,) = native.install(["convolution"])
+            assert report.installed, report.reason
+
+    step = partial(torch.ops.aten.convolution_backward, *given, None, *apart)
+    return [Contender(name, {"step": step}, before=partial(before, name)) for name in (OURS, EAGER)]
+
+
 def embedding(count: int, rows: int, columns: int, share: float, dtype: torch.dtype) -> list[Contender]:
     """The gradient alone: the rows themselves are torch's for both."""
     generator = torch.Generator().manual_seed(1)
@@ -219,6 +249,11 @@ def cases(quick: bool) -> Iterator[Case]:
         batch, channels, side = image
         case = f"norm {batch} x {channels} x {side} x {side}{f', {follower}' if follower else ''}"
         yield Case(case, partial(norm, image, follower, quick))
+    for image, layer in CONVOLUTIONS[:1] if quick else CONVOLUTIONS:
+        case = "convolution {} x {} x {} x {} to {}, {} x {}, stride {}".format(
+            *image, image[2], layer[0], layer[1], layer[1], layer[2]
+        )
+        yield Case(case, partial(convolution, image, layer), products=torch.bfloat16)
     for name, dtype in DTYPES.items():
         for kind in NORMALIZED:
             yield Case(f"sum {name}, {kind}, {SUMS[0]:,} x {SUMS[1]:,}", partial(summed, kind, dtype, quick))

@@ -8,11 +8,13 @@
 /// | embedding | embedding_dense_backward | fp32, gradients not scaled by frequency |
 /// | embedding_sum | embedding | the same of a parameter: what backward adds to its gradient, it adds to rows alone |
 /// | flash_attention | _scaled_dot_product_flash_attention_for_cpu, its backward | fp32, bf16, fp16 |
-/// | composed_attention | scaled_dot_product_attention with dropout, or with a mask that has a gradient | fp32, bf16,
-/// fp16 | | lstm | mkldnn_rnn_layer, its backward | fp32, bf16, LSTM | | gru | gru of a sequence that is not packed |
-/// fp32, bf16, and fp32 under autocast to bf16 | | linear | linear, addmm and matmul of a weight under autocast | bf16
-/// products of fp32 weights | | gelu | gelu by tanh, gelu_backward of both forms | fp32, bf16, fp16, dense | | silu |
-/// silu, silu_, silu_backward | fp32, bf16, fp16, dense |
+/// | composed_attention | scaled_dot_product_attention: dropout, or a mask that has a gradient | fp32, bf16, fp16 |
+/// | convolution | convolution_backward: the gradient of the weight | bf16 images in channels_last memory |
+/// | lstm | mkldnn_rnn_layer, its backward | fp32, bf16, LSTM |
+/// | gru | gru of a sequence that is not packed | fp32, bf16, and fp32 under autocast to bf16 |
+/// | linear | linear, addmm and matmul of a weight under autocast | bf16 products of fp32 weights |
+/// | gelu | gelu by tanh, gelu_backward of both forms | fp32, bf16, fp16, dense |
+/// | silu | silu, silu_, silu_backward | fp32, bf16, fp16, dense |
 ///
 /// What is not served goes to the kernel that was there before, as do arguments that it refuses. So does everything on
 /// other devices, under torch.func transforms and in what torch.compile generates itself; of gru and composed_attention
@@ -22,10 +24,10 @@
 /// installed it meets the kernel that it replaces on a set of odd shapes; one that differs in a bit is refused with a
 /// reason. Where a compiler was free to fuse a multiply-add of torch's kernel, this finds out which it did. Only the
 /// payload of a computed NaN may differ. flash_attention (oxytorch/ops/attention.h) rounds otherwise and is refused
-/// where it is further from fp64 than twice torch's own error, and so are linear, gelu, silu (oxytorch/ops), gru, and
-/// composed_attention, which drops the weights that torch would and keeps a byte of each, where torch keeps twelve;
-/// lstm, where it differs from torch's by more than sums of its length round. The backward of lstm stays when it is
-/// taken out: it serves graphs that were recorded with it, and hands on all others.
+/// where it is further from fp64 than twice torch's own error, and so are convolution, linear, gelu, silu
+/// (oxytorch/ops), gru, and composed_attention, which drops the weights that torch would and keeps a byte of each,
+/// where torch keeps twelve; lstm, where it differs from torch's by more than sums of its length round. The backward of
+/// lstm stays when it is taken out: it serves graphs that were recorded with it, and hands on all others.
 #pragma once
 
 #include <cstdint>
@@ -62,6 +64,10 @@ class OXY_API NativeOperators {
   /// `parameter_elements`, or an eighth where a step `accumulates` the gradients of several batches.
   [[nodiscard]] static bool is_worth_a_trial(std::int64_t embedding_elements, std::int64_t parameter_elements,
                                              bool accumulates) noexcept;
+
+  /// Whether the gradient of a convolution's weight of these sizes is computed here where its image is of bfloat16 in
+  /// channels_last memory.
+  [[nodiscard]] static bool serves_convolution(const std::vector<std::int64_t>& weight) noexcept;
 
   /// Proves and installs `names`; those with torch's bits where it is empty. One that is installed already, here or by
   /// another object, is refused. Error(InvalidArgument) for an unknown name, and then none is installed.

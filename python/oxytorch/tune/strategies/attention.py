@@ -1,4 +1,4 @@
-"""Strategies that choose kernels of attention, recurrent and linear layers and activations, tried on the step."""
+"""Strategies that choose kernels of attention, convolutions, recurrent and linear layers and activations."""
 
 from __future__ import annotations
 
@@ -72,6 +72,28 @@ class NativeAttention(edits.NativeAttention, Strategy):
         finally:
             operators.uninstall()
         return found() > before
+
+
+@strategy(
+    "native_convolution",
+    kind="tolerance",
+    requires=("bf16_autocast",),
+    interacts=("channels_last", "compile", "allocator", "host_pool"),
+    settle=2,
+    max_speedup=2.0,
+    expected_speedup=1.1,
+    cost="convolutions of other models in this process take this kernel too.",
+)
+class NativeConvolution(edits.NativeKernel, Strategy):
+    """Gradients of convolutions' weights in bfloat16 by the kernel of this library, in place of oneDNN's."""
+
+    kernels = ("convolution",)
+    missing = "no weight of a convolution of images has enough channels"
+
+    def serves(self, run: Subject) -> bool:
+        """See `NativeKernel.serves`."""
+        takes = _C.tune.NativeOperators.serves_convolution
+        return any(takes(list(parameter.shape)) for parameter in run.model.parameters())
 
 
 @strategy("native_lstm", kind="tolerance", interacts=_INTERACTS, max_speedup=4.0, expected_speedup=2.2)
