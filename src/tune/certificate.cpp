@@ -256,6 +256,10 @@ double most_heap_speedup(double faults, double step_seconds) {
   return share < 1 - 1.0 / 3 ? 1 / (1 - share) : 3;
 }
 
+double least_fault_seconds(double faults, double step_seconds) {
+  return faults_matter(faults, step_seconds) ? faults * kLeastFaultSeconds : 0;
+}
+
 std::optional<double> Certificate::repaid_after(bool with_compiling) const {
   const double saved = baseline_seconds - tuned_seconds;
   if (!(saved > 0)) return std::nullopt;

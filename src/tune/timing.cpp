@@ -1,10 +1,13 @@
 #include "oxytorch/tune/timing.h"
 
 #include <algorithm>
+#include <cmath>
 
+#include "monitor/format.h"
 #include "oxytorch/logging.h"
 #include "oxytorch/statistics.h"
 #include "oxytorch/tune/block.h"
+#include "oxytorch/tune/certificate.h"
 #include "tune/names.h"
 
 namespace oxytorch::tune {
@@ -155,20 +158,31 @@ std::pair<PairedTestResult, double> Timing::compare(const Names& incumbent, cons
   options.repay_steps /= taken;
   PairedTest paired_test(options);
   load_.begin();
-  std::vector<double> faults;  // of the challenger's steps
+  const bool differ = keeps_heap(incumbent) != keeps_heap(challenger);
+  std::vector<double> faults, unseen;  // of the challenger's steps; of those that keep nothing
   for (std::size_t half = 0;; ++half) {
     const auto side = paired_test.next();
     if (!side) break;
     // Both sides of a pair take the same batches.
     next_ = half / 2 * static_cast<std::size_t>(steps_);
     const bool is_challenger = *side == Side::Challenger;
+    const Names& names = is_challenger ? challenger : incumbent;
     double seen = 0;
-    paired_test.record(*side, guarded(is_challenger ? challenger : incumbent, [&] { return block(seen); }));
+    double seconds = guarded(names, [&] { return block(seen); });
+    if (differ && !keeps_heap(names)) {
+      unseen.push_back(std::max(0.0, faults_ - seen));
+      seconds += least_fault_seconds(unseen.back(), seconds);
+    }
+    paired_test.record(*side, seconds);
     if (is_challenger) faults.push_back(seen);
   }
   disturbed_ = load_.end();
   challenger_faults_ = faults.empty() ? 0 : median(faults);
-  const auto result = paired_test.result();
+  auto result = paired_test.result();
+  if (const double missed = unseen.empty() ? 0 : median(unseen); least_fault_seconds(missed, step_seconds_) > 0) {
+    result.reason += " " + monitor::format_count(std::round(missed)) +
+                     " page faults of a step as given, which did not come up here, are counted in.";
+  }
   return {result, std::max(0.0, warming - warm * result.challenger)};
 }
 
@@ -195,6 +209,16 @@ int Timing::settle(const Names& one, const Names& other) const {
     if (holds(one, name) != holds(other, name)) steps = std::max(steps, traits.settle);
   }
   return settle_steps(steps, step_seconds_);
+}
+
+bool Timing::keeps_heap(const Names& names) const {
+  return std::any_of(traits_.begin(), traits_.end(), [&](const auto& one) {
+    const auto& [name, traits] = one;
+    if (traits.group != "host_memory") return false;
+    const auto& ties = traits.interacts;  // a pool, which keeps it too
+    return holds(names, name) ||
+           std::any_of(ties.begin(), ties.end(), [&](const auto& other) { return holds(names, other); });
+  });
 }
 
 double Timing::block(double& faults) {

@@ -66,6 +66,24 @@ TEST_F(TunerTest, TriesToKeepTheHeapWhereOtherStepsHappenToFaultNothing) {
   EXPECT_THAT(tuned({.level = "basic"}).accepted(), ElementsAre("other", "heap"));
 }
 
+TEST_F(TunerTest, KeepsTheHeapForPageFaultsThatTrialsHide) {
+  const Offer heap{.name = "heap", .traits = {.group = "host_memory", .interacts = {"pool"}, .max_speedup = 2}};
+  for (const bool has_faults : {true, false}) {
+    for (const std::string name : {"heap", "pool"}) {
+      table = Table();
+      table.faults = has_faults ? 5e5 : 0;  // 10,000 a step of 20 ms: 2.5 ms at least
+      table.hides = true;
+      table.plant({.offer = heap, .factor = name == "heap" ? 1 : 1.2});
+      table.plant("pool", name == "pool" ? 1 : 1.2);
+      table.plant("half", 0.5);
+      const auto made = tuned({.level = "basic"});
+      EXPECT_EQ(testing::Value(made.accepted(), Contains(name)), has_faults) << name;
+      EXPECT_THAT(made.accepted(), Contains("half"));
+      if (has_faults) EXPECT_THAT(entry(made, name).reason, HasSubstr("page faults of a step as given"));
+    }
+  }
+}
+
 TEST_F(TunerTest, SaysWhatToSetWhereOtherProgramsKeepTheMachineBusy) {
   std::vector<std::string> said;
   const LogSink before = set_log_sink([&](const LogRecord& record) { said.emplace_back(record.message); });

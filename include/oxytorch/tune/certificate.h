@@ -54,6 +54,8 @@ OXY_API std::string hardware_key(const std::string& root = "/");
 
 /// Most that a step can gain where the memory that it frees is kept for the next one, by its page faults.
 [[nodiscard]] OXY_API double most_heap_speedup(double faults, double step_seconds);
+/// The least that so many page faults of a step take; 0 where they could not be seen in it.
+[[nodiscard]] OXY_API double least_fault_seconds(double faults, double step_seconds);
 
 struct OXY_API Certificate {
   CertificateKey key;

@@ -47,7 +47,9 @@ class OXY_API Timing {
   /// then meets the one given in a paired test of updates; empty where it does not win. Left out is what throws: its
   /// trial will say so.
   std::pair<std::map<std::string, double>, std::string> updates(const Names& names, std::uint64_t seed);
-  /// The result, and the seconds that turning the challenger on took once. SideFailed where a side threw.
+  /// The result, and the seconds that turning the challenger on took once. SideFailed where a side threw. Where one
+  /// side alone keeps memory of the heap, the other counts with the page faults of the step as given that it happens
+  /// not to have: trials leave more of the heap with the process than it keeps where their certificate is reused.
   std::pair<PairedTestResult, double> compare(const Names& incumbent, const Names& challenger,
                                               PairedTestOptions options);
   /// What a combination threw, where the step as given does not throw too; else that passes through.
@@ -90,6 +92,7 @@ class OXY_API Timing {
   void switch_to(const Names& names);
   /// Most steps that the strategies in which two combinations differ need to settle.
   [[nodiscard]] int settle(const Names& one, const Names& other) const;
+  [[nodiscard]] bool keeps_heap(const Names& names) const;
   int warm_up();
   double block(double& faults);
   double timed(int steps, std::vector<double>* updates = nullptr);
