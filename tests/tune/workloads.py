@@ -364,6 +364,7 @@ WORKLOADS: dict[str, Workload] = {
         ),
         many_images,
         ("native_convolution",),
+        without=("bf16_autocast",),
     ),
     "volume": Workload(Volume, volumes, ("channels_last_3d",)),
     "threads": Workload(Conv, images, ("one_thread", "physical_cores"), many_threads),
