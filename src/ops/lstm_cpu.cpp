@@ -223,9 +223,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_cpu_back
   const Tensor before = (sizes.reverse ? at::cat({rest, first}) : at::cat({first, rest})).flatten(0, 1);
   const auto of_weights = weight_gradients(sizes, sums, {dense(layer.input.reshape({rows, sizes.features})), before},
                                            layer.input.scalar_type());
-  Tensor of_bias = layer.has_biases ? sums.sum(0, /*keepdim=*/false, at::kFloat)
-                                    : at::zeros({kGates * sizes.hidden}, sums.options().dtype(at::kFloat));
-  of_bias = of_bias.to(layer.input.scalar_type());
+  const Tensor of_bias =
+      (layer.has_biases ? sums_of_columns(sums) : at::zeros({kGates * sizes.hidden}, sums.options().dtype(at::kFloat)))
+          .to(layer.input.scalar_type());
   return {work.input, of_weights[0], of_weights[1], of_bias, of_bias.clone(), work.hidden, work.cell};
 }
 

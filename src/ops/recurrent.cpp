@@ -1,6 +1,7 @@
 #include "ops/recurrent.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include "optim/dense.h"
 
@@ -22,6 +23,10 @@ std::int64_t rows_of_tile(std::int64_t batch, std::int64_t weight_bytes) {
   return batch < many ? 16 : batch < 512 ? 32 : 64;
 }
 
+// Terms of a product of gradients, and tiles of units in it: both operands are near the core, and sums are read and
+// written once for that many. In float32 fewer, since sums of short sums lose fewer digits.
+constexpr std::int64_t kTerms = 512, kTermsOfFloat32 = kTile, kUnitTiles = 2;
+
 // Rows of a matrix as the right operand of products, in blocks of kTile x kTile.
 struct RightRows {
   RightRows(const RecurrentSizes& sizes, const Tensor& from)
@@ -33,6 +38,11 @@ struct RightRows {
       Scratch own;
       const Packed plain(own, sizes.format, kTile, 2);
       for (std::int64_t tile = begin; tile < end; ++tile) {
+        if (sizes.format == TileFormat::BFloat16) {
+          kernels::pack_panels(rows_of(rows).part(along.begin(tile), along.used(tile)), along.padded(tile),
+                               blocks[tile], along.tiles * kTile * kTile);
+          continue;
+        }
         for (std::int64_t column = 0; column < across.tiles; ++column) {
           Rows whole = rows_of(rows);
           whole.data = static_cast<const char*>(whole.data) + across.begin(column) * rows.element_size();
@@ -186,38 +196,70 @@ std::vector<Tensor> weight_gradients(const RecurrentSizes& sizes, const Tensor& 
     right.emplace_back(sizes, factor);
     results.push_back(at::empty({units.count, factor.size(1)}, factor.options().dtype(type)));
   }
-  at::parallel_for(0, units.tiles, 1, [&](std::int64_t begin, std::int64_t end) {
+  // Rows of a left operand lie a little further apart: at powers of two, few sets of a cache would hold them.
+  const std::int64_t length = along.begin(along.tiles - 1) + along.padded(along.tiles - 1), stride = length + kTile / 2;
+  const std::int64_t terms = sizes.format == TileFormat::BFloat16 ? kTerms : kTermsOfFloat32;
+  const std::int64_t groups = (units.tiles - 1) / kUnitTiles + 1;
+  at::parallel_for(0, groups, 1, [&](std::int64_t begin, std::int64_t end) {
     const ProductScope scope(sizes.format);
     Scratch scratch;
-    const Packed plain(scratch, sizes.format, kTile, 2), left(scratch, sizes.format, kTile, along.tiles);
-    float* sums = scratch.floats(kTile * kTile);
-    for (std::int64_t unit = begin; unit < end; ++unit) {
-      Rows rows = rows_of(of_sums);
-      rows.data = static_cast<const char*>(rows.data) + units.begin(unit) * of_sums.element_size();
-      rows.columns = units.used(unit);
-      for (std::int64_t tile = 0; tile < along.tiles; ++tile) {
-        kernels::load_tile(sizes.format, rows.part(along.begin(tile), along.used(tile)), along.padded(tile), kTile,
-                           plain[0]);
-        kernels::make_operand(sizes.format, Operand::LeftTransposed, plain[0], along.padded(tile), kTile, plain[1],
-                              left[tile]);
+    const Packed plain(scratch, sizes.format, kTile, 1);
+    std::byte* left = scratch.bytes(kUnitTiles * kTile * stride * sizes.format_size);
+    float* sums = scratch.floats(kUnitTiles * kTile * kTile);
+    for (std::int64_t group = begin; group < end; ++group) {
+      const std::int64_t first = group * kUnitTiles, last = std::min(units.tiles, first + kUnitTiles);
+      for (std::int64_t unit = first; unit < last; ++unit) {
+        Rows rows = rows_of(of_sums);
+        rows.data = static_cast<const char*>(rows.data) + units.begin(unit) * of_sums.element_size();
+        rows.columns = units.used(unit);
+        for (std::int64_t tile = 0; tile < along.tiles; ++tile) {
+          std::byte* to = left + ((unit - first) * kTile * stride + along.begin(tile)) * sizes.format_size;
+          const Rows part = rows.part(along.begin(tile), along.used(tile));
+          if (sizes.format == TileFormat::BFloat16) {
+            kernels::pack_operand(Operand::LeftTransposed, part, along.padded(tile), kTile, to, stride);
+          } else {
+            kernels::load_tile(sizes.format, part, along.padded(tile), kTile, plain[0]);
+            kernels::transpose_words(plain[0], kTile, along.padded(tile), kTile, to, stride);
+          }
+        }
       }
+      const std::int64_t used = std::min(units.count - units.begin(first), (last - first) * kTile);
       for (std::size_t i = 0; i < factors.size(); ++i) {
         const Tiled& across = right[i].across;
         const auto element = optim::element_type(results[i]).value();
         const auto size = static_cast<std::int64_t>(results[i].element_size());
-        auto* to = static_cast<char*>(results[i].mutable_data_ptr()) + units.begin(unit) * across.count * size;
+        auto* to = static_cast<char*>(results[i].mutable_data_ptr()) + units.begin(first) * across.count * size;
         for (std::int64_t column = 0; column < across.tiles; ++column) {
-          for (std::int64_t tile = 0; tile < along.tiles; ++tile) {
-            product(sizes.format, kTile, across.padded(column), along.padded(tile), left[tile], kTile,
-                    right[i].blocks[column * along.tiles + tile], kTile, sums, kTile, tile > 0);
+          for (std::int64_t term = 0; term < length; term += terms) {
+            product(sizes.format, (last - first) * kTile, across.padded(column), std::min(terms, length - term),
+                    left + term * sizes.format_size, stride,
+                    right[i].blocks[column * along.tiles] + term * kTile * sizes.format_size, kTile, sums, kTile,
+                    term > 0);
           }
-          kernels::store_rows(sums, kTile, units.used(unit), across.used(column), 1, nullptr, element,
+          kernels::store_rows(sums, kTile, used, across.used(column), 1, nullptr, element,
                               to + across.begin(column) * size, across.count);
         }
       }
     }
   });
   return results;
+}
+
+Tensor sums_of_columns(const Tensor& matrix) {
+  Tensor sums = at::zeros({matrix.size(1)}, matrix.options().dtype(at::kFloat));
+  auto* to = sums.mutable_data_ptr<float>();
+  const Tiled columns(matrix.size(1)), along(matrix.size(0));
+  at::parallel_for(0, columns.tiles, 4, [&](std::int64_t begin, std::int64_t end) {
+    Rows here = rows_of(matrix);
+    here.data = static_cast<const char*>(here.data) + columns.begin(begin) * matrix.element_size();
+    here.columns = std::min(columns.count, columns.begin(end)) - columns.begin(begin);
+    std::vector<float> of_tile(static_cast<std::size_t>(here.columns));
+    for (std::int64_t tile = 0; tile < along.tiles; ++tile) {  // sums of sums lose fewer digits
+      kernels::sum_columns(here.part(along.begin(tile), along.used(tile)), of_tile.data());
+      kernels::add_rows(of_tile.data(), 0, 1, here.columns, to + columns.begin(begin), 0);
+    }
+  });
+  return sums;
 }
 
 }  // namespace oxytorch::ops

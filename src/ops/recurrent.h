@@ -116,6 +116,9 @@ class LeftRows {
 std::vector<at::Tensor> weight_gradients(const RecurrentSizes& sizes, const at::Tensor& of_sums,
                                          const std::vector<at::Tensor>& factors, at::ScalarType type);
 
+/// Sums of the columns of a dense() matrix, in float32. The same bits for any number of threads.
+at::Tensor sums_of_columns(const at::Tensor& matrix);
+
 /// Takes each tile through all steps on one thread, by `pass.run(tile)`.
 template <class Pass>
 void run_tiles(const RecurrentSizes& sizes, Pass& pass) {
