@@ -29,6 +29,18 @@ HWY_INLINE void store_part(V value, T* to, std::int64_t count) {
   std::copy_n(part, std::max<std::int64_t>(count, 0), to);
 }
 
+template <class T>
+HWY_INLINE Gates gate_values(V in, V forget, V fresh, V out) {
+  if constexpr (std::is_same_v<T, Bf16>) return narrow_gates(in, forget, fresh, out);
+  return {sigmoid(in), sigmoid(forget), tanh(fresh), sigmoid(out)};
+}
+// Of a cell.
+template <class T>
+HWY_INLINE V shown_by(V cell) {
+  if constexpr (std::is_same_v<T, Bf16>) return narrow_tanh(cell);
+  return tanh(cell);
+}
+
 void lstm_forward(const LstmForward& step) {
   const auto [element, rows, used, hidden, width] = step.sizes;
   with_element(element, [&, rows = rows, used = used, hidden = hidden, width = width](auto kind) {
@@ -42,7 +54,7 @@ void lstm_forward(const LstmForward& step) {
         const auto sum = [&](std::int64_t gate) {
           return hn::Add(load(sums + gate * width + j), load(step.bias + gate * width + j));
         };
-        const V in = sigmoid(sum(0)), forget = sigmoid(sum(1)), fresh = tanh(sum(2)), out = sigmoid(sum(3));
+        const auto [in, forget, fresh, out] = gate_values<T>(sum(0), sum(1), sum(2), sum(3));
         const V now = fma(forget, load(cell + j), hn::Mul(in, fresh));
         store(now, cell + j);
         if (gates != nullptr) {
@@ -52,7 +64,7 @@ void lstm_forward(const LstmForward& step) {
           store<false>(out, gates + 3 * width + j, nullptr);
           store(now, step.cells + i * width + j);
         }
-        if (i < used) store_part(hn::Mul(out, tanh(now)), output + j, hidden - j);
+        if (i < used) store_part(hn::Mul(out, shown_by<T>(now)), output + j, hidden - j);
       }
     }
   });
@@ -72,7 +84,7 @@ void lstm_backward(const LstmBackward& step) {
       for (std::int64_t j = 0; j < width; j += kLanes) {
         const V in = load(gates + j), forget = load(gates + width + j);
         const V fresh = load(gates + 2 * width + j), out = load(gates + 3 * width + j);
-        const V shown = tanh(load(step.cells + i * width + j));
+        const V shown = shown_by<T>(load(step.cells + i * width + j));
         V grad = load(step.grad_hidden + i * width + j);
         if (has_output) grad = hn::Add(grad, load_part(grad_output + j, hidden - j));
         const V of_cell = fma(hn::Mul(grad, out), slope_of_tanh(shown), load(grad_cell + j));
