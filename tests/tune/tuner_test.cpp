@@ -70,7 +70,8 @@ TEST_F(TunerTest, KeepsTheHeapForPageFaultsThatTrialsHide) {
   const Offer heap{.name = "heap", .traits = {.group = "host_memory", .interacts = {"pool"}, .max_speedup = 2}};
   for (const bool has_faults : {true, false}) {
     for (const std::string name : {"heap", "pool"}) {
-      table = Table();
+      table.planted.clear();
+      table.order.clear();
       table.faults = has_faults ? 5e5 : 0;  // 10,000 a step of 20 ms: 2.5 ms at least
       table.hides = true;
       table.plant({.offer = heap, .factor = name == "heap" ? 1 : 1.2});
