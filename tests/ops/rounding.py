@@ -1,4 +1,4 @@
-"""What tests of operators share: roundings of the dtypes, a number of threads for a while, graphs that are counted."""
+"""What tests of operators share: roundings of dtypes, a number of threads or a kernel for a while, counted graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
+from oxytorch import _C
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -19,6 +21,19 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def native(name: str) -> Iterator[None]:
+    """The native operator of this name; the test is skipped where the processor has none."""
+    operators = _C.tune.NativeOperators()
+    (report,) = operators.install([name])
+    if not report.installed:
+        pytest.skip(report.reason)
+    try:
+        yield
+    finally:
+        operators.uninstall()
 
 
 def compiled_for_any_size(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:

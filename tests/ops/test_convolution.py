@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 
 import oxytorch as ox
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .rounding import ROUNDING, threads
+from .rounding import ROUNDING, native, threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
 NARROWER = {"avx2": "twice_torchs or finite", "scalar": "(twice_torchs and 1) or finite"}
@@ -23,17 +22,8 @@ BF16, LAST = torch.bfloat16, torch.channels_last
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-@contextmanager
-def installed() -> Iterator[None]:
-    """Convolutions by the kernel."""
-    native = _C.tune.NativeOperators()
-    (report,) = native.install(["convolution"])
-    if not report.installed:
-        pytest.skip(report.reason)
-    try:
-        yield
-    finally:
-        native.uninstall()
+#: Convolutions by the kernel.
+installed = partial(native, "convolution")
 
 
 def image(*sizes: int) -> Tensor:

@@ -6,8 +6,8 @@ import copy
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import oxytorch as ox
@@ -19,7 +19,7 @@ from torch.library import opcheck
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .rounding import ROUNDING, threads
+from .rounding import ROUNDING, native, threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
 NARROWER = {"avx2": "twice_torchs or finite", "scalar": "(twice_torchs and 1) or finite"}
@@ -28,17 +28,8 @@ BF16 = torch.bfloat16
 NAMES = ("output", "input", "weight", "bias")
 
 
-@contextmanager
-def installed() -> Iterator[None]:
-    """Linear layers under autocast by the kernel."""
-    native = ox._C.tune.NativeOperators()
-    (report,) = native.install(["linear"])
-    if not report.installed:
-        pytest.skip(report.reason)
-    try:
-        yield
-    finally:
-        native.uninstall()
+#: Linear layers under autocast by the kernel.
+installed = partial(native, "linear")
 
 
 def autocast() -> torch.autocast:
