@@ -41,8 +41,8 @@ struct Axis {
   /// Outputs, from first to before last, for which element `at` of the kernel meets the image.
   [[nodiscard]] std::array<std::int64_t, 2> outputs(std::int64_t at) const {
     const std::int64_t first = std::max<std::int64_t>(0, (padding - at + stride - 1) / stride);
-    const std::int64_t room = input - 1 + padding - at;
-    return {first, room < 0 ? first : std::min(output, room / stride + 1)};
+    const std::int64_t last = input - 1 + padding - at;  // times the stride
+    return {first, last < 0 ? first : std::min(output, last / stride + 1)};
   }
 
   /// Whether any output meets this place of the input.
@@ -56,7 +56,7 @@ struct Axis {
 };
 
 /// Images of a block, of which a row has about kMostTerms places, and what they cost in tenths of a whole batch's: some
-/// are zeros, and where terms are left over, products take 1.4 times as long.
+/// are zeros, and where terms are left over, each counts as 1.4.
 struct BlockOfImages {
   std::int64_t images = kStep, cost = 0;
 
@@ -377,8 +377,8 @@ bool convolution_cpu_takes(const Tensor& grad_output, const Tensor& input, const
     const auto dimension = static_cast<std::int64_t>(axis) + 2;
     const std::int64_t kernel = shape.kernel[axis], stride = shape.stride[axis], padding = shape.padding[axis];
     if (kernel < 1 || stride < 1 || padding < 0) return false;
-    const std::int64_t room = input.size(dimension) + 2 * padding - kernel;
-    if (room < 0 || room / stride + 1 != grad_output.size(dimension)) return false;
+    const std::int64_t last = input.size(dimension) + 2 * padding - kernel;  // where the kernel may begin
+    if (last < 0 || last / stride + 1 != grad_output.size(dimension)) return false;
   }
   const std::int64_t batch = is_pointwise(shape) ? input.numel() / input.size(1) : input.size(0);
   const std::int64_t columns = is_pointwise(shape) ? 1 : grad_output.size(3);

@@ -163,16 +163,22 @@ struct ExactOperators : Operators {
   }
 };
 
-struct NativeConvolution : Operators {
-  NativeConvolution() { names = {"convolution"}; }
+/// Those that are named, where the model has a weight that they serve.
+struct WeightOperators : Operators {
   Applicability applies(Run& run) override {
     if (auto here = on_cpu(run); !here.holds) return here;
     const auto& all = run.parameters();
-    if (std::any_of(all.begin(), all.end(),
-                    [](const at::Tensor& p) { return NativeOperators::serves_convolution(p.sizes().vec()); })) {
-      return true;
-    }
-    return "no weight of a convolution of images has enough channels.";
+    if (std::any_of(all.begin(), all.end(), serves)) return true;
+    return missing;
+  }
+  bool (*serves)(const at::Tensor& weight) = nullptr;
+};
+
+struct NativeConvolution : WeightOperators {
+  NativeConvolution() {
+    names = {"convolution"};
+    serves = [](const at::Tensor& weight) { return NativeOperators::serves_convolution(weight.sizes().vec()); };
+    missing = "no weight of a convolution of images has enough channels.";
   }
 };
 
@@ -200,13 +206,11 @@ struct NativeActivation : Operators {
   }
 };
 
-struct NativeLinear : Operators {
-  NativeLinear() { names = {"linear"}; }
-  Applicability applies(Run& run) override {
-    if (auto here = on_cpu(run); !here.holds) return here;
-    const auto& all = run.parameters();
-    if (std::any_of(all.begin(), all.end(), [](const at::Tensor& p) { return p.dim() == 2; })) return true;
-    return "the model has no weight of a linear layer.";
+struct NativeLinear : WeightOperators {
+  NativeLinear() {
+    names = {"linear"};
+    serves = [](const at::Tensor& weight) { return weight.dim() == 2; };
+    missing = "the model has no weight of a linear layer.";
   }
 };
 

@@ -214,10 +214,8 @@ int Timing::settle(const Names& one, const Names& other) const {
 bool Timing::keeps_heap(const Names& names) const {
   return std::any_of(traits_.begin(), traits_.end(), [&](const auto& one) {
     const auto& [name, traits] = one;
-    if (traits.group != "host_memory") return false;
-    const auto& ties = traits.interacts;  // a pool, which keeps it too
-    return holds(names, name) ||
-           std::any_of(ties.begin(), ties.end(), [&](const auto& other) { return holds(names, other); });
+    // What it interacts with is a pool, which keeps it too.
+    return traits.group == "host_memory" && (holds(names, name) || holds_any(names, traits.interacts));
   });
 }
 

@@ -219,10 +219,9 @@ struct Tuner::Impl : Combinations {
     const auto active = search->best();
     for (const auto& offer : offers) {
       if (offer.traits.group != "host_memory" || holds(active, offer.name)) continue;
-      const auto& ties = offer.traits.interacts;
-      const bool pooled = std::any_of(ties.begin(), ties.end(), [&](const auto& name) { return holds(active, name); });
-      const double most = pooled ? most_heap_speedup(timing.challenger_faults(), search->step_seconds())
-                                 : most_heap_speedup(timing.faults(), timing.step_seconds());
+      const double most = holds_any(active, offer.traits.interacts)
+                              ? most_heap_speedup(timing.challenger_faults(), search->step_seconds())
+                              : most_heap_speedup(timing.faults(), timing.step_seconds());
       search->bound(offer.name, std::min(offer.traits.max_speedup, most));
     }
   }
@@ -527,7 +526,7 @@ struct Tuner::Impl : Combinations {
     Names beside = accepted;
     for (const auto& [key, value, names] : options.required) {
       const auto setting = std::string(key).append(" = '").append(value).append("'");
-      if (std::any_of(names.begin(), names.end(), [&](const auto& name) { return holds(beside, name); })) continue;
+      if (holds_any(beside, names)) continue;
       const auto free = std::find_if(names.begin(), names.end(), [&](const auto& name) { return may_be_tried(name); });
       const auto& name = free == names.end() ? names.front() : *free;
       std::string why;
