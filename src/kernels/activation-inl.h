@@ -114,12 +114,10 @@ HWY_INLINE void load_group(const T* from, std::int64_t count, V (&to)[kVectors])
 }
 template <int kVectors, class T>
 HWY_INLINE void store_group(const V (&from)[kVectors], T* to, std::int64_t count) {
-  for (int k = 0; k < kVectors; ++k) {
-    if constexpr (kVectors == 1) {
-      store_some(from[k], to, count);
-    } else {
-      store<false>(from[k], to + k * kLanes, nullptr);
-    }
+  if constexpr (kVectors == 1) {
+    store_some(from[0], to, count);
+  } else {
+    for (int k = 0; k < kVectors; k += 2) store_two(from[k], from[k + 1], to + k * kLanes);
   }
 }
 

@@ -34,6 +34,7 @@ HWY_INLINE void convert(const From* from, std::int64_t count, To* to) {
     std::copy_n(from + i, count - i, to + i);
     return;
   }
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) store_two(load(from + i), load(from + i + kLanes), to + i);
   for (; i + kLanes <= count; i += kLanes) store<false>(load(from + i), to + i, nullptr);
   if (i == count) return;
   From rest[kLanes] = {};
@@ -149,26 +150,18 @@ void make_operand(TileFormat format, Operand operand, const void* tile, std::int
   }
 }
 
-// To nearest even, in the upper half of each word. NaN stays one: its lower half is what bf16 or a computation left, 0.
-HWY_INLINE VU rounded_bf16(V value) {
-  const VU bits = bits_of(value);
-  return hn::Add(bits, hn::Add(hn::And(hn::ShiftRight<16>(bits), set_bits(1)), set_bits(0x7FFF)));
-}
 // Any value as bf16, in the upper half of each word; the lower half is anything.
-HWY_INLINE VU as_bf16(const Bf16* from) { return bits_of(load(from)); }
 template <class T>
-HWY_INLINE VU as_bf16(const T* from) {
-  const V value = load(from);
-  const auto is_number = hn::RebindMask(U32(), hn::Eq(value, value));
-  return hn::IfThenElse(is_number, rounded_bf16(value), hn::Or(bits_of(value), set_bits(0x400000)));
+HWY_INLINE VU loaded_as_bf16(const T* from) {
+  return std::is_same_v<T, Bf16> ? bits_of(load(from)) : as_bf16(load(from));
 }
 
 // A row and the one below it, as words.
 template <class T>
 HWY_INLINE void pack_pair(const T* row, std::int64_t stride, std::int64_t width, std::uint32_t* to) {
   for (std::int64_t j = 0; j < width; j += kLanes) {
-    const VU high = hn::And(as_bf16(row + stride + j), set_bits(0xFFFF0000));
-    hn::StoreU(hn::Or(hn::ShiftRight<16>(as_bf16(row + j)), high), U32(), to + j);
+    const VU high = hn::And(loaded_as_bf16(row + stride + j), set_bits(0xFFFF0000));
+    hn::StoreU(hn::Or(hn::ShiftRight<16>(loaded_as_bf16(row + j)), high), U32(), to + j);
   }
 }
 
@@ -511,9 +504,10 @@ void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::
       const auto result = [&](V value, const float* plus) {
         return added == nullptr ? hn::Mul(value, times) : fma(value, times, load(plus));
       };
-      for (std::int64_t j = 0; j < whole; j += kLanes) {
-        store<false>(result(load(from + j), added == nullptr ? nullptr : added + j), row + j, nullptr);
-      }
+      const auto at = [&](std::int64_t j) { return result(load(from + j), added == nullptr ? nullptr : added + j); };
+      std::int64_t j = 0;
+      for (; j + 2 * kLanes <= whole; j += 2 * kLanes) store_two(at(j), at(j + kLanes), row + j);
+      if (j < whole) store<false>(at(j), row + j, nullptr);
       if (whole == columns) continue;
       float rest[kLanes] = {};
       T out[kLanes];

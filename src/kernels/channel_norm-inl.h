@@ -22,9 +22,7 @@ HWY_INLINE V rounded_to(V value) {
   if constexpr (std::is_same_v<T, float>) {
     return value;
   } else if constexpr (std::is_same_v<T, Bf16>) {  // as store() does
-    const VU bits = bits_of(value);
-    const VU added = hn::Add(set_bits(0x7FFF), hn::And(hn::ShiftRight<16>(bits), set_bits(1)));
-    return hn::IfThenElse(hn::IsNaN(value), value, float_of(hn::And(hn::Add(bits, added), set_bits(0xFFFF0000))));
+    return float_of(hn::And(as_bf16(value), set_bits(0xFFFF0000)));
   } else {
     T rounded[kLanes];
     store<false>(value, rounded, nullptr);

@@ -105,15 +105,41 @@ HWY_INLINE void store_low16(VU value, std::uint16_t* to) { hn::StoreU(hn::Trunca
 HWY_INLINE V load(const Bf16* from) {
   return float_of(hn::ShiftLeft<16>(hn::PromoteTo(U32(), hn::LoadU(U16(), &from->bits))));
 }
-// To nearest even, or by adding random bits below the cut; NaN keeps its top bits and stays a NaN.
+// As bf16 to nearest even, in the upper half of each word. NaN stays one where its lower half is 0, as bf16 or a
+// computation left it.
+HWY_INLINE VU rounded_bf16(V value) {
+  const VU bits = bits_of(value);
+  return hn::Add(bits, hn::Add(hn::And(hn::ShiftRight<16>(bits), set_bits(1)), set_bits(0x7FFF)));
+}
+// The same of any value: NaN keeps its top bits and stays a NaN. The lower half is anything.
+HWY_INLINE VU as_bf16(V value) {
+  const auto is_number = hn::RebindMask(U32(), hn::Eq(value, value));
+  return hn::IfThenElse(is_number, rounded_bf16(value), hn::Or(bits_of(value), set_bits(0x400000)));
+}
+// As as_bf16(), or by adding random bits below the cut.
 template <bool kStochastic>
 HWY_INLINE void store(V value, Bf16* to, const std::uint16_t* random) {
+  if constexpr (!kStochastic) return store_low16(hn::ShiftRight<16>(as_bf16(value)), &to->bits);
   const VU bits = bits_of(value);
-  VU added = pieces<kStochastic>(random, 0x7FFF);
-  if constexpr (!kStochastic) added = hn::Add(added, hn::And(hn::ShiftRight<16>(bits), set_bits(1)));
   const VU quiet = hn::Or(hn::ShiftRight<16>(bits), set_bits(0x40));
   const auto is_number = hn::RebindMask(U32(), hn::Eq(value, value));
-  store_low16(hn::IfThenElse(is_number, hn::ShiftRight<16>(hn::Add(bits, added)), quiet), &to->bits);
+  const VU rounded = hn::ShiftRight<16>(hn::Add(bits, pieces<kStochastic>(random, 0)));
+  store_low16(hn::IfThenElse(is_number, rounded, quiet), &to->bits);
+}
+
+// Two vectors, to nearest: of bf16 in one store.
+template <class T>
+HWY_INLINE void store_two(V first, V second, T* to) {
+#if !OXYTORCH_KERNELS_SCALAR
+  if constexpr (std::is_same_v<T, Bf16>) {
+    constexpr hn::Repartition<std::uint16_t, F32> halves;
+    const auto low = hn::BitCast(halves, as_bf16(first)), high = hn::BitCast(halves, as_bf16(second));
+    hn::StoreU(hn::ConcatOdd(halves, high, low), halves, &to->bits);
+    return;
+  }
+#endif
+  store<false>(first, to, nullptr);
+  store<false>(second, to + kLanes, nullptr);
 }
 
 #if OXYTORCH_KERNELS_SCALAR
