@@ -29,6 +29,11 @@ def installed(name: str) -> Iterator[None]:
         operators.uninstall()
 
 
+def handed_on() -> int:
+    """Calls that native operators have left to torch's."""
+    return _C.tune.NativeOperators.handed_on()
+
+
 class Case:
     """Random sizes, layouts and uses of the results, by a seed."""
 
