@@ -129,12 +129,12 @@ void pair_rows(const std::uint16_t* from, std::int64_t rows, std::int64_t width,
 }
 
 void make_operand(TileFormat format, Operand operand, const void* tile, std::int64_t rows, std::int64_t width,
-                  void* work, void* to) {
+                  void* work, void* to, std::int64_t stride) {
   if (format == TileFormat::Float32) {
     if (operand == Operand::Right) {
       std::memcpy(to, tile, static_cast<std::size_t>(rows * width) * sizeof(float));
     } else {
-      transpose_words(tile, width, rows, width, to, kTile);
+      transpose_words(tile, width, rows, width, to, operand == Operand::LeftTransposed ? stride : kTile);
     }
     return;
   }
@@ -145,7 +145,7 @@ void make_operand(TileFormat format, Operand operand, const void* tile, std::int
     case Operand::RightTransposed: transpose_words(tile, width / 2, rows, width / 2, to, kTile); break;
     case Operand::LeftTransposed:
       pair_rows(elements, rows, width, static_cast<std::uint32_t*>(work));
-      transpose_words(work, width, rows / 2, width, to, kTile / 2);
+      transpose_words(work, width, rows / 2, width, to, stride / 2);
       break;
   }
 }
@@ -413,8 +413,9 @@ HWY_INLINE void gradient_rows(const SoftmaxGradient& tile) {
           gradient[k] = hn::IfThenZeroElse(hn::Eq(score, set(-kInfinity)), hn::Mul(gradient[k], slope));
         }
         if constexpr (kNarrow) {
-          store_low16(hn::ShiftRight<16>(next_factor(weight[k])), tile.weights + at);
-          store_low16(hn::ShiftRight<16>(next_factor(gradient[k])), tile.left_gradient + at);
+          const std::int64_t left = (i + k) * tile.left_stride + j;
+          store_low16(hn::ShiftRight<16>(next_factor(weight[k])), tile.weights + left);
+          store_low16(hn::ShiftRight<16>(next_factor(gradient[k])), tile.left_gradient + left);
         } else {
           store(weight[k], tile.scores + at);
           store(gradient[k], tile.gradient + at);

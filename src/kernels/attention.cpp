@@ -24,8 +24,8 @@ void load_tile(TileFormat format, const Rows& from, std::int64_t rows, std::int6
 }
 
 void make_operand(TileFormat format, Operand operand, const void* tile, std::int64_t rows, std::int64_t width,
-                  void* work, void* to) {
-  operator_table(active_isa()).make_operand(format, operand, tile, rows, width, work, to);
+                  void* work, void* to, std::int64_t stride) {
+  operator_table(active_isa()).make_operand(format, operand, tile, rows, width, work, to, stride);
 }
 
 void pack_operand(Operand operand, const Rows& from, std::int64_t rows, std::int64_t width, void* to,

@@ -30,7 +30,7 @@ struct OperatorTable {
   void (*sgd_step)(const SgdLoop& loop, std::int64_t count, const float* grad, float* momentum_buffer, float* param);
   void (*load_tile)(TileFormat format, const Rows& from, std::int64_t rows, std::int64_t width, void* tile);
   void (*make_operand)(TileFormat format, Operand operand, const void* tile, std::int64_t rows, std::int64_t width,
-                       void* work, void* to);
+                       void* work, void* to, std::int64_t stride);
   void (*pack_operand)(Operand operand, const Rows& from, std::int64_t rows, std::int64_t width, void* to,
                        std::int64_t stride);
   void (*pack_panels)(const Rows& from, std::int64_t terms, void* to, std::int64_t panel);

@@ -353,7 +353,9 @@ Tensor composed(const Tensor& query, const Tensor& key, const Tensor& value, con
   }
   if (soft_cap == 0) {
     const MaybeTensor mask = if_defined(added);
-    return at::scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale, true);
+    // torch's kernel of the CPU gives NaN for a causal order and a negative scale.
+    const Tensor turned = scale < 0 ? query.neg() : query;
+    return at::scaled_dot_product_attention(turned, key, value, mask, dropout, causal, std::abs(scale), true);
   }
   const auto group = query.size(1) / key.size(1);
   const auto shared = [group](const Tensor& t) { return group == 1 ? t : t.repeat_interleave(group, 1); };

@@ -11,8 +11,8 @@
 #include <numeric>
 #include <vector>
 
+#include "ops/attention_call.h"
 #include "ops/dispatch.h"
-#include "ops/hidden_tiles.h"
 #include "ops/product.h"
 #include "ops/tiles.h"
 #include "optim/dense.h"
@@ -29,203 +29,60 @@ using kernels::Operand;
 using kernels::Rows;
 using kernels::TileFormat;
 
-Rows rows_of_head(const Tensor& tensor, std::int64_t batch, std::int64_t head, std::int64_t first, std::int64_t count) {
-  const auto* data =
-      static_cast<const char*>(tensor.const_data_ptr()) +
-      (batch * tensor.stride(0) + head * tensor.stride(1) + first * tensor.stride(2)) * tensor.element_size();
-  return {optim::element_type(tensor).value(), data, tensor.stride(2), count, tensor.size(3)};
-}
-
-// Queries and the keys they see: a sample of a batch, or a range of tokens of a batch of one.
-struct Document {
-  [[nodiscard]] Rows query_rows(const Tensor& tensor, std::int64_t head) const {
-    return rows_of_head(tensor, sample, head, first_query, queries.count);
-  }
-  [[nodiscard]] Rows key_rows(const Tensor& tensor, std::int64_t head) const {
-    return rows_of_head(tensor, sample, head, first_key, keys.count);
-  }
-  // Where one head's value of the first query lies in a tensor of batch x heads x queries.
-  [[nodiscard]] std::int64_t query_offset(const Tensor& tensor, std::int64_t head) const {
-    return sample * tensor.stride(0) + head * tensor.stride(1) + first_query * tensor.stride(2);
-  }
-
-  std::int64_t number, sample, first_query, first_key;
-  Tiled queries, keys;
-};
-
-std::vector<Document> documents_of(const Tensor& query, const Tensor& key, const AttentionRule& rule) {
-  std::vector<Document> documents;
-  const auto& queries = rule.query_offsets;
-  const auto& keys = rule.key_offsets;
-  const auto count = queries.empty() ? query.size(0) : static_cast<std::int64_t>(queries.size()) - 1;
-  documents.reserve(static_cast<std::size_t>(count));
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (queries.empty()) {
-      documents.push_back({i, i, 0, 0, Tiled(query.size(2)), Tiled(key.size(2))});
-    } else {
-      const auto at = static_cast<std::size_t>(i);
-      documents.push_back(
-          {i, 0, queries[at], keys[at], Tiled(queries[at + 1] - queries[at]), Tiled(keys[at + 1] - keys[at])});
-    }
-  }
-  return documents;
-}
-
-// from[j * stride + i] to tile[i * kTile + j], of `columns` j and `rows` i.
-void transpose_into(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* tile) {
-  constexpr std::int64_t kStep = 8;  // of the kernel
-  const std::int64_t whole_rows = rows / kStep * kStep, whole_columns = columns / kStep * kStep;
-  kernels::transpose_words(from, stride, whole_columns, whole_rows, tile, kTile);
-  for (std::int64_t j = 0; j < columns; ++j) {
-    for (std::int64_t i = j < whole_columns ? whole_rows : 0; i < rows; ++i) tile[i * kTile + j] = from[j * stride + i];
-  }
-}
-
-// A call with its tensors, and what all threads share.
-struct Call {
-  Call(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRule& rule)
-      : query(dense(q)),
-        key(dense(k)),
-        value(dense(v)),
-        rule(rule),
-        documents(documents_of(q, k, rule)),
-        heads(q.size(1)),
-        key_heads(k.size(1)),
-        group(heads / key_heads),
-        width(round_up(q.size(3), kTileStep)),
-        format(product_format(optim::element_type(q).value())),
-        factor(static_cast<float>(rule.scale)),
-        dropped(std::min(static_cast<std::uint32_t>(std::lround(rule.dropout * 65536)), 65535U)),
-        kept_factor(rule.keep.defined() ? static_cast<float>(1 / (1 - rule.dropout))
-                                        : 65536.0F / static_cast<float>(65536 - dropped)) {
-    if (rule.mask.has_value() && rule.mask->defined()) {
-      mask = rule.mask->to(at::kFloat).expand({q.size(0), heads, q.size(2), k.size(2)});
-    }
-    for (const auto& document : documents) {
-      most_query_tiles = std::max(most_query_tiles, document.queries.tiles);
-      most_key_tiles = std::max(most_key_tiles, document.keys.tiles);
-    }
-    if (mask.defined() && mask.numel() > 0) hidden = {mask, documents.front().queries, documents.front().keys};
-  }
-
-  // Whether a tile of keys and one of queries have a visible pair.
-  [[nodiscard]] bool meet(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile) const {
-    const std::int64_t k = in.keys.begin(key_tile), q = in.queries.begin(query_tile);
-    if (k - (q + in.queries.used(query_tile) - 1) > rule.ahead || q - (k + in.keys.used(key_tile) - 1) > rule.behind) {
-      return false;
-    }
-    return !hidden.holds(in.sample, h, key_tile, query_tile);
-  }
-
-  // Turns raw products into scores, and returns the factor that they still lack.
-  float finish_scores(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
-                      float* mask_tile, float* scores) const {
-    const std::int64_t k = in.keys.begin(key_tile), q = in.queries.begin(query_tile);
-    const std::int64_t rows = in.keys.padded(key_tile), columns = in.queries.padded(query_tile);
-    const bool whole =
-        in.keys.used(key_tile) == rows && k + rows - 1 - q <= rule.ahead && q + columns - 1 - k <= rule.behind;
-    if (whole && !mask.defined() && rule.soft_cap == 0) return factor;
-    kernels::ScoreRule edit{
-        factor, in.keys.used(key_tile), k - q, rule.ahead, rule.behind, static_cast<float>(rule.soft_cap), nullptr};
-    if (mask.defined()) {
-      read_mask(in, h, key_tile, query_tile, mask_tile);
-      edit.mask = mask_tile;
-    }
-    kernels::apply_rule(edit, rows, columns, scores);
-    return 1;
-  }
-
-  // The weights that dropout keeps, or null where it keeps all.
-  const std::uint32_t* kept(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
-                            std::uint32_t* keep) const {
-    if (rule.keep.defined()) {
-      read_keep(in, h, key_tile, query_tile, keep);
-      return keep;
-    }
-    if (dropped == 0) return nullptr;
-    kernels::dropout_tile({rule.seed, static_cast<std::uint32_t>(in.number * heads + h),
-                           static_cast<std::uint32_t>(key_tile), static_cast<std::uint32_t>(query_tile), dropped},
-                          in.keys.padded(key_tile), keep);
-    return keep;
-  }
-
-  void read_keep(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
-                 std::uint32_t* tile) const {
-    const std::int64_t rows = in.keys.used(key_tile), columns = in.queries.used(query_tile);
-    const bool* from = rule.keep.const_data_ptr<bool>() + in.query_offset(rule.keep, h) +
-                       in.queries.begin(query_tile) * rule.keep.stride(2) + in.keys.begin(key_tile);
-    alignas(64) std::uint32_t words[kTile * kTile];
-    for (std::int64_t j = 0; j < columns; ++j, from += rule.keep.stride(2)) {
-      for (std::int64_t i = 0; i < rows; ++i) words[j * kTile + i] = 0U - static_cast<std::uint32_t>(from[i]);
-    }
-    if (rows < in.keys.padded(key_tile) || columns < kTile)
-      std::fill(tile, tile + in.keys.padded(key_tile) * kTile, 0U);
-    transpose_into(reinterpret_cast<const float*>(words), kTile, rows, columns, reinterpret_cast<float*>(tile));
-  }
-
-  void read_mask(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile,
-                 float* tile) const {
-    const std::int64_t along_q = mask.stride(2), along_k = mask.stride(3);
-    const float* from = mask.const_data_ptr<float>() + in.query_offset(mask, h) +
-                        in.queries.begin(query_tile) * along_q + (in.first_key + in.keys.begin(key_tile)) * along_k;
-    const std::int64_t rows = in.keys.used(key_tile), columns = in.queries.used(query_tile);
-    if (along_k == 1 && along_q != 0) {
-      transpose_into(from, along_q, rows, columns, tile);
-    } else {
-      for (std::int64_t i = 0; i < rows; ++i) {
-        for (std::int64_t j = 0; j < columns; ++j) tile[i * kTile + j] = from[j * along_q + i * along_k];
-      }
-    }
-    if (columns == kTile) return;
-    for (std::int64_t i = 0; i < rows; ++i) std::fill(tile + i * kTile + columns, tile + (i + 1) * kTile, 0.0F);
-  }
-
-  Tensor query, key, value, mask;
-  HiddenTiles hidden;
-  const AttentionRule& rule;
-  std::vector<Document> documents;
-  std::int64_t most_query_tiles = 0, most_key_tiles = 0;  // of a document
-  std::int64_t heads, key_heads, group, width;
-  TileFormat format;
-  float factor;
-  std::uint32_t dropped;  // of 65,536 weights
-  float kept_factor;
-};
-
 // The plain tiles of one matrix.
-void load(const Call& call, const Rows& rows, const Tiled& side, std::int64_t tile, std::byte* to) {
+void load(const AttentionCall& call, const Rows& rows, const Tiled& side, std::int64_t tile, std::byte* to) {
   kernels::load_tile(call.format, rows.part(side.begin(tile), side.used(tile)), side.padded(tile), call.width, to);
 }
 
+// Keys or values of a head as transposed left operands, each of a block of key_run.
+struct TransposedKeys {
+  TransposedKeys(const AttentionCall& call, Scratch& scratch)
+      : call(call),
+        stride(call.key_run * kTile),
+        blocks(scratch, call.format, call.width, round_up(call.most_key_tiles, call.key_run)) {}
+  [[nodiscard]] std::byte* operator[](std::int64_t tile) const {
+    const std::int64_t within = tile % call.key_run;
+    return blocks[tile - within] + within * kTile * (call.format == TileFormat::BFloat16 ? 2 : 4);
+  }
+  // From a plain tile; `work` has its size.
+  void make(const AttentionDocument& in, std::int64_t tile, const std::byte* plain, std::byte* work) const {
+    kernels::make_operand(call.format, Operand::LeftTransposed, plain, in.keys.padded(tile), call.width, work,
+                          (*this)[tile], stride);
+  }
+
+  const AttentionCall& call;
+  std::int64_t stride;
+  Packed blocks;
+};
+
 struct ForwardWorker {
-  ForwardWorker(const Call& call, Tensor& output, Tensor& log_sum)
+  ForwardWorker(const AttentionCall& call, Tensor& output, Tensor& log_sum)
       : call(call),
         output(output),
         log_sum(log_sum),
         key(scratch, call.format, call.width, call.most_key_tiles),
-        value(scratch, call.format, call.width, call.most_key_tiles),
+        value(call, scratch),
         plain(scratch, call.format, call.width, 2),
         query(scratch, call.format, call.width, 1),
-        scores(scratch.floats(kTile * kTile)),
-        mask(scratch.floats(kTile * kTile)),
-        weights(scratch.floats(kTile * kTile)),
-        keep(reinterpret_cast<std::uint32_t*>(scratch.floats(kTile * kTile))),
+        scores(scratch.floats(call.key_run * AttentionCall::kScores)),
+        mask(scratch.floats(call.key_run * AttentionCall::kScores)),
+        weights(scratch.floats(call.key_run * AttentionCall::kScores)),
+        keep(reinterpret_cast<std::uint32_t*>(scratch.floats(call.key_run * AttentionCall::kScores))),
         sum(scratch.floats(kTile * call.width)),
         rows(scratch.floats(kTile * call.width)) {}
 
-  void keys_of(const Document& in, std::int64_t h) {
+  void keys_of(const AttentionDocument& in, std::int64_t h) {
     if (loaded == in.number * call.key_heads + h || in.keys.count == 0) return;
     loaded = in.number * call.key_heads + h;
     const Rows k = in.key_rows(call.key, h), v = in.key_rows(call.value, h);
     for (std::int64_t tile = 0; tile < in.keys.tiles; ++tile) {
       load(call, k, in.keys, tile, key[tile]);
       load(call, v, in.keys, tile, plain[0]);
-      kernels::make_operand(call.format, Operand::LeftTransposed, plain[0], in.keys.padded(tile), call.width, plain[1],
-                            value[tile]);
+      value.make(in, tile, plain[0], plain[1]);
     }
   }
 
-  void run(const Document& in, std::int64_t h, std::int64_t query_tile) {
+  void run(const AttentionDocument& in, std::int64_t h, std::int64_t query_tile) {
     keys_of(in, h / call.group);
     const std::int64_t columns = in.queries.padded(query_tile), used = in.queries.used(query_tile);
     load(call, in.query_rows(call.query, h), in.queries, query_tile, plain[0]);
@@ -234,17 +91,17 @@ struct ForwardWorker {
     state.reset();
     alignas(64) float correction[kTile];
     bool add = false;
-    for (std::int64_t tile = 0; tile < in.keys.tiles; ++tile) {
-      if (!call.meet(in, h, tile, query_tile)) continue;
-      const std::int64_t count = in.keys.padded(tile);
-      product(call.format, count, columns, call.width, key[tile], call.width, query[0], kTile, scores, kTile, false);
-      const float factor = call.finish_scores(in, h, tile, query_tile, mask, scores);
+    call.each_run(in, h, 0, in.keys.tiles, query_tile, [&](const TileRun& run) {
+      const std::int64_t count = run.rows(in.keys);
+      product(call.format, count, columns, call.width, key[run.first], call.width, query[0], kTile, scores, kTile,
+              false);
+      const float factor = call.finish_scores(in, h, run, query_tile, mask, scores);
       const bool corrects = kernels::softmax_tile(call.format, factor, count, columns, scores,
-                                                  call.kept(in, h, tile, query_tile, keep), state, correction, weights);
+                                                  call.kept(in, h, run, query_tile, keep), state, correction, weights);
       if (add && corrects) kernels::scale_columns(call.width, correction, sum);
-      product(call.format, call.width, columns, count, value[tile], kTile, weights, kTile, sum, kTile, add);
+      product(call.format, call.width, columns, count, value[run.first], value.stride, weights, kTile, sum, kTile, add);
       add = true;
-    }
+    });
     float inverse[kTile];
     auto* logs = log_sum.mutable_data_ptr<float>() + in.query_offset(log_sum, h) +
                  in.queries.begin(query_tile) * log_sum.stride(2);
@@ -261,11 +118,13 @@ struct ForwardWorker {
                         to.stride);
   }
 
-  const Call& call;
+  const AttentionCall& call;
   Tensor& output;
   Tensor& log_sum;
   Scratch scratch;
-  Packed key, value, plain, query;
+  Packed key;
+  TransposedKeys value;
+  Packed plain, query;
   float *scores, *mask, *weights;
   std::uint32_t* keep;
   float *sum, *rows;
@@ -276,7 +135,7 @@ struct ForwardWorker {
 class MaskSum {
  public:
   MaskSum() = default;
-  MaskSum(const Call& call, const Tensor& mask)
+  MaskSum(const AttentionCall& call, const Tensor& mask)
       : samples_(size_of(mask, 0)),
         heads_(size_of(mask, 1)),
         keys_(call.key.size(2)),
@@ -313,7 +172,8 @@ class MaskSum {
 
 // What backward is given beside the call, and what it makes.
 struct Gradients {
-  Gradients(const Call& call, const Tensor& grad_output, const Tensor& output, const Tensor& log_sum, MaskSum mask)
+  Gradients(const AttentionCall& call, const Tensor& grad_output, const Tensor& output, const Tensor& log_sum,
+            MaskSum mask)
       : grad_output(dense(grad_output)),
         output(dense(output)),
         log_sum(log_sum),
@@ -334,11 +194,11 @@ struct Gradients {
 };
 
 struct BackwardWorker {
-  BackwardWorker(const Call& call, Gradients& grads)
+  BackwardWorker(const AttentionCall& call, Gradients& grads)
       : call(call),
         grads(grads),
         key(scratch, call.format, call.width, call.most_key_tiles),
-        key_transposed(scratch, call.format, call.width, call.most_key_tiles),
+        key_transposed(call, scratch),
         value(scratch, call.format, call.width, call.most_key_tiles),
         query(scratch, call.format, call.width, call.most_query_tiles),
         query_transposed(scratch, call.format, call.width, call.most_query_tiles),
@@ -347,27 +207,27 @@ struct BackwardWorker {
         plain(scratch, call.format, call.width, 2),
         log_sums(scratch.floats(kTile * call.most_query_tiles)),
         deltas(scratch.floats(kTile * call.most_query_tiles)),
-        scores(scratch.floats(kTile * kTile)),
-        mask(scratch.floats(kTile * kTile)),
-        gradient(scratch.floats(kTile * kTile)),
-        keep(reinterpret_cast<std::uint32_t*>(scratch.floats(kTile * kTile))),
+        scores(scratch.floats(call.key_run * AttentionCall::kScores)),
+        mask(scratch.floats(call.key_run * AttentionCall::kScores)),
+        gradient(scratch.floats(call.key_run * AttentionCall::kScores)),
+        keep(reinterpret_cast<std::uint32_t*>(scratch.floats(call.key_run * AttentionCall::kScores))),
         rows(scratch.floats(kTile * call.width)) {
-    for (auto& one : narrow) one = reinterpret_cast<std::uint16_t*>(scratch.bytes(kTile * kTile * 2));
+    const std::int64_t of_runs = call.key_run * call.query_run * AttentionCall::kScores;
+    for (auto& one : narrow) one = reinterpret_cast<std::uint16_t*>(scratch.bytes(of_runs * 2));
   }
 
-  void keys_of(const Document& in, std::int64_t h) {
+  void keys_of(const AttentionDocument& in, std::int64_t h) {
     if (loaded_keys == in.number * call.key_heads + h || in.keys.count == 0) return;
     loaded_keys = in.number * call.key_heads + h;
     const Rows k = in.key_rows(call.key, h), v = in.key_rows(call.value, h);
     for (std::int64_t tile = 0; tile < in.keys.tiles; ++tile) {
       load(call, k, in.keys, tile, key[tile]);
       load(call, v, in.keys, tile, value[tile]);
-      kernels::make_operand(call.format, Operand::LeftTransposed, key[tile], in.keys.padded(tile), call.width, plain[1],
-                            key_transposed[tile]);
+      key_transposed.make(in, tile, key[tile], plain[1]);
     }
   }
 
-  void queries_of(const Document& in, std::int64_t h) {
+  void queries_of(const AttentionDocument& in, std::int64_t h) {
     if (loaded_queries == in.number * call.heads + h || in.queries.count == 0) return;
     loaded_queries = in.number * call.heads + h;
     const Rows q = in.query_rows(call.query, h), o = in.query_rows(grads.output, h),
@@ -393,51 +253,53 @@ struct BackwardWorker {
     }
   }
 
-  // Adds one tile's share to the gradients that are given; to that of the mask with the keys'.
-  void pair(const Document& in, std::int64_t h, std::int64_t key_tile, std::int64_t query_tile, float* of_query,
-            float* of_key, float* of_value) {
-    const std::int64_t count = in.keys.padded(key_tile), columns = in.queries.padded(query_tile);
-    const std::int64_t width = call.width;
+  // Adds the share of a run of each to the gradients that are given; to that of the mask with the keys'.
+  void multiply(const AttentionDocument& in, std::int64_t h, const TileRun& keys, const TileRun& queries,
+                float* of_queries, float* of_keys, float* of_values) {
+    const std::int64_t count = keys.rows(in.keys), width = call.width, stride = queries.tiles * kTile;
     const TileFormat format = call.format;
-    product(format, count, columns, width, key[key_tile], width, query_transposed[query_tile], kTile, scores, kTile,
-            false);
-    product(format, count, columns, width, value[key_tile], width, grad_transposed[query_tile], kTile, gradient, kTile,
-            false);
-    kernels::SoftmaxGradient tile;
-    tile.format = format;
-    tile.factor = call.finish_scores(in, h, key_tile, query_tile, mask, scores);
-    tile.rows = count;
-    tile.columns = columns;
-    tile.log_sum = log_sums + in.queries.begin(query_tile);
-    tile.delta = deltas + in.queries.begin(query_tile);
-    tile.cap = static_cast<float>(call.rule.soft_cap);
-    tile.mask = call.mask.defined() ? mask : nullptr;
-    tile.keep = call.kept(in, h, key_tile, query_tile, keep);
-    tile.kept_factor = call.kept_factor;
-    tile.scores = scores;
-    tile.gradient = gradient;
-    tile.weights = narrow[0];
-    tile.left_gradient = narrow[1];
-    tile.right_gradient = narrow[2];
-    if (of_value != nullptr && grads.mask.is_wanted()) {
-      tile.mask_gradient = grads.mask.tile(in.sample, h, key_tile, query_tile);
-      tile.mask_stride = grads.mask.stride();
-    }
-    kernels::softmax_gradient(tile);
     const bool paired = format == TileFormat::BFloat16;
-    if (of_value != nullptr) {
-      product(format, count, width, columns, paired ? static_cast<void*>(narrow[0]) : scores, kTile, grad[query_tile],
-              width, of_value, width, true);
-      product(format, count, width, columns, paired ? static_cast<void*>(narrow[1]) : gradient, kTile,
-              query[query_tile], width, of_key, width, true);
+    for (std::int64_t i = 0; i < queries.tiles; ++i) {
+      const std::int64_t at = queries.first + i, columns = in.queries.padded(at);
+      product(format, count, columns, width, key[keys.first], width, query_transposed[at], kTile, scores, kTile, false);
+      product(format, count, columns, width, value[keys.first], width, grad_transposed[at], kTile, gradient, kTile,
+              false);
+      kernels::SoftmaxGradient tile;
+      tile.format = format;
+      tile.factor = call.finish_scores(in, h, keys, at, mask, scores);
+      tile.rows = count;
+      tile.columns = columns;
+      tile.log_sum = log_sums + in.queries.begin(at);
+      tile.delta = deltas + in.queries.begin(at);
+      tile.cap = static_cast<float>(call.rule.soft_cap);
+      tile.mask = call.mask.defined() ? mask : nullptr;
+      tile.keep = call.kept(in, h, keys, at, keep);
+      tile.kept_factor = call.kept_factor;
+      tile.scores = scores;
+      tile.gradient = gradient;
+      tile.weights = narrow[0] + i * kTile;
+      tile.left_gradient = narrow[1] + i * kTile;
+      tile.left_stride = stride;
+      tile.right_gradient = narrow[2];
+      if (of_values != nullptr && grads.mask.is_wanted()) {
+        tile.mask_gradient = grads.mask.tile(in.sample, h, keys.first, at);
+        tile.mask_stride = grads.mask.stride();
+      }
+      kernels::softmax_gradient(tile);
+      if (of_queries == nullptr) continue;
+      product(format, width, columns, count, key_transposed[keys.first], key_transposed.stride,
+              paired ? static_cast<void*>(narrow[2]) : gradient, kTile, of_queries + i * kTile * width, kTile, true);
     }
-    if (of_query != nullptr) {
-      product(format, width, columns, count, key_transposed[key_tile], kTile,
-              paired ? static_cast<void*>(narrow[2]) : gradient, kTile, of_query, kTile, true);
-    }
+    if (of_values == nullptr) return;
+    const std::int64_t columns = queries.rows(in.queries);
+    product(format, count, width, columns, paired ? static_cast<void*>(narrow[0]) : scores, stride, grad[queries.first],
+            width, of_values, width, true);
+    product(format, count, width, columns, paired ? static_cast<void*>(narrow[1]) : gradient, stride,
+            query[queries.first], width, of_keys, width, true);
   }
 
-  void store_keys(const Document& in, std::int64_t h, std::int64_t tile, const float* of_key, const float* of_value) {
+  void store_keys(const AttentionDocument& in, std::int64_t h, std::int64_t tile, const float* of_key,
+                  const float* of_value) {
     const std::int64_t at = in.keys.begin(tile), used = in.keys.used(tile);
     const Rows k = in.key_rows(grads.key, h).part(at, used), v = in.key_rows(grads.value, h).part(at, used);
     kernels::store_rows(of_key, call.width, used, k.columns, static_cast<float>(call.rule.scale), nullptr, k.element,
@@ -446,7 +308,7 @@ struct BackwardWorker {
                         const_cast<void*>(v.data), v.stride);
   }
 
-  void store_queries(const Document& in, std::int64_t h, std::int64_t tile, const float* of_query) {
+  void store_queries(const AttentionDocument& in, std::int64_t h, std::int64_t tile, const float* of_query) {
     const std::int64_t at = in.queries.begin(tile), used = in.queries.used(tile);
     const Rows q = in.query_rows(grads.query, h).part(at, used);
     kernels::transpose_words(of_query, kTile, call.width, in.queries.padded(tile), rows, call.width);
@@ -455,7 +317,7 @@ struct BackwardWorker {
   }
 
   // All of one head of keys.
-  void head(const Document& in, std::int64_t key_head) {
+  void head(const AttentionDocument& in, std::int64_t key_head) {
     const std::int64_t tile_size = kTile * call.width;
     if (of_keys == nullptr) {
       of_keys = scratch.floats(tile_size * call.most_key_tiles);
@@ -468,11 +330,11 @@ struct BackwardWorker {
     for (std::int64_t h = key_head * call.group; h < (key_head + 1) * call.group; ++h) {
       queries_of(in, h);
       std::fill_n(of_queries, tile_size * in.queries.tiles, 0.0F);
-      for (std::int64_t k = 0; k < in.keys.tiles; ++k) {
-        for (std::int64_t q = 0; q < in.queries.tiles; ++q) {
-          if (!call.meet(in, h, k, q)) continue;
-          pair(in, h, k, q, of_queries + q * tile_size, of_keys + k * tile_size, of_values + k * tile_size);
-        }
+      for (std::int64_t k = 0; k < in.keys.tiles; k += call.key_run) {
+        call.each_meeting(in, h, k, [&](const TileRun& keys, const TileRun& queries) {
+          const std::int64_t at = keys.first * tile_size;
+          multiply(in, h, keys, queries, of_queries + queries.first * tile_size, of_keys + at, of_values + at);
+        });
       }
       for (std::int64_t q = 0; q < in.queries.tiles; ++q) store_queries(in, h, q, of_queries + q * tile_size);
     }
@@ -482,7 +344,7 @@ struct BackwardWorker {
   }
 
   // One tile of keys, or one of queries: more work, which more threads can share. The sums are head()'s.
-  void one_of_keys(const Document& in, std::int64_t key_head, std::int64_t k) {
+  void one_of_keys(const AttentionDocument& in, std::int64_t key_head, std::int64_t k) {
     const std::int64_t tile_size = kTile * call.width;
     if (of_keys == nullptr) {
       of_keys = scratch.floats(tile_size);
@@ -493,28 +355,29 @@ struct BackwardWorker {
     std::fill_n(of_values, tile_size, 0.0F);
     for (std::int64_t h = key_head * call.group; h < (key_head + 1) * call.group; ++h) {
       queries_of(in, h);
-      for (std::int64_t q = 0; q < in.queries.tiles; ++q) {
-        if (call.meet(in, h, k, q)) pair(in, h, k, q, nullptr, of_keys, of_values);
-      }
+      call.each_meeting(in, h, k / call.key_run * call.key_run, [&](const TileRun& keys, const TileRun& queries) {
+        if (keys.holds(k)) multiply(in, h, {k, 1}, queries, nullptr, of_keys, of_values);
+      });
     }
     store_keys(in, key_head, k, of_keys, of_values);
   }
-  void one_of_queries(const Document& in, std::int64_t h, std::int64_t q) {
+  void one_of_queries(const AttentionDocument& in, std::int64_t h, std::int64_t q) {
     const std::int64_t tile_size = kTile * call.width;
     if (of_queries == nullptr) of_queries = scratch.floats(tile_size);
     keys_of(in, h / call.group);
     queries_of(in, h);
     std::fill_n(of_queries, tile_size, 0.0F);
-    for (std::int64_t k = 0; k < in.keys.tiles; ++k) {
-      if (call.meet(in, h, k, q)) pair(in, h, k, q, of_queries, nullptr, nullptr);
-    }
+    call.each_run(in, h, 0, in.keys.tiles, q,
+                  [&](const TileRun& run) { multiply(in, h, run, {q, 1}, of_queries, nullptr, nullptr); });
     store_queries(in, h, q, of_queries);
   }
 
-  const Call& call;
+  const AttentionCall& call;
   Gradients& grads;
   Scratch scratch;
-  Packed key, key_transposed, value, query, query_transposed, grad, grad_transposed, plain;
+  Packed key;
+  TransposedKeys key_transposed;
+  Packed value, query, query_transposed, grad, grad_transposed, plain;
   float *log_sums, *deltas, *scores, *mask, *gradient;
   std::uint32_t* keep;
   float* rows;
@@ -526,14 +389,14 @@ struct BackwardWorker {
 // What a thread does on its own: one head of keys of a document, or one tile of a head.
 enum class Piece : std::uint8_t { KeyHead, KeyTile, QueryTile };
 struct Item {
-  const Document* document;
+  const AttentionDocument* document;
   std::int64_t head, tile;
   double cost;        // in scores
   std::int64_t unit;  // items of one are done by one thread, in their order
 };
 
 // By unit. What is added to one place of `sum` is of one unit.
-std::vector<Item> items_of(const Call& call, Piece piece, const MaskSum& sum) {
+std::vector<Item> items_of(const AttentionCall& call, Piece piece, const MaskSum& sum) {
   const bool by_query = piece == Piece::QueryTile;
   const auto heads = by_query ? call.heads : call.key_heads;
   const auto passes = by_query ? 1 : call.group;
@@ -574,7 +437,8 @@ std::vector<Item> items_of(const Call& call, Piece piece, const MaskSum& sum) {
 // Items in a row, cut into a share for each thread. Documents differ in length, so shares are equal in cost.
 class Schedule {
  public:
-  Schedule(const Call& call, Piece piece, const MaskSum& sum = {}) : call_(call), items_(items_of(call, piece, sum)) {
+  Schedule(const AttentionCall& call, Piece piece, const MaskSum& sum = {})
+      : call_(call), items_(items_of(call, piece, sum)) {
     const auto threads = static_cast<std::size_t>(at::get_num_threads());
     double total = 0, before = 0;
     for (const auto& item : items_) total += item.cost;
@@ -611,13 +475,13 @@ class Schedule {
   }
 
  private:
-  const Call& call_;
+  const AttentionCall& call_;
   std::vector<Item> items_;
   std::vector<std::size_t> first_;  // of each share, and the end
   bool is_even_ = true;
 };
 
-void run_backward(const Call& call, Gradients& grads) {
+void run_backward(const AttentionCall& call, Gradients& grads) {
   const auto make = [&] { return BackwardWorker(call, grads); };
   const Schedule heads(call, Piece::KeyHead, grads.mask);
   if (heads.is_even()) {
@@ -660,7 +524,7 @@ bool attention_cpu_takes(const Tensor& query, const Tensor& key, const Tensor& v
 
 std::tuple<Tensor, Tensor> attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
                                          const AttentionRule& rule) {
-  const Call call(query, key, value, rule);
+  const AttentionCall call(query, key, value, rule);
   Tensor output = empty_heads(query);
   Tensor log_sum = at::empty({query.size(0), query.size(2), query.size(1)}, query.options().dtype(at::kFloat));
   log_sum = log_sum.transpose(1, 2);
@@ -673,7 +537,7 @@ std::tuple<Tensor, Tensor> attention_cpu(const Tensor& query, const Tensor& key,
 std::tuple<Tensor, Tensor, Tensor> attention_cpu_backward(const Tensor& grad_output, const Tensor& query,
                                                           const Tensor& key, const Tensor& value, const Tensor& output,
                                                           const Tensor& log_sum, const AttentionRule& rule) {
-  const Call call(query, key, value, rule);
+  const AttentionCall call(query, key, value, rule);
   Gradients grads(call, grad_output, output, log_sum, {});
   run_backward(call, grads);
   return {grads.query, grads.key, grads.value};
@@ -683,7 +547,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_cpu_masked_backward(const T
                                                                          const Tensor& key, const Tensor& value,
                                                                          const Tensor& output, const Tensor& log_sum,
                                                                          const AttentionRule& rule) {
-  const Call call(query, key, value, rule);
+  const AttentionCall call(query, key, value, rule);
   Gradients grads(call, grad_output, output, log_sum, MaskSum(call, *rule.mask));
   run_backward(call, grads);
   return {grads.query, grads.key, grads.value, grads.mask.gradient_of(*rule.mask)};

@@ -147,6 +147,38 @@ def test_bits_do_not_depend_on_the_number_of_threads(seed: int) -> None:
             assert all(a.equal(b) for a, b in zip(one, case.ours(), strict=True))
 
 
+def long_case(hides: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """Query, key, value and gradient of several runs of tiles, the last of each cut off, and what hides some."""
+    noise = torch.Generator().manual_seed(7)
+    q, k, v, g = (torch.randn(1, 2, n, 24, generator=noise).bfloat16() for n in (710, 650, 650, 710))
+    mask = torch.zeros(1, 2, 710, 650).bfloat16()
+    mask[:, 0, :, 64:192] = mask[:, 1, 128:448, 256:320] = -math.inf
+    options: dict[str, dict[str, Any]] = {
+        "nothing": {}, "order": {"causal": True}, "window": {"window_before": 150, "window_after": 40},
+        "mask": {"mask": mask}, "cap": {"soft_cap": 2.0, "causal": True}, "scale": {"scale": -0.2, "causal": True},
+    }  # fmt: skip
+    return [q, k, v, g], options[hides]
+
+
+@pytest.mark.parametrize("hides", ["nothing", "order", "window", "mask", "cap", "scale"])
+def test_runs_of_tiles(hides: str) -> None:
+    given, options = long_case(hides)
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        q, k, v = (t.to(dtype).requires_grad_() for t in given[:3])
+        narrowed = {key: one.to(dtype) if isinstance(one, Tensor) else one for key, one in options.items()}
+        output = ox.ops.attention(q, k, v, **narrowed)
+        return [output.detach(), *torch.autograd.grad(output, (q, k, v), given[3].to(dtype))]
+
+    with threads(1):
+        one = results(torch.bfloat16)
+    for mine, right in zip(one, results(torch.float64), strict=True):
+        assert (mine - right).norm() <= 3 * ROUNDING[torch.bfloat16] * right.norm()
+    for count in (2, 3, 5):  # of two heads: with 3 and 5 tiles are shared out
+        with threads(count):
+            assert all(a.equal(b) for a, b in zip(one, results(torch.bfloat16), strict=True))
+
+
 def kept(case: Case, dropout: float, seed: int) -> Tensor:
     """The weights that a seed keeps: those of equal ones, seen through values that tell keys apart."""
     batch, heads, queries, _ = case.query.shape

@@ -41,13 +41,13 @@ OXY_API void load_tile(TileFormat format, const Rows& from, std::int64_t rows, s
 
 /// The operands that are made of a tile that load_tile() filled.
 enum class Operand : std::uint8_t {
-  LeftTransposed,   ///< `width` rows of kTile
+  LeftTransposed,   ///< `width` rows of kTile or more
   Right,            ///< `rows` x `width`
   RightTransposed,  ///< `width` rows of kTile columns
 };
-/// Makes `operand`. `work` has the size of the tile.
+/// Makes `operand`. `work` has the size of the tile. Rows of a LeftTransposed are `stride` elements apart.
 OXY_API void make_operand(TileFormat format, Operand operand, const void* tile, std::int64_t rows, std::int64_t width,
-                          void* work, void* to);
+                          void* work, void* to, std::int64_t stride = kTile);
 
 /// load_tile() and make_operand() in one, of bfloat16, for a tile of at most kTile x kTile: `to` has `stride` elements
 /// from row to row, or from pair to pair of rows half as many words.
@@ -116,8 +116,9 @@ struct SoftmaxGradient {
   float kept_factor = 1;                    ///< of weights that are kept: 1 / (1 - probability)
   float* scores = nullptr;                  ///< in: scores, times `factor`. Float32: out: weights
   float* gradient = nullptr;                ///< in: gradient of the weights. Float32: out: of the scores
-  std::uint16_t* weights = nullptr;         ///< BFloat16: the weights, kTile a row
-  std::uint16_t* left_gradient = nullptr;   ///< BFloat16: gradient of the scores as a left operand
+  std::uint16_t* weights = nullptr;         ///< BFloat16: the weights as a left operand
+  std::uint16_t* left_gradient = nullptr;   ///< BFloat16: and the gradient of the scores
+  std::int64_t left_stride = kTile;         ///< elements from row to row of these two
   std::uint16_t* right_gradient = nullptr;  ///< BFloat16: and as a right one
   float* mask_gradient = nullptr;           ///< what is added to scores: its gradient is added here; null: nowhere
   std::int64_t mask_stride = kTile;         ///< elements from key to key of it
