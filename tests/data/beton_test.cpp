@@ -168,7 +168,7 @@ TEST(Beton, ASecondImageIsAnArrayWhereItIsPixelsAlone) {
   const auto batch = loader.next();
   EXPECT_EQ(text_of(batch->columns[1].array), "RGBXYZ");
   EXPECT_EQ(batch->columns[1].array.shape, (std::vector<std::int64_t>{2, 1, 1, 3}));
-  Loader mixed(open_beton(folder.write("x.beton", beton(0))), {.batch_size = 2});
+  Loader mixed(open_beton(folder.write("mixed.beton", beton(0))), {.batch_size = 2});
   try {
     (void)mixed.next();
     FAIL() << "no error";
