@@ -99,6 +99,7 @@ def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | N
 
 DATA_COMMAND = "python bench/race/data.py"
 OPS_COMMAND = "python bench/race/ops.py --starts 4 --seconds 0.6"
+ATTENTION_AMX_COMMAND = 'python bench/race/ops.py --case "attention bf16" --starts 3 --seconds 0.4'
 LEFT_OUT_COMMAND = "python bench/race/ops.py --case dropout --case masked --starts 3 --seconds 0.6"
 PACKED_COMMAND = "python bench/race/ops.py --case packed --starts 3 --seconds 0.6"
 LINEAR_COMMAND = "python bench/race/ops.py --case linear --starts 4 --seconds 0.6"
@@ -289,6 +290,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-attention": (
         raced(ops_race, "ops.json", OPS_COMMAND, "attention"),
         f"{OPS_COMMAND} --json bench/results/ops.json",
+    ),
+    "ops-attention-amx": (
+        raced(ops_race, "attention_amx.json", ATTENTION_AMX_COMMAND, "attention"),
+        f"{ATTENTION_AMX_COMMAND} --json bench/results/attention_amx.json",
     ),
     "ops-packed": (
         raced(ops_race, "packed.json", PACKED_COMMAND, "packed"),
