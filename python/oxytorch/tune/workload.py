@@ -14,7 +14,6 @@ from torch import Tensor
 from .. import clock
 from .._C import memory as _memory
 from .._C import tune as _native
-from .._C.memory import give_back_host_memory
 from .._C.trainer import page_faults
 from ..base import median
 from ..data.batches import can_visit, shapes, stop_drawing, visit
@@ -148,7 +147,7 @@ class RunWorkload(_native.Workload):
     def restore(self) -> None:
         """Put the state back, bit for bit."""
         self.snapshot.restore()
-        give_back_host_memory()  # what earlier trials left free would stay in memory below the next one
+        _memory.give_back_host_memory()  # what earlier trials left free would stay in memory below the next one
 
     def let_go(self) -> None:
         """Let go of what only the frames of a failure held."""
