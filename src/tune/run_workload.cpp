@@ -8,7 +8,6 @@
 #include <cstdlib>
 
 #include "memory/device_bytes.h"
-#include "oxytorch/memory.h"
 #include "oxytorch/memory/host_cap.h"
 #include "oxytorch/memory/meter.h"
 
@@ -56,11 +55,6 @@ std::map<std::string, std::string> RunWorkload::covered() {
   return {{"restored",
            "model, optimizer and random generators proven by hash to be what they were; what only the loss function "
            "captures is not covered"}};
-}
-
-void RunWorkload::restore() {
-  snapshot_.restore();
-  give_back_host_memory();  // what earlier trials left free would stay in memory below the next one
 }
 
 std::vector<std::size_t> RunWorkload::shapes() {

@@ -49,7 +49,7 @@ class RunWorkload : public Workload {
   /// But for those that are a part of the step as given.
   std::vector<std::string> active() override { return run_.beside_required(); }
   void activate(const std::vector<std::string>& strategies) override { run_.set_active(strategies); }
-  void restore() override;
+  void restore() override { snapshot_.restore(); }
   std::map<std::string, std::string> covered() override;
 
   std::vector<std::size_t> shapes() override;

@@ -16,7 +16,6 @@
 
 #include "generators/generators.h"
 #include "oxytorch/error.h"
-#include "oxytorch/host.h"
 #include "oxytorch/memory/parked.h"
 #include "oxytorch/tune/measure.h"
 #include "oxytorch/tune/step_judge.h"
@@ -526,7 +525,6 @@ Verifier::~Verifier() = default;
 
 Ruling Verifier::check(Kind kind) {
   auto& self = *impl_;
-  const HostSetting mapped = map_large_blocks();  // steps of several dtypes: a heap would hold free blocks for each
   const auto names = self.run.active();
   try {
     self.run.set_active({});

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .._C import tune as _native
 from .._C.memory import give_back_host_memory
-from .._C.trainer import map_large_blocks
 from ..model.graph import digest, digest_of_rng, value_digest
 from ..model.parking import parkable_bytes, rest
 from ..model.snapshot import Snapshot
@@ -221,11 +220,9 @@ class Verifier:
     @contextmanager
     def _charging(self) -> Iterator[None]:
         began = time.perf_counter()
-        mapped = map_large_blocks()  # steps of several dtypes: a heap would hold free blocks for each
         try:
             yield
         finally:
-            mapped.revert()
             self.charged += time.perf_counter() - began
 
     @contextmanager

@@ -147,7 +147,6 @@ class RunWorkload(_native.Workload):
     def restore(self) -> None:
         """Put the state back, bit for bit."""
         self.snapshot.restore()
-        _memory.give_back_host_memory()  # what earlier trials left free would stay in memory below the next one
 
     def let_go(self) -> None:
         """Let go of what only the frames of a failure held."""
