@@ -1,9 +1,6 @@
 #include "ops/attention_call.h"
 
-#include <ATen/ExpandUtils.h>
-
 #include <cmath>
-#include <limits>
 
 #include "ops/product.h"
 #include "optim/dense.h"
