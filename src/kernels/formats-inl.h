@@ -111,20 +111,18 @@ HWY_INLINE VU rounded_bf16(V value) {
   const VU bits = bits_of(value);
   return hn::Add(bits, hn::Add(hn::And(hn::ShiftRight<16>(bits), set_bits(1)), set_bits(0x7FFF)));
 }
-// The same of any value: NaN keeps its top bits and stays a NaN. The lower half is anything.
-HWY_INLINE VU as_bf16(V value) {
+// A value as it was rounded to bf16, but NaN keeps its top bits and stays a NaN. The lower half is anything.
+HWY_INLINE VU rounded_or_nan(V value, VU rounded) {
   const auto is_number = hn::RebindMask(U32(), hn::Eq(value, value));
-  return hn::IfThenElse(is_number, rounded_bf16(value), hn::Or(bits_of(value), set_bits(0x400000)));
+  return hn::IfThenElse(is_number, rounded, hn::Or(bits_of(value), set_bits(0x400000)));
 }
-// As as_bf16(), or by adding random bits below the cut.
+// Any value to nearest even.
+HWY_INLINE VU as_bf16(V value) { return rounded_or_nan(value, rounded_bf16(value)); }
+// To nearest even, or by adding random bits below the cut.
 template <bool kStochastic>
 HWY_INLINE void store(V value, Bf16* to, const std::uint16_t* random) {
-  if constexpr (!kStochastic) return store_low16(hn::ShiftRight<16>(as_bf16(value)), &to->bits);
-  const VU bits = bits_of(value);
-  const VU quiet = hn::Or(hn::ShiftRight<16>(bits), set_bits(0x40));
-  const auto is_number = hn::RebindMask(U32(), hn::Eq(value, value));
-  const VU rounded = hn::ShiftRight<16>(hn::Add(bits, pieces<kStochastic>(random, 0)));
-  store_low16(hn::IfThenElse(is_number, rounded, quiet), &to->bits);
+  const VU rounded = kStochastic ? hn::Add(bits_of(value), pieces<kStochastic>(random, 0)) : rounded_bf16(value);
+  store_low16(hn::ShiftRight<16>(rounded_or_nan(value, rounded)), &to->bits);
 }
 
 // Two vectors, to nearest: of bf16 in one store.
