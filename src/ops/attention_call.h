@@ -79,8 +79,7 @@ struct AttentionCall {
     TileRun keys, queries;
     for (std::int64_t q = 0; q < in.queries.tiles; ++q) {
       each_run(in, head, first, end, q, [&](const TileRun& run) {
-        const bool joins = queries.tiles < query_run && queries.first + queries.tiles == q && run == keys;
-        if (queries.tiles > 0 && joins) {
+        if (run == keys && queries.tiles < query_run && queries.first + queries.tiles == q) {
           ++queries.tiles;
           return;
         }

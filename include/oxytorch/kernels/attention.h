@@ -41,7 +41,7 @@ OXY_API void load_tile(TileFormat format, const Rows& from, std::int64_t rows, s
 
 /// The operands that are made of a tile that load_tile() filled.
 enum class Operand : std::uint8_t {
-  LeftTransposed,   ///< `width` rows of kTile or more
+  LeftTransposed,   ///< `width` rows of kTile, which may lie further apart
   Right,            ///< `rows` x `width`
   RightTransposed,  ///< `width` rows of kTile columns
 };
