@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from oxytorch import _C
 from torch import Tensor, nn
 
-from .rounding import ROUNDING
+from .rounding import ROUNDING, native
 
 DTYPES = [torch.float32, torch.bfloat16]
 LUCK = {torch.float32: 16, torch.bfloat16: 2}
 Layer = type[nn.LSTM] | type[nn.GRU]
 
 
-@contextmanager
-def installed(name: str) -> Iterator[None]:
-    operators = _C.tune.NativeOperators()
-    (report,) = operators.install([name])
-    assert report.installed, report.reason
-    try:
-        yield
-    finally:
-        operators.uninstall()
+#: A recurrent layer by its kernel.
+installed = partial(native, everywhere=True)
 
 
 def handed_on() -> int:

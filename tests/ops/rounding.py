@@ -24,10 +24,11 @@ def threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def native(name: str) -> Iterator[None]:
-    """The native operator of this name; the test is skipped where the processor has none."""
+def native(name: str, *, everywhere: bool = False) -> Iterator[None]:
+    """The native operator of this name; the test is skipped on a processor without, unless it is `everywhere`."""
     operators = _C.tune.NativeOperators()
     (report,) = operators.install([name])
+    assert report.installed or not everywhere, report.reason
     if not report.installed:
         pytest.skip(report.reason)
     try:

@@ -140,6 +140,8 @@ def test_checkpointing_autocast_and_compiling_take_it(kind: Layer) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 narrow = grads(model)
         except RuntimeError as error:
+            if kind is not nn.LSTM:
+                raise
             pytest.skip(f"torch: {error}")
         assert handed_on() == before
     for mine, right in zip(plain, expected, strict=True):
