@@ -41,8 +41,9 @@ constexpr std::int64_t kFew = 128;
 constexpr std::int64_t kChunk = 2048;
 // Panels of kTerms rows of a batch that a core holds with their products: the cache of a core has 1 or 2 MiB.
 constexpr std::int64_t kHeldPanels = 8;
-// Multiplications and additions below which a second thread costs more than it brings.
-constexpr std::int64_t kWorkOfThread = std::int64_t{1} << 21;
+// Multiplications and additions below which a second thread costs more than it brings, and as how many an element
+// counts that is packed or stored.
+constexpr std::int64_t kWorkOfThread = std::int64_t{1} << 21, kWorkOfElement = 64;
 
 Rows columns_of(const Rows& rows, std::int64_t first, std::int64_t count) {
   const std::int64_t size = rows.element == ElementType::F32 ? 4 : 2;
@@ -241,7 +242,8 @@ class LinearBackwardPass {
     if (!wanted_[0] && !wanted_[1]) return;
     const std::int64_t rows = grad_.size(0), outputs = weight_.size(0);
     const Tiled columns(weight_.size(1));
-    at::parallel_for(0, columns.tiles, grain(kTile * outputs * rows), [&](std::int64_t begin, std::int64_t end) {
+    const std::int64_t work = kTile * (outputs * rows + kWorkOfElement * 2 * (outputs + rows));
+    at::parallel_for(0, columns.tiles, grain(work), [&](std::int64_t begin, std::int64_t end) {
       const ProductScope scope(kFormat);
       Scratch scratch;
       float* sums = scratch.floats(kRows * kTile);
@@ -261,9 +263,11 @@ class LinearBackwardPass {
         pack(input);
         for (std::int64_t row = 0; row < outputs; row += kRows) {
           const std::int64_t count = std::min(kRows, outputs - row);
+          const bool in_place = !adds_ && used == columns.padded(i);
+          float* to = in_place ? sums_.mutable_data_ptr<float>() + row * sums_.stride(0) + column : sums;
           product(kFormat, count, columns.padded(i), round_up(rows, kTileStep), left_ + row * kTerms * kBytes, kTerms,
-                  panel, kTile, sums, kTile, false);
-          put(sums, count, used, row, column, adds_);
+                  panel, kTile, to, in_place ? sums_.stride(0) : kTile, false);
+          if (!in_place) put(sums, count, used, row, column, adds_);
         }
       }
     });
@@ -292,7 +296,7 @@ class LinearBackwardPass {
     const std::int64_t of_left = wanted_[1] || sums_bias ? rows.tiles : 0;
     std::vector<float> sums(sums_bias ? static_cast<std::size_t>(rows.tiles * grad.columns) : 0);
     // Tiles of the two differ in size: each thread has its part of each.
-    const std::int64_t least = grain(kTile * 16 * std::max(outputs_, weight_.size(1)));
+    const std::int64_t least = grain(kTile * kWorkOfElement * std::max(outputs_, weight_.size(1)));
     const std::int64_t parts = std::clamp<std::int64_t>((of_weight + of_left) / least, 1, at::get_num_threads());
     at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
       const auto each = [&](std::int64_t tiles, const auto& run) {
