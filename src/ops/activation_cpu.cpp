@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "ops/dispatch.h"
+#include "ops/shares.h"
 #include "ops/tiles.h"
 
 namespace oxytorch::ops {
@@ -64,8 +65,12 @@ class Walk {
   /// `act(first row, count, columns)`, by threads.
   template <class Act>
   void each(const Act& act) const {
-    at::parallel_for(0, rows_, std::max<std::int64_t>(1, kActivationsOfThread / columns_),
-                     [&](std::int64_t begin, std::int64_t end) { act(begin, end - begin, columns_); });
+    const std::int64_t of_task = std::max<std::int64_t>(1, kActivationsOfThread / columns_);
+    share_out((rows_ + of_task - 1) / of_task, 1, [&](const auto& take) {
+      for (std::int64_t task; (task = take()) >= 0;) {
+        act(task * of_task, std::min(of_task, rows_ - task * of_task), columns_);
+      }
+    });
     if (rest_ > 0) act(rows_, std::int64_t{1}, rest_);
   }
 

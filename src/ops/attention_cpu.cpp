@@ -13,6 +13,7 @@
 #include "ops/attention_call.h"
 #include "ops/dispatch.h"
 #include "ops/product.h"
+#include "ops/shares.h"
 #include "ops/tiles.h"
 #include "optim/dense.h"
 #include "oxytorch/kernels/attention.h"
@@ -433,7 +434,7 @@ std::vector<Item> items_of(const AttentionCall& call, Piece piece, const MaskSum
   return items;
 }
 
-// Items in a row, cut into a share for each thread. Documents differ in length, so shares are equal in cost.
+// Units in a row, cut into a share for each thread. Documents differ in length, so shares are equal in cost.
 class Schedule {
  public:
   Schedule(const AttentionCall& call, Piece piece, const MaskSum& sum = {})
@@ -448,12 +449,14 @@ class Schedule {
       for (; end < items_.size() && items_[end].unit == items_[i].unit; ++end) cost += items_[end].cost;
       const double middle = (before + cost / 2) / std::max(total, 1.0);
       const auto share = std::min(static_cast<std::size_t>(middle * static_cast<double>(threads)), threads - 1);
-      first_.resize(std::max(first_.size(), share + 1), i);
+      first_.resize(std::max(first_.size(), share + 1), static_cast<std::int64_t>(units_.size()));
+      units_.push_back(i);
       costs[share] += cost;
       before += cost;
       i = end;
     }
-    first_.resize(threads + 1, items_.size());
+    first_.resize(threads + 1, static_cast<std::int64_t>(units_.size()));
+    units_.push_back(items_.size());
     is_even_ = *std::max_element(costs.begin(), costs.end()) * static_cast<double>(threads) <= 1.25 * total;
   }
 
@@ -463,20 +466,24 @@ class Schedule {
   // Runs all items, each thread with a worker of its own.
   template <class Make, class Run>
   void run(const Make& make, const Run& run) const {
-    at::parallel_for(0, static_cast<std::int64_t>(first_.size()) - 1, 1, [&](std::int64_t begin, std::int64_t end) {
-      const auto until = first_[static_cast<std::size_t>(end)];
-      auto i = first_[static_cast<std::size_t>(begin)];
-      if (i == until) return;
+    share_out(first_, [&](const auto& take) {
+      std::int64_t unit = take();
+      if (unit < 0) return;
       const ProductScope products(call_.format);
       auto worker = make();
-      for (; i < until; ++i) run(worker, items_[i]);
+      for (; unit >= 0; unit = take()) {
+        for (auto i = units_[static_cast<std::size_t>(unit)]; i < units_[static_cast<std::size_t>(unit) + 1]; ++i) {
+          run(worker, items_[i]);
+        }
+      }
     });
   }
 
  private:
   const AttentionCall& call_;
   std::vector<Item> items_;
-  std::vector<std::size_t> first_;  // of each share, and the end
+  std::vector<std::size_t> units_;   // the first item of each, and the end
+  std::vector<std::int64_t> first_;  // the first unit of each share, and the end
   bool is_even_ = true;
 };
 

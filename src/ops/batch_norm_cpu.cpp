@@ -1,12 +1,12 @@
 #include "ops/batch_norm_cpu.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <vector>
 
+#include "ops/shares.h"
 #include "ops/tiles.h"
 #include "optim/dense.h"
 #include "oxytorch/kernels/channel_norm.h"
@@ -47,8 +47,8 @@ class RowParts {
   template <class Run>
   void each(std::int64_t columns, const Run& run) const {
     const std::int64_t grain = std::max<std::int64_t>(1, kElementsOfThread / (size_ * columns));
-    at::parallel_for(0, count(), grain, [&](std::int64_t first, std::int64_t last) {
-      for (std::int64_t part = first; part < last; ++part) run(part);
+    share_out(count(), grain, [&](const auto& take) {
+      for (std::int64_t part; (part = take()) >= 0;) run(part);
     });
   }
 

@@ -11,6 +11,7 @@
 
 #include "ops/kept_panels.h"
 #include "ops/product.h"
+#include "ops/shares.h"
 #include "ops/tiles.h"
 #include "optim/dense.h"
 #include "oxytorch/kernels/attention.h"
@@ -39,8 +40,9 @@ constexpr std::int64_t kStrip = 2;
 constexpr std::int64_t kFew = 128;
 // Rows of a batch whose operands backward holds at a time.
 constexpr std::int64_t kChunk = 2048;
-// Panels of kTerms rows of a batch that a core holds with their products: the cache of a core has 1 or 2 MiB.
-constexpr std::int64_t kHeldPanels = 8;
+// Panels of kTerms rows of a batch that a core holds with their products: the cache of a core has 1 or 2 MiB. Few, so
+// that threads have several tasks, of which a slower one leaves some to others.
+constexpr std::int64_t kHeldPanels = 2;
 // Multiplications and additions below which a second thread costs more than it brings, and as how many an element
 // counts that is packed or stored.
 constexpr std::int64_t kWorkOfThread = std::int64_t{1} << 21, kWorkOfElement = 64;
@@ -153,23 +155,21 @@ struct Output {
 void multiply_all(const Left& left, std::int64_t rows, const Panels& right, const Output& output) {
   const std::int64_t blocks = round_up(rows, kRows) / kRows, panels = right.columns.tiles,
                      strips = round_up(panels, kStrip) / kStrip;
-  at::parallel_for(0, blocks * strips, grain(std::min(rows, kRows) * kStrip * kTile * left.terms),
-                   [&](std::int64_t begin, std::int64_t end) {
-                     const ProductScope scope(kFormat);
-                     Scratch scratch;
-                     constexpr std::int64_t kStride = kStrip * kTile;
-                     float* sums = scratch.floats(kRows * kStride);
-                     for (std::int64_t task = begin; task < end; ++task) {
-                       const std::int64_t row = task / strips * kRows, count = std::min(kRows, rows - row);
-                       const std::int64_t first = task % strips * kStrip, last = std::min(panels, first + kStrip);
-                       for (std::int64_t panel = first; panel < last; ++panel) {
-                         multiply(left, row, count, right[panel], right.columns.padded(panel),
-                                  sums + (panel - first) * kTile, kStride);
-                       }
-                       const std::int64_t column = right.columns.begin(first);
-                       output.store(sums, kStride, row, count, column, std::min(kStride, right.columns.count - column));
-                     }
-                   });
+  share_out(blocks * strips, grain(std::min(rows, kRows) * kStrip * kTile * left.terms), [&](const auto& take) {
+    const ProductScope scope(kFormat);
+    Scratch scratch;
+    constexpr std::int64_t kStride = kStrip * kTile;
+    float* sums = scratch.floats(kRows * kStride);
+    for (std::int64_t task; (task = take()) >= 0;) {
+      const std::int64_t row = task / strips * kRows, count = std::min(kRows, rows - row);
+      const std::int64_t first = task % strips * kStrip, last = std::min(panels, first + kStrip);
+      for (std::int64_t panel = first; panel < last; ++panel) {
+        multiply(left, row, count, right[panel], right.columns.padded(panel), sums + (panel - first) * kTile, kStride);
+      }
+      const std::int64_t column = right.columns.begin(first);
+      output.store(sums, kStride, row, count, column, std::min(kStride, right.columns.count - column));
+    }
+  });
 }
 
 class LinearBackwardPass {
@@ -243,13 +243,13 @@ class LinearBackwardPass {
     const std::int64_t rows = grad_.size(0), outputs = weight_.size(0);
     const Tiled columns(weight_.size(1));
     const std::int64_t work = kTile * (outputs * rows + kWorkOfElement * 2 * (outputs + rows));
-    at::parallel_for(0, columns.tiles, grain(work), [&](std::int64_t begin, std::int64_t end) {
+    share_out(columns.tiles, grain(work), [&](const auto& take) {
       const ProductScope scope(kFormat);
       Scratch scratch;
       float* sums = scratch.floats(kRows * kTile);
       const std::int64_t terms = round_up(std::max(outputs, rows), kTileStep);
       std::byte* panel = scratch.bytes(terms * kTile * kBytes);
-      for (std::int64_t i = begin; i < end; ++i) {
+      for (std::int64_t i; (i = take()) >= 0;) {
         const std::int64_t column = columns.begin(i), used = columns.used(i);
         const auto pack = [&](const Rows& from) {
           kernels::pack_panels(columns_of(from, column, used), round_up(from.rows, kTileStep), panel, 0);
@@ -295,19 +295,17 @@ class LinearBackwardPass {
     const Rows& across = swaps_ ? input : grad;
     const std::int64_t of_left = wanted_[1] || sums_bias ? rows.tiles : 0;
     std::vector<float> sums(sums_bias ? static_cast<std::size_t>(rows.tiles * grad.columns) : 0);
-    // Tiles of the two differ in size: each thread has its part of each.
-    const std::int64_t least = grain(kTile * kWorkOfElement * std::max(outputs_, weight_.size(1)));
-    const std::int64_t parts = std::clamp<std::int64_t>((of_weight + of_left) / least, 1, at::get_num_threads());
-    at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
-      const auto each = [&](std::int64_t tiles, const auto& run) {
-        for (std::int64_t tile = tiles * begin / parts; tile < tiles * end / parts; ++tile) run(tile);
-      };
-      each(of_weight, [&](std::int64_t tile) { pack_tile(*weight_panels_, rows_of(weight_), tile); });
-      each(of_left, [&](std::int64_t tile) {
-        const std::int64_t row = rows.begin(tile);
+    const std::int64_t work = kTile * kWorkOfElement * std::max(outputs_, weight_.size(1));
+    share_out(of_weight + of_left, grain(work), [&](const auto& take) {
+      for (std::int64_t task; (task = take()) >= 0;) {
+        if (task < of_weight) {
+          pack_tile(*weight_panels_, rows_of(weight_), task);
+          continue;
+        }
+        const std::int64_t tile = task - of_weight, row = rows.begin(tile);
         if (sums_bias) kernels::sum_columns(grad.part(row, rows.used(tile)), sums.data() + tile * grad.columns);
         if (wanted_[1]) pack_left(across.part(row, rows.used(tile)), row);
-      });
+      }
     });
     for (std::size_t tile = 0; tile * bias_.size() < sums.size(); ++tile) {
       for (std::size_t i = 0; i < bias_.size(); ++i) bias_[i] += sums[tile * bias_.size() + i];
@@ -342,12 +340,12 @@ class LinearBackwardPass {
     const std::int64_t rounds = (blocks * across.tiles - 1) / (kHeldPanels * threads) + 1;
     const std::int64_t held = std::max<std::int64_t>(1, (blocks * across.tiles - 1) / (rounds * threads) + 1);
     const std::int64_t groups = (across.tiles - 1) / held + 1;
-    at::parallel_for(0, blocks * groups, grain(work * held), [&](std::int64_t begin, std::int64_t end) {
+    share_out(blocks * groups, grain(work * held), [&](const auto& take) {
       const ProductScope scope(kFormat);
       Scratch scratch;
       std::byte* panels = scratch.bytes(held * kTerms * kTile * kBytes);
       float* sums = scratch.floats(held * block * kTile);
-      for (std::int64_t task = begin; task < end; ++task) {
+      for (std::int64_t task; (task = take()) >= 0;) {
         const std::int64_t row = task / groups * block;
         add_to_weight(right, across, row, std::min(block, left_rows_ - row), task % groups * held, held, panels, sums,
                       add);
@@ -437,25 +435,24 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
   const bool keeps = keeps_panels(weight);
   // Few rows are multiplied with a panel as soon as it is made: to make it takes about as long.
   if (rows.size(0) <= kFew && !keeps) {
-    at::parallel_for(0, columns.tiles, grain(kTile * left.terms * rows.size(0)),
-                     [&](std::int64_t begin, std::int64_t end) {
-                       const ProductScope scope(kFormat);
-                       Scratch own;
-                       float* sums = own.floats(kFew * kTile);
-                       std::byte* panel = own.bytes(left.terms * kTile * kBytes);
-                       for (std::int64_t i = begin; i < end; ++i) {
-                         pack_transposed(of_weight, columns, i, panel);
-                         multiply(left, 0, rows.size(0), panel, columns.padded(i), sums, kTile);
-                         to.store(sums, kTile, 0, rows.size(0), columns.begin(i), columns.used(i));
-                       }
-                     });
+    share_out(columns.tiles, grain(kTile * left.terms * rows.size(0)), [&](const auto& take) {
+      const ProductScope scope(kFormat);
+      Scratch own;
+      float* sums = own.floats(kFew * kTile);
+      std::byte* panel = own.bytes(left.terms * kTile * kBytes);
+      for (std::int64_t i; (i = take()) >= 0;) {
+        pack_transposed(of_weight, columns, i, panel);
+        multiply(left, 0, rows.size(0), panel, columns.padded(i), sums, kTile);
+        to.store(sums, kTile, 0, rows.size(0), columns.begin(i), columns.used(i));
+      }
+    });
     return output;
   }
   const Tensor kept = keeps ? kept_panels(weight, PackedFor::Forward) : Tensor();
   const Panels panels(from.size(1), from.size(0), kept);
   if (!kept.defined()) {
-    at::parallel_for(0, columns.tiles, grain(kTile * 16 * panels.terms), [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) pack_transposed(of_weight, columns, i, panels[i]);
+    share_out(columns.tiles, grain(kTile * 16 * panels.terms), [&](const auto& take) {
+      for (std::int64_t i; (i = take()) >= 0;) pack_transposed(of_weight, columns, i, panels[i]);
     });
     if (keeps) keep_panels(weight, PackedFor::Forward, panels.memory());
   }

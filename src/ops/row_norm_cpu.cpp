@@ -1,6 +1,5 @@
 #include "ops/row_norm_cpu.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/result_type.h>
 
@@ -8,6 +7,7 @@
 #include <vector>
 
 #include "ops/dispatch.h"
+#include "ops/shares.h"
 #include "ops/tiles.h"
 #include "oxytorch/kernels/row_norm.h"
 
@@ -27,10 +27,10 @@ class NormParts {
   /// `act(part, first row, rows, scratch)`; the scratch holds what the kernels want.
   template <class Act>
   void each(std::int64_t columns, const Act& act) const {
-    at::parallel_for(0, count(), 1, [&](std::int64_t begin, std::int64_t end) {
+    share_out(count(), 1, [&](const auto& take) {
       Scratch scratch;
       float* work = scratch.floats(2 * kernels::kNormGroup * columns);
-      for (std::int64_t part = begin; part < end; ++part) {
+      for (std::int64_t part; (part = take()) >= 0;) {
         act(part, part * size_, std::min(size_, rows_ - part * size_), work);
       }
     });
