@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ops/product.h"
+#include "ops/shares.h"
 #include "ops/tiles.h"
 #include "oxytorch/kernels/attention.h"
 
@@ -130,8 +131,8 @@ class WeightGradient {
     sums_ = scratch.floats(parts_ * units_ * unit_);
     // As many parts for any number of threads: those that cannot share them out go through all parts together.
     if (parts_ % at::get_num_threads() == 0) {
-      at::parallel_for(0, parts_, 1, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t part = begin; part < end; ++part) add_up(part, part + 1);
+      share_out(parts_, 1, [&](const auto& take) {
+        for (std::int64_t part; (part = take()) >= 0;) add_up(part, part + 1);
       });
     } else {
       add_up(0, parts_);

@@ -40,9 +40,10 @@ constexpr std::int64_t kStrip = 2;
 constexpr std::int64_t kFew = 128;
 // Rows of a batch whose operands backward holds at a time.
 constexpr std::int64_t kChunk = 2048;
-// Panels of kTerms rows of a batch that a core holds with their products: the cache of a core has 1 or 2 MiB. Few, so
-// that threads have several tasks, of which a slower one leaves some to others.
-constexpr std::int64_t kHeldPanels = 2;
+// Panels of kTerms rows of a batch that a core holds with their products: the cache of a core has 1 or 2 MiB.
+constexpr std::int64_t kHeldPanels = 8;
+// Tasks of a thread, where there are as many panels: a slower one leaves some to others.
+constexpr std::int64_t kTasksOfThread = 4;
 // Multiplications and additions below which a second thread costs more than it brings, and as how many an element
 // counts that is packed or stored.
 constexpr std::int64_t kWorkOfThread = std::int64_t{1} << 21, kWorkOfElement = 64;
@@ -334,11 +335,10 @@ class LinearBackwardPass {
     const Tiled across(right.columns);
     const std::int64_t blocks = (left_rows_ - 1) / kRows + 1, block = round_up((left_rows_ - 1) / blocks + 1, kTile);
     const std::int64_t work = right.rows * block * kTile;
-    // As many tasks as a multiple of the threads, of at most kHeldPanels.
     const std::int64_t threads =
         std::clamp<std::int64_t>(blocks * across.tiles / grain(work), 1, at::get_num_threads());
-    const std::int64_t rounds = (blocks * across.tiles - 1) / (kHeldPanels * threads) + 1;
-    const std::int64_t held = std::max<std::int64_t>(1, (blocks * across.tiles - 1) / (rounds * threads) + 1);
+    const std::int64_t held =
+        std::clamp<std::int64_t>(blocks * across.tiles / (kTasksOfThread * threads), 1, kHeldPanels);
     const std::int64_t groups = (across.tiles - 1) / held + 1;
     share_out(blocks * groups, grain(work * held), [&](const auto& take) {
       const ProductScope scope(kFormat);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ops/product.h"
+#include "ops/shares.h"
 #include "ops/tiles.h"
 #include "optim/dense.h"
 #include "oxytorch/error.h"
@@ -116,9 +117,9 @@ class Work {
 
   template <class Run>
   void over_ranges(const Run& run) const {
-    at::parallel_for(0, ranges_, 1, [&](std::int64_t begin, std::int64_t end) {
+    share_out(ranges_, 1, [&](const auto& take) {
       const ProductScope products(format_);
-      for (std::int64_t range = begin; range < end; ++range) run(range);
+      for (std::int64_t range; (range = take()) >= 0;) run(range);
     });
   }
   template <class Run>
