@@ -17,7 +17,7 @@ namespace oxytorch::ops {
 
 class Shares {
  public:
-  /// Of the tasks from each number in `first` to the next.
+  /// Of the tasks from each number in `first`, which are below 2^32, to the next.
   explicit Shares(const std::vector<std::int64_t>& first) : shares_(first.size() - 1) {
     for (std::size_t i = 0; i < shares_.size(); ++i) shares_[i].left = packed(first[i], first[i + 1]);
   }
@@ -58,7 +58,7 @@ void share_out(const std::vector<std::int64_t>& first, const Work& work) {
                    [&](std::int64_t own, std::int64_t) { work([&] { return shares.take(own); }); });
 }
 
-/// The same of `tasks` alike, for as many threads as there are tasks by `grain`, at most all.
+/// The same of `tasks` alike, on so many threads that each has `grain` of them, at most all.
 template <class Work>
 void share_out(std::int64_t tasks, std::int64_t grain, const Work& work) {
   if (tasks < 1) return;
