@@ -1,6 +1,5 @@
 #include "ops/activation_cpu.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 

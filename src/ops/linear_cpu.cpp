@@ -265,7 +265,7 @@ class LinearBackwardPass {
         for (std::int64_t row = 0; row < outputs; row += kRows) {
           const std::int64_t count = std::min(kRows, outputs - row);
           const bool in_place = !adds_ && used == columns.padded(i);
-          float* to = in_place ? sums_.mutable_data_ptr<float>() + row * sums_.stride(0) + column : sums;
+          float* to = in_place ? place_of(row, column) : sums;
           product(kFormat, count, columns.padded(i), round_up(rows, kTileStep), left_ + row * kTerms * kBytes, kTerms,
                   panel, kTile, to, in_place ? sums_.stride(0) : kTile, false);
           if (!in_place) put(sums, count, used, row, column, adds_);
@@ -274,10 +274,14 @@ class LinearBackwardPass {
     });
   }
 
+  [[nodiscard]] float* place_of(std::int64_t row, std::int64_t column) const {
+    return sums_.mutable_data_ptr<float>() + row * sums_.stride(0) + column;
+  }
+
   /// Sums of `count` outputs from `row` and `used` inputs from `column` into the gradient.
   void put(const float* sums, std::int64_t count, std::int64_t used, std::int64_t row, std::int64_t column, bool add) {
     const std::int64_t stride = sums_.stride(0);
-    float* there = sums_.mutable_data_ptr<float>() + row * stride + column;
+    float* there = place_of(row, column);
     if (!add) {
       kernels::store_rows(sums, kTile, count, used, 1, nullptr, ElementType::F32, there, stride);
       return;
@@ -451,7 +455,7 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
   const Tensor kept = keeps ? kept_panels(weight, PackedFor::Forward) : Tensor();
   const Panels panels(from.size(1), from.size(0), kept);
   if (!kept.defined()) {
-    share_out(columns.tiles, grain(kTile * 16 * panels.terms), [&](const auto& take) {
+    share_out(columns.tiles, grain(kTile * kWorkOfElement * panels.terms), [&](const auto& take) {
       for (std::int64_t i; (i = take()) >= 0;) pack_transposed(of_weight, columns, i, panels[i]);
     });
     if (keeps) keep_panels(weight, PackedFor::Forward, panels.memory());
