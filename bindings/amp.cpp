@@ -1,8 +1,16 @@
 #include "oxytorch/amp.h"
 
 #include "bindings.h"
+#include "scope.h"
 
 namespace oxytorch::bindings {
+namespace {
+
+struct Autocast : amp::Autocast {
+  Autocast(const std::string& device, at::ScalarType dtype) : amp::Autocast(at::Device(device).type(), dtype) {}
+};
+
+}  // namespace
 
 void bind_amp(py::module_& m) {
   m.def(
@@ -19,6 +27,9 @@ void bind_amp(py::module_& m) {
         return std::make_tuple(support.native, support.reason);
       },
       py::arg("device"), py::arg("dtype"), "Whether a device multiplies a dtype natively, and why.");
+  bind_scope<Autocast, std::string, at::ScalarType>(m, "Autocast",
+                                                    "torch.autocast of a device and a dtype while it is entered.",
+                                                    py::arg("device"), py::arg("dtype"));
 }
 
 }  // namespace oxytorch::bindings

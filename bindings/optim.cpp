@@ -1,6 +1,9 @@
 #include "oxytorch/optim.h"
 
+#include <ATen/record_function.h>
+
 #include <optional>
+#include <vector>
 
 #include "bindings.h"
 #include "shown_state.h"
@@ -268,9 +271,31 @@ class PythonTail {
   ShownState shown_;
 };
 
+bool is_plain(PyObject* param) { return THPVariable_CheckTypeExact(Py_TYPE(param)); }
+
+// Not where a profiler would show it, or where the parameter is of a class that has its own idea of a gradient.
+bool clear_gradients(const py::list& groups) {
+  if (at::hasCallbacks()) return false;
+  std::vector<PyObject*> params;
+  for (const py::handle group : groups) {
+    for (const py::handle param : py::cast<py::sequence>(group["params"])) {
+      if (!is_plain(param.ptr())) return false;
+      params.push_back(param.ptr());
+    }
+  }
+  for (PyObject* param : params) {
+    const at::Tensor& tensor = THPVariable_Unpack(param);
+    if (tensor.grad().defined()) tensor.mutable_grad().reset();
+  }
+  return true;
+}
+
 }  // namespace
 
 void bind_optim(py::module_& m) {
+  m.def("is_recording", &at::hasCallbacks, "Whether a profiler or another observer sees ranges of this thread.");
+  m.def("clear_gradients", &clear_gradients, py::arg("param_groups"),
+        "Sets the gradients of all parameters to None; False, with nothing done, where torch's own zero_grad has to.");
   py::class_<PythonTail>(m, "StepTail", "Everything after backward as one native call; see oxytorch.optim.")
       .def(py::init<const std::string&, const py::dict&>(), py::arg("algorithm"), py::arg("options"))
       .def("add_group", &PythonTail::add_group, py::arg("group"), py::arg("tensors"))

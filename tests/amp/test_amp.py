@@ -8,11 +8,13 @@ import pickle
 import random
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch_device
 from oxytorch import amp, optim
+from oxytorch._C.amp import Autocast
 from torch import nn
 
 DEVICE = torch_device.chosen()
@@ -328,6 +330,32 @@ def test_autocast_casts_and_nests() -> None:
             assert model(x).dtype is torch.float32
         assert model(x).dtype is torch.bfloat16
     assert model(x).dtype is torch.float32
+
+
+def test_the_native_scope_does_what_torchs_does() -> None:
+    weight, x = torch.randn(4, 3, requires_grad=True), torch.randn(2, 3)
+    state = [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()]
+
+    def inside() -> list[Any]:
+        return [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = inside()
+    with Autocast("cpu", torch.bfloat16):
+        assert inside() == expected
+        assert nn.functional.linear(x, weight).dtype is torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            assert nn.functional.linear(x, weight).dtype is torch.float32
+            with Autocast("cpu", torch.float16):
+                assert inside() == [True, torch.float16, True]
+        assert inside() == expected
+    assert inside() == state
+    with pytest.raises(ValueError, match="nothing is lost"), Autocast("cpu", torch.bfloat16):
+        raise ValueError("nothing is lost")
+    assert inside() == state
+    with pytest.raises(TypeError, match="BFloat16 or"), Autocast("cpu", torch.float64):
+        pass
+    assert inside() == state
 
 
 def test_autocast_warns_once_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import collections.abc
 import torch
 import typing
 
-__all__: list[str] = ["Spike", "SpikeDetector", "StepTail"]
+__all__: list[str] = ["Spike", "SpikeDetector", "StepTail", "clear_gradients", "is_recording"]
 
 class StepTail:
     """
@@ -104,3 +104,13 @@ class SpikeDetector:
     def loss_limit(self) -> torch.Tensor: ...
     @property
     def norm_limit(self) -> torch.Tensor: ...
+
+def clear_gradients(param_groups: list) -> bool:
+    """
+    Sets the gradients of all parameters to None; False, with nothing done, where torch's own zero_grad has to.
+    """
+
+def is_recording() -> bool:
+    """
+    Whether a profiler or another observer sees ranges of this thread.
+    """

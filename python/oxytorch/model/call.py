@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -98,13 +98,17 @@ class Call:
         for change in self._inputs.values():
             args, kwargs = change(args, kwargs)
         function = self._function or self._own or self._model._call_impl
-        with ExitStack() as stack:
-            for factory in self._scopes.values():
-                stack.enter_context(factory())
-            result = function(*args, **kwargs)
+        result = _within(list(self._scopes.values()), function, args, kwargs)
         for restore in self._outputs.values():
             result = restore(result)
         return result
+
+
+def _within(scopes: list[Factory], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not scopes:
+        return function(*args, **kwargs)
+    with scopes[0]():
+        return _within(scopes[1:], function, args, kwargs)
 
 
 _CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by id of the module, which its Call keeps alive

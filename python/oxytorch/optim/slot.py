@@ -4,15 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as _torchs
 
-__all__ = ["OptimizerSlot", "narrowed", "params_of", "plain_step"]
+from .._C import optim as _native
+
+__all__ = ["OptimizerSlot", "clear_gradients", "clears_as_torch", "narrowed", "params_of", "plain_step", "with_hooks"]
 
 Closure = Callable[[], Any]
+
+
+def with_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `step` as ``torch.optim.Optimizer.profile_hook_step`` does, and do that work only where somebody sees it.
+
+    torch opens a range for the profiler in each step, whether a profiler runs or not, which takes as long as a small
+    operator. Here that is done where a profiler runs or a hook is registered.
+    """
+    watched = Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def stepped(own: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks = (
+            own._optimizer_step_pre_hooks,
+            own._optimizer_step_post_hooks,
+            _torchs._global_optimizer_pre_hooks,
+            _torchs._global_optimizer_post_hooks,
+        )
+        return (watched if any(hooks) or _native.is_recording() else step)(own, *args, **kwargs)
+
+    stepped.hooked = True  # type: ignore[attr-defined]  # torch need not wrap it
+    return stepped
+
+
+def clear_gradients(own: Optimizer, set_to_none: bool = True) -> None:
+    """Do what ``torch.optim.Optimizer.zero_grad`` does, in one native call where no profiler shows it."""
+    if not (set_to_none and _native.clear_gradients(own.param_groups)):
+        Optimizer.zero_grad(own, set_to_none)
+
+
+def clears_as_torch(optimizer: Optimizer) -> bool:
+    """Whether its ``zero_grad`` is neither the user's nor that of a class of the user's."""
+    own = vars(optimizer).get("zero_grad", type(optimizer).zero_grad)
+    return getattr(own, "__func__", own) in (Optimizer.zero_grad, clear_gradients)
 
 
 class OptimizerSlot:
@@ -45,13 +84,16 @@ class OptimizerSlot:
     def replace_step(self, step: Callable[[Closure | None], Any] | None) -> None:
         """Let ``step(closure)`` do what the user's optimizer object does when stepped; None: itself again.
 
-        Its hooks fire, and learning-rate schedulers made before or meanwhile see it step.
+        Its hooks fire, and learning-rate schedulers made before or meanwhile see it step. Its ``zero_grad``, where that
+        is torch's, is one native call meanwhile.
         """
         own = self.original
         if step is None:
             if self._delegate is not None and own.__dict__.get("step") is self._delegate:
                 del own.__dict__["step"]
                 own.__dict__.update(self._step_before)
+            if clears_as_torch(own):
+                own.__dict__.pop("zero_grad", None)
             self._stands_in, self._delegate = None, None
             return
         self._stands_in = step
@@ -59,6 +101,8 @@ class OptimizerSlot:
             self._step_before = {key: own.__dict__[key] for key in ("step",) if key in own.__dict__}
             self._delegate = MethodType(self._delegated(own.step), own)
             own.step = self._delegate  # type: ignore[method-assign]
+            if clears_as_torch(own):
+                own.zero_grad = MethodType(clear_gradients, own)  # type: ignore[method-assign]
 
     def _delegated(self, before: Any) -> Callable[..., Any]:
         def stepped(own: Any, closure: Closure | None = None) -> Any:
@@ -66,7 +110,7 @@ class OptimizerSlot:
             # A scheduler made meanwhile goes on calling this function after it was taken back.
             return plain_step(own, closure) if self._stands_in is None else self._stands_in(closure)
 
-        delegated = torch.optim.Optimizer.profile_hook_step(stepped)
+        delegated = with_hooks(stepped)
         if hasattr(before, "_wrapped_by_lr_sched"):  # its scheduler looks for the mark
             delegated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         return delegated

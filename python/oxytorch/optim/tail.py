@@ -15,7 +15,7 @@ from torch import Tensor
 from .._C import optim as _native
 from . import sharded
 from .options import TailOptions, TailStats, native_options, with_defaults
-from .slot import params_of
+from .slot import clear_gradients, params_of, with_hooks
 from .stability import Recovery
 
 __all__ = ["TailOptimizer"]
@@ -288,6 +288,9 @@ class TailOptimizer(torch.optim.Optimizer):
 
     # ---- torch.optim.Optimizer
 
+    zero_grad = clear_gradients
+
+    @with_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step: finite check, unscale, clip, update, moving average and statistics in one native call.
 

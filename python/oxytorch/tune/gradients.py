@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..model.graph import has_bytes
 from ..model.parking import park, rest
+from ..optim.slot import clears_as_torch
 
 if TYPE_CHECKING:
     from .run import Run
@@ -25,7 +26,7 @@ def gradients_away(run: Run) -> Iterator[None]:
 
     A step of the user's own may add to them, and what somebody else refers to would not be let go: those stay.
     """
-    plain = all(_has_plain_zero_grad(slot.original) for slot in run.slots)
+    plain = all(clears_as_torch(slot.original) for slot in run.slots)
     params = {id(p): p for p in run.params}.values()
     going = [p for p in params if run.own_step is None and plain and _may_go(p)]
     held = [(p, park(p.grad)) for p in going if p.grad is not None]
@@ -37,10 +38,6 @@ def gradients_away(run: Run) -> Iterator[None]:
         for p, grad in held:
             p.grad = grad.clone()
             rest(grad)
-
-
-def _has_plain_zero_grad(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
 def _may_go(param: Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..._C.accelerator import set_float32_precision
+from ..._C.amp import Autocast
 from ...amp import hardware_support
 from ...model.call import widened
 from ..observe import on_device
@@ -43,7 +44,9 @@ class BFloat16Autocast(Strategy):
         device = run.device.type
 
         def scope() -> AbstractContextManager[Any]:
-            return torch.autocast(device, dtype=torch.bfloat16)
+            # Whoever traces the step knows torch's class alone.
+            traced = torch.compiler.is_compiling() or torch._C._is_torch_function_mode_enabled()
+            return (torch.autocast if traced else Autocast)(device, dtype=torch.bfloat16)
 
         run.call.scope("autocast", scope)
         run.call.outputs("autocast", widened)
