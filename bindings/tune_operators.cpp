@@ -102,6 +102,8 @@ void bind_tune_operators(py::module_& m) {
                   "Whether gradients of embeddings alone are worth a trial.")
       .def_static("composed_attentions", &NativeOperators::composed_attentions,
                   "Calls of composed_attention that were served so far.")
+      .def_static("joined_relus", &NativeOperators::joined_relus,
+                  "Calls of relu that were computed with their linear layer so far.")
       .def_static("handed_on", &NativeOperators::handed_on, "Calls that went to torch's kernels so far.")
       .def("install", &NativeOperators::install, py::arg("names") = std::vector<std::string>(), release_gil())
       .def("uninstall", &NativeOperators::uninstall, release_gil())

@@ -353,7 +353,7 @@ class PackedWeights(_C.ops.PackedWeights):
     __slots__ = ()
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
     """Return ``input weight^T + bias``, with products of bfloat16 of a weight that stays float32.
 
     On a CPU that multiplies bfloat16, inputs of bfloat16 take the kernel of this library: a float32 weight is rounded
@@ -369,6 +369,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         Outputs x features, as of `torch.nn.Linear`, in the dtype of `input` or, where that is bfloat16, in float32.
     bias : Tensor, optional
         One for each output, in the dtype of `weight`.
+    relu : bool
+        Return the ReLU of that.
 
     Returns
     -------
@@ -382,7 +384,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     TypeError
         For other dtypes.
     """
-    return cast(Tensor, torch.ops.oxytorch.linear(input, weight, bias))
+    return cast(Tensor, torch.ops.oxytorch.linear(input, weight, bias, relu=relu))
 
 
 def linear_cross_entropy(

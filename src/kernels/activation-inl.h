@@ -172,6 +172,24 @@ void activate_backward(const Activated& of, const Rows& grad, const RowsTo& to_i
   });
 }
 
+void relu_backward(const Rows& output, const Rows& grad, const RowsTo& to) {
+  with_element(output.element, [&](auto element) {
+    using T = decltype(element);
+    for (std::int64_t i = 0; i < output.rows; ++i) {
+      const T *made = row_of<T>(output, i), *slopes = row_of<T>(grad, i);
+      in_groups(output.columns, [&](auto j, auto count, auto vectors) {
+        V y[vectors.value], slope[vectors.value];
+        load_group(made + j, count, y);
+        load_group(slopes + j, count, slope);
+        for (int k = 0; k < vectors.value; ++k) {
+          slope[k] = hn::IfThenZeroElse(hn::Le(y[k], hn::Zero(F32())), slope[k]);
+        }
+        store_group(slope, row_to<T>(to, i) + j, count);
+      });
+    }
+  });
+}
+
 }  // namespace
 }  // namespace oxytorch::kernels::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

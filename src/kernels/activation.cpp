@@ -17,4 +17,8 @@ void activate_backward(const Activated& of, const Rows& grad, const RowsTo& to_i
   operator_table(active_isa()).activate_backward(of, grad, to_input, to_times);
 }
 
+void relu_backward(const Rows& output, const Rows& grad, const RowsTo& to) {
+  operator_table(active_isa()).relu_backward(output, grad, to);
+}
+
 }  // namespace oxytorch::kernels

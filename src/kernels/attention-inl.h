@@ -493,7 +493,8 @@ void dot_rows(const Rows& a, const Rows& b, float* to) {
 }
 
 void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
-                const float* factors, ElementType element, void* to, std::int64_t to_stride, const float* added) {
+                const float* factors, ElementType element, void* to, std::int64_t to_stride, const float* added,
+                bool relu) {
   with_element(element, [&](auto kind) {
     using T = decltype(kind);
     const std::int64_t whole = columns / kLanes * kLanes;
@@ -503,7 +504,8 @@ void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::
       T* row = static_cast<T*>(to) + i * to_stride;
       const V times = set(factors == nullptr ? factor : factor * factors[i]);
       const auto result = [&](V value, const float* plus) {
-        return added == nullptr ? hn::Mul(value, times) : fma(value, times, load(plus));
+        const V made = added == nullptr ? hn::Mul(value, times) : fma(value, times, load(plus));
+        return relu ? hn::IfThenZeroElse(hn::Lt(made, hn::Zero(F32())), made) : made;
       };
       const auto at = [&](std::int64_t j) { return result(load(from + j), added == nullptr ? nullptr : added + j); };
       std::int64_t j = 0;

@@ -64,8 +64,10 @@ void cross_entropy_gradient(const CrossEntropyGradient& tile) {
 void dot_rows(const Rows& a, const Rows& b, float* to) { operator_table(active_isa()).dot_rows(a, b, to); }
 
 void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
-                const float* factors, ElementType element, void* to, std::int64_t to_stride, const float* added) {
-  operator_table(active_isa()).store_rows(from, stride, rows, columns, factor, factors, element, to, to_stride, added);
+                const float* factors, ElementType element, void* to, std::int64_t to_stride, const float* added,
+                bool relu) {
+  operator_table(active_isa())
+      .store_rows(from, stride, rows, columns, factor, factors, element, to, to_stride, added, relu);
 }
 
 void add_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* to,

@@ -58,6 +58,7 @@ const OperatorTable& operators() {
                                         window_gradient,
                                         activate,
                                         activate_backward,
+                                        relu_backward,
                                         normalize_sums,
                                         row_norm_gradient,
                                         lstm_forward,

@@ -43,7 +43,8 @@ struct OperatorTable {
   void (*cross_entropy_gradient)(const CrossEntropyGradient& tile);
   void (*dot_rows)(const Rows& a, const Rows& b, float* to);
   void (*store_rows)(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
-                     const float* factors, ElementType element, void* to, std::int64_t to_stride, const float* added);
+                     const float* factors, ElementType element, void* to, std::int64_t to_stride, const float* added,
+                     bool relu);
   void (*add_rows)(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* to,
                    std::int64_t to_stride);
   void (*sum_columns)(const Rows& from, float* to);
@@ -61,6 +62,7 @@ struct OperatorTable {
                           const std::uint8_t* taps, void* to);
   void (*activate)(const Activated& of, const RowsTo& to);
   void (*activate_backward)(const Activated& of, const Rows& grad, const RowsTo& to_input, const RowsTo& to_times);
+  void (*relu_backward)(const Rows& output, const Rows& grad, const RowsTo& to);
   void (*normalize_sums)(const RowSum& sum_of, const RowNorm& norm, const RowsOf& sum, const RowsOf& output,
                          float* mean, float* invstd, float* work);
   void (*row_norm_gradient)(const RowNormGradient& of, const RowsOf& to_input, const RowsOf& to_residual, float* weight,

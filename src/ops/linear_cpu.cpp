@@ -14,6 +14,7 @@
 #include "ops/shares.h"
 #include "ops/tiles.h"
 #include "optim/dense.h"
+#include "oxytorch/kernels/activation.h"
 #include "oxytorch/kernels/attention.h"
 
 namespace oxytorch::ops {
@@ -137,18 +138,19 @@ void multiply(const Left& left, std::int64_t row, std::int64_t count, const std:
 
 std::int64_t grain(std::int64_t work_of_task) { return std::max<std::int64_t>(1, kWorkOfThread / work_of_task); }
 
-/// Where sums go that are rounded: rows from `first`, and what is added to each.
+/// Where sums go that are rounded: rows from `first`, what is added to each, and whether ReLU follows.
 struct Output {
   Tensor& to;
   std::int64_t first = 0;
   const float* added = nullptr;
+  bool relu = false;
 
   void store(const float* sums, std::int64_t stride, std::int64_t row, std::int64_t count, std::int64_t column,
              std::int64_t columns) const {
     auto* data = static_cast<std::byte*>(to.mutable_data_ptr());
     kernels::store_rows(sums, stride, count, columns, 1, nullptr, ElementType::BF16,
                         data + ((first + row) * to.stride(0) + column) * kBytes, to.stride(0),
-                        added == nullptr ? nullptr : added + column);
+                        added == nullptr ? nullptr : added + column, relu);
   }
 };
 
@@ -176,8 +178,10 @@ void multiply_all(const Left& left, std::int64_t rows, const Panels& right, cons
 class LinearBackwardPass {
  public:
   LinearBackwardPass(const Tensor& grad_output, const Tensor& input, const Tensor& weight, std::array<bool, 3> wanted,
-                     const Tensor& sum)
-      : grad_(dense(grad_output)),
+                     const Tensor& sum, const Tensor& output)
+      : given_grad_(dense(grad_output)),
+        output_(output.defined() ? dense(output) : output),
+        grad_(output.defined() ? at::empty(grad_output.sizes(), grad_output.options()) : given_grad_),
         input_(input.defined() ? dense(input) : input),
         given_weight_(weight),
         weight_(dense(weight)),
@@ -230,7 +234,7 @@ class LinearBackwardPass {
     const Rows grad = rows_of(grad_).part(first, count);
     const Rows input = wanted_[1] ? rows_of(input_).part(first, count) : Rows();
     const bool is_new = first == 0 && !kept_.defined();
-    lay_out(grad, input, is_new);
+    lay_out(first, grad, input, is_new);
     if (keeps_ && is_new) keep_panels(given_weight_, PackedFor::Backward, weight_panels_->memory());
     Scratch scratch;
     const Left left = wanted_[0] ? left_of(scratch, grad) : Left();
@@ -292,13 +296,14 @@ class LinearBackwardPass {
     kernels::add_rows(sums, kTile, count, used, there, stride);
   }
 
-  // The weight (where it `is_new`), the left operand of the gradient of the weight, and with it that of the bias.
-  void lay_out(const Rows& grad, const Rows& input, bool is_new) {
+  // The weight (where it `is_new`), the gradient behind ReLU, the left operand of the gradient of the weight, and with
+  // it that of the bias.
+  void lay_out(std::int64_t first, const Rows& grad, const Rows& input, bool is_new) {
     const Tiled rows(grad.rows);
     const std::int64_t of_weight = weight_panels_ && is_new ? Tiled(weight_.size(0)).tiles : 0;
     const bool sums_bias = wanted_[2] && !(wanted_[1] && swaps_);
     const Rows& across = swaps_ ? input : grad;
-    const std::int64_t of_left = wanted_[1] || sums_bias ? rows.tiles : 0;
+    const std::int64_t of_left = wanted_[1] || sums_bias || output_.defined() ? rows.tiles : 0;
     std::vector<float> sums(sums_bias ? static_cast<std::size_t>(rows.tiles * grad.columns) : 0);
     const std::int64_t work = kTile * kWorkOfElement * std::max(outputs_, weight_.size(1));
     share_out(of_weight + of_left, grain(work), [&](const auto& take) {
@@ -308,6 +313,7 @@ class LinearBackwardPass {
           continue;
         }
         const std::int64_t tile = task - of_weight, row = rows.begin(tile);
+        if (output_.defined()) pass_relu(first + row, rows.used(tile));
         if (sums_bias) kernels::sum_columns(grad.part(row, rows.used(tile)), sums.data() + tile * grad.columns);
         if (wanted_[1]) pack_left(across.part(row, rows.used(tile)), row);
       }
@@ -315,6 +321,11 @@ class LinearBackwardPass {
     for (std::size_t tile = 0; tile * bias_.size() < sums.size(); ++tile) {
       for (std::size_t i = 0; i < bias_.size(); ++i) bias_[i] += sums[tile * bias_.size() + i];
     }
+  }
+
+  void pass_relu(std::int64_t row, std::int64_t count) {
+    kernels::relu_backward(rows_of(output_).part(row, count), rows_of(given_grad_).part(row, count),
+                           {grad_.mutable_data_ptr<at::BFloat16>() + row * grad_.stride(0), grad_.stride(0)});
   }
 
   void pack_left(const Rows& from, std::int64_t row) {
@@ -396,6 +407,7 @@ class LinearBackwardPass {
     }
   }
 
+  Tensor given_grad_, output_;  // what ReLU gave, where one follows
   Tensor grad_, input_, given_weight_, weight_;
   std::array<bool, 3> wanted_;
   bool adds_;                // each sum, once it is whole, to what the gradient holds already
@@ -427,11 +439,11 @@ bool linear_cpu_takes(const Tensor& input, const Tensor& weight, const Tensor& b
          product_format(ElementType::BF16) == kFormat;
 }
 
-Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias, bool relu) {
   const Tensor rows = dense(input), from = dense(weight);
   Tensor output = at::empty({rows.size(0), from.size(0)}, rows.options());
   const Tensor added = bias.defined() ? bias.to(at::kFloat).contiguous() : bias;
-  const Output to{output, 0, added.defined() ? added.const_data_ptr<float>() : nullptr};
+  const Output to{output, 0, added.defined() ? added.const_data_ptr<float>() : nullptr, relu};
   Scratch scratch;
   const Left left = left_of(scratch, rows_of(rows));
   const Rows of_weight = rows_of(from);
@@ -465,8 +477,8 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
 }
 
 LinearGradients linear_cpu_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                                    std::array<bool, 3> wanted, const Tensor& sum) {
-  return LinearBackwardPass(grad_output, input, weight, wanted, sum).run();
+                                    std::array<bool, 3> wanted, const Tensor& sum, const Tensor& output) {
+  return LinearBackwardPass(grad_output, input, weight, wanted, sum, output).run();
 }
 
 }  // namespace oxytorch::ops

@@ -11,17 +11,19 @@ namespace oxytorch::ops {
 /// undefined) both bfloat16 or both float32, on a CPU that multiplies bfloat16; nothing empty.
 [[nodiscard]] bool linear_cpu_takes(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 
-/// rows x features times outputs x features, transposed, plus outputs. The same bits for any number of threads.
-at::Tensor linear_cpu(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
+/// rows x features times outputs x features, transposed, plus outputs; with `relu`, no less than 0. The same bits for
+/// any number of threads.
+at::Tensor linear_cpu(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, bool relu = false);
 
 /// Gradients of input, weight and bias where they are wanted; undefined where not. Those of weight and bias have the
 /// dtype of `weight`. `input` may be undefined where the weight's is not wanted. The weight's is added to `sum` where
 /// that is defined (contiguous, in the sizes and dtype of `weight`), as fp32 sums that are rounded once, and is
-/// undefined then.
+/// undefined then. `output`, where defined, is what linear_cpu() gave with `relu`.
 struct LinearGradients {
   at::Tensor input, weight, bias;
 };
 LinearGradients linear_cpu_backward(const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
-                                    std::array<bool, 3> wanted, const at::Tensor& sum = {});
+                                    std::array<bool, 3> wanted, const at::Tensor& sum = {},
+                                    const at::Tensor& output = {});
 
 }  // namespace oxytorch::ops

@@ -26,6 +26,7 @@
 #include "oxytorch/error.h"
 #include "oxytorch/ops/linear.h"
 #include "tune/above_autograd.h"
+#include "tune/deferred_relu.h"
 #include "tune/operators_entry.h"
 
 namespace oxytorch::tune {
@@ -398,8 +399,10 @@ bool takes_linear(const Tensor& input, const Tensor& weight, const Tensor& bias)
 
 Tensor layer_of(const Tensor& input, const Tensor& weight, const Tensor& bias) {
   const Tensor narrow = ops::autocast(input);
-  const Tensor logits = deferred_linear(narrow, weight, bias);
-  return logits.defined() ? logits : ops::linear(narrow, weight, ops::if_defined(bias));
+  for (const auto deferred : {deferred_linear, deferred_before_relu}) {
+    if (Tensor left = deferred(narrow, weight, bias); left.defined()) return left;
+  }
+  return ops::linear(narrow, weight, ops::if_defined(bias));
 }
 
 }  // namespace
@@ -546,6 +549,8 @@ const std::map<std::string, Entry>& entries() {
               library.impl("linear", TORCH_FN(cast_linear));
               library.impl("addmm", TORCH_FN(cast_addmm));
               library.impl("matmul", TORCH_FN(cast_matmul));
+              library.impl("relu", TORCH_FN(relu_seen));
+              library.impl("relu_", TORCH_FN(relu_in_place_seen));
             },
         .key = c10::DispatchKey::AutocastCPU}},
   };
@@ -650,6 +655,8 @@ bool NativeOperators::serves_convolution(const std::vector<std::int64_t>& weight
 std::int64_t NativeOperators::composed_attentions() noexcept {
   return attentions_served.load(std::memory_order_relaxed);
 }
+
+std::int64_t NativeOperators::joined_relus() noexcept { return relus_joined(); }
 
 std::int64_t NativeOperators::handed_on() noexcept {
   std::int64_t calls = 0;

@@ -2,8 +2,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "oxytorch/amp.h"
 #include "oxytorch/error.h"
 #include "oxytorch/ops.h"
+#include "oxytorch/tune/operators.h"
 
 namespace oxytorch {
 namespace {
@@ -47,6 +49,42 @@ TEST(LinearTest, GradientsOfSeveralBatchesAddUpWithTorchsBits) {
   for (const std::int64_t rows : {5, 300, 1500}) {
     EXPECT_TRUE(at::equal(gradient_of_three(weight, rows, false), gradient_of_three(weight, rows, true))) << rows;
   }
+}
+
+TEST(LinearTest, ReluHasTheBitsOfOneThatFollows) {
+  torch::manual_seed(0);
+  const Tensor input = torch::randn({3, 40, 24}).to(at::kBFloat16).requires_grad_();
+  const Tensor weight = torch::randn({33, 24}).requires_grad_(), bias = torch::randn({33}).requires_grad_();
+  const Tensor ours = ops::linear(input, weight, bias, true), expected = at::relu(ops::linear(input, weight, bias));
+  EXPECT_TRUE(at::equal(ours, expected));
+  const Tensor slope = torch::randn_like(ours);
+  const auto found = torch::autograd::grad({ours}, {input, weight, bias}, {slope});
+  const auto right = torch::autograd::grad({expected}, {input, weight, bias}, {slope});
+  for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(found[i], right[i])) << i;
+}
+
+TEST(LinearTest, ReluUnderAutocastIsComputedWithTheLayerItFollowed) {
+  tune::NativeOperators operators;
+  const auto reports = operators.install({"linear"});
+  if (!reports.front().installed) GTEST_SKIP() << reports.front().reason;
+  torch::manual_seed(0);
+  torch::nn::Sequential model(torch::nn::Linear(12, 97), torch::nn::ReLU(), torch::nn::Linear(97, 3));
+  const Tensor input = torch::randn({6, 12});
+  const auto gradients = [&] {
+    model->zero_grad();
+    {
+      const amp::Autocast narrow(at::kCPU, at::kBFloat16);
+      model->forward(input).to(at::kFloat).square().sum().backward();
+    }
+    std::vector<Tensor> made;
+    for (const Tensor& parameter : model->parameters()) made.push_back(parameter.grad().clone());
+    return made;
+  };
+  const auto first = gradients();
+  const auto before = tune::NativeOperators::joined_relus();
+  const auto second = gradients();
+  EXPECT_EQ(tune::NativeOperators::joined_relus(), before + 1);
+  for (std::size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(at::equal(first[i], second[i])) << i;
 }
 
 TEST(LinearTest, PackedWeightsChangeNoBitAndEndWithTheirScope) {

@@ -22,7 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from .rounding import ROUNDING, native, threads
 
 pytestmark = pytest.mark.cpu_only("the kernel is the CPU's")
-NARROWER = {"avx2": "twice_torchs or finite", "scalar": "(twice_torchs and 1) or finite"}
+NARROWER = {
+    "avx2": "twice_torchs or finite or relu_has",
+    "scalar": "(twice_torchs and 1) or finite or (relu_has and 9)",
+}
 
 BF16 = torch.bfloat16
 NAMES = ("output", "input", "weight", "bias")
@@ -57,6 +60,15 @@ class Case:
         self.g = matrix(rows, outputs, BF16)
         if draw.random() < 0.2:
             self.g = self.g.t().contiguous().t()
+        self.ours: dict[str, bool] = {"relu": True} if draw.random() < 0.4 else {}
+
+    def linear(self, *given: Any) -> Tensor:
+        """The operator here."""
+        return ox.ops.linear(*given, **self.ours)
+
+    def torchs(self, *given: Any) -> Tensor:
+        """Torch's own."""
+        return F.relu(F.linear(*given)) if self.ours else F.linear(*given)
 
     def run(self, call: Callable[..., Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
         """Output and gradients; everything in `dtype`, or as given."""
@@ -71,7 +83,7 @@ class Case:
 @pytest.mark.parametrize("seed", range(60))
 def test_no_further_off_than_twice_torchs(seed: int) -> None:
     case = Case(seed)
-    ours, theirs, right = case.run(ox.ops.linear), case.run(F.linear, BF16), case.run(F.linear, torch.float64)
+    ours, theirs, right = case.run(case.linear), case.run(case.torchs, BF16), case.run(case.torchs, torch.float64)
     for name, a, t, e in zip(NAMES, ours, theirs, right, strict=False):
         assert a.shape == t.shape
         assert a.dtype == (case.dtype if name in ("weight", "bias") else BF16), name
@@ -124,13 +136,38 @@ def test_gradients_of_large_weights(sizes: tuple[int, int, int], adds: bool) -> 
                 torch.testing.assert_close(one.grad, expected)
 
 
+@pytest.mark.parametrize("size", [(5, 20, 9), (300, 272, 513), (3, 70, 784, 65), (2100, 130, 200)])
+@pytest.mark.parametrize("wanted", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_relu_has_the_bits_of_one_that_follows(size: tuple[int, ...], wanted: tuple[int, int, int]) -> None:
+    *rows, features, outputs = size
+    noise = torch.Generator().manual_seed(outputs)
+    x = torch.randn(*rows, features, generator=noise).to(BF16)
+    w, b = torch.randn(outputs, features, generator=noise), torch.randn(outputs, generator=noise)
+    b[0], w[1], b[1] = float("nan"), 0, 0  # and zeros, whose gradient is 0
+    g = torch.randn(*rows, outputs, generator=noise).to(BF16)
+    given = [t.requires_grad_(bool(want)) for t, want in zip((x, w, b), wanted, strict=True)]
+    inputs = [t for t in given if t.requires_grad]
+    made, expected = ox.ops.linear(*given, relu=True), F.relu(ox.ops.linear(*given))
+    assert torch.equal(made.nan_to_num(7), expected.nan_to_num(7))
+    for ours, right in zip(*(torch.autograd.grad(y, inputs, g) for y in (made, expected)), strict=True):
+        assert ours.dtype == right.dtype and torch.equal(ours.nan_to_num(7), right.nan_to_num(7))
+
+
+def test_relu_changed_in_place_is_refused_by_backward() -> None:
+    x, w = torch.randn(9, 20).to(BF16).requires_grad_(), torch.randn(30, 20).requires_grad_()
+    made = ox.ops.linear(x, w, relu=True)
+    made.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made.float().sum().backward()
+
+
 @pytest.mark.parametrize("seed", [1, 5, 8, 21, 33])
 def test_bits_do_not_depend_on_the_number_of_threads(seed: int) -> None:
     case = Case(seed)
     runs = []
     for count in (1, 2, 5):
         with threads(count):
-            runs.append(case.run(ox.ops.linear))
+            runs.append(case.run(case.linear))
     for other in runs[1:]:
         assert all(a.equal(b) for a, b in zip(runs[0], other, strict=True))
 
@@ -198,10 +235,14 @@ def test_a_second_derivative_is_no_further_off_than_twice_torchs() -> None:
         (first,) = torch.autograd.grad(linear(x, w, b).tanh().sum(), x, create_graph=True)
         return torch.autograd.grad(first.square().sum(), (x, w))
 
-    all_of = penalty(ox.ops.linear), penalty(F.linear, BF16), penalty(F.linear, torch.float64)
-    for ours, theirs, right in zip(*all_of, strict=True):
-        error, allowed = (float((one.double() - right).norm()) for one in (ours, theirs))
-        assert error <= 2 * allowed + ROUNDING[BF16] * float(right.norm())
+    def torchs_relu(*given: Tensor) -> Tensor:
+        return F.relu(F.linear(*given))
+
+    for own, torchs in ((ox.ops.linear, F.linear), (partial(ox.ops.linear, relu=True), torchs_relu)):
+        all_of = penalty(own), penalty(torchs, BF16), penalty(torchs, torch.float64)
+        for ours, theirs, right in zip(*all_of, strict=True):
+            error, allowed = (float((one.double() - right).norm()) for one in (ours, theirs))
+            assert error <= 2 * allowed + ROUNDING[BF16] * float(right.norm())
 
 
 def test_it_is_an_operator_that_torch_checks() -> None:
@@ -209,14 +250,16 @@ def test_it_is_an_operator_that_torch_checks() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     opcheck(torch.ops.oxytorch.linear, (x, w, b.requires_grad_()), test_utils=tests)
     opcheck(torch.ops.oxytorch.linear, (x, w), test_utils=tests)
+    opcheck(torch.ops.oxytorch.linear, (x, w), {"relu": True}, test_utils=tests)
 
 
-def test_compiled_and_transformed_it_agrees_with_eager() -> None:
+@pytest.mark.parametrize("relu", [False, True])
+def test_compiled_and_transformed_it_agrees_with_eager(relu: bool) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(9, 20).to(BF16).requires_grad_(), torch.randn(30, 20).requires_grad_()
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
-        return ox.ops.linear(x.sin(), w).float().square().mean()
+        return ox.ops.linear(x.sin(), w, relu=relu).float().square().mean()
 
     expected = loss(x, w)
     grads = torch.autograd.grad(expected, (x, w))
@@ -225,14 +268,17 @@ def test_compiled_and_transformed_it_agrees_with_eager() -> None:
     assert all(a.equal(b) for a, b in zip(torch.autograd.grad(compiled, (x, w)), grads, strict=True))
     # torch.func differentiates what backward does, which torch's operators do then.
     torch.testing.assert_close(grad(loss, 1)(x.detach(), w.detach()), grads[1], rtol=1e-2, atol=1e-3)
-    many = vmap(lambda row: ox.ops.linear(row, w.detach()))(x.detach().unsqueeze(1))
-    torch.testing.assert_close(many.squeeze(1), ox.ops.linear(x.detach(), w.detach()))
+    many = vmap(lambda row: ox.ops.linear(row, w.detach(), relu=relu))(x.detach().unsqueeze(1))
+    torch.testing.assert_close(many.squeeze(1), ox.ops.linear(x.detach(), w.detach(), relu=relu))
+    of_each = vmap(grad(loss), (0, None))(x.detach().unsqueeze(1), w.detach())
+    torch.testing.assert_close(of_each.squeeze(1) / len(x), grads[0], rtol=2e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_other_dtypes_are_torchs_own(dtype: torch.dtype) -> None:
     x, w, b = (torch.randn(size).to(dtype) for size in ((4, 6), (5, 6), (5,)))
     assert ox.ops.linear(x, w, b).equal(F.linear(x, w, b))
+    assert ox.ops.linear(x, w, b, relu=True).equal(F.relu(F.linear(x, w, b)))
 
 
 @pytest.mark.parametrize(

@@ -39,4 +39,7 @@ OXY_API void activate(const Activated& of, const RowsTo& to);
 /// where `grad` is.
 OXY_API void activate_backward(const Activated& of, const Rows& grad, const RowsTo& to_input, const RowsTo& to_times);
 
+/// `grad` where `output`, which ReLU gave, is not 0, else 0; of one element and size. As torch's of NaN.
+OXY_API void relu_backward(const Rows& output, const Rows& grad, const RowsTo& to);
+
 }  // namespace oxytorch::kernels

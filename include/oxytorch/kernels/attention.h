@@ -149,10 +149,10 @@ OXY_API void cross_entropy_gradient(const CrossEntropyGradient& tile);
 OXY_API void dot_rows(const Rows& a, const Rows& b, float* to);
 
 /// Writes rows of fp32, times `factor`, and times factors[row] where that is given, plus added[column] where that is,
-/// in `element`.
+/// in `element`; with `relu`, the ReLU of that, as torch's of NaN.
 OXY_API void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
                         const float* factors, ElementType element, void* to, std::int64_t to_stride,
-                        const float* added = nullptr);
+                        const float* added = nullptr, bool relu = false);
 
 /// Adds rows of fp32 to others.
 OXY_API void add_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* to,

@@ -9,7 +9,7 @@
 
 namespace oxytorch::ops {
 
-/// input weight^T + bias, differentiable.
+/// input weight^T + bias, differentiable; with `relu`, the ReLU of that.
 ///
 /// `input`: any sizes x features; `weight`: outputs x features, as of torch::nn::Linear, in the dtype of `input` or,
 /// where that is bfloat16, in float32; `bias`: outputs, in the dtype of `weight`. Returns sizes x outputs in the dtype
@@ -22,6 +22,6 @@ namespace oxytorch::ops {
 ///
 /// Throws InvalidArgument for sizes that do not fit and InvalidType for other dtypes.
 OXY_API at::Tensor linear(const at::Tensor& input, const at::Tensor& weight,
-                          const std::optional<at::Tensor>& bias = std::nullopt);
+                          const std::optional<at::Tensor>& bias = std::nullopt, bool relu = false);
 
 }  // namespace oxytorch::ops

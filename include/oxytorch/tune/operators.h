@@ -12,9 +12,9 @@
 /// | convolution | convolution_backward: the gradient of the weight | bf16 images in channels_last memory |
 /// | lstm | mkldnn_rnn_layer, its backward | fp32, bf16, LSTM |
 /// | gru | gru of a sequence that is not packed | fp32, bf16, and fp32 under autocast to bf16 |
-/// | linear | linear, addmm and matmul of a weight under autocast | bf16 products of fp32 weights |
-/// | gelu | gelu by tanh, gelu_backward of both forms | fp32, bf16, fp16, dense |
-/// | silu | silu, silu_, silu_backward | fp32, bf16, fp16, dense |
+/// | linear | linear, addmm and matmul of a weight under autocast, with the relu that follows | bf16 products of fp32
+/// weights | | gelu | gelu by tanh, gelu_backward of both forms | fp32, bf16, fp16, dense | | silu | silu, silu_,
+/// silu_backward | fp32, bf16, fp16, dense |
 ///
 /// What is not served goes to the kernel that was there before, as do arguments that it refuses. So does everything on
 /// other devices, under torch.func transforms and in what torch.compile generates itself; of gru and composed_attention
@@ -28,6 +28,10 @@
 /// (oxytorch/ops), gru, and composed_attention, which drops the weights that torch would and keeps a byte of each,
 /// where torch keeps twelve; lstm, where it differs from torch's by more than sums of its length round. The backward of
 /// lstm stays when it is taken out: it serves graphs that were recorded with it, and hands on all others.
+///
+/// linear joins ReLU once it has followed a layer of as many outputs: such a layer gives, in training, a tensor without
+/// values, which ReLU computes with its own. Anything else that asks gets the layer's values; after its weight or input
+/// was changed in place, Error(InvalidState).
 #pragma once
 
 #include <cstdint>
@@ -81,6 +85,9 @@ class OXY_API NativeOperators {
 
   /// Calls of composed_attention that were served so far.
   [[nodiscard]] static std::int64_t composed_attentions() noexcept;
+
+  /// Calls of relu that were computed with their linear layer so far.
+  [[nodiscard]] static std::int64_t joined_relus() noexcept;
 
   /// Names that are installed by this object.
   [[nodiscard]] const std::vector<std::string>& installed() const noexcept { return installed_; }

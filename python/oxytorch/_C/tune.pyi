@@ -772,6 +772,11 @@ class NativeOperators:
         Whether gradients of embeddings alone are worth a trial.
         """
     @staticmethod
+    def joined_relus() -> int:
+        """
+        Calls of relu that were computed with their linear layer so far.
+        """
+    @staticmethod
     def names() -> list[str]: ...
     @staticmethod
     def serves_convolution(weight: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> bool:

@@ -122,7 +122,7 @@ class NativeActivation(edits.NativeActivation, Strategy):
     cost="linear layers of other models in this process take this kernel too.",
 )
 class NativeLinear(edits.NativeKernel, Strategy):
-    """Linear layers under autocast by the kernel of this library, without a copy of their weights in bfloat16."""
+    """Linear layers under autocast, and a ReLU behind them, by the kernel of this library, of float32 weights."""
 
     kernels = ("linear",)
     missing = "the model has no float32 weight of a linear layer"

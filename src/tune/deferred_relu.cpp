@@ -1,0 +1,170 @@
+#include "tune/deferred_relu.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/relu_ops.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "ops/dispatch.h"
+#include "oxytorch/error.h"
+#include "oxytorch/ops/linear.h"
+#include "tune/deferred.h"
+
+namespace oxytorch::tune {
+namespace {
+
+using at::Tensor;
+
+/// How often ReLU followed a layer of so many outputs, and how often something else asked for one that had waited.
+class Followers {
+ public:
+  bool is_relu(std::int64_t outputs) {
+    const std::lock_guard lock(mutex_);
+    const auto found = counts_.find(outputs);
+    return found != counts_.end() && found->second.relus > found->second.others;
+  }
+  void note_relu(std::int64_t outputs) {
+    const std::lock_guard lock(mutex_);
+    ++counts_[outputs].relus;
+  }
+  void note_other(std::int64_t outputs) {
+    const std::lock_guard lock(mutex_);
+    ++counts_[outputs].others;
+  }
+
+ private:
+  struct Count {
+    std::int64_t relus = 0, others = 0;
+  };
+  std::mutex mutex_;
+  std::map<std::int64_t, Count> counts_;
+};
+Followers& followers() {
+  static Followers all;
+  return all;
+}
+
+std::atomic<std::int64_t> relus_with_layer = 0;
+
+class BeforeRelu final : public DeferredValue {
+ public:
+  BeforeRelu(const Tensor& input, const Tensor& weight, const Tensor& bias)
+      : of_{input, weight, bias}, versions_(present_versions()), outputs_(weight.size(0)) {
+    auto sizes = input.sizes().vec();
+    sizes.back() = outputs_;
+    meta = at::empty(sizes, input.options().device(at::kMeta));
+  }
+
+  Tensor values() override {
+    const std::lock_guard lock(mutex_);
+    if (made_.defined()) return made_;
+    OXY_CHECK(is_unchanged(), InvalidState,
+              "a linear layer is asked for after its weight or its input was changed in place: it was left to the ReLU "
+              "that follows it (native_linear). Read it before, or leave that strategy out.");
+    followers().note_other(outputs_);
+    return keep(made(false));
+  }
+  bool is_computed() override {
+    const std::lock_guard lock(mutex_);
+    return made_.defined();
+  }
+  void settle() override {
+    const std::lock_guard lock(mutex_);
+    if (!made_.defined() && is_unchanged()) values();
+  }
+  std::optional<Tensor> serve(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
+                              std::size_t /*position*/, std::shared_ptr<DeferredValue> /*self*/) override {
+    const std::string_view name = op.operator_name().name;
+    if (name != "aten::relu" && name != "aten::relu_") return std::nullopt;
+    const std::lock_guard lock(mutex_);
+    if (made_.defined() || has_hooks() || !is_unchanged() || !at::GradMode::is_enabled()) return std::nullopt;
+    followers().note_relu(outputs_);
+    relus_with_layer.fetch_add(1, std::memory_order_relaxed);
+    Tensor relu = made(true);
+    if (name == "aten::relu") return relu;
+    // The tensor is now what was made of it.
+    const Tensor& tensor = arguments[0].toTensor();
+    edge = torch::autograd::impl::gradient_edge(relu);
+    torch::autograd::impl::set_gradient_edge(tensor, edge);
+    keep(std::move(relu));
+    return tensor;
+  }
+
+ private:
+  [[nodiscard]] Tensor made(bool relu) const {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const at::AutoGradMode as_in_training(true);
+    Tensor layer = ops::linear(of_[0], of_[1], ops::if_defined(of_[2]), relu);
+    return relu ? layer : behind_hooks(std::move(layer));
+  }
+  Tensor keep(Tensor values) {
+    for (Tensor& one : of_) one.reset();  // the graph has them
+    return made_ = std::move(values);
+  }
+  [[nodiscard]] std::array<std::uint32_t, 3> present_versions() const {
+    const auto of = [](const Tensor& tensor) { return tensor.defined() ? version_of(tensor) : 0; };
+    return {of(of_[0]), of(of_[1]), of(of_[2])};
+  }
+  [[nodiscard]] bool is_unchanged() const { return versions_ == present_versions(); }
+
+  std::array<Tensor, 3> of_;  // input, weight, bias
+  std::array<std::uint32_t, 3> versions_;
+  std::int64_t outputs_;
+  std::recursive_mutex mutex_;
+  Tensor made_;
+};
+
+/// Notes the layer that a tensor comes from, as it is or in other sizes.
+void note_layer_of(const Tensor& relus) {
+  if (relus.dim() == 0) return;
+  const auto& node = relus.grad_fn();
+  const auto is_layer = [](const auto& one) { return one && one->name() == "OxytorchLinearBackward"; };
+  if (is_layer(node) || (node && node->num_outputs() == 1 && is_layer(node->next_edge(0).function))) {
+    followers().note_relu(relus.size(-1));
+  }
+}
+
+c10::DispatchKeySet below_autocast(c10::DispatchKeySet keys) {
+  return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::AutocastCPU);
+}
+
+}  // namespace
+
+Tensor deferred_before_relu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  if (!followers().is_relu(weight.size(0)) || !may_defer(input, weight) || is_deferred(input)) return {};
+  auto layer = std::make_shared<BeforeRelu>(input, weight, bias);
+  layer->device = input.device();
+  remember(layer);
+  Tensor tensor = deferred_tensor(layer);
+  put_in_graph(tensor, *layer, {input, weight, bias}, [](const std::vector<Tensor>& given) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    return ops::linear(given[0], given[1], ops::if_defined(given[2]));
+  });
+  return tensor;
+}
+
+Tensor relu_seen(c10::DispatchKeySet keys, const Tensor& self) {
+  note_layer_of(self);
+  return at::_ops::relu::redispatch(below_autocast(keys), self);
+}
+
+Tensor& relu_in_place_seen(c10::DispatchKeySet keys, Tensor& self) {
+  note_layer_of(self);
+  return at::_ops::relu_::redispatch(below_autocast(keys), self);
+}
+
+std::int64_t relus_joined() noexcept { return relus_with_layer.load(std::memory_order_relaxed); }
+
+}  // namespace oxytorch::tune
