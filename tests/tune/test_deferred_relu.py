@@ -245,4 +245,4 @@ def test_a_model_is_trained_alike() -> None:
     ours, torchs = trained(native=True), trained(native=False)
     assert Operators.joined_relus() - before == 2 * 23
     assert max(abs(a - b) for a, b in zip(ours, torchs, strict=True)) < 0.1
-    assert ours[-1] < 0.5 * ours[0]
+    assert ours[-1] < 0.8 * ours[0]
