@@ -196,15 +196,17 @@ Tensor wrapped(const std::shared_ptr<Logits>& logits) {
 
 bool is_deferrable(const Tensor& input, at::ScalarType of_input, const Tensor& weight, const Tensor& bias) {
   if (open_scopes == 0 || !at::GradMode::is_enabled() || has_saved_tensor_hooks()) return false;
+  // Before any size is asked for: those of what a compiler traces may be symbols, which have no numbers.
+  const Tensor all[] = {input, weight, bias.defined() ? bias : weight};
+  if (at::areAnyTensorSubclassLike(all)) return false;
   const auto type = weight.scalar_type();
   if (weight.dim() != 2 || weight.size(0) < kLeastClasses || weight.size(1) < 1 || input.dim() < 1) return false;
   if (type != at::kFloat && type != at::kBFloat16 && type != at::kHalf) return false;
   if (input.device() != weight.device() || input.layout() != at::kStrided) return false;
   if (input.scalar_type() != of_input || input.size(-1) != weight.size(1) || input.numel() == 0) return false;
   if (bias.defined() && (bias.scalar_type() != type || bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
-  const Tensor all[] = {input, weight, bias.defined() ? bias : weight};
-  return torch::autograd::compute_requires_grad(all[0], all[1], all[2]) && !at::areAnyTensorSubclassLike(all) &&
-         !is_deferred(input) && experience().feeds_a_loss(weight);
+  return torch::autograd::compute_requires_grad(all[0], all[1], all[2]) && !is_deferred(input) &&
+         experience().feeds_a_loss(weight);
 }
 bool is_deferrable(const Tensor& input, const Tensor& weight, const Tensor& bias) {
   return is_deferrable(input, weight.scalar_type(), weight, bias);
@@ -514,8 +516,8 @@ LayerKernels& linear_kernels() {
 }  // namespace
 
 Tensor weight_of(const Tensor& right) {
-  const bool transposed =
-      right.dim() == 2 && right.layout() == at::kStrided && right.stride(0) == 1 && !is_deferred(right);
+  const bool transposed = right.dim() == 2 && right.layout() == at::kStrided && !at::isTensorSubclassLike(right) &&
+                          right.stride(0) == 1 && !is_deferred(right);
   return transposed ? right.t() : Tensor();
 }
 

@@ -126,14 +126,13 @@ class BeforeRelu final : public DeferredValue {
   Tensor made_;
 };
 
-/// Notes the layer that a tensor comes from, as it is or in other sizes.
-void note_layer_of(const Tensor& relus) {
-  if (relus.dim() == 0) return;
-  const auto& node = relus.grad_fn();
-  const auto is_layer = [](const auto& one) { return one && one->name() == "OxytorchLinearBackward"; };
-  if (is_layer(node) || (node && node->num_outputs() == 1 && is_layer(node->next_edge(0).function))) {
-    followers().note_relu(relus.size(-1));
-  }
+/// Notes the layer whose output ReLU is given. That of more dimensions than two is a view of its rows.
+void note_layer_of(const Tensor& given) {
+  if (given.dim() == 0) return;
+  const auto made_by = [](const auto& node, const char* name) { return node && node->name() == name; };
+  const auto& node = given.grad_fn();
+  const auto& behind = made_by(node, "ViewBackward0") ? node->next_edge(0).function : node;
+  if (made_by(behind, "OxytorchLinearBackward")) followers().note_relu(given.size(-1));
 }
 
 c10::DispatchKeySet below_autocast(c10::DispatchKeySet keys) {

@@ -380,6 +380,9 @@ namespace {
 
 // A weight of float32 whose layer autocast would compute in bfloat16.
 bool takes_linear(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  // First: sizes of what a compiler traces may be symbols, which have no numbers.
+  const Tensor all[] = {input, weight, bias.defined() ? bias : weight};
+  if (at::areAnyTensorSubclassLike(all)) return false;
   const auto is_strided = [](const Tensor& tensor) {
     return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.numel() > 0;
   };
@@ -393,8 +396,7 @@ bool takes_linear(const Tensor& input, const Tensor& weight, const Tensor& bias)
       (bias.scalar_type() != at::kFloat || bias.dim() != 1 || bias.size(0) != weight.size(0) || !is_strided(bias))) {
     return false;
   }
-  const Tensor all[] = {input, weight, bias.defined() ? bias : weight};
-  return !at::areAnyTensorSubclassLike(all);
+  return true;
 }
 
 Tensor layer_of(const Tensor& input, const Tensor& weight, const Tensor& bias) {

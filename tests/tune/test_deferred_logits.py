@@ -304,10 +304,11 @@ def test_a_checkpointed_head_is_left_alone(logits: Any) -> None:
     assert grads[0].equal(grads[1])
 
 
-def test_layers_are_traced_by_a_compiler(logits: Any) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_layers_are_traced_by_a_compiler(logits: Any, dynamic: bool) -> None:
     model = nn.Sequential(nn.Linear(16, 300), nn.Linear(300, 8))
     x = torch.randn(4, 16)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     with logits.scope():
         found = compiled(x)
     assert found.equal(model(x))

@@ -158,7 +158,9 @@ def test_what_is_mostly_asked_for_otherwise_waits_no_longer(installed: None) -> 
     assert all(a.equal(b) for a, b in zip(gradients(model, x).values(), first.values(), strict=True))
 
 
-@pytest.mark.parametrize("what", ["no grad", "inference", "no autocast", "no gradient", "taken out", "compiled"])
+@pytest.mark.parametrize(
+    "what", ["no grad", "inference", "no autocast", "no gradient", "taken out", "compiled", "compiled for any size"]
+)
 def test_nothing_waits_where_it_must_not(what: str) -> None:
     operators = Operators()
     operators.install(["linear"])
@@ -169,8 +171,8 @@ def test_nothing_waits_where_it_must_not(what: str) -> None:
         model.requires_grad_(False)
     if what == "taken out":
         operators.uninstall()
-    if what == "compiled":
-        layer = torch.compile(model.up, backend="aot_eager")
+    if what.startswith("compiled"):
+        layer = torch.compile(model.up, backend="aot_eager", dynamic=what != "compiled")
     mode = {"no grad": torch.no_grad, "inference": torch.inference_mode}.get(what, torch.enable_grad)
 
     def run() -> None:
@@ -221,12 +223,14 @@ def test_backward_twice_and_accumulated(installed: None) -> None:
 
 def test_a_model_is_trained_alike() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 250), nn.ReLU(), nn.Linear(250, 251), nn.ReLU(inplace=True), nn.Linear(251, 4))
+    model = nn.Sequential(
+        nn.Linear(32, 1237), nn.ReLU(), nn.Linear(1237, 1239), nn.ReLU(inplace=True), nn.Linear(1239, 4)
+    )
     batches = [(torch.randn(40, 32), torch.randint(4, (40,))) for _ in range(8)]
 
     def trained(*, native: bool) -> list[float]:
         own = copy.deepcopy(model)
-        optimizer = ox.optim.AdamW(own.parameters(), lr=1e-2)
+        optimizer = ox.optim.AdamW(own.parameters(), lr=1e-3)
         operators = Operators()
         if native:
             operators.install(["linear"])
@@ -245,4 +249,4 @@ def test_a_model_is_trained_alike() -> None:
     ours, torchs = trained(native=True), trained(native=False)
     assert Operators.joined_relus() - before == 2 * 23
     assert max(abs(a - b) for a, b in zip(ours, torchs, strict=True)) < 0.1
-    assert ours[-1] < 0.8 * ours[0]
+    assert ours[-1] < ours[0]
