@@ -35,13 +35,18 @@ class Followers {
     const auto found = counts_.find(outputs);
     return found != counts_.end() && found->second.relus > found->second.others;
   }
+  /// ReLU followed a layer that had not waited: reason to try, where it was not tried yet.
+  void note_seen(std::int64_t outputs) {
+    const std::lock_guard lock(mutex_);
+    counts_.try_emplace(outputs, Count{1, 0});
+  }
   void note_relu(std::int64_t outputs) {
     const std::lock_guard lock(mutex_);
     ++counts_[outputs].relus;
   }
-  void note_other(std::int64_t outputs) {
+  void note_other(std::int64_t outputs, std::int64_t times) {
     const std::lock_guard lock(mutex_);
-    ++counts_[outputs].others;
+    counts_[outputs].others += times;
   }
 
  private:
@@ -58,6 +63,7 @@ Followers& followers() {
 
 std::atomic<std::int64_t> relus_with_layer = 0;
 
+/// A linear layer of a bfloat16 input.
 class BeforeRelu final : public DeferredValue {
  public:
   BeforeRelu(const Tensor& input, const Tensor& weight, const Tensor& bias)
@@ -73,7 +79,7 @@ class BeforeRelu final : public DeferredValue {
     OXY_CHECK(is_unchanged(), InvalidState,
               "a linear layer is asked for after its weight or its input was changed in place: it was left to the ReLU "
               "that follows it (native_linear). Read it before, or leave that strategy out.");
-    followers().note_other(outputs_);
+    followers().note_other(outputs_, served_ ? 2 : 1);  // beside a ReLU it costs a product more than torch
     return keep(made(false));
   }
   bool is_computed() override {
@@ -90,6 +96,7 @@ class BeforeRelu final : public DeferredValue {
     if (name != "aten::relu" && name != "aten::relu_") return std::nullopt;
     const std::lock_guard lock(mutex_);
     if (made_.defined() || has_hooks() || !is_unchanged() || !at::GradMode::is_enabled()) return std::nullopt;
+    served_ = true;
     followers().note_relu(outputs_);
     relus_with_layer.fetch_add(1, std::memory_order_relaxed);
     Tensor relu = made(true);
@@ -122,6 +129,7 @@ class BeforeRelu final : public DeferredValue {
   std::array<Tensor, 3> of_;  // input, weight, bias
   std::array<std::uint32_t, 3> versions_;
   std::int64_t outputs_;
+  bool served_ = false;  // a ReLU
   std::recursive_mutex mutex_;
   Tensor made_;
 };
@@ -132,7 +140,7 @@ void note_layer_of(const Tensor& given) {
   const auto made_by = [](const auto& node, const char* name) { return node && node->name() == name; };
   const auto& node = given.grad_fn();
   const auto& behind = made_by(node, "ViewBackward0") ? node->next_edge(0).function : node;
-  if (made_by(behind, "OxytorchLinearBackward")) followers().note_relu(given.size(-1));
+  if (made_by(behind, "OxytorchLinearBackward")) followers().note_seen(given.size(-1));
 }
 
 c10::DispatchKeySet below_autocast(c10::DispatchKeySet keys) {
