@@ -275,6 +275,7 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "summary": (loops.summary, "python bench/race/orchestrator.py --json bench/results/orchestrator.json"),
     "allocators": (loops.allocators, "python bench/race/allocators.py --json bench/results/allocators.json"),
     "roofline": (loops.roofline, "python bench/race/roofline.py --json bench/results/roofline.json"),
+    "roofline-amx": (loops.roofline_with_amx, f"{loops.PARTS_COMMAND} --json bench/results/roofline_amx.json"),
     "regret": (
         loops.regret,
         "python bench/race/orchestrator.py --exhaustive --json bench/results/orchestrator_regret.json",

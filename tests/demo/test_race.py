@@ -113,6 +113,14 @@ def test_models_that_nobody_prepared_are_raced(run_quick: Callable[..., Any]) ->
     assert "times as long" in said
 
 
+def test_products_and_steps_take_turns(run_quick: Callable[..., Any]) -> None:
+    said, document = run_quick("roofline", "--steps", "mlp")
+    assert document["flops"]["mlp"] == 2 * 128 * (3 * (784 * 512 + 512 * 512 + 512 * 10) - 784 * 512)
+    assert list(document["parts"]) == ["mlp"]
+    assert len(document["parts"]["mlp"]) == 3 and min(document["parts"]["mlp"]) > 0
+    assert "of a step at the rate of products beside it" in said
+
+
 def test_what_each_goal_takes_is_measured(run_quick: Callable[..., Any]) -> None:
     said, document = run_quick("goals", "--starts", "1")
     assert list(document["cases"]) == ["mlp: speed", "mlp: memory", "mlp: memory, ultra"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+import numpy as np
 from _orchestrator.figures import (
     ALLOCATOR,
     EXACT,
@@ -329,3 +330,23 @@ def roofline() -> str | None:
     head = ["", "GFLOP of products", "at the rate of one product", "of a step of advanced"]
     head += ["the most over the best rival"]
     return table(head, rows) + f"\n\nOne product: {rate / 1e12:.2f} TFLOP/s in bf16. {said}"
+
+
+PARTS_COMMAND = "python bench/race/roofline.py --steps gpt,bert"
+
+
+def roofline_with_amx() -> str | None:
+    """The same on a processor with AMX, where steps and large products took turns: neighbours slow both."""
+    counted, found = read("roofline_amx.json"), races("orchestrator_amx.json")
+    if counted is None or found is None:
+        return None
+    raced = {race.name: race for race in found[1]}
+    rows = []
+    for name, parts in counted["parts"].items():
+        low, part, high = (float(np.quantile(parts, q)) for q in (0.1, 0.5, 0.9))
+        race = raced[name]
+        gained = race.ratio(race.best_rival() or REFERENCE, TOLERANCE).mid
+        rows.append([NAMES[name], f"{part:.0%} ({low:.0%} to {high:.0%})", f"{gained:.3g}", f"{gained / part:.2f}"])
+    said = measured(PARTS_COMMAND, "roofline_amx.json", counted)
+    head = ["", "of a step of advanced (8 of 10 rounds)", "over the best rival", "the most over the best rival"]
+    return table(head, rows) + f"\n\nOne product: {counted['rates']['bf16'] / 1e12:.2f} TFLOP/s in bf16. {said}"
