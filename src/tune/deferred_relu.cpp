@@ -63,6 +63,12 @@ Followers& followers() {
 
 std::atomic<std::int64_t> relus_with_layer = 0;
 
+/// Of input, weight and bias, whose dtypes are the layer's already.
+Tensor layer_before_relu(const std::vector<Tensor>& of, bool relu) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return ops::linear(of[0], of[1], ops::if_defined(of[2]), relu);
+}
+
 /// A linear layer of a bfloat16 input.
 class BeforeRelu final : public DeferredValue {
  public:
@@ -111,10 +117,8 @@ class BeforeRelu final : public DeferredValue {
 
  private:
   [[nodiscard]] Tensor made(bool relu) const {
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const at::AutoGradMode as_in_training(true);
-    Tensor layer = ops::linear(of_[0], of_[1], ops::if_defined(of_[2]), relu);
-    return relu ? layer : behind_hooks(std::move(layer));
+    return behind_hooks(layer_before_relu(of_, relu));
   }
   Tensor keep(Tensor values) {
     for (Tensor& one : of_) one.reset();  // the graph has them
@@ -126,7 +130,7 @@ class BeforeRelu final : public DeferredValue {
   }
   [[nodiscard]] bool is_unchanged() const { return versions_ == present_versions(); }
 
-  std::array<Tensor, 3> of_;  // input, weight, bias
+  std::vector<Tensor> of_;  // input, weight, bias
   std::array<std::uint32_t, 3> versions_;
   std::int64_t outputs_;
   bool served_ = false;  // a ReLU
@@ -155,10 +159,8 @@ Tensor deferred_before_relu(const Tensor& input, const Tensor& weight, const Ten
   layer->device = input.device();
   remember(layer);
   Tensor tensor = deferred_tensor(layer);
-  put_in_graph(tensor, *layer, {input, weight, bias}, [](const std::vector<Tensor>& given) {
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    return ops::linear(given[0], given[1], ops::if_defined(given[2]));
-  });
+  put_in_graph(tensor, *layer, {input, weight, bias},
+               [](const std::vector<Tensor>& given) { return layer_before_relu(given, false); });
   return tensor;
 }
 
