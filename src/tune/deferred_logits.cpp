@@ -29,6 +29,7 @@
 #include "tune/above_autograd.h"
 #include "tune/deferred.h"
 #include "tune/operators_entry.h"
+#include "tune/what_followed.h"
 
 namespace oxytorch::tune {
 namespace {
@@ -55,37 +56,17 @@ class AllClosed {
 };
 std::atomic<std::int64_t> losses_made = 0, values_made = 0;
 
-// What a weight of some size was asked for: a layer is deferred while its values were not asked for more often.
-class Experience {
- public:
-  bool feeds_a_loss(const Tensor& weight) {
-    const std::lock_guard lock(mutex_);
-    const Count& count = counts_[{weight.size(0), weight.size(1)}];
-    return count.values <= count.losses;
-  }
-  void note_loss(const Tensor& weight) { count_of(weight, 1, 0); }
-  void note_values(const Tensor& weight, std::int64_t times = 1) { count_of(weight, 0, times); }
-  void forget() {
-    const std::lock_guard lock(mutex_);
-    counts_.clear();
-  }
-
- private:
-  struct Count {
-    std::int64_t losses = 0, values = 0;
-  };
-  void count_of(const Tensor& weight, std::int64_t losses, std::int64_t values) {
-    const std::lock_guard lock(mutex_);
-    Count& count = counts_[{weight.size(0), weight.size(1)}];
-    count.losses += losses;
-    count.values += values;
-  }
-  std::mutex mutex_;
-  std::map<std::pair<std::int64_t, std::int64_t>, Count> counts_;
-};
-Experience& experience() {
-  static Experience all;
+// Layers by the size of their weight.
+using WeightSize = std::pair<std::int64_t, std::int64_t>;
+WeightSize size_of(const Tensor& weight) { return {weight.size(0), weight.size(1)}; }
+WhatFollowed<WeightSize>& experience() {
+  static WhatFollowed<WeightSize> all;
   return all;
+}
+/// A layer is deferred while its values were not asked for more often than a loss.
+bool feeds_a_loss(const Tensor& weight) {
+  const auto count = experience().of(size_of(weight));
+  return count.values <= count.served;
 }
 
 Tensor on_meta(at::IntArrayRef sizes, at::ScalarType type) {
@@ -122,7 +103,7 @@ struct Logits final : DeferredValue {
       made_ = change(source->values());
     } else {
       check_unchanged();
-      experience().note_values(weight);
+      experience().note_values(size_of(weight));
       values_made.fetch_add(1, std::memory_order_relaxed);
       made_ = layer(*this);
     }
@@ -134,7 +115,7 @@ struct Logits final : DeferredValue {
     // Of one that is too late for it, whoever asks is told.
     if (is_computed() || !is_unchanged()) return;
     values();
-    experience().note_values(weight);  // beside the loss it cost a product more than torch: twice as bad
+    experience().note_values(size_of(weight));  // beside the loss it cost a product more than torch: twice as bad
   }
   bool is_computed() override {
     const std::lock_guard lock(mutex_);
@@ -205,8 +186,7 @@ bool is_deferrable(const Tensor& input, at::ScalarType of_input, const Tensor& w
   if (input.device() != weight.device() || input.layout() != at::kStrided) return false;
   if (input.scalar_type() != of_input || input.size(-1) != weight.size(1) || input.numel() == 0) return false;
   if (bias.defined() && (bias.scalar_type() != type || bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
-  return torch::autograd::compute_requires_grad(all[0], all[1], all[2]) && !is_deferred(input) &&
-         experience().feeds_a_loss(weight);
+  return torch::autograd::compute_requires_grad(all[0], all[1], all[2]) && !is_deferred(input) && feeds_a_loss(weight);
 }
 bool is_deferrable(const Tensor& input, const Tensor& weight, const Tensor& bias) {
   return is_deferrable(input, weight.scalar_type(), weight, bias);
@@ -473,7 +453,7 @@ MaybeTensor loss_of(const std::vector<c10::IValue>& arguments, Logits& logits) {
   options.label_smoothing = arguments[5].toDouble();
   options.reduction = reduction == at::Reduction::Mean ? ops::LossReduction::Mean : ops::LossReduction::Sum;
   const Tensor loss = ops::linear_cross_entropy(logits.rows, logits.weight, target, options);
-  experience().note_loss(logits.weight);
+  experience().note_served(size_of(logits.weight));
   losses_made.fetch_add(1, std::memory_order_relaxed);
   return wide ? loss : loss.to(logits.meta.scalar_type());
 }

@@ -9,7 +9,6 @@
 
 #include <array>
 #include <atomic>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -21,44 +20,26 @@
 #include "oxytorch/error.h"
 #include "oxytorch/ops/linear.h"
 #include "tune/deferred.h"
+#include "tune/what_followed.h"
 
 namespace oxytorch::tune {
 namespace {
 
 using at::Tensor;
 
-/// How often ReLU followed a layer of so many outputs, and how often something else asked for one that had waited.
-class Followers {
- public:
-  bool is_relu(std::int64_t outputs) {
-    const std::lock_guard lock(mutex_);
-    const auto found = counts_.find(outputs);
-    return found != counts_.end() && found->second.relus > found->second.others;
-  }
-  /// ReLU followed a layer that had not waited: reason to try, where it was not tried yet.
-  void note_seen(std::int64_t outputs) {
-    const std::lock_guard lock(mutex_);
-    counts_.try_emplace(outputs, Count{1, 0});
-  }
-  void note_relu(std::int64_t outputs) {
-    const std::lock_guard lock(mutex_);
-    ++counts_[outputs].relus;
-  }
-  void note_other(std::int64_t outputs, std::int64_t times) {
-    const std::lock_guard lock(mutex_);
-    counts_[outputs].others += times;
-  }
-
- private:
-  struct Count {
-    std::int64_t relus = 0, others = 0;
-  };
-  std::mutex mutex_;
-  std::map<std::int64_t, Count> counts_;
-};
-Followers& followers() {
-  static Followers all;
+// Layers by their number of outputs.
+WhatFollowed<std::int64_t>& followed() {
+  static WhatFollowed<std::int64_t> all;
   return all;
+}
+bool relu_follows(std::int64_t outputs) {
+  const auto count = followed().of(outputs);
+  return count.served > count.values;
+}
+/// ReLU followed a layer that had not waited: reason to try, where it was not tried yet.
+void note_relu_behind(std::int64_t outputs) {
+  const auto count = followed().of(outputs);
+  if (count.served + count.values == 0) followed().note_served(outputs);
 }
 
 std::atomic<std::int64_t> relus_with_layer = 0;
@@ -85,7 +66,7 @@ class BeforeRelu final : public DeferredValue {
     OXY_CHECK(is_unchanged(), InvalidState,
               "a linear layer is asked for after its weight or its input was changed in place: it was left to the ReLU "
               "that follows it (native_linear). Read it before, or leave that strategy out.");
-    followers().note_other(outputs_, served_ ? 2 : 1);  // beside a ReLU it costs a product more than torch
+    followed().note_values(outputs_, served_ ? 2 : 1);  // beside a ReLU it costs a product more than torch
     return keep(made(false));
   }
   bool is_computed() override {
@@ -103,7 +84,7 @@ class BeforeRelu final : public DeferredValue {
     const std::lock_guard lock(mutex_);
     if (made_.defined() || has_hooks() || !is_unchanged() || !at::GradMode::is_enabled()) return std::nullopt;
     served_ = true;
-    followers().note_relu(outputs_);
+    followed().note_served(outputs_);
     relus_with_layer.fetch_add(1, std::memory_order_relaxed);
     Tensor relu = made(true);
     if (name == "aten::relu") return relu;
@@ -144,7 +125,7 @@ void note_layer_of(const Tensor& given) {
   const auto made_by = [](const auto& node, const char* name) { return node && node->name() == name; };
   const auto& node = given.grad_fn();
   const auto& behind = made_by(node, "ViewBackward0") ? node->next_edge(0).function : node;
-  if (made_by(behind, "OxytorchLinearBackward")) followers().note_seen(given.size(-1));
+  if (made_by(behind, "OxytorchLinearBackward")) note_relu_behind(given.size(-1));
 }
 
 c10::DispatchKeySet below_autocast(c10::DispatchKeySet keys) {
@@ -154,7 +135,7 @@ c10::DispatchKeySet below_autocast(c10::DispatchKeySet keys) {
 }  // namespace
 
 Tensor deferred_before_relu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
-  if (!followers().is_relu(weight.size(0)) || !may_defer(input, weight) || is_deferred(input)) return {};
+  if (!relu_follows(weight.size(0)) || !may_defer(input, weight) || is_deferred(input)) return {};
   auto layer = std::make_shared<BeforeRelu>(input, weight, bias);
   layer->device = input.device();
   remember(layer);

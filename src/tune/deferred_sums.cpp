@@ -23,7 +23,6 @@
 
 #include <array>
 #include <atomic>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -37,6 +36,7 @@
 #include "tune/deferred_call.h"
 #include "tune/operators_entry.h"
 #include "tune/thread_key.h"
+#include "tune/what_followed.h"
 #include "tune/written_norm.h"
 
 namespace oxytorch::tune {
@@ -47,38 +47,16 @@ using at::Tensor;
 thread_local int open_sum_scopes = 0;
 std::atomic<std::int64_t> sums_taken = 0, norms_joined = 0, norms_narrowed = 0;
 
-/// What norms of some width were asked for: one is left to a linear layer where few are read as they are.
-class NormsRead {
- public:
-  bool feed_layers(std::int64_t width) {
-    const std::lock_guard lock(mutex_);
-    const Count& count = counts_[width];
-    return kWhole * count.whole <= count.narrow;
-  }
-  void note_narrow(std::int64_t width) {
-    const std::lock_guard lock(mutex_);
-    ++counts_[width].narrow;
-  }
-  void note_whole(std::int64_t width) {
-    const std::lock_guard lock(mutex_);
-    ++counts_[width].whole;
-  }
-  void forget() {
-    const std::lock_guard lock(mutex_);
-    counts_.clear();
-  }
-
- private:
-  static constexpr std::int64_t kWhole = 4;  // what one that is made twice costs, in what others save
-  struct Count {
-    std::int64_t narrow = 0, whole = 0;
-  };
-  std::mutex mutex_;
-  std::map<std::int64_t, Count> counts_;
-};
-NormsRead& norms_read() {
-  static NormsRead all;
+// Norms by their width.
+WhatFollowed<std::int64_t>& norms_read() {
+  static WhatFollowed<std::int64_t> all;
   return all;
+}
+/// One is left to a linear layer where few are read as they are.
+bool norms_feed_layers(std::int64_t width) {
+  constexpr std::int64_t kWhole = 4;  // what one that is made twice costs, in what others save
+  const auto count = norms_read().of(width);
+  return kWhole * count.values <= count.served;
 }
 
 /// What torch's dropout multiplies with.
@@ -260,7 +238,7 @@ class RowNorm final : public DeferredCall {
       if (!made) return std::nullopt;
       stack[place] = std::move(*made);
     }
-    norms_read().note_narrow(meta.size(-1));
+    norms_read().note_served(meta.size(-1));
     norms_narrowed.fetch_add(1, std::memory_order_relaxed);
     op.callBoxed(stack);
     return std::move(stack.back()).toTensor();
@@ -268,7 +246,7 @@ class RowNorm final : public DeferredCall {
 
  protected:
   std::optional<Tensor> made_instead() override {
-    norms_read().note_whole(meta.size(-1));
+    norms_read().note_values(meta.size(-1));
     return norm_of_rows(arguments_[0].toTensor(), norm_);
   }
   void let_go() override { norm_ = {}; }
@@ -286,7 +264,7 @@ class RowNorm final : public DeferredCall {
 std::optional<Tensor> deferred_norm_of(const c10::OperatorHandle& op, const Arguments& arguments, const Tensor& meta,
                                        const ops::NormOfSum& norm) {
   if (meta.scalar_type() != at::kFloat || !meta.is_contiguous() || !layers_take() ||
-      !norms_read().feed_layers(meta.size(-1))) {
+      !norms_feed_layers(meta.size(-1))) {
     return std::nullopt;
   }
   return tensor_of(std::make_shared<RowNorm>(op, arguments, norm));
