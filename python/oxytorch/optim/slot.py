@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -21,22 +22,31 @@ Closure = Callable[[], Any]
 
 
 def with_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `step` as ``torch.optim.Optimizer.profile_hook_step`` does, and do that work only where somebody sees it.
+    """Wrap `step` as ``torch.optim.Optimizer.profile_hook_step`` does: hooks are called before it and after it.
 
-    torch opens a range for the profiler in each step, whether a profiler runs or not, which takes as long as a small
-    operator. Here that is done where a profiler runs or a hook is registered.
+    torch also opens a range for the profiler in each step, whether a profiler runs or not, which takes as long as a few
+    small operators. Here that is done where one runs.
     """
-    watched = Optimizer.profile_hook_step(step)
+    recorded = Optimizer.profile_hook_step(step)
 
     @wraps(step)
     def stepped(own: Any, *args: Any, **kwargs: Any) -> Any:
-        hooks = (
-            own._optimizer_step_pre_hooks,
-            own._optimizer_step_post_hooks,
-            _torchs._global_optimizer_pre_hooks,
-            _torchs._global_optimizer_post_hooks,
-        )
-        return (watched if any(hooks) or _native.is_recording() else step)(own, *args, **kwargs)
+        if _native.is_recording():
+            return recorded(own, *args, **kwargs)
+        args = (own, *args)  # hooks are given it too, and may give others
+        for before in chain(_torchs._global_optimizer_pre_hooks.values(), own._optimizer_step_pre_hooks.values()):
+            instead = before(own, args, kwargs)
+            if isinstance(instead, tuple) and len(instead) == 2:
+                args, kwargs = instead
+            elif instead is not None:
+                raise RuntimeError(
+                    f"a hook before step returned {instead!r}; it returns None, or a tuple of new arguments and new "
+                    "keyword arguments."
+                )
+        result = step(*args, **kwargs)
+        for after in chain(own._optimizer_step_post_hooks.values(), _torchs._global_optimizer_post_hooks.values()):
+            after(own, args, kwargs)
+        return result
 
     stepped.hooked = True  # type: ignore[attr-defined]  # torch need not wrap it
     return stepped
