@@ -18,7 +18,7 @@ Linear and cross entropy, forward and backward together: `torch` is linear and c
 the same under torch.compile, and `chunks` the usual way to save memory, as Liger's kernel has it: 512 tokens at a time,
 gradients made in forward, by torch's operators. In `masked` cases 15 % of the tokens count, as in BERT's training.
 `head` is of a float32 weight under autocast to bfloat16, with `bf16 weights` for what a layer of bfloat16 takes; its
-gradient is a new one, or `added` to that of an earlier batch.
+gradient is a new one, or `added` to that of an earlier batch. `few classes` is the same of at most 1,024.
 
 Linear: one layer with a float32 weight under autocast to bfloat16, as an MLP or a transformer has it. `torch` is its
 own; `bf16 weights` has no weight to cast and none to keep in float32: what a layer of bfloat16 takes.
@@ -181,6 +181,10 @@ def tables(found: Measured) -> dict[str, tuple[list[str], list[list[str]]]]:
         "head": (
             ["linear and cross entropy under autocast", *lost[1:], BF16_WEIGHTS],
             loss_rows(found, "head", (EAGER, COMPILED, CHUNKS, BF16_WEIGHTS)),
+        ),
+        "few": (
+            ["few classes under autocast", *lost[1:], BF16_WEIGHTS],
+            loss_rows(found, "few", (EAGER, COMPILED, CHUNKS, BF16_WEIGHTS)),
         ),
         "linear": (layered, rows_by_phase(found, "linear", (EAGER, BF16_WEIGHTS))),
         "convolution": (

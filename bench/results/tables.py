@@ -100,6 +100,7 @@ def raced(race: Any, name: str, command: str, kind: str) -> Callable[[], str | N
 DATA_COMMAND = "python bench/race/data.py"
 OPS_COMMAND = "python bench/race/ops.py --starts 4 --seconds 0.6"
 ATTENTION_AMX_COMMAND = 'python bench/race/ops.py --case "attention bf16" --starts 3 --seconds 0.4'
+FEW_COMMAND = 'python bench/race/ops.py --case "few classes" --starts 3 --seconds 1'
 LEFT_OUT_COMMAND = "python bench/race/ops.py --case dropout --case masked --starts 3 --seconds 0.6"
 PACKED_COMMAND = "python bench/race/ops.py --case packed --starts 3 --seconds 0.6"
 LINEAR_COMMAND = "python bench/race/ops.py --case linear --starts 4 --seconds 0.6"
@@ -347,6 +348,10 @@ TABLES: dict[str, tuple[Callable[[], str | None], str]] = {
     "ops-accumulated": (
         raced(ops_race, "accumulated.json", ACCUMULATED_COMMAND, "accumulated"),
         f"{ACCUMULATED_COMMAND} --json bench/results/accumulated.json",
+    ),
+    "ops-few": (
+        raced(ops_race, "few_classes.json", FEW_COMMAND, "few"),
+        f"{FEW_COMMAND} --json bench/results/few_classes.json",
     ),
     "ops-head": (
         raced(ops_race, "head.json", HEAD_COMMAND, "head"),

@@ -445,32 +445,6 @@ void softmax_gradient(const SoftmaxGradient& tile) {
   }
 }
 
-void cross_entropy_gradient(const CrossEntropyGradient& tile) {
-  const V smoothing = set(tile.smoothing);
-  for (std::int64_t i = 0; i < tile.rows; i += 2) {
-    for (std::int64_t j = 0; j < tile.columns; j += kLanes) {
-      const V log_sum = load(tile.log_sum + j);
-      const V largest = load(tile.largest + j);
-      const V times = load(tile.weight + j);
-      V gradient[2];
-      for (int k = 0; k < 2; ++k) {
-        const V below = hn::Sub(load(tile.logits + (i + k) * kTile + j), largest);
-        const V probability = exp(hn::Sub(below, log_sum));
-        // A token that does not count has no gradient, whatever its logits are.
-        gradient[k] =
-            hn::IfThenZeroElse(hn::Eq(times, hn::Zero(F32())), hn::Mul(hn::Sub(probability, smoothing), times));
-        if (tile.format == TileFormat::Float32) store(gradient[k], tile.logits + (i + k) * kTile + j);
-      }
-      if (tile.format == TileFormat::Float32) continue;
-      const VU bits[2] = {rounded_bf16(gradient[0]), rounded_bf16(gradient[1])};
-      for (int k = 0; k < 2; ++k) {
-        store_low16(hn::ShiftRight<16>(bits[k]), tile.left_gradient + (i + k) * tile.left_stride + j);
-      }
-      store_pair(bits[0], bits[1], tile.right_gradient + i * kTile + 2 * j);
-    }
-  }
-}
-
 void dot_rows(const Rows& a, const Rows& b, float* to) {
   with_element(a.element, [&](auto kind) {
     using T = decltype(kind);

@@ -57,10 +57,6 @@ void scale_columns(std::int64_t rows, const float* factors, float* tile) {
 
 void softmax_gradient(const SoftmaxGradient& tile) { operator_table(active_isa()).softmax_gradient(tile); }
 
-void cross_entropy_gradient(const CrossEntropyGradient& tile) {
-  operator_table(active_isa()).cross_entropy_gradient(tile);
-}
-
 void dot_rows(const Rows& a, const Rows& b, float* to) { operator_table(active_isa()).dot_rows(a, b, to); }
 
 void store_rows(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,

@@ -1,5 +1,5 @@
-// The kernels of operators.h, activation.h, attention.h, channel_norm.h, embedding.h, gru.h, lstm.h, rotary.h and
-// row_norm.h: one source, compiled for each instruction set by Highway.
+// The kernels of operators.h, activation.h, attention.h, channel_norm.h, cross_entropy.h, embedding.h, gru.h,
+// lstm.h, rotary.h and row_norm.h: one source, compiled for each instruction set by Highway.
 #include "kernels/operators_table.h"
 #include "kernels/targets.h"
 
@@ -14,6 +14,7 @@
 #include "kernels/batch_norm-inl.h"
 #include "kernels/bernoulli-inl.h"
 #include "kernels/channel_norm-inl.h"
+#include "kernels/cross_entropy-inl.h"
 #include "kernels/embedding-inl.h"
 #include "kernels/gru-inl.h"
 #include "kernels/lstm-inl.h"
@@ -44,6 +45,7 @@ const OperatorTable& operators() {
                                         scale_columns,
                                         softmax_gradient,
                                         cross_entropy_gradient,
+                                        cross_entropy_rows,
                                         dot_rows,
                                         store_rows,
                                         add_rows,

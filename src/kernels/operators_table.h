@@ -1,11 +1,12 @@
-/// The kernels of oxytorch/kernels/operators.h, activation.h, attention.h, channel_norm.h, embedding.h, gru.h, lstm.h,
-/// rotary.h and row_norm.h, one table for each instruction set.
+/// The kernels of oxytorch/kernels/operators.h, activation.h, attention.h, channel_norm.h, cross_entropy.h,
+/// embedding.h, gru.h, lstm.h, rotary.h and row_norm.h, one table for each instruction set.
 #pragma once
 
 #include "oxytorch/isa.h"
 #include "oxytorch/kernels/activation.h"
 #include "oxytorch/kernels/attention.h"
 #include "oxytorch/kernels/channel_norm.h"
+#include "oxytorch/kernels/cross_entropy.h"
 #include "oxytorch/kernels/embedding.h"
 #include "oxytorch/kernels/gru.h"
 #include "oxytorch/kernels/lstm.h"
@@ -41,6 +42,7 @@ struct OperatorTable {
   void (*scale_columns)(std::int64_t rows, const float* factors, float* tile);
   void (*softmax_gradient)(const SoftmaxGradient& tile);
   void (*cross_entropy_gradient)(const CrossEntropyGradient& tile);
+  double (*cross_entropy_rows)(const CrossEntropyRows& rows);
   void (*dot_rows)(const Rows& a, const Rows& b, float* to);
   void (*store_rows)(const float* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, float factor,
                      const float* factors, ElementType element, void* to, std::int64_t to_stride, const float* added,

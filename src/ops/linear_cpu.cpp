@@ -138,9 +138,9 @@ void multiply(const Left& left, std::int64_t row, std::int64_t count, const std:
 
 std::int64_t grain(std::int64_t work_of_task) { return std::max<std::int64_t>(1, kWorkOfThread / work_of_task); }
 
-/// Where sums go that are rounded: rows from `first`, what is added to each, and whether ReLU follows.
+/// Where sums go: rows from `first`, what is added to each, and whether ReLU follows.
 struct Output {
-  Tensor& to;
+  const Tensor& to;
   std::int64_t first = 0;
   const float* added = nullptr;
   bool relu = false;
@@ -148,9 +148,9 @@ struct Output {
   void store(const float* sums, std::int64_t stride, std::int64_t row, std::int64_t count, std::int64_t column,
              std::int64_t columns) const {
     auto* data = static_cast<std::byte*>(to.mutable_data_ptr());
-    kernels::store_rows(sums, stride, count, columns, 1, nullptr, ElementType::BF16,
-                        data + ((first + row) * to.stride(0) + column) * kBytes, to.stride(0),
-                        added == nullptr ? nullptr : added + column, relu);
+    const std::int64_t offset = ((first + row) * to.stride(0) + column) * static_cast<std::int64_t>(to.itemsize());
+    kernels::store_rows(sums, stride, count, columns, 1, nullptr, optim::element_type(to).value(), data + offset,
+                        to.stride(0), added == nullptr ? nullptr : added + column, relu);
   }
 };
 
@@ -439,9 +439,9 @@ bool linear_cpu_takes(const Tensor& input, const Tensor& weight, const Tensor& b
          product_format(ElementType::BF16) == kFormat;
 }
 
-Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias, bool relu) {
+Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias, bool relu, at::ScalarType type) {
   const Tensor rows = dense(input), from = dense(weight);
-  Tensor output = at::empty({rows.size(0), from.size(0)}, rows.options());
+  Tensor output = at::empty({rows.size(0), from.size(0)}, rows.options().dtype(type));
   const Tensor added = bias.defined() ? bias.to(at::kFloat).contiguous() : bias;
   const Output to{output, 0, added.defined() ? added.const_data_ptr<float>() : nullptr, relu};
   Scratch scratch;

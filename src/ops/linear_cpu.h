@@ -11,9 +11,10 @@ namespace oxytorch::ops {
 /// undefined) both bfloat16 or both float32, on a CPU that multiplies bfloat16; nothing empty.
 [[nodiscard]] bool linear_cpu_takes(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 
-/// rows x features times outputs x features, transposed, plus outputs; with `relu`, no less than 0. The same bits for
-/// any number of threads.
-at::Tensor linear_cpu(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, bool relu = false);
+/// rows x features times outputs x features, transposed, plus outputs; with `relu`, no less than 0. Of bfloat16, or
+/// sums as they are in float32. The same bits for any number of threads.
+at::Tensor linear_cpu(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, bool relu = false,
+                      at::ScalarType type = at::kBFloat16);
 
 /// Gradients of input, weight and bias where they are wanted; undefined where not. Those of weight and bias have the
 /// dtype of `weight`. `input` may be undefined where the weight's is not wanted. The weight's is added to `sum` where

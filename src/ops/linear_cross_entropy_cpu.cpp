@@ -15,6 +15,7 @@
 #include "optim/dense.h"
 #include "oxytorch/error.h"
 #include "oxytorch/kernels/attention.h"
+#include "oxytorch/kernels/cross_entropy.h"
 
 namespace oxytorch::ops {
 namespace {
@@ -31,15 +32,15 @@ using kernels::TileFormat;
 // read and written once for 256 terms. Classes that are summed apart, at least and at most so many.
 constexpr std::int64_t kTokenTiles = 4, kClassTiles = 4;
 constexpr std::int64_t kTokens = kTokenTiles * kTile, kClasses = kClassTiles * kTile;
-constexpr std::int64_t kRangeTiles = 32, kMostRanges = 32;
+constexpr std::int64_t kRangeTiles = 8, kMostRanges = 32;
 
 class Work {
  public:
-  Work(const LinearCrossEntropy& call, std::array<bool, 3> wanted)
+  Work(const LinearCrossEntropy& call, std::array<bool, 3> wanted, std::int64_t counted)
       : call_(call),
         wanted_(wanted),
         input_(call.input.contiguous()),
-        target_(call.target.contiguous()),
+        target_(call.target),
         tokens_(input_.size(0)),
         classes_(call.weight.size(0)),
         width_(round_up(input_.size(1), kTileStep)),
@@ -49,9 +50,9 @@ class Work {
         range_tiles_(std::max(kRangeTiles, round_up((classes_.tiles + kMostRanges - 1) / kMostRanges, kClassTiles))),
         ranges_((classes_.tiles + range_tiles_ - 1) / range_tiles_),
         in_place_(width_ == input_.size(1) &&
-                  weight_.scalar_type() == (format_ == TileFormat::BFloat16 ? at::kBFloat16 : at::kFloat)) {
+                  weight_.scalar_type() == (format_ == TileFormat::BFloat16 ? at::kBFloat16 : at::kFloat)),
+        counted_(counted) {
     if (call.bias.defined()) bias_ = call.bias.to(at::kFloat).contiguous();
-    check_targets();
   }
 
   LossAndGradients run() {
@@ -96,25 +97,10 @@ class Work {
       kernels::store_rows(sum_bias_.data(), 0, 1, classes_.count, 1, nullptr, optim::element_type(of_bias).value(),
                           of_bias.mutable_data_ptr(), 0);
     }
-    if (call_.mean)
-      loss = counted_ == 0 ? std::numeric_limits<double>::quiet_NaN() : loss / static_cast<double>(counted_);
-    Tensor result = at::empty({}, options.dtype(at::kFloat));
-    *result.mutable_data_ptr<float>() = static_cast<float>(loss);
-    return {result, of_input_, of_weight, of_bias};
+    return {reduced_loss(call_, loss, counted_), of_input_, of_weight, of_bias};
   }
 
  private:
-  void check_targets() {
-    const auto* targets = target_.const_data_ptr<std::int64_t>();
-    for (std::int64_t i = 0; i < tokens_.count; ++i) {
-      if (targets[i] == call_.ignore_index) continue;
-      OXY_CHECK(targets[i] >= 0 && targets[i] < classes_.count, InvalidArgument, "target ", targets[i], " of token ", i,
-                " is no class: there are ", classes_.count, "; tokens that do not count have ignore_index, ",
-                call_.ignore_index, ".");
-      ++counted_;
-    }
-  }
-
   template <class Run>
   void over_ranges(const Run& run) const {
     share_out(ranges_, 1, [&](const auto& take) {
@@ -409,7 +395,7 @@ class Work {
   std::int64_t range_tiles_, ranges_;
   bool in_place_;  // rows of the weight are left operands as they lie
   Tensor bias_, of_input_;
-  std::int64_t counted_ = 0;
+  std::int64_t counted_;
 
   Scratch scratch_;
   Packed tokens_right_, tokens_transposed_, weight_transposed_;
@@ -421,16 +407,45 @@ class Work {
   std::int64_t first_ = 0, token_tiles_ = 0;  // of the tokens at hand
 };
 
+// The tokens that count.
+std::int64_t counted_targets(const LinearCrossEntropy& call, const Tensor& target) {
+  const std::int64_t classes = call.weight.size(0), tokens = target.size(0);
+  const auto* targets = target.const_data_ptr<std::int64_t>();
+  std::int64_t counted = 0;
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    if (targets[i] == call.ignore_index) continue;
+    OXY_CHECK(targets[i] >= 0 && targets[i] < classes, InvalidArgument, "target ", targets[i], " of token ", i,
+              " is no class: there are ", classes, "; tokens that do not count have ignore_index, ", call.ignore_index,
+              ".");
+    ++counted;
+  }
+  return counted;
+}
+
+LossAndGradients of_all(const LinearCrossEntropy& call, std::array<bool, 3> wanted, std::int64_t counted) {
+  return has_few_classes(call) ? linear_cross_entropy_of_few(call, wanted, counted) : Work(call, wanted, counted).run();
+}
+
 }  // namespace
 
-LossAndGradients linear_cross_entropy_cpu(const LinearCrossEntropy& call, std::array<bool, 3> wanted) {
-  const Tensor counted = call.target.ne(call.ignore_index).nonzero().squeeze(1);
-  const auto some = counted.size(0), all = call.target.size(0);
-  if (some == 0 || some > all - all / 16) return Work(call, wanted).run();
+Tensor reduced_loss(const LinearCrossEntropy& call, double sum, std::int64_t counted) {
+  if (call.mean) sum = counted == 0 ? std::numeric_limits<double>::quiet_NaN() : sum / static_cast<double>(counted);
+  Tensor loss = at::empty({}, call.input.options().dtype(at::kFloat));
+  *loss.mutable_data_ptr<float>() = static_cast<float>(sum);
+  return loss;
+}
+
+LossAndGradients linear_cross_entropy_cpu(const LinearCrossEntropy& given, std::array<bool, 3> wanted) {
+  const Tensor target = given.target.contiguous();
+  LinearCrossEntropy call{given.input,        given.weight,          target,    given.bias,
+                          given.ignore_index, given.label_smoothing, given.mean};
+  const std::int64_t some = counted_targets(call, target), all = target.size(0);
+  if (some == 0 || some > all - all / 16) return of_all(call, wanted, some);
   // Tokens that do not count need no logits: their gradients are zeros.
-  const Tensor input = call.input.index_select(0, counted), target = call.target.index_select(0, counted);
+  const Tensor counted = target.ne(call.ignore_index).nonzero().squeeze(1);
+  const Tensor input = call.input.index_select(0, counted), those = target.index_select(0, counted);
   auto done =
-      Work({input, call.weight, target, call.bias, call.ignore_index, call.label_smoothing, call.mean}, wanted).run();
+      of_all({input, call.weight, those, call.bias, call.ignore_index, call.label_smoothing, call.mean}, wanted, some);
   if (done.input.defined()) {
     done.input = at::zeros(call.input.sizes(), done.input.options()).index_copy_(0, counted, done.input);
   }

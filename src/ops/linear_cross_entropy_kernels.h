@@ -30,6 +30,15 @@ struct LossAndGradients {
 };
 LossAndGradients linear_cross_entropy_cpu(const LinearCrossEntropy& call, std::array<bool, 3> wanted);
 
+/// The same where classes are so few that the logits of many tokens fit, and linear_cpu() takes the layer: with the
+/// products of linear layers. `counted` tokens count, and no target is out of range.
+LossAndGradients linear_cross_entropy_of_few(const LinearCrossEntropy& call, std::array<bool, 3> wanted,
+                                             std::int64_t counted);
+[[nodiscard]] bool has_few_classes(const LinearCrossEntropy& call);
+
+/// The loss as a tensor, from the sum of the losses of the tokens that count.
+at::Tensor reduced_loss(const LinearCrossEntropy& call, double sum, std::int64_t counted);
+
 /// The same by torch's operators, on any device and of any floating dtype. It reads nothing on the host. The loss has
 /// the dtype of the sums: float64 for float64, else float32. Bits are those of torch's operators on that device.
 LossAndGradients linear_cross_entropy_by_torch(const LinearCrossEntropy& call, std::array<bool, 3> wanted);

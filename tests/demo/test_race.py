@@ -57,6 +57,7 @@ def test_each_operator_is_raced(run_quick: Callable[..., Any]) -> None:
     of_bfloat16 = {
         ("linear", phases("oxytorch", "torch", "bf16 weights")),
         ("head", frozenset({"oxytorch", "torch", "chunks", "bf16 weights"})),
+        ("few", frozenset({"oxytorch", "torch", "chunks", "bf16 weights"})),
         ("accumulated", frozenset({"oxytorch", "torch", "bf16 weights"})),
         ("convolution", frozenset({"oxytorch", "torch"})),
     }

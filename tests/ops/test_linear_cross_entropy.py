@@ -133,6 +133,27 @@ def test_bits_do_not_depend_on_the_number_of_threads(seed: int) -> None:
             assert (a is None and b is None) or (a is not None and b is not None and a.equal(b))
 
 
+@pytest.mark.parametrize(("tokens", "classes"), [(2500, 700), (4200, 256), (129, 1024), (129, 1025)])
+def test_few_classes_of_many_tokens(tokens: int, classes: int) -> None:
+    """Above and below what is held at a time, and on both sides of the number of classes that are few."""
+    case = Case(1)
+    noise = torch.Generator().manual_seed(tokens)
+    case.x, case.w = torch.randn(tokens, 40, generator=noise).bfloat16(), torch.randn(classes, 40, generator=noise)
+    case.b, case.y = torch.randn(classes, generator=noise), torch.randint(classes, (tokens,), generator=noise)
+    case.y[:9] = -100
+    case.options = {"label_smoothing": 0.1, "reduction": "mean"}
+    right = case.run(torchs, torch.float64)
+    for of_weight in (torch.float32, torch.bfloat16):
+        runs = []
+        for count in (1, 2, 5):
+            with threads(count):
+                runs.append(case.run(ox.ops.linear_cross_entropy, torch.bfloat16, of_weight))
+        for other in runs[1:]:
+            assert all(a.equal(b) for a, b in zip(runs[0], other, strict=True) if a is not None and b is not None)
+        theirs = case.run(torchs, torch.bfloat16)
+        check_results(runs[0], theirs, right, torch.bfloat16, of_weight)
+
+
 def by_torch(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **options: Any) -> tuple[Tensor | None, ...]:
     """Loss and gradients by the kernel for devices that have none of their own, on whichever device they are."""
     forward = torch.ops.oxytorch.linear_cross_entropy_forward.default

@@ -22,6 +22,8 @@ COUNTED = 0.15  # of the tokens of a masked loss
 # Of a float32 weight under autocast, and whether its gradient is added to one that is there.
 HEADS = [(tokens, 50_257, 768, adds) for tokens in (128, 1024) for adds in (False, True)]
 QUICK_HEADS = [(128, 1000, 64, True)]
+FEW = [(2048, 256, 256, False), (2048, 1000, 256, False), (8192, 1000, 768, False), (128, 10, 512, False)]
+QUICK_FEW = [(128, 10, 64, False)]
 
 
 class Chunks(torch.autograd.Function):
@@ -122,7 +124,8 @@ def cases(quick: bool) -> Iterator[Case]:
                 tokens, classes, width = shape
                 case = f"{kind} {name}, {tokens:,} x {width} to {classes:,}"
                 yield Case(case, partial(cross_entropy, shape, dtype, quick, counted), products=dtype)
-    for of_head in QUICK_HEADS if quick else HEADS:
-        tokens, classes, width, adds = of_head
-        case = f"head under autocast, {tokens:,} x {width} to {classes:,}{', added' if adds else ''}"
-        yield Case(case, partial(head, of_head, quick), products=torch.bfloat16)
+    for kind, heads in (("head", QUICK_HEADS if quick else HEADS), ("few classes", QUICK_FEW if quick else FEW)):
+        for of_head in heads:
+            tokens, classes, width, adds = of_head
+            case = f"{kind} under autocast, {tokens:,} x {width} to {classes:,}{', added' if adds else ''}"
+            yield Case(case, partial(head, of_head, quick), products=torch.bfloat16)

@@ -1,4 +1,4 @@
-/// What lies around the matrix products of attention and of a classifier: operands in tiles, softmax, its gradient.
+/// What lies around matrix products: operands in tiles, what becomes of sums; for attention softmax and its gradient.
 ///
 /// Torch-free; `oxytorch::ops` puts matrix products between these. A tile of scores holds one key a row and
 /// one query a column, kTile fp32 a row: maxima and sums over keys are then sums of rows, and a tile is the right
@@ -127,23 +127,6 @@ struct SoftmaxGradient {
 /// weight is multiplied by `kept_factor` or 0, and weights that are written are 0 where they were dropped. The gradient
 /// of what is added to scores is theirs without the derivative of the cap.
 OXY_API void softmax_gradient(const SoftmaxGradient& tile);
-
-/// One tile of the gradient of cross entropy: a class a row, a token a column.
-struct CrossEntropyGradient {
-  TileFormat format = TileFormat::Float32;
-  std::int64_t rows = 0;
-  std::int64_t columns = 0;
-  const float* largest = nullptr;  ///< for each token, its largest logit
-  const float* log_sum = nullptr;  ///< and the logarithm of the sum of exp(logit - largest), which loses no digits
-  const float* weight = nullptr;   ///< for each token, what its loss is multiplied by
-  float smoothing = 0;             ///< taken from every probability
-  float* logits = nullptr;         ///< Float32: out: the gradient
-  std::uint16_t* left_gradient = nullptr;   ///< BFloat16: the gradient as a left operand
-  std::int64_t left_stride = kTile;         ///< elements from row to row of it
-  std::uint16_t* right_gradient = nullptr;  ///< BFloat16: and as a right one
-};
-/// gradient = (exp(logit - largest - log_sum) - smoothing) * weight.
-OXY_API void cross_entropy_gradient(const CrossEntropyGradient& tile);
 
 /// Products of the rows of `a` with those of `b`, for at most kTile rows.
 OXY_API void dot_rows(const Rows& a, const Rows& b, float* to);
