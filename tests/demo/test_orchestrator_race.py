@@ -305,6 +305,18 @@ def test_a_quick_screening_finds_rivals_and_the_race_takes_them(
 
 
 @pytest.mark.slow
+def test_quick_race_searches_all_combinations(run_quick: Callable[..., Any]) -> None:
+    names = "eager,oxytorch advanced"
+    _, document = run_quick(
+        "orchestrator", "--exhaustive", "--starts", "1", "--workloads", "mlp", "--contenders", names
+    )
+    raced = document["workloads"]["mlp"]
+    assert not raced["absent"]
+    found = raced["entries"]["exhaustive"]["starts"]["1000"]["prepared"]
+    assert found["tried"] >= 20 and found["search_seconds"] > 0  # 3 x 2 x 5 of heap, pool and optimizer, and more
+
+
+@pytest.mark.slow
 def test_quick_race_reports_contenders_and_the_missing(run_quick: Callable[..., Any], tmp_path: Path) -> None:
     run = partial(run_quick, "orchestrator", "--rivals", str(tmp_path / "none.json"))
     names = "eager,eager + mallopt,lightning,accelerate"

@@ -301,7 +301,6 @@ class Exhaustive(Stock):
 
     def search(self) -> dict[str, Any]:
         """All combinations, one after the other."""
-        from oxytorch._C import memory  # noqa: PLC0415
         from oxytorch._C.tune import PairedTestOptions, SideFailed, Timing  # noqa: PLC0415
         from oxytorch.model.snapshot import Snapshot  # noqa: PLC0415
         from oxytorch.tune.workload import RunWorkload  # noqa: PLC0415
@@ -309,7 +308,6 @@ class Exhaustive(Stock):
         began = time.perf_counter()
         best: tuple[str, ...] = ()
         tried = 0
-        kept = memory.keep_host_pool()  # as `accelerate` does between trials
         with Snapshot.of(self.run.model, self.run.original) as snapshot:
             workload = RunWorkload(self.run, snapshot)
             timing = Timing(workload)
@@ -320,15 +318,24 @@ class Exhaustive(Stock):
                     best = names if result.decision == "accept" else best
                     tried += 1
             timing.recover()
-        kept.revert()
         return {"search_seconds": time.perf_counter() - began, "tried": tried, "accepted": list(best)}
+
+    def applies(self, name: str) -> bool:
+        """Whether it may make a step faster and applies to the run, where what it requires is active."""
+        facts = self.run.strategies[name]
+        if facts.max_speedup == 1 or not all(self.applies(required) for required in facts.requires):
+            return False
+        self.run.set_active(facts.requires)
+        found = self.run.strategy(name).applies(self.run) is True
+        self.run.set_active(())
+        return found
 
     def combinations(self) -> Iterator[tuple[str, ...]]:
         """At most one strategy of a group, and each only beside what it requires."""
         groups: dict[str, list[str]] = {}
         for name, each in self.run.strategies.items():
             allowed = each.kind in self.kinds and each.group not in self.left_out and not each.needs_loop
-            if allowed and (self.run.strategy(name).applies(self.run) is True or each.requires):
+            if allowed and self.applies(name):
                 groups.setdefault(each.group or name, []).append(name)
         for chosen in itertools.product(*(["", *names] for names in groups.values())):
             names = tuple(filter(None, chosen))

@@ -563,7 +563,10 @@ class Timing:
     Whole steps of a workload timed under two combinations of strategies.
     """
     def __init__(self, workload: Workload) -> None: ...
-    def baseline(self, arg0: collections.abc.Callable[[typing.SupportsFloat | typing.SupportsIndex], bool]) -> bool: ...
+    def baseline(self) -> None:
+        """
+        Time a step as given, before anything is tried.
+        """
     def compare(
         self,
         incumbent: collections.abc.Sequence[str],
