@@ -400,7 +400,8 @@ def linear_cross_entropy(
     """Return ``cross_entropy(linear(input, weight, bias), target)`` without the logits, differentiable once.
 
     On a CPU, float32, bfloat16 and float16 take the kernel of this library: of the logits it holds those of 256 tokens
-    at a time, in float32, and computes the gradients in the same pass, so that backward only multiplies them. Results
+    at a time, in float32, and computes the gradients in the same pass, so that backward only multiplies them. Of at
+    most 1,024 classes in bfloat16 it holds a million logits at a time, and the gradients of all, in bfloat16. Results
     have the same bits for any number of threads. Where an earlier batch left a gradient of `weight`, that of this one
     is added to it without a tensor of its size. Other devices do the same by torch's operators, without a read on the
     host; of the logits they hold about as many as `input` has elements, those of 256 tokens at least. float64 takes

@@ -26,8 +26,9 @@ struct LinearCrossEntropyOptions {
 ///
 /// On a CPU, float32, bfloat16 and float16 take the kernel of this library: of the logits it holds those of 256 tokens
 /// at a time, in fp32, and computes the gradients in the same pass, so that backward only multiplies them, and where an
-/// earlier batch left a gradient of `weight`, adds them to it. Results have the same bits for any number of threads.
-/// The loss is float32. Other devices do the same by torch's operators, without a read on the host; of the logits they
+/// earlier batch left a gradient of `weight`, adds them to it. Of at most 1,024 classes in bfloat16 it holds a million
+/// logits at a time, and the gradients of all, in bfloat16. Results have the same bits for any number of threads. The
+/// loss is float32. Other devices do the same by torch's operators, without a read on the host; of the logits they
 /// hold about as many as the input has elements, those of 256 tokens at least. float64 takes torch's own two operators.
 ///
 /// `weight` and `bias` have the dtype of `input`, or are float32 where that is bfloat16: products are of bfloat16 where
