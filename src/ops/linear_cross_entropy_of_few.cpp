@@ -18,7 +18,7 @@ using at::Tensor;
 
 // Above, rows of gradients would take more memory than what a model keeps of a token.
 constexpr std::int64_t kMostClasses = 1024;
-// Logits in fp32 that are held at a time: they stay in a core's cache, or near it.
+// Logits in fp32 that are held at a time, 4 MiB: softmax finds them in the last cache.
 constexpr std::int64_t kLogits = std::int64_t{1} << 20;
 // Logits of a thread: fewer are not worth a second one.
 constexpr std::int64_t kLogitsOfThread = std::int64_t{1} << 13;
