@@ -53,8 +53,12 @@ def test_no_range_is_opened_where_no_profiler_runs(make: Maker, monkeypatch: pyt
         raise AssertionError("a range was opened")
 
     monkeypatch.setattr(profiler.record_function, "__enter__", opened)
-    for _ in range(2):
-        train(own, given)
+    train(own, given)
+    seen: list[str] = []
+    own.register_step_pre_hook(lambda *_: seen.append("before"))
+    own.register_step_post_hook(lambda *_: seen.append("after"))
+    train(own, given)
+    assert seen == ["before", "after"]
     for mine, other in zip(given, expected, strict=True):
         torch.testing.assert_close(mine, other)
 
@@ -103,6 +107,18 @@ def test_hooks_fire_once_each_and_may_change_the_arguments(make: Maker) -> None:
         seen.clear()
         train(own, given)
         assert len(seen) == 3 - handles.index(handle)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_hook_that_returns_something_else_stops_the_step(make: Maker) -> None:
+    given = params()
+    own = make(given)
+    train(own, given)
+    before = [p.detach().clone() for p in given]
+    own.register_step_pre_hook(lambda *_: 3)  # type: ignore[arg-type, return-value]
+    with pytest.raises(RuntimeError, match="hook before step returned 3"):
+        own.step()
+    assert all(now.equal(then) for now, then in zip(given, before, strict=True))
 
 
 @pytest.mark.parametrize("make", MAKERS)
